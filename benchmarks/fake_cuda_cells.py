@@ -2,9 +2,10 @@
 
     python benchmarks/fake_cuda_cells.py OUT [PYTHON ...]
 
-Runs the cells of tests/fake_cuda (the list and its exceptions are theirs) with this interpreter and
-with others that have another torch, and writes OUT.json and OUT.md. About a second a cell. No value
-and no time in it means anything: `mprun.bench.fake_cuda` says what does.
+Runs the cells of tests/extensions/fake_cuda (the list and its exceptions are theirs) with this
+interpreter and with others that have another torch, and writes OUT.json and OUT.md. About a second
+a cell. No value and no time in it means anything: `mprun.extensions.bench.fake_cuda` says what
+does.
 """
 
 import json
@@ -18,8 +19,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from mprun.record.console import markdown_table  # noqa: E402
-from tests.fake_cuda.cells import EXECUTION, MODELS, MODES, overrides, refusal  # noqa: E402
-from tests.fake_cuda.conftest import Device, build_with  # noqa: E402
+from tests.extensions.fake_cuda.cells import EXECUTION, MODELS, MODES, overrides, refusal  # noqa: E402
+from tests.extensions.fake_cuda.conftest import Device, build_with  # noqa: E402
 
 _VERSIONS = "import torch, triton, sys; print(torch.__version__, triton.__version__, sys.version)"
 
@@ -112,9 +113,10 @@ def _update(own: list[dict]) -> str:
 _HEAD = """\
 # Every model in every mode on the fake CUDA device
 
-The host side alone: no kernel ran, and no value means anything (`mprun/bench/fake_cuda`). Each cell
-is a run of 12 steps with evaluations and, but for AlexNet, checkpoints, in which a wait for the
-device between evaluations is an error; as a graph, 3 steps are eager and 9 replayed. "single_pass":
+The host side alone: no kernel ran, and no value means anything
+(`mprun/extensions/bench/fake_cuda`). Each cell is a run of 12 steps with
+evaluations and, but for AlexNet, checkpoints, in which a wait for the device between evaluations
+is an error; as a graph, 3 steps are eager and 9 replayed. "single_pass":
 the Triton kernels, compiled for sm_90a. Made by benchmarks/fake_cuda_cells.py.
 
 """

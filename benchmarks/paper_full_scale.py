@@ -1,4 +1,4 @@
-"""What the full recipes of `mprun paper` take on an H200 at its limit: mprun/paper/full_scale.json.
+"""Time of the full recipes of `mprun paper` on an H200 at its limit: full_scale.json.
 
     python -m benchmarks.paper_full_scale [RECIPE ...]
 
@@ -11,10 +11,10 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 
-from mprun.bench.roofline.limits import ceilings_of, limits
-from mprun.cli import roofline
 from mprun.config.compose import compose_config
-from mprun.paper.rows import ROWS, Full
+from mprun.extensions.bench.roofline import command as roofline
+from mprun.extensions.bench.roofline.limits import ceilings_of, limits
+from mprun.extensions.paper.rows import ROWS, Full
 
 PATH = Path(__file__).parents[1] / "mprun" / "paper" / "full_scale.json"
 GPU, MODES = "H200", "fp32,amp"
@@ -26,7 +26,7 @@ def steps_of(full: Full) -> int:
     if config.train.steps is not None:
         return config.train.steps
     if not full.samples:
-        raise ValueError(f"{full.experiment}: counts epochs; mprun.paper.rows needs its samples")
+        raise ValueError(f"{full.experiment}: counts epochs; rows.py needs its samples")
     batch = config.data.batch_size * config.train.accumulate
     batch *= getattr(config.data, "sequence_length", 1)
     return round(config.train.epochs * (full.samples // batch))

@@ -2,10 +2,10 @@
 
     python -m benchmarks.script_host [--models resnet50,gpt] [--modes fp32,amp,...]
 
-Each cell runs in a process of its own on the fake CUDA device (mprun.bench.fake_cuda), where
-kernels do nothing but torch's allocator and launches are real. Beside the modes stand plain torch
-in FP32 and the recipe of torch.amp in FP16. Bytes and launches are exact; milliseconds are the
-lowest of TIMED steps of this processor, because what else a machine does only adds time.
+Each cell runs in its own process on the fake CUDA device (mprun.extensions.bench.fake_cuda),
+where kernels do nothing but torch's allocator and launches are real. Beside the modes stand plain
+torch in FP32 and the recipe of torch.amp in FP16. Bytes and launches are exact; milliseconds are
+the lowest of TIMED steps of this processor, because what else a machine does only adds time.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torchvision.models import resnet50
 
 import mprun
-from mprun.bench import fake_cuda
+from mprun.extensions.bench import fake_cuda
 
 WARM_UP, COUNTED, TIMED = 6, 3, 60
 PEERS = ("plain", "torch.amp")

@@ -1,10 +1,10 @@
-"""Every training loop of tests/script in every mode that a CPU has, against the plain script.
+"""Every training loop of the tests in every mode that a CPU has, against the plain script.
 
     python -m benchmarks.script_loops [--modes fp32,amp,...] [--loops NAME,...] [--out FOLDER]
 
 Writes FOLDER/<date>-cpu-script-loops.json and .md: scenario by mode, what each loop came to
-(`tests/script/loop_outcomes.py`), how many of each there are by mode, and what contradicts what the
-tests demand. About two minutes on one core.
+(`tests/extensions/script/loop_outcomes.py`), how many of each there are by mode, and what
+contradicts what the tests demand. About two minutes on one core.
 """
 
 import argparse
@@ -18,8 +18,8 @@ import torch
 
 from mprun.record.console import markdown_table
 from mprun.training.environment import environment
-from tests.script.loop_outcomes import ALL, Outcome, fault, outcome, plainly
-from tests.script.loops import LOOPS
+from tests.extensions.script.loop_outcomes import ALL, Outcome, fault, outcome, plainly
+from tests.extensions.script.loops import LOOPS
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 KINDS = ("equal", "near", "refused", "far", "failed")
@@ -87,15 +87,15 @@ def _few(names: list[str]) -> str:
 
 _HEAD = """# Training loops of one's own in every mode, {date}, CPU
 
-{count} training loops as scripts have them (`tests/script/loops.py`, `loop_shapes.py`), with one
-line that calls `mprun.prepare`, against the same script without it; {cpu}, {cpu_count} cores, torch
-{torch}, Python {python}, commit {commit}:
+{count} training loops as scripts have them (`loops.py` and `loop_shapes.py` in
+`tests/extensions/script`), with one line that calls `mprun.prepare`, against the same script
+without it; {cpu}, {cpu_count} cores, torch {torch}, Python {python}, commit {commit}:
 
     {command}
 
 A deviation is the distance between both ends, as a share of how far the plain script moved.
-`tolerance` in `tests/script/loop_outcomes.py` derives what rounding explains; beyond it is far. A
-refusal is one line of mprun's own; an error is any other exception."""
+`tolerance` in `tests/extensions/script/loop_outcomes.py` derives what rounding explains; beyond
+it is far. A refusal is one line of mprun's own; an error is any other exception."""
 
 
 def main() -> None:

@@ -23,21 +23,21 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from mprun.compare import compare as compare
     from mprun.compare.notebook import load as load
-    from mprun.numerics.of_script import explain as explain
-    from mprun.numerics.of_script import probe as probe
-    from mprun.script import prepare as prepare
-    from mprun.script import state_of as state_of
-    from mprun.training.script_run import Diverged as Diverged
-    from mprun.training.script_run import Run as Run
+    from mprun.extensions.script import prepare as prepare
+    from mprun.extensions.script import state_of as state_of
+    from mprun.extensions.script.run import Diverged as Diverged
+    from mprun.extensions.script.run import Run as Run
+    from mprun.extensions.script.watched import explain as explain
+    from mprun.extensions.script.watched import probe as probe
 
 # Name -> where it is defined; `mprun.compare` is a package that can be called.
 _PUBLIC = {
-    "prepare": "mprun.script",
-    "state_of": "mprun.script",
-    "Run": "mprun.training.script_run",
-    "Diverged": "mprun.training.script_run",
-    "probe": "mprun.numerics.of_script",
-    "explain": "mprun.numerics.of_script",
+    "prepare": "mprun.extensions.script",
+    "state_of": "mprun.extensions.script",
+    "Run": "mprun.extensions.script.run",
+    "Diverged": "mprun.extensions.script.run",
+    "probe": "mprun.extensions.script.watched",
+    "explain": "mprun.extensions.script.watched",
     "load": "mprun.compare.notebook",
     "compare": "mprun.compare",
 }

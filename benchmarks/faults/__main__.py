@@ -15,8 +15,8 @@ import torch._dynamo  # need not import them
 import torch.utils.tensorboard  # noqa: F401
 
 import mprun.cli.compare
-import mprun.cli.explain
-import mprun.cli.scaler_replay
+import mprun.extensions.diagnosis.commands.explain
+import mprun.extensions.diagnosis.commands.scaler_replay
 import mprun.training.resume  # noqa: F401
 from benchmarks.faults import command_lines, damages, processes
 from benchmarks.faults.harness import Campaign, Finding

@@ -9,7 +9,7 @@ from questions.answer import Answer
 
 def energy_counter(device: torch.device) -> Answer:
     """Is NVML's energy counter (mJ since the driver was loaded) readable, and does it move?"""
-    from mprun.bench.energy import meter_of
+    from mprun.record.energy import meter_of
 
     meter = meter_of(device)
     before = meter.energy_mj()
@@ -42,7 +42,7 @@ def _watts(meter, device: torch.device, busy: bool) -> float:
 
 def ceilings(device: torch.device) -> Answer:
     """What do a copy and a large matrix product reach on this device?"""
-    from mprun.bench.measure import measure_ceilings
+    from mprun.extensions.bench.measure import measure_ceilings
 
     numbers = measure_ceilings(device)
     rates = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in numbers["flops"].items())

@@ -5,9 +5,9 @@ import time
 from argparse import Namespace
 
 from benchmarks.suite.contenders import PEERS
-from mprun.cli import bench
 from mprun.cli.arguments import names
 from mprun.errors import DONE, INTERRUPTED, MprunError
+from mprun.extensions.bench import command as bench
 
 _WHAT = """\
 mprun's precision modes beside other tools.

@@ -4,13 +4,13 @@ import torch
 
 from benchmarks.suite import equality
 from benchmarks.suite.contenders import make
-from mprun.bench.contender import Contender
-from mprun.bench.plan import Case
-from mprun.bench.worker import Worker
+from mprun.extensions.bench.contender import Contender
+from mprun.extensions.bench.plan import Case
+from mprun.extensions.bench.worker import Worker
 
 
 class SuiteWorker(Worker):
-    """As `mprun.bench.worker.Worker`, with every contender, watched for `equality.check`."""
+    """As the `Worker` of `mprun bench`, with every contender, watched for `equality.check`."""
 
     def make(self, case: Case, device: torch.device) -> Contender:
         return make(case, device)

@@ -6,10 +6,10 @@ from importlib.util import find_spec
 
 import torch
 
-from mprun.bench.contender import Contender
-from mprun.bench.own import Own
-from mprun.bench.plan import Case
 from mprun.errors import BadInput
+from mprun.extensions.bench.contender import Contender
+from mprun.extensions.bench.own import Own
+from mprun.extensions.bench.plan import Case
 
 FP32, AMP = ("fp32", "tf32"), ("amp", "amp_bf16")
 FP8 = ("fp8_tensorwise", "fp8_rowwise")

@@ -12,12 +12,12 @@ import torch
 from benchmarks.suite import equality, targets
 from benchmarks.suite.contenders import CONTENDERS, PEERS, available
 from benchmarks.suite.models import MODES_WITH_PEERS, suite_of
-from mprun.bench.contest import Contest
-from mprun.bench.plan import OWN, REFERENCES, Case, Group, Row, without_device
-from mprun.bench.report import markdown, ratio_text
-from mprun.bench.summary import summarise
 from mprun.config.registry import task_of
 from mprun.errors import BadInput
+from mprun.extensions.bench.contest import Contest
+from mprun.extensions.bench.plan import OWN, REFERENCES, Case, Group, Row, without_device
+from mprun.extensions.bench.report import markdown, ratio_text
+from mprun.extensions.bench.summary import summarise
 
 # Keys that do not choose what is trained: the suite takes them too.
 _OF_THE_SUITE = ("device", "threads", "seed", "deterministic", "cpu_half")
@@ -34,7 +34,7 @@ def named_peers(options: Namespace) -> list[str]:
 
 
 class Suite(Contest):
-    """As `mprun.bench.contest.Contest`, with the options of `benchmarks.suite.__main__`: peers
+    """As the `Contest` of `mprun bench`, with the options of `benchmarks.suite.__main__`: peers
     (names, ["all"], or None: mprun alone) and only (starts of labels of the suite)."""
 
     worker = "benchmarks.suite.child:SuiteWorker"

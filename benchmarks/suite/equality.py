@@ -35,13 +35,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.suite.contenders import NEAREST_MODE, SCALES_PER_OPTIMIZER, make
-from mprun.bench.contender import Contender
-from mprun.bench.contest import learns_as_fp32
-from mprun.bench.measure import first_steps
-from mprun.bench.own import Own
-from mprun.bench.plan import Case
-from mprun.bench.worker import release
 from mprun.config.registry import task_of
+from mprun.extensions.bench.contender import Contender
+from mprun.extensions.bench.contest import learns_as_fp32
+from mprun.extensions.bench.measure import first_steps
+from mprun.extensions.bench.own import Own
+from mprun.extensions.bench.plan import Case
+from mprun.extensions.bench.worker import release
 from mprun.precision import get_policy
 
 _REFERENCES = ("loop", "amp", "mprun")  # the plainest first
@@ -143,7 +143,7 @@ class WeightWatch:
 
 
 def watched_steps(contender: Contender, device: torch.device) -> dict:
-    """As `mprun.bench.measure.first_steps`, with how far the weights travelled as "travel": of each
+    """As `measure.first_steps`, with how far the weights travelled as "travel": of each
     step (distance, direction) as of `WeightWatch`, None where a contender does not show them."""
     watch = WeightWatch(contender)
     found = first_steps(contender, device, watch.record)
@@ -176,7 +176,7 @@ def twin_if_it_fits(case: Case, device: torch.device) -> dict | None:
 def check(rows: Sequence) -> dict[str, tuple[bool, str]]:
     """Row key -> (computes what the others do, why not or what could not be judged).
 
-    rows: `mprun.bench.plan.Row` of one model, those with "losses" in their `equality`. Each is held
+    rows: `plan.Row` of one model, those with "losses" in their `equality`. Each is held
     to the plainest contender of its mode (of the nearest mode where it is alone), and where its
     mode should learn as FP32 does to the plainest FP32 one.
     """

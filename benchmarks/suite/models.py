@@ -1,7 +1,7 @@
 """What is measured where nothing is asked for: models and sizes, as plain data."""
 
-from mprun.bench.contest import CPU_MODES, GPU_MODES
-from mprun.bench.plan import Group
+from mprun.extensions.bench.contest import CPU_MODES, GPU_MODES
+from mprun.extensions.bench.plan import Group
 
 # Of the modes of a suite those that are measured when other tools take part: each is that many
 # processes more.

@@ -6,9 +6,9 @@ Absolute rates are floors for one H200; the ratios are against contenders measur
 from dataclasses import dataclass
 
 from benchmarks.suite.contenders import AMP, NEAREST_MODE
-from mprun.bench.plan import OWN
-from mprun.bench.report import number, table
-from mprun.bench.summary import peak_ratio, ratio, timed_rows
+from mprun.extensions.bench.plan import OWN
+from mprun.extensions.bench.report import number, table
+from mprun.extensions.bench.summary import peak_ratio, ratio, timed_rows
 
 _HALF = ("amp", "fp16_master_scaled", "amp_bf16")
 _OWN = tuple(OWN)

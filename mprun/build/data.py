@@ -9,8 +9,9 @@ from torch import Tensor
 
 from mprun.build.user_code import Factory, blaming, known_size
 from mprun.config.components.custom import CustomDataConfig
-from mprun.config.registry import DataConfig, TaskKind, kind_called, loaded
+from mprun.config.registry import DataConfig, TaskKind, kind_called
 from mprun.data.source import Source, completed, kept_random_state
+from mprun.entry_points import loaded
 from mprun.errors import BadInput
 
 _PASSED_ON = Parameter.VAR_KEYWORD

@@ -22,10 +22,11 @@ from mprun.build.user_code import Factory, Trial, known_size
 from mprun.config.check import engine_of
 from mprun.config.components import TASKS
 from mprun.config.components.custom import CustomDataConfig, CustomModelConfig
-from mprun.config.registry import kind_of, loaded, task_of
+from mprun.config.registry import kind_of, task_of
 from mprun.config.schema import RunConfig
 from mprun.data.source import Source, kept_random_state
 from mprun.distributed.ranks import ALONE, Ranks
+from mprun.entry_points import loaded
 from mprun.errors import BadInput
 from mprun.precision import (
     DTYPES,

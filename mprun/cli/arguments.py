@@ -5,6 +5,7 @@ declaration. Hydra's overrides (key=value) may stand anywhere between the option
 """
 
 import argparse
+import glob
 import re
 import textwrap
 from collections.abc import Callable, Collection, Sequence
@@ -140,11 +141,10 @@ def _as_option(word: str) -> list[str]:
     """["model=resnet50"] for `resnet50`: the option of a group that is called so."""
     if len(word) > 60 or not word.isprintable():
         return []
-    from mprun.config.option_files import conf_dir  # here: reading the schema takes a moment
+    from mprun.config.option_files import folders  # here: reading the schema takes a moment
 
-    return [
-        f"{path.parent.name}={word}" for path in conf_dir().glob("*/*.yaml") if path.stem == word
-    ]
+    found = (path for folder in folders() for path in folder.glob(f"*/{glob.escape(word)}.yaml"))
+    return [f"{path.parent.name}={word}" for path in found]
 
 
 def number(

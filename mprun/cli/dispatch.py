@@ -14,12 +14,12 @@ import signal
 import sys
 import traceback
 from contextlib import suppress
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Arguments, number
 from mprun.distributed.places import Place, completed, place_from
+from mprun.entry_points import announced, loaded
 from mprun.errors import (
     BAD_INPUT,
     BUG,
@@ -38,19 +38,11 @@ from mprun.training.signals import Interruption, Stopped
 if TYPE_CHECKING:
     from mprun.config.schema import RunConfig
 
-# verb -> (module with `main(arguments) -> exit code`, what the verb does)
+# verb -> `module:function`, which takes the arguments and returns the exit code; extensions add
+# theirs as entry points of the group `mprun.verbs`.
 VERBS = {
-    "compare": ("mprun.cli.compare", "finished runs: a verdict per precision mode, a report"),
-    "advise": ("mprun.cli.advise", "what FP16 needs: masters, scale, FP32 modules"),
-    "explain": ("mprun.cli.explain", "a run that diverged: its cause, what cures it"),
-    "scaler-replay": (
-        "mprun.cli.scaler_replay",
-        "what every loss scaler would have done on a run's overflows",
-    ),
-    "mismatch": ("mprun.cli.mismatch", "log-probabilities of the same weights in several modes"),
-    "paper": ("mprun.cli.paper", "the paper's tables and figures beside ours, run and written"),
-    "bench": ("mprun.cli.bench", "speed, memory and energy per mode; share of the limit"),
-    "doctor": ("mprun.cli.doctor", "the machine: devices, kernels, graphs, modes (--json)"),
+    "compare": "mprun.cli.compare:main",
+    "doctor": "mprun.cli.doctor:main",
 }
 # A full disk, a quota, a read-only or failing file system, a forbidden folder; and what is no path.
 _OF_THE_SYSTEM = {
@@ -142,8 +134,9 @@ def _dispatch(arguments: list[str]) -> int:
     if arguments and arguments[0] in ("run", "train"):
         print(f"mprun: '{arguments[0]}' may be left out", file=sys.stderr)
         arguments = arguments[1:]
-    if arguments and arguments[0] in VERBS:
-        return import_module(VERBS[arguments[0]][0]).main(arguments[1:])
+    if arguments and (verb := verbs().get(arguments[0])) is not None:
+        code: int = loaded(verb)(arguments[1:])
+        return code
     if {"--help", "-h"} & set(arguments):
         return _help(arguments)
     options = _arguments().parse(arguments)
@@ -165,6 +158,11 @@ def _dispatch(arguments: list[str]) -> int:
     return _run(options)
 
 
+def verbs() -> dict[str, str]:
+    """Return verb -> `module:function` of every verb, those of extensions last."""
+    return VERBS | announced("mprun.verbs")
+
+
 def _curves(folders: list[Path], root: Path) -> Path:
     from mprun.compare.tensorboard_summary import write_means
 
@@ -175,14 +173,14 @@ def _help(arguments: list[str]) -> int:
     """The help page, or what is said of the keys, groups and verbs that stand beside --help."""
     from mprun.cli.help import GROUPS, help_text, key_help
 
-    verbs = {verb: what for verb, (_, what) in VERBS.items()}
     others = [word for word in arguments if word not in ("--help", "-h")]
     options, _ = _arguments().parse_known_args(others)
     asked = [word for word in options.overrides if "=" not in word and not word.startswith("~")]
-    if asked and asked[0] in VERBS.keys() - {*GROUPS, "compare"}:
-        return import_module(VERBS[asked[0]][0]).main(["--help"])
-    pages = [key_help(word, VERBS, options.config_dir) for word in asked]
-    print("\n".join(pages) or help_text(verbs, _arguments(), options.config_dir), end="")
+    if asked and asked[0] in verbs().keys() - {*GROUPS, "compare"}:
+        code: int = loaded(verbs()[asked[0]])(["--help"])
+        return code
+    pages = [key_help(word, verbs(), options.config_dir) for word in asked]
+    print("\n".join(pages) or help_text(verbs(), _arguments(), options.config_dir), end="")
     return DONE
 
 
@@ -191,8 +189,7 @@ def _show(options: argparse.Namespace) -> int:
 
     if options.shell_completion is not None:
         known = [name for one in _arguments()._actions for name in one.option_strings]
-        modules = {verb: module for verb, (module, _) in VERBS.items()}
-        return complete(options.shell_completion, modules, known)
+        return complete(options.shell_completion, verbs(), known)
     if options.cfg is not None:
         return show_config(options.cfg, options.overrides, options.config_dir, options.package)
     return show_info(options.info, options.overrides, options.config_dir)
@@ -336,7 +333,7 @@ def _announce(text: str) -> None:
 
 def _arguments() -> Arguments:
     """The options of a run or a sweep: Hydra's, and two of a sweep's own."""
-    parser = Arguments("", "", overrides=True, verbs=VERBS)
+    parser = Arguments("", "", overrides=True, verbs=verbs())
     add = parser.add_argument
     add("-m", "--multirun", action="store_true", help="sweep: one process per run")
     processes = number("-j", 1, 1024, "a number of processes", whole=True)

@@ -11,7 +11,6 @@ import sys
 import textwrap
 from collections.abc import Collection
 from contextlib import redirect_stdout, suppress
-from importlib import import_module
 from io import StringIO
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +27,7 @@ from mprun.config.option_files import (
 )
 from mprun.config.roles import FIELDS, Meaning, meanings, role_of
 from mprun.config.rules import did_you_mean, key_called, nearest
+from mprun.entry_points import loaded, source_of
 from mprun.errors import DONE, BadInput
 from mprun.record.console import columns
 
@@ -78,14 +78,14 @@ def help_text(
     """The help page.
 
     Args:
-        verbs: verb -> what it does.
+        verbs: verb -> `module:function`.
         parser: knows the options.
         config_dir: of the user's own; its options are listed too.
     """
     parts = [
         _EXAMPLES,
         filled(
-            "\n".join(["Verbs", *(f"  mprun {verb:<14} {what}" for verb, what in verbs.items())])
+            "\n".join(["Verbs", *(f"  mprun {verb:<14} {_does(verbs[verb])}" for verb in verbs)])
         ),
         "",
         "Options\n" + parser.format_help().partition("options:\n")[2],
@@ -94,6 +94,17 @@ def help_text(
         _END,
     ]
     return "\n".join(parts)
+
+
+def _does(function: str) -> str:
+    """Return what a verb does: the first line of its module, "`mprun VERB`: WHAT.".
+
+    The module is read, not imported, which would cost more than the page.
+    """
+    if (path := source_of(function)) is None:
+        return "(cannot be imported)"
+    with open(path, encoding="utf-8") as file:
+        return file.readline().strip().strip('"').rpartition("`: ")[2].rstrip(".")
 
 
 def key_help(word: str, verbs: Collection[str], config_dir: str | None = None) -> str:
@@ -234,7 +245,7 @@ def complete(request: str, verbs: dict[str, str], options: list[str]) -> int:
 
     Args:
         request: what stands behind -sc.
-        verbs: verb -> its module.
+        verbs: verb -> `module:function`.
         options: of mprun itself.
     """
     what, _, shell = request.partition("=")
@@ -280,11 +291,11 @@ def completions(line: str, verbs: dict[str, str], options: list[str]) -> list[st
 _DIR = ("--config-dir", "-cd")
 
 
-def _options_of(module: str, words: list[str]) -> list[str]:
+def _options_of(verb: str, words: list[str]) -> list[str]:
     """The options of a verb, as its help page says them."""
     page, flags = StringIO(), [word for word in words if word == "--roofline"]
     with redirect_stdout(page), suppress(SystemExit):
-        import_module(module).main([*flags, "--help"])
+        loaded(verb)([*flags, "--help"])
     return sorted(set(re.findall(r"^  .*?(--[a-z-]+)", page.getvalue(), re.MULTILINE)))
 
 

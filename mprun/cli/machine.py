@@ -8,7 +8,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from mprun.bench.energy import PowerMeter, meter_of
 from mprun.build import policy_from
 from mprun.config.compose import compose_config
 from mprun.config.option_files import modes as mode_files
@@ -27,6 +26,7 @@ from mprun.precision import (
 from mprun.precision.emulation import PRODUCTS
 from mprun.precision.torch_update import has_fused_kernel
 from mprun.precision.update_choice import why_not_on
+from mprun.record.energy import PowerMeter, meter_of
 from mprun.training.environment import environment
 
 _RULES = ("sgd", "adam", "adamw", "adagrad")

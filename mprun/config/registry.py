@@ -9,10 +9,7 @@ entry point of the group `mprun.components`, which names a module that registers
 stand in a folder `conf` beside that module (docs/extend.md).
 """
 
-import os
-import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -21,6 +18,7 @@ from typing import Any, ClassVar, TypeVar, dataclass_transform
 from omegaconf import MISSING
 
 from mprun.config.rules import READING, count, ranged, setting
+from mprun.entry_points import announced
 from mprun.errors import BadInput, raised
 
 T = TypeVar("T")
@@ -88,6 +86,8 @@ class DataSource(Component):
         several_shapes: Its batches differ in shape.
         num_classes: Of those whose classes are known without its files.
         most_boxes: Objects that an image has room for.
+        shapes: `module:function` that takes its configuration and returns the shapes of a batch,
+            inputs and targets, and its sizes by name; needed if the family does not decide them.
     """
 
     family: str
@@ -97,6 +97,7 @@ class DataSource(Component):
     several_shapes: bool = False
     num_classes: int | None = None
     most_boxes: int = 0
+    shapes: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -179,12 +180,6 @@ def kind_called(name: str) -> TaskKind:
     return TASKS.get(name) or TaskKind(name=name, builder=name, metrics=())
 
 
-def loaded(builder: str) -> Any:
-    """Import what a component names as `module:attribute`."""
-    module, _, attribute = builder.partition(":")
-    return getattr(import_module(module), attribute)
-
-
 @dataclass_transform()
 def network(name: str, **facts: Any) -> Callable[[type[T]], type[T]]:
     """Register a network with the decorated configuration, a `ModelConfig`.
@@ -228,32 +223,16 @@ def _add(table: dict[str, Any], component: Any) -> None:
     table[component.name] = component
 
 
-def load_of_others() -> None:
-    """Import the modules that entry points of the group name, which register what they have.
+def load_components() -> None:
+    """Import the modules that entry points of the group name; they register what they have.
 
     Raises:
         BadInput: a module that cannot be imported, with the entry point's name.
     """
-    if not _is_announced():
-        return
-    from importlib.metadata import entry_points
-
-    for entry in entry_points(group=GROUP):
+    for name, module in announced(GROUP).items():
         try:
-            module = import_module(entry.module)
+            file = import_module(module).__file__
         except Exception as error:
-            raise BadInput(f"entry point {GROUP} {entry.name}: {raised(error)}") from error
-        if module.__file__ and (folder := Path(module.__file__).parent / "conf").is_dir():
+            raise BadInput(f"entry point {GROUP} {name}: {raised(error)}") from error
+        if file and (folder := Path(file).parent / "conf").is_dir():
             FOLDERS.append(folder)
-
-
-def _is_announced() -> bool:
-    """Return whether an installed package names the group; `importlib.metadata` takes 35 ms."""
-    for folder in sys.path:
-        with suppress(OSError):
-            for name in os.listdir(folder or "."):
-                if name.endswith((".dist-info", ".egg-info")):
-                    with suppress(OSError), open(f"{folder}/{name}/entry_points.txt", "rb") as file:
-                        if f"[{GROUP}]".encode() in file.read():
-                            return True
-    return False

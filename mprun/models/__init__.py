@@ -2,9 +2,6 @@
 
 Each works in whatever dtype its parameters and inputs have, and under autocast; the precision
 policy decides on the dtype.
-
-Faster R-CNN is only in `mprun.models.faster_rcnn`: it needs torchvision's operations, which would
-cost every other run two seconds to import.
 """
 
 from mprun.models.classifiers import (
@@ -16,20 +13,16 @@ from mprun.models.classifiers import (
     resnet50,
 )
 from mprun.models.dcgan import ConvAutoencoder, Discriminator, Generator
-from mprun.models.deep_speech import DeepSpeech2
 from mprun.models.gpt import GPT
 from mprun.models.inception import googlenet, inception_v2, inception_v3
 from mprun.models.lstm_lm import LSTMLanguageModel, pad_to_multiple
 from mprun.models.sampled_lstm import LogUniformSampler, RowTable, SampledLSTM, SampledSoftmax
-from mprun.models.seq2seq import Seq2Seq
-from mprun.models.ssd import ssd300, ssd_mini
 
 __all__ = [
     "GPT",
     "VGG16",
     "AlexNet2012",
     "ConvAutoencoder",
-    "DeepSpeech2",
     "Discriminator",
     "Generator",
     "LSTMLanguageModel",
@@ -39,13 +32,10 @@ __all__ = [
     "RowTable",
     "SampledLSTM",
     "SampledSoftmax",
-    "Seq2Seq",
     "alexnet",
     "googlenet",
     "inception_v2",
     "inception_v3",
     "pad_to_multiple",
     "resnet50",
-    "ssd300",
-    "ssd_mini",
 ]

@@ -137,7 +137,7 @@ class Probe:
     def _on_output(self, learner: str, name: str, module, inputs, output) -> None:
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         with _plainly():
-            # FP8 products take the input too (`mprun.numerics.fp8`).
+            # FP8 products take the input too (`mprun.extensions.diagnosis.fp8`).
             if isinstance(module, nn.Linear) and inputs:
                 self.tally.add((learner, "inputs", name), inputs[0])
             for tensor in tensors:

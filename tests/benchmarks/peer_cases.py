@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from benchmarks.suite import contenders as registry
-from mprun.bench.contender import RotatingSource, rotating_batches
-from mprun.bench.plan import Case
 from mprun.config.compose import compose_config
+from mprun.extensions.bench.contender import RotatingSource, rotating_batches
+from mprun.extensions.bench.plan import Case
 from mprun.precision import pin_math_flags
 
 # Momentum, weight decay and BatchNorm: what SGD can get wrong.

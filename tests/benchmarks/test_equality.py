@@ -25,11 +25,11 @@ from benchmarks.suite.equality import (
 from benchmarks.suite.peers import amp, loop
 from benchmarks.suite.peers.equipment import plain, tuned
 from benchmarks.suite.peers.task import set_up
-from mprun.bench.contender import FIRST_STEPS
-from mprun.bench.contest import learns_as_fp32
-from mprun.bench.own import Own
-from mprun.bench.plan import Case, Row
 from mprun.config.compose import compose_config
+from mprun.extensions.bench.contender import FIRST_STEPS
+from mprun.extensions.bench.contest import learns_as_fp32
+from mprun.extensions.bench.own import Own
+from mprun.extensions.bench.plan import Case, Row
 
 from ..shipped import MODES
 from .peer_cases import MODELS

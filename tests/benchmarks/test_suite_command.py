@@ -12,7 +12,7 @@ from benchmarks.suite.models import CPU_SUITE, GPU_SUITE
 from mprun.config.compose import compose_config
 from mprun.errors import BadInput
 
-from ..bench.test_bench_command import CPU, TINY
+from ..extensions.bench.test_bench_command import CPU, TINY
 
 
 @pytest.mark.parametrize(

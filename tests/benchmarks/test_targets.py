@@ -5,8 +5,8 @@ import pytest
 from benchmarks.suite.contest import Suite
 from benchmarks.suite.targets import TARGETS, against_peers, judge
 
-from ..bench import bench_rows
-from ..bench.bench_rows import bench, lines_of, row
+from ..extensions.bench import bench_rows
+from ..extensions.bench.bench_rows import bench, lines_of, row
 
 
 def summarise(rows):

@@ -39,6 +39,7 @@ def checkout(tmp_path):
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(ROOT / "mprun", tmp_path / "mprun", ignore=ignored)
     shutil.copytree(conf_dir(), tmp_path / "conf")
+    shutil.copy(ROOT / "pyproject.toml", tmp_path)  # names the extensions
     return tmp_path
 
 

@@ -14,7 +14,7 @@ from functools import cache
 import pytest
 import yaml
 
-from mprun.cli.dispatch import VERBS, main
+from mprun.cli.dispatch import main, verbs
 from mprun.cli.help import GROUPS, completions
 from mprun.config import option_files
 from mprun.config.compose import compose_config
@@ -35,11 +35,11 @@ def empty_folder(tmp_path, monkeypatch):
 def test_help_lists_verbs_groups_options_and_keys(capsys):
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
-    for verb in VERBS:
+    for verb in verbs():
         assert f"mprun {verb}" in text
     for group in ("model", "data", "optim", "precision", "scaler", "train", "numerics"):
         own = text.partition(f"\n  {group}\n")[2]
-        for option in (path.stem for path in (conf_dir() / group).glob("*.yaml")):
+        for option in option_files.option_files(group):
             assert f"    {option} " in own, (group, option)  # and what it is
     for key in ("optim.lr", "train.clip_norm", "scaler.growth_interval", "compare.margin"):
         assert key in text
@@ -112,7 +112,7 @@ def test_every_help_page_fits_the_terminal(columns, monkeypatch, capsys):
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns:
         monkeypatch.setenv("COLUMNS", str(columns))
-    for words in [[], *([verb] for verb in VERBS), ["bench", "--roofline"]]:
+    for words in [[], *([verb] for verb in verbs()), ["bench", "--roofline"]]:
         assert main([*words, "--help"]) == 0
         text = capsys.readouterr().out
         if columns:
@@ -151,8 +151,7 @@ OPTIONS = ["-m", "--multirun", "--config-dir"]
     ],
 )
 def test_completion(line, wanted):
-    modules = {verb: module for verb, (module, _) in VERBS.items()}
-    assert completions(line, modules, OPTIONS) == wanted
+    assert completions(line, verbs(), OPTIONS) == wanted
 
 
 def test_completion_of_an_option_of_ones_own(tmp_path_factory):

@@ -27,8 +27,8 @@ def test_torch_is_not_imported_before_it_is_needed(tmp_path):
     program = """
 import sys
 from mprun.cli import main
-from mprun.cli.dispatch import VERBS
-pages = [f"{verb} --help" for verb in (*VERBS, "bench --roofline")]
+from mprun.cli.dispatch import verbs
+pages = [f"{verb} --help" for verb in (*verbs(), "bench --roofline")]
 refused = ["lr=3", "-m precision=fp32,fp61", "doctor --foo"]
 for words in ("--help", "--cfg job", "--info defaults", *refused, *pages):
     assert main(words.split()) == (2 if words in refused else 0), words

@@ -9,7 +9,7 @@ from mprun.build import build_loss_scale, policy_from
 from mprun.cli.help import GROUPS
 from mprun.config.components import NETWORKS
 from mprun.config.compose import compose_config, config_from_record
-from mprun.config.option_files import conf_dir, mode_values, modes, option_files
+from mprun.config.option_files import mode_values, modes, option_files
 from mprun.config.overrides import parse_overrides
 from mprun.config.roles import FIELDS, flat
 from mprun.config.rules import _ELSEWHERE, meant, must_be, ranged, violations
@@ -22,11 +22,11 @@ from ..shipped import MODES
 
 
 def options(group: str) -> list[str]:
-    return sorted(path.stem for path in (conf_dir() / group).glob("*.yaml"))
+    return sorted(option_files(group))
 
 
 def read(group: str, option: str) -> dict:
-    return yaml.safe_load((conf_dir() / group / f"{option}.yaml").read_text(encoding="utf-8"))
+    return yaml.safe_load(option_files(group)[option].read_text(encoding="utf-8"))
 
 
 # The sizes of one model differ in numbers only: two modes in the default run, all in the slow one.

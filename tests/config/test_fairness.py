@@ -3,7 +3,7 @@
 import yaml
 
 from mprun.config.compose import compose_config
-from mprun.config.option_files import conf_dir
+from mprun.config.option_files import folders, option_files
 
 from ..shipped import MODES
 
@@ -24,13 +24,13 @@ def mentioned(path) -> set[str]:
 
 def test_precision_and_scaler_files_speak_of_nothing_else():
     for group, others in (("precision", {"scaler"}), ("scaler", set())):
-        for path in (conf_dir() / group).glob("*.yaml"):
+        for path in option_files(group).values():
             assert mentioned(path) <= others, path
 
 
 def test_recipes_do_not_speak_of_precision():
     for group in ("model", "data", "optim", "train", "experiment"):
-        for path in (conf_dir() / group).glob("*.yaml"):
+        for path in option_files(group).values():
             assert not mentioned(path) & {"precision", "scaler"}, path
 
 
@@ -43,5 +43,5 @@ def test_modes_differ_in_precision_and_scaler_only():
 
 
 def test_no_file_names_code():
-    for path in conf_dir().rglob("*.yaml"):
+    for path in (path for folder in folders() for path in folder.rglob("*.yaml")):
         assert "_target_" not in path.read_text(encoding="utf-8"), path

@@ -7,7 +7,7 @@ import pytest
 import yaml
 
 from mprun.config.compose import compose_config
-from mprun.config.option_files import conf_dir
+from mprun.config.option_files import conf_dir, option_files
 from mprun.errors import BadInput
 
 # The sources' numbers as one would type them: written down once more, not read from the files.
@@ -199,11 +199,11 @@ def composed(recipe):
 
 
 def text(recipe):
-    return (conf_dir() / "experiment" / f"{recipe}.yaml").read_text(encoding="utf-8")
+    return option_files("experiment")[recipe].read_text(encoding="utf-8")
 
 
 def test_the_table_is_complete():
-    files = {path.stem for path in (conf_dir() / "experiment").glob("*.yaml")}
+    files = option_files("experiment")
     assert {
         name
         for name in files

@@ -3,7 +3,7 @@
 import pytest
 
 from mprun.config.compose import _composed_by_hydra, _finished, compose_config
-from mprun.config.option_files import conf_dir, option_files
+from mprun.config.option_files import conf_dir, folders, option_files
 from mprun.config.overrides import as_hydra_takes, parse_overrides
 from mprun.config.selection import Unusual, select
 
@@ -27,7 +27,7 @@ LINES = [
 @pytest.mark.few(8)
 def test_it_is_what_hydra_composes(overrides):
     parsed = parse_overrides(overrides)
-    quick = _finished(*select(as_hydra_takes(parsed), [str(conf_dir())]))
+    quick = _finished(*select(as_hydra_takes(parsed), [str(folder) for folder in folders()]))
     config, choices = _composed_by_hydra(parsed, None)
     of_mprun = {group: option for group, option in choices.items() if not group.startswith("hydra")}
     assert quick[0] == config and list(quick[1].items()) == list(of_mprun.items())

@@ -90,3 +90,8 @@ def make_folder(root: Path, train: int = 24, held_out: int = 10, classes: int = 
             path = root / split / f"class{number % classes}" / f"{number:04}.jpg"
             write(path, content.getvalue())
     return root
+
+
+def bound(make, root, **options):
+    """`make` of a folder and options, which later ones replace."""
+    return lambda **more: make(root, **options | more)

@@ -1,6 +1,8 @@
 """What every source of batches must hold to: order, randomness, evaluation, record, refusals."""
 
 import random
+from importlib import import_module
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,27 +11,21 @@ import torch
 from mprun.data import (
     DatasetSource,
     DigitsImages,
-    DigitStrips,
     DocsText,
     SyntheticImages,
     SyntheticTokens,
     TokenSource,
 )
-from mprun.data.boxes import DigitCanvases
-from mprun.data.sentence_pairs import UnicodeNames
 
 from ..helpers import assert_same_bits, raises_line
 from . import (
     test_cifar10,
     test_image_folder,
     test_own_sources,
-    test_sentence_pairs,
-    test_speech_data,
     test_text_source,
     test_token_files,
-    test_voc,
 )
-from .made_images import cifar10_folders, make_folder
+from .made_images import bound, cifar10_folders, make_folder
 
 TOKENS = {"sequence_length": 6, "batch_size": 3, "device": "cpu"}
 IMAGES = {"batch_size": 5, "device": "cpu"}
@@ -37,8 +33,6 @@ IMAGES = {"batch_size": 5, "device": "cpu"}
 SOURCES = {
     "digits": lambda _: lambda **more: DigitsImages(8, **IMAGES | more),
     "synthetic images": lambda _: lambda **more: SyntheticImages(7, 8, 64, 24, **IMAGES | more),
-    "digit canvases": lambda _: lambda **more: DigitCanvases(32, **IMAGES | more),
-    "digit strips": lambda _: lambda **more: DigitStrips(**IMAGES | more),
     "characters": lambda _: lambda **more: DocsText("char", **TOKENS | more),
     "words": lambda _: lambda **more: DocsText("word", **TOKENS | more),
     "synthetic tokens": lambda _: lambda **more: SyntheticTokens(50, 1000, 100, **TOKENS | more),
@@ -54,23 +48,17 @@ SOURCES = {
             **{**IMAGES, "num_classes": 5, **more},
         )
     ),
-    "names": lambda _: (
-        lambda **more: UnicodeNames(max_length=16, vocab_multiple=8, **IMAGES | more)
-    ),
     "image folder": lambda root: bound(test_image_folder.source, make_folder(root)),
     "cifar10": lambda root: bound(
         test_cifar10.cifar10, cifar10_folders(root), augmentation="padded_crop", flip=True
     ),
-    "voc": lambda root: bound(test_voc.voc, test_voc.made(root)),
-    "speech": lambda root: bound(test_speech_data.source, test_speech_data.corpus(root)),
-    "parallel text": lambda root: bound(test_sentence_pairs.source, test_sentence_pairs.made(root)),
     "text": lambda root: bound(test_text_source.source, test_text_source.made(root)),
     "token files": lambda root: bound(test_token_files.source, test_token_files.made(root)),
 }
-
-
-def bound(make, root, **options):
-    return lambda **more: make(root, **options | more)
+# Those of extensions.
+for path in sorted(Path(__file__).parents[1].glob("extensions/*/sources.py")):
+    SOURCES |= import_module(f"..extensions.{path.parent.name}.sources", __package__).SOURCES
+LOADED = [name for name in ("data set", "image folder", "voc", "speech") if name in SOURCES]
 
 
 def random_states():
@@ -116,7 +104,7 @@ def test_what_every_source_holds_to(make):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", ["data set", "image folder", "voc", "speech"], indirect=True)
+@pytest.mark.parametrize("make", LOADED, indirect=True)
 def test_any_number_of_loader_processes_gives_the_same(make):
     found = []
     for workers in (0, 1, 2):

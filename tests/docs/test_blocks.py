@@ -27,7 +27,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from mprun.cli.dispatch import VERBS, _arguments
+from mprun.cli.dispatch import _arguments, verbs
 from mprun.cli.help import GROUPS, _options_of
 from mprun.config.compose import compose_config, group_options, hydra_session
 from mprun.config.option_files import conf_dir
@@ -37,12 +37,12 @@ from mprun.config.roles import FIELDS
 ROOT = Path(__file__).resolve().parents[2]
 # Pages whose blocks a test of their own runs, against what the page shows of their output.
 OWN_TESTS = {
-    "docs/failing_run.md": "tests/numerics/test_failing_run_page.py",
+    "docs/failing_run.md": "tests/extensions/diagnosis/test_failing_run_page.py",
     "docs/own_data.md": "tests/cli/test_own_data_page.py",
     "docs/extend.md": "tests/cli/test_contributing.py",
     # Where the library is installed.
-    "docs/script/lightning.md": "tests/script/test_lightning.py",
-    "docs/script/huggingface.md": "tests/script/test_transformers.py",
+    "docs/script/lightning.md": "tests/extensions/adapters/test_lightning.py",
+    "docs/script/huggingface.md": "tests/extensions/adapters/test_transformers.py",
 }
 # Records of what was run, by the programs of that day; and figures that a program writes.
 RECORDS = ("docs/results/", "docs/error_rates.md", "docs/operations.md", "docs/log.md")
@@ -166,13 +166,13 @@ def test_a_command_can_be_typed(command):
 def _check_mprun(words: list[str]) -> None:
     if "--help" in words:
         asked = set(words) - {"--help"}
-        assert asked <= {*FIELDS, *GROUPS, *VERBS, "compare"}
+        assert asked <= {*FIELDS, *GROUPS, *verbs(), "compare"}
         return
     options, verb = [name for a in _arguments()._actions for name in a.option_strings], ""
     if words and not words[0].startswith("-") and "=" not in words[0]:
         verb = words[0]
-        assert verb in VERBS, f"{verb} is no verb"
-        options = ["--roofline", *_options_of(VERBS[verb][0], words)]
+        assert verb in verbs(), f"{verb} is no verb"
+        options = ["--roofline", *_options_of(verbs()[verb], words)]
     for word in words:
         assert not word.startswith("--") or word.partition("=")[0] in options, word
     if verb not in ("", "advise", "bench"):
@@ -212,6 +212,7 @@ def program(tmp_path_factory) -> dict[str, str]:
     copy = tmp_path_factory.mktemp("checkout")
     shutil.copytree(ROOT / "mprun", copy / "mprun", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copytree(conf_dir(), copy / "conf")
+    shutil.copy(ROOT / "pyproject.toml", copy)  # names the extensions
     for path in (copy / "conf" / "train").glob("*.yaml"):
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
         if values.get("steps"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mprun.config.compose import compose_config
-from mprun.config.option_files import conf_dir
+from mprun.config.option_files import option_files
 from mprun.data import DigitsImages
 from mprun.record.metrics import read_metrics
 from mprun.tasks.sample_distance import SampleDistance
@@ -39,7 +39,7 @@ MODELS = [*CLASSIFIERS, *LOSSES, "dcgan"]
 
 
 def test_every_model_but_your_own_is_asked_what_it_learns():
-    assert sorted([*MODELS, "custom"]) == sorted(p.stem for p in (conf_dir() / "model").glob("*"))
+    assert sorted([*MODELS, "custom"]) == sorted(option_files("model"))
 
 
 def trained(folder, *overrides):

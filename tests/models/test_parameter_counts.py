@@ -8,7 +8,6 @@ import torch
 from mprun import models
 from mprun.build.data import arguments_of
 from mprun.config.compose import compose_config
-from mprun.models.faster_rcnn import faster_rcnn_small, faster_rcnn_vgg16
 
 
 def parameters(module):
@@ -41,18 +40,6 @@ def lstm_lm(name, vocabulary):
         (models.inception_v3, 27_161_264),  # torchvision's documentation
         (models.Generator, 3_576_704),  # PyTorch examples, nc=3
         (models.Discriminator, 2_765_568),
-        (models.ssd300, 26_285_486),  # torchvision's ssd300_vgg16 with 21 classes
-        (models.ssd_mini, 88_764),
-        # VGG-16's convolutions; 3x3, two scores and four offsets for 9 anchors; fc6 and fc7; a
-        # score and four offsets for 21 classes, as in py-faster-rcnn.
-        (
-            faster_rcnn_vgg16,
-            14_714_688
-            + (2_359_808 + 513 * 9 * (2 + 4))
-            + (102_764_544 + 16_781_312)
-            + 4_097 * 21 * (1 + 4),
-        ),
-        (faster_rcnn_small, 115_581),
     ],
 )
 def test_published_counts(build, published):
@@ -91,24 +78,3 @@ def test_biglstm():
     assert parameters(model.embedding) == 793_472 * 1024
     assert parameters(model.output) == 793_472 * 1024 + 793_472
     assert round(parameters(model) / 1e9, 3) == 1.777
-
-
-@pytest.mark.parametrize(
-    ("name", "layers", "count"),
-    [("seq2seq_3x1024", 3, 253_626_432), ("seq2seq_5x1024", 5, 289_312_832)],
-)
-def test_seq2seq(name, layers, count):
-    config = compose_config([f"model={name}"], files=False).config.model
-    words = {"source_vocab_size": 100_000, "target_vocab_size": 40_000}
-    with torch.device("meta"):
-        model = models.Seq2Seq(**arguments_of(models.Seq2Seq, config) | words)
-    h = 1024
-    # Two weights and, in torch, two bias vectors; the second layer of the encoder reads both
-    # directions of the first.
-    lstm = 8 * h * h + 8 * h
-    encoder = 2 * lstm + (layers - 1) * lstm + 4 * h * h
-    # Keys and the combination of what is attended to and the query; the decoder's start.
-    attention, bridge = h * h + 2 * h * h, layers * (h * h + h)
-    tables = 100_000 * h + 40_000 * h + 40_000 * h + 40_000
-    # Ours: the paper gives no number.
-    assert parameters(model) == count == encoder + layers * lstm + attention + bridge + tables

@@ -23,7 +23,6 @@ from mprun import models
             partial(models.LSTMLanguageModel, 11, 6, 8, 2, projection_size=8),
             "projection_size=8.*below hidden_size=8",
         ),
-        (partial(models.DeepSpeech2, 8, 5, bidirectional=True), "row_convolution=20: must be 0"),
     ],
 )
 def test_refused(build, said):

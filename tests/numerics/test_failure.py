@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from mprun.cli.explain import explain
 from mprun.errors import Damaged
 from mprun.numerics import failure
 from mprun.numerics.failure import FailureKeeper, Suspect, suspect
@@ -178,13 +177,14 @@ def test_a_new_attempt_forgets_the_failure_of_the_last(tmp_path):
 
 
 def test_a_damaged_state_is_told(tmp_path):
+    verb = pytest.importorskip("mprun.extensions.diagnosis.commands.explain")
     directory, _ = run(tmp_path, *NAIVE_ADAM)
     path = directory / "numerics" / "failure" / "step-00000000" / "state.pt"
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
     with pytest.raises(Damaged, match="does not match its manifest"):
-        explain(directory)
+        verb.explain(directory)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from mprun.bench.measure import count_synchronisations
 from mprun.config.compose import compose_config
 from mprun.numerics import failure
 from mprun.numerics.failure import FailureKeeper
@@ -17,14 +16,6 @@ from ..execution.trained import SMALL
 from ..shipped import OF_ANY_NETWORK
 
 CUDA = torch.device("cuda")
-
-
-def test_without_a_gpu_nothing_is_counted():
-    called = []
-    if not torch.cuda.is_available():
-        assert count_synchronisations(lambda: called.append(1)) is None
-    assert count_synchronisations(lambda: called.append(1), torch.device("cpu")) is None
-    assert called == []
 
 
 def run_train(tmp_path, overrides, steps=16, before=None):
@@ -148,16 +139,6 @@ def test_reading_a_copy_waits_for_it_and_for_nothing_behind_it():
     assert not behind.event.query()
     behind.wait()
     assert behind.seconds_since(sent.arrived) > 0.1
-
-
-@pytest.mark.gpu
-def test_synchronisations_are_counted():
-    values = torch.ones(8, device=CUDA)
-    torch.cuda.synchronize()
-    assert count_synchronisations(lambda: values.add_(1)) == 0
-    assert count_synchronisations(lambda: (values.sum().item(), values.nonzero())) >= 2
-    assert count_synchronisations(lambda: PinnedRing(CUDA, 1).send(values)) == 0
-    assert torch.cuda.get_sync_debug_mode() == 0
 
 
 @pytest.mark.gpu

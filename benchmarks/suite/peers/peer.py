@@ -8,8 +8,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from benchmarks.suite.peers.task import PeerTask
-from mprun.bench.contender import Contender
 from mprun.data.source import Batch
+from mprun.extensions.bench.contender import Contender
 
 
 class SkipCount:

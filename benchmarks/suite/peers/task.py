@@ -8,14 +8,14 @@ import torch
 from torch import nn
 
 from benchmarks.suite.peers.dense_table import with_dense_tables
-from mprun.bench.contender import in_channels_last, rotating_batches
-from mprun.bench.plan import Case
 from mprun.build.data import build_data
 from mprun.build.model import network_builders
 from mprun.config.registry import task_of
 from mprun.config.schema import RunConfig
 from mprun.data.source import Batch, Source
 from mprun.errors import BadInput
+from mprun.extensions.bench.contender import in_channels_last, rotating_batches
+from mprun.extensions.bench.plan import Case
 from mprun.precision import pin_math_flags
 
 # The numbers of torch.amp.GradScaler, which every peer's scaler has unless told otherwise; those of

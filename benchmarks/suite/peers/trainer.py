@@ -23,8 +23,8 @@ from benchmarks.suite.peers.fabric import PRECISION
 from benchmarks.suite.peers.peer import SkipCount
 from benchmarks.suite.peers.problems import Adversaries, Problem
 from benchmarks.suite.peers.task import PeerTask
-from mprun.bench.contender import Contender
 from mprun.data.source import Batch
+from mprun.extensions.bench.contender import Contender
 
 _ENDLESS = 10**9  # batches; a loader that knows its length is not read ahead of
 

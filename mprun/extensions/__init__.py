@@ -1,0 +1,1 @@
+"""What the core does without: packages that join it by entry points (pyproject.toml)."""

@@ -1,0 +1,200 @@
+"""What Lightning's precision plugin and callback do, whatever name the library is imported by.
+
+Lightning calls `training_step` of its module, which is no call of the module itself: what the step
+calls (`self(x)`, `self.net(x)`) runs in the precision mode, what it computes between two calls, the
+loss for instance, in FP32.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from torch.optim import LBFGS
+
+from mprun.extensions.adapters.recording import Recording
+from mprun.extensions.script import prepare, state_of
+from mprun.precision import LossScale, PrecisionPolicy
+
+
+class PrecisionPart:
+    """Of a precision plugin: a module that is to be trained is prepared.
+
+    Args:
+        precision: name of a mode, as of `mprun.prepare`, or a policy.
+        scaler: name of a loss scaler or a loss scale; None: the one that the mode comes with.
+        overrides: glob pattern over names of the module's modules -> dtype.
+    """
+
+    precision: Any = "32-true"  # what Lightning itself does
+
+    def __init__(
+        self,
+        precision: str | PrecisionPolicy = "fp16_master_scaled",
+        scaler: str | LossScale | None = None,
+        overrides: Mapping[str, str] | None = None,
+    ):
+        super().__init__()
+        self._mode = precision
+        self._settings: dict[str, Any] = {"scaler": scaler, "overrides": overrides}
+        self._prepared: Any = None
+
+    def convert_module(self, module: Any) -> Any:
+        """Prepare what is to be trained, before a strategy wraps it; the rest stays in FP32.
+
+        Raises:
+            ValueError: a strategy that is neither of one device nor DDP, or what `mprun.prepare`
+                refuses.
+        """
+        trainer = module.trainer
+        if trainer.state.fn != "fit" or module is self._prepared:
+            return module
+        strategy = trainer.strategy
+        if not _STRATEGIES & {kind.__name__ for kind in type(strategy).__mro__}:
+            raise ValueError(
+                f"strategy: is a {type(strategy).__name__}; must be of one device, or DDP"
+            )
+        module.to(strategy.root_device)
+        self._prepared = prepare(module, precision=self._mode, **self._settings)
+        return module
+
+    def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
+        """Let the optimizers share the loss scale, and their states hold it, from the start."""
+        for optimizer in optimizers:
+            with suppress(ValueError):  # of a part that is not prepared
+                state_of(optimizer)
+        return model, optimizers, lr_schedulers
+
+    def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
+        """Forward and backward, clipping, then the update: a skipped one computes nothing anew."""
+        if isinstance(optimizer, LBFGS):
+            return super().optimizer_step(optimizer, model, closure, **kwargs)  # type: ignore[misc]
+        result = closure()
+        self._after_closure(model, optimizer)  # type: ignore[attr-defined]
+        if result is not None or not model.automatic_optimization:
+            optimizer.step(**kwargs)
+        return result
+
+
+class RunPart:
+    """Of a callback: every fit becomes a run directory for `mprun compare`.
+
+    Args:
+        folder: as of `mprun.Run`.
+        metric: name under which the module logs, in validation, what the verdict rests on.
+        config: what decides on the result beside the hyperparameters of the module and the
+            trainer's settings.
+        seed: of this run; None: that of `seed_everything`.
+        loss: name under which the module logs its training loss; None: what `training_step`
+            returns. Needed where manual optimization returns nothing.
+        settings: others of `mprun.Run`, for instance `data`, `margin`, `probe_every`.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        metric: str = "val_loss",
+        *,
+        config: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        loss: str | None = None,
+        **settings: Any,
+    ):
+        super().__init__()
+        self.folder, self.metric, self.loss = folder, metric, loss
+        self.config, self.seed, self.settings = dict(config or {}), seed, settings
+        self.recording: Recording | None = None
+        self._sum: Any = 0.0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Open the run.
+
+        Raises:
+            ValueError: the trainer has no `MprunPrecision`, or there is no seed.
+        """
+        if not isinstance(trainer.precision_plugin, PrecisionPart):
+            raise ValueError("MprunRun: needs MprunPrecision(...) in plugins= of the Trainer")
+        config = {
+            "hparams": dict(getattr(pl_module, "hparams", {})),
+            "trainer": {name: getattr(trainer, name) for name in _SETTINGS},
+            **self.config,
+        }
+        self.recording = Recording(
+            self.folder,
+            trainer.optimizers,
+            config=config,
+            seed=_seed(self.seed),
+            metric=self.metric,
+            **self.settings,
+        )
+        self._taken, self._sum = _taken(trainer), 0.0
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Record the step, once all its micro-batches are through."""
+        if self.recording is None or not self.recording.open:
+            return
+        self._sum = self._sum + self._loss_of(trainer, outputs)
+        taken = _taken(trainer)
+        if taken == self._taken:
+            return
+        self._taken, loss, self._sum = taken, self._sum, 0.0
+        if not self.recording.step(loss):
+            trainer.should_stop = True
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Record the metrics that were logged in validation."""
+        recording = self.recording
+        if recording is None or not recording.open or trainer.sanity_checking:
+            return
+        if self.metric not in trainer.callback_metrics:
+            logged = ", ".join(trainer.callback_metrics) or "nothing"
+            raise ValueError(f"metric={self.metric!r}: not logged in validation, but {logged}")
+        if not recording.evaluate({self.metric: trainer.callback_metrics[self.metric]}):
+            trainer.should_stop = True
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Close the run."""
+        if self.recording is not None:
+            self.recording.end()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Close the run as failed, or as preempted by an interrupt."""
+        if self.recording is not None:
+            self.recording.end(exception)
+
+    def _loss_of(self, trainer: Any, outputs: Any) -> Tensor | float:
+        if self.loss is None:
+            # Lightning has divided it by the number of micro-batches already.
+            found = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        elif (found := trainer.callback_metrics.get(self.loss)) is not None:
+            found = found / trainer.accumulate_grad_batches
+        if found is None:
+            where = "training_step returned no loss" if self.loss is None else "not logged"
+            raise ValueError(f"loss={self.loss!r}: {where}; name what it logs as its loss")
+        return found.detach() if isinstance(found, Tensor) else found
+
+
+_STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy"}  # and what derives from them
+# What a trainer does to the result.
+_SETTINGS = (
+    *("max_steps", "max_epochs", "accumulate_grad_batches"),
+    *("gradient_clip_val", "gradient_clip_algorithm"),
+)
+
+
+def _seed(given: int | None) -> int:
+    known = os.environ.get("PL_GLOBAL_SEED")
+    if given is None and known is None:
+        raise ValueError("seed=None: call seed_everything(...) before, or give it")
+    return int(known or 0) if given is None else given
+
+
+def _taken(trainer: Any) -> list[int]:
+    """Steps of each optimizer so far."""
+    return [state_of(optimizer).steps for optimizer in trainer.optimizers]

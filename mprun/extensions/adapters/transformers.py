@@ -1,0 +1,242 @@
+"""The Trainer of Hugging Face transformers in a precision mode.
+
+    trainer = MprunTrainer(model=model, args=args, train_dataset=data, precision="amp")
+
+`PrecisionPart` is what it adds: `class Mine(PrecisionPart, Seq2SeqTrainer): ...` has it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from mprun.errors import needing
+from mprun.extensions.adapters.recording import Recording
+from mprun.extensions.script import OptimizerSteps, prepare, state_of
+from mprun.precision import LossScale, PrecisionPolicy
+
+with needing("transformers"):
+    from transformers import Trainer, TrainerCallback
+
+if TYPE_CHECKING:
+    _Base = Any
+else:
+    _Base = object
+
+
+class PrecisionPart(_Base):
+    """Of a Trainer: the model is prepared when the optimizer is created.
+
+    Args:
+        args, kwargs: of the Trainer.
+        precision: name of a mode, as of `mprun.prepare`, or a policy.
+        scaler: name of a loss scaler or a loss scale; None: the one that the mode comes with.
+        overrides: glob pattern over module names -> dtype.
+
+    Raises:
+        ValueError: a training argument that chooses a precision itself, compiles the model or
+            spreads it over devices otherwise than by DDP.
+    """
+
+    optimizer: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        precision: str | PrecisionPolicy = "fp16_master_scaled",
+        scaler: str | LossScale | None = None,
+        overrides: Mapping[str, str] | None = None,
+        **kwargs: Any,
+    ):
+        self._mode = precision
+        self._settings: dict[str, Any] = {"scaler": scaler, "overrides": overrides}
+        self._prepared: Any = None
+        self._steps: OptimizerSteps | None = None
+        super().__init__(*args, **kwargs)
+        self.add_callback(_Skips())
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """As the Trainer's; what it spreads the model with is looked at."""
+        _refuse(self.args)
+        super().create_accelerator_and_postprocess()
+        kind, mixed = self.accelerator.distributed_type, self.accelerator.mixed_precision
+        name = getattr(kind, "value", kind)
+        if name not in _DISTRIBUTED or self.args.n_gpu > 1:
+            raise ValueError(
+                f"{name}, {self.args.n_gpu} GPUs in one process: must be one device, or DDP "
+                "(one process for each device, by torchrun)"
+            )
+        if mixed != "no":
+            raise ValueError(f"ACCELERATE_MIXED_PRECISION={mixed}: must be no beside precision=")
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's, of a prepared model.
+
+        Raises:
+            ValueError: what `mprun.prepare` refuses.
+        """
+        if self._prepared is not self.model:  # DDP comes around it later
+            prepare(self.model, self.optimizer, self._mode, **self._settings)
+            self._prepared = self.model
+        super().create_optimizer(*args, **kwargs)
+        self._steps = state_of(_inside(self.optimizer))  # from now on its state has the loss scale
+        return self.optimizer
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As the Trainer's; recorded."""
+        loss = super().training_step(*args, **kwargs)
+        for callback in self._recorders():
+            callback.add(loss)
+        return loss
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """As the Trainer's; a run that is recorded ends with it, evaluated."""
+        try:
+            output = super().train(*args, **kwargs)
+            if self.eval_dataset is not None and any(r.unevaluated for r in self._recorders()):
+                self.evaluate()
+        except BaseException as error:
+            for recorder in self._recorders():
+                recorder.end(error)
+            raise
+        for recorder in self._recorders():
+            recorder.end()
+        return output
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the Trainer's; losses of training come with the loss scale."""
+        if "loss" in logs and self._steps is not None and self._steps.scale.kind != "none":
+            logs["loss_scale"] = float(self._steps.scale.scale)
+        super().log(logs, *args, **kwargs)
+
+    def _recorders(self) -> list[MprunRun]:
+        return [c for c in self.callback_handler.callbacks if isinstance(c, MprunRun)]
+
+
+class MprunTrainer(PrecisionPart, Trainer):
+    __doc__ = PrecisionPart.__doc__
+
+
+class MprunRun(TrainerCallback):
+    """A callback of an `MprunTrainer`: every training becomes a run directory for `mprun compare`.
+
+    Args:
+        folder: as of `mprun.Run`.
+        metric: of `evaluate`, on which the verdict rests.
+        config: what decides on the result beside the training arguments: model, data.
+        seed: of this run; None: that of the training arguments.
+        settings: others of `mprun.Run`, for instance `data`, `margin`, `probe_every`.
+
+    Attributes:
+        recording: of the newest training.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        metric: str = "eval_loss",
+        *,
+        config: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        **settings: Any,
+    ):
+        super().__init__()
+        self.folder, self.metric = folder, metric
+        self.config, self.seed, self.settings = dict(config or {}), seed, settings
+        self.recording: Recording | None = None
+        self._sum: Any = 0.0
+
+    @property
+    def unevaluated(self) -> bool:
+        """Whether steps were taken since the last evaluation."""
+        recording = self.recording
+        if recording is None or not recording.open:
+            return False
+        return recording.evaluated != recording.steps
+
+    def add(self, loss: Tensor) -> None:
+        """A micro-batch of the step, divided by their number."""
+        self._sum = self._sum + loss
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Close the run."""
+        if self.recording is not None:
+            self.recording.end(error)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Open the run.
+
+        Raises:
+            ValueError: the Trainer is no `MprunTrainer`.
+        """
+        try:
+            optimizer = state_of(_inside(kwargs.get("optimizer"))).optimizer
+        except ValueError:
+            raise ValueError("MprunRun: needs an MprunTrainer (or PrecisionPart)") from None
+        used = {name: getattr(args, name) for name in _SETTINGS if hasattr(args, name)}
+        self._sum = 0.0
+        self.recording = Recording(
+            self.folder,
+            [optimizer],
+            config={"args": used, **self.config},
+            seed=args.seed if self.seed is None else self.seed,
+            metric=self.metric,
+            **self.settings,
+        )
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Record the step; a divergence stops the training."""
+        loss, self._sum = self._sum, 0.0
+        if self.recording is not None and not self.recording.step(loss):
+            control.should_training_stop = True
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Record the evaluation.
+
+        Raises:
+            ValueError: it lacks the metric.
+        """
+        if self.recording is None or not self.recording.open:
+            return
+        metrics = kwargs["metrics"]
+        if self.metric not in metrics:
+            raise ValueError(f"metric={self.metric!r}: not evaluated, but {', '.join(metrics)}")
+        if not self.recording.evaluate({self.metric: metrics[self.metric]}):
+            control.should_training_stop = True
+
+
+class _Skips(TrainerCallback):
+    """Tells the Trainer of skipped updates, after which no schedule advances."""
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        outer = kwargs["optimizer"]
+        last = state_of(_inside(outer)).last
+        if last is not None and last.found_inf is not None:
+            outer._is_overflow = bool(last.found_inf)
+
+
+# Training arguments that decide on the result.
+_SETTINGS = (
+    *("max_steps", "num_train_epochs", "per_device_train_batch_size"),
+    *("gradient_accumulation_steps", "max_grad_norm", "learning_rate", "weight_decay"),
+    *("lr_scheduler_type", "warmup_steps", "warmup_ratio", "optim", "label_smoothing_factor"),
+)
+_DISTRIBUTED = ("NO", "MULTI_GPU", "MULTI_CPU")  # the two are DDP
+_REFUSED = ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval", "tf32", "torch_compile")
+
+
+def _refuse(args: Any) -> None:
+    for name in _REFUSED:
+        if getattr(args, name, None):
+            raise ValueError(
+                f"TrainingArguments({name}=True): must be unset beside precision=, which says what "
+                "runs in which dtype"
+            )
+
+
+def _inside(optimizer: Any) -> Any:
+    """Return what Accelerate has wrapped."""
+    return getattr(optimizer, "optimizer", optimizer)

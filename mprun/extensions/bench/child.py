@@ -1,0 +1,142 @@
+"""One contender in a process of its own: how a bench and its children talk, both sides.
+
+A request is the name of a method of the child's worker and its arguments; the answer is what the
+method returns, or a `ChildFailed`. Only the child that was asked works; the others wait and leave
+the device alone. The parent never waits past a deadline.
+"""
+
+import os
+import pkgutil
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from contextlib import suppress
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from mprun.errors import PREEMPTED, BadInput, Resource, raised
+from mprun.training.signals import Interruption, end_with_parent
+
+_SERVE = "import sys; from mprun.extensions.bench.child import serve; serve(*sys.argv[1:])"
+_LOOK_EVERY_S = 0.2  # how soon an interruption is noticed
+_KILLED_WITHIN_S = 10.0
+
+
+class ChildFailed(Exception):
+    """The child answered with a failure, or died. kind: memory, refused or error."""
+
+    def __init__(self, kind: str, reason: str):
+        super().__init__(kind, reason)
+        self.kind, self.reason = kind, reason
+
+
+class TimeUp(Exception):
+    """The deadline came before the answer; the child is still at work."""
+
+
+class Interrupted(Exception):
+    """The user or the system asked to stop."""
+
+
+def serve(worker: str, descriptor: str, parent: str) -> None:
+    """What a child does: answer requests until the parent ends it.
+
+    Args:
+        worker: "module:class" of the object whose methods answer.
+        descriptor: of the pipe.
+        parent: process id.
+    """
+    if not end_with_parent(int(parent)):
+        raise SystemExit(PREEMPTED)
+    pipe, answers = Connection(int(descriptor)), pkgutil.resolve_name(worker)()
+    while True:
+        name, arguments = pipe.recv()
+        try:
+            pipe.send(getattr(answers, name)(**arguments))
+        except Exception as error:  # any failure of a contender is a row of the report
+            traceback.print_exc()
+            pipe.send(_failure(error))
+
+
+def _failure(error: Exception) -> ChildFailed:
+    line = str(error).partition("\n")[0]
+    # torch.OutOfMemoryError by its name, because not every worker imports torch.
+    memory = isinstance(error, MemoryError | Resource) or "OutOfMemory" in type(error).__name__
+    if memory or "DefaultCPUAllocator" in line:
+        return ChildFailed("memory", f"out of memory: {line}")
+    if isinstance(error, BadInput):
+        return ChildFailed("refused", line)
+    return ChildFailed("error", raised(error))
+
+
+class ChildProcess:
+    """A process that answers requests, with what it prints in `log`.
+
+    In a process group of its own: Ctrl-C reaches the parent alone, and loader processes that the
+    child started end with it. worker: see `serve`.
+    """
+
+    def __init__(self, log: Path, interruption: Interruption, worker: str):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        self.log, self.interruption = log, interruption
+        self._pipe, theirs = Pipe()
+        with open(log, "wb") as file, theirs:
+            descriptor = theirs.fileno()
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _SERVE, worker, str(descriptor), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                pass_fds=(descriptor,),
+                process_group=0,
+            )
+
+    def ask(self, deadline: float, do: str, **request: Any) -> dict:
+        """The answer to a request before `deadline` (of time.monotonic).
+
+        Raises ChildFailed, TimeUp or Interrupted; after the last two the child is of no more use.
+        """
+        self.post(do, **request)
+        return self.take(deadline)
+
+    def post(self, do: str, **request: Any) -> None:
+        """Leave a request; `take` has its answer, in the order of the requests."""
+        with suppress(BrokenPipeError):  # then `take` says so
+            self._pipe.send((do, request))
+
+    def take(self, deadline: float) -> dict:
+        """The answer to the oldest request that has none yet; raises as `ask`."""
+        ready = False
+        while not ready:
+            left = deadline - time.monotonic()
+            if self.interruption.requested:
+                raise Interrupted(self.interruption.reason)
+            ready = self._pipe.poll(max(0.0, min(left, _LOOK_EVERY_S)))
+            if left <= 0 and not ready:
+                raise TimeUp
+        try:
+            answer = self._pipe.recv()
+        except (EOFError, ConnectionResetError):
+            answer = self._died()
+        if isinstance(answer, ChildFailed):
+            raise answer
+        return answer
+
+    def end(self) -> None:
+        """End it now, with all that it has started."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):  # a driver can hold a dead process for a while
+            self.process.wait(_KILLED_WITHIN_S)
+        self._pipe.close()
+
+    def _died(self) -> ChildFailed:
+        code = self.process.wait()
+        if code == -signal.SIGKILL:
+            return ChildFailed("memory", "killed by the system (out of memory?)")
+        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+        return ChildFailed("error", f"the process ended ({how}); see {self.log.name}")

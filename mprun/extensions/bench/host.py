@@ -1,0 +1,226 @@
+"""`mprun bench --host`: memory, launches and host time of a CUDA step, on a machine without a GPU.
+
+Steps run on the fake device of `fake_cuda`: torch's allocator is real and device memory is
+address space, so the peak of a step is measured to the byte at full size; kernels take no time, so
+the time of a step is the host's. No value, no time of a device and no rate is measured here.
+"""
+
+import json
+import pkgutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from mprun.errors import DONE, INTERRUPTED, RESOURCE, BadInput
+from mprun.extensions.bench import fake_cuda
+from mprun.extensions.bench.plan import REFERENCES, Case
+from mprun.record.console import markdown_table
+
+if TYPE_CHECKING:
+    import torch
+
+    from mprun.extensions.bench.contender import Contender
+    from mprun.extensions.bench.contest import Contest
+    from mprun.extensions.bench.worker import Worker
+
+WARM_UP, COUNTED, TIMED = 4, 3, 15  # steps; a graph is recorded within the first ones
+SPARED = 2**30  # bytes of a card that are not torch's: context, workspaces of cuDNN and cuBLAS
+
+NOTE = """\
+Measured on a fake CUDA device: no kernel ran. Peak and reserved are bytes of torch's caching
+allocator in steady training steps (torch's own workspace for cuBLAS is among them), without
+evaluation, without the CUDA context and what cuDNN asks for; of synthetic images two batches lie on
+the device, as bytes. Launches a step: kernels of torch, of Triton, calls of cuDNN and cuBLAS (which
+launch one or more), copies and fills. Host: median time in which this machine's processor gets
+through a step; no time of a device is in it."""
+
+
+# What is known of a contender in one mode, eager or replayed: bytes, numbers of one step.
+NUMBERS = (
+    "peak",  # allocated, of steady steps (replays allocate nothing: None)
+    "reserved",  # after them
+    "launches",
+    "triton",
+    "library",  # calls of cuDNN and cuBLAS
+    "copies",
+    "work",  # pieces of work that a replay launches at once
+    "waits",  # of the host for the device
+    "host_ms",
+    "why_not",  # why there are no numbers
+)
+
+
+def host_row(case: Case, execution: str, **numbers: Any) -> dict[str, Any]:
+    """A row of host.json. execution: "eager" or "replayed"; numbers: of `NUMBERS`, else None.
+
+    recipe: torch.amp's mode with 16-bit products of the same format.
+    """
+    precision = case.config().precision
+    half = precision.autocast_dtype or precision.param_dtype
+    place = {"label": case.label, "mode": case.mode, "contender": case.contender}
+    place["recipe"] = "amp_bf16" if half == "bf16" else "amp"
+    return place | {"execution": execution} | dict.fromkeys(NUMBERS) | numbers
+
+
+def on_the_fake_device(verb: list[str]) -> int:
+    """Run `python -m VERB...` again on the fake device; its exit code."""
+    with tempfile.TemporaryDirectory(prefix="mprun-fake-cuda-") as folder:
+        try:
+            fake_cuda.build(Path(folder))
+        except RuntimeError as error:
+            raise BadInput(f"bench --host: {error}") from None
+        # Whatever the largest card holds: what fits where is said afterwards.
+        environment = fake_cuda.environment(Path(folder), memory_bytes=2**42)
+        child = subprocess.Popen([sys.executable, "-m", *verb], env=environment)
+        while True:
+            try:
+                code = child.wait()
+                return code if code >= 0 else RESOURCE
+            except KeyboardInterrupt:
+                continue  # the child has it too, and prints what there is
+
+
+def host(contest: "Contest", options: Namespace) -> int:
+    """Measure every case of the contest and print the table; in a process on the fake device."""
+    import torch
+
+    from mprun.precision.update_choice import take_for_granted
+
+    take_for_granted()
+    device, worker = torch.device("cuda", 0), pkgutil.resolve_name(contest.worker)()
+    groups, left_out = contest.plan(options, device)
+    # Without the best settings, of mprun and of others: torch.compile is not covered.
+    cases = [c for group in groups for c in group.cases if not c.contender.endswith("+")]
+    rows: list[dict] = []
+    try:
+        for number, case in enumerate(cases, start=1):
+            name = f"{case.label} {case.mode} {case.contender}"
+            print(f"mprun: {number}/{len(cases)} {name}", file=sys.stderr, flush=True)
+            rows += _measured(worker, case, device)
+    except KeyboardInterrupt:
+        print(report(rows, options.card_bytes))
+        return INTERRUPTED
+    facts = {"torch": torch.__version__, "note": NOTE, "rows": rows}
+    text = report(rows, options.card_bytes)
+    for left in left_out:
+        text += f"\nleft out: {left['label']} {left['mode']} {left['contender']}: {left['reason']}"
+    if options.out is not None:
+        folder = Path(options.out)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "host.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        (folder / "host.md").write_text(text + "\n", encoding="utf-8")
+    print(json.dumps(facts, indent=1) if options.json else text)
+    return DONE
+
+
+def _measured(worker: "Worker", case: Case, device: "torch.device") -> list[dict]:
+    """The rows of a case: eager, and of mprun also replayed. What cannot run says why."""
+    import torch
+
+    from mprun.extensions.bench.worker import release
+
+    rows, data, overrides = [], case.config().data, case.overrides
+    if data.name == "synthetic_images":
+        # They lie on the device: as many as a loader would have there.
+        overrides = (*overrides, f"data.train_size={2 * data.batch_size}")
+    graphs = {"eager": ("train.cuda_graph=off",), "replayed": ("train.cuda_graph=on",)}
+    for execution, graph in (graphs if case.contender == "mprun" else {"eager": ()}).items():
+        asked = replace(case, real_data=True, overrides=(*overrides, *graph))
+        release(device)
+        try:
+            numbers = _numbers(worker.make(asked, device), device, execution == "replayed")
+        except (BadInput, torch.OutOfMemoryError, MemoryError) as error:
+            numbers = {"why_not": str(error).partition("\n")[0]}
+        finally:
+            release(device)
+        rows.append(host_row(case, execution, **numbers))
+    return rows
+
+
+def _numbers(contender: "Contender", device: "torch.device", replayed: bool) -> dict[str, Any]:
+    import torch
+
+    with contender.running():
+        for _ in range(WARM_UP):
+            contender.step()
+        torch.cuda.reset_peak_memory_stats(device)
+        before = fake_cuda.counts()
+        for _ in range(COUNTED):
+            contender.step()
+        counted = fake_cuda.counts() - before
+        peak = torch.cuda.max_memory_allocated(device)
+        reserved = torch.cuda.memory_reserved(device)
+        times = []
+        for _ in range(TIMED):
+            started = time.perf_counter()
+            contender.step()
+            times.append(1000 * (time.perf_counter() - started))
+    return {
+        "peak": None if replayed else peak,
+        "reserved": reserved,
+        "launches": counted.launches / COUNTED,
+        "triton": counted.driver_launches / COUNTED,
+        "library": counted.library_calls / COUNTED,
+        "copies": (counted.copies + counted.memsets) / COUNTED,
+        "work": counted.replayed / COUNTED if replayed else None,
+        "waits": counted.waits / COUNTED,
+        "host_ms": statistics.median(times),
+    }
+
+
+def report(rows: list[dict], card: int | None) -> str:
+    """The table in Markdown, and what it is. card: bytes of a card that is asked about."""
+    header = ["model", "mode", "contender", "", "peak MiB", "of FP32", "of recipe", "reserved MiB"]
+    header += ["launches", "Triton", "library", "copies", "waits", "host ms"]
+    header += [] if card is None else [f"fits {card / 2**30:g} GiB"]
+    places = [(row["label"], row["mode"], row["contender"]) for row in rows]
+    peaks = {place: row["peak"] for place, row in zip(places, rows, strict=True) if row["peak"]}
+    lines = []
+    for place, row in zip(places, rows, strict=True):
+        cells = _cells(row, peaks, card) if row["why_not"] is None else [row["why_not"]]
+        line = [*place, row["execution"], *cells]
+        lines.append([*line, *[""] * (len(header) - len(line))])
+    text = f"{markdown_table(header, lines)}\n\n{NOTE}"
+    if card is not None:
+        text += f"\nFits: reserved and {SPARED / 2**30:g} GiB for what is not torch's."
+    return text
+
+
+def _cells(row: dict, peaks: dict[tuple, int], card: int | None) -> list[str]:
+    mode, contender, peak = row["mode"], row["contender"], row["peak"]
+
+    def over(mode: str, contender: str) -> str:
+        base = peaks.get((row["label"], mode, contender))
+        return f"{peak / base:.3f}" if peak and base else ""
+
+    # Of the torch.amp recipe, where it takes part (benchmarks.suite), what mprun needs in 16 bits.
+    held = contender == "mprun" and mode not in REFERENCES
+    launches, work = _count(row["launches"]), row["work"]
+    cells = [
+        _mib(peak),
+        over("fp32", contender),
+        over(row["recipe"], "amp") if held else "",
+        _mib(row["reserved"]),
+        launches if work is None else f"{launches} + {_count(work)} replayed",
+        *(_count(row[name]) for name in ("triton", "library", "copies", "waits")),
+        f"{row['host_ms']:.2f}",
+    ]
+    if card is None:
+        return cells
+    return [*cells, "yes" if (row["reserved"] or 0) + SPARED <= card else "no"]
+
+
+def _mib(value: int | None) -> str:
+    return "" if value is None else f"{value / 2**20:,.0f}"
+
+
+def _count(value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.0f}" if value == round(value) else f"{value:.1f}"

@@ -1,0 +1,280 @@
+"""One window of steps, timed without a synchronisation inside; warm-up; what a device does at best.
+
+On CUDA a window lies between two events of the current stream (the device's own clock), so a
+contender has to leave its work ordered on that stream. The host waits before and after it, never
+inside. On a CPU it is wall-clock time, with the processor time of the process beside it.
+
+Ceilings, what the device can do at best, are measured on random data, because products of zeros
+draw less power and clock higher. A product is 8192^3 on CUDA and 1024^3 on a CPU; a copy moves
+1 GiB on CUDA and 256 MiB on a CPU, far beyond the caches.
+"""
+
+import math
+import statistics
+import time
+import warnings
+from collections.abc import Callable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from mprun.extensions.bench.contender import FIRST_STEPS, Contender
+from mprun.precision import pin_math_flags
+from mprun.record.energy import PowerMeter
+
+WINDOW_S = 0.3  # at least; NVML's counter and torch's launch queue are invisible beyond that
+AGREE, IN_A_ROW = 0.02, 3  # warm-up ends when that many windows agree this well
+LEAD_IN = 1  # untimed steps before each window: another process had the caches
+_CEILING_WINDOWS = 5
+_T = TypeVar("_T")
+# What torch says each time (c10::cuda::warn_or_error_on_sync).
+_WAITED = "called a synchronizing CUDA operation"
+
+
+def synchronise(device: torch.device) -> None:
+    """Wait for the device (CUDA)."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def attempt(measure: Callable[[], Any]) -> Any:
+    """What `measure` finds, or {"why_not": reason}."""
+    try:
+        return measure()
+    except (RuntimeError, MemoryError) as error:
+        return {"why_not": f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"}
+
+
+def first_steps(
+    contender: Contender, device: torch.device, after_each: Callable[[], None] = lambda: None
+) -> dict:
+    """Losses and skipped updates of the first 20 steps, and the seconds that each of them took.
+
+    The first steps of a fresh contender hold its compilation, capture and autotuning, which is why
+    they are timed, each waited for.
+
+    Args:
+        after_each: called after each step, outside of its time.
+    """
+    losses, seconds = [], []
+    for _ in range(FIRST_STEPS):
+        before = time.perf_counter()
+        loss = contender.step()
+        synchronise(device)
+        seconds.append(time.perf_counter() - before)
+        losses.append(float(loss))
+        after_each()
+    return {"losses": losses, "skipped": contender.skipped(), "seconds": seconds}
+
+
+def window(
+    contender: Contender, device: torch.device, steps: int, meter: PowerMeter | None = None
+) -> dict[str, Any]:
+    """Time `steps` steps, at least 1, after one untimed step.
+
+    steps, samples. seconds: of the device on CUDA, else of the wall clock. wall_s: of the host,
+    waiting included. cpu_s: processor time of all threads. energy_mj: None where it cannot be read.
+    sensors: power_w, sm_clock_mhz, temperature_c: [before, after]. data_wait_s: None where the
+    source does not read ahead. loss_is_finite.
+    """
+    meter = meter or PowerMeter(None)
+    contender.run(LEAD_IN)
+    contender.defer_wait()
+    synchronise(device)
+    before, energy = meter.sample(), meter.energy_mj()
+    wall, cpu = time.perf_counter(), time.process_time()
+    with contender.running():
+        seconds, loss = _timed(partial(contender.run, steps), device)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    energy_after, after = meter.energy_mj(), meter.sample()
+    wait = contender.defer_wait()
+    return {
+        "steps": steps,
+        "samples": steps * contender.samples_per_step,
+        "seconds": wall if seconds is None else seconds,
+        "wall_s": wall,
+        "cpu_s": cpu,
+        "energy_mj": None if energy is None or energy_after is None else energy_after - energy,
+        "sensors": {name: [before[name], after[name]] for name in before if name in after},
+        "data_wait_s": None if wait is None else wait(),
+        "loss_is_finite": math.isfinite(float(loss)),
+    }
+
+
+def _timed(work: Callable[[], _T], device: torch.device) -> tuple[float | None, _T]:
+    """(seconds of the device or None, what `work` returned); on CUDA waits for its end."""
+    if device.type != "cuda":
+        return None, work()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    result = work()
+    end.record()
+    torch.cuda.synchronize(device)
+    return start.elapsed_time(end) / 1000, result
+
+
+def steps_for(step_s: float, seconds: float = WINDOW_S) -> int:
+    """Steps that last at least `seconds`."""
+    return max(1, math.ceil(seconds / max(step_s, 1e-7)))
+
+
+def warm_up(
+    contender: Contender,
+    device: torch.device,
+    limit_s: float,
+    steps: int | None = None,
+    measure: Callable[..., dict] = window,
+) -> dict:
+    """Take windows until three in a row agree within 2 %, or for `limit_s` seconds.
+
+    Args:
+        steps: of a window; None: as many as last 0.3 s.
+        measure: takes a window.
+
+    Returns:
+        The steps of a window to use, the steady step time, the steps taken, whether they agreed,
+        and how far the last ones were apart (share of the smallest).
+    """
+    started, taken, times = time.perf_counter(), 0, []
+    first = measure(contender, device, 1)
+    count = steps or steps_for(first["seconds"])
+    while True:
+        step_s = measure(contender, device, count)["seconds"] / count
+        taken += count
+        times.append(step_s)
+        if steps is None:
+            # The first steps are slow: what looked like 0.3 s may have become less.
+            count = max(count, steps_for(step_s))
+        last = times[-IN_A_ROW:]
+        apart = max(last) / min(last) - 1
+        steady = len(last) == IN_A_ROW and apart <= AGREE
+        if steady or time.perf_counter() - started >= limit_s:
+            return {
+                "steps_per_window": count,
+                "step_s": statistics.median_high(last),
+                "steps": taken + 1,
+                "seconds": time.perf_counter() - started,
+                "steady": steady,
+                "apart": apart,
+            }
+
+
+def host_seconds(contender: Contender, device: torch.device, repeats: int = 10) -> float:
+    """Median time to issue one step without waiting for it, the device idle before.
+
+    On a CPU issuing is computing, so the figure is that of the step.
+    """
+    times = []
+    for _ in range(repeats):
+        synchronise(device)
+        before = time.perf_counter()
+        contender.step()
+        times.append(time.perf_counter() - before)
+    synchronise(device)
+    return statistics.median_high(times)
+
+
+def count_synchronisations(
+    work: Callable[[], object], device: torch.device | None = None
+) -> int | None:
+    """Call `work` and count the operations in it that made the host wait for a GPU.
+
+    None, and `work` is not called, where there is no GPU or `device` is another one.
+
+    By torch.cuda.set_sync_debug_mode("warn"), which sees copies to and from memory that is not
+    page-locked, and reading of values (`.item()`, `if tensor`, sizes that depend on values). It
+    does not see waiting that is asked for by name (`torch.cuda.synchronize`, `Event.synchronize`)
+    nor waiting inside libraries. Whatever mode was set before is set again afterwards.
+    """
+    if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
+        return None
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            work()
+        finally:
+            torch.cuda.set_sync_debug_mode(before)
+    return sum(_WAITED in str(warning.message) for warning in seen)
+
+
+def measure_ceilings(device: torch.device, seconds: float = 6.0, size: int | None = None) -> dict:
+    """{"bandwidth": bytes/s, read and written together, "flops": {format: FLOP/s}, ...}.
+
+    A multiply-add is 2 FLOP. Formats: fp32 (TF32 off), tf32 where the GPU has it, fp16, bf16, fp8
+    (E4M3, one scale, fast accumulation) where it has it; each is the median of up to five windows,
+    of fewer where `seconds` in all do not allow them. Leaves the flags of FP32 products at "ieee".
+
+    Args:
+        size: side of the matrices, for tests.
+    """
+    on_gpu = device.type == "cuda"
+    size = size or (8192 if on_gpu else 1024)
+    formats = _formats(device)
+    each = seconds / (1 + len(formats))
+    windows = {}
+    source = torch.rand(2**28 if on_gpu else 2**26, device=device)
+    copied, copy = source.nbytes, partial(torch.empty_like(source).copy_, source)
+    once, windows["copy"] = _median_s(copy, device, each)
+    bandwidth, flops = 2 * copied / once, {}  # read and written
+    del source, copy
+    for name, dtype, fp32_math in formats:
+        pin_math_flags(fp32_math)
+        a, b = (torch.rand(size, size, device=device).sub_(0.5).to(dtype) for _ in range(2))
+        work = _product_of(a, b)
+        once, windows[name] = _median_s(work, device, each)
+        flops[name] = 2 * size**3 / once
+    pin_math_flags("ieee")
+    return {
+        "bandwidth": bandwidth,
+        "flops": flops,
+        "copy_bytes": copied,
+        "matmul_size": size,
+        "windows": windows,
+        "threads": None if on_gpu else torch.get_num_threads(),
+    }
+
+
+def _product_of(a: torch.Tensor, b: torch.Tensor) -> Callable[[], object]:
+    """A product of two square matrices of one dtype."""
+    if a.dtype.itemsize > 1:
+        return partial(torch.mm, a, b, out=torch.empty_like(a))
+    one = torch.ones((), device=a.device)
+    fp8 = partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=True)
+    return partial(fp8, a, b.t(), one, one)
+
+
+def _formats(device: torch.device) -> list[tuple[str, torch.dtype, str]]:
+    """(name, dtype of the operands, FP32 flag) of each rate that the device has."""
+    on_gpu = device.type == "cuda"
+    capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
+    modern = capability >= (8, 0)
+    formats = {
+        ("fp32", torch.float32, "ieee"): True,
+        ("tf32", torch.float32, "tf32"): modern,
+        ("fp16", torch.float16, "ieee"): True,
+        ("bf16", torch.bfloat16, "ieee"): modern or not on_gpu,
+        # As `mprun.precision.why_unsupported` has it.
+        ("fp8", torch.float8_e4m3fn, "ieee"): capability >= (8, 9),
+    }
+    return [form for form, has in formats.items() if has]
+
+
+def _median_s(
+    work: Callable[[], object], device: torch.device, seconds: float
+) -> tuple[float, int]:
+    """(seconds of one call, windows): the median over up to five windows of several calls."""
+
+    def once(count: int) -> float:
+        synchronise(device)
+        before = time.perf_counter()
+        found, _ = _timed(lambda: [work() for _ in range(count)], device)
+        return (time.perf_counter() - before if found is None else found) / count
+
+    work()
+    first = once(1)
+    count = max(1, round(seconds / (_CEILING_WINDOWS + 2) / max(first, 1e-7)))
+    windows = max(1, min(_CEILING_WINDOWS, int(seconds / (count * first))))
+    return statistics.median_high(once(count) for _ in range(windows)), windows

@@ -1,0 +1,139 @@
+"""What a bench measures and what is known of it: plain data, no torch."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from mprun.errors import BadInput
+
+if TYPE_CHECKING:
+    from mprun.config.schema import RunConfig
+
+REFERENCES = ("fp32", "tf32")  # modes to which the others are held
+OWN = ("mprun", "mprun+")  # as `mprun model=...` runs it; with its best settings for the model
+_REFUSED = {
+    "precision": "a bench compares modes; give --modes {value}",
+    "scaler": "each mode is measured with its own scaler",
+    "numerics": "probes are not part of a step's speed",
+    "resume": "a bench starts from fresh weights",
+    "output_dir": "give --out DIR",
+    "name": "give --out DIR",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One thing to measure: a contender on a model in a precision mode.
+
+    Attributes:
+        label: of the model and its size: "resnet50 b256".
+        overrides: as on mprun's command line, without precision and scaler.
+        mode: an option of the group precision.
+        real_data: train on the source as it is, loading included, instead of on batches that lie
+            on the device.
+        extra: what its contender is told beside.
+    """
+
+    label: str
+    overrides: tuple[str, ...]
+    mode: str
+    contender: str
+    real_data: bool = False
+    config_dir: str | None = None
+    extra: dict = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        """What names the case in every file of a bench."""
+        end = ["end to end"] if self.real_data else []
+        return " | ".join([self.label, self.mode, self.contender, *end])
+
+    @property
+    def place(self) -> tuple[str, bool, str]:
+        """What stands together in a report: (label, real_data, mode)."""
+        return self.label, self.real_data, self.mode
+
+    def config(self, *more: str) -> "RunConfig":
+        """The configuration that mprun itself would run, with further overrides."""
+        from mprun.config.compose import compose_config  # here: a child may only pass a case on
+
+        overrides = (*self.overrides, f"precision={self.mode}", *more)
+        return compose_config(overrides, self.config_dir).config
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """One model at one size.
+
+    Attributes:
+        modes: to measure, baselines first.
+        weight: its share of the time budget, in parts of the sum.
+        best_modes: in which mprun is measured with its best settings too; None: in all.
+        compile: whether these include torch.compile, which takes a minute or more per mode for a
+            network like ResNet-50.
+        cases: what `Contest.plan` made of it, in the order of their turns.
+    """
+
+    label: str
+    overrides: tuple[str, ...] = ()
+    modes: tuple[str, ...] = ()
+    weight: float = 1.0
+    best_modes: tuple[str, ...] | None = None
+    compile: bool = True
+    cases: tuple[Case, ...] = ()
+
+
+@dataclass(slots=True)
+class Row:
+    """What is known of a case while a bench goes on.
+
+    Attributes:
+        status: measured, failed, refused, unequal or not measured.
+        reason: of the last four, or why there is no more of a measured one.
+        kind: of a failure, "memory" or "error".
+        facts: what the child said of itself, by request.
+        equality: losses of the first steps, and the answer of the check.
+        windows: as of `mprun.extensions.bench.measure.window`, each with its cohort and round.
+        limit: of the roofline, or {"why_not": reason}.
+    """
+
+    case: Case
+    status: str = "not measured"
+    reason: str = "its turn did not come within the budget"
+    kind: str | None = None
+    facts: dict = field(default_factory=dict)
+    equality: dict = field(default_factory=dict)
+    warm_up: dict = field(default_factory=dict)
+    windows: list[dict] = field(default_factory=list)
+    details: dict = field(default_factory=dict)
+    limit: dict = field(default_factory=dict)
+
+    @property
+    def key(self) -> str:
+        return self.case.key
+
+    def failed(self, status: str, reason: str, kind: str | None = None) -> None:
+        """Note why there is nothing, or nothing more, of this case."""
+        if self.windows:
+            self.reason = f"later: {reason}"
+            return
+        self.status, self.reason, self.kind = status, reason, kind
+
+    def add(self, window: dict) -> None:
+        """Keep a window: from the first one on the case is measured."""
+        self.windows.append(window)
+        self.status, self.reason = "measured", ""
+
+
+def check_overrides(overrides: Iterable[str]) -> None:
+    """BadInput for a key that a bench decides itself."""
+    for override in overrides:
+        key, _, value = override.lstrip("+~").partition("=")
+        reason = _REFUSED.get(key.partition(".")[0])
+        if reason is not None:
+            raise BadInput(f"{override}: {reason.format(value=value)}")
+
+
+def without_device(overrides: Iterable[str]) -> tuple[str, ...]:
+    """A contender gets the device that was resolved."""
+    return tuple(o for o in overrides if not o.lstrip("+").startswith("device="))

@@ -1,0 +1,201 @@
+"""`mprun bench devices=N`: how speed grows with the ranks, and what the sum of gradients costs.
+
+For 1, 2, 4, ... N ranks, each with micro-batches of its own as large as one rank's (weak scaling),
+the step is timed as it is and once more without the sum of gradients, in turns in one run: what is
+left between them is exposed, backward could not hide it. Batches lie on the device.
+
+A rank is `python -m mprun.extensions.bench.ranks PARENT FILE WINDOWS OVERRIDE...`; rank 0 writes
+FILE.
+"""
+
+import json
+import os
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mprun.config.compose import compose_config
+from mprun.config.registry import kind_of
+from mprun.distributed.launch import launch
+from mprun.distributed.places import place_from
+from mprun.errors import ASKING, DONE, INTERRUPTED, BadInput, MprunError, Resource
+from mprun.record.console import markdown_table
+from mprun.record.run_directory import write_json
+from mprun.training.run import joined, prepare, resolve_device
+from mprun.training.signals import end_with_parent
+
+WARM_UP = 12  # DistributedDataParallel orders its buckets anew in the second step
+WINDOW_S = 0.3
+HEADER = ["mode", "ranks", "samples/s", "a rank", "efficiency", "ms a step", "exposed ms"]
+
+
+def scaling(options: Namespace, devices: str, modes: tuple[str, ...], folder: Path) -> int:
+    """Measure, write scaling.json and scaling.md into `folder`, print; the exit code.
+
+    Args:
+        options: of the bench.
+        devices: a number, or auto.
+        modes: precision modes.
+    """
+    config = compose_config(options.overrides, options.config_dir).config
+    device = resolve_device(config.device)
+    rows: list[dict[str, Any]] = []
+    for mode in modes:
+        for world in worlds(devices, device):
+            overrides = (*options.overrides, f"precision={mode}", *_of(config, world))
+            found = _measured(overrides, world, options)
+            if isinstance(found, int):
+                return found
+            rows.append({"mode": mode} | found)
+            print(f"  {mode}, {world} ranks: {found['samples_per_s']:.4g}/s", file=sys.stderr)
+            content = {"device": device.type, "overrides": list(options.overrides), "rows": rows}
+            write_json(folder / "scaling.json", content)
+    text = markdown_table(HEADER, [_cells(row, rows) for row in rows])
+    (folder / "scaling.md").write_text(f"{text}\n", encoding="utf-8")
+    print(json.dumps(content, indent=1) if options.json else f"{text}\nbench: {folder}")
+    return DONE
+
+
+def worlds(devices: str, device: torch.device) -> list[int]:
+    """1, 2, 4, ... up to the number of devices, and that number.
+
+    Raises:
+        BadInput: no number, or more than there are.
+    """
+    count = torch.cuda.device_count() if device.type == "cuda" else os.cpu_count() or 1
+    most = count if devices == "auto" else int(devices) if devices[:6].isdecimal() else 0
+    if not 1 <= most <= count:
+        raise BadInput(
+            f"bench devices={devices}: must be a whole number from 1 to {count} here, or auto"
+        )
+    powers = [2**power for power in range(most.bit_length()) if 2**power <= most]
+    return sorted({*powers, most})
+
+
+def _of(config: Any, world: int) -> list[str]:
+    """What gives each of so many ranks what one has."""
+    if kind_of(config.model).streams:
+        return [f"data.batch_size={config.data.batch_size * world}"]
+    return [f"train.accumulate={config.train.accumulate * world}"]
+
+
+def _measured(overrides: tuple[str, ...], world: int, options: Namespace) -> dict[str, Any] | int:
+    """What rank 0 measured; the exit code where the ranks failed."""
+    with tempfile.TemporaryDirectory(prefix="mprun-bench-") as folder:
+        file = Path(folder) / "found.json"
+        arguments = [str(file), str(options.windows), *overrides, f"devices={world}"]
+        config_dir: str | None = options.config_dir
+        code = launch(
+            arguments, world, config_dir=config_dir, module="mprun.extensions.bench.ranks"
+        )
+        if code != DONE:
+            return code
+        if not file.exists():
+            raise Resource("bench: the ranks ended without a measurement")
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        return found
+
+
+def _cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
+    alone = next(r for r in rows if r["mode"] == row["mode"] and r["world"] == 1)
+    efficiency = row["samples_per_s"] / row["world"] / alone["samples_per_s"]
+    return [
+        row["mode"],
+        str(row["world"]),
+        f"{row['samples_per_s']:.4g}",
+        f"{row['samples_per_s'] / row['world']:.4g}",
+        f"{100 * efficiency:.1f} %",
+        f"{row['step_ms']:.4g}",
+        f"{row['exposed_ms']:.3g} ({100 * row['exposed_ms'] / row['step_ms']:.1f} %)",
+    ]
+
+
+def of_a_rank(arguments: list[str]) -> int:
+    """Measure as one rank; the exit code."""
+    file, windows, *overrides = arguments
+    config_dir = None
+    if "--config-dir" in overrides:
+        place_of = overrides.index("--config-dir")
+        config_dir = overrides[place_of + 1]
+        overrides = overrides[:place_of]
+    config = compose_config(overrides, config_dir).config
+    device = resolve_device(config.device)
+    ranks = joined(config, device, place_from())
+    with ranks.watched():
+        built = ranks.together(lambda: prepare(config, device, config.threads, ranks))
+        task = built.task
+        batches = list(task.load(0))
+        reductions = [learner.optimizer.reduction for learner in task.learners.values()]
+
+        def steps(count: int) -> float:
+            ranks.together(lambda: None)  # all begin at once
+            started = time.perf_counter()
+            for _ in range(count):
+                task.compute(iter(batches))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            return time.perf_counter() - started
+
+        with built.stepper.on_stream():
+            steps(WARM_UP)
+            count = ranks.first(max(1, round(WINDOW_S / (steps(3) / 3))))
+            whole, alone = _in_turns(lambda: steps(count) / count, reductions, int(windows))
+    if ranks.is_first:
+        step_s = statistics.median(whole)
+        exposed = statistics.median(a - b for a, b in zip(whole, alone, strict=True))
+        found = {
+            "world": ranks.world,
+            "sample": task.sample,
+            "samples_per_s": task.samples_per_step / step_s,
+            "step_ms": 1e3 * step_s,
+            "exposed_ms": 1e3 * max(0.0, exposed) if ranks.world > 1 else 0.0,
+            "windows_ms": [1e3 * seconds for seconds in whole],
+            "windows_without_sum_ms": [1e3 * seconds for seconds in alone],
+            "steps": count,
+        }
+        write_json(Path(file), found)
+    ranks.leave(DONE)
+    return DONE
+
+
+def _in_turns(
+    step: Callable[[], float], reductions: list[Any], windows: int
+) -> tuple[list[float], list[float]]:
+    """Seconds a step with the sum of gradients and without, window by window."""
+    whole: list[float] = []
+    alone: list[float] = []
+    for _ in range(windows):
+        for muted, found in ((False, whole), (True, alone)):
+            for reduction in reductions:
+                if reduction is not None:
+                    reduction.muted = muted
+            found.append(step())
+    return whole, alone
+
+
+def main(arguments: list[str]) -> int:
+    """The exit code of a rank, for the launcher to judge."""
+    parent, *rest = arguments
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
+    if not end_with_parent(int(parent)):
+        return INTERRUPTED
+    try:
+        return of_a_rank(rest)
+    except MprunError as error:
+        print(f"mprun: {error}", file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    ended = main(sys.argv[1:])
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(ended)  # as `mprun.cli` ends a rank

@@ -1,0 +1,123 @@
+"""`mprun bench --roofline`: the limit of a training step on a named GPU, without one."""
+
+import json
+from argparse import Namespace
+from typing import TYPE_CHECKING
+
+from mprun.cli.arguments import Arguments, known_modes, names, number
+from mprun.config.overrides import parse_overrides
+from mprun.errors import DONE, BadInput
+from mprun.extensions.bench.roofline.limits import (
+    GPUS,
+    Ceilings,
+    as_text,
+    ceilings_of,
+    limits,
+    why_not,
+)
+from mprun.extensions.bench.roofline.ranks import LINKS, MOST_RANKS, link_of, nodes_of, on_ranks
+from mprun.extensions.bench.roofline.ranks import as_text as ranks_text
+
+if TYPE_CHECKING:
+    from mprun.extensions.bench.roofline.count import Counted
+
+_WHAT = """\
+What a training step can reach on a GPU, counted without it: FLOPs and bytes of one step of the
+configuration, on tensors without values, and from them the samples per second that a GPU cannot
+exceed, per precision mode, and the memory that it needs; with --ranks instead what several
+GPUs lose to the sum of their gradients."""
+_MORE = """\
+Data are never read: sizes come from the configuration (data.image_size, model.num_classes, ...).
+
+Exit codes: 0 done, 2 bad input, 130 interrupted."""
+DEFAULT_MODES = ("fp32", "tf32", "fp16_master_scaled", "amp", "bf16_master")
+
+
+def main(arguments: list[str]) -> int:
+    """Entry point, without the word --roofline; returns the exit code."""
+    options = parse(arguments)
+    ceilings = ceilings_of(options.gpu)
+    steps, ceilings, refused = counted_modes(options, ceilings)
+    found = limits(steps, ceilings, refused)
+    if options.ranks:
+        found["ranks"] = on_ranks(steps, found, options.ranks, options.link)
+    if options.json:
+        print(json.dumps(found, indent=1, allow_nan=False))
+    else:
+        print(ranks_text(found) if options.ranks else as_text(found, options.top))
+    return DONE
+
+
+def parse(arguments: list[str]) -> Namespace:
+    """The options of the command line; BadInput names what is wrong with one."""
+    parser = Arguments("bench --roofline", _WHAT, _MORE, overrides=True)
+    parser.add_argument("--gpu", default="H200", help=f"{', '.join(GPUS)} (H200)")
+    add = parser.add_argument
+    add("--mode", type=names("--mode"), metavar="A,B",
+        help=f"precision modes, in the order given (those of {','.join(DEFAULT_MODES)} that the "
+        "GPU has); or precision=MODE among the keys")  # fmt: skip
+    at_most = number("--top", 1, 100, whole=True)
+    add("--top", nargs="?", const="10", default=0, type=at_most, metavar="N",
+        help="also the N (10) most expensive kinds of operation of each mode")  # fmt: skip
+    add("--ranks", type=_ranks, metavar="N,M", help="instead: what so many ranks reach on paper")
+    add("--link", type=link_of, metavar="LINK",
+        help=f"with --ranks: {', '.join(LINKS)}, or GB/s of each GPU to the others")  # fmt: skip
+    add("--json", action="store_true", help="everything as JSON")
+    add("--config-dir", metavar="DIR", help="options of your own, as for a run")
+    options = parser.parse(arguments)
+    if options.mode is not None:
+        if _sets_precision(options):
+            given = ",".join(options.mode)
+            raise BadInput(f"--mode {given}: not together with precision=; give one of the two")
+        options.mode = known_modes("--mode", options.mode, options.config_dir)
+    _check_ranks(options)
+    return options
+
+
+def _ranks(text: str) -> list[int]:
+    one = number("--ranks", 1, MOST_RANKS, "whole numbers", whole=True)
+    return list(dict.fromkeys(int(one(word)) for word in text.split(",")))
+
+
+def _check_ranks(options: Namespace) -> None:
+    if options.ranks is None:
+        if options.link is not None:
+            raise BadInput(f"--link {options.link.name}: goes with --ranks")
+        return
+    given = ",".join(map(str, options.ranks))
+    if options.link is None:
+        known = ", ".join(LINKS)
+        raise BadInput(f"--ranks {given}: needs --link (allowed: {known}, or GB/s of a GPU)")
+    if options.top:
+        raise BadInput(f"--top {options.top}: not together with --ranks; give one of the two")
+    for count in options.ranks:
+        nodes_of(count, options.link)
+
+
+def counted_modes(
+    options: Namespace, ceilings: Ceilings
+) -> tuple[list["Counted"], Ceilings, list[str]]:
+    """(a step of each mode, the ceilings, why modes of the default list are missing).
+
+    BadInput for a mode that was asked for and that the GPU does not have.
+    """
+    from mprun.extensions.bench.roofline.count import count
+
+    modes = [None] if _sets_precision(options) else options.mode or DEFAULT_MODES
+    steps, refused = [], []
+    for mode in modes:
+        counted = count(options.overrides, mode, options.config_dir)
+        reason = why_not(counted.policy, counted.overrides, ceilings)
+        if reason is None:
+            steps.append(counted)
+        elif options.mode is not None or mode is None:
+            raise BadInput(f"precision={counted.policy.name} --gpu {ceilings.name}: {reason}")
+        else:
+            refused.append(f"Without {mode}: {reason}.")
+    if not steps:
+        raise BadInput(f"--gpu {ceilings.name}: has none of the modes; {refused[0]}")
+    return steps, ceilings, refused
+
+
+def _sets_precision(options: Namespace) -> bool:
+    return any(o.key_or_group == "precision" for o in parse_overrides(options.overrides))

@@ -1,0 +1,334 @@
+"""One training step of a configuration counted: the real task, on tensors without values.
+
+A dispatch mode writes a row for each kernel and finds what BatchNorm can fold; what no dispatcher
+sees, the update in one pass and recurrent layers, writes its rows itself.
+"""
+
+import dataclasses
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from mprun.build.precision import policy_from
+from mprun.build.task import build_task
+from mprun.config.compose import compose_config
+from mprun.config.schema import DataConfig, RunConfig
+from mprun.errors import BadInput, MprunError, raised
+from mprun.extensions.bench.roofline.cuda_kernels import cuda_kernels
+from mprun.extensions.bench.roofline.operations import (
+    FORMATS,
+    Row,
+    Write,
+    bytes_of,
+    costs,
+    tensors_in,
+)
+from mprun.extensions.bench.roofline.weightless import (
+    NO_END,
+    Memory,
+    SavedTensors,
+    ShapeSource,
+    held_bytes,
+    shape_source,
+    storage_key,
+    weightless,
+)
+from mprun.numerics.trace import Operation, in_backward, name_of
+from mprun.precision import DTYPES, ForwardContext, PrecisionPolicy
+from mprun.precision.update import Checked, Scaled, SinglePass
+
+_CPU = torch.device("cpu")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Counted:
+    """What one step costs.
+
+    Attributes:
+        label: the model and its size.
+        mode: as in a run's record.
+        overrides: dtype names of the modules with one of their own.
+        samples: per step, in units of `sample`.
+        parameters: all.
+        dense: those that every update moves (not row tables).
+        update: how, "single_pass" or which of torch's implementations.
+        memory: in bytes.
+        counted_s: how long the count took.
+        micro_batches: of the step.
+        bucket_bytes: of the FP32 gradients that ranks would sum at a time.
+    """
+
+    label: str
+    mode: str
+    policy: PrecisionPolicy
+    overrides: tuple[str, ...]
+    rows: tuple[Row, ...]
+    samples: int
+    sample: str
+    parameters: int
+    dense: int
+    update: str
+    memory: Memory
+    counted_s: float
+    micro_batches: int = 1
+    bucket_bytes: float = 25 * 2**20
+
+    @property
+    def flops(self) -> int:
+        """Of the whole step."""
+        return sum(row.flops for row in self.rows)
+
+    def bytes(self, phases: Sequence[str] = ("forward", "backward", "update")) -> int:
+        """Read and written in these phases."""
+        return sum(row.bytes for row in self.rows if row.phase in phases)
+
+
+def count(
+    overrides: Sequence[str], mode: str | None = None, config_dir: str | None = None
+) -> Counted:
+    """Count a training step of `mprun [overrides]` as a GPU would execute it; needs none.
+
+    Takes seconds and no memory worth mention, whatever the sizes; reads no file of the data. The
+    step is one in steady state: a language model carries its state on.
+
+    Args:
+        mode: a precision mode that replaces the one of the overrides.
+        config_dir: a folder of the user's own options.
+
+    Raises:
+        BadInput: for a configuration that cannot run, and for a network of the user's own that
+            needs values (`.item()`, a loop over data).
+    """
+    started = time.perf_counter()
+    given = [*overrides] if mode is None else [*overrides, f"precision={mode}"]
+    composed = compose_config(given, config_dir, files=False)
+    config = composed.config
+    if config.device == "cpu":
+        raise BadInput("device=cpu: a roofline is that of a GPU (allowed: auto, cuda)")
+    policy = policy_from(config.precision)
+    source = shape_source(config)
+    try:
+        with warnings.catch_warnings():
+            # Of torch about fake tensors: none of it is about the step.
+            warnings.simplefilter("ignore")
+            rows, task, memory = _step(config, policy, source)
+    except MprunError:
+        raise
+    except Exception as error:
+        raise BadInput(
+            f"model={config.model.name} precision={policy.name}: cannot be counted without "
+            f"values: {raised(error)}"
+        ) from error
+    networks = [learner.model for learner in task.learners.values()]
+    optimizers = [learner.optimizer for learner in task.learners.values()]
+    return Counted(
+        label=f"{config.model.name} b{config.data.batch_size}",
+        mode=composed.mode,
+        policy=policy,
+        overrides=tuple(config.precision.overrides.values()),
+        rows=tuple(rows),
+        samples=task.samples_per_step,
+        sample=task.sample,
+        parameters=sum(p.numel() for network in networks for p in network.parameters()),
+        dense=sum(p.numel() for optimizer in optimizers for p in optimizer.parameters),
+        update=optimizers[0].update_path,
+        memory=memory,
+        counted_s=time.perf_counter() - started,
+        micro_batches=config.train.accumulate,
+        bucket_bytes=config.dist.bucket_mb * 2**20,
+    )
+
+
+def _step(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
+    """(rows, task, memory) of the second step: the first one finds nothing carried on."""
+    counter = Counter(policy.fp32_math)
+    seed = torch.random.get_rng_state()
+    try:
+        # cuda_kernels outside: what it registers is for the dispatcher, not for tensors.
+        with cuda_kernels(counter.write), weightless():
+            task = _built(config, policy, source)
+            for optimizer in (learner.optimizer for learner in task.learners.values()):
+                if optimizer.update_path == "single_pass":
+                    # The kernels themselves are of one device and no dispatcher sees them.
+                    optimizer.use(CountedPass(optimizer, counter.write))
+                for name in ("backward", "zero_grad", "step"):
+                    setattr(optimizer, name, counter.updating()(getattr(optimizer, name)))
+            with counter:
+                task.compute(task.load(0))
+            counter.rows.clear()
+            counter._casts.clear()
+            held = held_bytes(task.learners.values())
+            models = [learner.model for learner in task.learners.values()]
+            # Parameters and buffers are held anyway: a graph that keeps them costs nothing more.
+            saved = SavedTensors(t for m in models for t in (*m.parameters(), *m.buffers()))
+            with counter, saved.watching():
+                task.compute(task.load(1))
+    finally:
+        torch.random.set_rng_state(seed)
+    return counter.rows, task, Memory(**held, activations=saved.peak)
+
+
+def _built(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
+    """The task on shapes; native, because a GPU emulates nothing."""
+    chosen = [DTYPES[name] for name in config.precision.overrides.values()]
+    arithmetic = ForwardContext(policy, _CPU, native=True, overrides=chosen)
+    # A source of the user's has been held to its promises already, with values.
+    plain = DataConfig(name="shapes", batch_size=config.data.batch_size)
+    config = dataclasses.replace(config, cpu_half="native", data=plain)
+    # Without a batch a network of the user's own is not tried first, which takes values.
+    source.batches_per_epoch = 0
+    try:
+        return build_task(config, source, policy, arithmetic)
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+    finally:
+        source.batches_per_epoch = NO_END
+
+
+class Counter(TorchDispatchMode):
+    """Within it every operation adds its rows to `rows`. The tensors are fake ones.
+
+    Foldable into a BatchNorm kernel are a ReLU (or leaky ReLU) of a BatchNorm's output, its
+    gradient, the addition of a residual to such an output, of which the residual is still read,
+    and the addition of the two gradients that meet there, of which one is still read. The kernels
+    that make a 16-bit tensor FP8 (widen, scale, clamp, narrow) are foldable into one that reads it
+    and writes the other; the search for its largest number is a pass of its own.
+
+    Args:
+        fp32_math: "ieee" or "tf32", how FP32 products are computed.
+    """
+
+    def __init__(self, fp32_math: str):
+        super().__init__()
+        self.fp32_math, self._updating = fp32_math, False
+        self.rows: list[Row] = []
+        # By id of the storage; holding the tensors keeps the ids theirs, and fake ones are small.
+        self._normalised: dict[int, Tensor] = {}
+        self._activated: dict[int, Tensor] = {}
+        self._residual_shapes: set[torch.Size] = set()
+        # Of what may become FP8: the tensor, bytes of what it was made of, places of its rows.
+        self._casts: dict[int, tuple[Tensor, int, list[int]]] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default and self._updating:
+            return 1.0  # the step counter of an optimizer, which lies on the host
+        # What returns nothing only changes values, of which there are none; some such operators
+        # (fused optimizers) do not know tensors without values.
+        results = func(*args, **kwargs) if func._schema.returns else None
+        for kind, flops, size in costs(Operation(func, name_of(func), args, kwargs, results)):
+            kind = self._kind(kind, args, results)
+            folded = self._folded(kind, args, results)
+            form = self._format(next(tensors_in(args)).dtype) if flops else ""
+            self.rows.append(Row(kind, self.phase, form, flops, size, folded_bytes=folded))
+            self._follow_cast(kind, args, results)
+        return results
+
+    @contextmanager
+    def updating(self) -> Iterator[None]:
+        """What is done inside counts as update; a backward pass in it does not, but casting and
+        checking what that made does. Around a method of an optimizer: `updating()(method)`."""
+        before, self._updating = self._updating, True
+        try:
+            yield
+        finally:
+            self._updating = before
+
+    @property
+    def phase(self) -> str:
+        """Of what runs now: "forward", "backward" or "update"."""
+        if in_backward():
+            return "backward"
+        return "update" if self._updating else "forward"
+
+    def write(self, kind: str, dtype: torch.dtype, flops: int, size: int, launches: int) -> None:
+        """A row of something that is no operator."""
+        form = self._format(dtype) if flops else ""
+        self.rows.append(Row(kind, self.phase, form, flops, size, launches))
+
+    def _format(self, dtype: torch.dtype) -> str:
+        form = FORMATS.get(dtype, "fp32")
+        return "tf32" if form == "fp32" and self.fp32_math == "tf32" else form
+
+    def _kind(self, kind: str, args, results) -> str:
+        if kind != "add" or not isinstance(results, Tensor) or results.dim() < 4:
+            return kind
+        two = sum(t.shape == results.shape for t in tensors_in(args)) == 2
+        if not two or self.phase == "update":
+            return kind
+        return "gradient add" if self.phase == "backward" else "residual add"
+
+    def _follow_cast(self, kind: str, args, results) -> None:
+        """Note the last row where it may belong to an FP8 cast; fold them where it ends one."""
+        if kind not in ("cast", "mul", "clamp_") or not isinstance(results, Tensor):
+            return
+        _, size, places = self._casts.get(storage_key(args[0]), (None, bytes_of(args[0]), []))
+        if not places and (kind != "cast" or args[0].element_size() != 2):
+            return
+        places = [*places, len(self.rows) - 1]
+        if results.dtype is torch.float32:
+            self._casts[storage_key(results)] = results, size, places
+        elif FORMATS.get(results.dtype) == "fp8":
+            for place in places:
+                self.rows[place] = dataclasses.replace(self.rows[place], folded_bytes=0)
+            left = size + bytes_of(results)
+            self.rows[-1] = dataclasses.replace(self.rows[-1], folded_bytes=left)
+
+    def _folded(self, kind: str, args, results) -> int | None:
+        """The bytes left where this kernel can be folded into a BatchNorm's, else None."""
+        match kind:
+            case "batch norm":
+                self._normalised[storage_key(results[0])] = results[0]
+            case "relu" | "leaky_relu" if storage_key(args[0]) in self._normalised:
+                self._activated |= {storage_key(args[0]): args[0], storage_key(results): results}
+                return 0
+            case "relu backward" | "leaky_relu_backward":
+                return 0 if storage_key(args[1]) in self._activated else None
+            case "residual add" if any(
+                storage_key(t) in self._normalised for t in tensors_in(args)
+            ):
+                self._normalised[storage_key(results)] = results
+                self._residual_shapes.add(results.shape)
+                return bytes_of(results)
+            case "gradient add" if results.shape in self._residual_shapes:
+                return bytes_of(results)
+        return None
+
+
+class CountedPass(SinglePass):
+    """A single pass on tensors without values: writes what it costs.
+
+    Check: every gradient read once. Update: gradients read; weights and optimizer state, what
+    roundings took away among it, read and written; 16-bit copies of masters written.
+    """
+
+    def __init__(self, optimizer, write: Write):
+        own = optimizer
+        super().__init__(own.inner, own.parameters, own.updated, own.is_clipped, own.narrow)
+        self._write = write
+
+    def read(self, scaled: Scaled, *, norm: bool, grad_max: bool) -> Checked:
+        if scaled.found_inf is not None or norm or grad_max:
+            size = sum(g.nbytes for g in scaled.gradients if g is not None)
+            self._write("check of gradients", torch.float32, 0, size, 1)
+        return Checked(
+            norms=torch.empty(len(scaled.gradients)) if norm else None,
+            grad_max=torch.empty(()) if grad_max else None,
+        )
+
+    def write(self, scaled: Scaled, clip: Tensor | None) -> None:
+        size = 0
+        tensors = zip(scaled.gradients, self.parameters, self.updated, strict=True)
+        for gradient, own, updated in tensors:
+            if gradient is None:
+                continue
+            state = self.inner.state[updated].values()
+            held = [t for t in state if isinstance(t, Tensor) and t.shape == updated.shape]
+            size += gradient.nbytes + 2 * sum(tensor.nbytes for tensor in (updated, *held))
+            size += own.nbytes if own is not updated else 0
+        self._write("update in one pass", torch.float32, 0, size, 1)

@@ -1,0 +1,322 @@
+"""What a GPU can do at best, the least time that a counted step takes there, and the tables of it.
+
+Imports no torch: names of GPUs are on a help page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from mprun.config.rules import nearest
+from mprun.errors import BadInput
+from mprun.record.console import markdown_table
+
+if TYPE_CHECKING:
+    from mprun.extensions.bench.roofline.count import Counted
+    from mprun.extensions.bench.roofline.operations import Row
+    from mprun.precision import PrecisionPolicy
+
+# Seconds per kernel, an assumption: replayed from a CUDA graph, and started one by one.
+GRAPH_LAUNCH_S, EAGER_LAUNCH_S = 1.5e-6, 8e-6
+LAUNCH_SOURCE = "assumed: 1.5 us a kernel in a CUDA graph, 8 us eager"
+# Without torch: what `operations.FORMATS` says.
+_FORMATS = {"torch.float16": "fp16", "torch.bfloat16": "bf16"}
+_FORMATS |= dict.fromkeys(("torch.float8_e4m3fn", "torch.float8_e5m2"), "fp8")
+_RATES = ("eager", "fused", "flop_only")  # of a limit that a table shows
+# Bytes per parameter and step of SGD with momentum, the write of the gradient and autocast's cast
+# of the weight included: benchmarks/update_bytes.py counts them.
+RECIPES = {
+    "fp32": 24,
+    "torch.amp as documented": 38,
+    "fp16 with masters, one pass": 22,
+    "the same scaled": 24,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Ceilings:
+    """Rates that a program can reach, not those of the data sheet.
+
+    Attributes:
+        source: where the rates are from.
+        flops: FLOP/s of large products by number format, of "fp8", "fp16", "bf16", "tf32" and
+            "fp32" those that the GPU has; a multiply-add is 2.
+        bandwidth: bytes/s of a copy, read and written together.
+        memory: bytes.
+        graph_launch_s, eager_launch_s: seconds that one kernel takes at least.
+    """
+
+    name: str
+    source: str
+    flops: dict[str, float]
+    bandwidth: float
+    memory: float
+    graph_launch_s: float = GRAPH_LAUNCH_S
+    eager_launch_s: float = EAGER_LAUNCH_S
+
+
+def _gpu(
+    name: str,
+    half: float,
+    tf32: float | None,
+    fp32: float,
+    bandwidth: float,
+    gib: float,
+    fp8: float | None = None,
+) -> Ceilings:
+    flops = {"fp16": half, "fp32": fp32}
+    if tf32 is not None:
+        # BF16 Tensor Cores came with TF32 and run at the rate of FP16 (NVIDIA A100 data sheet).
+        flops |= {"bf16": half, "tf32": tf32}
+    if fp8 is not None:
+        flops |= {"fp8": fp8}
+    source = (
+        f"assumed for {name}: FP16 products {half / 1e12:g} TFLOP/s and copies "
+        f"{bandwidth / 1e12:g} TB/s as programs reach them; FP32 0.86 of the data sheet"
+        f"{'' if fp8 is None else '; FP8 twice FP16, as there'}"
+    )
+    return Ceilings(name, source, flops, bandwidth, gib * 2**30)
+
+
+# FP16 rate and bandwidth of H200: matrix products and copies seen on one (769 to 798 TFLOP/s,
+# 4.3 TB/s); of the others: what published training runs were judged by. TF32 is half of FP16 on
+# every one of them. FP32 is 0.86 of the data sheet (15.7, 19.5, 67 TFLOP/s), as 57.5 of 67 is on
+# an H200, the middle of 55 to 60. FP8 is twice FP16, as on the data sheets of H100 and H200
+# (1,979 and 989.5 TFLOP/s, dense).
+GPUS = {
+    "H200": _gpu("H200", 790e12, 395e12, 57.5e12, 4.3e12, 139, fp8=1580e12),
+    "H100": _gpu("H100", 740e12, 370e12, 57.5e12, 3.0e12, 79, fp8=1480e12),
+    "A100": _gpu("A100", 260e12, 130e12, 16.7e12, 1.75e12, 79),
+    "V100": _gpu("V100", 100e12, None, 13.5e12, 0.80e12, 31.5),
+}
+
+
+def ceilings_of(name: str) -> Ceilings:
+    """The ceilings of a named GPU, in any case of letters; BadInput for an unknown one."""
+    if name.upper() in GPUS:
+        return GPUS[name.upper()]
+    allowed = f"allowed: {', '.join(GPUS)}"
+    if name.lower() in ("cpu", "cuda", "auto"):
+        raise BadInput(f"--gpu {name}: a roofline is that of a named GPU ({allowed})")
+    raise BadInput(f"--gpu {name}: unknown{nearest(name.upper(), GPUS)} ({allowed})")
+
+
+def why_not(policy: PrecisionPolicy, overrides: Sequence[str], ceilings: Ceilings) -> str | None:
+    """The reason why this GPU has no such mode, or None.
+
+    TF32 and BF16 products exist from compute capability 8.0 on (NVIDIA Ampere), V100 is 7.0; FP8
+    ones from 8.9 on, with scales by row from 9.0 on: H100 and H200 have both, the others none.
+
+    Args:
+        overrides: dtype names of module overrides.
+    """
+    wanted = [*(_FORMATS[str(dtype)] for dtype in policy.formats), *overrides]
+    wanted += ["tf32"] if policy.fp32_math == "tf32" else []
+    for form in wanted:
+        if form not in ceilings.flops:
+            has = ", ".join(sorted(ceilings.flops))
+            return f"{ceilings.name} has no {form.upper()} products (it has {has})"
+    return None
+
+
+def limit(counted: Counted, ceilings: Ceilings) -> dict[str, Any]:
+    """What a counted step cannot exceed, in base units: seconds, bytes, FLOP, samples per second.
+
+    eager: samples per second if each operation takes the longer of its products and its traffic,
+    one after the other. fused: the same with ReLUs, residuals and their gradients folded into
+    BatchNorm kernels, each FP8 cast in one kernel, and the update of BF16 weights without masters
+    in one pass; None where there is nothing to fold. flop_only: products at their full rate,
+    traffic free. Each of the three with the update. without_update: eager, forward and backward
+    alone. memory_bound_share: part of the eager time in which traffic takes longer than products.
+    step_s, update_s: the eager time, and the part of the update in it. launches: kernels per step.
+    graph_launches, eager_launches: samples per second if every kernel takes the ceilings' launch
+    time and nothing else. kinds: rows of one kind and phase, most expensive first.
+
+    Raises:
+        BadInput: where the ceilings have no such products (see `why_not`).
+    """
+    lacks = {row.form for row in counted.rows if row.flops} - ceilings.flops.keys()
+    if lacks:
+        names = ", ".join(sorted(form.upper() for form in lacks))
+        raise BadInput(
+            f"{ceilings.name}: no ceiling of {names} products, of which the step has some"
+        )
+    costs = [(row, row.seconds(ceilings.flops, ceilings.bandwidth)) for row in counted.rows]
+    timed = [(row, max(both)) for row, both in costs]
+    total = sum(seconds for _, seconds in timed)
+    update = sum(seconds for row, seconds in timed if row.phase == "update")
+    folded = sum(
+        seconds if row.folded_bytes is None else row.folded_bytes / ceilings.bandwidth
+        for row, seconds in timed
+    )
+    folds = any(row.folded_bytes is not None for row in counted.rows)
+    launches = sum(row.launches for row in counted.rows)
+    samples = counted.samples
+    return {
+        "eager": samples / total,
+        "fused": samples / folded if folds else None,
+        "flop_only": samples / sum(products for _, (products, _) in costs),
+        "without_update": samples / (total - update),
+        "memory_bound_share": sum(t for _, (products, t) in costs if products <= t) / total,
+        "step_s": total,
+        "update_s": update,
+        "launches": launches,
+        "graph_launches": samples / (launches * ceilings.graph_launch_s),
+        "eager_launches": samples / (launches * ceilings.eager_launch_s),
+        "kinds": _kinds(timed, total),
+        "flops_per_sample": counted.flops / samples,
+        "bytes_per_sample": counted.bytes() / samples,
+        "update_bytes": counted.bytes(("update",)),
+        "update": counted.update,
+        "memory": asdict(counted.memory) | {"total": counted.memory.total},
+        "bytes_per_parameter": counted.memory.of_weights / counted.parameters,
+        "counted_s": counted.counted_s,
+    }
+
+
+def _kinds(timed: list[tuple[Row, float]], total: float) -> list[dict[str, Any]]:
+    groups: dict[tuple[str, str], list[tuple[Row, float]]] = {}
+    for row, seconds in timed:
+        groups.setdefault((row.kind, row.phase), []).append((row, seconds))
+    kinds = []
+    for (kind, phase), group in groups.items():
+        seconds = sum(s for _, s in group)
+        sums = {n: sum(getattr(r, n) for r, _ in group) for n in ("flops", "bytes", "launches")}
+        place = {"kind": kind, "phase": phase, "seconds": seconds, "share": seconds / total}
+        kinds.append(place | sums)
+    return sorted(kinds, key=lambda kind: -kind["seconds"])
+
+
+def measured_limit(counted: Counted, ceilings: dict, name: str) -> dict:
+    """The limit of a step on a device whose ceilings were measured.
+
+    Args:
+        ceilings: of `mprun.extensions.bench.measure.measure_ceilings`.
+        name: of the device.
+    """
+    rates = ceilings["flops"], ceilings["bandwidth"]
+    found = limit(counted, Ceilings(name, "measured in this bench", *rates, memory=0.0))
+    kept = ("eager", "fused", "flop_only", "memory_bound_share", "launches")
+    numbers = {key: found[key] for key in kept}
+    return numbers | {"flops": counted.flops, "bytes": counted.bytes()}
+
+
+def limits(steps: list[Counted], ceilings: Ceilings, refused: list[str]) -> dict[str, Any]:
+    """What --json prints: `limit` by mode, with what they have in common.
+
+    Args:
+        refused: why other modes are missing.
+    """
+    modes = {step.mode: limit(step, ceilings) for step in steps}
+    bases = {base: modes[base]["eager"] if base in modes else None for base in ("fp32", "tf32")}
+    for found in modes.values():
+        ratios = {base: rate and found["eager"] / rate for base, rate in bases.items()}
+        found["speedup_limit"] = ratios
+    first = steps[0]
+    recipes = {name: size * first.dense / ceilings.bandwidth for name, size in RECIPES.items()}
+    return {
+        "what": "limits from counts, not measurements",
+        "label": first.label,
+        "sample": first.sample,
+        "samples_per_step": first.samples,
+        "parameters": first.parameters,
+        "ceilings": asdict(ceilings),
+        "launches": LAUNCH_SOURCE,
+        "update_recipes_s": recipes,
+        "modes": modes,
+        "refused": refused,
+    }
+
+
+def as_text(found: dict[str, Any], top: int) -> str:
+    """`limits` as tables and notes for a terminal. top: operations that are shown of each mode."""
+    modes, unit = found["modes"], found["sample"]
+    parts = [
+        f"{found['label']}: {found['parameters'] / 1e6:,.2f} M parameters, "
+        f"{found['samples_per_step']:,} {unit}s a step, on {found['ceilings']['name']}",
+        "",
+        _speed(modes, unit),
+        "",
+        _memory(modes, found["ceilings"]["memory"]),
+        "",
+        *_notes(found),
+        *found["refused"],
+    ]
+    for mode, line in modes.items() if top else ():
+        kinds = _most_expensive(line["kinds"][:top], unit, found["samples_per_step"])
+        parts += ["", f"{mode}: the {top} most expensive", kinds]
+    return "\n".join(parts)
+
+
+def _speed(modes: dict[str, dict], unit: str) -> str:
+    header = ["mode", f"limit {unit}s/s", "fused", "FLOP only", f"GFLOP/{unit}", f"MB/{unit}"]
+    header += ["memory-bound", "update ms", "kernels", "x fp32", "x tf32"]
+    rows = [
+        [
+            mode,
+            *("-" if line[key] is None else three(line[key]) for key in _RATES),
+            f"{line['flops_per_sample'] / 1e9:.3g}",
+            f"{line['bytes_per_sample'] / 1e6:.3g}",
+            f"{line['memory_bound_share']:.0%}",
+            f"{line['update_s'] * 1e3:.3g}",
+            str(line["launches"]),
+            *("-" if x is None else f"{x:.2f}" for x in line["speedup_limit"].values()),
+        ]
+        for mode, line in modes.items()
+    ]
+    return markdown_table(header, rows)
+
+
+def _memory(modes: dict[str, dict], card: float) -> str:
+    rows = []
+    for mode, line in modes.items():
+        total = line["memory"]["total"]
+        of_fp32 = f"{total / modes['fp32']['memory']['total']:.2f}" if "fp32" in modes else "-"
+        sizes = [f"{size / 2**30:.3g}" for size in line["memory"].values()]
+        each = f"{line['bytes_per_parameter']:.3g}"
+        rows.append([mode, *sizes, each, of_fp32, "yes" if total < card else "no"])
+    kinds = next(iter(modes.values()))["memory"]
+    header = ["memory, GiB", *kinds, "B/parameter", "x fp32", f"fits {card / 2**30:.3g} GiB"]
+    return markdown_table(header, rows)
+
+
+def _notes(found: dict[str, Any]) -> list[str]:
+    unit, (mode, first) = found["sample"], next(iter(found["modes"].items()))
+    graph, eager = three(first["graph_launches"]), three(first["eager_launches"])
+    paths = ", ".join(dict.fromkeys(line["update"] for line in found["modes"].values()))
+    seconds = found["update_recipes_s"].items()
+    recipes = ", ".join(f"{name} {value * 1e3:.3g}" for name, value in seconds)
+    return [
+        f"Limits from counts, not measurements; ceilings {found['ceilings']['source']}.",
+        "limit: each operation takes the longer of its products and its traffic, one after the "
+        "other, update included; ratios are upper bounds of a speedup.",
+        f"Launches alone ({mode}): at most {graph} {unit}s/s replayed, {eager} eager "
+        f"({LAUNCH_SOURCE}).",
+        f"Update counted as: {paths}. SGD with momentum on these parameters, ms a step with the "
+        f"gradient's write and the weights' cast: {recipes}.",
+        "Memory without workspaces and results on their way; B/parameter without activations.",
+    ]
+
+
+def _most_expensive(kinds: list[dict], unit: str, samples: int) -> str:
+    rows = [
+        [
+            kind["kind"],
+            kind["phase"],
+            f"{kind['share']:.1%}",
+            f"{kind['seconds'] * 1e3:.3g}",
+            f"{kind['flops'] / samples / 1e9:.3g}",
+            f"{kind['bytes'] / samples / 1e6:.3g}",
+            str(kind["launches"]),
+        ]
+        for kind in kinds
+    ]
+    header = ["operation", "phase", "of step", "ms", f"GFLOP/{unit}", f"MB/{unit}", "kernels"]
+    return markdown_table(header, rows)
+
+
+def three(value: float) -> str:
+    """Three significant digits, with separators."""
+    return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{value:.3g}"

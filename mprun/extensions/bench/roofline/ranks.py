@@ -1,0 +1,272 @@
+"""What several ranks cost on paper: a counted step, and the sum of its gradients over named links.
+
+Each rank takes the counted step (weak scaling). Gradients are summed in buckets while the backward
+pass goes on; what is not done when it ends makes the step longer. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+from mprun.config.rules import nearest
+from mprun.errors import BadInput
+from mprun.extensions.bench.roofline.limits import three
+from mprun.record.console import columns, markdown_table
+
+if TYPE_CHECKING:
+    from mprun.extensions.bench.roofline.count import Counted
+
+MOST_RANKS = 65_536
+# Bytes of a gradient on the wire. BF16 is as long as FP16.
+WIRES = {"fp32": 4, "fp16": 2}
+# Assumed; NCCL expects 8.5 us of a hop of its trees between nodes (src/graph/tuning.cc, LL128).
+_HOP_S = 8e-6
+_LEAST, _MOST = 0.01, 10_000  # GB/s of a link without a name
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """What connects GPUs: rates that programs reach, not those of the data sheet.
+
+    Attributes:
+        source: where the rates are from.
+        gpus: of a node.
+        within: bytes/s of each GPU in a ring of those of its node ("bus bandwidth" of nccl-tests).
+        between: bytes/s of each GPU between nodes.
+        hop_s: seconds that a message between two nodes takes at least.
+    """
+
+    name: str
+    source: str
+    gpus: int
+    within: float
+    between: float
+    hop_s: float
+
+
+def _node(name: str, within: float, between: float, source: str) -> Link:
+    return Link(name, source, 8, within, between, _HOP_S)
+
+
+def _single(name: str, rate: float, source: str, hop_s: float = _HOP_S) -> Link:
+    return Link(name, source, 1, rate, rate, hop_s)
+
+
+LINKS = {
+    link.name: link
+    for link in (
+        _node("nvlink", 400e9, 45e9, "8 H100 or H200 on NVSwitch, between 370 of a ring and 480 "
+              "of NVLink SHARP (NVIDIA/nccl-tests#212); assumed: 0.9 of a 400 Gb/s NIC for each"),
+        _node("nvlink3", 235e9, 24e9, "8 A100 on NVSwitch, NCCL's own limit "
+              "(NVIDIA/nccl src/graph/tuning.cc); 192 GB/s over eight 200 Gb/s NICs "
+              "(NVIDIA/nccl#812)"),
+        _single("100gbe", 11.6e9, "assumed: 0.93 of 100 Gb/s, less headers of TCP; a hop 30 us",
+                30e-6),
+        _single("25gbe", 2.9e9, "assumed: 0.93 of 25 Gb/s, less headers of TCP; a hop 30 us",
+                30e-6),
+    )
+}  # fmt: skip
+
+
+def link_of(name: str) -> Link:
+    """A named link, in any case of letters, or one of so many GB/s from every GPU to the others.
+
+    Raises:
+        BadInput: an unknown name, a number out of range.
+    """
+    if name.lower() in LINKS:
+        return LINKS[name.lower()]
+    try:
+        rate = float(name)
+    except ValueError:
+        rate = math.nan
+    if _LEAST <= rate <= _MOST:
+        return _single(f"{rate:g}", rate * 1e9, "given; assumed: a hop 8 us")
+    known = f"{', '.join(LINKS)}, or GB/s of a GPU from {_LEAST:g} to {_MOST:g}"
+    raise BadInput(f"--link {name}: unknown{nearest(name.lower(), LINKS)} (allowed: {known})")
+
+
+def nodes_of(ranks: int, link: Link) -> tuple[int, int]:
+    """(nodes, GPUs of each); BadInput where the last node would be a part of one."""
+    if ranks > link.gpus and ranks % link.gpus:
+        raise BadInput(
+            f"--ranks {ranks} --link {link.name}: has nodes of {link.gpus} GPUs (allowed: up to "
+            f"{link.gpus}, and multiples of it)"
+        )
+    gpus = min(ranks, link.gpus)
+    return ranks // gpus, gpus
+
+
+def ring_s(size: float, ranks: int, rate: float) -> float:
+    """Seconds in which a ring sums `size` bytes of each rank at `rate` bytes/s, without latency.
+
+    2(W-1)/W of them leave each rank: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009).
+    """
+    return 2 * (ranks - 1) / ranks * size / rate
+
+
+def transfer_s(size: float, ranks: int, link: Link) -> float:
+    """Seconds on the wires: within nodes each GPU gets the sum of a part, then nodes sum these."""
+    nodes, gpus = nodes_of(ranks, link)
+    return ring_s(size, gpus, link.within) + ring_s(size / gpus, nodes, link.between)
+
+
+def latency_s(ranks: int, link: Link) -> tuple[float, float]:
+    """Seconds that one sum takes at least between nodes: as a tree (up and down), as a ring."""
+    nodes, _ = nodes_of(ranks, link)
+    depth = (nodes - 1).bit_length()  # log2, rounded up
+    return 2 * depth * link.hop_s, 2 * (nodes - 1) * link.hop_s
+
+
+def exposed_s(summing: float, backward: float, buckets: int) -> float:
+    """Seconds of `summing` that are left when a backward pass of so many seconds ends.
+
+    Buckets are equal and become ready evenly, the last one when the pass ends: sums that are slower
+    than it wait for the first bucket alone, others end one bucket after it.
+    """
+    return max(summing / buckets, summing - backward * (buckets - 1) / buckets)
+
+
+def on_ranks(
+    steps: Sequence[Counted], limits: dict[str, Any], ranks: Sequence[int], link: Link
+) -> dict[str, Any]:
+    """What --json prints as "ranks", of the `limits` of these steps; seconds and bytes.
+
+    step_s: of a rank, the limit. backward_s: of the last micro-batch, whose gradients complete the
+    sums. wire: that of the configuration; the rows are those of `WIRES`. transfer_s and tree_s are
+    the time of the sums, ring_s another latency for tree_s. efficiency: step over step and what is
+    exposed of the sums; flat: over step and sums. samples_per_s: of all ranks.
+    """
+    from mprun.extensions.bench.roofline.operations import FORMATS  # here: imports torch
+
+    modes = {}
+    for step in steps:
+        found = limits["modes"][step.mode]
+        backward = sum(k["seconds"] for k in found["kinds"] if k["phase"] == "backward")
+        modes[step.mode] = {
+            "step_s": found["step_s"],
+            "backward_s": backward / step.micro_batches,
+            "wire": FORMATS[wire] if (wire := step.policy.reduce_dtype) else "fp32",
+        }
+        modes[step.mode]["rows"] = [
+            _row(step, modes[step.mode], count, wire, link) for count in ranks for wire in WIRES
+        ]
+    first = steps[0]
+    return {
+        "what": "a cost model on paper, not measurements",
+        "link": asdict(link),
+        "gradients": first.dense,
+        "bucket_bytes": first.bucket_bytes,
+        "modes": modes,
+    }
+
+
+def _row(step: Counted, mode: dict[str, Any], ranks: int, wire: str, link: Link) -> dict[str, Any]:
+    size = WIRES[wire] * step.dense
+    # Cut as FP32 whatever the wire: a bucket is cast when it is sent.
+    buckets = math.ceil(WIRES["fp32"] * step.dense / step.bucket_bytes)
+    tree, ring = (buckets * one for one in latency_s(ranks, link))
+    transfer, seconds = transfer_s(size, ranks, link), mode["step_s"]
+    exposed = exposed_s(transfer + tree, mode["backward_s"], buckets)
+    return {
+        "ranks": ranks,
+        "nodes": nodes_of(ranks, link)[0],
+        "wire": wire,
+        "bytes": size,
+        "buckets": buckets,
+        "transfer_s": transfer,
+        "tree_s": tree,
+        "ring_s": ring,
+        "hidden_s": transfer + tree - exposed,
+        "exposed_s": exposed,
+        "efficiency": seconds / (seconds + exposed),
+        "flat": seconds / (seconds + transfer + tree),
+        "samples_per_s": ranks * step.samples / (seconds + exposed),
+    }
+
+
+def as_text(found: dict[str, Any]) -> str:
+    """`limits` with `on_ranks` as "ranks": tables and notes of 80 columns at most."""
+    scaling, unit = found["ranks"], found["sample"]
+    link, modes, gpu = scaling["link"], scaling["modes"], found["ceilings"]["name"]
+    title = (
+        f"{found['label']}: {scaling['gradients'] / 1e6:,.2f} M gradients, "
+        f"{found['samples_per_step']:,} {unit}s a rank, {gpu}, --link {link['name']}"
+    )
+    parts = [_filled(title), "", _sums(next(iter(modes.values()))["rows"])]
+    for mode, line in modes.items():
+        head = (
+            f"{mode}: step {three(line['step_s'] * 1e3)} ms, backward "
+            f"{three(line['backward_s'] * 1e3)} ms, sums in {line['wire']}"
+        )
+        parts += ["", _filled(head), _efficiency(line["rows"], unit)]
+    return "\n".join([*parts, "", *map(_filled, _notes(found)), *map(_filled, found["refused"])])
+
+
+def _sums(rows: list[dict[str, Any]]) -> str:
+    header = ["ranks", "nodes", "wire", "MB", "buckets", "transfer ms", "tree ms", "ring ms"]
+    cells = [
+        [
+            f"{row['ranks']:,}",
+            f"{row['nodes']:,}",
+            row["wire"],
+            three(row["bytes"] / 1e6),
+            f"{row['buckets']:,}",
+            *(three(row[key] * 1e3) for key in ("transfer_s", "tree_s", "ring_s")),
+        ]
+        for row in rows
+    ]
+    return markdown_table(header, cells)
+
+
+def _efficiency(rows: list[dict[str, Any]], unit: str) -> str:
+    header = ["ranks", "wire", "hidden", "exposed ms", "efficiency", "flat", f"{unit}s/s"]
+    cells = []
+    for row in rows:
+        summing = row["hidden_s"] + row["exposed_s"]
+        cells.append([
+            f"{row['ranks']:,}",
+            row["wire"],
+            f"{row['hidden_s'] / summing:.0%}" if summing else "-",
+            three(row["exposed_s"] * 1e3),
+            f"{row['efficiency']:.1%}",
+            f"{row['flat']:.1%}",
+            three(row["samples_per_s"]),
+        ])  # fmt: skip
+    return markdown_table(header, cells)
+
+
+def _notes(found: dict[str, Any]) -> list[str]:
+    scaling = found["ranks"]
+    link, mib = scaling["link"], scaling["bucket_bytes"] / 2**20
+    rates = f"{link['between'] / 1e9:g} GB/s of each GPU to the others"
+    if link["gpus"] > 1:
+        rates = (
+            f"{link['within'] / 1e9:g} GB/s of each GPU within a node of {link['gpus']}, "
+            f"{link['between'] / 1e9:g} GB/s between nodes"
+        )
+    tables = found["parameters"] - scaling["gradients"]
+    return [
+        "A model on paper, not measurements: the step is a limit from counts "
+        f"({found['ceilings']['source']}), and a slower one hides more.",
+        f"Link {link['name']}: {rates}. {link['source'][0].upper()}{link['source'][1:]}.",
+        "transfer: 2(W-1)/W x S/B, within nodes and then each GPU's part between them, one after "
+        "the other.",
+        f"tree, ring: latency of 2 log2(nodes) or 2(nodes-1) hops of {link['hop_s'] * 1e6:g} us "
+        f"for each bucket of {mib:g} MiB in FP32 (dist.bucket_mb); the tree's is counted, none "
+        "within a node.",
+        "hidden: part of transfer and tree under the last micro-batch's backward pass, in which "
+        "buckets become ready evenly. flat: efficiency if they begin after it (dist.engine=flat).",
+        "efficiency: step / (step + exposed). Each rank takes the whole step (weak scaling). "
+        "Copies into buckets, stragglers and the loading of data are left out.",
+        *([f"{tables / 1e6:,.1f} M parameters in row tables are not summed; a run of several ranks "
+           "refuses them."] if tables else []),
+    ]  # fmt: skip
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, columns(), break_long_words=False, break_on_hyphens=False)

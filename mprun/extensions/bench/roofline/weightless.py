@@ -1,0 +1,292 @@
+"""Tensors without values: their mode, a step's batches, and the memory that they stand for.
+
+Batches are known from the configuration alone; memory is what the tensors of a step would take.
+"""
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from mprun.build.data import build_data, check_batches, own_source
+from mprun.config import schema
+from mprun.config.registry import kind_of, task_of
+from mprun.data.source import Source
+from mprun.entry_points import loaded
+from mprun.errors import BadInput
+
+NO_END = 1 << 40
+
+
+def weightless() -> FakeTensorMode:
+    """A mode in which every new tensor is of this kind.
+
+    An operator that torch cannot carry out without values is an error; its fallback would compute
+    with real tensors of full size.
+    """
+    mode = _Weightless(allow_fallback_kernels=False)
+    # A dictionary with the one method that the converter asks its own kind of memo for.
+    mode.fake_tensor_converter.meta_converter.tensor_memo = _Newest()  # type: ignore[assignment]
+    return mode
+
+
+class _Weightless(FakeTensorMode):
+    def __deepcopy__(self, memo):
+        # A copied module stays in the same mode (torch.nn.TransformerEncoder copies its layers).
+        return self
+
+
+class _Newest(dict):
+    """The memo of the mode, in place of its own, whose weak references to all tensors keep a
+    parameter from changing its dtype (torch.utils.swap_tensors). Only the newest is asked for."""
+
+    def __setitem__(self, key, value):
+        self.clear()
+        super().__setitem__(key, value)
+
+
+# What a source knows of its own content, by what is learned from it.
+_SIZES = ("num_classes", "num_symbols", "vocab_size", "source_vocab_size", "target_vocab_size")
+
+
+class ShapeSource(Source):
+    """A `mprun.data.source.Source` whose batches have shapes and dtypes and no meaning.
+
+    Called inside a FakeTensorMode its batches take no memory, whatever their size. There is nothing
+    to evaluate.
+    """
+
+    sha256 = "shapes only"
+    batches_per_epoch = NO_END
+
+    def __init__(self, first: torch.Size, second: torch.Size, images: bool, **about: int):
+        """images: whether the first tensor has some; of several dimensions the second has boxes."""
+        self.first, self.second, self.images = first, second, images
+        self.samples_per_batch = second.numel() if not images else first[0]
+        self.num_classes = about.get("num_classes", 0)
+        self.vocab_size = about.get("vocab_size", 0)
+        self.source_vocab_size = about.get("source_vocab_size", 0)
+        self.target_vocab_size = about.get("target_vocab_size", 0)
+        self.num_symbols = about.get("num_symbols", 0)
+        self.description = {"name": "shapes", "train_samples": 0, "eval_samples": 0, **about}
+
+    def train_batch(self, index: int) -> tuple[Tensor, Tensor]:
+        """Images float32 [batch, channels, height, width] and int64 labels [batch], or int64
+        tokens and targets [time, batch], or int64 sources and targets [batch, words]; spectrograms
+        are images, their targets [batch, any]; boxes are float32 [batch, most, 6]."""
+        first = torch.float32 if self.images else torch.int64
+        boxes = self.images and len(self.second) == 3
+        second = torch.float32 if boxes else torch.int64
+        return torch.empty(self.first, dtype=first), torch.empty(self.second, dtype=second)
+
+    def eval_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """None."""
+        return iter(())
+
+
+def shape_source(config: schema.RunConfig) -> ShapeSource:
+    """The shapes of the training batches of a configuration; no file is read.
+
+    Except for data=custom, whose factory is called and asked for one batch, on the CPU. BadInput
+    where a size is known to the files alone.
+    """
+    data: Any = config.data
+    about = data.component
+    if about.own:
+        return _of_own_data(config, data)
+    if about.family == "sentence_pairs":
+        shape = torch.Size((data.batch_size, data.max_length))
+        return ShapeSource(shape, shape, False, **_vocabularies(config, data))
+    if about.shapes:
+        first, second, facts = loaded(about.shapes)(data)
+        return ShapeSource(torch.Size(first), torch.Size(second), True, **facts)
+    if about.family == "text":
+        shape, length = torch.Size((data.sequence_length, data.batch_size)), data.sequence_length
+        words = _vocabulary(config, data)
+        return ShapeSource(shape, shape, False, vocab_size=words, sequence_length=length)
+    size, channels = data.image_size, data.channels
+    shape = torch.Size((data.batch_size, channels, size, size))
+    sizes = {"num_classes": _classes(config), "channels": channels, "image_size": size}
+    second = shape[:1]
+    if about.family == "boxes":
+        second = torch.Size((data.batch_size, about.most_boxes, 6))
+    return ShapeSource(shape, second, True, **sizes)
+
+
+def _of_own_data(config: schema.RunConfig, data: Any) -> ShapeSource:
+    device = torch.device("cpu")
+    try:
+        source = own_source(data, config.seed, device)
+    except ValueError as error:
+        raise BadInput(f"data.factory={data.factory}: {error}") from error
+    check_batches(data, task_of(config.model), source, device)
+    if source.batches_per_epoch < 1:
+        raise BadInput(f"data.batch_size={data.batch_size}: too large, the data have no full batch")
+    first, second = source.train_batch(0)
+    kept = ("channels", "image_size", "frequencies")
+    about: dict[str, Any] = {k: v for k, v in source.description.items() if k in kept}
+    for key in _SIZES:
+        if isinstance(getattr(source, key, None), int):
+            about[key] = getattr(source, key)
+    images = first.is_floating_point()
+    return ShapeSource(first.shape, second.shape, images, **about)
+
+
+def _classes(config: schema.RunConfig) -> int:
+    data: Any = config.data
+    known: int | None = data.component.num_classes or getattr(data, "num_classes", None)
+    if known is not None:
+        return known
+    if "num_classes" not in kind_of(config.model).sizes:
+        return 0
+    classes = getattr(config.model, "num_classes", None)
+    if classes is None:
+        raise BadInput(
+            f"model.num_classes=null: data={data.name} has its classes in files, which a count "
+            "does not read; give model.num_classes=N"
+        )
+    return classes
+
+
+def _vocabulary(config: schema.RunConfig, data: Any) -> int:
+    if hasattr(data, "vocab_size"):
+        return _padded_words(data.vocab_size, data)
+    if not data.component.on_disk:
+        few = dataclasses.replace(data, batch_size=1, sequence_length=1)
+        text: Any = build_data(few, config.seed, torch.device("cpu"))
+        return text.vocab_size
+    return _in_files(config, data, "vocab")
+
+
+def _vocabularies(config: schema.RunConfig, data: Any) -> dict[str, int]:
+    """The words of both sides, padding included, by the name of their size."""
+    sides = ("source_vocab", "target_vocab")
+    if not data.component.on_disk:
+        few = dataclasses.replace(data, batch_size=1)
+        names = build_data(few, config.seed, torch.device("cpu"))
+        return {f"{side}_size": getattr(names, f"{side}_size") for side in sides}
+    return {f"{side}_size": _in_files(config, data, side) for side in sides}
+
+
+def _in_files(config: schema.RunConfig, data: Any, name: str) -> int:
+    """As many words as the data are limited to, else as the model has by its own size."""
+    words = getattr(data, f"{name}_limit") or getattr(config.model, f"{name}_size", None)
+    if words is None:
+        raise BadInput(
+            f"model.{name}_size=null: data={data.name} has its words in files, which a count does "
+            f"not read; give model.{name}_size=N or data.{name}_limit=N"
+        )
+    return _padded_words(words, data)
+
+
+def _padded_words(words: int, data: Any) -> int:
+    multiple = getattr(data, "vocab_multiple", 1)
+    return -(-words // multiple) * multiple
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes by kind; workspaces, results on their way and the allocator's fragments come on top.
+
+    Attributes:
+        parameters, masters, optimizer: as they are held between steps (buffers and averages count
+            as parameters).
+        gradients: as backward makes them, all at once, and what they are added up in.
+        activations: the most that is kept for a backward pass at one time, inputs included,
+            parameters not.
+    """
+
+    parameters: int
+    masters: int
+    optimizer: int
+    gradients: int
+    activations: int
+
+    @property
+    def of_weights(self) -> int:
+        """What their number alone decides."""
+        return self.parameters + self.masters + self.optimizer + self.gradients
+
+    @property
+    def total(self) -> int:
+        return self.of_weights + self.activations
+
+
+class SavedTensors:
+    """Counts what autograd keeps for backward while `watching`, except the tensors given.
+
+    peak: bytes, the most at one time. Views of one storage count once.
+    """
+
+    def __init__(self, known: Iterable[Tensor]):
+        self.peak = self._now = 0
+        self._known = {storage_key(tensor): tensor for tensor in known}
+        self._uses: Counter[int] = Counter()
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Within it whatever is saved is counted for as long as it is held."""
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda tensor: _Kept(tensor, self), lambda kept: kept.tensor
+        ):
+            yield
+
+    def hold(self, tensor: Tensor, places: int) -> None:
+        """That many more places of the graph hold `tensor`: 1, or -1 when one lets go."""
+        key = storage_key(tensor)
+        if key in self._known:
+            return
+        before = self._uses[key]
+        self._uses[key] += places
+        if before == 0 or self._uses[key] == 0:
+            self._now += places * tensor.untyped_storage().nbytes()
+            self.peak = max(self.peak, self._now)
+
+
+class _Kept:
+    """A saved tensor; gives its bytes back when the graph lets go of it."""
+
+    def __init__(self, tensor: Tensor, saved: SavedTensors):
+        self.tensor, self._saved = tensor, saved
+        saved.hold(tensor, 1)
+
+    def __del__(self):
+        self._saved.hold(self.tensor, -1)
+
+
+def held_bytes(learners) -> dict[str, int]:
+    """parameters, masters, optimizer and gradients of a task's learners, in bytes."""
+    held = dict.fromkeys(("parameters", "masters", "optimizer", "gradients"), 0)
+    for learner in learners:
+        model, optimizer = learner.model, learner.optimizer
+        parameters = list(model.parameters())
+        state = [v for own in optimizer.state_by_name().values() for v in own.values()]
+        held["parameters"] += _distinct(
+            [*parameters, *model.buffers(), *optimizer.averages.values()]
+        )
+        held["masters"] += _distinct(learner.cast.masters.values())
+        held["optimizer"] += _distinct(value for value in state if isinstance(value, Tensor))
+        held["gradients"] += _distinct(p for p in parameters if p.requires_grad)
+        # Micro-batches are added up in tensors of their own, and so is what is cast.
+        adds = optimizer.micro_batches > 1
+        pairs = zip(optimizer.parameters, optimizer.gradients_in_use(), strict=False)
+        held["gradients"] += _distinct(
+            value
+            for own, value in pairs
+            if value is not None and value is not own.grad and (adds or value.dtype != own.dtype)
+        )
+    return held
+
+
+def _distinct(tensors: Iterable[Tensor]) -> int:
+    return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
+
+
+def storage_key(tensor: Tensor) -> int:
+    """What two views of one memory have in common, values or none."""
+    return tensor.untyped_storage()._cdata

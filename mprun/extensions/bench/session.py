@@ -1,0 +1,420 @@
+"""The order of a bench: who is alive when, whose window is next, what is left out when time ends.
+
+Contenders of one model are started one after the other, each in a process of its own, and stay
+alive together as long as memory lasts: a cohort. Then their windows follow one another round
+robin, so that drift of clock and temperature meets all of them alike. Only one of them works at a
+time. Where memory does not hold all of them, the rest follow in further cohorts.
+"""
+
+import json
+import math
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import UTC, datetime
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mprun.config.compose import compose_config
+from mprun.extensions.bench.child import ChildFailed, ChildProcess, Interrupted, TimeUp
+from mprun.extensions.bench.contest import Contest
+from mprun.extensions.bench.plan import Case, Group, Row
+from mprun.extensions.bench.report import write_figure
+from mprun.record.run_directory import write_json
+from mprun.training.environment import environment
+from mprun.training.signals import Interruption
+
+CEILINGS_S = 6.0
+CEILINGS_SHARE = 0.4  # of the budget, at most, until they have to be there
+START_SHARE = 0.6  # of a model's time, at most, until its windows begin
+FIRST_SHARE = 0.85  # the same, where nobody is ready yet
+LIMITS_SHARE = 0.25  # of a model's remaining time, at most, until its steps are counted
+# Least and most. Steps that are bound by their launches may never agree within 2 %.
+WARM_UP_S = (1.0, {"cuda": 6.0, "cpu": 8.0})
+DETAILS_S, DETAILS_STEPS = 12.0, 30  # most for what is measured beside the windows, and about
+ROUNDS = 3  # that come before that, where time is short
+ROOM = 1.5  # free memory over that of the last child, below which no other one is started
+AHEAD = {"cuda": 3, "cpu": 1}  # children that import while another one is prepared
+FORMAT = 1  # of bench.json
+_REPORT_S = 6.0  # of the budget, kept back for tables and figure
+_KINDS = {"refused": "refused", "memory": "failed", "error": "failed"}
+_EMULATED = {"why_not": "emulated on a CPU: no ceiling of its own"}
+_LATE = "not ready within its share of the budget"
+
+
+def writable(value: Any) -> Any:
+    """The value for a JSON file, which has no NaN: "nan", "inf" and "-inf" stand for these."""
+    if isinstance(value, dict):
+        return {str(key): writable(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [writable(part) for part in value]
+    plain = isinstance(value, str | int | None) or isinstance(value, float) and math.isfinite(value)
+    return value if plain else str(value)
+
+
+class Log:
+    """bench.jsonl: one event a line, written at once; and what a user sees on stderr meanwhile."""
+
+    def __init__(self, path: Path, budget_s: float):
+        self.file = open(path, "x", encoding="utf-8")  # noqa: SIM115 - lives as long as the bench
+        self.started, self.budget_s = time.monotonic(), budget_s
+
+    def write(self, event: str, **content: Any) -> None:
+        """Append an event with the seconds since the start."""
+        line = {"event": event, "t": round(self.elapsed(), 3), **content}
+        self.file.write(json.dumps(writable(line), allow_nan=False) + "\n")
+        self.file.flush()
+
+    def say(self, text: str) -> None:
+        """A line of progress with the time that is gone."""
+        print(f"[{self.elapsed():4.0f}/{self.budget_s:.0f} s] {text}", file=sys.stderr, flush=True)
+
+    def elapsed(self) -> float:
+        """Seconds since the start."""
+        return time.monotonic() - self.started
+
+    def close(self) -> None:
+        self.file.close()
+
+
+class Session:
+    """Measures groups until all is done or the deadline has come.
+
+    `run` raises Interrupted, and TimeUp at the deadline; `close` ends every child, always.
+
+    Args:
+        folder: of bench.jsonl and the children's logs.
+        deadline: of time.monotonic.
+
+    Attributes:
+        rows: every case, measured or not, in order.
+        machine: ceilings, driver, and why NVML does not tell something, or why there are none.
+    """
+
+    def __init__(
+        self,
+        contest: Contest,
+        options: Namespace,
+        groups: Sequence[Group],
+        device: torch.device,
+        folder: Path,
+        deadline: float,
+        interruption: Interruption,
+    ):
+        self.contest, self.options, self.groups, self.device = contest, options, groups, device
+        self.folder, self.deadline, self.interruption = folder, deadline, interruption
+        self.log = Log(folder / "bench.jsonl", options.budget_s)
+        self.log.write("start", options=vars(options))
+        self.rows = [Row(case) for group in groups for case in group.cases]
+        self.machine: dict = {}
+        self._children: dict[str, ChildProcess] = {}  # that are alive, by the key of their row
+        self._late: set[str] = set()  # keys of rows that found no memory beside others
+        self._fastest_s = 0.0  # the fastest of all children until it was ready
+        self._cohort = 0
+
+    def measure_ceilings(self) -> None:
+        """Fill `machine`, by a child of its own."""
+        child, options, log = self._child("ceilings"), self.options, self.log
+        by = min(log.started + CEILINGS_SHARE * options.budget_s, self.deadline)
+        request = {
+            "device": self.device.type,
+            "seconds": min(CEILINGS_S, 0.1 * options.budget_s),
+            "threads": compose_config(options.overrides, options.config_dir).config.threads,
+        }
+        try:
+            self.machine = child.ask(by, "ceilings", **request)
+            log.say(f"copy {self.machine['ceilings']['bandwidth'] / 1e9:,.0f} GB/s")
+        except (ChildFailed, TimeUp) as error:
+            reason = error.reason if isinstance(error, ChildFailed) else "no time within the budget"
+            log.say(f"ceilings: {reason}")
+            self.machine = {"why_not": reason}
+        finally:
+            child.end()
+        log.write("ceilings", **self.machine)
+
+    def run(self) -> None:
+        """Measure group after group; what a group does not use of its time, the later ones have."""
+        rows = iter(self.rows)
+        for number, group in enumerate(self.groups):
+            now = time.monotonic()
+            weights = [later.weight for later in self.groups[number:]]
+            until = now + (self.deadline - now) * group.weight / sum(weights)
+            self._measure_group(list(islice(rows, len(group.cases))), until)
+
+    def close(self) -> None:
+        """End every child."""
+        self._end(*self._children)
+        self.log.write("end")
+        self.log.close()
+
+    def _measure_group(self, rows: list[Row], until: float) -> None:
+        self._ask_limits(rows)
+        waiting = list(rows)
+        # Another cohort only where there is time for one more child at least.
+        while waiting and START_SHARE * (until - time.monotonic()) > self._fastest_s:
+            alive = self._admit(waiting, rows, until)
+            try:
+                self._collect_limits(rows, until)
+                self._measure(alive, until)
+            finally:
+                self._end(*(row.key for row in alive))
+        self._end("limits", *(row.key for row in rows))
+
+    def _ask_limits(self, rows: list[Row]) -> None:
+        """Have the step of each mode counted by a process of its own while the children start.
+
+        It has to be there before the windows begin, because nothing else may work beside them;
+        what is not counted by then stays without a limit.
+        """
+        if (ceilings := self.machine.get("ceilings")) is None:
+            return
+        self._children["limits"] = child = self._child("limits")
+        for case in self._counted(rows):
+            child.post("limit", case=case, ceilings=ceilings, name=device_name(self.device))
+
+    def _collect_limits(self, rows: list[Row], until: float) -> None:
+        """Give each row its limit; waits for the counts, but not for ever, and ends the process."""
+        if (child := self._children.get("limits")) is None:
+            return
+        by = time.monotonic() + LIMITS_SHARE * max(0.0, until - time.monotonic())
+        modes = [case.mode for case in self._counted(rows)]
+        found = dict.fromkeys(modes, {"why_not": "not counted within the budget"})
+        with suppress(TimeUp):
+            for mode in modes:
+                try:
+                    found[mode] = child.take(by)
+                except ChildFailed as failure:
+                    found[mode] = {"why_not": failure.reason}
+        self._end("limits")
+        for row in rows:
+            row.limit = found.get(row.case.mode, _EMULATED)
+
+    def _counted(self, rows: list[Row]) -> Iterable[Case]:
+        """A case of each mode whose step is counted."""
+        modes = {row.case.mode: row.case for row in rows}
+        return modes.values() if self.device.type == "cuda" else filter(None, [modes.get("fp32")])
+
+    def _admit(self, waiting: list[Row], rows: list[Row], until: float) -> list[Row]:
+        """Start children from the front of `waiting` until memory or time ends; those that may be
+        timed."""
+        self._cohort += 1
+        now = time.monotonic()
+        start_by, first_by = (now + share * (until - now) for share in (START_SHARE, FIRST_SHARE))
+        alive: list[Row] = []
+        partners = {row.key: row for row in rows if row.windows}
+        while waiting and time.monotonic() < (start_by if alive else first_by):
+            row = waiting[0]
+            wanted = self.contest.partner(row.case)
+            partner = partners.pop(wanted.key, None) if wanted else None
+            if partner is not None and self._ready(partner, start_by):
+                alive.append(partner)
+            for soon in waiting[: 1 + AHEAD[self.device.type]]:
+                self._start(soon)
+            ready = self._ready(row, start_by if alive else first_by)
+            if not ready and self._waits_for_memory(row, alive):
+                break
+            waiting.pop(0)
+            if ready:
+                alive.append(row)
+                memory = row.facts["prepare"]
+                if memory["free"] < ROOM * memory["held"]:
+                    break
+        if all(row.windows for row in alive):
+            self._end(*(row.key for row in alive))  # nobody new is there to be held to them
+            return []
+        return self._worth_timing(alive, rows)
+
+    def _waits_for_memory(self, row: Row, alive: list[Row]) -> bool:
+        """Whether a row that found no memory beside others is tried once more without them."""
+        if row.kind != "memory" or not alive or row.key in self._late:
+            return False
+        self._late.add(row.key)
+        self.log.say(f"{row.key}: no memory beside {len(alive)} others; in turn later")
+        return True
+
+    def _ready(self, row: Row, start_by: float) -> bool:
+        """Build a contender, take its first steps, prepare it; whether it gets there."""
+        child = self._start(row)
+        by, began = min(start_by, self.deadline), time.monotonic()
+        try:
+            row.facts["build"] = child.ask(by, "build", case=row.case, device=self.device.type)
+            found = child.ask(by, "first_steps")
+            row.facts["prepare"] = child.ask(by, "prepare")
+        except ChildFailed as failure:
+            self._failed(row, failure, timed=False)
+            return False
+        except TimeUp:
+            self._end(row.key)
+            if not row.windows:
+                row.failed("not measured", _LATE)
+            self.log.say(f"{row.key}: {_LATE}")
+            if time.monotonic() >= self.deadline:
+                raise
+            return False
+        took = time.monotonic() - began
+        self._fastest_s = min(took, self._fastest_s or took)
+        row.kind = None
+        row.equality = row.equality or found
+        self.log.write("ready", case=row.key, equality=found, **row.facts)
+        self.log.say(f"{row.key}: ready after {sum(found['seconds']):.1f} s of first steps")
+        return True
+
+    def _worth_timing(self, alive: list[Row], rows: list[Row]) -> list[Row]:
+        """Those that compute the same as the others; the rest is ended and says why."""
+        taken = [row for row in rows if "losses" in row.equality and not row.case.real_data]
+        answers = self.contest.check(taken)
+        for row in taken:
+            ok, reason = answers.get(row.key, (True, ""))
+            row.equality |= {"ok": ok, "reason": reason}
+        wrong = [row for row in alive if not row.equality.get("ok", True)]
+        for row in wrong:
+            self._end(row.key)
+            row.failed("unequal", row.equality["reason"])
+            self.log.write("unequal", case=row.key, reason=row.reason)
+            self.log.say(f"{row.key}: not timed, {row.reason}")
+        return [row for row in alive if row not in wrong]
+
+    def _measure(self, alive: list[Row], until: float) -> None:
+        """Warm up, a window of each again and again, and what is measured beside them."""
+        left = max(0.0, until - time.monotonic())
+        least, most = WARM_UP_S
+        limit = min(max(least, 0.4 * left / max(1, len(alive))), most[self.device.type])
+        more = {"limit_s": limit, "steps": self.options.steps_per_window}
+        for row in alive:
+            found = self._asked(row, "warm_up", {"cohort": self._cohort}, **more)
+            row.warm_up = found or row.warm_up
+        for number in range(self.options.windows):
+            alive = [row for row in alive if row.key in self._children]
+            if not self._has_time(alive, number, until):
+                break
+            for row in alive:
+                self._window(row, number)
+        alive = [row for row in alive if row.key in self._children]
+        for position, row in enumerate(alive):
+            seconds = min(DETAILS_S, (until - time.monotonic()) / (len(alive) - position + 1))
+            if seconds > 0 and not row.details:
+                step_s = row.windows[-1]["seconds"] / row.windows[-1]["steps"]
+                row.details = self._asked(row, "details", step_s=step_s, seconds=seconds)
+
+    def _has_time(self, alive: list[Row], number: int, until: float) -> bool:
+        """Whether a round of windows fits; after the third one with what is measured beside."""
+        more = DETAILS_STEPS if number >= ROUNDS else 0
+        warm = [row.warm_up for row in alive]
+        length = sum((found["steps_per_window"] + more) * found["step_s"] for found in warm)
+        if number and time.monotonic() + length > until:
+            self.log.say(f"{number} of {self.options.windows} rounds within the budget")
+            return False
+        return True
+
+    def _window(self, row: Row, number: int) -> None:
+        place = {"cohort": self._cohort, "round": number}
+        found = self._asked(row, "window", place, steps=row.warm_up["steps_per_window"])
+        if found:
+            row.add(place | found)
+            rate, sample = found["samples"] / found["seconds"], row.facts["build"]["sample"]
+            self.log.say(f"{row.key}: {rate:,.0f} {sample}s/s")
+
+    def _asked(self, row: Row, do: str, place: dict | None = None, **request: Any) -> dict:
+        """The answer, noted with its place; {} where the child fails: it is ended."""
+        try:
+            found = self._children[row.key].ask(self.deadline, do, **request)
+        except ChildFailed as failure:
+            self._failed(row, failure, timed=True)
+            return {}
+        self.log.write(do, case=row.key, **(place or {}), **found)
+        return found
+
+    def _failed(self, row: Row, failure: ChildFailed, timed: bool) -> None:
+        """End the child and note why; `timed`: while it was measured, not while it got ready."""
+        self._end(row.key)
+        if timed or not row.windows:
+            row.failed(_KINDS[failure.kind], failure.reason, failure.kind)
+        self.log.write("failed", case=row.key, kind=failure.kind, reason=failure.reason)
+        if timed or failure.kind != "memory":
+            self.log.say(f"{row.key}: {failure.reason}")
+
+    def _child(self, name: str) -> ChildProcess:
+        log = self.folder / "logs" / f"{name}.log"
+        return ChildProcess(log, self.interruption, self.contest.worker)
+
+    def _start(self, row: Row) -> ChildProcess:
+        if row.key not in self._children:
+            number = len(list((self.folder / "logs").glob("*.log"))) + 1
+            name = f"{row.case.label}-{row.case.mode}-{row.case.contender}"
+            name = "".join(c if c.isalnum() or c in "+-." else "_" for c in name)
+            self._children[row.key] = self._child(f"{number:03d}-{name}")
+        return self._children[row.key]
+
+    def _end(self, *keys: str) -> None:
+        for key in keys:
+            if key in self._children:
+                self._children.pop(key).end()
+
+
+def device_name(device: torch.device) -> str:
+    """What a reader calls it."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU: {environment(device)['cpu']}"
+
+
+def run_bench(
+    contest: Contest,
+    options: Namespace,
+    device: torch.device,
+    plan: tuple[list[Group], list[dict]],
+    folder: Path,
+    started: float,
+) -> tuple[dict, str]:
+    """Measure everything that fits into the budget; (content of bench.json, bench.md).
+
+    Writes bench.jsonl, bench.json, bench.md, bench.png and logs/ into `folder`. All children are
+    ended. started: of time.monotonic, when the budget began.
+    """
+    groups, left_out = plan
+    deadline = started + options.budget_s - _REPORT_S
+    ended = "complete"
+    with Interruption() as interruption:
+        session = Session(contest, options, groups, device, folder, deadline, interruption)
+        try:
+            session.measure_ceilings()
+            session.run()
+            if any(row.status == "not measured" for row in session.rows):
+                ended = "deadline"
+        except TimeUp:
+            ended = "deadline"
+        except Interrupted:
+            ended = "interrupted"
+        finally:
+            session.close()
+        # Mode by mode, for a reader; they were measured in another order.
+        order = [
+            (g.label, real, mode) for g in groups for real in (False, True) for mode in g.modes
+        ]
+        session.rows.sort(key=lambda row: order.index(row.case.place))
+        content = {
+            "format": FORMAT,
+            "ended": ended,
+            "options": vars(options),
+            "device_name": device_name(device),
+            "driver": session.machine.get("driver"),
+            "nvml": session.machine.get("nvml", {}),
+            "environment": environment(device),
+            "ceilings": session.machine.get("ceilings"),
+            "left_out": left_out,
+            "rows": [writable({"key": row.key, **asdict(row)}) for row in session.rows],
+        }
+        contest.summarise(content)
+        content["created"] = datetime.now(UTC).isoformat(timespec="seconds")
+        content["elapsed_s"] = time.monotonic() - started
+        write_json(folder / "bench.json", content)
+        text = contest.report(content)
+        (folder / "bench.md").write_text(text, encoding="utf-8")
+        write_figure(folder / "bench.png", content)
+    return content, text

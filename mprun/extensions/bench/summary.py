@@ -1,0 +1,183 @@
+"""From raw windows to the numbers of a report; works on the plain rows of bench.json.
+
+Every ratio is above 1 where the row is faster than what it is compared with. Intervals are
+percentile bootstraps (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, section 13.3),
+drawn with a fixed seed, so that one set of windows always gives the same interval. With fewer than
+some ten windows they are narrower than 95 % coverage would ask for.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy
+from numpy.typing import NDArray
+
+from mprun.execution.graphed_step import DEVICE_LIMITS
+from mprun.extensions.bench.plan import REFERENCES
+
+RESAMPLES, CONFIDENCE, SEED = 4000, 0.95, 20171010
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """{"median", "q1", "q3", "n"} of at least one value; ValueError for none.
+
+    Quartiles by linear interpolation between order statistics.
+    """
+    if not len(values):
+        raise ValueError("no values")
+    q1, median, q3 = numpy.percentile(numpy.asarray(values, dtype=float), (25, 50, 75)).tolist()
+    return {"median": median, "q1": q1, "q3": q3, "n": len(values)}
+
+
+def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, Any]:
+    """Median of the ratios pair by pair, of windows that followed one another in the same round, so
+    that drift of clock and temperature cancels.
+
+    {"median", "low", "high", "n", "paired"}: low and high are a bootstrap interval at 95 %, for
+    which pairs are resampled. ValueError for unequal lengths.
+    """
+    if len(numerators) != len(denominators) or not len(numerators):
+        raise ValueError(f"{len(numerators)} and {len(denominators)} values make no pairs")
+    ratios = numpy.asarray(numerators, dtype=float) / numpy.asarray(denominators, dtype=float)
+    resampled = _medians(ratios, numpy.random.default_rng(SEED))
+    return _ratio(numpy.median(ratios), resampled, len(ratios), paired=True)
+
+
+def unpaired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, Any]:
+    """As `paired_ratio`, of two medians of windows at different times; each side is resampled on
+    its own."""
+    above = numpy.asarray(numerators, dtype=float)
+    below = numpy.asarray(denominators, dtype=float)
+    random = numpy.random.default_rng(SEED)
+    resampled = _medians(above, random) / _medians(below, random)
+    ratio = numpy.median(above) / numpy.median(below)
+    return _ratio(ratio, resampled, min(len(above), len(below)), paired=False)
+
+
+def _medians(values: NDArray[Any], random: numpy.random.Generator) -> NDArray[Any]:
+    draws = random.integers(0, len(values), (RESAMPLES, len(values)))
+    return numpy.median(values[draws], axis=1)
+
+
+def _ratio(median: Any, resampled: NDArray[Any], n: int, paired: bool) -> dict[str, Any]:
+    tail = (1 - CONFIDENCE) / 2
+    low, high = numpy.quantile(resampled, (tail, 1 - tail)).tolist()
+    return {"median": float(median), "low": low, "high": high, "n": n, "paired": paired}
+
+
+def summarise(rows: list[dict]) -> None:
+    """Put "summary" into each row; None where nothing of it was timed.
+
+    rate: samples/s, median, quartiles, n. ratios: to the same contender in "fp32" and "tf32" (but
+    where one of the two replays a graph that the other's update cannot have: see "no_ratio"). A
+    ratio pairs windows of the same round; of two rows that were never alive together it says
+    paired: false. limit_share: of the roofline limit of eager execution. energy_j: per sample.
+    memory_bytes: of weights, gradients, optimizer state and what is saved for backward;
+    memory_ratio: the same over FP32's; peak_ratio: peak allocated over FP32's (over TF32's where
+    FP32 was not measured: the same formats). skipped: updates since the beginning. host_us: per
+    step. data_wait: share of the windows' time.
+    """
+    timed = timed_rows(rows)
+    for row in rows:
+        row["summary"] = _summary(row, timed) if row["windows"] else None
+
+
+def timed_rows(rows: list[dict]) -> dict[tuple, dict]:
+    """Those that have windows, by (label, mode, contender, real_data)."""
+    return {_place(row): row for row in rows if row["windows"]}
+
+
+def rates(row: dict) -> list[float]:
+    """Samples per second of each window."""
+    return [window["samples"] / window["seconds"] for window in row["windows"]]
+
+
+def ratio(row: dict, other: dict) -> dict:
+    """How much faster `row` is than `other`, of windows in the same rounds where there are any."""
+    mine, theirs = _by_round(row), _by_round(other)
+    rounds = [place for place in mine if place in theirs]
+    if rounds:
+        return paired_ratio([mine[r] for r in rounds], [theirs[r] for r in rounds])
+    return unpaired_ratio(list(mine.values()), list(theirs.values()))
+
+
+def peak_ratio(row: dict, other: dict | None) -> float | None:
+    """Peak allocated over that of another row."""
+    if other is None:
+        return None
+    mine, theirs = (r["details"].get("peak", {}).get("allocated") for r in (row, other))
+    return mine / theirs if mine and theirs else None
+
+
+def _summary(row: dict, timed: dict[tuple, dict]) -> dict:
+    details = row["details"]
+    found: dict[str, Any] = {"rate": spread(rates(row)), "ratios": {}}
+    for mode in REFERENCES:
+        other = timed.get(_place(row, mode))
+        if other is None or mode == row["case"]["mode"]:
+            continue
+        if _executed_alike(row, other):
+            found["ratios"][mode] = ratio(row, other)
+        else:
+            found["no_ratio"] = f"no ratio to {mode}: one is replayed, the other cannot be"
+    eager, fp32 = row["limit"].get("eager"), timed.get(_place(row, "fp32"))
+    memory, of_fp32 = _all_kinds(row), None if fp32 is None else _all_kinds(fp32)
+    return found | {
+        "limit_share": None if eager is None else found["rate"]["median"] / eager,
+        "energy_j": _energy(row),
+        "memory_bytes": memory,
+        "memory_ratio": memory / of_fp32 if memory and of_fp32 else None,
+        "peak_ratio": peak_ratio(row, fp32 or timed.get(_place(row, "tf32"))),
+        "skipped": details.get("skipped"),
+        "host_us": None if "host_s" not in details else 1e6 * details["host_s"],
+        "data_wait": _data_wait(row),
+    }
+
+
+def _executed_alike(row: dict, other: dict) -> bool:
+    """False where one of two rows of mprun replays a graph that the other's update cannot have.
+
+    Then their ratio would be that of two ways of execution. (A row that stays eager because its
+    device is the limit would gain nothing from a graph.)
+    """
+    facts = [one["facts"].get("prepare", {}) for one in (row, other)]
+    if len({bool(fact.get("replays")) for fact in facts}) == 1:
+        return True
+    [eager] = [fact for fact in facts if not fact.get("replays")]
+    reason = str(eager.get("settings", {}).get("cuda_graph"))
+    return not reason.startswith("off: ") or reason.startswith(f"off: {DEVICE_LIMITS}")
+
+
+def _all_kinds(row: dict) -> int | None:
+    """Bytes of all kinds and dtypes, or None where they were not measured."""
+    kinds = row["details"].get("memory_by_kind")
+    if not kinds or "why_not" in kinds:
+        return None
+    return sum(size for sizes in kinds.values() for size in sizes.values())
+
+
+def _place(row: dict, mode: str | None = None) -> tuple:
+    case = row["case"]
+    return case["label"], mode or case["mode"], case["contender"], case["real_data"]
+
+
+def _by_round(row: dict) -> dict[tuple[int, int], float]:
+    places = [(window["cohort"], window["round"]) for window in row["windows"]]
+    return dict(zip(places, rates(row), strict=True))
+
+
+def _energy(row: dict) -> float | None:
+    """Joules per sample of one long window, or of all timed ones; None if it cannot be read."""
+    long = row["details"].get("energy_window")
+    windows = [long] if long else row["windows"]
+    if any(window["energy_mj"] is None for window in windows):
+        return None
+    return sum(w["energy_mj"] for w in windows) / 1000 / sum(w["samples"] for w in windows)
+
+
+def _data_wait(row: dict) -> float | None:
+    """Share of the windows' time that the device waited for data."""
+    waits = [window["data_wait_s"] for window in row["windows"]]
+    if any(wait is None for wait in waits):
+        return None
+    return min(1.0, sum(waits) / sum(window["seconds"] for window in row["windows"]))

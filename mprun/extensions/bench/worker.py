@@ -1,0 +1,180 @@
+"""What a bench child can do: build its contender, warm it up, time windows, look inside."""
+
+import gc
+import math
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mprun.extensions.bench import measure
+from mprun.extensions.bench.contender import Contender
+from mprun.extensions.bench.own import Own
+from mprun.extensions.bench.plan import OWN, Case, without_device
+from mprun.precision import read_math_flags
+from mprun.record.energy import PowerMeter, meter_of
+from mprun.record.memory import peak
+from mprun.training.run import resolve_device
+
+ENERGY_S = 2.0  # NVML's counter moves some ten times a second: one window alone is coarse
+_MEMINFO = Path("/proc/meminfo")
+_REPEATS = 10  # steps of which the host's time is the median
+_WATCHED = 5  # steps in which synchronisations are counted
+
+
+class Worker:
+    """Holds one contender; every other method is a request, and answers with plain values."""
+
+    contender: Contender
+    case: Case
+
+    def __init__(self):
+        self.device, self.meter = torch.device("cpu"), PowerMeter(None)
+
+    def make(self, case: Case, device: torch.device) -> Contender:
+        """The contender of a case, before its first step; flags pinned and weights drawn."""
+        return Own(case, device)
+
+    def watched_steps(self) -> dict:
+        """What a contest's `check` needs of the first 20 steps, and how long each of them took."""
+        return measure.first_steps(self.contender, self.device)
+
+    def ceilings(self, device: str, seconds: float, threads: int | None = None) -> dict:
+        """The device's ceilings in some `seconds`, and what NVML says of it."""
+        self._on(device, threads)
+        measured = measure.measure_ceilings(self.device, seconds)
+        return {"ceilings": measured, "driver": self.meter.driver(), "nvml": self.meter.why}
+
+    def limit(self, case: Case, ceilings: dict, name: str) -> dict:
+        """Samples per second that no execution of a step can exceed, under measured ceilings.
+
+        See `roofline.limits.limit`. BadInput for a step that cannot be counted.
+        """
+        from mprun.extensions.bench.roofline.count import count
+        from mprun.extensions.bench.roofline.limits import measured_limit
+
+        torch.set_num_threads(1)
+        counted = count(without_device(case.overrides), case.mode, case.config_dir)
+        return measured_limit(counted, ceilings, name)
+
+    def build(self, case: Case, device: str) -> dict:
+        """Make the contender."""
+        self.case = case
+        self._on(device, case.config().threads)
+        self.contender = self.make(case, self.device)
+        return {
+            "samples_per_step": self.contender.samples_per_step,
+            "sample": self.contender.sample,
+            "threads": torch.get_num_threads(),
+        }
+
+    def first_steps(self) -> dict:
+        """The first 20 steps, and what their first use cost."""
+        found = self.watched_steps()
+        # Once everything is compiled and captured a step takes what the fastest ones take.
+        usual = sorted(found["seconds"])[len(found["seconds"]) // 4]
+        self.first_use_s = max(0.0, sum(found["seconds"]) - usual * len(found["seconds"]))
+        return found
+
+    def prepare(self) -> dict:
+        """The rest of the first use; memory that is left afterwards, in bytes."""
+        # Autotuning and the steps before a capture leave memory cached that others need.
+        release(self.device)
+        self.contender.prepare()
+        self.contender.run(2)
+        measure.synchronise(self.device)
+        return {
+            "settings": self.contender.settings(),
+            "flags": read_math_flags(),
+            "first_use_s": self.first_use_s,
+            "replays": self.contender.replays(),
+            **_memory_left(self.device),
+        }
+
+    def warm_up(self, limit_s: float, steps: int | None = None) -> dict:
+        """See `mprun.extensions.bench.measure.warm_up`."""
+        return measure.warm_up(self.contender, self.device, limit_s, steps)
+
+    def window(self, steps: int) -> dict:
+        """One timed window."""
+        return measure.window(self.contender, self.device, steps, self.meter)
+
+    def details(self, step_s: float, seconds: float) -> dict:
+        """Everything that is measured beside the windows; `seconds` may be spent on it.
+
+        The order matters: what disturbs the step comes last.
+        """
+        answer: dict[str, Any] = {"skipped": self.contender.skipped()}
+        # Of others the timed windows have to do: this would be a third of the time they take.
+        own = self.case.contender in OWN
+        if own and self.meter.energy_mj() is not None and seconds > 2 * ENERGY_S:
+            answer["energy_window"] = self.window(measure.steps_for(step_s, ENERGY_S))
+        repeats = max(2, min(_REPEATS, math.floor(0.2 * seconds / step_s)))
+        answer["host_s"] = measure.host_seconds(self.contender, self.device, repeats)
+        answer["peak"] = self._peak(step_s)
+        answer["synchronisations"] = measure.attempt(self._synchronisations)
+        answer |= self.contender.look_inside(self.device)
+        return answer | {"nvml": self.meter.why}
+
+    def _synchronisations(self) -> float | None:
+        """Per step; None on a CPU, which waits for nobody."""
+        count = measure.count_synchronisations(lambda: self.contender.run(_WATCHED), self.device)
+        return None if count is None else count / _WATCHED
+
+    def _peak(self, step_s: float) -> dict:
+        """Peak memory of steady steps in bytes; allocated, where they are replayed, of eager ones.
+
+        A replay allocates nothing, and the peak of its capture holds what came before. What is
+        reserved and what the driver counts is read before these eager steps, which need as much
+        again beside the graph.
+        """
+        if self.device.type != "cuda":
+            return {"resident": peak(self.device)["peak_bytes"]}
+        measure.synchronise(self.device)
+        torch.cuda.reset_peak_memory_stats(self.device)
+        measure.window(self.contender, self.device, min(3, measure.steps_for(step_s)))
+        held = {
+            "reserved": torch.cuda.max_memory_reserved(self.device),
+            "process": self.meter.process_bytes(),
+        }
+        if self.contender.replays():
+            torch.cuda.reset_peak_memory_stats(self.device)
+            try:
+                for _ in range(2):
+                    self.contender.eager_step()
+            except torch.OutOfMemoryError:
+                return held | {"why_not": "no memory for an eager step beside the graph"}
+        return held | {"allocated": torch.cuda.max_memory_allocated(self.device)}
+
+    def _on(self, device: str, threads: int | None) -> None:
+        if threads is not None:
+            torch.set_num_threads(threads)
+        self.device = resolve_device(device)
+        if self.device.type == "cuda":
+            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.meter = meter_of(self.device)
+
+
+def release(device: torch.device) -> None:
+    """Give back the memory that nothing holds any more."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+
+
+def _memory_left(device: torch.device) -> dict[str, int]:
+    """Bytes that are free, and those that this process holds."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return {"free": free, "held": torch.cuda.memory_reserved(device)}
+    if not _MEMINFO.is_file():
+        return {"free": sys.maxsize, "held": 0}  # not Linux: one child after the other may swap
+    facts = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "free": int(facts["MemAvailable"].split()[0]) * 1024,
+        "held": pages * os.sysconf("SC_PAGE_SIZE"),
+    }

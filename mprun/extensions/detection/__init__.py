@@ -1,0 +1,1 @@
+"""Detection: images with boxes, SSD, Faster R-CNN, average precision."""

@@ -1,0 +1,156 @@
+"""Detection: images with boxes around their objects, and networks that find these."""
+
+from collections.abc import Iterator
+from functools import partial
+
+from mprun.config.components.images import (
+    EVAL_FIRST,
+    SIDE,
+    TRAIN_FIRST,
+    ImagesConfig,
+    in_colour,
+    prefetch,
+)
+from mprun.config.registry import ModelConfig, network, source, task
+from mprun.config.rules import one_of, ranged, setting, share
+from mprun.config.schema import RunConfig
+
+task(
+    "detection",
+    builder="mprun.extensions.detection.task:Detection",
+    metrics=("loss", "map"),
+    family="boxes",
+    overlaps=True,
+)
+
+# Fields that several classes share.
+_freeze = partial(
+    setting,
+    False,
+    "Only the convolutions for boxes and classes learn, those that find features do not",
+)
+_weights = partial(
+    setting,
+    None,
+    "File of initial weights (torch.save), of a VGG-16 or of the whole; null: random ones",
+)
+
+
+def _in_cells(model: ModelConfig, config: RunConfig) -> Iterator[str]:
+    if isinstance(data := config.data, ImagesConfig) and data.image_size % 8:
+        yield f"data.image_size={data.image_size}: must be a multiple of 8 for {model.name}"
+
+
+@network(
+    "ssd_mini",
+    task="detection",
+    builder="mprun.extensions.detection.ssd:ssd_mini",
+    rules=(_in_cells, in_colour),
+    needs=("num_classes", "image_size"),
+)
+class SSDMiniConfig(ModelConfig):
+    """A small single-shot detector for canvases of digits."""
+
+    freeze_backbone: bool = _freeze()
+
+
+def _of_300_pixels(model: ModelConfig, config: RunConfig) -> Iterator[str]:
+    if isinstance(data := config.data, ImagesConfig) and data.image_size != 300:
+        yield (
+            f"data.image_size={data.image_size}: the default boxes of SSD300 are those of 300 "
+            "pixels"
+        )
+
+
+@network(
+    "ssd300",
+    task="detection",
+    builder="mprun.extensions.detection.ssd:ssd300",
+    rules=(_of_300_pixels, in_colour),
+    needs=("num_classes",),
+)
+class SSD300Config(ModelConfig):
+    """SSD300 on VGG-16, as its authors' for VOC."""
+
+    weights: str | None = _weights()
+    freeze_backbone: bool = _freeze()
+
+
+def _anchors(model: "FasterRCNNConfig", config: RunConfig) -> Iterator[str]:
+    if not isinstance(data := config.data, ImagesConfig):
+        return
+    size, convolutions = data.image_size, 4
+    if model.variant == "small" and size % 4:
+        yield f"data.image_size={size}: must be a multiple of 4 for {model.name}"
+    if model.variant == "vgg16":
+        convolutions = 13
+        if size < 128:
+            yield f"data.image_size={size}: the smallest anchors of VGG-16 take 128 pixels"
+    if model.frozen > convolutions:
+        yield f"model.frozen={model.frozen}: the backbone has {convolutions} convolutions"
+    if model.weights is not None and model.variant != "vgg16":
+        yield f"model.weights={model.weights}: only model.variant=vgg16 takes those of a VGG-16"
+
+
+@network(
+    "faster_rcnn",
+    task="detection",
+    builder={
+        "small": "mprun.extensions.detection.faster_rcnn:faster_rcnn_small",
+        "vgg16": "mprun.extensions.detection.faster_rcnn:faster_rcnn_vgg16",
+    },
+    rules=(in_colour, _anchors),
+    needs=("num_classes", "image_size"),
+    why_no_graph=(
+        "of the regions that Faster R-CNN proposes only the device knows how many are left"
+    ),
+)
+class FasterRCNNConfig(ModelConfig):
+    """`variant` small: for canvases of digits; vgg16: the published network."""
+
+    variant: str = one_of("small vgg16", "small: for canvases of digits; vgg16: the published one")
+    dropout: float = share(0.0, "Dropout probability behind the fully connected layers")
+    frozen: int = ranged(
+        0, "First convolutions, which keep their initial weights", at_least=0, at_most=13
+    )
+    weights: str | None = _weights()
+
+
+@source(
+    "digit_canvases",
+    builder="mprun.extensions.detection.canvases:DigitCanvases",
+    family="boxes",
+    num_classes=10,
+    most_boxes=3,
+)
+class DigitCanvasesConfig(ImagesConfig):
+    """1 to 3 of these digits on a canvas of noise, to be found and named."""
+
+    train_size: int | None = ranged(None, TRAIN_FIRST, at_least=1, at_most=1000)
+    eval_size: int | None = ranged(None, EVAL_FIRST, at_least=1, at_most=300)
+
+
+@source(
+    "voc",
+    builder="mprun.extensions.detection.voc:Voc",
+    family="boxes",
+    on_disk=True,
+    decodes=True,
+    num_classes=20,
+    most_boxes=56,  # the most of an image of 2007 or 2012
+)
+class VocConfig(ImagesConfig):
+    """PASCAL VOC: trainval of 2007, or of 2007 and 2012, test of 2007 held out."""
+
+    image_size: int = ranged(300, SIDE, at_least=8, at_most=1024)
+    channels: int = one_of((3,), "Channels of an image: VOC is in colour")
+    years: str = one_of(
+        "2007 2007+2012", "Whose trainval images are trained on", default="2007+2012"
+    )
+    difficult: bool = setting(
+        False, "Learn from objects that are marked as difficult, too; none is asked for in map"
+    )
+    augmentation: str = one_of(
+        "ssd flip", "ssd: colours, zoom, crops, mirrored; flip: half are mirrored"
+    )
+    prefetch: int = prefetch()

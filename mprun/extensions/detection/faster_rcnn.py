@@ -1,0 +1,483 @@
+"""Faster R-CNN: a network proposes regions, a second one names the object in each.
+
+Ren et al., arXiv 1506.01497 (the row Faster R-CNN of the paper's table 2), as in the authors' code
+(rbgirshick/py-faster-rcnn, end to end on VGG-16).
+
+In every mode everything after the last layers of both networks is computed in FP32: boxes, their
+overlaps, suppression, losses. Some of these have no 16-bit kernel, and coordinates and sums do not
+fit. Regions are pooled in FP32, too, with the result in the dtype of the maps. A maximum is exact
+in any dtype, but the gradients add up where regions overlap. Both also hold in `fp16_naive`, which
+could not run otherwise. Autocast leaves FP32 tensors alone here: there is no product among them.
+
+All shapes are static: missing samples are filled up and do not count.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torchvision.models import vgg16
+from torchvision.ops import nms
+
+from mprun.extensions.detection.boxes import (
+    CLASS,
+    Found,
+    best_detections,
+    decode,
+    encode,
+    learned_from,
+    overlaps,
+)
+from mprun.extensions.detection.weights import put_weights, weights_in
+
+SHAPES = ((23, 12), (16, 16), (11, 22))  # width and height of anchors of 16 px, as rounded there
+ANCHOR_WEIGHTS, REGION_WEIGHTS = (1.0, 1.0), (10.0, 5.0)  # of offsets
+OBJECT, NOTHING, IN_REGION = 0.7, 0.3, 0.5  # overlaps that make an anchor, or a region, an example
+# Where the distance of offsets turns from a square into a line.
+ANCHOR_BETA, REGION_BETA = 1 / 9, 1.0
+SAME_REGION, SAME_OBJECT = 0.7, 0.3  # overlaps above which the one with the lower score goes
+LEAST_SCORE, MOST_DETECTIONS = 0.05, 100
+
+
+class Limits(NamedTuple):
+    """Numbers for each image, with the published values.
+
+    Attributes:
+        anchors: anchors in the first network's loss, at most half of them with an object.
+        regions: regions in the second network's loss, at most a quarter of them with an object.
+        before, after: proposals in training before and after suppression.
+        before_in_evaluation, after_in_evaluation: the same in evaluation.
+        least_side: shortest side of a proposal, in pixels.
+    """
+
+    anchors: int = 256
+    regions: int = 128
+    before: int = 12000
+    after: int = 2000
+    before_in_evaluation: int = 6000
+    after_in_evaluation: int = 300
+    least_side: float = 16
+
+
+def roi_pool(maps: Tensor, places: Tensor, size: int, scale: float) -> Tensor:
+    """Pool like torchvision's ``roi_pool``, with a deterministic backward kernel on CUDA.
+
+    ``maps``: float32 ``[batch, channels, side, side]``; ``places``: float32 ``[batch * k, 5]``, the
+    same number for each image, in order. Returns float32 ``[batch * k, channels, size, size]``.
+    """
+    batch = len(maps)
+    with torch.no_grad():
+        _, top = torch.ops.torchvision.roi_pool(maps, places, scale, size, size)
+    top = top.unflatten(0, (batch, -1)).transpose(1, 2).flatten(2).long()
+    found = maps.flatten(2).gather(2, top.clamp(min=0)).masked_fill(top < 0, 0)  # -1: no position
+    return found.unflatten(2, (-1, size, size)).transpose(1, 2).flatten(0, 1)
+
+
+class RegionPool(nn.Module):
+    """The maximum of each of ``size`` x ``size`` parts of each region.
+
+    An image's side is ``side`` positions of the maps. ``forward(maps, regions)`` takes ``[batch,
+    channels, side, side]`` of any dtype and float32 ``[batch, k, 4]`` in 0 ... 1. It returns
+    ``[batch * k, channels, size, size]`` in the dtype of the maps.
+    """
+
+    def __init__(self, size: int, side: float) -> None:
+        super().__init__()
+        self.size, self.side = size, side
+
+    def forward(self, maps: Tensor, regions: Tensor) -> Tensor:
+        batch, k, _ = regions.shape
+        image = torch.arange(batch, device=maps.device, dtype=torch.float32)
+        places = torch.cat([image[:, None, None].expand(-1, k, 1), regions], 2).flatten(0, 1)
+        return roi_pool(maps.float(), places, self.size, self.side).to(maps.dtype)
+
+
+class Proposals(nn.Module):
+    """The loss of the first network, and the regions that it proposes.
+
+    An anchor is an example of an object if it overlaps one by 0.7 or more, or overlaps that object
+    most. It is an example of nothing below 0.3 with all of them. Anchors across the border are
+    neither.
+
+    Scores are float32 ``[batch, n, 2]``, for nothing and for an object; offsets ``[batch, n, 4]``.
+
+    Args:
+        anchors: float32 ``[n, 4]`` in 0 ... 1.
+        least_side: shortest side of a region, in 0 ... 1.
+    """
+
+    computes_in_fp32 = True
+
+    def __init__(self, anchors: Tensor, count: int, least_side: float) -> None:
+        super().__init__()
+        self.register_buffer("anchors", anchors, persistent=False)
+        self.anchors: Tensor
+        self.count, self.least_side = count, least_side
+
+    def forward(self, scores: Tensor, offsets: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss, 0-dim, a mean over the drawn anchors of all images."""
+        positive, negative, chosen = self.match(targets)
+        count = min(self.count, len(self.anchors))
+        places, counted = drawn(positive, negative, count, count // 2, self.training)
+        right = counted & positive.gather(1, places)
+        anchors = self.anchors[places]
+        objects = _rows(targets, chosen.gather(1, places))[..., :CLASS]
+        wanted = encode(objects, anchors, ANCHOR_WEIGHTS)
+        wanted = torch.where(right[..., None], wanted, 0.0)
+        errors = F.cross_entropy(
+            _rows(scores, places).transpose(1, 2), right.long(), reduction="none"
+        )
+        return _mean(errors, _rows(offsets, places), wanted, right, counted, ANCHOR_BETA)
+
+    def match(self, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the anchors for objects, those for nothing, and each one's best target.
+
+        The first two are bool ``[batch, n]``; the target that an anchor overlaps most is int64
+        ``[batch, n]``.
+        """
+        inside = (self.anchors >= 0).all(1) & (self.anchors <= 1).all(1)
+        asked = learned_from(targets)[..., None] & inside
+        overlap = torch.where(asked, overlaps(targets[..., :CLASS], self.anchors), -1.0)
+        most, chosen = overlap.max(1)
+        of_object = overlap.amax(2, keepdim=True)
+        best = ((overlap == of_object) & (of_object > 0)).any(1)
+        positive = (most >= OBJECT) | best
+        return positive, inside & ~positive & (most < NOTHING), chosen
+
+    @torch.no_grad()
+    def propose(
+        self, scores: Tensor, offsets: Tensor, before: int, after: int
+    ) -> tuple[Tensor, Tensor]:
+        """Return regions ``[batch, after, 4]`` in 0 ... 1 by falling score, and which exist.
+
+        The second is bool ``[batch, after]``.
+        """
+        # Of a network that has diverged too there are boxes to pool.
+        boxes = decode(offsets, self.anchors, ANCHOR_WEIGHTS).clamp(0, 1).nan_to_num()
+        large = (boxes[..., 2:] - boxes[..., :2]).amin(2) >= self.least_side
+        score = torch.where(large, scores[..., 1] - scores[..., 0], -torch.inf)
+        score, places = score.topk(min(before, boxes.shape[1]))
+        boxes = _rows(boxes, places)
+        chosen = unsuppressed(boxes, score, SAME_REGION, min(after, boxes.shape[1]))
+        return _rows(boxes, chosen.clamp(min=0)), chosen >= 0
+
+
+class Regions(nn.Module):
+    """The loss of the second network on proposed regions, and its detections in evaluation.
+
+    The objects themselves are proposed, too. A region is an example of the object that it overlaps
+    most, by half or more, otherwise of nothing. Class 0 is nothing.
+    """
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.count = count
+
+    @torch.no_grad()
+    def examples(
+        self, regions: Tensor, valid: Tensor, targets: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Draw the regions of the loss.
+
+        Returns:
+            Regions ``[batch, k, 4]``; the class of each, int64 ``[batch, k]``; its offsets to its
+            object, zeros without one; which of them count, bool ``[batch, k]``.
+        """
+        asked = learned_from(targets)
+        boxes = torch.cat([regions, targets[..., :CLASS]], 1)
+        valid = torch.cat([valid, asked], 1)
+        overlap = overlaps(targets[..., :CLASS], boxes)
+        most, chosen = torch.where(asked[..., None], overlap, -1.0).max(1)
+        positive = valid & (most >= IN_REGION)
+        count = min(self.count, boxes.shape[1])
+        places, counted = drawn(positive, valid & ~positive, count, count // 4, self.training)
+        boxes, right = _rows(boxes, places), counted & positive.gather(1, places)
+        own = _rows(targets, chosen.gather(1, places))
+        offsets = encode(own[..., :CLASS], boxes, REGION_WEIGHTS)
+        offsets = torch.where(right[..., None], offsets, 0.0)
+        return boxes, torch.where(right, own[..., CLASS] + 1, 0.0).long(), offsets, counted
+
+    def forward(
+        self, logits: Tensor, offsets: Tensor, classes: Tensor, wanted: Tensor, counted: Tensor
+    ) -> Tensor:
+        """Return the loss, 0-dim, a mean over the regions of all images.
+
+        Args:
+            logits: ``[batch, k, 1 + classes]``.
+            offsets: ``[batch, k, 1 + classes, 4]``.
+            classes, wanted, counted: from `examples`.
+        """
+        errors = F.cross_entropy(logits.transpose(1, 2), classes, reduction="none")
+        own = classes[..., None, None].expand(-1, -1, 1, 4)
+        offsets = offsets.gather(2, own).squeeze(2)
+        return _mean(errors, offsets, wanted, classes > 0, counted, REGION_BETA)
+
+    def detections(self, logits: Tensor, offsets: Tensor, regions: Tensor, valid: Tensor) -> Tensor:
+        """Return float32 ``[batch, at most 100, 6]``; see `Found`."""
+        boxes = decode(offsets[:, :, 1:], regions[:, :, None], REGION_WEIGHTS).clamp(0, 1)
+        scores = torch.where(valid[..., None], logits.softmax(2)[..., 1:], 0.0)
+        return torch.stack(
+            [
+                best_detections(*pair, scores.shape[1], LEAST_SCORE, SAME_OBJECT, MOST_DETECTIONS)
+                for pair in zip(boxes, scores, strict=True)
+            ]
+        )
+
+
+class FasterRCNN(nn.Module):
+    """A backbone and two networks that read its map.
+
+    ``forward(images, targets)``: images ``[batch, 3, size, size]``, targets ``[batch, most, 6]``;
+    returns `Found`. The evaluation loss uses samples drawn from a fixed seed.
+
+    Args:
+        features: the backbone; its map has ``channels``.
+        head: turns ``channels * pool * pool`` numbers into ``width``.
+        size: pixels along a side of an image; positions of the map are ``stride`` pixels apart.
+        scales: sides of the square anchors, in units of 16 px; three.
+        pool: positions along a side of a pooled region.
+    """
+
+    def __init__(
+        self,
+        features: nn.Sequential,
+        channels: int,
+        head: nn.Module,
+        width: int,
+        classes: int,
+        size: int,
+        *,
+        stride: int,
+        scales: Sequence[float],
+        pool: int,
+        limits: Limits,
+    ) -> None:
+        super().__init__()
+        count, self.num_classes, self.limits = len(scales) * len(SHAPES), classes, limits
+        self.features = features
+        shared = nn.Conv2d(channels, channels, 3, padding=1)
+        self.shared = nn.Sequential(shared, nn.ReLU())
+        self.objectness = nn.Conv2d(channels, 2 * count, 1)
+        self.shifts = nn.Conv2d(channels, 4 * count, 1)
+        boxes = anchors(size, stride, scales)
+        self.proposals = Proposals(boxes, limits.anchors, limits.least_side / size)
+        self.pool, self.head = RegionPool(pool, size / stride), head
+        self.classes = nn.Linear(width, 1 + classes)
+        self.offsets = nn.Linear(width, 4 * (1 + classes))
+        self.regions = Regions(limits.regions)
+        for layer in (shared, self.objectness, self.shifts, self.classes, self.offsets):
+            _normal(layer, 0.001 if layer is self.offsets else 0.01)
+
+    def freeze(self, count: int) -> None:
+        """Freeze the weights of the first ``count`` convolutions."""
+        convolutions = [layer for layer in self.features if isinstance(layer, nn.Conv2d)]
+        for layer in convolutions[:count]:
+            layer.requires_grad_(False)
+
+    def forward(self, images: Tensor, targets: Tensor) -> Found:
+        maps = self.features(images)
+        shared = self.shared(maps)
+        scores = _by_anchor(self.objectness(shared), 2)
+        shifts = _by_anchor(self.shifts(shared), 4)
+        limits, targets = self.limits, targets.float()
+        loss = self.proposals(scores, shifts, targets)
+        proposed = self.proposals.propose(scores, shifts, limits.before, limits.after)
+        regions, classes, wanted, counted = self.regions.examples(*proposed, targets)
+        outputs = self.inside(maps, regions)
+        loss = loss + self.regions(*outputs, classes, wanted, counted)
+        if self.training:
+            return Found(loss, None)
+        regions, valid = self.proposals.propose(
+            scores, shifts, limits.before_in_evaluation, limits.after_in_evaluation
+        )
+        outputs = self.inside(maps, regions)
+        return Found(loss, self.regions.detections(*outputs, regions, valid))
+
+    def inside(self, maps: Tensor, regions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the regions' logits and offsets, float32.
+
+        They are ``[batch, k, 1 + classes]`` and ``[batch, k, 1 + classes, 4]``.
+        """
+        found = self.head(self.pool(maps, regions))
+        shape = (*regions.shape[:2], 1 + self.num_classes)
+        logits, offsets = self.classes(found).float(), self.offsets(found).float()
+        return logits.view(shape), offsets.view(*shape, 4)
+
+
+def drawn(
+    positive: Tensor, negative: Tensor, count: int, most: int, by_chance: bool
+) -> tuple[Tensor, Tensor]:
+    """Draw ``count`` of each row: at most ``most`` positive ones, the rest negative ones.
+
+    Args:
+        positive, negative: bool ``[batch, n]``.
+        by_chance: with the global generator; otherwise from a fixed seed.
+
+    Returns:
+        Their places int64 ``[batch, count]``, and bool, which of them exist.
+    """
+    device = positive.device
+    generator = None if by_chance else torch.Generator(device).manual_seed(0)
+    chance = torch.rand(positive.shape, device=device, generator=generator)
+    # The last positive one that is drawn, below all of them where there are fewer.
+    last = torch.where(positive, chance, -1.0).topk(most).values[:, -1:]
+    order = torch.where(negative, chance, -1.0)
+    order = torch.where(positive & (chance >= last), 2 + chance, order)
+    order, places = order.topk(count)
+    return places, order >= 0
+
+
+@torch.library.custom_op("mprun::unsuppressed", mutates_args=())
+def unsuppressed(boxes: Tensor, scores: Tensor, threshold: float, most: int) -> Tensor:
+    """Return the places of the boxes ``[batch, n, 4]`` that suppression leaves, by falling score.
+
+    The places are int64 ``[batch, most]``, -1 where there are no more. A score of minus infinity
+    means no box. Only the device knows how many are left: the host waits for each image. For torch
+    this is one operation with a static shape.
+    """
+    chosen = torch.full((len(boxes), most), -1, device=boxes.device)
+    for row, own, score in zip(chosen, boxes, scores, strict=True):
+        kept = nms(own, score, threshold)[:most]
+        row[: len(kept)] = torch.where(score[kept] > -torch.inf, kept, -1)
+    return chosen
+
+
+@unsuppressed.register_fake
+def _(boxes: Tensor, scores: Tensor, threshold: float, most: int) -> Tensor:
+    return boxes.new_empty((len(boxes), most), dtype=torch.int64)
+
+
+def _mean(
+    errors: Tensor, offsets: Tensor, wanted: Tensor, right: Tensor, counted: Tensor, beta: float
+) -> Tensor:
+    """Average class errors, plus offset distances of those with an object, over all that count.
+
+    The mean is 0 if none counts.
+    """
+    distance = F.smooth_l1_loss(offsets, wanted, reduction="none", beta=beta).sum(2)
+    total = torch.where(counted, errors, 0.0) + torch.where(right, distance, 0.0)
+    return total.sum() / counted.sum().clamp(min=1)
+
+
+def _rows(table: Tensor, places: Tensor) -> Tensor:
+    """Return rows of ``[batch, n, width]``, or of targets, by their places ``[batch, k]``."""
+    return table.gather(1, places[..., None].expand(*places.shape, table.shape[2]))
+
+
+def _by_anchor(maps: Tensor, width: int) -> Tensor:
+    """Turn ``[batch, anchors * width, h, w]`` into float32 ``[batch, h * w * anchors, width]``."""
+    return maps.permute(0, 2, 3, 1).reshape(len(maps), -1, width).float()
+
+
+def _normal(layer: nn.Conv2d | nn.Linear, deviation: float) -> None:
+    nn.init.normal_(layer.weight, std=deviation)
+    if layer.bias is not None:
+        nn.init.zeros_(layer.bias)
+
+
+def anchors(size: int, stride: int, scales: Sequence[float]) -> Tensor:
+    """Return the anchors around each position of the map of images of ``size`` px.
+
+    Positions are ``stride`` px apart. The result is float32 ``[positions * 3 * scales, 4]`` in
+    0 ... 1. ``scales`` times 16 px are the sides of the square anchors.
+    """
+    middles = (torch.arange(size // stride, dtype=torch.float32) + 0.5) * stride
+    y, x = torch.meshgrid(middles, middles, indexing="ij")
+    half = torch.tensor([(w * s, h * s) for w, h in SHAPES for s in scales]) / 2
+    middle = torch.stack([x, y], 2).view(-1, 1, 2)
+    return torch.cat([middle - half, middle + half], 2).view(-1, 4) / size
+
+
+def faster_rcnn_vgg16(
+    num_classes: int = 20,
+    image_size: int = 600,
+    dropout: float = 0.5,
+    frozen: int = 4,
+    weights: str | None = None,
+) -> FasterRCNN:
+    """Build it on VGG-16 up to conv5_3: 137,078,239 parameters at 20 classes and nothing.
+
+    VGG-16's fc6 and fc7 read the pooled regions.
+
+    Args:
+        frozen: number of first convolutions that keep their weights.
+        weights: a file of torch.save with weights by name, of such a network or of torchvision's
+            VGG-16. The rest starts at random.
+
+    Raises:
+        ValueError: the file cannot be read, or has other weights.
+    """
+    whole = vgg16(dropout=dropout)
+    network = FasterRCNN(
+        cast(nn.Sequential, whole.features[:-1]),
+        512,
+        nn.Sequential(nn.Flatten(), *whole.classifier[:-1]),
+        4096,
+        num_classes,
+        image_size,
+        stride=16,
+        scales=(8, 16, 32),
+        pool=7,
+        limits=Limits(),
+    )
+    if weights is not None:
+        _load(network, weights)
+    network.freeze(frozen)
+    return network
+
+
+def _load(network: FasterRCNN, path: str) -> None:
+    found = weights_in(path)
+    own = network.state_dict()
+    if found.keys() != own.keys():
+        # fc6 and fc7 are one place further back here; fc8 has no counterpart.
+        for layer, ours in (("classifier.0", "head.1"), ("classifier.3", "head.4")):
+            for kind in ("weight", "bias"):
+                if f"{layer}.{kind}" in found:
+                    found[f"{ours}.{kind}"] = found.pop(f"{layer}.{kind}")
+        wanted = [name for name in own if name.startswith(("features.", "head."))]
+        missing = [name for name in wanted if name not in found]
+        if missing:
+            raise ValueError(
+                f"weights={path}: neither a Faster R-CNN nor a VGG-16, there is no {missing[0]}"
+            )
+        found = {name: found[name] for name in wanted}
+    put_weights(network, found, path)
+
+
+def faster_rcnn_small(
+    num_classes: int = 10, image_size: int = 32, dropout: float = 0.0, frozen: int = 0
+) -> FasterRCNN:
+    """Build it on four VGG-like convolutions of 8 to 32 channels, for images of 32 px.
+
+    Anchors of 8 to 16 px, 32 regions of an image, a head of 128 units: 115,581 parameters at 10
+    classes and nothing. Images of other sizes, a multiple of 4, have more positions.
+    """
+    layers: list[nn.Module] = []
+    inputs, pool, units = 3, 4, 128
+    for number, (width, count) in enumerate(((8, 1), (16, 1), (32, 2))):
+        layers += [nn.MaxPool2d(2)] if number else []
+        for _ in range(count):
+            convolution = nn.Conv2d(inputs, width, 3, padding=1)
+            _normal(convolution, (2 / (9 * inputs)) ** 0.5)  # He et al.
+            layers += [convolution, nn.ReLU()]
+            inputs = width
+    head: list[nn.Module] = [nn.Flatten()]
+    for width in (inputs * pool * pool, units):
+        head += [nn.Linear(width, units), nn.ReLU(), nn.Dropout(dropout)]
+    network = FasterRCNN(
+        nn.Sequential(*layers),
+        inputs,
+        nn.Sequential(*head),
+        units,
+        num_classes,
+        image_size,
+        stride=4,
+        scales=(1 / 2, 3 / 4, 1),
+        pool=pool,
+        limits=Limits(64, 32, 128, 32, 64, 16, 4),
+    )
+    network.freeze(frozen)
+    return network

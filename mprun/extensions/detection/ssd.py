@@ -1,0 +1,388 @@
+"""Single-shot detectors: SSD300 on VGG-16, and a small one for canvases of digits.
+
+Liu et al., arXiv 1512.02325 (the row Multibox SSD of the paper's table 2), as in the authors' Caffe
+code (weiliu89/caffe, branch ssd, examples/ssd/ssd_pascal.py).
+
+In every mode the L2 norm and everything after the last convolutions are computed in FP32: default
+boxes, matching, losses, decoding, suppression. In FP16 the squares of Caffe-scale activations
+overflow, and the result is a silent zero; pixel coordinates and the sum of a loss do not fit
+either (NVIDIA/caffe pull request 493).
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mprun.extensions.detection.boxes import (
+    CLASS,
+    Found,
+    best_detections,
+    decode,
+    encode,
+    learned_from,
+    overlaps,
+)
+from mprun.extensions.detection.weights import put_weights, weights_in
+
+WEIGHTS = (10.0, 5.0)  # of offsets: one over the variances 0.1 and 0.2
+MATCHED = 0.5  # overlap from which a default box is an object's
+NEGATIVES = 3  # default boxes without an object that are learned from, for each one with
+LEAST_SCORE, SUPPRESSED = 0.01, 0.45
+MOST_DETECTIONS = 200
+
+
+class L2Norm(nn.Module):
+    """Each position's channels as a unit vector, times a learned scale per channel.
+
+    ``forward`` takes ``[batch, channels, h, w]`` of any dtype and returns the same dtype. It
+    computes in FP32 in every mode: the norm of 512 channels of 3,000 is inf in FP16, and the result
+    would be 0.
+    """
+
+    computes_in_fp32 = True
+
+    def __init__(self, channels: int, scale: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((channels,), scale))
+
+    def forward(self, maps: Tensor) -> Tensor:
+        wide = maps.float()
+        norm = (wide.square().sum(1, keepdim=True) + 1e-10).sqrt()  # the addend is Caffe's
+        return (wide / norm * self.weight.float()[:, None, None]).to(maps.dtype)
+
+
+class MultiBox(nn.Module):
+    """The loss of default boxes, and in evaluation their detections.
+
+    An object is matched to every default box that overlaps it by half or more, and to the one that
+    overlaps it most.
+
+    ``forward(offsets, logits, targets)``: ``[batch, n, 4]`` and ``[batch, n, 1 + classes]`` of any
+    floating dtype, class 0 is the background; targets as in boxes.py; returns `Found`.
+
+    Args:
+        defaults: float32 ``[n, 4]`` in 0 ... 1.
+        mean: the loss is a mean over all default boxes, with a sigmoid for each class. Otherwise it
+            is the published one, with a softmax: the sum over all matched boxes and the three times
+            as many others whose loss is highest, divided by the number of matched boxes.
+        most_of_a_class: boxes of an image that suppression compares, those of highest score.
+    """
+
+    computes_in_fp32 = True
+
+    def __init__(self, defaults: Tensor, mean: bool, most_of_a_class: int = 400) -> None:
+        super().__init__()
+        self.register_buffer("defaults", defaults, persistent=False)
+        self.defaults: Tensor
+        self.mean, self.most_of_a_class = mean, most_of_a_class
+
+    def forward(self, offsets: Tensor, logits: Tensor, targets: Tensor) -> Found:
+        with torch.autocast(offsets.device.type, enabled=False):
+            offsets, logits, targets = offsets.float(), logits.float(), targets.float()
+            loss = self._loss(offsets, logits, *self.match(targets))
+            return Found(loss, None if self.training else self.detections(offsets, logits))
+
+    def match(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the target of each default box ``[batch, n, 6]``, and whether it has one, bool."""
+        asked = learned_from(targets)[..., None]
+        overlap = overlaps(targets[..., :CLASS], self.defaults)  # [batch, objects, n]
+        number = torch.arange(len(self.defaults), device=targets.device)
+        best = number == overlap.argmax(2, keepdim=True)
+        # A best box is its object's, also where it overlaps another one more.
+        overlap = torch.where(asked, overlap + 2 * best, -1.0)
+        most, chosen = overlap.max(1)
+        places = chosen[..., None].expand(*chosen.shape, targets.shape[2])
+        return targets.gather(1, places), most >= MATCHED
+
+    def _loss(self, offsets: Tensor, logits: Tensor, own: Tensor, matched: Tensor) -> Tensor:
+        # Of a box without an object the offsets are those of the default box itself, so finite.
+        boxes = torch.where(matched[..., None], own[..., :CLASS], self.defaults)
+        wanted = encode(boxes, self.defaults, WEIGHTS)
+        distance = F.smooth_l1_loss(offsets, wanted, reduction="none").sum(2)
+        distance = torch.where(matched, distance, 0.0)
+        classes = torch.where(matched, own[..., CLASS] + 1, 0.0).to(torch.int64)
+        if self.mean:
+            named = F.one_hot(classes, logits.shape[2]).to(logits.dtype)
+            errors = F.binary_cross_entropy_with_logits(logits, named, reduction="none").sum(2)
+            return (errors + distance).mean()
+        errors = F.cross_entropy(logits.transpose(1, 2), classes, reduction="none")
+        hardness = torch.where(matched, -1.0, errors.detach())
+        rank = hardness.argsort(dim=1, descending=True, stable=True).argsort(1)
+        counted = matched | (rank < NEGATIVES * matched.sum(1, keepdim=True))
+        total = distance.sum() + torch.where(counted, errors, 0.0).sum()
+        return total / matched.sum().clamp(min=1)
+
+    def detections(self, offsets: Tensor, logits: Tensor) -> Tensor:
+        """Return float32 ``[batch, at most 200, 6]``; see `Found`."""
+        boxes = decode(offsets, self.defaults, WEIGHTS).clamp(0, 1)
+        scores = (logits.sigmoid() if self.mean else logits.softmax(2))[..., 1:]
+        of_each = boxes[:, :, None].expand(*scores.shape, 4)
+        # One image after the other: all pairs of candidates of all classes are looked at.
+        return torch.stack(
+            [
+                best_detections(
+                    *pair, self.most_of_a_class, LEAST_SCORE, SUPPRESSED, MOST_DETECTIONS
+                )
+                for pair in zip(of_each, scores, strict=True)
+            ]
+        )
+
+
+class Backbone(nn.Sequential):
+    """Layers that return two maps: the one after ``tap`` and the last one."""
+
+    tap: int
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        found, x = [], images
+        for number, layer in enumerate(self):
+            x = layer(x)
+            if number == self.tap:
+                found.append(x)
+        return [*found, x]
+
+
+class _OneAfterTheOther(nn.ModuleList):
+    """``forward(maps)`` applies the modules one after the other and returns every output."""
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [x := module(x) for module in self]
+
+
+class _OneForEach(nn.ModuleList):
+    """``forward(list of maps)`` applies each module to its own map; further maps are left out."""
+
+    def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
+        return [module(own) for module, own in zip(self, maps, strict=False)]
+
+
+class SSD(nn.Module):
+    """A backbone, smaller and smaller maps after it, and two convolutions on each of them.
+
+    ``forward(images, targets)``: images ``[batch, 3, size, size]``, targets ``[batch, most, 6]``;
+    returns `Found`.
+
+    Args:
+        features: the backbone.
+        tap: the backbone's layer that gives the finest map; its last layer gives the next one.
+        extras: layers after the backbone, each of which gives a map.
+        norms: norms of the first maps, before their convolutions; the backbone continues without
+            them.
+        channels: channels of each map.
+        boxes: default boxes at a position of each map.
+        multibox: the loss of the default boxes.
+    """
+
+    def __init__(
+        self,
+        features: Sequence[nn.Module],
+        tap: int,
+        extras: Sequence[nn.Module],
+        norms: Sequence[nn.Module],
+        channels: Sequence[int],
+        boxes: Sequence[int],
+        classes: int,
+        multibox: MultiBox,
+    ) -> None:
+        super().__init__()
+        self.features = Backbone(*features)
+        self.features.tap = tap
+        self.extras, self.norms = _OneAfterTheOther(extras), _OneForEach(norms)
+        pairs = list(zip(channels, boxes, strict=True))
+        self.offsets = _OneForEach(nn.Conv2d(c, 4 * n, 3, padding=1) for c, n in pairs)
+        self.classes = _OneForEach(nn.Conv2d(c, (1 + classes) * n, 3, padding=1) for c, n in pairs)
+        self.num_classes, self.multibox = classes, multibox
+
+    def forward(self, images: Tensor, targets: Tensor) -> Found:
+        return self.multibox(*self.outputs(images), targets)
+
+    def outputs(self, images: Tensor) -> tuple[Tensor, Tensor]:
+        """Return offsets ``[batch, n, 4]`` and logits ``[batch, n, 1 + classes]`` of the boxes."""
+        found = self.features(images)
+        maps = [*found, *self.extras(found[-1])]
+        normed = self.norms(maps)
+        maps[: len(normed)] = normed
+        offsets = [_by_box(head, 4) for head in self.offsets(maps)]
+        logits = [_by_box(head, 1 + self.num_classes) for head in self.classes(maps)]
+        return torch.cat(offsets, 1), torch.cat(logits, 1)
+
+    def freeze(self) -> None:
+        """Freeze everything but the convolutions for boxes and classes."""
+        for part in (self.features, self.extras, self.norms):
+            part.requires_grad_(False)
+
+
+def _by_box(maps: Tensor, width: int) -> Tensor:
+    """Turn ``[batch, boxes * width, h, w]`` into ``[batch, h * w * boxes, width]``."""
+    return maps.permute(0, 2, 3, 1).reshape(len(maps), -1, width)
+
+
+def default_boxes(
+    maps: Sequence[int], steps: Sequence[float], sizes: Sequence[float], ratios: Sequence[Sequence]
+) -> Tensor:
+    """Return default boxes around each position of each map, float32 ``[n, 4]`` (SSD, section 2.2).
+
+    A position has a square of the map's size and one of the geometric mean of this and the next
+    map's size. For each ratio a wide and a high box of the first square's area follow.
+
+    Args:
+        maps: positions along a side of each map.
+        steps: distances between them, as a share of the image's side.
+        sizes: sizes as shares of the image's side, one more than there are maps.
+        ratios: ratios of each map's boxes, width over height, above 1.
+    """
+    found = []
+    for number, (count, step) in enumerate(zip(maps, steps, strict=True)):
+        size = sizes[number]
+        between = math.sqrt(size * sizes[number + 1])
+        sides = [(size, size), (between, between)]
+        for ratio in ratios[number]:
+            root = math.sqrt(ratio)
+            sides += [(size * root, size / root), (size / root, size * root)]
+        for row in range(count):
+            for column in range(count):
+                x, y = (column + 0.5) * step, (row + 0.5) * step
+                found += [(x - w / 2, y - h / 2, x + w / 2, y + h / 2) for w, h in sides]
+    return torch.tensor(found, dtype=torch.float32)
+
+
+def ssd_mini(num_classes: int = 10, image_size: int = 32, freeze_backbone: bool = False) -> SSD:
+    """Build SSD on six VGG convolutions of 8 to 32 channels and two more: 88,764 parameters.
+
+    That is the number at 10 classes. Both maps have an L2 norm (scale 2) before them; there are 6
+    default boxes a position and the mean loss. Weights start as in He et al., arXiv 1502.01852,
+    biases at 0. FP16's losses happen in the backbone: without normalisation inside, and with images
+    of -50 ... 205, its activations are thousands, and the L2 norm divides the gradients by them.
+    They grow in training; after a thousand steps of Adam they overflow FP16, whatever the loss
+    scale.
+
+    Images of other sizes than 32 px, multiples of 8, have other maps.
+    """
+    widths, layers, inputs = (8, 16, 32, 32), [], 3
+    for number, width in enumerate(widths):
+        for _ in range(2):
+            layers += [nn.Conv2d(inputs, width, 3, padding=1), nn.ReLU()]
+            inputs = width
+        if number < len(widths) - 1:
+            layers.append(nn.MaxPool2d(2))
+    maps = (image_size // 4, image_size // 8)
+    defaults = default_boxes(maps, [1 / side for side in maps], MINI_SIZES, [(2, 3), (2, 3)])
+    network = SSD(
+        layers,
+        13,
+        extras=(),
+        norms=[L2Norm(32, 2.0), L2Norm(32, 2.0)],
+        channels=(32, 32),
+        boxes=(6, 6),
+        classes=num_classes,
+        multibox=MultiBox(defaults, mean=True, most_of_a_class=100),
+    )
+    for layer in network.modules():
+        if isinstance(layer, nn.Conv2d):
+            nn.init.normal_(layer.weight, std=(2 / layer.weight[0].numel()) ** 0.5)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+    # The background has a probability of 0.99 everywhere, a class of 0.01, as by Lin et al., arXiv
+    # 1708.02002, section 3.3: else the first hundreds of steps learn that most places are empty.
+    for name, biases in network.classes.named_parameters():
+        if name.endswith("bias"):
+            biases.detach().view(6, 1 + num_classes).fill_(-PRIOR)[:, 0] = PRIOR
+    if freeze_backbone:
+        network.freeze()
+    return network
+
+
+PRIOR = math.log(99)
+MINI_SIZES = (0.25, 0.375, 0.5)  # digits have 0.25 to 0.5 of the side
+
+
+def ssd300(num_classes: int = 20, weights: str | None = None, freeze_backbone: bool = False) -> SSD:
+    """Build SSD300 on VGG-16: 26,285,486 parameters at 20 classes, 8,732 default boxes.
+
+    Layers and default boxes are as in the authors' file for VOC: fully connected layers 6 and 7 as
+    convolutions, the first one dilated; L2 norm of scale 20 after conv4_3. Images have 300 px, less
+    their means, as for Caffe's VGG. Weights start like Caffe's xavier, uniform in
+    +-sqrt(3 / fan_in), biases at 0.
+
+    Args:
+        weights: a file of torch.save with weights by name, of such a network or of a VGG-16 alone.
+            The names are torchvision's (``features.0.weight``) or those of the reduced VGG-16 that
+            detectors start from (``0.weight``). The rest starts at random.
+
+    Raises:
+        ValueError: the file cannot be read, or has other weights.
+    """
+    layers: list[nn.Module] = []
+    inputs = 3
+    for width, convolutions in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
+        for _ in range(convolutions):
+            layers += [nn.Conv2d(inputs, width, 3, padding=1), nn.ReLU()]
+            inputs = width
+        # Rounded up, so that 75 positions become 38.
+        layers.append(nn.MaxPool2d(2, ceil_mode=True))
+    layers[-1] = nn.MaxPool2d(3, 1, padding=1)
+    layers += [nn.Conv2d(512, 1024, 3, padding=6, dilation=6), nn.ReLU()]
+    layers += [nn.Conv2d(1024, 1024, 1), nn.ReLU()]
+    sizes = [share / 300 for share in (30, 60, 111, 162, 213, 264, 315)]
+    steps = [share / 300 for share in (8, 16, 32, 64, 100, 300)]
+    ratios = [(2,), (2, 3), (2, 3), (2, 3), (2,), (2,)]
+    network = SSD(
+        layers,
+        22,
+        extras=[
+            _smaller(1024, 256, 512, stride=2),
+            _smaller(512, 128, 256, stride=2),
+            _smaller(256, 128, 256),
+            _smaller(256, 128, 256),
+        ],
+        norms=[L2Norm(512, 20.0)],
+        channels=(512, 1024, 512, 256, 256, 256),
+        boxes=[2 + 2 * len(own) for own in ratios],
+        classes=num_classes,
+        multibox=MultiBox(default_boxes((38, 19, 10, 5, 3, 1), steps, sizes, ratios), mean=False),
+    )
+    for layer in network.modules():
+        if isinstance(layer, nn.Conv2d):
+            bound = (3 / layer.weight[0].numel()) ** 0.5
+            nn.init.uniform_(layer.weight, -bound, bound)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
+    if weights is not None:
+        _load(network, weights)
+    if freeze_backbone:
+        network.freeze()
+    return network
+
+
+def _smaller(inputs: int, between: int, outputs: int, stride: int = 1) -> nn.Module:
+    padding = 1 if stride > 1 else 0
+    return nn.Sequential(
+        nn.Conv2d(inputs, between, 1),
+        nn.ReLU(),
+        nn.Conv2d(between, outputs, 3, stride, padding),
+        nn.ReLU(),
+    )
+
+
+_CONVOLUTIONS_OF_VGG = 13
+
+
+def _load(network: SSD, path: str) -> None:
+    """Put the weights of a file into the network; a ValueError names what does not fit."""
+    found = weights_in(path)
+    own = network.state_dict()
+    if found.keys() != own.keys():
+        backbone = {name for name in own if name.startswith("features.")}
+        found = {name if name in backbone else f"features.{name}": found[name] for name in found}
+        found = {name: value for name, value in found.items() if name in backbone}
+        layers = list(dict.fromkeys(name.rpartition(".")[0] for name in own if name in backbone))
+        least = [f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
+        missing = [name for name in least[: 2 * _CONVOLUTIONS_OF_VGG] if name not in found]
+        if missing:
+            raise ValueError(
+                f"weights={path}: neither an SSD300 nor a VGG-16, there is no {missing[0]}"
+            )
+    put_weights(network, found, path)

@@ -1,0 +1,301 @@
+"""Derive from a run's probes what FP16 needs: master weights, a loss scale, modules in FP32.
+
+It also tells which linear layers could have their products in FP8 (fp8.py).
+
+Micikevicius et al., arXiv 1710.03740, section 3: master weights (3.1) where updates round away in
+FP16 weights, loss scaling (3.2) where gradients underflow, FP32 where values exceed FP16's range.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from mprun.config.schema import OptimConfig, RunConfig
+from mprun.errors import BadInput
+from mprun.extensions.diagnosis.advice_report import (
+    Advice,
+    Evidence,
+    KeepFp32,
+    LossScaling,
+    MasterWeights,
+    Underflow,
+    Worst,
+    words,
+)
+from mprun.extensions.diagnosis.fp8 import fp8_advice
+from mprun.extensions.diagnosis.shapes import IdleShape, Key, Layout
+from mprun.numerics.exponent_shares import (
+    FORMATS,
+    FP16_LOST,
+    AppliedUpdates,
+    LostUpdates,
+    merged,
+)
+from mprun.numerics.probe_record import (
+    GRADIENT_KINDS,
+    Gradients,
+    LearnerProbe,
+    ProbeRecord,
+    TensorStats,
+    scale_range,
+)
+
+# A lost update is lost again at the next step as long as weight, gradient and rate stay similar.
+# Such weights stand still, and no later step averages that out. If one weight in a hundred loses
+# its update, master weights count as needed.
+LOST_THRESHOLD = 0.01
+# Smaller modules count only in the total: there, single weights would decide.
+FEWEST_UPDATES = 1000
+# Powers of two between the recommended scale and the first overflow seen. Probes do not see the
+# gradients of later steps, nor those inside a module (an LSTM's gates).
+SCALE_HEADROOM = 2
+# Activations and weights closer than this to 65504, in powers of two, are kept in FP32 as a
+# precaution.
+VALUE_HEADROOM = 2
+_NORM_INPUT = 2.0**8  # its square is the first power of two beyond FP16
+_EPS = {"adam": 1e-8, "adamw": 1e-8, "adagrad": 1e-10}
+ByKind = dict[str, dict[Key, Gradients]]
+
+
+def advise(
+    records: Sequence[ProbeRecord],
+    layout: Layout,
+    idle: list[IdleShape],
+    config: RunConfig,
+    rates: Sequence[float],
+    *,
+    share: float,
+) -> Advice:
+    """Derive the advice from the probes of one run.
+
+    Args:
+        records: its probes.
+        layout: the layout of its models.
+        idle: sizes that leave Tensor Cores idle; they are passed on.
+        config: the run's configuration.
+        rates: its learning rate by update.
+        share: underflow share to stay at or below.
+
+    Raises:
+        BadInput: if no probe can be used.
+    """
+    used = [r for r in records if not r.skipped and any(o.tensors for o in r.learners.values())]
+    if not used:
+        raise BadInput("no probe with tensors and without a skipped update (numerics=on)")
+    gradients = {kind: _gradients(used, kind, layout) for kind in GRADIENT_KINDS}
+    scaling = _loss_scaling(gradients, share, layout)
+    keep, largest = modules_in_fp32(used, layout)
+    probed = [rates[min(r.step, len(rates)) - 1] for r in used]
+    dtypes = (own.dtype for kind in GRADIENT_KINDS for _, own in _tensors(used, kind))
+    formats = sorted({name for dtype in dtypes for name in dtype.split("+")})
+    evidence = Evidence(
+        steps=[r.step for r in used],
+        left_out=[r.step for r in records if r.skipped],
+        of_steps=len(rates),
+        lr=(min(probed), max(probed)),
+        schedule_lr=(min(rates), max(rates)),
+        formats=formats,
+        problems=_problems(formats, gradients, layout),
+    )
+    masters, notes = _master_weights(used, layout), notes_on_naive(used, layout, config.optim)
+    fp8, modes = fp8_advice(used, layout), _modes(scaling, keep)
+    return Advice(evidence, masters, scaling, keep, largest, notes, idle, fp8, *modes)
+
+
+def _learners(used: Sequence[ProbeRecord]) -> Iterator[tuple[str, LearnerProbe, ProbeRecord]]:
+    for record in used:
+        for learner, own in record.learners.items():
+            yield learner, own, record
+
+
+def _tensors(used: Sequence[ProbeRecord], kind: str) -> Iterator[tuple[Key, TensorStats]]:
+    for learner, own, _ in _learners(used):
+        for module, stats in own.tensors.get(kind, {}).items():
+            yield (learner, module), stats
+
+
+def _values(used: Sequence[ProbeRecord], kind: str) -> dict[Key, TensorStats]:
+    """Merge the tensors of one kind over all probes."""
+    found: dict[Key, TensorStats] = {}
+    for key, stats in _tensors(used, kind):
+        found[key] = found[key].merge(stats) if key in found else stats
+    return found
+
+
+def modules_in_fp32(
+    used: Sequence[ProbeRecord], layout: Layout
+) -> tuple[list[KeepFp32], tuple[str, float] | None]:
+    """Return modules whose weights or outputs exceed or near FP16's range; largest activation."""
+    activations = _values(used, "activations")
+    near = {key: reason for key, stats in activations.items() if (reason := _reason(stats))}
+    keep = [
+        KeepFp32(layout.named(key), f"weights {reason}", (key[1],))
+        for key, stats in _values(used, "weights").items()
+        if (reason := _reason(stats))
+    ]
+    for key in sorted(near, key=lambda key: -_size(activations[key])):
+        region = _region(*key, near, layout)
+        keep.append(KeepFp32(layout.named(key), f"activations {near[key]}", *region))
+    largest = max(activations, key=lambda key: _size(activations[key]), default=None)
+    if largest is None:
+        return keep, None
+    return keep, (layout.named(largest), activations[largest].amax)
+
+
+def _size(stats: TensorStats) -> float:
+    return stats.amax if math.isfinite(stats.amax) else math.inf
+
+
+def _reason(stats: TensorStats) -> str | None:
+    """Return why such values are kept in FP32; None if FP16 holds them."""
+    if not math.isfinite(stats.amax):
+        return "are not finite"
+    if stats.headroom is None or stats.headroom >= VALUE_HEADROOM:
+        return None
+    if stats.headroom < 0:
+        return f"reach {stats.amax:.4g}, beyond FP16's 65504"
+    return f"reach {stats.amax:.4g}, within {2**VALUE_HEADROOM} times of FP16's 65504"
+
+
+def _region(
+    learner: str, module: str, near: Mapping[Key, str], layout: Layout
+) -> tuple[tuple[str, ...], bool]:
+    """Return patterns that keep `module` and its output's reader in FP32, and whether only in amp.
+
+    If modules are cast, an FP32 module returns FP16: the smallest enclosing module that does not
+    end with a module near the limit is taken. Under autocast a result stays FP32 until the next
+    product reads it.
+    """
+    leaves, around = layout.leaves[learner], module
+    while around := around.rpartition(".")[0]:
+        last = [name for name in leaves if name.startswith(f"{around}.")][-1]
+        if (learner, last) not in near:
+            return (around,), False
+    behind = leaves[leaves.index(module) + 1 :] if module in leaves else ()
+    readers = [name for name in behind if (learner, name) in layout.products]
+    return (module, *readers[:1]), True
+
+
+def notes_on_naive(used: Sequence[ProbeRecord], layout: Layout, optim: OptimConfig) -> list[str]:
+    """Return notes on fp16_naive alone, with FP16 norm layers, optimizer state and updates."""
+    notes = []
+    eps = optim.eps if optim.eps is not None else _EPS.get(optim.name)
+    if optim.name in _EPS and eps is not None and 0 < eps <= 2.0**FP16_LOST:
+        notes.append(
+            f"fp16_naive: eps={eps:g} of {optim.name} is 0 in FP16 (2^-25 and below): 0/0 is NaN"
+        )
+    sizes = {key: _size(stats) for key, stats in _values(used, "activations").items()}
+    large = [
+        (sizes[learner, before], layout.named((learner, name)))
+        for learner, leaves in layout.leaves.items()
+        for before, name in zip(leaves, leaves[1:], strict=False)
+        if (learner, name) in layout.norms and sizes.get((learner, before), 0.0) >= _NORM_INPUT
+    ]
+    if large:
+        size, name = max(large)
+        others = f" and {len(large) - 1} more norm layers" if len(large) > 1 else ""
+        notes.append(
+            f"fp16_naive: {name}{others} may overflow in the variance: its input reaches "
+            f"{size:.4g}, and 256 squared is beyond 65504"
+        )
+    return notes
+
+
+def _master_weights(used: Sequence[ProbeRecord], layout: Layout) -> MasterWeights:
+    by_module: dict[str, LostUpdates] = {}
+    applied = AppliedUpdates()
+    for learner, own, _ in _learners(used):
+        applied = applied.merge(own.total_applied())
+        for module, lost in own.lost_updates.items():
+            name = layout.named((learner, module))
+            by_module[name] = by_module.get(name, LostUpdates()).merge(lost)
+    total = merged(by_module.values()) or LostUpdates()
+    large = {name: lost for name, lost in by_module.items() if lost.nonzero >= FEWEST_UPDATES}
+    worst = {f: _worst((name, lost.share(f)) for name, lost in large.items()) for f in FORMATS}
+    shares = {format: total.share(format) for format in FORMATS}
+    highest = max(shares["fp16"], worst["fp16"].share if worst["fp16"] else 0.0)
+    zero = total.zero / total.total if total.total else 0.0
+    bias = applied.ratio if applied.wanted else None
+    # Updates lost by 16-bit weights are among the zeros; the meter sees them.
+    needed: bool | None = highest > LOST_THRESHOLD
+    if bias is not None:
+        needed = (needed or bias < 1 - LOST_THRESHOLD) if total.total else None
+    return MasterWeights(needed, LOST_THRESHOLD, shares, worst, zero, bias)
+
+
+def _gradients(used: Sequence[ProbeRecord], kind: str, layout: Layout) -> dict[Key, Gradients]:
+    """Collect gradients by (learner, module); leave out weights that all modes keep in FP32."""
+    found: dict[Key, Gradients] = {}
+    for learner, own, record in _learners(used):
+        scales = [record.log2_loss_scale[name] for name in own.loss_scales] or [0.0]
+        for module, stats in own.tensors.get(kind, {}).items():
+            if kind != "weight_gradients" or (learner, module) not in layout.norms:
+                found.setdefault((learner, module), Gradients()).add(stats, scales)
+    return found
+
+
+def _loss_scaling(gradients: ByKind, share: float, layout: Layout) -> LossScaling:
+    totals = {kind: Gradients() for kind in gradients}
+    overflows: list[tuple[int, str, str, float]] = []
+    for kind, by_module in gradients.items():
+        for key, own in by_module.items():
+            totals[kind].merge(own.parts)
+            highest = own.highest()
+            if highest is not None:
+                overflows.append((highest, kind, layout.named(key), own.largest))
+    found = scale_range(totals.values(), share, SCALE_HEADROOM)
+
+    def lost(kind: str, k: int) -> tuple[float, float, Worst | None]:
+        """Return a kind's lost share of values and of their sum at 2^k, and the worst module."""
+        total = totals[kind]
+        large = {key: g for key, g in gradients[kind].items() if g.nonzero >= FEWEST_UPDATES}
+        worst = _worst((layout.named(key), own.underflow(k)) for key, own in large.items())
+        return total.underflow(k), total.underflow_of_sum(k), worst
+
+    recommended = 0 if found is None else found.recommended
+    kinds = []
+    for kind, total in totals.items():
+        shares = (*lost(kind, 0), *lost(kind, recommended))
+        kinds.append(Underflow(kind, total.zero_share, *shares, total.lowest(share)))
+    needed = found is not None and (found.lowest > 0 or found.highest < 0)
+    return LossScaling(needed, found, kinds, min(overflows)[1:] if overflows else None)
+
+
+def _modes(
+    scaling: LossScaling, keep: list[KeepFp32]
+) -> tuple[list[str], list[str], list[str], list[str]]:
+    """Return `overrides`, `static`, `dynamic` and `unscaled` of `Advice`."""
+    patterns = dict.fromkeys(pattern for one in keep for pattern in one.patterns)
+    kept = [f"precision.overrides.{pattern}=fp32" for pattern in patterns]
+    amp = any(one.needs_amp for one in keep)
+    unscaled = ["precision=amp", "scaler=none"] if amp else ["precision=fp16_master"]
+    if scaling.range is None:
+        return [*unscaled, *kept], [], [], unscaled
+    scaled = "precision=amp" if amp else "precision=fp16_master_scaled"
+    power = scaling.range.recommended
+    static = [scaled, "scaler=static", f"scaler.scale={2.0**power:.17g}", *kept]
+    dynamic = [scaled, "scaler=dynamic", f"scaler.init_scale={2.0**power:.17g}"]
+    dynamic.append(f"scaler.growth_interval={scaling.growth_interval}")
+    if power > 20:  # the ceiling of scaler=dynamic is 2^24
+        dynamic.append(f"scaler.max_scale={2.0 ** (power + 4):.17g}")
+    if power < -10:  # its floor is 2^-14
+        dynamic.append(f"scaler.min_scale={2.0 ** (power - 4):.17g}")
+    return static if scaling.needed else [*unscaled, *kept], static, [*dynamic, *kept], unscaled
+
+
+def _problems(formats: list[str], gradients: ByKind, layout: Layout) -> list[str]:
+    problems = []
+    narrow = [name for name in formats if name != "fp32"]
+    if narrow:
+        problems.append(
+            f"measured in {', '.join(narrow)}: gradients that had already become zero "
+            "count as zeros; advise on the configuration itself measures in FP32"
+        )
+    for kind, by_module in gradients.items():
+        bad = [layout.named(key) for key, own in by_module.items() if not own.finite]
+        if bad:
+            problems.append(f"{words(kind)} of {', '.join(bad[:3])} are not finite at any scale")
+    return problems
+
+
+def _worst(shares: Iterable[tuple[str, float]]) -> Worst | None:
+    return Worst(*found) if (found := max(shares, key=lambda one: one[1], default=None)) else None

@@ -1,0 +1,327 @@
+"""The findings of `mprun advise`: as data, from which --json is made, and as about 30 lines."""
+
+import shlex
+from dataclasses import asdict, dataclass, field
+
+from mprun.extensions.diagnosis.fp8 import OPERANDS, Fp8Advice
+from mprun.extensions.diagnosis.shapes import MULTIPLE, IdleShape
+from mprun.numerics.post_mortem import plain
+from mprun.numerics.probe_record import ScaleRange
+
+GROWTH_INTERVAL = 2000  # of torch, apex and NVIDIA's guide: at most one skip in so many updates
+_SHAPES = 6  # most lines of sizes; the rest is counted
+
+
+@dataclass(frozen=True, slots=True)
+class Worst:
+    """The module with the largest share, and that share (0 to 1)."""
+
+    module: str
+    share: float
+
+
+@dataclass(frozen=True, slots=True)
+class MasterWeights:
+    """The lost updates by format ("fp16", "bf16"): over all weights, and of the worst module.
+
+    share, worst: parts of the non-zero updates, over all probes. needed: in FP16 the share of the
+    total, or of a module with 1,000 non-zero updates, is above `threshold`; or 16-bit weights took
+    a smaller part of their updates than 1 - threshold. needed is None if the run stored its weights
+    with stochastic rounding or a compensation: single updates then say nothing. applied: part of
+    the wanted updates that 16-bit weights took; None if weights are updated in FP32.
+    """
+
+    needed: bool | None
+    threshold: float
+    share: dict[str, float]
+    worst: dict[str, Worst | None]
+    zero_share: float
+    applied: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Underflow:
+    """One kind of gradients. Shares are parts of the non-zero values; true zeros are separate.
+
+    lost, lost_sum: share of values, and of the sum of absolute values, that FP16 makes zero at
+    scale 1. lost_recommended, lost_sum_recommended: the same at the recommended scale. lowest: log2
+    of the smallest scale that keeps `lost` at or below the requested share.
+    """
+
+    kind: str
+    zero_share: float
+    lost: float
+    lost_sum: float
+    worst: Worst | None
+    lost_recommended: float
+    lost_sum_recommended: float
+    worst_recommended: Worst | None
+    lowest: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class LossScaling:
+    """The loss scaling that FP16 needs.
+
+    needed: at scale 1 a kind loses more than the share, or something overflows. range: None if all
+    gradients were zero. limited_by: the module whose gradients overflow first, and their largest
+    value at scale 1.
+    """
+
+    needed: bool
+    range: ScaleRange | None
+    kinds: list[Underflow]
+    limited_by: tuple[str, str, float] | None  # kind, module, largest value
+    growth_interval: int = GROWTH_INTERVAL
+
+
+@dataclass(frozen=True, slots=True)
+class KeepFp32:
+    """A module that FP16 cannot hold.
+
+    patterns: for precision.overrides. They include the reader of the values, because an FP32 module
+    returns its result in FP16. needs_amp: the patterns need autocast, where FP32 results stay FP32.
+    """
+
+    module: str
+    reason: str
+    patterns: tuple[str, ...]
+    needs_amp: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """The basis of the advice.
+
+    steps: probed and used. left_out: probed, but their update was skipped. of_steps: length of the
+    whole run. lr: smallest and largest rate of the probed steps; schedule_lr: the same over the
+    run. formats: dtypes of the measured gradients. problems: reasons to doubt the advice.
+    """
+
+    steps: list[int]
+    left_out: list[int]
+    of_steps: int
+    lr: tuple[float, float]
+    schedule_lr: tuple[float, float]
+    formats: list[str]
+    problems: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """The needs of FP16, and the losses of FP8 products.
+
+    overrides: the advised mode, as typed after `mprun`: `static` if a loss scale is needed, else a
+    mode without one. static, dynamic: the mode with either scaler, empty without a gradient.
+    unscaled: the same mode with scale 1 and nothing kept in FP32.
+    """
+
+    evidence: Evidence
+    master_weights: MasterWeights
+    loss_scaling: LossScaling
+    keep_fp32: list[KeepFp32]
+    largest_activation: tuple[str, float] | None
+    notes: list[str]
+    idle_shapes: list[IdleShape]
+    fp8: Fp8Advice
+    overrides: list[str]
+    static: list[str]
+    dynamic: list[str]
+    unscaled: list[str]
+    command: str = ""
+    run: str = ""
+    check: dict | None = None
+
+    def as_dict(self) -> dict:
+        """Return plain values, non-finite numbers as text."""
+        content = plain(asdict(self))
+        scales = self.loss_scaling.range
+        if scales is not None:
+            content["loss_scaling"]["range"] |= {"top": scales.top, "fits": scales.fits}
+        return content
+
+
+def as_text(advice: Advice) -> list[str]:
+    """Return lines for the console, without the check and the last line."""
+    parts = (_evidence, _masters, _scaling, _fp32, _shapes, _fp8)
+    lines = [line for part in parts for line in part(advice)]
+    lines += ["use it", f"  {advice.command}"]
+    if advice.fp8.command:
+        lines += ["or with FP8 products", f"  {advice.fp8.command}"]
+    return lines
+
+
+def check_as_text(check: dict) -> list[str]:
+    """Return the findings of `--check` as lines."""
+    lines = [
+        f"check: {check['seeds']} seeds of {check['steps']} steps beside FP32 "
+        f"({check['metric']} {check['baseline']:.5g}); brief, and no word on a whole run"
+    ]
+    for arm in check["arms"]:
+        percent, difference = arm["difference_percent"], "no final value"
+        if percent is not None:
+            small = abs(percent) < 0.01
+            difference = "within 0.01 % of FP32" if small else f"{percent:+.2f} % from FP32"
+        lines.append(f"  {arm['name']}: {arm['overrides']}")
+        lines.append(f"    {difference}, {arm['skipped']} skipped updates")
+        lines.append(f"    {arm['verdict']}")
+    return [*lines, f"  for the report: mprun compare {shlex.quote(check['folder'])}"]
+
+
+def _evidence(advice: Advice) -> list[str]:
+    found = advice.evidence
+    formats = "+".join(found.formats).upper() or "no gradients"
+    rate = " to ".join(f"{lr:g}" for lr in dict.fromkeys(found.lr))
+    lines = [
+        f"advice for FP16: {len(found.steps)} probes in {formats}, steps {found.steps[0]} to "
+        f"{found.steps[-1]} of {found.of_steps}, learning rate {rate}"
+    ]
+    if (lowest := found.schedule_lr[0]) < found.lr[0]:
+        lines.append(f"  the schedule goes down to {lowest:g}: more updates are lost there")
+    if found.left_out:
+        lines.append(f"  {len(found.left_out)} probes of skipped updates left out")
+    return lines + [f"  doubtful: {problem}" for problem in found.problems]
+
+
+def _masters(advice: Advice) -> list[str]:
+    found, bias = advice.master_weights, []
+    if found.applied is not None:
+        part = f"{found.applied:.4g} of their wanted updates (1: all)"
+        bias = [f"  this run's 16-bit weights took {part}"]
+    if found.needed is None:
+        how = "its stores are stochastic or compensated"
+        return [f"1 master weights: cannot be told from this run, {how}", *bias]
+    zero = _percent(found.zero_share)
+    return [
+        f"1 master weights: {'needed' if found.needed else 'not needed at this learning rate'}",
+        *(
+            f"  {format.upper()} weights would lose {_percent(share)} of the non-zero updates"
+            f"{_worst(found.worst[format])}"
+            for format, share in found.share.items()
+        ),
+        f"  needed above {_percent(found.threshold)}, in total or in one module: weights that lose "
+        "their updates stand still",
+        *(bias or [f"  updates that are zero in FP32 too, not counted: {zero}"]),
+    ]
+
+
+def _scaling(advice: Advice) -> list[str]:
+    found, scales = advice.loss_scaling, advice.loss_scaling.range
+    if scales is None:
+        return ["2 loss scaling: cannot be told, every gradient was zero"]
+    needed = "needed" if found.needed else "not needed, scale 1 is in the range"
+    lines, share = [f"2 loss scaling: {needed}"], _percent(scales.share)
+    for one in found.kinds:
+        enough = f"; 2^{one.lowest} brings it to {share}" if (one.lowest or 0) > 0 else ""
+        lines += [
+            f"  {words(one.kind)}: {_percent(one.lost)} of the non-zero underflow at scale 1"
+            f"{_worst(one.worst)}",
+            f"    ({_percent(one.lost_sum)} of their sum){enough}; true zeros, which no scale "
+            f"changes: {_percent(one.zero_share)}",
+        ]
+    overflow = f"overflow from 2^{scales.highest + 1} on"
+    if found.limited_by is not None:
+        kind, module, largest = found.limited_by
+        overflow += f" ({words(kind)} of {module}, {largest:.3g})"
+    spare = f"{scales.headroom} powers of two to spare"
+    if scales.fits:
+        alone = scales.lowest == scales.top
+        span = f" 2^{scales.top} alone" if alone else f"s 2^{scales.lowest} to 2^{scales.top}"
+        lines.append(f"  static scale{span}: at most {share} lost,")
+        lines.append(f"    {spare}; {overflow}")
+    else:
+        lines.append(f"  no static scale loses at most {share} with {spare}:")
+        lines.append(f"    that takes 2^{scales.lowest} or more; {overflow}")
+        lines.append("    what is left underflows in FP16; BF16 has the range (bf16_master)")
+    left = max(found.kinds, key=lambda one: one.lost_recommended)
+    lines.append(
+        f"  recommended 2^{scales.recommended} = {2.0**scales.recommended:g}: leaves "
+        f"{_percent(left.lost_recommended)} of {words(left.kind)}"
+        f"{_worst(left.worst_recommended)}"
+    )
+    lines.append(f"  dynamic instead: {' '.join(advice.dynamic[1:4])}")
+    return lines
+
+
+def _fp32(advice: Advice) -> list[str]:
+    lines = ["3 keep in FP32"]
+    for one in advice.keep_fp32:
+        values = " ".join(f"precision.overrides.{p}=fp32" for p in one.patterns)
+        lines.append(f"  {one.module}: {one.reason}")
+        lines.append(f"    {values}{' (precision=amp)' if one.needs_amp else ''}")
+    if not advice.keep_fp32:
+        largest = advice.largest_activation
+        of = "" if largest is None else f"; largest activation {largest[1]:.3g} in {largest[0]}"
+        lines[0] += f": norm layers, loss and softmax, as the modes do{of}"
+    return lines + [f"  {note}" for note in advice.notes]
+
+
+def _shapes(advice: Advice) -> list[str]:
+    found = advice.idle_shapes
+    if not found:
+        return [f"4 shapes for Tensor Cores: all sizes are multiples of {MULTIPLE}"]
+    odd = sum(not shape.usual for shape in found)
+    counts = {"to look at": odd, "as usual": len(found) - odd}
+    count = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
+    lines = [f"4 shapes for Tensor Cores, sizes that are no multiple of {MULTIPLE}: {count}"]
+    for shape in sorted(found, key=lambda shape: shape.usual)[:_SHAPES]:
+        module = f"{shape.module}: " if shape.module else ""
+        end = f" -> {shape.remedy}" if shape.remedy else " (usual)" if shape.usual else ""
+        lines.append(f"  {module}{shape.dimension} {shape.size}{end}")
+    more = len(found) - _SHAPES
+    return [*lines, f"  and {more} more (--json)"] if more > 0 else lines
+
+
+def _fp8(advice: Advice) -> list[str]:
+    found = advice.fp8
+    count = len(found.layers)
+    if not count:
+        why = f"the probes lack {found.unmeasured[0]}" if found.unmeasured else "there is none"
+        return [f"5 FP8 products of linear layers, without that of the output: {why}"]
+    fit = count - len(found.excluded)
+    bound, lines = _percent(found.threshold), []
+    for operand, (_, format) in OPERANDS.items():
+        name, share = found.worst(operand, "most")
+        bare, zero = found.worst(operand, "unscaled")
+        _, high = found.worst(operand, "saturated")
+        over = f", above {format.largest:g} {_percent(high)}" if high else ""
+        lines.append(
+            f"  {operand} ({format.name.upper()}): at most {_percent(share)} ({name}); "
+            f"unscaled {_percent(zero)} ({bare}){over}"
+        )
+    head = f"5 FP8 products: tensor-wise scales suit {fit} of {count} linear layers"
+    lines = [f"{head}; flushed to zero, worst layer", *lines]
+    for name in found.excluded:
+        shares = {operand: one.most for operand, one in found.layers[name].items()}
+        above = [f"{o} {_percent(s)}" for o, s in shares.items() if s > found.threshold]
+        lines.append(f"  not {name}: {', '.join(above)}; above {bound}")
+    if found.unmeasured:
+        lines.append(f"  not probed, left out: {', '.join(found.unmeasured)}")
+    name, share = found.worst("output gradient", "unscaled")
+    if share > found.threshold:
+        power = found.loss_scale
+        what = "no loss scale brings" if power is None else f"a loss scale of 2^{power} brings"
+        lines.append(f"  without scales of tensors, {what} output gradients to {bound}")
+    return lines
+
+
+def _percent(share: float) -> str:
+    value = 100 * share
+    if value in (0.0, 100.0):
+        return f"{value:.0f} %"
+    if value < 0.001:
+        return "below 0.001 %"
+    if value > 99.9:
+        return "above 99.9 %"
+    return f"{value:.2g} %" if value < 10 else f"{value:.3g} %"
+
+
+def _worst(worst: Worst | None) -> str:
+    if worst is None or worst.share == 0:
+        return ""
+    return f" (worst: {worst.module} {_percent(worst.share)})"
+
+
+def words(kind: str) -> str:
+    """Return "weight gradients" for "weight_gradients"."""
+    return kind.replace("_", " ")

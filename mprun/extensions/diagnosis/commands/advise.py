@@ -1,0 +1,281 @@
+"""`mprun advise`: what FP16 and FP8 need for this configuration, from probes of a few FP32 steps.
+
+With --check also brief runs with the advice and without it, beside FP32.
+"""
+
+import json
+import math
+import shlex
+import sys
+from argparse import Namespace
+from collections.abc import Iterable
+from contextlib import redirect_stdout
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mprun.cli.arguments import Arguments, number
+from mprun.config.compose import Composed, compose_config, config_from_record
+from mprun.config.overrides import without
+from mprun.config.schema import MAX_STEPS
+from mprun.config.user_code import (
+    NOTHING,
+    Vouched,
+    check_vouched,
+    is_factory,
+    recorded_factories,
+    vouched,
+)
+from mprun.errors import DIVERGED, DONE, BadInput, MprunError
+from mprun.numerics.probe_record import read_probes
+from mprun.record.metrics import read_metrics
+from mprun.record.run_directory import locked, read_config, read_record, write_config, write_json
+
+if TYPE_CHECKING:
+    from mprun.extensions.diagnosis.advice_report import Advice
+
+STEPS, PROBES, SHARE = 60, 12, 0.001
+SEEDS = (0, 1, 2)  # of --check: no verdict below 3
+_FP32 = ("precision=fp32", "scaler=none")
+_WHAT = """\
+  mprun advise [key=value ...]  what does FP16 need to train this configuration?
+  mprun advise RUN              the same from the probes of a run (numerics=on); data.factory=... and model.factory=... again, where the run has code of your own
+
+Trains the first steps in FP32 with probes, in a run directory of its own (advise-...), and prints
+whether master weights matter, whether loss scaling matters and which scales suit, which modules
+should stay in FP32, which sizes leave Tensor Cores idle, which linear layers FP8 would flush to
+zero, and the command lines to use it all.
+"""  # noqa: E501 - the help page breaks lines
+_MORE = (
+    "Exit codes: 0 done, 2 bad input, 3 FP32 itself diverged, 4 damaged record, 130 interrupted."
+)
+
+
+def main(arguments: list[str]) -> int:
+    """Entry point of the verb; returns the exit code."""
+    options = _options(arguments)
+    given = vouched(options.overrides, options.config_dir)
+    if options.run is None:
+        base = _own(options.overrides)
+        directory, code = _measure(options, base)
+        if code != DONE:
+            if code == DIVERGED:
+                print("mprun: advise: FP32 itself diverged; fix the recipe first", file=sys.stderr)
+            print(f"run: {directory}")
+            return code
+    else:
+        directory = options.run
+        base = _own(_read(directory)[0].get("overrides", []))
+    advice = advise_run(directory, share=options.share, given=given)
+    if options.check:
+        advice = replace(advice, check=_check(options, given, advice, base, directory))
+    if options.json:
+        print(json.dumps(advice.as_dict(), indent=1, allow_nan=False))
+        return DONE
+    from mprun.extensions.diagnosis.advice_report import as_text, check_as_text
+
+    lines = as_text(advice) + (check_as_text(advice.check) if advice.check else [])
+    print("\n".join([*lines, f"run: {directory}"]))
+    return DONE
+
+
+def _options(arguments: list[str]) -> Namespace:
+    """The options of the command line, its words as `overrides` and `run` (a path or None)."""
+
+    def steps(flag: str):
+        return number(flag, 1, MAX_STEPS, "a number of steps", whole=True)
+
+    parser = Arguments("advise", _WHAT, _MORE)
+    add = parser.add_argument
+    add("words", nargs="*", metavar="RUN|KEY=VALUE", help="a run, or what to train")
+    most = f"FP32 steps to train ({STEPS}; at most the configuration's own)"
+    add("--steps", type=steps("--steps"), metavar="N", help=most)
+    probed = "probe the steps divisible by K (a twelfth of the steps)"
+    add("--every", type=steps("--every"), metavar="K", help=probed)
+    part = number("--share", 0, math.nextafter(1, 0), "a part below 1,")
+    accepted = f"underflow share of gradients that is accepted ({SHARE:g})"
+    add("--share", type=part, default=SHARE, metavar="X", help=accepted)
+    more = "also train 3 seeds of N steps with the advice, with scale 1, and in FP32"
+    add("--check", action="store_true", help=more)
+    add("--json", action="store_true", help="everything as JSON")
+    add("--config-dir", metavar="DIR", help="options of your own, as for a run")
+    options = parser.parse(arguments)
+    options.overrides = [word for word in options.words if "=" in word and not Path(word).is_dir()]
+    runs = [word for word in options.words if word not in options.overrides]
+    if len(runs) > 1:
+        parser.error(f"{runs[1]}: a second run directory, takes one")
+    options.run = Path(runs[0]) if runs else None
+    if options.run is not None:
+        others = [override for override in options.overrides if not is_factory(override)]
+        if others:
+            raise BadInput(f"advise {options.run} {others[0]}: a run has its configuration")
+        if options.every is not None:
+            asked = f"--every {options.every}"
+            raise BadInput(f"{asked}: the probes of {options.run} are what they are")
+        if options.steps is not None and not options.check:
+            raise BadInput(f"--steps {options.steps}: of a run only with --check")
+    return options
+
+
+def advise_run(directory: Path, *, share: float = SHARE, given: Vouched = NOTHING) -> "Advice":
+    """Advice from the probes of the run in `directory`.
+
+    Args:
+        directory: of the run; its model is built again, in FP32 and on a CPU, for its sizes and
+            learning rates.
+        share: accepted underflow share.
+        given: the names of the user's own code that may be imported; the run's must be among them.
+
+    Raises:
+        BadInput: for a directory that holds no run or no probe.
+        Damaged: for a broken file.
+    """
+    record, plain = _read(directory)
+    probes = read_probes(directory)
+    if not probes:
+        raise BadInput(f"advise {directory}: no probes there; train it with numerics=on")
+    in_fp8 = plain["precision"].get("products", {}).get("input") is not None
+    fp32 = compose_config(_FP32).as_dict()
+    plain |= {"device": "cpu", "numerics": {}}
+    plain |= {group: fp32[group] for group in ("precision", "scaler")}
+    config = config_from_record(plain, given)
+
+    import torch
+
+    from mprun.extensions.diagnosis.advice import advise
+    from mprun.extensions.diagnosis.shapes import idle_shapes, layout
+    from mprun.training.run import prepare
+
+    built = prepare(config, torch.device("cpu"), config.threads)
+    shapes, rates = idle_shapes(built.task, config), built.rate.rates
+    try:
+        advice = advise(probes, layout(built.task), shapes, config, rates, share=share)
+    except BadInput as error:
+        raise BadInput(f"advise {directory}: {error}") from None
+    start = ["mprun", *_own(record.get("overrides", []))]
+    command, fp8 = shlex.join([*start, *advice.overrides]), advice.fp8
+    if fp8.overrides:
+        fp8 = replace(fp8, command=shlex.join([*start, *fp8.overrides]))
+    if in_fp8:
+        what = "linear layers multiplied in FP8: what that flushed was gone before it was counted"
+        advice.evidence.problems.append(what)
+    notes, rows = advice.notes, read_metrics(directory / "metrics.jsonl")
+    losses = [row["loss"] for row in rows if row["split"] == "train"]
+    if len(losses) > 1 and losses[-1] > 1.5 * abs(losses[0]):
+        rose = f"the loss rose from {losses[0]:.4g} to {losses[-1]:.4g} over the measured steps"
+        notes = [*notes, f"{rose}: the advice fits an unstable recipe; mend that first"]
+    return replace(advice, command=command, fp8=fp8, run=str(directory), notes=notes)
+
+
+def _measure(options: Namespace, base: list[str]) -> tuple[Path, int]:
+    """Train the first steps in FP32 with probes; (run directory, exit code)."""
+    composed = _in_fp32(options, base)
+    config = composed.config
+
+    from mprun.training.run import attempt, claimed, new_record, prepare, resolve_device
+
+    built = prepare(config, resolve_device(config.device), config.threads)
+    whole = built.steps
+    # The first steps of the whole run: a shorter train.steps would squeeze the schedule into them.
+    built.steps = min(options.steps or STEPS, whole)
+    config.numerics.every = options.every or max(1, built.steps // PROBES)
+    if config.numerics.every > built.steps:
+        raise BadInput(f"--every {config.numerics.every}: must be at most the {built.steps} steps")
+    named = tuple(override for override in composed.overrides if override not in _FP32)
+    directory = claimed(composed, named, "advise-")
+    with locked(directory):
+        write_config(directory, composed.as_dict())
+        record = new_record(composed) | {"overrides": base, "measured_for": "advise"}
+        with redirect_stdout(sys.stderr):
+            code = attempt(directory, config, built, record)
+        if code == DONE and built.steps < whole:
+            # A part of a run is no outcome.
+            record = read_record(directory)
+            cause = f"advise took the first {built.steps} of {whole} steps"
+            write_json(directory / "run.json", record | {"status": "preempted", "cause": cause})
+    return directory, code
+
+
+def _in_fp32(options: Namespace, base: list[str]) -> Composed:
+    """The configuration given, in FP32 with probes; BadInput for what is wrong with it."""
+    for override in options.overrides:
+        if _key(override) == "resume":
+            raise BadInput(f"{override}: not with advise; give the run directory alone")
+    place = [override for override in options.overrides if _key(override) == "output_dir"]
+    dropped = [o for o in options.overrides if o not in base and o not in place]
+    if dropped:
+        compose_config(options.overrides, options.config_dir)  # must be right all the same
+        print(f"mprun: advise measures in FP32, without {' '.join(dropped)}", file=sys.stderr)
+    return compose_config([*base, *place, *_FP32, "numerics=on"], options.config_dir)
+
+
+def _check(
+    options: Namespace, given: Vouched, advice: "Advice", base: list[str], directory: Path
+) -> dict:
+    """Train FP32, the advised static scale, and scale 1, each with 3 seeds; what came of it.
+
+    The runs, one process each, are left below `directory` for `mprun compare`.
+    """
+    from mprun.sweep import sweep
+    from mprun.sweep.plan import plan
+
+    # Of a run these are the overrides of its record, which may name code like its configuration.
+    named = recorded_factories(compose_config(base, options.config_dir).as_dict())
+    check_vouched(named, given)
+    steps = options.steps or STEPS
+    if options.run is None:
+        steps = read_record(directory)["steps"]
+    folder = directory / "check"
+    own = {"seed", "train.steps", "train.epochs", "output_root", "name"}
+    common = [override for override in base if _key(override) not in own]
+    common += [f"seed={','.join(map(str, SEEDS))}", f"train.steps={steps}"]
+    common.append(f"output_root='{folder}'")
+    arms = {"advised scale": advice.static or advice.overrides, "scale 1": advice.unscaled}
+    directories = []
+    for overrides in (_FP32, *arms.values()):
+        cells = [*common, *overrides]
+        with redirect_stdout(sys.stderr):
+            code = sweep(cells, options.config_dir)
+        directories += [cell.directory for cell in plan(cells, options.config_dir).cells]
+        if code != DONE:
+            raise MprunError(f"advise --check: a run did not end (exit code {code}), see {folder}")
+    return {"folder": str(folder), "seeds": len(SEEDS), "steps": steps} | _judged(directories, arms)
+
+
+def _judged(directories: list[Path], arms: dict[str, list[str]]) -> dict:
+    """What `mprun compare` says of the runs of the arms."""
+    from mprun.compare.grouping import group_runs
+    from mprun.compare.load import load_runs
+    from mprun.compare.verdict import assess
+
+    runs, _ = load_runs(directories)
+    protos, refused = group_runs(runs)
+    if not protos:
+        raise MprunError(f"advise --check: {refused[0]}")
+    group = assess(protos[0])
+    mean, found = group.baseline.mean, []
+    for name, overrides in arms.items():
+        static = "scaler=static" in overrides
+        row = next(row for row in group.rows if (row.arm.runs[0].scaler == "static") == static)
+        off = None if not mean or row.mean is None else 100 * (row.mean - mean) / abs(mean)
+        diverged = sum(outcome.diverged is not None for outcome in row.outcomes)
+        arm = {"name": name, "overrides": " ".join(overrides), "mean": row.mean}
+        arm |= {"difference_percent": off, "skipped": row.skipped, "diverged": diverged}
+        found.append(arm | {"verdict": row.verdict.sentence})
+    return {"metric": group.metric, "baseline": mean, "arms": found}
+
+
+def _own(overrides: Iterable[str]) -> list[str]:
+    """The overrides that say what is trained, not in which precision and where it is written."""
+    return without(overrides, "precision", "scaler", "numerics", "output_dir", "resume")
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0]
+
+
+def _read(directory: Path) -> tuple[dict, dict]:
+    """(run.json, configuration) of a run directory."""
+    if not (directory / "run.json").is_file():
+        raise BadInput(f"advise {directory}: no run.json there; give a run directory or key=value")
+    return read_record(directory), read_config(directory)

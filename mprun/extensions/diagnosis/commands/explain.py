@@ -1,0 +1,281 @@
+"""`mprun explain RUN`: replay the step that went wrong, name the operation, try what cures it."""
+
+import json
+import shlex
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from mprun.cli.arguments import Arguments
+from mprun.config.compose import config_from_record
+from mprun.config.user_code import NOTHING, Vouched, is_factory, vouched
+from mprun.errors import DONE, BadInput, Damaged
+from mprun.numerics.exponent_shares import FP16_MAX
+from mprun.numerics.post_mortem import plain, power, read_post_mortem
+from mprun.record.run_directory import read_config, read_record
+
+if TYPE_CHECKING:
+    from mprun.extensions.diagnosis.first_nonfinite import Finding
+    from mprun.extensions.diagnosis.interventions import Tried
+    from mprun.extensions.diagnosis.observation import Largest
+
+RAMP = 12  # modules printed before the culprit
+_OUTSIDE = {"forward": "(the model itself)", "loss": "(the loss)", "backward": "(no module)"}
+_WHAT = """\
+Why did this run diverge, and what is the smallest change that cures it?
+
+RUN is the directory of a run that ended as diverged. The step that went wrong is trained again from
+the state that the run kept (numerics/failure; without it from its newest checkpoint or its start),
+with every operation watched, forward and backward. Printed: the first operation whose inputs were
+finite and whose output was not, the largest values on the way there, and what became of each change
+that was tried on the same step and five more. The run itself is not changed.
+"""
+_MORE = """\
+Your own code (data=custom, model=custom) runs only where you name it as the run did.
+
+Exit codes: 0 explained, or not found and said so; 2 bad input (the run did not diverge);
+4 damaged record.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What is known of a run that did not end well.
+
+    finding, tried: None and empty for a run that failed with an exception. classification: of the
+    post-mortem. replay: one line about the replayed step. from_start: whether changes were tried
+    from the start of the run instead of its bad step. command: the run's own with the cure in it.
+    """
+
+    run: str
+    status: str
+    cause: str
+    classification: list[str]
+    replay: str
+    finding: "Finding | None" = None
+    tried: list["Tried"] = field(default_factory=list)
+    from_start: bool = False
+    command: str | None = None
+
+    @property
+    def smallest(self) -> "Tried | None":
+        """The first change that cures, None if none does."""
+        return next((one for one in self.tried if one.cures), None)
+
+
+def main(arguments: list[str]) -> int:
+    """Entry point of the verb; returns the exit code."""
+    parser = Arguments("explain", _WHAT, _MORE)
+    add = parser.add_argument
+    add("words", nargs="*", metavar="RUN|FACTORY", help="a run; its data.factory=, model.factory=")
+    add("--json", action="store_true", help="everything as JSON")
+    add("--no-cures", action="store_true", help="only look for the cause")
+    own = "options of your own that name the run's data.factory, model.factory"
+    add("--config-dir", metavar="DIR", help=own)
+    given = parser.parse(arguments)
+    factories = [word for word in given.words if is_factory(word)]
+    paths = [word for word in given.words if word not in factories]
+    if len(paths) != 1:
+        parser.error(f"{len(paths)} run directories given, needs one")
+    explanation = explain(
+        Path(paths[0]),
+        with_cures=not given.no_cures,
+        given=vouched(factories, given.config_dir),
+        config_dir=given.config_dir,
+    )
+    if given.json:
+        print(json.dumps(as_dict(explanation), indent=1, allow_nan=False))
+    else:
+        print("\n".join(as_text(explanation)))
+    return DONE
+
+
+def explain(
+    directory: Path,
+    *,
+    with_cures: bool = True,
+    given: Vouched = NOTHING,
+    config_dir: str | None = None,
+) -> Explanation:
+    """Explain the run in `directory`.
+
+    Args:
+        directory: of the run.
+        with_cures: whether to try changes, too.
+        given: the names of the user's own code that may be imported; the run's must be among them.
+        config_dir: the user's own options, among which a change may be found.
+
+    Raises:
+        BadInput: if the run neither diverged nor failed.
+        Damaged: if its record is not whole.
+    """
+    if not (directory / "run.json").is_file():
+        raise BadInput(f"explain {directory}: no run.json there; give a run directory")
+    record = read_record(directory)
+    status, cause = record.get("status"), str(record.get("cause"))
+    if status == "failed":
+        replay = "not replayed: the run ended with an exception"
+        if cause.startswith("IndexError"):
+            replay += "; an index in the batch is outside the table it selects from (an embedding)"
+        return Explanation(str(directory), "failed", cause, [f"exception: {cause}"], replay)
+    if status != "diverged":
+        why = f"status {status}; only a run that diverged has a step to explain"
+        if status == "done" and record.get("skipped"):
+            skipped = f"{record['skipped']} skipped updates while the loss scale settles are normal"
+            why += f" ({skipped})"
+        raise BadInput(f"explain {directory}: {why}")
+    needed = ("environment.device", "environment.threads", "last_step", "cause")
+    environment = read_record(directory, *needed)["environment"]
+    config = read_config(directory)
+    config_from_record(config, given)  # checked before torch is imported
+
+    import torch
+
+    from mprun.extensions.diagnosis.first_nonfinite import find_culprit
+    from mprun.extensions.diagnosis.interventions import find_cures, options_of
+    from mprun.numerics.failure import kept_state, recorded_rows
+    from mprun.numerics.replay import restore
+    from mprun.training.run import prepare, resolve_device
+
+    # A CPU, with a note, where the run's GPU is not here.
+    missing = environment["device"] == "cuda" and not torch.cuda.is_available()
+    device = resolve_device("cpu" if missing else environment["device"])
+
+    def build(config: dict):
+        return prepare(config_from_record(config, given), device, environment["threads"])
+
+    kept = kept_state(directory, record, config, build)
+    post_mortem = read_post_mortem(directory) or {"classification": [], "failure": {}}
+    try:
+        steps = restore(build(config), kept)
+    except (ValueError, KeyError) as error:
+        raise Damaged(f"numerics/failure: {error}") from None
+    finding = find_culprit(steps, kept["kind"])
+    replay = _replay_in_words(finding, post_mortem["failure"], missing)
+    found = Explanation(
+        str(directory), status, cause, post_mortem["classification"], replay, finding
+    )
+    if (
+        not with_cures
+        or not finding.reproduced
+        or finding.verdict not in ("operation", "not found")
+    ):
+        return found
+    rows, options = recorded_rows(directory), options_of(config_dir)
+    tried, from_start = find_cures(build, config, kept, finding, rows, options)
+    found = replace(found, tried=tried, from_start=from_start)
+    cure = found.smallest
+    return found if cure is None else replace(found, command=_command(record, cure))
+
+
+def _replay_in_words(finding: "Finding", failure: dict, without_gpu: bool) -> str:
+    what = "the evaluation after step" if finding.kind == "evaluation" else "step"
+    note = " (on a CPU: the run's GPU is not here)" if without_gpu else ""
+    text = f"{what} {finding.step} from its kept state{note}: "
+    text += "fails again" if finding.reproduced else "does not fail again"
+    if failure.get("compared"):
+        different = failure["first_difference"]
+        same = "bit-equal to the run's"
+        text += f", its losses {same if different is None else f'other from step {different} on'}"
+    return text
+
+
+def _command(record: dict, smallest: "Tried") -> str:
+    """The run's own command line with the cure in it."""
+    changed = {override.partition("=")[0] for override in smallest.overrides}
+    left_out = {"output_dir", "resume"} | changed
+    mode = "precision" in changed  # another mode brings its scaler
+
+    def stays(override: str) -> bool:
+        key = override.partition("=")[0].lstrip("+")
+        of_mode = mode and (key == "scaler" or key.startswith(("precision.", "scaler.")))
+        return key not in left_out and not of_mode
+
+    own = filter(stays, record["overrides"])
+    return shlex.join(["mprun", *own, *smallest.overrides])
+
+
+def as_dict(explanation: Explanation) -> dict:
+    """As plain values, non-finite numbers as text."""
+    from mprun.extensions.diagnosis.first_nonfinite import in_words, reason_of
+    from mprun.precision.policy import dtype_name
+
+    finding, cure = explanation.finding, explanation.smallest
+    content = _chosen(explanation, "run status cause classification replay") | {
+        "verdict": "exception" if finding is None else finding.verdict,
+        "tried_from_start": explanation.from_start,
+        "tried": [
+            {"change": one.overrides, "cures": one.cures, "result": one.result}
+            for one in explanation.tried
+        ],
+        "smallest_cure": None if cure is None else cure.overrides,
+        "command": explanation.command,
+    }
+    if finding is None:
+        return plain(content)
+    event, culprit = finding.event, None
+    if event is not None:
+        names = "phase module operation tensor dtype result count of largest_input"
+        culprit = _chosen(event, names) | {"dtype": dtype_name(event.dtype)}
+        culprit |= {"in_fp32": event.would_be, "reason": reason_of(event)}
+    content |= _chosen(finding, "step kind reproduced") | {"in_words": in_words(finding)}
+    content |= _chosen(finding, "details weights") | {"culprit": culprit}
+    content["ramp"] = [
+        _chosen(one, "phase module") | {"largest": one.value, "dtype": dtype_name(one.dtype)}
+        for one in finding.ramp
+    ]
+    return plain(content)
+
+
+def _chosen(record: object, names: str) -> dict:
+    return {name: getattr(record, name) for name in names.split()}
+
+
+def as_text(explanation: Explanation) -> list[str]:
+    """As lines for the console."""
+    from mprun.extensions.diagnosis.first_nonfinite import in_words
+
+    start = f"{explanation.run}: {explanation.status}: {explanation.cause}"
+    lines = _titled("run", [start, *explanation.classification])
+    lines += _titled("replay", [explanation.replay])
+    finding, tried, cure = explanation.finding, explanation.tried, explanation.smallest
+    if finding is None:
+        return lines
+    lines += _titled("culprit", in_words(finding))
+    if finding.ramp:
+        title = "largest absolute values up to there (FP16 ends at 65504, 2^16)"
+        lines += _titled("ramp", [title, *_ramp(finding.ramp)])
+    if not tried:
+        return lines
+    since = "from the start of the run up to" if explanation.from_start else "on"
+    width = max(len(" ".join(one.overrides)) for one in tried)
+    verdicts = {True: "cures", False: "does not cure", None: "-"}
+    outcomes = [
+        f"{' '.join(one.overrides):<{width}}  {verdicts[one.cures]:<13}  {one.result}"
+        for one in tried
+    ]
+    lines += _titled("tried", [f"{since} that step and five more", *outcomes])
+    if cure is not None:
+        found = f"{' '.join(cure.overrides)} (the smallest of them)"
+        return lines + _titled("cure", [found, str(explanation.command)])
+    fp32 = any(one.overrides == ("precision=fp32",) and one.cures is False for one in tried)
+    fails_too = "; FP32 fails as well: the recipe is at fault, not the precision"
+    return lines + _titled("cure", [f"none of these{fails_too if fp32 else ''}"])
+
+
+def _titled(title: str, lines: list[str]) -> list[str]:
+    return [f"{title if row == 0 else '':<10}{line}" for row, line in enumerate(lines)]
+
+
+def _ramp(ramp: list["Largest"]) -> list[str]:
+    from mprun.precision.policy import dtype_name
+
+    shown = ramp[-RAMP - 1 :]
+    rows = [(one.phase, one.module or _OUTSIDE[one.phase], power(one.value)) for one in shown]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [f"... {len(ramp) - len(shown)} before"] if len(ramp) > len(shown) else []
+    for row, one in zip(rows, shown, strict=True):
+        cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        beyond = "" if abs(one.value) <= FP16_MAX else "  beyond FP16"
+        lines.append(f"{cells}  {dtype_name(one.dtype)}{beyond}")
+    return lines

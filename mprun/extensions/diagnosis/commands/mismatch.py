@@ -1,0 +1,302 @@
+"""`mprun mismatch MODE ... RUN`: log-probabilities of the same weights in modes or batch shapes."""
+
+import json
+from argparse import Namespace
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from mprun.cli.arguments import Arguments, number
+from mprun.config.compose import compose_config, config_from_record
+from mprun.config.option_files import modes
+from mprun.config.registry import task_of
+from mprun.config.rules import must_be
+from mprun.config.schema import MAX_STEPS, RunConfig
+from mprun.config.user_code import is_factory, vouched
+from mprun.errors import DONE, BadInput, Damaged, MprunError
+from mprun.numerics.post_mortem import plain
+from mprun.record.run_directory import read_config, read_record
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from mprun.build import Built
+    from mprun.extensions.diagnosis.log_probabilities import Mismatch
+
+TOKENS, BATCH, BAND = 8192, 16, 0.01
+_WHAT = """\
+How far apart are the log-probabilities of the same tokens under the same weights?
+
+  mprun mismatch MODE MODE ... RUN           in several precision modes, of a run's newest checkpoint
+  mprun mismatch MODE MODE ... [key=value]   of fresh weights of this configuration
+  mprun mismatch MODE --batch 16,1 RUN       in several batch shapes of one mode
+
+Of a language model: forward in eval mode, without gradients, on the first held-out tokens, each
+window from its start. Every mode is set against the first one, and against FP32, which says which
+of two is off. The first MODE may be a training's, the second an inference engine's: then the ratio
+is what reinforcement learning takes for a change of the policy. Writes nothing.
+"""  # noqa: E501 - the help page breaks lines
+_MORE = """\
+A list has a value for each MODE, or one for all; one MODE is taken for every value of a list.
+
+Exit codes: 0 done, 2 bad input, 4 damaged record or checkpoint, 130 interrupted.
+"""
+
+
+class Side(NamedTuple):
+    """A computation of the log-probabilities: `batch` windows at a time, `pad` tokens behind."""
+
+    mode: str
+    batch: int
+    pad: int
+
+
+# Two sides, how far the first is from the second, and the same by the last position of each part.
+Row = tuple[Side, Side, "Mismatch", "dict[int, Mismatch]"]
+
+
+def main(arguments: list[str]) -> int:
+    """Entry point of the verb; returns the exit code."""
+    options = _options(arguments)
+    sides: list[Side] = options.sides
+    fp32 = Side("fp32", sides[0].batch, 0)
+    wanted = list(dict.fromkeys([*sides, fp32]))
+    configs = _configs(options, dict.fromkeys(side.mode for side in wanted))
+    found, about = _computed(options, wanted, configs)
+
+    from mprun.extensions.diagnosis.log_probabilities import by_position, mismatch
+
+    pairs = [(side, sides[0]) for side in sides[1:]]
+    pairs += [(side, fp32) for side in sides if fp32 not in (side, sides[0])]
+    results: list[Row] = []
+    for side, base in pairs:
+        both = found[side], found[base], options.band
+        results.append((side, base, mismatch(*both), by_position(*both)))
+    if options.json:
+        rows = [
+            {**side._asdict(), "against": base._asdict(), **asdict(whole)}
+            | {"positions": [{"up_to": last, **asdict(part)} for last, part in parts.items()]}
+            for side, base, whole, parts in results
+        ]
+        print(json.dumps(plain(about | {"pairs": rows}), indent=1, allow_nan=False))
+    else:
+        print("\n".join(_as_text(about, results)))
+    return DONE
+
+
+def _options(arguments: list[str]) -> Namespace:
+    """The options; the words as `sides`, `run` (a path or None) and `overrides`."""
+    parser = Arguments("mismatch", _WHAT, _MORE)
+    add = parser.add_argument
+    add("words", nargs="*", metavar="MODE|RUN|KEY=VALUE", help="see above")
+    count = number("--tokens", 1, MAX_STEPS, "a number of tokens", whole=True)
+    whole = f"at most so many, in whole windows, at least one ({TOKENS})"
+    add("--tokens", type=count, default=TOKENS, metavar="N", help=whole)
+    length = number("--window", 1, MAX_STEPS, "a number of tokens", whole=True)
+    long = "tokens of a window (as many as the held-out data have)"
+    add("--window", type=length, metavar="N", help=long)
+    batches = f"windows computed at a time ({BATCH})"
+    add("--batch", type=_list("--batch", 1), metavar="N[,N...]", help=batches)
+    behind = "tokens put behind each window, not counted (0)"
+    add("--pad", type=_list("--pad", 0), metavar="N[,N...]", help=behind)
+    within = f"count the tokens whose ratio is not within X of 1 ({BAND:g})"
+    add("--band", type=number("--band", 0, 1), default=BAND, metavar="X", help=within)
+    softmax = "log-softmax in FP32, or as the mode computes it: in the format of its logits (fp32)"
+    add("--log-softmax", choices=["fp32", "mode"], default="fp32", help=softmax)
+    add("--json", action="store_true", help="everything as JSON")
+    add("--config-dir", metavar="DIR", help="modes and options of your own, as for a run")
+    options = parser.parse(arguments)
+    known = list(modes(options.config_dir))
+    options.overrides = [word for word in options.words if "=" in word and not Path(word).is_dir()]
+    others = [word for word in options.words if word not in options.overrides]
+    named = [word for word in others if word in known]
+    runs = [word for word in others if word not in known]
+    for word in runs:
+        if not Path(word).exists():
+            allowed = must_be(word, known, "precision")
+            raise BadInput(f"mismatch {word}: neither a folder nor a mode; {allowed}")
+    if len(runs) > 1:
+        parser.error(f"{runs[1]}: a second run directory, takes one")
+    options.run = Path(runs[0]) if runs else None
+    options.sides = _sides(parser, named, options.batch or [BATCH], options.pad or [0])
+    return options
+
+
+def _sides(parser: Arguments, named: list[str], batch: list[int], pad: list[int]) -> list[Side]:
+    given = " ".join(named) or "no mode"
+    named = named * max(len(batch), len(pad)) if len(named) == 1 else named
+    for flag, values in (("--batch", batch), ("--pad", pad)):
+        if named and len(values) not in (1, len(named)):
+            text = ",".join(map(str, values))
+            raise BadInput(f"{flag} {text}: {len(values)} values (allowed: 1 or {len(named)})")
+    sides = [
+        Side(mode, batch[place % len(batch)], pad[place % len(pad)])
+        for place, mode in enumerate(named)
+    ]
+    if not sides or sides == [Side("fp32", batch[0], 0)]:
+        parser.error(f"{given}: needs two modes, or one beside FP32")
+    if len(set(sides)) < len(sides):
+        parser.error(f"{given}: a mode is there twice in one shape; give --batch 16,1")
+    return sides
+
+
+def _list(flag: str, low: int) -> Callable[[str], list[int]]:
+    one = number(flag, low, MAX_STEPS, "whole numbers, separated by commas,", whole=True)
+    return lambda text: [int(one(part)) for part in text.split(",")]
+
+
+def _configs(options: Namespace, wanted: Iterable[str]) -> dict[str, RunConfig]:
+    """Mode -> the configuration in this mode, checked; imports no torch."""
+    run, own = options.run, options.overrides
+    for override in own:
+        key = override.lstrip("+~").partition("=")[0]
+        if run is not None and not is_factory(override):
+            raise BadInput(f"mismatch {run} {override}: a run has its configuration")
+        if key.partition(".")[0] in ("precision", "scaler"):
+            raise BadInput(f"mismatch {override}: a mode is a word alone, as in mprun mismatch amp")
+        if key == "resume":
+            raise BadInput(f"mismatch {override}: give the run directory alone")
+    given = vouched(own, options.config_dir)
+    recorded = {} if run is None else _read(run)
+    found = {}
+    for mode in wanted:
+        chosen = compose_config([*([] if run else own), f"precision={mode}"], options.config_dir)
+        config = chosen.config
+        if run is not None:
+            groups = {group: chosen.as_dict()[group] for group in ("precision", "scaler")}
+            config = config_from_record(recorded | {"numerics": {}} | groups, given)
+        if (task := task_of(config.model)) != "language_model":
+            what = "needs a language model, whose tokens have probabilities"
+            raise BadInput(f"mismatch model={config.model.name}: {what}; this one learns {task}")
+        found[mode] = config
+    return found
+
+
+def _read(run: Path) -> dict:
+    """The configuration of a run directory."""
+    if not (run / "run.json").is_file():
+        raise BadInput(f"mismatch {run}: no run.json there; give a run directory")
+    read_record(run)  # Damaged where it is none, or where a link leads out of the run
+    if not (run / "checkpoints").is_dir():
+        hint = "train it with train.checkpoint_every=N"
+        raise BadInput(f"mismatch {run}: no checkpoint there; {hint}")
+    return read_config(run)
+
+
+def _computed(
+    options: Namespace, sides: list[Side], configs: dict[str, RunConfig]
+) -> tuple[dict[Side, "Tensor"], dict]:
+    """(log-probabilities of each side, [windows, time]; what they are of, for the record)."""
+    import torch
+
+    from mprun.extensions.diagnosis.log_probabilities import held_out_windows, log_probs
+    from mprun.record import checkpoint
+    from mprun.tasks import LanguageModel
+    from mprun.training.run import prepare, resolve_device
+
+    run, kept = options.run, None
+    if run is not None:
+        kept = checkpoint.load_newest(run / "checkpoints", torch.device("cpu"))
+        if kept is None:
+            raise BadInput(f"mismatch {run}: no checkpoint there")
+    found: dict[Side, Tensor] = {}
+    products = {}
+    # One mode after the other: the flags of FP32 products are the process's.
+    for mode, config in configs.items():
+        # A CPU where the run's GPU is not here.
+        missing = run is not None and config.device == "cuda" and not torch.cuda.is_available()
+        built = prepare(config, resolve_device("cpu" if missing else config.device), config.threads)
+        with closing(built.data):
+            if run is not None and kept is not None:
+                _put(built, kept.state, run)
+            try:
+                windows = held_out_windows(built.data, options.tokens, options.window)
+            except ValueError as error:
+                raise BadInput(f"--window {options.window}: {error}") from None
+            most, length = windows.tokens.shape
+            assert isinstance(built.task, LanguageModel)  # what `_configs` has let pass
+            context = getattr(built.task.learner.model, "context_length", None)
+            for side in (side for side in sides if side.mode == mode):
+                if options.batch and side.batch > most:
+                    allowed = f"at most {most}, the windows of --tokens {options.tokens}"
+                    raise BadInput(f"--batch {side.batch}: must be {allowed}")
+                if context is not None and length + side.pad > context:
+                    both = f"--window {length} --pad {side.pad}"
+                    raise BadInput(f"{both}: together at most {context}, the model's context")
+                own = options.log_softmax == "mode"
+                found[side] = log_probs(built.task, windows, *side[1:], own_format=own)
+        if unused := built.arithmetic.missing():
+            raise MprunError(f"precision={mode}: no operation ran in {unused}")
+        products[mode] = built.arithmetic.kind()
+    about: dict[str, Any] = {"run": str(run) if run else None, "step": kept.step if kept else None}
+    about |= {"seed": config.seed, "device": built.device.type, "products": products}
+    about |= {"data": built.data.description["name"], "windows": most, "window": length}
+    return found, about | {"band": options.band, "log_softmax": options.log_softmax}
+
+
+def _put(built: "Built", state: dict, run: Path) -> None:
+    """The weights of a checkpoint into a run just built, in whatever mode."""
+    from mprun.extensions.diagnosis.interventions import transplant
+
+    recorded = read_record(run).get("data", {}).get("sha256")
+    if recorded not in (None, built.data.sha256):
+        raise BadInput(f"mismatch {run}: the data are not those that the run began with")
+    try:
+        transplant(built, state["task"])
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise Damaged(f"{run / 'checkpoints'}: not the state of this run ({error})") from error
+
+
+def _as_text(about: dict, results: "list[Row]") -> list[str]:
+    """As lines for the console, of 80 columns."""
+    sides = [side for row in results for side in row[:2]]
+    shaped = len({side[1:] for side in sides}) > 1
+
+    def label(side: Side) -> str:
+        shape = f"/{side.batch}{f'+{side.pad}' if side.pad else ''}"
+        return f"{side.mode}{shape if shaped else ''}"
+
+    weights = f"{about['run']}, step {about['step']}"
+    if about["run"] is None:
+        weights = f"fresh, of seed {about['seed']}: they say little of trained ones"
+    count = f"{about['windows']} window{'s' * (about['windows'] > 1)}"
+    windows = f"{count} of {about['window']}, held out of {about['data']}"
+    emulated = any("emulated" in kind for kind in about["products"].values())
+    lines = [
+        f"weights  {weights}",
+        f"tokens   {results[0][2].tokens}: {windows}",
+        f"device   {about['device']}{', products below FP32 emulated' if emulated else ''}",
+        f"ratio    p(MODE) / p(other); outside: not within {100 * about['band']:g} % of 1",
+    ]
+    if shaped:
+        lines.append("shapes   /N: N windows at a time; +N: N tokens of padding behind each")
+    width = max(len(label(side)) for side in sides)
+    for base in dict.fromkeys(row[1] for row in results):
+        rows = [row for row in results if row[1] == base]
+        names = "rms nats", "largest", "mean", "ratio rms", "outside"
+        lines += ["", f"against {label(base)}"]
+        lines.append(" " * width + "".join(f"{name:>11}" for name in names))
+        for side, _, one, _ in rows:
+            cells = [f"{value:.3g}" for value in (one.rms, one.largest, one.mean)]
+            cells += [f"{100 * value:.3g} %" for value in (one.ratio_rms, one.outside)]
+            lines.append(f"{label(side):<{width}}" + "".join(f"{cell:>11}" for cell in cells))
+        for side, _, one, _ in rows:
+            if one.nonfinite:
+                lines.append(f"{label(side)}: {one.nonfinite} of {one.tokens} tokens not finite")
+            if side.mode == base.mode or not one.differing:
+                lines.append(f"{label(side)}: {one.differing} of {one.tokens} tokens differ")
+        if any(side.mode == base.mode for side, *_ in rows) and about["device"] == "cpu":
+            lines.append("Sums are in FP32, in the order of this CPU's kernels; a GPU has others.")
+    lines += ["", f"rms in nats against {label(results[0][1])}, by position up to"]
+    lines.append(" " * width + "".join(f"{last:>7}" for last in results[0][3]))
+    for side, base, _, parts in results:
+        if base == results[0][1]:
+            cells = [_short(part.rms) for part in parts.values()]
+            lines.append(f"{label(side):<{width}}" + "".join(f"{cell:>7}" for cell in cells))
+    return lines
+
+
+def _short(value: float) -> str:
+    return f"{value:.1e}".replace("e-0", "e-") if value else "0"

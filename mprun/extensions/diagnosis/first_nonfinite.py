@@ -1,0 +1,212 @@
+"""Find the first non-finite value of a failed step, and what had been growing before it."""
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from mprun.extensions.diagnosis.observation import Event, Largest, Observation
+from mprun.numerics.post_mortem import StepRow, power
+from mprun.numerics.replay import Steps, batches_of
+from mprun.numerics.state import buffers, carried, nonfinite, optimizer_state, weights
+from mprun.numerics.trace import Phase
+from mprun.precision.policy import dtype_name
+
+# For each phase: its description, and the words for its place outside modules.
+_PHASES: dict[str, tuple[str, str]] = {
+    Phase.INPUT: ("casting the batch", "inputs"),
+    Phase.FORWARD: ("forward", ""),
+    Phase.LOSS: ("loss", "the loss"),
+    Phase.BACKWARD: ("backward", ""),
+    Phase.UNSCALE: ("unscaling the gradients", "gradients"),
+    Phase.UPDATE: ("weight update", "optimizer"),
+}
+
+
+@dataclass(slots=True)
+class Finding:
+    """The result of replaying one step.
+
+    verdict: "operation" (then `event` is the culprit), "data" (the batch holds NaN or infinities),
+    "earlier" (something was not finite before the step), "statistics" (the buffers of norm layers,
+    before an evaluation) or "not found".
+    kind, step: of the replayed step (`mprun.numerics.failure.Kept`). reproduced: whether it failed
+    again. details: name -> number of non-finite values, for the subject of the verdict.
+    ramp: largest values by phase and module, in order of execution, up to the culprit.
+    weights: weights that are not finite after the step.
+    """
+
+    verdict: str
+    kind: str
+    step: int
+    reproduced: bool
+    event: Event | None = None
+    details: dict[str, str] = field(default_factory=dict)
+    ramp: list[Largest] = field(default_factory=list)
+    weights: dict[str, str] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        return "\n".join(in_words(self))
+
+    @property
+    def module(self) -> str | None:
+        """Return the culprit's module: its own, or that of the weight concerned."""
+        event = self.event
+        if event is None:
+            return None
+        if event.phase in (Phase.FORWARD, Phase.BACKWARD) and event.module != "loss":
+            return event.module
+        name = event.tensor.rpartition(" of ")[2]
+        return name.rpartition(".")[0] if "." in name else None
+
+
+def find_culprit(steps: Steps, kind: str) -> Finding:
+    """Replay the next step of `steps` (or an evaluation) and find the culprit; changes the task.
+
+    Args:
+        steps: from a kept state (`mprun.numerics.replay.restore`).
+        kind: the kind of failure (`mprun.numerics.failure.Kept`); "step": any that a step can have.
+    """
+    if kind == "evaluation":
+        return _find_in_evaluation(steps)
+    task = steps.built.task
+    batch = _nonfinite_batch(steps)
+    before = nonfinite(weights(task)) | nonfinite(carried(task)) | nonfinite(optimizer_state(task))
+    with Observation(steps.built) as seen:
+        row = steps.advance()
+    after = nonfinite(weights(task))
+    spoilt = bool(after) or bool(nonfinite(carried(task))) or row.diverged
+    failed = {"loss": row.diverged, "collapse": row.found_inf, "state": spoilt}
+    reproduced = failed.get(kind, row.found_inf or spoilt)
+    finding = Finding("not found", kind, row.step, reproduced, weights=after)
+    if not reproduced:
+        return finding
+    if batch:
+        finding.verdict, finding.details = "data", batch
+    elif not _blame(finding, seen, _sources(seen, steps, row)) and before:
+        # An optimizer state ("exp_avg of ...") alone may be infinite for long without harm.
+        state = [name for name in before if " of " in name and not name.startswith("master of")]
+        held = {name: text for name, text in before.items() if name not in state}
+        finding.verdict, finding.details = "earlier", held or before
+    return finding
+
+
+def _find_in_evaluation(steps: Steps) -> Finding:
+    task = steps.built.task
+    before, statistics = nonfinite(weights(task)), nonfinite(buffers(task))
+    with Observation(steps.built) as seen:
+        values = task.evaluate()
+    reproduced = not all(math.isfinite(value) for value in values.values())
+    finding = Finding("not found", "evaluation", steps.step, reproduced)
+    if not reproduced:
+        return finding
+    # With finite losses a metric may still be infinite: perplexity from a loss of 710 on.
+    finding.details = {name: f"{value:g}" for name, value in values.items()}
+    if before:
+        finding.verdict, finding.details = "earlier", before
+    elif statistics:
+        finding.verdict, finding.details = "statistics", statistics
+    else:
+        _blame(finding, seen, {event.order for event in seen.events})
+    return finding
+
+
+def _nonfinite_batch(steps: Steps) -> dict[str, str]:
+    if steps.built.task.data is None:  # a script, whose batches are unknown here
+        return {}
+    inputs = [inputs for inputs, *_ in batches_of(steps.built.task, steps.step)]
+    if len(inputs) == 1:
+        return nonfinite({"inputs": inputs[0]})
+    return nonfinite({f"inputs of micro-batch {n}": one for n, one in enumerate(inputs, start=1)})
+
+
+def _sources(seen: Observation, steps: Steps, row: StepRow) -> set[int]:
+    """Return events behind the failure: of the loss, else gradients, else weights or state."""
+    found: set[int] = set()
+    if not math.isfinite(row.loss):
+        found = seen.sources_of([steps.metrics["loss"]])
+    if not found and row.found_inf:
+        found = seen.reached.get(Phase.UNSCALE, set())
+    task = steps.built.task
+    found = found or seen.sources_of([*weights(task).values(), *carried(task).values()])
+    return found or {event.order for event in seen.events}
+
+
+def _blame(finding: Finding, seen: Observation, sources: set[int]) -> bool:
+    """Make the first of these events that was seen to appear the culprit; False if none was.
+
+    Its ramp: the largest values when it appeared, in order of execution, its own module last.
+    """
+    event = next((seen.events[i] for i in sorted(sources) if seen.events[i].seen), None)
+    if event is None:
+        return False
+    ramp = seen.ramps[event.order] if event.order < len(seen.ramps) else [*seen.ramp.values()]
+    found = [one for one in ramp if one.phase in (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD)]
+    own = [one for one in found if (one.phase, one.module) == (event.phase, event.module)]
+    finding.verdict, finding.event = "operation", event
+    finding.ramp = [one for one in found if one not in own] + own
+    return True
+
+
+def in_words(finding: Finding) -> list[str]:
+    """Return the finding as sentences, the culprit first."""
+    where = "; ".join(f"{name}: {text}" for name, text in finding.details.items())
+    match finding.verdict:
+        case "data":
+            start = f"the batch of step {finding.step} is not finite"
+            return [f"{start} ({where}): the data are the cause"]
+        case "earlier":
+            start = f"not finite before step {finding.step}"
+            return [f"{start} ({where}): the cause is an earlier step"]
+        case "statistics":
+            return [f"statistics of norm layers are not finite before the evaluation ({where})"]
+    event = finding.event
+    if event is None:
+        if not finding.reproduced:
+            return ["not found: the step does not fail"]
+        where = "".join(f"; {name} {text}" for name, text in finding.details.items())
+        return [f"not found: no operation made a value that is not finite{where}"]
+    tensor = event.tensor
+    if event.phase not in (Phase.UNSCALE, Phase.UPDATE) and tensor in ("output", "gradient"):
+        tensor = f"its {tensor}"
+    return [
+        f"{_PHASES[event.phase][0]}, {place_of(event)}: {event.operation}",
+        f"{event.count} of {event.of} values of {tensor} became {event.result} in "
+        f"{dtype_name(event.dtype).upper()}; all it read was finite, at most "
+        f"{power(event.largest_input)}",
+        reason_of(event),
+    ]
+
+
+def place_of(event: Event) -> str:
+    """Return the module of an event, or the words for its place outside modules."""
+    if event.phase not in (Phase.FORWARD, Phase.BACKWARD):
+        return _PHASES[event.phase][1]
+    if event.module == "loss":
+        return "the loss"
+    return f"module {event.module}" if event.module else "the model itself"
+
+
+def reason_of(event: Event) -> str:
+    """Return why the operation produced a non-finite value."""
+    name = event.operation.removeprefix("_foreach_")
+    dtype, limit = dtype_name(event.dtype).upper(), torch.finfo(event.dtype).max
+    end = f"ends at {power(limit)}"
+    if event.at_zero and name.startswith("log"):
+        return "logarithm of zero"
+    if event.at_zero:  # the operations that are singular at 0, other than logarithms, divide
+        of_update = ": the optimizer's denominator and its eps round to 0"
+        return f"division by zero{of_update if event.phase == Phase.UPDATE else ''}"
+    if event.phase == Phase.UPDATE and event.operation == "_foreach_copy_":
+        return (
+            f"overflow: the master weight, {power(event.largest_input)}, does not fit "
+            f"{dtype}, which {end}"
+        )
+    wide = math.inf if event.would_be is None else event.would_be
+    of_fp16 = " (65504)" if event.dtype is torch.float16 else ""
+    if limit < wide < math.inf:
+        return f"overflow: {power(wide)} in FP32, and {dtype} {end}{of_fp16}"
+    if event.result == "infinity":
+        return f"overflow: {dtype} {end}{of_fp16}"
+    finite = "; the same in FP32 is finite" if math.isfinite(wide) else ""
+    return f"NaN from finite values in {dtype}{finite}"

@@ -1,0 +1,177 @@
+"""Predict the effect of FP8 products on probed tensors, without running any.
+
+FP8 products take input, weight and output gradient of a linear layer in 8 bits
+(`mprun.precision.scaled_products`). A cast rounds to zero what is at most half of the smallest
+number of its format (a tie goes to the even neighbour, zero). It saturates above the largest:
+
+    format  half of the smallest  largest  flushed by a scale of the tensor: at most amax times
+    E4M3    2^-10                 448      2^-10 / 448 = 2^-18.8
+    E5M2    2^-17                 57344    2^-17 / 57344 = 2^-32.8
+
+(Micikevicius et al., arXiv 2209.05433, table 1.) A histogram gives the count to within the one bin,
+one power of two wide, that such a bound falls into. The smaller number excludes that bin; the
+larger one, by which layers are judged, includes it. Without a scale the bounds of zero are powers
+of two, which have their own bins: the count is exact. A histogram does not distinguish rows.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from mprun.extensions.diagnosis.shapes import Key, Layout
+from mprun.numerics.probe_record import ProbeRecord, TensorStats
+
+# The effect of outliers: normally distributed values reach 4 deviations. If the largest value is
+# 2^12 times that, E4M3 flushes 3 % of the others (below 4 * 2^(12 - 18.8) = 0.036 deviations); at
+# 2^15 it flushes 23 %, at 2^19 all. A layer is named from a tenth on.
+FLUSHED_THRESHOLD = 0.1
+_SMALLEST_AMAX = 1e-12  # scales stop there
+_MOST_POWERS = 64  # tried for a loss scale
+
+
+@dataclass(frozen=True, slots=True)
+class Format:
+    """A number format. half: half of its smallest number, values up to which become zero.
+
+    largest: its largest number.
+    """
+
+    name: str
+    half: float
+    largest: float
+
+
+E4M3, E5M2 = Format("e4m3", 2.0**-10, 448.0), Format("e5m2", 2.0**-17, 57344.0)
+# Operand -> kind of tensor in a probe, format in fp8_tensorwise and fp8_unscaled.
+OPERANDS = {
+    "input": ("inputs", E4M3),
+    "weight": ("weights", E4M3),
+    "output gradient": ("activation_gradients", E5M2),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Flushed:
+    """Parts (0 to 1) of the non-zero values, for one operand of one or several layers.
+
+    least, most: rounded to zero with a scale of the tensor; everything if a value is not finite.
+    unscaled: rounded to zero without a scale, for the gradient of the unscaled loss. saturated:
+    above the largest number without a scale, at most.
+    """
+
+    least: float
+    most: float
+    unscaled: float
+    saturated: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fp8Advice:
+    """The linear layers that could have their products in FP8.
+
+    layers: name -> operand -> what is flushed, for all measured layers. excluded: those where a
+    tensor-wise scale flushes more than `threshold` of an operand. unmeasured: those where a probe
+    lacks an operand. loss_scale: log2 of the smallest loss scale that keeps each output gradient at
+    `threshold` without scales of tensors, and saturates none; None: there is none. overrides: the
+    mode as typed after `mprun`, empty if no layer is left.
+    """
+
+    threshold: float
+    layers: dict[str, dict[str, Flushed]]
+    excluded: list[str]
+    unmeasured: list[str]
+    loss_scale: int | None
+    overrides: list[str]
+    command: str = ""
+
+    def worst(self, operand: str, part: str) -> tuple[str, float]:
+        """Return the layer with the largest part, a field of `Flushed`, and that part."""
+        shares = {name: getattr(found[operand], part) for name, found in self.layers.items()}
+        name = max(shares, key=lambda name: shares[name])
+        return name, shares[name]
+
+
+def fp8_advice(used: Sequence[ProbeRecord], layout: Layout) -> Fp8Advice:
+    """Judge the candidate layers of `layout` from the probes of a run."""
+    layers: dict[str, dict[str, Flushed]] = {}
+    gradients: list[list[_Part]] = []
+    unmeasured: list[Key] = []
+    kept: list[Key] = []
+    excluded: list[Key] = []
+    for key in layout.scaled:
+        parts = {operand: list(_parts(used, key, kind)) for operand, (kind, _) in OPERANDS.items()}
+        if not all(parts.values()):
+            unmeasured.append(key)
+            continue
+        found = {operand: _flushed(parts[operand], OPERANDS[operand][1]) for operand in OPERANDS}
+        layers[layout.named(key)] = found
+        gradients.append(parts["output gradient"])
+        above = any(one.most > FLUSHED_THRESHOLD for one in found.values())
+        (excluded if above else kept).append(key)
+
+    def holds(k: int) -> bool:
+        shares = [_flushed(parts, E5M2, k) for parts in gradients]
+        return all(one.unscaled <= FLUSHED_THRESHOLD and not one.saturated for one in shares)
+
+    return Fp8Advice(
+        FLUSHED_THRESHOLD,
+        layers,
+        list(map(layout.named, excluded)),
+        list(map(layout.named, unmeasured)),
+        next(filter(holds, range(_MOST_POWERS)), None),
+        _overrides([name for _, name in kept], [name for _, name in (*excluded, *unmeasured)]),
+    )
+
+
+def _overrides(kept: list[str], left_out: list[str]) -> list[str]:
+    """Return the shorter of two forms: overrides compute the other layers in FP32, else in BF16."""
+    if not kept:
+        return []
+    mode = ["precision=fp8_tensorwise"]
+    if len(left_out) < len(kept):
+        return [*mode, *(f"precision.overrides.{name}=fp32" for name in dict.fromkeys(left_out))]
+    return [*mode, f"precision.products.modules=[{','.join(dict.fromkeys(kept))}]"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """A tensor of one probe. low, high: log2 of the smallest and largest scale of its losses."""
+
+    stats: TensorStats
+    low: float
+    high: float
+
+
+def _parts(used: Iterable[ProbeRecord], key: Key, kind: str) -> Iterable[_Part]:
+    learner, module = key
+    for record in used:
+        own = record.learners.get(learner)
+        stats = None if own is None else own.tensors.get(kind, {}).get(module)
+        if own is not None and stats is not None:
+            scaled = kind == "activation_gradients"
+            scales = [record.log2_loss_scale[name] for name in own.loss_scales if scaled] or [0.0]
+            yield _Part(stats, min(scales), max(scales))
+
+
+def _flushed(parts: Iterable[_Part], format: Format, log2_scale: int = 0) -> Flushed:
+    """Return parts over all probes, each with its own scale.
+
+    The unscaled parts are at 2^log2_scale times the loss.
+    """
+    least = most = unscaled = saturated = total = 0
+    for part in parts:
+        counts = part.stats.counts
+        own, amax = counts.nonzero, part.stats.amax
+        total += own
+        if math.isfinite(amax):
+            limit = max(amax, _SMALLEST_AMAX) * format.half / format.largest
+            here = counts.up_to(limit)
+            least, most = least + here[0], most + here[1]
+        else:
+            least, most = least + own, most + own
+        # If losses have several scales, the worse one counts.
+        unscaled += counts.up_to(format.half * 2.0 ** (part.high - log2_scale))[1]
+        largest = format.largest * 2.0 ** (part.low - log2_scale)
+        saturated += own - counts.up_to(largest)[0] if not amax <= largest else 0
+    shares = (least, most, unscaled, saturated)
+    return Flushed(*(share / total if total else 0.0 for share in shares))

@@ -1,0 +1,350 @@
+"""Try changes that may cure a failed step, smallest first, by training that step again."""
+
+import copy
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mprun.build import Built
+from mprun.config.compose import compose_config, group_options, hydra_session
+from mprun.config.roles import kind_recorded
+from mprun.errors import BadInput, MprunError
+from mprun.extensions.diagnosis.first_nonfinite import Finding
+from mprun.numerics.exponent_shares import FP16_MAX
+from mprun.numerics.post_mortem import EXPLOSION, LAST, explosion, power
+from mprun.numerics.replay import Steps, resume_from, same_loss, use_batch
+from mprun.numerics.state import all_finite, carried, weights
+from mprun.numerics.trace import Phase
+from mprun.tasks import LanguageModel
+
+WORSE = 1.5  # times FP32's loss: finite, but not cured
+AFTER = 5  # further steps that a cured run must survive
+# A scale that has to settle first may skip so many more steps.
+PATIENCE = 40
+# A run whose loss exploded was damaged long before its last step. Changes are tried from its start
+# if it reaches the bad step within this time.
+LONGEST_CONTROL_S = 60.0
+Build = Callable[[dict], Built]  # builds from a plain configuration; raises BadInput
+Options = Mapping[str, dict[str, dict]]  # "scaler=static" -> {"scaler": its values}
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A configuration with one thing changed. overrides: as typed after `mprun`."""
+
+    overrides: tuple[str, ...]
+    config: dict
+
+
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """The result of a change. cures: None if it could not be tried."""
+
+    overrides: tuple[str, ...]
+    cures: bool | None
+    result: str
+    loss: float | None = None  # the last one, if all steps were taken
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """The start of the trials: a kept state, or the start of the run.
+
+    bad_step: from 1. kept: the state before it; its batch is used even if the trials start earlier.
+    limit: a loss above it is no cure, None if unknown.
+    """
+
+    kept: dict
+    bad_step: int
+    from_start: bool = False
+    limit: float | None = None
+
+
+def find_cures(
+    build: Build, config: dict, kept: dict, finding: Finding, rows: list[dict], options: Options
+) -> tuple[list[Tried], bool]:
+    """Return the result of each change, and whether they were tried from the start of the run.
+
+    They start there if the loss had grown before the bad step, or if nothing cures that step: the
+    run was damaged earlier.
+
+    Args:
+        build: builds a run from a plain configuration.
+        config: the run's, as plain values.
+        kept: the state before the bad step (`mprun.numerics.failure.kept_state`).
+        finding: the result of replaying that step.
+        rows: the recorded steps of the run (`mprun.numerics.failure.recorded_rows`).
+        options: the available choices (`options_of`).
+    """
+    if finding.kind == "evaluation":
+        return [], False
+    # The loss above which the run counts as exploded, from its loss at step 1.
+    first = abs(rows[0]["loss"]) if rows and rows[0]["step"] == 1 else math.inf
+    limit = EXPLOSION * first if math.isfinite(first) else None
+    origin = Origin(kept, finding.step, limit=limit)
+    start = replace(origin, from_start=True)
+
+    def try_from(place: Origin, exploding: bool) -> list[Tried]:
+        found = changes(config, finding, options, exploding=exploding)
+        return try_changes(build, found, place)
+
+    before = [row for row in rows if row["step"] <= finding.step][-LAST:]
+    exploding = explosion(before) is not None
+    if exploding and _start_leads_there(build, config, start, rows):
+        return try_from(start, exploding), True
+    tried = try_from(origin, exploding)
+    cured = any(one.cures for one in tried)
+    if not cured and finding.step > 1 and _start_leads_there(build, config, start, rows):
+        return try_from(start, True), True
+    return tried, False
+
+
+def _start_leads_there(build: Build, config: dict, origin: Origin, rows: list[dict]) -> bool:
+    """Return whether training from the start, unchanged, gives the same losses and failure."""
+    losses = {row["step"]: row["loss"] for row in rows}
+    steps, loss = start_from(build(config), origin), math.nan
+    ends = time.perf_counter() + LONGEST_CONTROL_S
+    while steps.step < origin.bad_step and time.perf_counter() < ends:
+        row = steps.advance()
+        loss = row.loss
+        if row.step in losses and not same_loss(loss, losses[row.step]):
+            return False
+    finite = all_finite(weights(steps.built.task).values())
+    return steps.step == origin.bad_step and not (finite and math.isfinite(loss))
+
+
+def options_of(config_dir: str | None = None) -> Options:
+    """Return the possible choices: every precision mode with its scaler, and two scalers."""
+    with hydra_session(config_dir):
+        modes = group_options("precision")
+    found = {}
+    for mode in modes:
+        option = f"precision={mode}"
+        composed = compose_config([option], config_dir, files=False).as_dict()
+        found[option] = {group: composed[group] for group in ("precision", "scaler")}
+    for option in ("scaler=static", "scaler=dynamic"):
+        found[option] = {"scaler": compose_config([option]).as_dict()["scaler"]}
+    return found
+
+
+def changes(
+    config: dict, finding: Finding, options: Options, *, exploding: bool = False
+) -> list[Change]:
+    """Return the changes to try, smallest first; only relevant ones that differ from the run.
+
+    exploding: whether the loss grew before the bad step.
+    """
+    found = []
+    for overrides in _proposed(config, finding, options, exploding):
+        changed = copy.deepcopy(config)
+        for key, value in overrides.items():
+            *groups, field = key.split(".", 2)
+            if not groups:
+                changed |= copy.deepcopy(options[f"{key}={value}"])
+            else:
+                reduce(dict.__getitem__, groups, changed)[field] = value
+        if changed != config:
+            typed = tuple(f"{key}={_typed(value)}" for key, value in overrides.items())
+            found.append(Change(typed, changed))
+    return found
+
+
+def _proposed(
+    config: dict, finding: Finding, options: Options, exploding: bool
+) -> Iterator[dict[str, Any]]:
+    """Yield overrides as key -> value, including those that change nothing."""
+    precision, optim = config["precision"], config["optim"]
+    half = precision["autocast_dtype"] or precision["param_dtype"]
+    phase = finding.event.phase if finding.event is not None else None
+    modules = _modules(config, finding) if half != "fp32" else []
+    for key in (*modules[:1], "precision.norm_dtype", "precision.loss_dtype"):
+        yield {key: "fp32"}
+    if (products := precision.get("products") or {}).get("input"):
+        if products["granularity"] == "none":
+            yield {"precision.products.granularity": "tensor"}
+        operands = ("input", "weight", "grad_output")
+        yield {f"precision.products.{operand}": None for operand in operands}
+    if half == "fp16":
+        yield from _scales(config["scaler"], finding, phase)
+    if phase == Phase.UPDATE and optim["name"] in ("adam", "adamw", "adagrad"):
+        yield from ({"optim.eps": eps} for eps in (1e-6, 1e-4) if eps > (optim["eps"] or 0.0))
+    # Weights with transient masters are updated in FP32 already.
+    if precision["master_dtype"] is None and precision["update"]["rounding"] == "nearest":
+        yield {"precision.master_dtype": "fp32", "precision.grad_dtype": "fp32"}
+    yield from ({key: "fp32"} for key in modules[1:])
+    far = phase == Phase.UPDATE or exploding
+    for factor in (0.1, 0.01, 0.001) if far else (0.1,):
+        yield {"optim.lr": float(f"{optim['lr'] * factor:.6g}")}
+    if half == "fp16":
+        yield _in_bf16(precision, options)
+    if half != "fp32":
+        yield {"precision": "fp32"}
+
+
+def _modules(config: dict, finding: Finding) -> list[str]:
+    """Return keys of precision.overrides: the culprit's module, its peers, the enclosing module.
+
+    Peers are the modules at the same place in other layers.
+    """
+    module = finding.module
+    if not module:
+        return []
+    model = config["model"]
+    if kind_recorded(model["name"], model.get("task")).networks > 1:
+        # Overrides name modules inside generator and discriminator.
+        module = module.partition(".")[2]
+    parts, around = module.split("."), module.rpartition(".")[0]
+    alike = ".".join("*" if part.isdigit() else part for part in parts)
+    names = (module, alike if any(part.isalpha() for part in parts) else "", around)
+    return [f"precision.overrides.{name}" for name in dict.fromkeys(names) if name]
+
+
+def _in_bf16(precision: dict, options: Options) -> dict[str, Any]:
+    """Return the run's mode with BF16 in place of FP16; else its dtypes."""
+
+    def dtypes(mode: dict) -> dict:
+        return {key: value for key, value in mode.items() if key not in ("name", "overrides")}
+
+    own = options.get(f"precision={precision['name']}", {}).get("precision", precision)
+    wanted = {key: "bf16" if value == "fp16" else value for key, value in dtypes(own).items()}
+    for option in options.values():
+        if "precision" in option and dtypes(option["precision"]) == wanted:
+            return {"precision": option["precision"]["name"]}
+    halves = [key for key, value in dtypes(precision).items() if value == "fp16"]
+    return {f"precision.{key}": "bf16" for key in halves}
+
+
+def _scales(scaler: dict, finding: Finding, phase: str | None) -> Iterator[dict[str, Any]]:
+    """Yield static scales below (or above) the present one, a lower floor, dynamic scaling."""
+    event, kind = finding.event, scaler["kind"]
+    choice = {"scaler": "static"} if kind == "none" else {}
+    if phase in (Phase.BACKWARD, Phase.UNSCALE) and kind in ("static", "none"):
+        # The powers of two by which to lower it: one to spare, 4 if that is unknown.
+        wanted, lowest = None if event is None else event.would_be, 4
+        if wanted is not None and math.isfinite(wanted):
+            lowest = max(1, math.ceil(math.log2(max(wanted, 1.0) / FP16_MAX)) + 1)
+        now = scaler["scale"] if kind == "static" else 1.0
+        for powers in (lowest, lowest + 4):
+            yield {**choice, "scaler.scale": now * 2.0**-powers}
+    if phase == Phase.UPDATE and kind == "none" and event is not None and event.at_zero:
+        yield {**choice, "scaler.scale": 1024.0}
+    if kind == "dynamic" and finding.kind == "collapse":
+        yield {"scaler.min_scale": max(scaler["min_scale"] * 2.0**-12, 2.0**-126)}
+    if kind != "dynamic":
+        yield {"scaler": "dynamic"}
+
+
+def _typed(value: str | float | None) -> str:
+    """Keep all digits of a number, so that typing it repeats the trial."""
+    if value is None:
+        return "null"
+    return value if isinstance(value, str) else repr(value).removesuffix(".0")
+
+
+def try_changes(build: Build, changes: list[Change], origin: Origin) -> list[Tried]:
+    """Try every change, in order; those that end far above FP32 do not cure.
+
+    FP32 as a whole, if listed, goes first. A run that stays finite but ends above 1.5 times the
+    loss of FP32 (or of its own start, if that is larger) is not cured.
+    """
+    done: dict[tuple[str, ...], Tried] = {}
+    for change in changes:
+        if change.overrides == ("precision=fp32",):
+            done[change.overrides] = reference = try_change(build, change, origin)
+            if reference.cures and reference.loss is not None:
+                usual = WORSE * max(abs(reference.loss), (origin.limit or 0.0) / EXPLOSION)
+                limit = usual if origin.limit is None else min(usual, origin.limit)
+                origin = replace(origin, limit=limit)
+    return [done.get(one.overrides) or try_change(build, one, origin) for one in changes]
+
+
+def try_change(build: Build, change: Change, origin: Origin) -> Tried:
+    """Train the bad step and AFTER more with the change."""
+    try:
+        steps = start_from(build(change.config), origin)
+        return Tried(change.overrides, *survives(steps, origin))
+    except BadInput as error:
+        return Tried(change.overrides, None, f"does not apply: {error}")
+    except (MprunError, RuntimeError, ValueError) as error:
+        return Tried(change.overrides, None, f"could not run: {str(error).partition(chr(10))[0]}")
+
+
+def start_from(built: Built, origin: Origin) -> Steps:
+    """Put a newly built run to the start of the trials."""
+    if not origin.from_start:
+        transplant(built, origin.kept["task"])
+        return resume_from(built, origin.kept)
+    use_batch(built, origin.kept)
+    return Steps(built, 0, 0)
+
+
+def survives(steps: Steps, origin: Origin) -> tuple[bool, str, float | None]:
+    """Train to AFTER steps past the bad one; return whether all went well, a result, the loss."""
+    built, task = steps.built, steps.built.task
+    end = origin.bad_step + AFTER
+    if not built.rate.constant:
+        end = max(origin.bad_step, min(end, built.steps))
+    applied, skipped = 0, 0  # in a row; in all
+    while True:
+        row = steps.advance()
+        if row.diverged:
+            return False, f"loss {row.loss:g} at step {row.step}", None
+        if not all_finite([*weights(task).values(), *carried(task).values()]):
+            what = "weights or LSTM state" if carried(task) else "weights"
+            return False, f"{what} not finite after step {row.step}", None
+        skipped, applied = skipped + row.found_inf, 0 if row.found_inf else applied + 1
+        if row.step < end:
+            continue
+        if applied >= min(3, row.step - origin.bad_step + 1):
+            break
+        if row.step >= end + PATIENCE or not built.rate.constant:
+            text = f"{skipped} updates skipped, still at loss scale {power(row.loss_scale)}"
+            return False, text, row.loss
+    # The run stayed finite; now decide whether that is a cure.
+    scale = power(row.loss_scale)
+    if skipped and next(iter(task.loss_scales.values())).kind == "static":
+        return False, f"{skipped} updates skipped at the static loss scale {scale}", row.loss
+    if origin.limit is not None and row.loss > origin.limit:
+        return False, f"finite, but the loss is {row.loss:.4g} at step {row.step}", row.loss
+    note = f", {skipped} skipped, loss scale then {scale}" if skipped else ""
+    return True, f"finite up to step {row.step}{note}; loss {row.loss:.4g}", row.loss
+
+
+@torch.no_grad()
+def transplant(built: Built, saved: dict) -> None:
+    """Copy the state of a run (`task.state_dict()`) into a task of another precision or scaler.
+
+    Weights come from the saved masters if there are any, rounded if the new dtype is narrower; the
+    same holds for optimizer state. The state of a loss scale is copied if kind and scale are the
+    same.
+    """
+    task = built.task
+    for name, learner in task.learners.items():
+        optimizer, own = learner.optimizer, saved["learner"] if "learner" in saved else saved[name]
+        theirs = own["optimizer"]
+        found = own["model"] | theirs["masters"]
+        for targets in (learner.model.state_dict(), optimizer.masters):
+            for key, tensor in targets.items():
+                tensor.copy_(found[key])
+        if optimizer.narrow is not None and "narrow" in theirs:  # draws what the run drew
+            optimizer.narrow.load_state_dict(theirs["narrow"])
+        for key, average in optimizer.averages.items():
+            average.copy_(theirs["averages"][key])
+        for key, state in optimizer.state_by_name().items():
+            for kind, value in theirs["state"][key].items():
+                if isinstance(state.get(kind), Tensor):
+                    state[kind].copy_(value)
+    scales = saved["loss_scales"] if "loss_scales" in saved else {"loss_scale": saved["loss_scale"]}
+    for name, scale in task.loss_scales.items():
+        moves = scale.kind not in ("none", "static")
+        if moves and name in scales and scales[name]["kind"] == scale.kind:
+            scale.load_state_dict(scales[name])
+    if isinstance(task, LanguageModel) and saved.get("hidden") is not None:
+        dtype = None if built.policy.autocast_dtype else built.policy.param_dtype
+        task.hidden = tuple(part.to(built.device, dtype) for part in saved["hidden"])

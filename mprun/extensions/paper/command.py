@@ -1,0 +1,304 @@
+"""`mprun paper [RUNS]`: the paper's tables and figures beside runs, its own or those given."""
+
+import json
+import shlex
+import sys
+from argparse import Namespace
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from mprun.cli.arguments import Arguments, names, number
+from mprun.cli.compare import JUDGING, add_judging, folder_beside
+from mprun.compare import compare
+from mprun.compare.text import console, markdown
+from mprun.errors import DONE, BadInput, needing
+from mprun.extensions.paper.rows import ROWS, Row
+from mprun.record.console import columns, markdown_table
+from mprun.record.run_directory import read_record
+from mprun.sweep.gpus import available_cores
+from mprun.sweep.jobs import Cell, State, look
+from mprun.sweep.plan import Plan, plan
+from mprun.sweep.run import run_planned
+from mprun.sweep.status_page import Board
+
+_WHAT = """\
+  mprun paper                   every result of the paper that this machine can show, small
+  mprun paper --list            which those are, what is finished, what the others would take
+  mprun paper --only table2,fig3
+  mprun paper --scale full --data-root DIR --only resnet50
+  mprun paper RUNS              runs that are there, beside the paper's rows for their networks
+
+Runs what has no outcome yet, goes on with what was interrupted, and writes paper.md, paper.html,
+paper.json and the figures: each table of Micikevicius et al. (ICLR 2018) with its FP32 and mixed
+values beside ours, and whether the outcome is the same. KEY=VALUE goes to every run.
+
+RUNS, run directories or folders that hold runs, are compared as by mprun compare, whose verdicts
+are printed and whose report lies beside the page.
+"""
+_MORE = """\
+Exit codes: 0 done, 2 bad input, 130 interrupted, otherwise that of the worst run; the page is
+written with what there is."""
+SCALES = ("small", "full")
+_OF_RUNS = (*JUDGING, "json", "markdown", "no_report")
+_OF_NO_RUNS = ("list", "data_root", "jobs", "config_dir", "overrides")
+_PROBES = ("precision=fp32", "numerics=on", "numerics.every=20", "seed=0")
+
+
+def main(arguments: list[str]) -> int:
+    """Entry point of the verb; returns the exit code."""
+    options = _options(arguments)
+    if options.runs:
+        return _beside(options, arguments)
+    rows = [row for row in ROWS if _asked(row, options)]
+    reasons = {row.key: reason for row in rows if (reason := _why_not(row, options))}
+    runs = _Runs(options, [row for row in rows if row.key not in reasons])
+    if options.list:
+        width = columns(1000, sys.stdout) if sys.stdout.isatty() else None
+        print(_listed(rows, reasons, runs, width))
+        return DONE
+    code = runs.run(shlex.join(["mprun", "paper", *arguments]))
+    print(f"paper: {_page(options, rows, reasons, runs, arguments).write(options.out)}")
+    return code
+
+
+def _asked(row: Row, options: Namespace) -> bool:
+    return not options.only or bool({row.key, row.place} & set(options.only))
+
+
+def _beside(options: Namespace, arguments: list[str]) -> int:
+    """Put runs that are there beside the paper; the exit code."""
+    judging = {name: getattr(options, name) for name in JUDGING}
+    comparison = compare(options.runs, **judging)
+    with needing("cli"):
+        from mprun.extensions.paper.outcomes import beside
+        from mprun.extensions.paper.page import Page, tables, tables_markdown
+    found, without = beside(comparison)
+    found = [one for one in found if _asked(one.row, options)]
+    keys = {one.row.key for one in found}
+    rows = [row for row in ROWS if row.key in keys]
+    remarks = [*comparison.stamps, *without, *comparison.not_compared, *comparison.notes]
+    paths = [Path(run.path) for group in comparison.groups for run in group.every_run]
+    facts = _facts(paths) | {"command": shlex.join(["mprun", "paper", *arguments])}
+    page = Page("given", found, rows, facts, full_hours(), remarks)
+    if options.json:
+        print(page.json())
+    else:
+        print((markdown if options.markdown else console)(comparison))
+        print("\n".join(["", tables_markdown(tables(found)), *without]))
+    if not options.no_report:
+        out = options.out or folder_beside(options.runs) / "compare"
+        written = [f"report: {comparison.write(out)}", f"paper: {page.write(out)}"]
+        print("\n".join(written), file=sys.stderr if options.json else sys.stdout)
+    return DONE
+
+
+def _options(arguments: list[str]) -> Namespace:
+    parser = Arguments("paper", _WHAT, _MORE)
+    add = parser.add_argument
+    add("words", nargs="*", metavar="RUNS|KEY=VALUE", help="see above; KEY=VALUE as for a run")
+    known = [*dict.fromkeys(row.place for row in ROWS), *(row.key for row in ROWS)]
+    add("--only", type=names("--only"), metavar="A,B", help=f"of {', '.join(dict.fromkeys(known))}")
+    add("--scale", default="small", metavar="|".join(SCALES), help="embedded data, or the recipes")
+    add("--list", action="store_true", help="print what there is to run, and run nothing")
+    what = "full scale: the folder that holds the data of every recipe, a folder each"
+    add("--data-root", type=Path, metavar="DIR", help=what)
+    processes = number("-j", 1, 1024, "a number of processes", whole=True)
+    add("-j", "--jobs", type=processes, metavar="N", help="runs at a time (small: every core)")
+    what = "folder of the runs and of the page (outputs/paper; with RUNS: compare/ beside them)"
+    add("--out", type=Path, metavar="DIR", help=what)
+    add("--config-dir", metavar="DIR", help="options of your own, as for a run")
+    add_judging(parser)
+    add("--json", action="store_true", help="with RUNS: print paper.json instead of tables")
+    add("--markdown", action="store_true", help="with RUNS: print the verdicts as Markdown, too")
+    add("--no-report", action="store_true", help="with RUNS: print only")
+    options = parser.parse(arguments)
+    _sort_words(options)
+    if options.scale not in SCALES:
+        raise BadInput(f"--scale {options.scale}: must be one of {', '.join(SCALES)}")
+    for name in options.only or ():
+        if name not in known:
+            raise BadInput(f"--only {name}: must be among {', '.join(dict.fromkeys(known))}")
+    if options.data_root is not None and options.scale == "small":
+        raise BadInput(f"--data-root {options.data_root}: small runs have their data with them")
+    if options.data_root is not None and not options.data_root.is_dir():
+        raise BadInput(f"--data-root {options.data_root}: no such folder")
+    if options.out is None and not options.runs:
+        options.out = Path("outputs/paper")
+    if options.out is not None and options.out.exists() and not options.out.is_dir():
+        raise BadInput(f"--out {options.out}: must be a folder")
+    return options
+
+
+def _sort_words(options: Namespace) -> None:
+    """The words as `runs` and `overrides`; BadInput for an option of the other kind."""
+    options.runs = [word for word in options.words if Path(word).exists()]
+    options.overrides = [word for word in options.words if word not in options.runs]
+    for word in options.overrides:
+        if "=" not in word and not word.startswith("~"):
+            known = {row.key for row in ROWS} | {row.place for row in ROWS}
+            hint = f"; did you mean '--only {word}'?" if word in known else ""
+            raise BadInput(f"paper: '{word}': neither a path of runs nor key=value{hint}")
+    when = "not with RUNS, which were run" if options.runs else "only with RUNS"
+    given = [name for name in (_OF_NO_RUNS if options.runs else _OF_RUNS) if getattr(options, name)]
+    if options.runs and options.scale != "small":
+        given.append("scale")
+    for name in given:
+        what = options.overrides[0] if name == "overrides" else f"--{name.replace('_', '-')}"
+        raise BadInput(f"{what}: {when}")
+    if options.json and options.markdown:
+        raise BadInput("--json, --markdown: give one of the two")
+
+
+def _why_not(row: Row, options: Namespace) -> str:
+    """Why a row cannot be run here; empty: it can."""
+    if options.scale == "small":
+        return "" if row.overrides else row.why_not
+    if row.full is None:
+        return row.why_not
+    needs = []
+    if options.data_root is None or not (options.data_root / row.full.folder).is_dir():
+        needs.append(f"--data-root with {row.full.folder}")
+    if row.full.missing and not any(o.startswith("model.weights=") for o in options.overrides):
+        needs.append(row.full.missing)
+    if not needs and not _has_gpu():
+        needs.append("a CUDA device")
+    hours = full_hours().get(row.full.experiment, {})
+    cost = ", ".join(f"{hours[mode]:.3g} h in {mode}" for mode in ("fp32", "amp") if mode in hours)
+    return f"needs {' and '.join(needs)} (an H200 at its limit: {cost})" if needs else ""
+
+
+def _has_gpu() -> bool:
+    from mprun.training.run import resolve_device
+
+    return resolve_device("auto").type == "cuda"
+
+
+def full_hours() -> Mapping[str, Mapping[str, float]]:
+    """Recipe -> mode -> hours on one H200 at the limit that the roofline counts."""
+    text = files("mprun.extensions.paper").joinpath("full_scale.json").read_text(encoding="utf-8")
+    return json.loads(text)["hours"]
+
+
+class _Runs:
+    """The runs of the rows, and where they lie."""
+
+    def __init__(self, options: Namespace, rows: Sequence[Row]):
+        self.options = options
+        self.cells: dict[str, dict[str, tuple[Cell, ...]]] = {}
+        self.probes: dict[str, Path] = {}
+        known: dict[Path, Cell] = {}
+        swept = {"experiment", "scaler.scale", "numerics"}  # told of a run
+        for row in rows:
+            own = self.cells[row.key] = {}
+            for technique, overrides in self._commands(row).items():
+                planned = self._plan(overrides, "runs")
+                own[technique] = planned.cells
+                known |= {cell.directory: cell for cell in planned.cells}
+                swept |= planned.swept
+            if row.is_probed and options.scale == "small":
+                overrides = (*row.overrides, *_PROBES)
+                (cell,) = self._plan(overrides, "probes").cells
+                self.probes[row.key], known[cell.directory] = cell.directory, cell
+        self.plan = Plan(
+            tuple(known.values()), options.out, frozenset(swept), options.config_dir, None
+        )
+
+    def _commands(self, row: Row) -> Mapping[str, tuple[str, ...]]:
+        if self.options.scale == "small":
+            seeds = ",".join(map(str, range(row.seeds)))
+            own = row.commands()
+            return {name: (*overrides, f"seed={seeds}") for name, overrides in own.items()}
+        assert row.full is not None
+        folder = self.options.data_root / row.full.folder
+        recipe = (f"experiment={row.full.experiment}", f"data.root={folder}")
+        full = row._replace(overrides=recipe)
+        return {name: (*own, "seed=0") for name, own in full.commands().items()}
+
+    def _plan(self, overrides: Sequence[str], folder: str) -> Plan:
+        own = [*overrides, *self.options.overrides]
+        if self.options.scale == "small":
+            own.append("threads=1")
+        given = {override.lstrip("+~").partition("=")[0] for override in self.options.overrides}
+        arms = {own.partition("=")[0] for row in ROWS for arm in row.arms for own in arm.overrides}
+        for key in sorted(given & (arms | {"output_root", "seed", "threads", "experiment"})):
+            raise BadInput(f"{key}: not with paper, which sets it (--out sets the folder)")
+        own.append(f"output_root={self.options.out / folder}")
+        return plan(own, self.options.config_dir)
+
+    def run(self, command: str) -> int:
+        """Run what has no outcome; the exit code."""
+        if not self.plan.cells:
+            return DONE
+        jobs = self.options.jobs
+        if jobs is None and self.options.scale == "small":
+            jobs = available_cores()
+        finished = self.finished(self.plan.cells)
+        already = f", {finished} finished already" if finished else ""
+        total = len(self.plan.cells)
+        print(f"paper: {total} runs in {self.plan.root}{already}", file=sys.stderr)
+        ended = run_planned(self.plan, Board(self.plan, command), jobs)
+        if ended.asked:
+            print(f"to go on: {command}", file=sys.stderr)
+        return ended.code
+
+    def finished(self, cells: Sequence[Cell]) -> int:
+        """How many have an outcome."""
+        return sum(look(cell) is State.FINISHED for cell in cells)
+
+
+def _listed(rows: Sequence[Row], reasons: Mapping[str, str], runs: _Runs, width: int | None) -> str:
+    """A line for each row: what there is to run, or why not."""
+    lines = []
+    for row in rows:
+        cells = [cell for own in runs.cells.get(row.key, {}).values() for cell in own]
+        state = f"{runs.finished(cells)} of {len(cells)} runs" if cells else "not run"
+        full = "" if row.full is None else row.full.experiment
+        told = reasons.get(row.key, "") or full
+        lines.append([row.key, row.result.place, row.result.network, state, told])
+    if width is None:
+        return markdown_table(["key", "place", "network", "runs", "recipe, or why not"], lines)
+    return "\n".join(
+        f"{key:<17} {place:<10} {state:<14} {network}\n{'':18}{told}"[: 2 * width]
+        for key, place, network, state, told in lines
+    )
+
+
+def _page(
+    options: Namespace,
+    rows: Sequence[Row],
+    reasons: Mapping[str, str],
+    runs: _Runs,
+    arguments: list[str],
+) -> Any:
+    with needing("cli"):
+        from mprun.extensions.paper.outcomes import found_of
+        from mprun.extensions.paper.page import Page
+    found = []
+    for row in rows:
+        cells = runs.cells.get(row.key, {})
+        directories = {name: [cell.directory for cell in own] for name, own in cells.items()}
+        probes = runs.probes.get(row.key)
+        found.append(found_of(row, directories, reasons.get(row.key, ""), probes))
+    ended = [cell.directory for cell in runs.plan.cells if look(cell) is State.FINISHED]
+    facts = _facts(ended) | {"command": shlex.join(["mprun", "paper", *arguments])}
+    return Page(options.scale, found, rows, facts, full_hours())
+
+
+def _facts(directories: Sequence[Path]) -> dict[str, str]:
+    """Machine, versions and cost, from the records of the runs."""
+    records = [read_record(directory) for directory in directories]
+    if not records:
+        return {}
+    known = records[0]["environment"]
+    packages = known.get("packages") or {}
+    machine = known.get("gpu") or f"{known.get('cpu')}, {known.get('cpu_count', '?')} cores"
+    seconds = sum(float(record.get("seconds") or 0) for record in records)
+    return {
+        "machine": machine,
+        "versions": ", ".join(f"{name} {version}" for name, version in packages.items()),
+        "runs": f"{len(records)}, {seconds / 60:.0f} minutes of runs in all",
+        "written": datetime.now(UTC).isoformat(timespec="seconds"),
+    }

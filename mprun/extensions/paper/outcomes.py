@@ -1,0 +1,313 @@
+"""What came of the runs of a row, beside what the paper says.
+
+A row of the paper has the same outcome here where it is equal to FP32 there and `matches` here, or
+diverges there and is worse or diverges here. Where FP16 without masters matches as well, the row
+does not discriminate: the network, at this size, does not need the technique.
+"""
+
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mprun.compare import compare
+from mprun.compare.findings import Comparison, Group
+from mprun.compare.findings import Row as Compared
+from mprun.compare.text import baseline_name, difference_text, seeds_text, value_text
+from mprun.config.option_files import modes
+from mprun.errors import BadInput
+from mprun.extensions.paper.rows import EQUAL, FAILS, NAIVE, ROWS, Arm, Row
+from mprun.record.run_directory import read_record
+
+YES, NO, UNDECIDED, NOT_RUN = "yes", "no", "undecided", "not run"
+_FAILED = ("diverged", "worse", "likely worse")
+_MODES = ("fp16_naive", "fp16_master", "fp16_master_scaled", "amp")  # BF16 and FP8 came later
+_LSTM_SIZES = ("model.num_layers", "model.hidden_size", "model.projection_size")
+_BIGLSTM = [2, 8192, 1024]
+_DIVERGES_AFTER = 300_000  # iterations, figure 5
+
+
+@dataclass(slots=True)
+class Line:
+    """One technique: ours beside the paper's.
+
+    Attributes:
+        value: mean of the judged metric over the seeds that ended, as text.
+        shown: mean of the row's own metric, as text.
+        same: whether the outcome is the paper's; empty where the paper has none.
+    """
+
+    arm: Arm
+    value: str = ""
+    shown: str = ""
+    difference: str = ""
+    verdict: str = ""
+    same: str = ""
+    found: Compared | None = None
+
+
+@dataclass(slots=True)
+class Found:
+    """A row with its runs.
+
+    Attributes:
+        fp32: mean and deviation of FP32's runs, as text.
+        network, data: what was trained, from its records.
+        lines: of the arms, in the order of the row.
+        group: as compared; None: nothing was.
+        why_not: why nothing was.
+        discriminates: None: FP16 without masters is not decided.
+        probes: directory of the run that counted its tensors; None: none did.
+        slug: of the group, where runs that were there are judged; else empty.
+    """
+
+    row: Row
+    fp32: str = ""
+    fp32_shown: str = ""
+    network: str = ""
+    data: str = ""
+    lines: list[Line] = field(default_factory=list)
+    group: Group | None = None
+    why_not: str = ""
+    discriminates: bool | None = None
+    probes: Path | None = None
+    slug: str = ""
+
+    @property
+    def key(self) -> str:
+        """The row's, unique on a page."""
+        return f"{self.row.key}-{self.slug}" if self.slug else self.row.key
+
+    @property
+    def metric(self) -> str:
+        """The one that is judged."""
+        return "" if self.group is None else self.group.metric
+
+
+def found_of(
+    row: Row,
+    directories: Mapping[str, Sequence[Path]],
+    why_not: str = "",
+    probes: Path | None = None,
+) -> Found:
+    """Read what there is.
+
+    Args:
+        row: of the paper.
+        directories: technique -> its runs, those too that were not begun.
+        why_not: why nothing is to be read.
+        probes: directory of the run that counts its tensors.
+    """
+    found = _unfilled(row, why_not=why_not, probes=probes)
+    folders = sorted({directory.parent for own in directories.values() for directory in own})
+    folders = [folder for folder in folders if folder.is_dir()]
+    if why_not or not folders:
+        found.why_not = why_not or "no runs"
+        return found
+    try:
+        comparison = compare(folders)
+    except BadInput as error:
+        found.why_not = str(error)
+        return found
+    of_technique = {
+        str(Path(directory).resolve()): technique
+        for technique, own in directories.items()
+        for directory in own
+    }
+    for group in comparison.groups:
+        rows = {_technique(one, of_technique): one for one in group.every_row}
+        if "FP32" in rows:
+            _fill(found, group, rows)
+            return found
+    found.why_not = "; ".join(comparison.not_compared) or "FP32 has no outcome"
+    return found
+
+
+def beside(comparison: Comparison) -> tuple[list[Found], list[str]]:
+    """Put runs that were there beside the paper.
+
+    Returns:
+        For each group the rows of its network, then the row of the technique that it tests; and a
+        line for each group without a row of its network.
+    """
+    found, without = [], []
+    for group in comparison.groups:
+        model = group.keys.get("model.name")
+        rows = [row for row in ROWS if model in row.models]
+        if not rows:
+            name = "such network" if model is None else str(model).replace("_", " ")
+            without.append(f"{group.title}: the paper has no {name}: there is no row to compare")
+        ran = {_mode(row) for row in group.rows}
+        if model is not None and "fp16_naive" in ran and ran & set(_MODES[1:3]):
+            rows += [row for row in ROWS if row.key == "mandarin_weights"]
+        found += [_beside(group, row) for row in rows]
+    return found, without
+
+
+def _beside(group: Group, row: Row) -> Found:
+    arms = [arm for arm in row.arms if arm.value or any(_is(arm, own) for own in group.rows)]
+    ran: dict[str | None, Compared] = {"FP32": group.baseline}
+    for own in group.rows:
+        if _mode(own) not in _MODES:
+            continue
+        arm = next((arm for arm in arms if _is(arm, own) and arm.technique not in ran), None)
+        if arm is None:
+            arm = Arm(own.arm.label, ())
+            arms.append(arm)
+        ran[arm.technique] = own
+    titled = row.result._replace(network=f"{group.title}: {row.result.network}")
+    differs = tuple(_differences(group, row))
+    told = row._replace(result=titled, arms=tuple(arms), differs=differs, tried="")
+    found = _unfilled(told, probes=Path(group.baseline.arm.runs[0].path), slug=group.slug)
+    _fill(found, group, ran)
+    return found
+
+
+def _is(arm: Arm, own: Compared) -> bool:
+    """Whether the runs are of this technique."""
+    if not arm.overrides or not own.arm.runs:
+        return False
+    run, wanted = own.arm.runs[0], dict(one.split("=") for one in arm.overrides)
+    scaler = wanted.get("scaler", modes()[wanted["precision"]].scaler)
+    scale = wanted.get("scaler.scale")
+    as_wanted = (run.mode, run.scaler) == (wanted["precision"], scaler)
+    return as_wanted and (scale is None or run.keys.get("scaler.scale") == float(scale))
+
+
+def _mode(row: Compared) -> str:
+    """The named mode; one with changed fields is "fp16_master+norm_dtype=fp16" in the record."""
+    return row.arm.mode.partition("+")[0]
+
+
+def _differences(group: Group, row: Row) -> Iterator[str]:
+    """What the runs of a group, whatever they are, have otherwise than the paper."""
+    keys = group.keys
+    name = keys.get("data.name") or "unknown data"
+    yield f"data {name} (numbers compare only if that is {row.result.data})"
+    if keys.get("model.name") not in row.models:
+        yield "another network: the technique alone is compared"
+    if keys.get("model.name") == "conv_autoencoder" and row.key == "ssd":
+        yield "a stand-in for networks whose gradients underflow in FP16"
+    if row.key == "resnet50" and keys.get("model.variant") != "preactivation":
+        yield "v1.5 (stride 2 in the 3x3 convolution) in place of pre-activation blocks"
+    if row.place == "table1" and (width := keys.get("model.width", 1)) != 1:
+        yield f"{width:g} of the channels"
+    if row.key == "biglstm":
+        if [keys.get(key) for key in _LSTM_SIZES] != _BIGLSTM:
+            yield f"a smaller relative ({_lstm(keys)})"
+        if (steps := group.baseline.arm.runs[0].last_step) < _DIVERGES_AFTER:
+            yield f"{steps:,} steps cannot show what fails after {_DIVERGES_AFTER:,} iterations"
+    if row.key == "dcgan" and group.metric != "sliced_wasserstein":
+        yield "losses of a GAN are no outcome: look at the sample grids"
+    if (baseline := baseline_name(group)) != "FP32":
+        yield f"{baseline} is the baseline in place of FP32"
+
+
+def _unfilled(row: Row, **told: Any) -> Found:
+    lines = [Line(arm, same=NOT_RUN if arm.outcome else "") for arm in row.arms]
+    return Found(row, lines=lines, **told)
+
+
+def _technique(row: Compared, of_technique: Mapping[str, str]) -> str | None:
+    known = [of_technique.get(str(Path(run.path).resolve())) for run in row.arm.runs]
+    return next((name for name in known if name is not None), None)
+
+
+def _fill(found: Found, group: Group, rows: Mapping[str | None, Compared]) -> None:
+    base, found.group = rows["FP32"], group
+    found.fp32 = _with_deviation([outcome.value for outcome in base.outcomes])
+    found.fp32_shown = _mean_of(base, found.row.metric)
+    record = read_record(Path(base.arm.runs[0].path))
+    found.network, found.data = _network(record, group), _data(record, group)
+    for line in found.lines:
+        own = rows.get(line.arm.technique)
+        if own is None:
+            continue
+        line.found, line.verdict = own, own.verdict.name
+        line.value, line.shown = value_text(own.mean), _mean_of(own, found.row.metric)
+        line.difference = difference_text(group, own.verdict)
+        line.same = same_outcome(line.arm.outcome, own.verdict.name)
+        if line.arm == NAIVE:
+            decided = own.verdict.name in ("matches", *_FAILED)
+            found.discriminates = own.verdict.name != "matches" if decided else None
+
+
+def same_outcome(published: str, verdict: str) -> str:
+    """YES, NO or UNDECIDED; empty where the paper has no outcome.
+
+    The paper's EQUAL says that nothing is lost, which a better result does not contradict.
+
+    Args:
+        published: EQUAL, FAILS or empty.
+        verdict: as `mprun compare` names it.
+    """
+    if not published:
+        return ""
+    if verdict == "matches" or "better" in verdict:
+        return YES if published == EQUAL else NO
+    if verdict in _FAILED:
+        return YES if published == FAILS else NO
+    return UNDECIDED
+
+
+def _with_deviation(values: Sequence[float]) -> str:
+    """ "0.5052 (sd 0.0012, n = 3)" of those that are finite."""
+    known = [value for value in values if math.isfinite(value)]
+    if not known:
+        return ""
+    spread = f"sd {statistics.stdev(known):.2g}, " if len(known) > 1 else ""
+    return f"{value_text(statistics.fmean(known))} ({spread}n = {len(known)})"
+
+
+def _mean_of(row: Compared, metric: str) -> str:
+    """The mean over runs of the last value of another metric."""
+    if not metric:
+        return ""
+    last = [run.evals[metric][-1] for run in row.arm.runs if len(run.evals.get(metric, ()))]
+    known = [float(value) for value in last if np.isfinite(value)]
+    return value_text(statistics.fmean(known)) if known else ""
+
+
+def _network(record: dict[str, Any], group: Group) -> str:
+    dtypes = record.get("precision", {}).get("effective_dtypes") or {}
+    count = sum(sum(own["parameters"].values()) for own in dtypes.values())
+    parts = [str(record.get("choices", {}).get("model") or group.keys.get("model.name"))]
+    if group.keys.get("model.name") == "lstm_lm":
+        parts.append(_lstm(group.keys))
+    return ", ".join([*parts, *([f"{count:,} parameters"] if count else [])])
+
+
+def _lstm(keys: Mapping[str, Any]) -> str:
+    layers, hidden, projection = map(keys.get, _LSTM_SIZES)
+    return f"{layers} x {hidden} cells" + (f" with projection {projection}" if projection else "")
+
+
+def _data(record: dict[str, Any], group: Group) -> str:
+    """Data, length, seeds and device, as far as they were recorded."""
+    data, runs = record.get("data", {}), group.baseline.arm.runs
+    parts = [str(data.get("name") or group.keys.get("data.name") or "unknown data")]
+    if "train_samples" in data:
+        parts[0] += f", {data['train_samples']:,} / {data['eval_samples']:,} held out"
+    if (size := group.keys.get("data.image_size")) is not None:
+        parts[0] += f", {size}x{size}"
+    if (level := group.keys.get("data.level")) is not None:
+        parts[0] += f", {level} level"
+    steps = f"{max(run.last_step for run in runs):,} steps"
+    if batch := record.get("samples_per_step"):
+        steps += f" of {batch:,} {runs[0].sample}s"
+    parts += [steps, f"seeds {seeds_text({run.seed for run in runs})}", *_devices(group)]
+    return "; ".join(parts)
+
+
+def _devices(group: Group) -> list[str]:
+    """Those of the runs; "CPU, 16-bit products emulated" where that is so."""
+    names: dict[str, None] = {}  # keeps the order
+    for run in group.every_run:
+        name = run.environment.get("gpu") or (run.environment.get("device") or "").upper()
+        emulated = name == "CPU" and run.keys.get("cpu_half", "emulated") == "emulated"
+        names["CPU, 16-bit products emulated" if emulated else name] = None
+    return [name for name in names if name]

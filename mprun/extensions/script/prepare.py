@@ -1,0 +1,290 @@
+"""`mprun.prepare`: the model and the optimizer of one's own script, in a precision mode.
+
+    model, optimizer = mprun.prepare(model, optimizer, precision="fp16_master_scaled")
+    for inputs, labels in batches:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(inputs), labels)
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+Both come back as the objects that they are, and the loop stays plain torch. What a call computes
+is `mprun.extensions.script.prepared_model`'s, what a step does `mprun.extensions.script.steps`'s.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, TypeVar, Unpack, overload
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mprun.extensions.script.prepared_model import PreparedModel, is_sharded, prepared_modules
+from mprun.extensions.script.steps import Scaling, install_hooks, name_scaler, reach, state_of
+from mprun.precision.casting import matching_modules, those_that_match
+from mprun.precision.emulation import ForwardContext, why_no_lstm, why_unsupported
+from mprun.precision.loss_scale import LossScale, get_loss_scale
+from mprun.precision.policy import (
+    DTYPE_NAMES,
+    DTYPES,
+    PrecisionPolicy,
+    get_policy,
+    pin_products,
+    usual_scaler,
+)
+from mprun.precision.row_updates import row_tables
+from mprun.precision.scaled_products import chosen_layers
+
+Model = TypeVar("Model", bound=nn.Module | Sequence[nn.Module])
+Opt = TypeVar("Opt", bound=Optimizer | Sequence[Optimizer])
+
+
+class Options(TypedDict, total=False):
+    """Name the options of `prepare`."""
+
+    scaler: str | LossScale | None
+    overrides: Mapping[str, str | torch.dtype] | None
+    native: bool
+
+
+@overload
+def prepare(
+    model: Model,
+    optimizer: None = None,
+    precision: str | PrecisionPolicy = ...,
+    **options: Unpack[Options],
+) -> Model: ...
+@overload
+def prepare(
+    model: Model,
+    optimizer: Opt,
+    precision: str | PrecisionPolicy = ...,
+    **options: Unpack[Options],
+) -> tuple[Model, Opt]: ...
+
+
+def prepare(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    precision: str | PrecisionPolicy = "fp16_master_scaled",
+    *,
+    scaler: str | LossScale | None = None,
+    overrides: Mapping[str, str | torch.dtype] | None = None,
+    native: bool = False,
+) -> Any:
+    """Put a model into a precision mode, in place; what steps it is told of that.
+
+    The same objects come back. From outside the model is as it was: its parameters are FP32 leaves
+    with unscaled FP32 gradients, its inputs and outputs FP32. A step whose gradients are not finite
+    is skipped and moves the loss scale, whichever optimizer takes it.
+
+    With gradients enabled a call computes in the mode, also in eval mode (frozen BatchNorm);
+    without them eval mode computes in FP32.
+
+    On a CPU 16-bit arithmetic is emulated as a GPU computes it (docs: precision modes).
+
+    Args:
+        model: in FP32, on its device; several in a list. One that was compiled is as good; put
+            DistributedDataParallel around it afterwards.
+        optimizer: of torch or derived from it, before its first step or with a state loaded;
+            several in a list. Others that are made later are served alike. None: there is none yet.
+        precision: name of a mode ("fp32", "fp16_naive", "fp16_master", "amp", ...) or a policy.
+        scaler: name of a loss scaler ("none", "static", "dynamic", "apex", ...), or a loss scale
+            of one's own, which several calls may share; None: the one that the mode comes with.
+        overrides: glob pattern over module names -> dtype ("fp32") in which these modules compute.
+        native: on a CPU, torch's own 16-bit kernels in place of the emulation.
+
+    Returns:
+        (model, optimizer) as they were given; without an optimizer the model alone.
+
+    Raises:
+        ValueError: names the argument, what is wrong with it and what is allowed.
+    """
+    given = [model] if isinstance(model, nn.Module) else _listed("model", model, nn.Module)
+    models = [_uncompiled(one) for one in given]
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else []
+    if optimizer is not None and not optimizers:
+        optimizers = _listed("optimizer", optimizer, Optimizer)
+    policy = precision if isinstance(precision, PrecisionPolicy) else _policy(precision)
+    device = _device_of(models)
+    dtypes = _dtypes(models, overrides or {})
+    _check(models, policy, device, dtypes, native)
+    _check_optimizers(optimizers, models)
+    if scaler is None:
+        scaler = usual_scaler(policy.name) if isinstance(precision, str) else "none"
+    scale = scaler if isinstance(scaler, LossScale) else get_loss_scale(scaler, device)
+    if scale.scale.device.type != device.type:
+        raise ValueError(f"scaler: is on {scale.scale.device}, the model on {device}")
+    if isinstance(scaler, str):
+        name_scaler(scale, scaler)
+    pin_products(policy.fp32_math)
+    arithmetic = ForwardContext(policy, device, native=native, overrides=dtypes.values())
+    install_hooks()
+    for one in models:
+        own = {pattern: dtypes[pattern] for pattern in those_that_match(one, dtypes)}
+        PreparedModel(one, arithmetic, scale, own, reach)
+    for each in optimizers:
+        _take_over(each, scale)
+    return model if optimizer is None else (model, optimizer)
+
+
+def _take_over(optimizer: Optimizer, scale: LossScale) -> None:
+    """Let an optimizer share a loss scale from its first step on, with its state of before."""
+    if scale.skips_nonfinite:
+        Scaling.of(scale).owners.add(optimizer)
+    for group in optimizer.param_groups:
+        for own in group["params"]:
+            for key, value in optimizer.state.get(own, {}).items():
+                # Made before the weights were cast; torch has it in their dtype.
+                if isinstance(value, Tensor) and value.shape == own.shape:
+                    optimizer.state[own][key] = value.to(own.dtype)
+    state_of(optimizer)
+    optimizer.__dict__["backward"] = _backward
+
+
+def _backward(loss: Tensor, *, retain_graph: bool | None = None) -> None:
+    """Propagate a loss, as `loss.backward()` does."""
+    warnings.warn(
+        "optimizer.backward(loss) goes with the next release; call loss.backward()",
+        DeprecationWarning,
+        stacklevel=2,
+    )
+    loss.backward(retain_graph=retain_graph)
+
+
+def _listed(name: str, given: Any, kind: type) -> list[Any]:
+    """Several models or optimizers as a list."""
+    found = [*given] if isinstance(given, Sequence) else [given]
+    wanted = f"torch.{'optim' if kind is Optimizer else 'nn'}.{kind.__name__}"
+    for one in found:
+        if not isinstance(one, kind):
+            swapped = isinstance(one, (nn.Module, Optimizer))
+            order = "; the order is prepare(model, optimizer)" if swapped else ""
+            raise ValueError(f"{name}: is a {type(one).__name__}, must be a {wanted}{order}")
+    if not found:
+        raise ValueError(f"{name}: is an empty list, must hold a {wanted}")
+    return found
+
+
+def _policy(precision: Any) -> PrecisionPolicy:
+    if not isinstance(precision, str):
+        raise ValueError(f"precision={precision!r}: must be the name of a mode, or a policy")
+    return get_policy(precision)
+
+
+def _uncompiled(model: nn.Module) -> nn.Module:
+    """The module inside of what torch.compile returned."""
+    inside = getattr(model, "_orig_mod", model)
+    return inside if isinstance(inside, nn.Module) else model
+
+
+def _device_of(models: Sequence[nn.Module]) -> torch.device:
+    """The one device of all parameters."""
+    devices = {parameter.device for model in models for parameter in model.parameters()}
+    if len(devices) != 1:
+        found = ", ".join(sorted(map(str, devices))) or "none, it has no parameters"
+        raise ValueError(f"model: its parameters are on {found}; must be on one device")
+    (device,) = devices
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"model: is on {device}, must be on a CPU or a CUDA device")
+    return device
+
+
+def _dtypes(
+    models: Sequence[nn.Module], overrides: Mapping[str, str | torch.dtype]
+) -> dict[str, torch.dtype]:
+    """Pattern -> dtype; each pattern matches in one of the models at least."""
+    found = {}
+    for pattern, name in overrides.items():
+        dtype = DTYPES.get(name) if isinstance(name, str) else name
+        if dtype not in DTYPE_NAMES:
+            raise ValueError(f"overrides[{pattern!r}]={name!r}: must be one of {', '.join(DTYPES)}")
+        if not any(those_that_match(model, [pattern]) for model in models):
+            matching_modules(models[0], pattern, "overrides")
+        found[pattern] = dtype
+    return found
+
+
+def _check(
+    models: Sequence[nn.Module],
+    policy: PrecisionPolicy,
+    device: torch.device,
+    overrides: Mapping[str, torch.dtype],
+    native: bool,
+) -> None:
+    """ValueError for models that cannot be in this mode, before anything is changed."""
+    for model in models:
+        _refuse_unpreparable(model)
+    reason = why_unsupported(policy, device, overrides.values())
+    recurrent = [m for model in models for m in model.modules() if isinstance(m, nn.RNNBase)]
+    if reason is None and recurrent and (device.type == "cuda" or native):
+        projected = any(layer.proj_size for layer in recurrent)
+        reason = why_no_lstm(policy, device, projected)
+    if reason is not None:
+        raise ValueError(f"precision={policy.name!r}: {reason}")
+    modules = [module for model in models for module in model.modules()]
+    if len(set(modules)) < len(modules):
+        raise ValueError("model: two of them share a module; make one module that holds both")
+    if policy.products is not None:
+        for model in models:
+            try:
+                chosen_layers(model, policy.products, _by_name(model, overrides))
+            except ValueError as error:
+                raise ValueError(
+                    f"precision={policy.name!r}: {type(model).__name__} has no nn.Linear beside "
+                    "its output layer whose products could run in FP8; choose another mode"
+                ) from error
+
+
+def _by_name(model: nn.Module, overrides: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+    found: dict[str, torch.dtype] = {}
+    for pattern in those_that_match(model, overrides):
+        found |= dict.fromkeys(matching_modules(model, pattern, "overrides"), overrides[pattern])
+    return found
+
+
+def _check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    for optimizer in optimizers:
+        held = [own for group in optimizer.param_groups for own in group["params"]]
+        if not any(id(own) in known for own in held):
+            raise ValueError(
+                "optimizer: holds no parameter of the model; make it of model.parameters(), of "
+                "the very model that is prepared"
+            )
+
+
+def _refuse_unpreparable(model: nn.Module) -> None:
+    """ValueError for what is no plain FP32 module, with what to do instead."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(
+            "the model is a ScriptModule, whose arithmetic is fixed; give the nn.Module"
+        )
+    for name, module in model.named_modules():
+        several = len(module.device_ids) > 1 if isinstance(module, nn.DataParallel) else False
+        if several or isinstance(module, nn.parallel.DistributedDataParallel):
+            raise ValueError(
+                f"{name or 'the model'} is a {type(module).__name__}; prepare the module inside of "
+                "it first, then put DistributedDataParallel around that"
+            )
+        if is_sharded(module):
+            raise ValueError(
+                f"{name or 'the model'} is sharded (fully_shard), which mprun.prepare cannot do; "
+                "use DistributedDataParallel around the prepared model"
+            )
+    for name in prepared_modules(model):
+        raise ValueError(
+            f"{name or 'the model'} is prepared already; each can be once: build it anew"
+        )
+    if tables := row_tables(model):
+        raise ValueError(f"{', '.join(tables)}: row tables are trained by `mprun` alone")
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise ValueError(f"{name} is lazy; run a batch through the model before mprun.prepare")
+        if parameter.is_floating_point() and parameter.dtype is not torch.float32:
+            raise ValueError(
+                f"{name} is {parameter.dtype}; build the model in float32, precision= casts it"
+            )

@@ -1,0 +1,646 @@
+"""A model of one's own in a precision mode that looks as it did, FP32 and itself, from outside.
+
+Between two calls a prepared model is the plain one: its parameters are FP32 leaves, its type, its
+hooks and its state dictionary are its own. Within a call parameters and inputs are rounded on the
+way in, and outputs are widened on the way out. Evaluation (eval mode without gradients) computes in
+FP32, so that what is measured is what was learned.
+
+A mode without master weights (fp16_naive) has none to show: its parameters are 16-bit tensors.
+
+Each module gets a `forward` of its own, in its instance. Pickled, it is a plain module again;
+`copy.deepcopy` of the whole model prepares the copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
+from torch.compiler import is_dynamo_compiling
+from torch.distributed import is_initialized
+from torch.nn.modules.loss import _Loss
+from torch.utils._pytree import tree_map
+
+from mprun.extensions.script.nodes import in_backward, make_nodes
+from mprun.extensions.script.tensors import Tensors
+from mprun.precision.audit import Audit, is_due
+from mprun.precision.casting import cast_around_modules, cast_tree, dtype_of, matching_modules
+from mprun.precision.emulation import ForwardContext, Losses
+from mprun.precision.loss_scale import LossScale
+from mprun.precision.optimizer import BatchNormGuard
+from mprun.precision.policy import ieee_fp32
+from mprun.precision.recurrent import own_recurrent
+from mprun.precision.scaled_products import install
+
+_OUTSIDE, _IN_MODE, _EVALUATING = range(3)
+_OWN = ("forward", "__getstate__", "__deepcopy__", "_replicate_for_data_parallel")
+# Attributes of modules that are no places of the user's.
+_NO_PLACES = frozenset([*nn.Module().__dict__, *_OWN, "_flat_weights", "_flat_weight_refs"])
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class PreparedModel:
+    """A model in a mode.
+
+    Args:
+        model: in FP32; its tensors stay the same objects.
+        arithmetic: in which its calls run.
+        scale: of its gradients.
+        overrides: glob pattern over module names -> dtype in which these compute.
+        on_pass: hears of each backward pass that enters the model.
+
+    Attributes:
+        loss_scale: as given.
+        scale: the same; None where it neither scales nor skips.
+        is_plain: it computes as the model does by itself.
+        tensors: what stands for its parameters and buffers within a call.
+        found_inf: float32, 0-dim: the gradients of the newest backward pass are not finite.
+        audit: of its calls and passes.
+        calls: with gradients or in training mode.
+        called_in: number of the newest pass when it was called last.
+        pass_is_due: whether the next pass is audited, as the call before it was.
+        fed: number of the newest pass in which a gradient has left it in front.
+        in_ddp: whether it was called inside of DistributedDataParallel.
+        has_gradients: a pass has reached it since its last step.
+        partners: prepared models that passes have reached together with it since then.
+        updated_by: steps of the optimizers that hold its parameters.
+    """
+
+    alive: weakref.WeakSet[PreparedModel] = weakref.WeakSet()
+    changing: weakref.WeakSet[PreparedModel] = weakref.WeakSet()  # those that are not plain
+    # Whether backward passes have to be looked at: there was a model that is not plain, or the call
+    # before the next pass was audited.
+    is_heard = False
+    built = 0  # how often one was, or was anew
+    pass_number = 0  # of the newest backward pass of the process
+    fed_number = 0  # of the newest in which a gradient has left one of them in front
+
+    def __init__(
+        self,
+        model: nn.Module,
+        arithmetic: ForwardContext,
+        scale: LossScale,
+        overrides: Mapping[str, torch.dtype],
+        on_pass: Callable[[PreparedModel], None],
+    ):
+        self.model, self.arithmetic, self.loss_scale = model, arithmetic, scale
+        self.device_type = arithmetic.device.type
+        self.overrides, self.on_pass = dict(overrides), on_pass
+        self.policy = policy = arithmetic.policy
+        self.scale = scale if scale.skips_nonfinite else None
+        changes = policy.half_dtype is not None or policy.products is not None
+        self.is_plain = not changes and self.scale is None
+        self._is_untouched = self.is_plain and policy.fp32_math == "ieee"
+        # Activations are in 16 bits, and not by autocast.
+        self._casts = policy.autocast_dtype is None and policy.half_dtype is not None
+        self.tensors = Tensors(self, rounds=self._casts and policy.master_dtype is not None)
+        self.found_inf = torch.zeros((), device=arithmetic.device)
+        self.audit = Audit(arithmetic)
+        self.audit.written = self.tensors.written
+        self.calls = self.fed = 0
+        self.called_in = -1
+        self.pass_is_due = False
+        self.in_ddp = self.has_gradients = self._guards_step = False
+        self.partners: weakref.WeakSet[PreparedModel] = weakref.WeakSet()
+        self.updated_by: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
+        self.state = _OUTSIDE
+        # By id and key of a place: its name, it, its key; of what was left there what is seen from
+        # outside and from inside; and whether it holds what came from outside.
+        self._known: dict[tuple[int, Any], tuple[str, Any, Any]] = {}
+        self._left: dict[tuple[int, Any], tuple[Any, Any]] = {}
+        self._come: set[tuple[int, Any]] = set()
+        self._losses: AbstractContextManager[Any] = nullcontext()
+        if self._casts and arithmetic.emulations:
+            for emulation in arithmetic.emulations:  # which sees every function anyway
+                emulation.functions.loss_dtype = policy.loss_dtype
+        elif self._casts:
+            self._losses = Losses(policy.loss_dtype)
+        self._first = next(model.parameters())
+        self._build()
+        self._dtype = self._first.dtype  # as seen from outside
+        PreparedModel.alive.add(self)
+        if not self.is_plain:
+            PreparedModel.changing.add(self)
+            PreparedModel.is_heard = True
+
+    def _build(self) -> None:
+        """Say in which dtype each module computes, and give it its `forward`; anew where modules
+        were added."""
+        # Metrics only count what others have computed.
+        metrics = {m for one in self.model.modules() if _is_metric(one) for m in one.modules()}
+        named = {name: m for name, m in self.model.named_modules() if m not in metrics}
+        plain: dict[nn.Module, Any] = {}
+        for module in named.values():
+            known = module.__dict__.pop("forward", None)
+            plain[module] = known.plain if isinstance(known, Forward) else known
+            if plain[module] is not None:
+                module.__dict__["forward"] = plain[module]
+        chosen: dict[str, torch.dtype] = {}
+        for pattern, dtype in self.overrides.items():
+            names = matching_modules(self.model, pattern, "overrides")
+            chosen |= dict.fromkeys(names, dtype)
+        dtypes = {
+            m: torch.float32 if isinstance(m, _Loss) else dtype_of(name, m, self.policy, chosen)
+            for name, m in named.items()
+        }
+        if self._casts and not self.tensors.rounds:
+            for module, dtype in dtypes.items():
+                module._apply(functools.partial(cast_tree, dtype=dtype), recurse=False)
+        if not self.is_plain:
+            own_recurrent(self.model)
+            if self.policy.products is not None:
+                install(self.model, self.policy.products, chosen)
+            cast_around_modules(self.model, self.policy, chosen)
+            for module in metrics:
+                module.__dict__.pop("forward", None)
+        self.tensors.parts = [(m, dtype, tuple(m._modules.values())) for m, dtype in dtypes.items()]
+        kind = Watched if self._is_untouched else Forward
+        for module in self._entries(named.values()):
+            inside = module.__dict__.pop("forward", None)
+            forward = module.__dict__["forward"] = kind(self, module, plain[module], inside)
+            module.__dict__["__getstate__"] = forward.plain_state
+            module.__dict__["_replicate_for_data_parallel"] = _refuse_replica
+        self.model.__dict__["__deepcopy__"] = self._deepcopied
+        self.guard = BatchNormGuard(self.model) if self.scale is not None else None
+        PreparedModel.built += 1
+
+    def _entries(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
+        """Return the modules whose calls are heard of: all, or the outermost that can be called."""
+        if not self._is_untouched:
+            # A loss that is a part of the model is none of it: between calls it is FP32.
+            return [m for m in modules if not isinstance(m, _Loss)]
+        found, todo = [self.model], [self.model]
+        while todo:
+            module = todo.pop()
+            if module is not self.model and not _is_metric(module):
+                found.append(module)
+            # A trainer calls another method, or a list has none.
+            if type(module).forward is nn.Module.forward or hasattr(module, "training_step"):
+                todo += module.children()
+        return found
+
+    def masters(self) -> Iterator[Tensor]:
+        """Yield the parameters, those of modules too that were added after the model was built."""
+        return iter(self.model.parameters())
+
+    # Calls
+
+    @torch._disable_dynamo(recursive=False)
+    def call(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model, or a part of it, from outside."""
+        # What a checkpoint inside of the model computes again is inside of it.
+        again = in_backward() and not forward.was_called
+        if not again and is_autocast_enabled(self.device_type):
+            self.refuse_autocast()
+        if not (forward.module.training or is_grad_enabled()):
+            return self._evaluate(forward, args, kwargs)
+        if again:
+            with self._in_mode(audits=False):
+                return forward.compute_within(args, kwargs)
+        audits = is_due(self.calls)
+        self._check(audits)
+        if audits:
+            self.pass_is_due = PreparedModel.is_heard = True
+        self._note_call()
+        forward.was_called = True
+        if self.is_plain:
+            with self._in_state(_IN_MODE), self.audit.watching() if audits else nullcontext():
+                return forward.compute_within(args, kwargs)
+        args, kwargs = each_tensor((args, kwargs), self._inwards)
+        with self._in_mode(audits):
+            outputs = forward.compute_within(args, kwargs)
+        self._let_out(audits)
+        return each_tensor(outputs, self._outwards)
+
+    @contextmanager
+    def _in_mode(self, audits: bool) -> Iterator[None]:
+        """Compute as the mode says."""
+        if any(tuple(m._modules.values()) != children for m, _, children in self.tensors.parts):
+            self._build()
+        with ExitStack() as stack:
+            if torch.is_inference_mode_enabled():
+                # In it, tensors count no versions, and the emulation would see a batch norm whole.
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
+            # First: an emulation would look at each access, and find nothing to emulate.
+            stack.enter_context(self.tensors.inside(audits))
+            stack.enter_context(self._hooks_outside())
+            stack.enter_context(self._attributes_inside(audits))
+            stack.enter_context(self.arithmetic)
+            stack.enter_context(self._losses)
+            stack.enter_context(self.arithmetic.autocast())
+            stack.enter_context(self._in_state(_IN_MODE))
+            if audits:
+                stack.enter_context(self.audit.watching())
+            yield
+
+    @contextmanager
+    def _in_state(self, state: int) -> Iterator[None]:
+        before, self.state = self.state, state
+        try:
+            yield
+        finally:
+            self.state = before
+
+    def _note_call(self) -> None:
+        self.calls += 1
+        self.called_in = PreparedModel.pass_number
+        if is_initialized():
+            ddp = nn.parallel.DistributedDataParallel
+            self.in_ddp = self.in_ddp or ddp._get_active_ddp_module() is not None
+        if self.guard is not None and not self._guards_step and is_grad_enabled():
+            if not self.guard.is_current():
+                self.guard = BatchNormGuard(self.model)
+            self.guard.save()
+            self._guards_step = True
+
+    def _evaluate(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute in FP32: with the master weights, or with 16-bit ones that have none, widened."""
+        with ExitStack() as stack:
+            stack.enter_context(self._in_state(_EVALUATING))
+            if self._casts and not self.tensors.rounds:
+                args, kwargs = each_tensor((args, kwargs), self._widened)
+                stack.enter_context(self.tensors.widened())
+            if self.policy.fp32_math != "ieee":
+                stack.enter_context(ieee_fp32())
+            return forward.compute_plainly(args, kwargs)
+
+    def _widened(self, tensor: Tensor) -> Tensor:
+        # A state made like the parameters, of an LSTM for instance, is in 16 bits as they are.
+        return tensor.float() if tensor.dtype is self.policy.param_dtype else tensor
+
+    @torch._disable_dynamo
+    def _inwards(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Cast an input to the mode's dtype; its gradient leaves in its own dtype, unscaled."""
+        if not tensor.is_floating_point():
+            return tensor
+        if dtype is None and self._casts:
+            dtype = self.policy.param_dtype
+        if self.scale is not None and tensor.requires_grad and is_grad_enabled():
+            return make_nodes(self, "in", dtype, [tensor])[0]
+        return tensor if dtype is None else tensor.to(dtype)
+
+    @torch._disable_dynamo
+    def _outwards(self, tensor: Tensor) -> Tensor:
+        """Widen an output to FP32; its gradient is scaled in FP32, then rounded."""
+        is_half = tensor.is_floating_point() and tensor.dtype.itemsize == 2
+        dtype = torch.float32 if is_half else None
+        if tensor.grad_fn is not None:
+            self._note_graph(tensor.grad_fn)
+        if self.scale is not None and tensor.grad_fn is not None:
+            return make_nodes(self, "out", dtype, [tensor])[0]
+        return tensor if dtype is None else tensor.to(dtype)
+
+    def _note_graph(self, node: Any) -> None:
+        """Let the graph behind an output be known of for as long as it lives."""
+        token = node.metadata.setdefault("mprun.graph", _Graph())
+        self._graphs.add(token)
+
+    @property
+    def has_graph(self) -> bool:
+        """Return whether a graph lives that a backward pass could go through."""
+        return len(self._graphs) > 0
+
+    # Hooks of inner modules see what they see without a mode: FP32, unscaled
+
+    @contextmanager
+    def _hooks_outside(self) -> Iterator[None]:
+        hooked = []
+        for module, _, _ in self.tensors.parts if self.tensors.changes else ():
+            forward = module.__dict__.get("forward")
+            if isinstance(forward, Forward) and _has_hooks(module):
+                module.__dict__["_call_impl"] = functools.partial(self._call_hooked, forward)
+                hooked.append(module)
+        try:
+            yield
+        finally:
+            for module in hooked:
+                del module.__dict__["_call_impl"]
+
+    def _call_hooked(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Call an inner module: its tensors go out to the hooks in front, in to `forward`, out to
+        the hooks behind, and in again, each time in the dtypes that they had."""
+        dtypes: list[torch.dtype] = []
+
+        def outwards(tensor: Tensor) -> Tensor:
+            dtypes.append(tensor.dtype)
+            return self._outwards(tensor)
+
+        def inwards(tree: Any) -> Any:
+            wanted = iter([*dtypes])
+            dtypes.clear()
+            return each_tensor(tree, lambda t: self._inwards(t, next(wanted, t.dtype)))
+
+        def within(*given: Any) -> Any:
+            return each_tensor(forward.compute(*inwards(given)), outwards)
+
+        args, kwargs = each_tensor((args, kwargs), outwards)
+        forward.around = within
+        try:
+            outputs = type(forward.module)._call_impl(forward.module, *args, **kwargs)
+        finally:
+            forward.around = None
+        return inwards(outputs)
+
+    # Tensors in attributes of modules: those from outside come in as inputs do, those that a call
+    # leaves there go out as outputs do
+
+    @contextmanager
+    def _attributes_inside(self, audits: bool) -> Iterator[None]:
+        """Let attributes hold what the mode computes with; in the end what is seen from outside."""
+        if not (self._casts or self.scale is not None) or not is_grad_enabled():
+            yield
+            return
+        given = []
+        self._come.clear()
+        for _, place, key in self._places(audits):
+            outer, known = place[key], self._left.get((id(place), key))
+            if known is not None and known[0] is outer:
+                place[key] = known[1]
+            elif isinstance(outer, Tensor) and (outer.requires_grad or known is not None):
+                # Cast only where the model has left a tensor itself: a state that is carried on.
+                kept = outer.dtype if known is None else known[1].dtype
+                place[key] = inner = self._inwards(outer, kept)
+                given.append((place, key, outer, inner))
+        try:
+            yield
+        finally:
+            for place, key, outer, inner in given:
+                if place[key] is inner:
+                    place[key] = outer
+                    self._come.add((id(place), key))
+
+    @torch._disable_dynamo
+    def _let_out(self, audits: bool) -> None:
+        """Let tensors that the call has left in attributes go out."""
+        if not (self._casts or self.scale is not None) or not is_grad_enabled():
+            return
+        for name, place, key in self._places(audits):
+            inner = place[key]
+            if (id(place), key) in self._come or not _has_graph(inner):
+                continue
+            outer = each_tensor(inner, lambda t: t if t.grad_fn is None else self._outwards(t))
+            if isinstance(inner, tuple) or outer is not inner:
+                place[key] = outer
+                self._known[id(place), key] = name, place, key
+                self._left[id(place), key] = outer, inner
+                self.audit.left.add(name)
+
+    def _places(self, audits: bool) -> list[tuple[str, Any, Any]]:
+        """Return (name, place, key) of attributes that hold tensors; without `audits` of those
+        that are known to have held some."""
+        if not audits:
+            found = [*self._known.values()]
+            return [(n, p, k) for n, p, k in found if (k in p if type(p) is dict else k < len(p))]
+        found = [
+            place
+            for name, module in self.model.named_modules()
+            for key, value in module.__dict__.items()
+            if key not in _NO_PLACES
+            for place in _tensor_places(f"{name}.{key}" if name else key, module.__dict__, key)
+        ]
+        for name, place, key in found:
+            if getattr(place[key], "requires_grad", False):
+                self._known[id(place), key] = name, place, key
+        return found
+
+    # Backward passes and steps
+
+    def on_output(self) -> None:
+        """Hear that a backward pass enters the model."""
+        self.on_pass(self)
+
+    def on_input(self) -> None:
+        """Hear of a gradient that leaves the model in front."""
+        self.fed = PreparedModel.fed_number = PreparedModel.pass_number
+
+    def end_step(self, found_inf: Tensor | None) -> None:
+        """An update is over; where it was skipped, statistics go back to before its calls."""
+        if self.guard is not None and self._guards_step and found_inf is not None:
+            self.guard.restore_where(found_inf)
+        self._guards_step = self.has_gradients = False
+        self.partners.clear()
+
+    # Copies
+
+    def _deepcopied(self, memo: dict[int, Any]) -> nn.Module:
+        if self.state == _IN_MODE:
+            raise RuntimeError(
+                "a prepared model is copied within its own call, where it holds 16-bit copies of "
+                "its weights; copy it between two calls"
+            )
+        kind = type(self.model)
+        made = kind.__new__(kind)
+        memo[id(self.model)] = made
+        made.__setstate__(copy.deepcopy(self.model.__getstate__(), memo))
+        PreparedModel(made, self.arithmetic, self.loss_scale, self.overrides, self.on_pass)
+        return made
+
+    def wide_form(self, own: Any, known: dict[int, Any]) -> Any:
+        """Return a 16-bit tensor in FP32, one and the same for all places that hold it."""
+        if not isinstance(own, Tensor) or own.dtype is not self.policy.param_dtype:
+            return own
+        if id(own) not in known:
+            wide: Tensor = own.detach().float()
+            is_parameter = isinstance(own, nn.Parameter)
+            known[id(own)] = nn.Parameter(wide, own.requires_grad) if is_parameter else wide
+        return known[id(own)]
+
+    # What is refused
+
+    def _check(self, audits: bool) -> None:
+        """Raise RuntimeError for a model that is no longer what was prepared."""
+        first, device = self._first, self.arithmetic.device.type
+        if first.dtype is not self._dtype or first.device.type != device:
+            self._refuse_moved(first)
+        for own in self.masters() if audits else ():
+            if own.is_floating_point() and self._dtype is torch.float32 is not own.dtype:
+                self._refuse_moved(own)
+        for name, module in self.model.named_modules() if audits else ():
+            if is_sharded(module):
+                raise RuntimeError(
+                    f"{name or 'the model'} was sharded (fully_shard) after mprun.prepare; use "
+                    "DistributedDataParallel around the prepared model"
+                )
+
+    def refuse_autocast(self) -> None:
+        """Raise RuntimeError."""
+        raise RuntimeError(
+            "torch.autocast is active around a model, or the backward pass of one, prepared as "
+            f"precision={self.policy.name}; remove it: the precision mode says what runs in which "
+            "dtype"
+        )
+
+    def _refuse_moved(self, now: Tensor) -> None:
+        raise RuntimeError(
+            f"the model was prepared on {self.arithmetic.device.type} in {self._dtype} and is on "
+            f"{now.device.type} in {now.dtype} now; move and cast it before mprun.prepare, whose "
+            "mode says what is computed in which dtype"
+        )
+
+
+class _Graph:
+    """Lives as long as the graph of a call."""
+
+
+class Forward:
+    """`forward` of a module of a prepared model.
+
+    Attributes:
+        plain: what the instance had in its place; None: the method of its class.
+        inside: what computes in the mode; None: what computes outside.
+        was_called: from outside, not only by the model.
+        around: computes in place of it while hooks are called.
+    """
+
+    def __init__(self, shared: PreparedModel, module: nn.Module, plain: Any, inside: Any):
+        self.shared, self.module, self.plain = shared, module, plain
+        self.inside = None if inside is plain else inside
+        self.was_called = False
+        self.around: Callable[..., Any] | None = None
+        functools.update_wrapper(self, type(module).forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.shared.state == _IN_MODE:
+            return self.compute_within(args, kwargs)
+        if self.shared.state == _EVALUATING:
+            return self.compute_plainly(args, kwargs)
+        return self.shared.call(self, args, kwargs)
+
+    def compute_within(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute inside of the model."""
+        return (self.around or self.compute)(args, kwargs)
+
+    def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute as the mode says."""
+        if self.inside is not None:
+            return self.inside(*args, **kwargs)
+        return self.compute_plainly(args, kwargs)
+
+    def compute_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute as the model says."""
+        if self.plain is not None:
+            return self.plain(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def plain_state(self) -> dict[str, Any]:
+        """Return the state of the module as a plain one has it, FP32 also where it is not."""
+        kind: Any = type(self.module)
+        state = {k: v for k, v in kind.__getstate__(self.module).items() if k not in _OWN}
+        if self.plain is not None:
+            state["forward"] = self.plain
+        if self.shared._casts and not self.shared.tensors.rounds:
+            known: dict[int, Any] = {}
+            for name in ("_parameters", "_buffers"):
+                wide = {k: self.shared.wide_form(own, known) for k, own in state[name].items()}
+                state[name] = wide
+            if "_flat_weights" in state:
+                flat = [self.shared.wide_form(own, known) for own in state["_flat_weights"]]
+                state["_flat_weights"] = flat
+        return state
+
+
+class Watched(Forward):
+    """`forward` of a model in FP32, in which nothing changes and which is only watched."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Each line costs about a microsecond in a step whose kernels drive it out of the caches.
+        if not is_dynamo_compiling():
+            shared = self.shared
+            if is_autocast_enabled(shared.device_type):
+                shared.refuse_autocast()
+            if self.module.training or is_grad_enabled():
+                if is_due(shared.calls) or is_initialized():
+                    return shared.call(self, args, kwargs)
+                shared.calls += 1
+                shared.called_in = PreparedModel.pass_number
+        if self.plain is not None:
+            return self.plain(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def prepared_modules(model: nn.Module) -> dict[str, PreparedModel]:
+    """Return module name -> prepared model, of all modules that belong to one."""
+    found = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
+    return {name: own.shared for name, own in found.items() if isinstance(own, Forward)}
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Return whether `fully_shard` was applied to a module."""
+    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
+
+
+def _is_metric(module: nn.Module) -> bool:
+    """Return whether a module is one of torchmetrics."""
+    return any(kind.__module__.startswith("torchmetrics.") for kind in type(module).__mro__)
+
+
+def _refuse_replica() -> None:
+    raise RuntimeError(
+        "nn.DataParallel copies a prepared model to several devices, which cannot be; use "
+        "DistributedDataParallel around it"
+    )
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks of the user, not of measurements inside of the mode."""
+    hooks = (hook for name in _HOOKS for hook in getattr(module, name).values())
+    return not all(getattr(hook, "sees_inside", False) for hook in hooks)
+
+
+def _tensor_places(name: str, place: Any, key: Any) -> Iterator[tuple[str, Any, Any]]:
+    """Yield places with tensors: this one, or those of the list or dictionary in it."""
+    value = place[key]
+    if type(value) is list or type(value) is dict:
+        for part in range(len(value)) if type(value) is list else [*value]:
+            yield from _tensor_places(name, value, part)
+    elif isinstance(value, Tensor) or type(value) is tuple:
+        yield name, place, key
+
+
+def _has_graph(value: Any) -> bool:
+    parts = value if type(value) is tuple else (value,)
+    return any(isinstance(part, Tensor) and part.grad_fn is not None for part in parts)
+
+
+def each_tensor(tree: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """Return `tree` with every tensor in it converted: in tuples, lists, dictionaries, data
+    classes, and whatever torch's pytrees know.
+
+    Raises:
+        RuntimeError: an object hides a tensor that would have to be converted.
+    """
+    if isinstance(tree, Tensor):
+        return convert(tree)
+    if type(tree) is tuple or type(tree) is list:
+        return type(tree)([each_tensor(part, convert) for part in tree])
+    if type(tree) is dict:
+        return {key: each_tensor(part, convert) for key, part in tree.items()}
+    if tree is None or isinstance(tree, str | int | float):
+        return tree
+    if is_dataclass(tree) and not isinstance(tree, dict | type):
+        parts = {f.name: getattr(tree, f.name) for f in fields(tree) if f.init}
+        changed = {key: each_tensor(part, convert) for key, part in parts.items()}
+        return replace(tree, **changed) if any(changed[k] is not parts[k] for k in parts) else tree
+    return tree_map(lambda leaf: _converted(leaf, convert), tree)
+
+
+def _converted(leaf: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(leaf, Tensor):
+        return convert(leaf)
+    parts = leaf.values() if isinstance(leaf, dict) else getattr(leaf, "__dict__", {}).values()
+    for part in parts:
+        if isinstance(part, Tensor) and (part.grad_fn is not None or convert(part) is not part):
+            raise RuntimeError(
+                f"a prepared model takes and returns tensors; in a {type(leaf).__name__} they "
+                "would pass without a cast; give and return tensors, and make it of them elsewhere"
+            )
+    return leaf

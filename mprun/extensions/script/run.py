@@ -1,0 +1,590 @@
+"""`mprun.Run`: the training of a user's script as a run directory.
+
+    with mprun.Run("outputs/mine", optimizer, config=vars(args), seed=args.seed) as run:
+        for inputs, labels in batches:
+            ...
+            optimizer.step()
+            run.step(loss)
+        run.evaluate(loss=held_out_loss)
+
+It leaves the same directory as a run of `mprun`: `mprun compare`, its report, TensorBoard and
+`mprun scaler-replay` read it. Commands that take steps again (`mprun resume=`, `mprun explain`)
+cannot, because only the script can take its steps; `mprun.explain` does so in the script.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import math
+import operator
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import UTC, datetime
+from enum import Enum
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mprun.config.roles import config_hash
+from mprun.errors import DIVERGED, BadInput, MprunError
+from mprun.extensions.script.watched import Optimizers, ScriptTask
+from mprun.numerics.failure import FailureKeeper, Kept, suspect
+from mprun.numerics.post_mortem import StepRow, write_post_mortem
+from mprun.numerics.probe import chosen_modules
+from mprun.numerics.probing import Probing
+from mprun.precision import DTYPE_NAMES, LossScale, PrecisionPolicy, read_math_flags
+from mprun.precision.policy import policy_values, usual_scaler
+from mprun.record import memory
+from mprun.record.run_directory import (
+    Heartbeat,
+    claim,
+    locked,
+    path_safe,
+    read_record,
+    write_config,
+    write_json,
+)
+from mprun.training.environment import effective_dtypes, environment, updates
+from mprun.training.metric_buffer import MetricBuffer
+from mprun.training.metric_logger import Records
+
+# Keys of a script's configuration that name the arm of a run, not the experiment.
+_OF_ARM = ("precision", "mode", "scaler", "seed")
+# Fields of the records; no metric may have these names.
+_RESERVED = frozenset(
+    "split step updates skipped epoch loss_scale found_inf lr seconds samples_per_s".split()
+)
+_MOST_CONFIG = 200_000  # characters; a record takes no more
+# Keys of an optimizer's group that decide how it computes, not what.
+_HOW = ("params", "foreach", "fused", "capturable", "differentiable", "initial_lr")
+_SCALER = (
+    *("scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "min_scale"),
+    *("max_scale", "max_consecutive_skips", "growth_delay", "refill_on_clean_step", "tolerance"),
+    *("hold_at_floor", "log_max", "beta1", "beta2", "overflow_std_dev"),
+)
+
+
+class Diverged(SystemExit):
+    """Exception of a run that has diverged and is recorded.
+
+    It ends the run's `with` block, and the script continues after the block. Without a block the
+    process ends with exit code 3. No `except Exception` catches it.
+    """
+
+
+class Run:
+    """A run directory that a script writes, in a `with` block around its training.
+
+    Args:
+        folder: parent of the run's directory, which is named after mode, scaler and seed.
+        optimizer: from `mprun.prepare`; several in a list, or by name ({"d": ..., "g": ...}).
+        config: the script's settings that decide on its result, for instance `vars(args)`. Runs
+            are compared if these agree; precision, scaler and seed are left out.
+        seed: runs of the same seed are compared in pairs.
+        data: the training data: a name, or a path (or several) whose content is hashed.
+        metric: metric of `evaluate` that the verdict rests on.
+        margin: difference up to which the metric matches FP32: relative (0.01: 1 %), or in the
+            metric's own unit if higher is better; None: 1 %.
+        higher_is_better: the metric is an accuracy or a score; needs a margin.
+        name: name of the experiment; None: the script's file.
+        log_every: steps between two records; the first 20 and every skipped step have one too.
+        probe_every: probe the steps divisible by this, see `mprun.probe`; 0: none.
+        modules: patterns of the modules to probe; none: all modules without submodules.
+
+    Attributes:
+        directory: the run's directory.
+        status: "running", then "done", "diverged", "preempted" or "failed".
+        steps: number of steps taken so far.
+
+    Raises:
+        ValueError: an argument is wrong; the message names it and what is allowed.
+        BadInput: the directory cannot be made.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        optimizer: Optimizers,
+        *,
+        config: Mapping[str, Any],
+        seed: int,
+        data: str | Path | Iterable[Path] | None = None,
+        metric: str = "loss",
+        margin: float | None = None,
+        higher_is_better: bool = False,
+        name: str | None = None,
+        log_every: int = 50,
+        probe_every: int = 0,
+        modules: Iterable[str] = (),
+    ):
+        given: Any = seed
+        with suppress(TypeError):
+            seed = operator.index(given)
+        if type(seed) is not int or seed < 0:
+            raise ValueError(f"seed={seed!r}: must be an integer of at least 0")
+        if type(log_every) is not int or log_every < 1:
+            raise ValueError(f"log_every={log_every!r}: must be an integer of at least 1")
+        if type(probe_every) is not int or probe_every < 0:
+            raise ValueError(f"probe_every={probe_every!r}: must be an integer of at least 0")
+        if not isinstance(config, Mapping):
+            raise ValueError(f"config: must be a mapping, not a {type(config).__name__}")
+        if margin is not None and not 0 < margin < (math.inf if higher_is_better else 0.5):
+            allowed = "above 0" if higher_is_better else "above 0 and below 0.5 (0.01: 1 %)"
+            raise ValueError(f"margin={margin!r}: must be {allowed}")
+        if higher_is_better and margin is None:
+            raise ValueError("margin=None: needed with higher_is_better, in the metric's own unit")
+        self.task, modules = ScriptTask(optimizer), list(modules)
+        chosen_modules(self.task.learners, modules)
+        content = _data(data)
+        self.metric, self.log_every, self.steps = metric, log_every, 0
+        self.status = "running"
+        self.cause: str | None = None
+        self._final: dict[str, float] = {}
+        self._extra: dict[str, float] = {}
+        first = next(iter(self.task.prepared.values()))
+        mode = _mode(first.policy, first.models[0].overrides)
+        usual = usual_scaler(first.policy.name)
+        scaler = first.scaler_name
+        script = Path(sys.argv[0]) if sys.argv and sys.argv[0] else None
+        name = name or _name_of(script)
+        values = self._configuration(dict(config), seed, script, data)
+        if len(_canonical(values)) > _MOST_CONFIG:
+            raise ValueError(
+                f"config: {len(_canonical(values))} characters, must be at most {_MOST_CONFIG}; "
+                "give only settings that decide on the result, and hashes of large values"
+            )
+        values["compare"] = {"metric": metric, "margin": margin, "window": 1}
+        if higher_is_better:
+            values["compare"]["higher_is_better"] = True
+        self._record: dict[str, Any] = {
+            "status": "running",
+            "script": {"file": None if script is None else script.name, "arguments": sys.argv[1:]},
+            "choices": {"experiment": name},
+            "overrides": [],
+            "config_hash": config_hash(values),
+            "precision": {
+                "mode": mode,
+                "usual_scaler": usual,
+                "scaler": scaler,
+                "half_products": self.task.arithmetic.kind(),
+                "effective_dtypes": effective_dtypes(self.task.learners),
+                "update": updates(self.task.learners),
+                "flags": read_math_flags(),
+            },
+            "created": _now(),
+            "attempts": 1,
+            "config": values,
+            "seed": seed,
+            "initial_state": self._initial_state(),
+            "steps": 1,
+            "sample": "step",
+            "samples_per_step": 1,
+            "data": content,
+            "environment": environment(self.task.device),
+        }
+        own = "" if scaler == usual else f"-{scaler}"
+        self.directory = claim(Path(folder), path_safe(f"{mode}{own}-s{seed}"))
+        self._lock = locked(self.directory)
+        self._lock.__enter__()
+        try:
+            self._open(probe_every, modules)
+        except BaseException:
+            self._lock.__exit__(None, None, None)
+            shutil.rmtree(self.directory)  # just made, still without content
+            raise
+        self._look_for_a_twin()
+        atexit.register(self._at_exit)
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> bool:
+        if kind is None:
+            try:
+                self._log_step(wait=True)  # the last step always has a record
+            except Diverged:
+                kind = Diverged
+        if kind is None:
+            self._end("done", None)
+        elif kind is not Diverged:
+            stopped = issubclass(kind, KeyboardInterrupt)
+            if isinstance(error, SystemExit):
+                stopped = error.code in (None, 0)
+            text = f"{kind.__name__}: {error}" if str(error) else kind.__name__
+            self._end("preempted" if stopped else "failed", text)
+        return kind is Diverged
+
+    def step(self, loss: Tensor | float, **metrics: Tensor | float) -> None:
+        """Count the step that the script has just taken; call it after `optimizer.step()`.
+
+        It waits for the device only at steps that are recorded. On CUDA it never waits: the numbers
+        are read `log_every` steps later.
+
+        Args:
+            loss: the step's loss to report, 0-dim.
+            metrics: further metrics of the step, one number each.
+
+        Raises:
+            Diverged: the loss was not finite although its update was applied, or a loss scale has
+                collapsed; the run is recorded, and the exception ends its `with` block.
+            RuntimeError: no optimizer has taken a step.
+        """
+        if self.status != "running":
+            self._refuse_ended()
+        if metrics:
+            _refuse_reserved(_RESERVED & metrics.keys())
+        found = self.task.ended(loss, metrics)
+        self.steps += 1
+        if self._watching is not None:
+            self._stop_watching(found)
+        self._buffer.add(self.steps, found)
+        self._heartbeat.beat()
+        if self.steps % self.log_every == 0:
+            self._log_step()
+            self._keep()
+        if self._probing is not None:
+            self._begin_watching()
+
+    def log(self, **values: Tensor | float) -> None:
+        """Add numbers to the training records from now on, until they are set again."""
+        _refuse_reserved((_RESERVED | {"loss"}) & values.keys())
+        self._extra |= {name: float(value) for name, value in values.items()}
+
+    def evaluate(self, **metrics: Tensor | float) -> None:
+        """Record an evaluation by the script after the steps so far.
+
+        A prepared model in eval mode computes with its master weights in FP32.
+
+        Args:
+            metrics: one number a name, including the run's `metric`.
+
+        Raises:
+            Diverged: a metric is not finite.
+        """
+        values = {
+            name: float(value.detach() if isinstance(value, Tensor) else value)
+            for name, value in metrics.items()
+        }
+        self._refuse_ended()
+        _refuse_reserved(_RESERVED & values.keys())
+        if self.metric not in values:
+            given = ", ".join(values) or "nothing"
+            raise ValueError(f"evaluate: got {given}, but not {self.metric} (the run's metric)")
+        self._flush(wait=True)
+        self._final = values
+        self._records.write_evaluation(self.steps, values, time.perf_counter() - self._evaluated)
+        self._buffer.restart_clock()
+        if not all(map(math.isfinite, values.values())):
+            self._diverge(self.steps, "non-finite evaluation loss")
+
+    def rewind(self) -> int:
+        """Restore models, optimizers, loss scales and random states from the newest kept copy.
+
+        After a divergence this is a state before the bad step. `mprun.explain(step, optimizer,
+        steps=...)` can look for that step from there.
+
+        Returns:
+            The step that the copy was taken after.
+        """
+        kept = self._keeper.snapshot
+        if kept.step is None:
+            raise RuntimeError(f"{self.directory}: no copy was kept ({self._keeper.reason})")
+        kept.restore()
+        return kept.step
+
+    def close(self, status: str = "done", cause: str | None = None) -> None:
+        """End the run; for a script without a `with` block."""
+        if status not in ("done", "failed", "preempted"):
+            raise ValueError(f"status={status!r}: must be done, failed or preempted")
+        if self.status == "running":
+            self._log_step(wait=True)
+            self._end(status, cause)
+
+    def _refuse_ended(self) -> None:
+        if self.status != "running":
+            raise RuntimeError(f"{self.directory}: the run has ended ({self.status})")
+
+    def _at_exit(self) -> None:
+        """End the run of a script without a `with` block when the script ends."""
+        error: BaseException | None = getattr(sys, "last_value", None)
+        if self.status == "running":
+            with suppress(Diverged):
+                self.__exit__(type(error) if error is not None else None, error, None)
+
+    def _open(self, probe_every: int, modules: list[str]) -> None:
+        """Write config.yaml and run.json, and prepare the records, before step 1."""
+        write_config(self.directory, self._record["config"])
+        write_json(self.directory / "run.json", self._record)
+        self._buffer = MetricBuffer(self.task.device, loss_scales=self.task.loss_scales)
+        self._records = _Records(self.directory, self._buffer)
+        self._keeper = FailureKeeper(self.task)
+        self._keeper.keep(0, 0)
+        self._heartbeat = Heartbeat(self.directory)
+        self._probing: Probing | None = None
+        if probe_every:
+            self._probing = Probing(
+                self.task,
+                self.directory,
+                self._records.board.writer,
+                every=probe_every,
+                modules=modules,
+            )
+        self._watching: Any = None
+        self._started = self._evaluated = time.perf_counter()
+        memory.reset_peak(self.task.device)
+        self._begin_watching()
+
+    def _begin_watching(self) -> None:
+        probing = self._probing
+        if probing is not None and probing.due(self.steps + 1):
+            self._watching = probing.watching(self.steps + 1)
+            self._watched = self._watching.__enter__()
+
+    def _stop_watching(self, found: dict[str, Tensor] | None) -> None:
+        watching, self._watching = self._watching, None
+        if watching is None:
+            return
+        if found is None:  # the step did not finish
+            self._watched.__exit__(GeneratorExit, None, None)
+            return
+        self._watched.metrics = found
+        watching.__exit__(None, None, None)
+
+    def _log_step(self, wait: bool = False) -> None:
+        """Record the step just taken."""
+        groups = next(iter(self.task.prepared.values())).optimizer.param_groups
+        self._records.extra[self.steps] = {"lr": float(groups[0]["lr"])} | self._extra
+        self._flush(logged=True, wait=wait)
+
+    def _flush(self, logged: bool = False, wait: bool = False) -> None:
+        cause = self._records.flush(logged, wait)
+        if cause is not None:
+            self._diverge(self._records.diverged_at, cause)
+
+    def _keep(self) -> None:
+        """Keep a copy of the state if one is due and the last step was sound."""
+        if self._buffer.late:
+            skipped = torch.full((), self._buffer.host_skipped, device=self.task.device)
+            self._keeper.keep_if(self.steps, skipped, self._buffer.sound)
+        elif self._records.history.rows:
+            healthy = not self._records.history.rows[-1].found_inf
+            self._keeper.keep(self.steps, self._buffer.host_skipped, healthy=healthy)
+
+    def _diverge(self, step: int, cause: str) -> None:
+        rows = self._records.history.up_to(step)
+        found = suspect(cause, step, rows)
+        reason = "only the script can take its steps again: run.rewind(), mprun.explain(...)"
+        kept = asdict(Kept(found.kind, found.step, reason=reason))
+        scale = next(iter(self.task.loss_scales.values()))
+        write_post_mortem(self.directory, cause, step, rows, scale.kind, kept)
+        self._end("diverged", cause, step)
+        print(f"diverged at step {step}: {cause} ({self.directory})", file=sys.stderr)
+        raise Diverged(DIVERGED)
+
+    def _end(self, status: str, cause: str | None, step: int | None = None) -> None:
+        if self.status != "running":
+            return
+        self._stop_watching(None)
+        step, skipped = self.steps if step is None else step, self._buffer.host_skipped
+        speed, windows = self._records.throughput()
+        self.status, self.cause = status, cause
+        self._record |= {
+            "status": status,
+            "cause": cause,
+            "steps": max(1, self.steps),
+            "last_step": step,
+            "skipped": skipped,
+            "updates": step - skipped,
+            "final": {k: v if math.isfinite(v) else str(v) for k, v in self._final.items()},
+            "throughput": {"samples_per_s": speed, "windows": windows, "sample": "step"},
+            "memory": memory.higher({}, self.task.device),
+            "emulated": self.task.arithmetic.rerouted(),
+            "audit": self.task.audit(),
+            "seconds": round(time.perf_counter() - self._started, 3),
+            "ended": _now(),
+        }
+        self._records.close()
+        write_json(self.directory / "run.json", self._record)
+        atexit.unregister(self._at_exit)
+        self._lock.__exit__(None, None, None)
+        print(f"run: {self.directory}", file=sys.stderr)
+
+    def _configuration(
+        self, config: dict[str, Any], seed: int, script: Path | None, data: Any
+    ) -> dict[str, Any]:
+        """Return the parts of config.yaml that a script's run has."""
+        first = next(iter(self.task.prepared.values()))
+        known = script is not None and script.is_file()
+        source = script.read_bytes() if script is not None and known else b""
+        shapes = {n: list(p.shape) for n, p in self._parameters().items()}
+        native = bool(self.task.arithmetic.half_dtypes) and not self.task.arithmetic.emulations
+        return {
+            "seed": seed,
+            "device": self.task.device.type,
+            "cpu_half": "native" if native and self.task.device.type == "cpu" else "emulated",
+            "script": {
+                "file": script.name if script is not None and known else None,
+                "sha256": hashlib.sha256(source).hexdigest() if known else None,
+                **{str(k): _plain(v) for k, v in config.items() if not _of_arm(k, v, seed)},
+            },
+            "model": {"parameters": hashlib.sha256(_canonical(shapes)).hexdigest()},
+            "optim": {n: _settings(o.optimizer) for n, o in self.task.prepared.items()},
+            "precision": _precision(first.policy, first.models[0].overrides),
+            "scaler": _scaler(first.scaler_name, first.scale, len(self.task.loss_scales)),
+        }
+
+    def _initial_state(self) -> str:
+        """Return a digest of torch's random state and a few numbers of each parameter.
+
+        A seed decides on both.
+        """
+        digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
+        for own in self._parameters().values():
+            digest.update(repr(own.detach().reshape(-1)[:8].tolist()).encode())
+        return digest.hexdigest()
+
+    def _look_for_a_twin(self) -> None:
+        """Warn if a run beside this one has another seed but the same initial state."""
+        for path in sorted(self.directory.parent.glob("*/run.json")):
+            with suppress(MprunError, OSError):
+                other = read_record(path.parent)
+                same = other.get("initial_state") == self._record["initial_state"]
+                if same and other.get("seed") != self._record["seed"]:
+                    print(
+                        f"seed={self._record['seed']}: weights and torch's random state are those "
+                        f"of {path.parent} (seed={other.get('seed')}); unless the script's own "
+                        "generators differ, both are one run: call torch.manual_seed(seed) first",
+                        file=sys.stderr,
+                    )
+                    return
+
+    def _parameters(self) -> dict[str, Tensor]:
+        """Return all parameters of the models, by learner and name."""
+        return {
+            f"{learner}.{name}": parameter
+            for learner, optimizer in self.task.prepared.items()
+            for name, parameter in optimizer.module.named_parameters()
+        }
+
+
+class _Records(Records):
+    """The records of a script's run, with the fields that the script adds to a step."""
+
+    def __init__(self, directory: Path, buffer: MetricBuffer):
+        self.extra: dict[int, dict[str, float]] = {}
+        super().__init__(directory, buffer)
+
+    def _extra(self, row: StepRow) -> dict[str, float]:
+        return self.extra.pop(row.step, {})
+
+
+def _of_arm(key: Any, value: Any, seed: int) -> bool:
+    """Return whether a setting names the arm or the seed of a run, not the experiment."""
+    is_seed = "seed" in str(key).lower() and type(value) is int and value == seed
+    return key in _OF_ARM or is_seed
+
+
+def _name_of(script: Path | None) -> str:
+    if script is None or not script.is_file():
+        return "script"
+    # "main.py" tells nothing; its folder does.
+    folder = script.resolve().parent.name
+    return f"{folder}-{script.stem}" if script.stem in ("main", "train", "run") else script.stem
+
+
+def _mode(policy: PrecisionPolicy, overrides: Mapping[str, torch.dtype]) -> str:
+    changed = [f"{pattern}={DTYPE_NAMES[dtype]}" for pattern, dtype in overrides.items()]
+    return "+".join([policy.name, *changed])
+
+
+def _precision(policy: PrecisionPolicy, overrides: Mapping[str, torch.dtype]) -> dict[str, Any]:
+    named = {pattern: DTYPE_NAMES[dtype] for pattern, dtype in overrides.items()}
+    return {"name": policy.name, **policy_values(policy), "overrides": named}
+
+
+def _scaler(name: str, scale: LossScale, count: int) -> dict[str, Any]:
+    values: dict[str, Any] = {"name": name, "kind": scale.kind}
+    values["per"] = "shared" if count == 1 else "optimizer"
+    if scale.kind == "none":
+        return values
+    if scale.kind == "static":
+        return values | {
+            "scale": float(scale.scale),
+            "max_consecutive_skips": scale.max_consecutive_skips,
+        }
+    values["init_scale"] = float(scale.scale)
+    own = {key: getattr(scale, key) for key in _SCALER if key != "scale" and hasattr(scale, key)}
+    return values | own
+
+
+def _settings(inner: torch.optim.Optimizer) -> Any:
+    """Return class and initial settings of a torch optimizer."""
+    groups = [
+        {key: _plain(value) for key, value in group.items() if key not in _HOW}
+        for group in inner.param_groups
+    ]
+    return {"name": type(inner).__name__, "groups": groups}
+
+
+def _plain(value: Any) -> Any:
+    """Convert a value to the types of YAML and JSON."""
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else value.tolist()
+    if isinstance(value, Enum):
+        return _plain(value.value)
+    if isinstance(value, Mapping):
+        return {str(key): _plain(part) for key, part in value.items()}
+    if isinstance(value, list | tuple | set):
+        return [_plain(part) for part in value]
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    return float(value) if isinstance(value, float) and math.isfinite(value) else str(value)
+
+
+def _data(data: str | Path | Iterable[Path] | None) -> dict[str, Any]:
+    if data is None:
+        return {}
+    if isinstance(data, str) and not Path(data).exists():
+        return {"name": data, "sha256": hashlib.sha256(data.encode()).hexdigest()}
+    paths = [Path(data)] if isinstance(data, str | Path) else [Path(path) for path in data]
+    content = hashlib.sha256()
+    for path in paths:
+        if not path.exists():
+            raise BadInput(f"data={path}: no such file or folder")
+        files = [path] if path.is_file() else sorted(p for p in path.rglob("*") if p.is_file())
+        for file in files:
+            name = file.name if file == path else str(file.relative_to(path))
+            content.update(f"{name}\0{file.stat().st_size}\0".encode())
+            with open(file, "rb") as stream:
+                while block := stream.read(1 << 20):
+                    content.update(block)
+    return {"sha256": content.hexdigest()}
+
+
+def _refuse_reserved(names: Iterable[str]) -> None:
+    for name in sorted(names):
+        raise ValueError(f"{name}: is a field of every record; give the metric another name")
+
+
+def _canonical(values: Any) -> bytes:
+    return json.dumps(values, sort_keys=True, default=str).encode()
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -1,0 +1,675 @@
+"""Steps of a script's own optimizers: skipped where gradients overflowed, and the loss scale moves.
+
+    backward pass -> [each model it reached: are the gradients of its parameters finite?]
+    optimizer.step() -> [hook: no gradients, or found_inf, where they are not] -> step
+                     -> [hook: gradients back; the scale moves; BatchNorm's statistics go back]
+
+Nothing is wrapped. torch calls the two hooks around the step of every optimizer, so one that is
+made later is served as well: what matters is whose parameters it holds. Nothing here waits for the
+device where torch's own step does not, but for optimizers that only the host can stop.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import get_world_size, is_initialized
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
+
+from mprun.extensions.script.nodes import after_this_pass, refuse_leaks, watch_backward
+from mprun.extensions.script.prepared_model import PreparedModel
+from mprun.precision.emulation import ForwardContext, HalfEmulation
+from mprun.precision.loss_scale import LossScale
+from mprun.precision.narrow_weights import NarrowWeights, choose_narrow
+from mprun.precision.optimizer import Update
+from mprun.precision.policy import PrecisionPolicy
+from mprun.precision.torch_update import host_decides, initialise_state, is_fused, step_unless
+from mprun.precision.update import by_dtype, check_and_unscale, largest
+
+_WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer")  # call the step of the one inside
+_MOST_REPEATS = 60  # of a closure: a scale of 2^24 is 2^-36 then
+
+
+class Scaling:
+    """When a loss scale moves that several optimizers share: once each of them has stepped, and at
+    the latest when one begins anew, as torch.amp.GradScaler.update does once in an iteration."""
+
+    _all: weakref.WeakKeyDictionary[LossScale, Scaling] = weakref.WeakKeyDictionary()
+
+    def __init__(self, scale: LossScale):
+        self._scale = weakref.ref(scale)
+        self.owners: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    @classmethod
+    def of(cls, scale: LossScale) -> Scaling:
+        """Return the one of a loss scale."""
+        if scale not in cls._all:
+            cls._all[scale] = cls(scale)
+        return cls._all[scale]
+
+    @property
+    def scale(self) -> LossScale:
+        """The loss scale, which its models hold."""
+        scale = self._scale()
+        assert scale is not None
+        return scale
+
+    def begin(self, optimizer: Optimizer) -> None:
+        """A step of an optimizer begins."""
+        self.owners.add(optimizer)
+        if optimizer in self._stepped:
+            self.move()
+
+    def end(self, optimizer: Optimizer, found_inf: Tensor, grad_max: Tensor | None) -> None:
+        """It ends; `found_inf`, 0-dim: it was skipped where that is not 0."""
+        self.scale.record(found_inf, grad_max)
+        self._stepped.add(optimizer)
+        if len(self._stepped) >= len(self.owners):
+            self.move()
+
+    def move(self) -> None:
+        """End the iteration of the scale."""
+        self.scale.update()
+        self._stepped.clear()
+
+
+class OptimizerSteps:
+    """Keep what is known of the steps of one optimizer that updates prepared models.
+
+    Attributes:
+        optimizer: of the script.
+        models: prepared, those whose parameters it holds, in the order of its groups.
+        steps: taken so far, skipped ones too.
+        last: what the last step did; None before it.
+    """
+
+    def __init__(self, optimizer: Optimizer):
+        self._optimizer = weakref.ref(optimizer)
+        self.models: list[PreparedModel] = []
+        self.steps = 0
+        self.last: Update | None = None
+        self.narrow: NarrowWeights | None = None
+        self._frame: FrameType | None = None  # of the step that runs
+        self._key: Any = None
+        self._concerned: list[PreparedModel] = []
+        self._is_plain = True
+        self._seen = PreparedModel.pass_number - 1  # the pass before the last step
+        self._found: Tensor | None = None
+        # Of models that others update, too: float32, 0-dim, its own gradients are not finite.
+        self._found_in: weakref.WeakKeyDictionary[PreparedModel, Tensor] = (
+            weakref.WeakKeyDictionary()
+        )
+        self._kept: list[tuple[Tensor, Tensor | None]] = []
+        self._tells = False  # the optimizer's kernels skip by themselves
+        self._undo: list[tuple[Tensor, Tensor]] = []
+        self._keeps_state = False
+        self.watchers: list[Callable[[], None]] = []
+
+    @property
+    def optimizer(self) -> Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """Return that of its models."""
+        return self.models[0].policy
+
+    @property
+    def arithmetic(self) -> ForwardContext:
+        """Return that in which the calls of its first model run."""
+        return self.models[0].arithmetic
+
+    @property
+    def scale(self) -> LossScale:
+        """The loss scale of its first model."""
+        return self.models[0].loss_scale
+
+    @property
+    def scaler_name(self) -> str:
+        """Return what the loss scale is called in records."""
+        return _scaler_names.get(self.scale, self.scale.kind)
+
+    @property
+    def module(self) -> nn.Module:
+        """Its model; of several a list."""
+        if len(self.models) == 1:
+            return self.models[0].model
+        return nn.ModuleList(model.model for model in self.models)
+
+    def named(self) -> dict[str, Tensor]:
+        """Return name -> parameter, of its models' parameters that it holds."""
+        held = {id(own) for group in self.optimizer.param_groups for own in group["params"]}
+        found: dict[str, Tensor] = {}
+        for number, model in enumerate(self.models):
+            prefix = f"{number}." if len(self.models) > 1 else ""
+            for name, own in model.model.named_parameters():
+                if id(own) in held:
+                    found[prefix + name] = own
+        return found
+
+    def refresh(self) -> None:
+        """Look whose parameters it holds, where its groups have changed."""
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        key = PreparedModel.built, [(len(group), id(group[0]) if group else 0) for group in groups]
+        if key == self._key:
+            return
+        self._key = key
+        owners = {id(own): model for model in PreparedModel.alive for own in model.masters()}
+        found = [owners.get(id(own)) for group in groups for own in group]
+        self.models = [model for model in dict.fromkeys(found) if model is not None]
+        self._is_plain = all(model.is_plain for model in self.models)
+        if self.models:
+            self._untouched = Update(self.scale.scale, None, None)
+            for model in self.models:
+                model.audit.optimizers.add(type(self.optimizer).__name__)
+                model.updated_by.add(self)
+            for scaling in _scalings(self.models):
+                scaling.owners.add(self.optimizer)  # before its first step: the scale waits for it
+            self._make_narrow()
+            self._keep_in_state()
+            # torch.amp.GradScaler asks for it in each step, also in one that it skips.
+            self.optimizer.__dict__["_step_supports_amp_scaling"] = _NoGradScaler(self.policy.name)
+
+    def __reduce__(self) -> Any:
+        """Pickled or copied with an optimizer, it is None: the copy begins anew."""
+        return type(None), ()
+
+    # A step
+
+    def begin(self, frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Hear that a step begins in `frame`; one within a step (of a base class) is none."""
+        above: FrameType | None = frame.f_back if self._frame is not None else None
+        while above is not None:
+            if above is self._frame:
+                return None
+            above = above.f_back
+        self._frame = None  # the step before has raised
+        self.refresh()
+        fed = self._newly_fed()
+        self._concerned = self.models or fed
+        # Whoever has told its kernels what to skip (a GradScaler, the runner) owns a foreign one.
+        if not self._concerned or (not self.models and hasattr(self.optimizer, "found_inf")):
+            self._concerned = []
+            return None
+        _refuse_alone(self.models)
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None and self.models and not _has_gradients(self.optimizer):
+            self._refuse_no_gradients()
+        self._found, result = None, None
+        if not self._is_plain or fed:
+            result = self._before(args, kwargs, closure, fed)
+        self._frame = frame
+        return result
+
+    def end(self, frame: FrameType) -> None:
+        """Hear that it ends."""
+        if frame is not self._frame:
+            return
+        self._frame = None
+        self.steps += 1
+        if self._is_plain and self._found is None:
+            self.last = self._untouched
+        else:
+            self._after()
+        for watcher in self.watchers:
+            watcher()
+        if self.steps == 1:
+            for model in self._concerned:
+                if model.calls:
+                    model.audit.check_happened()
+
+    def _before(
+        self,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        closure: Any,
+        fed: list[PreparedModel],
+    ) -> Any:
+        """Let the step that begins move nothing where gradients are not finite."""
+        self._put_back()
+        scaled = [model for model in self._concerned if model.scale is not None]
+        for scaling in _scalings(scaled):
+            scaling.begin(self.optimizer)
+        if closure is not None:
+            if self.narrow is not None:
+                raise ValueError(
+                    f"closure: precision={self.policy.name} updates weights chunk by chunk and "
+                    "takes none; call optimizer.step() without it"
+                )
+            if not scaled:
+                return None
+            self._found = torch.zeros_like(scaled[0].found_inf)
+            repeated = _repeated(closure, scaled)
+            return (args[0], repeated), {k: v for k, v in kwargs.items() if k != "closure"}
+        if scaled:
+            self._found = self._overflow(scaled, fed)
+        if self.narrow is not None:
+            self._step_in_chunks(self.narrow)
+        elif self._found is not None:
+            self._prepare_skip(self._found)
+        return None
+
+    @torch.no_grad()
+    def _after(self) -> None:
+        """Put gradients back, and let the loss scales move."""
+        concerned, found = self._concerned, self._found
+        self._put_back()
+        if found is not None:
+            for own, before in self._undo:
+                own.copy_(torch.where(found != 0, before, own))
+        self._undo = []
+        scale = concerned[0].loss_scale.scale
+        if found is not None:  # copies: both are about to change in place
+            self.last = Update(scale.clone(), found.clone(), None)
+        else:
+            self.last = Update(scale, None, None)
+        together = {one for model in concerned for one in (model, *model.partners)}
+        for model in together:
+            model.end_step(found)
+        if found is not None:
+            for scaling in _scalings(concerned):
+                scaling.end(self.optimizer, found, _grad_max(concerned, scaling.scale))
+            for scaling in _scalings(together.difference(concerned)):
+                if not scaling.owners:  # of a loss network, which nobody updates
+                    scaling.scale.record(found, _grad_max(together, scaling.scale))
+                    scaling.move()
+        for model in PreparedModel.alive:
+            model.tensors.forget()  # `.data` counts no versions
+
+    def _refuse_no_gradients(self) -> None:
+        raise RuntimeError(
+            "no gradients: no backward pass has reached the parameters of this optimizer since "
+            "they were cleared; call loss.backward() before optimizer.step()"
+        )
+
+    def _newly_fed(self) -> list[PreparedModel]:
+        """Return models in front of which gradients have come out since the last step."""
+        seen, self._seen = self._seen, PreparedModel.pass_number
+        if PreparedModel.fed_number <= seen:
+            return []
+        return [model for model in PreparedModel.alive if model.fed > seen]
+
+    def _overflow(self, scaled: list[PreparedModel], fed: list[PreparedModel]) -> Tensor:
+        """Return, float32 and 0-dim, whether a gradient of this optimizer is not finite."""
+        flags = [self._found_in.get(model, model.found_inf) for model in scaled]
+        found = torch.stack(flags).amax()
+        if fed or not self.models:
+            # Parameters in front of a model overflow with it; those are in no check of a pass.
+            owned = {id(own) for model in self.models for own in model.masters()}
+            others = [
+                own.grad
+                for group in self.optimizer.param_groups
+                for own in group["params"]
+                if own.grad is not None and id(own) not in owned
+            ]
+            if not self.models:
+                found = torch.zeros_like(found)
+            check_finite(others, found)
+        return found
+
+    def look_at(self, model: PreparedModel) -> None:
+        """Note, at the end of a pass, whether the gradients of its own parameters are finite.
+
+        Others of the model may hold infinities of a loss that is not this optimizer's.
+        """
+        if len(model.updated_by) == 1:
+            self._found_in.pop(model, None)
+            return
+        found = self._found_in.setdefault(model, torch.zeros_like(model.found_inf))
+        inside = {id(own) for own in model.masters()}
+        groups = self.optimizer.param_groups
+        mine = [own.grad for group in groups for own in group["params"] if id(own) in inside]
+        check_finite(mine, found.zero_())
+
+    def _prepare_skip(self, found: Tensor) -> None:
+        optimizer = self.optimizer
+        if is_fused(optimizer):
+            initialise_state(optimizer)
+            optimizer.found_inf = found.clone()  # type: ignore[attr-defined]
+            self._tells = True
+        elif found.device.type == "cpu" or host_decides(optimizer):
+            if found.item():
+                self._hide_gradients()
+        else:
+            self._undo = [(own, own.clone()) for own in _on_device(optimizer)]
+
+    def _hide_gradients(self) -> None:
+        """A step of torch's optimizers without gradients moves nothing, counters included."""
+        self._kept = [(p, p.grad) for group in self.optimizer.param_groups for p in group["params"]]
+        for own, _ in self._kept:
+            own.grad = None
+
+    def _put_back(self) -> None:
+        for own, gradient in self._kept:
+            own.grad = gradient
+        self._kept = []
+        if self._tells:
+            self.optimizer.__dict__.pop("found_inf", None)
+            self._tells = False
+
+    # 16-bit weights without a master copy
+
+    def _make_narrow(self) -> None:
+        narrow = choose_narrow(self.optimizer, self.named(), self.policy)
+        if narrow is None:
+            return
+        if self.narrow is not None:
+            narrow.load_state_dict(self.narrow.state_dict())
+        self.narrow = narrow
+        narrow.initialise_state()
+
+    def _step_in_chunks(self, narrow: NarrowWeights) -> None:
+        """Take the step here, in FP32, chunk by chunk; the one that follows has no gradients."""
+        optimizer, found = self.optimizer, self._found
+        everything = [own for group in optimizer.param_groups for own in group["params"]]
+        gradients = [own.grad for own in everything]
+        self._frame = sys._getframe()
+        try:
+            for places in narrow.chunks(everything):
+                chunk = [everything[place] for place in places]
+                with narrow.in_fp32(chunk, found) as wide:
+                    for tensor, place in zip(wide, places, strict=True):
+                        gradient = gradients[place]
+                        tensor.grad = None if gradient is None else gradient.to(tensor.dtype)
+                    if found is None:
+                        optimizer.step()
+                    else:
+                        step_unless(optimizer, found)
+                for place in places:
+                    everything[place].grad = gradients[place]
+            narrow.count(found)
+        finally:
+            self._frame = None
+        self._hide_gradients()
+
+    # State
+
+    def _keep_in_state(self) -> None:
+        """Let the optimizer's state dictionary hold the loss scale."""
+        if self._keeps_state:
+            return
+        self._keeps_state = True
+        loaded: dict[str, Any] = {}
+
+        def save(optimizer: Optimizer, state: dict[str, Any]) -> None:
+            state["loss_scale"] = self.scale.state_dict()
+            if self.narrow is not None:
+                state["narrow"] = self.narrow.state_dict()
+
+        def load(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+            loaded.clear()
+            loaded.update(state)
+            return {k: v for k, v in state.items() if k not in ("loss_scale", "narrow")}
+
+        def finish(optimizer: Optimizer) -> None:
+            scale = loaded.get("loss_scale")
+            if scale is not None and scale["kind"] == self.scale.kind:
+                self.scale.load_state_dict(scale)
+            if self.narrow is not None:
+                self._load_narrow(self.narrow, loaded)
+            loaded.clear()
+
+        self.optimizer.register_state_dict_post_hook(save)
+        self.optimizer.register_load_state_dict_pre_hook(load)
+        self.optimizer.register_load_state_dict_post_hook(finish)
+
+    def _load_narrow(self, narrow: NarrowWeights, loaded: dict[str, Any]) -> None:
+        """Take the state as it was saved: torch casts it to the dtype of its weight."""
+        if "narrow" in loaded:
+            narrow.load_state_dict(loaded["narrow"])
+        numbers = [number for group in loaded["param_groups"] for number in group["params"]]
+        held = [own for group in self.optimizer.param_groups for own in group["params"]]
+        for number, own in zip(numbers, held, strict=True):
+            if own not in narrow:
+                continue
+            for key, value in loaded["state"].get(number, {}).items():
+                if isinstance(value, Tensor) and value.shape == own.shape:
+                    self.optimizer.state[own][key] = value.to(own.device, copy=True)
+
+
+class _NoGradScaler:
+    """Refuses a GradScaler, which would scale gradients that are scaled already."""
+
+    def __init__(self, mode: str):
+        self.mode = mode
+
+    def __bool__(self) -> bool:
+        raise RuntimeError(
+            f"precision={self.mode}: a torch.amp.GradScaler steps the optimizer of a prepared "
+            "model, whose loss scale is mprun's; call loss.backward() and optimizer.step() without "
+            "it"
+        )
+
+
+_ATTRIBUTE = "_mprun_steps"  # of an optimizer; a look into a weak dictionary takes a microsecond
+_scaler_names: weakref.WeakKeyDictionary[LossScale, str] = weakref.WeakKeyDictionary()
+
+
+def state_of(optimizer: Optimizer) -> OptimizerSteps:
+    """Return what is known of the steps of an optimizer over prepared models.
+
+    Raises:
+        ValueError: it holds no parameter of a prepared model.
+    """
+    given: Any = optimizer
+    if any(kind.__name__ in _WRAPPERS for kind in type(given).__mro__):
+        given = given.optimizer
+    if isinstance(given, Optimizer):
+        steps = _steps_of(given)
+        steps.refresh()
+        if steps.models:
+            return steps
+    raise ValueError(
+        f"optimizer: is a {type(given).__name__} that updates no prepared model; give the one that "
+        "was given to mprun.prepare"
+    )
+
+
+def name_scaler(scale: LossScale, name: str) -> None:
+    """Say what a loss scale is called in records."""
+    _scaler_names[scale] = name
+
+
+def check_finite(tensors: Iterable[Tensor | None], found_inf: Tensor) -> None:
+    """Set `found_inf` (float32, 0-dim) to 1 where a value is not finite; reads each once."""
+    one = torch.ones_like(found_inf)
+    for group in by_dtype(tensors):
+        check_and_unscale(group, found_inf, one)
+
+
+def _steps_of(optimizer: Optimizer) -> OptimizerSteps:
+    steps = optimizer.__dict__.get(_ATTRIBUTE)
+    if steps is None:
+        steps = optimizer.__dict__[_ATTRIBUTE] = OptimizerSteps(optimizer)
+    found: OptimizerSteps = steps
+    return found
+
+
+def _scalings(models: Iterable[PreparedModel]) -> list[Scaling]:
+    """Return those that scale, each once."""
+    found = [Scaling.of(model.loss_scale) for model in models if model.scale is not None]
+    return [*dict.fromkeys(found)]
+
+
+def _grad_max(models: Iterable[PreparedModel], scale: LossScale) -> Tensor | None:
+    if not scale.needs_grad_max:
+        return None
+    own = [
+        parameter.grad
+        for model in models
+        if model.loss_scale is scale
+        for parameter in model.masters()
+    ]
+    return largest(own) if any(g is not None for g in own) else torch.zeros_like(scale.scale)
+
+
+def _repeated(closure: Callable[[], Any], models: Sequence[PreparedModel]) -> Callable[[], Any]:
+    """Return a closure that calls again, at a smaller scale, until gradients are finite.
+
+    Waits for the device after each call, as LBFGS does.
+    """
+
+    def finite() -> Any:
+        for _ in range(_MOST_REPEATS):
+            loss = closure()
+            found = torch.stack([model.found_inf for model in models]).amax()
+            if not found.item():
+                return loss
+            for scaling in _scalings(models):
+                scaling.scale.record(found, torch.zeros_like(found))
+                scaling.move()
+        raise RuntimeError(
+            f"closure: gradients are not finite at a loss scale of "
+            f"{float(models[0].loss_scale.scale):g}; a scale that does not back off cannot be used"
+        )
+
+    return finite
+
+
+def _on_device(optimizer: Optimizer) -> list[Tensor]:
+    """Parameters and their state, what a step can move."""
+    return [
+        value
+        for group in optimizer.param_groups
+        for own in group["params"]
+        for value in (own, *optimizer.state[own].values())
+        if isinstance(value, Tensor) and value.device == own.device
+    ]
+
+
+def _has_gradients(optimizer: Optimizer) -> bool:
+    for group in optimizer.param_groups:
+        for own in group["params"]:
+            if own.grad is not None:
+                return True
+    return False
+
+
+def _refuse_alone(models: Sequence[PreparedModel]) -> None:
+    if not (is_initialized() and get_world_size() > 1):
+        return
+    for model in models:
+        if model.calls and not model.in_ddp:
+            raise RuntimeError(
+                f"{get_world_size()} processes train a prepared model, but nothing adds up their "
+                "gradients; put torch.nn.parallel.DistributedDataParallel around it after "
+                "mprun.prepare"
+            )
+
+
+# Backward passes
+
+
+class _Pass:
+    """The backward pass that runs now: which prepared models it has reached."""
+
+    task = -1
+    models: list[PreparedModel] = []
+
+
+def reach(model: PreparedModel) -> None:
+    """Hear that the backward pass that runs now enters `model`."""
+    task = torch._C._current_graph_task_id()
+    if task != _Pass.task:
+        _Pass.task, _Pass.models = task, []
+        after_this_pass(_end_pass)
+    if model in _Pass.models:
+        return
+    _Pass.models.append(model)
+    if model.has_gradients and all(own.grad is None for own in model.masters()):
+        # Gradients are gone without a step. A script that steps only where they are finite would
+        # never let the scale move.
+        model.loss_scale.record(model.found_inf, torch.zeros_like(model.found_inf))
+        Scaling.of(model.loss_scale).move()
+    model.has_gradients = True
+
+
+@torch.no_grad()
+def _end_pass() -> None:
+    """Look at the gradients once, before the script can change them; nothing waits."""
+    with torch._C.DisableTorchFunction():  # an emulation would look at each access
+        for model in _Pass.models:
+            model.partners.update(_Pass.models)
+            model.found_inf.zero_()
+            check_finite([own.grad for own in model.masters()], model.found_inf)
+            for steps in [*model.updated_by]:
+                steps.look_at(model)
+    _Pass.task, _Pass.models = -1, []
+
+
+def _around_pass(roots: Sequence[Tensor]) -> AbstractContextManager[Any] | None:
+    """Return what the backward passes of prepared models need; None: nothing."""
+    number = PreparedModel.pass_number
+    PreparedModel.pass_number = number + 1
+    if not PreparedModel.is_heard:
+        return None
+    PreparedModel.is_heard = len(PreparedModel.changing) > 0
+    recent = [model for model in PreparedModel.alive if model.called_in == number]
+    if recent and torch.is_autocast_enabled(recent[0].device_type):
+        recent[0].refuse_autocast()
+    due = [model for model in recent if model.pass_is_due]
+    for model in due:
+        model.pass_is_due = False
+    if any(model.scale is not None for model in due):
+        refuse_leaks(roots)
+    # Products of models in other modes would be taken for those of the first.
+    audited = due[:1] if len({model.policy for model in recent}) == 1 else []
+    called = [model for model in PreparedModel.changing if model.calls]
+    return _running(called, audited) if called or audited else None
+
+
+@contextmanager
+def _running(models: Sequence[PreparedModel], audited: Sequence[PreparedModel]) -> Iterator[None]:
+    """Run a backward pass of `models` in their arithmetic."""
+    own = {emulation for model in models for emulation in model.arithmetic.emulations}
+    active = _get_current_dispatch_mode_stack()
+    known = {m.dtype for m in active if isinstance(m, HalfEmulation) and m not in own}
+    with ExitStack() as stack:
+        for model in models:
+            stack.callback(model.tensors.forget)
+            if (
+                model.has_graph
+                and model.arithmetic.emulations
+                and not known.issuperset(model.arithmetic.half_dtypes)
+            ):
+                known.update(model.arithmetic.half_dtypes)
+                stack.enter_context(model.arithmetic)
+        for model in audited:
+            stack.enter_context(model.audit.watching())
+        yield
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _steps_of(optimizer).begin(sys._getframe(1), args, kwargs)
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _steps_of(optimizer).end(sys._getframe(1))
+
+
+_installed = False
+
+
+def install_hooks() -> None:
+    """Let backward passes and steps of this process be heard of here, once."""
+    global _installed
+    if not _installed:
+        _installed = True
+        register_optimizer_step_pre_hook(_before_step)
+        register_optimizer_step_post_hook(_after_step)
+        watch_backward(_around_pass)

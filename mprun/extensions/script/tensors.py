@@ -1,0 +1,248 @@
+"""What a model holds during a call: nodes in the places of its parameters, copies of its buffers.
+
+    with tensors.inside(audits):       # parameters and buffers as the mode computes with them
+        outputs = forward(...)         # what it writes is written back to the FP32 ones
+    with tensors.widened():            # 16-bit parameters without masters, in FP32
+        ...
+
+There is no table of weights: what modules hold when a call begins is what is cast, so layers that
+were added, tied or parametrized later are served as those of the beginning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import is_available, is_initialized
+
+from mprun.extensions.script.nodes import Owner, make_nodes
+from mprun.precision.casting import flat_weights
+
+_BUCKET = 2**22  # elements that are cast by one node
+Key = tuple[int, torch.dtype]  # id of a tensor, and the dtype in which its module computes
+Part = tuple[nn.Module, torch.dtype, tuple[nn.Module | None, ...]]
+Place = tuple[dict[str, Any], str]
+
+
+class _Held(NamedTuple):
+    """Remember what a place of a module holds for a while."""
+
+    place: dict[str, Any]
+    key: str
+    own: Tensor
+    inside: Tensor
+    version: int
+    is_parameter: bool
+
+    def has_changed(self, now: Any) -> bool:
+        """Return whether something was written, as far as torch tells."""
+        return now is not self.inside or now._version != self.version
+
+
+class _Watching(NamedTuple):
+    """One who watches gradients, among others."""
+
+    watchers: list[Callable[[Tensor], None]]
+    hook: Callable[[Tensor], None]
+
+    def remove(self) -> None:
+        """Watch no longer."""
+        if self.hook in self.watchers:
+            self.watchers.remove(self.hook)
+
+
+class Tensors:
+    """Parameters and buffers of a model, outside of a call and within it.
+
+    Args:
+        owner: of the nodes.
+        rounds: the mode computes in 16 bits with copies of FP32 parameters.
+
+    Attributes:
+        parts: the modules, the dtypes in which they compute, and their children.
+        written: names of parameters that calls have written to.
+    """
+
+    def __init__(self, owner: Owner, rounds: bool):
+        self.owner, self.rounds = owner, rounds
+        self.parts: list[Part] = []
+        self.written: set[str] = set()
+        # Version and address, what stands for it, itself; as long as nothing has moved.
+        self._cache: dict[Key, tuple[tuple[int, int], Tensor, Tensor]] = {}
+        self._moving: set[tuple[int, str]] = set()  # places that calls write to
+        self._watchers: dict[int, list[Callable[[Tensor], None]]] = {}
+
+    @property
+    def changes(self) -> bool:
+        """Return whether anything is put anywhere."""
+        return self.rounds or self.owner.scale is not None
+
+    def dtypes(self) -> dict[int, torch.dtype]:
+        """Return, by id of each parameter, the dtype in which the mode computes with it."""
+        return {
+            id(own): dtype if self.rounds and own.is_floating_point() else own.dtype
+            for module, dtype, _ in self.parts
+            for own in module._parameters.values()
+            if own is not None
+        }
+
+    def forget(self) -> None:
+        """Let the next call cast anew: `.data` counts no versions."""
+        self._cache.clear()
+
+    def watch_gradient(self, own: Tensor, hook: Callable[[Tensor], None]) -> Any:
+        """Call `hook` with each gradient of a parameter as the mode computes it; what is returned
+        has a method `remove`."""
+        if not self.changes:
+            return own.register_hook(hook)
+        self.forget()
+        watchers = self._watchers.setdefault(id(own), [])
+        watchers.append(hook)
+        return _Watching(watchers, hook)
+
+    @contextmanager
+    def inside(self, audits: bool) -> Iterator[None]:
+        """Let the modules hold what the mode computes with.
+
+        Args:
+            audits: compare what comes back by value, which waits for the device.
+        """
+        held: list[_Held] = []
+        flat: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        try:
+            if self.changes:
+                self._put(self._made(), held, flat)
+            yield
+        finally:
+            with torch.no_grad():
+                for one in held:
+                    self._take_back(one, audits)
+            for attributes, weights in flat:
+                attributes.update(weights)
+
+    @contextmanager
+    def widened(self) -> Iterator[None]:
+        """Let the modules hold FP32 tensors with the values of their 16-bit ones."""
+        with torch.inference_mode(False):  # whose tensors count no versions
+            found = {
+                (id(own), dtype): own.detach().float()
+                for module, dtype, _ in self.parts
+                for own in (*module._parameters.values(), *module._buffers.values())
+                if own is not None and own.is_floating_point() and own.dtype.itemsize == 2
+            }
+        held: list[_Held] = []
+        flat: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        try:
+            self._put(found, held, flat)
+            yield
+        finally:
+            for one in held:
+                one.place[one.key] = one.own
+            for attributes, weights in flat:
+                attributes.update(weights)
+
+    def _put(
+        self,
+        found: dict[Key, Tensor],
+        held: list[_Held],
+        flat: list[tuple[dict[str, Any], dict[str, Any]]],
+    ) -> None:
+        for module, dtype, _ in self.parts:
+            places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            for place in places:
+                for key, own in place.items():
+                    now = None if own is None else found.get((id(own), dtype))
+                    if own is not None and now is not None:
+                        is_parameter = place is module._parameters
+                        held.append(_Held(place, key, own, now, now._version, is_parameter))
+                        place[key] = now
+            if isinstance(module, nn.RNNBase):
+                before = [*module._flat_weights]
+                flat.append((module.__dict__, flat_weights(before)))
+                inside = [
+                    own if own is None else found.get((id(own), dtype), own) for own in before
+                ]
+                module.__dict__.update(flat_weights(inside))
+                if any(own is not None and own.is_cuda for own in inside):
+                    module.flatten_parameters()  # as cuDNN wants them, else it does at each call
+
+    def _made(self) -> dict[Key, Tensor]:
+        """Return what stands for each tensor; one node for all calls until it moves."""
+        found: dict[Key, Tensor] = {}
+        missing: dict[torch.dtype | None, list[tuple[Key, Tensor]]] = {}
+        for module, dtype, _ in self.parts:
+            for own in (*module._parameters.values(), *module._buffers.values()):
+                if own is None or (id(own), dtype) in found:
+                    continue
+                key, casts = (id(own), dtype), self._casts(own, dtype)
+                if not (own.requires_grad and torch.is_grad_enabled()):
+                    if casts:
+                        found[key] = own.detach().to(dtype)
+                elif casts or self.owner.scale is not None:
+                    known = self._cache.get(key)
+                    found[key] = own  # or, see below, what is missing
+                    if known is not None and known[0] == _state_of(own):
+                        found[key] = known[1]
+                    else:
+                        missing.setdefault(dtype if casts else None, []).append((key, own))
+        for wanted, pairs in missing.items():
+            for bucket in _buckets(pairs):
+                made = make_nodes(self.owner, "weight", wanted, [own for _, own in bucket])
+                for (key, own), tensor in zip(bucket, made, strict=True):
+                    setattr(tensor, "_is_param", True)  # noqa: B010 - a Parameter to isinstance
+                    for watcher in self._watchers.get(id(own), ()):
+                        tensor.register_hook(watcher)
+                    found[key], self._cache[key] = tensor, (_state_of(own), tensor, own)
+        return found
+
+    def _casts(self, own: Tensor, dtype: torch.dtype) -> bool:
+        return self.rounds and own.is_floating_point() and own.dtype is not dtype
+
+    def _take_back(self, one: _Held, audits: bool) -> None:
+        """Put the FP32 tensor back, with what the call wrote into what stood for it."""
+        now, one.place[one.key] = one.place[one.key], one.own
+        own, place = one.own, (id(one.place), one.key)
+        written = one.has_changed(now) or place in self._moving
+        if not (written or audits):
+            return
+        if now is None or now.shape != own.shape:
+            one.place[one.key] = now if now is None else now.detach().to(own.dtype)
+        elif own.layout is torch.strided and (written or bool(_differs(now, own).any())):
+            self._moving.add(place)  # from now on by value: `.data` counts no versions
+            if one.is_parameter:
+                self.written.add(one.key)
+            # What was not written keeps its digits beyond 16 bits.
+            own.copy_(torch.where(_differs(now, own), now.to(own.dtype), own))
+
+
+def _state_of(own: Tensor) -> tuple[int, int]:
+    return own._version, own.data_ptr() if own.layout is torch.strided else 0
+
+
+def _differs(now: Tensor, own: Tensor) -> Tensor:
+    rounded = own.to(now.dtype)
+    return (now != rounded) & ~(now.isnan() & rounded.isnan())
+
+
+def _buckets(pairs: Sequence[tuple[Key, Tensor]]) -> Iterator[list[tuple[Key, Tensor]]]:
+    """Yield parameters that share a node.
+
+    Each has one of its own where processes sum gradients while the pass runs: they would wait for
+    the last of a bucket.
+    """
+    limit = 1 if is_available() and is_initialized() else _BUCKET
+    found: list[tuple[Key, Tensor]] = []
+    size = 0
+    for pair in pairs:
+        numel = pair[1].numel() if pair[1].layout is torch.strided else limit
+        if found and size + numel > limit:
+            yield found
+            found, size = [], 0
+        found.append(pair)
+        size += numel
+    if found:
+        yield found

@@ -1,0 +1,363 @@
+"""Probe and explain the steps of a user's script, in its own process.
+
+    record = mprun.probe(step, optimizer)      # exponents of every tensor of one step
+    finding = mprun.explain(step, optimizer)   # which operation made the first infinity or NaN
+
+`step` is a function of the script that takes one whole training step with prepared objects
+(`mprun.prepare`) and returns its loss. The code that measures a run of mprun measures a script too;
+it sees the script as a task, `ScriptTask`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from mprun.extensions.script import OptimizerSteps, state_of
+from mprun.extensions.script.prepared_model import PreparedModel
+from mprun.numerics.post_mortem import StepRow
+from mprun.numerics.probe import chosen_modules
+from mprun.numerics.probe_record import ProbeRecord
+from mprun.numerics.probing import Watched
+from mprun.numerics.replay import Snapshot, Steps
+from mprun.precision import LossScale, MixedPrecisionOptimizer
+from mprun.precision.audit import combined
+from mprun.precision.narrow_weights import NarrowWeights
+from mprun.precision.optimizer import elements_by_dtype
+from mprun.precision.update_choice import torch_path
+
+if TYPE_CHECKING:
+    from mprun.extensions.diagnosis.first_nonfinite import Finding
+
+NO_METRICS: Mapping[str, Any] = MappingProxyType({})
+Optimizers = Optimizer | Sequence[Optimizer] | Mapping[str, Optimizer]
+
+
+class ScriptOptimizer:
+    """A script's optimizer with the attributes of `MixedPrecisionOptimizer` that probes read."""
+
+    masters: Mapping[str, Tensor] = MappingProxyType({})
+    tables: Mapping[str, Any] = MappingProxyType({})
+    rows: Sequence[Any] = ()
+    clip_norm = None  # the script clips
+    micro_batches = 1
+    update_reason = "the script's own optimizer"
+
+    def __init__(self, steps: OptimizerSteps):
+        self._steps, self.inner = steps, steps.optimizer
+        named = steps.named()
+        self.names, self.updated = [*named], [*named.values()]
+        inside: dict[int, PreparedModel] = {}
+        for model in steps.models:
+            inside |= dict.fromkeys(map(id, model.masters()), model)
+        self.parameters = [_Inside(inside[id(own)], own) for own in self.updated]
+        self.loss_scales = (steps.scale,)
+        self.skips = steps.scale.skips_nonfinite
+        self.observed = False
+        self.update_path = torch_path(self.inner)
+
+    @property
+    def narrow(self) -> NarrowWeights | None:
+        """Return the narrow weights of the steps."""
+        return self._steps.narrow
+
+    @property
+    def found_inf(self) -> Tensor:
+        """Return whether the last step was skipped, float32, 0-dim."""
+        last = self._steps.last
+        if last is None or last.found_inf is None:
+            return torch.zeros_like(self._steps.scale.found_inf)
+        return last.found_inf
+
+    def unscaled_gradients(self) -> dict[str, Tensor]:
+        """Return copies of the gradients as the last step used them, by parameter name."""
+        pairs = zip(self.names, self.updated, strict=True)
+        return {name: own.grad.detach().clone() for name, own in pairs if own.grad is not None}
+
+    def state_by_name(self) -> dict[str, dict[Any, Any]]:
+        """Return the optimizer's state by parameter name, without copies."""
+        pairs = zip(self.names, self.updated, strict=True)
+        return {name: self.inner.state.get(own, {}) for name, own in pairs}
+
+    def load_state_by_name(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
+        """Restore a state from copies; entries that have appeared since are removed."""
+        for name, own in zip(self.names, self.updated, strict=True):
+            self.inner.state.pop(own, None)
+            for key, value in saved[name].items():
+                copy = value.clone() if isinstance(value, Tensor) else value
+                self.inner.state[own][key] = copy
+
+    def gradient_dtypes(self) -> dict[str, int]:
+        """Return dtype -> number of gradient elements as backward makes them inside the models."""
+        return elements_by_dtype((own.dtype, own.master.numel()) for own in self.parameters)
+
+    def update_dtypes(self) -> dict[str, int]:
+        """Return dtype -> number of gradient elements as the script sees them."""
+        return elements_by_dtype((own.dtype, own.numel()) for own in self.updated)
+
+
+class _Inside:
+    """A parameter as its model computes with it; it exists only during a call."""
+
+    def __init__(self, model: PreparedModel, master: Tensor):
+        self.model, self.master = model, master
+        self.dtype = model.tensors.dtypes()[id(master)]
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.master.requires_grad
+
+    def data_ptr(self) -> int:
+        return self.master.data_ptr()
+
+    def register_hook(self, hook: Callable[[Tensor], None]) -> Any:
+        """Call `hook` with each of its gradients, as backward makes them."""
+        return self.model.tensors.watch_gradient(self.master, hook)
+
+
+class Learner(NamedTuple):
+    """A model with its optimizer, in the form that probes expect."""
+
+    model: nn.Module
+    optimizer: MixedPrecisionOptimizer
+
+
+class ScriptTask:
+    """The prepared objects of a script in the form of a built run and its task.
+
+    Args:
+        optimizers: one, or several in order or by name.
+
+    Attributes:
+        prepared: by name; "model" if there is one.
+        metrics: 0-dim tensors of the newest step (`take`).
+
+    Raises:
+        ValueError: an argument was not prepared.
+    """
+
+    def __init__(self, optimizers: Optimizers):
+        self.prepared = _by_name(optimizers)
+        first = next(iter(self.prepared.values()))
+        self.arithmetic, self.policy = first.models[0].arithmetic, first.policy
+        self.device = self.arithmetic.device
+        # It has the attributes of a runner's optimizer that probes and records read.
+        self.learners = {
+            name: Learner(steps.module, cast(MixedPrecisionOptimizer, ScriptOptimizer(steps)))
+            for name, steps in self.prepared.items()
+        }
+        scales: dict[str, LossScale] = {}
+        for name, optimizer in self.prepared.items():
+            if optimizer.scale not in scales.values():
+                scales["loss_scale" if not scales else f"{name}_loss_scale"] = optimizer.scale
+        self.loss_scales = scales
+        names = {scale: name for name, scale in scales.items()}
+        self._scale_names = [(o, names[o.scale]) for o in self.prepared.values()]
+        self.metrics: dict[str, Tensor] = {}
+        self.task, self.data = self, None
+        self._one = first if len(self.prepared) == 1 else None
+        self._steps = self._taken()
+
+    def _taken(self) -> int:
+        if self._one is not None:
+            return self._one.steps
+        return sum(optimizer.steps for optimizer in self.prepared.values())
+
+    def ended(
+        self, loss: Tensor | float, metrics: Mapping[str, Tensor | float] = NO_METRICS
+    ) -> dict[str, Tensor]:
+        """Return the metrics of the step that the script has just taken, on the device.
+
+        Raises:
+            RuntimeError: no optimizer took a step.
+        """
+        one, before = self._one, self._steps
+        taken = self._taken() if one is None else one.steps
+        if taken != before + 1:
+            self._refuse(taken - before)
+        self._steps = taken
+        found = {"loss": self._scalar("loss", loss)}
+        if one is not None and (last := one.last) is not None:
+            found["loss_scale"] = last.loss_scale
+            if last.found_inf is not None:
+                found["found_inf"] = last.found_inf
+        else:
+            found |= self._of_several()
+        if metrics:
+            found |= {name: self._scalar(name, value) for name, value in metrics.items()}
+        self.metrics = found
+        return found
+
+    def _refuse(self, steps: int) -> None:
+        if steps == 0:
+            raise RuntimeError("no optimizer.step() since the last step; it comes before this call")
+        if self._one is not None:
+            raise RuntimeError(
+                f"{steps} calls of optimizer.step() since the last step, one is expected; call "
+                "run.step(loss) after each"
+            )
+
+    def _of_several(self) -> dict[str, Tensor]:
+        """Return loss scales by name, and whether one of the optimizers skipped its update."""
+        found, flags = dict[str, Tensor](), []
+        for optimizer, name in self._scale_names:
+            if (last := optimizer.last) is not None:
+                found[name] = last.loss_scale
+                if last.found_inf is not None:
+                    flags.append(last.found_inf)
+        if flags:
+            found["found_inf"] = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+        return found
+
+    def audit(self) -> dict[str, Any]:
+        """Return what the models really computed so far, for run.json."""
+        models = [model for steps in self.prepared.values() for model in steps.models]
+        return combined(model.audit.result() for model in dict.fromkeys(models))
+
+    def take(self, step: Callable[[], Any]) -> StepRow:
+        """Take a step of the script, and wait for its numbers."""
+        loss = step()
+        if not isinstance(loss, Tensor | float | int):
+            raise ValueError(f"step: returned a {type(loss).__name__}, must return the loss")
+        metrics = self.ended(loss)
+        skipped = "found_inf" in metrics and bool(metrics["found_inf"] != 0)
+        numbers = float(metrics["loss"]), float(metrics["loss_scale"])
+        return StepRow(
+            max(o.steps for o in self.prepared.values()), *numbers, skipped, int(skipped)
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return models, optimizer states and loss scales: all that the next step depends on."""
+        return {
+            # By name and not from the model's `state_dict()`, which a model may filter.
+            "tensors": self._tensors(),
+            "optimizers": {n: o.optimizer.state_by_name() for n, o in self.learners.items()},
+            "settings": {
+                n: [_settings(g) for g in o.optimizer.param_groups]
+                for n, o in self.prepared.items()
+            },
+            "loss_scales": {n: scale.state_dict() for n, scale in self.loss_scales.items()},
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore everything in place."""
+        for name, tensor in self._tensors().items():
+            tensor.copy_(state["tensors"][name])
+        for name, steps in self.prepared.items():
+            for model in steps.models:
+                model.tensors.forget()
+            groups = steps.optimizer.param_groups
+            for group, settings in zip(groups, state["settings"][name], strict=True):
+                group.update(settings)
+            of_script = cast(ScriptOptimizer, self.learners[name].optimizer)
+            of_script.load_state_by_name(state["optimizers"][name])
+            steps.optimizer.zero_grad()
+        for name, scale in self.loss_scales.items():
+            scale.load_state_dict(state["loss_scales"][name])
+
+    def _tensors(self) -> dict[str, Tensor]:
+        """Return parameters and buffers, including those that are in no state."""
+        return {
+            f"{learner}.{name}": tensor.detach()
+            for learner, optimizer in self.prepared.items()
+            for kind in ("named_parameters", "named_buffers")
+            for name, tensor in getattr(optimizer.module, kind)()
+        }
+
+    def _scalar(self, name: str, value: Tensor | float) -> Tensor:
+        if isinstance(value, Tensor):
+            if value.dim() == 0 and value.device == self.device:
+                return value.detach()
+            if value.numel() != 1:
+                raise ValueError(f"{name}: has {value.numel()} values, must be one number")
+            return value.detach().reshape(()).to(self.device, non_blocking=True)
+        return torch.full((), float(value), device=self.device)
+
+
+class _Steps:
+    """The steps of a script in the form that `find_culprit` takes."""
+
+    def __init__(self, built: ScriptTask, step: Callable[[], Any]):
+        self.built, self._take, self.step = built, step, 0
+        self.metrics: dict[str, Tensor] = {}
+
+    def advance(self) -> StepRow:
+        row = self.built.take(self._take)
+        self.step, self.metrics = row.step, self.built.metrics
+        return row
+
+
+def probe(
+    step: Callable[[], Any], optimizer: Optimizers, modules: Sequence[str] = ()
+) -> ProbeRecord:
+    """Take one step of a script and count all its tensors by exponent.
+
+    The step is a normal training step and computes the same.
+
+    Args:
+        step: takes it (forward, backward, `optimizer.step()`) and returns its loss, 0-dim.
+        optimizer: prepared; several in a list, or by name.
+        modules: glob patterns over module names; none: every module without modules inside.
+
+    Returns:
+        activations, gradients, weights and updates by module, and the updates that FP16 would lose,
+        as in numerics/*.json of a run.
+    """
+    task = ScriptTask(optimizer)
+    with Watched(task, chosen_modules(task.learners, modules)) as watched:
+        row = task.take(step)
+        watched.metrics = task.metrics
+    return watched.record(row.step)
+
+
+def explain(step: Callable[[], Any], optimizer: Optimizers, *, steps: int = 1) -> Finding:
+    """Find the operation that makes the first non-finite value; changes nothing.
+
+    It takes up to `steps` steps of the script, watching every operation (some ten times as slow),
+    until one fails: its loss, a gradient, or a weight after it is not finite. Afterwards it
+    restores weights, optimizer states, loss scales and random states, but no other state of the
+    script.
+
+    Args:
+        step: takes a whole step and returns its loss, 0-dim.
+        optimizer: prepared; several in a list, or by name.
+        steps: most steps to try.
+    """
+    from mprun.extensions.diagnosis.first_nonfinite import find_culprit
+
+    task = ScriptTask(optimizer)
+    before = Snapshot(task, task.device)
+    before.take(0, 0)
+    try:
+        for _ in range(steps):
+            finding = find_culprit(cast("Steps", _Steps(task, step)), "step")
+            if finding.reproduced:
+                break
+        return finding
+    finally:
+        before.restore()
+
+
+def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that a scheduler may change."""
+    values = {key: value for key, value in group.items() if key != "params"}
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in values.items()}
+
+
+def _by_name(given: Optimizers) -> dict[str, OptimizerSteps]:
+    if isinstance(given, Mapping):
+        named = dict(given)
+    else:
+        several = [*given] if isinstance(given, Sequence) else [given]
+        named = {f"model{number}": one for number, one in enumerate(several)}
+        if len(several) == 1:
+            named = {"model": several[0]}
+    if not named:
+        raise ValueError("optimizer: none given")
+    return {name: state_of(one) for name, one in named.items()}

@@ -1,0 +1,1 @@
+"""Speech: utterances with their texts, Deep Speech 2, CTC."""

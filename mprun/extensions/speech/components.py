@@ -1,0 +1,120 @@
+"""Speech: utterances with their texts, and the network that writes them down."""
+
+from collections.abc import Iterator
+
+from mprun.config.components.images import prefetch
+from mprun.config.registry import DataConfig, ModelConfig, network, source, task
+from mprun.config.rules import count, positive, ranged, setting
+from mprun.config.schema import RunConfig
+
+task(
+    "speech",
+    builder="mprun.extensions.speech.task:Speech",
+    metrics=("loss", "cer"),
+    family="utterances",
+    learner="speech recogniser",
+    sizes=("num_symbols",),
+    overlaps=True,
+)
+
+
+def _looking_ahead(model: "DeepSpeech2Config", config: RunConfig) -> Iterator[str]:
+    if model.bidirectional and model.row_convolution:
+        yield (
+            f"model.row_convolution={model.row_convolution}: looks ahead for layers that do not; "
+            "must be 0 with model.bidirectional=true"
+        )
+
+
+@network(
+    "deep_speech2",
+    task="speech",
+    builder="mprun.extensions.speech.deep_speech:DeepSpeech2",
+    rules=(_looking_ahead,),
+    needs=("frequencies", "num_symbols"),
+    recurrent=True,
+)
+class DeepSpeech2Config(ModelConfig):
+    """Convolutions, recurrent layers and CTC of Amodei et al., in one or both directions."""
+
+    channels: int = count(32, "Channels of each convolution")
+    frequency_kernels: list[int] = count(
+        lambda: [41, 21], "Rows of the kernel of each convolution, one after another"
+    )
+    time_kernel: int = count(11, "Frames of each convolution's kernel")
+    frequency_stride: int = count(2, "Rows by which each convolution steps")
+    time_stride: int = count(
+        2, "Frames by which the first convolution steps; the others step by one"
+    )
+    hidden_size: int = count(2560, "Units of a recurrent layer in each direction")
+    num_layers: int = ranged(3, "GRU layers, one above the other", at_least=1, at_most=1000)
+    bidirectional: bool = setting(
+        False, "Recurrent layers read in both directions, whose outputs are added"
+    )
+    row_convolution: int = ranged(
+        20,
+        "Frames, this one and the next, of the row convolution behind forward layers; 0: none",
+        at_least=0,
+    )
+    fully_connected: int = ranged(
+        2560, "Units of the layer in front of the output layer; 0: none", at_least=0
+    )
+    init_range: float | None = positive(
+        None,
+        "Weights and biases start uniform between minus and plus this; null: as torch's layers",
+    )
+
+
+@source(
+    "digit_strips",
+    builder="mprun.extensions.speech.digit_strips:DigitStrips",
+    shapes="mprun.extensions.speech.digit_strips:shapes",
+    family="utterances",
+)
+class DigitStripsConfig(DataConfig):
+    """Strips of three to five handwritten digits, read column by column in place of audio."""
+
+
+@source(
+    "speech_manifest",
+    builder="mprun.extensions.speech.speech_manifest:SpeechManifest",
+    shapes="mprun.extensions.speech.speech_manifest:shapes",
+    family="utterances",
+    on_disk=True,
+    decodes=True,
+    several_shapes=True,
+)
+class SpeechManifestConfig(DataConfig):
+    """WAV files and their texts, listed by a manifest for training and one for evaluation.
+
+    A manifest is JSON lines, {"audio_filepath": ..., "text": ..., "duration": ...}, or CSV with
+    such a header; names of files are relative to its folder. Features are the logarithm of a
+    spectrogram, standardised over each utterance.
+    """
+
+    train_manifest: str | None = setting(
+        None, "Manifest below root that is trained on; null: train.json, .jsonl or .csv"
+    )
+    eval_manifest: str | None = setting(
+        None, "Manifest below root that is evaluated; null: dev, val or valid, likewise"
+    )
+    sample_rate: int = ranged(
+        16000, "Samples per second of every WAV file", at_least=1000, at_most=192_000
+    )
+    window_ms: float = ranged(
+        20.0, "Length of a frame of the spectrogram in milliseconds", above=0.0, at_most=1000.0
+    )
+    hop_ms: float = ranged(
+        10.0, "Milliseconds from one frame to the next", above=0.0, at_most=1000.0
+    )
+    alphabet: str = setting(
+        "'abcdefghijklmnopqrstuvwxyz ", "Characters of the texts; CTC's blank is not one"
+    )
+    alphabet_file: str | None = setting(
+        None, "File below root with the characters, one a line, in place of alphabet; null: none"
+    )
+    lower: bool = setting(True, "Lower-case all texts")
+    max_seconds: float | None = positive(
+        None, "Longer utterances are left out of training; null: all are taken"
+    )
+    prefetch: int = prefetch()

@@ -1,0 +1,173 @@
+"""Deep Speech 2: convolutions over a spectrogram, recurrent layers over time, symbols per frame."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from mprun.models.reversal import reordered, reversed_order
+
+CLIP = 20.0  # of the rectifier min(max(x, 0), 20), section 3.1 of the source
+
+
+class DeepSpeech2(nn.Module):
+    """Amodei et al., arXiv 1512.02595: the network of table 3 of the mixed-precision paper.
+
+    The network has two convolutions with BatchNorm and a clipped rectifier, then GRU layers. All
+    but the first GRU have a BatchNorm over frames and utterances before them (section 3.2:
+    sequence-wise). The forward form has a row convolution over each frame and the next ones
+    (section 3.7), the bidirectional form the sum of both directions. An optional fully connected
+    layer and the output layer follow. Layers before a BatchNorm have no bias, and BatchNorm before
+    a GRU has no gain and no shift: the product that follows has both.
+
+    ``forward(features, frames)``: ``features`` ``[n, 1, frequencies, time]``, of which the first
+    ``frames`` (int64 ``[n]``) of each utterance count. It returns logits ``[time, n, num_symbols]``
+    of fewer frames, and int64 ``[n]``, how many of them count.
+
+    Padding: positions after an utterance are zero after every convolution, rectifier and recurrent
+    layer. The backward direction begins at an utterance's own last frame. Evaluation therefore
+    gives the same result however far an utterance is padded. In training the zeros are part of
+    BatchNorm's statistics, as in published implementations, which mask alike. Nothing waits for a
+    length: the backward direction reads reordered frames, where a packed sequence would need
+    lengths on the host.
+
+    Args:
+        frequencies: rows of a spectrogram.
+        num_symbols: outputs, including the blank (0).
+        channels: channels of each convolution.
+        frequency_kernels: rows of each convolution's kernel; time_kernel: frames of each.
+        frequency_stride: stride of each; time_stride: stride of the first, the others have 1.
+        hidden_size: units of each direction of the ``num_layers`` recurrent layers.
+        row_convolution: frames that it reads, 0: none.
+        fully_connected: units, 0: none.
+        init_range: all weights and biases outside BatchNorm start uniform in +-init_range; None:
+            like torch's layers, in +-1/sqrt(inputs), for a GRU +-1/sqrt(units).
+
+    Raises:
+        ValueError: A row convolution follows layers that have already read all frames.
+    """
+
+    def __init__(
+        self,
+        frequencies: int,
+        num_symbols: int,
+        channels: int = 32,
+        frequency_kernels: Sequence[int] = (41, 21),
+        time_kernel: int = 11,
+        frequency_stride: int = 2,
+        time_stride: int = 2,
+        hidden_size: int = 2560,
+        num_layers: int = 3,
+        bidirectional: bool = False,
+        row_convolution: int = 20,
+        fully_connected: int = 2560,
+        init_range: float | None = None,
+    ) -> None:
+        super().__init__()
+        if bidirectional and row_convolution:
+            raise ValueError(f"row_convolution={row_convolution}: must be 0 with bidirectional")
+        self.convolutions = nn.ModuleList()
+        rows, below = frequencies, 1
+        for number, kernel in enumerate(frequency_kernels):
+            stride = time_stride if number == 0 else 1
+            block = _Convolution(below, channels, (kernel, time_kernel), (frequency_stride, stride))
+            self.convolutions.append(block)
+            rows, below = block.sizes(rows, 0), channels
+        sizes = [rows * below] + [hidden_size] * (num_layers - 1)
+        self.recurrent = nn.ModuleList(
+            _Recurrent(size, hidden_size, bidirectional, normed=layer > 0)
+            for layer, size in enumerate(sizes)
+        )
+        self.row_convolution = _RowConvolution(hidden_size, row_convolution)
+        self.connected: nn.Module = nn.Identity()
+        if fully_connected:
+            layer = nn.Linear(hidden_size, fully_connected, bias=False)
+            self.connected = nn.Sequential(layer, nn.Hardtanh(0.0, CLIP))
+        self.output = nn.Linear(fully_connected or hidden_size, num_symbols)
+        if init_range is not None:
+            for module in self.modules():
+                if not isinstance(module, nn.BatchNorm2d):
+                    for parameter in module.parameters(recurse=False):
+                        nn.init.uniform_(parameter, -init_range, init_range)
+
+    def forward(self, features: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
+        x = features
+        for block in self.convolutions:
+            x, frames = block(x, frames)
+        x = x.flatten(1, 2).permute(2, 0, 1)  # [time, n, rows * channels]
+        padding = _padding(frames, len(x)).t()
+        for layer in self.recurrent:
+            x = layer(x, padding)
+        x = self.row_convolution(x)
+        return self.output(self.connected(x)), frames
+
+
+def _padding(frames: Tensor, time: int) -> Tensor:
+    """Return which frames lie after an utterance, bool ``[n, time]``."""
+    return torch.arange(time, device=frames.device) >= frames[:, None]
+
+
+class _Convolution(nn.Module):
+    """A convolution padded by half a kernel, BatchNorm and a clipped rectifier."""
+
+    def __init__(
+        self, inputs: int, outputs: int, kernel: tuple[int, int], stride: tuple[int, int]
+    ) -> None:
+        super().__init__()
+        half = (kernel[0] // 2, kernel[1] // 2)
+        self.convolution = nn.Conv2d(inputs, outputs, kernel, stride, half, bias=False)
+        self.norm = nn.BatchNorm2d(outputs)
+        self.rectifier = nn.Hardtanh(0.0, CLIP)
+
+    def sizes(self, before, axis: int):
+        """Return the rows (axis 0) or frames (axis 1) after the convolution: int or tensor."""
+        own = self.convolution
+        half, kernel, stride = own.padding[axis], own.kernel_size[axis], own.stride[axis]
+        return (before + 2 * half - kernel) // stride + 1
+
+    def forward(self, x: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
+        x = self.convolution(x)
+        frames = self.sizes(frames, 1)
+        padding = _padding(frames, x.shape[3])[:, None, None]
+        x = self.norm(x.masked_fill(padding, 0.0))
+        return self.rectifier(x).masked_fill(padding, 0.0), frames
+
+
+class _Recurrent(nn.Module):
+    """BatchNorm over frames and utterances if ``normed``, and a GRU in one or two directions."""
+
+    def __init__(self, inputs: int, hidden: int, bidirectional: bool, normed: bool) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(inputs, affine=False) if normed else None
+        self.forwards = nn.GRU(inputs, hidden)
+        self.backwards = nn.GRU(inputs, hidden) if bidirectional else None
+
+    def forward(self, x: Tensor, padding: Tensor) -> Tensor:
+        if self.norm is not None:
+            x = self.norm(x.flatten(0, 1)).view(x.shape)
+        y, _ = self.forwards(x)
+        if self.backwards is not None:
+            order = reversed_order(padding.t()).t()
+            other, _ = self.backwards(reordered(x, order))
+            y = y + reordered(other, order)
+        return y.masked_fill(padding[..., None], 0.0)
+
+
+class _RowConvolution(nn.Module):
+    """Each unit's weighted sum over this frame and the next ones, clipped rectifier; 0 frames: no
+    layer at all."""
+
+    def __init__(self, units: int, frames: int) -> None:
+        super().__init__()
+        self.convolution = (
+            nn.Conv1d(units, units, frames, groups=units, bias=False) if frames else None
+        )
+        self.rectifier = nn.Hardtanh(0.0, CLIP)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.convolution is None:
+            return x
+        ahead = self.convolution.kernel_size[0] - 1
+        x = self.convolution(F.pad(x.permute(1, 2, 0), (0, ahead)))
+        return self.rectifier(x).permute(2, 0, 1)

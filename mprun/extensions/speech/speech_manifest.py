@@ -1,0 +1,414 @@
+"""Recorded speech: WAV files and their texts, listed in manifests, as log spectrograms.
+
+The standard library reads WAV: 8, 16, 24 and 32 bit PCM, channels averaged. Other formats (FLAC,
+MP3) must be converted first; nothing is resampled.
+"""
+
+import csv
+import hashlib
+import io
+import json
+import math
+import os
+import wave
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mprun.data.image_listing import printable
+from mprun.data.loader import LoadedSource, default_workers
+from mprun.data.source import DamagedData, DataError, ReadBatch, Reader
+from mprun.errors import BadInput
+
+_SPLITS = {"train": ("train",), "eval": ("dev", "val", "valid", "validation")}
+_ENDINGS = (".json", ".jsonl", ".csv")
+# The names of NeMo and deepspeech.pytorch, and for CSV headers those of DeepSpeech too.
+_COLUMNS = {
+    "audio_filepath": ("audio_filepath", "wav_filename"),
+    "text": ("text", "transcript"),
+    "duration": ("duration",),
+}
+_CHARACTERS_A_SECOND = 15
+_FULL_SCALE = {1: 2**7, 2: 2**15, 3: 2**23, 4: 2**31}  # by the bytes of a sample
+
+
+class Utterance(NamedTuple):
+    """A line of a manifest.
+
+    Attributes:
+        audio: path of the file.
+        seconds: duration from the manifest, None if it has none.
+        where: manifest and line, for messages.
+    """
+
+    audio: str
+    text: str
+    seconds: float | None
+    where: str
+
+
+class Spectrogram(NamedTuple):
+    """log(1 + magnitude) of windows of a wave, standardised over the utterance.
+
+    Attributes:
+        sample_rate: rate of the files, in samples per second.
+        window, hop: in samples.
+    """
+
+    sample_rate: int
+    window: int
+    hop: int
+
+    @property
+    def frequencies(self) -> int:
+        """Return the number of rows, that of a window's real Fourier transform."""
+        return self.window // 2 + 1
+
+    def of(self, samples: np.ndarray) -> np.ndarray:
+        """Return float32 `[frequencies, 1 + samples // hop]` for float32 `[samples]`, not empty."""
+        window = torch.hann_window(self.window)
+        spectrum = torch.stft(
+            torch.from_numpy(samples),
+            self.window,
+            self.hop,
+            window=window,
+            pad_mode="constant",
+            return_complex=True,
+        )
+        # NumPy's sums do not depend on the number of threads.
+        rows: np.ndarray = np.log1p(np.abs(spectrum.numpy()))
+        mean, deviation = rows.mean(dtype=np.float64), rows.std(dtype=np.float64)
+        standard: np.ndarray = (rows - np.float32(mean)) / np.float32(max(deviation, 1e-5))
+        return standard
+
+
+def read_manifest(path: str) -> list[Utterance]:
+    """Read the lines of a manifest, JSON or (by its ending) CSV; DamagedData names a line."""
+    shown = printable(path)
+    try:
+        with open(path, encoding="utf-8-sig", newline="") as file:
+            content = file.read()
+    except OSError as error:
+        raise DamagedData(f"{shown}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise DamagedData(f"{shown}: is no UTF-8 text (byte {error.start})") from error
+    rows = (
+        _csv_rows(content, shown) if path.lower().endswith(".csv") else _json_rows(content, shown)
+    )
+    folder = os.path.dirname(path)
+    found = [_utterance(row, folder, where) for row, where in rows]
+    if not found:
+        raise DamagedData(f"{shown}: lists no utterance")
+    return found
+
+
+def _json_rows(content: str, shown: str) -> Iterator[tuple[dict, str]]:
+    for number, line in enumerate(content.split("\n"), start=1):
+        where = f"{shown}:{number}"
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise DamagedData(f"{where}: is no JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise DamagedData(f"{where}: is a {type(row).__name__}, must be an object")
+        yield row, where
+
+
+def _csv_rows(content: str, shown: str) -> Iterator[tuple[dict, str]]:
+    reader = csv.DictReader(io.StringIO(content, newline=""))
+    try:
+        for row in reader:
+            yield row, f"{shown}:{reader.line_num}"
+    except csv.Error as error:
+        raise DamagedData(f"{shown}:{reader.line_num}: is no CSV: {error}") from error
+
+
+def _utterance(row: dict, folder: str, where: str) -> Utterance:
+    audio, text, duration = (
+        next((row[name] for name in names if row.get(name) is not None), None)
+        for names in _COLUMNS.values()
+    )
+    for key, value in (("audio_filepath", audio), ("text", text)):
+        if not isinstance(value, str) or "\0" in value:
+            raise DamagedData(f"{where}: has no {key}")
+    try:
+        seconds = None if duration is None else float(duration)
+    except (TypeError, ValueError):
+        raise DamagedData(f"{where}: duration={duration!r} is no number") from None
+    words = " ".join(str(text).split())
+    return Utterance(os.path.join(folder, str(audio)), words, seconds, where)
+
+
+def read_wav(path: str, sample_rate: int) -> np.ndarray:
+    """Read float32 `[samples]` in -1 ... 1, channels averaged; DamagedData names the file."""
+    shown = printable(path)
+    try:
+        with wave.open(path, "rb") as file:
+            width, channels, rate = (
+                file.getsampwidth(),
+                file.getnchannels(),
+                file.getframerate(),
+            )
+            content, promised = file.readframes(file.getnframes()), file.getnframes()
+    except OSError as error:
+        raise DamagedData(f"{shown}: cannot be read: {error.strerror}") from error
+    except (wave.Error, EOFError) as error:
+        raise DamagedData(
+            f"{shown}: is no WAV file of PCM samples: {str(error) or 'it ends'}"
+        ) from error
+    if rate != sample_rate:
+        raise DamagedData(f"{shown}: {rate} samples per second, data.sample_rate is {sample_rate}")
+    if width not in _FULL_SCALE:
+        raise DamagedData(f"{shown}: {8 * width} bit samples, must be 8, 16, 24 or 32")
+    if promised == 0 or len(content) < promised * width * channels:
+        raise DamagedData(f"{shown}: ends before its samples do, or has none")
+    samples = _pcm(content, width).reshape(-1, channels).mean(1, dtype=np.float64)
+    scaled: np.ndarray = (samples / _FULL_SCALE[width]).astype(np.float32)
+    return scaled
+
+
+def _pcm(content: bytes, width: int) -> np.ndarray:
+    """Return little-endian samples as int32; samples of one byte have their zero at 128."""
+    if width == 1:
+        return np.frombuffer(content, np.uint8).astype(np.int32) - 128
+    if width == 3:
+        whole = np.zeros((len(content) // 3, 4), np.uint8)
+        whole[:, 1:] = np.frombuffer(content, np.uint8).reshape(-1, 3)
+        return whole.view("<i4")[:, 0] >> 8
+    return np.frombuffer(content, f"<i{width}").astype(np.int32)
+
+
+class UtteranceReader(Reader):
+    """Batches of utterances.
+
+    Features are float32 `[n, 1, frequencies, longest]`, zero after each utterance. Targets are
+    int64 `[n, 2 + most symbols]`: frames, length of the text, its symbols.
+
+    codes: the symbol of each character, from 1.
+    """
+
+    def __init__(
+        self,
+        utterances: Sequence[Utterance],
+        spectrogram: Spectrogram,
+        codes: dict[str, int],
+        where: str,
+        batch_size: int,
+        seed: int | None,
+    ) -> None:
+        super().__init__(len(utterances), where, batch_size, seed)
+        self.utterances, self.spectrogram, self.codes = utterances, spectrogram, codes
+
+    def read(self, number: int, *, shared: bool = False) -> ReadBatch:
+        """Read batch ``number``; raise ``DamagedData`` naming a file."""
+        chosen = [self.utterances[place] for place in self.places(number)]
+        rate = self.spectrogram.sample_rate
+        spectra = [self.spectrogram.of(read_wav(one.audio, rate)) for one in chosen]
+        longest = max(spectrum.shape[1] for spectrum in spectra)
+        shape = (len(chosen), 1, self.spectrogram.frequencies, longest)
+        features = torch.empty(shape)
+        if shared:
+            features.share_memory_()
+        features.zero_()
+        targets = torch.zeros(len(chosen), 2 + max(len(one.text) for one in chosen)).long()
+        parts = zip(features.numpy(), targets, chosen, spectra, strict=True)
+        for row, target, one, spectrum in parts:
+            row[0, :, : spectrum.shape[1]] = spectrum
+            target[0], target[1] = spectrum.shape[1], len(one.text)
+            target[2 : 2 + len(one.text)] = torch.tensor([self.codes[c] for c in one.text])
+        return ReadBatch(features, targets, {})
+
+
+class SpeechManifest(LoadedSource):
+    """Utterances of two manifests below ``root``, read by loader processes.
+
+    ``sha256`` is over the manifests, the sizes of their files and the alphabet.
+
+    Args:
+        train_manifest, eval_manifest: below ``root``; None: train.json, .jsonl or .csv, and dev,
+            val, valid or validation likewise.
+        alphabet: characters; the first is symbol 1. alphabet_file: a file below ``root`` with one
+            character a line, which replaces it.
+        max_seconds: longer utterances are left out of training, by the manifest's duration or the
+            size of the file.
+
+    Raises:
+        ValueError: A setting is impossible; the message begins with its name.
+        DataError: There is no manifest.
+        DamagedData: A file cannot be used; the message names it.
+        Resource: A process is lost or stalled.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        *,
+        train_manifest: str | None,
+        eval_manifest: str | None,
+        sample_rate: int,
+        window_ms: float,
+        hop_ms: float,
+        alphabet: str,
+        alphabet_file: str | None,
+        lower: bool,
+        max_seconds: float | None,
+        workers: int | None = None,
+        prefetch: int = 2,
+        batch_size: int,
+        seed: int,
+        device: torch.device | str,
+    ) -> None:
+        device = torch.device(device)
+        spectrogram = spectrogram_of(sample_rate, window_ms, hop_ms)
+        characters = _characters(root, alphabet, alphabet_file)
+        codes = {character: code for code, character in enumerate(characters, start=1)}
+        digest = hashlib.sha256(characters.encode())
+        splits = []
+        for split, given in (("train", train_manifest), ("eval", eval_manifest)):
+            path = _manifest(root, split, given)
+            splits.append(_checked(read_manifest(path), lower, codes, digest))
+            # Read the first file now: a general fault shows before anything is written.
+            read_wav(splits[-1][0].audio, sample_rate)
+        train, held_out = splits
+        if max_seconds is not None:
+            train = [one for one in train if _seconds(one, sample_rate) <= max_seconds]
+            if not train:
+                raise ValueError(f"max_seconds={max_seconds:g}: no utterance is as short")
+        workers = default_workers(device) if workers is None else workers
+        super().__init__(
+            UtteranceReader(train, spectrogram, codes, root, batch_size, seed),
+            UtteranceReader(held_out, spectrogram, codes, root, batch_size, None),
+            workers,
+            device,
+            prefetch,
+        )
+        self.workers = workers
+        self.num_symbols = len(codes) + 1
+        self.sha256 = digest.hexdigest()
+        self.description = {
+            "name": "speech_manifest",
+            "train_samples": len(train),
+            "eval_samples": len(held_out),
+            "frequencies": spectrogram.frequencies,
+            "num_symbols": self.num_symbols,
+            "sample_rate": sample_rate,
+            "left_out": len(splits[0]) - len(train),
+            "sha256_of": "manifests, alphabet, sizes of files",
+        }
+
+    def _float(self, features: Tensor) -> Tensor:
+        return features
+
+
+def spectrogram_of(sample_rate: int, window_ms: float, hop_ms: float) -> Spectrogram:
+    """Convert milliseconds to samples; raise ValueError if window or hop is too short."""
+    found = Spectrogram(
+        sample_rate, round(sample_rate * window_ms / 1000), round(sample_rate * hop_ms / 1000)
+    )
+    if found.window < 2 or found.hop < 1:
+        name = "window_ms" if found.window < 2 else "hop_ms"
+        value = window_ms if found.window < 2 else hop_ms
+        raise ValueError(f"{name}={value:g}: too short at sample_rate={sample_rate}")
+    return found
+
+
+def shapes(data: Any) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, int]]:
+    """Return the shapes of a configuration's longest batch, features and targets, and its sizes.
+
+    No file is read; texts have 15 characters a second, as read English.
+
+    Raises:
+        BadInput: only a file knows the lengths or the characters.
+    """
+    if data.max_seconds is None:
+        raise BadInput(
+            f"data.max_seconds=null: data={data.name} has its lengths in files, which a count does "
+            "not read; give data.max_seconds=N"
+        )
+    if data.alphabet_file is not None:
+        raise BadInput(
+            f"data.alphabet_file={data.alphabet_file}: a count reads no file; give data.alphabet"
+        )
+    spectrogram = spectrogram_of(data.sample_rate, data.window_ms, data.hop_ms)
+    rows = spectrogram.frequencies
+    frames = 1 + int(data.max_seconds * data.sample_rate) // spectrogram.hop
+    symbols = math.ceil(_CHARACTERS_A_SECOND * data.max_seconds)
+    first, second = (data.batch_size, 1, rows, frames), (data.batch_size, 2 + symbols)
+    return first, second, {"frequencies": rows, "num_symbols": len(data.alphabet) + 1}
+
+
+def _characters(root: str, alphabet: str, alphabet_file: str | None) -> str:
+    if alphabet_file is None:
+        key, found = f"alphabet={alphabet!r}", alphabet
+    else:
+        key = f"alphabet_file={alphabet_file}"
+        try:
+            with open(os.path.join(root, alphabet_file), encoding="utf-8") as file:
+                lines = [line.rstrip("\r\n") for line in file]
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{key}: cannot be read: {error}") from error
+        for number, line in enumerate(lines, start=1):
+            if len(line) != 1:
+                raise ValueError(f"{key}: line {number} has {len(line)} characters, must have one")
+        found = "".join(lines)
+    if not found:
+        raise ValueError(f"{key}: has no character")
+    twice = [c for place, c in enumerate(found) if c in found[:place]]
+    if twice:
+        raise ValueError(f"{key}: has {twice[0]!r} twice")
+    return found
+
+
+def _manifest(root: str, split: str, given: str | None) -> str:
+    if given is not None:
+        path = os.path.join(root, given)
+        if not os.path.isfile(path):
+            raise ValueError(f"{split}_manifest={given}: no such file below {printable(root)}")
+        return path
+    names = [name + ending for name in _SPLITS[split] for ending in _ENDINGS]
+    found = [name for name in names if os.path.isfile(os.path.join(root, name))]
+    if len(found) != 1:
+        what = f"several manifests of the {split} split" if found else f"no {split} manifest"
+        raise DataError(
+            f"{printable(root)}: {what}, which is one of {', '.join(found or names)}; or give "
+            f"data.{split}_manifest"
+        )
+    return os.path.join(root, found[0])
+
+
+def _checked(
+    utterances: list[Utterance], lower: bool, codes: dict[str, int], digest
+) -> list[Utterance]:
+    """Lower-case the texts if asked; check that files exist and characters have codes."""
+    found = []
+    for one in utterances:
+        text = one.text.lower() if lower else one.text
+        unknown = sorted(set(text) - codes.keys())
+        if unknown:
+            raise DamagedData(
+                f"{one.where}: {unknown[0]!r} of its text is not in the alphabet (data.alphabet, "
+                "data.alphabet_file, data.lower)"
+            )
+        try:
+            size = os.path.getsize(one.audio)
+        except OSError as error:
+            shown = printable(one.audio)
+            raise DamagedData(f"{one.where}: {shown} cannot be read: {error.strerror}") from error
+        digest.update(f"{text}\n{size}\n".encode())
+        found.append(one._replace(text=text))
+    return found
+
+
+def _seconds(one: Utterance, sample_rate: int) -> float:
+    if one.seconds is not None:
+        return one.seconds
+    try:
+        with wave.open(one.audio, "rb") as file:
+            return file.getnframes() / file.getframerate()
+    except (OSError, wave.Error, EOFError, ZeroDivisionError):
+        return 0.0  # reading it later reports the fault

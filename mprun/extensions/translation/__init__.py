@@ -1,0 +1,1 @@
+"""Translation: sentence pairs, an LSTM encoder and decoder with attention, BLEU."""

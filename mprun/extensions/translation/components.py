@@ -1,0 +1,99 @@
+"""Translation: sentence pairs, and the network that learns from them."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from mprun.config.components.language import VOCAB_LIMIT, cache, eval_split, vocab_multiple
+from mprun.config.registry import DataConfig, ModelConfig, network, source, task
+from mprun.config.rules import count, is_label, positive, ranged, setting, share
+from mprun.config.schema import RunConfig
+
+task(
+    "translation",
+    builder="mprun.extensions.translation.task:Translation",
+    metrics=("loss", "perplexity", "bleu"),
+    family="sentence_pairs",
+    learner="translation model",
+    sizes=("source_vocab_size", "target_vocab_size"),
+)
+
+
+@network(
+    "seq2seq",
+    task="translation",
+    builder="mprun.extensions.translation.seq2seq:Seq2Seq",
+    needs=("source_vocab_size", "target_vocab_size"),
+    recurrent=True,
+)
+class Seq2SeqConfig(ModelConfig):
+    """LSTM encoder, its first layer bidirectional, attention and LSTM decoder; sizes in units."""
+
+    source_vocab_size: int | None = ranged(
+        None, "Words of the sources' embedding; null: as many as the data has", at_least=4
+    )
+    target_vocab_size: int | None = ranged(
+        None, "Words of the targets' embedding and softmax; null: as the data has", at_least=4
+    )
+    embedding_size: int = count(1024, "Units of the embedding of a word")
+    hidden_size: int = count(1024, "Units of each LSTM layer and direction")
+    num_layers: int = ranged(
+        3, "Layers of the encoder, and as many of the decoder", at_least=1, at_most=1000
+    )
+    dropout: float = share(
+        0.0, "Dropout probability on embeddings, between layers and before the softmax"
+    )
+    init_range: float = positive(0.1, "Every parameter starts uniform between minus and plus this")
+
+
+@dataclass(slots=True)
+class SentencePairsConfig(DataConfig):
+    """What every source of sentence pairs has."""
+
+    max_length: int = ranged(
+        50,
+        "Words of a side, its end included, to which all are padded; longer pairs are left out",
+        at_least=2,
+        at_most=1000,
+    )
+    vocab_multiple: int = vocab_multiple(8)
+
+
+@source(
+    "unicode_names",
+    builder="mprun.extensions.translation.sentence_pairs:UnicodeNames",
+    family="sentence_pairs",
+)
+class UnicodeNamesConfig(SentencePairsConfig):
+    """Names of Unicode's characters and of what they are composed of (`unicodedata`)."""
+
+
+def _languages(data: "ParallelTextConfig", config: RunConfig) -> Iterator[str]:
+    for key in ("source_language", "target_language"):
+        if not is_label(language := getattr(data, key)):
+            yield f"data.{key}={language[:70]!r}: must be 1 to 64 of letters, digits, . _ and -"
+    if data.source_language == data.target_language:
+        yield f"data.target_language={data.target_language}: must differ from data.source_language"
+
+
+_vocab_limit = partial(ranged, None, at_least=5, at_most=1_000_000)
+_LIMIT = f"{VOCAB_LIMIT[0].lower()}{VOCAB_LIMIT[1:]}"
+
+
+@source(
+    "parallel_text",
+    builder="mprun.extensions.translation.parallel_text:ParallelText",
+    rules=(_languages,),
+    family="sentence_pairs",
+    on_disk=True,
+)
+class ParallelTextConfig(SentencePairsConfig):
+    """Two aligned text files below `root` a split, or one of two columns; a vocabulary a side."""
+
+    source_language: str = setting("en", "Ending of the files that are translated from")
+    target_language: str = setting("fr", "Ending of the files that are translated to")
+    source_vocab_limit: int | None = _vocab_limit(doc=f"Sources: {_LIMIT}")
+    target_vocab_limit: int | None = _vocab_limit(doc=f"Targets: {_LIMIT}")
+    lower: bool = setting(False, "Lower-case all words")
+    eval_split: str = eval_split()
+    cache: str | None = cache()

@@ -1,0 +1,252 @@
+"""Parallel text on disk: aligned files of two languages, encoded once into a cache."""
+
+import hashlib
+from array import array
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from itertools import chain, zip_longest
+from pathlib import Path
+from typing import Unpack
+
+import numpy as np
+
+from mprun.data.cache import Cache, Key
+from mprun.data.source import DamagedData, DataError
+from mprun.data.token_streams import TokenFile
+from mprun.data.vocabulary import (
+    build_vocabulary,
+    read_words,
+    text_blocks,
+    text_lines,
+)
+from mprun.extensions.translation.sentence_pairs import (
+    END_ID,
+    SYMBOLS,
+    Pairs,
+    PairSizes,
+    SentencePairs,
+    word_ids,
+)
+
+# Possible names of each split's files, without the language; the last of each are WMT's.
+_NAMES = {
+    "train": ("train", "giga-fren.release2.fixed"),
+    "valid": ("valid", "validation", "val", "dev", "newstest2013"),
+    "test": ("test", "newstest2014"),
+}
+# Pairs that are encoded before they are written.
+_BLOCK = 10_000
+
+
+def find_pair_files(root: str | Path, split: str, languages: tuple[str, str]) -> tuple[Path, ...]:
+    """Find the two files of a split in ``root``, source first, or its one file of columns.
+
+    Raises:
+        DataError: There are none, or several.
+    """
+    root = Path(root)
+    try:
+        present = {entry.name for entry in root.iterdir() if entry.is_file()}
+    except OSError as error:
+        raise DamagedData(f"{root}: {error.strerror}") from error
+    found, halves = [], []
+    for name in _NAMES[split]:
+        ways = [_either(present, f"{name}.{language}") for language in languages]
+        sides = [side for side in ways if side is not None]
+        halves += sides
+        if len(sides) == len(languages):
+            found.append(sides)
+        if columns := _either(present, f"{name}.tsv"):
+            found.append([columns])
+    if len(found) == 1:
+        return tuple(root / name for name in found[0])
+    if found:
+        listed = ", ".join(name for names in found for name in names)
+        raise DataError(f"{root}: several files of the {split} split, leave one: {listed}")
+    wanted = " and ".join(f"{split}.{language}" for language in languages)
+    alone = f" ({halves[0]} has no other side)" if halves else ""
+    others = ", ".join(_NAMES[split][1:])
+    raise DataError(
+        f"{root}: no {split} split{alone}: {wanted}, or {split}.tsv, each with .gz too; {split} "
+        f"may also be {others}"
+    )
+
+
+def _either(present: set[str], name: str) -> str | None:
+    return next((one for one in (name, f"{name}.gz") if one in present), None)
+
+
+def pairs_of(
+    files: tuple[Path, ...], hashes: tuple[str, ...], lower: bool
+) -> Iterator[tuple[str, str]]:
+    """Yield the pairs of lines of a split, unchanged.
+
+    Raises:
+        DamagedData: The sides differ in length, a line has not two columns, or `text_blocks` or
+            `text_lines` refuses the text; the message names file and line.
+    """
+    read = [
+        chain.from_iterable(text_lines(path, text_blocks(path, sha256, lower=lower)))
+        for path, sha256 in zip(files, hashes, strict=True)
+    ]
+    if len(files) == 1:
+        for number, line in enumerate(read[0], 1):
+            columns = line.split("\t")
+            if len(columns) != 2:
+                raise DamagedData(
+                    f"{files[0]}: line {number} has {len(columns)} columns, must be source, tab, "
+                    "target"
+                )
+            yield columns[0], columns[1]
+        return
+    for number, (source, target) in enumerate(zip_longest(*read)):
+        if source is None or target is None:
+            short, long = files if source is None else files[::-1]
+            raise DamagedData(
+                f"{short}: ends after line {number}, {long.name} goes on: sides of different length"
+            )
+        yield source, target
+
+
+class ParallelText(SentencePairs):
+    """Sentence pairs below ``root``: line n of one file is the translation of line n of the other.
+
+    A split is two files, named for their languages (train.en and train.fr), or one file of two
+    columns (train.tsv: source, tab, target). Files that end in .gz are compressed by gzip. The text
+    is UTF-8, already split into words between blanks. validation, val, dev and newstest2013 stand
+    for valid, newstest2014 for test and giga-fren.release2.fixed for train. ``lower`` lower-cases
+    the words.
+
+    Each side has a vocabulary from the training split: the four symbols of `SentencePairs`, then
+    words by falling count, at most its limit in all, None for no limit. Pairs with an empty side,
+    or a side of ``max_length`` or more words, are left out, in the held-out split too.
+
+    The files are read line by line and encoded once, into the folder ``cache`` (`Cache`); pairs are
+    then read from there on demand. Memory holds 8 bytes a training pair, and an epoch's permutation
+    of the pairs.
+
+    Raises:
+        ValueError: There are fewer training pairs than a batch takes.
+        DataError: A split is missing or empty, or the cache cannot be written.
+        DamagedData: Files are unusable.
+        Resource: The disk is full.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        source_language: str = "en",
+        target_language: str = "fr",
+        source_vocab_limit: int | None = None,
+        target_vocab_limit: int | None = None,
+        lower: bool = False,
+        eval_split: str = "valid",
+        cache: str | Path | None = None,
+        **sizes: Unpack[PairSizes],
+    ) -> None:
+        kept, languages = Cache(cache), (source_language, target_language)
+        files = {split: find_pair_files(root, split, languages) for split in ("train", eval_split)}
+        hashes = {split: tuple(map(kept.content_sha256, paths)) for split, paths in files.items()}
+
+        def pairs(split: str) -> Iterator[tuple[str, str]]:
+            return pairs_of(files[split], hashes[split], lower)
+
+        def ranked_words(side: int, limit: int | None) -> Iterator[bytes]:
+            # Both sides are read, so that a fault in either is found before anything is kept.
+            words = (pair[side].split() for pair in pairs("train"))
+            for word in build_vocabulary(words, SYMBOLS, limit):
+                yield f"{word}\n".encode()
+
+        self._words, keys = [], []
+        for side, limit in enumerate((source_vocab_limit, target_vocab_limit)):
+            key: Key = {
+                "train": " ".join(hashes["train"]),
+                "side": side,
+                "symbols": " ".join(SYMBOLS),
+                "lower": lower,
+                "vocab_limit": limit,
+            }
+            made = kept.made({**key, "kind": "words"}, partial(ranked_words, side, limit))
+            self._words.append(made)
+            keys.append(str(sorted(key.items())))
+        splits = [
+            _encoded(
+                kept,
+                {
+                    "words": "; ".join(keys),
+                    "source": " ".join(hashes[split]),
+                    "max_length": sizes["max_length"],
+                },
+                partial(pairs, split),
+                self._words,
+                sizes["max_length"],
+            )
+            for split in files
+        ]
+        entries = [path.read_bytes().count(b"\n") for path in self._words]
+        every = "".join(chain.from_iterable(hashes.values()))
+        super().__init__(
+            "parallel_text",
+            splits[0][0],
+            splits[1][0],
+            (splits[0][1], splits[1][1]),
+            (entries[0], entries[1]),
+            hashlib.sha256(every.encode()).hexdigest(),
+            {
+                "files": ", ".join(path.name for paths in files.values() for path in paths),
+                "eval_split": eval_split,
+            },
+            **sizes,
+        )
+
+    @cached_property
+    def vocabularies(self) -> tuple[tuple[str, ...], ...]:
+        """Return all entries of each side, in the order of their ids."""
+        return tuple(map(read_words, self._words))
+
+
+def _encoded(
+    kept: Cache,
+    key: Key,
+    pairs: Callable[[], Iterator[tuple[str, str]]],
+    words: list[Path],
+    max_length: int,
+) -> tuple[Pairs, int]:
+    """Return the pairs of a split that fit, and their target words; encode them once.
+
+    The cache keeps the tokens of all pairs, and int64 numbers: the pairs left out, the target
+    words, then where each pair begins and where the last one ends.
+    """
+    of_tokens, of_starts = {**key, "kind": "tokens"}, {**key, "kind": "starts"}
+    tokens, places = kept.find(of_tokens), kept.find(of_starts)
+    if tokens is None or places is None:
+        starts = array("q", [0, 0, 0])
+        tokens = kept.store(of_tokens, _blocks(pairs(), words, max_length, starts))
+        places = kept.store(of_starts, [np.array(starts, "<i8")])
+    known = np.fromfile(places, "<i8")
+    return Pairs(TokenFile(tokens), known[2:], left_out=int(known[0])), int(known[1])
+
+
+def _blocks(
+    pairs: Iterator[tuple[str, str]], words: list[Path], max_length: int, starts: array
+) -> Iterator[np.ndarray]:
+    """Yield the ids of the pairs that fit; add their counts and positions to `starts`."""
+    of_source, of_target = (word_ids(read_words(path)).__getitem__ for path in words)
+    found = array("i")
+    for pair in pairs:
+        source, target = (side.split() for side in pair)
+        lengths = len(source), len(target)
+        if not min(lengths) or max(lengths) >= max_length:
+            starts[0] += 1
+            continue
+        found.extend(map(of_source, source))
+        found.append(END_ID)
+        found.extend(map(of_target, target))
+        found.append(END_ID)
+        starts[1] += lengths[1] + 1
+        starts.append(starts[-1] + sum(lengths) + 2)
+        if len(starts) % _BLOCK == 0:
+            yield np.array(found, "<i4")
+            found = array("i")
+    yield np.array(found, "<i4")

@@ -1,0 +1,197 @@
+"""A transformer in FP8 and in BF16 without masters: FLOPs, bytes and memory by hand."""
+
+from functools import cache
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from mprun.errors import BadInput
+from mprun.extensions.bench.measure import _product_of
+from mprun.extensions.bench.roofline.count import count
+from mprun.extensions.bench.roofline.limits import GPUS, Ceilings, limit, measured_limit, why_not
+from mprun.precision import get_policy
+from mprun.precision.scaled_products import ScaledProducts, install
+
+from .test_roofline_operations import rows_of
+
+WIDTH, LAYERS, TIME, BATCH, WORDS = 128, 1, 64, 4, 1024
+SMALL = (
+    "model=gpt",
+    f"model.num_layers={LAYERS}",
+    "data=synthetic_tokens",
+    f"data.vocab_size={WORDS}",
+    f"data.sequence_length={TIME}",
+    f"data.batch_size={BATCH}",
+)
+BLOCKS, TABLE = LAYERS * 12 * WIDTH**2, WORDS * WIDTH
+NORMS = (2 * LAYERS + 1) * WIDTH
+POSITIONS = TIME * WIDTH
+NARROW = BLOCKS + TABLE + POSITIONS  # BF16 in the modes that keep norms in FP32
+
+
+@cache
+def counted(mode, *more):
+    return count((*SMALL, *more), mode)
+
+
+def flops_by_form(found):
+    sums = {}
+    for row in found.rows:
+        if row.flops:
+            sums[row.form] = sums.get(row.form, 0) + row.flops
+    return sums
+
+
+@pytest.mark.parametrize("mode", ["fp32", "tf32", "amp_bf16", "bf16_stochastic", "fp8_tensorwise"])
+def test_products_by_format(mode):
+    tokens = BATCH * TIME
+    linear, output = (3 * 2 * tokens * weights for weights in (BLOCKS, TABLE))
+    # Scores and what is attended to; backward the scores again and four gradients. Query i sees i
+    # keys, in all heads together WIDTH numbers each.
+    attention = 7 * 2 * LAYERS * BATCH * WIDTH * TIME * (TIME + 1) // 2
+    found = flops_by_form(counted(mode))
+    if mode == "fp8_tensorwise":
+        assert found == {"fp8": linear, "bf16": output + attention}
+    else:
+        form = mode if mode in ("fp32", "tf32") else "bf16"
+        assert found == {form: linear + output + attention}
+
+
+@pytest.mark.slow
+def test_gpt2_by_hand():
+    data = ("data=synthetic_tokens", "data.vocab_size=50304", "data.sequence_length=1024")
+    found = count(("model=gpt2", *data, "data.batch_size=1"), "bf16_master")
+    weights = 12 * 12 * 768**2 + 50_304 * 768
+    attention = 3.5 * 4 * 12 * 768 * 1025 / 2
+    assert found.flops / 1024 == 6 * weights + attention
+    assert 6 * weights == pytest.approx(0.741e9, rel=1e-3)
+    # Without the scores that are made again: 0.057.
+    assert attention * 12 / 14 == pytest.approx(0.0567e9, rel=2e-3)
+    rate = limit(found, GPUS["H200"])["flop_only"]
+    assert rate == pytest.approx(790e12 / (6 * weights + attention))
+
+
+def test_an_fp8_linear_by_hand():
+    n, k, m = 48, 32, 64
+
+    def step():
+        network = nn.Sequential(nn.Linear(k, m, bias=False), nn.ReLU()).bfloat16()
+        install(network, ScaledProducts(), {})
+        x = torch.empty(n, k, dtype=torch.bfloat16, requires_grad=True)
+        return lambda: network(x).backward(torch.empty(n, m, dtype=torch.bfloat16))
+
+    rows = rows_of(step)
+    products = [row for row in rows if row.kind == "fp8 product"]
+    # Operands of one byte, two scales of 4; results in BF16.
+    x, weight, y = n * k, m * k, n * m
+    assert [(row.flops, row.bytes) for row in products] == [
+        (2 * n * k * m, x + weight + 8 + 2 * y),
+        (2 * n * k * m, y + weight + 8 + 2 * x),
+        (2 * n * k * m, y + x + 8 + 2 * weight),
+    ]
+    assert {row.form for row in products} == {"fp8"}
+    # By columns, as cuBLAS takes the right side: the weight for x; for the weight both sides.
+    transposed = [row.bytes for row in rows if row.kind == "fp8 transpose"]
+    assert transposed == [2 * weight, 2 * y, 2 * x]
+    # Each operand is read for its largest number, in BF16, and cast once.
+    passes = [row for row in rows if row.kind == "aminmax"]
+    assert [row.bytes - 4 for row in passes] == [2 * x, 2 * weight, 2 * y]
+    casts = [row for row in rows if row.folded_bytes is not None]
+    # Widened, scaled, clamped, narrowed: 6 + 8 + 8 + 5 bytes, and what one kernel would move.
+    assert sum(row.bytes for row in casts) == 27 * (x + weight + y) + 3 * 4
+    assert sum(row.folded_bytes for row in casts) == 3 * (x + weight + y)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention_multiplies_what_the_mask_leaves(causal):
+    def step():
+        q, k, v = (torch.empty(2, 3, 16, 8, requires_grad=True) for _ in range(3))
+        return lambda: F.scaled_dot_product_attention(q, k, v, is_causal=causal).sum().backward()
+
+    pairs = 16 * 17 // 2 if causal else 16 * 16
+    # As torch's formulas of both passes have it, which take every pair.
+    found = [row.flops for row in rows_of(step) if row.flops]
+    assert found == [2 * 2 * 2 * 3 * pairs * 8, 5 * 2 * 2 * 3 * pairs * 8]
+
+
+# Bytes of a BF16 weight in one pass: gradient read for the norm and for the update, weights and
+# two states read and written, master read and written and copied, compensation read and written.
+STEP = {
+    "bf16_master": 2 + 2 + 8 + 16 + 2,
+    "bf16_stochastic": 2 + 2 + 4 + 16,
+    "bf16_kahan": 2 + 2 + 4 + 16 + 4,
+}
+
+
+@pytest.mark.parametrize("mode", STEP)
+def test_bytes_of_the_update_in_one_pass(mode):
+    rows = counted(mode).rows
+    one = [row for row in rows if row.kind == "update in one pass"]
+    check = [row for row in rows if row.kind == "check of gradients"]
+    moved = sum(row.bytes or row.folded_bytes for row in (*one, *check))
+    norms = 4 + 8 + 16 + (4 if check else 0)  # FP32 throughout
+    assert moved == NARROW * STEP[mode] + NORMS * norms
+
+
+@pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_kahan"])
+def test_weights_without_masters_are_updated_in_one_pass(mode):
+    found = counted(mode)
+    assert found.update == "single_pass" and found.memory.masters == 0
+    narrow_state = counted(mode, "precision.update.state_dtype=bf16")
+    assert narrow_state.update == "fused"  # widened, updated and rounded by torch's operations
+    rows = [row for row in narrow_state.rows if row.phase == "update"]
+    assert sum(row.bytes for row in rows if row.kind == "copy") >= 6 * NARROW
+
+
+# Bytes of a parameter: weight, masters, states, gradient, and FP32 gradients where torch's
+# operations, for want of a kernel of a narrow state, collect them.
+HELD = [
+    ("fp32", (), 4 + 8 + 4),
+    ("amp_bf16", (), 4 + 8 + 4),
+    ("bf16_master", (), 2 + 4 + 8 + 2),
+    ("fp8_tensorwise", (), 2 + 4 + 8 + 2),
+    ("bf16_stochastic", (), 2 + 8 + 2),
+    ("bf16_kahan", (), 2 + 2 + 8 + 2),
+    ("bf16_stochastic", ("precision.update.state_dtype=bf16",), 2 + 4 + 2 + 4),
+    ("bf16_kahan", ("precision.update.state_dtype=bf16",), 2 + 2 + 4 + 2 + 4),
+]
+
+
+@pytest.mark.parametrize(("mode", "more", "size"), HELD)
+def test_bytes_of_a_parameter(mode, more, size):
+    found = counted(mode, *more)
+    norms = NORMS * 16
+    if found.policy.state_dtype is not None:
+        norms = NORMS * (4 + 4 + 4)
+    counters = 4 * (4 * LAYERS + 2 + 2 * LAYERS + 1)  # of each matrix and norm
+    wide = found.parameters * 16 if mode in ("fp32", "amp_bf16") else NARROW * size + norms
+    assert found.memory.of_weights == pytest.approx(wide, abs=counters)
+
+
+def test_sums_of_micro_batches_are_counted():
+    one, several = (counted("bf16_master", *more) for more in ((), ("train.accumulate=2",)))
+    assert several.memory.gradients - one.memory.gradients == 4 * one.parameters
+
+
+def test_what_has_fp8_products():
+    for mode in ("fp8_tensorwise", "fp8_rowwise", "fp8_unscaled"):
+        for gpu, has in (("H200", True), ("H100", True), ("A100", False), ("V100", False)):
+            reason = why_not(get_policy(mode), [], GPUS[gpu])
+            assert (reason is None) if has else ("FP8" in reason or "BF16" in reason)
+    assert GPUS["H200"].flops["fp8"] == 2 * GPUS["H200"].flops["bf16"]
+
+
+def test_measured_ceilings_without_fp8_are_no_error_of_the_program():
+    known = {"flops": {"bf16": 1e12, "fp32": 1e11}, "bandwidth": 1e11}
+    with pytest.raises(BadInput, match="no ceiling of FP8 products"):
+        measured_limit(counted("fp8_tensorwise"), known, "toy")
+    more = Ceilings("toy", "", {**known["flops"], "fp8": 2e12}, 1e11, 1e9)
+    assert limit(counted("fp8_tensorwise"), more)["eager"] > 0
+
+
+def test_the_product_of_which_fp8_is_timed():
+    a, b = (torch.randn(32, 32).clamp(-2, 2).to(torch.float8_e4m3fn) for _ in range(2))
+    expected = a.float() @ b.float().T
+    torch.testing.assert_close(_product_of(a, b)().float(), expected, rtol=2**-8, atol=2**-8)

@@ -1,0 +1,163 @@
+"""From rows to limits, by hand; memory of a small network, by hand."""
+
+import pytest
+import torch
+from torch import nn
+
+from benchmarks.update_bytes import amp_recipe_bytes, update_bytes
+from mprun.extensions.bench.roofline.count import Counted, count
+from mprun.extensions.bench.roofline.limits import (
+    GPUS,
+    RECIPES,
+    Ceilings,
+    ceilings_of,
+    limit,
+    why_not,
+)
+from mprun.extensions.bench.roofline.operations import Row
+from mprun.extensions.bench.roofline.weightless import Memory, SavedTensors, weightless
+from mprun.precision import get_policy
+
+TOY = Ceilings("toy", "made up", {"fp16": 100.0, "fp32": 10.0}, 50.0, 1e9, 0.5, 2.0)
+
+
+def counted(*rows):
+    memory = Memory(1, 2, 3, 4, 5)
+    policy = get_policy("fp16_master")
+    return Counted("toy", "toy", policy, (), rows, 8, "image", 7, 7, "fused", memory, 0.0)
+
+
+def test_each_row_takes_the_longer_of_products_and_traffic():
+    found = limit(
+        counted(
+            Row("product", "forward", "fp16", 400, 100),  # 4 s of products, 2 s of traffic
+            Row("product", "backward", "fp32", 10, 100),  # 1 s and 2 s
+            Row("relu", "forward", "", 0, 50, launches=3, folded_bytes=0),  # 1 s, folded 0
+            Row("add", "forward", "", 0, 100, folded_bytes=50),  # 2 s, folded 1
+            Row("update", "update", "", 0, 50),  # 1 s
+        ),
+        TOY,
+    )
+    assert found["step_s"] == 10
+    assert found["eager"] == 8 / 10
+    assert found["fused"] == 8 / (4 + 2 + 0 + 1 + 1)
+    assert found["flop_only"] == 8 / 5
+    assert found["without_update"] == 8 / 9
+    assert found["update_s"] == 1
+    assert found["memory_bound_share"] == 0.6
+    assert found["launches"] == 7
+    assert (found["graph_launches"], found["eager_launches"]) == (8 / 3.5, 8 / 14)
+    assert limit(counted(Row("product", "forward", "fp16", 1, 1)), TOY)["fused"] is None
+    first = found["kinds"][0]
+    assert (first["kind"], first["phase"]) == ("product", "forward")
+    assert (first["seconds"], first["share"]) == (4, 0.4)
+
+
+@pytest.mark.parametrize(
+    "mode, overrides, missing",
+    [
+        ("tf32", [], "TF32"),
+        ("bf16_master", [], "BF16"),
+        ("amp_bf16", [], "BF16"),
+        ("fp16_master", ["bf16"], "BF16"),
+        ("fp16_master", ["fp32"], None),
+        ("fp32", [], None),
+    ],
+)
+def test_what_a_v100_lacks(mode, overrides, missing):
+    reason = why_not(get_policy(mode), overrides, GPUS["V100"])
+    assert (reason is None) if missing is None else (f"no {missing} products" in reason)
+    assert why_not(get_policy(mode), overrides, GPUS["A100"]) is None
+
+
+def test_saved_tensors_count_once_and_while_they_are_held():
+    with weightless():
+        layers = nn.Sequential(nn.Linear(10, 20), nn.ReLU(), nn.Linear(20, 5))
+        x = torch.empty(3, 10)
+        saved = SavedTensors(layers.parameters())
+        with saved.watching():
+            for _ in range(2):  # what the first pass kept is gone when the second begins
+                layers(x).sum().backward()
+    # Input and output of the ReLU; weights are no part of it.
+    assert saved.peak == 4 * (3 * 10 + 3 * 20)
+
+
+SMALL = ("optim=sgd_alexnet", "data=synthetic_images", "data.batch_size=2")
+ALEXNET = ("model=alexnet", "data.image_size=64", *SMALL)
+
+
+@pytest.mark.slow
+def test_accumulation_keeps_one_micro_batch_at_a_time():
+    one, three = count(ALEXNET, "fp32"), count((*ALEXNET, "train.accumulate=3"), "fp32")
+    assert three.samples == 3 * one.samples
+    assert three.memory == one.memory
+    forward = [sum(r.flops for r in c.rows if r.phase == "forward") for c in (one, three)]
+    assert forward[1] == 3 * forward[0]
+
+
+def test_memory_of_masters_and_state():
+    published = ("model=alexnet_2012", "data.image_size=224", "data.num_classes=1000")
+    found = count((*published, *SMALL), "fp16_master_scaled")
+    weights = found.parameters
+    assert found.memory.parameters == 2 * weights
+    assert found.memory.masters == found.memory.optimizer == 4 * weights
+    assert found.memory.gradients == 2 * weights
+
+
+def test_names_in_any_case():
+    assert [ceilings_of(name).name for name in ("h200", "A100")] == ["H200", "A100"]
+
+
+def test_recipes_have_their_published_bytes():
+    # 24 with a scale: the check reads the FP16 gradients once more.
+    assert list(RECIPES.values()) == [24, 38, 22, 24]
+    sgd = "sgd_momentum"
+
+    def of(mode, path="single_pass", checks=False):
+        return update_bytes(sgd, get_policy(mode), path=path, checks=checks).total
+
+    assert RECIPES == {
+        "fp32": of("fp32", "plain"),
+        "torch.amp as documented": amp_recipe_bytes(sgd).total,
+        "fp16 with masters, one pass": of("fp16_master"),
+        "the same scaled": of("fp16_master_scaled", checks=True),
+    }
+
+
+@pytest.mark.slow
+def test_bytes_of_the_update_by_implementation():
+    def per_parameter(mode, implementation):
+        found = count((*ALEXNET, f"optim.implementation={implementation}"), mode)
+        return found.bytes(("update",)) / found.dense
+
+    # Gradient, weight and momentum read, weight and momentum written.
+    assert per_parameter("fp32", "fused") == pytest.approx(20, rel=1e-3)
+    # And a check that reads and writes the gradients.
+    assert per_parameter("amp", "fused") == pytest.approx(28, rel=1e-3)
+    # Cast to FP32 (6), check (8), update (20), copy to FP16 (6).
+    assert per_parameter("fp16_master_scaled", "fused") == pytest.approx(40, rel=1e-3)
+    # FP16 gradients read for the check and again for the update, masters and momentum read and
+    # written, FP16 weights written: 2 + 2 + 16 + 2.
+    assert per_parameter("fp16_master_scaled", "single_pass") == pytest.approx(22, rel=1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["fp32", "amp", "fp16_master_scaled"])
+def test_flops_and_memory_of_a_real_step(mode, build_run):
+    from torch.utils.flop_counter import FlopCounterMode
+
+    overrides = ("model=resnet50", "optim=sgd", "data=synthetic_images", "data.image_size=64")
+    overrides = (*overrides, "data.batch_size=64", f"precision={mode}", "train.cuda_graph=off")
+    built = build_run(*overrides, device="cuda")
+    built.task.compute(built.task.load(0))
+    with FlopCounterMode(display=False) as torchs:
+        built.task.compute(built.task.load(1))
+    found = count(overrides)
+    assert found.flops == torchs.get_total_flops()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    built.task.compute(built.task.load(2))
+    peak = torch.cuda.max_memory_allocated()
+    # At the end of the forward pass there are no gradients yet. cuDNN's workspaces come on top.
+    assert 0.98 * (found.memory.total - found.memory.gradients) < peak
+    assert peak < 2 * found.memory.total + 2**30

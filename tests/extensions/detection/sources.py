@@ -1,0 +1,13 @@
+"""Sources for tests/data/test_every_source.py: of a folder, what makes each with options."""
+
+from mprun.extensions.detection.canvases import DigitCanvases
+
+from ...data.made_images import bound
+from . import test_voc
+
+SOURCES = {
+    "digit canvases": lambda _: (
+        lambda **more: DigitCanvases(32, **{"batch_size": 5, "device": "cpu"} | more)
+    ),
+    "voc": lambda root: bound(test_voc.voc, test_voc.made(root)),
+}

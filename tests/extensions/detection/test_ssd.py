@@ -1,0 +1,280 @@
+"""Single-shot detectors: boxes, matching and losses by hand, SSD300 beside torchvision's."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from mprun.extensions.detection.boxes import decode, encode, overlaps, suppress
+from mprun.extensions.detection.canvases import DigitCanvases
+from mprun.extensions.detection.faster_rcnn import faster_rcnn_small, faster_rcnn_vgg16
+from mprun.extensions.detection.ssd import L2Norm, MultiBox, ssd300, ssd_mini
+from mprun.precision import cast_model, get_policy
+
+NONE = [0.0, 0, 0, 0, -1, 0]
+
+
+def test_overlap_by_hand():
+    one = torch.tensor([[0.0, 0, 2, 2], [0, 0, 0, 0]])
+    other = torch.tensor([[1.0, 1, 3, 3], [0, 0, 2, 1], [5, 5, 6, 6]])
+    expected = torch.tensor([[1 / 7, 1 / 2, 0], [0, 0, 0]])
+    torch.testing.assert_close(overlaps(one, other), expected)
+
+
+def test_offsets_by_hand_and_back():
+    reference, box = torch.tensor([0.0, 0, 0.5, 0.5]), torch.tensor([0.25, 0, 0.5, 1.0])
+    # Centre 0.125 right and 0.25 down of sides 0.5; half as wide, twice as high.
+    expected = torch.tensor([2.5, 5.0, -5 * math.log(2), 5 * math.log(2)])
+    torch.testing.assert_close(encode(box, reference, (10, 5)), expected)
+    torch.testing.assert_close(decode(expected, reference, (10, 5)), box)
+
+
+def test_suppression_is_torchvision_s():
+    from torchvision.ops import nms
+
+    generator = torch.Generator().manual_seed(0)
+    kept = 0
+    for _ in range(20):
+        corner = torch.rand(5, 60, 2, generator=generator)
+        boxes = torch.cat(
+            [corner, corner + 0.01 + 0.6 * torch.rand(5, 60, 2, generator=generator)], 2
+        )
+        valid = torch.rand(5, 60, generator=generator) < 0.9
+        found = suppress(boxes, valid, 0.45)
+        for own, there, keep in zip(boxes, valid, found, strict=True):
+            places = there.nonzero()[:, 0]
+            chosen = nms(own[places], torch.linspace(1, 0.5, len(places)), 0.45)
+            assert torch.equal(places[chosen].sort().values, keep.nonzero()[:, 0])
+            kept += len(chosen)
+    assert 0.1 < kept / (20 * 5 * 60) < 0.85
+
+
+@pytest.mark.parametrize("mode", ["fp16_master", "fp16_naive", "amp"])
+def test_a_norm_above_the_largest_half_is_no_silent_zero(mode):
+    network = nn.Sequential(nn.Conv2d(512, 512, 1, groups=512), L2Norm(512, 20.0))
+    policy = get_policy(mode)
+    cast_model(network, policy)
+    assert network[1].weight.dtype is torch.float32
+    maps = torch.full((1, 512, 2, 2), 3000.0, dtype=policy.half_dtype)
+    found = network[1](maps)
+    assert found.dtype is policy.half_dtype
+    torch.testing.assert_close(
+        found.float(), torch.full_like(maps, 20 / 512**0.5).float(), rtol=2**-11, atol=0
+    )
+    assert (F.normalize(maps) == 0).all()  # what it is there for
+
+
+DEFAULTS = torch.tensor(
+    [[0.0, 0, 0.5, 0.5], [0.5, 0, 1, 0.5], [0, 0.5, 0.5, 1], [0.4, 0.5, 0.9, 1], [0.5, 0.5, 1, 1]]
+)
+
+
+def test_matching_by_hand():
+    near = [0.0, 0, 0.5, 0.4, 3, 0]  # overlaps default 0 by 0.8
+    small = [0.5, 0.5, 0.6, 0.6, 7, 0]  # 0.04 of defaults 3 and 4: of the first of the best
+    hard = [0.5, 0, 1, 0.5, 5, 1]
+    own, matched = MultiBox(DEFAULTS, mean=True).match(torch.tensor([[near, small, hard, NONE]]))
+    assert matched.tolist() == [[True, False, False, True, False]]
+    assert own[0, 0].tolist() == pytest.approx(near) and own[0, 3].tolist() == pytest.approx(small)
+
+
+def test_an_object_keeps_its_best_box_against_one_that_overlaps_it_more():
+    whole, inner = [0.0, 0, 0.5, 0.5, 1, 0], [0.0, 0.0, 0.5, 0.3, 2, 0]
+    own, matched = MultiBox(DEFAULTS[:1], mean=True).match(torch.tensor([[inner, whole]]))
+    assert matched.all() and own[0, 0, 4] == 1  # both have it as the best: the nearer one
+    none, matched = MultiBox(DEFAULTS, mean=False).match(torch.tensor([[NONE, NONE]]))
+    assert not matched.any() and torch.isfinite(none).all()
+
+
+def losses(mean, offsets, logits, targets):
+    """The definition, one default box after the other, in Python's numbers."""
+    total, matched, terms = 0.0, 0, []
+    for i, image in enumerate(targets):
+        objects = [t for t in image.tolist() if t[4] >= 0 and not t[5]]
+        chosen = {}
+        for k, t in enumerate(objects):
+            row = overlaps(torch.tensor([t[:4]]), DEFAULTS)[0].tolist()
+            for d, value in enumerate(row):
+                value += 2 * (row.index(max(row)) == d)
+                if value >= 0.5 and value > chosen.get(d, (0, 0))[0]:
+                    chosen[d] = (value, k)
+        hard, boxes = [], 0.0
+        for d in range(len(DEFAULTS)):
+            name = int(objects[chosen[d][1]][4]) + 1 if d in chosen else 0
+            z = logits[i, d].double()
+            if mean:
+                p = z.sigmoid()
+                terms += [-(p[c] if c == name else 1 - p[c]).log().item() for c in range(len(z))]
+            else:
+                error = -z.log_softmax(0)[name].item()
+                if d in chosen:
+                    total += error
+                else:
+                    hard.append(error)
+            if d in chosen:
+                box = torch.tensor(objects[chosen[d][1]][:4])
+                wanted = encode(box, DEFAULTS[d], (10, 5))
+                for a, b in zip(offsets[i, d].tolist(), wanted.tolist(), strict=True):
+                    boxes += (a - b) ** 2 / 2 if abs(a - b) < 1 else abs(a - b) - 0.5
+        total += boxes
+        matched += len(chosen)
+        total += sum(sorted(hard, reverse=True)[: 3 * len(chosen)])
+    if mean:
+        return (sum(terms) + total) / (3 * len(DEFAULTS))
+    return total / max(1, matched)
+
+
+@pytest.mark.parametrize("mean", [True, False])
+def test_both_losses_as_by_definition(mean):
+    generator = torch.Generator().manual_seed(3)
+    near, small = [0.0, 0, 0.5, 0.4, 3, 0], [0.5, 0.5, 0.6, 0.6, 1, 0]
+    targets = torch.tensor([[near, small, NONE], [small, NONE, NONE], [NONE, NONE, NONE]])
+    offsets = torch.randn(3, 5, 4, generator=generator)
+    logits = 3 * torch.randn(3, 5, 6, generator=generator)
+    loss, detections = MultiBox(DEFAULTS, mean).train()(offsets, logits, targets)
+    assert detections is None
+    assert loss.item() == pytest.approx(losses(mean, offsets, logits, targets), rel=1e-5)
+    loss, _ = MultiBox(DEFAULTS, mean)(offsets[2:], logits[2:], targets[2:])
+    assert torch.isfinite(loss)  # of images without objects
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp16_master", "fp16_naive", "amp", "amp_bf16"])
+def test_the_loss_is_in_fp32_in_every_mode(build_run, mode):
+    built = build_run("model=ssd_mini", "data.batch_size=2", f"precision={mode}")
+    [batch] = built.task.load(0)
+    with built.arithmetic:
+        loss, _ = built.task.loss(batch)
+    assert loss.dtype is torch.float32
+    multibox = built.task.learner.model.multibox
+    assert multibox.defaults.dtype is torch.float32
+
+
+def test_detections_of_perfect_outputs_are_the_objects():
+    multibox = MultiBox(DEFAULTS, mean=False).eval()
+    box = torch.tensor([0.05, 0.0, 0.5, 0.45])
+    offsets, logits = torch.zeros(1, 5, 4), torch.zeros(1, 5, 4)
+    logits[..., 0] = 20.0
+    offsets[0, 0], logits[0, 0, 3] = encode(box, DEFAULTS[0], (10, 5)), 40.0
+    rows = multibox.detections(offsets, logits)[0]
+    torch.testing.assert_close(rows[0], torch.tensor([*box.tolist(), 2.0, 1.0]))
+    assert (rows[1:, 4] == -1).all() and rows.shape == (15, 6)
+
+
+@pytest.mark.slow
+def test_ssd300_computes_what_torchvision_s_does():
+    from torchvision.models.detection import ssd300_vgg16
+    from torchvision.models.detection.anchor_utils import DefaultBoxGenerator
+    from torchvision.models.detection.image_list import ImageList
+
+    network = ssd300().eval()
+    other = ssd300_vgg16(weights=None, weights_backbone=None, num_classes=21).eval()
+
+    def convolutions(*parts):
+        return [m for part in parts for m in part.modules() if isinstance(m, nn.Conv2d)]
+
+    own = convolutions(network.features, network.extras, network.offsets, network.classes)
+    heads = other.head.regression_head, other.head.classification_head
+    with torch.no_grad():
+        for mine, theirs in zip(own, convolutions(other.backbone, *heads), strict=True):
+            theirs.weight.copy_(mine.weight)
+            theirs.bias.copy_(mine.bias)
+        images = 60 * torch.randn(1, 3, 300, 300)
+        maps = list(other.backbone(images).values())
+        expected = other.head(maps)
+        offsets, logits = network.outputs(images)
+    for found, wanted in ((offsets, "bbox_regression"), (logits, "cls_logits")):
+        scale = expected[wanted].abs().max().item()
+        torch.testing.assert_close(found, expected[wanted], rtol=0, atol=1e-5 * scale)
+    scales = [share / 300 for share in (30, 60, 111, 162, 213, 264, 315)]
+    ratios = [[2], [2, 3], [2, 3], [2, 3], [2], [2]]
+    generator = DefaultBoxGenerator(
+        ratios, scales=scales, steps=[8, 16, 32, 64, 100, 300], clip=False
+    )
+    [boxes] = generator(ImageList(images, [(300, 300)]), maps)
+    torch.testing.assert_close(network.multibox.defaults, boxes / 300, rtol=0, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_weights_of_a_file(tmp_path):
+    path = tmp_path / "w.pth"
+    network = ssd300()
+    torch.save(network.state_dict(), path)
+    again = ssd300(weights=str(path))
+    assert all(map(torch.equal, network.state_dict().values(), again.state_dict().values()))
+    vgg = {k: v for k, v in network.state_dict().items() if k.startswith("features.")}
+    vgg = {k: v for k, v in vgg.items() if int(k.split(".")[1]) < 29}
+    for names in (
+        vgg | {"classifier.0.weight": torch.zeros(2)},
+        {k[9:]: v for k, v in vgg.items()},
+    ):
+        torch.save(names, path)
+        again = ssd300(weights=str(path)).state_dict()
+        assert all(torch.equal(again[name], value) for name, value in vgg.items())
+    for content, said in (
+        ({"a": torch.zeros(1)}, "there is no features.0.weight"),
+        (vgg | {"features.5.weight": torch.zeros(3)}, "features.5.weight is .3., must be .128, 64"),
+        ([1, 2], "must map names to tensors"),
+        (nn.Linear(1, 1), "not a file of weights alone"),
+    ):
+        torch.save(content, path)
+        with pytest.raises(ValueError, match=f"weights={path}: .*{said}"):
+            ssd300(weights=str(path))
+    path.write_bytes(path.read_bytes()[:100])
+    with pytest.raises(ValueError, match="not a file of weights alone"):
+        ssd300(weights=str(path))
+    with pytest.raises(ValueError, match="cannot be read: No such file"):
+        ssd300(weights=str(tmp_path / "none"))
+
+
+def test_a_frozen_backbone_does_not_learn(build_run):
+    built = build_run("model=ssd_mini", "data.batch_size=2", "model.freeze_backbone=true")
+    before = {name: p.clone() for name, p in built.task.learner.model.named_parameters()}
+    built.task.train_step(0)
+    for name, own in built.task.learner.model.named_parameters():
+        assert torch.equal(own, before[name]) == name.startswith(("features.", "norms."))
+
+
+def test_gradients_of_the_small_one_underflow_behind_the_norm_alone():
+    """What the frozen control rests on: the heads' gradients fit FP16, those behind do not."""
+    network = ssd_mini()
+    data = DigitCanvases(32, batch_size=8, seed=0, device="cpu", value_range="mean_subtracted")
+    lost = {}
+
+    def watch(name):
+        def hook(module, inside, outside):
+            there = outside[0][outside[0] != 0].abs()
+            lost[name] = (there < 2.0**-25).float().mean().item()
+
+        return hook
+
+    for name, layer in network.named_modules():
+        if isinstance(layer, nn.Conv2d) and name != "features.0":  # images have no gradient
+            layer.register_full_backward_hook(watch(name))
+    network(*data.train_batch(0)).loss.backward()
+    assert len(lost) == 11
+    for name, share in lost.items():
+        assert share < 0.001 if name.startswith(("offsets", "classes")) else share > 0.1, name
+
+
+@pytest.mark.parametrize(
+    ("build", "published"),
+    [
+        (ssd300, 26_285_486),  # torchvision's ssd300_vgg16 with 21 classes
+        (ssd_mini, 88_764),
+        # VGG-16's convolutions; 3x3, two scores and four offsets for 9 anchors; fc6 and fc7; a
+        # score and four offsets for 21 classes, as in py-faster-rcnn.
+        (
+            faster_rcnn_vgg16,
+            14_714_688
+            + (2_359_808 + 513 * 9 * (2 + 4))
+            + (102_764_544 + 16_781_312)
+            + 4_097 * 21 * (1 + 4),
+        ),
+        (faster_rcnn_small, 115_581),
+    ],
+)
+def test_published_counts(build, published):
+    with torch.device("meta"):
+        assert sum(p.numel() for p in build().parameters()) == published

@@ -1,0 +1,406 @@
+"""`mprun advise`: planted truths come back, hand-made probes give hand-derived advice."""
+
+import functools
+import json
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from mprun.cli import main
+from mprun.config.compose import compose_config
+from mprun.errors import BadInput
+from mprun.extensions.diagnosis.advice import advise
+from mprun.extensions.diagnosis.advice_report import as_text
+from mprun.extensions.diagnosis.shapes import Layout, idle_shapes
+from mprun.models import ConvAutoencoder
+from mprun.numerics.exponent_shares import AppliedUpdates, ExponentCounts, LostUpdates
+from mprun.numerics.probe_record import LearnerProbe, ProbeRecord, TensorStats
+from mprun.precision import NoLossScale
+
+from ...helpers import ONE_CORE, record_of, refused, run
+from ...numerics.small_runs import SMALL, as_json
+
+PLAIN = SimpleNamespace(optim=SimpleNamespace(name="sgd", eps=None))
+LEAVES = ("features.conv", "features.norm", "features.pool", "middle", "output")
+LAYOUT = Layout(
+    {"model": LEAVES},
+    frozenset({("model", "features.norm")}),
+    frozenset(("model", name) for name in ("features.conv", "middle", "output")),
+)
+
+
+def powers(exponents: dict[int, int], zeros: int = 0) -> TensorStats:
+    """A tensor of powers of two: exponent -> how many."""
+    counts = {str(exponent): count for exponent, count in exponents.items()}
+    content = {"zeros": zeros, "inf": 0, "nan": 0, "classes": [counts, {}, {}, {}]}
+    return TensorStats(ExponentCounts.from_json(content), 2.0 ** max(exponents), "fp32")
+
+
+def probe(step=1, *, scale=0.0, skipped=False, lost=None, **tensors) -> ProbeRecord:
+    learner = LearnerProbe(("loss_scale",), tensors, lost or {})
+    return ProbeRecord(step, skipped, {"loss_scale": scale}, {"model": learner})
+
+
+def advice_from(*records, share=0.001, config=PLAIN, rates=(0.1,) * 9):
+    return advise(list(records), LAYOUT, [], config, rates, share=share)
+
+
+# 1 of 1,000 non-zero values at 2^-30, the others at 2^-10; every weight gradient is 2^-12.
+GRADIENTS = {
+    "activation_gradients": {"middle": powers({-30: 1, -10: 999}, zeros=500)},
+    "weight_gradients": {"middle": powers({-12: 1000})},
+}
+
+
+def test_range_and_recommended_scale_by_hand():
+    """2^-25 is zero and 2^-24 is not; 2^-10 * 2^25 = 2^15 is finite and 2^16 is not."""
+    found = advice_from(probe(**GRADIENTS), share=0.0005)
+    scales = found.loss_scaling.range
+    assert (scales.lowest, scales.highest, scales.top) == (6, 25, 23)
+    assert scales.recommended == 15 and scales.fits  # the upper middle of 6 ... 23
+    assert found.loss_scaling.needed
+    assert found.loss_scaling.limited_by == ("activation_gradients", "middle", 2.0**-10)
+    values, weights = found.loss_scaling.kinds
+    assert (values.lost, values.lost_recommended, values.lowest) == (0.001, 0.0, 6)
+    assert values.zero_share == 500 / 1500 and values.worst.module == "middle"
+    assert values.lost_sum == pytest.approx(2.0**-30 / (999 * 2.0**-10 + 2.0**-30))
+    assert (weights.lost, weights.lowest) == (0.0, -12)
+    scaled = ["precision=fp16_master_scaled", "scaler=static", "scaler.scale=32768"]
+    assert found.overrides == scaled
+    assert found.dynamic[1:3] == ["scaler=dynamic", "scaler.init_scale=32768"]
+
+
+def test_a_share_that_scale_1_meets_needs_no_scaling():
+    """1 in 1,000 is not more than 0.001; the weight gradients allow scales down to 2^-12."""
+    found = advice_from(probe(**GRADIENTS), share=0.001)
+    assert not found.loss_scaling.needed
+    assert found.loss_scaling.range.lowest == -12  # of activation gradients alone -14
+    assert found.loss_scaling.range.recommended == 6
+    assert found.overrides == ["precision=fp16_master"]
+    assert "scaler.scale=64" in found.static and found.unscaled == ["precision=fp16_master"]
+
+
+def test_where_no_scale_is_enough_it_says_so():
+    """2^-40 needs 2^16 to become 2^-24; 1 overflows from 2^16 on."""
+    found = advice_from(probe(activation_gradients={"middle": powers({0: 500, -40: 500})}))
+    scales = found.loss_scaling.range
+    assert (scales.lowest, scales.highest, scales.recommended) == (16, 15, 13)
+    assert not scales.fits
+    assert found.loss_scaling.kinds[0].lost_recommended == 0.5
+    text = "\n".join(as_text(found))
+    assert "no static scale loses at most 0.1 %" in text and "leaves 50 %" in text
+
+
+def test_gradients_that_overflow_unscaled_get_a_scale_below_1():
+    found = advice_from(probe(weight_gradients={"middle": powers({18: 1000})}))
+    scales = found.loss_scaling.range
+    assert found.loss_scaling.needed and scales.highest == -3
+    assert scales.lowest == -42 and scales.recommended == -23  # of -42 ... -5, upper middle
+    assert "scaler.min_scale=7.4505805969238281e-09" in found.dynamic  # 2^-27
+
+
+def test_all_zero_gradients_say_nothing():
+    content = {"zeros": 5, "inf": 0, "nan": 0, "classes": [{}, {}, {}, {}]}
+    zeros = TensorStats(ExponentCounts.from_json(content), 0.0, "fp32")
+    found = advice_from(probe(activation_gradients={"middle": zeros}))
+    assert found.loss_scaling.range is None and not found.loss_scaling.needed
+    assert any("every gradient was zero" in line for line in as_text(found))
+
+
+@pytest.mark.parametrize(
+    ("scale", "lowest", "highest"),
+    [(10.0, 16, 35), (-3.0, 3, 22), (math.log2(1000), 16, 34)],
+)
+def test_gradients_measured_with_a_loss_scale(scale, lowest, highest):
+    """Times 2^s: all k move by s. Between two powers the worse of both neighbours counts."""
+    found = advice_from(probe(scale=scale, **GRADIENTS), share=0.0005)
+    assert (found.loss_scaling.range.lowest, found.loss_scaling.range.highest) == (lowest, highest)
+
+
+def test_probes_with_different_scales_add_up():
+    """The same gradients at scale 1 and at 2^8, and a largest one of 2^-6 in the second."""
+    second = {"activation_gradients": {"output": powers({2: 1})}}
+    found = advice_from(probe(**GRADIENTS), probe(2, scale=8.0, **second), share=0.0005)
+    assert found.loss_scaling.range.highest == 21
+    assert found.loss_scaling.limited_by == ("activation_gradients", "output", 2.0**-6)
+    assert found.loss_scaling.kinds[0].lost == 1 / 1001
+
+
+def test_skipped_updates_and_norm_layers_are_left_out():
+    """A norm layer's weights stay FP32 in every advised mode, so do their gradients."""
+    overflowed = {"weight_gradients": {"middle": powers({30: 1000})}}
+    norm = {"weight_gradients": {"features.norm": powers({30: 1}), "middle": powers({-12: 1000})}}
+    found = advice_from(probe(1, skipped=True, **overflowed), probe(2, **norm))
+    assert found.evidence.left_out == [1] and found.evidence.steps == [2]
+    assert found.loss_scaling.range.highest == 27
+    with pytest.raises(BadInput, match="no probe"):
+        advice_from(probe(1, skipped=True, **overflowed))
+
+
+def test_master_weights_by_the_share_of_lost_updates():
+    """10 of 2,000 non-zero updates are 0.5 %; 20 of 1,000 in one module are 2 %."""
+    few = {"middle": LostUpdates(total=3000, zero=1000, fp16=10, bf16=500)}
+    found = advice_from(probe(lost=few, **GRADIENTS)).master_weights
+    assert not found.needed and found.share == {"fp16": 0.005, "bf16": 0.25}
+    assert found.zero_share == 1 / 3
+    small = few | {"output": LostUpdates(total=100, fp16=10, bf16=10)}
+    found = advice_from(probe(lost=small, **GRADIENTS)).master_weights
+    assert not found.needed  # 20 of 2,100 in total; 100 updates decide nothing alone
+    assert found.worst["fp16"].module == "middle"
+    one = few | {"output": LostUpdates(total=500, fp16=10, bf16=500)}
+    twice = [probe(step, lost=one, **GRADIENTS) for step in (1, 2)]
+    found = advice_from(*twice).master_weights
+    assert found.needed and found.share["fp16"] == 40 / 5000
+    assert (found.worst["fp16"].module, found.worst["fp16"].share) == ("output", 0.02)
+    assert found.worst["bf16"].share == 1.0
+
+
+def test_weights_that_were_16_bits_wide_are_judged_by_what_they_took():
+    """Their lost updates are zeros. Without any single updates nothing is told."""
+    zeros = {"middle": LostUpdates(total=3000, zero=2900)}
+
+    def judged(applied, lost=None):
+        took = {"middle": AppliedUpdates(applied, 4.0)}
+        learner = LearnerProbe(("loss_scale",), GRADIENTS, lost or {}, applied_updates=took)
+        record = ProbeRecord(1, False, {"loss_scale": 0.0}, {"model": learner})
+        found = advice_from(record)
+        return found.master_weights.needed, "\n".join(as_text(found))
+
+    needed, text = judged(1.0, zeros)
+    assert needed and "this run's 16-bit weights took 0.25 of their wanted updates" in text
+    assert judged(3.99, zeros)[0] is False
+    unknown, text = judged(1.0)
+    assert unknown is None and "1 master weights: cannot be told from this run" in text
+    assert "would lose" not in text
+
+
+def test_values_beyond_fp16_are_kept_in_fp32_with_what_reads_them():
+    large = TensorStats(ExponentCounts(), 70000.0, "fp32")
+    fine = TensorStats(ExponentCounts(), 16000.0, "fp32")
+    found = advice_from(probe(activations={"features.conv": large, "features.pool": fine}))
+    [one] = found.keep_fp32
+    assert (one.module, one.patterns, one.needs_amp) == ("features.conv", ("features",), False)
+    assert one.reason == "activations reach 7e+04, beyond FP16's 65504"
+    assert found.overrides == ["precision=fp16_master", "precision.overrides.features=fp32"]
+    # Nothing around `middle` could return another dtype: autocast, where FP32 results stay.
+    [one] = advice_from(probe(activations={"middle": large})).keep_fp32
+    assert (one.patterns, one.needs_amp) == (("middle", "output"), True)
+    # 16384 * 4 is beyond 65504, 16000 * 4 is not.
+    close = TensorStats(ExponentCounts(), 16384.0, "fp32")
+    [one] = advice_from(probe(activations={"output": close, "middle": fine})).keep_fp32
+    assert (one.patterns, one.needs_amp) == (("output",), True)
+    assert "within 4 times" in one.reason
+    [one] = advice_from(probe(weights={"middle": large})).keep_fp32
+    assert (one.patterns, one.needs_amp) == (("middle",), False)
+
+
+def test_what_breaks_fp16_naive_alone():
+    adam = SimpleNamespace(optim=SimpleNamespace(name="adam", eps=1e-8))
+    wide = {"features.conv": TensorStats(ExponentCounts(), 300.0, "fp32")}
+    eps, variance = advice_from(probe(activations=wide), config=adam).notes
+    assert "eps=1e-08 of adam is 0 in FP16" in eps
+    assert "features.norm may overflow in the variance: its input reaches 300" in variance
+    larger = SimpleNamespace(optim=SimpleNamespace(name="adam", eps=2.0**-24))
+    assert advice_from(probe(**GRADIENTS), config=larger).notes == []
+
+
+def test_the_advice_is_plain_data():
+    nan = TensorStats(ExponentCounts(), math.nan, "fp32")
+    found = advice_from(probe(activations={"middle": nan}, **GRADIENTS)).as_dict()
+    text = json.dumps(found, allow_nan=False)
+    assert json.loads(text) == found
+    assert found["loss_scaling"]["range"]["top"] == 23
+    assert found["keep_fp32"][0]["reason"] == "activations are not finite"
+
+
+def advised(capsys, *arguments) -> dict:
+    return as_json(capsys, "advise", *arguments)
+
+
+SGD = [*SMALL["lstm_lm"][:-1], "optim=sgd_plain", "train.clip_norm=null"]
+
+
+@pytest.mark.slow
+def test_scaled_gradients_shift_the_scale_by_the_same_power(tmp_path, capsys, monkeypatch):
+    """Gradients times 2^-k at a learning rate times 2^k: the same weights, bit for bit."""
+    original = NoLossScale.backward
+    found = {}
+    for k in (0, -6, 4, 9):
+        backward = lambda self, loss, k=k: original(self, loss * 2.0**-k)  # noqa: E731
+        monkeypatch.setattr(NoLossScale, "backward", backward)
+        words = [*ONE_CORE, *SGD, f"optim.lr={0.5 * 2.0**k}", f"output_dir='{tmp_path / f'k{k}'}'"]
+        found[k] = advised(capsys, *words, "--steps", "12", "--every=3")
+    plain = found[0]["loss_scaling"]["range"]
+    assert plain["fits"]
+    for k in (-6, 4, 9):
+        shifted = found[k]["loss_scaling"]["range"]
+        for name in ("lowest", "highest", "recommended"):
+            assert shifted[name] == plain[name] + k, (k, name)
+        assert found[k]["master_weights"] == found[0]["master_weights"]
+        assert f"scaler.scale={2.0 ** (plain['recommended'] + k):.17g}" in found[k]["static"]
+
+
+AUTOENCODER = [*ONE_CORE, "model=conv_autoencoder", "data.image_size=32", "data.batch_size=8"]
+AUTOENCODER += ["model.width=8", "optim=sgd_plain", "optim.lr=1e-12", "train.steps=6"]
+
+
+@pytest.mark.slow
+def test_a_planted_overflow_is_named_and_its_advice_works(tmp_path, capsys, monkeypatch):
+    """Outputs of one convolution times 2^18, taken back by the next: FP32 computes the same."""
+    original = ConvAutoencoder.__init__
+
+    @functools.wraps(original)
+    def planted(self, *arguments, **named):
+        original(self, *arguments, **named)
+        layers = self.encoder.layers
+        layers.conv0.weight.data *= 2.0**18
+        layers.conv0.bias.data *= 2.0**18
+        layers.conv1.weight.data *= 2.0**-18
+
+    monkeypatch.setattr(ConvAutoencoder, "__init__", planted)
+    found = advised(capsys, *AUTOENCODER, f"output_dir='{tmp_path / 'advise'}'")
+    activations = [one for one in found["keep_fp32"] if "activations" in one["reason"]]
+    layers = {"encoder.layers.conv0", "encoder.layers.relu0"}
+    assert {one["module"] for one in activations} == layers
+    assert all("beyond FP16's 65504" in one["reason"] for one in activations)
+    assert {tuple(one["patterns"]) for one in activations} == {("encoder.layers",)}
+    assert run(tmp_path / "with", *AUTOENCODER, *found["static"]) == 0
+    assert run(tmp_path / "without", *AUTOENCODER, "precision=fp16_master") == 3
+    assert record_of(tmp_path / "with")["skipped"] == 0
+
+
+def test_the_run_stays_as_evidence_but_is_no_outcome(tmp_path, capsys):
+    """The first steps of the whole schedule, in FP32 whatever precision was given."""
+    words = [*ONE_CORE, *SMALL["lstm_lm"], "optim.schedule=cosine", "train.steps=100"]
+    words += ["precision=amp", f"output_root='{tmp_path}'"]
+    assert main(["advise", *words, "--steps=10", "--every=5"]) == 0
+    printed = capsys.readouterr()
+    assert "advise measures in FP32, without precision=amp" in printed.err
+    lines = printed.out.splitlines()
+    [path] = tmp_path.glob("*/advise-fp32*")
+    assert lines[-1] == f"run: {path}" and len(lines) <= 32
+    assert "steps 5 to 10 of 100" in lines[0]
+    assert any("the schedule goes down to" in line for line in lines)
+    command = lines[-2].strip()
+    assert command.startswith("mprun device=cpu") and "precision=amp" not in command
+    record = record_of(path)
+    assert (record["status"], record["steps"]) == ("preempted", 10)
+    assert record["config"]["train"]["steps"] == 100
+    assert record["precision"]["mode"] == "fp32" and record["measured_for"] == "advise"
+    assert "next: " not in printed.err
+    assert main(["compare", str(tmp_path)]) == 2  # nothing there has an outcome
+    capsys.readouterr()
+    again = advised(capsys, str(path))
+    assert again["command"] == command
+    assert again["evidence"]["lr"] == [pytest.approx(record["config"]["optim"]["lr"], rel=0.03)] * 2
+
+
+@pytest.mark.slow
+def test_a_run_with_probes_is_read(tmp_path, capsys):
+    path = tmp_path / "run"
+    words = ["precision=fp16_master_scaled", "scaler=static", "numerics=on", "numerics.every=2"]
+    assert run(path, *ONE_CORE, *SGD, *words, "train.steps=6") == 0
+    found = advised(capsys, str(path))
+    assert found["evidence"]["steps"] == [2, 4, 6]
+    assert "measured in fp16" in found["evidence"]["problems"][0]
+    assert found["command"].count("precision=") == 1 and found["run"] == str(path)
+    # Recorded at scale 128 and rounded to FP16, told for the loss itself: the largest gradient of
+    # the same steps in FP32, up to the rounding of two runs that drift apart.
+    steps = ["--every=2", f"output_dir='{tmp_path / 'fp32'}'"]
+    fp32 = advised(capsys, *ONE_CORE, *SGD, "train.steps=6", *steps)["loss_scaling"]
+    assert abs(found["loss_scaling"]["range"]["highest"] - fp32["range"]["highest"]) <= 1
+    kept, fp32_kept = found["loss_scaling"]["limited_by"], fp32["limited_by"]
+    assert kept[2] == pytest.approx(fp32_kept[2], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["nowhere"], "advise nowhere: no run.json there"),
+        (["--steps=0"], "--steps 0: must be"),
+        (["--share", "1"], "--share 1: must be"),
+        (["--every=9", "--steps=8", *ONE_CORE, *SGD], "--every 9: must be at most the 8 steps"),
+        (["--stesp=8"], "unknown option"),
+        (["optim.lr=0", *ONE_CORE], "optim.lr"),
+        (["resume=somewhere"], "not with advise"),
+        (["precision=zzz", *ONE_CORE], "precision=zzz"),  # though advise drops it
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(
+    arguments, named, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    refused(capsys, "advise", *arguments, says=named)
+    assert list(tmp_path.iterdir()) == []
+
+
+def shapes_of(build_run, *overrides) -> dict[tuple[str, str], tuple]:
+    config = compose_config([*overrides, "device=cpu"]).config
+    found = idle_shapes(build_run(*overrides).task, config)
+    return {(s.module, s.dimension): (s.size, s.usual, s.remedy) for s in found}
+
+
+def test_odd_sizes_are_named_with_a_remedy(build_run):
+    lm = ["model=lstm_lm", "data=synthetic_tokens", "data.vocab_size=50", "data.batch_size=12"]
+    lm += ["model.embedding_size=24", "model.hidden_size=13"]
+    pad = "model.pad_to_multiple=8"
+    assert shapes_of(build_run, *lm) == {
+        ("lstm", "hidden size"): (13, False, pad),
+        ("output", "input features"): (13, False, pad),
+        ("output", "output features"): (50, False, pad),
+        ("", "batch size of LSTM and Linear"): (12, False, "data.batch_size=16"),
+    }
+    assert shapes_of(build_run, *lm, pad, "data.batch_size=16") == {}
+
+
+@pytest.mark.slow
+def test_image_channels_are_called_usual(build_run):
+    small = ["data.channels=3", "model.width=4", "model.code_size=6"]
+    found = shapes_of(build_run, *SMALL["conv_autoencoder"], *small)
+    assert found["encoder.layers.conv0", "input channels"] == (3, True, None)
+    last = max(module for module, _ in found if module.startswith("decoder"))
+    assert found[last, "output channels"] == (3, True, None)
+    assert found["encoder.layers.conv0", "output channels"] == (4, False, "model.width=8")
+    assert found["decoder.layers.conv0", "input channels"] == (6, False, "model.code_size=8")
+    assert not any(module == "" for module, _ in found)  # no linear layer: the batch is free
+    gan = shapes_of(build_run, *SMALL["dcgan"], "model.latent_size=100")
+    remedy = "model.latent_size=104"
+    assert gan["generator: layers.conv0", "input channels"] == (100, False, remedy)
+    assert all(usual for (module, _), (_, usual, _) in gan.items() if "discrim" in module)
+    resnet = shapes_of(build_run, *SMALL["resnet50"])
+    assert resnet["fc", "output features"] == (10, False, "model.num_classes=16")
+    assert resnet["conv1", "input channels"] == (3, True, None)
+    assert resnet["", "batch size of Linear"] == (4, False, "data.batch_size=8")
+    assert len(resnet) == 3
+
+
+@pytest.mark.slow
+def test_on_the_quickstart_the_advised_scale_matches_fp32(tmp_path, capsys):
+    """1,200 steps: within the margin of 1 % of FP32, no skip, and scale 1 is no better."""
+    words = [*ONE_CORE, "experiment=quickstart_lost_updates"]
+    found = advised(capsys, *words, f"output_dir='{tmp_path / 'advise'}'")
+    assert found["master_weights"]["needed"]
+    losses = {}
+    modes = {"fp32": ["precision=fp32"], "advised": found["static"], "scale 1": found["unscaled"]}
+    for name, mode in modes.items():
+        path = tmp_path / name.replace(" ", "")
+        assert run(path, *words, *mode) == 0
+        losses[name] = record_of(path)["final"]["loss"]
+        assert record_of(path)["skipped"] == 0
+    assert losses["advised"] == pytest.approx(losses["fp32"], rel=0.01)
+    assert losses["scale 1"] > losses["advised"] - 0.01 * losses["fp32"]
+
+
+@pytest.mark.slow
+def test_check_trains_with_the_advice_and_without(tmp_path, capsys):
+    small = ["model=lstm_lm", "model.hidden_size=16", "data=docs_chars", "optim=sgd_plain"]
+    arguments = [*ONE_CORE, *small, f"output_dir='{tmp_path / 'advise'}'", "--steps=30", "--check"]
+    found = advised(capsys, *arguments)["check"]
+    assert (found["seeds"], found["steps"], found["metric"]) == (3, 30, "loss")
+    advised_arm, scale_1 = found["arms"]
+    assert "scaler=static" in advised_arm["overrides"]
+    assert scale_1["overrides"] == "precision=fp16_master"
+    for arm in found["arms"]:
+        assert arm["skipped"] == arm["diverged"] == 0
+        assert abs(arm["difference_percent"]) < 1 and "3 seeds" in arm["verdict"]

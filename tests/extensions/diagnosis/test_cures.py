@@ -1,0 +1,203 @@
+"""Changes to a failing run: which are tried, and that a state survives the move to another mode."""
+
+import pytest
+import torch
+
+from mprun.config.compose import compose_config
+from mprun.extensions.diagnosis.first_nonfinite import Finding
+from mprun.extensions.diagnosis.interventions import (
+    Origin,
+    changes,
+    options_of,
+    survives,
+    transplant,
+)
+from mprun.extensions.diagnosis.observation import Event
+from mprun.numerics.replay import Steps
+
+from ...helpers import TINY_GPT, assert_same_bits
+from ...numerics.failing_runs import GAN, LM
+
+OPTIONS = options_of()
+
+
+def finding(phase, module="", tensor="output", kind="loss", operation="addmm", **more):
+    event = Event(
+        0, phase, module, operation, tensor, torch.float16, "infinity", 1, 2, True, 1.0, **more
+    )
+    return Finding("operation", kind, 3, True, event)
+
+
+def tried(*overrides, of):
+    config = compose_config(overrides).as_dict()
+    return [" ".join(change.overrides) for change in changes(config, of, OPTIONS)]
+
+
+def test_a_module_s_overflow_in_fp16_master():
+    assert tried(
+        *LM, "precision=fp16_master", "optim=sgd_plain", of=finding("forward", "lstm.inner")
+    ) == [
+        "precision.overrides.lstm.inner=fp32",
+        "scaler=dynamic",
+        "precision.overrides.lstm=fp32",
+        "optim.lr=0.1",
+        "precision=bf16_master",
+        "precision=fp32",
+    ]
+
+
+NONE = "precision.products.input=null precision.products.weight=null "
+NONE += "precision.products.grad_output=null"
+
+
+def test_products_in_fp8():
+    """With a scale, then without FP8; what is left of it fits together."""
+    of = finding("forward", "blocks.0.mlp.inputs", operation="scaled_mm")
+    found = tried(*TINY_GPT, "precision=fp8_unscaled", of=of)
+    assert found == [
+        "precision.overrides.blocks.0.mlp.inputs=fp32",
+        "precision.products.granularity=tensor",
+        NONE,
+        "precision.overrides.blocks.*.mlp.inputs=fp32",
+        "precision.overrides.blocks.0.mlp=fp32",
+        "optim.lr=0.0001",
+        "precision=fp32",
+    ]
+    of_rows = tried(*TINY_GPT, "precision=fp8_rowwise", of=of)
+    assert of_rows == [one for one in found if "granularity" not in one]
+    for mode in ("fp8_rowwise", "fp8_unscaled"):
+        changed = compose_config([*TINY_GPT, f"precision={mode}", *NONE.split()]).config
+        assert changed.precision.products.input is None
+
+
+@pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_kahan"])
+def test_weights_that_are_updated_in_fp32_need_no_masters(mode):
+    found = tried(*TINY_GPT, f"precision={mode}", of=finding("update", operation="_fused_adamw_"))
+    assert not any("master_dtype" in one or "grad_dtype" in one for one in found)
+    naive = tried(*TINY_GPT, "precision=bf16_naive", of=finding("update"))
+    assert "precision.master_dtype=fp32 precision.grad_dtype=fp32" in naive
+
+
+def test_a_trial_draws_the_random_bits_of_the_run(build_run):
+    run = [*TINY_GPT, "precision=bf16_stochastic"]
+    one, other = build_run(*run), build_run(*run, "optim.lr=1e-4")
+    for step in range(2):
+        one.task.train_step(step)
+    transplant(other, one.task.state_dict())
+    assert other.task.learner.optimizer.narrow.updates == 2
+
+
+def test_an_update_in_fp16_without_masters():
+    of = finding(
+        "update", tensor="exp_avg of output.bias", operation="_foreach_addcdiv_", at_zero=True
+    )
+    assert tried(*LM, "precision=fp16_naive", "optim=adam", of=of) == [
+        "precision.overrides.output=fp32",
+        "precision.norm_dtype=fp32",
+        "scaler=static scaler.scale=1024",
+        "scaler=dynamic",
+        "optim.eps=1e-06",
+        "optim.eps=0.0001",
+        "precision.master_dtype=fp32 precision.grad_dtype=fp32",
+        "optim.lr=0.0001",
+        "optim.lr=1e-05",
+        "optim.lr=1e-06",
+        "precision=bf16_naive",
+        "precision=fp32",
+    ]
+
+
+def test_scales_below_a_static_one_come_from_what_the_gradient_would_be():
+    # 2^20 is 2^4 times FP16's end; one power to spare: 2^-5, then 2^-9.
+    scaled = ["precision=fp16_master_scaled", "scaler=static", "scaler.scale=1024"]
+    of = finding("backward", "loss", "gradient", would_be=2.0**20)
+    found = tried(*LM, *scaled, "optim=sgd_plain", of=of)
+    assert found[:2] == ["scaler.scale=16", "scaler.scale=1"]
+    unscaled = tried(*LM, "precision=fp16_master", "optim=sgd_plain", of=of)
+    assert unscaled[:2] == [
+        "scaler=static scaler.scale=0.015625",
+        "scaler=static scaler.scale=0.0009765625",
+    ]
+
+
+def test_a_floor_is_lowered_only_where_the_scale_collapsed_on_it():
+    scaled = [*LM, "precision=fp16_master_scaled", "scaler.min_scale=1", "optim=sgd_plain"]
+    lower = "scaler.min_scale=0.000244140625"  # 2^-12
+    of = finding("backward", "lstm", "gradient")
+    assert lower not in tried(*scaled, of=of)
+    of.kind = "collapse"
+    assert lower in tried(*scaled, of=of)
+
+
+def test_fp32_has_no_precision_to_change():
+    assert tried(*LM, "precision=fp32", "optim=sgd_plain", of=finding("forward", "lstm")) == [
+        "optim.lr=0.1"
+    ]
+
+
+def test_overrides_in_a_gan_leave_the_network_s_name_out():
+    of = finding("forward", "generator.layers.conv1")
+    found = tried(*GAN, "precision=amp", of=of)
+    assert found[0] == "precision.overrides.layers.conv1=fp32"
+
+
+def trained(build_run, steps, *overrides):
+    built = build_run(*overrides)
+    replay = Steps(built, 0, 0)
+    for _ in range(steps):
+        replay.advance()
+    return built
+
+
+def kept(built):
+    return torch.utils._pytree.tree_map(
+        lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf,
+        built.task.state_dict(),
+    )
+
+
+@pytest.mark.parametrize("mode", ["fp32", "amp", "bf16_master", "fp16_naive", "fp16_master_scaled"])
+@pytest.mark.few(2)
+def test_a_state_moved_to_another_mode_trains_on(build_run, mode):
+    common = [*LM, "optim=sgd"]
+    old = trained(build_run, 3, *common, "precision=fp16_master")
+    state = kept(old)
+    new = build_run(*common, f"precision={mode}")
+    transplant(new, state)
+    masters = state["learner"]["optimizer"]["masters"]
+    optimizer = new.task.learners["model"].optimizer
+    for name, own, updated in zip(
+        optimizer.names, optimizer.parameters, optimizer.updated, strict=True
+    ):
+        assert torch.equal(updated, masters[name].to(updated.dtype)), name
+        assert torch.equal(own, masters[name].to(own.dtype)), name
+        momentum = state["learner"]["optimizer"]["state"][name]["momentum_buffer"]
+        mine = optimizer.inner.state[updated]["momentum_buffer"]
+        assert torch.equal(mine, momentum.to(mine.dtype)), name
+    mine, theirs = (float(Steps(built, 3, 0).advance().loss) for built in (new, old))
+    # One step of a tiny model: BF16's 8 bits move a loss of 4 by less than a hundredth.
+    assert mine == pytest.approx(theirs, abs=0.02)
+
+
+def test_a_state_moved_to_its_own_mode_is_the_state(build_run):
+    arguments = [*GAN, "precision=amp", "scaler.growth_interval=2"]
+    old = trained(build_run, 3, *arguments)
+    new = build_run(*arguments)
+    transplant(new, kept(old))
+    assert_same_bits(new.task.state_dict(), old.task.state_dict())
+
+
+def test_a_static_scale_that_skips_is_no_cure(build_run):
+    # 2^24 / 24 overflows in every step; 2^10 / 24 in none.
+    static = [*LM, "precision=fp16_master_scaled", "optim=sgd_plain", "scaler=static"]
+    origin = Origin({}, bad_step=1)
+    cures, result, _ = survives(Steps(build_run(*static, f"scaler.scale={2**24}"), 0, 0), origin)
+    assert not cures and "skipped" in result
+    cures, result, _ = survives(Steps(build_run(*static, "scaler.scale=1024"), 0, 0), origin)
+    assert cures and result.startswith("finite up to step 6; loss ")
+
+
+def test_a_loss_that_stays_large_is_no_cure(build_run):
+    built = build_run(*LM, "precision=fp32", "optim=sgd_plain")
+    cures, result, _ = survives(Steps(built, 0, 0), Origin({}, bad_step=1, limit=3.0))
+    assert not cures and result.startswith("finite, but the loss is 3.")  # log(48) = 3.87

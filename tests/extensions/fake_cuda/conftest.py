@@ -1,0 +1,110 @@
+"""The fake CUDA device for tests: a process that runs on it, and is asked."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mprun.extensions.bench import fake_cuda
+
+ROOT = Path(__file__).parents[3]
+
+
+class Device:
+    """A process on the fake device; a new one where the last has died."""
+
+    def __init__(self, folder: Path, python: str):
+        self.folder, self.python, self.process = folder, python, None
+        self.log = folder / "worker.txt"
+
+    def run(self, folder: Path, overrides: list[str]) -> dict:
+        """A run of `mprun` with these overrides, recorded in `folder`."""
+        return self.ask("run", folder=str(folder), overrides=list(overrides))
+
+    def ask(self, function: str, **arguments) -> dict:
+        """What the worker answers (`worker.py`); AssertionError where it dies instead."""
+        if self.process is None:
+            self._start()
+        self.process.stdin.write(json.dumps({"function": function, **arguments}) + "\n")
+        self.process.stdin.flush()
+        line = self.process.stdout.readline()
+        if not line:
+            code = self.close()
+            raise AssertionError(f"the process ended ({code}): {self.log.read_text()[-2000:]}")
+        return json.loads(line)
+
+    def _start(self) -> None:
+        environment = fake_cuda.environment(self.folder) | {
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "TRITON_CACHE_DIR": str(self.folder / "triton"),
+        }
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(
+                [self.python, "-X", "faulthandler", str(Path(__file__).parent / "worker.py")],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=environment,
+                cwd=ROOT,
+            )
+
+    @property
+    def lacks_fused_adagrad(self) -> bool:
+        """torch 2.11 has the kernel, and an optimizer that refuses it on CUDA."""
+        return self.ask("torch_version")["torch"] < [2, 12]
+
+    def close(self) -> int | None:
+        """End the process; its exit code."""
+        process, self.process = self.process, None
+        if process is None:
+            return None
+        process.stdin.close()
+        process.stdout.close()
+        return process.wait(60)
+
+
+# Interpreters beside this one, with another torch and what mprun depends on: the same runs there.
+OTHERS = [path for path in os.environ.get("MPRUN_OTHER_PYTHON", "").split(os.pathsep) if path]
+
+
+@pytest.fixture(scope="session", params=[sys.executable, *OTHERS], ids=["own", *OTHERS])
+def device(request, tmp_path_factory):
+    """The fake device, in a process of this interpreter or of another one."""
+    folder = tmp_path_factory.mktemp("fake_cuda")
+    try:
+        build_with(request.param, folder)
+    except RuntimeError as error:
+        pytest.skip(f"no fake CUDA runtime: {error}")
+    device = Device(folder, request.param)
+    yield device
+    device.close()
+
+
+@pytest.fixture
+def script(device, tmp_path):
+    """`script(body)`: what `answer()` of this program returns, with warnings and counts."""
+
+    def ask(body):
+        path = tmp_path / "script.py"
+        lines = "\n".join(f"    {line}" for line in body.strip().splitlines())
+        path.write_text(f"import torch\n\ndef answer():\n{lines}\n")
+        return device.ask("script", path=str(path))
+
+    return ask
+
+
+def build_with(python: str, folder: Path) -> None:
+    """`fake_cuda.build` for the torch of `python`; RuntimeError says why not."""
+    if python == sys.executable:
+        return fake_cuda.build(folder)
+    code = "import pathlib, sys; from mprun.extensions.bench import fake_cuda"
+    code += "; fake_cuda.build(pathlib.Path(sys.argv[1]))"
+    command = [python, "-c", code, str(folder)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1])

@@ -1,0 +1,146 @@
+"""`mprun bench --host`, alone and in the suite: memory, launches and host time without a GPU."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mprun.extensions.bench.host import SPARED, host_row, report
+from mprun.extensions.bench.plan import Case
+from mprun.precision.narrow_weights import CHUNK
+
+from ...helpers import refused
+from .conftest import ROOT
+
+GIB = 2**30
+
+
+def host(device, *arguments):
+    """The rows of the command; `device` skips where there is no fake runtime."""
+    command = [device.python, "-m", "benchmarks.suite", "--host", "--json", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return {
+        (row["label"], row["mode"], row["contender"], row["execution"]): row
+        for row in json.loads(done.stdout)["rows"]
+    }
+
+
+@pytest.mark.slow
+def test_without_other_tools(device):
+    command = [device.python, "-m", "mprun", "bench", "--host", "model=conv_autoencoder"]
+    more = ["data.batch_size=8", "--modes", "fp32,amp", "--card", "24"]
+    done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line for line in done.stdout.splitlines() if "| mprun " in line]
+    assert len(lines) == 4 and all(line.split("|")[-2].strip() == "yes" for line in lines)
+
+
+@pytest.mark.slow
+def test_weights_without_masters_are_in_fp32_chunk_by_chunk(device):
+    """Bytes a parameter of GPT-2: 16 with masters, 14 with FP32 gradients instead of them; beside
+    these what one chunk takes, here the table of the embedding."""
+    tokens = ("data=synthetic_tokens", "data.vocab_size=50304", "data.sequence_length=16")
+    modes = ("--modes", "bf16_master,bf16_stochastic")
+    rows = host(device, "model=gpt2", *tokens, "data.batch_size=1", *modes)
+    peaks = {mode: row["peak"] for (_, mode, _, how), row in rows.items() if how == "eager"}
+    table = 50_304 * 768
+    weights = 12 * 12 * 768**2 + table
+    # The table in FP32, and what rounding makes of a piece of it: hash, bits, sum.
+    assert peaks["bf16_stochastic"] < 14.1 * weights + 4 * table + 16 * CHUNK
+    assert peaks["bf16_stochastic"] < peaks["bf16_master"]
+
+
+@pytest.mark.slow
+def test_a_model_of_ones_choice(device, tmp_path):
+    small = ["model=conv_autoencoder", "data.batch_size=8", "--modes", "fp32,fp16_naive,amp"]
+    out = tmp_path / "host"
+    rows = host(device, *small, "--peers", "loop,amp", "--out", str(out))
+    [label] = {key[0] for key in rows}
+    assert set(rows) == {
+        *((label, mode, "mprun", how) for mode in ("fp32", "fp16_naive", "amp")
+          for how in ("eager", "replayed")),
+        (label, "fp32", "loop", "eager"),
+        (label, "fp16_naive", "loop", "eager"),
+        (label, "amp", "amp", "eager"),
+    }  # fmt: skip
+    for (_, mode, contender, how), row in rows.items():
+        if (mode, how) == ("fp16_naive", "replayed"):
+            assert "counts its steps on the host" in row["why_not"]
+            continue
+        assert row["why_not"] is None and row["host_ms"] > 0 and row["reserved"] > 0
+        assert contender != "mprun" or row["waits"] == 0
+    eager, replayed = (rows[label, "amp", "mprun", how] for how in ("eager", "replayed"))
+    assert eager["triton"] >= 2 and eager["library"] > 5
+    # What an eager step launches one by one, but for the batch and the rate.
+    one_by_one = sum(eager[key] for key in ("launches", "triton", "library", "copies"))
+    assert replayed["work"] > 0.8 * one_by_one and replayed["launches"] < 10
+    # GradScaler asks whether a gradient was infinite; ours does not.
+    assert rows[label, "amp", "amp", "eager"]["waits"] >= 1
+    assert eager["peak"] < rows[label, "fp32", "mprun", "eager"]["peak"]
+    assert json.loads((out / "host.json").read_text())["rows"]
+    assert "no kernel ran" in (out / "host.md").read_text()
+
+
+def row(**more):
+    return host_row(Case("m b1", (), "amp", "mprun"), "eager", **more)
+
+
+def test_what_fits_is_what_is_reserved_and_what_is_spared():
+    counts = dict.fromkeys(("launches", "triton", "library", "copies", "waits", "host_ms"), 1.0)
+    for reserved, fits in ((8 * GIB - SPARED, "yes"), (8 * GIB - SPARED + 1, "no")):
+        text = report([row(peak=2**20, reserved=reserved, **counts)], 8 * GIB)
+        [line] = [line for line in text.splitlines() if line.startswith("| m b1")]
+        assert line.split("|")[-2].strip() == fits and "fits 8 GiB" in text
+
+
+def test_what_cannot_run_says_why():
+    text = report([row(why_not="train.cuda_graph=on: no")], None)
+    assert "train.cuda_graph=on: no" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--card", "24"], "bench --card: goes with --host"),
+        (["--host", "--card", "x"], "--card x: must be the card's memory in GiB, from 0.5 to 4096"),
+        (["--host", "--end-to-end"], "bench --end-to-end: not with --host"),
+        (["--host", "model=nothing"], "model=nothing"),
+    ],
+)
+def test_bad_input(capsys, arguments, line):
+    refused(capsys, "bench", *arguments, says=line)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="there is no fake runtime elsewhere")
+def test_without_a_compiler(monkeypatch, capsys):
+    monkeypatch.setenv("PATH", "/nowhere")
+    refused(capsys, "bench", "--host", "model=lstm_lm", "--modes", "fp32", says="is not installed")
+
+
+@pytest.mark.slow
+def test_the_targets_of_memory_at_full_size(device):
+    """What is reached is kept: bytes of torch's allocator, one batch on the device."""
+    rows = host(
+        device,
+        *("--only", "ResNet-50 b256,AlexNet b512", "--peers", "loop,amp"),
+        *("--modes", "fp32,fp16_master_scaled,amp"),
+    )
+
+    def peak(label, mode, contender="mprun"):
+        return rows[label, mode, contender, "eager"]["peak"]
+
+    for label, share, batch in (("ResNet-50 b256", 0.55, 256), ("AlexNet b512", 0.74, 512)):
+        images = 2 * batch * 3 * 224 * 224  # bytes that lie there in every mode
+        mixed, fp32 = (peak(label, mode) - images for mode in ("fp16_master_scaled", "fp32"))
+        assert mixed <= share * fp32
+        recipe, loop = peak(label, "amp", "amp"), peak(label, "fp32", "loop")
+        # Blocks of the allocator that are not split are at most 1 MiB larger than what is asked.
+        for mode, other in (("fp16_master_scaled", recipe), ("amp", recipe), ("fp32", loop)):
+            assert peak(label, mode) <= other + 8 * 2**20
+    for mode in ("fp32", "fp16_master_scaled", "amp"):
+        eager, replayed = (
+            rows["ResNet-50 b256", mode, "mprun", how]["reserved"] for how in ("eager", "replayed")
+        )
+        assert replayed <= 1.1 * eager

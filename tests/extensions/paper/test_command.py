@@ -1,0 +1,71 @@
+"""`mprun paper` as a user types it: list, bad input, real runs, the page, going on."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from mprun.cli.dispatch import main
+
+from ...helpers import refused
+
+TINY = ["train.steps=2", "train.eval_every=1", "device=cpu"]
+
+
+def test_a_list_runs_and_writes_nothing(tmp_path, capsys):
+    assert main(["paper", "--list", "--only", "fig5,ssd", "--out", str(tmp_path / "new")]) == 0
+    said = capsys.readouterr().out
+    assert "bigLSTM" in said and "Multibox SSD" in said and "AlexNet" not in said
+    assert "0 of 12 runs" in said and not (tmp_path / "new").exists()
+
+
+def test_a_list_of_the_full_scale_names_what_is_missing(tmp_path, capsys):
+    out = ["--out", str(tmp_path / "new")]
+    assert main(["paper", "--list", "--scale", "full", "--only", "table1,fig2a", *out]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    resnet = next(line for line in lines if "ResNet-50" in line)
+    assert "needs --data-root with imagenet" in resnet and " h in fp32" in resnet
+    assert "private data" in next(line for line in lines if "Mandarin" in line)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--only", "table9"], "--only table9: must be among table1"),
+        (["--scale", "big"], "--scale big: must be one of small, full"),
+        (["--data-root", "/nowhere"], "--data-root /nowhere: small runs have their data"),
+        (["--scale", "full", "--data-root", "/nowhere"], "--data-root /nowhere: no such folder"),
+        (["-j", "0"], "-j 0: must be"),
+        (["--only", "fig5", "seed=3"], "seed: not with paper"),
+        (["--only", "fig5", "precision=amp"], "precision: not with paper"),
+        (["--only", "fig5", "+scaler.scale=8"], "scaler.scale: not with paper"),
+        (["--only", "fig5", "train.step=3"], "train.step"),
+        (["--only", "fig5", "--out", __file__], "must be a folder"),
+        (["table1"], "'table1'"),
+    ],
+)
+def test_bad_input_is_one_line(arguments, named, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused(capsys, "paper", *arguments, says=named)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+def test_runs_a_page_and_nothing_twice(tmp_path):
+    command = [sys.executable, "-m", "mprun", "paper", "--only", "fig5", "-j", "2"]
+    command += ["--out", str(tmp_path / "out"), *TINY]
+    first = subprocess.run(command, capture_output=True, text=True)
+    assert first.returncode == 0, first.stderr
+    page = (tmp_path / "out" / "paper.md").read_text(encoding="utf-8")
+    assert "| bigLSTM language model |" in page and "matches FP32" in page
+    assert "fig5.png" in page and (tmp_path / "out" / "fig5.png").stat().st_size > 1000
+    found = json.loads((tmp_path / "out" / "paper.json").read_text(encoding="utf-8"))
+    techniques = found["rows"]["biglstm"]["techniques"]
+    assert [len(one["values"]) for one in techniques] == [3, 3, 3]
+    assert "<svg" in (tmp_path / "out" / "paper.html").read_text(encoding="utf-8")
+    records = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("runs/*/*/run.json")}
+    assert len(records) == 12
+    again = subprocess.run(command, capture_output=True, text=True)
+    assert again.returncode == 0 and "12 finished already" in again.stderr
+    assert records == {p: p.stat().st_mtime_ns for p in records}

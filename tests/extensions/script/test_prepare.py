@@ -1,0 +1,512 @@
+"""Prepared objects compute what the runner computes, and look FP32 from outside."""
+
+import copy
+import gc
+import io
+import math
+import weakref
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mprun
+from mprun.precision import (
+    BatchNormGuard,
+    DynamicLossScale,
+    ForwardContext,
+    StaticLossScale,
+    get_loss_scale,
+    get_policy,
+)
+from mprun.precision.policy import usual_scaler
+
+from ...helpers import assert_same_bits, making, mixed, raises_line
+from .networks import (
+    HALF_WEIGHTS,
+    MODES,
+    WITHOUT_MASTERS,
+    Net,
+    batches,
+    loss_of,
+    net,
+    prepared,
+    sgd,
+    train,
+)
+
+F32 = torch.float32
+
+
+def by_hand(mode, steps=6, **options):
+    """The engine's own loop, as mprun/precision/__init__.py has it."""
+    model, policy = net(**options), get_policy(mode)
+    arithmetic, scale = (
+        ForwardContext(policy, torch.device("cpu")),
+        get_loss_scale(usual_scaler(mode)),
+    )
+    guards = [BatchNormGuard(model)] if scale.skips_nonfinite else []
+    make = making(torch.optim.SGD, 0.1, momentum=0.9)
+    cast, optimizer = mixed(model, mode, make, scale, guards=guards)
+    torch.manual_seed(3)
+    losses = []
+    for images, labels in batches(steps):
+        optimizer.zero_grad()
+        with arithmetic:
+            with arithmetic.autocast():
+                logits = model(policy.cast_inputs(images))
+            loss = F.cross_entropy(logits.float(), labels)
+            optimizer.backward(loss)
+        optimizer.step()
+        scale.update()
+        losses.append(loss.item())
+    with cast.in_fp32():
+        return losses, {name: own.clone() for name, own in model.state_dict().items()}
+
+
+@pytest.mark.parametrize(
+    ("mode", "checkpoints"),
+    [*((mode, False) for mode in MODES), ("fp16_naive", True), ("fp16_master_scaled", True)]
+    + [pytest.param(mode, True, marks=pytest.mark.slow) for mode in ("amp", "bf16_kahan")],
+)
+def test_bit_equal_to_the_engine_by_hand(mode, checkpoints):
+    expected, state = by_hand(mode, checkpoints=checkpoints)
+    model, optimizer = prepared(mode, net(checkpoints=checkpoints))
+    assert train(model, optimizer) == expected
+    own = model.state_dict()
+    assert_same_bits({name: own[name].to(value.dtype) for name, value in state.items()}, state)
+
+
+def test_fp32_is_bit_equal_to_the_script_as_it_was():
+    plain = net()
+    expected = train(plain, sgd(plain.parameters()))
+    model, optimizer = prepared("fp32")
+    assert train(model, optimizer) == expected
+    assert_same_bits(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_looks_as_it_did(mode):
+    model = net()
+    before = dict(model.named_parameters()), list(model.state_dict())
+    same, optimizer = prepared(mode, model)
+    train(model, optimizer)
+    policy = get_policy(mode)
+    own_dtypes = (policy.param_dtype, policy.norm_dtype) if mode in WITHOUT_MASTERS else (F32, F32)
+    assert same is model and isinstance(model, Net) and type(model).__name__ == "Net"
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert list(model.state_dict()) == before[1]
+    for name, own in model.named_parameters():
+        dtype = own_dtypes["norm" in name or name.startswith("body.1")]
+        assert own is before[0][name] and own.dtype is own.grad.dtype is dtype
+    assert model(next(batches(1))[0]).dtype is F32
+    assert model.shift.dtype is own_dtypes[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_eval_computes_with_the_master_weights_in_fp32(mode):
+    model, optimizer = prepared(mode)
+    train(model, optimizer)
+    plain = Net().eval()
+    plain.load_state_dict(model.state_dict())
+    images, _ = next(batches(1, seed=9))
+    with torch.no_grad():
+        assert torch.equal(model.eval()(images), plain(images))
+        assert torch.equal(model.features(images), plain.features(images))
+
+
+class Drifting(Net):
+    """Writes to its buffer in each call."""
+
+    def forward(self, images):
+        self.shift.mul_(0.5)
+        return super().forward(images)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_inference_mode_computes_what_no_grad_does(mode):
+    found = []
+    for without_gradients in (torch.no_grad, torch.inference_mode):
+        torch.manual_seed(0)
+        model, optimizer = prepared(mode, Drifting())
+        train(model, optimizer, steps=2)
+        images, _ = next(batches(1, seed=9))
+        with without_gradients():
+            outputs = [model.eval()(images).clone(), model.train()(images).clone()]
+        train(model, optimizer, steps=2)
+        found.append(outputs + [*model.state_dict().values()])
+    assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("mode", HALF_WEIGHTS)
+def test_a_part_that_is_called_directly_computes_in_the_mode(mode):
+    model, optimizer = prepared(mode)
+    seen = []
+    model.conv.register_forward_hook(lambda m, i, o: seen.append((m.weight.dtype, o.dtype)))
+    images, labels = next(batches(1))
+    torch.manual_seed(3)
+    logits = model.head(model.body(model.features(images) + model.shift))
+    half = get_policy(mode).param_dtype
+    # From outside the call of a part is like that of a model.
+    assert seen == [(half if mode in WITHOUT_MASTERS else F32, F32)] and logits.dtype is F32
+    optimizer.zero_grad()
+    F.cross_entropy(logits, labels).backward()
+    assert model.conv.weight.grad.any()
+
+
+@pytest.mark.parametrize("mode", ["fp16_naive", "fp16_master_scaled", "amp"])
+def test_accumulated_micro_batches_are_added_unscaled(mode):
+    sums = {}
+    for parts in (1, 4):
+        model, optimizer = prepared(mode, nn.Linear(8, 3), scaler=StaticLossScale(64.0))
+        with torch.no_grad():
+            model.weight.fill_(0.25)
+        x = torch.arange(64.0).view(8, 8) / 8
+        for piece in x.split(8 // parts):
+            (model(piece).sum() / 8).backward()
+        sums[parts] = model.weight.grad.clone()
+    # Exact in FP16: multiples of 1/8 below 16; each gradient is divided by the scale before.
+    assert torch.equal(sums[1], sums[4])
+
+
+def test_gradients_are_those_of_torch_where_nothing_is_rounded():
+    model, optimizer = prepared("fp32", scaler="dynamic")
+    plain = net()
+    images, labels = next(batches(1))
+    for own in (model, plain):
+        torch.manual_seed(3)
+        loss = F.cross_entropy(own(images), labels)
+        loss.backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        # Powers of two: scaling and unscaling changes no bit above FP32's subnormals.
+        assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp"])
+def test_a_skipped_step_changes_nothing_but_the_scale(mode):
+    model, optimizer = prepared(mode)
+    train(model, optimizer)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    steps = mprun.state_of(optimizer)
+    scale = float(steps.scale.scale)
+    optimizer.zero_grad()
+    (F.cross_entropy(model(next(batches(1))[0]) * 1e30, torch.zeros(8).long())).backward()
+    optimizer.step()
+    assert steps.last.found_inf == 1 and float(steps.scale.scale) == scale / 2
+    after = model.state_dict(), optimizer.state_dict()
+    for model_state, optimizer_state in (before, after):
+        model_state.pop("norm.num_batches_tracked")
+        optimizer_state.pop("loss_scale")
+    assert_same_bits(after, before)
+
+
+OPTIMIZERS = {
+    "RMSprop": {},
+    "NAdam": {},
+    "RAdam": {},
+    "Adamax": {},
+    "Adadelta": {},
+    "Adafactor": {},
+    "Adagrad": {"lr_decay": 0.1},
+    "SGD": {"momentum": 0.9, "dampening": 0.5},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers_skip_as_under_torch(name):
+    """Bit-equal to the plain optimizer that took the clean steps alone, the first one skipped."""
+    kind = getattr(torch.optim, name)
+    make = partial(kind, **OPTIMIZERS[name])
+    model, optimizer = prepared("fp32", make=make, lr=0.01, scaler=StaticLossScale(1024.0))
+    plain = net()
+    reference = make(plain.parameters(), lr=0.01)
+    for step, (images, labels) in enumerate(batches(6)):
+        bad = step in (0, 3)
+        losses = []
+        for own in (model, plain):
+            torch.manual_seed(step)
+            losses.append(F.cross_entropy(own(images), labels))
+        optimizer.zero_grad()
+        (losses[0] * (math.inf if bad else 1.0)).backward()
+        optimizer.step()
+        if bad:  # the plain one never saw this batch
+            plain.norm.load_state_dict(model.norm.state_dict())
+            continue
+        reference.zero_grad()
+        losses[1].backward()
+        reference.step()
+    assert_same_bits([*model.parameters()], [*plain.parameters()])
+
+
+def test_a_checkpoint_continues_bit_for_bit_and_loads_into_plain_objects():
+    model, optimizer = prepared("fp16_master_scaled", scaler=DynamicLossScale(2.0**20))
+    train(model, optimizer)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    expected = train(model, optimizer, seed=5)
+    file.seek(0)
+    saved = torch.load(file)
+    again, continued = prepared("fp16_master_scaled", net(seed=8))
+    again.load_state_dict(saved["model"])
+    continued.load_state_dict(saved["optimizer"])
+    assert train(again, continued, seed=5) == expected
+    plain = net()
+    plain.load_state_dict(saved["model"])
+    sgd(plain.parameters()).load_state_dict(saved["optimizer"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pickled_it_is_the_plain_model_that_loads_with_weights_only(mode):
+    model, optimizer = prepared(mode, nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4)))
+    model(torch.randn(2, 3, 4))[0].sum().backward()
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    with torch.serialization.safe_globals([nn.Sequential, nn.Linear, nn.LSTM]):
+        loaded = torch.load(file, weights_only=True)
+    assert type(loaded) is nn.Sequential and type(loaded[1]) is nn.LSTM
+    pairs = zip(loaded.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(a, b.float()) and a.dtype is F32 for a, b in pairs)
+    inputs = torch.randn(2, 3, 4)
+    with torch.no_grad():
+        assert torch.equal(loaded(inputs)[0], model.eval()(inputs)[0])
+
+
+@pytest.mark.parametrize("generator_first", [True, False])
+def test_generator_and_discriminator_share_a_scale_that_moves_once(generator_first):
+    g, d = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+    scale = DynamicLossScale(2.0**4, growth_interval=3)
+    both = [g, d] if generator_first else [d, g]
+    optimizers = [sgd(one.parameters()) for one in both]
+    _, (of_g, of_d) = mprun.prepare(both, optimizers, "amp", scaler=scale)
+    if not generator_first:
+        of_g, of_d = of_d, of_g
+    scales = []
+    for _ in range(6):
+        of_d.zero_grad()
+        fake = g(torch.randn(8, 4))
+        d(torch.randn(8, 6)).square().mean().backward()
+        d(fake.detach()).square().mean().backward()
+        of_d.step()
+        of_g.zero_grad()
+        statistics = d[1].running_mean.clone()
+        d(fake).mean().backward()
+        assert not torch.equal(d[1].running_mean, statistics)
+        of_g.step()
+        scales.append(float(scale.scale))
+    assert scales == [16, 16, 32, 32, 32, 64]
+    # Unscaled where they ran through the other's weights too, as torch leaves them.
+    assert d[0].weight.grad.abs().max() < 1
+    # A generator's overflow takes back what its pass did to the discriminator's statistics.
+    statistics, weight = d[1].running_mean.clone(), g.weight.detach().clone()
+    of_g.zero_grad()
+    (d(g(torch.randn(8, 4))).mean() * math.inf).backward()
+    of_g.step()
+    assert torch.equal(d[1].running_mean, statistics) and torch.equal(g.weight, weight)
+
+
+def test_one_optimizer_over_two_models_and_two_over_one():
+    a, b = nn.Linear(4, 4), nn.Linear(4, 1)
+    both = torch.optim.SGD([*a.parameters(), *b.parameters()], 0.1)
+    (a, b), optimizer = mprun.prepare([a, b], both, "fp16_master")
+    before = [p.detach().clone() for p in (*a.parameters(), *b.parameters())]
+    b(a(torch.ones(2, 4))).sum().backward()
+    optimizer.step()
+    now = (*a.parameters(), *b.parameters())
+    assert not any(map(torch.equal, now, before))
+
+    model = net()
+    first = torch.optim.SGD([*model.conv.parameters(), *model.norm.parameters()], 0.1)
+    second = torch.optim.Adam([*model.body.parameters(), *model.head.parameters()], 0.01)
+    model, (first, second) = mprun.prepare(model, [first, second], "fp16_master_scaled")
+    before = copy.deepcopy(model.state_dict())
+    loss_of(model).backward()
+    first.step()
+    assert torch.equal(model.head.weight, before["head.weight"])
+    assert model.head.weight.grad.any()  # unscaled, where torch would have it
+    loss_of(model).backward()
+    second.step()
+    assert not torch.equal(model.head.weight, before["head.weight"])
+
+
+def test_schedulers_made_before_and_after_set_the_rate():
+    model = net()
+    optimizer = sgd(model.parameters(), lr=1.0)
+    early = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    mprun.prepare(model, optimizer, "amp")
+    late = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    for images, labels in batches(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        early.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    late.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def compiler(make):
+    """A case that imports the compiler, which takes seconds."""
+    return pytest.param(*make, marks=pytest.mark.slow)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: mprun.prepare(nn.ReLU()), "no parameters"),
+        (
+            lambda: mprun.prepare(net(), sgd(nn.Linear(2, 2).parameters())),
+            "no parameter of the model",
+        ),
+        (lambda: mprun.prepare(net(), "sgd"), "must be a torch.optim.Optimizer"),
+        (lambda: mprun.prepare(nn.Linear(2, 2).half()), "build the model in float32"),
+        (lambda: mprun.prepare(nn.LazyLinear(2)), "lazy"),
+        compiler((lambda: mprun.prepare(torch.jit.script(nn.Linear(2, 2))), "ScriptModule")),
+        (lambda: mprun.prepare(sgd(net().parameters()), net()), "the order is prepare(model"),
+        (lambda: mprun.prepare(net(), precision=torch.float16), "must be the name of a mode"),
+        (lambda: prepared("fp8_tensorwise", nn.Conv2d(1, 1, 1)), "no nn.Linear beside its output"),
+        (lambda: prepared("fp17"), "precision mode 'fp17': must be one of"),
+        (lambda: prepared("tf32"), "a CPU has no TF32"),
+        (lambda: prepared(scaler="dynamc"), "scaler 'dynamc': must be one of"),
+        (lambda: prepared(overrides={"nothing": "fp32"}), "matches no module"),
+        (lambda: prepared(overrides={"conv": "fp8"}), "must be one of fp32, fp16, bf16"),
+    ],
+)
+def test_what_cannot_be_prepared_is_said(make, says):
+    with raises_line(ValueError, says):
+        make()
+
+
+def test_a_refused_model_can_still_be_prepared_once():
+    model = net()
+    with raises_line(ValueError, "must be one of"):
+        prepared("fp17", model)
+    prepared("amp", model.body)
+    for again in (model, model.body):
+        with raises_line(ValueError, "prepared already"):
+            prepared("amp", again)
+
+
+def test_overrides_keep_modules_in_fp32():
+    model, optimizer = prepared("fp16_master", overrides={"head": "fp32"})
+    seen = {}
+    for name in ("conv", "head"):
+        module = getattr(model, name)
+        module.register_forward_hook(lambda m, i, o, name=name: seen.update({name: m.weight.dtype}))
+    train(model, optimizer, steps=1)
+    assert seen == {"conv": torch.float16, "head": F32}
+
+
+def test_a_model_without_an_optimizer_follows_whatever_moves_it():
+    teacher = mprun.prepare(net(), precision="fp16_master")
+    images, _ = next(batches(1))
+    torch.manual_seed(0)
+    before = teacher(images)
+    for own in teacher.parameters():
+        own.data.mul_(2.0)  # a moving average, unseen by autograd
+    torch.manual_seed(0)
+    assert not torch.equal(teacher(images), before)
+    assert all(own.grad is None for own in teacher.parameters())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_state_made_like_the_parameters_is_taken_in_training_and_evaluation(mode):
+    model, optimizer = prepared(mode, nn.LSTM(4, 4))
+    state = tuple(next(model.parameters()).new_zeros(1, 2, 4) for _ in "hc")
+    outputs, _ = model(torch.randn(3, 2, 4), state)
+    outputs.sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        outputs, (h, c) = model.eval()(torch.randn(3, 2, 4), state)
+    assert outputs.dtype is h.dtype is c.dtype is F32
+
+
+class InParts(nn.Module):
+    """Its parts are called, by `training_step` for instance, and it keeps a term of the loss."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.decoder = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def gradient(self):
+        torch.manual_seed(1)
+        hidden = self.encoder(torch.randn(16, 8))
+        self.penalty = hidden.square().mean()  # between two calls: it is outside of both
+        outputs = self.decoder(hidden.relu())
+        (outputs.square().mean() + self.penalty).backward()
+        return self.encoder.weight.grad
+
+
+@pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp"])
+def test_what_a_script_itself_keeps_in_the_model_is_not_scaled(mode):
+    plain = InParts().gradient()
+    model, _ = prepared(mode, InParts(), scaler=StaticLossScale(16.0))
+    # 8 roundings to 11 bits on the way; scaled twice it would be some 16 times as large.
+    assert torch.allclose(model.gradient(), plain, rtol=8 * 2.0**-11, atol=2.0**-11)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_with_weights_of_classes_keeps_them_in_fp32(mode):
+    weight = torch.tensor([1.0, 1 / 3, 0.1, 0.7])  # of which 16 bits would be others
+    model = nn.ModuleDict({"net": nn.Linear(8, 4), "loss": nn.CrossEntropyLoss(weight.clone())})
+    mprun.prepare(model, sgd(model.parameters()), mode)
+    logits, labels = model["net"](torch.randn(16, 8)), torch.randint(4, (16,))
+    assert torch.equal(model["loss"](logits, labels), F.cross_entropy(logits, labels, weight))
+
+
+def test_an_optimizer_that_is_dropped_is_gone_at_once():
+    """Without a collector of cycles: the loss scale would wait for its step."""
+    optimizer = prepared("amp")[1]
+    reference = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_an_optimizer_that_is_known_of_has_its_turn_before_the_scale_moves():
+    """As one that was given to prepare."""
+    model = prepared("amp")[0]
+    late = [sgd(part.parameters()) for part in (model.conv, model.head)]
+    scale = [mprun.state_of(one).scale for one in late][0]
+    scale.growth_interval, before = 1, scale.scale.item()
+    for optimizer, expected in zip(late, (before, 2 * before), strict=True):
+        loss_of(model).backward()
+        optimizer.step()
+        assert scale.scale.item() == expected
+
+
+def test_autocast_around_a_part_of_what_a_trainer_calls_in_parts_is_refused():
+    class Trained(Net):
+        def training_step(self, images):
+            return self.features(images)
+
+    model, _ = prepared("fp32", Trained())
+    with raises_line(RuntimeError, "torch.autocast is active"):
+        with torch.autocast("cpu", torch.bfloat16):
+            model.training_step(next(batches(1))[0])
+
+
+def test_an_optimizer_is_not_skipped_for_an_overflow_of_another():
+    """Two parts of one model with a loss for each, as a generator and its critic in one module."""
+    model = net()
+    optimizers = [sgd(part.parameters()) for part in (model.conv, model.head)]
+    mprun.prepare(model, optimizers, "amp")
+    of_conv, of_head = optimizers
+    (loss_of(model) * 1e30).backward()  # infinite when scaled
+    of_head.step()
+    assert mprun.state_of(of_head).last.found_inf == 1
+    of_conv.zero_grad()  # its own alone: those of the head stay infinite
+    model.head.requires_grad_(False)
+    loss_of(model).backward()
+    before = model.conv.weight.detach().clone()
+    of_conv.step()
+    assert mprun.state_of(of_conv).last.found_inf == 0
+    assert not torch.equal(model.conv.weight, before)

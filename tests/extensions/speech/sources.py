@@ -1,0 +1,13 @@
+"""Sources for tests/data/test_every_source.py: of a folder, what makes each with options."""
+
+from mprun.extensions.speech.digit_strips import DigitStrips
+
+from ...data.made_images import bound
+from . import test_speech_data
+
+SOURCES = {
+    "digit strips": lambda _: (
+        lambda **more: DigitStrips(**{"batch_size": 5, "device": "cpu"} | more)
+    ),
+    "speech": lambda root: bound(test_speech_data.source, test_speech_data.corpus(root)),
+}

@@ -1,0 +1,302 @@
+"""Strips of digits; WAV files and manifests, whole and damaged."""
+
+import json
+import struct
+import wave
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+import torch
+
+from mprun.build.data import check_batches
+from mprun.cli import main
+from mprun.config.components.custom import CustomDataConfig
+from mprun.data import DataError, load_digits
+from mprun.data.image_store import EVAL_SAMPLES, SPLIT_SEED
+from mprun.data.source import DamagedData, permutation
+from mprun.errors import BadInput
+from mprun.extensions.speech.digit_strips import DigitStrips
+from mprun.extensions.speech.speech_manifest import (
+    Spectrogram,
+    SpeechManifest,
+    read_manifest,
+    read_wav,
+    spectrogram_of,
+)
+
+from ...helpers import raises_line, refused
+
+RATE = 8000
+CPU = torch.device("cpu")
+
+
+def strips(**changed):
+    return DigitStrips(**{"batch_size": 100, "seed": 0, "device": "cpu"} | changed)
+
+
+@pytest.fixture(scope="module")
+def made_strips():
+    return strips()
+
+
+def test_strips_hold_their_split_s_digits_side_by_side(made_strips):
+    source = made_strips
+    images, labels = load_digits()
+    order = permutation(SPLIT_SEED, 0, len(images))
+    own = {"train": order[:-EVAL_SAMPLES], "held_out": order[-EVAL_SAMPLES:]}
+    batches = {"train": [source.train_batch(0)], "held_out": list(source.eval_batches())}
+    assert sum(len(t) for _, t in batches["held_out"]) == 300
+    for split, found in batches.items():
+        known = {
+            label: {
+                image.numpy().tobytes() for image in images[own[split]][labels[own[split]] == label]
+            }
+            for label in range(10)
+        }
+        for features, targets in found:
+            pixels = raw(source, features)
+            for strip, (frames, count, *symbols) in zip(pixels, targets.tolist(), strict=True):
+                assert 3 <= count <= 5 and 8 * count <= frames <= 9 * count - 1
+                assert not any(symbols[count:]) and not strip[:, :, frames:].any()
+                start = 0
+                for symbol in symbols[:count]:
+                    starts = (start, start + 1) if start else (0,)
+                    fits = [
+                        s
+                        for s in starts
+                        if strip[:, :, s : s + 8].contiguous().numpy().tobytes()
+                        in known[symbol - 1]
+                    ]
+                    assert fits
+                    start = fits[-1] + 8
+                assert start == frames
+
+
+def raw(source, features):
+    """The stored bytes of standardised strips; padding, which is the mean, as 0."""
+    levels = features[features != 0].unique()
+    step = (levels[1:] - levels[:-1]).min()
+    values = ((features - levels[0]) / step).round().to(torch.uint8)
+    return torch.where(features == 0, torch.zeros_like(values), values)
+
+
+def test_strips_are_the_same_on_every_machine(made_strips):
+    known = "5209024cd24532114b1625180236bc77b2ca91469624582853a6849d99dfc94b"
+    assert made_strips.sha256 == known
+
+
+def write_wav(path, samples, *, width=2, channels=1, rate=RATE):
+    """samples: int, per channel alike."""
+    with wave.open(str(path), "wb") as file:
+        file.setnchannels(channels)
+        file.setsampwidth(width)
+        file.setframerate(rate)
+        packed = b"".join(
+            (value + 128).to_bytes(1, "little")
+            if width == 1
+            else value.to_bytes(width, "little", signed=True)
+            for value in samples
+            for _ in range(channels)
+        )
+        file.writeframes(packed)
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4])
+@pytest.mark.parametrize("channels", [1, 2])
+def test_samples_of_every_width(tmp_path, width, channels):
+    half = 2 ** (8 * width - 2)
+    write_wav(tmp_path / "a.wav", [0, half, -half, -2 * half], width=width, channels=channels)
+    assert read_wav(str(tmp_path / "a.wav"), RATE).tolist() == [0.0, 0.5, -0.5, -1.0]
+
+
+def test_a_tone_is_loudest_at_its_frequency():
+    spectrogram = spectrogram_of(16000, 20.0, 10.0)
+    assert spectrogram == Spectrogram(16000, 320, 160) and spectrogram.frequencies == 161
+    tone = np.sin(2 * np.pi * 2000 * np.arange(16000) / 16000).astype(np.float32)
+    rows = spectrogram.of(tone)
+    assert rows.shape == (161, 101) and rows.dtype == np.float32
+    assert (rows[:, 1:-1].argmax(0) == 2000 // 50).all()  # rows are 50 Hz apart
+    assert abs(rows.mean()) < 1e-4 and abs(rows.std() - 1) < 1e-4
+
+
+def corpus(folder, texts=("ab", "b a", "a", "abba"), seconds=0.1, ending="json", rate=RATE):
+    """Manifests of training and evaluation, each with these texts."""
+    generator = np.random.default_rng(0)
+    rows = []
+    for number, text in enumerate(texts):
+        count = int(seconds * rate * (1 + number))
+        write_wav(
+            folder / f"{number}.wav", generator.integers(-9000, 9000, count).tolist(), rate=rate
+        )
+        rows.append((f"{number}.wav", text, count / rate))
+    for name in ("train", "dev"):
+        write_manifest(folder / f"{name}.{ending}", rows)
+    return folder
+
+
+def write_manifest(path, rows):
+    keys = ("audio_filepath", "text", "duration")
+    if path.suffix == ".csv":
+        lines = [",".join(keys), *(",".join(map(str, row)) for row in rows)]
+    else:
+        lines = [json.dumps(dict(zip(keys, row, strict=True))) for row in rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def source(root, **changed):
+    settings = {
+        "train_manifest": None,
+        "eval_manifest": None,
+        "sample_rate": RATE,
+        "window_ms": 20.0,
+        "hop_ms": 10.0,
+        "alphabet": "ab ",
+        "alphabet_file": None,
+        "lower": True,
+        "max_seconds": None,
+        "workers": 0,
+        "batch_size": 2,
+        "seed": 0,
+        "device": CPU,
+    }
+    return SpeechManifest(str(root), **settings | changed)
+
+
+@pytest.mark.parametrize("ending", ["json", "csv", "jsonl"])
+def test_batches_of_a_manifest(tmp_path, ending):
+    found = source(corpus(tmp_path, ending=ending))
+    assert (found.num_symbols, found.description["frequencies"]) == (4, 81)
+    (features, targets), (_, last) = found.eval_batches()
+    # 10 ms a frame, and one more: 0.1 s and 0.2 s.
+    assert features.shape == (2, 1, 81, 21) and features.dtype is torch.float32
+    assert targets.tolist() == [[11, 2, 1, 2, 0], [21, 3, 2, 3, 1]]
+    assert last.tolist() == [[31, 1, 1, 0, 0, 0], [41, 4, 1, 2, 2, 1]]
+    assert not features[0, ..., 11:].any() and features[0, ..., :11].all(dim=(0, 1, 2)).any()
+    expected = Spectrogram(RATE, 160, 80).of(read_wav(str(tmp_path / "0.wav"), RATE))
+    assert np.array_equal(features[0, 0, :, :11].numpy(), expected)
+
+
+def test_what_is_learned_can_be_limited_and_lower_cased(tmp_path):
+    corpus(tmp_path, texts=("AB", "b", "a", "b"))
+    found = source(tmp_path, max_seconds=0.25)
+    assert found.description["train_samples"] == 2 and found.description["left_out"] == 2
+    assert found.description["eval_samples"] == 4
+    (tmp_path / "letters.txt").write_text("b\na\n \n")
+    other = source(tmp_path, alphabet_file="letters.txt")
+    assert next(other.eval_batches())[1][0].tolist() == [11, 2, 2, 1]
+    assert other.sha256 != source(tmp_path).sha256
+
+
+LINE = {"audio_filepath": "0.wav", "text": "a", "duration": 1}
+FLOATS = struct.pack("<H", 3)
+# What is written to a file of a corpus (a dict: one line of the manifest); what is said of it.
+DAMAGE = [
+    ("train.json", b"{\n", "train.json:1: is no JSON"),
+    ("train.json", b"[1]\n", "train.json:1: is a list"),
+    ("train.json", LINE | {"text": None}, "train.json:1: has no text"),
+    ("train.json", LINE | {"duration": "long"}, "train.json:1: duration='long' is no number"),
+    ("train.json", b"\n", "train.json: lists no utterance"),
+    ("train.json", b"\xff\xfe\x00", "train.json: is no UTF-8 text"),
+    ("train.json", LINE | {"text": "xa"}, "train.json:1: 'x' of its text is not in the alphabet"),
+    ("train.json", LINE | {"audio_filepath": "x.wav"}, "x.wav cannot be read: No such file"),
+    ("0.wav", {"rate": 2 * RATE}, "0.wav: 16000 samples per second, data.sample_rate is 8000"),
+    ("0.wav", lambda wav: wav[:-100], "0.wav: ends before its samples do"),
+    ("0.wav", b"fLaC and so on", "0.wav: is no WAV file of PCM samples"),
+    ("0.wav", {"samples": []}, "0.wav: ends before its samples do, or has none"),
+    ("0.wav", lambda wav: wav[:20] + FLOATS + wav[22:], "of PCM samples: unknown format: 3"),
+]
+
+
+@pytest.mark.parametrize(("name", "content", "says"), DAMAGE)
+def test_damage_is_told_before_anything_is_trained(tmp_path, name, content, says):
+    path = corpus(tmp_path) / name
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    elif callable(content):
+        path.write_bytes(content(path.read_bytes()))
+    elif name == "0.wav":
+        write_wav(path, **{"samples": [1, 2, 3]} | content)
+    else:
+        path.write_text(json.dumps(content))
+    with raises_line(DamagedData, says):
+        source(tmp_path)
+
+
+def test_a_later_file_that_is_damaged_is_told_when_it_is_read(tmp_path):
+    found = source(corpus(tmp_path), batch_size=4)
+    (tmp_path / "3.wav").write_bytes(b"RIFF")
+    with pytest.raises(DamagedData, match=r"3\.wav: is no WAV file"):
+        found.train_batch(0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"alphabet": ""}, "alphabet='': has no character"),
+        ({"alphabet": "aba"}, "alphabet='aba': has 'a' twice"),
+        ({"alphabet_file": "none.txt"}, "alphabet_file=none.txt: cannot be read"),
+        ({"train_manifest": "x.json"}, "train_manifest=x.json: no such file"),
+        ({"max_seconds": 0.01}, "max_seconds=0.01: no utterance is as short"),
+        ({"hop_ms": 0.01}, "hop_ms=0.01: too short at sample_rate=8000"),
+    ],
+)
+def test_settings_that_cannot_be(tmp_path, changed, message):
+    with raises_line(ValueError, message) as error:
+        source(corpus(tmp_path), **changed)
+    assert not isinstance(error.value, DamagedData)
+
+
+def test_a_folder_without_manifests_and_one_with_two(tmp_path):
+    with pytest.raises(DataError, match=r"no train manifest, which is one of train\.json"):
+        source(tmp_path)
+    corpus(tmp_path)
+    corpus(tmp_path, ending="csv")
+    with pytest.raises(DataError, match="several manifests of the train split"):
+        source(tmp_path)
+
+
+def test_a_manifest_of_another_project(tmp_path):
+    (tmp_path / "train.csv").write_text("wav_filename,wav_filesize,transcript\na.wav,3,one  two\n")
+    (one,) = read_manifest(str(tmp_path / "train.csv"))
+    assert (one.audio, one.text, one.seconds) == (str(tmp_path / "a.wav"), "one two", None)
+
+
+@pytest.mark.slow
+def test_the_command_trains_and_refuses(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    corpus(tmp_path / "data")
+    common = ["model=deep_speech2", "data=speech_manifest", f"data.root={tmp_path / 'data'}"]
+    common += [f"data.sample_rate={RATE}", "data.batch_size=2", "train.steps=2", "device=cpu"]
+    assert main([*common, "output_dir=run", "model.hidden_size=4"]) == 0
+    capsys.readouterr()
+    for wrong, code in (("data.sample_rate=16000", 4), ("data.hop_ms=0.01", 2)):
+        refused(capsys, *common, "output_dir=other", wrong, code=code)
+        assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda f, t: (f, t), None),
+        (lambda f, t: (f[:, 0], t), "has features float32 [100, 8, 48], must be float32 [batch, 1"),
+        (lambda f, t: (f, t[:, 0]), "has targets int64 [100], must be int64 [batch, 2 + most"),
+        (lambda f, t: (f[..., :20], t), "has frames from 24 to 43, must be from 1 to 20"),
+        (lambda f, t: (f, t[:, :4]), "has lengths of texts from 3 to 5, must be from 0 to 2"),
+        (lambda f, t: (f, t - t.new_tensor([0, 0, 1, 1, 1, 0, 0])), "has symbols from 0 to 10"),
+    ],
+)
+def test_utterances_of_one_s_own_are_held_to_what_they_must_be(made_strips, change, message):
+    class Own:
+        def train_batch(self, index):
+            return change(*made_strips.train_batch(index))
+
+        def eval_batches(self):
+            return (change(*batch) for batch in made_strips.eval_batches())
+
+        def __getattr__(self, name):
+            return getattr(made_strips, name)
+
+    with nullcontext() if message is None else raises_line(BadInput, message):
+        check_batches(CustomDataConfig(factory="own:make"), "speech", Own(), CPU)
