@@ -1,6 +1,6 @@
 """Energy, power, clock, temperature and process memory of the GPU, from NVML (nvidia-ml-py).
 
-Every reading is a number or None; `why` then says what NVML answered. Source: NVML API reference,
+Every reading is a number or None; for None `why` holds NVML's answer. Source: NVML API reference,
 device queries (nvmlDeviceGetTotalEnergyConsumption: millijoules since the driver was loaded, Volta
 and later).
 """
@@ -11,7 +11,7 @@ from typing import Any
 import pynvml
 import torch
 
-_SENSORS = {  # name -> (function, arguments, how many of its units make one of ours)
+_SENSORS = {  # name -> (function, arguments, divisor to our unit)
     "power_w": ("nvmlDeviceGetPowerUsage", (), 1000),
     "sm_clock_mhz": ("nvmlDeviceGetClockInfo", (pynvml.NVML_CLOCK_SM,), 1),
     "temperature_c": ("nvmlDeviceGetTemperature", (pynvml.NVML_TEMPERATURE_GPU,), 1),
@@ -22,7 +22,7 @@ class PowerMeter:
     """The sensors of one GPU.
 
     Args:
-        uuid: as torch gives it, with or without "GPU-" in front; None: no GPU, every reading is
+        uuid: UUID from torch, with or without "GPU-" in front; None: no GPU, every reading is
             None.
     """
 
@@ -38,11 +38,11 @@ class PowerMeter:
             self._device = self._call("device", "nvmlDeviceGetHandleByUUID", name)
 
     def energy_mj(self) -> int | None:
-        """Millijoules since the driver was loaded; the difference of two readings is a use."""
+        """Return the millijoules since the driver was loaded; two readings give a consumption."""
         return self._read("energy", "nvmlDeviceGetTotalEnergyConsumption")
 
     def sample(self) -> dict[str, float]:
-        """What can be read now of power_w, sm_clock_mhz and temperature_c."""
+        """Return the readable ones of power_w, sm_clock_mhz and temperature_c."""
         read = {
             name: (self._read(name, function, *arguments), unit)
             for name, (function, arguments, unit) in _SENSORS.items()
@@ -50,9 +50,9 @@ class PowerMeter:
         return {name: value / unit for name, (value, unit) in read.items() if value is not None}
 
     def process_bytes(self) -> int | None:
-        """GPU memory of this process as the driver counts it, context included.
+        """Return the GPU memory of this process as the driver counts it, context included.
 
-        None where the driver does not tell, as for a process in another PID namespace.
+        None if the driver does not list the process, as in another PID namespace.
         """
         what, function = "process_memory", "nvmlDeviceGetComputeRunningProcesses_v3"
         processes = self._read(what, function)
@@ -64,7 +64,7 @@ class PowerMeter:
         return None
 
     def driver(self) -> str | None:
-        """The driver's version, also where the GPU itself is not found."""
+        """Return the driver's version, even if the GPU itself is not found."""
         if self.why.get("device", "").startswith(("no NVIDIA GPU", "nvmlInit")):
             return None
         return self._call("driver", "nvmlSystemGetDriverVersion")
@@ -84,7 +84,7 @@ class PowerMeter:
 
 
 def meter_of(device: torch.device) -> PowerMeter:
-    """The sensors of a torch device; of a CPU none can be read."""
+    """Return the sensors of a torch device; a CPU has none."""
     if device.type != "cuda":
         return PowerMeter(None)
     return PowerMeter(str(torch.cuda.get_device_properties(device).uuid))

@@ -1,7 +1,7 @@
-"""One contender in a process of its own: how a bench and its children talk, both sides.
+"""One contender in a separate process: both sides of the protocol between a bench and its children.
 
-A request is the name of a method of the child's worker and its arguments; the answer is what the
-method returns, or a `ChildFailed`. Only the child that was asked works; the others wait and leave
+A request is the name of a method of the child's worker and its arguments. The answer is the
+method's result, or a `ChildFailed`. Only the child with a request works; the others wait and leave
 the device alone. The parent never waits past a deadline.
 """
 
@@ -43,12 +43,12 @@ class Interrupted(Exception):
 
 
 def serve(worker: str, descriptor: str, parent: str) -> None:
-    """What a child does: answer requests until the parent ends it.
+    """Answer requests in a child until the parent ends it.
 
     Args:
         worker: "module:class" of the object whose methods answer.
-        descriptor: of the pipe.
-        parent: process id.
+        descriptor: descriptor of the pipe.
+        parent: process id of the parent.
     """
     if not end_with_parent(int(parent)):
         raise SystemExit(PREEMPTED)
@@ -74,10 +74,10 @@ def _failure(error: Exception) -> ChildFailed:
 
 
 class ChildProcess:
-    """A process that answers requests, with what it prints in `log`.
+    """A process that answers requests and prints into `log`.
 
-    In a process group of its own: Ctrl-C reaches the parent alone, and loader processes that the
-    child started end with it. worker: see `serve`.
+    It leads a process group: Ctrl-C reaches only the parent, and loader processes that the child
+    started end with it. worker: see `serve`.
     """
 
     def __init__(self, log: Path, interruption: Interruption, worker: str):
@@ -96,20 +96,20 @@ class ChildProcess:
             )
 
     def ask(self, deadline: float, do: str, **request: Any) -> dict:
-        """The answer to a request before `deadline` (of time.monotonic).
+        """Return the answer to a request before `deadline` (time.monotonic).
 
-        Raises ChildFailed, TimeUp or Interrupted; after the last two the child is of no more use.
+        Raises ChildFailed, TimeUp or Interrupted; after the last two the child is unusable.
         """
         self.post(do, **request)
         return self.take(deadline)
 
     def post(self, do: str, **request: Any) -> None:
-        """Leave a request; `take` has its answer, in the order of the requests."""
-        with suppress(BrokenPipeError):  # then `take` says so
+        """Send a request; `take` returns the answers in the order of the requests."""
+        with suppress(BrokenPipeError):  # `take` reports it
             self._pipe.send((do, request))
 
     def take(self, deadline: float) -> dict:
-        """The answer to the oldest request that has none yet; raises as `ask`."""
+        """Return the answer to the oldest open request; raises as `ask`."""
         ready = False
         while not ready:
             left = deadline - time.monotonic()
@@ -127,7 +127,7 @@ class ChildProcess:
         return answer
 
     def end(self) -> None:
-        """End it now, with all that it has started."""
+        """Kill the child and every process that it started."""
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
         with suppress(subprocess.TimeoutExpired):  # a driver can hold a dead process for a while

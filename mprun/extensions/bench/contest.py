@@ -1,4 +1,4 @@
-"""What a bench is of: its cases, how they are held to each other, its report."""
+"""A contest: the cases of a bench, how they are compared, and the report."""
 
 import math
 from argparse import Namespace
@@ -16,28 +16,28 @@ from mprun.extensions.bench.report import markdown
 from mprun.extensions.bench.summary import summarise
 from mprun.precision import why_no_lstm, why_unsupported
 
-# What is measured where no modes are given, baselines first: of a GPU that has Tensor Cores for
-# BF16 and TF32, and of a CPU.
+# The modes measured by default, baselines first: on a GPU with Tensor Cores for BF16 and TF32, and
+# on a CPU.
 GPU_MODES = ("fp32", "tf32", "fp16_naive", "fp16_master_scaled", "amp", "amp_bf16")
 CPU_MODES = ("fp32", "fp16_master_scaled", "amp")
 
 
 class Contest:
-    """One configuration in mprun's own modes; whoever adds other contenders derives from it.
+    """One configuration in mprun's modes; a subclass adds other contenders.
 
     `options` are those of the command line (`mprun.extensions.bench.command.bench_parser`).
 
     Attributes:
-        worker: "module:class" of the `mprun.extensions.bench.worker.Worker` of a child.
+        worker: "module:class" of the `mprun.bench.worker.Worker` in a child.
     """
 
     worker = "mprun.extensions.bench.worker:Worker"
 
     def plan(self, options: Namespace, device: torch.device) -> tuple[list[Group], list[dict]]:
-        """(groups to measure, what is left out: label, mode, contender, reason).
+        """Return the groups to measure, and label, mode, contender and reason of each omission.
 
         Raises:
-            BadInput: for a mode asked for that this device or configuration cannot run.
+            BadInput: this device or configuration cannot run a requested mode.
         """
         groups: list[Group] = []
         left_out: list[dict] = []
@@ -65,7 +65,7 @@ class Contest:
         return groups, left_out
 
     def groups(self, options: Namespace, device: torch.device) -> list[Group]:
-        """The models to measure, without their cases: the configuration of the command line."""
+        """Return the models to measure, still without cases, from the command line."""
         config = compose_config(options.overrides, options.config_dir).config
         size = getattr(config.data, "image_size", None)
         shape = f" {size} px" if size else ""
@@ -76,29 +76,34 @@ class Contest:
     def others(
         self, group: Group, case: Case, options: Namespace, device: torch.device
     ) -> dict[str, str | None]:
-        """Names of the contenders beside mprun in the mode of `case` -> None, or why one that is
-        asked for is left out."""
+        """Return contenders beside mprun in the mode of `case`.
+
+        Each name maps to None, or to the reason why a requested contender is left out.
+        """
         best = device.type == "cuda" and not options.plain
         return {"mprun+": None} if best and case.mode in (group.best_modes or group.modes) else {}
 
     def turn(self, case: Case) -> int:
-        """What cases are sorted by, so that a short budget leaves what says most: mprun as it is in
-        every mode, then its best settings in 16 bits, in FP32 and TF32 last."""
+        """Return the sort key of a case: the most informative cases come first.
+
+        These are mprun's defaults in every mode, then its best settings in 16 bits, then those in
+        FP32 and TF32.
+        """
         if case.contender == "mprun":
             return 0
         return 2 if case.mode in REFERENCES else 1
 
     def partner(self, case: Case) -> Case | None:
-        """The case that is measured once more beside this one where memory did not hold both."""
+        """Return the case to measure again beside this one if memory did not hold both."""
         return None
 
     def check(self, rows: Sequence[Row]) -> dict[str, tuple[bool, str]]:
-        """Row key -> (computes what the others do, why not or what could not be judged).
+        """Return for each row key whether the row computes the same as the others, and a reason.
 
-        mprun at its best settings is held to its defaults, and a mode that should learn as FP32
-        does to FP32: in a loss that is not finite, and in one mode in the number of skipped
-        updates. How far losses are apart is told and not judged, because how fast rounding grows
-        is the model's own.
+        mprun at its best settings is compared with its defaults. A mode that should learn like FP32
+        is compared with FP32. A row fails if its loss is not finite, or, within one mode, if it
+        skips another number of updates. The distance between losses is only reported, because the
+        growth of rounding depends on the model.
         """
         own = {row.case.mode: row for row in rows if row.case.contender == "mprun"}
         answers = {}
@@ -133,8 +138,11 @@ def why_not(case: Case, device: torch.device) -> str | None:
 
 
 def learns_as_fp32(case: Case) -> bool:
-    """Whether the mode loses no small updates (16 bits without masters), and no small gradients (in
-    FP16, or in FP8 without scales of its own, without loss scaling)."""
+    """Return whether the mode loses neither small updates nor small gradients.
+
+    Updates are lost in 16 bits without masters; gradients without loss scaling, in FP16 or in FP8
+    without scales.
+    """
     config = case.config()
     policy = policy_from(config.precision)
     unscaled = policy.products is not None and policy.products.granularity == "none"

@@ -1,8 +1,8 @@
 """`mprun bench --host`: memory, launches and host time of a CUDA step, on a machine without a GPU.
 
-Steps run on the fake device of `fake_cuda`: torch's allocator is real and device memory is
-address space, so the peak of a step is measured to the byte at full size; kernels take no time, so
-the time of a step is the host's. No value, no time of a device and no rate is measured here.
+Steps run on the fake device of `fake_cuda`. torch's allocator is real and device memory is address
+space: the peak of a step is exact to the byte at full size. Kernels take no time: the time of a
+step is the host's. No value, device time or rate is measured here.
 """
 
 import json
@@ -29,37 +29,38 @@ if TYPE_CHECKING:
     from mprun.extensions.bench.contest import Contest
     from mprun.extensions.bench.worker import Worker
 
-WARM_UP, COUNTED, TIMED = 4, 3, 15  # steps; a graph is recorded within the first ones
-SPARED = 2**30  # bytes of a card that are not torch's: context, workspaces of cuDNN and cuBLAS
+WARM_UP, COUNTED, TIMED = 4, 3, 15  # steps; a graph is recorded during warm-up
+SPARED = 2**30  # bytes of a card outside torch: context, workspaces of cuDNN and cuBLAS
 
 NOTE = """\
 Measured on a fake CUDA device: no kernel ran. Peak and reserved are bytes of torch's caching
-allocator in steady training steps (torch's own workspace for cuBLAS is among them), without
-evaluation, without the CUDA context and what cuDNN asks for; of synthetic images two batches lie on
-the device, as bytes. Launches a step: kernels of torch, of Triton, calls of cuDNN and cuBLAS (which
-launch one or more), copies and fills. Host: median time in which this machine's processor gets
-through a step; no time of a device is in it."""
+allocator in steady training steps, including torch's workspace for cuBLAS. Evaluation, the CUDA
+context and cuDNN's workspaces are not included. Two batches of synthetic images lie on the device,
+as bytes. Launches a step: kernels of torch and of Triton, calls of cuDNN and cuBLAS (each launches
+one or more), copies and fills. Host: median time of a step on this machine's processor, without
+any device time."""
 
 
-# What is known of a contender in one mode, eager or replayed: bytes, numbers of one step.
+# The results of a contender in one mode, eager or replayed: bytes, numbers of one step.
 NUMBERS = (
-    "peak",  # allocated, of steady steps (replays allocate nothing: None)
-    "reserved",  # after them
+    "peak",  # allocated in steady steps (replays allocate nothing: None)
+    "reserved",  # after these steps
     "launches",
     "triton",
     "library",  # calls of cuDNN and cuBLAS
     "copies",
     "work",  # pieces of work that a replay launches at once
-    "waits",  # of the host for the device
+    "waits",  # the host's waits for the device
     "host_ms",
-    "why_not",  # why there are no numbers
+    "why_not",  # the reason for missing numbers
 )
 
 
 def host_row(case: Case, execution: str, **numbers: Any) -> dict[str, Any]:
-    """A row of host.json. execution: "eager" or "replayed"; numbers: of `NUMBERS`, else None.
+    """Return a row of host.json.
 
-    recipe: torch.amp's mode with 16-bit products of the same format.
+    execution is "eager" or "replayed"; numbers that `NUMBERS` lists and nobody passes are None.
+    The row's recipe is torch.amp's mode with 16-bit products of the same format.
     """
     precision = case.config().precision
     half = precision.autocast_dtype or precision.param_dtype
@@ -69,13 +70,13 @@ def host_row(case: Case, execution: str, **numbers: Any) -> dict[str, Any]:
 
 
 def on_the_fake_device(verb: list[str]) -> int:
-    """Run `python -m VERB...` again on the fake device; its exit code."""
+    """Run `python -m VERB...` again on the fake device; return its exit code."""
     with tempfile.TemporaryDirectory(prefix="mprun-fake-cuda-") as folder:
         try:
             fake_cuda.build(Path(folder))
         except RuntimeError as error:
             raise BadInput(f"bench --host: {error}") from None
-        # Whatever the largest card holds: what fits where is said afterwards.
+        # More than any card holds: the report says afterwards what fits.
         environment = fake_cuda.environment(Path(folder), memory_bytes=2**42)
         child = subprocess.Popen([sys.executable, "-m", *verb], env=environment)
         while True:
@@ -83,11 +84,11 @@ def on_the_fake_device(verb: list[str]) -> int:
                 code = child.wait()
                 return code if code >= 0 else RESOURCE
             except KeyboardInterrupt:
-                continue  # the child has it too, and prints what there is
+                continue  # the child gets it, too, and prints what it has
 
 
 def host(contest: "Contest", options: Namespace) -> int:
-    """Measure every case of the contest and print the table; in a process on the fake device."""
+    """Measure every case of the contest and print the table; runs on the fake device."""
     import torch
 
     from mprun.precision.update_choice import take_for_granted
@@ -95,7 +96,7 @@ def host(contest: "Contest", options: Namespace) -> int:
     take_for_granted()
     device, worker = torch.device("cuda", 0), pkgutil.resolve_name(contest.worker)()
     groups, left_out = contest.plan(options, device)
-    # Without the best settings, of mprun and of others: torch.compile is not covered.
+    # Leave out the best settings of mprun and of others: torch.compile is not covered.
     cases = [c for group in groups for c in group.cases if not c.contender.endswith("+")]
     rows: list[dict] = []
     try:
@@ -120,14 +121,14 @@ def host(contest: "Contest", options: Namespace) -> int:
 
 
 def _measured(worker: "Worker", case: Case, device: "torch.device") -> list[dict]:
-    """The rows of a case: eager, and of mprun also replayed. What cannot run says why."""
+    """Return the rows of a case: eager, and for mprun also replayed. A failed row says why."""
     import torch
 
     from mprun.extensions.bench.worker import release
 
     rows, data, overrides = [], case.config().data, case.overrides
     if data.name == "synthetic_images":
-        # They lie on the device: as many as a loader would have there.
+        # They lie on the device: keep as many there as a loader would.
         overrides = (*overrides, f"data.train_size={2 * data.batch_size}")
     graphs = {"eager": ("train.cuda_graph=off",), "replayed": ("train.cuda_graph=on",)}
     for execution, graph in (graphs if case.contender == "mprun" else {"eager": ()}).items():
@@ -175,7 +176,7 @@ def _numbers(contender: "Contender", device: "torch.device", replayed: bool) -> 
 
 
 def report(rows: list[dict], card: int | None) -> str:
-    """The table in Markdown, and what it is. card: bytes of a card that is asked about."""
+    """Return the table in Markdown and its notes. card: bytes of a card to fit into, or None."""
     header = ["model", "mode", "contender", "", "peak MiB", "of FP32", "of recipe", "reserved MiB"]
     header += ["launches", "Triton", "library", "copies", "waits", "host ms"]
     header += [] if card is None else [f"fits {card / 2**30:g} GiB"]
@@ -188,7 +189,7 @@ def report(rows: list[dict], card: int | None) -> str:
         lines.append([*line, *[""] * (len(header) - len(line))])
     text = f"{markdown_table(header, lines)}\n\n{NOTE}"
     if card is not None:
-        text += f"\nFits: reserved and {SPARED / 2**30:g} GiB for what is not torch's."
+        text += f"\nFits: reserved, plus {SPARED / 2**30:g} GiB for memory outside torch."
     return text
 
 
@@ -199,7 +200,7 @@ def _cells(row: dict, peaks: dict[tuple, int], card: int | None) -> list[str]:
         base = peaks.get((row["label"], mode, contender))
         return f"{peak / base:.3f}" if peak and base else ""
 
-    # Of the torch.amp recipe, where it takes part (benchmarks.suite), what mprun needs in 16 bits.
+    # mprun's need in 16 bits over that of the torch.amp recipe, if it takes part (benchmarks.suite)
     held = contender == "mprun" and mode not in REFERENCES
     launches, work = _count(row["launches"]), row["work"]
     cells = [

@@ -1,12 +1,12 @@
-"""One window of steps, timed without a synchronisation inside; warm-up; what a device does at best.
+"""Windows of steps, timed without a synchronisation inside; warm-up; the ceilings of a device.
 
-On CUDA a window lies between two events of the current stream (the device's own clock), so a
-contender has to leave its work ordered on that stream. The host waits before and after it, never
-inside. On a CPU it is wall-clock time, with the processor time of the process beside it.
+On CUDA a window lies between two events of the current stream (the device's clock), so a contender
+has to leave its work ordered on that stream. The host waits before and after it, never inside. On a
+CPU the time is wall-clock time, with the processor time of the process beside it.
 
-Ceilings, what the device can do at best, are measured on random data, because products of zeros
-draw less power and clock higher. A product is 8192^3 on CUDA and 1024^3 on a CPU; a copy moves
-1 GiB on CUDA and 256 MiB on a CPU, far beyond the caches.
+Ceilings are the highest rates of the device. They are measured on random data, because products of
+zeros draw less power and clock higher. A product is 8192^3 on CUDA and 1024^3 on a CPU. A copy
+moves 1 GiB on CUDA and 256 MiB on a CPU, far beyond the caches.
 """
 
 import math
@@ -23,12 +23,12 @@ from mprun.extensions.bench.contender import FIRST_STEPS, Contender
 from mprun.precision import pin_math_flags
 from mprun.record.energy import PowerMeter
 
-WINDOW_S = 0.3  # at least; NVML's counter and torch's launch queue are invisible beyond that
+WINDOW_S = 0.3  # minimum; beyond it NVML's counter and torch's launch queue do not matter
 AGREE, IN_A_ROW = 0.02, 3  # warm-up ends when that many windows agree this well
 LEAD_IN = 1  # untimed steps before each window: another process had the caches
 _CEILING_WINDOWS = 5
 _T = TypeVar("_T")
-# What torch says each time (c10::cuda::warn_or_error_on_sync).
+# torch's warning for each wait (c10::cuda::warn_or_error_on_sync).
 _WAITED = "called a synchronizing CUDA operation"
 
 
@@ -39,7 +39,7 @@ def synchronise(device: torch.device) -> None:
 
 
 def attempt(measure: Callable[[], Any]) -> Any:
-    """What `measure` finds, or {"why_not": reason}."""
+    """Return the result of `measure`, or {"why_not": reason}."""
     try:
         return measure()
     except (RuntimeError, MemoryError) as error:
@@ -49,10 +49,10 @@ def attempt(measure: Callable[[], Any]) -> Any:
 def first_steps(
     contender: Contender, device: torch.device, after_each: Callable[[], None] = lambda: None
 ) -> dict:
-    """Losses and skipped updates of the first 20 steps, and the seconds that each of them took.
+    """Return losses and skipped updates of the first 20 steps, and the seconds of each.
 
-    The first steps of a fresh contender hold its compilation, capture and autotuning, which is why
-    they are timed, each waited for.
+    The first steps of a fresh contender contain its compilation, capture and autotuning. So each is
+    timed and waited for.
 
     Args:
         after_each: called after each step, outside of its time.
@@ -73,10 +73,11 @@ def window(
 ) -> dict[str, Any]:
     """Time `steps` steps, at least 1, after one untimed step.
 
-    steps, samples. seconds: of the device on CUDA, else of the wall clock. wall_s: of the host,
-    waiting included. cpu_s: processor time of all threads. energy_mj: None where it cannot be read.
-    sensors: power_w, sm_clock_mhz, temperature_c: [before, after]. data_wait_s: None where the
-    source does not read ahead. loss_is_finite.
+    Returns:
+        steps, samples. seconds: device time on CUDA, otherwise wall-clock time. wall_s: time of
+        the host, waiting included. cpu_s: processor time of all threads. energy_mj: None if it
+        cannot be read. sensors: power_w, sm_clock_mhz, temperature_c: [before, after].
+        data_wait_s: None if the source does not read ahead. loss_is_finite.
     """
     meter = meter or PowerMeter(None)
     contender.run(LEAD_IN)
@@ -103,7 +104,7 @@ def window(
 
 
 def _timed(work: Callable[[], _T], device: torch.device) -> tuple[float | None, _T]:
-    """(seconds of the device or None, what `work` returned); on CUDA waits for its end."""
+    """Return the seconds of the device or None, and the result of `work`; on CUDA wait for it."""
     if device.type != "cuda":
         return None, work()
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
@@ -115,7 +116,7 @@ def _timed(work: Callable[[], _T], device: torch.device) -> tuple[float | None, 
 
 
 def steps_for(step_s: float, seconds: float = WINDOW_S) -> int:
-    """Steps that last at least `seconds`."""
+    """Return the number of steps that last at least `seconds`."""
     return max(1, math.ceil(seconds / max(step_s, 1e-7)))
 
 
@@ -129,12 +130,12 @@ def warm_up(
     """Take windows until three in a row agree within 2 %, or for `limit_s` seconds.
 
     Args:
-        steps: of a window; None: as many as last 0.3 s.
+        steps: steps of a window; None: as many as last 0.3 s.
         measure: takes a window.
 
     Returns:
-        The steps of a window to use, the steady step time, the steps taken, whether they agreed,
-        and how far the last ones were apart (share of the smallest).
+        The steps of a window to use, the steady step time, the steps taken, whether the windows
+        agreed, and the distance between the last ones (share of the smallest).
     """
     started, taken, times = time.perf_counter(), 0, []
     first = measure(contender, device, 1)
@@ -144,7 +145,7 @@ def warm_up(
         taken += count
         times.append(step_s)
         if steps is None:
-            # The first steps are slow: what looked like 0.3 s may have become less.
+            # The first steps are slow: windows that took 0.3 s at first may take less now.
             count = max(count, steps_for(step_s))
         last = times[-IN_A_ROW:]
         apart = max(last) / min(last) - 1
@@ -161,9 +162,9 @@ def warm_up(
 
 
 def host_seconds(contender: Contender, device: torch.device, repeats: int = 10) -> float:
-    """Median time to issue one step without waiting for it, the device idle before.
+    """Return the median time to issue one step to an idle device without waiting for it.
 
-    On a CPU issuing is computing, so the figure is that of the step.
+    On a CPU issuing is computing, so this is the time of the step.
     """
     times = []
     for _ in range(repeats):
@@ -180,12 +181,12 @@ def count_synchronisations(
 ) -> int | None:
     """Call `work` and count the operations in it that made the host wait for a GPU.
 
-    None, and `work` is not called, where there is no GPU or `device` is another one.
+    Returns None without calling `work` if there is no GPU or `device` is not one.
 
-    By torch.cuda.set_sync_debug_mode("warn"), which sees copies to and from memory that is not
-    page-locked, and reading of values (`.item()`, `if tensor`, sizes that depend on values). It
-    does not see waiting that is asked for by name (`torch.cuda.synchronize`, `Event.synchronize`)
-    nor waiting inside libraries. Whatever mode was set before is set again afterwards.
+    It uses torch.cuda.set_sync_debug_mode("warn"). This mode sees copies to and from memory that is
+    not page-locked, and reads of values (`.item()`, `if tensor`, sizes that depend on values). It
+    sees neither explicit waits (`torch.cuda.synchronize`, `Event.synchronize`) nor waits inside
+    libraries. The previous mode is restored afterwards.
     """
     if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
         return None
@@ -201,11 +202,12 @@ def count_synchronisations(
 
 
 def measure_ceilings(device: torch.device, seconds: float = 6.0, size: int | None = None) -> dict:
-    """{"bandwidth": bytes/s, read and written together, "flops": {format: FLOP/s}, ...}.
+    """Measure {"bandwidth": bytes/s, read and written together, "flops": {format: FLOP/s}, ...}.
 
-    A multiply-add is 2 FLOP. Formats: fp32 (TF32 off), tf32 where the GPU has it, fp16, bf16, fp8
-    (E4M3, one scale, fast accumulation) where it has it; each is the median of up to five windows,
-    of fewer where `seconds` in all do not allow them. Leaves the flags of FP32 products at "ieee".
+    A multiply-add is 2 FLOP. Formats: fp32 (TF32 off), tf32 if the GPU has it, fp16, bf16, fp8
+    (E4M3, one scale, fast accumulation) if it has it. Each rate is the median of up to five
+    windows, of fewer if `seconds` in total do not allow five. It leaves the flags of FP32 products
+    at "ieee".
 
     Args:
         size: side of the matrices, for tests.
@@ -238,7 +240,7 @@ def measure_ceilings(device: torch.device, seconds: float = 6.0, size: int | Non
 
 
 def _product_of(a: torch.Tensor, b: torch.Tensor) -> Callable[[], object]:
-    """A product of two square matrices of one dtype."""
+    """Return a product of two square matrices of one dtype."""
     if a.dtype.itemsize > 1:
         return partial(torch.mm, a, b, out=torch.empty_like(a))
     one = torch.ones((), device=a.device)
@@ -247,7 +249,7 @@ def _product_of(a: torch.Tensor, b: torch.Tensor) -> Callable[[], object]:
 
 
 def _formats(device: torch.device) -> list[tuple[str, torch.dtype, str]]:
-    """(name, dtype of the operands, FP32 flag) of each rate that the device has."""
+    """Return (name, dtype of the operands, FP32 flag) of each rate that the device has."""
     on_gpu = device.type == "cuda"
     capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
     modern = capability >= (8, 0)
@@ -256,7 +258,7 @@ def _formats(device: torch.device) -> list[tuple[str, torch.dtype, str]]:
         ("tf32", torch.float32, "tf32"): modern,
         ("fp16", torch.float16, "ieee"): True,
         ("bf16", torch.bfloat16, "ieee"): modern or not on_gpu,
-        # As `mprun.precision.why_unsupported` has it.
+        # As in `mprun.precision.why_unsupported`.
         ("fp8", torch.float8_e4m3fn, "ieee"): capability >= (8, 9),
     }
     return [form for form, has in formats.items() if has]
@@ -265,7 +267,10 @@ def _formats(device: torch.device) -> list[tuple[str, torch.dtype, str]]:
 def _median_s(
     work: Callable[[], object], device: torch.device, seconds: float
 ) -> tuple[float, int]:
-    """(seconds of one call, windows): the median over up to five windows of several calls."""
+    """Return the seconds of one call and the number of windows.
+
+    The seconds are the median over up to five windows of several calls.
+    """
 
     def once(count: int) -> float:
         synchronise(device)

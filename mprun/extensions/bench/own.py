@@ -1,8 +1,8 @@
-"""mprun itself in a bench: a mode on a configuration, with mprun's own step.
+"""mprun as a contender: a mode on a configuration, with mprun's step.
 
-Nothing of a run's record is written, and there are no evaluations: what is timed is the step of
-the loop with the learning rate set and skipped updates counted, as `mprun.training.loop` does it.
-A look inside tells where the time of an eager step goes, and its memory by kind.
+There is no run record and no evaluation. The timed step sets the learning rate and counts skipped
+updates, as in `mprun.training.loop`. A look inside splits the time of an eager step by phase and
+its memory by kind.
 """
 
 import time
@@ -37,7 +37,7 @@ _SPLIT_STEPS = 5
 
 
 def best_settings(model: str, device_type: str, compiled: bool) -> list[str]:
-    """Overrides of the variant "mprun+" for a model, before what cannot be combined is left out.
+    """Return the overrides of "mprun+" for a model, including ones that cannot be combined.
 
     Args:
         compiled: with torch.compile, for networks and devices where it helps.
@@ -48,8 +48,8 @@ def best_settings(model: str, device_type: str, compiled: bool) -> list[str]:
     if device_type == "cuda":
         # torch.compile hands an nn.LSTM back to eager as a whole.
         compiled = compiled and model in _CONVOLUTIONAL
-        # Beside compiled kernels a graph may gain nothing, and holds a second set of activations:
-        # it is taken where the step's own times say that it pays.
+        # With compiled kernels a graph may gain nothing, and it holds a second set of activations:
+        # "auto" uses it only if the measured step times say that it pays.
         settings.append(f"train.cuda_graph={'auto' if compiled else 'on'}")
         if compiled:
             settings.append("train.compile=default")
@@ -57,11 +57,11 @@ def best_settings(model: str, device_type: str, compiled: bool) -> list[str]:
 
 
 class Own(Contender):
-    """A case as mprun runs it; BadInput for what cannot be built.
+    """A case as mprun runs it; BadInput if it cannot be built.
 
     Attributes:
-        left_out: best settings that were refused -> the reason.
-        built, config: what is run, for measurements that look inside.
+        left_out: refused best settings -> the reason.
+        built, config: the built task and its configuration, for measurements that look inside.
     """
 
     def __init__(self, case: Case, device: torch.device):
@@ -73,7 +73,7 @@ class Own(Contender):
         self.config, self.built = self._built_with(case, device, best)
         if not case.real_data:
             source, batches = self.built.data, rotating_batches(self.built.data)
-            if self.built.task.channels_last:  # as the tuned peers hold theirs
+            if self.built.task.channels_last:  # as for the tuned peers
                 batches = [in_channels_last(batch) for batch in batches]
             self.built.data = RotatingSource(source, batches)
             self.built.task.data = self.built.data
@@ -82,7 +82,7 @@ class Own(Contender):
         self._index = 0
 
     def settings(self) -> dict:
-        """What differs from the plainest step, as configured and as it turned out."""
+        """Return the differences from the plainest step, both configured and actual."""
         train = self.config.train
         chosen: dict[str, Any] = {
             "cuda_graph": train.cuda_graph,
@@ -98,11 +98,11 @@ class Own(Contender):
         return self.built.stepper.description.get("cuda_graph") == "on"
 
     def running(self) -> AbstractContextManager[Any]:
-        """A context for many steps: all their work on one stream, without a change per step."""
+        """Return a context for many steps: all work on one stream, without a switch per step."""
         return self.built.stepper.on_stream()
 
     def prepare(self) -> None:
-        """Take the steps within which compilation, capture and autotuning happen."""
+        """Take the steps in which compilation, capture and autotuning happen."""
         self.run(_PREPARED_STEPS)
         synchronise(self.built.device)
 
@@ -110,7 +110,7 @@ class Own(Contender):
         return self._advance(self.built.stepper.step)
 
     def eager_step(self) -> torch.Tensor:
-        """The same by the task alone, without graph."""
+        """Take a step by the task alone, without graph."""
         return self._advance(self.built.stepper.eager_step)
 
     def skipped(self) -> int:
@@ -121,7 +121,7 @@ class Own(Contender):
         return None if defer is None else defer()
 
     def look_inside(self, device: torch.device) -> dict:
-        """Time split (where steps are eager) and memory by kind: values or {"why_not": reason}."""
+        """Return the time split (of eager steps) and memory by kind, or {"why_not": reason}."""
         split: Any = {"why_not": "replayed as one CUDA graph"}
         if not self.replays():
             optimizers = [own.optimizer for own in self.task.learners.values()]
@@ -129,9 +129,9 @@ class Own(Contender):
         return {"time_split": split, "memory_by_kind": attempt(self._memory_by_kind)}
 
     def _memory_by_kind(self) -> dict:
-        """Kind -> dtype -> bytes after one more step, with what that step saved for its backward.
+        """Return kind -> dtype -> bytes after one more step, tensors saved for backward included.
 
-        The step is eager and not compiled, whatever the ones that were timed.
+        This step is eager and not compiled, even if the timed ones were.
         """
         for learner in self.task.learners.values():
             learner.network = learner.model
@@ -147,7 +147,7 @@ class Own(Contender):
     def _built_with(
         self, case: Case, device: torch.device, best: list[str]
     ) -> tuple[RunConfig, Built]:
-        """Built with as many of the best settings as go together; the others are noted."""
+        """Build with as many of the best settings as go together; note the others."""
         while True:
             try:
                 config = case.config(f"device={device.type}", *best)
@@ -168,12 +168,11 @@ def time_split(
     device: torch.device,
     steps: int = _SPLIT_STEPS,
 ) -> dict[str, float]:
-    """Seconds per step of data, forward, backward and update, and of the whole step.
+    """Return the seconds per step of data, forward, backward and update, and of the whole step.
 
-    For a few steps `data.train_batch`, and `backward` and `step` of each optimizer, are replaced on
-    their objects by the same methods with two marks around them; afterwards they are as before. On
-    CUDA marks are events, so that marking waits for nothing; where the host is slower than the
-    device, its idle time lies in the phase it waits in.
+    For a few steps `data.train_batch`, and `backward` and `step` of each optimizer, are wrapped in
+    two marks; afterwards the methods are restored. On CUDA marks are events, so marking waits for
+    nothing. If the host is slower than the device, idle time counts in the phase where it occurs.
 
     Args:
         step: takes one eager training step.

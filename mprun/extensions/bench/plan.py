@@ -1,4 +1,4 @@
-"""What a bench measures and what is known of it: plain data, no torch."""
+"""The cases of a bench and their results: plain data, no torch."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mprun.config.schema import RunConfig
 
 REFERENCES = ("fp32", "tf32")  # modes to which the others are held
-OWN = ("mprun", "mprun+")  # as `mprun model=...` runs it; with its best settings for the model
+OWN = ("mprun", "mprun+")  # like `mprun model=...`; with the best settings for the model
 _REFUSED = {
     "precision": "a bench compares modes; give --modes {value}",
     "scaler": "each mode is measured with its own scaler",
@@ -26,12 +26,12 @@ class Case:
     """One thing to measure: a contender on a model in a precision mode.
 
     Attributes:
-        label: of the model and its size: "resnet50 b256".
+        label: the model and its size: "resnet50 b256".
         overrides: as on mprun's command line, without precision and scaler.
         mode: an option of the group precision.
-        real_data: train on the source as it is, loading included, instead of on batches that lie
-            on the device.
-        extra: what its contender is told beside.
+        real_data: train on the source itself, loading included, instead of on batches that lie on
+            the device.
+        extra: further settings for the contender.
     """
 
     label: str
@@ -44,18 +44,18 @@ class Case:
 
     @property
     def key(self) -> str:
-        """What names the case in every file of a bench."""
+        """The name of the case in every file of a bench."""
         end = ["end to end"] if self.real_data else []
         return " | ".join([self.label, self.mode, self.contender, *end])
 
     @property
     def place(self) -> tuple[str, bool, str]:
-        """What stands together in a report: (label, real_data, mode)."""
+        """The group of the case in a report: (label, real_data, mode)."""
         return self.label, self.real_data, self.mode
 
     def config(self, *more: str) -> "RunConfig":
-        """The configuration that mprun itself would run, with further overrides."""
-        from mprun.config.compose import compose_config  # here: a child may only pass a case on
+        """Compose the configuration that mprun would run, with further overrides."""
+        from mprun.config.compose import compose_config  # here: some children only pass a case on
 
         overrides = (*self.overrides, f"precision={self.mode}", *more)
         return compose_config(overrides, self.config_dir).config
@@ -66,12 +66,12 @@ class Group:
     """One model at one size.
 
     Attributes:
-        modes: to measure, baselines first.
+        modes: the modes to measure, baselines first.
         weight: its share of the time budget, in parts of the sum.
-        best_modes: in which mprun is measured with its best settings too; None: in all.
+        best_modes: the modes that also measure mprun's best settings; None: all.
         compile: whether these include torch.compile, which takes a minute or more per mode for a
             network like ResNet-50.
-        cases: what `Contest.plan` made of it, in the order of their turns.
+        cases: the cases from `mprun.bench.contest.Contest.plan`, in the order of their turns.
     """
 
     label: str
@@ -85,16 +85,16 @@ class Group:
 
 @dataclass(slots=True)
 class Row:
-    """What is known of a case while a bench goes on.
+    """The results of a case so far.
 
     Attributes:
         status: measured, failed, refused, unequal or not measured.
-        reason: of the last four, or why there is no more of a measured one.
-        kind: of a failure, "memory" or "error".
-        facts: what the child said of itself, by request.
+        reason: why it has one of the last four, or why a measured case ended early.
+        kind: kind of a failure, "memory" or "error".
+        facts: the child's answers about itself, by request.
         equality: losses of the first steps, and the answer of the check.
-        windows: as of `mprun.extensions.bench.measure.window`, each with its cohort and round.
-        limit: of the roofline, or {"why_not": reason}.
+        windows: as from `mprun.bench.measure.window`, each with its cohort and round.
+        limit: limit of the roofline, or {"why_not": reason}.
     """
 
     case: Case
@@ -113,20 +113,20 @@ class Row:
         return self.case.key
 
     def failed(self, status: str, reason: str, kind: str | None = None) -> None:
-        """Note why there is nothing, or nothing more, of this case."""
+        """Note why this case has no results, or no further ones."""
         if self.windows:
             self.reason = f"later: {reason}"
             return
         self.status, self.reason, self.kind = status, reason, kind
 
     def add(self, window: dict) -> None:
-        """Keep a window: from the first one on the case is measured."""
+        """Keep a window; with the first one the case counts as measured."""
         self.windows.append(window)
         self.status, self.reason = "measured", ""
 
 
 def check_overrides(overrides: Iterable[str]) -> None:
-    """BadInput for a key that a bench decides itself."""
+    """Raise BadInput for a key that the bench sets."""
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
         reason = _REFUSED.get(key.partition(".")[0])
@@ -135,5 +135,5 @@ def check_overrides(overrides: Iterable[str]) -> None:
 
 
 def without_device(overrides: Iterable[str]) -> tuple[str, ...]:
-    """A contender gets the device that was resolved."""
+    """Drop the device from the overrides: a contender gets the resolved one."""
     return tuple(o for o in overrides if not o.lstrip("+").startswith("device="))

@@ -1,8 +1,8 @@
-"""`mprun bench devices=N`: how speed grows with the ranks, and what the sum of gradients costs.
+"""`mprun bench devices=N`: how speed grows with the ranks, and the cost of summing gradients.
 
-For 1, 2, 4, ... N ranks, each with micro-batches of its own as large as one rank's (weak scaling),
-the step is timed as it is and once more without the sum of gradients, in turns in one run: what is
-left between them is exposed, backward could not hide it. Batches lie on the device.
+It runs 1, 2, 4, ... N ranks. Each takes micro-batches as large as those of a single rank (weak
+scaling). Windows with and without the sum of gradients take turns in one run. Their difference is
+exposed: backward could not hide it. Batches lie on the device.
 
 A rank is `python -m mprun.extensions.bench.ranks PARENT FILE WINDOWS OVERRIDE...`; rank 0 writes
 FILE.
@@ -38,10 +38,10 @@ HEADER = ["mode", "ranks", "samples/s", "a rank", "efficiency", "ms a step", "ex
 
 
 def scaling(options: Namespace, devices: str, modes: tuple[str, ...], folder: Path) -> int:
-    """Measure, write scaling.json and scaling.md into `folder`, print; the exit code.
+    """Measure, write scaling.json and scaling.md into `folder`, print; return the exit code.
 
     Args:
-        options: of the bench.
+        options: options of the bench.
         devices: a number, or auto.
         modes: precision modes.
     """
@@ -65,10 +65,10 @@ def scaling(options: Namespace, devices: str, modes: tuple[str, ...], folder: Pa
 
 
 def worlds(devices: str, device: torch.device) -> list[int]:
-    """1, 2, 4, ... up to the number of devices, and that number.
+    """Return 1, 2, 4, ... up to the number of devices, and that number.
 
     Raises:
-        BadInput: no number, or more than there are.
+        BadInput: not a number, or more devices than exist.
     """
     count = torch.cuda.device_count() if device.type == "cuda" else os.cpu_count() or 1
     most = count if devices == "auto" else int(devices) if devices[:6].isdecimal() else 0
@@ -81,14 +81,14 @@ def worlds(devices: str, device: torch.device) -> list[int]:
 
 
 def _of(config: Any, world: int) -> list[str]:
-    """What gives each of so many ranks what one has."""
+    """Return the override that gives each of `world` ranks the work of a single one."""
     if kind_of(config.model).streams:
         return [f"data.batch_size={config.data.batch_size * world}"]
     return [f"train.accumulate={config.train.accumulate * world}"]
 
 
 def _measured(overrides: tuple[str, ...], world: int, options: Namespace) -> dict[str, Any] | int:
-    """What rank 0 measured; the exit code where the ranks failed."""
+    """Return the measurement of rank 0, or the exit code if the ranks failed."""
     with tempfile.TemporaryDirectory(prefix="mprun-bench-") as folder:
         file = Path(folder) / "found.json"
         arguments = [str(file), str(options.windows), *overrides, f"devices={world}"]
@@ -119,7 +119,7 @@ def _cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
 
 
 def of_a_rank(arguments: list[str]) -> int:
-    """Measure as one rank; the exit code."""
+    """Measure as one rank; return the exit code."""
     file, windows, *overrides = arguments
     config_dir = None
     if "--config-dir" in overrides:
@@ -169,7 +169,7 @@ def of_a_rank(arguments: list[str]) -> int:
 def _in_turns(
     step: Callable[[], float], reductions: list[Any], windows: int
 ) -> tuple[list[float], list[float]]:
-    """Seconds a step with the sum of gradients and without, window by window."""
+    """Return the seconds per step with and without the sum of gradients, window by window."""
     whole: list[float] = []
     alone: list[float] = []
     for _ in range(windows):
@@ -182,7 +182,7 @@ def _in_turns(
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code of a rank, for the launcher to judge."""
+    """Run a rank; return its exit code for the launcher to judge."""
     parent, *rest = arguments
     signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
     if not end_with_parent(int(parent)):

@@ -11,8 +11,8 @@ from mprun.extensions.bench.plan import OWN
 from mprun.plots.panel import GREY, INK, settings, styles, thousands
 from mprun.record.console import markdown_table
 
-Cell = Callable[[dict], str]  # of a row
-Columns = Sequence[tuple[str, Cell]]  # with their headers
+Cell = Callable[[dict], str]  # row -> text
+Columns = Sequence[tuple[str, Cell]]  # header, cell
 _KINDS = ("parameters", "master_weights", "gradients", "optimizer_state", "activations")
 _PUBLISHED = (
     "Published for comparison: 1.3 to 6 times FP32 on V100 (Micikevicius et al., arXiv 1710.03740, "
@@ -23,14 +23,14 @@ _RATES = (
     "samples/s: median [first quartile, third quartile], n windows. Ratios: median of paired "
     "windows with a bootstrap 95 % interval; ~ marks two that were not alive together (ratio of "
     "medians). Limit: the roofline of eager execution under the ceilings below; above 100 % means "
-    "that operations were fused or stayed in a cache. First use: compilation, capture and "
-    "autotuning, in seconds, with what the compiler's cache on this machine already held."
+    "that operations were fused or stayed in a cache. First use: seconds of compilation, capture "
+    "and autotuning; entries in this machine's compiler cache shorten it."
 )
 _MEMORY_NOTE = (
     "MiB. Process: as the driver counts it, on a CPU the resident set, Python and torch "
-    "included. Activations: what one step saves for its backward pass. All kinds: also casts "
-    "of weights and gradients, averages and norm statistics. Where steps are replayed from a "
-    "graph the peak allocated is that of the same step taken eagerly."
+    "included. Activations: tensors that one step saves for its backward pass. All kinds: also "
+    "casts of weights and gradients, averages and norm statistics. If steps are replayed from a "
+    "graph, the peak allocated is that of the same step taken eagerly."
 )
 _TIME_NOTE = (
     "Host: median time to issue one step to an idle device without waiting for it; on a CPU "
@@ -40,16 +40,16 @@ _ANSWERS = {True: "equal", False: "UNEQUAL", None: "not compared"}
 _ENDINGS = {
     "complete": "",
     "deadline": " The budget ended the bench.",
-    "interrupted": " Interrupted: what was measured until then.",
+    "interrupted": " Interrupted: results until then.",
 }
-_ROW, _FRAME = 0.2, 0.8  # inches: of a bar; of title and axis
+_ROW, _FRAME = 0.2, 0.8  # inches: a bar; title and axis
 
 
 def markdown(bench: dict, beside: Columns = (), more: Mapping[str, str] | None = None) -> str:
-    """The whole report.
+    """Return the whole report.
 
     Args:
-        bench: with its summaries (`mprun.extensions.bench.summary`).
+        bench: content of bench.json with its summaries (`mprun.bench.summary`).
         beside: further columns of the table of speeds, after the ratios.
         more: further sections before the ceilings: title -> text.
     """
@@ -81,17 +81,17 @@ def markdown(bench: dict, beside: Columns = (), more: Mapping[str, str] | None =
 
 
 def number(value: float | None, form: str) -> str:
-    """The value in a format, or a dash for what was not measured."""
+    """Return the value in a format, or a dash if it was not measured."""
     return "-" if value is None else format(value, form)
 
 
 def significant(value: float) -> str:
-    """Four digits with thousands separated: 12,340 or 0.1234."""
+    """Return four digits with thousands separated: 12,340 or 0.1234."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def ratio_text(row: dict, name: str) -> str:
-    """A ratio of the summary with its interval."""
+    """Return a ratio of the summary with its interval."""
     found = row["summary"]["ratios"].get(name)
     if found is None:
         return "-"
@@ -105,7 +105,7 @@ def _ratio_to(name: str) -> Cell:
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
-    """The table without the columns in which no line has anything; "" without lines."""
+    """Return the table without its empty columns; "" without lines."""
     if not lines:
         return ""
     kept = [i for i in range(len(header)) if any(line[i] not in ("", "-") for line in lines)]
@@ -144,7 +144,7 @@ def _ending(bench: dict) -> str:
 
 
 def _rate(row: dict) -> str:
-    """Median [quartiles] and n of samples per second, with the unit."""
+    """Return median [quartiles] and n of samples per second, with the unit."""
     rate = row["summary"]["rate"]
     quartiles = f"[{significant(rate['q1'])}, {significant(rate['q3'])}]"
     unit = row["facts"]["build"]["sample"]
@@ -175,7 +175,7 @@ def _modes(rows: list[dict]) -> str:
 
 
 def _peak(*names: str) -> Cell:
-    """The first of these peaks that was measured, in MiB."""
+    """Show the first of these peaks that was measured, in MiB."""
 
     def cell(row: dict) -> str:
         found = row["details"]["peak"]
@@ -220,7 +220,7 @@ def _waits(row: dict) -> str:
 
 
 def _split(row: dict) -> str:
-    """The phases of a step in percent, or why there are none."""
+    """Return the phases of a step in percent, or why there are none."""
     found = row["details"].get("time_split")
     if not found or "why_not" in found:
         return found["why_not"] if found else "-"
@@ -236,7 +236,7 @@ def _last_loss(row: dict) -> str:
 def _missing(bench: dict) -> str:
     rows = [row for row in bench["rows"] if not row["windows"]]
     lines = [[*_names(row), row["status"], row["reason"]] for row in rows]
-    # One line for all modes of a contender that are left out for the same reason.
+    # One line for all modes that a contender omits for the same reason.
     groups: dict[tuple[str, str, str], list[str]] = {}
     for left in bench["left_out"]:
         place = left["label"], left["contender"], left["reason"]
@@ -315,7 +315,7 @@ def _environment(bench: dict) -> str:
 
 
 def _flags(rows: list[dict]) -> list[str]:
-    """Flags in force: those of all modes once, then what single modes have of their own."""
+    """Return the active flags: the common ones once, then those of single modes."""
     prepared = [row for row in rows if "prepare" in row["facts"]]
     modes: dict[str, dict] = {r["case"]["mode"]: r["facts"]["prepare"]["flags"] for r in prepared}
     if not modes:
@@ -332,9 +332,10 @@ def _pairs(keys: Iterable[str], flags: dict) -> str:
 
 
 def write_figure(path: Path, bench: dict) -> bool:
-    """Samples per second of every model, mode and contender, as horizontal bars.
+    """Draw samples per second of every model, mode and contender as horizontal bars.
 
-    Of what was timed on synthetic data; False, and no file, where nothing was.
+    It shows only results on batches that lie on the device. Returns False, without a file, if there
+    are none.
     """
     groups: dict[str, list[dict]] = {}
     for row in bench["rows"]:

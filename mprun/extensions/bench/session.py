@@ -1,9 +1,9 @@
-"""The order of a bench: who is alive when, whose window is next, what is left out when time ends.
+"""The order of a bench: which children are alive, whose window is next, what a late end drops.
 
-Contenders of one model are started one after the other, each in a process of its own, and stay
-alive together as long as memory lasts: a cohort. Then their windows follow one another round
-robin, so that drift of clock and temperature meets all of them alike. Only one of them works at a
-time. Where memory does not hold all of them, the rest follow in further cohorts.
+Contenders of one model start one after the other, each in a separate process. They stay alive
+together as long as memory lasts: a cohort. Then their windows follow one another round robin, so
+that drift of clock and temperature affects all of them alike. Only one of them works at a time.
+Contenders for which memory is too small follow in further cohorts.
 """
 
 import json
@@ -31,25 +31,25 @@ from mprun.training.environment import environment
 from mprun.training.signals import Interruption
 
 CEILINGS_S = 6.0
-CEILINGS_SHARE = 0.4  # of the budget, at most, until they have to be there
-START_SHARE = 0.6  # of a model's time, at most, until its windows begin
-FIRST_SHARE = 0.85  # the same, where nobody is ready yet
-LIMITS_SHARE = 0.25  # of a model's remaining time, at most, until its steps are counted
-# Least and most. Steps that are bound by their launches may never agree within 2 %.
+CEILINGS_SHARE = 0.4  # the ceilings' largest share of the budget
+START_SHARE = 0.6  # largest share of a model's time until its windows begin
+FIRST_SHARE = 0.85  # the same while no child is ready
+LIMITS_SHARE = 0.25  # largest share of a model's remaining time to count its steps
+# Minimum and maximum. Steps that are bound by their launches may never agree within 2 %.
 WARM_UP_S = (1.0, {"cuda": 6.0, "cpu": 8.0})
-DETAILS_S, DETAILS_STEPS = 12.0, 30  # most for what is measured beside the windows, and about
-ROUNDS = 3  # that come before that, where time is short
-ROOM = 1.5  # free memory over that of the last child, below which no other one is started
+DETAILS_S, DETAILS_STEPS = 12.0, 30  # of the details: most seconds, and their steps, roughly
+ROUNDS = 3  # rounds of windows that come before the details if time is short
+ROOM = 1.5  # no other child starts below this ratio of free memory to the last child's
 AHEAD = {"cuda": 3, "cpu": 1}  # children that import while another one is prepared
-FORMAT = 1  # of bench.json
-_REPORT_S = 6.0  # of the budget, kept back for tables and figure
+FORMAT = 1  # version of bench.json
+_REPORT_S = 6.0  # reserve in the budget for tables and figure
 _KINDS = {"refused": "refused", "memory": "failed", "error": "failed"}
 _EMULATED = {"why_not": "emulated on a CPU: no ceiling of its own"}
 _LATE = "not ready within its share of the budget"
 
 
 def writable(value: Any) -> Any:
-    """The value for a JSON file, which has no NaN: "nan", "inf" and "-inf" stand for these."""
+    """Make a value fit for JSON, which has no NaN: use "nan", "inf" and "-inf" instead."""
     if isinstance(value, dict):
         return {str(key): writable(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -59,7 +59,7 @@ def writable(value: Any) -> Any:
 
 
 class Log:
-    """bench.jsonl: one event a line, written at once; and what a user sees on stderr meanwhile."""
+    """bench.jsonl, one event a line, written at once, and the progress lines on stderr."""
 
     def __init__(self, path: Path, budget_s: float):
         self.file = open(path, "x", encoding="utf-8")  # noqa: SIM115 - lives as long as the bench
@@ -72,11 +72,11 @@ class Log:
         self.file.flush()
 
     def say(self, text: str) -> None:
-        """A line of progress with the time that is gone."""
+        """Print a line of progress with the elapsed time."""
         print(f"[{self.elapsed():4.0f}/{self.budget_s:.0f} s] {text}", file=sys.stderr, flush=True)
 
     def elapsed(self) -> float:
-        """Seconds since the start."""
+        """Return the seconds since the start."""
         return time.monotonic() - self.started
 
     def close(self) -> None:
@@ -84,17 +84,17 @@ class Log:
 
 
 class Session:
-    """Measures groups until all is done or the deadline has come.
+    """A measurement of all groups until the end or the deadline.
 
-    `run` raises Interrupted, and TimeUp at the deadline; `close` ends every child, always.
+    `run` raises Interrupted, and TimeUp at the deadline; `close` always ends every child.
 
     Args:
-        folder: of bench.jsonl and the children's logs.
-        deadline: of time.monotonic.
+        folder: where bench.jsonl and the children's logs go.
+        deadline: a time of time.monotonic.
 
     Attributes:
         rows: every case, measured or not, in order.
-        machine: ceilings, driver, and why NVML does not tell something, or why there are none.
+        machine: ceilings, driver and NVML's errors, or why there are none.
     """
 
     def __init__(
@@ -113,13 +113,13 @@ class Session:
         self.log.write("start", options=vars(options))
         self.rows = [Row(case) for group in groups for case in group.cases]
         self.machine: dict = {}
-        self._children: dict[str, ChildProcess] = {}  # that are alive, by the key of their row
+        self._children: dict[str, ChildProcess] = {}  # living ones, by the key of their row
         self._late: set[str] = set()  # keys of rows that found no memory beside others
-        self._fastest_s = 0.0  # the fastest of all children until it was ready
+        self._fastest_s = 0.0  # time until ready of the fastest child
         self._cohort = 0
 
     def measure_ceilings(self) -> None:
-        """Fill `machine`, by a child of its own."""
+        """Fill `machine` by a separate child."""
         child, options, log = self._child("ceilings"), self.options, self.log
         by = min(log.started + CEILINGS_SHARE * options.budget_s, self.deadline)
         request = {
@@ -139,7 +139,7 @@ class Session:
         log.write("ceilings", **self.machine)
 
     def run(self) -> None:
-        """Measure group after group; what a group does not use of its time, the later ones have."""
+        """Measure group after group; later groups get the time that a group does not use."""
         rows = iter(self.rows)
         for number, group in enumerate(self.groups):
             now = time.monotonic()
@@ -156,7 +156,7 @@ class Session:
     def _measure_group(self, rows: list[Row], until: float) -> None:
         self._ask_limits(rows)
         waiting = list(rows)
-        # Another cohort only where there is time for one more child at least.
+        # Begin another cohort only if there is time for one more child at least.
         while waiting and START_SHARE * (until - time.monotonic()) > self._fastest_s:
             alive = self._admit(waiting, rows, until)
             try:
@@ -167,10 +167,10 @@ class Session:
         self._end("limits", *(row.key for row in rows))
 
     def _ask_limits(self, rows: list[Row]) -> None:
-        """Have the step of each mode counted by a process of its own while the children start.
+        """Let a separate process count the step of each mode while the children start.
 
-        It has to be there before the windows begin, because nothing else may work beside them;
-        what is not counted by then stays without a limit.
+        Counting ends before the windows begin, because nothing else may work beside them. A mode
+        that is not counted by then has no limit.
         """
         if (ceilings := self.machine.get("ceilings")) is None:
             return
@@ -179,7 +179,7 @@ class Session:
             child.post("limit", case=case, ceilings=ceilings, name=device_name(self.device))
 
     def _collect_limits(self, rows: list[Row], until: float) -> None:
-        """Give each row its limit; waits for the counts, but not for ever, and ends the process."""
+        """Give each row its limit: wait for the counts up to a time, then end the process."""
         if (child := self._children.get("limits")) is None:
             return
         by = time.monotonic() + LIMITS_SHARE * max(0.0, until - time.monotonic())
@@ -196,13 +196,15 @@ class Session:
             row.limit = found.get(row.case.mode, _EMULATED)
 
     def _counted(self, rows: list[Row]) -> Iterable[Case]:
-        """A case of each mode whose step is counted."""
+        """Return a case of each mode whose step is counted."""
         modes = {row.case.mode: row.case for row in rows}
         return modes.values() if self.device.type == "cuda" else filter(None, [modes.get("fp32")])
 
     def _admit(self, waiting: list[Row], rows: list[Row], until: float) -> list[Row]:
-        """Start children from the front of `waiting` until memory or time ends; those that may be
-        timed."""
+        """Start children from the front of `waiting` until memory or time ends.
+
+        Returns the rows that may be timed.
+        """
         self._cohort += 1
         now = time.monotonic()
         start_by, first_by = (now + share * (until - now) for share in (START_SHARE, FIRST_SHARE))
@@ -226,12 +228,12 @@ class Session:
                 if memory["free"] < ROOM * memory["held"]:
                     break
         if all(row.windows for row in alive):
-            self._end(*(row.key for row in alive))  # nobody new is there to be held to them
+            self._end(*(row.key for row in alive))  # there is no new row to compare with them
             return []
         return self._worth_timing(alive, rows)
 
     def _waits_for_memory(self, row: Row, alive: list[Row]) -> bool:
-        """Whether a row that found no memory beside others is tried once more without them."""
+        """Return whether to retry a row alone that found no memory beside others."""
         if row.kind != "memory" or not alive or row.key in self._late:
             return False
         self._late.add(row.key)
@@ -239,7 +241,7 @@ class Session:
         return True
 
     def _ready(self, row: Row, start_by: float) -> bool:
-        """Build a contender, take its first steps, prepare it; whether it gets there."""
+        """Build a contender, take its first steps, prepare it; return whether this succeeds."""
         child = self._start(row)
         by, began = min(start_by, self.deadline), time.monotonic()
         try:
@@ -266,7 +268,7 @@ class Session:
         return True
 
     def _worth_timing(self, alive: list[Row], rows: list[Row]) -> list[Row]:
-        """Those that compute the same as the others; the rest is ended and says why."""
+        """Return the rows that compute the same as the others; end the rest with a reason."""
         taken = [row for row in rows if "losses" in row.equality and not row.case.real_data]
         answers = self.contest.check(taken)
         for row in taken:
@@ -281,7 +283,7 @@ class Session:
         return [row for row in alive if row not in wrong]
 
     def _measure(self, alive: list[Row], until: float) -> None:
-        """Warm up, a window of each again and again, and what is measured beside them."""
+        """Warm up, measure windows in turns, then the details."""
         left = max(0.0, until - time.monotonic())
         least, most = WARM_UP_S
         limit = min(max(least, 0.4 * left / max(1, len(alive))), most[self.device.type])
@@ -303,7 +305,7 @@ class Session:
                 row.details = self._asked(row, "details", step_s=step_s, seconds=seconds)
 
     def _has_time(self, alive: list[Row], number: int, until: float) -> bool:
-        """Whether a round of windows fits; after the third one with what is measured beside."""
+        """Return whether a round of windows fits; after the third round with the details."""
         more = DETAILS_STEPS if number >= ROUNDS else 0
         warm = [row.warm_up for row in alive]
         length = sum((found["steps_per_window"] + more) * found["step_s"] for found in warm)
@@ -321,7 +323,7 @@ class Session:
             self.log.say(f"{row.key}: {rate:,.0f} {sample}s/s")
 
     def _asked(self, row: Row, do: str, place: dict | None = None, **request: Any) -> dict:
-        """The answer, noted with its place; {} where the child fails: it is ended."""
+        """Return the answer and log it with its place; if the child fails, end it, return {}."""
         try:
             found = self._children[row.key].ask(self.deadline, do, **request)
         except ChildFailed as failure:
@@ -331,7 +333,7 @@ class Session:
         return found
 
     def _failed(self, row: Row, failure: ChildFailed, timed: bool) -> None:
-        """End the child and note why; `timed`: while it was measured, not while it got ready."""
+        """End the child and note why; `timed`: it failed in measurement, not in preparation."""
         self._end(row.key)
         if timed or not row.windows:
             row.failed(_KINDS[failure.kind], failure.reason, failure.kind)
@@ -358,7 +360,7 @@ class Session:
 
 
 def device_name(device: torch.device) -> str:
-    """What a reader calls it."""
+    """Return the device's name for readers."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU: {environment(device)['cpu']}"
@@ -372,10 +374,10 @@ def run_bench(
     folder: Path,
     started: float,
 ) -> tuple[dict, str]:
-    """Measure everything that fits into the budget; (content of bench.json, bench.md).
+    """Measure everything that fits into the budget; return the contents of bench.json, bench.md.
 
-    Writes bench.jsonl, bench.json, bench.md, bench.png and logs/ into `folder`. All children are
-    ended. started: of time.monotonic, when the budget began.
+    It writes bench.jsonl, bench.json, bench.md, bench.png and logs/ into `folder` and ends all
+    children. started: the time.monotonic at which the budget began.
     """
     groups, left_out = plan
     deadline = started + options.budget_s - _REPORT_S
@@ -393,7 +395,7 @@ def run_bench(
             ended = "interrupted"
         finally:
             session.close()
-        # Mode by mode, for a reader; they were measured in another order.
+        # Sort mode by mode for readers; the order of measurement was another.
         order = [
             (g.label, real, mode) for g in groups for real in (False, True) for mode in g.modes
         ]

@@ -1,9 +1,9 @@
-"""From raw windows to the numbers of a report; works on the plain rows of bench.json.
+"""The numbers of a report from raw windows; works on the plain rows of bench.json.
 
-Every ratio is above 1 where the row is faster than what it is compared with. Intervals are
-percentile bootstraps (Efron and Tibshirani, An Introduction to the Bootstrap, 1993, section 13.3),
-drawn with a fixed seed, so that one set of windows always gives the same interval. With fewer than
-some ten windows they are narrower than 95 % coverage would ask for.
+Every ratio is above 1 if the row is faster than the other one. Intervals are percentile bootstraps
+(Efron and Tibshirani, An Introduction to the Bootstrap, 1993, section 13.3). The seed is fixed, so
+one set of windows always gives the same interval. With fewer than about ten windows the intervals
+are narrower than 95 % coverage requires.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ RESAMPLES, CONFIDENCE, SEED = 4000, 0.95, 20171010
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """{"median", "q1", "q3", "n"} of at least one value; ValueError for none.
+    """Return {"median", "q1", "q3", "n"} of at least one value; ValueError for none.
 
-    Quartiles by linear interpolation between order statistics.
+    Quartiles are linear interpolations between order statistics.
     """
     if not len(values):
         raise ValueError("no values")
@@ -30,11 +30,17 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, Any]:
-    """Median of the ratios pair by pair, of windows that followed one another in the same round, so
-    that drift of clock and temperature cancels.
+    """Return the median of the ratios of paired windows.
 
-    {"median", "low", "high", "n", "paired"}: low and high are a bootstrap interval at 95 %, for
-    which pairs are resampled. ValueError for unequal lengths.
+    The windows of a pair followed one another in the same round, so that drift of clock and
+    temperature cancels.
+
+    Returns:
+        {"median", "low", "high", "n", "paired"}. low and high are a bootstrap interval at 95 %, for
+        which pairs are resampled.
+
+    Raises:
+        ValueError: unequal lengths, or no values.
     """
     if len(numerators) != len(denominators) or not len(numerators):
         raise ValueError(f"{len(numerators)} and {len(denominators)} values make no pairs")
@@ -44,8 +50,10 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
 
 def unpaired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, Any]:
-    """As `paired_ratio`, of two medians of windows at different times; each side is resampled on
-    its own."""
+    """Return the ratio of two medians of windows at different times, in the form of `paired_ratio`.
+
+    Each side is resampled separately.
+    """
     above = numpy.asarray(numerators, dtype=float)
     below = numpy.asarray(denominators, dtype=float)
     random = numpy.random.default_rng(SEED)
@@ -66,16 +74,16 @@ def _ratio(median: Any, resampled: NDArray[Any], n: int, paired: bool) -> dict[s
 
 
 def summarise(rows: list[dict]) -> None:
-    """Put "summary" into each row; None where nothing of it was timed.
+    """Put "summary" into each row; None if no window of it was timed.
 
-    rate: samples/s, median, quartiles, n. ratios: to the same contender in "fp32" and "tf32" (but
-    where one of the two replays a graph that the other's update cannot have: see "no_ratio"). A
-    ratio pairs windows of the same round; of two rows that were never alive together it says
-    paired: false. limit_share: of the roofline limit of eager execution. energy_j: per sample.
-    memory_bytes: of weights, gradients, optimizer state and what is saved for backward;
-    memory_ratio: the same over FP32's; peak_ratio: peak allocated over FP32's (over TF32's where
-    FP32 was not measured: the same formats). skipped: updates since the beginning. host_us: per
-    step. data_wait: share of the windows' time.
+    rate: samples/s, median, quartiles, n. ratios: to the same contender in "fp32" and "tf32". There
+    is none if one of the two replays a graph and the other's update cannot: see "no_ratio". A ratio
+    pairs windows of the same round; for two rows that were never alive together it has paired:
+    false. limit_share: share of the roofline limit of eager execution. energy_j: joules per sample.
+    memory_bytes: weights, gradients, optimizer state and tensors saved for backward. memory_ratio:
+    the same over FP32's. peak_ratio: peak allocated over FP32's (over TF32's if FP32 was not
+    measured: the same formats). skipped: skipped updates since the beginning. host_us: per step.
+    data_wait: share of the windows' time.
     """
     timed = timed_rows(rows)
     for row in rows:
@@ -83,17 +91,17 @@ def summarise(rows: list[dict]) -> None:
 
 
 def timed_rows(rows: list[dict]) -> dict[tuple, dict]:
-    """Those that have windows, by (label, mode, contender, real_data)."""
+    """Return the rows with windows, by (label, mode, contender, real_data)."""
     return {_place(row): row for row in rows if row["windows"]}
 
 
 def rates(row: dict) -> list[float]:
-    """Samples per second of each window."""
+    """Return samples per second of each window."""
     return [window["samples"] / window["seconds"] for window in row["windows"]]
 
 
 def ratio(row: dict, other: dict) -> dict:
-    """How much faster `row` is than `other`, of windows in the same rounds where there are any."""
+    """Return how much faster `row` is than `other`, if possible from windows in the same rounds."""
     mine, theirs = _by_round(row), _by_round(other)
     rounds = [place for place in mine if place in theirs]
     if rounds:
@@ -102,7 +110,7 @@ def ratio(row: dict, other: dict) -> dict:
 
 
 def peak_ratio(row: dict, other: dict | None) -> float | None:
-    """Peak allocated over that of another row."""
+    """Return the peak allocated over that of another row."""
     if other is None:
         return None
     mine, theirs = (r["details"].get("peak", {}).get("allocated") for r in (row, other))
@@ -135,9 +143,9 @@ def _summary(row: dict, timed: dict[tuple, dict]) -> dict:
 
 
 def _executed_alike(row: dict, other: dict) -> bool:
-    """False where one of two rows of mprun replays a graph that the other's update cannot have.
+    """Return False if one of two rows replays a graph that the other's update cannot have.
 
-    Then their ratio would be that of two ways of execution. (A row that stays eager because its
+    Their ratio would then compare two ways of execution. (A row that stays eager because its
     device is the limit would gain nothing from a graph.)
     """
     facts = [one["facts"].get("prepare", {}) for one in (row, other)]
@@ -149,7 +157,7 @@ def _executed_alike(row: dict, other: dict) -> bool:
 
 
 def _all_kinds(row: dict) -> int | None:
-    """Bytes of all kinds and dtypes, or None where they were not measured."""
+    """Return the bytes of all kinds and dtypes, or None if they were not measured."""
     kinds = row["details"].get("memory_by_kind")
     if not kinds or "why_not" in kinds:
         return None
@@ -167,7 +175,7 @@ def _by_round(row: dict) -> dict[tuple[int, int], float]:
 
 
 def _energy(row: dict) -> float | None:
-    """Joules per sample of one long window, or of all timed ones; None if it cannot be read."""
+    """Return joules per sample of one long window or all timed ones; None if not readable."""
     long = row["details"].get("energy_window")
     windows = [long] if long else row["windows"]
     if any(window["energy_mj"] is None for window in windows):
@@ -176,7 +184,7 @@ def _energy(row: dict) -> float | None:
 
 
 def _data_wait(row: dict) -> float | None:
-    """Share of the windows' time that the device waited for data."""
+    """Return the share of the windows' time that the device waited for data."""
     waits = [window["data_wait_s"] for window in row["windows"]]
     if any(wait is None for wait in waits):
         return None

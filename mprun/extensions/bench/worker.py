@@ -1,4 +1,4 @@
-"""What a bench child can do: build its contender, warm it up, time windows, look inside."""
+"""The requests to a bench child: build its contender, warm it up, time windows, look inside."""
 
 import gc
 import math
@@ -18,14 +18,14 @@ from mprun.record.energy import PowerMeter, meter_of
 from mprun.record.memory import peak
 from mprun.training.run import resolve_device
 
-ENERGY_S = 2.0  # NVML's counter moves some ten times a second: one window alone is coarse
+ENERGY_S = 2.0  # NVML's counter moves about ten times a second: a single window is coarse
 _MEMINFO = Path("/proc/meminfo")
-_REPEATS = 10  # steps of which the host's time is the median
+_REPEATS = 10  # steps for the median of the host's time
 _WATCHED = 5  # steps in which synchronisations are counted
 
 
 class Worker:
-    """Holds one contender; every other method is a request, and answers with plain values."""
+    """Holder of one contender; its methods are requests and return plain values."""
 
     contender: Contender
     case: Case
@@ -34,21 +34,21 @@ class Worker:
         self.device, self.meter = torch.device("cpu"), PowerMeter(None)
 
     def make(self, case: Case, device: torch.device) -> Contender:
-        """The contender of a case, before its first step; flags pinned and weights drawn."""
+        """Build the contender of a case before its first step: pin flags and draw weights."""
         return Own(case, device)
 
     def watched_steps(self) -> dict:
-        """What a contest's `check` needs of the first 20 steps, and how long each of them took."""
+        """Take the first 20 steps; return the seconds of each and what `Contest.check` needs."""
         return measure.first_steps(self.contender, self.device)
 
     def ceilings(self, device: str, seconds: float, threads: int | None = None) -> dict:
-        """The device's ceilings in some `seconds`, and what NVML says of it."""
+        """Measure the device's ceilings in about `seconds`; return them with NVML's answers."""
         self._on(device, threads)
         measured = measure.measure_ceilings(self.device, seconds)
         return {"ceilings": measured, "driver": self.meter.driver(), "nvml": self.meter.why}
 
     def limit(self, case: Case, ceilings: dict, name: str) -> dict:
-        """Samples per second that no execution of a step can exceed, under measured ceilings.
+        """Return the limits of a step under measured ceilings, in samples per second.
 
         See `roofline.limits.limit`. BadInput for a step that cannot be counted.
         """
@@ -71,16 +71,16 @@ class Worker:
         }
 
     def first_steps(self) -> dict:
-        """The first 20 steps, and what their first use cost."""
+        """Take the first 20 steps; keep the seconds of first use in them."""
         found = self.watched_steps()
-        # Once everything is compiled and captured a step takes what the fastest ones take.
+        # After compilation and capture every step is as fast as the fastest ones.
         usual = sorted(found["seconds"])[len(found["seconds"]) // 4]
         self.first_use_s = max(0.0, sum(found["seconds"]) - usual * len(found["seconds"]))
         return found
 
     def prepare(self) -> dict:
-        """The rest of the first use; memory that is left afterwards, in bytes."""
-        # Autotuning and the steps before a capture leave memory cached that others need.
+        """Complete the first use; return the settings, and the bytes that are free afterwards."""
+        # Autotuning and the steps before a capture cache memory that others need.
         release(self.device)
         self.contender.prepare()
         self.contender.run(2)
@@ -98,16 +98,16 @@ class Worker:
         return measure.warm_up(self.contender, self.device, limit_s, steps)
 
     def window(self, steps: int) -> dict:
-        """One timed window."""
+        """Time one window."""
         return measure.window(self.contender, self.device, steps, self.meter)
 
     def details(self, step_s: float, seconds: float) -> dict:
-        """Everything that is measured beside the windows; `seconds` may be spent on it.
+        """Measure everything beside the windows in about `seconds`.
 
-        The order matters: what disturbs the step comes last.
+        The order matters: measurements that disturb the step come last.
         """
         answer: dict[str, Any] = {"skipped": self.contender.skipped()}
-        # Of others the timed windows have to do: this would be a third of the time they take.
+        # For others the timed windows have to suffice: this would cost a third of their time.
         own = self.case.contender in OWN
         if own and self.meter.energy_mj() is not None and seconds > 2 * ENERGY_S:
             answer["energy_window"] = self.window(measure.steps_for(step_s, ENERGY_S))
@@ -119,15 +119,15 @@ class Worker:
         return answer | {"nvml": self.meter.why}
 
     def _synchronisations(self) -> float | None:
-        """Per step; None on a CPU, which waits for nobody."""
+        """Count synchronisations per step; None on a CPU, which has none."""
         count = measure.count_synchronisations(lambda: self.contender.run(_WATCHED), self.device)
         return None if count is None else count / _WATCHED
 
     def _peak(self, step_s: float) -> dict:
-        """Peak memory of steady steps in bytes; allocated, where they are replayed, of eager ones.
+        """Return the peak memory of steady steps in bytes; for replayed steps "allocated" is eager.
 
-        A replay allocates nothing, and the peak of its capture holds what came before. What is
-        reserved and what the driver counts is read before these eager steps, which need as much
+        A replay allocates nothing, and the peak of its capture includes earlier tensors. The
+        reserved bytes and the driver's count are read before these eager steps, which need as much
         again beside the graph.
         """
         if self.device.type != "cuda":
@@ -158,7 +158,7 @@ class Worker:
 
 
 def release(device: torch.device) -> None:
-    """Give back the memory that nothing holds any more."""
+    """Free cached memory that nothing uses."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -166,12 +166,12 @@ def release(device: torch.device) -> None:
 
 
 def _memory_left(device: torch.device) -> dict[str, int]:
-    """Bytes that are free, and those that this process holds."""
+    """Return the free bytes, and the bytes that this process holds."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return {"free": free, "held": torch.cuda.memory_reserved(device)}
     if not _MEMINFO.is_file():
-        return {"free": sys.maxsize, "held": 0}  # not Linux: one child after the other may swap
+        return {"free": sys.maxsize, "held": 0}  # not Linux: children may swap
     facts = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return {

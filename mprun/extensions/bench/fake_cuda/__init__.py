@@ -1,15 +1,14 @@
 """A CUDA runtime without a device: the host side of CUDA code runs, and nothing is computed.
 
-A library that is built here and preloaded (`build`, `environment`) lets the CUDA build of torch
-believe in one GPU. Real are torch's allocator, streams, autograd and its device threads, autocast,
-cuDNN's handling of RNN weights, `set_sync_debug_mode`, stream capture, CUDA graphs, and Triton
-compiling for that device. So exceptions, warnings, host waits, captures, the path that was taken,
-bytes of memory and numbers of launches mean something.
+A preloaded library (`build`, `environment`) lets the CUDA build of torch believe in one GPU. These
+are real: torch's allocator, streams, autograd and its device threads, autocast, cuDNN's handling of
+RNN weights, `set_sync_debug_mode`, stream capture, CUDA graphs, and Triton compiling for that
+device. So exceptions, warnings, host waits, captures, the chosen path, bytes of memory and numbers
+of launches are meaningful.
 
-**No value means anything, and no time of the device.** Kernels do nothing: losses are what lay in
-memory, a run may end as diverged, and whatever compares values has to be told what to find. Memory
-is without the workspaces that cuDNN asks for. torch.compile and libraries that bring a CUDA runtime
-of their own are not covered.
+**Values and device times are meaningless.** Kernels do nothing: losses are old memory, a run may
+end as diverged, and comparisons of values need prescribed results. Memory does not include cuDNN's
+workspaces. torch.compile and libraries with a CUDA runtime inside are not covered.
 """
 
 import ctypes
@@ -20,11 +19,11 @@ import sysconfig
 from pathlib import Path
 
 SOURCES = ("runtime.c", "libraries.c")
-# What torch may call below itself. What the sources do not define is made here: it succeeds.
+# Functions that torch may call. Those that the sources do not define get a stub that succeeds.
 _LIBRARIES = re.compile(r"^(__cuda|cuda|cublas|cudnn|cusolverDn|cusparse|cufft|curand|cu[A-Z])")
 _COMPUTES = re.compile(r"^(cublas|cudnn)(?!Lt)(?!.*(Create|Destroy|Set|Get|Restore|Find|Backend))")
 _HERE = Path(__file__).parent
-# CUDA's headers come with torch, the words for its compiler do not.
+# CUDA's headers come with torch, the macros for its compiler do not.
 _HOST_DEFINES = """\
 #define CUDARTAPI
 #define CUDARTAPI_CDECL
@@ -41,7 +40,7 @@ _HOST_DEFINES = """\
 
 
 def why_not() -> str | None:
-    """Why this machine cannot build the fake runtime, None: it can (what it lacks is told then)."""
+    """Return why this torch cannot use the fake runtime; None: it can, if `build` succeeds."""
     import torch
 
     if torch.version.cuda is None:
@@ -52,7 +51,7 @@ def why_not() -> str | None:
 
 
 def build(folder: Path) -> None:
-    """Make the library in `folder` (a second's work). RuntimeError says what is missing."""
+    """Build the library in `folder` (takes a second). RuntimeError says what is missing."""
     if (reason := why_not()) is not None:
         raise RuntimeError(reason)
     folder.mkdir(parents=True, exist_ok=True)
@@ -72,9 +71,9 @@ def build(folder: Path) -> None:
 
 
 def environment(folder: Path, memory_bytes: int | None = None) -> dict[str, str]:
-    """Variables with which a new process runs on the fake device of `folder`.
+    """Return the variables with which a new process runs on the fake device of `folder`.
 
-    memory_bytes: of the device; None: as an H200 has.
+    memory_bytes: memory of the device; None: that of an H200.
     """
     variables = {
         "LD_PRELOAD": str(folder / "libfakecuda.so"),
@@ -96,7 +95,7 @@ def _stub(name: str) -> str:
 
 
 def _asked_for() -> set[str]:
-    """Names of CUDA's libraries that those of torch do not define themselves."""
+    """Return the names in CUDA's libraries that torch's libraries use and do not define."""
     import torch
 
     folder, found = Path(torch.__file__).parent / "lib", set()
@@ -135,7 +134,7 @@ _FIELDS = (
 
 
 class Counts(ctypes.Structure):
-    """The fields of counts.h, in its order; each is told there. Differences by `-`."""
+    """The fields of counts.h, in the same order; counts.h describes each. `-` gives differences."""
 
     _fields_ = [(name, ctypes.c_ulong) for name in _FIELDS]
 
@@ -147,10 +146,10 @@ class Counts(ctypes.Structure):
 
 
 def is_fake() -> bool:
-    """Whether this process runs on the fake device."""
+    """Return whether this process runs on the fake device."""
     return hasattr(ctypes.CDLL(None), "fake_cuda_counts")
 
 
 def counts() -> Counts:
-    """A copy of the counts now; ValueError in a process without the fake runtime."""
+    """Return a copy of the current counts; ValueError without the fake runtime."""
     return Counts.from_buffer_copy(Counts.in_dll(ctypes.CDLL(None), "fake_cuda_counts"))

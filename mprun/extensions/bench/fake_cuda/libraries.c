@@ -1,8 +1,8 @@
-/* cuBLAS and cuDNN without a device: what they answer to torch before and around their kernels.
+/* cuBLAS and cuDNN without a device: their answers to torch before and around their kernels.
  *
- * A product, convolution or LSTM is one library call on the stream of its handle; the calls that
- * need no answer are made by library.py, from the names that torch asks for. Workspaces are small, so
- * that the memory of a step is that of its tensors: what a real library would take comes on top.
+ * A product, convolution or LSTM is one library call on the stream of its handle. __init__.py makes
+ * the calls that need no answer, from the names that torch uses. Workspaces are small, so the memory
+ * of a step is that of its tensors; a real library takes more.
  */
 #include <stdint.h>
 #include <stdlib.h>
@@ -16,12 +16,12 @@ typedef struct {
 
 enum { SMALL = 1024, DESCRIPTOR = 512 };
 
-/* A handle or a descriptor of whatever kind. */
+/* A handle or a descriptor of any kind. */
 int fake_make(void **made) { return *made = calloc(1, DESCRIPTOR), 0; }
 int cublasSetStream_v2(Handle *handle, void *stream) { return handle->stream = stream, 0; }
 int cudnnSetStream(Handle *handle, void *stream) { return handle->stream = stream, 0; }
 int cudnnGetStream(Handle *handle, void **stream) { return *stream = handle->stream, 0; }
-/* Whatever computes and is not written out below. */
+/* A function that computes and is not written out below. */
 int fake_compute(Handle *handle) { return fake_library_call(handle->stream); }
 
 /* ---- cuBLAS */

@@ -70,7 +70,7 @@ static Stream default_stream, *streams[MAX_STREAMS] = {&default_stream};
 static int stream_count = 1;
 static unsigned long capture_count, active_capture, active_nodes;
 static Stream *origin;
-/* Of the thread that began a capture, unless its mode is relaxed: what must not be called now. */
+/* Set in the thread that began a capture, unless its mode is relaxed: some calls are forbidden. */
 static __thread int restricted;
 static __thread enum cudaStreamCaptureMode thread_mode = cudaStreamCaptureModeGlobal;
 
@@ -90,7 +90,7 @@ static double now_ms(void) {
     return t.tv_sec * 1e3 + t.tv_nsec / 1e6;
 }
 
-/* Whether work on `stream` becomes part of a graph. Work beside a capture is counted as stray where
+/* Return whether work on `stream` becomes part of a graph. Work beside a capture counts as stray if
  * the capturing thread, or the one that computes its gradients, launches it. */
 static int captured(Stream *stream, int by_kernel) {
     if (stream->capture) {
@@ -270,7 +270,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t graph, cudaStream_t s) {
     captured(stream_of(s), 1);
     return ok;
 }
-/* Whoever asks wants to know whether there is any. */
+/* Callers only need to know whether there is any. */
 cudaError_t cudaGraphGetNodes(cudaGraph_t graph, cudaGraphNode_t *nodes, size_t *count) {
     *count = ((Graph *)graph)->nodes > 0;
     return ok;
@@ -655,8 +655,8 @@ cudaError_t cudaGetDriverEntryPointByVersion(const char *name, void **function, 
     if (found) *found = cudaDriverEntryPointSuccess;
     return ok;
 }
-/* The real compiler of kernels that torch writes as text (exp2 of float64) asks for inner parts of
- * the driver: a table of its own size and nothing more. */
+/* The real compiler of kernels that torch writes as text (exp2 of float64) requests an internal table
+ * of the driver: return one that holds only its size. */
 int cuGetExportTable(const void **table, const void *which) {
     static const size_t empty = sizeof empty;
     return *table = &empty, 0;

@@ -1,7 +1,7 @@
-"""One training step of a configuration counted: the real task, on tensors without values.
+"""The count of one training step of a configuration: the real task, on tensors without values.
 
-A dispatch mode writes a row for each kernel and finds what BatchNorm can fold; what no dispatcher
-sees, the update in one pass and recurrent layers, writes its rows itself.
+A dispatch mode writes a row for each kernel and finds the work that BatchNorm can fold. The
+single-pass update and recurrent layers, which no dispatcher sees, write their rows themselves.
 """
 
 import dataclasses
@@ -47,20 +47,20 @@ _CPU = torch.device("cpu")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Counted:
-    """What one step costs.
+    """The cost of one step.
 
     Attributes:
         label: the model and its size.
         mode: as in a run's record.
-        overrides: dtype names of the modules with one of their own.
-        samples: per step, in units of `sample`.
-        parameters: all.
-        dense: those that every update moves (not row tables).
-        update: how, "single_pass" or which of torch's implementations.
+        overrides: dtype names of the module overrides.
+        samples: samples per step, in units of `sample`.
+        parameters: number of all parameters.
+        dense: number of parameters that every update moves (not row tables).
+        update: path of the update, "single_pass" or one of torch's implementations.
         memory: in bytes.
-        counted_s: how long the count took.
-        micro_batches: of the step.
-        bucket_bytes: of the FP32 gradients that ranks would sum at a time.
+        counted_s: seconds that the count took.
+        micro_batches: number of micro-batches of the step.
+        bucket_bytes: bytes of the FP32 gradients that ranks would sum at a time.
     """
 
     label: str
@@ -80,29 +80,29 @@ class Counted:
 
     @property
     def flops(self) -> int:
-        """Of the whole step."""
+        """FLOPs of the whole step."""
         return sum(row.flops for row in self.rows)
 
     def bytes(self, phases: Sequence[str] = ("forward", "backward", "update")) -> int:
-        """Read and written in these phases."""
+        """Sum the bytes that these phases read and write."""
         return sum(row.bytes for row in self.rows if row.phase in phases)
 
 
 def count(
     overrides: Sequence[str], mode: str | None = None, config_dir: str | None = None
 ) -> Counted:
-    """Count a training step of `mprun [overrides]` as a GPU would execute it; needs none.
+    """Count a training step of `mprun [overrides]` as a GPU would execute it, without a GPU.
 
-    Takes seconds and no memory worth mention, whatever the sizes; reads no file of the data. The
-    step is one in steady state: a language model carries its state on.
+    It takes seconds and almost no memory for any size, and reads no data file. The step is in
+    steady state: a language model carries its state on.
 
     Args:
         mode: a precision mode that replaces the one of the overrides.
-        config_dir: a folder of the user's own options.
+        config_dir: a folder with the user's options.
 
     Raises:
-        BadInput: for a configuration that cannot run, and for a network of the user's own that
-            needs values (`.item()`, a loop over data).
+        BadInput: a configuration that cannot run, or a user's network that needs values
+            (`.item()`, a loop over data).
     """
     started = time.perf_counter()
     given = [*overrides] if mode is None else [*overrides, f"precision={mode}"]
@@ -114,7 +114,7 @@ def count(
     source = shape_source(config)
     try:
         with warnings.catch_warnings():
-            # Of torch about fake tensors: none of it is about the step.
+            # torch warns about fake tensors, never about the step.
             warnings.simplefilter("ignore")
             rows, task, memory = _step(config, policy, source)
     except MprunError:
@@ -145,16 +145,16 @@ def count(
 
 
 def _step(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
-    """(rows, task, memory) of the second step: the first one finds nothing carried on."""
+    """Return (rows, task, memory) of the second step: the first one has no carried state."""
     counter = Counter(policy.fp32_math)
     seed = torch.random.get_rng_state()
     try:
-        # cuda_kernels outside: what it registers is for the dispatcher, not for tensors.
+        # cuda_kernels is outside: it registers kernels with the dispatcher, not on tensors.
         with cuda_kernels(counter.write), weightless():
             task = _built(config, policy, source)
             for optimizer in (learner.optimizer for learner in task.learners.values()):
                 if optimizer.update_path == "single_pass":
-                    # The kernels themselves are of one device and no dispatcher sees them.
+                    # The real kernels belong to one device, and no dispatcher sees them.
                     optimizer.use(CountedPass(optimizer, counter.write))
                 for name in ("backward", "zero_grad", "step"):
                     setattr(optimizer, name, counter.updating()(getattr(optimizer, name)))
@@ -164,7 +164,7 @@ def _step(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
             counter._casts.clear()
             held = held_bytes(task.learners.values())
             models = [learner.model for learner in task.learners.values()]
-            # Parameters and buffers are held anyway: a graph that keeps them costs nothing more.
+            # Parameters and buffers exist anyway: a graph that keeps them costs no more memory.
             saved = SavedTensors(t for m in models for t in (*m.parameters(), *m.buffers()))
             with counter, saved.watching():
                 task.compute(task.load(1))
@@ -174,13 +174,13 @@ def _step(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
 
 
 def _built(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
-    """The task on shapes; native, because a GPU emulates nothing."""
+    """Build the task on shapes; native, because a GPU emulates nothing."""
     chosen = [DTYPES[name] for name in config.precision.overrides.values()]
     arithmetic = ForwardContext(policy, _CPU, native=True, overrides=chosen)
-    # A source of the user's has been held to its promises already, with values.
+    # A user's source was checked before, with values.
     plain = DataConfig(name="shapes", batch_size=config.data.batch_size)
     config = dataclasses.replace(config, cpu_half="native", data=plain)
-    # Without a batch a network of the user's own is not tried first, which takes values.
+    # A user's network is tried first, which needs values, unless there is no batch.
     source.batches_per_epoch = 0
     try:
         return build_task(config, source, policy, arithmetic)
@@ -191,13 +191,13 @@ def _built(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
 
 
 class Counter(TorchDispatchMode):
-    """Within it every operation adds its rows to `rows`. The tensors are fake ones.
+    """A mode in which every operation on fake tensors adds its rows to `rows`.
 
-    Foldable into a BatchNorm kernel are a ReLU (or leaky ReLU) of a BatchNorm's output, its
-    gradient, the addition of a residual to such an output, of which the residual is still read,
-    and the addition of the two gradients that meet there, of which one is still read. The kernels
-    that make a 16-bit tensor FP8 (widen, scale, clamp, narrow) are foldable into one that reads it
-    and writes the other; the search for its largest number is a pass of its own.
+    A BatchNorm kernel can fold these: a ReLU (or leaky ReLU) of a BatchNorm's output; its gradient;
+    the addition of a residual to such an output (the residual is still read); the addition of the
+    two gradients that meet there (one is still read). The kernels that cast a 16-bit tensor to FP8
+    (widen, scale, clamp, narrow) fold into one that reads the first and writes the second. The
+    search for the largest number is a separate pass.
 
     Args:
         fp32_math: "ieee" or "tf32", how FP32 products are computed.
@@ -207,19 +207,19 @@ class Counter(TorchDispatchMode):
         super().__init__()
         self.fp32_math, self._updating = fp32_math, False
         self.rows: list[Row] = []
-        # By id of the storage; holding the tensors keeps the ids theirs, and fake ones are small.
+        # By id of the storage. Held tensors keep their ids, and fake ones are small.
         self._normalised: dict[int, Tensor] = {}
         self._activated: dict[int, Tensor] = {}
         self._residual_shapes: set[torch.Size] = set()
-        # Of what may become FP8: the tensor, bytes of what it was made of, places of its rows.
+        # For tensors that may become FP8: the tensor, bytes of its source, places of its rows.
         self._casts: dict[int, tuple[Tensor, int, list[int]]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and self._updating:
             return 1.0  # the step counter of an optimizer, which lies on the host
-        # What returns nothing only changes values, of which there are none; some such operators
-        # (fused optimizers) do not know tensors without values.
+        # Operators without a result only change values, and there are none; some of them (fused
+        # optimizers) do not accept tensors without values.
         results = func(*args, **kwargs) if func._schema.returns else None
         for kind, flops, size in costs(Operation(func, name_of(func), args, kwargs, results)):
             kind = self._kind(kind, args, results)
@@ -231,8 +231,11 @@ class Counter(TorchDispatchMode):
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """What is done inside counts as update; a backward pass in it does not, but casting and
-        checking what that made does. Around a method of an optimizer: `updating()(method)`."""
+        """Count everything inside as update, except a backward pass.
+
+        Casts and checks of the gradients count as update. Wrap an optimizer's method as
+        `updating()(method)`.
+        """
         before, self._updating = self._updating, True
         try:
             yield
@@ -241,13 +244,13 @@ class Counter(TorchDispatchMode):
 
     @property
     def phase(self) -> str:
-        """Of what runs now: "forward", "backward" or "update"."""
+        """The current phase: "forward", "backward" or "update"."""
         if in_backward():
             return "backward"
         return "update" if self._updating else "forward"
 
     def write(self, kind: str, dtype: torch.dtype, flops: int, size: int, launches: int) -> None:
-        """A row of something that is no operator."""
+        """Add a row for work that is no operator."""
         form = self._format(dtype) if flops else ""
         self.rows.append(Row(kind, self.phase, form, flops, size, launches))
 
@@ -264,7 +267,7 @@ class Counter(TorchDispatchMode):
         return "gradient add" if self.phase == "backward" else "residual add"
 
     def _follow_cast(self, kind: str, args, results) -> None:
-        """Note the last row where it may belong to an FP8 cast; fold them where it ends one."""
+        """Note the last row if it may belong to an FP8 cast; fold the rows if it ends one."""
         if kind not in ("cast", "mul", "clamp_") or not isinstance(results, Tensor):
             return
         _, size, places = self._casts.get(storage_key(args[0]), (None, bytes_of(args[0]), []))
@@ -280,7 +283,7 @@ class Counter(TorchDispatchMode):
             self.rows[-1] = dataclasses.replace(self.rows[-1], folded_bytes=left)
 
     def _folded(self, kind: str, args, results) -> int | None:
-        """The bytes left where this kernel can be folded into a BatchNorm's, else None."""
+        """Return the bytes left if a BatchNorm kernel can fold this kernel, otherwise None."""
         match kind:
             case "batch norm":
                 self._normalised[storage_key(results[0])] = results[0]
@@ -301,10 +304,10 @@ class Counter(TorchDispatchMode):
 
 
 class CountedPass(SinglePass):
-    """A single pass on tensors without values: writes what it costs.
+    """A single pass on tensors without values, which writes its costs.
 
-    Check: every gradient read once. Update: gradients read; weights and optimizer state, what
-    roundings took away among it, read and written; 16-bit copies of masters written.
+    The check reads every gradient once. The update reads gradients, reads and writes weights and
+    optimizer state (compensation of roundings included), and writes 16-bit copies of masters.
     """
 
     def __init__(self, optimizer, write: Write):

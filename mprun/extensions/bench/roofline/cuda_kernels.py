@@ -1,16 +1,17 @@
-"""Torch's CPU build made to take the operations that CUDA would, on tensors without values.
+"""CUDA's choice of operations in torch's CPU build, on tensors without values.
 
 A step is counted on fake CPU tensors: fake CUDA tensors have no backward pass without a driver
-(the engine asks for the device), and meta tensors no autocast. What a CPU does otherwise than CUDA
-is put right here, for as long as a count runs and for the whole process:
+(the engine asks for the device), and meta tensors no autocast. This module corrects the differences
+between CPU and CUDA, for the whole process while a count runs:
 
 autocast   the op lists of CUDA in place of the CPU's (mprun.precision.autocast)
 dropout    one kernel that keeps a byte per number, in place of three
 recurrent  one call per layer stack, in place of its matrix products: nn.LSTM, nn.GRU and nn.RNN as
            cuDNN computes them, costs by formula
 
-Per layer and direction, with T time steps, batch B, input size D, hidden size H, recurrent width R
-(the projection where there is one, else H), G gates (LSTM 4, GRU 3, RNN 1) and s bytes a number:
+The costs are per layer and direction. T is the number of time steps, B the batch, D the input size,
+H the hidden size, R the recurrent width (the projection, or H without one), G the number of gates
+(LSTM 4, GRU 3, RNN 1) and s the bytes per number:
 
 forward
     one product over all time steps    2 T B D G H FLOP, s (T B D + D G H + T B G H) bytes
@@ -21,10 +22,10 @@ forward
 backward: each product twice, for its input (time step by time step, weights read again) and for its
     weights (over all time steps at once).
 
-So FLOPs are 2 per weight, token and pass, and recurrent weights are read from memory once in every
-time step: Appleyard et al., "Optimizing Performance of Recurrent Neural Networks on GPUs", arXiv
-1604.01946, sections 3.1 (the products over all time steps) and 3.2. Persistent kernels that keep
-weights on the chip for the whole sequence (small layers only) can be faster than this.
+So FLOPs are 2 per weight, token and pass, and recurrent weights are read from memory in every time
+step: Appleyard et al., "Optimizing Performance of Recurrent Neural Networks on GPUs", arXiv
+1604.01946, sections 3.1 (the products over all time steps) and 3.2. Persistent kernels, which keep
+the weights of small layers on the chip for the whole sequence, can be faster than this.
 """
 
 import warnings
@@ -43,8 +44,10 @@ GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}  # matrix products o
 
 @contextmanager
 def cuda_kernels(write: Write) -> Iterator[None]:
-    """Within it operations on CPU tensors are those that CUDA would run; `write` takes the rows of
-    recurrent layers. Not for use while another thread computes."""
+    """Run the operations of CUDA on CPU tensors; `write` takes the rows of recurrent layers.
+
+    Do not use it while another thread computes.
+    """
     with torch.library._scoped_library("aten", "IMPL") as library:
         register(library, half_to_float=True)
         with warnings.catch_warnings():
@@ -62,7 +65,7 @@ def _dropout(inputs: Tensor, p: float, train: bool) -> Tensor:
 
 
 class Layer(NamedTuple):
-    """One layer and direction; letters as in the formulas above. recurrent: R."""
+    """One layer and direction, with the sizes T, B, D, H, R and G of the formulas above."""
 
     steps: int
     batch: int
@@ -73,7 +76,7 @@ class Layer(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """Numbers that the forward pass keeps for the backward pass: gates, cells, outputs."""
+        """The count of numbers kept for the backward pass: gates, cells, outputs."""
         t, b, _, h, r, g = self
         return t * b * (g * h + (h if g == 4 else 0) + (h if r != h else 0))
 
@@ -89,13 +92,13 @@ class Layer(NamedTuple):
             _product(write, "recurrent projection", dtype, b, h, r, times=t)
 
     def backward(self, write: Write, dtype: torch.dtype, needs_input: bool) -> None:
-        """Write the rows of the backward pass; needs_input: the gradient of the input too."""
+        """Write the rows of the backward pass; needs_input adds the gradient of the input."""
         t, b, d, h, r, g = self
         gh = g * h
         if r != h:
             _product(write, "recurrent projection backward", dtype, b, r, h, times=t)
             _product(write, "recurrent weight gradient", dtype, r, t * b, h)
-        # Kept gates and the gradient of output and cell read; gradients of gates and cell written.
+        # Reads kept gates and gradients of output and cell; writes gradients of gates and cell.
         cells = 4 * b * h if g == 4 else 0
         _pass(write, "recurrent gates backward", dtype, t, 2 * b * gh + cells + b * h)
         _product(write, "recurrent product backward", dtype, b, gh, r, times=t)
@@ -106,16 +109,16 @@ class Layer(NamedTuple):
 
 
 def recurrent_kernel(name: str, write: Write):
-    """A stand-in for aten's operator `name` (of GATES) on tensors without values.
+    """Make a stand-in for aten's operator `name` (in GATES) on tensors without values.
 
-    Takes the operator's arguments for padded input, returns its outputs, with a gradient for
-    whatever needs one, and writes rows when forward and backward pass by.
+    It takes the operator's arguments for padded input and returns its outputs, with gradients where
+    needed. It writes rows in the forward and the backward pass.
     """
 
     def kernel(inputs, state, weights, has_biases, layers, dropout, train, both, batch_first):
         states = list(state) if name == "lstm" else [state]
         if torch.is_autocast_enabled("cpu"):
-            # As autocast does for cuDNN: all weights, on every call.
+            # Cast all weights on every call, as autocast does for cuDNN.
             dtype = torch.get_autocast_dtype("cpu")
             with torch.autocast("cpu", enabled=False):
                 inputs, *states = (t.to(dtype) for t in (inputs, *states))
@@ -162,7 +165,7 @@ class _Recurrent(torch.autograd.Function):
 
 
 def _stack(inputs, state, weights, gates: int, count: int) -> list[Layer]:
-    """The layers of the flat list of weights: per layer and direction w_ih, w_hh, maybe more."""
+    """Read the layers from the flat weights: w_ih, w_hh, maybe more per layer and direction."""
     steps, batch = inputs.shape[:2]
     first = weights[:: len(weights) // count]
     return [

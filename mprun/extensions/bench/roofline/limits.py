@@ -1,6 +1,6 @@
-"""What a GPU can do at best, the least time that a counted step takes there, and the tables of it.
+"""The ceilings of a GPU, the least time of a counted step there, and the tables of it.
 
-Imports no torch: names of GPUs are on a help page.
+This module imports no torch: a help page lists the names of GPUs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 # Seconds per kernel, an assumption: replayed from a CUDA graph, and started one by one.
 GRAPH_LAUNCH_S, EAGER_LAUNCH_S = 1.5e-6, 8e-6
 LAUNCH_SOURCE = "assumed: 1.5 us a kernel in a CUDA graph, 8 us eager"
-# Without torch: what `operations.FORMATS` says.
+# A copy of `operations.FORMATS` without torch.
 _FORMATS = {"torch.float16": "fp16", "torch.bfloat16": "bf16"}
 _FORMATS |= dict.fromkeys(("torch.float8_e4m3fn", "torch.float8_e5m2"), "fp8")
 _RATES = ("eager", "fused", "flop_only")  # of a limit that a table shows
@@ -41,11 +41,11 @@ class Ceilings:
 
     Attributes:
         source: where the rates are from.
-        flops: FLOP/s of large products by number format, of "fp8", "fp16", "bf16", "tf32" and
-            "fp32" those that the GPU has; a multiply-add is 2.
+        flops: FLOP/s of large products by number format: "fp8", "fp16", "bf16", "tf32" and "fp32",
+            as far as the GPU has them. A multiply-add is 2.
         bandwidth: bytes/s of a copy, read and written together.
         memory: bytes.
-        graph_launch_s, eager_launch_s: seconds that one kernel takes at least.
+        graph_launch_s, eager_launch_s: least seconds of one kernel.
     """
 
     name: str
@@ -80,11 +80,11 @@ def _gpu(
     return Ceilings(name, source, flops, bandwidth, gib * 2**30)
 
 
-# FP16 rate and bandwidth of H200: matrix products and copies seen on one (769 to 798 TFLOP/s,
-# 4.3 TB/s); of the others: what published training runs were judged by. TF32 is half of FP16 on
-# every one of them. FP32 is 0.86 of the data sheet (15.7, 19.5, 67 TFLOP/s), as 57.5 of 67 is on
-# an H200, the middle of 55 to 60. FP8 is twice FP16, as on the data sheets of H100 and H200
-# (1,979 and 989.5 TFLOP/s, dense).
+# FP16 rate and bandwidth of H200 are matrix products and copies observed on one (769 to 798
+# TFLOP/s, 4.3 TB/s); those of the others are the ones used to judge published training runs. TF32
+# is half of FP16 on all. FP32 is 0.86 of the data sheet (15.7, 19.5, 67 TFLOP/s), the ratio of an
+# H200: 57.5 of 67, the middle of 55 to 60. FP8 is twice FP16, as on the data sheets of H100 and
+# H200 (1,979 and 989.5 TFLOP/s, dense).
 GPUS = {
     "H200": _gpu("H200", 790e12, 395e12, 57.5e12, 4.3e12, 139, fp8=1580e12),
     "H100": _gpu("H100", 740e12, 370e12, 57.5e12, 3.0e12, 79, fp8=1480e12),
@@ -94,7 +94,7 @@ GPUS = {
 
 
 def ceilings_of(name: str) -> Ceilings:
-    """The ceilings of a named GPU, in any case of letters; BadInput for an unknown one."""
+    """Return the ceilings of a named GPU, in any case of letters; BadInput for an unknown one."""
     if name.upper() in GPUS:
         return GPUS[name.upper()]
     allowed = f"allowed: {', '.join(GPUS)}"
@@ -104,10 +104,10 @@ def ceilings_of(name: str) -> Ceilings:
 
 
 def why_not(policy: PrecisionPolicy, overrides: Sequence[str], ceilings: Ceilings) -> str | None:
-    """The reason why this GPU has no such mode, or None.
+    """Return the reason why this GPU has no such mode, or None.
 
-    TF32 and BF16 products exist from compute capability 8.0 on (NVIDIA Ampere), V100 is 7.0; FP8
-    ones from 8.9 on, with scales by row from 9.0 on: H100 and H200 have both, the others none.
+    TF32 and BF16 products need compute capability 8.0 (NVIDIA Ampere); V100 has 7.0. FP8 products
+    need 8.9, and 9.0 with scales by row: H100 and H200 have both, the others neither.
 
     Args:
         overrides: dtype names of module overrides.
@@ -122,20 +122,20 @@ def why_not(policy: PrecisionPolicy, overrides: Sequence[str], ceilings: Ceiling
 
 
 def limit(counted: Counted, ceilings: Ceilings) -> dict[str, Any]:
-    """What a counted step cannot exceed, in base units: seconds, bytes, FLOP, samples per second.
+    """Return the limits of a counted step, in seconds, bytes, FLOP and samples per second.
 
-    eager: samples per second if each operation takes the longer of its products and its traffic,
-    one after the other. fused: the same with ReLUs, residuals and their gradients folded into
+    eager: samples per second if operations run one after the other and each takes the longer of its
+    products and its traffic. fused: the same with ReLUs, residuals and their gradients folded into
     BatchNorm kernels, each FP8 cast in one kernel, and the update of BF16 weights without masters
-    in one pass; None where there is nothing to fold. flop_only: products at their full rate,
-    traffic free. Each of the three with the update. without_update: eager, forward and backward
-    alone. memory_bound_share: part of the eager time in which traffic takes longer than products.
+    in one pass; None if nothing can be folded. flop_only: products at their full rate, traffic
+    free. These three include the update. without_update: eager, only forward and backward.
+    memory_bound_share: part of the eager time in which traffic takes longer than products.
     step_s, update_s: the eager time, and the part of the update in it. launches: kernels per step.
-    graph_launches, eager_launches: samples per second if every kernel takes the ceilings' launch
-    time and nothing else. kinds: rows of one kind and phase, most expensive first.
+    graph_launches, eager_launches: samples per second if every kernel takes only the ceilings'
+    launch time. kinds: rows of one kind and phase, most expensive first.
 
     Raises:
-        BadInput: where the ceilings have no such products (see `why_not`).
+        BadInput: the ceilings lack such products (see `why_not`).
     """
     lacks = {row.form for row in counted.rows if row.flops} - ceilings.flops.keys()
     if lacks:
@@ -190,11 +190,11 @@ def _kinds(timed: list[tuple[Row, float]], total: float) -> list[dict[str, Any]]
 
 
 def measured_limit(counted: Counted, ceilings: dict, name: str) -> dict:
-    """The limit of a step on a device whose ceilings were measured.
+    """Return the limit of a step on a device whose ceilings were measured.
 
     Args:
-        ceilings: of `mprun.extensions.bench.measure.measure_ceilings`.
-        name: of the device.
+        ceilings: result of `mprun.bench.measure.measure_ceilings`.
+        name: name of the device.
     """
     rates = ceilings["flops"], ceilings["bandwidth"]
     found = limit(counted, Ceilings(name, "measured in this bench", *rates, memory=0.0))
@@ -204,7 +204,7 @@ def measured_limit(counted: Counted, ceilings: dict, name: str) -> dict:
 
 
 def limits(steps: list[Counted], ceilings: Ceilings, refused: list[str]) -> dict[str, Any]:
-    """What --json prints: `limit` by mode, with what they have in common.
+    """Return the content of --json: `limit` by mode, and the common numbers.
 
     Args:
         refused: why other modes are missing.
@@ -231,7 +231,7 @@ def limits(steps: list[Counted], ceilings: Ceilings, refused: list[str]) -> dict
 
 
 def as_text(found: dict[str, Any], top: int) -> str:
-    """`limits` as tables and notes for a terminal. top: operations that are shown of each mode."""
+    """Format `limits` as tables and notes for a terminal. top: operations shown for each mode."""
     modes, unit = found["modes"], found["sample"]
     parts = [
         f"{found['label']}: {found['parameters'] / 1e6:,.2f} M parameters, "
@@ -318,5 +318,5 @@ def _most_expensive(kinds: list[dict], unit: str, samples: int) -> str:
 
 
 def three(value: float) -> str:
-    """Three significant digits, with separators."""
+    """Return three significant digits, with separators."""
     return f"{float(f'{value:.3g}'):,.0f}" if value >= 100 else f"{value:.3g}"

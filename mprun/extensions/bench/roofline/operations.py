@@ -1,9 +1,9 @@
-"""FLOPs and bytes of one operation, by its arguments and results; a `Row` is what it comes to.
+"""FLOPs and bytes of one operation, by its arguments and results; a `Row` holds the sum.
 
-Rule: a kernel reads each input once and writes each output once; what is written in place is read
+Rule: a kernel reads each input once and writes each output once; tensors written in place are read,
 too; views, empty tensors and sizes cost nothing. A tensor counts with the memory that it covers: a
-number that is broadcast is one, a window that overlaps its neighbours is read once. Exceptions are
-the functions below. Products are 2 FLOP per multiply-add, everything else counts as traffic alone.
+broadcast number is one number, overlapping windows are read once. The functions below are the
+exceptions. Products are 2 FLOP per multiply-add; everything else counts only as traffic.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -19,9 +19,9 @@ from mprun.numerics.trace import Operation, operands
 
 # (kind, FLOPs, bytes) of one kernel
 Cost = tuple[str, int, int]
-# (kind, dtype, flops, bytes, launches): whatever no dispatcher sees writes its rows by this.
+# (kind, dtype, flops, bytes, launches): work that no dispatcher sees writes its rows with this.
 Write = Callable[[str, torch.dtype, int, int, int], None]
-# How products are computed, by dtype; FP32 ones may be in TF32, which the counter knows.
+# Format of products by dtype; the counter knows when FP32 ones run in TF32.
 FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 # Both run at one rate (NVIDIA H100 data sheet).
 FORMATS |= dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), "fp8")
@@ -34,9 +34,9 @@ class Row:
     Attributes:
         kind: "convolution", "batch norm backward", "cast", ...
         phase: "forward", "backward" or "update".
-        form: number format of the products, "" where there are none.
-        folded_bytes: what is left of the bytes where the kernel's work is folded into one beside
-            it, of a BatchNorm or of an FP8 cast; None: it cannot be.
+        form: number format of the products, "" if there are none.
+        folded_bytes: the bytes left if a neighbouring kernel (BatchNorm, FP8 cast) folds this
+            work; None: none can.
     """
 
     kind: str
@@ -48,7 +48,7 @@ class Row:
     folded_bytes: int | None = None
 
     def seconds(self, flops_per_s: dict[str, float], bytes_per_s: float) -> tuple[float, float]:
-        """(time of the products, time of the traffic); the longer one is the row's."""
+        """Return the times of products and traffic; the row takes the longer one."""
         products = self.flops / flops_per_s[self.form] if self.flops else 0.0
         return products, self.bytes / bytes_per_s
 
@@ -60,11 +60,11 @@ _FREE = set(
     sym_size sym_numel sym_stride sym_storage_offset _local_scalar_dense
     """.split()
 )
-# A tensor is shaped after their argument, which is not read.
+# They shape a tensor after their argument, which is not read.
 _SHAPED_AFTER = set(
     "zeros_like ones_like full_like rand_like randn_like new_zeros new_ones new_full".split()
 )
-_NAMES = {  # kind -> operators that are called otherwise
+_NAMES = {  # kind -> operators with other names
     "matrix product": "mm addmm bmm baddbmm",
     "cast": "_to_copy",
     "copy": "copy_ clone _foreach_copy_",
@@ -89,7 +89,7 @@ _KINDS |= {
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """The bytes of memory that `tensor` covers, at most those of its storage."""
+    """Return the bytes of memory that `tensor` covers, at most those of its storage."""
     numbers = prod(n for n, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
     if 0 in tensor.shape:
         return 0
@@ -98,12 +98,12 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def tensors_in(tree: object) -> Iterator[Tensor]:
-    """Every tensor in nested lists, tuples and mappings."""
+    """Iterate over every tensor in nested lists, tuples and mappings."""
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 def costs(operation: Operation) -> Iterator[Cost]:
-    """What each kernel of an operation costs; nothing for a view."""
+    """Yield the cost of each kernel of an operation; nothing for a view."""
     func, name = operation.func, operation.name
     if func.namespace not in ("aten", "torchvision", "mprun") or name in _FREE or func.is_view:
         return
@@ -114,7 +114,7 @@ def costs(operation: Operation) -> Iterator[Cost]:
 
 
 def _traffic(operation: Operation) -> int:
-    """Bytes by the rule: read, written, and written in place."""
+    """Count bytes by the rule: read, written, and written in place."""
     given = list(operands(operation))
     read = [one.tensor for one in given if one.read and operation.name not in _SHAPED_AFTER]
     in_place = [one.tensor for one in given if one.written]
@@ -129,7 +129,7 @@ def _convolution(call: Operation) -> Iterator[Cost]:
     inputs, weight, bias, *_ = call.args
     yield "convolution", flops(call), _total(inputs, weight, call.result)
     if bias is not None:
-        # ATen/native/Convolution.cpp adds it in place, after cuDNN.
+        # ATen/native/Convolution.cpp adds the bias in place, after cuDNN.
         yield "convolution bias", 0, 2 * _total(call.result) + _total(bias)
 
 
@@ -148,7 +148,7 @@ def _convolution_backward(call: Operation) -> Iterator[Cost]:
 def _batch_norm(call: Operation) -> Iterator[Cost]:
     args = call.args
     once = _total(args[:5], call.result)
-    # Statistics first, then the values: cuDNN and ATen read a big tensor twice.
+    # cuDNN and ATen read a big tensor twice, first for statistics, then for the values.
     yield "batch norm", 0, once + (_total(args[0], args[3:5]) if args[5] else 0)
 
 
@@ -158,8 +158,11 @@ def _batch_norm_backward(call: Operation) -> Iterator[Cost]:
 
 
 def _scaled_product(call: Operation) -> Iterator[Cost]:
-    """cuBLAS takes the left matrix by rows and the right by columns: what lies otherwise is copied
-    (`mprun.precision.scaled_products`)."""
+    """Count an FP8 product and the copies of its operands.
+
+    cuBLAS takes the left matrix by rows and the right one by columns; other layouts are copied
+    (`mprun.precision.scaled_products`).
+    """
     a, b = call.args[:2]
     for operand in (a, b.t()):
         if not operand.is_contiguous():
@@ -168,8 +171,10 @@ def _scaled_product(call: Operation) -> Iterator[Cost]:
 
 
 def _fused_update(state_lists: Iterable[int]) -> Callable[[Operation], list[Cost]]:
-    """torch's fused optimizers: parameters and state in place, gradients read; written as well
-    only where they are unscaled on the way."""
+    """Make the cost of torch's fused optimizers: parameters and state in place, gradients read.
+
+    Gradients are also written if the optimizer unscales them.
+    """
 
     def cost(call: Operation) -> list[Cost]:
         unscales = call.kwargs.get("grad_scale") is not None
@@ -184,7 +189,7 @@ def _rows_written(call: Operation) -> list[Cost]:
 
 
 def _rows_read(call: Operation) -> list[Cost]:
-    """As many rows of the table as there are ids."""
+    """Count as many rows of the table as there are ids."""
     ids = call.args[1 if call.name == "embedding" else 2]
     return [(call.name, 0, _total(ids) + 2 * _total(call.result))]
 
@@ -206,12 +211,12 @@ _SPECIAL: dict[str, Callable[[Operation], Iterable[Cost]]] = {
     "index_select": _rows_read,
     "index_copy_": _rows_written,
     "index_add_": _rows_written,
-    # A dense gradient: zeros everywhere, then the rows of the step are added up in it.
+    # A dense gradient: zeros everywhere, then the step's rows are added to it.
     "embedding_dense_backward": lambda call: [
         ("embedding backward", 0, _total(call.result)),
         ("embedding backward", 0, 2 * _total(call.args[0]) + _total(call.args[1])),
     ],
-    # One number of each row; in the backward pass zeros everywhere before.
+    # One number of each row; the backward pass first writes zeros everywhere.
     "nll_loss_forward": lambda call: [
         ("nll_loss", 0, 2 * _total(call.args[1]) + _total(call.result))
     ],

@@ -1,7 +1,7 @@
-"""What several ranks cost on paper: a counted step, and the sum of its gradients over named links.
+"""The cost of several ranks on paper: a counted step and its sum of gradients over named links.
 
 Each rank takes the counted step (weak scaling). Gradients are summed in buckets while the backward
-pass goes on; what is not done when it ends makes the step longer. Imports no torch.
+pass goes on; sums that end later make the step longer. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ if TYPE_CHECKING:
     from mprun.extensions.bench.roofline.count import Counted
 
 MOST_RANKS = 65_536
-# Bytes of a gradient on the wire. BF16 is as long as FP16.
+# Bytes of a number on the wire. BF16 is as long as FP16.
 WIRES = {"fp32": 4, "fp16": 2}
-# Assumed; NCCL expects 8.5 us of a hop of its trees between nodes (src/graph/tuning.cc, LL128).
+# Assumed; NCCL expects 8.5 us for a hop of its trees between nodes (src/graph/tuning.cc, LL128).
 _HOP_S = 8e-6
 _LEAST, _MOST = 0.01, 10_000  # GB/s of a link without a name
 
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """What connects GPUs: rates that programs reach, not those of the data sheet.
+    """A connection of GPUs, with rates that programs reach, not those of the data sheet.
 
     Attributes:
         source: where the rates are from.
-        gpus: of a node.
-        within: bytes/s of each GPU in a ring of those of its node ("bus bandwidth" of nccl-tests).
+        gpus: number of GPUs in a node.
+        within: bytes/s of each GPU in a ring inside its node ("bus bandwidth" of nccl-tests).
         between: bytes/s of each GPU between nodes.
-        hop_s: seconds that a message between two nodes takes at least.
+        hop_s: least seconds of a message between two nodes.
     """
 
     name: str
@@ -73,7 +73,9 @@ LINKS = {
 
 
 def link_of(name: str) -> Link:
-    """A named link, in any case of letters, or one of so many GB/s from every GPU to the others.
+    """Return the link with a name, in any case of letters, or with a rate.
+
+    The rate is in GB/s from every GPU to the others.
 
     Raises:
         BadInput: an unknown name, a number out of range.
@@ -91,7 +93,7 @@ def link_of(name: str) -> Link:
 
 
 def nodes_of(ranks: int, link: Link) -> tuple[int, int]:
-    """(nodes, GPUs of each); BadInput where the last node would be a part of one."""
+    """Return (nodes, GPUs of each); BadInput if the last node would not be full."""
     if ranks > link.gpus and ranks % link.gpus:
         raise BadInput(
             f"--ranks {ranks} --link {link.name}: has nodes of {link.gpus} GPUs (allowed: up to "
@@ -102,31 +104,35 @@ def nodes_of(ranks: int, link: Link) -> tuple[int, int]:
 
 
 def ring_s(size: float, ranks: int, rate: float) -> float:
-    """Seconds in which a ring sums `size` bytes of each rank at `rate` bytes/s, without latency.
+    """Return the seconds in which a ring sums `size` bytes of each rank, without latency.
 
-    2(W-1)/W of them leave each rank: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69 (2009).
+    The rate is in bytes/s. 2(W-1)/W of the bytes leave each rank: Patarasuk and Yuan, J. Parallel
+    Distrib. Comput. 69 (2009).
     """
     return 2 * (ranks - 1) / ranks * size / rate
 
 
 def transfer_s(size: float, ranks: int, link: Link) -> float:
-    """Seconds on the wires: within nodes each GPU gets the sum of a part, then nodes sum these."""
+    """Return the seconds on the wires.
+
+    Within nodes each GPU gets the sum of a part; then the nodes sum these parts.
+    """
     nodes, gpus = nodes_of(ranks, link)
     return ring_s(size, gpus, link.within) + ring_s(size / gpus, nodes, link.between)
 
 
 def latency_s(ranks: int, link: Link) -> tuple[float, float]:
-    """Seconds that one sum takes at least between nodes: as a tree (up and down), as a ring."""
+    """Return the least seconds of one sum between nodes: as a tree (up and down), as a ring."""
     nodes, _ = nodes_of(ranks, link)
     depth = (nodes - 1).bit_length()  # log2, rounded up
     return 2 * depth * link.hop_s, 2 * (nodes - 1) * link.hop_s
 
 
 def exposed_s(summing: float, backward: float, buckets: int) -> float:
-    """Seconds of `summing` that are left when a backward pass of so many seconds ends.
+    """Return the seconds of `summing` that are left when the backward pass ends.
 
-    Buckets are equal and become ready evenly, the last one when the pass ends: sums that are slower
-    than it wait for the first bucket alone, others end one bucket after it.
+    Buckets are equal and become ready evenly, the last one when the pass ends. Sums slower than the
+    pass wait only for the first bucket; faster ones end one bucket after the pass.
     """
     return max(summing / buckets, summing - backward * (buckets - 1) / buckets)
 
@@ -134,12 +140,13 @@ def exposed_s(summing: float, backward: float, buckets: int) -> float:
 def on_ranks(
     steps: Sequence[Counted], limits: dict[str, Any], ranks: Sequence[int], link: Link
 ) -> dict[str, Any]:
-    """What --json prints as "ranks", of the `limits` of these steps; seconds and bytes.
+    """Return "ranks" of --json from the `limits` of these steps, in seconds and bytes.
 
-    step_s: of a rank, the limit. backward_s: of the last micro-batch, whose gradients complete the
-    sums. wire: that of the configuration; the rows are those of `WIRES`. transfer_s and tree_s are
-    the time of the sums, ring_s another latency for tree_s. efficiency: step over step and what is
-    exposed of the sums; flat: over step and sums. samples_per_s: of all ranks.
+    step_s: the limit of one rank. backward_s: time of the last micro-batch, whose gradients
+    complete the sums. wire: the wire of the configuration; there are rows for all `WIRES`.
+    transfer_s and tree_s together are the time of the sums; ring_s is the latency of a ring instead
+    of tree_s. efficiency: step / (step + exposed sums). flat: step / (step + sums). samples_per_s:
+    of all ranks.
     """
     from mprun.extensions.bench.roofline.operations import FORMATS  # here: imports torch
 
@@ -167,7 +174,7 @@ def on_ranks(
 
 def _row(step: Counted, mode: dict[str, Any], ranks: int, wire: str, link: Link) -> dict[str, Any]:
     size = WIRES[wire] * step.dense
-    # Cut as FP32 whatever the wire: a bucket is cast when it is sent.
+    # Buckets are cut as FP32 for any wire: a bucket is cast when it is sent.
     buckets = math.ceil(WIRES["fp32"] * step.dense / step.bucket_bytes)
     tree, ring = (buckets * one for one in latency_s(ranks, link))
     transfer, seconds = transfer_s(size, ranks, link), mode["step_s"]
@@ -190,7 +197,7 @@ def _row(step: Counted, mode: dict[str, Any], ranks: int, wire: str, link: Link)
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """`limits` with `on_ranks` as "ranks": tables and notes of 80 columns at most."""
+    """Format `limits` with `on_ranks` as "ranks": tables, and notes of at most 80 columns."""
     scaling, unit = found["ranks"], found["sample"]
     link, modes, gpu = scaling["link"], scaling["modes"], found["ceilings"]["name"]
     title = (
@@ -260,7 +267,7 @@ def _notes(found: dict[str, Any]) -> list[str]:
         f"for each bucket of {mib:g} MiB in FP32 (dist.bucket_mb); the tree's is counted, none "
         "within a node.",
         "hidden: part of transfer and tree under the last micro-batch's backward pass, in which "
-        "buckets become ready evenly. flat: efficiency if they begin after it (dist.engine=flat).",
+        "buckets become ready evenly. flat: efficiency if sums begin after it (dist.engine=flat).",
         "efficiency: step / (step + exposed). Each rank takes the whole step (weak scaling). "
         "Copies into buckets, stragglers and the loading of data are left out.",
         *([f"{tables / 1e6:,.1f} M parameters in row tables are not summed; a run of several ranks "

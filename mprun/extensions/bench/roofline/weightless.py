@@ -1,6 +1,6 @@
 """Tensors without values: their mode, a step's batches, and the memory that they stand for.
 
-Batches are known from the configuration alone; memory is what the tensors of a step would take.
+The configuration alone determines the batches. Memory is the size of a step's tensors.
 """
 
 import dataclasses
@@ -24,13 +24,13 @@ NO_END = 1 << 40
 
 
 def weightless() -> FakeTensorMode:
-    """A mode in which every new tensor is of this kind.
+    """Make a mode in which every new tensor has no values.
 
-    An operator that torch cannot carry out without values is an error; its fallback would compute
-    with real tensors of full size.
+    An operator that torch cannot run without values is an error; its fallback would compute with
+    real tensors of full size.
     """
     mode = _Weightless(allow_fallback_kernels=False)
-    # A dictionary with the one method that the converter asks its own kind of memo for.
+    # A dictionary with the one method that the converter calls on its memo.
     mode.fake_tensor_converter.meta_converter.tensor_memo = _Newest()  # type: ignore[assignment]
     return mode
 
@@ -42,30 +42,32 @@ class _Weightless(FakeTensorMode):
 
 
 class _Newest(dict):
-    """The memo of the mode, in place of its own, whose weak references to all tensors keep a
-    parameter from changing its dtype (torch.utils.swap_tensors). Only the newest is asked for."""
+    """A replacement for the memo of the mode, with only the newest entry.
+
+    The usual memo has weak references to all tensors, so no parameter could change its dtype
+    (torch.utils.swap_tensors). Only the newest entry is ever looked up.
+    """
 
     def __setitem__(self, key, value):
         self.clear()
         super().__setitem__(key, value)
 
 
-# What a source knows of its own content, by what is learned from it.
+# Sizes that a source may know from its content.
 _SIZES = ("num_classes", "num_symbols", "vocab_size", "source_vocab_size", "target_vocab_size")
 
 
 class ShapeSource(Source):
-    """A `mprun.data.source.Source` whose batches have shapes and dtypes and no meaning.
+    """A `mprun.data.source.Source` whose batches have only shapes and dtypes.
 
-    Called inside a FakeTensorMode its batches take no memory, whatever their size. There is nothing
-    to evaluate.
+    Inside a FakeTensorMode its batches of any size take no memory. There is nothing to evaluate.
     """
 
     sha256 = "shapes only"
     batches_per_epoch = NO_END
 
     def __init__(self, first: torch.Size, second: torch.Size, images: bool, **about: int):
-        """images: whether the first tensor has some; of several dimensions the second has boxes."""
+        """Set the shapes. images: the first tensor has images; a 3-dim second one has boxes."""
         self.first, self.second, self.images = first, second, images
         self.samples_per_batch = second.numel() if not images else first[0]
         self.num_classes = about.get("num_classes", 0)
@@ -76,24 +78,27 @@ class ShapeSource(Source):
         self.description = {"name": "shapes", "train_samples": 0, "eval_samples": 0, **about}
 
     def train_batch(self, index: int) -> tuple[Tensor, Tensor]:
-        """Images float32 [batch, channels, height, width] and int64 labels [batch], or int64
-        tokens and targets [time, batch], or int64 sources and targets [batch, words]; spectrograms
-        are images, their targets [batch, any]; boxes are float32 [batch, most, 6]."""
+        """Return a batch without values.
+
+        Images are float32 [batch, channels, height, width] with int64 labels [batch]. Tokens and
+        targets are int64 [time, batch], sentences int64 [batch, words]. Spectrograms are images
+        with targets [batch, any]; boxes are float32 [batch, most, 6].
+        """
         first = torch.float32 if self.images else torch.int64
         boxes = self.images and len(self.second) == 3
         second = torch.float32 if boxes else torch.int64
         return torch.empty(self.first, dtype=first), torch.empty(self.second, dtype=second)
 
     def eval_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """None."""
+        """Return no batches."""
         return iter(())
 
 
 def shape_source(config: schema.RunConfig) -> ShapeSource:
-    """The shapes of the training batches of a configuration; no file is read.
+    """Return the shapes of a configuration's training batches without reading a file.
 
-    Except for data=custom, whose factory is called and asked for one batch, on the CPU. BadInput
-    where a size is known to the files alone.
+    For data=custom the factory is called and gives one batch, on the CPU. BadInput if only the
+    files determine a size.
     """
     data: Any = config.data
     about = data.component
@@ -116,6 +121,31 @@ def shape_source(config: schema.RunConfig) -> ShapeSource:
     if about.family == "boxes":
         second = torch.Size((data.batch_size, about.most_boxes, 6))
     return ShapeSource(shape, second, True, **sizes)
+
+
+def _of_utterances(data: Any) -> ShapeSource:
+    """Return the longest utterances; texts have 15 characters a second, like read English."""
+    if data.name == "digit_strips":
+        return _utterances(data.batch_size, FREQUENCIES, COLUMNS, MOST, DigitStrips.num_symbols)
+    if data.max_seconds is None:
+        raise BadInput(
+            f"data.max_seconds=null: data={data.name} has its lengths in files, which a count does "
+            "not read; give data.max_seconds=N"
+        )
+    if data.alphabet_file is not None:
+        raise BadInput(
+            f"data.alphabet_file={data.alphabet_file}: a count reads no file; give data.alphabet"
+        )
+    spectrogram = spectrogram_of(data.sample_rate, data.window_ms, data.hop_ms)
+    frames = 1 + int(data.max_seconds * data.sample_rate) // spectrogram.hop
+    symbols = math.ceil(_CHARACTERS_A_SECOND * data.max_seconds)
+    rows, size = spectrogram.frequencies, len(data.alphabet) + 1
+    return _utterances(data.batch_size, rows, frames, symbols, size)
+
+
+def _utterances(n: int, rows: int, frames: int, symbols: int, num_symbols: int) -> ShapeSource:
+    first, second = torch.Size((n, 1, rows, frames)), torch.Size((n, 2 + symbols))
+    return ShapeSource(first, second, True, frequencies=rows, num_symbols=num_symbols)
 
 
 def _of_own_data(config: schema.RunConfig, data: Any) -> ShapeSource:
@@ -164,7 +194,7 @@ def _vocabulary(config: schema.RunConfig, data: Any) -> int:
 
 
 def _vocabularies(config: schema.RunConfig, data: Any) -> dict[str, int]:
-    """The words of both sides, padding included, by the name of their size."""
+    """Return the words of both sides, padding included, by the name of their size."""
     sides = ("source_vocab", "target_vocab")
     if not data.component.on_disk:
         few = dataclasses.replace(data, batch_size=1)
@@ -174,7 +204,7 @@ def _vocabularies(config: schema.RunConfig, data: Any) -> dict[str, int]:
 
 
 def _in_files(config: schema.RunConfig, data: Any, name: str) -> int:
-    """As many words as the data are limited to, else as the model has by its own size."""
+    """Return the data's limit of words, otherwise the model's size."""
     words = getattr(data, f"{name}_limit") or getattr(config.model, f"{name}_size", None)
     if words is None:
         raise BadInput(
@@ -191,14 +221,14 @@ def _padded_words(words: int, data: Any) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Memory:
-    """Bytes by kind; workspaces, results on their way and the allocator's fragments come on top.
+    """Bytes by kind, without workspaces, temporary results and the allocator's fragments.
 
     Attributes:
         parameters, masters, optimizer: as they are held between steps (buffers and averages count
             as parameters).
-        gradients: as backward makes them, all at once, and what they are added up in.
-        activations: the most that is kept for a backward pass at one time, inputs included,
-            parameters not.
+        gradients: all gradients of a backward pass at once, and the tensors that sum them.
+        activations: the most that is kept for a backward pass at one time, with inputs and without
+            parameters.
     """
 
     parameters: int
@@ -209,7 +239,7 @@ class Memory:
 
     @property
     def of_weights(self) -> int:
-        """What their number alone decides."""
+        """Bytes that depend only on the number of weights."""
         return self.parameters + self.masters + self.optimizer + self.gradients
 
     @property
@@ -218,9 +248,9 @@ class Memory:
 
 
 class SavedTensors:
-    """Counts what autograd keeps for backward while `watching`, except the tensors given.
+    """A counter of the tensors that autograd saves while `watching`, except the `known` ones.
 
-    peak: bytes, the most at one time. Views of one storage count once.
+    peak: most bytes at one time. Views of one storage count once.
     """
 
     def __init__(self, known: Iterable[Tensor]):
@@ -230,14 +260,14 @@ class SavedTensors:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Within it whatever is saved is counted for as long as it is held."""
+        """Count every saved tensor for as long as it is held."""
         with torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: _Kept(tensor, self), lambda kept: kept.tensor
         ):
             yield
 
     def hold(self, tensor: Tensor, places: int) -> None:
-        """That many more places of the graph hold `tensor`: 1, or -1 when one lets go."""
+        """Add `places` of the graph that hold `tensor`: 1, or -1 when one releases it."""
         key = storage_key(tensor)
         if key in self._known:
             return
@@ -249,7 +279,7 @@ class SavedTensors:
 
 
 class _Kept:
-    """A saved tensor; gives its bytes back when the graph lets go of it."""
+    """A saved tensor; it frees its bytes when the graph releases it."""
 
     def __init__(self, tensor: Tensor, saved: SavedTensors):
         self.tensor, self._saved = tensor, saved
@@ -260,7 +290,7 @@ class _Kept:
 
 
 def held_bytes(learners) -> dict[str, int]:
-    """parameters, masters, optimizer and gradients of a task's learners, in bytes."""
+    """Return parameters, masters, optimizer and gradients of a task's learners, in bytes."""
     held = dict.fromkeys(("parameters", "masters", "optimizer", "gradients"), 0)
     for learner in learners:
         model, optimizer = learner.model, learner.optimizer
@@ -272,7 +302,7 @@ def held_bytes(learners) -> dict[str, int]:
         held["masters"] += _distinct(learner.cast.masters.values())
         held["optimizer"] += _distinct(value for value in state if isinstance(value, Tensor))
         held["gradients"] += _distinct(p for p in parameters if p.requires_grad)
-        # Micro-batches are added up in tensors of their own, and so is what is cast.
+        # Micro-batches are summed in separate tensors, and cast gradients are, too.
         adds = optimizer.micro_batches > 1
         pairs = zip(optimizer.parameters, optimizer.gradients_in_use(), strict=False)
         held["gradients"] += _distinct(
@@ -288,5 +318,5 @@ def _distinct(tensors: Iterable[Tensor]) -> int:
 
 
 def storage_key(tensor: Tensor) -> int:
-    """What two views of one memory have in common, values or none."""
+    """Return a key that all views of one storage share, with or without values."""
     return tensor.untyped_storage()._cdata
