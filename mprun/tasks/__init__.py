@@ -1,4 +1,4 @@
-"""What is learned and how; `Task` says what a task has to offer."""
+"""The learning tasks; `Task` is their interface."""
 
 from mprun.tasks.gan import GAN
 from mprun.tasks.sample_distance import SampleDistance

@@ -20,16 +20,16 @@ class GAN(Task):
 
     Radford et al., arXiv 1511.06434, in the order of the PyTorch example: D on real, D on fake,
     update D; G against the updated D, update G. With several micro-batches D takes all of them
-    before its update, and G after it: it makes its images of each anew, the same ones, instead of
-    keeping the graphs of all. The loss works on logits in every mode, because the gradient of a
-    sigmoid followed by BCE does not fit FP16.
+    before its update, and G after it. G then generates the same images again instead of keeping the
+    graphs of all. The loss works on logits in every mode, because the gradient of a sigmoid
+    followed by BCE does not fit FP16.
 
-    Each optimizer skips on its own flag; `found_inf` says that at least one skipped, and the
-    schedule stands still for both then, so that they keep the same learning rate.
+    Each optimizer has a separate flag to skip its update. `found_inf` says that at least one
+    skipped. The schedule of both then stands still, so that they keep the same learning rate.
 
     Args:
-        loss_scales: for real, fake and generator loss, in this order; the same object may stand in
-            several places (one shared scale, one per optimizer, or one per loss). Each is updated
+        loss_scales: for real, fake and generator loss, in this order. The same object may be used
+            several times (one shared scale, one per optimizer, or one per loss). Each is updated
             once per step.
         sample_distance: adds the metric sliced_wasserstein to an evaluation; None saves its time.
     """
@@ -70,7 +70,7 @@ class GAN(Task):
         return self.image_batches(step, self.policy.param_dtype)
 
     def compute(self, batches: Iterable[Batch], measure: bool = False) -> dict[str, Tensor]:
-        """One update of D and one of G."""
+        """Update D, then G."""
         guard_g, guard_d = self.guards
         self.g.optimizer.zero_grad()
         self.d.optimizer.zero_grad()
@@ -82,11 +82,11 @@ class GAN(Task):
                 with torch.set_grad_enabled(not self.in_parts):
                     fake = self._made(len(real))
                 d_losses.append(self._propagate_d(real, fake.detach()))
-        guard_g.parts.clear()  # as the second time
+        guard_g.parts.clear()  # the second pass of G counts
         self.mean_statistics([guard_d])
         d_update = self.d.optimizer.step(measure)
 
-        # D's weight gradients are not needed here, its BatchNorm statistics move once more.
+        # D's weight gradients are not needed here; its BatchNorm statistics move once more.
         self.d.model.requires_grad_(False)
         guard_d.save()
         for size in self.each_part(sizes, self.guards):
@@ -113,14 +113,14 @@ class GAN(Task):
         return metrics
 
     def _made(self, count: int) -> Tensor:
-        """Generated images `[count, channels, size, size]` from new codes."""
+        """Generate images `[count, channels, size, size]` from new codes."""
         codes = torch.randn(count, self.latent_size, device=self.device)
         # One autocast block per pass: its weight cache must not outlive an update.
         with self.arithmetic.autocast():
             return self.g.network(self.policy.cast_inputs(codes))
 
     def _propagate_d(self, real: Tensor, fake: Tensor) -> Tensor:
-        """Add the gradients of D's two losses; their sum, 0-dim."""
+        """Add the gradients of D's two losses; return the sum of the losses, 0-dim."""
         with self.arithmetic.autocast():
             logits_real = self.d.network(real)
         loss_real = self._bce(logits_real, 1.0)
@@ -133,10 +133,10 @@ class GAN(Task):
 
     @shared
     def evaluate(self) -> dict[str, float]:
-        """Losses on the held-out images and as many generated ones (64 fixed codes, repeated).
+        """Return losses on the held-out images and as many generated ones (64 codes, repeated).
 
-        With `sample_distance` also sliced_wasserstein, between the held-out images and as many
-        generated ones from fixed codes that are all different.
+        With `sample_distance` it adds sliced_wasserstein between the held-out images and as many
+        generated ones from fixed, distinct codes.
         """
         rows, count = [], 0
         with (
@@ -157,9 +157,9 @@ class GAN(Task):
         return values
 
     def samples(self) -> Tensor:
-        """64 generated images, float32 [64, channels, size, size] in [0, 1], fixed codes.
+        """Return 64 images from fixed codes, float32 [64, channels, size, size] in [0, 1].
 
-        Values that are not finite are black.
+        Non-finite values are black.
         """
         with self.g.evaluating(self.arithmetic, self.eval_in_mode) as generator:
             images = generator(self._eval_inputs(self.fixed_codes)).float()

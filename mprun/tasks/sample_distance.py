@@ -1,22 +1,22 @@
 """Sliced Wasserstein distance between two sets of images, on patches of a Laplacian pyramid.
 
-Karras et al., Progressive Growing of GANs, ICLR 2018, section 5, in the form of the code that the
-authors published (metrics/sliced_wasserstein.py): patches of 7x7 pixels from every level of the
-pyramid down to 16x16, projected onto random directions, where the distance of two equally large
-sets is the mean difference of their sorted values. What is different here:
+Karras et al., Progressive Growing of GANs, ICLR 2018, section 5, in the form of the authors' code
+(metrics/sliced_wasserstein.py). Patches of 7x7 pixels from every level of the pyramid down to 16x16
+are projected onto random directions. On each the distance of two equally large sets is the mean
+difference of their sorted values. The differences to that code are:
 
-- Positions of patches and directions are drawn once, from a generator of their own: the same for
-  both sets, every image and every run (there anew, for every image). So equal sets are at distance
-  0, the order of the images does not matter, and runs differ by their images alone.
+- A separate generator draws positions of patches and directions once, for both sets, every image
+  and every run; the authors draw for every image. So equal sets are at distance 0, the order of the
+  images does not matter, and only the images distinguish runs.
 - Both sets are centred and scaled with mean and standard deviation (per channel and level) of the
-  real set; there each set by its own, which hides a wrong brightness or contrast and divides by
-  zero where all generated patches are equal.
-- 64 patches of an image and level and 128 directions (there 128 and 512): a fifth of the time, and
-  the same differences are seen.
+  real set. The authors scale each set by itself, which hides a wrong brightness or contrast and
+  divides by zero if all generated patches are equal.
+- An image and level has 64 patches, and there are 128 directions (the authors: 128 and 512). This
+  takes a fifth of the time and shows the same differences.
 - Pixel values are not rounded to bytes, and the result is not multiplied by 1,000: its unit is one
   standard deviation of the real patches of a level.
 
-docs/sample_metric.md has measurements of what the number is worth.
+docs/sample_metric.md measures how useful the number is.
 """
 
 from collections.abc import Iterable
@@ -28,7 +28,7 @@ from torch.nn import functional as F
 from mprun.precision import ieee_fp32
 
 PATCH = 7  # pixels
-PATCHES = 64  # of one image and level
+PATCHES = 64  # per image and level
 DIRECTIONS = 128
 COARSEST = 16  # pixels, the last level of the pyramid
 SEED = 2018
@@ -39,8 +39,8 @@ _CHUNK = 32
 class SampleDistance:
     """Sliced Wasserstein distance of images [n, channels, size, size] to real ones.
 
-    Draws its positions and directions from a generator of its own: the global random state is
-    neither read nor changed.
+    A separate generator draws positions and directions: the global random state is neither read nor
+    changed.
 
     Args:
         image_size: pixels, at least 16 (ValueError otherwise); the pyramid halves it while it is
@@ -60,7 +60,7 @@ class SampleDistance:
         self.shape = (channels, image_size, image_size)
         self.levels = pyramid_levels(image_size)
         generator = torch.Generator().manual_seed(seed)
-        # Of each level, int64 [positions, 49]: the pixels of a patch in a flattened band.
+        # For each level int64 [positions, 49]: the pixels of a patch in a flattened band.
         self.pixels = []
         for level in range(self.levels):
             size = image_size // 2**level
@@ -78,15 +78,16 @@ class SampleDistance:
 
     @torch.no_grad()
     def __call__(self, real: Iterable[Tensor], generated: Iterable[Tensor]) -> float:
-        """The mean over the levels of `by_level`."""
+        """Return the mean over the levels of `by_level`."""
         distances = self.by_level(real, generated)
         return sum(distances) / len(distances)
 
     @torch.no_grad()
     def by_level(self, real: Iterable[Tensor], generated: Iterable[Tensor]) -> list[float]:
-        """Distances of the levels, finest first, in standard deviations of the real patches.
+        """Return the distances of the levels, finest first, in standard deviations.
 
-        Products in FP32, means in float64; waits for the device once.
+        These are standard deviations of the real patches. Products are in FP32, means in float64.
+        It waits for the device once.
 
         Args:
             real, generated: batches of float images, as many in both; ValueError otherwise.
@@ -105,7 +106,7 @@ class SampleDistance:
         return torch.stack(distances).tolist()
 
     def _patches(self, batches: Iterable[Tensor]) -> list[Tensor]:
-        """Patches of each level: float32 [images * positions, channels, 49]."""
+        """Return the patches of each level, float32 [images * positions, channels, 49]."""
         found: list[list[Tensor]] = [[] for _ in range(self.levels)]
         for images in batches:
             if images.shape[1:] != self.shape:
@@ -119,7 +120,7 @@ class SampleDistance:
 
 
 def pyramid_levels(image_size: int) -> int:
-    """Levels of size `image_size`, half of it, ... down to 16 pixels or just above."""
+    """Count the levels of size `image_size`, half of it, ... down to 16 pixels or just above."""
     levels = 0
     while image_size >= COARSEST:
         levels += 1
@@ -132,14 +133,14 @@ def pyramid_levels(image_size: int) -> int:
 
 
 def laplacian_pyramid(images: Tensor, levels: int) -> list[Tensor]:
-    """Burt and Adelson's pyramid: differences of neighbouring sizes, and the smallest image.
+    """Build Burt and Adelson's pyramid: differences of neighbouring sizes, and the smallest image.
 
     Args:
         images: [n, channels, h, w], h and w divisible by 2^(levels - 1).
 
     Returns:
         Level k is [n, channels, h / 2^k, w / 2^k]; `levels[k] + up(levels[k + 1])`, from the last
-        one up, gives the images back.
+        one up, restores the images.
     """
     bands = []
     for _ in range(levels - 1):
@@ -150,7 +151,7 @@ def laplacian_pyramid(images: Tensor, levels: int) -> list[Tensor]:
 
 
 def sliced_wasserstein(a: Tensor, b: Tensor, directions: Tensor) -> Tensor:
-    """Mean over the directions of the 1-D Wasserstein distance (order 1) of the projections.
+    """Return the mean over directions of the projections' 1-D Wasserstein distance (order 1).
 
     Args:
         a, b: [points, dimension], equally many points of equal weight.
@@ -168,9 +169,9 @@ def sliced_wasserstein(a: Tensor, b: Tensor, directions: Tensor) -> Tensor:
 
 
 def _standardised(real: Tensor, generated: Tensor) -> tuple[Tensor, Tensor]:
-    """[n, channels, 49] -> [n, channels * 49], both by the real set's mean and deviation."""
+    """Scale [n, channels, 49] to [n, channels * 49], both by the real set's mean and deviation."""
     std, mean = torch.std_mean(real.double(), dim=(0, 2), keepdim=True, correction=0)
-    std = torch.where(std > 0, std, 1.0)  # a channel that is constant is left as it is
+    std = torch.where(std > 0, std, 1.0)  # a constant channel is not scaled
 
     def scaled(patches: Tensor) -> Tensor:
         return ((patches - mean) / std).float().flatten(1)
@@ -179,12 +180,12 @@ def _standardised(real: Tensor, generated: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _down(images: Tensor) -> Tensor:
-    """Blurred, then every second pixel."""
+    """Blur, then take every second pixel."""
     return _blur(images)[:, :, ::2, ::2]
 
 
 def _up(images: Tensor) -> Tensor:
-    """Twice the size: zeros between the pixels, blurred, times 4 for the zeros."""
+    """Double the size: put zeros between the pixels, blur, multiply by 4 for the zeros."""
     n, channels, height, width = images.shape
     spread = images.new_zeros(n, channels, 2 * height, 2 * width)
     spread[:, :, ::2, ::2] = images
@@ -192,7 +193,7 @@ def _up(images: Tensor) -> Tensor:
 
 
 def _blur(images: Tensor) -> Tensor:
-    """The 5x5 binomial filter on each channel; mirrored at the border, which is not repeated."""
+    """Apply the 5x5 binomial filter to each channel; mirror at the border without repeating it."""
     line = images.new_tensor([1, 4, 6, 4, 1]) / 16
     channels = images.shape[1]
     kernel = torch.outer(line, line).expand(channels, 1, 5, 5)

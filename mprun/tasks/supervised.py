@@ -1,7 +1,7 @@
 """The supervised step, and its three tasks: classification, reconstruction, language modelling.
 
-`Supervised.compute` is the paper's training step from top to bottom; the tasks differ in what they
-do with a batch, and add a loss and an evaluation.
+`Supervised.compute` is the paper's training step from top to bottom. The tasks prepare batches
+differently, and add a loss and an evaluation.
 """
 
 import math
@@ -23,10 +23,10 @@ class Supervised(Task):
     """A task with one model and one loss.
 
     Args:
-        learner: the model with its optimizer, made for so many `parts`.
-        data: where batches come from.
+        learner: the model with its optimizer, which has `parts` equal to `accumulate`.
+        data: source of the batches.
         accumulate: micro-batches of an update, over all ranks.
-        eval_in_mode: evaluate in the mode's own arithmetic instead of FP32.
+        eval_in_mode: evaluate in the mode's arithmetic instead of FP32.
     """
 
     def __init__(
@@ -52,14 +52,14 @@ class Supervised(Task):
         return self.image_batches(step, self.policy.param_dtype)
 
     def compute(self, batches: Iterable[Any], measure: bool = False) -> dict[str, Tensor]:
-        """One update from the micro-batches."""
+        """Update once from the micro-batches."""
         optimizer = self.learner.optimizer
         optimizer.zero_grad()
         losses = []
         for batch in self.each_part(batches, self.guards):
             with self.arithmetic:
                 loss, propagated = self.loss(batch)
-                del batch  # backward has what it needs: of images, autocast's 16-bit copy
+                del batch  # backward keeps what it needs: autocast's 16-bit copy of images
                 optimizer.backward(propagated)
             losses.append(loss.detach())
         self.mean_statistics(self.guards)
@@ -69,7 +69,7 @@ class Supervised(Task):
 
     @abstractmethod
     def loss(self, batch: Any) -> tuple[Tensor, Tensor]:
-        """The loss of a micro-batch as it is reported and as it is propagated, both 0-dim."""
+        """Return the reported and the propagated loss of a micro-batch, both 0-dim."""
 
     def state_dict(self) -> dict:
         return {"learner": self.learner.state_dict(), "loss_scale": self.loss_scale.state_dict()}
@@ -83,9 +83,9 @@ class Classification(Supervised):
     """Cross-entropy on labelled images; metrics loss (nats), top1 and top5 (percent).
 
     Args:
-        aux_weight: a network that returns a tuple in training returns its logits and those of
-            auxiliary heads, whose losses are propagated at this share. The loss that is reported is
-            that of the logits alone.
+        aux_weight: weight of the propagated losses of auxiliary heads. A network with such heads
+            returns a tuple in training: its logits, then theirs. The reported loss is that of the
+            first logits alone.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Classification(Supervised):
 
     @shared
     def evaluate(self) -> dict[str, float]:
-        """Mean loss and accuracies over the whole held-out split."""
+        """Return the mean loss and the accuracies over the whole held-out split."""
         rows, count = [], 0
         with self.learner.evaluating(self.arithmetic, self.eval_in_mode) as model:
             for images, labels in self.held_out():
@@ -125,10 +125,10 @@ class Classification(Supervised):
 
 
 class Reconstruction(Supervised):
-    """Mean squared error per pixel of a reconstructed image; the one metric is loss."""
+    """Mean squared error per pixel of a reconstructed image; the only metric is loss."""
 
     def load(self, step: int) -> Iterator[Batch]:
-        """As for every task, but in FP32: the images are the target as well."""
+        """Load as for every task, but in FP32: the images are also the target."""
         return self.image_batches(step, None)
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -140,7 +140,7 @@ class Reconstruction(Supervised):
 
     @shared
     def evaluate(self) -> dict[str, float]:
-        """Mean squared error per pixel over the whole held-out split."""
+        """Return the mean squared error per pixel over the whole held-out split."""
         rows, count = [], 0
         with self.learner.evaluating(self.arithmetic, self.eval_in_mode) as model:
             for images, _ in self.held_out():
@@ -166,17 +166,17 @@ class Tokens(NamedTuple):
 class LanguageModel(Supervised):
     """Cross-entropy in nats per token; metrics loss and perplexity.
 
-    Truncated backpropagation: the state goes on from batch to batch within an epoch and starts
+    Backpropagation is truncated: the state goes on from batch to batch within an epoch and starts
     from zero in each epoch and in each evaluation (Zaremba et al., arXiv 1409.2329).
 
     Args:
-        sampled: the model returns the losses of the tokens itself, as `SampledLSTM` does: in
-            training from a sample of the words, so that the training loss is lower than the full
-            one; in evaluation over all words.
-        time_reduction: "mean", the gradient is that of the mean over all tokens; "sum", that of the
-            sum over time, averaged over the streams of a batch (sequence_length times as large), as
-            in the published recipes (Zaremba et al.; the code behind bigLSTM). The loss that is
-            reported is the mean in both.
+        sampled: the model returns the losses of the tokens itself, like `SampledLSTM`. In training
+            they come from a sample of the words, so the training loss is lower than the full one.
+            In evaluation they cover all words.
+        time_reduction: "mean": the gradient is that of the mean over all tokens. "sum": it is that
+            of the sum over time, averaged over the streams of a batch (sequence_length times as
+            large), as in the published recipes (Zaremba et al.; the code behind bigLSTM). The
+            reported loss is the mean in both cases.
     """
 
     sample = "token"
@@ -196,7 +196,7 @@ class LanguageModel(Supervised):
         self._before: tuple[Tensor, ...] | None = None  # the step that is being taken
 
     def load(self, step: int) -> Iterator[Tokens]:
-        """`accumulate` consecutive batches of the same streams, which the ranks share out."""
+        """Load `accumulate` consecutive batches of the same streams, split among the ranks."""
         first = step * self.accumulate
         for index in range(first, first + self.accumulate):
             tokens, targets = self.data.train_batch(index)
@@ -213,7 +213,7 @@ class LanguageModel(Supervised):
         return range(self.accumulate)
 
     def _seed_part(self, number: int) -> None:
-        # Of streams that the ranks share out each needs chances of its own.
+        # When ranks split the streams, each rank needs its own random numbers.
         own = [self.ranks.rank] if self.ranks.world > 1 else []
         seed_micro_batch(self.arithmetic.device, self.seed, self.step, number, *own)
 
@@ -247,7 +247,7 @@ class LanguageModel(Supervised):
         return loss, propagated / self.ranks.world if self.ranks.world > 1 else propagated
 
     def evaluate(self) -> dict[str, float]:
-        """Mean loss per held-out token, state carried through, and its exponential."""
+        """Return the mean loss per held-out token, with carried state, and its exponential."""
         total = torch.zeros((), dtype=torch.float64, device=self.arithmetic.device)
         count, hidden = 0, None
         with self.learner.evaluating(self.arithmetic, self.eval_in_mode) as model:
@@ -288,12 +288,13 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     ignored: int = -100,
 ) -> Tensor:
-    """Mean over [n, classes] logits, computed in `dtype`: the bits of casting the logits first.
+    """Return the mean over [n, classes] logits, computed in `dtype`.
 
-    Rows whose label is `ignored` do not count.
+    The bits are those of casting the logits first. Rows whose label is `ignored` do not count.
 
-    CUDA's softmax reads FP16 and computes in FP32, and its backward writes FP16: neither the
-    logits nor their gradient exist in FP32, which for a large vocabulary is most of the memory.
+    CUDA's softmax reads FP16 and computes in FP32, and its backward writes FP16. So neither the
+    logits nor their gradient exist in FP32, which for a large vocabulary would be most of the
+    memory.
     """
     if label_smoothing:
         logits = logits.to(dtype)

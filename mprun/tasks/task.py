@@ -1,4 +1,4 @@
-"""What a task is, and the model with its optimizer that a task trains."""
+"""The interface of a task, and the model and optimizer that a task trains."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,19 +27,19 @@ T = TypeVar("T", bound=Callable[..., Any])
 
 
 class Task(ABC):
-    """What is learned and how: owns model, optimizer, data and a step to read through.
+    """A learning task with model, optimizer, data and a readable training step.
 
     Attributes:
         sample: the unit of throughput, "image", "token", "utterance".
-        channels_last: images in NHWC order; whoever builds the networks so sets it.
-        learners: what is trained, by name.
-        loss_scales: by the name that each has in the records.
-        guards: BatchNorm statistics of what is trained, where they are looked after.
+        channels_last: images are in NHWC order; set by the code that builds the networks so.
+        learners: the trained models with their optimizers, by name.
+        loss_scales: by their names in the records.
+        guards: guarded BatchNorm statistics of the trained models.
         accumulate: micro-batches of an update, over all ranks.
-        ranks: of which this process is one.
-        seed: of what is drawn at random where an update has several micro-batches.
-        step: that is being taken, from 0; whoever calls `compute` sets it.
-        on_evaluated: is told of how many held-out samples an evaluation has taken so far.
+        ranks: the group of ranks, with this process.
+        seed: seed of the random numbers if an update has several micro-batches.
+        step: the current step, from 0; the caller of `compute` sets it.
+        on_evaluated: called with the number of held-out samples that an evaluation took so far.
     """
 
     sample = "image"
@@ -60,24 +60,23 @@ class Task(ABC):
     on_evaluated: Callable[[int], None] | None = None
 
     def train_step(self, step: int, measure: bool = False) -> dict[str, Tensor]:
-        """`compute(load(step), measure)`: one update of each learner, without synchronisation."""
+        """Update each learner once by `compute(load(step), measure)`, without synchronisation."""
         self.step = step
         return self.compute(self.load(step), measure)
 
     @abstractmethod
     def load(self, step: int) -> Iterator[Any]:
-        """What is decided on the host: this rank's micro-batches of `step` (from 0), one by one."""
+        """Load this rank's micro-batches of `step` (from 0) one by one; the host's part."""
 
     def image_batches(self, step: int, dtype: torch.dtype | None) -> Iterator[Batch]:
-        """`load` of images: each batch is read only once the one before it is used.
+        """Load images; each batch is read only after the use of the one before.
 
-        With images in NHWC order in memory where `channels_last` says so.
+        The images are in NHWC order in memory if `channels_last` is set.
 
         Args:
-            dtype: of the images as the step wants them, None: as they are. A batch belongs to the
-                caller alone, and the source's FP32 images are released where they were cast: in a
-                mode with 16-bit parameters they would be as large as twice what backward keeps of
-                them.
+            dtype: the step's dtype of the images; None: as they are. A batch belongs only to the
+                caller, and the source's FP32 images are released after the cast. In a mode with
+                16-bit parameters they would take twice the memory that backward keeps of them.
         """
         for number in self.numbers:
             index = step * self.accumulate + number
@@ -90,16 +89,16 @@ class Task(ABC):
 
     @property
     def in_parts(self) -> bool:
-        """Whether an update is put together from several micro-batches, wherever they are taken."""
+        """True if an update consists of several micro-batches, on one or more ranks."""
         return self.accumulate > 1 or self.ranks.world > 1
 
     def each_part(
         self, batches: Iterable[Any], guards: "Iterable[BatchStatistics]"
     ) -> Iterator[Any]:
-        """The micro-batches, each with random numbers of its own; at the end of each its BatchNorm
-        statistics are put aside (`mean_statistics`), and the next begins with those of the step.
+        """Iterate over the micro-batches, each with a separate seed.
 
-        Which rank takes it is then no part of the result.
+        After each, its BatchNorm statistics are put aside (`mean_statistics`), and the next one
+        starts from those of the step. So the result does not depend on which rank takes it.
         """
         left = iter(batches)
         for number in self.numbers:
@@ -113,14 +112,16 @@ class Task(ABC):
                     guard.end_part()
 
     def mean_statistics(self, guards: "Iterable[BatchStatistics]") -> None:
-        """Let BatchNorm's statistics be the mean over the micro-batches of all ranks."""
+        """Set BatchNorm's statistics to the mean over the micro-batches of all ranks."""
         if self.in_parts:
             for guard in guards:
                 guard.take_mean(self.ranks.gather)
 
     def draws_in_parts(self) -> bool:
-        """Whether the micro-batch before drew on a GPU, from a seed of its own: a captured step has
-        one seed. To be asked after a step."""
+        """Return whether the last micro-batch drew on a GPU from a separate seed.
+
+        A captured step has only one seed. Call it after a step.
+        """
         device = self.arithmetic.device
         if not self.in_parts or device.type != "cuda":
             return False
@@ -128,7 +129,7 @@ class Task(ABC):
         return generator.get_offset() > 0
 
     def mean_over_parts(self, values: list[Tensor]) -> Tensor:
-        """The mean of a number (0-dim) of each micro-batch, over all ranks."""
+        """Return the mean of a number (0-dim) over the micro-batches of all ranks."""
         if not self.in_parts:
             return values[0]
         return self.ranks.gather(torch.stack(values)).mean()
@@ -138,20 +139,22 @@ class Task(ABC):
 
     @abstractmethod
     def compute(self, batches: Iterable[Any], measure: bool = False) -> dict[str, Tensor]:
-        """The step on the device alone, so that it can be captured.
+        """Run the step on the device alone, so that it can be captured.
 
         Returns:
-            0-dim device tensors by metric name: always `loss` and `loss_scale`; `found_inf` where
-            updates can be skipped; `grad_norm` where something is clipped or `measure` asks for it.
+            0-dim device tensors by metric name: always `loss` and `loss_scale`; `found_inf` if
+            updates can be skipped; `grad_norm` if gradients are clipped or `measure` is True.
         """
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
-        """Metrics of the whole held-out split; always `loss`."""
+        """Return metrics of the whole held-out split; always `loss`."""
 
     def held_out(self) -> Iterator[Batch]:
-        """The held-out batches in their order, for `evaluate`: those of this rank where it is
-        `shared`, else all."""
+        """Iterate over the held-out batches in order, for `evaluate`.
+
+        If `evaluate` is `shared`, these are the batches of this rank, otherwise all.
+        """
         shares = getattr(type(self).evaluate, "shares_held_out", False)
         ranks, done = self.ranks if shares else ALONE, 0
         whole = ranks.world == 1
@@ -163,11 +166,11 @@ class Task(ABC):
                 self.on_evaluated(done)
 
     def samples_of(self, batch: Batch) -> int:
-        """How many samples a held-out batch has, in the unit of `sample`."""
+        """Return the number of samples of a held-out batch, in the unit of `sample`."""
         return len(batch[0])
 
     def samples(self) -> Tensor | None:
-        """Generated images, float [n, channels, h, w] in [0, 1]; None: of no such task."""
+        """Return generated images, float [n, channels, h, w] in [0, 1], or None without any."""
         return None
 
     @abstractmethod
@@ -181,16 +184,16 @@ class Task(ABC):
 
 
 def shared(evaluate: T) -> T:
-    """Mark an `evaluate` whose result comes from `Ranks.mean`: ranks share out its batches.
+    """Mark an `evaluate` whose result comes from `Ranks.mean`: the ranks split its batches.
 
-    Any other is taken by every rank as a whole.
+    Without the mark every rank evaluates all batches.
     """
     evaluate.shares_held_out = True  # type: ignore[attr-defined]
     return evaluate
 
 
 class BatchStatistics(BatchNormGuard):
-    """BatchNorm's statistics of a step that is put together from several micro-batches."""
+    """BatchNorm's statistics of a step that consists of several micro-batches."""
 
     def __init__(self, module: nn.Module):
         super().__init__(module)
@@ -202,17 +205,17 @@ class BatchStatistics(BatchNormGuard):
 
     @torch.no_grad()
     def end_part(self) -> None:
-        """A micro-batch is over: keep what it made of the statistics, which go back to `save`."""
+        """End a micro-batch: keep its statistics and restore those from `save`."""
         self.parts.append([flat.clone() for flat in self.flat])
         for saved, flat in zip(self.saved, self.flat, strict=True):
             flat.copy_(saved)
 
     @torch.no_grad()
     def take_mean(self, gather: Callable[[Tensor], Tensor]) -> None:
-        """Let the statistics be the mean of what the micro-batches made of them, of all ranks.
+        """Set the statistics to the mean of those that the micro-batches of all ranks left.
 
-        Each rank moves them by its own micro-batches from where they were: they do not depend on
-        how many ranks share them out. Integers (counts of batches) are those of the first.
+        Each micro-batch updates them from their values at the start of the step, so the mean does
+        not depend on the number of ranks. Integers (counts of batches) are those of the first.
 
         Args:
             gather: `[parts, n]` of this rank -> `[parts, n]` of all, in the order of micro-batches.
@@ -222,7 +225,7 @@ class BatchStatistics(BatchNormGuard):
             parts = gather(torch.stack(own)).unbind()
             flat.copy_(parts[0])
             if flat.is_floating_point():
-                for part in parts[1:]:  # one after the other: the same bits for any number of ranks
+                for part in parts[1:]:  # in a fixed order: the same bits for any number of ranks
                     flat.add_(part)
                 flat.div_(len(parts))
 
@@ -232,8 +235,8 @@ class TrainState:
     """A model in its policy's dtypes, and the optimizer that updates it.
 
     Attributes:
-        network: what a training step calls: the model, or the form that torch.compile made of it,
-            which shares the model's tensors.
+        network: the callable of a training step: the model, or its form by torch.compile, which
+            shares the model's tensors.
     """
 
     cast: CastModel
@@ -248,21 +251,20 @@ class TrainState:
         return self.cast.module
 
     def sum_at_once(self, last: bool) -> None:
-        """Whether the next backward pass is the last of a step, which may sum over ranks."""
+        """Announce whether the next backward pass is the last of a step, which sums over ranks."""
         if isinstance(self.network, DistributedDataParallel):
             reduction = self.optimizer.reduction
-            assert reduction is not None  # which made it of the model
-            # As its `no_sync` does.
+            assert reduction is not None  # the reduction wrapped the model
+            # Like DDP's `no_sync`.
             self.network.require_backward_grad_sync = reduction.overlap(last)
 
     @contextmanager
     def evaluating(self, arithmetic: ForwardContext, in_mode: bool) -> Iterator[nn.Module]:
-        """The model in eval mode without gradients.
+        """Provide the model in eval mode without gradients.
 
-        By default the master weights in full FP32 arithmetic, whatever the mode, so that the
-        metric measures what was learned; `in_mode` evaluates in the mode's own arithmetic. Where
-        weights are averaged their averages take their place. Leaves model, flags and random state
-        as they were.
+        By default it has the master weights in full FP32 arithmetic in any mode, so that the metric
+        measures what was learned; `in_mode` evaluates in the mode's arithmetic. Averaged weights
+        replace the weights. Model, flags and random state are restored afterwards.
         """
         self.model.eval()
         try:
@@ -278,7 +280,7 @@ class TrainState:
 
     @contextmanager
     def _averaged(self) -> Iterator[None]:
-        """Within it the model's own parameters are the averages, rounded to their dtypes."""
+        """Replace the model's parameters by the averages, rounded to their dtypes."""
         parameters = dict(self.model.named_parameters())
         averages = self.optimizer.averages
         kept = {name: parameters[name].clone() for name in averages}
@@ -305,13 +307,13 @@ class TrainState:
 
 
 def as_row(*numbers: Tensor) -> Tensor:
-    """Numbers of one held-out batch (0-dim) as float64 `[n]`, for `Ranks.total`."""
+    """Stack numbers of one held-out batch (0-dim) as float64 `[n]`, for `Ranks.mean`."""
     return torch.stack([number.double() for number in numbers])
 
 
 def _laid_out(batch: Batch, channels_last: bool, dtype: torch.dtype | None) -> Batch:
     images, labels = batch
-    # Images of one channel are in NHWC order as they are: other strides are another convolution.
+    # Images of one channel are already in NHWC order: other strides are another convolution.
     moves = channels_last and not images.is_contiguous(memory_format=torch.channels_last)
     memory_format = torch.channels_last if moves else torch.preserve_format
     if dtype is None or not images.is_floating_point():

@@ -1,10 +1,10 @@
 """Average precision of detections as PASCAL VOC 2007 measures it: at 11 points of recall.
 
 Everingham et al., "The PASCAL Visual Object Classes Challenge" (IJCV 2010), section 4.2, and the
-rules of its devkit: a detection is held to the object of its class that it overlaps most, and finds
-it at an intersection over union of 0.5 or more. Of several that find one object the one with the
-highest score counts, the others are false. What finds an object marked as difficult is neither
-right nor false, and such an object need not be found.
+rules of its devkit. A detection is matched to the object of its class that it overlaps most. It
+finds the object at an intersection over union of 0.5 or more. If several find one object, the one
+with the highest score counts and the others are false. A detection of an object marked as difficult
+is neither right nor false, and such an object need not be found.
 """
 
 import numpy as np
@@ -13,21 +13,23 @@ POINTS = 11
 FOUND = 0.5
 # Columns of a detection and of a target, behind the four of the box.
 _CLASS, _SCORE, _DIFFICULT = 4, 5, 5
-_CHUNK = 64  # images that are looked at together
+_CHUNK = 64  # images that are processed together
 
 
 def average_precisions(detections: np.ndarray, targets: np.ndarray, classes: int) -> np.ndarray:
-    """Average precision of each class, 0 ... 1, float64 ``[classes]``; NaN where it has no object.
+    """Return the average precision of each class, 0 ... 1, float64 ``[classes]``.
+
+    It is NaN for a class without an object.
 
     Args:
-        detections: ``[images, k, 6]``: box, class (below 0: none), score. Of equal scores the
-            first one counts first.
-        targets: ``[images, m, 6]``: box, class (below 0: none), 1 where difficult.
+        detections: ``[images, k, 6]``: box, class (below 0: none), score. Equal scores keep their
+            order.
+        targets: ``[images, m, 6]``: box, class (below 0: none), 1 if difficult.
     """
     best, overlap = _best_objects(detections, targets)
     difficult = targets[:, :, _DIFFICULT] > 0
     ignored = (overlap >= FOUND) & np.take_along_axis(difficult, best, 1)
-    # An object's number, or -1 for what finds none.
+    # The number of the found object, or -1.
     objects = best + targets.shape[1] * np.arange(len(targets))[:, None]
     objects = np.where(overlap >= FOUND, objects, -1)
     found = np.full(classes, np.nan)
@@ -41,7 +43,10 @@ def average_precisions(detections: np.ndarray, targets: np.ndarray, classes: int
 
 
 def _best_objects(detections: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Which object of its class each detection overlaps most ``[images, k]``, and by how much."""
+    """Return the object of its class that each detection overlaps most, and the overlap.
+
+    Both are ``[images, k]``.
+    """
     best = np.zeros(detections.shape[:2], np.int64)
     overlap = np.zeros(detections.shape[:2])
     for first in range(0, len(targets), _CHUNK):
@@ -60,14 +65,14 @@ def _best_objects(detections: np.ndarray, targets: np.ndarray) -> tuple[np.ndarr
 
 
 def _right(objects: np.ndarray) -> np.ndarray:
-    """Which detections are the first of their object, bool ``[n]``; -1: of none."""
+    """Return which detections are the first of their object (-1: no object), bool ``[n]``."""
     right = np.zeros(len(objects), bool)
     right[np.unique(objects, return_index=True)[1]] = True
     return right & (objects >= 0)
 
 
 def _at_points(right: np.ndarray, wanted: int) -> float:
-    """The mean, over recalls of 0, 0.1, ..., 1, of the best precision at that recall or more."""
+    """Return the mean over recalls of 0, 0.1, ..., 1 of the best precision from there on."""
     hits = right.cumsum()
     precision = hits / np.arange(1, len(right) + 1)
     # In whole numbers: 3 of 10 is a recall of 0.3.

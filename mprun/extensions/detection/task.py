@@ -1,4 +1,4 @@
-"""Detection: what is in an image, and where."""
+"""Detection: the objects in an image and their places."""
 
 import numpy as np
 from torch import Tensor
@@ -10,11 +10,11 @@ from mprun.tasks.task import as_row, shared
 
 
 class Detection(Supervised):
-    """A detector that knows its own loss; metrics loss and map, in percent (VOC 2007, 11 points).
+    """A detector that computes its loss; metrics loss and map, in percent (VOC 2007, 11 points).
 
-    The network is called with images and targets ``[batch, most, 6]`` (canvases.py) and
-    returns (loss, detections), as `Found` (boxes.py) says: the loss 0-dim in FP32 in every
-    mode, detections in evaluation alone.
+    The network takes images and targets ``[batch, most, 6]`` (`mprun.data.boxes`). It returns
+    (loss, detections) as in `mprun.models.boxes.Found`: the loss 0-dim in FP32 in every mode,
+    detections only in evaluation.
     """
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -25,7 +25,7 @@ class Detection(Supervised):
 
     @shared
     def evaluate(self) -> dict[str, float]:
-        """Mean loss of a held-out image, and mean average precision over the classes."""
+        """Return the mean loss of a held-out image and the mean average precision over classes."""
         rows, count = [], 0
         detections, targets = [], []
         with self.learner.evaluating(self.arithmetic, self.eval_in_mode) as model:

@@ -1,8 +1,8 @@
-"""Connectionist temporal classification: its loss, what it decodes to, and how far that is off.
+"""Connectionist temporal classification: its loss, greedy decoding and edit distances.
 
-Symbol 0 is the blank. Everything is computed on tensors of one shape, so that nothing waits for
-the device and a step can be a CUDA graph; torch's `ctc_loss` reads lengths on the host and, on
-CUDA, adds up gradients in no fixed order.
+Symbol 0 is the blank. All shapes are static, so that nothing waits for the device and a step can be
+a CUDA graph. torch's `ctc_loss` reads lengths on the host and, on CUDA, sums gradients in no fixed
+order.
 """
 
 import torch
@@ -14,14 +14,16 @@ BLANK = 0
 
 
 def ctc_losses(logits: Tensor, frames: Tensor, symbols: Tensor, lengths: Tensor) -> Tensor:
-    """Minus the logarithm of each text's probability, in nats, computed in FP32.
+    """Return minus the logarithm of each text's probability, in nats, computed in FP32.
 
-    Graves et al. (ICML 2006). A text that no path over its frames spells has probability 0; its
-    loss counts as 0, without a gradient, as published implementations have it.
+    Graves et al. (ICML 2006). A text that no path over its frames spells has probability 0. Its
+    loss counts as 0, without a gradient, as in published implementations.
 
     Args:
-        logits: `[time, n, num_symbols]` of any dtype; frames: how many count, int64 `[n]`.
-        symbols: int64 `[n, most]`, padded with anything; lengths: how many count, int64 `[n]`.
+        logits: `[time, n, num_symbols]` of any dtype.
+        frames: number of valid frames, int64 `[n]`.
+        symbols: int64 `[n, most]`, padded with anything.
+        lengths: number of valid symbols, int64 `[n]`.
 
     Returns:
         float32 `[n]`.
@@ -34,8 +36,8 @@ def ctc_losses(logits: Tensor, frames: Tensor, symbols: Tensor, lengths: Tensor)
 class _Paths(torch.autograd.Function):
     """Minus the log-probability of all paths that spell a text, from `log_probs` float32.
 
-    The sums over paths up to a frame and from a frame on are one recursion, taken side by side
-    over frames in both orders: four operations a frame, forward and backward pass together.
+    One recursion computes the sums over paths up to a frame and from a frame on, side by side over
+    frames in both orders. It costs four operations a frame, forward and backward pass together.
     """
 
     @staticmethod
@@ -52,12 +54,12 @@ class _Paths(torch.autograd.Function):
         rows = torch.arange(time, device=frames.device)[:, None]
         order = torch.where(rows < frames, frames - 1 - rows, rows)
         back = _turned(emitted.gather(0, order[..., None].expand_as(emitted)), ends)
-        # The blank may be left out in front, and between two different symbols.
+        # The blank may be skipped in front, and between two different symbols.
         may_skip = both != BLANK
         may_skip[:, 2:] &= both[:, 2:] != both[:, :-2]
         skip = torch.zeros(both.shape, device=text.device).masked_fill_(~may_skip, -torch.inf)
         paths = _recursion(torch.cat([emitted, back], 1), skip)
-        # At a frame and a place: paths up to there, and from there on, with what is emitted twice.
+        # Paths up to a frame and place, and from there on; both include the emission there.
         upto, onward = paths[:, :n], _turned(paths[:, n:], ends)
         onward = onward.gather(0, order[..., None].expand_as(onward))
         last = upto.gather(0, (frames - 1).clamp(min=0)[None, :, None].expand(1, n, text.shape[1]))
@@ -77,14 +79,14 @@ class _Paths(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        (visits,) = ctx.saved_tensors  # of each symbol at each frame, in expectation
+        (visits,) = ctx.saved_tensors  # expected visits of each symbol at each frame
         return -visits * gradient[:, None], None, None, None
 
 
 def _by_symbol(share: Tensor, text: Tensor, like: Tensor) -> Tensor:
-    """`[time, n, num_symbols]`: the shares `[time, n, places]` of all places that have a symbol.
+    """Sum the shares `[time, n, places]` of each symbol's places: `[time, n, num_symbols]`.
 
-    One place at a time: a sum whose order is the same on every device.
+    It adds one place at a time, so that the order is the same on every device.
     """
     total = torch.zeros_like(like)
     total[..., BLANK] = share[..., ::2].sum(2)
@@ -95,20 +97,20 @@ def _by_symbol(share: Tensor, text: Tensor, like: Tensor) -> Tensor:
 
 
 def _turned(values: Tensor, ends: Tensor) -> Tensor:
-    """`[..., n, places]` with places 0 to `ends` of each text in reverse."""
+    """Reverse places 0 to `ends` of each text in `[..., n, places]`."""
     places = torch.arange(values.shape[-1], device=ends.device)
     source = torch.where(places <= ends[:, None], ends[:, None] - places, places)
     return values.gather(-1, source.expand_as(values))
 
 
 def _recursion(emitted: Tensor, skip: Tensor) -> Tensor:
-    """Log-probability of all beginnings of paths that are at a place at a frame.
+    """Return the log-probability of all beginnings of paths that are at a place at a frame.
 
-    emitted: `[time, n, places]`, of each place's symbol. skip: 0 where the place before the last
-    one may be left out, else -inf.
+    emitted: `[time, n, places]`, log-probabilities of each place's symbol. skip: 0 where a path may
+    skip the place before, otherwise -inf.
     """
     time, n, places = emitted.shape
-    # Two places that nothing comes from in front, and a frame in front in which all begin.
+    # In front: two places that no path comes from, and a frame in which all paths begin.
     paths = emitted.new_full((time + 1, n, places + 2), -torch.inf)
     paths[0, :, 1] = 0.0
     for before, now, row in zip(paths[:-1], paths[1:, :, 2:], emitted, strict=True):
@@ -119,10 +121,10 @@ def _recursion(emitted: Tensor, skip: Tensor) -> Tensor:
 
 
 def greedy(logits: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
-    """The text of each frame's likeliest symbol: repetitions, then blanks, are left out.
+    """Decode each frame's likeliest symbol; drop repetitions, then blanks.
 
     Returns:
-        int64 `[n, time]`, of which the first int64 `[n]` are the text.
+        int64 `[n, time]`, and int64 `[n]`: how many of its first symbols are the text.
     """
     best = logits.argmax(2).t()
     counts = torch.arange(best.shape[1], device=frames.device) < frames[:, None]
@@ -133,9 +135,9 @@ def greedy(logits: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def edit_distances(texts: Tensor, lengths: Tensor, others: Tensor, other_lengths: Tensor) -> Tensor:
-    """Levenshtein's: the fewest symbols to insert, leave out or replace, int64 `[n]`.
+    """Return Levenshtein distances: the fewest insertions, deletions, replacements, int64 `[n]`.
 
-    texts, others: int64 `[n, any]`, of which the first `lengths` and `other_lengths` count.
+    texts, others: int64 `[n, any]`; the first `lengths` and `other_lengths` symbols count.
     """
     places = torch.arange(others.shape[1] + 1, device=others.device)
     row = places.expand(len(others), -1)
@@ -144,7 +146,7 @@ def edit_distances(texts: Tensor, lengths: Tensor, others: Tensor, other_lengths
         replaced = row[:, :-1] + (others != symbol[:, None])
         first = torch.full_like(row[:, :1], number)
         best = torch.cat([first, torch.minimum(row[:, 1:] + 1, replaced)], 1)
-        # Insertions, any number of them: from the best place on the left, one a place.
+        # Any number of insertions, one a place, from the best place on the left.
         row = (best - places).cummin(1).values + places
         found = torch.where((lengths == number)[:, None], row, found)
     return found.gather(1, other_lengths[:, None])[:, 0]

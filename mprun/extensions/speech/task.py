@@ -11,11 +11,11 @@ from mprun.tasks.task import as_row, shared
 
 
 class Transcripts(NamedTuple):
-    """What a batch of utterances has as targets, from one int64 `[n, 2 + most symbols]`.
+    """The targets of a batch of utterances, from one int64 `[n, 2 + most symbols]`.
 
     Attributes:
-        frames: of each utterance, `[n]`; the rest of its features is padding.
-        lengths: of each text, `[n]`.
+        frames: number of frames of each utterance, `[n]`; the rest of its features is padding.
+        lengths: length of each text, `[n]`.
         symbols: `[n, most symbols]`, 1 and above.
     """
 
@@ -25,7 +25,7 @@ class Transcripts(NamedTuple):
 
     @classmethod
     def of(cls, targets: Tensor) -> "Transcripts":
-        """The parts of a batch's targets."""
+        """Split a batch's targets."""
         return cls(targets[:, 0], targets[:, 1], targets[:, 2:])
 
 
@@ -33,9 +33,9 @@ class Speech(Supervised):
     """CTC on spectrograms; metrics loss (nats per utterance) and cer (percent).
 
     The loss is computed in FP32 in every mode: no 16-bit kernel of it exists, and probabilities of
-    whole texts pass any 16-bit range. cer: edits from the greedily decoded texts to the true ones,
-    over the symbols of the true ones, all held-out utterances together; where these have no symbol
-    at all, over 1.
+    whole texts exceed any 16-bit range. cer: edits from the greedily decoded texts to the true
+    ones, over the symbols of the true ones, all held-out utterances together; over 1 if these have
+    no symbol at all.
     """
 
     sample = "utterance"
@@ -50,7 +50,7 @@ class Speech(Supervised):
 
     @shared
     def evaluate(self) -> dict[str, float]:
-        """Mean loss and character error rate over the whole held-out split."""
+        """Return the mean loss and the character error rate over the whole held-out split."""
         rows, count = [], 0
         with self.learner.evaluating(self.arithmetic, self.eval_in_mode) as model:
             for features, targets in self.held_out():

@@ -19,11 +19,11 @@ ORDERS = 4  # longest n-gram of BLEU
 
 
 class Translation(Supervised):
-    """Cross-entropy in nats per target word, its end included and padding not.
+    """Cross-entropy in nats per target word, with the end and without padding.
 
-    The model is given the words before each (teacher forcing). Metrics loss, perplexity and bleu
-    (`corpus_bleu`) of greedy translations as long as `data.max_length` allows. The loss of an
-    update of several micro-batches is the mean of theirs, whatever their numbers of words.
+    The model gets the words before each (teacher forcing). The metrics are loss, perplexity and
+    bleu (`corpus_bleu`) of greedy translations up to `data.max_length`. The loss of an update with
+    several micro-batches is the mean of their losses, not weighted by words.
     """
 
     sample = "token"
@@ -41,9 +41,9 @@ class Translation(Supervised):
 
     @shared
     def evaluate(self) -> dict[str, float]:
-        """Mean loss per held-out word, its exponential, and BLEU in percent."""
+        """Return the mean loss per held-out word, its exponential, and BLEU in percent."""
         rows, count = [], 0
-        model: Any  # which has `translate` as well
+        model: Any  # it also has `translate`
         with self.learner.evaluating(self.arithmetic, self.eval_in_mode) as model:
             for source, target in self.held_out():
                 logits = model(source, words_before(target)).flatten(0, 1).float()
@@ -60,23 +60,23 @@ class Translation(Supervised):
 
 
 def words_before(target: Tensor) -> Tensor:
-    """What a decoder is given for each word of `target`, int64 of the same shape."""
+    """Return the decoder's input for each word of `target`, int64 of the same shape."""
     begin = torch.full_like(target[:, :1], BEGIN_ID)
     return torch.cat([begin, target[:, :-1]], 1)
 
 
 def _sentences(rows: Tensor) -> list[list[int]]:
-    """The words of each row, without its end."""
+    """Return the words of each row, without its end."""
     stops = (PADDING_ID, END_ID)
     return [[*takewhile(lambda word: word not in stops, row)] for row in rows.tolist()]
 
 
 def matches(hypothesis: Sequence[int], reference: Sequence[int]) -> list[int]:
-    """What `corpus_bleu` adds up of one sentence: int `[10]`.
+    """Count the numbers of one sentence that `corpus_bleu` sums: int `[10]`.
 
-    Matching n-grams of 1 to 4 words, each at most as often as in the reference; n-grams of the
-    hypothesis; words of both. An unknown word of the reference matches nothing: what stands there
-    is not known.
+    These are matching n-grams of 1 to 4 words, each at most as often as in the reference; n-grams
+    of the hypothesis; words of both. An unknown word of the reference matches nothing, because the
+    real word is not known.
     """
     found, there = [], []
     wanted = [-1 if word == UNKNOWN_ID else word for word in reference]
@@ -92,9 +92,9 @@ def _ngrams(words: Sequence[int], order: int) -> Counter[tuple[int, ...]]:
 
 
 def corpus_bleu(counts: Sequence[float]) -> float:
-    """BLEU-4 in percent (Papineni et al., ACL 2002) of sums of `matches`, or of their means.
+    """Compute BLEU-4 in percent (Papineni et al., ACL 2002) from sums or means of `matches`.
 
-    Not smoothed: 0 where no 4-gram matches, or there is none. With one reference for each sentence.
+    It is not smoothed: 0 if no 4-gram matches or exists. Each sentence has one reference.
     """
     sizes = [ORDERS, ORDERS, 2]
     found, there, (own, wanted) = torch.tensor(counts, dtype=torch.float64).split(sizes)
