@@ -1,4 +1,4 @@
-"""Trainers of other libraries in a precision mode; each module needs its extra.
+"""Precision modes for the trainers of other libraries; each module needs its extra.
 
 mprun.extensions.adapters.lightning          Lightning, as `import lightning`
 mprun.extensions.adapters.pytorch_lightning  the same, as `import pytorch_lightning`

@@ -1,8 +1,8 @@
-"""What Lightning's precision plugin and callback do, whatever name the library is imported by.
+"""Lightning's precision plugin and callback, for both names of the library.
 
-Lightning calls `training_step` of its module, which is no call of the module itself: what the step
-calls (`self(x)`, `self.net(x)`) runs in the precision mode, what it computes between two calls, the
-loss for instance, in FP32.
+Lightning calls `training_step` of its module, which is no call of the module itself. Modules that
+the step calls (`self(x)`, `self.net(x)`) run in the precision mode. Everything between two calls,
+the loss for instance, is computed in FP32.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from mprun.precision import LossScale, PrecisionPolicy
 
 
 class PrecisionPart:
-    """Of a precision plugin: a module that is to be trained is prepared.
+    """A precision plugin that prepares a module for training.
 
     Args:
-        precision: name of a mode, as of `mprun.prepare`, or a policy.
-        scaler: name of a loss scaler or a loss scale; None: the one that the mode comes with.
+        precision: name of a mode, as in `mprun.prepare`, or a policy.
+        scaler: name of a loss scaler or a loss scale; None: the mode's default.
         overrides: glob pattern over names of the module's modules -> dtype.
     """
 
-    precision: Any = "32-true"  # what Lightning itself does
+    precision: Any = "32-true"  # Lightning itself computes in FP32
 
     def __init__(
         self,
@@ -44,11 +44,11 @@ class PrecisionPart:
         self._prepared: Any = None
 
     def convert_module(self, module: Any) -> Any:
-        """Prepare what is to be trained, before a strategy wraps it; the rest stays in FP32.
+        """Prepare the module for training, before a strategy wraps it; the rest stays in FP32.
 
         Raises:
-            ValueError: a strategy that is neither of one device nor DDP, or what `mprun.prepare`
-                refuses.
+            ValueError: the strategy is neither for one device nor DDP, or `mprun.prepare` refuses
+                the module.
         """
         trainer = module.trainer
         if trainer.state.fn != "fit" or module is self._prepared:
@@ -63,14 +63,14 @@ class PrecisionPart:
         return module
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
-        """Let the optimizers share the loss scale, and their states hold it, from the start."""
+        """Let the optimizers share the loss scale, and put it into their states, from the start."""
         for optimizer in optimizers:
-            with suppress(ValueError):  # of a part that is not prepared
+            with suppress(ValueError):  # its part of the module is not prepared
                 state_of(optimizer)
         return model, optimizers, lr_schedulers
 
     def optimizer_step(self, optimizer: Any, model: Any, closure: Any, **kwargs: Any) -> Any:
-        """Forward and backward, clipping, then the update: a skipped one computes nothing anew."""
+        """Run forward and backward, clip, then update; a skipped update recomputes nothing."""
         if isinstance(optimizer, LBFGS):
             return super().optimizer_step(optimizer, model, closure, **kwargs)  # type: ignore[misc]
         result = closure()
@@ -81,17 +81,17 @@ class PrecisionPart:
 
 
 class RunPart:
-    """Of a callback: every fit becomes a run directory for `mprun compare`.
+    """A callback that turns every fit into a run directory for `mprun compare`.
 
     Args:
-        folder: as of `mprun.Run`.
-        metric: name under which the module logs, in validation, what the verdict rests on.
-        config: what decides on the result beside the hyperparameters of the module and the
-            trainer's settings.
-        seed: of this run; None: that of `seed_everything`.
-        loss: name under which the module logs its training loss; None: what `training_step`
-            returns. Needed where manual optimization returns nothing.
-        settings: others of `mprun.Run`, for instance `data`, `margin`, `probe_every`.
+        folder: as in `mprun.Run`.
+        metric: name under which the module logs the metric of the verdict in validation.
+        config: further settings that affect the result, beside the hyperparameters of the module
+            and the trainer's settings.
+        seed: seed of this run; None: that of `seed_everything`.
+        loss: name under which the module logs its training loss; None: `training_step` returns it.
+            Needed if manual optimization returns nothing.
+        settings: other settings of `mprun.Run`, for instance `data`, `margin`, `probe_every`.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class RunPart:
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Record the step, once all its micro-batches are through."""
+        """Record the step after its last micro-batch."""
         if self.recording is None or not self.recording.open:
             return
         self._sum = self._sum + self._loss_of(trainer, outputs)
@@ -170,7 +170,7 @@ class RunPart:
 
     def _loss_of(self, trainer: Any, outputs: Any) -> Tensor | float:
         if self.loss is None:
-            # Lightning has divided it by the number of micro-batches already.
+            # Lightning has already divided it by the number of micro-batches.
             found = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         elif (found := trainer.callback_metrics.get(self.loss)) is not None:
             found = found / trainer.accumulate_grad_batches
@@ -181,7 +181,7 @@ class RunPart:
 
 
 _STRATEGIES = {"SingleDeviceStrategy", "DDPStrategy"}  # and what derives from them
-# What a trainer does to the result.
+# The trainer's settings that affect the result.
 _SETTINGS = (
     *("max_steps", "max_epochs", "accumulate_grad_batches"),
     *("gradient_clip_val", "gradient_clip_algorithm"),
@@ -196,5 +196,5 @@ def _seed(given: int | None) -> int:
 
 
 def _taken(trainer: Any) -> list[int]:
-    """Steps of each optimizer so far."""
+    """Return the steps of each optimizer so far."""
     return [state_of(optimizer).steps for optimizer in trainer.optimizers]

@@ -1,4 +1,4 @@
-"""What the callbacks of several trainers share: an `mprun.Run` without a `with` block."""
+"""An `mprun.Run` without a `with` block, for the callbacks of several trainers."""
 
 from __future__ import annotations
 
@@ -16,17 +16,18 @@ from mprun.extensions.script.run import Diverged, Run
 
 
 class Recording:
-    """A run directory whose end, a divergence too, is told and never raised.
+    """A run directory that returns its end, divergence included, instead of raising it.
 
-    Of several processes the first writes it, with its own losses. All of them hear when it ends.
+    The first of several processes writes it, with the losses of that process. All processes learn
+    when it ends.
 
     Args:
-        folder, optimizers, settings: of `mprun.Run`.
+        folder, optimizers, settings: as in `mprun.Run`.
 
     Attributes:
-        run: that is written; None in a process that writes none.
+        run: the written run; None in a process that writes none.
         open: whether it still takes steps.
-        steps: recorded so far.
+        steps: number of steps recorded so far.
         evaluated: step of the newest evaluation.
     """
 
@@ -40,18 +41,18 @@ class Recording:
         self._device = state_of(optimizers[0]).arithmetic.device if together else None
 
     def step(self, loss: Tensor | float) -> bool:
-        """Record a step that was taken; False: the run has ended."""
+        """Record a taken step; return False if the run has ended."""
         self.steps += 1
-        # Only where it reads its records a run finds that it has diverged.
+        # A run notices divergence only when it reads its records.
         return self._told(lambda run: run.step(loss), self.steps % self._every == 0)
 
     def evaluate(self, metrics: dict[str, Any]) -> bool:
-        """Record an evaluation; False: the run has ended."""
+        """Record an evaluation; return False if the run has ended."""
         self.evaluated = self.steps
         return self._told(lambda run: run.evaluate(**metrics), True)
 
     def end(self, error: BaseException | None = None) -> None:
-        """Close the run, as "done" or as what an exception makes of it."""
+        """Close the run as "done", or with the status of an exception."""
         status, cause = "done", None
         if error is not None:
             stopped = isinstance(error, KeyboardInterrupt | SystemExit)
@@ -61,7 +62,7 @@ class Recording:
         self.open = False
 
     def _told(self, record: Callable[[Run], None], may_end: bool) -> bool:
-        """Record, and let all processes know whether the run goes on where it may have ended."""
+        """Record, return whether the run goes on; tell all processes if it may have ended."""
         if not self.open:
             return False
         if self.run is not None:

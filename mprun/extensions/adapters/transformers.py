@@ -2,7 +2,7 @@
 
     trainer = MprunTrainer(model=model, args=args, train_dataset=data, precision="amp")
 
-`PrecisionPart` is what it adds: `class Mine(PrecisionPart, Seq2SeqTrainer): ...` has it too.
+`PrecisionPart` adds the same to others: `class Mine(PrecisionPart, Seq2SeqTrainer): ...`.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ else:
 
 
 class PrecisionPart(_Base):
-    """Of a Trainer: the model is prepared when the optimizer is created.
+    """A Trainer that prepares the model when the optimizer is created.
 
     Args:
-        args, kwargs: of the Trainer.
-        precision: name of a mode, as of `mprun.prepare`, or a policy.
-        scaler: name of a loss scaler or a loss scale; None: the one that the mode comes with.
+        args, kwargs: as in the Trainer.
+        precision: name of a mode, as in `mprun.prepare`, or a policy.
+        scaler: name of a loss scaler or a loss scale; None: the mode's default.
         overrides: glob pattern over module names -> dtype.
 
     Raises:
-        ValueError: a training argument that chooses a precision itself, compiles the model or
-            spreads it over devices otherwise than by DDP.
+        ValueError: a training argument chooses a precision itself, compiles the model or spreads
+            it over devices without DDP.
     """
 
     optimizer: Any
@@ -59,7 +59,7 @@ class PrecisionPart(_Base):
         self.add_callback(_Skips())
 
     def create_accelerator_and_postprocess(self) -> None:
-        """As the Trainer's; what it spreads the model with is looked at."""
+        """Create the accelerator like the Trainer; refuse ways to spread the model except DDP."""
         _refuse(self.args)
         super().create_accelerator_and_postprocess()
         kind, mixed = self.accelerator.distributed_type, self.accelerator.mixed_precision
@@ -73,12 +73,12 @@ class PrecisionPart(_Base):
             raise ValueError(f"ACCELERATE_MIXED_PRECISION={mixed}: must be no beside precision=")
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's, of a prepared model.
+        """Create the optimizer like the Trainer, on a prepared model.
 
         Raises:
-            ValueError: what `mprun.prepare` refuses.
+            ValueError: `mprun.prepare` refuses the model or the optimizer.
         """
-        if self._prepared is not self.model:  # DDP comes around it later
+        if self._prepared is not self.model:  # DDP wraps it later
             prepare(self.model, self.optimizer, self._mode, **self._settings)
             self._prepared = self.model
         super().create_optimizer(*args, **kwargs)
@@ -86,14 +86,14 @@ class PrecisionPart(_Base):
         return self.optimizer
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As the Trainer's; recorded."""
+        """Train a step like the Trainer, and record the loss."""
         loss = super().training_step(*args, **kwargs)
         for callback in self._recorders():
             callback.add(loss)
         return loss
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
-        """As the Trainer's; a run that is recorded ends with it, evaluated."""
+        """Train like the Trainer; evaluate and close a recorded run at the end."""
         try:
             output = super().train(*args, **kwargs)
             if self.eval_dataset is not None and any(r.unevaluated for r in self._recorders()):
@@ -107,7 +107,7 @@ class PrecisionPart(_Base):
         return output
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As the Trainer's; losses of training come with the loss scale."""
+        """Log like the Trainer; add the loss scale to training losses."""
         if "loss" in logs and self._steps is not None and self._steps.scale.kind != "none":
             logs["loss_scale"] = float(self._steps.scale.scale)
         super().log(logs, *args, **kwargs)
@@ -121,17 +121,17 @@ class MprunTrainer(PrecisionPart, Trainer):
 
 
 class MprunRun(TrainerCallback):
-    """A callback of an `MprunTrainer`: every training becomes a run directory for `mprun compare`.
+    """A callback of an `MprunTrainer` that turns training into a run directory for `mprun compare`.
 
     Args:
-        folder: as of `mprun.Run`.
-        metric: of `evaluate`, on which the verdict rests.
-        config: what decides on the result beside the training arguments: model, data.
-        seed: of this run; None: that of the training arguments.
-        settings: others of `mprun.Run`, for instance `data`, `margin`, `probe_every`.
+        folder: as in `mprun.Run`.
+        metric: the metric of `evaluate` on which the verdict rests.
+        config: further settings that affect the result, beside the training arguments: model, data.
+        seed: seed of this run; None: that of the training arguments.
+        settings: other settings of `mprun.Run`, for instance `data`, `margin`, `probe_every`.
 
     Attributes:
-        recording: of the newest training.
+        recording: the recording of the newest training.
     """
 
     def __init__(
@@ -151,14 +151,14 @@ class MprunRun(TrainerCallback):
 
     @property
     def unevaluated(self) -> bool:
-        """Whether steps were taken since the last evaluation."""
+        """True if steps were taken since the last evaluation."""
         recording = self.recording
         if recording is None or not recording.open:
             return False
         return recording.evaluated != recording.steps
 
     def add(self, loss: Tensor) -> None:
-        """A micro-batch of the step, divided by their number."""
+        """Add the loss of a micro-batch, divided by the number of micro-batches."""
         self._sum = self._sum + loss
 
     def end(self, error: BaseException | None = None) -> None:
@@ -197,7 +197,7 @@ class MprunRun(TrainerCallback):
         """Record the evaluation.
 
         Raises:
-            ValueError: it lacks the metric.
+            ValueError: the evaluation lacks the metric.
         """
         if self.recording is None or not self.recording.open:
             return
@@ -209,7 +209,7 @@ class MprunRun(TrainerCallback):
 
 
 class _Skips(TrainerCallback):
-    """Tells the Trainer of skipped updates, after which no schedule advances."""
+    """A callback that tells the Trainer about skipped updates: then no schedule advances."""
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         outer = kwargs["optimizer"]
@@ -218,7 +218,7 @@ class _Skips(TrainerCallback):
             outer._is_overflow = bool(last.found_inf)
 
 
-# Training arguments that decide on the result.
+# Training arguments that affect the result.
 _SETTINGS = (
     *("max_steps", "num_train_epochs", "per_device_train_batch_size"),
     *("gradient_accumulation_steps", "max_grad_norm", "learning_rate", "weight_decay"),
