@@ -1,4 +1,4 @@
-"""The whole paper: its tables and figures beside runs of our own (`mprun paper`).
+"""The whole paper: its tables and figures beside our runs (`mprun paper`).
 
-`rows` says what is run for which result, `outcomes` reads what came of it, `page` writes it down.
+`rows` lists the runs for each result, `outcomes` reads their outcomes, `page` writes the page.
 """

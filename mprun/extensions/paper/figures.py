@@ -1,4 +1,4 @@
-"""The paper's figures 2 to 6, redrawn from our runs beside what the paper's show, in words."""
+"""The paper's figures 2 to 6 redrawn from our runs, beside the paper's described in words."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,10 +18,10 @@ class PaperFigure(NamedTuple):
 
     Attributes:
         key: "fig3".
-        row: whose runs redraw it.
-        shows: the message of the paper's, in words.
-        draw: from the row as found; None: there is nothing to draw.
-        kind: of the tensors of a histogram; empty: there is none.
+        row: key of the row whose runs redraw it.
+        shows: the message of the paper's figure, in words.
+        draw: draws the results of the row; returns None if there is nothing to draw.
+        kind: kind of the tensors of a histogram; empty: the figure is no histogram.
     """
 
     key: str
@@ -32,7 +32,7 @@ class PaperFigure(NamedTuple):
 
     @property
     def title(self) -> str:
-        """ "Figure 3"."""
+        """The title, such as "Figure 3"."""
         return f"Figure {self.key.removeprefix('fig')}"
 
 
@@ -90,7 +90,7 @@ FIGURES = (
     PaperFigure(
         "fig4",
         "translation",
-        "Three FP32 runs are visibly apart; mixed precision with a loss scale is among them, "
+        "Three FP32 runs are visibly apart. Mixed precision with a loss scale is among them; "
         "without one it is slightly worse.",
         _curve("training"),
     ),
@@ -106,7 +106,7 @@ FIGURES = (
 
 
 def shares_text(probes: Path | None, kind: str) -> str:
-    """What a histogram says in numbers: zeros, and what FP16 would make zero."""
+    """Return a histogram's message in numbers: zeros, and values that FP16 would make zero."""
     mode = None if probes is None else probed_run(probes, "fp32", 0)
     if mode is None or mode.damage or kind not in mode.gradients:
         return ""

@@ -1,8 +1,8 @@
-"""What came of the runs of a row, beside what the paper says.
+"""The outcomes of a row's runs, beside those of the paper.
 
-A row of the paper has the same outcome here where it is equal to FP32 there and `matches` here, or
-diverges there and is worse or diverges here. Where FP16 without masters matches as well, the row
-does not discriminate: the network, at this size, does not need the technique.
+A row has the paper's outcome if it equals FP32 there and `matches` here, or if it diverges there
+and is worse or diverges here. If FP16 without masters matches, too, the row does not discriminate:
+the network, at this size, does not need the technique.
 """
 
 import math
@@ -33,12 +33,12 @@ _DIVERGES_AFTER = 300_000  # iterations, figure 5
 
 @dataclass(slots=True)
 class Line:
-    """One technique: ours beside the paper's.
+    """One technique: our result beside the paper's.
 
     Attributes:
         value: mean of the judged metric over the seeds that ended, as text.
-        shown: mean of the row's own metric, as text.
-        same: whether the outcome is the paper's; empty where the paper has none.
+        shown: mean of `Row.metric`, as text.
+        same: whether the outcome is the paper's; empty if the paper has none.
     """
 
     arm: Arm
@@ -56,13 +56,13 @@ class Found:
 
     Attributes:
         fp32: mean and deviation of FP32's runs, as text.
-        network, data: what was trained, from its records.
-        lines: of the arms, in the order of the row.
-        group: as compared; None: nothing was.
-        why_not: why nothing was.
+        network, data: the trained network and its data, from the records.
+        lines: one for each arm, in the order of the row.
+        group: the compared group; None: nothing was compared.
+        why_not: why nothing was compared.
         discriminates: None: FP16 without masters is not decided.
-        probes: directory of the run that counted its tensors; None: none did.
-        slug: of the group, where runs that were there are judged; else empty.
+        probes: directory of the run that counted its tensors; None: no run did.
+        slug: slug of the group if existing runs are judged; otherwise empty.
     """
 
     row: Row
@@ -79,12 +79,12 @@ class Found:
 
     @property
     def key(self) -> str:
-        """The row's, unique on a page."""
+        """The key of the row, unique on a page."""
         return f"{self.row.key}-{self.slug}" if self.slug else self.row.key
 
     @property
     def metric(self) -> str:
-        """The one that is judged."""
+        """The judged metric."""
         return "" if self.group is None else self.group.metric
 
 
@@ -94,12 +94,12 @@ def found_of(
     why_not: str = "",
     probes: Path | None = None,
 ) -> Found:
-    """Read what there is.
+    """Read the existing runs of a row.
 
     Args:
-        row: of the paper.
-        directories: technique -> its runs, those too that were not begun.
-        why_not: why nothing is to be read.
+        row: a row of the paper.
+        directories: technique -> its runs, also those that have not begun.
+        why_not: why there is nothing to read.
         probes: directory of the run that counts its tensors.
     """
     found = _unfilled(row, why_not=why_not, probes=probes)
@@ -128,7 +128,7 @@ def found_of(
 
 
 def beside(comparison: Comparison) -> tuple[list[Found], list[str]]:
-    """Put runs that were there beside the paper.
+    """Put existing runs beside the paper.
 
     Returns:
         For each group the rows of its network, then the row of the technique that it tests; and a
@@ -168,7 +168,7 @@ def _beside(group: Group, row: Row) -> Found:
 
 
 def _is(arm: Arm, own: Compared) -> bool:
-    """Whether the runs are of this technique."""
+    """Return whether the runs use this technique."""
     if not arm.overrides or not own.arm.runs:
         return False
     run, wanted = own.arm.runs[0], dict(one.split("=") for one in arm.overrides)
@@ -179,12 +179,12 @@ def _is(arm: Arm, own: Compared) -> bool:
 
 
 def _mode(row: Compared) -> str:
-    """The named mode; one with changed fields is "fp16_master+norm_dtype=fp16" in the record."""
+    """Return the named mode; records add changed fields, as "fp16_master+norm_dtype=fp16"."""
     return row.arm.mode.partition("+")[0]
 
 
 def _differences(group: Group, row: Row) -> Iterator[str]:
-    """What the runs of a group, whatever they are, have otherwise than the paper."""
+    """List the differences between the runs of a group and the paper."""
     keys = group.keys
     name = keys.get("data.name") or "unknown data"
     yield f"data {name} (numbers compare only if that is {row.result.data})"
@@ -237,9 +237,9 @@ def _fill(found: Found, group: Group, rows: Mapping[str | None, Compared]) -> No
 
 
 def same_outcome(published: str, verdict: str) -> str:
-    """YES, NO or UNDECIDED; empty where the paper has no outcome.
+    """Return YES, NO or UNDECIDED; empty if the paper has no outcome.
 
-    The paper's EQUAL says that nothing is lost, which a better result does not contradict.
+    The paper's EQUAL says that nothing is lost; a better result does not contradict it.
 
     Args:
         published: EQUAL, FAILS or empty.
@@ -255,7 +255,7 @@ def same_outcome(published: str, verdict: str) -> str:
 
 
 def _with_deviation(values: Sequence[float]) -> str:
-    """ "0.5052 (sd 0.0012, n = 3)" of those that are finite."""
+    """Return the mean of the finite values as text: "0.5052 (sd 0.0012, n = 3)"."""
     known = [value for value in values if math.isfinite(value)]
     if not known:
         return ""
@@ -264,7 +264,7 @@ def _with_deviation(values: Sequence[float]) -> str:
 
 
 def _mean_of(row: Compared, metric: str) -> str:
-    """The mean over runs of the last value of another metric."""
+    """Return the mean over runs of the last value of another metric, as text."""
     if not metric:
         return ""
     last = [run.evals[metric][-1] for run in row.arm.runs if len(run.evals.get(metric, ()))]
@@ -287,7 +287,7 @@ def _lstm(keys: Mapping[str, Any]) -> str:
 
 
 def _data(record: dict[str, Any], group: Group) -> str:
-    """Data, length, seeds and device, as far as they were recorded."""
+    """Describe data, length, seeds and device, as far as they were recorded."""
     data, runs = record.get("data", {}), group.baseline.arm.runs
     parts = [str(data.get("name") or group.keys.get("data.name") or "unknown data")]
     if "train_samples" in data:
@@ -304,7 +304,7 @@ def _data(record: dict[str, Any], group: Group) -> str:
 
 
 def _devices(group: Group) -> list[str]:
-    """Those of the runs; "CPU, 16-bit products emulated" where that is so."""
+    """List the devices of the runs; emulation is "CPU, 16-bit products emulated"."""
     names: dict[str, None] = {}  # keeps the order
     for run in group.every_run:
         name = run.environment.get("gpu") or (run.environment.get("device") or "").upper()

@@ -20,8 +20,8 @@ SCALE = {
     "with the paper's, outcomes are. The paper has one run per number and no interval.",
     "full": "The recipes on the paper's data, as far as those are public. The paper has one run "
     "per number and no interval.",
-    "given": "Runs that were there: outcomes compare with the paper's, numbers only on the same "
-    "data. The paper has one run per number and no interval.",
+    "given": "Existing runs: outcomes compare with the paper's, numbers only on the same data. The "
+    "paper has one run per number and no interval.",
 }
 HEADER = (
     "network",
@@ -43,7 +43,7 @@ class Table:
     """One table of the page as text.
 
     Attributes:
-        notes: by network, what differs from the paper's; then what else is to be said.
+        notes: by network, the differences from the paper and further remarks.
     """
 
     title: str
@@ -52,7 +52,7 @@ class Table:
 
 
 def tables(found: Sequence[Found]) -> list[Table]:
-    """By table or figure of the paper, in its order."""
+    """Make a table for each table or figure of the paper, in its order."""
     made: dict[str, Table] = {}
     for one in found:
         place = one.row.result.place
@@ -100,19 +100,19 @@ def _notes(found: Found) -> list[str]:
         notes.append(f"differs from the paper: {'; '.join(differs)}")
     if found.discriminates is False:
         notes.append(
-            "does not discriminate: FP16 without master weights matches as well, so that this "
-            "network at this size needs no technique of the paper"
+            "does not discriminate: FP16 without master weights matches, too, so this network at "
+            "this size needs no technique of the paper"
         )
     if found.row.tried:
-        notes.append(f"what was tried: {found.row.tried}")
+        notes.append(f"tried: {found.row.tried}")
     return notes
 
 
 def full_lines(rows: Sequence[Row], hours: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
-    """What each result costs at the paper's scale.
+    """Return the cost of each result at the paper's scale.
 
     Args:
-        rows: of the paper.
+        rows: rows of the paper.
         hours: recipe -> mode -> hours on one H200, the limit that `mprun bench --roofline` counts.
     """
     lines = []
@@ -130,12 +130,12 @@ def full_lines(rows: Sequence[Row], hours: Mapping[str, Mapping[str, float]]) ->
 
 @dataclass(slots=True)
 class Page:
-    """Everything that is written.
+    """The content of the page.
 
     Attributes:
         facts: machine, versions, commands: name -> value.
-        hours: as of `full_lines`.
-        remarks: what is said of runs as a whole, a line each.
+        hours: as in `full_lines`.
+        remarks: remarks on the runs as a whole, a line each.
     """
 
     scale: str
@@ -146,7 +146,7 @@ class Page:
     remarks: Sequence[str] = ()
 
     def write(self, folder: Path) -> Path:
-        """Write it; returns the path of paper.md."""
+        """Write the page; return the path of paper.md."""
         folder.mkdir(parents=True, exist_ok=True)
         with settings():
             figures = [
@@ -172,7 +172,7 @@ class Page:
         return path
 
     def _figure(self, figure: PaperFigure, found: Found, folder: Path) -> dict[str, Any]:
-        """As the page takes it: title, what the paper's shows, and ours where there is one."""
+        """Return a figure's content: title, the message of the paper's, and ours if it exists."""
         drawing = figure.draw(found)
         name = f"{figure.key}-{found.slug}" if found.slug else figure.key
         pictures = [] if drawing is None else [picture(drawing, name, folder)]
@@ -256,7 +256,7 @@ def _markdown(given: Mapping[str, Any]) -> str:
 
 
 def tables_markdown(made: Sequence[Table]) -> str:
-    """Each table below its heading, its notes below it."""
+    """Format each table below its heading, with its notes below it."""
     parts = []
     for table in made:
         parts += [f"## {table.title}", markdown_table(list(HEADER), table.lines)]

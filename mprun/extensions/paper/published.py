@@ -1,7 +1,7 @@
-"""What Micikevicius et al. report (Mixed Precision Training, arXiv 1710.03740 v3, ICLR 2018).
+"""The results of Micikevicius et al. (Mixed Precision Training, arXiv 1710.03740 v3, ICLR 2018).
 
-Table 1, its settings and figure 2a were read in the paper's text; tables 2 and 3 and figures 3 to 6
-in notes on version 3. A number stands here once, for every page that shows it.
+Table 1, its settings and figure 2a come from the paper's text; tables 2 and 3 and figures 3 to 6
+from notes on version 3. Each number is here once, for every page that shows it.
 """
 
 from typing import NamedTuple
@@ -11,14 +11,14 @@ class Published(NamedTuple):
     """One row of a table, or the curves of a figure: one run a column, no interval.
 
     Attributes:
-        network: as the paper calls it.
+        network: the paper's name for the network.
         place: the table or figure.
-        metric: of the columns, with its unit; empty: the paper has no number.
-        fp32: of the FP32 run, as it is printed.
-        unscaled: of mixed precision without loss scaling; a number, or what became of it.
-        scaled: of mixed precision with it.
+        metric: metric of the columns, with its unit; empty: the paper has no number.
+        fp32: result of the FP32 run, as printed.
+        unscaled: result of mixed precision without loss scaling, a number or words.
+        scaled: result of mixed precision with loss scaling.
         scale: the loss scale; empty: none was needed.
-        data: that it was trained on.
+        data: the training data.
         scope: size, schedule and how it was measured.
     """
 
@@ -34,11 +34,11 @@ class Published(NamedTuple):
 
     @property
     def is_scored(self) -> bool:
-        """Whether a higher value is better."""
+        """True if a higher value is better."""
         return not self.metric.startswith(("CER", "perplexity"))
 
     def difference(self, value: str) -> str:
-        """A value less FP32's, in points with the sign of `mprun compare`: positive is worse."""
+        """Return the difference to FP32 in points, as in `mprun compare`: positive is worse."""
         try:
             worse = float(self.fp32) - float(value)
         except ValueError:

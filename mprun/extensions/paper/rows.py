@@ -1,8 +1,8 @@
-"""Which runs stand for which result of the paper, and how they differ from what it trained.
+"""The runs for each result of the paper, and how they differ from the paper's.
 
-Small runs are on embedded data with networks reduced until a CPU trains them in seconds: their
-numbers are not the paper's, their outcomes are what is compared. Full runs are the recipes of
-conf/experiment on the data of the paper, as far as those are public.
+Small runs use embedded data and networks reduced until a CPU trains them in seconds. Only their
+outcomes are compared, not their numbers. Full runs are the recipes of conf/experiment on the
+paper's data, as far as those are public.
 """
 
 from typing import NamedTuple
@@ -16,10 +16,10 @@ class Arm(NamedTuple):
     """A technique that a row tests, beside FP32.
 
     Attributes:
-        technique: in words, short.
-        overrides: that make it, after those of the row.
-        outcome: EQUAL or FAILS, that of the paper for this technique; empty: it has none.
-        value: the paper's, as it is printed.
+        technique: a short description.
+        overrides: the overrides of the technique, after those of the row.
+        outcome: EQUAL or FAILS, the paper's outcome for this technique; empty: it has none.
+        value: the paper's value, as printed.
     """
 
     technique: str
@@ -33,10 +33,10 @@ class Full(NamedTuple):
 
     Attributes:
         experiment: the recipe.
-        folder: of the data below --data-root.
-        samples: of an epoch (of text: words), where the recipe counts epochs; 0: it counts steps.
+        folder: folder of the data below --data-root.
+        samples: samples (words of text) per epoch if the recipe counts epochs; 0: it counts steps.
         published: how long others trained, with the source.
-        missing: what a user has to bring beside the data.
+        missing: what a user has to provide beside the data.
     """
 
     experiment: str
@@ -50,20 +50,19 @@ class Row(NamedTuple):
     """One result of the paper and the runs that stand for it.
 
     Attributes:
-        key: by which `--only` asks for it.
-        result: the paper's.
-        overrides: of every run; the experiment first. Empty: there is nothing to run.
-        arms: beside FP32.
-        seeds: how many, from 0.
-        differs: from what the paper trained, a phrase each.
+        key: name of the row for `--only`.
+        result: the paper's result.
+        overrides: overrides of every run, the experiment first. Empty: there is nothing to run.
+        arms: the techniques beside FP32.
+        seeds: number of seeds, from 0.
+        differs: differences from the paper's training, a phrase each.
         full: None: the data are not public.
         why_not: why there are no runs.
-        tried: where the outcome is another than the paper's, or tells nothing: by what means it was
-            looked for.
-        metric: that is shown beside the one that is judged; empty: none.
+        tried: if the outcome differs from the paper's or is undecided: further attempts to see it.
+        metric: a metric shown beside the judged one; empty: none.
         is_probed: whether one more FP32 run counts its tensors by exponent, for a histogram.
-        models: `model.name` of the networks of ours whose runs, of any size, stand beside it.
-        always: from what the paper trained, what differs at any size, a phrase each.
+        models: `model.name` of our networks whose runs, of any size, are put beside it.
+        always: differences from the paper's training at any size, a phrase each.
     """
 
     key: str
@@ -82,11 +81,11 @@ class Row(NamedTuple):
 
     @property
     def place(self) -> str:
-        """ "table2", as `--only` takes it."""
+        """The table or figure as `--only` takes it, such as "table2"."""
         return self.result.place.replace(" ", "").replace("figure", "fig")
 
     def commands(self) -> dict[str, tuple[str, ...]]:
-        """Technique -> the overrides of its runs without the seed; FP32 first."""
+        """Return technique -> the overrides of its runs without the seed; FP32 first."""
         return {"FP32": (*self.overrides, "precision=fp32")} | {
             arm.technique: (*self.overrides, *arm.overrides) for arm in self.arms
         }
@@ -236,8 +235,8 @@ ROWS = (
         (Arm("FP32 masters, no scale", _MASTER), NAIVE),
         seeds=5,
         differs=(
-            "a control: of the network of the row above only the heads learn, so that what "
-            "underflows on the way to the first layers is of no use anyway",
+            "a control: only the heads of the network above learn, so gradients that underflow on "
+            "the way to the first layers are not needed",
         ),
         why_not="a control of the small network",
         metric="map",
@@ -289,9 +288,9 @@ ROWS = (
             "2 x 64 cells in place of 3 x 1024 and 5 x 1024; full softmax, constant rate",
         ),
         full=Full("seq2seq_wmt15", "wmt15"),
-        tried="eight FP32 seeds, whose losses have a standard deviation of 8 %, so that nothing "
-        "slightly worse can be seen from the curves; optim.lr=0.03, where more updates are lost: "
-        "FP16 weights without masters ended 8 % above FP32 (one seed)",
+        tried="eight FP32 seeds, whose losses have a standard deviation of 8 %: the curves cannot "
+        "show anything slightly worse; optim.lr=0.03, where more updates are lost: FP16 weights "
+        "without masters ended 8 % above FP32 (one seed)",
         metric="bleu",
         models=("seq2seq",),
         always=("Luong's attention without input feeding",),
