@@ -1,21 +1,20 @@
-"""How large bigLSTM is, counted and, with --run, trained: 1.777 B parameters, 793,472 words.
+"""The size of bigLSTM, counted and, with --run, trained: 1.777 B parameters, 793,472 words.
 
     python benchmarks/biglstm_size.py                        bytes by kind, every mode
     python benchmarks/biglstm_size.py --run --precision fp32 [--steps 2] [--batch-size 128]
 
-The count is arithmetic over the shapes of the model (`count`). It is checked against what a small
-instance of the same model holds after a step, as run.json records it. --run trains the full model
-through the task that a run uses, with the settings of the published code (okuchaiev/f-lm), on
-tokens with a Zipf distribution, and prints seconds per step, tokens per second and the peak of
-resident memory.
+The count is arithmetic over the shapes of the model (`count`). It is checked against the bytes that
+a small instance of the model holds after a step, as in run.json. --run trains the full model with
+the task of a run and the settings of the published code (okuchaiev/f-lm), on tokens with a Zipf
+distribution. It prints seconds per step, tokens per second and the peak of resident memory.
 
 Measured (2 cores of a shared machine, 24 GiB, batch 128 x 20, two steps, 2026-11-20):
 
     fp32                held 15.48 GB as counted, peak 18.05 GB, 112 and 152 s a step, 23 tokens/s
     fp16_master_scaled  held 16.06 GB as counted, peak 18.31 GB, 69 and 47 s a step, 54 tokens/s
 
-FP16 is the faster one because its LSTM is emulated with one product for all time steps, while
-torch's CPU library has no LSTM with projection; the other load on the machine differed as well.
+FP16 is faster because its LSTM is emulated with one product for all time steps, while torch's CPU
+library has no LSTM with projection. The other load on the machine differed, too.
 """
 
 import argparse
@@ -35,9 +34,9 @@ from mprun.precision import get_policy, pin_math_flags
 from mprun.record import memory
 
 GIB = 2**30
-# Measured in FP32 on a CPU (20,000 words, 128 x 20 tokens): activations and what an update needs.
+# Measured in FP32 on a CPU (20,000 words, 128 x 20 tokens): activations and an update's memory.
 BYTES_PER_TOKEN = 850_000
-SPARE = 1.5 * GIB  # left to others
+SPARE = 1.5 * GIB  # for other processes
 PUBLISHED = [
     "model=biglstm",
     "model.time_reduction=sum",
@@ -55,7 +54,7 @@ SMALL = ["model.embedding_size=24", "model.hidden_size=64", "model.projection_si
 
 
 def shapes(vocabulary, embedding, hidden, layers, projection, candidates) -> dict[str, int]:
-    """Parameters of the LSTM and of the tables, counted on the meta device."""
+    """Count the parameters of the LSTM and of the tables on the meta device."""
     with torch.device("meta"):
         model = SampledLSTM(
             vocabulary,
@@ -70,10 +69,10 @@ def shapes(vocabulary, embedding, hidden, layers, projection, candidates) -> dic
 
 
 def count(size: dict[str, int], mode: str, rows: int, tensors: int) -> dict[str, int]:
-    """Bytes by kind. rows: numbers in the rows that a step uses. tensors: of the LSTM."""
+    """Count bytes by kind. rows: numbers in the rows of a step; tensors: number in the LSTM."""
     policy = get_policy(mode)
     width = policy.param_dtype.itemsize
-    updated = 4 if policy.master_dtype is not None else width  # what the optimizer moves
+    updated = 4 if policy.master_dtype is not None else width  # bytes that the optimizer moves
     kinds = {
         "parameters": size["lstm"] * width + size["tables"] * updated,
         "master_weights": size["lstm"] * updated if updated != width else 0,
@@ -86,12 +85,12 @@ def count(size: dict[str, int], mode: str, rows: int, tensors: int) -> dict[str,
 
 
 def used_rows(embedding: int, output: int, tokens: int, candidates: int) -> int:
-    """Numbers in the rows that a step gathers: the tokens', the targets' and the candidates'."""
+    """Count the numbers in a step's rows: those of tokens, targets and candidates."""
     return tokens * embedding + (tokens + candidates) * (output + 1)
 
 
 def check(mode: str) -> str:
-    """The count of a small instance beside what it holds after a step; raises where they differ."""
+    """Compare the count of a small instance with its memory after a step; raise if they differ."""
     vocabulary, candidates, tokens = 500, 64, 4 * 20
     task = built(
         mode,
@@ -110,7 +109,7 @@ def check(mode: str) -> str:
     size = shapes(vocabulary, 24, 64, 2, 16, candidates)
     rows = used_rows(24, 16, tokens, candidates)
     expected = count(size, mode, rows, len(lstm))
-    # Activations, and their casts under autocast, depend on kernels and are measured alone.
+    # Activations, and their casts under autocast, depend on kernels and are only measured.
     held = {kind: number for kind, number in held.items() if kind in expected}
     if held != expected:
         raise SystemExit(f"{mode}: counted {expected}, held {held}")
@@ -125,7 +124,7 @@ def built(mode: str, overrides: list[str]):
 
 
 class ZipfTokens:
-    """In place of a task's data: words with P(k) near 1 / k, the log-uniform distribution."""
+    """A replacement for a task's data: words with P(k) near 1 / k, the log-uniform distribution."""
 
     def __init__(self, source, vocabulary: int, batch_size: int, length: int):
         self._source = source

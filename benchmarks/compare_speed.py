@@ -1,10 +1,10 @@
-"""What `mprun compare` costs over 100 runs (5 modes, 20 seeds) of 100,000 records each.
+"""The cost of `mprun compare` over 100 runs (5 modes, 20 seeds) of 100,000 records each.
 
     python benchmarks/compare_speed.py [--what load|command] [--records N] [--seeds N]
 
-Writes 2 GB of runs into a temporary folder (deleted afterwards) and times, on one core: `load`,
-reading and grouping in a process of its own, or `command`, `python -m mprun compare` from start to
-report. Peak memory is that process's resident set. Targets for the command: 10 s and 1 GiB.
+It writes 2 GB of runs into a temporary folder (deleted afterwards) and times one core. `load` reads
+and groups in a separate process; `command` is `python -m mprun compare` from start to report. Peak
+memory is that process's resident set. Targets for the command: 10 s and 1 GiB.
 """
 
 import argparse
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def measure(command: list[str]) -> tuple[float, float, int]:
-    """Wall seconds, CPU seconds and peak resident bytes of a command on one core."""
+    """Return wall seconds, CPU seconds and peak resident bytes of a command on one core."""
     if shutil.which("taskset"):
         command = ["taskset", "-c", "0", *command]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
@@ -72,14 +72,14 @@ def measure(command: list[str]) -> tuple[float, float, int]:
     seconds = time.perf_counter() - started
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     cpu = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-    # The largest child so far, and this is the only one.
+    # The largest child so far; this is the only one.
     return seconds, cpu, after.ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
 def write_runs(folder: Path, records: int, seeds: int) -> int:
-    """Write the runs, all logged records with 9 columns; bytes written.
+    """Write the runs, all logged records with 9 columns; return the bytes written.
 
-    The text of one run is made once; each run exchanges the digits of its losses.
+    The text of one run is made once; each run replaces the digits of the losses.
     """
     base, at = template(records)
     size = 0
@@ -99,7 +99,7 @@ def write_runs(folder: Path, records: int, seeds: int) -> int:
 
 
 def template(records: int) -> tuple[bytearray, list[int]]:
-    """The metrics.jsonl of one run, and where its losses' fourth decimals stand."""
+    """Return the metrics.jsonl of one run and the places of its losses' fourth decimals."""
     draw = random.Random(0)
     text, at, skipped, scale = bytearray(), [], 0, 65536.0
     for step in range(1, records + 1):
@@ -124,7 +124,7 @@ def template(records: int) -> tuple[bytearray, list[int]]:
 
 
 def run_record(mode: str, scaler: str, seed: int, steps: int) -> dict:
-    """run.json of a finished run, as far as a comparison reads it."""
+    """Return the run.json of a finished run, as far as a comparison reads it."""
     config = {
         "model": {"name": "lstm_lm"},
         "data": {"name": "docs_text"},

@@ -1,10 +1,10 @@
-"""The speed targets on a CPU, in one run and one table; exit code 1 where one is missed.
+"""The speed targets on a CPU, in one run and one table; exit code 1 if one is missed.
 
     python benchmarks/cpu_targets.py [--only runner] [--repeats 7] [--json FILE] [--markdown FILE]
 
 Every figure is a ratio of two contenders that took turns in one process, so that a slow spell of
-the machine hits both; the median over turns is judged, and the spread is printed beside it.
-Memory that was freed stays with the process (runner_overhead.py says why).
+the machine hits both. The median over turns is judged; the spread is printed beside it.
+The process keeps freed memory (runner_overhead.py says why).
     runner      mprun's loop over a bare PyTorch loop, CPU time, 1 thread (runner_overhead.py)
     emulation   emulated FP16 over FP32, forward and backward, 2 threads (emulation_cost.py)
     update      the step with master weights over torch's fused FP32 optimizer and one copy,
@@ -30,7 +30,7 @@ GROUPS = ("runner", "emulation", "update")
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A target and what was measured. ratios: one for each turn. limit: the largest accepted."""
+    """A target and its measurement. ratios: one for each turn. limit: the largest accepted one."""
 
     group: str
     name: str
@@ -39,7 +39,7 @@ class Target:
 
     @property
     def ratio(self) -> float:
-        """The median, which is judged."""
+        """The median, the judged value."""
         return statistics.median(self.ratios)
 
     @property
@@ -48,7 +48,7 @@ class Target:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0 where every target is reached, 1 where one is missed or could not be measured."""
+    """Return 0 if every target is reached, 1 if one is missed or could not be measured."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=GROUPS, action="append", help="default: all")
     parser.add_argument("--case", default="", help="cases with this in their name")
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
     for group in options.only or GROUPS:
         try:
             measured += _MEASURE[group](options.repeats, options.case)
-        except ImportError as error:  # a benchmark that is not there is a target not shown
+        except ImportError as error:  # the target of a missing benchmark is not shown
             failures.append(f"{group}: {error}")
     text = as_markdown(measured, failures)
     print(text)
@@ -80,7 +80,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def as_markdown(measured: list[Target], failures: list[str]) -> str:
-    """One row for each target."""
+    """Make one row for each target."""
     rows = [
         [
             target.group,
@@ -108,7 +108,7 @@ def _runner(repeats: int, case: str) -> Iterator[Target]:
             yield Target("runner", name, found["target"], found["ratios"])
 
 
-# Longer sequences and other batches are in emulation_cost.py's own table.
+# The table of emulation_cost.py has longer sequences and other batches.
 _EMULATED = {
     ("resnet50", 32): "ResNet-50, batch 32, 32 px",
     ("dcgan", 32): "DCGAN, batch 32, 64 px",

@@ -1,10 +1,10 @@
-"""Open questions about CUDA kernels, answered with figures, each with the command that found it.
+"""Answers to open questions about CUDA kernels, with figures and commands.
 
     python benchmarks/cuda_questions.py [--only NAME ...] [--json FILE] [--markdown FILE]
 
-Each question is a function. They run one after another in one process; where one fails, it is
-reported and the rest run in a fresh process (a CUDA error spoils every later call of its own). On a
-machine without a GPU those that need one say so, and the others answer for this CPU.
+Each question is a function. They run one after another in one process. If one fails, it is reported
+and the rest run in a fresh process, because a CUDA error spoils every later call in its process.
+Without a GPU the questions that need one say so, and the others answer for this CPU.
 """
 
 import argparse
@@ -35,7 +35,7 @@ from questions.skipped_updates import (
 from mprun.precision import pin_math_flags
 from mprun.record.console import markdown_table
 
-# The questions whose answers others wait for come first.
+# The most urgent questions come first.
 QUESTIONS: dict[str, Callable[[torch.device], Answer]] = {
     function.__name__: function
     for function in (
@@ -67,7 +67,7 @@ UNANSWERED = "needs a CUDA device"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0; 1 if a question failed (one that needs a GPU where there is none did not)."""
+    """Return 0, or 1 if a question failed; a question without its GPU does not count as failed."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", choices=tuple(QUESTIONS), action="append", metavar="NAME")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
         for record in _answers(names, device, options.limit):
             answers.append(record)
             print(_section(record), flush=True)
-    except KeyboardInterrupt:  # a time limit from outside: what is answered is kept
+    except KeyboardInterrupt:  # a time limit from outside: keep the answers so far
         answered = {record["name"] for record in answers}
         for name in names:
             if name not in answered:
@@ -110,14 +110,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _work(names: list[str], device: torch.device) -> int:
-    """Answer in this process, one JSON line each; ends at the first failure."""
+    """Answer in this process, one JSON line each; end at the first failure."""
     for name in names:
         started = time.perf_counter()
         torch.manual_seed(0)
         pin_math_flags("ieee")
         try:
             record = {"status": "answered", **asdict(QUESTIONS[name](device))}
-        except Exception as error:  # reported, whatever it is, and the process ends
+        except Exception as error:  # any failure is reported and ends the process
             told = str(error).strip().splitlines()
             why = f"{type(error).__name__}: {told[0] if told else ''}"
             record = {"status": "failed", "text": why}
@@ -129,7 +129,7 @@ def _work(names: list[str], device: torch.device) -> int:
 
 
 def _answers(names: list[str], device: torch.device, limit: float):
-    """One record for each name, in order, whatever happens to the process that answers."""
+    """Yield one record for each name, in order, even if the answering process fails."""
     waiting = []
     for name in names:
         if device.type != "cuda" and name in NEED_CUDA:
@@ -143,7 +143,7 @@ def _answers(names: list[str], device: torch.device, limit: float):
 
 
 def _from_worker(names: list[str], device: torch.device, limit: float):
-    """Records of a process that answers `names`, up to its end; the last may be its failure."""
+    """Yield the records of a process that answers `names`; the last one may be its failure."""
     command = [sys.executable, __file__, "--worker", "--device", device.type]
     command += [part for name in names for part in ("--only", name)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
@@ -151,7 +151,7 @@ def _from_worker(names: list[str], device: torch.device, limit: float):
         threading.Thread(target=_read, args=(process.stdout, lines), daemon=True).start()
         for name in names:
             try:
-                # The first answer waits for torch and the device as well.
+                # The first answer also waits for torch and the device.
                 line = lines.get(timeout=limit + (60 if name == names[0] else 0))
             except KeyboardInterrupt:
                 process.kill()
@@ -177,14 +177,14 @@ def _read(stream, lines: queue.Queue) -> None:
 
 
 def _described(record: dict) -> dict:
-    """The record with its question, and the command that finds the answer again."""
+    """Add to a record its question, and the command that repeats the answer."""
     name = record["name"]
     command = f"python benchmarks/cuda_questions.py --only {name}"
     return record | {"question": QUESTIONS[name].__doc__.splitlines()[0], "command": command}
 
 
 def _section(record: dict) -> str:
-    """One question as Markdown."""
+    """Format one question as Markdown."""
     text = record["text"] if record["status"] == "answered" else f"{record['status']}: "
     if record["status"] != "answered":
         text += record["text"]

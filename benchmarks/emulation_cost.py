@@ -1,12 +1,12 @@
-"""What FP16 emulation costs on this CPU, relative to float32.
+"""The cost of FP16 emulation on this CPU, relative to float32.
 
     python benchmarks/emulation_cost.py [--only resnet50] [--repeats 15] [--dtype bfloat16]
 
-One step is forward, loss and backward. The three contenders (float32; half weights under emulation;
-float32 weights with autocast under emulation) take turns in one process, so that a slow spell of
-the machine hits all of them; each ratio is the median over turns of its time over float32's.
-Saved bytes under autocast include the 16-bit copies of the weights, which a small batch does not
-outweigh.
+One step is forward, loss and backward. The three contenders are float32, half weights under
+emulation, and float32 weights with autocast under emulation. They take turns in one process, so
+that a slow spell of the machine hits all of them. Each ratio is the median over turns of the time
+over float32's. Saved bytes under autocast include the 16-bit copies of the weights, which a small
+batch does not outweigh.
 """
 
 from __future__ import annotations
@@ -130,7 +130,7 @@ def workloads() -> list[Workload]:
 
 
 def halve(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """The model in `dtype` with its BatchNorm layers in float32."""
+    """Return the model in `dtype` with its BatchNorm layers in float32."""
     model = model.to(dtype)
     for module in model.modules():
         if isinstance(module, NORMS):
@@ -139,7 +139,7 @@ def halve(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 
 
 def saved_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
-    """Bytes of distinct storages that autograd keeps for backward, parameters left out."""
+    """Count the bytes of distinct storages kept for backward, without parameters."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept: dict[int, Tensor] = {}
 
@@ -157,7 +157,7 @@ def saved_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
 def turns(
     work: Workload, repeats: int, dtype: torch.dtype
 ) -> tuple[tuple[list[float], list[float], list[float]], list[int]]:
-    """Seconds a step in each turn (float32, half weights, autocast), and bytes saved by each."""
+    """Return seconds per step of each turn (float32, half weights, autocast), and saved bytes."""
     torch.manual_seed(0)
     model, inputs, loss = work.build()
     half_inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs

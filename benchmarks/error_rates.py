@@ -1,16 +1,16 @@
-"""How often `mprun compare` is wrong: its error rates by simulation, through the shipped code.
+"""The error rates of `mprun compare` by simulation, through the shipped code.
 
     python benchmarks/error_rates.py [--draws 20000] [--only growth] [--write docs]
 
-Every draw fills two arms of runs with final losses of known truth and asks `compare.verdict.judge`,
-the function behind the command, for its verdict. Baseline mean 2 nats, margin 1 % of the baseline's
-mean (as drawn, like in a real comparison), seed standard deviations in percent of it. Same seeds
-share noise: correlation 0.3 between the arms where they are paired. One process, CPU, fixed seeds.
-Prints Markdown; --write puts error_rates.md and error_rates.json into a folder. --only makes one
-table anew, of tables that lie in that folder.
+Every draw fills two arms of runs with final losses of known truth and calls the function behind the
+command, `compare.verdict.judge`. The baseline mean is 2 nats, the margin 1 % of the baseline's mean
+(as drawn, like in a real comparison). Seed standard deviations are in percent of the mean. Same
+seeds share noise: correlation 0.3 between paired arms. It takes one process, a CPU and fixed seeds.
+It prints Markdown; --write puts error_rates.md and error_rates.json into a folder. --only repeats
+one of the tables in that folder.
 
-Of the gaps over steps (table "growth") a draw is the curves of all seeds, for the functions that
-`compare.gaps` tests them with.
+For the gaps over steps (table "growth") a draw is the curves of all seeds, tested by the functions
+of `compare.gaps`.
 """
 
 import argparse
@@ -76,7 +76,7 @@ RECORDS = [
 
 
 def noise(kind: str, shape: tuple[int, ...], generator: np.random.Generator) -> np.ndarray:
-    """Independent draws of mean 0 and variance 1."""
+    """Return independent draws of mean 0 and variance 1."""
     if kind == "heavy tails":
         return generator.standard_t(3, shape) / math.sqrt(3)
     if kind == "skewed":
@@ -96,9 +96,9 @@ def noise(kind: str, shape: tuple[int, ...], generator: np.random.Generator) -> 
 def final_losses(
     true: float, sd: float, counts: tuple[int, int], draws: int, kind: str, correlation: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """float64 [draws, seeds] for the mode and for the baseline.
+    """Draw float64 [draws, seeds] for the mode and for the baseline.
 
-    true: difference of the means in margins. sd: of seeds, relative to the mean.
+    true: difference of the means in margins. sd: deviation over seeds, relative to the mean.
     """
     generator = np.random.default_rng(list(repr((true, sd, counts, kind, correlation)).encode()))
     own_kind = kind.removesuffix(" mode").removesuffix(" difference")
@@ -117,7 +117,7 @@ def final_losses(
 
 
 def arms(counts: tuple[int, int], paired: bool) -> tuple[Arm, Arm]:
-    """Arms whose final losses are still to be filled in; unpaired: no seed in common."""
+    """Return arms without final losses yet; unpaired: no seed in common."""
     first = 0 if paired else counts[1]
     return _arm("amp", range(first, first + counts[0])), _arm("fp32", range(counts[1]))
 
@@ -133,10 +133,12 @@ def rates(
     looks: tuple[int, ...] = (),
     naive: bool = False,
 ) -> dict[str, float]:
-    """Share of each verdict; "seeds", the mean number of seeds that it was based on; "warned", the
-    share of the verdicts "matches" that a permutation test does not confirm.
+    """Return the share of each verdict, "seeds" and "warned".
 
-    naive: at each of `looks` the seeds so far get an ordinary test, until one is conclusive.
+    "seeds" is the mean number of seeds that a verdict used. "warned" is the share of the verdicts
+    "matches" that a permutation test does not confirm.
+
+    naive: each of `looks` tests the seeds so far in the ordinary way, until one is conclusive.
     """
     values = final_losses(true, sd, counts, draws, kind, CORRELATION if paired else 0.0)
     plans = [(look, look) for look in looks] if naive else [counts]
@@ -158,7 +160,7 @@ def rates(
 
 
 def gap_noise(kind: str, shape: tuple[int, int, int], generator: np.random.Generator) -> np.ndarray:
-    """What gaps do without any growth, float64 [draws, seeds, points], in GAP_SD."""
+    """Draw gaps without growth, float64 [draws, seeds, points], in GAP_SD."""
     steps = generator.standard_normal(shape)
     if kind == "independent":
         return steps
@@ -174,17 +176,17 @@ def gap_noise(kind: str, shape: tuple[int, int, int], generator: np.random.Gener
 
 
 def growth(kind: str, seeds: int, planted: float, draws: int) -> float:
-    """The share of draws in which the gap is said to grow.
+    """Return the share of draws whose gap is reported as growing.
 
-    planted: by how much it does over the last half of the steps, relative to the loss. The curves
-    of the baseline fall from 6 to 2 nats and scatter by 1 % over seeds.
+    planted: true growth over the last half of the steps, relative to the loss. The curves of the
+    baseline fall from 6 to 2 nats and scatter by 1 % over seeds.
     """
     generator = np.random.default_rng(list(repr((kind, seeds, planted)).encode()))
     x = np.linspace(100, 6000, GAP_POINTS)
     fall = MEAN * (1 + 2 * np.exp(-x / 1000))
     late = np.clip(x / 3000 - 1, 0, 1)
     found = 0
-    for start in range(0, draws, 1000):  # as much as memory holds
+    for start in range(0, draws, 1000):  # to bound the memory
         many = min(1000, draws - start)
         scatter = 0.01 * generator.standard_normal((many, seeds, 1))
         base = fall * (1 + scatter)
@@ -277,7 +279,7 @@ def _arm(mode: str, seeds: range) -> Arm:
             last_step=1000,
             evals={"step": np.array([1000.0]), "updates": np.array([1000.0]), "loss": np.zeros(1)},
             train={},
-            # Without training losses the divergence rule has nothing to judge, and no chance in it.
+            # Without training losses the divergence rule has nothing to judge.
             first_losses=np.empty(0),
             last_losses=np.empty(0),
         )
@@ -287,7 +289,7 @@ def _arm(mode: str, seeds: range) -> Arm:
 
 
 def _fill(arm: Arm, values: np.ndarray) -> None:
-    """The first len(arm.runs) values become the final losses."""
+    """Set the final losses to the first len(arm.runs) values."""
     for run, value in zip(arm.runs, values, strict=False):
         run.evals["loss"][0] = value
 

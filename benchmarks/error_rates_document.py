@@ -4,7 +4,7 @@ import math
 
 
 def wrong(found: dict[str, float], true: int) -> dict[str, float]:
-    """The rates of the wrong claims in a cell."""
+    """Return the rates of the wrong claims in a cell."""
     if true:
         return {"matches": found["matches"]}
     return {
@@ -14,7 +14,7 @@ def wrong(found: dict[str, float], true: int) -> dict[str, float]:
 
 
 def markdown(results: dict) -> str:
-    """The tables, each row with all truths of one setting."""
+    """Format the tables, each row with all truths of one setting."""
     lines = ["### Same seeds (paired)", ""]
     lines += _table(
         ["seed sd", "seeds"],
@@ -54,7 +54,7 @@ def markdown(results: dict) -> str:
 
 
 def summary(results: dict) -> dict[str, float]:
-    """The rates that the method promises, the worst over their cells."""
+    """Return the rates that the method promises, the worst over their cells."""
     honest = [
         cell
         for part in ("paired", "welch", "looks", "noise")
@@ -88,7 +88,7 @@ def summary(results: dict) -> dict[str, float]:
 
 
 def _growth(results: dict, kind: str | None = None, seeds: int | None = None) -> list[dict]:
-    """Cells of the table of growth: of a noise, or of a number of seeds without the skewed ones."""
+    """Select cells of the growth table by noise, or by seeds without the skewed ones."""
     return [
         cell
         for cell in results["growth"]
@@ -98,7 +98,7 @@ def _growth(results: dict, kind: str | None = None, seeds: int | None = None) ->
 
 
 def document(results: dict) -> str:
-    """docs/error_rates.md; the sentences hold for whatever numbers they carry."""
+    """Return docs/error_rates.md; its sentences hold for any numbers."""
     rate = {name: _percent(value) for name, value in results["summary"].items()}
     noises = "\n".join(f"- *{name}*: {text}." for name, text in results["noises"].items())
     others = "\n".join(
@@ -143,53 +143,51 @@ included | {rate["false_claims_when_equal_normal"]} |
 
 ## How `--looks` keeps its rate
 
-Whoever tests at 3, then 5, then 10 seeds has three chances of a wrong claim. `--looks 3,5,10`
+A test at 3, then 5, then 10 seeds has three chances of a wrong claim. `--looks 3,5,10`
 therefore tests every look at the same stricter one-sided alpha (Pocock 1977),
 {_percent(results["nominal_alpha"])} instead of 5 %, with intervals of \
 {_percent(1 - 2 * results["nominal_alpha"])} confidence. At a
 true difference equal to the margin the t statistics of nested looks have a joint distribution that
 depends only on the numbers of seeds, so this alpha is found by simulating it (400,000 draws, fixed
-seed). It is derived for shared seeds and used for Welch as well, where the table shows what it
-gives. The price is a lower rate of "matches" at the last look than a fixed test of 10 seeds has;
-the gain is that clear cases end early (column "seeds used").
+seed). It is derived for shared seeds and also used for Welch; the table shows its rates there. The
+price is a lower rate of "matches" at the last look than a fixed test of 10 seeds has; the gain is
+that clear cases end early (column "seeds used").
 
 ## Whether a gap grows
 
-Of each seed the least-squares slope of its gap to the baseline over the last half of the steps; one
-t test of these slopes, one-sided at 5 % (`mprun.compare.gaps`). Within a seed a gap at one step
-says much about the next one, so no test may count steps; slopes of seeds that were drawn apart are
-independent, and all that the test counts. Gaps of 60 points over 6,000 steps with a standard
-deviation of 0.05 % of the loss, on curves that fall from 6 to 2 nats and scatter by 1 % over seeds:
-the table at the end. A growth of 0.25 % of the loss over the last half is found in at least
-{rate["growth_of_0.25_found_n_3"]} of comparisons with three seeds. It holds for slopes that are
-normal over seeds; where one seed in many falls much, few seeds tend to contain none of these, and
-"grows" is said in up to {rate["false_growth_skewed slopes"]} of comparisons. The rate is that of
-one mode; nothing is corrected for their number. This table alone:
+The test takes each seed's least-squares slope of the gap to the baseline over the last half of the
+steps. One t test of these slopes is one-sided at 5 % (`mprun.compare.gaps`). Within a seed the gap
+at one step predicts the next one, so no test may count steps. Slopes of separate seeds are
+independent, and the test counts only these. The table at the end has gaps of 60 points over 6,000
+steps with a standard deviation of 0.05 % of the loss, on curves that fall from 6 to 2 nats and
+scatter by 1 % over seeds. A growth of 0.25 % of the loss over the last half is found in at least
+{rate["growth_of_0.25_found_n_3"]} of comparisons with three seeds. The rates hold for slopes that
+are normal over seeds. If one seed in many falls much, a few seeds often contain none of these, and
+up to {rate["false_growth_skewed slopes"]} of comparisons report "grows". The rate is that of one
+mode; nothing is corrected for their number. This table alone:
 
     python benchmarks/error_rates.py --only growth --write docs
 
 ## What this does not say
 
-- The t interval assumes that differences are normal over seeds. Where only tails are heavy, or
-  both arms are skewed alike (their difference is symmetric), the rates above hold and only power
-  changes. Where the mode alone is skewed, few seeds tend to contain none of the bad ones and then
-  look better, and more alike, than the mode is: false "matches" up to \
+- The t interval assumes that differences are normal over seeds. If only tails are heavy, or both
+  arms are skewed alike (their difference is symmetric), the rates above hold and only power
+  changes. If only the mode is skewed, a few seeds often contain no bad one. They then look better,
+  and more alike, than the mode is: false "matches" up to \
 {rate["false_matches_skewed mode"]}, and up to \
 {rate["false_matches_exponential difference"]} where equal seeds end alike but for a skewed loss of
   the mode. Runs drawn from published references of MLPerf Training: up to \
 {rate["false_matches_MLPerf records"]}.
   **Rare bad seeds defeat any test of few seeds**: if one seed in ten ends 10 % worse and nine are
-  as good as FP32, the mean differs by the margin, and "matches" is said in up to
-  {rate["false_matches_rare bad seeds"]} of comparisons, because no bad seed was among those that
-  were run. Bad seeds that meet the divergence rule are counted as diverged; those that stop short
-  of it take more seeds to see.
+  as good as FP32, the mean differs by the margin. Up to {rate["false_matches_rare bad seeds"]} of
+  comparisons then report "matches", because no bad seed was among those that were run. Bad seeds
+  that meet the divergence rule count as diverged; milder ones take more seeds to see.
 - From seven shared seeds on (four and four others) each claim is tested again by permutation, which
-  does not assume normal noise; where that does not confirm it, the verdict says so ("not confirmed"
-  in the last table). It rarely cries wolf and finds few of the wrong claims: what was not drawn
-  shows in no test of the seeds that were. The rates of normal noise are an assumption, and the
-  table of other noises says what it is worth.
-- A verdict is on final losses with the seeds' noise; nothing is said about seeds, data or lengths
-  that were not run.
+  does not assume normal noise. If that does not confirm it, the verdict says so ("not confirmed" in
+  the last table). It gives few false alarms and finds few of the wrong claims: no test of the drawn
+  seeds shows the others. The rates of normal noise are an assumption; the table of other noises
+  shows the rates without it.
+- A verdict is on final losses with the seeds' noise; it covers no other seeds, data or lengths.
 - Each mode of a comparison has its own 5 %. Among ten modes that truly differ by the margin, four
   in ten comparisons contain a false "matches" (1 - 0.95^10, if they were independent).
 

@@ -2,10 +2,9 @@
 
     python benchmarks/fake_cuda_cells.py OUT [PYTHON ...]
 
-Runs the cells of tests/extensions/fake_cuda (the list and its exceptions are theirs) with this
-interpreter and with others that have another torch, and writes OUT.json and OUT.md. About a second
-a cell. No value and no time in it means anything: `mprun.extensions.bench.fake_cuda` says what
-does.
+It runs the cells of tests/fake_cuda, with their exceptions, in this interpreter and in others with
+another torch, and writes OUT.json and OUT.md. A cell takes about a second. No value and no time in
+them means anything: see `mprun.bench.fake_cuda`.
 """
 
 import json
@@ -42,7 +41,7 @@ def main(arguments: list[str]) -> int:
 
 
 def run_all(python: str, folder: Path) -> dict:
-    """All cells with one interpreter: its versions, a record for each cell."""
+    """Run all cells with one interpreter; return its versions and a record for each cell."""
     asked = subprocess.run([python, "-c", _VERSIONS], capture_output=True, text=True, check=True)
     torch, triton, version, *_ = asked.stdout.split()
     build_with(python, folder)
@@ -62,7 +61,7 @@ def run_all(python: str, folder: Path) -> dict:
 
 
 def cell(found: dict) -> dict:
-    """What is kept of a run: how it ended, its counts, its warnings, the ways it took."""
+    """Return the record of a run: how it ended, its counts, its warnings, its chosen paths."""
     kept = {"counts": found["counts"], "warnings": found["warnings"]}
     if "error" in found or found["code"] != 0:
         reason = found["error"] if "error" in found else f"exit code {found['code']}"
@@ -76,7 +75,7 @@ def cell(found: dict) -> dict:
 
 
 def page(part: dict) -> str:
-    """The table of one interpreter, and its sums."""
+    """Format the table of one interpreter, and its sums."""
     lines, sums, warnings = [], Counter(), 0
     for model in MODELS:
         for mode in MODES:

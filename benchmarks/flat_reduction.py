@@ -1,10 +1,10 @@
-"""What `dist.engine=flat` costs over a bare all-reduce of the same bytes, as a ratio in one run.
+"""The cost of `dist.engine=flat` over a bare all-reduce of the same bytes, as a ratio in one run.
 
     python -m benchmarks.flat_reduction [--ranks N] [--mib M] [--rounds R]
 
-Ranks are processes on gloo. Gradients of 160 tensors (as many as ResNet-50 has) with M MiB in all
-are summed by `FlatReduction`, and one tensor of M MiB by `all_reduce`, in turns. Flattening and
-handing out views is what the ratio shows. Printed: median over rounds and its quartiles.
+Ranks are processes on gloo. In turns `FlatReduction` sums gradients of 160 tensors (as many as
+ResNet-50 has) with M MiB in total, and `all_reduce` sums one tensor of M MiB. The ratio shows the
+cost of flattening and of views. It prints the median over rounds and its quartiles.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from mprun.distributed.places import Place
 
 
 def rank(number: int, world: int, port: int, mib: float, rounds: int) -> None:
-    """One rank's share."""
+    """Run one rank."""
     torch.set_num_threads(1)
     place = Place(number, number, 0, 1, world, "127.0.0.1", port, served=False)
     group = Group(place, torch.device("cpu"), 60.0)

@@ -1,9 +1,9 @@
-"""What a step of the small transformer costs on this CPU in today's formats, as ratios.
+"""The cost of a step of the small transformer on this CPU in today's formats, as ratios.
 
     python -m benchmarks.formats_cost [--rounds 60]
 
 All contenders of a comparison take a step in turn, so that a slow spell of the machine hits each of
-them; a ratio is the median over rounds, the range its middle half. One thread.
+them. A ratio is the median over rounds, the range its middle half. It uses one thread.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from mprun.config.compose import compose_config
 from mprun.precision import pin_math_flags
 from mprun.record.console import markdown_table
 
-# FP8 beside FP32 weights: what it costs itself, without the emulation of BF16 around it.
+# FP8 beside FP32 weights: its cost without the emulation of BF16 around it.
 FP8 = ("precision.param_dtype=fp32",)
 COMPARISONS = {
     "width 128, FP8 over FP32": (
@@ -41,7 +41,7 @@ COMPARISONS = {
 
 
 def steps_of(common: Sequence[str], mode: str, more: Sequence[str]):
-    """A function that takes the next step of a run in this mode."""
+    """Return a function that takes the next step of a run in this mode."""
     words = [*common, f"precision={mode}", *more, "device=cpu", "threads=1"]
     config = compose_config(words).config
     pin_math_flags(config.precision.fp32_math)

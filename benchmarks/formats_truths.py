@@ -1,9 +1,9 @@
-"""Runs of today's formats whose verdict is known beforehand: a small transformer, minutes each.
+"""Runs of today's formats with a known verdict: a small transformer, minutes each.
 
     python -m benchmarks.formats_truths FOLDER [--only NAME ...] [--seeds N] [--json FILE]
 
-trains what FOLDER lacks, compares each arm with FP32 at a margin of 0.25 %, and prints a table for
-each question; exit code 1 if a verdict is none of those that are expected.
+trains the runs that FOLDER lacks, compares each arm with FP32 at a margin of 0.25 %, and prints a
+table for each question; exit code 1 if a verdict is not an expected one.
 """
 
 import argparse
@@ -24,9 +24,9 @@ UNSURE = frozenset({"likely worse", "inconclusive"})
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """What differs from FP32, the verdicts that may come out, and what `known_truths` plants.
+    """The differences from FP32, the expected verdicts, and the defect from `known_truths`.
 
-    most: seeds that are enough, however many are asked for.
+    most: a sufficient number of seeds, even if more are requested.
     """
 
     overrides: str
@@ -37,7 +37,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What all arms have in common, and the arms."""
+    """The common overrides of all arms, and the arms."""
 
     name: str
     asks: str
@@ -52,7 +52,7 @@ PLANTED = (
 )
 STATIC = "precision=fp8_unscaled scaler=static scaler.scale="
 EMBEDDING = "precision=fp32 precision.master_dtype=null precision.overrides.embedding=bf16"
-# A mean over 64 times as many tokens makes each gradient 1/64 of itself; so does this, for nothing.
+# A mean over 64 times as many tokens divides each gradient by 64; so does this, at no cost.
 AS_OF_64_TIMES_AS_MANY = 2.0**-6
 QUESTIONS = (
     Question(
@@ -64,7 +64,7 @@ QUESTIONS = (
             Arm("precision=fp8_rowwise", MATCHES),
             Arm("precision=fp8_unscaled", FAILS | UNSURE, most=5),
             Arm(f"{STATIC}{AS_OF_64_TIMES_AS_MANY}", FAILS, most=5),
-            # What is known is that it is no longer worse; 0.25 % takes many seeds here.
+            # It is only known to be no longer worse; 0.25 % takes many seeds here.
             Arm(f"{STATIC}{AS_OF_64_TIMES_AS_MANY * 2**16}", MATCHES | UNSURE),
         ),
     ),
@@ -149,8 +149,10 @@ def main() -> int:
 
 
 def _answer(question: Question, given: argparse.Namespace, found: list[dict]) -> int:
-    """Train what is missing, print the table, add to `found` what `mprun compare` says of each arm;
-    1 if a verdict is not an expected one."""
+    """Train missing runs, print the table, add the comparison of each arm to `found`.
+
+    Returns 1 if a verdict is not an expected one.
+    """
     rows, broken = [], 0
     baseline = _trained(question, "fp32", Arm("precision=fp32", MATCHES), given)
     for number, arm in enumerate(question.arms):
@@ -172,7 +174,7 @@ def _answer(question: Question, given: argparse.Namespace, found: list[dict]) ->
 
 
 def _trained(question: Question, name: str, arm: Arm, given: argparse.Namespace) -> Path:
-    """The folder of an arm's runs, one a seed."""
+    """Train an arm's runs, one for each seed; return their folder."""
     place = Path(os.path.abspath(given.folder)) / question.name / name
     words = [*question.common.split(), *arm.overrides.split(), "threads=1"]
     wanted = range(given.seeds if arm.most is None else min(arm.most, given.seeds))
@@ -187,7 +189,7 @@ def _trained(question: Question, name: str, arm: Arm, given: argparse.Namespace)
     def train(seed: int) -> None:
         command = [*start, *words, f"seed={seed}", f"output_dir='{place / f's{seed}'}'"]
         ended = subprocess.run(command, cwd=EXAMPLES, capture_output=True, text=True)
-        if ended.returncode not in (0, 3):  # 3: it diverged, which may be the answer
+        if ended.returncode not in (0, 3):  # 3: it diverged, a possible answer
             raise SystemExit(f"{' '.join(command)}: {ended.stderr}")
 
     with ThreadPoolExecutor(given.jobs) as pool:

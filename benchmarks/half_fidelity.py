@@ -1,12 +1,12 @@
-"""Fidelity of the CPU emulation: how often it is bit-equal to real 16-bit kernels.
+"""The fidelity of the CPU emulation: how often it is bit-equal to real 16-bit kernels.
 
     python benchmarks/half_fidelity.py --reference cuda [--json FILE] [--markdown FILE]
 
-Every operation runs emulated on the CPU (mprun.precision.emulation) and on the same inputs by the
-reference: CUDA kernels with all reductions pinned to FP32 (mprun.precision.policy), the native
-kernels of this CPU, or float64. Both sides are also compared with the float64 result rounded once,
-which tells who is off. Forward and every gradient, in FP16 and BF16, several sizes, normal values
-and values near underflow and near overflow.
+Every operation runs emulated on the CPU (mprun.precision.emulation) and by the reference, on the
+same inputs. The reference is CUDA kernels with all reductions pinned to FP32
+(mprun.precision.policy), the native kernels of this CPU, or float64. Both sides are also compared
+with the float64 result rounded once, which shows the side with the error. It covers forward and
+every gradient, FP16 and BF16, several sizes, normal values and values near underflow and overflow.
 """
 
 import argparse
@@ -30,7 +30,7 @@ DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Exit code 0; 1 where an operation failed on one side; 2 without the reference asked for."""
+    """Return 0, 1 if an operation failed on one side, or 2 if the reference is not available."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--reference", choices=("cuda", "native", "float64"), default="cuda")
     parser.add_argument("--dtype", choices=tuple(DTYPES), action="append", help="default: both")
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("--reference cuda: needs a CUDA device; native or float64 run here", file=sys.stderr)
         return 2
     pin_math_flags("ieee")
-    # The autotuner may choose another algorithm for every size; this is about one of them.
+    # The autotuner may choose another algorithm for every size; here one algorithm is tested.
     torch.backends.cudnn.benchmark = False
     started = time.perf_counter()
     full = options.size == "full" or (options.size is None and options.reference == "cuda")
@@ -62,7 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
                     failures.append(f"{where}: {str(error).splitlines()[0]}")
                     if options.reference == "cuda":
                         torch.cuda.synchronize()  # a broken context would break every later row
-        # After each operation: whoever ends this early has what there is.
+        # After each operation, so that an early end keeps the results so far.
         _write(options, full, time.perf_counter() - started, rows, failures)
     print(as_markdown(rows, failures, options.reference))
     return 1 if failures or not rows else 0
@@ -88,7 +88,7 @@ def _write(options, full: bool, seconds: float, rows: list[Row], failures: list[
 
 
 def as_markdown(rows: list[Row], failures: list[str], reference: str) -> str:
-    """Two tables for each dtype: results at normal magnitude; every magnitude, bit-equal shares."""
+    """Format two tables per dtype: normal magnitude; bit-equal shares at every magnitude."""
     lines = []
     for dtype in dict.fromkeys(row.dtype for row in rows):
         own = [row for row in rows if row.dtype == dtype]
@@ -157,7 +157,7 @@ def _share(distances: list[Distance], field: str) -> str:
     if not elements:
         return "-"
     share = 100 * sum(getattr(d, field) for d in distances) / elements
-    # 100 % is said only of all: 99.999 is not.
+    # Only all elements are 100 %: 99.999 is not.
     return "100 %" if share == 100 else f"{min(share, 99.99):.2f} %"
 
 
@@ -171,7 +171,7 @@ def _largest(errors: Iterable[float | None]) -> str:
 
 
 def _finite(value):
-    """NaN is not JSON."""
+    """Replace NaN, which is not JSON."""
     if isinstance(value, dict):
         return {key: _finite(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,15 +1,15 @@
-"""Runs whose right verdict is known beforehand, judged by `mprun compare`.
+"""Runs with a known right verdict, judged by `mprun compare`.
 
-FP32 against FP32 with other seeds must come out neither worse nor better, correct modes must
-match, and modes with a defect that is planted here must not match: a loss scale that is applied
-but never removed, master weights that are never copied back, a learning rate that is off.
+FP32 against FP32 with other seeds must be neither worse nor better, and correct modes must match.
+Modes with a planted defect must not match: a loss scale that is applied but never removed, master
+weights that are never copied back, a wrong learning rate.
 
     python benchmarks/known_truths.py FOLDER [--steps N] [--seeds N] [--jobs N]
 
 prints one line a truth and leaves runs and reports in FOLDER; exit code 1 if one is broken. The
 defects are patches of this process: the package has no switch for them. Each is planted in both
-ways in which an update is computed, and every run leaves beside its directory what the defect did
-in it (`planted.json`): a defect that did nothing breaks its truth.
+paths of an update. Every run writes the defect's effects beside its directory (`planted.json`): a
+defect without an effect breaks its truth.
 """
 
 import argparse
@@ -27,13 +27,13 @@ MOVED = {"worse", "likely worse", "better", "likely better", "diverged", "invali
 
 @dataclass(frozen=True, slots=True)
 class Truth:
-    """One arm with what must not be said of it."""
+    """One arm and the verdicts that it must not get."""
 
     name: str
     overrides: tuple[str, ...]
     never: frozenset[str]
     defect: str = "none"
-    other_seeds: bool = False  # seeds n .. 2n-1, so that no seed is shared with the baseline
+    other_seeds: bool = False  # seeds n .. 2n-1: the baseline shares no seed
     allow: str | None = None
 
 
@@ -64,7 +64,7 @@ TRUTHS = (
 def plant(defect: str) -> dict[str, int]:
     """Break the engine of this process in the named way.
 
-    Returns what it has done so far: "acted", the calls in which it changed a number.
+    Returns the defect's effects so far: "acted", the calls in which it changed a number.
     """
     import torch
 
@@ -83,7 +83,7 @@ def plant(defect: str) -> dict[str, int]:
 
         @torch.no_grad()
         def without_copies(self, *arguments, **named):
-            # Taken back after the step, so that it does not matter which form of the update made
+            # Undone after the step, so that it does not matter which form of the update made
             # the copies: torch's operations, or a single pass that writes them as it goes.
             pairs = zip(self.parameters, self.updated, strict=True)
             copies = [own for own, master in pairs if own is not master]
@@ -96,7 +96,7 @@ def plant(defect: str) -> dict[str, int]:
 
         MixedPrecisionOptimizer.step = without_copies
     elif defect == "decay_apart":
-        # OneTrainer #996: BF16 weights decay in an operation of its own, whose result
+        # OneTrainer #996: BF16 weights decay in a separate operation, whose result
         # is rounded to nearest, before an update that is rounded stochastically.
         step = torch.optim.AdamW.step
 
@@ -153,7 +153,7 @@ def _run(defect: str, words: list) -> None:
 
 
 def _not_planted(folder: Path, truth: Truth) -> list[str]:
-    """Runs of an arm in which its defect did nothing, or something that was not planted."""
+    """List runs of an arm whose planted defect did nothing, or that had one without planting."""
     wrong = []
     for place in sorted((folder / truth.name).glob("s*.planted.json")):
         acted = json.loads(place.read_text(encoding="utf-8"))["acted"]
@@ -163,7 +163,7 @@ def _not_planted(folder: Path, truth: Truth) -> list[str]:
 
 
 def _judge(folder: Path, truth: Truth) -> int:
-    """Print the verdict on one truth; 1 if it is one that must not be."""
+    """Print the verdict on one truth; return 1 if it is a forbidden one."""
     baseline, arm = str(folder / "fp32"), str(folder / truth.name)
     command = [sys.executable, "-m", "mprun", "compare", baseline, arm, "--baseline", baseline]
     command += ["--json", "--out", str(folder / f"report-{truth.name}")]
@@ -183,7 +183,7 @@ def _judge(folder: Path, truth: Truth) -> int:
 
 
 def _run_here(defect: str, *overrides: str) -> int:
-    """One run in this process, and beside its directory what the defect did in it."""
+    """Run once in this process; write the defect's effects beside the run directory."""
     from mprun.cli import main as mprun
 
     planted = plant(defect)

@@ -2,28 +2,28 @@
 
     python benchmarks/loader_speed.py --images DIR [--workers 1,2] [--windows 5] [--json FILE]
 
-Makes ImageNet-sized files first: 500x400 JPEGs of quality 90, each a mosaic of 20 x 16 different
-images found below DIR (by name; CIFAR-10's 32x32 are what it was made for), resampled to 500x400
-with a bicubic filter. One small image enlarged would be smooth and easy to decode (20 KB); a mosaic
-comes near the 110 KB that ImageNet's files have on average. The mean size is printed. The files lie
-in the page cache: decoding is measured, not the disk.
+It first makes ImageNet-sized files: 500x400 JPEGs of quality 90, each a mosaic of 20 x 16 different
+images below DIR (by name; intended for CIFAR-10's 32x32), resampled to 500x400 with a bicubic
+filter. One enlarged small image would be smooth and easy to decode (20 KB). A mosaic comes near the
+110 KB that ImageNet's files have on average. The mean size is printed. The files lie in the page
+cache: decoding is measured, not the disk.
 
-All sides decode, crop at random, resize to 224x224 and mirror, in batches of 64, with as many
-workers and one torch thread in each process:
+All sides decode, crop at random, resize to 224x224 and mirror, in batches of 64, with the same
+number of workers and one torch thread in each process:
 
     mprun        ImageFolder(...).train_batch(i) on a CPU: float32 [64, 3, 224, 224], normalised by
                  the caller
-    bytes        the same up to where a GPU takes over: uint8 [64, 224, 224, 3]
+    bytes        the same up to the transfer to a GPU: uint8 [64, 224, 224, 3]
     torchvision  datasets.ImageFolder, RandomResizedCrop, RandomHorizontalFlip, ToTensor, Normalize,
                  DataLoader(shuffle, persistent_workers), as in PyTorch's ImageNet example: the same
                  float batch
 
-Windows of the three alternate. Before each the others' workers are given time to fill their queues
-and fall idle, and what this one's had ready is drawn off. A ratio is the median over windows that
-are neighbours; beside it the lowest and the highest. Targets: at least 1.0, aim 1.5.
+Windows of the three alternate. Before each window the others' workers get time to fill their queues
+and become idle, and this side's ready batches are discarded. A ratio is the median over adjacent
+windows; the lowest and the highest are beside it. Targets: at least 1.0, aim 1.5.
 
-Beside the speed the CPU time of all processes of a side, which other work on the machine disturbs
-less: with as many workers as cores it is what the speed comes from.
+It also prints the CPU time of all processes of a side, which other work on the machine disturbs
+less. With as many workers as cores it determines the speed.
 """
 
 import argparse
@@ -58,7 +58,7 @@ MEAN, STD = [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 
 
 def make_files(images: Path, folder: Path, count: int) -> float:
-    """`count` training files in two classes, and a few to hold out; the mean size in KB."""
+    """Make `count` training files in two classes and a few held-out ones; return mean KB."""
     sources = sorted(path for path in images.rglob("*") if path.suffix in (".jpg", ".png"))
     choose, sizes = np.random.default_rng(0), []
     for number in range(count + 4):
@@ -80,7 +80,7 @@ def make_files(images: Path, folder: Path, count: int) -> float:
 
 
 def ours(folder: Path, workers: int) -> tuple[Iterator[Tensor], Callable]:
-    """Batches without end, and what ends the processes."""
+    """Return endless batches, and a function that ends the processes."""
     source = ImageFolder(
         str(folder), batch_size=BATCH, seed=0, device="cpu", workers=workers, prefetch=PREFETCH
     )
@@ -88,7 +88,7 @@ def ours(folder: Path, workers: int) -> tuple[Iterator[Tensor], Callable]:
 
 
 def our_bytes(folder: Path, workers: int) -> tuple[Iterator[Tensor], Callable]:
-    """The same before it is normalised."""
+    """Return the same before normalisation."""
     images = find_images(str(folder), layout="classes", eval_share=0.1, imagenet=False).train
     reader = ImageReader(images, Augmentation("resized_crop", SIZE), BATCH, seed=0)
     loader = BatchLoader(reader, workers, PREFETCH)
@@ -96,7 +96,7 @@ def our_bytes(folder: Path, workers: int) -> tuple[Iterator[Tensor], Callable]:
 
 
 def torchvisions(folder: Path, workers: int) -> tuple[Iterator[Tensor], Callable]:
-    """The same of the plain recipe."""
+    """Return the same for the plain recipe."""
     transform = transforms.Compose(
         [
             transforms.RandomResizedCrop(SIZE),
@@ -109,7 +109,7 @@ def torchvisions(folder: Path, workers: int) -> tuple[Iterator[Tensor], Callable
     loader = DataLoader(
         data,
         BATCH,
-        # One epoch as long as ImageNet's: a small one would measure its ends.
+        # An epoch as long as ImageNet's: a small one would measure the ends of epochs.
         sampler=RandomSampler(data, num_samples=1_280_000),
         num_workers=workers,
         persistent_workers=True,
@@ -123,7 +123,7 @@ SIDES = {"mprun": ours, "bytes": our_bytes, "torchvision": torchvisions}
 
 
 def window(batches: Iterator[Tensor], processes: list[int], count: int) -> tuple[float, float]:
-    """Images per second and CPU ms per image over `count` batches, none of them ready before."""
+    """Return images per second and CPU ms per image over `count` batches, none ready before."""
     time.sleep(SETTLE_S)
     for _ in range(len(processes) * PREFETCH + 1):
         check(next(batches))
@@ -136,7 +136,7 @@ def window(batches: Iterator[Tensor], processes: list[int], count: int) -> tuple
 
 
 def cpu_seconds(processes: list[int]) -> float:
-    """Of this process and of `processes`, user and system time."""
+    """Return user and system time of this process and of `processes`."""
     ticks = 0
     for process in processes:
         fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
@@ -145,7 +145,7 @@ def cpu_seconds(processes: list[int]) -> float:
 
 
 def check(images: Tensor) -> None:
-    """Floats are as a network takes them, bytes as they travel; neither is black."""
+    """Check that floats are ready for a network, bytes for the transfer, and neither is black."""
     if images.dtype == torch.uint8:
         assert images.shape == (BATCH, SIZE, SIZE, 3) and images.is_shared()
     else:
@@ -154,7 +154,7 @@ def check(images: Tensor) -> None:
 
 
 def measure(folder: Path, workers: int, windows: int, count: int) -> dict:
-    """Speed and cost of both, window by window, and the ratios of their speeds and costs."""
+    """Return speed and cost of both, window by window, and their ratios."""
     sides, before = {}, set()
     for name, start in SIDES.items():
         batches, close = start(folder, workers)
@@ -186,7 +186,7 @@ def measure(folder: Path, workers: int, windows: int, count: int) -> dict:
 
 
 def spread(values: list[float], digits: int) -> str:
-    """Median (lowest-highest)."""
+    """Format median (lowest-highest)."""
     low, high = min(values), max(values)
     return f"{statistics.median(values):.{digits}f} ({low:.{digits}f}-{high:.{digits}f})"
 

@@ -1,10 +1,10 @@
-"""How every operation that torch knows runs in 16 bits here: docs/operations.md, and its proof.
+"""All of torch's operations in 16 bits here: docs/operations.md, and its proof.
 
-torch ships a database of its operations with inputs for each (`torch.testing`, needs the package
-expecttest). Each operation that has a 16-bit kernel on CUDA runs on up to eight of its inputs,
-forward and backward, as a network's would on a CPU. Every single call to torch's library on the way
-is compared with the same call in float64: its result must be the float64 one rounded once, give or
-take four times what the same call in float32 is off by.
+torch has a database of its operations with inputs for each (`torch.testing`, needs the package
+expecttest). Each operation with a 16-bit kernel on CUDA runs on up to eight of its inputs, forward
+and backward, as in a network on a CPU. Every single call to torch's library is compared with the
+same call in float64. Its result must be the float64 one rounded once, within four times the error
+of the same call in float32.
 
     python benchmarks/operations_of_torch.py [--write]
 
@@ -50,8 +50,8 @@ NOT_HERE = {
     "sparse.sampled_addmm": "no CPU kernel in any dtype but float32 and float64",
     "sparse.mm.reduce": "its samples mix layouts that the check cannot widen",
 }
-# What CUDA adds up with atomic operations in the dtype of the gradient, in no fixed order: FP32
-# sums are what it comes close to (torch.use_deterministic_algorithms lists them).
+# CUDA sums these with atomic operations in the dtype of the gradient, in no fixed order: FP32 sums
+# are close to its results (torch.use_deterministic_algorithms lists them).
 ATOMIC = (
     *("index_add", "index_reduce", "scatter_add", "scatter_reduce", "put", "grid_sample"),
     *("interpolate", "pad.reflect", "pad.replicate", "adaptive_avg_pool", "adaptive_max_pool"),
@@ -61,14 +61,14 @@ ATOMIC = (
 
 @dataclass(slots=True)
 class Calls:
-    """Of one operation of the library: how often compared, and where it was wrong, in ulps."""
+    """The calls of one library operation: how often compared, and the errors in ulps."""
 
     count: int = 0
     wrong: dict[str, float] = field(default_factory=dict)
 
 
 class Compared(TorchDispatchMode):
-    """Compares each call with 16-bit operands to the same one in float32 and float64."""
+    """A mode that compares each call with 16-bit operands to float32 and float64."""
 
     def __init__(self, half: torch.dtype) -> None:
         super().__init__()
@@ -106,21 +106,21 @@ class Compared(TorchDispatchMode):
 
 
 def excess(own: Tensor, exact: Tensor, single: Tensor) -> float:
-    """By how many ulps `own` is further from `exact` than allowed, at most; 0 where nowhere."""
+    """Return the most ulps by which `own` is further from `exact` than allowed; 0 if none."""
     info = torch.finfo(own.dtype)
     exact, wide, single = exact.double(), own.double(), single.double()
     exponent = exact.abs().clamp_min(info.smallest_normal).log2().floor()
     ulp = info.eps * 2.0**exponent
     slack = 4 * (single - exact).abs().nan_to_num(0) + exact.abs() * 2.0**-21
     off = (wide - exact).abs() - 0.5 * ulp - slack
-    # The rounded one itself; overflow; what float32 makes nan of.
+    # Allowed are the rounded value itself, overflow, and values that float32 turns into nan.
     fine = (wide == exact.to(own.dtype).double()) | (single.abs() >= info.max)
     fine |= wide.isnan() & single.isnan()
     return float((off / ulp).nan_to_num(float("inf")).masked_fill(fine, 0).clamp_min(0).max())
 
 
 def way(func) -> str:
-    """How an operation of the library with 16-bit operands runs on a CPU."""
+    """Return how a library operation with 16-bit operands runs on a CPU."""
     route = route_of(func)
     if route is None:
         return "native" if torch.Tag.pointwise in func.tags else "moves"
@@ -147,7 +147,7 @@ def _widened(tree, half: torch.dtype, dtype: torch.dtype):
 
 
 def database() -> list:
-    """The operations of torch's database, in alphabetical order."""
+    """Return the operations of torch's database, in alphabetical order."""
     logging.getLogger("torch").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -157,17 +157,17 @@ def database() -> list:
 
 
 def thaw() -> None:
-    """Importing torch's tests forbids its whole process to set flags (of cuDNN, say)."""
+    """Allow setting flags (of cuDNN, say) again, which importing torch's tests forbids."""
     torch.backends.flags_frozen.__globals__["__allow_nonbracketed_mutation_flag"] = True
 
 
 def name_of(op) -> str:
-    """Its public name, with the variant behind it."""
+    """Return an operation's public name, followed by the variant."""
     return f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name
 
 
 def samples(op, dtype: torch.dtype) -> list:
-    """Up to `SAMPLES` of its inputs on a CPU, by way of float32 where its generator cannot else."""
+    """Return up to `SAMPLES` of its inputs on a CPU, through float32 if its generator needs it."""
     grad = op.supports_autograd and dtype in op.backward_dtypesIfCUDA
     torch.manual_seed(0)
     try:
@@ -183,7 +183,7 @@ def _as(value, dtype: torch.dtype, grad: bool):
 
 
 def run(op, sample) -> list[torch.dtype]:
-    """One forward and backward pass; the dtypes of the results."""
+    """Run one forward and backward pass; return the dtypes of the results."""
     results = [r for r in tree_leaves(op(sample.input, *sample.args, **sample.kwargs))]
     tensors = [r for r in results if isinstance(r, Tensor)]
     ends = [t for t in tensors if t.requires_grad and t.is_floating_point()]
@@ -194,7 +194,7 @@ def run(op, sample) -> list[torch.dtype]:
 
 
 def compare(dtype: torch.dtype) -> tuple[Compared, dict[str, str]]:
-    """All operations with a kernel of that dtype on CUDA; those that raised, with their words."""
+    """Compare all operations with a kernel of that dtype on CUDA; also return those that raised."""
     torch.set_num_threads(1)
     compared, raised = Compared(dtype), {}
     for op in database():
@@ -212,7 +212,7 @@ def compare(dtype: torch.dtype) -> tuple[Compared, dict[str, str]]:
 
 
 def under_autocast(op) -> str:
-    """The dtype that amp computes in: of float32 and of float16 inputs."""
+    """Return the dtype that amp computes in, for float32 and for float16 inputs."""
     lists, found = cuda_lists(), []
     for dtype in (F32, torch.float16):
         try:
@@ -235,7 +235,7 @@ WAYS = ("product", "FP32", "native", "moves", "refused")
 
 
 def row(op, compared: Compared) -> list[str]:
-    """Its line in the table."""
+    """Return an operation's line in the table."""
     name = name_of(op)
     checked = "/".join(str(compared.done[name, phase]) for phase in ("forward", "backward"))
     if torch.float16 not in op.dtypesIfCUDA:
@@ -283,7 +283,7 @@ are widened as torch's. Exceptions:
 
 
 def page(compared: Compared) -> str:
-    """docs/operations.md."""
+    """Return docs/operations.md."""
     rows = [row(op, compared) for op in database() if F32 in op.dtypesIfCUDA]
     counts = {
         phase: sum(n for (_, each), n in compared.done.items() if each == phase)
@@ -299,7 +299,7 @@ def page(compared: Compared) -> str:
 
 
 def main() -> int:
-    """Compare both formats; with --write make the page of FP16."""
+    """Compare both formats; with --write write the page of FP16."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--write", action="store_true", help="make docs/operations.md")
     options = parser.parse_args()

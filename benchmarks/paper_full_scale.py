@@ -1,9 +1,9 @@
-"""Time of the full recipes of `mprun paper` on an H200 at its limit: full_scale.json.
+"""Hours of the full recipes of `mprun paper` on an H200 at its limit: mprun/paper/full_scale.json.
 
     python -m benchmarks.paper_full_scale [RECIPE ...]
 
-Counted, not measured: the time of a step as `mprun bench --roofline` gives it, times the steps of
-the recipe. Without recipes all of them are counted anew; none is left out.
+They are counted, not measured: the time of a step from `mprun bench --roofline`, times the steps of
+the recipe. Without arguments all recipes are counted again.
 """
 
 import json
@@ -21,7 +21,7 @@ GPU, MODES = "H200", "fp32,amp"
 
 
 def steps_of(full: Full) -> int:
-    """The steps of the recipe, as its configuration counts them."""
+    """Return the steps of the recipe according to its configuration."""
     config = compose_config([f"experiment={full.experiment}"], files=False).config
     if config.train.steps is not None:
         return config.train.steps
@@ -33,7 +33,7 @@ def steps_of(full: Full) -> int:
 
 
 def hours_of(full: Full) -> dict[str, float]:
-    """Mode -> hours."""
+    """Return mode -> hours."""
     options: Namespace = roofline.parse(
         [f"experiment={full.experiment}", "--gpu", GPU, "--mode", MODES]
     )

@@ -1,12 +1,12 @@
-"""What probes cost: the same training steps with and without, in one process, in turns.
+"""The cost of probes: the same training steps with and without, in one process, in turns.
 
     python benchmarks/probe_cost.py [--rounds 5] [--precision fp32] [--models a,b] [--json FILE]
 
 For each model three numbers, medians over the rounds, in CPU time of one thread (so that other work
 on the machine counts little):
 
-    probe    what one probe adds to the step that is probed, in steps
-    every    the share that it adds to a run with numerics.every=100: that, over 100 steps
+    probe    the time that one probe adds to the probed step, in steps
+    every    the share that it adds to a run with numerics.every=100: `probe` over 100 steps
     off      a step through the training loop's test for probes, over a bare one, with numerics=off;
              beside it "noise", the same ratio of two bare steps
 
@@ -38,7 +38,7 @@ EVERY = 100
 
 
 def measure(overrides: list[str], precision: str, rounds: int, steps: int) -> dict[str, float]:
-    """Seconds and ratios of one model; `steps` steps of each kind a round."""
+    """Return seconds and ratios of one model; `steps` steps of each kind a round."""
     config = compose_config([*overrides, f"precision={precision}", "device=cpu"]).config
     pin_math_flags(config.precision.fp32_math)
     torch.manual_seed(0)
@@ -51,7 +51,7 @@ def measure(overrides: list[str], precision: str, rounds: int, steps: int) -> di
             task.train_step(index)
 
         def off(index: int, probing: Probing | None = None) -> None:
-            # What the training loop does where there are no probes.
+            # The training loop's test without probes.
             if probing is not None and probing.due(index + 1):
                 probing.watch(index + 1, index, lambda: task.train_step(index))
             else:

@@ -1,12 +1,12 @@
-"""Verdicts on what others have published: `mprun compare --tag` on pairs of real logs.
+"""Verdicts on published results: `mprun compare --tag` on pairs of real logs.
 
     python benchmarks/published_logs.py [--mlperf CLONE] [--megatron CLONE] [--torchtitan CLONE]
 
-CLONE: a git repository of mlcommons/logging, NVIDIA/Megatron-LM or pytorch/torchtitan, maybe bare.
-Pairs: neighbouring batch sizes of each MLPerf reference, the values in the order in which they were
-published, sorted, and sorted the other way round; neighbouring golden values of each Megatron test;
-all pairs of torchtitan's loss files. Prints how many pairs got which verdict, what was refused and
-why, and how many verdicts changed with the order; exit code 1 if one did, or if anything crashed.
+CLONE is a git repository of mlcommons/logging, NVIDIA/Megatron-LM or pytorch/torchtitan, maybe
+bare. The pairs are neighbouring batch sizes of each MLPerf reference (values in published,
+ascending and descending order), neighbouring golden values of each Megatron test, and all pairs of
+torchtitan's loss files. It prints the number of pairs for each verdict, refusals with reasons, and
+the number of verdicts that changed with the order. Exit code 1 if one did, or if anything crashed.
 """
 
 import argparse
@@ -28,7 +28,7 @@ ORDERS = (list, sorted, lambda values: sorted(values, reverse=True))
 
 
 def files(clone: Path, pattern: str) -> Iterator[tuple[str, str]]:
-    """(path, text) of the files of the newest commit whose path has the pattern."""
+    """Yield (path, text) of the newest commit's files whose path has the pattern."""
     for path in _git(clone, "ls-tree", "-r", "HEAD", "--name-only").splitlines():
         if re.search(pattern, path):
             yield path, _git(clone, "show", f"HEAD:{path}")
@@ -40,7 +40,7 @@ def _git(clone: Path, *words: str) -> str:
 
 
 def verdict(*words: str) -> tuple[str, dict]:
-    """The word that `mprun compare` says, with what it left out or why it refused."""
+    """Return the verdict of `mprun compare`, with omissions, or the reason of a refusal."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         try:
@@ -57,7 +57,7 @@ def verdict(*words: str) -> tuple[str, dict]:
 
 
 def mlperf(clone: Path, counts: Counter, refusals: Counter) -> int:
-    """Verdicts of neighbouring references; how many changed with the order of the runs."""
+    """Return verdicts of neighbouring references, and how many changed with the runs' order."""
     changed = 0
     for _, text in files(clone, r"training_.*rcps_.*json"):
         records = [r for r in json.loads(text).values() if "Epochs to converge" in r]
@@ -79,7 +79,7 @@ def mlperf(clone: Path, counts: Counter, refusals: Counter) -> int:
 
 
 def megatron(clone: Path, counts: Counter, refusals: Counter) -> None:
-    """Verdicts of neighbouring golden values of each test."""
+    """Return verdicts of neighbouring golden values of each test."""
     of_test = defaultdict(list)
     for path, text in files(clone, r"golden_values.*\.json$"):
         of_test[str(Path(path).parent)].append(text)
@@ -93,7 +93,7 @@ def megatron(clone: Path, counts: Counter, refusals: Counter) -> None:
 
 
 def torchtitan(clone: Path, counts: Counter, refusals: Counter) -> None:
-    """Verdicts of all pairs of its loss files."""
+    """Return verdicts of all pairs of torchtitan's loss files."""
     for (_, base), (_, mode) in combinations(files(clone, "assets/losses"), 2):
         Path("fp32.txt").write_text(base)
         Path("mode.txt").write_text(mode)

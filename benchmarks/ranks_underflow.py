@@ -1,10 +1,10 @@
-"""How many FP16 gradients become 0 where they are divided by the number of ranks before their sum.
+"""The share of FP16 gradients that become 0 if divided by the number of ranks before their sum.
 
     python -m benchmarks.ranks_underflow [--models lstm_lm,conv_autoencoder,resnet50] [--json FILE]
 
-The gradients of one step of a fresh model, FP16 with FP32 master weights, as backward leaves them
-at a static loss scale: that is what data-parallel training divides and sums. Printed is the share
-of those that are not 0 and become 0, and in brackets the error of all of them, L2 relative.
+It takes the gradients of one step of a fresh model, FP16 with FP32 master weights, after backward
+at a static loss scale: data-parallel training divides and sums these. It prints the share of
+non-zero ones that become 0, and in brackets the relative L2 error of all.
 """
 
 import argparse
@@ -24,7 +24,7 @@ RANKS, SCALES = (2, 8, 64, 1024), (1, 1024, 65536)
 
 
 def gradients(model: str, scale: int) -> list[Tensor]:
-    """Those of the second step of a run, times `scale`: float16, one tensor a parameter."""
+    """Return the gradients of a run's second step, times `scale`: float16, one per parameter."""
     words = ["precision=fp16_master", "device=cpu", *([] if scale == 1 else ["scaler=static"])]
     words += [] if scale == 1 else [f"scaler.scale={scale}"]
     config = compose_config([f"model={model}", *words]).config
@@ -42,7 +42,7 @@ def gradients(model: str, scale: int) -> list[Tensor]:
 
 
 def lost(made: list[Tensor], ranks: int) -> tuple[float, float]:
-    """(share of the non-zero ones that become 0, relative L2 error) of dividing by `ranks`."""
+    """Divide by `ranks`; return (share of non-zero values that become 0, relative L2 error)."""
     before, _ = factors(ranks, "before")
     divided = [grad / before for grad in made]
     zeros = total = 0

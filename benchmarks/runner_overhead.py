@@ -1,15 +1,15 @@
-"""What the runner costs per step over a bare PyTorch loop: same process, same batches, in turns.
+"""The runner's cost per step over a bare PyTorch loop: same process, same batches, in turns.
 
     python benchmarks/runner_overhead.py [--pairs 7] [--json FILE]
 
 Each pair is one bare loop and one `mprun.training.loop.train` of the same length in FP32, in
-alternating order; the ratio is taken pair by pair (a machine's drift cancels) and the median is
-quoted. CPU time of one thread, so that other work on the machine counts little. The runner's time
-includes logging every 10 (ResNet-50) or 50 steps to metrics.jsonl and TensorBoard and everything
-that is set up once per run; the one evaluation at the end is subtracted. Memory that was freed
-stays with the process: else the kernel's page faults, up to a tenth of the time, hit whichever side
-comes first after a model was built. Targets: at most 1.03 for ResNet-50 (batch 32, 32 px, 30 steps)
-and at most 1.10 for a tiny language model (3,000 steps).
+alternating order. The ratio is taken pair by pair (a machine's drift cancels); the result is the
+median. It uses CPU time of one thread, so that other work on the machine counts little. The
+runner's time includes logging every 10 (ResNet-50) or 50 steps to metrics.jsonl and TensorBoard,
+and the set-up of a run; the one evaluation at the end is subtracted. The process keeps freed
+memory. Otherwise the kernel's page faults, up to a tenth of the time, hit the side that comes first
+after a model was built. Targets: at most 1.03 for ResNet-50 (batch 32, 32 px, 30 steps) and at most
+1.10 for a tiny language model (3,000 steps).
 """
 
 import argparse
@@ -55,14 +55,14 @@ CASES = {
 
 
 def keep_freed_memory() -> None:
-    """Start this process again with a glibc that gives no memory back (mallopt(3)); once."""
+    """Restart this process once with a glibc that returns no memory (mallopt(3))."""
     if "MALLOC_TRIM_THRESHOLD_" not in os.environ:
         os.environ |= {"MALLOC_TRIM_THRESHOLD_": str(2**34), "MALLOC_MMAP_MAX_": "0"}
         os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
 def bare_loop(built, config) -> float:
-    """Seconds for the same steps written as PyTorch's tutorial writes them (fused optimizer)."""
+    """Return the seconds of the same steps as in PyTorch's tutorial (fused optimizer)."""
     task, optim = built.task, config.optim
     model, data = task.learner.model, task.data
     optimizer = torch.optim.SGD(
@@ -93,7 +93,7 @@ def bare_loop(built, config) -> float:
 
 
 def with_runner(built, config) -> float:
-    """Seconds of the runner for the same steps, without its final evaluation."""
+    """Return the runner's seconds for the same steps, without its final evaluation."""
     evaluate, evaluation = built.task.evaluate, []
 
     def timed() -> dict[str, float]:
@@ -110,7 +110,7 @@ def with_runner(built, config) -> float:
 
 
 def measure(name: str, pairs: int) -> dict:
-    """One case in `pairs` pairs, after one that warms up; times in ms per step, ratio by pair."""
+    """Measure one case in `pairs` pairs after a warm-up: times in ms per step, ratio by pair."""
     overrides, target = CASES[name]
     config = compose_config([*overrides, "device=cpu"]).config
     ratios, bare, runner = [], [], []

@@ -1,13 +1,14 @@
-"""What the sliced Wasserstein distance of DCGAN's samples is worth, on the digits.
+"""The usefulness of the sliced Wasserstein distance of DCGAN's samples, on the digits.
 
     python benchmarks/sample_metric.py [--part sets|gan|choices] [--size 32] [--points 0,100,300]
         [--seeds 3] [--json FILE]
 
 sets: the distance of the held-out digits to training digits (the floor: equally many images of the
-same distribution) and to damaged copies of themselves. gan: to DCGAN's samples after each of
---points steps of FP32 training, with the standard deviation over seeds of the last point and of
-the mean of the last five. choices: what the numbers of patches and directions do, and what an
-evaluation costs. docs/sample_metric.md quotes it. Some four minutes on one core, all parts.
+same distribution) and to damaged copies of themselves. gan: the distance to DCGAN's samples after
+each of --points steps of FP32 training, with the standard deviation over seeds of the last point
+and of the mean of the last five. choices: the effect of the numbers of patches and directions, and
+the cost of an evaluation. docs/sample_metric.md quotes it. All parts take about four minutes on one
+core.
 """
 
 import argparse
@@ -27,7 +28,7 @@ from mprun.tasks import SampleDistance
 
 
 def digits(size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(held out, training images, labels of the training images, labels held out)."""
+    """Return (held out, training images, labels of the training images, labels held out)."""
     data = DigitsImages(size, batch_size=360, seed=0, device="cpu", value_range="tanh")
     [(held_out, held_labels)] = data.eval_batches()
     batches = [data.train_batch(index) for index in range(data.batches_per_epoch)]
@@ -36,7 +37,7 @@ def digits(size: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.T
 
 
 def image_sets(size: int) -> dict[str, torch.Tensor]:
-    """What the held-out digits are compared with, 360 images each."""
+    """Yield the sets to compare with the held-out digits, 360 images each."""
     real, train, labels, _ = digits(size)
     random = torch.Generator().manual_seed(0)
     noise = torch.randn(real.shape, generator=random)
@@ -62,7 +63,7 @@ def image_sets(size: int) -> dict[str, torch.Tensor]:
 
 
 def gan_distances(size: int, points: list[int], seed: int) -> list[float]:
-    """The metric of a run of DCGAN at each of `points` (steps), FP32."""
+    """Return the metric of an FP32 run of DCGAN at each of `points` (steps)."""
     config = compose_config(
         [
             "model=dcgan",

@@ -1,11 +1,11 @@
-"""What `mprun.prepare` costs on a CUDA device, seen from its host: memory, launches, milliseconds.
+"""The cost of `mprun.prepare` on a CUDA device, from the host: memory, launches, milliseconds.
 
     python -m benchmarks.script_host [--models resnet50,gpt] [--modes fp32,amp,...]
 
-Each cell runs in its own process on the fake CUDA device (mprun.extensions.bench.fake_cuda),
-where kernels do nothing but torch's allocator and launches are real. Beside the modes stand plain
-torch in FP32 and the recipe of torch.amp in FP16. Bytes and launches are exact; milliseconds are
-the lowest of TIMED steps of this processor, because what else a machine does only adds time.
+Each cell runs in a separate process on the fake CUDA device (mprun.bench.fake_cuda): kernels do
+nothing, but torch's allocator and launches are real. Beside the modes are plain torch in FP32 and
+the recipe of torch.amp in FP16. Bytes and launches are exact. Milliseconds are the lowest of TIMED
+steps of this processor, because other work only adds time.
 """
 
 import argparse
@@ -31,7 +31,7 @@ MODES = "fp32,fp16_master,fp16_master_scaled,amp,bf16_master,amp_bf16"
 
 
 class Transformer(nn.Module):
-    """A decoder of GPT-2's small size, of torch's own layers."""
+    """A decoder of GPT-2's small size from torch's layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def model_and_batch(name: str) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
 
 
 def step_of(name: str, mode: str) -> Callable[[], None]:
-    """Return a training step in a mode, or of a peer."""
+    """Return a training step in a mode or of a peer."""
     model, inputs, labels = model_and_batch(name)
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3, fused=True)
     recipe = mode == "torch.amp"

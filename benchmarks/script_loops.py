@@ -2,9 +2,9 @@
 
     python -m benchmarks.script_loops [--modes fp32,amp,...] [--loops NAME,...] [--out FOLDER]
 
-Writes FOLDER/<date>-cpu-script-loops.json and .md: scenario by mode, what each loop came to
-(`tests/extensions/script/loop_outcomes.py`), how many of each there are by mode, and what
-contradicts what the tests demand. About two minutes on one core.
+It writes FOLDER/<date>-cpu-script-loops.json and .md: each loop's outcome by mode
+(`tests/script/loop_outcomes.py`), the number of each outcome by mode, and contradictions to the
+tests. It takes about two minutes on one core.
 """
 
 import argparse
@@ -27,7 +27,7 @@ WORDS = {"equal": "=", "refused": "refused", "failed": "**error**"}
 
 
 def cell(found: dict) -> str:
-    """Return an outcome in a word: "=", its deviation, or what it is instead."""
+    """Return an outcome in a word: "=", its deviation, or its kind."""
     if found["kind"] in WORDS:
         return WORDS[found["kind"]]
     text = "NaN" if found["deviation"] is None else f"{found['deviation']:.2g}"
@@ -35,7 +35,7 @@ def cell(found: dict) -> str:
 
 
 def as_values(name: str, mode: str, found: Outcome) -> dict:
-    """Return an outcome as JSON holds it; a deviation that is no number is None."""
+    """Return an outcome for JSON; a deviation that is no number is None."""
     deviation = found.deviation if math.isfinite(found.deviation) else None
     return found._asdict() | {"deviation": deviation, "fault": fault(name, mode, found)}
 
@@ -107,7 +107,7 @@ def main() -> None:
     torch.set_num_threads(1)
     modes, loops = given.modes.split(","), {}
     for name in given.loops.split(","):
-        plainly(name)  # before any mode, which it must not depend on
+        plainly(name)  # before any mode: it must not depend on one
     for name in given.loops.split(","):
         loops[name] = {mode: as_values(name, mode, outcome(name, mode)) for mode in modes}
         print(name, *(cell(found) for found in loops[name].values()), flush=True)

@@ -2,18 +2,16 @@
 
     python -m benchmarks.script_overhead [--rounds N] [--width N] [--modes fp32,amp,...]
 
-A small LSTM language model, whose step takes about half a millisecond on one core: every
-microsecond shows (`--width` makes it larger). Four loops take turns, some steps each, in changing
-order: plain torch in FP32, the same script with prepared objects, the same that records into a run
-directory, and the runner's own engine in that mode (mprun/precision/__init__.py). In a 16-bit mode
-on a CPU the ratio to plain torch is mostly the emulation, which the engine pays too; in fp32 it is
-`prepare` alone.
-What mprun hooks into torch for a whole process (optimizer steps, backward passes) is taken out of
-torch while the plain loop has its turn.
+The model is a small LSTM language model, whose step takes about half a millisecond on one core:
+every microsecond shows (`--width` makes it larger). Four loops take turns, some steps each, in
+changing order: plain torch in FP32, the same script with prepared objects, the same with a run
+directory, and the runner's engine in that mode (mprun/precision/__init__.py). In a 16-bit mode on a
+CPU the ratio to plain torch is mostly the emulation, which the engine pays, too; in fp32 it is only
+`prepare`. mprun's hooks for the whole process (optimizer steps, backward passes) are removed from
+torch during the turns of the plain loop.
 
-Printed is the median of each round's ratio with its 95 % interval (order statistics, no
-assumption on the distribution), and the ratio of the 20th percentiles: what else a machine does
-only adds time.
+It prints the median of each round's ratio with its 95 % interval (order statistics, no assumption
+on the distribution), and the ratio of the 20th percentiles, because other work only adds time.
 """
 
 import argparse
@@ -85,7 +83,7 @@ def script_step(model, optimizer, tokens, run) -> Callable[[], None]:
 
 
 def by_hand(mode: str) -> Callable[[], None]:
-    """A step of the engine's own loop."""
+    """Return a step of the engine's loop."""
     (model, tokens), policy = model_and_batch(), get_policy(mode)
     arithmetic, cast = ForwardContext(policy, tokens.device), cast_model(model, policy)
     scale = get_loss_scale(usual_scaler(mode))
@@ -107,7 +105,7 @@ def by_hand(mode: str) -> Callable[[], None]:
 
 
 def prepared(mode: str, recorded: ExitStack | None) -> Callable[[], None]:
-    """A step of a script; recorded in a folder of its own until `recorded` is closed."""
+    """Return a step of a script, recorded in a separate folder until `recorded` is closed."""
     model, tokens = model_and_batch()
     inner = torch.optim.SGD(model.parameters(), 0.1)
     model, optimizer = mprun.prepare(model, inner, mode)
@@ -120,7 +118,7 @@ def prepared(mode: str, recorded: ExitStack | None) -> Callable[[], None]:
 
 @contextmanager
 def without_hooks() -> Iterator[None]:
-    """Take what mprun hooks into torch out of it."""
+    """Remove mprun's hooks from torch."""
     hooks = (optim._global_optimizer_pre_hooks, optim._global_optimizer_post_hooks)
     kept, engine = [dict(each) for each in hooks], torch.autograd._engine_run_backward
     for each in hooks:
@@ -179,7 +177,7 @@ def main() -> None:
 def median_interval(values: list[float]) -> tuple[float, float, float]:
     """Return the ends of the median's 95 % interval around it.
 
-    How many of n values lie below the median is binomial with 1/2: n / 2 -+ 0.98 sqrt(n).
+    The number of n values below the median is binomial with 1/2: n / 2 -+ 0.98 sqrt(n).
     """
     ordered, count = sorted(values), len(values)
     below = max(0, int(count / 2 - 0.98 * count**0.5))

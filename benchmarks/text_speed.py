@@ -2,12 +2,12 @@
 
     python benchmarks/text_speed.py ROOT [--windows 9] [--json FILE]
 
-ROOT holds train and valid files as for `data=text`. Encoding is compared with the loop that reads
-line by line and looks each word up; delivering from a file with delivering from a tensor in
-memory. The two of a pair run in turns, after a check that both give the same tokens; the ratio is
-taken window by window (a machine's drift cancels) and the median is quoted. CPU time of one
-thread, user and system, so that other work on the machine counts little; the files are in the page
-cache. Target: encoding at least 0.75 times the loop, which checks neither the text nor its hash.
+ROOT holds train and valid files as for `data=text`. Encoding is compared with a loop that reads
+line by line and looks each word up; delivery from a file with delivery from a tensor in memory. The
+two of a pair run in turns, after a check that both give the same tokens. The ratio is taken window
+by window (a machine's drift cancels); the result is the median. It uses CPU time of one thread,
+user and system, so that other work on the machine counts little. The files are in the page cache.
+Target: encoding at least 0.75 times the loop, which checks neither the text nor its hash.
 """
 
 import argparse
@@ -30,7 +30,7 @@ SHAPES = ((20, 35), (128, 20))  # streams, tokens: Zaremba et al.'s larger model
 
 
 def line_by_line(path: Path, ids: dict[str, int]) -> list[int]:
-    """The loop of the published recipes."""
+    """Encode with the loop of the published recipes."""
     tokens = []
     with open(path, encoding="utf-8") as file:
         for line in file:
@@ -40,7 +40,7 @@ def line_by_line(path: Path, ids: dict[str, int]) -> list[int]:
 
 
 def in_turns(first: Callable, second: Callable, windows: int) -> tuple[list[float], list[float]]:
-    """CPU seconds of each call, the first of a pair alternating; one pair before is not counted."""
+    """Return CPU seconds of each call; the first of a pair alternates, the first pair warms up."""
     seconds: dict[Callable, list[float]] = {first: [], second: []}
     for window in range(windows + 1):
         for contender in (first, second)[:: 1 if window % 2 else -1]:
@@ -99,7 +99,7 @@ def delivery(path: Path, streams: int, length: int, windows: int) -> dict:
         for part, wanted in zip(files.train_batch(index), memory.train_batch(index), strict=True):
             assert torch.equal(part, wanted)
     for source in (files, memory):
-        source.train_batch(0)  # each window reads its epoch anew
+        source.train_batch(0)  # each window reads its epoch again
     seconds = {}
 
     def anew(source, run: Callable) -> Callable:

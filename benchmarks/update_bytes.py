@@ -1,7 +1,7 @@
-"""Bytes of memory traffic that one parameter costs in one update, counted by hand.
+"""Bytes of memory traffic of one parameter in one update, counted by hand.
 
-Each tensor counts once for every pass that reads or writes it; what stays in a cache or a register
-on the way does not count, nor does the read that a CPU does before it writes to a line.
+Each tensor counts once for every pass that reads or writes it. Values in a cache or a register do
+not count, nor does the read that a CPU does before it writes to a line.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ _MASTER = 8  # the weight itself, read and written
 
 @dataclass(frozen=True, slots=True)
 class UpdateBytes:
-    """Bytes per parameter and step, by what they are for.
+    """Bytes per parameter and step, by purpose.
 
-    gradient: written by backward, as the tensor that the update gets. check: reading for the finite
-    check and the norm, and writing where the check unscales in place. cast: of gradients to tensors
-    of their own. clip: in place. update: gradient, master and state. copy: of masters to the
-    model. weight_cast: autocast's copies in the next forward pass.
+    gradient: written by backward, as the tensor that the update gets. check: read for the finite
+    check and the norm, and written if the check unscales in place. cast: gradients cast to separate
+    tensors. clip: in place. update: gradient, master and state. copy: masters copied to the model.
+    weight_cast: autocast's copies in the next forward pass.
     """
 
     gradient: int
@@ -33,12 +33,12 @@ class UpdateBytes:
 
     @property
     def step(self) -> int:
-        """What `step` of the optimizer moves."""
+        """Bytes that `step` of the optimizer moves."""
         return self.check + self.cast + self.clip + self.update + self.copy
 
     @property
     def total(self) -> int:
-        """With what the mode costs elsewhere for the same end."""
+        """Bytes of the step, plus the mode's costs elsewhere for the same purpose."""
         return self.gradient + self.step + self.weight_cast
 
 
@@ -51,12 +51,12 @@ def update_bytes(
     norm: bool = False,
     clips: bool = False,
 ) -> UpdateBytes:
-    """Of a parameter in `policy.param_dtype` (norm layers have FP32 ones in most modes).
+    """Count the bytes of a parameter in `policy.param_dtype` (in most modes norm layers have FP32).
 
     optimizer: "sgd", "sgd_momentum", "adam", "adamw" or "adagrad". path: "single_pass", or "plain"
-    with torch's fused kernels. checks: under a loss scale that skips. norm: the gradient norm is
-    measured; clips: and limited. Raises ValueError for other names and for modes without master
-    weights, whose update is one of 16 bits.
+    with torch's fused kernels. checks: the loss scale skips updates. norm: the gradient norm is
+    measured; clips: it is also limited. Raises ValueError for other names and for modes without
+    master weights, which update in 16 bits.
     """
     if optimizer not in _STATE:
         raise ValueError(f"optimizer={optimizer!r}: must be one of {', '.join(_STATE)}")
@@ -81,10 +81,10 @@ def update_bytes(
 
 
 def amp_recipe_bytes(optimizer: str) -> UpdateBytes:
-    """Of PyTorch's documented recipe: torch.autocast, torch.amp.GradScaler, a fused optimizer.
+    """Count PyTorch's documented recipe: torch.autocast, torch.amp.GradScaler, a fused optimizer.
 
-    38 in all for SGD with momentum. GradScaler reads and writes every gradient to check it
-    (torch.amp.GradScaler, _unscale_grads_), autocast casts every weight once a step.
+    The sum for SGD with momentum is 38. GradScaler reads and writes every gradient to check it
+    (torch.amp.GradScaler, _unscale_grads_); autocast casts every weight once a step.
     """
     if optimizer not in _STATE:
         raise ValueError(f"optimizer={optimizer!r}: must be one of {', '.join(_STATE)}")

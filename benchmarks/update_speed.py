@@ -1,8 +1,8 @@
-"""The optimizer step of a mixed-precision mode: single pass, plain way, and what torch alone takes.
+"""The optimizer step of a mixed-precision mode: single pass, plain way, and torch alone.
 
     python benchmarks/update_speed.py [--device cuda] [--mode amp] [--blocks] [--json FILE]
 
-Contenders, on the parameter shapes of each model and gradients that are already there:
+The contenders work on the parameter shapes of each model, with existing gradients:
 
 - single pass: finite check, unscaling, update of the masters and copy to the 16-bit parameters by
   mprun.precision.update;
@@ -10,10 +10,10 @@ Contenders, on the parameter shapes of each model and gradients that are already
 - reference: torch's fused optimizer on as many FP32 parameters with FP32 gradients, nothing to
   check or unscale, and one torch._foreach_copy_ of the result to 16 bits.
 
-They take turns in one process, so that a slow spell of the machine hits all of them; a ratio is the
-median over turns of one time over another of the same turn, with its quartiles and their number.
-GB/s are the bytes of update_bytes.py over the median time; the share is that of a
-copy measured in the same run. --blocks measures block sizes of the CPU's single pass instead.
+They take turns in one process, so that a slow spell of the machine hits all of them. A ratio is the
+median over turns of two times of the same turn, with quartiles and the number of turns. GB/s are
+the bytes of update_bytes.py over the median time. The share is relative to a copy measured in the
+same run. --blocks measures block sizes of the CPU's single pass instead.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adagrad": lambda t, **kw: Adagrad(t, 1e-9, **kw),
 }
 SCALE = 1024.0
-# On CUDA the device first sleeps that many of its cycles, some 50 ms, and then works through what
-# the host has launched meanwhile: without that, updates of a tenth of a millisecond would be timed
-# as fast as the host launches them. So few runs fit into CUDA's queue of about a thousand launches.
+# On CUDA the device first sleeps that many of its cycles, about 50 ms, and then runs the queued
+# launches. Otherwise updates of a tenth of a millisecond would be as slow as the host's launches.
+# The runs are so few that they fit into CUDA's queue of about a thousand launches.
 HEAD_START, QUEUED = 100_000_000, 10
 BLOCKS = [1 << power for power in range(14, 23)]
 
@@ -76,7 +76,7 @@ class Ratio:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Times in ms. bytes: per parameter, of the single pass and of the plain way."""
+    """A row of the table. Times in ms. bytes: per parameter, of single pass and plain way."""
 
     model: str
     parameters: int
@@ -96,7 +96,7 @@ class Row:
 
 
 def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> float:
-    """Mean of `repeats` runs: of the device's clock on CUDA, which leaves the host's work out."""
+    """Return the mean of `repeats` runs; on CUDA by the device's clock, without the host's work."""
     if device.type != "cuda":
         start = time.perf_counter()
         for _ in range(repeats):
@@ -115,9 +115,9 @@ def seconds(run: Callable[[], object], device: torch.device, repeats: int) -> fl
 def in_turns(
     runs: list[Callable[[], object]], device: torch.device, turns: int
 ) -> list[list[float]]:
-    """Seconds of each, one list per contender, in the order of the turns."""
+    """Return the seconds of each contender, one list each, in the order of the turns."""
     once = [seconds(run, device, 2) for run in runs]
-    # On a CPU windows of 20 ms at least; the first turn warms up.
+    # On a CPU windows last at least 20 ms; the first turn warms up.
     on_gpu = device.type == "cuda"
     repeats = [QUEUED if on_gpu else max(1, int(0.02 / value)) for value in once]
     times: list[list[float]] = [[] for _ in runs]
@@ -136,7 +136,7 @@ def ratio(ours: list[float], theirs: list[float]) -> Ratio:
 
 
 def copy_rate(device: torch.device) -> float:
-    """Bytes read and written per second by a copy of 256 MiB of FP32."""
+    """Return the bytes read and written per second by a copy of 256 MiB of FP32."""
     source = torch.ones(1 << 26, device=device)
     target = torch.empty_like(source)
     seconds(lambda: target.copy_(source), device, 3)
@@ -149,10 +149,10 @@ def fused(name: str, device: torch.device) -> dict:
 
 
 class Step:
-    """`step` of an optimizer over gradients that stay: no backward, no new memory.
+    """Optimizer steps over constant gradients: no backward, no new memory.
 
-    In the plain way the gradients that it takes are put back, which costs next to nothing. FP32
-    ones it unscales in place: with the scale and its reciprocal in turn they stay what they are.
+    In the plain way the gradients that it takes are put back, at almost no cost. It unscales FP32
+    ones in place; scale and reciprocal take turns, so that they keep their values.
     """
 
     def __init__(self, cast: CastModel, name: str, update: str, device: torch.device):
@@ -173,7 +173,7 @@ class Step:
         optimizer.zero_grad()
         for parameter, gradient in zip(optimizer.parameters, self.gradients, strict=True):
             parameter.grad = gradient
-        optimizer.backward(self.zero)  # of no parameter: leaves the gradients as they are
+        optimizer.backward(self.zero)  # depends on no parameter: the gradients do not change
         optimizer.step()
 
 
@@ -235,7 +235,7 @@ def measure(
 
 
 def measure_blocks(model: str, name: str, mode: str, turns: int) -> list[tuple[int, float, Ratio]]:
-    """(elements, ms, ratio to the reference) of each size of the CPU's blocks."""
+    """Return (elements, ms, ratio to the reference) of each size of the CPU's blocks."""
     device, cast = torch.device("cpu"), model_in(model, mode, torch.device("cpu"))
     runs: list[Callable[[], None]] = []
     for block in BLOCKS:

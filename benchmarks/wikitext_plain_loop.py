@@ -2,9 +2,9 @@
 
 The loop below shares no code with mprun: it reads the files, makes the vocabulary, cuts the text
 into streams and trains an LSTM with torch alone, in the conventional way (Zaremba et al., arXiv
-1409.2329; the layout of pytorch/examples word_language_model). mprun runs through its command
-line with the same settings. Both start from the same seed, so that the initial weights and the
-dropout masks are the same too, and what remains is rounding (mprun's SGD kernel is fused).
+1409.2329; the layout of pytorch/examples word_language_model). mprun runs through its command line
+with the same settings. Both start from the same seed, so that initial weights and dropout masks are
+the same. Only rounding remains (mprun's SGD kernel is fused).
 
     python benchmarks/wikitext_plain_loop.py --data DIR --steps 200 --seeds 0,1,2 --out FILE.json
 
@@ -35,7 +35,7 @@ def read_words(path: Path) -> list[str]:
 
 
 def streams(ids: torch.Tensor, count: int) -> torch.Tensor:
-    """[length, count]: `count` equal pieces of the text side by side."""
+    """Put `count` equal pieces of the text side by side: [length, count]."""
     length = len(ids) // count
     return ids[: length * count].view(count, length).t().contiguous()
 
@@ -59,7 +59,7 @@ class Model(nn.Module):
 
 
 def plain(options, seed: int) -> dict[str, float]:
-    """Train `options.steps` steps; loss per token of the first validation tokens."""
+    """Train `options.steps` steps; return the loss per token of the first validation tokens."""
     folder = Path(options.data)
     train = read_words(folder / "wiki.train.tokens")
     held_out = read_words(folder / "wiki.valid.tokens")[: options.eval_tokens]
@@ -70,7 +70,7 @@ def plain(options, seed: int) -> dict[str, float]:
     vocabulary = -(-len(ids) // 8) * 8
     tokens = torch.tensor([ids[word] for word in train])
     batch, time_steps = options.batch, options.time_steps
-    # A target stands one word later, across the ends of the streams.
+    # A target is one word later, across the ends of the streams.
     inputs = streams(tokens, batch)
     targets = streams(torch.cat([tokens[1:], tokens[:1]]), batch)
 
@@ -111,7 +111,7 @@ def plain(options, seed: int) -> dict[str, float]:
 
 
 def through_mprun(options, seed: int, folder: Path) -> dict[str, float]:
-    """The same through the command line; evaluation and last training loss of its record."""
+    """Do the same through the command line; return evaluation and last training loss."""
     command = [sys.executable, "-m", "mprun", "model=lstm_lm", "data=text", "precision=fp32"]
     command += [
         f"data.root={options.data}",

@@ -1,6 +1,6 @@
-"""A campaign of faults: what becomes of a run when something breaks, or when someone breaks in.
+"""A campaign of faults: how a run reacts when something breaks, or when someone breaks in.
 
-Every case runs mprun's own command line on a copy of a small run and is judged by what a user would
-see and by what is on the disk afterwards, see `Finding`. Not part of the tests: it takes an hour
-and a half beside other work. docs/results/2026-11-22-faults.md has what it found.
+Every case runs mprun's command line on a copy of a small run. It is judged by the output and by the
+files on the disk afterwards, see `Finding`. It is not part of the tests: it takes an hour and a
+half beside other work. Its results are in docs/results/2026-11-22-faults.md.
 """

@@ -41,14 +41,14 @@ TESTS = {
 
 
 def main() -> None:
-    """Run what was asked for, one part after another; each is written as soon as it is over."""
+    """Run the requested parts one after another; write each as soon as it ends."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults", description=__doc__)
     what = "OUT.json and OUT.md are written; parts that OUT.json has from before stay"
     parser.add_argument("out", type=Path, help=what)
     parser.add_argument("--only", default=",".join(TESTS), help=f"of {', '.join(TESTS)}")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    gc.freeze()  # what is here stays: no fork copies it
+    gc.freeze()  # freeze all objects: no fork copies them
     path = options.out.with_suffix(".json")
     parts = json.loads(path.read_text()) if path.exists() else {}
     for name in options.only.split(","):
@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def page(parts: dict[str, dict]) -> str:
-    """The table of tests, and every case that did not hold."""
+    """Format the table of tests, and every case that did not hold."""
     lines = [
         "| part | test | cases | found | harmless | did not hold | commit |",
         "|---|---|---|---|---|---|---|",

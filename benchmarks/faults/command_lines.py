@@ -1,7 +1,7 @@
-"""Command lines as nobody should type them: 2,000 that chance makes, 200 that people typed.
+"""Bad command lines: 2,000 random ones, 200 that people typed.
 
-Held: it runs, or it is refused in one line with exit code 2 (5 where the machine is too small), at
-once and with nothing written.
+A case holds if it runs, or if it is refused in one line with exit code 2 (5 if the machine is too
+small), at once and with nothing written.
 """
 
 import random
@@ -56,7 +56,7 @@ VERBS = ["compare", "advise", "explain", "scaler-replay", "bench", "doctor"]
 
 
 def generated(campaign: Campaign) -> None:
-    """Keys, values and options as chance puts them together, behind a run of one step."""
+    """Run random keys, values and options behind a run of one step."""
     chance = random.Random(6)
     home = campaign.scratch("generated")
     for number in range(GENERATED):
@@ -75,7 +75,7 @@ def generated(campaign: Campaign) -> None:
 
 
 def by_hand(campaign: Campaign) -> None:
-    """What a person might type: slips, other tools' words, verbs with wrong arguments."""
+    """Run lines that a person might type: slips, other tools' words, verbs with wrong arguments."""
     run = str(subject(campaign).stopped)
     home = campaign.scratch("by_hand")
     for text in BY_HAND.strip().splitlines():

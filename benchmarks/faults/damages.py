@@ -1,7 +1,7 @@
-"""Files of a run that are not what mprun wrote: flipped, cut, edited, foreign, hostile.
+"""Damaged files of a run: flipped, cut, edited, foreign, hostile.
 
-Each case takes a copy of the stopped run, damages it, and resumes it to the end; the readers of a
-run (`compare`, `explain`, `scaler-replay`) meet the same files.
+Each case copies the stopped run, damages the copy, and resumes it to the end. The readers of a run
+(`compare`, `explain`, `scaler-replay`) read the same files.
 """
 
 import copy
@@ -28,7 +28,7 @@ RESUME = f"train.steps={END}"
 
 
 def metrics_file(campaign: Campaign) -> None:
-    """64 damages of metrics.jsonl: flips, cuts, lines dropped, doubled, swapped or changed."""
+    """Try 64 damages of metrics.jsonl: flips, cuts, lines dropped, doubled, swapped, changed."""
     chance = random.Random(1)
 
     def lines(change: Callable[[list[bytes]], None]) -> Damage:
@@ -80,7 +80,7 @@ def metrics_file(campaign: Campaign) -> None:
 
 
 def configuration(campaign: Campaign) -> None:
-    """100 damages of config.yaml: 40 flips, 10 cuts, 40 edited values, 10 that are hostile."""
+    """Try 100 damages of config.yaml: 40 flips, 10 cuts, 40 edited values, 10 hostile ones."""
     chance = random.Random(2)
     cases = [(f"bit flip {n}", _flip("config.yaml", chance.random(), n % 8)) for n in range(40)]
     cases += [(f"cut to {n / 10:.0%}", _cut("config.yaml", n / 10)) for n in range(10)]
@@ -136,7 +136,7 @@ def configuration(campaign: Campaign) -> None:
 
 
 def run_record(campaign: Campaign) -> None:
-    """38 wrong types and values in run.json, met by every verb that reads a run."""
+    """Try 38 wrong types and values in run.json with every verb that reads a run."""
     values: dict[str, list[Any]] = {
         "status": [None, 5, "ended", []],
         "choices": [None, [], "x", {"model": 5}],
@@ -168,7 +168,7 @@ def run_record(campaign: Campaign) -> None:
 
 
 def foreign_state(campaign: Campaign) -> None:
-    """34 states that are wrong inside, with manifests that are right."""
+    """Try 34 states with wrong content and correct manifests."""
     made = subject(campaign)
     found = torch.load(_state(made.stopped), weights_only=True, map_location="cpu")
     replacements: list[Any] = [None, 5, "x", [], {}, torch.zeros(3)]
@@ -184,7 +184,7 @@ def foreign_state(campaign: Campaign) -> None:
 
 
 def flipped_state(campaign: Campaign) -> None:
-    """69 flips and cuts of the newest checkpoint's two files."""
+    """Try 69 flips and cuts of the newest checkpoint's two files."""
     chance, cases = random.Random(4), []
     newest = f"checkpoints/step-{STOP:08}"
     for number in range(40):
@@ -199,7 +199,7 @@ def flipped_state(campaign: Campaign) -> None:
 
 
 class _Payload:
-    """Calls `function(*arguments)` when it is unpickled by whoever lets it."""
+    """An object that calls `function(*arguments)` when an unsafe reader unpickles it."""
 
     def __init__(self, function: Callable, *arguments: Any) -> None:
         self.call = (function, arguments)
@@ -209,7 +209,7 @@ class _Payload:
 
 
 def payloads(campaign: Campaign) -> None:
-    """52 pickles that would run code, as a state and inside one, in four kinds of archive."""
+    """Try 52 pickles that would run code, as a state and inside one, in four kinds of archive."""
     made = subject(campaign)
     state = torch.load(_state(made.stopped), weights_only=True, map_location="cpu")
     canary = str(campaign.folder / "canary")
@@ -259,7 +259,7 @@ def payloads(campaign: Campaign) -> None:
 
 
 def strangers(campaign: Campaign) -> None:
-    """Links out of a run directory, pipes and devices in place of files, oversized members."""
+    """Try links out of a run directory, pipes and devices in place of files, oversized members."""
     outside = campaign.folder / "outside"
 
     def link(name: str, target: str) -> Damage:
@@ -312,7 +312,7 @@ def _resumed(
     cases: list[tuple[str, Damage]],
     watched: Path | None = None,
 ) -> None:
-    """Damage a copy, resume it, judge it: the same end, or one line and every file as it was."""
+    """Damage a copy, resume it, judge it: the same end, or one line and unchanged files."""
     made = subject(campaign)
     for name, damage in cases:
         run, before = _damaged(campaign, made, damage, watched)
@@ -363,7 +363,7 @@ def _put(content: dict, key: str, value: Any) -> None:
 
 
 def _kept(run: Path) -> dict[str, str]:
-    """What a refused resume leaves as it is: all that the user has."""
+    """Return the files that a refused resume must not change: everything that the user has."""
     return {name: text for name, text in tree(run).items() if name != ".lock"}
 
 
@@ -407,7 +407,7 @@ def _state_with(state: dict, path: list[str], value: Any) -> Damage:
 
 
 def _seal(checkpoint: Path) -> None:
-    """Make a manifest right for whatever lies in state.pt; what else it says stays."""
+    """Fix the manifest for the present state.pt; keep its other entries."""
     path, manifest = checkpoint / "state.pt", checkpoint / "manifest.json"
     said = json.loads(manifest.read_text())
     said |= {"sha256": hashlib.sha256(path.read_bytes()).hexdigest(), "bytes": path.stat().st_size}
@@ -415,7 +415,7 @@ def _seal(checkpoint: Path) -> None:
 
 
 def _oversized(newest: str) -> Damage:
-    """A member of 300 MB that takes 300 kB in the file."""
+    """Return a damage: a member of 300 MB that takes 300 kB in the file."""
 
     def damage(run: Path) -> None:
         path = run / newest / "state.pt"

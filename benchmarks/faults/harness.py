@@ -1,7 +1,7 @@
-"""Run mprun's command line in forked children, and judge what became of a case.
+"""Run mprun's command line in forked children, and judge the outcome of a case.
 
-The parent has imported everything, so that a case costs a fork and not ten seconds of imports; what
-runs in the child is `mprun.cli.main` with its own file descriptors, signals and limits.
+The parent has imported everything, so that a case costs a fork and not ten seconds of imports. The
+child runs `mprun.cli.main` with separate file descriptors, signals and limits.
 """
 
 import hashlib
@@ -19,13 +19,13 @@ from typing import NamedTuple
 
 import yaml
 
-SPEEDS = ("samples_per_s", "seconds", "data_wait")  # of a record: what differs between equal runs
+SPEEDS = ("samples_per_s", "seconds", "data_wait")  # keys that differ between equal runs
 FOUND = (2, 4, 5)  # exit codes of an error in one line
 PATIENCE_S = 60.0
 
 
 class Answer(NamedTuple):
-    """What a command did. code: None if it gave no answer in time, -N if signal N ended it."""
+    """The result of a command. code: None if it did not end in time, -N if signal N ended it."""
 
     code: int | None
     output: str
@@ -37,10 +37,10 @@ class Finding:
     """One case.
 
     Attributes:
-        held: it was found (exit code 2, 4 or 5 and one line), or did no harm (the run ended with
-            the same bits as one that nothing befell).
-        kind: "found", "harmless", or what went wrong: "silent", "traceback", "no answer",
-            "killed", "outside" (something outside of the run directory was touched), ...
+        held: the fault was found (exit code 2, 4 or 5 and one line), or did no harm (the run ended
+            with the bits of an undisturbed one).
+        kind: "found", "harmless", or the failure: "silent", "traceback", "no answer", "killed",
+            "outside" (something outside of the run directory was touched), ...
     """
 
     test: str
@@ -55,20 +55,20 @@ class Finding:
 
 @dataclass(slots=True)
 class Campaign:
-    """Where cases are collected. folder: scratch, emptied case by case."""
+    """A collection of cases. folder: scratch, emptied case by case."""
 
     folder: Path
     findings: list[Finding] = field(default_factory=list)
 
     def note(self, test: str, case: str, kind: str, detail: str = "") -> None:
-        """Keep what became of a case; what did not hold is printed at once."""
+        """Keep the outcome of a case; print it at once if it did not hold."""
         finding = Finding(test, case, kind, " ".join(detail.split())[:300])
         self.findings.append(finding)
         if not finding.held:
             print(f"  {test}: {case}: {kind}: {finding.detail}", flush=True)
 
     def scratch(self, name: str = "case") -> Path:
-        """An empty folder."""
+        """Return an empty folder."""
         path = self.folder / name
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir(parents=True)
@@ -109,7 +109,7 @@ class Child:
                 os._exit(code)
 
     def wait(self, seconds: float = PATIENCE_S) -> Answer:
-        """Its answer; a child that takes longer is killed."""
+        """Return the child's answer; kill a child that takes longer."""
         code = self._code(seconds)
         if code is None:
             self.signal(signal.SIGKILL)
@@ -121,7 +121,7 @@ class Child:
         os.kill(self.pid, number)
 
     def over(self) -> bool:
-        """Whether it has ended; `wait` says how."""
+        """Return whether the child has ended; `wait` says how."""
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
     def _code(self, seconds: float) -> int | None:
@@ -135,7 +135,7 @@ class Child:
 
 
 def _command(arguments: list[str]) -> int:
-    """What `python -m mprun` does, and Python's own end: 120 where streams cannot be flushed."""
+    """Run like `python -m mprun`, with Python's exit: 120 if streams cannot be flushed."""
     import sys
     import threading
     import traceback
@@ -162,13 +162,13 @@ def _command(arguments: list[str]) -> int:
 
 
 def mprun(arguments: Sequence[str], cwd: Path, **options) -> Answer:
-    """Run to the end."""
+    """Run a command line to its end."""
     seconds = options.pop("seconds", PATIENCE_S)
     return Child(arguments, cwd, **options).wait(seconds)
 
 
 def kind_of(answer: Answer, same: Callable[[], bool]) -> str:
-    """The kind of a case. same: whether the run ended with the bits of an undisturbed one."""
+    """Return the kind of a case. same: whether the run ended with an undisturbed run's bits."""
     if answer.code is None:
         return "no answer"
     if "Traceback (most recent call last)" in answer.output or answer.code == 1:
@@ -184,7 +184,7 @@ def kind_of(answer: Answer, same: Callable[[], bool]) -> str:
 
 
 def last_line(answer: Answer) -> str:
-    """The last line printed; of a traceback its error."""
+    """Return the last line printed; for a traceback its error."""
     lines = answer.output.strip().splitlines()
     if "Traceback (most recent call last)" in answer.output:
         lines = [line for line in lines if re.match(r"[\w.]+(Error|Exception|Interrupt)\b", line)]
@@ -192,14 +192,14 @@ def last_line(answer: Answer) -> str:
 
 
 def records(run: Path) -> list[dict]:
-    """Every record of metrics.jsonl without what differs between equal runs."""
+    """Return every record of metrics.jsonl without the keys that differ between equal runs."""
     lines = (run / "metrics.jsonl").read_text("utf-8").splitlines()
     found = [json.loads(line) for line in lines]
     return [{key: one[key] for key in one if key not in SPEEDS} for one in found]
 
 
 def state(run: Path, step: int) -> dict:
-    """The tensors of a checkpoint, flat, as bytes by name."""
+    """Return the tensors of a checkpoint, flat, as bytes by name."""
     import torch
 
     path = run / "checkpoints" / f"step-{step:08}" / "state.pt"
@@ -221,16 +221,16 @@ def state(run: Path, step: int) -> dict:
         else:
             flat[name] = repr(value)
 
-    # Written by this campaign itself, a moment ago.
+    # Safe: this campaign wrote it.
     walk(torch.load(path, weights_only=True, map_location="cpu"), "")
     return flat
 
 
 def equal(run: Path, reference: Path, step: int) -> bool:
-    """Whether two runs are the same but for their place and their times.
+    """Return whether two runs are the same except for their place and their times.
 
-    Compared are every record, every tensor of the state after `step`, every key of config.yaml,
-    and how run.json says that it ended.
+    It compares every record, every tensor of the state after `step`, every key of config.yaml, and
+    the ending in run.json.
     """
     try:
         return all(
@@ -253,7 +253,7 @@ def _ending(run: Path) -> dict:
 
 
 def tree(folder: Path) -> dict[str, str]:
-    """SHA-256 of every file below a folder, by name."""
+    """Return the SHA-256 of every file below a folder, by name."""
     files = (path for path in sorted(folder.rglob("*")) if path.is_file())
     return {
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
@@ -262,11 +262,11 @@ def tree(folder: Path) -> dict[str, str]:
 
 
 def leftovers(run: Path) -> list[str]:
-    """Temporary files and folders below a run directory, which has one hidden file: its lock."""
+    """List temporary files and folders below a run directory; its lock is the one hidden file."""
     hidden = (p for p in run.rglob(".*") if p.name not in (".lock", ".output"))
     return sorted(str(path.relative_to(run)) for path in hidden)
 
 
 def limit(what: int, amount: int) -> Callable[[], None]:
-    """A `prepare` that sets a resource limit (setrlimit(2))."""
+    """Return a `prepare` that sets a resource limit (setrlimit(2))."""
     return lambda: resource.setrlimit(what, (amount, amount))

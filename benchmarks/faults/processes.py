@@ -1,4 +1,4 @@
-"""What befalls the process: kills, signals, a terminal that goes away, limits, a full disk."""
+"""Faults of the process: kills, signals, a terminal that goes away, limits, a full disk."""
 
 import errno
 import itertools
@@ -32,11 +32,11 @@ from benchmarks.faults.subjects import KILLED, SCALED, TINY
 
 LENGTH, EVERY = 60, 5  # steps
 KILLS = 72
-SAID_S, ENDED_S = 2.0, 2.5  # a signal is answered, and the process over, with the machine's part
+SAID_S, ENDED_S = 2.0, 2.5  # limits until a signal is answered, and until the process ends
 
 
 def kills(campaign: Campaign) -> None:
-    """SIGKILL at random moments and inside of saves, again and again, then resume to the end."""
+    """Kill at random moments and inside saves, again and again, then resume to the end."""
     chance = random.Random(5)
     for name, overrides in KILLED.items():
         steps = [f"train.steps={LENGTH}", f"train.checkpoint_every={EVERY}", "train.eval_every=20"]
@@ -47,19 +47,19 @@ def kills(campaign: Campaign) -> None:
         for number in range(KILLS // len(KILLED)):
             path = home / f"run{number}"
             killed = in_a_save = 0
-            # A third of the runs twice: a resumed run is killed as well.
+            # A third of the runs is killed twice: the second kill hits a resumed run.
             for _ in range(1 + (number % 3 == 0)):
                 again = (path / "run.json").exists()
                 child = Child([f"resume={path}"] if again else [*run, f"output_dir={path}"], home)
                 if number % 3 == 1:
                     in_a_save += _begins_to_save(child, path, chance.randint(0, 3))
                 else:
-                    if number:  # the first is killed anywhere, before its first step as well
+                    if number:  # the first is killed anywhere, even before its first step
                         _begins(child, path)
                     time.sleep(chance.uniform(0.0, 0.3 * whole.seconds))
                 child.signal(signal.SIGKILL)
                 killed += child.wait().code == -signal.SIGKILL
-                if not (path / "run.json").exists():  # no step was begun: as a user would
+                if not (path / "run.json").exists():  # no step has begun: start again
                     shutil.rmtree(path, ignore_errors=True)
             where = f"{in_a_save} in a save" if in_a_save else "anywhere"
             case = f"{name}, {number}: {killed} kills, {where}"
@@ -77,7 +77,7 @@ def kills(campaign: Campaign) -> None:
 
 
 def _begins(child: Child, path: Path) -> None:
-    """Wait for its first record."""
+    """Wait for the run's first record."""
     before = _lines(path)
     until = time.monotonic() + 60
     while time.monotonic() < until and not child.over() and _lines(path) <= before:
@@ -92,7 +92,7 @@ def _lines(path: Path) -> int:
 
 
 def _begins_to_save(child: Child, path: Path, before: int) -> bool:
-    """Wait for the save that follows `before` others; whether it is under way."""
+    """Wait for the save that follows `before` others; return whether it is under way."""
     seen: set[str] = set()
     until = time.monotonic() + 60
     while time.monotonic() < until and not child.over():
@@ -106,7 +106,7 @@ def _begins_to_save(child: Child, path: Path, before: int) -> bool:
 
 
 def _slow_batches() -> None:
-    """Plant: each batch takes 0.1 s, so that a signal meets a run where it is meant to."""
+    """Plant a delay: each batch takes 0.1 s, so that a signal hits the intended place."""
     from mprun.data.token_streams import TokenStreams
 
     take = TokenStreams.train_batch
@@ -119,7 +119,7 @@ def _slow_batches() -> None:
 
 
 def _slow_evaluation() -> None:
-    """Plant: an evaluation takes a minute, in many batches."""
+    """Plant a delay: an evaluation takes a minute, in many batches."""
     from mprun.data.token_streams import TokenStreams
 
     take = TokenStreams.eval_batches
@@ -133,7 +133,7 @@ def _slow_evaluation() -> None:
 
 
 def _slow_loading() -> None:
-    """Plant: making the data takes a minute, as indexing a million files would."""
+    """Plant a delay: making the data takes a minute, like indexing a million files."""
     from mprun.data.token_streams import SyntheticTokens
 
     make = SyntheticTokens.__init__
@@ -147,7 +147,7 @@ def _slow_loading() -> None:
 
 
 def _slow_saves() -> None:
-    """Plant: a checkpoint takes 1.5 s to write, as one of a gigabyte would."""
+    """Plant a delay: a checkpoint takes 1.5 s to write, like one of a gigabyte."""
     import torch
 
     save = torch.save
@@ -161,7 +161,7 @@ def _slow_saves() -> None:
 
 
 def _cache_of_compiler(folder: Path) -> Callable[[], None]:
-    """What it compiles is kept in `folder`; one that is called cold is emptied first."""
+    """Set the compiler's cache to `folder`; empty a folder that is called cold."""
 
     def prepare() -> None:
         if folder.name == "cold":
@@ -171,7 +171,7 @@ def _cache_of_compiler(folder: Path) -> Callable[[], None]:
     return prepare
 
 
-# A process of its own, on the fake device: the first capture of a graph takes a second more.
+# A separate process on the fake device: the first capture of a graph takes a second more.
 _CAPTURING = """
 import pathlib, sys, time
 from mprun.cli import main
@@ -190,13 +190,13 @@ sys.exit(main(sys.argv[1:]))
 
 
 class Place(NamedTuple):
-    """Where a run is met by a signal.
+    """A place where a signal hits a run.
 
     Attributes:
         plant: Called in the child before mprun.
-        ready: Whether the run in this folder, with this output, is there.
+        ready: Returns whether the run in this folder, with this output, has reached the place.
         reference: An undisturbed run; None: values mean nothing.
-        longest_s: From the signal to the last word.
+        longest_s: Longest time from the signal to the last output.
         resumed: As `plant`, for the resumed run.
     """
 
@@ -214,7 +214,7 @@ SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGXCPU", "SIGA
 
 
 def signals(campaign: Campaign) -> None:
-    """Signals in training, evaluation, loading, saving, compiling and capturing."""
+    """Send signals in training, evaluation, loading, saving, compiling and capturing."""
     run = [*TINY, *SCALED, "train.steps=40", "train.checkpoint_every=10", "train.eval_every=20"]
     run += ["train.log_every=1"]
     compiled = [*KILLED["autoencoder bf16_master"][:-1], "train.compile=default"]
@@ -245,8 +245,8 @@ def signals(campaign: Campaign) -> None:
 
 
 def _captures(campaign: Campaign, home: Path, names: tuple[str, ...]) -> None:
-    """On the fake CUDA device, whose values mean nothing."""
-    from mprun.extensions.bench import fake_cuda
+    """Return the place on the fake CUDA device, whose values mean nothing."""
+    from mprun.bench import fake_cuda
 
     if (reason := fake_cuda.why_not()) is not None:
         campaign.note("signals", "capturing", "not tried", reason)
@@ -264,7 +264,7 @@ def _captures(campaign: Campaign, home: Path, names: tuple[str, ...]) -> None:
 
 
 def _meet(campaign: Campaign, place: Place, name: str, home: Path, twice: bool = False) -> None:
-    """Send signal `name` to a run at a place, and judge what becomes of it."""
+    """Send signal `name` to a run at a place, and judge the outcome."""
     path = home / "run"
     shutil.rmtree(path, ignore_errors=True)
     for left in (".output", "capturing"):
@@ -279,7 +279,7 @@ def _meet(campaign: Campaign, place: Place, name: str, home: Path, twice: bool =
     if twice:
         time.sleep(0.05)
         child.signal(signal.SIGINT)
-    # Until the answer, until all is said; Python's own end is not waited for.
+    # Times until the answer and until the last output, without Python's exit.
     said = took = math.inf
     while math.isinf(took) and time.monotonic() < sent + 60:
         over = child.over()
@@ -296,7 +296,7 @@ def _meet(campaign: Campaign, place: Place, name: str, home: Path, twice: bool =
 
 
 def _after_signal(answer: Answer, path: Path, place: Place) -> tuple[str, str]:
-    """What a stopped run has to be: told, honest, and resumed to the same bits."""
+    """Check a stopped run: it reports the stop, has the right status, resumes to the same bits."""
     if answer.code is None:
         return "no answer", ""
     if answer.code == 0:
@@ -325,7 +325,7 @@ def _in_a_save(path: Path, output: Path) -> bool:
 
 
 def _compiling(path: Path, output: Path) -> bool:
-    # Step 1 is over, which is not compiled.
+    # Step 1, which is not compiled, is over.
     return output.exists() and "ran in:" in output.read_text("utf-8", "replace")
 
 
@@ -338,7 +338,7 @@ def _metrics_of(lines: int) -> Callable[[Path, Path], bool]:
 
 
 def terminals(campaign: Campaign) -> None:
-    """stdout and stderr closed, full, or with a reader that is gone: the run goes on."""
+    """Close stdout and stderr, fill them, or end their reader: the run goes on."""
     run = [*TINY, *SCALED, "train.steps=40", "train.checkpoint_every=10"]
     home = campaign.scratch("terminals")
     reference = home / "reference"
@@ -364,7 +364,7 @@ def terminals(campaign: Campaign) -> None:
 
 
 def limits(campaign: Campaign) -> None:
-    """Too few descriptors, too small files, too little memory, a full disk, a read-only folder."""
+    """Limit descriptors, file sizes, memory and disk; make a folder read-only."""
     run = [*TINY, *SCALED, "train.steps=40", "train.checkpoint_every=10", "numerics=on"]
     run += ["numerics.every=10", "train.log_every=1"]
     home = campaign.scratch("limits")
@@ -392,10 +392,10 @@ def limits(campaign: Campaign) -> None:
 def _judge_limit(
     campaign: Campaign, case: str, answer: Answer, path: Path, reference: Path
 ) -> None:
-    """Found in one line, and resumed to the same bits where there is something to resume."""
+    """Check that the fault is found in one line, and that the run resumes to the same bits."""
     kind = kind_of(answer, lambda: equal(path, reference, 40))
     detail = last_line(answer)
-    # What could not be said, because the file of the output had the same limit, is no fault.
+    # Missing output is no fault: the output file had the same limit.
     if kind == "no line" or (kind.startswith("exit code") and answer.code == 120):
         kind = "found"
     if kind == "found" and (path / "run.json").exists():
@@ -414,13 +414,13 @@ def _with_ignored_sigxfsz(amount: int) -> Callable[[], None]:
 
 
 def _with_memory(mib: int) -> None:
-    """A limit of what this process has, and so much more."""
+    """Limit memory to that of this process plus an amount."""
     has = int(Path("/proc/self/statm").read_text().split()[0]) * os.sysconf("SC_PAGE_SIZE")
     limit(resource.RLIMIT_AS, has + mib * 2**20)()
 
 
 def _failing_sync(number: int, nth: int) -> None:
-    """Plant: from the n-th on, nothing reaches the disk."""
+    """Plant a failure: from the n-th sync on, nothing reaches the disk."""
     sync, calls = os.fsync, itertools.count(1)
 
     def failing(descriptor: int) -> None:
@@ -432,7 +432,7 @@ def _failing_sync(number: int, nth: int) -> None:
 
 
 def _full_disks(campaign: Campaign, run: list[str], reference: Path) -> None:
-    """A file system of its own, too small by a little more each time. Needs the right to mount."""
+    """Use small file systems, each a little larger than the last. Needs the right to mount."""
     disk = campaign.scratch("disk")
     for kib in (4, 16, 48, 96, 160, 240, 320):
         mount = ["mount", "-t", "tmpfs", "-o", f"size={kib}k", "tmpfs", str(disk)]
@@ -451,7 +451,7 @@ def _full_disks(campaign: Campaign, run: list[str], reference: Path) -> None:
 
 
 def _read_only(campaign: Campaign, run: list[str], disk: Path, reference: Path) -> None:
-    """A file system that nothing can be written to any more, for a run that was killed."""
+    """Resume a killed run on a file system that became read-only."""
     home, output = campaign.folder, campaign.folder / "disk_output"
     subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "tmpfs", str(disk)], check=True)
     try:
@@ -476,7 +476,7 @@ def _read_only(campaign: Campaign, run: list[str], disk: Path, reference: Path) 
 
 
 def sweeps(campaign: Campaign) -> None:
-    """A sweep with -j 8, the same sweep twice at once, and one that is killed and begun again."""
+    """Run a sweep with -j 8, the same sweep twice at once, and one that is killed and repeated."""
     axes = ["precision=fp32,fp16_naive,fp16_master_scaled", "seed=0,1,2", "train.steps=20"]
     sweep = ["-m", *[part for part in TINY], *axes, "train.checkpoint_every=5"]
     reference = campaign.scratch("sweep_reference")

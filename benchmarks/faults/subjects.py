@@ -1,4 +1,4 @@
-"""The small runs that the faults are done to."""
+"""The small runs that are damaged."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -25,14 +25,14 @@ STOP, END = 30, 40  # steps
 
 
 class Subject(NamedTuple):
-    """A run that stopped at step `STOP`, and one of its configuration that went on to `END`."""
+    """A run that stopped at step `STOP`, and an equal one that went on to `END`."""
 
     stopped: Path
     reference: Path
 
 
 def subject(campaign: Campaign) -> Subject:
-    """Make both."""
+    """Make both runs."""
     folder = campaign.folder / "subject"
     if not folder.exists():
         folder.mkdir(parents=True)

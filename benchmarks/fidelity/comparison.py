@@ -12,9 +12,9 @@ from fidelity.operations import Operation, Tensors, normal
 from fidelity.ulp import Distance, correctly_rounded, distance, relative_error
 from mprun.precision.emulation import HalfEmulation
 
-# Factors of the inputs and of the gradient that comes from above. With the small ones values have
-# about four bits left above the smallest subnormal number. With the large ones sums of a few FP16
-# values overflow; BF16 has the range of FP32, whose own overflow is no subject here.
+# Factors of the inputs and of the incoming gradient. With the small ones values keep about four
+# bits above the smallest subnormal number. With the large ones sums of a few FP16 values overflow;
+# BF16 has the range of FP32, whose overflow is not tested here.
 _SMALL = {torch.float16: 2.0**-20, torch.bfloat16: 2.0**-129}
 _LARGE = {torch.float16: 2.0**14, torch.bfloat16: 2.0**120}
 MAGNITUDES = ("normal", "small inputs", "small gradients", "large inputs", "large gradients")
@@ -24,9 +24,9 @@ MAGNITUDES = ("normal", "small inputs", "small gradients", "large inputs", "larg
 class Row:
     """One result of one operation: its output or the gradient of one input.
 
-    between: emulation and reference. emulation, reference: each against the correctly rounded
-    float64 result; `reference` is None where that is the reference. *_error: relative L2 error
-    against float64 before rounding (nan where nothing is finite).
+    between: distance of emulation and reference. emulation, reference: distance of each to the
+    correctly rounded float64 result; `reference` is None if that is the reference. *_error:
+    relative L2 error against float64 before rounding (nan if nothing is finite).
     """
 
     operation: str
@@ -42,10 +42,10 @@ class Row:
 
 
 def compare(operation: Operation, dtype: torch.dtype, magnitude: str, reference: str) -> list[Row]:
-    """Rows of one operation in one 16-bit dtype; `reference` is cuda, native or float64.
+    """Return rows of one operation in one 16-bit dtype; `reference` is cuda, native or float64.
 
-    The same inputs on every side: drawn in float64 from a seed made of the operation's name and
-    size, rounded to `dtype`. Raises RuntimeError where the reference has no such kernel.
+    All sides get the same inputs, drawn in float64 from a seed of the operation's name and size,
+    and rounded to `dtype`. Raises RuntimeError if the reference has no such kernel.
     """
     seed = zlib.crc32(f"{operation.name} {operation.size}".encode())
     inputs = _inputs(operation, dtype, magnitude, torch.Generator().manual_seed(seed))
@@ -83,7 +83,7 @@ def evaluate(
     upstream: Callable[[str, Tensor], Tensor],
     arithmetic: AbstractContextManager,
 ) -> Tensors:
-    """Outputs and "grad NAME" of every floating-point input, on the CPU, by name."""
+    """Return outputs and "grad NAME" of every floating-point input, on the CPU, by name."""
     leaves = {
         name: tensor.detach().requires_grad_(tensor.is_floating_point())
         for name, tensor in inputs.items()
@@ -119,9 +119,9 @@ def _factor(dtype: torch.dtype, magnitude: str, what: str) -> float:
 
 
 class _Upstream:
-    """Gradients of outputs, drawn once per output and handed to every side.
+    """Gradients of outputs, drawn once per output and used on every side.
 
-    They are rounded to the dtype of the first output that asks (the emulated one), so that the
+    They are rounded to the dtype of the first output that uses them (the emulated one), so that the
     float64 side gets the same values.
     """
 

@@ -1,6 +1,6 @@
-"""The operations whose 16-bit results are compared: inputs by name, and how to run them.
+"""The compared operations: inputs by name, and how to run them.
 
-Weights are drawn so that outputs are about as large as inputs; a case names the tensors that stay
+Weights are drawn so that outputs are about as large as inputs. A case names the tensors that stay
 in float32 (parameters of norm layers in every mode with master weights).
 """
 
@@ -22,9 +22,10 @@ Tensors = dict[str, Tensor]
 class Operation:
     """One operation at one size.
 
-    name: of the operation. size: for the table. draw: inputs in float64 (integers as int64) from
-    a generator. run: from inputs to outputs, by name; no dtype or device of its own. float32: the
-    inputs that are not cast to the 16-bit dtype. scaled: the input that the magnitude multiplies.
+    name: name of the operation. size: text for the table. draw: inputs in float64 (integers as
+    int64) from a generator. run: computes outputs from inputs, by name, on any dtype and device.
+    float32: the inputs that are not cast to the 16-bit dtype. scaled: the input that the magnitude
+    multiplies.
     """
 
     name: str
@@ -36,13 +37,13 @@ class Operation:
 
 
 def normal(generator: torch.Generator, *shape: int, over: int = 1) -> Tensor:
-    """Standard normal values, cut at 3.9, divided by sqrt(`over`); float64 on the CPU."""
+    """Draw standard normal values, cut at 3.9, divided by sqrt(`over`); float64 on the CPU."""
     values = torch.randn(shape, generator=generator, dtype=torch.float64)
     return values.clamp(-3.9, 3.9) / math.sqrt(over)
 
 
 def operations(full: bool) -> list[Operation]:
-    """Every operation in several sizes; without `full` sizes that native half kernels can do."""
+    """Return every operation in several sizes; without `full` those fit for native half kernels."""
     k = 2 if full else 1
     return [
         *_products(k),
@@ -157,7 +158,7 @@ def _embeddings(k: int) -> list[Operation]:
             lambda t: {"output": F.embedding(t["indices"], t["x"])},
         )
 
-    # CUDA has one kernel up to 3072 indices and another one above.
+    # CUDA has one kernel up to 3072 indices and another above.
     return [embedding(4, 8192), embedding(4, 2048), embedding(1000, 4096 * k)]
 
 
@@ -184,9 +185,9 @@ def _recurrent(k: int) -> list[Operation]:
         def run(t: Tensors) -> Tensors:
             flat = [tensor for name, tensor in t.items() if name not in ("x", "h0", "c0")]
             with warnings.catch_warnings():
-                # cuDNN packs weights that do not lie in one block, and says so.
+                # cuDNN packs weights that do not lie in one block, with a warning.
                 warnings.filterwarnings("ignore", message="RNN module weights")
-                # The native reference on a CPU: decomposed, which is what is to be measured.
+                # The native reference on a CPU is decomposed, as intended here.
                 warnings.filterwarnings("ignore", message="LSTM with projections")
                 outputs = torch.lstm(
                     t["x"], (t["h0"], t["c0"]), flat, True, layers, 0.0, True, False, False
@@ -286,7 +287,7 @@ def _element_wise(k: int) -> list[Operation]:
             "cross_entropy, FP32 logits",
             f"64x{500 * k}",
             draw_logits,
-            # float64 inputs stay what they are: they are the exact reference.
+            # float64 inputs are not cast: they are the exact reference.
             lambda t: {
                 "output": F.cross_entropy(
                     t["x"].float() if t["x"].dtype.itemsize == 2 else t["x"], t["labels"]

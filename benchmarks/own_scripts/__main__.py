@@ -4,12 +4,12 @@
 
 DIR are checkouts of pytorch/examples and karpathy/nanoGPT at the commits below; FILE is any text
 (WikiText-2's validation split for the figures in docs/results). `NAME.engine.patch` puts a script
-on `mprun.prepare`, `NAME.run.patch` on `mprun.Run` as well.
+on `mprun.prepare`; `NAME.run.patch` adds `mprun.Run`.
 
-What is shown, each from the scripts' own output and files: fp32 prints the numbers of the
-unmodified script and saves its bits; every mode runs to its end; `mprun compare` judges four modes
-on three seeds of two of them; how many lines changed; and that the host side of each mode runs on
-the fake CUDA device (`mprun.extensions.bench.fake_cuda`).
+The scripts' output and files show five facts. fp32 prints the numbers of the unmodified script and
+saves its bits. Every mode runs to its end. `mprun compare` judges four modes on three seeds of two
+scripts. The number of changed lines is counted. The host side of each mode runs on the fake CUDA
+device (`mprun.bench.fake_cuda`).
 """
 
 import argparse
@@ -51,7 +51,7 @@ COMPARED = ("fp32", "fp16_naive", "fp16_master_scaled", "amp")
 
 
 class Script(NamedTuple):
-    """File, how it is called, how it is told mode and seed, what it saves, words for a GPU."""
+    """A script: file, call, arguments for mode and seed, saved files, words for a GPU."""
 
     file: str
     words: list[str]
@@ -102,7 +102,7 @@ SCRIPTS = {
 
 
 def prepare_data(folder: Path, text: Path) -> None:
-    """What the scripts read: words, characters, and digits in the form of MNIST."""
+    """Write the scripts' data: words, characters, and digits in the form of MNIST."""
     lines = text.read_text(encoding="utf-8").splitlines()
     words = folder / "word_language_model" / "text"
     words.mkdir()
@@ -136,7 +136,7 @@ def prepare_data(folder: Path, text: Path) -> None:
 
 
 def patched(folder: Path, name: str, kind: str) -> int:
-    """Patch a script; how many of its lines changed."""
+    """Patch a script; return the number of changed lines."""
     patch = HERE / f"{name}.{kind}.patch"
     subprocess.run(["patch", "-p1", "-s", "-i", str(patch)], cwd=folder, check=True)
     lines = patch.read_text(encoding="utf-8").splitlines()[2:]
@@ -151,7 +151,7 @@ def call(
     more: Iterable[str] = (),
     given: Mapping[str, str] = os.environ,
 ) -> subprocess.CompletedProcess[str]:
-    """One call of a script, with more words and other variables than usual."""
+    """Call a script once, with additional words and variables."""
     file, words, told, seeded, *_ = SCRIPTS[name]
     words, variables = [*words, *more], dict(given) | {"OMP_NUM_THREADS": "1"}
     variables["PYTHONPATH"] = str(Path(mprun.__file__).parents[1])
@@ -166,29 +166,29 @@ def call(
 
 
 def run(folder: Path, name: str, mode: str | None, seed: int = 1) -> tuple[str, dict]:
-    """(output without times, what it saved) of one call of a script."""
+    """Return (output without times, saved content) of one call of a script."""
     called, saves = call(folder, name, mode, seed), SCRIPTS[name].saves
-    if called.returncode == DIVERGED:  # a result, which is recorded
+    if called.returncode == DIVERGED:  # a valid result, recorded as such
         return called.stdout, {}
     if called.returncode:
         raise RuntimeError(f"{name} {mode}: {called.stderr[-2000:]}")
-    if name == "word_language_model":  # saves the whole model, by the name of its module
+    if name == "word_language_model":  # it saves the whole model, by the name of its module
         sys.path.insert(0, str(folder / name))
     saved = torch.load(folder / name / saves, weights_only=False)
     timeless = re.sub(r"(time:?|ms/batch|mfu)\s*[-\d.]+\s*(s|ms|%)?", r"\1", called.stdout)
-    told = re.compile(r"Namespace\(.*|.*seed = .*")  # what it was called with
+    told = re.compile(r"Namespace\(.*|.*seed = .*")  # the arguments of the call
     output = "\n".join(line for line in timeless.splitlines() if not told.match(line))
     return output, _tensors(saved)
 
 
 def on_fake_cuda(folder: Path, name: str, device: Path) -> dict[str, str]:
-    """Mode -> how the script ended on the fake device; only that its host side runs counts."""
+    """Return mode -> how the script ended on the fake device; only its host side counts."""
     ended = {}
     for mode in MODES:
         variables = fake_cuda.environment(device)
         called = call(folder, name, mode, 1, SCRIPTS[name].on_gpu, variables)
         lines = [line for line in called.stderr.splitlines() if "Error" in line]
-        # Values mean nothing there, nor does a loss that is not finite.
+        # Values mean nothing there, not even a non-finite loss.
         ended[mode] = "ran" if called.returncode in (0, DIVERGED) else "; ".join(lines[-1:])
         print("fake CUDA:", name, mode, ended[mode], flush=True)
     return ended
@@ -201,7 +201,7 @@ def _tensors(saved) -> dict:
 
 
 def page(found: dict) -> str:
-    """The result as a page."""
+    """Format the result as a page."""
     machine, scripts = found["environment"], found["scripts"]
     lines = [
         [

@@ -1,4 +1,4 @@
-"""In which precision sums are added up: embedding gradients, and products over a long dimension."""
+"""The precision of sums: embedding gradients, and products over a long dimension."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -16,7 +16,7 @@ HALF = (torch.float16, torch.bfloat16)
 
 
 def embedding_gradient(device: torch.device) -> Answer:
-    """Are 8192 gradients of one row added up in FP32, or in 16 bits?"""
+    """Find out whether 8192 gradients of one row are summed in FP32 or in 16 bits."""
     rows, numbers = [], {}
     for name, gather, hits, arithmetic in _gathers(device):
         for dtype in HALF:
@@ -40,7 +40,7 @@ def embedding_gradient(device: torch.device) -> Answer:
 
 
 def _gathers(device: torch.device):
-    """(name, function of weights and indices, number of hits, arithmetic around it)."""
+    """Return (name, function of weights and indices, number of hits, arithmetic around it)."""
     native = lambda dtype: nullcontext()  # noqa: E731
     yield "F.embedding", lambda w, i: F.embedding(i, w), HITS, native
     # CUDA has another kernel for up to 3072 indices.
@@ -68,7 +68,7 @@ def _row_gradient(
     dtype: torch.dtype,
     device: torch.device,
 ) -> Tensor:
-    """Gradient (8,) of the row that every index names, float64 on the CPU."""
+    """Return the gradient (8,) of the row that every index names, float64 on the CPU."""
     weight = torch.zeros(4, 8, dtype=dtype, device=device, requires_grad=True)
     indices = torch.full((len(gradient),), 2, device=device)
     gather(weight, indices).backward(gradient.to(device, dtype))
@@ -76,13 +76,13 @@ def _row_gradient(
 
 
 def reduced_precision(device: torch.device) -> Answer:
-    """What do reduced-precision reductions cost in accuracy, and what do they gain in speed?"""
+    """Measure the accuracy that reduced-precision reductions cost, and the speed they gain."""
     rows, numbers = [], {}
     for dtype in HALF:
         for m, n, k in ((64, 64, 2**17), (256, 256, 2**15), (1024, 1024, 8192), (4096, 4096, 4096)):
             generator = torch.Generator(device).manual_seed(0)
             a = torch.rand(m, k, device=device, generator=generator).to(dtype)
-            # Sums of about 2048: far from overflow, and far from where FP16 has integers.
+            # Sums of about 2048: far from overflow, and far from FP16's coarse range of integers.
             b = (torch.rand(k, n, device=device, generator=generator) * (8192 / k)).to(dtype)
             exact = a[:256].double() @ b[:, :256].double()
             base = None
@@ -126,7 +126,7 @@ def reduced_precision(device: torch.device) -> Answer:
 
 
 def _reductions(dtype: torch.dtype) -> Iterator[tuple[str, dict]]:
-    """Name and flags of torch.backends.cuda.matmul, the pinned setting first."""
+    """Return name and flags of torch.backends.cuda.matmul, the pinned setting first."""
     flag = f"allow_{'fp16' if dtype is torch.float16 else 'bf16'}_reduced_precision_reduction"
     yield "FP32 (as mprun pins)", {flag: False}
     yield "16 bit allowed (torch's default)", {flag: True}
@@ -137,7 +137,7 @@ def _reductions(dtype: torch.dtype) -> Iterator[tuple[str, dict]]:
 
 @contextmanager
 def _set(settings: dict) -> Iterator[bool]:
-    """Flags set inside, all pinned again afterwards; yields whether this torch refuses them."""
+    """Set flags inside, pin all again afterwards; yield whether this torch refuses them."""
     refused = False
     pin_math_flags("ieee")
     try:

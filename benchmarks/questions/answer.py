@@ -1,4 +1,4 @@
-"""What a question gives back, and how the questions take time."""
+"""The answer to a question, and functions to measure time."""
 
 import statistics
 import time
@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """text: one or two sentences with the figures. numbers: every figure, as plain values.
+    """An answer. text: one or two sentences with the figures. numbers: all figures, plain values.
 
     header, rows: a table below the text, empty for none.
     """
@@ -22,9 +22,9 @@ class Answer:
 
 
 def milliseconds(run: Callable[[], object], windows: int = 7, window_s: float = 0.02) -> float:
-    """Median milliseconds of one call of `run` on CUDA, from windows of at least `window_s`.
+    """Return median milliseconds of one call of `run` on CUDA, over windows of at least `window_s`.
 
-    Device time by events around many calls, without a wait inside a window; three calls warm up.
+    Events around many calls give device time, without a wait inside a window; three calls warm up.
     """
     for _ in range(3):
         run()
@@ -33,7 +33,7 @@ def milliseconds(run: Callable[[], object], windows: int = 7, window_s: float = 
         spent = _window(run, calls)
         if spent >= 1000 * window_s:
             break
-        # At most tenfold a time: the first window also holds what the warm-up left over.
+        # At most tenfold a time: the first window also contains leftovers of the warm-up.
         calls = max(calls + 1, min(10 * calls, int(1200 * window_s / max(spent, 1e-3)) * calls))
     return statistics.median(_window(run, calls) / calls for _ in range(windows))
 
@@ -50,7 +50,7 @@ def _window(run: Callable[[], object], calls: int) -> float:
 
 
 def wall_us(run: Callable[[], object], device: torch.device, repeats: int = 5) -> float:
-    """Median microseconds of `run` by the host clock; the device is idle before, not waited for."""
+    """Return median microseconds of `run` by the host clock on an idle device, without a wait."""
     times = []
     for _ in range(repeats + 1):
         if device.type == "cuda":

@@ -1,4 +1,4 @@
-"""Which kernels run, what they take, and what the host takes to launch them."""
+"""The kernels that run, their times, and the host's time to launch them."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ OPERATIONS = 500
 
 
 def batch_norm_backend(device: torch.device) -> Answer:
-    """Does cuDNN or torch's own kernel compute BatchNorm in 16 bits, and at what cost?"""
+    """Find out whether cuDNN or torch's kernel computes BatchNorm in 16 bits, and its cost."""
     rows, numbers = [], {}
     for dtype in (torch.float16, torch.bfloat16):
         for layout, memory_format in LAYOUTS.items():
@@ -71,7 +71,7 @@ def _selected_backend(layer: nn.BatchNorm2d, x: Tensor) -> str:
 
 
 def _kernel_names(run: Callable[[], object]) -> list[str]:
-    """Names of the CUDA kernels of one call; empty where the profiler sees none."""
+    """Return the names of the CUDA kernels of one call; empty if the profiler sees none."""
     run()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -82,13 +82,13 @@ def _kernel_names(run: Callable[[], object]) -> list[str]:
 
 
 def _short(names: list[str]) -> str:
-    """The names without template arguments, 60 characters each."""
+    """Join the names without template arguments, 60 characters each."""
     plain = [name.partition("<")[0].removeprefix("void ")[:60] for name in names]
     return ", ".join(dict.fromkeys(plain)) or "none seen by the profiler"
 
 
 def first_convolution(device: torch.device) -> Answer:
-    """ResNet-50's stem (3 channels): does NHWC or padding of the channels pay?"""
+    """Find out whether NHWC or padded channels pay in ResNet-50's stem (3 channels)."""
     torch.backends.cudnn.benchmark = True
     kinds = [
         ("FP16", torch.float16, "ieee"),
@@ -131,7 +131,7 @@ def first_convolution(device: torch.device) -> Answer:
 
 
 def host_time(device: torch.device) -> Answer:
-    """Microseconds of host time for each eager operation, and for each node of a replayed graph."""
+    """Measure host microseconds of each eager operation and each node of a replayed graph."""
     x = torch.ones(32, device=device)
     small = torch.ones(32, 32, device=device)
     weight = torch.ones(32, 32, device=device, requires_grad=True)

@@ -1,4 +1,4 @@
-"""What CUDA computes otherwise than the emulation: FP8 products, stochastic rounding."""
+"""Differences between CUDA and the emulation: FP8 products, stochastic rounding."""
 
 import torch
 
@@ -11,7 +11,7 @@ _KEY = 20261123
 
 
 def fp8_products(device: torch.device) -> Answer:
-    """Which share of an FP8 product's elements is bit-equal to the emulation on a CPU?"""
+    """Measure the share of an FP8 product's elements that is bit-equal to the CPU's emulation."""
     recipes = {
         "tensor E4M3": (ScaledProducts(), torch.float32),
         "row E4M3": (ScaledProducts(granularity="row", power_of_two=True), torch.bfloat16),
@@ -59,7 +59,7 @@ def fp8_products(device: torch.device) -> Answer:
 
 
 def stochastic_rounding(device: torch.device) -> Answer:
-    """Does stochastic rounding give the same bits on CUDA and on a CPU?"""
+    """Find out whether stochastic rounding gives the same bits on CUDA and on a CPU."""
     numel = 2**20 + 3
     wide = torch.randn(numel)
     wide[:3] = torch.tensor([float("inf"), float("nan"), -0.0])

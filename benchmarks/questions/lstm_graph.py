@@ -15,7 +15,7 @@ LOSS_SCALE = 1024.0
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """One way to train: dtype of the weights, under autocast or not, projected or not."""
+    """A way to train: dtype of the weights, with autocast or not, with projection or not."""
 
     name: str
     dtype: torch.dtype
@@ -33,7 +33,7 @@ _KINDS = (
 
 
 def lstm_graph(device: torch.device) -> Answer:
-    """Capture of a cuDNN LSTM with projection: does it work, and do replays equal eager steps?"""
+    """Capture a cuDNN LSTM with projection, and compare replays with eager steps."""
     torch.backends.cudnn.deterministic = True
     rows, numbers = [], {}
     for kind in _KINDS:
@@ -78,7 +78,7 @@ class _Training:
         self.initial = [t.detach().clone() for t in self.tensors()]
 
     def tensors(self) -> list[Tensor]:
-        """Everything that a step changes."""
+        """Return everything that a step changes."""
         return [*self.weights, self.h, self.c]
 
     @torch.no_grad()
@@ -87,7 +87,7 @@ class _Training:
             tensor.copy_(initial)
 
     def step(self) -> Tensor:
-        # A cached cast would be made once, at capture, from weights that change later.
+        # A cached cast would be made only at capture, from weights that change later.
         cast = torch.autocast("cuda", torch.float16, cache_enabled=False)
         with cast if self.autocast else nullcontext():
             y, (h, c) = self.lstm(self.x, (self.h, self.c))
@@ -115,8 +115,8 @@ def _one(kind: _Kind, device: torch.device) -> dict:
         with torch.cuda.graph(graph):
             training.step()
     except RuntimeError as error:
-        torch.cuda.synchronize()  # raises where the device is beyond use: the process must end
-        # Ending the capture fails as well; what failed first is the reason.
+        torch.cuda.synchronize()  # raises if the device is unusable: the process must end
+        # Ending the capture fails, too; the first failure is the reason.
         while error.__context__ is not None:
             error = error.__context__
         return {"captured": False, "error": (str(error) or type(error).__name__).splitlines()[0]}
@@ -136,7 +136,7 @@ def _one(kind: _Kind, device: torch.device) -> dict:
 
 
 def _after_steps(training: _Training, step) -> list[Tensor]:
-    """Weights and state after `STEPS` steps from the beginning."""
+    """Return weights and state after `STEPS` steps from the beginning."""
     training.restart()
     for _ in range(STEPS):
         step()

@@ -1,4 +1,4 @@
-"""What the device itself can do: measured ceilings, and whether its energy can be read."""
+"""Facts about the device: measured ceilings, and whether its energy can be read."""
 
 import time
 
@@ -8,8 +8,8 @@ from questions.answer import Answer
 
 
 def energy_counter(device: torch.device) -> Answer:
-    """Is NVML's energy counter (mJ since the driver was loaded) readable, and does it move?"""
-    from mprun.record.energy import meter_of
+    """Find out whether NVML's energy counter (mJ since the driver was loaded) works."""
+    from mprun.bench.energy import meter_of
 
     meter = meter_of(device)
     before = meter.energy_mj()
@@ -26,7 +26,7 @@ def energy_counter(device: torch.device) -> Answer:
 
 
 def _watts(meter, device: torch.device, busy: bool) -> float:
-    """Mean power over about one second, from two readings of the counter."""
+    """Return the mean power over about one second, from two readings of the counter."""
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     torch.cuda.synchronize()
     started, before = time.perf_counter(), meter.energy_mj()
@@ -41,8 +41,8 @@ def _watts(meter, device: torch.device, busy: bool) -> float:
 
 
 def ceilings(device: torch.device) -> Answer:
-    """What do a copy and a large matrix product reach on this device?"""
-    from mprun.extensions.bench.measure import measure_ceilings
+    """Measure the rates of a copy and a large matrix product on this device."""
+    from mprun.bench.measure import measure_ceilings
 
     numbers = measure_ceilings(device)
     rates = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in numbers["flops"].items())

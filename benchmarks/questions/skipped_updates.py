@@ -1,4 +1,4 @@
-"""What torch.amp and mprun do where updates are skipped: scale 0, BatchNorm, a broken optimizer."""
+"""Skipped updates in torch.amp and mprun: scale 0, BatchNorm, a broken optimizer."""
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +19,7 @@ OVERFLOWS = 200
 
 
 def grad_scaler_collapse(device: torch.device) -> Answer:
-    """Does torch.amp.GradScaler reach scale 0 under lasting overflow, and what follows?"""
+    """Let torch.amp.GradScaler overflow for long: does it reach scale 0, and what follows?"""
     rows = [_torch_scaler(device, fused) for fused in (False, True)]
     scale, collapsed, finite = _mprun_scale(device)
     reached = rows[0]["overflows until 0"]
@@ -62,11 +62,11 @@ def _torch_scaler(device: torch.device, fused: bool) -> dict:
 
 
 def _amp_step(scaler, optimizer, weight: Tensor, factor: float) -> float:
-    """One step of the documented recipe; whether it found an infinite gradient."""
+    """Take one step of the documented recipe; return whether it found an infinite gradient."""
     optimizer.zero_grad()
     scaler.scale((weight * factor).sum()).backward()
     scaler.step(optimizer)
-    # A fused optimizer gets the flag and the scale as tensors; either way it is kept until update.
+    # A fused optimizer gets flag and scale as tensors; in both cases the flag is kept until update.
     flags = scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
     found = max(float(flag) for flag in flags.values())
     scaler.update()
@@ -91,7 +91,7 @@ def _mprun_scale(device: torch.device) -> tuple[float, bool, bool]:
 
 
 def batch_norm_after_skip(device: torch.device) -> Answer:
-    """Are BatchNorm's running statistics still finite after an update that was skipped?"""
+    """Find out whether BatchNorm's running statistics are finite after a skipped update."""
     found = {"torch.amp": _torch_batch_norm(device), "mprun": _mprun_batch_norm(device)}
     text = "After one skipped step "
     text += "; ".join(
@@ -110,7 +110,7 @@ def _network(device: torch.device) -> nn.Sequential:
 
 
 def _batches(device: torch.device) -> list[Tensor]:
-    """A healthy batch, then one beyond FP16's range."""
+    """Train on a healthy batch, then on one beyond FP16's range."""
     healthy = torch.randn(8, 3, 8, 8, generator=torch.Generator().manual_seed(1)).to(device)
     return [healthy, healthy * 1e6]
 
@@ -119,7 +119,7 @@ def _torch_batch_norm(device: torch.device) -> dict:
     model, batches = _network(device), _batches(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
-    # The CPU's emulation; nothing on CUDA.
+    # The emulation on a CPU; nothing on CUDA.
     arithmetic = ForwardContext(get_policy("amp"), device)
     before: list[Tensor] = []
     for images in batches:
@@ -172,7 +172,7 @@ def _state(model: nn.Sequential, before: list[Tensor], images: Tensor) -> dict:
 
 
 def fused_sgd_half(device: torch.device) -> Answer:
-    """Does SGD(fused=True) update half parameters on a CPU (pytorch issue 191763)?"""
+    """Find out whether SGD(fused=True) updates half parameters on a CPU (pytorch issue 191763)."""
     counts = {}
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         for size in (4, 64, 70):
@@ -192,7 +192,7 @@ def fused_sgd_half(device: torch.device) -> Answer:
 
 
 def linear_cross_entropy(device: torch.device) -> Answer:
-    """Is F.linear_cross_entropy there, and right?"""
+    """Find out whether F.linear_cross_entropy exists and is right."""
     if not hasattr(F, "linear_cross_entropy"):
         return Answer(f"No, torch {torch.__version__} lacks it.", {"there": False})
     generator = torch.Generator().manual_seed(0)

@@ -17,11 +17,11 @@ benchmarks.suite                  : the suite: ResNet-50, AlexNet, DCGAN, LSTM l
 benchmarks.suite model=... [key=value] : one configuration
 benchmarks.suite --host ...       : the host side of a CUDA step on a fake device, without a GPU
 
-Nothing is timed that does not compute what the others do."""
+Only contenders that compute the same as the others are timed."""
 
 
 def main(arguments: list[str]) -> int:
-    """The exit code: that of `mprun bench`."""
+    """Run the command; return the exit code of `mprun bench`."""
     started = time.monotonic()
     again = ["benchmarks.suite", *arguments]
     try:
@@ -36,7 +36,7 @@ def main(arguments: list[str]) -> int:
 
 
 def parse(arguments: list[str]) -> Namespace:
-    """The options of the command line; BadInput names what is wrong with one."""
+    """Return the options of the command line; BadInput names what is wrong with one."""
     found = bench.bench_parser(_WHAT)
     found.prog = "python -m benchmarks.suite"
     found.add_argument(

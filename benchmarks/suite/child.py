@@ -1,4 +1,4 @@
-"""What a child of a bench does that knows the other tools."""
+"""The worker of a bench child that knows the other tools."""
 
 import torch
 
@@ -10,7 +10,7 @@ from mprun.extensions.bench.worker import Worker
 
 
 class SuiteWorker(Worker):
-    """As the `Worker` of `mprun bench`, with every contender, watched for `equality.check`."""
+    """A `mprun.bench.worker.Worker` for every contender, watched for `equality.check`."""
 
     def make(self, case: Case, device: torch.device) -> Contender:
         return make(case, device)

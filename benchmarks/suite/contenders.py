@@ -1,4 +1,4 @@
-"""The contenders of a benchmark by name; what is not installed is only noticed when asked for."""
+"""The contenders of a benchmark by name; a missing package only matters when it is used."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,8 +14,8 @@ from mprun.extensions.bench.plan import Case
 FP32, AMP = ("fp32", "tf32"), ("amp", "amp_bf16")
 FP8 = ("fp8_tensorwise", "fp8_rowwise")
 TASKS = ("classification", "reconstruction", "language_model", "gan")
-# Modes that no other tool's loop has, and the mode in which its peers are: same kernels, same
-# memory formats, another way to the update.
+# Modes that no other tool has -> the mode of its peers: same kernels, same memory formats, another
+# way to the update.
 NEAREST_MODE = {"fp16_master": "amp", "fp16_master_scaled": "amp", "bf16_master": "amp_bf16"}
 NEAREST_MODE |= dict.fromkeys(("bf16_stochastic", "bf16_kahan"), "amp_bf16")
 
@@ -25,7 +25,7 @@ SCALES_PER_OPTIMIZER = ("fabric", "trainer", "accelerate")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A contender: what it is in one line, the package it needs, what it can train in which modes.
+    """A contender: a one-line description, its package, its tasks and modes.
 
     modes: None for all of mprun's.
     """
@@ -36,7 +36,7 @@ class Entry:
     tasks: tuple[str, ...] = TASKS
 
     def would_fit(self, task: str, mode: str) -> bool:
-        """Whether it is missed where it cannot run: it has the task and the mode."""
+        """Return whether the contender has the task and the mode: then its absence is reported."""
         return task in self.tasks and (self.modes is None or mode in self.modes)
 
 
@@ -62,9 +62,9 @@ CONTENDERS = {**OWN, **PEERS}
 
 
 def available(name: str, mode: str, task_kind: str, device: torch.device) -> str | None:
-    """Why this contender cannot train this kind of task in this mode here; None if it can.
+    """Return why this contender cannot train this kind of task in this mode here; None if it can.
 
-    name: of `CONTENDERS`, KeyError otherwise. Imports no peer's package.
+    name: a key of `CONTENDERS`, KeyError otherwise. It imports no peer's package.
     """
     entry = CONTENDERS[name]
     if task_kind not in entry.tasks:
@@ -87,10 +87,10 @@ def available(name: str, mode: str, task_kind: str, device: torch.device) -> str
 
 
 def make(case: Case, device: torch.device) -> Contender:
-    """The contender of a case, before its first step; flags pinned and weights drawn.
+    """Build the contender of a case before its first step: pin flags and draw weights.
 
-    BadInput for a name that is unknown and for settings that its loop does not have; ImportError
-    where its package is missing (see `available`).
+    BadInput for an unknown name and for settings that its loop does not have; ImportError if its
+    package is missing (see `available`).
     """
     if case.contender in OWN:
         return Own(case, device)
@@ -102,7 +102,7 @@ def make(case: Case, device: torch.device) -> Contender:
 
     task = set_up(case, device)
     peer = maker(task)
-    # Whatever a package may have set on the way.
+    # A package may have set flags on the way.
     pin_flags(task.config)
     return peer
 
@@ -141,7 +141,7 @@ def _maker(name: str) -> Callable:
 
 
 def _why_not_here(mode: str, task_kind: str, device: torch.device) -> str | None:
-    """The reason why nobody can train like that on this device."""
+    """Return the reason why no contender can train like that on this device."""
     from mprun.precision import get_policy, why_no_lstm, why_unsupported
 
     policy = get_policy(mode)

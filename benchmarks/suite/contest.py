@@ -1,4 +1,4 @@
-"""The contest of the suite: mprun's modes and other tools on models and sizes of its own."""
+"""The contest of the suite: mprun's modes and other tools on the suite's models and sizes."""
 
 from __future__ import annotations
 
@@ -19,29 +19,34 @@ from mprun.extensions.bench.plan import OWN, REFERENCES, Case, Group, Row, witho
 from mprun.extensions.bench.report import markdown, ratio_text
 from mprun.extensions.bench.summary import summarise
 
-# Keys that do not choose what is trained: the suite takes them too.
+# Keys that do not choose the training: the suite accepts them, too.
 _OF_THE_SUITE = ("device", "threads", "seed", "deterministic", "cpu_half")
 
 
 def is_suite(options: Namespace) -> bool:
-    """Whether nothing on the command line chooses a configuration."""
+    """Return whether nothing on the command line chooses a configuration."""
     return all(o.lstrip("+~").partition("=")[0] in _OF_THE_SUITE for o in options.overrides)
 
 
 def named_peers(options: Namespace) -> list[str]:
-    """Peers asked for by name."""
+    """Return the peers requested by name."""
     return [] if options.peers in (None, ["all"]) else options.peers
 
 
 class Suite(Contest):
-    """As the `Contest` of `mprun bench`, with the options of `benchmarks.suite.__main__`: peers
-    (names, ["all"], or None: mprun alone) and only (starts of labels of the suite)."""
+    """A `mprun.bench.contest.Contest` with the options of `benchmarks.suite.__main__`.
+
+    These are peers (names, ["all"], or None: mprun alone) and only (starts of the suite's labels).
+    """
 
     worker = "benchmarks.suite.child:SuiteWorker"
 
     def plan(self, options: Namespace, device: torch.device) -> tuple[list[Group], list[dict]]:
-        """As of `Contest`; BadInput too for a peer that is unknown, not installed, or useless in
-        every mode that was asked for."""
+        """Plan like `Contest`.
+
+        It also raises BadInput for a peer that is unknown, not installed, or useless in every
+        requested mode.
+        """
         _known_peers(named_peers(options))
         groups, left_out = super().plan(options, device)
         _no_peer_in_vain(named_peers(options), groups, left_out)
@@ -69,10 +74,13 @@ class Suite(Contest):
         return found
 
     def turn(self, case: Case) -> int:
-        """mprun in every mode first; then the amp recipe and the plain loop, without which the
-        equality check has no twin; then what is tuned, the hardest to beat, though it may compile
-        for a minute; then the others in 16 bits; last the others in FP32 and TF32, which take the
-        most time."""
+        """Return the sort key of a case.
+
+        First comes mprun in every mode, then the amp recipe and the plain loop, without which the
+        equality check has no twin. Tuned contenders follow: they are the hardest to beat, but may
+        compile for a minute. Then come the others in 16 bits, last those in FP32 and TF32, which
+        take the most time.
+        """
         if case.contender == "mprun":
             return 0
         reference = case.mode in REFERENCES
@@ -83,7 +91,7 @@ class Suite(Contest):
         return 3 if case.contender.endswith("+") else 4
 
     def partner(self, case: Case) -> Case | None:
-        """mprun's case in the mode of another tool's."""
+        """Return mprun's case in the mode of another tool's."""
         if case.real_data or case.contender in OWN:
             return None
         return replace(case, contender="mprun")
@@ -92,7 +100,7 @@ class Suite(Contest):
         return equality.check(rows)
 
     def summarise(self, bench: dict) -> None:
-        """Ratios to peers too, and targets: those of an H200, judged on no other device."""
+        """Summarise with ratios to peers and with targets, which are judged only on an H200."""
         summarise(bench["rows"])
         targets.against_peers(bench["rows"])
         judged = targets.judge(bench["rows"]) if "H200" in bench["device_name"] else None
@@ -113,7 +121,7 @@ def _of_suite(group: Group, options: Namespace) -> Group:
 
 
 def _chosen(only: Sequence[str] | None, device_type: str) -> list[Group]:
-    """The suite, or of it the models whose labels begin with what --only says."""
+    """Return the suite, or its models whose labels begin as --only says."""
     entries = suite_of(device_type)
     if only is None:
         return list(entries)
@@ -138,13 +146,13 @@ def _known_peers(names: Sequence[str]) -> None:
 
 
 def _no_peer_in_vain(asked: Sequence[str], groups: list[Group], left_out: list[dict]) -> None:
-    """BadInput for a peer named on the command line that fits nowhere: why, for each mode."""
+    """Raise BadInput, with a reason for each mode, for a named peer that fits nowhere."""
     used = {case.contender for group in groups for case in group.cases}
     for peer in asked:
         if peer in used:
             continue
         own = CONTENDERS[peer].modes
-        modes: dict[str, dict] = {}  # reason -> modes that it is the reason for, in order
+        modes: dict[str, dict] = {}  # reason -> its modes, in order
         for left in left_out:
             if left["contender"] == peer:
                 lacks = own is not None and left["mode"] not in own

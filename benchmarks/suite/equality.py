@@ -1,26 +1,26 @@
-"""Do contenders compute the same? Asked of the first 20 steps, before anything is timed.
+"""A check that contenders compute the same in the first 20 steps, before anything is timed.
 
-Compared are the losses, the number of skipped updates and, because a loss that is rounded to 16
-bits cannot show a learning rate that is 1 % off, how far the weights have travelled and in what
-direction. All contenders start from the same weights and see the same batches, so what is left
-between two of them is rounding and its growth.
+It compares losses and the number of skipped updates. A loss rounded to 16 bits cannot show a
+learning rate that is 1 % off, so it also compares the distance and direction of the weights. All
+contenders start from the same weights and see the same batches. So only rounding and its growth
+separate two of them.
 
-How fast rounding grows depends on the model: a tiny LSTM keeps a difference of 1e-7, ResNet-50 on
-32 pixels and random labels makes 1e-2 of it in one update. So it is measured: a *twin* of the
-plainest contender starts from weights that are off by a factor 1 + p N(0, 1) with p = max(u,
-2^-20), u being half a unit in the last place of the coarsest format in which the mode multiplies
-(2^-24 FP32, 2^-11 TF32 and FP16, 2^-8 BF16, 2^-4 E4M3, 2^-3 E5M2). Allowed at a step is
+The growth of rounding depends on the model: a tiny LSTM keeps a difference of 1e-7, ResNet-50 on 32
+pixels and random labels turns it into 1e-2 in one update. So it is measured: a *twin* of the
+plainest contender starts from weights multiplied by 1 + p N(0, 1) with p = max(u, 2^-20). u is half
+a unit in the last place of the coarsest format in which the mode multiplies (2^-24 FP32, 2^-11 TF32
+and FP16, 2^-8 BF16, 2^-4 E4M3, 2^-3 E5M2). The allowed difference at a step is
 
     max(floor, 4 * the twin's largest difference so far)
 
-- floor = max(u, 2^-16), relative: every step rounds anew, and FP32 kernels that transform their
-  inputs (Winograd convolutions) are some 256 roundings off. A sixteenth of it for the direction, a
-  cosine, in which errors of many weights cancel.
-- 4: p is more than a contender's own roundings, so this is some ten times what they explain. A
-  single loss can be close to its twin's by chance: the next one counts too.
+- floor = max(u, 2^-16), relative: every step rounds again, and FP32 kernels that transform their
+  inputs (Winograd convolutions) are about 256 roundings off. For the direction, a cosine, in which
+  errors of many weights cancel, it is a sixteenth of this.
+- 4: p is more than a contender's roundings, so this is about ten times their effect. A single loss
+  can be close to its twin's by chance: the next one counts, too.
 
-A learning rate that is 1 % off moves the weights 1 % further in the first update; a forgotten
-momentum shows in the second, a missing zero_grad too. tests/benchmarks/test_equality.py plants such
+A learning rate that is 1 % off moves the weights 1 % further in the first update. A forgotten
+momentum or a missing zero_grad shows in the second. tests/benchmarks/test_equality.py plants such
 errors in real models.
 """
 
@@ -45,7 +45,7 @@ from mprun.extensions.bench.worker import release
 from mprun.precision import get_policy
 
 _REFERENCES = ("loop", "amp", "mprun")  # the plainest first
-TWINS = ("loop", "amp")  # contenders of which a twin is run
+TWINS = ("loop", "amp")  # contenders with a twin
 _FLOOR, _PERTURBATION, _DRAWS = 2.0**-16, 2.0**-20, 4.0
 _SAMPLED = 2**20  # elements of a tensor that are watched
 
@@ -54,10 +54,10 @@ _SAMPLED = 2**20  # elements of a tensor that are watched
 class Trial:
     """The first steps of a contender.
 
-    losses: of each step, NaN and infinities included. skipped: updates in these steps. travel: of
-    each step (distance, direction) as of `WeightWatch`, None where it was not watched.
-    scale_per_optimizer: the loss scale is updated after each optimizer's step, so that a GAN's
-    skips come at other steps than with one update per iteration. twin: of the twin (needs travel).
+    losses: loss of each step, NaN and infinities included. skipped: skipped updates in these steps.
+    travel: (distance, direction) of each step as in `WeightWatch`, None if it was not watched.
+    scale_per_optimizer: the loss scale is updated after each optimizer's step, so that a GAN skips
+    at other steps than with one update per iteration. twin: trial of the twin (needs travel).
     """
 
     name: str
@@ -71,9 +71,11 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """ok: no difference beyond rounding; reason: the first one, or what could not be compared.
+    """A result of the check.
 
-    loss_difference: at the last step, absolute; NaN where a loss is not finite.
+    ok: there is no difference beyond rounding. reason: the first such difference, or why a
+    comparison was not possible. loss_difference: at the last step, absolute; NaN if a loss is not
+    finite.
     """
 
     name: str
@@ -83,7 +85,7 @@ class Verdict:
 
 
 def rounding_unit(mode: str) -> float:
-    """u of the module docstring."""
+    """Return u of the module docstring."""
     policy = get_policy(mode)
     if policy.formats:
         return max(torch.finfo(dtype).eps for dtype in policy.formats) / 2
@@ -91,7 +93,7 @@ def rounding_unit(mode: str) -> float:
 
 
 def weights_of(contender: Contender) -> dict[str, Tensor]:
-    """What a contender's optimizers update, by name: master weights where there are some."""
+    """Return the tensors that a contender's optimizers update, by name, masters if it has them."""
     if not isinstance(contender, Own):
         return contender.weights()
     found: dict[str, Tensor] = {}
@@ -104,10 +106,10 @@ def weights_of(contender: Contender) -> dict[str, Tensor]:
 
 
 class WeightWatch:
-    """How far a contender's weights are from where they started, step by step.
+    """The distance of a contender's weights from their start, step by step.
 
-    Watches at most 2^20 elements of each tensor, every n-th one, and holds copies of them: 4 bytes
-    each. To be made before the first step. Weights are those of `weights_of`.
+    It watches at most 2^20 elements of each tensor, every n-th one, and holds copies of them: 4
+    bytes each. Make it before the first step. Weights are those of `weights_of`.
     """
 
     def __init__(self, contender: Contender):
@@ -118,7 +120,7 @@ class WeightWatch:
 
     @torch.no_grad()
     def record(self) -> None:
-        """Note where the weights are after a step; work for the device alone."""
+        """Note the weights after a step; only the device works."""
         moved = [now.float() - then for now, then in zip(self._samples(), self._start, strict=True)]
         distance = self._norm(moved).sqrt()
         pairs = zip(moved, self._start, strict=True)
@@ -126,9 +128,9 @@ class WeightWatch:
         self._steps.append(torch.stack([distance / self._length, along / self._length / distance]))
 
     def travel(self) -> list[list[float]]:
-        """[distance over the length of the start, cosine to the start] of each step.
+        """Return [distance over the length of the start, cosine to the start] of each step.
 
-        The cosine is 0 where nothing has moved. Waits for the device.
+        The cosine is 0 if nothing has moved. It waits for the device.
         """
         rows = torch.stack(self._steps).tolist()
         return [[distance, cosine if distance else 0.0] for distance, cosine in rows]
@@ -143,26 +145,29 @@ class WeightWatch:
 
 
 def watched_steps(contender: Contender, device: torch.device) -> dict:
-    """As `measure.first_steps`, with how far the weights travelled as "travel": of each
-    step (distance, direction) as of `WeightWatch`, None where a contender does not show them."""
+    """Take the steps of `mprun.bench.measure.first_steps` and add "travel" to its result.
+
+    That is (distance, direction) of each step as in `WeightWatch`, or None if a contender does not
+    show its weights.
+    """
     watch = WeightWatch(contender)
     found = first_steps(contender, device, watch.record)
     return found | {"travel": watch.travel()}
 
 
 def sensitivity(case: Case, device: torch.device) -> dict:
-    """How a case's twin ends: {"losses", "travel", "skipped"}, for the row's `equality["twin"]`.
+    """Run a case's twin: {"losses", "travel", "skipped"}, for the row's `equality["twin"]`.
 
-    For contenders of `TWINS`. Takes 20 steps of a contender of its own, which is gone afterwards.
+    This is for contenders of `TWINS`. It takes 20 steps of a temporary contender.
     """
     extent = max(rounding_unit(case.mode), _PERTURBATION)
     return watched_steps(make(replace(case, extra={"perturb": extent}), device), device)
 
 
 def twin_if_it_fits(case: Case, device: torch.device) -> dict | None:
-    """`sensitivity`, None for want of memory.
+    """Return `sensitivity`, or None if memory is too small.
 
-    Needs the memory of a second contender for its 20 steps, less what the first has cached.
+    It needs the memory of a second contender for its 20 steps, less the first one's cached memory.
     """
     release(device)
     try:
@@ -174,14 +179,14 @@ def twin_if_it_fits(case: Case, device: torch.device) -> dict | None:
 
 
 def check(rows: Sequence) -> dict[str, tuple[bool, str]]:
-    """Row key -> (computes what the others do, why not or what could not be judged).
+    """Return for each row key whether the row computes the same as the others, and a reason.
 
-    rows: `plan.Row` of one model, those with "losses" in their `equality`. Each is held
-    to the plainest contender of its mode (of the nearest mode where it is alone), and where its
-    mode should learn as FP32 does to the plainest FP32 one.
+    rows: `mprun.bench.plan.Row` of one model with "losses" in their `equality`. Each is compared
+    with the plainest contender of its mode (of the nearest mode if it is alone). If its mode should
+    learn like FP32, it is also compared with the plainest FP32 one.
     """
     trials = {row.key: _trial(row) for row in rows}
-    # Others change what is learned: they are compared with each other, not with FP32.
+    # Other modes change the learning: they are compared with each other, not with FP32.
     as_fp32 = {row.case.mode for row in rows if learns_as_fp32(row.case)}
     verdicts = {}
     for key, trial in trials.items():
@@ -202,11 +207,11 @@ def check(rows: Sequence) -> dict[str, tuple[bool, str]]:
 def compare(
     reference: Trial, others: Iterable[Trial], twins: Iterable[Trial] = ()
 ) -> list[Verdict]:
-    """Hold each of the others to the reference.
+    """Compare each of the others with the reference.
 
-    twins: further trials whose own twin tells how rounding grows, in the coarsest format that is
-    compared. Without a twin differences are noted and nobody is found wrong, but for skipped
-    updates and losses that are not finite.
+    twins: further trials whose twin shows the growth of rounding, in the coarsest compared format.
+    Without a twin differences are only noted; only skipped updates and non-finite losses count as
+    wrong.
     """
     return [_verdict(reference, other, [reference, *twins]) for other in others]
 
@@ -222,7 +227,7 @@ def _verdict(reference: Trial, other: Trial, twins: Iterable[Trial]) -> Verdict:
         same_rule = reference.scale_per_optimizer == other.scale_per_optimizer
         if same_rule and reference.mode == other.mode:
             return Verdict(other.name, False, text, difference)
-        # From the first skip on the weights are others: only the first loss can be compared.
+        # From the first skip on the weights differ: only the first loss can be compared.
         compared, note = 1, f"only the first loss compared: {text}"
     for finding in _differences(reference, other, allowed, compared):
         if allowed.is_known or not finding.measured:
@@ -234,7 +239,7 @@ def _verdict(reference: Trial, other: Trial, twins: Iterable[Trial]) -> Verdict:
 @dataclass(frozen=True, slots=True)
 class _Difference:
     text: str
-    measured: bool  # a number off by too much, instead of something that must never differ
+    measured: bool  # a number is off by too much; otherwise a fact differs that never may
 
 
 def _differences(
@@ -277,8 +282,8 @@ def _differences(
 class Allowed:
     """The differences that rounding explains, by step; see the module docstring.
 
-    unit: of the format. trials: those with a twin in this format or a coarser one tell; where there
-    is none, is_known is False and only the floor is left.
+    unit: unit of the format. trials: those with a twin in this format or a coarser one count.
+    Without any, is_known is False and only the floor is left.
     """
 
     def __init__(self, unit: float, trials: Iterable[Trial]):
@@ -310,7 +315,7 @@ class Allowed:
 
 
 def _twin_differences(trial: Trial) -> list[tuple[float, float, float]]:
-    """Of each step: relative difference of loss and distance, difference of the cosine."""
+    """Return for each step the relative differences of loss and distance, and the cosine's."""
     rows = []
     for step, (loss, twin_loss) in enumerate(zip(trial.losses, trial.twin.losses, strict=True)):
         of_loss = abs(twin_loss - loss) / max(abs(loss), 1e-30)
@@ -318,7 +323,7 @@ def _twin_differences(trial: Trial) -> list[tuple[float, float, float]]:
         twin_distance, twin_cosine = trial.twin.travel[step]
         of_distance = abs(twin_distance / distance - 1) if distance else 0.0
         row = (of_loss, of_distance, abs(twin_cosine - cosine))
-        # Where the twin is lost nothing can be said.
+        # Nothing can be judged where the twin is not finite.
         rows.append(tuple(x if math.isfinite(x) else math.inf for x in row))
     return rows
 
@@ -337,7 +342,7 @@ def _trial(row) -> Trial:
 
 
 def trial_of(case: Case, found: Mapping, twin: Mapping | None = None, **further) -> Trial:
-    """A Trial from what `watched_steps` (or a child) returned."""
+    """Make a Trial from the result of `watched_steps` (or of a child)."""
     travel = found.get("travel")
     return Trial(
         case.contender,

@@ -1,10 +1,9 @@
-"""What is measured where nothing is asked for: models and sizes, as plain data."""
+"""The default measurements: models and sizes, as plain data."""
 
 from mprun.extensions.bench.contest import CPU_MODES, GPU_MODES
 from mprun.extensions.bench.plan import Group
 
-# Of the modes of a suite those that are measured when other tools take part: each is that many
-# processes more.
+# The modes of a suite that are measured when other tools take part: each adds that many processes.
 MODES_WITH_PEERS = ("fp32", "tf32", "fp16_master_scaled", "amp")
 
 
@@ -28,7 +27,7 @@ def _images(size: int, batch: int, classes: int, *more: str) -> tuple[str, ...]:
         f"data.image_size={size}",
         f"data.num_classes={classes}",
         f"data.batch_size={batch}",
-        f"data.train_size={4 * batch}",  # the four batches that are rotated
+        f"data.train_size={4 * batch}",  # the four rotating batches
         "data.eval_size=1",
         *more,
     )
@@ -58,7 +57,7 @@ def _alexnet(batch: int, weight: float) -> Group:
 
 
 def _dcgan(batch: int, weight: float) -> Group:
-    # Without fp16_naive: Adam's eps is 0 in FP16, and the speed of NaN is no speed.
+    # Without fp16_naive: Adam's eps is 0 in FP16, and the speed of NaN is meaningless.
     modes = tuple(mode for mode in GPU_MODES if mode != "fp16_naive")
     overrides = ("model=dcgan", *_images(64, batch, 2, "data.value_range=tanh"))
     return _group(f"DCGAN b{batch}", overrides, modes, weight)
@@ -84,7 +83,7 @@ _BIGLSTM = _group(
     50,
 )
 
-# Rates and schedule are constant, as peers have them.
+# Rates and schedule are constant, as for peers.
 _GPT2 = _group(
     "GPT-2 b12",
     ("model=gpt2", "optim.schedule=constant", "optim.warmup_updates=0", *_tokens(50_304, 1024, 12)),
@@ -93,7 +92,7 @@ _GPT2 = _group(
     ("amp_bf16", "fp8_tensorwise"),
 )
 
-# What most is asked of comes first: a budget may end before the last.
+# The most important models come first: a budget may end before the last.
 GPU_SUITE = (
     _resnet(256, 200),
     _dcgan(128, 60),
@@ -136,5 +135,5 @@ CPU_SUITE = (
 
 
 def suite_of(device_type: str) -> tuple[Group, ...]:
-    """The suite of a kind of device, "cuda" or "cpu"."""
+    """Return the suite of a kind of device, "cuda" or "cpu"."""
     return GPU_SUITE if device_type == "cuda" else CPU_SUITE

@@ -1,6 +1,6 @@
-"""Ratios to other tools; what an H200 has to reach, and whether it did, checked against rows.
+"""Ratios to other tools, and targets for an H200 checked against rows.
 
-Absolute rates are floors for one H200; the ratios are against contenders measured in the same run.
+Absolute rates are floors for one H200; the ratios are to contenders measured in the same run.
 """
 
 from dataclasses import dataclass
@@ -16,12 +16,12 @@ _OWN = tuple(OWN)
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """`measure` of `label` in one of `modes` by one of `contenders`: at least, or at most.
+    """A bound, at least or at most, for `measure` of `label` by one of `modes` and `contenders`.
 
     measure: "rate" (samples/s), a name of the summary's ratios, "memory_ratio", "peak_ratio",
-    "peak_over_recipe", "energy_ratio" (to FP32) or "synchronisations". Of a rate the best mode and
-    contender counts, of "best_peer" the mode that does worst with the better of the contenders, of
-    what has to be small the largest value.
+    "peak_over_recipe", "energy_ratio" (to FP32) or "synchronisations". For a rate the best mode and
+    contender counts. For "best_peer" the worst mode counts, with the better contender. For upper
+    bounds the largest value counts.
     """
 
     label: str
@@ -99,11 +99,11 @@ TARGETS = (
 
 
 def against_peers(rows: list[dict]) -> None:
-    """Add to the summaries of mprun's own rows what they are beside other tools.
+    """Add the comparison with other tools to the summaries of mprun's rows.
 
-    ratios: to "best_peer" of the same model and mode, with its name as "peer" (and its mode, where
-    no other tool has this one and the nearest is taken), and in modes of 16 bits to "recipe", the
-    torch.amp recipe as documented. peak_over_recipe: peak allocated over that of the recipe.
+    ratios: one to "best_peer" of the same model and mode, with its name as "peer" (and its mode, if
+    no other tool has this one and the nearest is used). In 16-bit modes also one to "recipe", the
+    documented torch.amp recipe. peak_over_recipe: peak allocated over that of the recipe.
     """
     timed = timed_rows(rows)
     for row in timed.values():
@@ -125,13 +125,13 @@ def against_peers(rows: list[dict]) -> None:
 
 
 def _recipe(case: dict, timed: dict) -> dict | None:
-    """The row of the torch.amp recipe for a mode of 16 bits; None where there is none."""
+    """Return the row of the torch.amp recipe for a 16-bit mode; None if there is none."""
     mode = NEAREST_MODE.get(case["mode"], case["mode"])
     return timed.get((case["label"], mode, "amp", False)) if mode in AMP else None
 
 
 def _peers_of(case: dict, timed: dict) -> list[dict]:
-    """Timed rows of other tools on the same model: in this mode, else in the nearest one."""
+    """Return timed rows of other tools on the same model in this mode, or in the nearest one."""
     for mode in (case["mode"], NEAREST_MODE.get(case["mode"])):
         found = [
             row
@@ -147,9 +147,9 @@ def _peers_of(case: dict, timed: dict) -> list[dict]:
 
 
 def judge(rows: list[dict]) -> list[dict]:
-    """Each target with its value, the row it is of, and "reached", "missed" or "not measured".
+    """Return each target with its value, its row, and "reached", "missed" or "not measured".
 
-    rows: with their summaries. Synchronisations are to be 0 in every row of mprun.
+    rows: with their summaries. Synchronisations must be 0 in every row of mprun.
     """
     judged = [_judged(target, rows) for target in TARGETS]
     return judged + [_judged_synchronisations(rows)]
@@ -226,7 +226,7 @@ def _judged_synchronisations(rows: list[dict]) -> dict:
 
 
 def as_table(judged: list[dict]) -> str:
-    """Of `judge`, for bench.md."""
+    """Format the result of `judge` as a table for bench.md."""
     lines = []
     for target in judged:
         sign = "at most" if target["at_most"] else "at least"

@@ -1,1 +1,1 @@
-"""Training loops of other tools, one file each, and the task that all of them are given."""
+"""Training loops of other tools, one file each, and their common task."""

@@ -1,9 +1,9 @@
 """Hugging Face Accelerate around a plain loop.
 
-After its page "Add Accelerate to your code" (prepare, accelerator.backward, clip_grad_norm_ of the
-accelerator) with `mixed_precision`. Two networks, of which it has no documented example, in the
-order of the PyTorch DCGAN tutorial. The loss scale is updated in each optimizer's step, not once
-per iteration.
+It follows the page "Add Accelerate to your code" (prepare, accelerator.backward, clip_grad_norm_ of
+the accelerator) with `mixed_precision`. Accelerate has no documented example of two networks: they
+are in the order of the PyTorch DCGAN tutorial. The loss scale is updated in each optimizer's step,
+not once per iteration.
 """
 
 from accelerate import Accelerator
@@ -21,7 +21,7 @@ PRECISION = {"fp32": "no", "tf32": "no", "amp": "fp16", "amp_bf16": "bf16"}
 def make_accelerate(task: PeerTask) -> Peer:
     """Accelerate's autocast and GradScaler, one device, NCHW, torch's default optimizer.
 
-    Its state is that of the process: one precision per process.
+    Its state belongs to the process: one precision per process.
     """
     precision = PRECISION[task.mode]
     accelerator = Accelerator(mixed_precision=precision, cpu=task.device.type == "cpu")

@@ -1,10 +1,10 @@
-"""The documented torch.amp recipe, as it stands and tuned.
+"""The documented torch.amp recipe, unchanged and tuned.
 
-After the PyTorch notes "Automatic Mixed Precision examples": "Typical Mixed Precision Training",
-"Gradient clipping" (unscale_ before it), and "Working with Multiple Models, Losses, and
-Optimizers" (one scaler; `update` once, after the steps of all optimizers). Defaults throughout:
-GradScaler's numbers are those of scaler=dynamic, but for its floor and ceiling. In BF16 there is no
-scaler, as the notes on autocast have it; what is in FP8 there the layers know themselves.
+It follows the PyTorch notes "Automatic Mixed Precision examples": "Typical Mixed Precision
+Training", "Gradient clipping" (unscale_ before it), and "Working with Multiple Models, Losses, and
+Optimizers" (one scaler; `update` once, after the steps of all optimizers). All settings are
+defaults: GradScaler's numbers are those of scaler=dynamic, except floor and ceiling. In BF16 there
+is no scaler, as in the notes on autocast; FP8 layers choose their format themselves.
 """
 
 import torch
@@ -22,18 +22,18 @@ AUTOCAST |= dict.fromkeys(("fp8_tensorwise", "fp8_rowwise"), torch.bfloat16)
 
 
 def make_amp(task: PeerTask) -> Peer:
-    """The recipe as documented: NCHW, the optimizer implementation that torch chooses."""
+    """Build the documented recipe: NCHW, the optimizer implementation that torch chooses."""
     return _peer(plain(task))
 
 
 def make_tuned_amp(task: PeerTask, compiler: str | None = None) -> Peer:
-    """The recipe with NHWC, a fused optimizer and torch.compile."""
+    """Build the recipe with NHWC, a fused optimizer and torch.compile."""
     return _peer(tuned(task, channels_last=True, compiler=compiler))
 
 
 def _peer(equipment: Equipment) -> Peer:
     task = equipment.task
-    # Without scaling it hands losses and optimizers through, as documented for `enabled`.
+    # Without scaling it passes losses and optimizers through, as documented for `enabled`.
     scaler = torch.amp.GradScaler(task.device.type, enabled=task.mode == "amp")
     skips = SkipCount(equipment.optimizers) if scaler.is_enabled() else None
     step = _gan_step if task.kind == "gan" else _step

@@ -1,4 +1,4 @@
-"""mprun's row tables as ordinary parameters, as every other tool has them."""
+"""mprun's row tables as ordinary parameters, as in every other tool."""
 
 import torch
 from torch import Tensor, nn
@@ -8,9 +8,9 @@ from mprun.models.sampled_lstm import Gathered, RowTable
 
 
 class DenseTable(nn.Module):
-    """The tensors of a `RowTable` as parameters with dense gradients; answers like the table.
+    """The tensors of a `RowTable` as parameters with dense gradients, used like the table.
 
-    gradient_factor: multiplies the gradient of the weights, as the row table's optimizer does.
+    gradient_factor: multiplies the gradient of the weights, like the row table's optimizer.
     """
 
     def __init__(self, table: RowTable):
@@ -25,13 +25,13 @@ class DenseTable(nn.Module):
         return F.embedding(ids, self.weight)
 
     def gather(self, ids: Tensor) -> Gathered:
-        """The whole table, in which the row of each id is at the place of that id."""
+        """Return the whole table: the row of each id is at the place of that id."""
         leaves = {"weight": self.weight, "bias": self.bias}
         return Gathered(ids, torch.ones_like(ids, dtype=torch.bool), leaves, ids)
 
 
 def with_dense_tables(network: nn.Module) -> nn.Module:
-    """`network` with a DenseTable for each RowTable, values kept; others are as they were."""
+    """Replace each RowTable of `network` by a DenseTable with its values; keep other networks."""
     for name, child in network.named_children():
         if isinstance(child, RowTable):
             setattr(network, name, DenseTable(child))

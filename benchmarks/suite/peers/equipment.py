@@ -1,4 +1,4 @@
-"""What a plain PyTorch loop runs on: as tutorials leave it, or all that is known to be fast."""
+"""The equipment of a plain PyTorch loop: tutorial defaults, or all fast settings."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,8 +15,11 @@ from mprun.precision.torch_update import initialise_state
 
 @dataclass(frozen=True, slots=True)
 class Equipment:
-    """networks: what is called in a step. optimizers: one per network. freeze: take the
-    discriminator's parameters out of the generator's step. settings: for the report."""
+    """The networks and optimizers of a loop.
+
+    networks: the callables of a step. optimizers: one per network. freeze: take the discriminator's
+    parameters out of the generator's step. settings: for the report.
+    """
 
     task: PeerTask
     networks: tuple[Callable, ...]
@@ -26,18 +29,18 @@ class Equipment:
 
 
 def plain(task: PeerTask) -> Equipment:
-    """NCHW, the implementation of the optimizer that torch chooses, nothing compiled."""
+    """Use NCHW, the optimizer implementation that torch chooses, and no compilation."""
     optimizers = tuple(make_optimizer(task.config.optim, network) for network in task.networks)
     return Equipment(task, task.networks, optimizers, False, _settings(optimizers, False, None))
 
 
 def tuned(task: PeerTask, channels_last: bool, compiler: str | None = None) -> Equipment:
-    """Fused optimizer; convolutional networks in NHWC, if told to; compiled.
+    """Use a fused optimizer, NHWC for convolutional networks if requested, and torch.compile.
 
-    NHWC and torch.compile are left out where they gain nothing: NHWC outside convolutional networks
-    and in FP32 without Tensor Cores, compilation of recurrent layers (it falls back to eager at
-    nn.LSTM) and on a CPU, where it takes minutes. compiler: a backend of torch.compile to use all
-    the same.
+    NHWC and torch.compile are left out where they gain nothing. NHWC gains nothing outside
+    convolutional networks and in FP32 without Tensor Cores. Compilation gains nothing for recurrent
+    layers (it falls back to eager at nn.LSTM) and takes minutes on a CPU. compiler: a backend of
+    torch.compile to use in any case.
     """
     channels_last = channels_last and task.is_convolutional
     if channels_last:
@@ -45,7 +48,7 @@ def tuned(task: PeerTask, channels_last: bool, compiler: str | None = None) -> E
     fused = can_fuse(task.config.optim, task.device)
     optimizers = tuple(make_optimizer(task.config.optim, net, fused) for net in task.networks)
     for optimizer in optimizers:
-        # A fused SGD whose very first step is skipped goes on with an uninitialised momentum.
+        # A fused SGD whose first step is skipped goes on with an uninitialised momentum.
         initialise_state(optimizer)
     networks: tuple[Callable, ...] = task.networks
     if compiler is None and not task.is_recurrent and task.device.type == "cuda":
@@ -63,7 +66,7 @@ def parameters_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 @contextmanager
 def frozen(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Within it no gradients are computed for `parameters`."""
+    """Compute no gradients for `parameters` inside."""
     for parameter in parameters:
         parameter.requires_grad_(False)
     try:

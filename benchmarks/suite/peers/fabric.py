@@ -1,8 +1,8 @@
 """Lightning Fabric around a plain loop.
 
-After its pages "Convert PyTorch code to Fabric", "Save memory with mixed precision" and "Methods"
-(clip_gradients), and the Fabric DCGAN example of the Lightning repository for two networks. There
-the loss scale is updated after each optimizer's step, not once per iteration.
+It follows the pages "Convert PyTorch code to Fabric", "Save memory with mixed precision" and
+"Methods" (clip_gradients), and for two networks the Fabric DCGAN example of the Lightning
+repository. There the loss scale is updated after each optimizer's step, not once per iteration.
 """
 
 import logging
@@ -20,8 +20,8 @@ PRECISION = {"fp32": "32-true", "tf32": "32-true", "amp": "16-mixed", "amp_bf16"
 
 
 def make_fabric(task: PeerTask) -> Peer:
-    """Fabric's own precision plugin and GradScaler, one device, NCHW, torch's default optimizer."""
-    # It says which GPUs it sees, and that TF32 would be faster.
+    """Fabric's precision plugin and GradScaler, one device, NCHW, torch's default optimizer."""
+    # It logs the visible GPUs, and that TF32 would be faster.
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
     accelerator = "gpu" if task.device.type == "cuda" else "cpu"
     precision = PRECISION[task.mode]

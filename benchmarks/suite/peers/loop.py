@@ -1,7 +1,7 @@
-"""A plain PyTorch loop in FP32, TF32 or, as tutorials do it, with a model that is `.half()`.
+"""A plain PyTorch loop in FP32, TF32 or, as in tutorials, with a `.half()` model.
 
-After the PyTorch tutorials "Training with PyTorch" (zero_grad, forward, loss, backward, step) and
-"DCGAN Tutorial" (D on real, D on fake, update D, update G).
+It follows the PyTorch tutorials "Training with PyTorch" (zero_grad, forward, loss, backward, step)
+and "DCGAN Tutorial" (D on real, D on fake, update D, update G).
 """
 
 import torch
@@ -16,7 +16,7 @@ from mprun.data.source import Batch
 
 
 def make_loop(task: PeerTask) -> Peer:
-    """The loop as a tutorial has it; in fp16_naive all weights, images and codes are float16."""
+    """Build a tutorial's loop; in fp16_naive all weights, images and codes are float16."""
     half = task.mode == "fp16_naive"
     if half:
         for network in task.networks:
@@ -25,7 +25,7 @@ def make_loop(task: PeerTask) -> Peer:
 
 
 def make_tuned_loop(task: PeerTask, compiler: str | None = None) -> Peer:
-    """The same with a fused optimizer and torch.compile; NHWC in TF32, where it is faster."""
+    """Build the same with a fused optimizer and torch.compile; NHWC in TF32, where it is faster."""
     equipment = tuned(task, channels_last=task.mode == "tf32", compiler=compiler)
     return _peer(equipment, torch.float32)
 

@@ -10,7 +10,7 @@ from mprun.precision.torch_update import has_fused_kernel
 
 
 def groups_of(config: OptimConfig, network: nn.Module) -> list[dict]:
-    """The network's parameters with rate and decay; one group where all are treated alike."""
+    """Group the network's parameters by rate and decay; one group if all are equal."""
     groups = parameter_groups(
         network.named_parameters(),
         norm_parameter_names(network),
@@ -26,7 +26,7 @@ def groups_of(config: OptimConfig, network: nn.Module) -> list[dict]:
 def make_optimizer(
     config: OptimConfig, network: nn.Module, fused: bool = False
 ) -> torch.optim.Optimizer:
-    """A torch optimizer for `network`; fused, or in the implementation that torch chooses."""
+    """Make a torch optimizer for `network`, fused or in the implementation that torch chooses."""
     groups, chosen = groups_of(config, network), {"fused": True} if fused else {}
     match config.name:
         case "sgd":
@@ -52,5 +52,5 @@ def make_optimizer(
 
 
 def can_fuse(config: OptimConfig, device: torch.device) -> bool:
-    """Whether this torch has the fused kernel (Adagrad's on CUDA is young)."""
+    """Return whether this torch has the fused kernel (Adagrad's on CUDA is young)."""
     return has_fused_kernel(config.name, device)

@@ -1,4 +1,4 @@
-"""A peer as the bench advances it: one step at a time, its skipped updates counted."""
+"""A peer that the bench advances one step at a time, with a count of skipped updates."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -13,10 +13,10 @@ from mprun.extensions.bench.contender import Contender
 
 
 class SkipCount:
-    """Counts steps in which torch.amp.GradScaler skipped an optimizer, at no cost on the device.
+    """A counter of steps in which torch.amp.GradScaler skipped an optimizer, free on the device.
 
-    The scaler does not call an optimizer that it skips; a fused one is always called and finds a
-    flag, which is kept here (512 bytes a step) until somebody asks.
+    The scaler does not call an optimizer that it skips. A fused one is always called with a flag,
+    which is kept here (512 bytes a step) until the count is read.
     """
 
     def __init__(self, optimizers: Iterable[Optimizer]):
@@ -28,7 +28,7 @@ class SkipCount:
         self._known = 0
 
     def end_step(self) -> None:
-        """To be called after each training step."""
+        """Count a step; call this after each training step."""
         flags, self._flags_of_step = self._flags_of_step, []
         if len(flags) < len(self._optimizers):
             self._known += 1
@@ -36,7 +36,7 @@ class SkipCount:
             self._flags.append([flag for flag in flags if flag is not None])
 
     def total(self) -> int:
-        """Steps in which an optimizer skipped; waits for the device where one is fused."""
+        """Return the steps in which an optimizer skipped; waits for the device if one is fused."""
         flags, self._flags = self._flags, []
         if flags:
             found = torch.stack([torch.stack(of_step).amax() for of_step in flags])
@@ -48,11 +48,11 @@ class SkipCount:
 
 
 class Peer(Contender):
-    """A contender made of a function that takes one training step on a batch.
+    """A contender from a function that takes one training step on a batch.
 
-    train: returns the loss to report. settings: for the report. skips: of its scaler, None where
-    nothing is ever skipped. Nothing is compiled or tuned in `prepare`: the first step does that,
-    and what it took is in first_use_s.
+    train: returns the loss to report. settings: for the report. skips: counter of its scaler, None
+    if nothing is ever skipped. `prepare` compiles and tunes nothing: the first step does, and its
+    time is in first_use_s.
     """
 
     def __init__(
@@ -72,17 +72,17 @@ class Peer(Contender):
         return self._settings
 
     def step(self) -> Tensor:
-        """One training step on the next batch; its loss, 0-dim on the device, detached."""
+        """Train on the next batch; return its loss, 0-dim on the device, detached."""
         if self.first_use_s is None:
             return self._first()
         return self._advance()
 
     def weights(self) -> dict[str, Tensor]:
-        """What the optimizers update, by name."""
+        """Return the tensors that the optimizers update, by name."""
         return self.task.weights()
 
     def skipped(self) -> int:
-        """Steps since the beginning in which an update was skipped; may wait for the device."""
+        """Return the steps with a skipped update so far; may wait for the device."""
         return 0 if self._skips is None else self._skips.total()
 
     def _advance(self) -> Tensor:

@@ -1,4 +1,4 @@
-"""The loss of each kind of task, as a tutorial writes it; what a loop around it is left out."""
+"""The loss of each kind of task, as in a tutorial, without the loop around it."""
 
 import torch
 from torch import Tensor
@@ -11,9 +11,9 @@ from mprun.data.source import Batch
 class Problem:
     """Classification, reconstruction or language modelling: one model, one loss.
 
-    `loss(model, batch)` is what is propagated, 0-dim float32; `reported` makes the loss of mprun's
-    records of it. input_dtype: of images, float16 for a model that is float16. A language model's
-    state is carried from batch to batch, detached, and starts from zero in each epoch.
+    `loss(model, batch)` returns the propagated loss, 0-dim float32; `reported` turns it into the
+    loss of mprun's records. input_dtype: dtype of images, float16 for a float16 model. A language
+    model's state is carried from batch to batch, detached, and starts from zero in each epoch.
     """
 
     def __init__(self, task: PeerTask):
@@ -24,7 +24,7 @@ class Problem:
         self.sums_over_time = getattr(model, "time_reduction", "mean") == "sum"
         self.batches_per_epoch, self.steps = task.batches_per_epoch, 0
         self.hidden: tuple[Tensor, Tensor] | None = None
-        self.factor = 1  # of the propagated loss over the reported one
+        self.factor = 1  # propagated loss / reported loss
 
     def loss(self, model, batch: Batch) -> Tensor:
         if self.kind == "language_model":
@@ -56,9 +56,9 @@ class Problem:
 
 
 class Adversaries:
-    """DCGAN's three losses on logits, real = 1 and fake = 0, as the PyTorch example has them.
+    """DCGAN's three losses on logits, real = 1 and fake = 0, as in the PyTorch example.
 
-    input_dtype: of images and codes, float16 for networks that are float16.
+    input_dtype: dtype of images and codes, float16 for float16 networks.
     """
 
     def __init__(self, task: PeerTask):
@@ -66,7 +66,7 @@ class Adversaries:
         self.input_dtype = torch.float32
 
     def codes(self, images: Tensor) -> Tensor:
-        """As many random codes as images, from torch's global generator."""
+        """Draw as many random codes as images from torch's global generator."""
         codes = torch.randn(len(images), self.latent_size, device=self.device)
         return codes.to(self.input_dtype)
 
@@ -74,6 +74,6 @@ class Adversaries:
         return images.to(self.input_dtype)
 
     def against(self, logits: Tensor, label: float) -> Tensor:
-        """Binary cross-entropy of [batch] logits against one label, 0-dim float32."""
+        """Return the binary cross-entropy of [batch] logits against one label, 0-dim float32."""
         logits = logits.float()
         return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, label))

@@ -1,4 +1,4 @@
-"""What every peer is given: mprun's own configuration, initial weights and batches."""
+"""The input of every peer: mprun's configuration, initial weights and batches."""
 
 import warnings
 from collections.abc import Iterable
@@ -18,8 +18,7 @@ from mprun.extensions.bench.contender import in_channels_last, rotating_batches
 from mprun.extensions.bench.plan import Case
 from mprun.precision import pin_math_flags
 
-# The numbers of torch.amp.GradScaler, which every peer's scaler has unless told otherwise; those of
-# scaler=dynamic too.
+# The numbers of torch.amp.GradScaler, the defaults of every peer's scaler and of scaler=dynamic.
 GRAD_SCALER = {
     "init_scale": 2.0**16,
     "growth_factor": 2.0,
@@ -33,9 +32,9 @@ class PeerTask:
     """A model to train in plain PyTorch terms.
 
     kind: classification, language_model, gan or reconstruction. networks: FP32 on the device, in
-    train mode; one, or generator and discriminator. source: where real data come from. held: the
-    batches that are rotated otherwise, on the device. batches_per_epoch: a language model's state
-    starts from zero at multiples of it.
+    train mode; one, or generator and discriminator. source: source of real data. held: otherwise
+    the rotating batches, on the device. batches_per_epoch: a language model's state starts from
+    zero at multiples of it.
     """
 
     kind: str
@@ -55,14 +54,14 @@ class PeerTask:
         return self.config.train.clip_norm
 
     def batch(self, index: int) -> Batch:
-        """The batch of a step number (from 0), on the device."""
+        """Return the batch of a step number (from 0), on the device."""
         if self.held:
             return self.held[index % len(self.held)]
         batch = self.source.train_batch(index)
         return in_channels_last(batch) if self.channels_last else batch
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """All parameters by name, those of a discriminator behind the generator's."""
+        """Return all parameters by name, a discriminator's after the generator's."""
         return {
             f"{index}.{name}": parameter
             for index, network in enumerate(self.networks)
@@ -70,34 +69,34 @@ class PeerTask:
         }
 
     def in_channels_last(self) -> "PeerTask":
-        """The same networks and batches of images with NHWC strides."""
+        """Return the same networks and batches of images with NHWC strides."""
         for network in self.networks:
             network.to(memory_format=torch.channels_last)
         return replace(self, channels_last=True, held=tuple(map(in_channels_last, self.held)))
 
     @property
     def is_convolutional(self) -> bool:
-        """Whether the networks have convolutions: NHWC can help them."""
+        """Return whether the networks have convolutions: NHWC can help them."""
         return any(isinstance(m, nn.Conv2d) for net in self.networks for m in net.modules())
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether they have recurrent layers: torch.compile cannot help them."""
+        """Return whether they have recurrent layers: torch.compile cannot help them."""
         return any(isinstance(m, nn.RNNBase) for net in self.networks for m in net.modules())
 
 
 def set_up(case: Case, device: torch.device) -> PeerTask:
-    """The task of a case: flags pinned and seeded as mprun does, so that the weights are equal.
+    """Make the task of a case: pin flags and seed like mprun, so that the weights are equal.
 
     The networks are built in the same order from the same random state. BadInput for settings that
-    the peers' loops do not have. case.extra["perturb"]: the weights are off by that much, relative
+    the peers' loops do not have. case.extra["perturb"]: relative perturbation of the weights
     (`benchmarks.suite.equality`).
     """
     config = case.config(f"device={device.type}")
     kind = task_of(config.model)
     _check(config)
     pin_flags(config)
-    # torch says that its CPU library has no LSTM with projection; its other one is slower.
+    # torch warns that its CPU library has no LSTM with projection; its other one is slower.
     warnings.filterwarnings("ignore", message="LSTM with projections")
     torch.manual_seed(config.seed)
     data = build_data(config.data, config.seed, device)
@@ -130,11 +129,11 @@ def _perturb(networks: Iterable[nn.Module], extent: float) -> None:
 
 
 def pin_flags(config: RunConfig) -> None:
-    """mprun's math flags, in a state that torch's older readers of them accept too.
+    """Set mprun's math flags in a state that torch's older readers of them accept, too.
 
-    Where only the per-operator settings are made, `torch.get_float32_matmul_precision` (Lightning)
-    and `torch.backends.cudnn.allow_tf32` (Inductor) raise; the older setters bring both forms to
-    the same value.
+    If only the per-operator flags are set, `torch.get_float32_matmul_precision` (Lightning) and
+    `torch.backends.cudnn.allow_tf32` (Inductor) raise. The older setters bring both forms to the
+    same value.
     """
     tf32 = config.precision.fp32_math == "tf32"
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
@@ -145,7 +144,7 @@ def pin_flags(config: RunConfig) -> None:
 
 
 def _check(config: RunConfig) -> None:
-    """BadInput for what mprun would do and a peer's loop would not: unequal settings."""
+    """Raise BadInput for settings that mprun has and a peer's loop has not."""
     train, optim, scaler = config.train, config.optim, config.scaler
     plain = {
         "train.accumulate": (train.accumulate, 1),

@@ -1,10 +1,9 @@
 """timm's training step: create_optimizer_v2, its NativeScaler around GradScaler, its autocast.
 
-After train_one_epoch of timm's train.py (huggingface/pytorch-image-models): autocast around model
-and loss function, then the scaler does backward, clipping, step and update, or the same without a
-scaler; gradients are cleared at the end. Without its logging, and without the device
-synchronisation that newer versions have behind --synchronize-step and older ones in every step:
-both would only slow it down.
+It follows train_one_epoch of timm's train.py (huggingface/pytorch-image-models): autocast around
+model and loss function, then backward, clipping, step and update with or without the scaler;
+gradients are cleared at the end. It leaves out logging and the device synchronisation, which newer
+versions have behind --synchronize-step and older ones in every step: both only slow it down.
 """
 
 from contextlib import nullcontext

@@ -1,8 +1,8 @@
 """torchao's FP8 training: its linear layers in the torch.amp recipe in BF16.
 
-After torchao's README "torchao.float8": `convert_to_float8_training` with a recipe by name, weights
-in FP32 under autocast, which is how nanoGPT and nanochat train; torch.compile around it, without
-which its casts are kernels of their own.
+It follows torchao's README "torchao.float8": `convert_to_float8_training` with a recipe by name and
+weights in FP32 under autocast, like nanoGPT and nanochat. Without torch.compile around it the casts
+are separate kernels.
 """
 
 import torch
@@ -16,12 +16,12 @@ RECIPES = {"fp8_tensorwise": "tensorwise", "fp8_rowwise": "rowwise"}
 
 
 def make_torchao(task: PeerTask) -> Peer:
-    """Eager."""
+    """Build the eager loop."""
     return make_amp(_converted(task))
 
 
 def make_tuned_torchao(task: PeerTask, compiler: str | None = None) -> Peer:
-    """With a fused optimizer and torch.compile."""
+    """Build the loop with a fused optimizer and torch.compile."""
     return make_tuned_amp(_converted(task), compiler)
 
 

@@ -1,11 +1,11 @@
 """lightning.Trainer, advanced from outside.
 
-After Lightning's pages "LightningModule", "Own your loop" (manual optimization of a GAN, which
-follows the PyTorch DCGAN tutorial) and "N-Bit Precision"; logger, progress bar, model summary and
-checkpoints off. `Trainer.fit` runs in a thread of its own and is held in its data loader: it gets
-as many batches as steps were asked for, and control goes back when it asks for one more. In windows
-of several steps that costs two changes of thread per window, none per step. The loss scale is
-updated after each optimizer's step, not once per iteration.
+It follows Lightning's pages "LightningModule", "Own your loop" (manual optimization of a GAN, which
+follows the PyTorch DCGAN tutorial) and "N-Bit Precision". Logger, progress bar, model summary and
+checkpoints are off. `Trainer.fit` runs in a separate thread and waits in its data loader. It gets
+as many batches as steps were requested; control returns when it requests one more. A window of
+several steps costs two changes of thread, none per step. The loss scale is updated after each
+optimizer's step, not once per iteration.
 """
 
 import logging
@@ -26,15 +26,15 @@ from benchmarks.suite.peers.task import PeerTask
 from mprun.data.source import Batch
 from mprun.extensions.bench.contender import Contender
 
-_ENDLESS = 10**9  # batches; a loader that knows its length is not read ahead of
+_ENDLESS = 10**9  # batches; Lightning does not read ahead of a loader with a length
 
 
 def make_trainer(task: PeerTask) -> "TrainerPeer":
-    """Trainer with its own precision plugin and GradScaler, NCHW, torch's default optimizer."""
-    # It says which GPUs it sees, and that TF32 would be faster.
+    """Trainer with Lightning's precision plugin and GradScaler, NCHW, torch's default optimizer."""
+    # It logs the visible GPUs, and that TF32 would be faster.
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning.fabric").setLevel(logging.WARNING)
-    # Lightning's own use of a class that torch has deprecated.
+    # Lightning uses a class that torch has deprecated.
     warnings.filterwarnings("ignore", message=".*LeafSpec.*is deprecated", category=FutureWarning)
     equipment = plain(task)
     skips = SkipCount(equipment.optimizers) if task.mode == "amp" else None
@@ -60,7 +60,7 @@ def make_trainer(task: PeerTask) -> "TrainerPeer":
 class TrainerPeer(Contender):
     """A contender whose steps are taken by the trainer's thread, as many at a time as `run` says.
 
-    What the thread raises is raised by `run`. The thread ends with `close`, or with the process.
+    `run` raises the thread's exceptions. The thread ends with `close`, or with the process.
     """
 
     def __init__(self, task: PeerTask, settings: dict, trainer, module, skips: SkipCount | None):
@@ -77,11 +77,11 @@ class TrainerPeer(Contender):
         return self._settings
 
     def step(self) -> Tensor:
-        """One training step on the next batch; its loss, 0-dim on the device, detached."""
+        """Train on the next batch; return its loss, 0-dim on the device, detached."""
         return self.run(1)
 
     def run(self, steps: int) -> Tensor:
-        """`steps` training steps, at least 1; the loss of the last one."""
+        """Take `steps` training steps, at least 1; return the last loss."""
         started = time.perf_counter()
         if self._has_ended:
             raise self._error or RuntimeError("lightning.Trainer has ended")
@@ -99,11 +99,11 @@ class TrainerPeer(Contender):
         return loss
 
     def weights(self) -> dict[str, Tensor]:
-        """What the optimizers update, by name."""
+        """Return the tensors that the optimizers update, by name."""
         return self.task.weights()
 
     def skipped(self) -> int:
-        """Steps since the beginning in which an update was skipped; may wait for the device."""
+        """Return the steps with a skipped update so far; may wait for the device."""
         return 0 if self._skips is None else self._skips.total()
 
     def close(self) -> None:
@@ -122,7 +122,7 @@ class TrainerPeer(Contender):
 
 
 class _HeldLoader:
-    """The task's batches, handed out while steps are allowed; read by the trainer's thread."""
+    """The task's batches, available while steps are allowed; the trainer's thread reads them."""
 
     def __init__(self, task: PeerTask, skips: SkipCount | None):
         self._task, self._skips = task, skips
@@ -135,7 +135,7 @@ class _HeldLoader:
         self._may_go.release()
 
     def wait(self) -> None:
-        """Until these steps are taken, or the trainer has ended."""
+        """Wait until these steps are taken, or the trainer has ended."""
         self._is_idle.acquire()
 
     def end(self) -> None:
@@ -143,7 +143,7 @@ class _HeldLoader:
         self._may_go.release()
 
     def give_back(self) -> None:
-        """The trainer wants more steps, or has ended."""
+        """Return control: the trainer wants more steps, or has ended."""
         self._is_idle.release()
 
     def __len__(self) -> int:
@@ -153,7 +153,7 @@ class _HeldLoader:
         self._may_go.acquire()
         while not self._ended:
             yield self._task.batch(self._next)
-            # Asked for the next batch: the step on this one is complete.
+            # The next batch is requested: the step on this one is complete.
             self._next += 1
             self._allowed -= 1
             if self._skips is not None:
@@ -196,7 +196,7 @@ class _GAN(lightning.LightningModule):
         return self._optimizers
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        # Here the gradients are unscaled, which they are not yet in training_step.
+        # The gradients are unscaled here, and not yet in training_step.
         if self._clip_norm is not None:
             self.clip_gradients(
                 optimizer, gradient_clip_val=self._clip_norm, gradient_clip_algorithm="norm"
