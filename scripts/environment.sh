@@ -1,11 +1,11 @@
 # Sourced by the other scripts: a project-local virtual environment, installed once.
 #
-# MPRUN_PYTHON=/path/to/python uses that interpreter as it is (for a machine without a network, or
-# with its own build of torch); nothing is installed then.
+# MPRUN_PYTHON=/path/to/python uses that interpreter unchanged and installs nothing (for a machine
+# without a network, or with another build of torch).
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root"
-# Hundreds of processes import the same files: compiled once, whatever the shell is set to.
+# Hundreds of processes import the same files: compile them once, for any setting of the shell.
 unset PYTHONDONTWRITEBYTECODE
 
 # The dependency groups of pyproject.toml: older versions of pip cannot install groups.
@@ -35,13 +35,13 @@ ensure_environment() {  # arguments: further packages
     fi
     install_with_uv "$@" || "${pip[@]}" -c constraints.txt -e ".[cli]" "$@"
     if [[ " $* " == *" pytest "* ]]; then
-        # What FP8 is held against, wherever it can be had.
+        # FP8 is compared with torchao where it can be installed.
         "${pip[@]}" -c constraints.txt torchao || echo "no torchao: its tests are skipped" >&2
     fi
     echo "$wanted" > "$stamp"
 }
 
-# uv unpacks torch in a third of pip's time. Not where pip is set to an index of its own: uv would
+# uv unpacks torch in a third of pip's time. Not if pip is set to another index: uv would
 # not know.
 install_with_uv() {
     [ -z "${PIP_INDEX_URL:-}" ] && ! "$python" -m pip config get global.index-url > /dev/null 2>&1 &&

@@ -1,4 +1,4 @@
-"""The machine as JSON, into the file named: versions, commit, pinned flags, GPU and driver."""
+"""Write the machine as JSON to the named file: versions, commit, pinned flags, GPU and driver."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The parts of scripts/gpu_check: which commands each of them runs."""
+"""The parts of scripts/gpu_check and their commands."""
 
 import ast
 import importlib.util
@@ -16,10 +16,10 @@ _MODES = "fp32,tf32,fp16_naive,fp16_master,fp16_master_scaled,amp,bf16_naive,bf1
 # The bench of the first call: large convolutions, a small network, a recurrent one.
 _OWN = "ResNet-50 b256,DCGAN b128,LSTM LM"
 _OWN_MODES = "fp32,tf32,fp16_master_scaled,amp"
-_GPT_SHARE = 6.0  # of its bench, to 1 of its questions
+_GPT_SHARE = 6.0  # weight of its bench, to 1 of its questions
 _GPT_MODES = "fp32,tf32,amp_bf16,bf16_stochastic,fp8_tensorwise,fp8_rowwise"
-# Of the tests of graphs these modes can wait; "]" ends the name of a test, and tells the mode
-# fp16_master from fp16_master_scaled.
+# The tests of graphs in these modes can wait; "]" ends the name of a test, and distinguishes the
+# mode fp16_master from fp16_master_scaled.
 _LATER_MODES = ("fp16_naive", "fp16_master]", "bf16_master")
 _OURS = ("mprun", "benchmarks")  # packages that are not installed
 # A mode that diverges is a result.
@@ -28,7 +28,7 @@ _DONE_OR_DIVERGED = (0, 3)
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """What the command line of gpu_check says. work: folder for everything that is not the summary.
+    """The command line of gpu_check. work: folder for everything except the summary.
 
     data: folder of real data, or None. device: "cuda", or "cpu" for a dry run at the smallest size.
     """
@@ -44,7 +44,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """weight: its share of the time. steps: from a setting and its seconds to its commands."""
+    """A part. weight: its share of the time. steps: makes commands from a setting and seconds."""
 
     weight: float
     steps: Callable[[Setting, float], list[Step]]
@@ -59,23 +59,23 @@ def environment(setting: Setting, seconds: float) -> list[Step]:
 
 
 def tests_models(setting: Setting, seconds: float) -> list[Step]:
-    """Every model in every mode."""
+    """Test every model in every mode."""
     return _tests(setting, "tests_models", _in_folder("tasks"))
 
 
 def tests_update(setting: Setting, seconds: float) -> list[Step]:
-    """The single-pass update against its self-test and the plain way; loss scales."""
+    """Test the single-pass update against its self-test and the plain way; test loss scales."""
     return _tests(setting, "tests_update", _in_folder("precision"))
 
 
 def tests_graphs(setting: Setting, seconds: float) -> list[Step]:
-    """CUDA graphs, in the modes that are asked for most."""
+    """Test CUDA graphs in the most important modes."""
     chosen = "not (" + " or ".join(_LATER_MODES) + ")"
     return _tests(setting, "tests_graphs", _in_folder("execution"), "-k", chosen)
 
 
 def tests_others(setting: Setting, seconds: float) -> list[Step]:
-    """What the parts above leave out, but for the slow ones."""
+    """Run the tests that the parts above leave out, except slow ones."""
     folders = ("tasks", "precision", "execution", "distributed")
     before = [name for folder in folders for name in _in_folder(folder)]
     others = [name for name in gpu_test_files(ROOT / "tests") if name not in before]
@@ -87,7 +87,7 @@ def tests_others(setting: Setting, seconds: float) -> list[Step]:
 
 
 def tests_slow(setting: Setting, seconds: float) -> list[Step]:
-    """torch.compile, a whole bench."""
+    """Run the slow tests: torch.compile, a whole bench."""
     files = gpu_test_files(ROOT / "tests", also="mark.slow")
     return _tests(setting, "tests_slow", files, marks="gpu and slow")
 
@@ -100,8 +100,8 @@ def _tests(
     marks: str = "gpu and not slow",
     share: float = 1.0,
 ) -> list[Step]:
-    """Tests of some files. On a dry run all are skipped: one file shows that they are collected."""
-    if not files:  # pytest would take all that there are
+    """Make a test step of some files; a dry run, which skips all, collects just one file."""
+    if not files:  # pytest would run all files
         return []
     log = setting.work / f"{name}.jsonl"
     command = _python("-m", "pytest", "-m", marks, *more, "-p", "no:cacheprovider")
@@ -116,18 +116,20 @@ def _in_folder(name: str) -> list[str]:
 
 
 def bench(setting: Setting, seconds: float) -> list[Step]:
-    """mprun alone, and without its best settings, among them a minute of torch.compile."""
+    """Bench mprun alone without its best settings, which include a minute of torch.compile."""
     return [_bench(setting, seconds, "bench", ["--plain", "--only", _OWN, "--modes", _OWN_MODES])]
 
 
 def bench_peers(setting: Setting, seconds: float) -> list[Step]:
-    """The whole suite, beside other tools."""
+    """Bench the whole suite beside other tools."""
     return [_bench(setting, seconds, "bench_peers", ["--peers", "all"])]
 
 
 def gpt(setting: Setting, seconds: float) -> list[Step]:
-    """GPT-2 beside a plain loop in torch.amp and torchao's FP8, each compiled and not; whether FP8
-    products and stochastic rounding have the emulation's bits."""
+    """Bench GPT-2 beside a plain loop in torch.amp and torchao's FP8, each compiled and not.
+
+    It also checks whether FP8 products and stochastic rounding have the emulation's bits.
+    """
     bits = _questions(setting, seconds, "gpt_bits", "fp8_products", "stochastic_rounding")
     usual = ["--peers", "all", "--only", "GPT-2", "--modes", _GPT_MODES]
     dry = "--modes fp32,fp8_tensorwise --peers loop model=gpt data=synthetic_tokens "
@@ -144,7 +146,7 @@ def _bench(
     dry: str = "--modes fp32 --peers loop model=conv_autoencoder data.batch_size=4",
 ) -> Step:
     out = setting.work / name
-    # It ends by its own budget, of at least 20 s; the rest is for imports and for the report.
+    # The bench ends by its budget of at least 20 s; the rest is for imports and for the report.
     budget = str(int(max(seconds - 20, 20)))
     command = _python("-m", "benchmarks.suite", "--budget", budget, "--out", str(out))
     if "BENCH" in os.environ:
@@ -163,12 +165,12 @@ def update(setting: Setting, seconds: float) -> list[Step]:
 
 
 def tests_ranks(setting: Setting, seconds: float) -> list[Step]:
-    """Several GPUs: the same run as on one, in every mode; skipped where there is one."""
+    """Compare several GPUs with one in every mode; skipped if there is only one."""
     return _tests(setting, "tests_ranks", _in_folder("distributed"))
 
 
 def bench_ranks(setting: Setting, seconds: float) -> list[Step]:
-    """How speed grows with the GPUs; on one, what a rank costs."""
+    """Measure how speed grows with the GPUs; on one GPU, the cost of a rank."""
     out = setting.work / "bench_ranks"
     command = _python("-m", "mprun", "bench", "--out", str(out), f"device={setting.device}")
     command += ["devices=auto", "model=resnet50", "data=synthetic_images", "data.image_size=224"]
@@ -205,7 +207,7 @@ def results(setting: Setting, seconds: float) -> list[Step]:
     runs = setting.work / "runs"
     size = ["precision=fp32,amp", "seed=0", "train.steps=2", "-j", "1", "threads=1"]
     if not setting.dry:
-        # Each run needs a core of its own to launch kernels; the GPU itself is mostly idle.
+        # Each run needs a separate core to launch kernels; the GPU itself is mostly idle.
         jobs = max(1, min(8, (os.cpu_count() or 1) // 2))
         size = [f"precision={_MODES}", "seed=0,1,2", "-j", str(jobs)]
     # Longest first: on a GPU the language model's 2000 steps are bound by launches.
@@ -227,7 +229,7 @@ def results(setting: Setting, seconds: float) -> list[Step]:
 
 
 def real_data(setting: Setting, seconds: float) -> list[Step]:
-    """IMAGE, TEXT, JOBS, MODES and SEEDS are scripts/real_data's own; here are shorter defaults."""
+    """Set shorter defaults of scripts/real_data's IMAGE, TEXT, JOBS, MODES and SEEDS."""
     out = setting.work / "real_data"
     defaults = {"IMAGE": "train.epochs=3", "TEXT": "train.epochs=1", "JOBS": "5"}
     if setting.dry:
@@ -240,7 +242,7 @@ def real_data(setting: Setting, seconds: float) -> list[Step]:
     return [Step("real_data", command, table=table, environment=tuple(chosen.items()))]
 
 
-# Weights are seconds of a call of 540.
+# Weights are seconds in a call of 540.
 PARTS = {
     "environment": Part(20, environment),
     "tests_models": Part(120, tests_models),
@@ -259,7 +261,7 @@ PARTS = {
     "tests_ranks": Part(150, tests_ranks),
     "bench_ranks": Part(355, bench_ranks),
 }
-# What one call does, and after the environment in this order: what most depends on comes first.
+# The parts of each call, in this order after the environment: the most important ones come first.
 CALLS = {
     "first": ("tests_models", "tests_update", "tests_graphs", "bench", "fidelity", "questions"),
     "verdicts": ("results", "data"),
@@ -270,10 +272,10 @@ CALLS = {
 
 
 def gpu_test_files(folder: Path, also: str = "mark.gpu") -> list[str]:
-    """Test files with a test marked gpu whose imports are all there, relative to the repository.
+    """Find test files with a test marked gpu whose imports all exist, relative to the repository.
 
-    Those that are about CUDA alone first. A machine without a network may lack a package that one
-    file needs; collecting that file would end the whole run. also: a text that they contain too.
+    Files that are only about CUDA come first. A machine without a network may lack a package that
+    one file needs; collecting that file would end the whole run. also: another text in the files.
     """
     chosen = []
     for path in folder.rglob("test_*.py"):

@@ -1,6 +1,6 @@
-"""Commands with a time limit, ended with all that they have started.
+"""Commands with a time limit, ended with all processes that they started.
 
-`gpu_check_processes.py PARENT_ID COMMAND...` is how each is started: it ends with its parent.
+Each is started by `gpu_check_processes.py PARENT_ID COMMAND...` and ends with its parent.
 """
 
 import os
@@ -13,16 +13,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-GRACE_S = 8  # a test run tells what failed, a run writes its record
-LOOK_EVERY_S = 10  # how much of a running step a kill of everything can lose
+GRACE_S = 8  # time for a test run to report failures, for a run to write its record
+LOOK_EVERY_S = 10  # most of a running step that a kill of everything can lose
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One command. share: of its part's time. accepted: exit codes that are no failure.
+    """One command. share: share of its part's time. accepted: exit codes that are no failure.
 
-    table: a file that the command writes, in Markdown, for the summary; None: its stdout is that,
-    in Markdown or `plain`. record: a JSON file, or a log of tests (.jsonl), that it writes.
+    table: a Markdown file from the command for the summary; None: its stdout is the table, in
+    Markdown or `plain`. record: a JSON file, or a log of tests (.jsonl), from the command.
     """
 
     name: str
@@ -37,14 +37,14 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a command ended. code: exit code, None where it overran its limit and was ended."""
+    """The end of a command. code: exit code, None if it overran its limit and was ended."""
 
     code: int | None
     seconds: float
 
 
 def allotted(remaining: float, weights: list[float]) -> float:
-    """Seconds for the first of several pieces of work; what it leaves goes to the others."""
+    """Return the seconds for the first of several pieces of work; the others get its rest."""
     return max(remaining, 0.0) * weights[0] / sum(weights)
 
 
@@ -58,12 +58,12 @@ def run_limited(
 ) -> Ended:
     """Run the command, stdout and stderr into files; after `limit` seconds interrupt, then kill.
 
-    Interrupted first, as by Ctrl-C: pytest then tells what failed, and mprun writes its record.
-    look: called again and again while the command runs.
+    The interrupt is like Ctrl-C: pytest then reports failures, and mprun writes its record. look:
+    called again and again while the command runs.
     """
     started = time.monotonic()
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-        # Started in the background of a script: what we start would ignore the interruption too.
+        # In the background of a script interrupts are ignored, and our children would inherit that.
         signal.signal(signal.SIGINT, signal.default_int_handler)
     with open(out, "wb") as stdout, open(err, "wb") as stderr:
         process = subprocess.Popen(
@@ -85,7 +85,7 @@ def run_limited(
 
 
 def _wait(process: subprocess.Popen, started: float, limit: float, look: Callable) -> int | None:
-    """The exit code; None where the process still runs after `limit` seconds."""
+    """Return the exit code; None if the process still runs after `limit` seconds."""
     while (left := started + limit - time.monotonic()) > 0:
         with suppress(subprocess.TimeoutExpired):
             return process.wait(min(left, LOOK_EVERY_S))
@@ -96,7 +96,7 @@ def _wait(process: subprocess.Popen, started: float, limit: float, look: Callabl
 def _end(process: subprocess.Popen) -> None:
     """Interrupt the process; after `GRACE_S` kill it and its descendants.
 
-    Runs of a sweep are in process groups of their own, so the group alone would not reach them.
+    Runs of a sweep have separate process groups: killing the group would not reach them.
     """
     begun = _descendants(process.pid)
     with suppress(ProcessLookupError):
@@ -111,7 +111,7 @@ def _end(process: subprocess.Popen) -> None:
 
 
 def _descendants(pid: int) -> set[int]:
-    """Processes started by `pid`, and by those, as /proc tells now; none without /proc."""
+    """Return the descendants of `pid` that /proc now shows; none without /proc."""
     found, waiting = set(), [pid]
     while waiting:
         parent = waiting.pop()
@@ -124,7 +124,7 @@ def _descendants(pid: int) -> set[int]:
 
 
 def _start(parent: int, command: list[str]) -> int:
-    """Become the command; exit code 127 where there is none, as of a shell."""
+    """Become the command; exit code 127 if it does not exist, as in a shell."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
     from mprun.cli.child import end_with_parent
 

@@ -1,7 +1,7 @@
 """A pytest plugin: one JSON line as each test starts and one as it ends.
 
-pytest writes its own reports when everything has ended; a run that is killed, or that a CUDA error
-takes with it, would leave none.
+pytest writes its reports at the very end; a run that is killed, or that crashes with a CUDA error,
+would leave none.
 """
 
 import json
@@ -16,7 +16,7 @@ def pytest_configure(config):
 
 
 class TestsLog:
-    """Writes the lines: {"test", "started"}, then {"test", "outcome", "seconds", "message"}."""
+    """A writer of lines: {"test", "started"}, then {"test", "outcome", "seconds", "message"}."""
 
     def __init__(self, path: str):
         self._file = open(path, "w", encoding="utf-8", buffering=1)
@@ -50,5 +50,5 @@ class TestsLog:
 def _failure(report) -> dict:
     crash = getattr(report.longrepr, "reprcrash", None)
     lines = (crash.message if crash else report.longreprtext).strip().splitlines()
-    # Of an exception its first line; of a traceback in plain text the last one tells.
+    # The first line of an exception; the last line of a traceback in plain text.
     return {"outcome": "failed", "message": (lines or [""])[0 if crash else -1]}

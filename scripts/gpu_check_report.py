@@ -1,4 +1,4 @@
-"""What scripts/gpu_check leaves: one summary in Markdown and JSON, figures, one archive."""
+"""The results of scripts/gpu_check: one summary in Markdown and JSON, figures, one archive."""
 
 import io
 import json
@@ -15,18 +15,18 @@ from gpu_check_processes import Ended, Step
 
 ARCHIVE, UNFINISHED = "records.tar.gz", "unfinished.part"
 MAX_FIGURES = 3  # with the two summaries, the archive, verdicts and UNFINISHED at most 8 files
-MAX_FILE = 15 * 2**20  # bytes; some remote machines hand back no file above 16 MiB
+MAX_FILE = 15 * 2**20  # bytes; some remote machines return no file above 16 MiB
 KEPT = {".json", ".jsonl", ".txt", ".md", ".yaml", ".csv", ".html", ".svg", ".png"}
 _PLAIN_LINES, _ERROR_LINES = 80, 20
-_MAX_TEXT = 2**18  # of a step in the summary; all of it is in the archive
+_MAX_TEXT = 2**18  # most text of a step in the summary; the archive has all of it
 
 
 def step_report(
     step: Step, ended: Ended, limit: float, out: Path, err: Path, unended: str | None = None
 ) -> dict:
-    """A step as plain values: how it ended, what it printed, what it recorded.
+    """Return a step as plain values: its end, its output, its record.
 
-    unended: the status of a step that has not come to an end of its own.
+    unended: the status of a step that did not end by itself.
     """
     status = "done"
     if unended is not None:
@@ -55,7 +55,7 @@ def step_report(
 
 
 def device_of(machine: dict, asked: str) -> str:
-    """What the summary calls the device, from the record of the machine."""
+    """Return the summary's name for the device, from the record of the machine."""
     name = machine.get("gpu") or ""
     if re.search("fake|shim", name, re.IGNORECASE):
         return "no GPU: a fake CUDA runtime, host side only"
@@ -63,7 +63,7 @@ def device_of(machine: dict, asked: str) -> str:
 
 
 def write_summary(summary: dict, out: Path) -> None:
-    """gpu_check.json and gpu_check.md as things are now, each replaced at once."""
+    """Write the present gpu_check.json and gpu_check.md, each replaced atomically."""
     text = json.dumps(summary, indent=1)
     if len(text) > MAX_FILE:
         text = json.dumps(_without_records(summary), indent=1)
@@ -72,10 +72,10 @@ def write_summary(summary: dict, out: Path) -> None:
 
 
 def copy_figures(work: Path, out: Path, copied: list[str]) -> None:
-    """Copy the report of the verdicts and figures to `out`; adds their names to `copied`."""
+    """Copy the report of the verdicts and figures to `out`; add their names to `copied`."""
     found = [work / "verdicts" / "report.html"]
     for folder in ("bench", "bench_peers", "verdicts", "real_data"):
-        # The curves over steps first: there may be more figures than can be left.
+        # The curves over steps come first: there may be more figures than fit.
         files = sorted((work / folder).rglob("*"), key=lambda p: ("steps" not in p.name, p))
         found += [path for path in files if path.suffix in (".png", ".svg")]
     for path in found:
@@ -87,9 +87,9 @@ def copy_figures(work: Path, out: Path, copied: list[str]) -> None:
 
 
 def write_archive(work: Path, out: Path) -> list[str]:
-    """records.tar.gz, replaced at once: records and logs, small ones first, up to the largest size.
+    """Replace records.tar.gz: records and logs, small ones first, up to the largest size.
 
-    What was left out. A file that a step is still writing is there as far as it has come.
+    Returns the files left out. A file that a step is still writing is included as far as it exists.
     """
     files = [path for path in work.rglob("*") if path.is_file() and path.suffix in KEPT]
     left_out = []
@@ -101,7 +101,7 @@ def write_archive(work: Path, out: Path) -> list[str]:
             if packed.tell() + _size(path) > MAX_FILE:
                 left_out.append(name)
                 continue
-            with suppress(FileNotFoundError):  # a running step may take back what it wrote
+            with suppress(FileNotFoundError):  # a running step may remove its files
                 content = path.read_bytes()
                 info = tarfile.TarInfo(name)
                 info.size, info.mtime = len(content), path.stat().st_mtime
@@ -111,13 +111,13 @@ def write_archive(work: Path, out: Path) -> list[str]:
 
 
 def take_back(out: Path) -> None:
-    """Remove what was written before anything was done."""
+    """Remove the files that were written before any step ran."""
     for name in ("gpu_check.json", "gpu_check.md", ARCHIVE):
         (out / name).unlink(missing_ok=True)
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """The whole content or none of it, whenever this is killed."""
+    """Write the whole content or none of it, even if killed."""
     unfinished = path.with_name(UNFINISHED)  # one name: a kill leaves one more file at most
     unfinished.write_bytes(content)
     os.replace(unfinished, path)
@@ -143,7 +143,7 @@ def _without_records(summary: dict) -> dict:
 
 
 def _record(path: Path | None) -> tuple[dict | list | None, str | None]:
-    """What the step recorded, and why there is nothing of it."""
+    """Return the step's record, and why there is none."""
     if path is None:
         return None, None
     if not path.exists():
@@ -157,9 +157,10 @@ def _record(path: Path | None) -> tuple[dict | list | None, str | None]:
 
 
 def _tests(path: Path) -> dict:
-    """Counts, the tests that did not pass with their first line, and those without an end.
+    """Return counts, the failed tests with their first line, and tests without an end.
 
-    From what gpu_check_pytest.py writes. Without an end: running now, or a crash or a kill hit it.
+    It reads the output of gpu_check_pytest.py. A test without an end is running, or was hit by a
+    crash or a kill.
     """
     outcomes, failed = {}, {}
     for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
@@ -179,7 +180,7 @@ def _tests(path: Path) -> dict:
 
 
 def _text(step: Step, out: Path) -> str:
-    """Markdown for the summary: the step's table, or what it printed."""
+    """Return Markdown for the summary: the step's table, or its output."""
     if step.plain:
         printed = _last_lines(out, _PLAIN_LINES)
         return f"```\n{printed}\n```" if printed else ""
@@ -220,7 +221,7 @@ def _markdown(summary: dict) -> str:
 
 
 def _machine(parts: dict) -> list[str]:
-    """Versions, commit and flags, from the first step of the environment."""
+    """Return versions, commit and flags, from the first step of the environment."""
     steps = parts.get("environment", {}).get("steps", [])
     facts = (steps[0]["record"] if steps else None) or {}
     flat = {key: value for key, value in facts.items() if not isinstance(value, dict)}
@@ -233,7 +234,7 @@ def _machine(parts: dict) -> list[str]:
 
 
 def _counts(step: dict) -> list[str]:
-    """Of tests: how many passed, and the names of those that did not."""
+    """Summarise tests: how many passed, and the names of those that did not."""
     record = step["record"]
     if not isinstance(record, dict) or "not ended" not in record:
         return []

@@ -1,7 +1,7 @@
 """Plant the defects of mutants.toml one by one and run the tests that should see each.
 
-mutmut and cosmic-ray make their defects themselves, by operators on the syntax tree. They take no
-list of those that a person would make, and one of these is worth a thousand of `+` for `-`.
+mutmut and cosmic-ray generate their defects by operators on the syntax tree. They accept no list of
+defects that a person would make, and one of these is worth a thousand of `+` for `-`.
 
 Exit codes: 0 all killed, 1 some survived or could not be judged, 2 bad input, 130 interrupted.
 """
@@ -24,15 +24,15 @@ ROOT = Path(__file__).resolve().parent.parent
 LIST = Path(__file__).with_suffix(".toml")
 # Ignored by git, some of it large.
 LEFT_OUT = (".*", "outputs", "__pycache__", "_build")
-LIMIT_S = 1200  # of one pytest: a defect may make it wait for ever
+LIMIT_S = 1200  # of one pytest: a defect may make it wait forever
 
 
 class Bad(Exception):
-    """The list or the command line asks for what cannot be done."""
+    """An impossible request in the list or on the command line."""
 
 
 class Running(NamedTuple):
-    """A pytest in a copy. mutant: None while the tests are run without any."""
+    """A pytest in a copy. mutant: None for the tests without a defect."""
 
     mutant: dict | None
     copy: Path
@@ -69,7 +69,7 @@ def main() -> int:
 
 
 def chosen(names: list[str]) -> list[dict]:
-    """The defects of these names, or all; each fits the checkout."""
+    """Return the defects of these names, or all; check that each fits the checkout."""
     known = {one["name"]: one for one in tomllib.loads(LIST.read_text())["mutant"]}
     for name in names:
         if name not in known:
@@ -86,7 +86,7 @@ def chosen(names: list[str]) -> list[dict]:
 
 
 def run(mutants: list[dict], folder: Path, jobs: int) -> list[dict]:
-    """What became of each; first the tests have to pass without any."""
+    """Return the outcome of each; first the tests have to pass without any."""
     copies = [folder / str(number) for number in range(jobs)]
     for copy in copies:
         shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(*LEFT_OUT))
@@ -121,7 +121,7 @@ def begin(mutant: dict | None, tests: list[str], copy: Path) -> Running:
         (copy / mutant["file"]).write_text(text.replace(mutant["old"], mutant["new"]))
     own = copy.with_suffix(".tmp")
     own.mkdir()
-    # What is imported, and what tests start as a process, is the copy; what they leave is in `own`.
+    # Imports and processes of tests use the copy; their files are in `own`.
     environment = os.environ | {"PYTHONPATH": str(copy), "TMPDIR": str(own)}
     # Bytecode knows a file by its second and size, and a defect can leave both as they were.
     environment["PYTHONDONTWRITEBYTECODE"] = "1"
@@ -142,7 +142,7 @@ def has_ended(one: Running) -> bool:
 
 
 def ended(one: Running) -> dict | None:
-    """The outcome of a defect, printed, and its copy as it was; None of the tests without any."""
+    """Print and return the outcome of a defect, restore its copy; None for tests without any."""
     code, output = one.process.returncode, one.output.read_text(errors="replace")
     lines = (line.removeprefix("FAILED ") for line in output.splitlines() if line[:7] == "FAILED ")
     failed = [line.partition(" - ")[0] for line in lines]
