@@ -1,15 +1,15 @@
-"""Four published scripts, unmodified but for a patch, in every mode that a CPU has.
+"""Six published scripts, unmodified but for a patch, in every mode that a CPU has.
 
     python -m benchmarks.own_scripts --examples DIR --nanogpt DIR --text FILE --out OUT
 
 DIR are checkouts of pytorch/examples and karpathy/nanoGPT at the commits below; FILE is any text
-(WikiText-2's validation split for the figures in docs/results). `NAME.engine.patch` puts a script
-on `mprun.prepare`; `NAME.run.patch` adds `mprun.Run`.
+(WikiText-2's validation split for the figures in docs/results). `NAME.prepare.patch` puts a script
+on `mprun.prepare`, `NAME.run.patch` on `mprun.Run` as well.
 
-The scripts' output and files show five facts. fp32 prints the numbers of the unmodified script and
-saves its bits. Every mode runs to its end. `mprun compare` judges four modes on three seeds of two
-scripts. The number of changed lines is counted. The host side of each mode runs on the fake CUDA
-device (`mprun.bench.fake_cuda`).
+What is shown, each from the scripts' own output and files: fp32 prints the numbers of the
+unmodified script and saves its bits; every mode runs to its end, or is refused in a line;
+`mprun compare` judges four modes on three seeds of two of them; how many lines changed; and that
+the host side of each mode runs on the fake CUDA device (`mprun.bench.fake_cuda`).
 """
 
 import argparse
@@ -17,7 +17,6 @@ import gzip
 import json
 import os
 import pickle
-import platform
 import re
 import shutil
 import struct
@@ -30,10 +29,14 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from torchvision.datasets import FakeData
 
 import mprun
+from mprun.bench import fake_cuda
+from mprun.config.option_files import modes
 from mprun.errors import DIVERGED
-from mprun.extensions.bench import fake_cuda
+from mprun.precision import get_policy
+from mprun.precision.emulation import why_unsupported
 from mprun.record.console import markdown_table
 from mprun.training.environment import environment
 
@@ -42,10 +45,8 @@ COMMITS = {
     "pytorch/examples": "77f55b912142e11fcfdf5b530231fb9c52f181e8",
     "karpathy/nanoGPT": "3adf61e154c3fe3fca428ad6bc3818b27a3b8291",
 }
-MODES = (
-    *("fp32", "fp16_naive", "fp16_master", "fp16_master_scaled", "amp"),
-    *("bf16_naive", "bf16_master", "amp_bf16"),
-)
+CPU = torch.device("cpu")
+MODES = [mode for mode in modes() if why_unsupported(get_policy(mode), CPU) is None]
 NANOGPT_SEED = 1337
 COMPARED = ("fp32", "fp16_naive", "fp16_master_scaled", "amp")
 
@@ -87,6 +88,20 @@ SCRIPTS = {
         "--seed",
         "mnist_cnn.pt",
     ),
+    "vae": Script(
+        "main.py",
+        "--epochs 3 --log-interval 5".split(),
+        "--precision",
+        "--seed",
+        "results/reconstruction_3.png",
+    ),
+    "imagenet": Script(
+        "main.py",
+        "data --workers 0 --epochs 1 --batch-size 4 --lr 0.01 --print-freq 1".split(),
+        "--precision",
+        "--seed",
+        "checkpoint.pth.tar",
+    ),
     "nanogpt": Script(
         "train.py",
         "config/train_shakespeare_char.py --device=cpu --compile=False --dtype=float32 "
@@ -102,7 +117,7 @@ SCRIPTS = {
 
 
 def prepare_data(folder: Path, text: Path) -> None:
-    """Write the scripts' data: words, characters, and digits in the form of MNIST."""
+    """Write what the scripts read: words, characters, images, and digits in MNIST's format."""
     lines = text.read_text(encoding="utf-8").splitlines()
     words = folder / "word_language_model" / "text"
     words.mkdir()
@@ -120,6 +135,11 @@ def prepare_data(folder: Path, text: Path) -> None:
     ids[:cut].tofile(place / "train.bin")
     ids[cut:].tofile(place / "val.bin")
     (place / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": len(known)}))
+    for split, images in (("train", FakeData(24)), ("val", FakeData(8, random_offset=24))):
+        for number, (image, _) in enumerate(images):
+            place = folder / "imagenet" / "data" / split / str(number % 4)
+            place.mkdir(parents=True, exist_ok=True)
+            image.resize((64, 64)).save(place / f"{number}.png")
     with np.load(Path(mprun.__file__).parent / "data" / "digits.npz") as found:
         images = np.pad(found["images"].repeat(3, 1).repeat(3, 2) * 15, ((0, 0), (2, 2), (2, 2)))
         labels = found["labels"]
@@ -136,7 +156,7 @@ def prepare_data(folder: Path, text: Path) -> None:
 
 
 def patched(folder: Path, name: str, kind: str) -> int:
-    """Patch a script; return the number of changed lines."""
+    """Patch a script; return how many of its lines changed."""
     patch = HERE / f"{name}.{kind}.patch"
     subprocess.run(["patch", "-p1", "-s", "-i", str(patch)], cwd=folder, check=True)
     lines = patch.read_text(encoding="utf-8").splitlines()[2:]
@@ -151,7 +171,7 @@ def call(
     more: Iterable[str] = (),
     given: Mapping[str, str] = os.environ,
 ) -> subprocess.CompletedProcess[str]:
-    """Call a script once, with additional words and variables."""
+    """Call a script, with more words and other variables than usual."""
     file, words, told, seeded, *_ = SCRIPTS[name]
     words, variables = [*words, *more], dict(given) | {"OMP_NUM_THREADS": "1"}
     variables["PYTHONPATH"] = str(Path(mprun.__file__).parents[1])
@@ -166,38 +186,69 @@ def call(
 
 
 def run(folder: Path, name: str, mode: str | None, seed: int = 1) -> tuple[str, dict]:
-    """Return (output without times, saved content) of one call of a script."""
+    """Call a script; return its output without times, and the tensors that it saved."""
     called, saves = call(folder, name, mode, seed), SCRIPTS[name].saves
-    if called.returncode == DIVERGED:  # a valid result, recorded as such
+    if ending(called)[0] == "diverged":  # a result, which is recorded
         return called.stdout, {}
     if called.returncode:
         raise RuntimeError(f"{name} {mode}: {called.stderr[-2000:]}")
     if name == "word_language_model":  # it saves the whole model, by the name of its module
         sys.path.insert(0, str(folder / name))
-    saved = torch.load(folder / name / saves, weights_only=False)
-    timeless = re.sub(r"(time:?|ms/batch|mfu)\s*[-\d.]+\s*(s|ms|%)?", r"\1", called.stdout)
-    told = re.compile(r"Namespace\(.*|.*seed = .*")  # the arguments of the call
+    timeless = re.sub(
+        r"(time:?|Time|Data|ms/batch|mfu)\s*[-\d.]+\s*(s|ms|%|\([\s\d.]+\))?", r"\1", called.stdout
+    )
+    told = re.compile(r"Namespace\(.*|.*seed = .*")  # what it was called with
     output = "\n".join(line for line in timeless.splitlines() if not told.match(line))
-    return output, _tensors(saved)
+    return output, _tensors(folder / name / saves)
+
+
+def ending(called: subprocess.CompletedProcess[str]) -> tuple[str, str]:
+    """Return ("ran" or "diverged", ""), or "refused" (in one line of mprun's own) or "failed", and
+    the error's line."""
+    if called.returncode in (0, DIVERGED):
+        return ("diverged" if called.returncode else "ran"), ""
+    trace = called.stderr.rpartition("Traceback (most recent call last):\n")[2]
+    lines = [line for line in trace.splitlines() if not line.startswith((" ", "run: "))]
+    raised = Path(re.findall(r'  File "(.*)"', trace)[-1])
+    refused = (
+        Path(mprun.__file__).parent in raised.parents
+        and len(lines) == 1
+        and lines[0].startswith(("ValueError: ", "RuntimeError: "))
+    )
+    return ("refused" if refused else "failed"), lines[0]
+
+
+def recorded(folder: Path, name: str, mode: str, seed: int) -> dict:
+    """Call a script that has a `Run`; return how it ended, as its directory says if it has one."""
+    called = call(folder, name, mode, seed)
+    record: dict = {"skipped": 0}
+    for directory in (folder / name / "runs").glob(f"{mode}-s*"):
+        record = mprun.load(directory).one.record
+    found = {key: record.get(key) for key in ("status", "cause", "last_step", "final", "skipped")}
+    status, line = ending(called)
+    return found | ({"status": status, "cause": line} if line else {})
 
 
 def on_fake_cuda(folder: Path, name: str, device: Path) -> dict[str, str]:
-    """Return mode -> how the script ended on the fake device; only its host side counts."""
+    """Return mode -> how the script ended on the fake device; only that its host side runs counts,
+    for values mean nothing there, nor does a loss that is not finite."""
     ended = {}
     for mode in MODES:
         variables = fake_cuda.environment(device)
         called = call(folder, name, mode, 1, SCRIPTS[name].on_gpu, variables)
-        lines = [line for line in called.stderr.splitlines() if "Error" in line]
-        # Values mean nothing there, not even a non-finite loss.
-        ended[mode] = "ran" if called.returncode in (0, DIVERGED) else "; ".join(lines[-1:])
+        status, line = ending(called)
+        ended[mode] = f"{status}: {line}" if line else "ran"
         print("fake CUDA:", name, mode, ended[mode], flush=True)
     return ended
 
 
-def _tensors(saved) -> dict:
+def _tensors(path: Path) -> dict:
+    if path.suffix == ".png":
+        return {"bytes": torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)}
+    saved = torch.load(path, weights_only=False)
     if isinstance(saved, torch.nn.Module):
         return saved.state_dict()
-    return saved.get("model", saved)
+    return saved.get("state_dict", saved.get("model", saved))
 
 
 def page(found: dict) -> str:
@@ -206,21 +257,33 @@ def page(found: dict) -> str:
     lines = [
         [
             name,
-            str(row["lines_engine"]),
+            str(row["lines_prepare"]),
             str(row["lines_run"]),
             _yes(row["fp32_same_output"]),
             _yes(row["fp32_bit_equal"]),
-            str(sum(end == "ran" for end in row["fake_cuda"].values())),
+            *(
+                str(sum(end.startswith(kind) for end in row["fake_cuda"].values()))
+                for kind in ("ran", "refused")
+            ),
         ]
         for name, row in scripts.items()
     ]
     ends = [[mode, *(_ended(row["modes"][mode]) for row in scripts.values())] for mode in MODES]
-    header = ["script", "lines, engine", "lines, Run", "fp32: same output", "fp32: same bits"]
+    said: dict[str, list[str]] = {}
+    for name, row in scripts.items():
+        ended = [(mode, one["cause"]) for mode, one in row["modes"].items()]
+        ended += [(f"{mode} on the fake device", end) for mode, end in row["fake_cuda"].items()]
+        for mode, cause in ended:
+            if cause not in (None, "ran"):
+                said.setdefault(cause, []).append(f"{name} ({mode})")
+    header = ["script", "lines, prepare", "lines, Run", "fp32: same output", "fp32: same bits"]
     parts = [
         _HEAD.format(**machine, torch=machine["packages"]["torch"]),
-        markdown_table([*header, f"modes on the fake CUDA device, of {len(MODES)}"], lines),
+        markdown_table([*header, f"fake CUDA: ran, of {len(MODES)}", "refused"], lines),
         _MODES,
         markdown_table(["mode", *scripts], ends),
+        _SAID,
+        "\n".join(f"- {line}\n  {', '.join(where)}" for line, where in said.items()),
         _COMPARED,
         *(
             f"{name}:\n\n"
@@ -239,22 +302,26 @@ def _ended(record: dict) -> str:
     skipped = f", {record['skipped']} skipped" if record["skipped"] else ""
     if record["status"] == "done":
         return f"{record['final']['loss']:.4g}{skipped}"
-    return f"{record['status']} after step {record['last_step']}: {record['cause']}{skipped}"
+    after = "" if record["last_step"] is None else f" after step {record['last_step']}"
+    return f"{record['status']}{after}{skipped}"
 
 
-_HEAD = """# Four published scripts in every mode
+_HEAD = """# Six published scripts in every mode
 
 Scripts of pytorch/examples and nanoGPT, unmodified but for a patch that puts them on
-`mprun.prepare`, or on `mprun.Run` as well; {cpu}, {cpu_count} cores, torch {torch}:
+`mprun.prepare`, or on `mprun.Run` as well; {cpu}, {cpu_count} cores, torch {torch}, Python
+{python}, commit {commit}:
 
     python -m benchmarks.own_scripts --examples CLONE --nanogpt CLONE \\
         --text wiki.valid.tokens --out OUT
 
-MNIST's images are the bundled digits in its file format, DCGAN's torchvision's FakeData, the text
-WikiText-2's validation split; networks and lengths are small (`SCRIPTS` in the benchmark). A
-changed line counts once."""
+MNIST's images (mnist, vae) are the bundled digits in its file format, those of dcgan and imagenet
+torchvision's FakeData, the text WikiText-2's validation split; networks and lengths are small
+(`SCRIPTS` in the benchmark). imagenet trains ResNet-18 on crops of 224 x 224, 6 steps. A changed
+line counts once. vae saves images, whose files are compared; the others save weights."""
 _MODES = """Loss of the last evaluation (dcgan: of the last step, both networks), seed 1, and steps
 that were skipped:"""
+_SAID = "What was said in place of a result, and where:"
 _COMPARED = "`mprun compare` on the run directories of three seeds, at its margin of 1 %:"
 
 
@@ -274,21 +341,17 @@ def main() -> None:
         with_run = Path(temporary) / "with_run"
         shutil.copytree(original, with_run)
         for name in SCRIPTS:
-            lines = patched(folder, name, "engine"), patched(with_run, name, "run")
+            lines = patched(folder, name, "prepare"), patched(with_run, name, "run")
             seed = NANOGPT_SEED if name == "nanogpt" else 1
             output, saved = run(original, name, None, seed)
             own, bits = run(folder, name, "fp32", seed)
             equal = bits.keys() == saved.keys() and all(
                 torch.equal(bits[key], saved[key]) for key in bits
             )
-            row: dict = {"lines_engine": lines[0], "lines_run": lines[1]}
+            row: dict = {"lines_prepare": lines[0], "lines_run": lines[1]}
             row |= {"fp32_same_output": own == output, "fp32_bit_equal": equal, "modes": {}}
             for mode in MODES:
-                call(with_run, name, mode, seed)
-                (directory,) = (with_run / name / "runs").glob(f"{mode}-s*")
-                record = mprun.load(directory).one.record
-                kept = ("status", "cause", "last_step", "final", "skipped")
-                row["modes"][mode] = {key: record[key] for key in kept}
+                row["modes"][mode] = recorded(with_run, name, mode, seed)
                 print(name, mode, row["modes"][mode], flush=True)
             found["scripts"][name] = row
         for name in ("word_language_model", "nanogpt"):
@@ -307,7 +370,7 @@ def main() -> None:
         fake_cuda.build(device)
         for name, row in found["scripts"].items():
             row["fake_cuda"] = on_fake_cuda(with_run, name, device)
-    found["environment"] = environment(torch.device("cpu")) | {"platform": platform.platform()}
+    found["environment"] = environment(CPU)
     given.out.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     given.out.with_suffix(".md").write_text(page(found), encoding="utf-8")
 
