@@ -1,6 +1,6 @@
 """The precision engine: policies, master weights, loss scales, emulation.
 
-Usable without the rest of mprun:
+It works without the rest of mprun:
 
     policy = get_policy("fp16_master_scaled")
     arithmetic = ForwardContext(policy, device)

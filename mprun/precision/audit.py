@@ -1,9 +1,9 @@
-"""What an arm really computed: watched in its first steps, then in one of a thousand.
+"""The record of what an arm computed: watched in its first steps, then in one of a thousand.
 
-A mode says in which dtype products run. Code inside of a model can say otherwise without a word
+A mode says in which dtype products run. Code inside a model can silently change that
 (`torch.autocast` in its `forward`, TF32 switched on later), and then a comparison compares
-something else. So every arm is watched, FP32 too; a contradiction ends it in one line, and what
-was seen is a part of the record.
+something else. So every arm is watched, FP32 too. A contradiction ends the arm with one line; the
+counts become part of the record.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from mprun.precision.emulation import PRODUCTS, ForwardContext
 from mprun.precision.policy import dtype_name, read_math_flags
 from mprun.precision.recurrent import LAYERS
 
-FIRST = 3  # watched one after the other
-RARELY = 1000  # then one in so many
+FIRST = 3  # steps watched one after the other
+RARELY = 1000  # afterwards one step in this many
 _ATTENTION = [
     f"_scaled_dot_product_{kind}{end}"
     for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention")
@@ -38,7 +38,7 @@ _WATCHED = frozenset([*PRODUCTS, "scaled_mm", "mkldnn_linear", *_ATTENTION, *_RE
 
 
 class Contradiction(RuntimeError):
-    """What was computed is not what the mode says; one line."""
+    """The computation contradicts the mode; the message is one line."""
 
 
 def is_due(number: int) -> bool:
@@ -53,20 +53,20 @@ def next_due(number: int) -> int:
 
 
 class Audit(TorchDispatchMode):
-    """Counts the products that run inside of it by phase and dtype.
+    """A mode that counts the products inside it by phase and dtype.
 
-    To be entered behind the emulation, which computes in FP32 what the model asks for in 16 bits:
-    what is counted is what the model asks for. A recurrent layer that the emulation computes whole
-    counts as one product, each way. Costs some microseconds an operation, and waits for nothing.
+    Enter it after the emulation, which computes 16-bit requests of the model in FP32: the audit
+    counts the requests. A recurrent layer that the emulation computes whole counts as one product
+    each way. It costs some microseconds an operation, and waits for nothing.
 
     Args:
-        arithmetic: of the arm.
-        parameters: name -> parameter, looked at for writes whenever this is entered; none for a
-            model that looks by itself. A write through `.data` is not seen.
+        arithmetic: context of the arm.
+        parameters: name -> parameter, checked for writes around each entry; none for a model that
+            checks this itself. A write through `.data` is not seen.
 
     Attributes:
         products: (phase, dtype) -> number of products.
-        left: places from which tensors left the model beside its outputs, "module.attribute".
+        left: places where tensors left the model beside its outputs, "module.attribute".
         written: parameters that a call of the model wrote to, by name.
         optimizers: classes of the optimizers that updated its parameters.
         watched: number of calls and passes, or of steps.
@@ -109,7 +109,7 @@ class Audit(TorchDispatchMode):
             if dtype is not None:
                 backward = torch._C._current_graph_task_id() != -1
                 self.products["backward" if backward else "forward", dtype] += 1
-                # In a backward pass of a script it may be one of the script's, behind the model.
+                # In a script's backward pass it may be the script's product, after the model.
                 is_own = not backward or self in self.arithmetic.watchers
                 if dtype not in self._allowed and is_own:
                     self._refuse(name, dtype)
@@ -117,9 +117,9 @@ class Audit(TorchDispatchMode):
 
     @contextmanager
     def watching(self, *, step: bool = False) -> Iterator[None]:
-        """Count what runs within to its end, and check the switches of torch.
+        """Count the products of a block that ends without error, and check torch's switches.
 
-        step: what runs where the arithmetic is entered, in forward and backward passes.
+        step: count where the arithmetic is entered, in forward and backward passes.
         """
         self._check_flags()
         before = self.arithmetic.recurrent_layers()
@@ -134,9 +134,9 @@ class Audit(TorchDispatchMode):
         self.watched += 1
 
     def check_happened(self) -> None:
-        """Raise Contradiction if the mode has not happened: no product ran in its dtype.
+        """Raise Contradiction if the mode has not taken effect: no product ran in its dtype.
 
-        Of what was watched to its end; where there is none the question is open.
+        Only blocks watched to their end count; without one the question stays open.
         """
         if not self.watched:
             return
@@ -155,7 +155,7 @@ class Audit(TorchDispatchMode):
             )
 
     def result(self) -> dict[str, Any]:
-        """As run.json has it."""
+        """Return the counts in the form of run.json."""
         counts = {f"{phase} {self._name(dtype)}": n for (phase, dtype), n in self.products.items()}
         return {
             "watched": self.watched,
@@ -166,13 +166,13 @@ class Audit(TorchDispatchMode):
         }
 
     def _name(self, dtype: torch.dtype) -> str:
-        """Of a dtype in which products run: those of FP32 may be TF32's."""
+        """Return the name of a product's dtype; FP32 products may be TF32."""
         is_tf32 = dtype is torch.float32 and self.arithmetic.policy.fp32_math == "tf32"
         return "tf32" if is_tf32 else dtype_name(dtype)
 
     def _check_flags(self) -> None:
-        """Raise Contradiction where FP32 products on a GPU are not what the mode says; a CPU does
-        not read these switches."""
+        """Raise Contradiction if FP32 products on a GPU contradict the mode; a CPU does not read
+        these switches."""
         if self.arithmetic.device.type != "cuda":
             return
         wanted = self.arithmetic.policy.fp32_math
@@ -187,15 +187,15 @@ class Audit(TorchDispatchMode):
         found, *others = map(dtype_name, (dtype, *self._wanted, torch.float32))
         allowed = ", ".join(others)
         raise Contradiction(
-            f"precision={self.arithmetic.policy.name}: {operation} inside of the model computes in "
+            f"precision={self.arithmetic.policy.name}: {operation} inside the model computes in "
             f"{found}, must be in {allowed}; remove torch.autocast and casts from forward"
         )
 
 
 def combined(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return several results of `Audit.result` as one: counts added up, names each once.
+    """Merge several results of `Audit.result`: add up the counts, list each name once.
 
-    What was not watched is that of the newest.
+    `not_watched` comes from the newest result that has it.
     """
     products: Counter[str] = Counter()
     names = ("left_the_model", "written_in_a_call", "optimizers")

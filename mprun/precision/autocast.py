@@ -1,8 +1,8 @@
 """CUDA's operation lists for ``torch.autocast("cpu")``: amp on a CPU casts what amp on CUDA casts.
 
-torch's own lists for a CPU are others: softmax, layer_norm, pow, rsqrt, exp, log, sum, norms and
-forty more compute in 16 bits there and in FP32 on CUDA, fft and linalg the other way round. A norm
-written by hand that overflows FP16 on a CPU would not on the GPU that the run stands for.
+torch's lists for a CPU differ: softmax, layer_norm, pow, rsqrt, exp, log, sum, norms and forty more
+compute in 16 bits there and in FP32 on CUDA; for fft and linalg it is the other way round. A
+hand-written norm that overflows FP16 on a CPU would not overflow on the GPU that it stands for.
 
 Sources: ATen/autocast_mode.h (the lists), ATen/autocast_mode.cpp (cat, binary_cross_entropy),
 torch documentation, "CUDA Ops that can autocast to float16".
@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 F32 = torch.float32
 _KEY = "AutocastCPU"
-# What CUDA computes in 16 bits and a CPU leaves alone (AT_FORALL_LOWER_PRECISION_FP).
+# CUDA computes these in 16 bits, a CPU leaves them alone (AT_FORALL_LOWER_PRECISION_FP).
 _LOWER = frozenset(
     """
     _convolution convolution addmv addr einsum mv chain_matmul linalg_multi_dot
@@ -27,14 +27,14 @@ _LOWER = frozenset(
     _scaled_dot_product_flash_attention
     """.split()
 )
-# In the widest dtype among the arguments (AT_FORALL_PROMOTE).
+# Computed in the widest dtype among the arguments (AT_FORALL_PROMOTE).
 _WIDEST = frozenset(
     """
     addcdiv addcmul atan2 bilinear cross dot vdot grid_sampler index_put tensordot scatter_add
     """.split()
 )
-# In FP32 by their dtype argument, without a copy of the input (AT_FORALL_FP32_SET_OPT_DTYPE);
-# whatever is on none of these lists has its arguments cast to FP32.
+# Computed in FP32 by a dtype argument, without a copy of the input (AT_FORALL_FP32_SET_OPT_DTYPE);
+# operations on none of these lists get their arguments cast to FP32.
 _FP32_BY_ARGUMENT = frozenset(
     """
     softmax.int log_softmax.int cumprod cumsum sum sum.dim_IntList
@@ -50,10 +50,10 @@ _held: weakref.WeakValueDictionary[str, torch.library.Library] = weakref.WeakVal
 
 
 def cuda_lists() -> torch.library.Library:
-    """``torch.autocast("cpu")`` follows CUDA's lists, process-wide, while what is returned lives.
+    """Make ``torch.autocast("cpu")`` follow CUDA's lists, process-wide, while the result lives.
 
-    Costs a few milliseconds, and some microseconds at each call of an operation that a CPU has not
-    on its lists.
+    It costs a few milliseconds, and some microseconds at each call of an operation that is not on a
+    CPU's lists.
     """
     library = _held.get("lists")
     if library is None:
@@ -65,8 +65,8 @@ def cuda_lists() -> torch.library.Library:
 def register(library: torch.library.Library, *, half_to_float: bool = False) -> None:
     """Register with `library` the kernels of all operations that CUDA's autocast treats otherwise.
 
-    half_to_float: softmax as CUDA's kernel, which reads float16 and writes float32. A CPU has it
-    for tensors without values only.
+    half_to_float: use CUDA's softmax kernel, which reads float16 and writes float32. A CPU only has
+    it for tensors without values.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*[Oo]verriding a previously registered")
@@ -75,7 +75,7 @@ def register(library: torch.library.Library, *, half_to_float: bool = False) -> 
 
 
 def _kernels(half_to_float: bool) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """(name of an operator, its kernel under autocast) wherever CUDA and CPU differ."""
+    """Yield (name of an operator, its kernel under autocast) wherever CUDA and CPU differ."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     for full in torch._C._dispatch_get_all_op_names():
         name = full.removeprefix("aten::")
@@ -105,7 +105,7 @@ def _under(name: str, half_to_float: bool) -> Callable[..., Any]:
             half = args[0].dtype if isinstance(args[0], Tensor) else None
             if name in _FP32_BY_ARGUMENT:
                 asked = kwargs.get("dtype")
-                if packet in _HALF_TO_FLOAT:  # theirs may stand in the third place
+                if packet in _HALF_TO_FLOAT:  # their dtype may be the third argument
                     asked, args = (*args[2:], asked)[0], args[:2]
                     kwargs["dtype"] = asked
                 if asked is None and half in (torch.float16, torch.bfloat16):

@@ -1,9 +1,8 @@
 """Put a model into a policy's dtypes, with chosen modules kept in another one.
 
-Models are written in FP32 terms; here each parameter gets its dtype, and a module that computes
-in another dtype than its neighbours gets a cast in front of and behind its `forward`. Which modules
-are meant is said in glob patterns over their names, for `precision.overrides` as for every other
-setting.
+Models are written in FP32 terms; here each parameter gets its dtype. A module that computes in
+another dtype than its neighbours gets a cast before and after its `forward`. Glob patterns over
+module names select modules, for `precision.overrides` as for every other setting.
 """
 
 import weakref
@@ -31,12 +30,12 @@ def _names_like(model: nn.Module, pattern: str) -> list[str]:
 
 
 def those_that_match(model: nn.Module, patterns: Iterable[str]) -> list[str]:
-    """The patterns that match a module of the model."""
+    """Return the patterns that match a module of the model."""
     return [pattern for pattern in patterns if _names_like(model, pattern)]
 
 
 def matching_modules(model: nn.Module, pattern: str, key: str) -> list[str]:
-    """Names of the modules that `pattern` matches; ValueError, naming `key`, if there are none."""
+    """Return the modules that `pattern` matches; if none, raise a ValueError that names `key`."""
     matched = _names_like(model, pattern)
     if not matched:
         names = _names_like(model, "*")
@@ -53,15 +52,15 @@ _Chosen = Mapping[str, torch.dtype]
 
 @dataclass(slots=True)
 class CastModel:
-    """A model in its policy's dtypes, which can be evaluated as it was.
+    """A model in its policy's dtypes, which can also be evaluated in FP32.
 
     Attributes:
-        masters: for each parameter that was rounded and has a master copy, its value before
-            rounding in the policy's master_dtype, by parameter name: the parameter itself, in whose
-            place the module holds a copy. The optimizer made from it updates them in place.
-        buffers: of those that were rounded: the module's, its version then, and the buffer before.
-        forwards: of modules that compute otherwise in the mode their attributes, and `forward`
-            before (_NOTHING: that of their class).
+        masters: parameter name -> value before rounding in the policy's master_dtype, for each
+            rounded parameter that has a master copy. It is the parameter itself, replaced in the
+            module by a copy. The optimizer built from it updates masters in place.
+        buffers: for each rounded buffer: the module's, its version then, and the buffer before.
+        forwards: for each module that computes differently in the mode: its attributes, and the
+            `forward` before (_NOTHING: that of its class).
     """
 
     module: nn.Module
@@ -72,13 +71,13 @@ class CastModel:
 
     @contextmanager
     def in_fp32(self, weights: Mapping[str, Tensor] | None = None) -> Iterator[nn.Module]:
-        """Within it the module computes in FP32: with its master weights, without any cast.
+        """Let the module compute in FP32: with its master weights, without any cast.
 
-        16-bit tensors that have no FP32 form are widened, which costs their memory in FP32; row
-        tables, which must not be written to, give their rows in FP32.
+        16-bit tensors without an FP32 form are widened, which costs their memory in FP32. Row
+        tables must not be written to; they return their rows in FP32.
 
         Args:
-            weights: by parameter name, FP32, in place of some.
+            weights: parameter name -> FP32 tensor that replaces the weight.
         """
         tables = row_tables(self.module)
         forms = self._forms(weights or {})
@@ -102,7 +101,7 @@ class CastModel:
             yield self.module
 
     def _forms(self, weights: Mapping[str, Tensor]) -> dict[int, Tensor]:
-        """By id of each tensor that has another form in FP32: that form."""
+        """Return id -> FP32 form, for each tensor whose FP32 form is another tensor."""
         tables = row_tables(self.module)
         known = {id(own): before for own, then, before in self.buffers if _version(own) == then}
         names = {id(own): name for name, own in self.module.named_parameters()}
@@ -116,11 +115,11 @@ class CastModel:
                 name = names.get(id(own), "")
                 form = self.masters.get(name, known.get(id(own), own))
                 if name in weights:
-                    # cuDNN's weights are moved into one buffer; others may know where these lie.
+                    # cuDNN's weights move into one buffer; other code may know their addresses.
                     moves = isinstance(module, nn.RNNBase) and own.is_cuda
                     form = weights[name].clone() if moves else weights[name]
                 elif _has_other_form(form):
-                    # Of one layout, whatever that of the training is: kernels differ by a rounding.
+                    # Always one layout, unlike in training: kernels differ by a rounding.
                     plain = form.detach().float().contiguous()
                     form = plain.requires_grad_(form.requires_grad)
                 if form is not own:
@@ -132,7 +131,7 @@ _NOTHING = object()
 
 
 def _hold(stack: ExitStack, place: dict[str, Any], other: Mapping[str, Any]) -> None:
-    """Let `place` hold `other`, or _NOTHING, under these keys; after `stack` what it held."""
+    """Set `place` to hold `other`, or _NOTHING, under these keys until `stack` closes."""
     stack.callback(_put, place, {key: place.get(key, _NOTHING) for key in other})
     _put(place, other)
 
@@ -146,7 +145,7 @@ def _put(place: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def _version(tensor: Tensor) -> int:
-    """How often it was written to; inference tensors do not count."""
+    """Return how often it was written to; inference tensors do not count."""
     return -2 if tensor.is_inference() else tensor._version
 
 
@@ -157,10 +156,10 @@ def _has_other_form(own: Tensor) -> bool:
 
 
 def flat_weights(weights: Iterable[Any]) -> dict[str, Any]:
-    """The attributes in which a recurrent layer of torch holds its weights once more.
+    """Return the attributes in which a recurrent layer of torch keeps its weights once more.
 
-    References to them too: without these a layer takes other weights for new ones and moves them
-    into a buffer, away from where a captured graph and an optimizer know them.
+    They include references: without these a layer takes other weights for new ones. It would move
+    them into a buffer, away from the addresses that a captured graph and an optimizer know.
     """
     weights = list(weights)
     return {
@@ -174,18 +173,18 @@ def cast_model(
 ) -> CastModel:
     """Cast `model` in place to the policy's dtypes and return it with its FP32 master weights.
 
-    A row table (mprun.precision.row_updates) has no copy in a policy with master weights: it stays
-    in FP32, and the rows gathered from it come in the dtype of the parameters.
+    A row table (mprun.precision.row_updates) has no copy in a policy with master weights. It stays
+    in FP32, and the rows gathered from it have the dtype of the parameters.
 
     Args:
-        overrides: glob pattern over module names -> dtype in which the matching modules, and what
-            is inside them, keep their parameters and compute; the last matching pattern counts.
-            Norm layers inside follow only an FP32 override. Under autocast parameters stay FP32 and
-            the override changes the arithmetic alone.
+        overrides: glob pattern over module names -> dtype in which the matching modules, and
+            modules inside them, keep their parameters and compute; the last matching pattern
+            counts. Norm layers inside only follow an FP32 override. Under autocast parameters stay
+            FP32 and the override only changes the arithmetic.
 
     Raises:
-        ValueError: a pattern that matches no module, and the name of a module that cannot compute
-            in that dtype.
+        ValueError: A pattern matches no module, or names a module that cannot compute in that
+            dtype.
     """
     overrides = overrides or {}
     chosen: dict[str, torch.dtype] = {}
@@ -199,12 +198,12 @@ def cast_model(
         if policy.master_dtype is None:
             for module, dtype in dtypes.items():
                 # Keeps the identity of the parameters and lets nn.LSTM rebuild its flat weights;
-                # without recursion, because each submodule has a dtype of its own.
+                # without recursion, because the dtype differs between submodules.
                 module._apply(partial(cast_tree, dtype=dtype), recurse=False)
         else:
             _make_copies(cast, dtypes, policy.master_dtype)
     own_recurrent(model)
-    if policy.products is not None:  # before the casts around modules, which go around these too
+    if policy.products is not None:  # before the casts around modules, which include these
         install(model, policy.products, chosen)
     cast_around_modules(model, policy, chosen)
     cast.forwards = [
@@ -216,8 +215,8 @@ def cast_model(
 def _dtypes_of_tensors(
     model: nn.Module, policy: PrecisionPolicy, chosen: _Chosen
 ) -> dict[nn.Module, torch.dtype]:
-    """Of parameters and buffers of each module, tables with master weights left out; sets the dtype
-    of the rows that each table gives."""
+    """Return the dtype of each module's parameters and buffers, except tables with master weights;
+    set the dtype of the rows that each table returns."""
     tables, found = row_tables(model), {}
     for name, module in model.named_modules():
         dtype = dtype_of(name, module, policy, chosen)
@@ -231,7 +230,7 @@ def _dtypes_of_tensors(
 def _make_copies(
     cast: CastModel, dtypes: Mapping[nn.Module, torch.dtype], master_dtype: torch.dtype
 ) -> None:
-    """Give what is to be rounded its two forms: the parameter is the master, the module has a copy.
+    """Give each rounded tensor two forms: the parameter becomes the master, the module gets a copy.
 
     A weight that is used in several places has one copy, in the dtype of the last of them.
     """
@@ -264,10 +263,10 @@ def _make_copies(
 
 
 def cast_around_modules(model: nn.Module, policy: PrecisionPolicy, chosen: _Chosen) -> None:
-    """Put casts in front of and behind modules that compute in another dtype than around them."""
+    """Put casts before and after modules that compute in another dtype than their neighbours."""
     for name, module in model.named_modules():
         if getattr(module, "computes_in_fp32", False):
-            continue  # whatever is around it, and its results are losses
+            continue  # in every mode, and its results are losses
         outer = inherited(name.rpartition(".")[0], chosen)
         around = outer or policy.autocast_dtype or policy.param_dtype
         if name in chosen and chosen[name] is not outer:
@@ -283,9 +282,9 @@ def cast_around_modules(model: nn.Module, policy: PrecisionPolicy, chosen: _Chos
 def _refuse_without_effect(
     model: nn.Module, policy: PrecisionPolicy, chosen: _Chosen, overrides: _Chosen
 ) -> None:
-    """A module asked for by its name that stays in FP32 would make an arm that differs in nothing.
+    """Refuse an override by name of a module that stays in FP32: such an arm would not differ.
 
-    A pattern with a wildcard means the other modules that it matches.
+    A pattern with a wildcard may match such modules beside others.
     """
     for name, dtype in chosen.items():
         module = model.get_submodule(name)
@@ -303,13 +302,13 @@ def _refuse_without_effect(
 def dtype_of(name: str, module: nn.Module, policy: PrecisionPolicy, chosen: _Chosen) -> torch.dtype:
     """Return the dtype of the parameters and buffers of the module `name`.
 
-    chosen: names of modules that have an override -> its dtype.
+    chosen: name of a module with an override -> its dtype.
     """
     override = inherited(name, chosen)
     if getattr(module, "computes_in_fp32", False):
         return torch.float32
     if isinstance(module, NORM_LAYERS) and name not in chosen:
-        # A kernel takes 16-bit norm parameters only together with inputs of the same format.
+        # A kernel takes 16-bit norm parameters only with inputs of the same format.
         both_16_bits = policy.norm_dtype.itemsize == 2
         follows = override is torch.float32 or both_16_bits
         return override if override is not None and follows else policy.norm_dtype

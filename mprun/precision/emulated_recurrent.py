@@ -2,10 +2,10 @@
 
 The decomposed native layer adds the weight gradient of T time steps in the 16-bit format. Here each
 weight gradient is one float32 matrix product over all time steps, rounded once (paper section 3.3).
-Rounded at every step is what a layer keeps: h (before and after a projection), an LSTM's c, and in
-backward their gradients and those of the gates. The gates themselves stay float32 in forward,
-16-bit copies are kept for backward. What cuDNN rounds inside is not published. Dropout between
-layers draws other random numbers than the native layer.
+Rounded at every step are a layer's states: h (before and after a projection), an LSTM's c, and in
+backward their gradients and the gates' gradients. In forward the gates stay float32; backward gets
+16-bit copies. cuDNN's inner roundings are not published. Dropout between layers draws other random
+numbers than the native layer.
 
 Inside, tensors are transposed to (features, batch), where the CPU's matrix product is fastest.
 """
@@ -29,16 +29,15 @@ F32 = torch.float32
 def emulated_recurrent(
     function: Any, call: RecurrentCall, counts: Counter[tuple[str, str]]
 ) -> tuple[Tensor, ...]:
-    """What `function` (torch.lstm, torch.gru, torch.rnn_tanh or torch.rnn_relu) computes of 16-bit
-    tensors.
+    """Compute `function` (torch.lstm, torch.gru, torch.rnn_tanh or torch.rnn_relu) in 16 bits.
 
     Args:
-        call: not of a packed sequence, T > 0; all its tensors share one 16-bit dtype.
-        counts: get one (kind, "forward") and one (kind, "backward") per layer and direction; kind:
+        call: no packed sequence, T > 0; all its tensors share one 16-bit dtype.
+        counts: gets one (kind, "forward") and one (kind, "backward") per layer and direction; kind:
             "lstm", "gru" or "rnn".
 
     Returns:
-        y, h_n and, of an LSTM, c_n in that dtype. A second derivative raises RuntimeError.
+        y, h_n and, for an LSTM, c_n in that dtype. A second derivative raises RuntimeError.
     """
     kind = _KINDS[function]
     x = call.inputs.transpose(0, 1) if call.batch_first else call.inputs
@@ -73,11 +72,11 @@ Gradients = tuple[Tensor | None, ...]
 
 
 class _Kind(NamedTuple):
-    """What differs between the layers.
+    """The differences between the layers.
 
-    Operands: x, h0, w_ih, w_hh, b_ih, b_hh; of an LSTM then c0, w_hr. Biases and w_hr may be None.
+    Operands: x, h0, w_ih, w_hh, b_ih, b_hh; an LSTM adds c0, w_hr. Biases and w_hr may be None.
 
-    forward(keep, *operands): (y, h_n, ...), and what backward needs: x, h0, w_ih, w_hh, y, others.
+    forward(keep, *operands): (y, h_n, ...), and backward's inputs: x, h0, w_ih, w_hh, y, others.
     backward(kept, dy, dh_n, ...): gradients of the gates' inputs and of the recurrent product (T,
         G H, B), and of h0 (H, B); then those of the operands that only an LSTM has.
     """
@@ -94,7 +93,7 @@ class _EmulatedLayer(torch.autograd.Function):
     def forward(
         ctx: Any, kind: _Kind, keep: bool, counts: Counter[tuple[str, str]], *operands: Any
     ) -> tuple[Tensor, ...]:
-        # Without this each of the 12 operations a time step would pass through both modes.
+        # Otherwise each of the 12 operations a time step would pass through both modes.
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             results, kept = kind.forward(keep, *operands)
             counts[kind.name, "forward"] += 1
@@ -108,7 +107,7 @@ class _EmulatedLayer(torch.autograd.Function):
         name = ctx.kind.name
         if torch.is_grad_enabled():
             raise RuntimeError(f"the emulated {name} has no second derivative (create_graph=True)")
-        saved = ctx.saved_tensors  # which a checkpoint computes again, in all modes
+        saved = ctx.saved_tensors  # a checkpoint recomputes them, in all modes
         with torch._C.DisableTorchFunction(), _disable_current_modes():
             ctx.counts[name, "backward"] += 1
             d_inputs, d_recurrent, dh, *others = ctx.kind.backward(saved, *gradients)
@@ -117,19 +116,19 @@ class _EmulatedLayer(torch.autograd.Function):
 
 
 def _transposed(t: Tensor) -> Tensor:
-    """(..., B, F) in 16 bits to contiguous float32 (..., F, B)."""
+    """Return (..., B, F) in 16 bits as contiguous float32 (..., F, B)."""
     t = t.transpose(-1, -2)
     return torch.empty(t.shape, dtype=F32).copy_(t)
 
 
 def _columns(t: Tensor) -> Tensor:
-    """(T, F, B) to contiguous float32 (F, T * B), the operand of a product over all time steps."""
+    """Return (T, F, B) as contiguous float32 (F, T * B), to multiply over all time steps."""
     t = t.transpose(0, 1)
     return torch.empty(t.shape, dtype=F32).copy_(t).flatten(1)
 
 
 def _lstm_forward(keep: bool, *operands: Any) -> Results:
-    """y (T, B, P), h_n, c_n; kept of its own: c0, w_hr, cells (T, H, B), gates (T, 4H, B) and, with
+    """Return y (T, B, P), h_n, c_n; keep also c0, w_hr, cells (T, H, B), gates (T, 4H, B) and, with
     a projection, raw h (T, H, B)."""
     x, h0, w_ih, w_hh, b_ih, b_hh, c0, w_hr = operands
     (steps, batch, _), half = x.shape, x.dtype
@@ -172,7 +171,7 @@ def _lstm_backward(kept: Sequence[Any], dy: Tensor, dh_n: Tensor, dc_n: Tensor) 
     dys[-1] += _transposed(dh_n)
     r_t = None if w_hr is None else _transposed(w_hr)
     d = torch.empty_like(dc)
-    # Of one time step in float32, of all of them as they are rounded.
+    # One time step in float32; all time steps rounded.
     d_gates = torch.empty(4, hidden, batch, dtype=F32)
     d_ifg, d_o, d_flat = d_gates[:3], d_gates[3], d_gates.view(4 * hidden, batch)
     half_d, half_dc = torch.empty_like(d, dtype=half), torch.empty_like(dc, dtype=half)
@@ -195,7 +194,7 @@ def _lstm_backward(kept: Sequence[Any], dy: Tensor, dh_n: Tensor, dc_n: Tensor) 
 
 
 def _factors(gates: Tensor, cells: Tensor, c0: Tensor) -> Sequence[Any]:
-    """Return factors of dc (for i, f, g) and dh (for o), (T, 4, H, B), and by step dc/dh and f.
+    """Return the factors of dc (for i, f, g) and dh (for o), (T, 4, H, B), and dc/dh, f by step.
 
     They do not depend on the recursion, so they are computed for all time steps at once.
     """
@@ -213,8 +212,8 @@ def _factors(gates: Tensor, cells: Tensor, c0: Tensor) -> Sequence[Any]:
 
 
 def _gru_forward(keep: bool, *operands: Any) -> Results:
-    """y (T, B, H), h_n; kept of its own: gates (T, 4H, B), which are reset r, update z, new n and
-    what r multiplies in it."""
+    """Return y (T, B, H), h_n; keep also the gates (T, 4H, B): reset r, update z, new n, and the
+    part of n that r multiplies."""
     x, h0, w_ih, w_hh, b_ih, b_hh = operands
     (steps, batch, _), hidden = x.shape, h0.shape[-1]
     inputs = _input_product(x, w_ih, b_ih)
@@ -243,7 +242,7 @@ def _gru_backward(kept: Sequence[Any], dy: Tensor, dh_n: Tensor) -> Sequence[Any
     to_r = of_n * r * (1 - r)
     w_t, half = _transposed(w_hh), y.dtype
     dh, dys = _transposed(dh_n), _transposed(dy)
-    # Of the gates' inputs, and of the recurrent product, whose third part r multiplies.
+    # Gradients of the gates' inputs, and of the recurrent product, whose third part r multiplies.
     d_inputs = torch.empty(steps, 3 * hidden, batch, dtype=half)
     d_recurrent = torch.empty_like(d_inputs)
     for t in range(steps - 1, -1, -1):
@@ -257,7 +256,7 @@ def _gru_backward(kept: Sequence[Any], dy: Tensor, dh_n: Tensor) -> Sequence[Any
 
 
 def _rnn(slope: Callable[[Tensor], Tensor], activation: Callable[[Tensor], Tensor]) -> _Kind:
-    """The plain layer h = activation(...); slope: the activation's derivative, of its result."""
+    """Build the plain layer h = activation(...); slope: the derivative as a function of h."""
 
     def forward(keep: bool, *operands: Any) -> Results:
         x, h0, w_ih, w_hh, b_ih, b_hh = operands
@@ -284,7 +283,7 @@ def _rnn(slope: Callable[[Tensor], Tensor], activation: Callable[[Tensor], Tenso
 
 
 def _input_product(x: Tensor, w_ih: Tensor, bias: Tensor | None) -> Tensor:
-    """Of all time steps at once, (G H, T * B) in float32."""
+    """Multiply all time steps at once: (G H, T * B) in float32."""
     columns, w, column = x.reshape(-1, x.shape[-1]).to(F32).t(), w_ih.to(F32), _column(bias)
     return w @ columns if column is None else torch.addmm(column, w, columns)
 
@@ -296,7 +295,7 @@ def _column(bias: Tensor | None) -> Tensor | None:
 def _gradients(
     needed: Sequence[bool], kept: Sequence[Any], d_inputs: Tensor, d_recurrent: Tensor, dh: Tensor
 ) -> Gradients:
-    """Of the first six operands, from those of the gates (T, G H, B) and of h0 (H, B)."""
+    """Return the first six operands' gradients, from those of gates (T, G H, B) and h0 (H, B)."""
     x, h0, w_ih, _, y, *_ = kept
     half, rows = y.dtype, x.reshape(-1, x.shape[-1])
     di = _columns(d_inputs)

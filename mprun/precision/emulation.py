@@ -1,4 +1,4 @@
-"""In what arithmetic a mode's passes run: autocast, and Tensor Core arithmetic on a CPU.
+"""The arithmetic of a mode's passes: autocast, and Tensor Core arithmetic on a CPU.
 
 Paper section 3.3: products are multiplied in FP16, summed in FP32 and stored in FP16. Native CPU
 kernels break that rule, measured with torch 2.15 and AVX-512 BF16 (errors in single roundings):
@@ -6,8 +6,8 @@ float16: 8192 ones over the batch give 2048 in convolution weight gradients and 
     and a step takes 10 to 60 times as long as in float32;
 bfloat16: 8192 ones give 256 in embedding gradients (17 roundings over 4000 tokens); an LSTM with
     projection is off by 3 to 6 roundings; linear and convolution are right, and faster than here.
-So on a CPU real 16-bit tensors meet float32 arithmetic and one rounding on store, operation by
-operation (`HalfEmulation`), both formats alike: a result depends neither on the format nor on the
+So on a CPU real 16-bit tensors are computed in float32 and rounded once on store, operation by
+operation (`HalfEmulation`), in both formats. A result then depends on neither the format nor the
 CPU.
 
 A mode that a device cannot honour is refused, never replaced.
@@ -53,16 +53,16 @@ class ForwardContext:
                 outputs = model(inputs)
             ...backward...
 
-    Entered within itself it changes nothing, so that each part of a step may enter it.
+    Entering it again inside itself changes nothing, so each part of a step may enter it.
 
-    On a CPU 16-bit formats are emulated and autocast follows CUDA's lists; on CUDA nothing is done.
+    On a CPU 16-bit formats are emulated and autocast follows CUDA's lists; on CUDA it does nothing.
 
     Args:
-        native: nothing is emulated on a CPU either, and autocast follows torch's lists for a CPU.
+        native: emulate nothing on a CPU either; autocast then follows torch's lists for a CPU.
         overrides: the dtypes of the policy's module overrides; their 16-bit ones are emulated too.
 
     Attributes:
-        watchers: modes entered behind the emulations, so that they meet an operation before them.
+        watchers: modes entered after the emulations, so that they see an operation before them.
     """
 
     def __init__(
@@ -85,8 +85,8 @@ class ForwardContext:
         self.watchers: list[TorchDispatchMode] = []
 
     def __enter__(self) -> ForwardContext:
-        # Within itself a mode would only see each call twice. Function modes are looked for on
-        # their own: a backward pass keeps the dispatch modes around it and loses those.
+        # A mode entered twice would see each call twice. Function modes are checked separately:
+        # a backward pass keeps the dispatch modes around it and loses the function modes.
         entered = ExitStack()
         for mode in (*self.emulations, *self.watchers):
             if mode not in _get_current_dispatch_mode_stack():
@@ -101,20 +101,20 @@ class ForwardContext:
         self._entered.pop().__exit__(*exception)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """A fresh autocast block for one forward pass, or a no-op."""
+        """Return a fresh autocast block for one forward pass, or a no-op."""
         if self.policy.autocast_dtype is None:
             return nullcontext()
         return torch.autocast(self.device.type, dtype=self.policy.autocast_dtype)
 
     def rerouted(self) -> dict[str, int]:
-        """Calls computed by the emulation so far, by "phase operation"; empty if none."""
+        """Return the calls computed by the emulation so far, by "phase operation"."""
         total = sum((emulation.rerouted for emulation in self.emulations), Counter())
         found = {f"{phase} {operation}": n for (operation, phase), n in sorted(total.items())}
         return found | {name: n for name, n in sorted((calls - self._before).items())}
 
     def recurrent_layers(self) -> Counter[tuple[str, torch.dtype]]:
-        """Recurrent layers that the emulation computed whole so far, by phase and dtype: no
-        operation of theirs reaches a dispatch mode."""
+        """Count the recurrent layers that the emulation computed whole, by phase and dtype: none of
+        their operations reaches a dispatch mode."""
         found: Counter[tuple[str, torch.dtype]] = Counter()
         for emulation in self.emulations:
             for (operation, phase), count in emulation.rerouted.items():
@@ -123,7 +123,7 @@ class ForwardContext:
         return found
 
     def kind(self) -> str:
-        """How 16-bit products are computed: "emulated-fp16", "native-bf16", ... or "none"."""
+        """Say how 16-bit products are computed: "emulated-fp16", "native-bf16", ... or "none"."""
         how = "emulated" if self.emulations else "native"
         found = [f"{how}-{DTYPE_NAMES[dtype]}" for dtype in self.half_dtypes]
         how = "emulated" if self.device.type == "cpu" else "native"
@@ -132,7 +132,7 @@ class ForwardContext:
         return " ".join(found) or "none"
 
     def missing(self) -> str | None:
-        """What of the mode has not happened so far, "emulated-fp16"; None: nothing, or unknown."""
+        """Name the part of the mode that has not run so far, "emulated-fp16"; None if unknown."""
         if self.policy.products is not None and not calls - self._before:
             return " ".join(kind for kind in self.kind().split() if "-e" in kind)
         if not self.emulations or any(emulation.rerouted for emulation in self.emulations):
@@ -143,7 +143,7 @@ class ForwardContext:
 def why_unsupported(
     policy: PrecisionPolicy, device: torch.device, overrides: Iterable[torch.dtype] = ()
 ) -> str | None:
-    """The reason why `device` cannot run `policy` as defined, or None if it can.
+    """Return the reason why `device` cannot run `policy` as defined, or None if it can.
 
     TF32 and BF16 Tensor Cores exist from compute capability 8.0 on (NVIDIA Ampere).
 
@@ -156,7 +156,7 @@ def why_unsupported(
         return None
     by_row = policy.products is not None and policy.products.granularity == "row"
     in_bf16 = torch.bfloat16 in (policy.half_dtype, *overrides)
-    # torch documentation, torch._scaled_mm; scales by row are of Hopper's instructions.
+    # torch documentation, torch._scaled_mm; scales by row need Hopper's instructions.
     for needed, least, what in (
         (policy.fp32_math == "tf32", (8, 0), "TF32"),
         (by_row, (9, 0), "FP8 products with scales by row"),
@@ -172,9 +172,9 @@ def why_unsupported(
 def why_no_lstm(
     policy: PrecisionPolicy, device: torch.device, projected: bool = False
 ) -> str | None:
-    """The reason why torch's own LSTM on `device` does not compute in the policy's dtype, or None.
+    """Return why torch's LSTM on `device` does not compute in the policy's dtype, or None.
 
-    Found by running a tiny one, as a model would: a CPU lacks the float16 layer under autocast.
+    It runs a tiny one, as a model would: a CPU lacks the float16 layer under autocast.
     """
     wanted = policy.half_dtype
     if wanted is None:
@@ -195,31 +195,31 @@ def why_no_lstm(
 
 
 class HalfEmulation(TorchDispatchMode):
-    """Within it, operations on 16-bit CPU tensors compute in float32 and round once, as CUDA's do.
+    """Within it, operations on 16-bit CPU tensors compute in float32 and round once, as on CUDA.
 
-    One object serves a whole run; enter it around forward AND backward (outside, backward falls
+    One object serves a whole run. Enter it around forward AND backward (otherwise backward falls
     back to the native kernels), and around autocast. Other threads do not inherit it.
 
-    rerouted   products, convolutions, attention, norm layers and all else to their float32 kernel;
-               recurrent layers to `emulated_recurrent`; cells, and layers over a packed sequence,
-               through their matrix products (states rounded each step, but weight gradients added
-               up over the time steps in 16 bits)
-    native     what the CPU's own 16-bit kernel computes alike: element-wise functions, sums, batch
-               norm with float32 parameters, pooling, and whatever only moves numbers
-    refused    what CUDA has no 16-bit kernel of: NotImplementedError, as there
+    rerouted   products, convolutions, attention, norm layers and all others to their float32
+               kernel; recurrent layers to `emulated_recurrent`; cells, and layers over a packed
+               sequence, through their matrix products (states rounded each step, but weight
+               gradients added up over the time steps in 16 bits)
+    native     operations whose 16-bit CPU kernel gives the same result: element-wise functions,
+               sums, batch norm with float32 parameters, pooling, and operations that move numbers
+    refused    operations without a 16-bit kernel on CUDA: NotImplementedError, as there
 
-    docs/operations.md has each operation. Tensors on other devices pass untouched.
+    docs/operations.md lists each operation. Tensors on other devices pass untouched.
 
     Args:
         dtype: torch.float16 or torch.bfloat16, the format that is emulated.
 
     Attributes:
-        rerouted: how often each of `PRODUCTS` and each recurrent layer was, by (name, "forward" or
+        rerouted: calls of each of `PRODUCTS` and each recurrent layer, by (name, "forward" or
             "backward"), over all entries; recomputation in `torch.utils.checkpoint` counts as
             backward. Empty after a float32 run; a 16-bit run that leaves it empty was not emulated.
 
     Raises:
-        ValueError: another dtype.
+        ValueError: `dtype` is another dtype.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float16) -> None:
@@ -253,7 +253,7 @@ class HalfEmulation(TorchDispatchMode):
                     return func(*args, **kwargs)
             found = {t.dtype for t in _tensors((args, kwargs)) if t.is_cpu or t.dtype is F32}
             if self.dtype not in found or (F32 in found and name not in _MIXED):
-                # Mixed dtypes are an error of most, and the native kernel says so.
+                # Most operations refuse mixed dtypes; the native kernel raises that error.
                 return func(*args, **kwargs)
             if name.removesuffix("_") in PRODUCTS:
                 phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
@@ -262,13 +262,13 @@ class HalfEmulation(TorchDispatchMode):
             return run(self, func, args, kwargs)
 
     def _plain(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        """Every 16-bit operand widened, and every float32 result rounded that is a 16-bit one
-        otherwise; None results stay None."""
+        """Widen every 16-bit operand, and round every float32 result that would be a 16-bit one;
+        None results stay None."""
         wide_args, wide_kwargs = self._widen((args, kwargs))
         return self._rounded(func, args, kwargs, func(*wide_args, **wide_kwargs))
 
     def _dtypes_of_results(self, func: OpOverload, args: Args, kwargs: Kwargs) -> list[torch.dtype]:
-        """What the operation itself would return, asked of it on tensors without values, once."""
+        """Return the dtypes that the operation itself returns, found once on meta tensors."""
         key = (func, *map(_signature, _leaves((args, kwargs))))
         if key not in self._dtypes:
             try:
@@ -280,7 +280,7 @@ class HalfEmulation(TorchDispatchMode):
         return self._dtypes[key]
 
     def _matrix(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Tensor:
-        """A matrix product whose float32 result, if large, goes to scratch memory as well."""
+        """Compute a matrix product; a large float32 result goes to scratch memory as well."""
         args = self._widen(args)
         size = (*args[-2].shape[:-1], args[-1].size(-1))
         if math.prod(size) < Scratch.SMALLEST:
@@ -289,7 +289,7 @@ class HalfEmulation(TorchDispatchMode):
         return func._overloadpacket.out(*args, **kwargs, out=out).to(self.dtype)
 
     def _writing(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        """In-place and out= overloads: run on float32 copies, then round into what was given."""
+        """Run in-place and out= overloads on float32 copies, then round into the arguments."""
         arguments = func._schema.arguments
         names = [argument.name for argument in arguments[: len(args)]]
         given = dict(zip(names, args, strict=True)) | kwargs
@@ -307,15 +307,15 @@ class HalfEmulation(TorchDispatchMode):
         return self._rounded(func, args, kwargs, results)
 
     def _index_put(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        """Only where it adds up is there anything to compute."""
+        """Compute in float32 only if values add up; otherwise numbers just move."""
         if not kwargs.get("accumulate", args[3] if len(args) > 3 else False):
             return func(*args, **kwargs)
         run = HalfEmulation._writing if func._schema.is_mutable else HalfEmulation._plain
         return run(self, func, args, kwargs)
 
     def _batch_norm(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        """With float32 parameters the CPU's kernel is right. Its schema hides that the running
-        statistics, arguments 3 and 4, are written to."""
+        """Use the CPU's kernel with float32 parameters, where it is right. Its schema hides that it
+        writes to the running statistics, arguments 3 and 4."""
         if any(t.dtype is F32 for t in _tensors(args[1:5])):
             return func(*args, **kwargs)
         wide = self._widen(args)
@@ -327,7 +327,7 @@ class HalfEmulation(TorchDispatchMode):
         return self._rounded(func, args, kwargs, results)
 
     def _rounded(self, func: OpOverload, args: Args, kwargs: Kwargs, results: Any) -> Any:
-        """The float32 results in the dtypes that the operation itself gives, others as they are."""
+        """Cast float32 results to the dtypes of the operation itself; leave others as they are."""
         dtypes = iter(self._dtypes_of_results(func, args, kwargs))
 
         def one(result: Tensor) -> Tensor:
@@ -343,7 +343,7 @@ class HalfEmulation(TorchDispatchMode):
         )
 
     def _widen(self, value: Any, widen: Callable[[Tensor], Tensor] | None = None) -> Any:
-        """Every 16-bit tensor by `widen`, by default into scratch memory, and dtypes asked for."""
+        """Convert every 16-bit tensor by `widen` (default: into scratch memory), and dtypes."""
         widen = widen or self._scratch.float
 
         def one(leaf: Any) -> Any:
@@ -355,12 +355,13 @@ class HalfEmulation(TorchDispatchMode):
 
 
 class Losses(TorchFunctionMode):
-    """Within it the losses that a model computes itself are computed in `loss_dtype`, as those
-    outside of it are, and attention in the dtype of its query: a float32 mask beside a 16-bit query
-    CUDA's kernels refuse. Costs about a microsecond for each call of a function of torch.
+    """A mode that computes a model's losses in `loss_dtype`, like the losses outside the model.
+
+    Attention runs in the dtype of its query: CUDA's kernels refuse a float32 mask with a 16-bit
+    query. Costs about a microsecond for each call of a torch function.
 
     Args:
-        loss_dtype: None: as their tensors are.
+        loss_dtype: dtype of the losses; None: that of their tensors.
     """
 
     def __init__(self, loss_dtype: torch.dtype | None) -> None:
@@ -386,13 +387,13 @@ class Losses(TorchFunctionMode):
 
 
 class _Functions(Losses):
-    """Sends 16-bit recurrent layers, and those autocast would cast, past the fused CPU kernels.
+    """A mode that takes 16-bit recurrent layers, also under autocast, past the fused CPU kernels.
 
-    Needed above autograd: `torch.lstm` never reaches a dispatch mode whole, and under float16
-    autocast without a projection it asks for a oneDNN kernel that most CPUs lack (RuntimeError).
+    It must be above autograd: `torch.lstm` never reaches a dispatch mode whole. Under float16
+    autocast without a projection it needs a oneDNN kernel that most CPUs lack (RuntimeError).
 
     Args:
-        counts: how often a layer was computed here, by (kind, "forward" or "backward").
+        counts: number of layers computed here, by (kind, "forward" or "backward").
     """
 
     def __init__(self, dtype: torch.dtype, counts: Counter[tuple[str, str]]) -> None:
@@ -406,7 +407,7 @@ class _Functions(Losses):
         if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is self._dtype:
             args, kwargs = _each_tensor((args, kwargs), self._as_autocast)
         dtypes = {t.dtype for t in _tensors((args, kwargs)) if t.is_cpu}
-        if self._dtype not in dtypes or F32 in dtypes:  # of both: an error, and torch says so
+        if self._dtype not in dtypes or F32 in dtypes:  # mixed dtypes: torch raises the error
             return func(*args, **kwargs)
         with torch.autocast("cpu", enabled=False):
             if func in LAYERS and not kwargs:
@@ -416,7 +417,7 @@ class _Functions(Losses):
             return func(*args, **kwargs)
 
     def _as_autocast(self, tensor: Tensor) -> Tensor:
-        """A float32 CPU tensor in the emulated format, differentiably."""
+        """Cast a float32 CPU tensor to the emulated format, differentiably."""
         return tensor.to(self._dtype) if tensor.dtype is F32 and tensor.is_cpu else tensor
 
 
@@ -429,12 +430,12 @@ _LOSSES = frozenset(
 
 
 def _names(patterns: str) -> re.Pattern[str]:
-    """Matches every name that one of the patterns matches as a whole."""
+    """Compile a pattern for names that one of the patterns matches as a whole."""
     return re.compile(rf"(?:{'|'.join(patterns.split())})\Z")
 
 
 _MATRIX = ("mm", "addmm", "bmm", "baddbmm")
-# Its probabilities are not rounded between the two products, as they are on a GPU.
+# Its probabilities are not rounded between the two products, like on a GPU.
 _ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 # These take 16-bit and float32 tensors together: the log-sum-exp, statistics, parameters of norms.
 _MIXED = frozenset(
@@ -444,7 +445,7 @@ _MIXED = frozenset(
     native_group_norm native_group_norm_backward native_layer_norm native_layer_norm_backward
     """.split()
 )
-# What Tensor Cores are for, and sums over many tokens.
+# The operations that Tensor Cores are built for, and sums over many tokens.
 PRODUCTS = (
     *(*_MATRIX, "mv", "addmv", "dot", "vdot", "addbmm", "linear", "_addmm_activation"),
     *("convolution", "convolution_overrideable", "conv_tbc", "_trilinear", "addr"),
@@ -454,8 +455,8 @@ PRODUCTS = (
     *("_native_multi_head_attention", "_transformer_encoder_layer_fwd"),
     *(_ATTENTION, f"{_ATTENTION}_backward"),
 )
-# Native in 16 bits, tested operation by operation: what only moves or selects numbers, and what
-# computes in float32 inside. Element-wise functions (torch.Tag.pointwise) are too, but for _COARSE.
+# Native in 16 bits, tested operation by operation: those that only move or select numbers, or that
+# compute in float32 inside. So are element-wise functions (torch.Tag.pointwise), except _COARSE.
 _NATIVE = _names(
     r"""
     \w+_copy \w+_scatter_? copy_? index_(copy|fill)_? masked_fill_? masked_select tri[lu]_? fill_?
@@ -474,17 +475,17 @@ _NATIVE = _names(
     (leaky_relu|softplus|softshrink)_backward
     """
 )
-# Element-wise, but the native 16-bit kernel rounds on the way.
+# Element-wise, but the native 16-bit kernel rounds in between.
 _COARSE = _names(
     """
     digamma hypot ldexp log_sigmoid_backward logit(_backward)? mvlgamma polygamma pow rsqrt
     sigmoid_backward special_(entr|i0e|i1|i1e|xlog1py) xlogy
     """
 )
-# Native with a tensor; of a number, `alpha` too, the CPU's kernel takes the 16-bit rounding, and of
-# a sparse tensor it has none.
+# Native with a tensor. The CPU's kernel rounds a number, and `alpha`, to 16 bits; it has no kernel
+# for a sparse tensor.
 _WITH_NUMBER = frozenset({"add", "add_", "sub", "sub_", "rsub"})
-# CUDA has no 16-bit kernel of these, whatever a CPU has (torch's operator database).
+# CUDA has no 16-bit kernel for these, even if a CPU has one (torch's operator database).
 _ABSENT = _names(
     r"""
     _(c|p)dist_(backward|forward) _ctc_loss(_backward)? histc igammac? cholesky(_inverse|_solve)?
@@ -499,8 +500,8 @@ _ABSENT = _names(
 class Scratch(threading.local):
     """Float32 working memory for the operands of one operation, kept for the next operation.
 
-    Converting into a fresh 64 MiB tensor takes eight times as long, all of it page faults. Holds as
-    many bytes as the largest operation needed (AlexNet: about 150 MiB). One buffer per thread.
+    Converting into a fresh 64 MiB tensor takes eight times as long, all of it page faults. It holds
+    as many bytes as the largest operation needed (AlexNet: about 150 MiB). One buffer per thread.
     """
 
     SMALLEST = 1 << 15  # elements; below, the allocator's own cache is as fast
@@ -510,26 +511,26 @@ class Scratch(threading.local):
         self._used = 0
 
     def reset(self) -> None:
-        """Free all tensors handed out: to be called when an operation starts."""
+        """Free all tensors handed out; call it when an operation starts."""
         self._used = 0
 
     def empty(self, numel: int) -> Tensor:
-        """Uninitialised float32 [numel]; valid until the next reset."""
+        """Return uninitialised float32 [numel]; valid until the next reset."""
         start, end = self._used, self._used + numel
         if end > self._buffer.numel():
-            # Tensors handed out before keep the old buffer alive. An inference tensor could not be
-            # written to in training.
+            # Tensors handed out before keep the old buffer alive. Training could not write to an
+            # inference tensor.
             with torch.inference_mode(False):
                 self._buffer = torch.empty(end, dtype=F32)
         self._used = (end + 15) & ~15
         return self._buffer[start:end]
 
     def float(self, x: Tensor) -> Tensor:
-        """`x` in float32 with the strides of `x`; valid until the next reset."""
+        """Return `x` in float32 with the strides of `x`; valid until the next reset."""
         numel = x.numel()
         if numel < self.SMALLEST or x.layout is not torch.strided:
             return x.to(F32)
-        # Strides that leave gaps or overlap are not kept by torch either.
+        # torch does not keep strides that leave gaps or overlap either.
         if not x.is_contiguous() and torch.empty_like(x, device="meta").stride() != x.stride():
             return x.to(F32)
         flat = self.empty(numel)
@@ -537,7 +538,7 @@ class Scratch(threading.local):
 
 
 def _each(convert: Callable[[Any], Any], value: Any) -> Any:
-    """`value` with everything in it converted, also in nested lists, tuples and dicts."""
+    """Return `value` with every leaf converted, also in nested lists, tuples and dicts."""
     if isinstance(value, (list, tuple)):
         return type(value)(_each(convert, v) for v in value)
     if isinstance(value, dict):
@@ -550,7 +551,7 @@ def _each_tensor(value: Any, convert: Callable[[Tensor], Any]) -> Any:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """What stands in nested lists, tuples and dicts, keys too."""
+    """Yield the leaves of nested lists, tuples and dicts, including keys."""
     if isinstance(value, (list, tuple)):
         for inner in value:
             yield from _leaves(inner)
@@ -565,7 +566,7 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 
 def _signature(leaf: Any) -> Any:
-    """What of an argument may decide on the dtype of a result."""
+    """Return the part of an argument that may decide on the dtype of a result."""
     if isinstance(leaf, Tensor):
         return leaf.dtype, leaf.dim() == 0
     return leaf if isinstance(leaf, (bool, str, torch.dtype)) else type(leaf)
@@ -573,7 +574,7 @@ def _signature(leaf: Any) -> Any:
 
 @functools.cache
 def route_of(func: OpOverload) -> tuple[str, Route] | None:
-    """(operation name as counted, function that runs it), or None where it runs as it is."""
+    """Return (counted operation name, function that runs it), or None if it runs unchanged."""
     name = func._schema.name.partition("::")[2]
     base = name.removesuffix("_")
     # Products first: attention draws random numbers too.
@@ -593,7 +594,7 @@ def route_of(func: OpOverload) -> tuple[str, Route] | None:
 
 
 def _is_native(func: OpOverload, name: str) -> bool:
-    """Whether an operation that is no product is left to the CPU's kernels."""
+    """Return whether an operation that is not a product is left to the CPU's kernels."""
     base = name.removesuffix("_")
     if func.namespace not in ("aten", "torchvision") or func.is_view or _NATIVE.match(name):
         return True

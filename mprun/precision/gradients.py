@@ -1,14 +1,14 @@
 """From the losses of a step to its gradients: propagate, reduce, unscale.
 
-A policy needs one of these ways, chosen when the optimizer is made:
+A policy needs one of these ways, chosen when the optimizer is built:
 
     Untouched             neither cast nor scaled: they stay in `.grad`, where autograd adds them up
     Unscaled              after each loss: cast to the dtype of the update, unscaled, checked, added
-    LeftForOnePass        the same, but those of a single loss stay in `.grad`, scaled, for a pass
-                          that reads them once
-    SummedBeforeUnscaled  added up as backward made them, scaled, in the dtype that ranks exchange
+    LeftForOnePass        the same, but gradients of a single loss stay in `.grad`, scaled, for a
+                          pass that reads them once
+    SummedBeforeUnscaled  added up as backward computed them, scaled, in the dtype of the exchange
 
-A gradient is in `.grad` from backward until it is taken, then in a sum until `ready` hands it over.
+A gradient is in `.grad` from backward until it is taken, then in a sum until `ready` returns it.
 Nothing here waits for the device.
 """
 
@@ -41,10 +41,10 @@ class Gathering(ABC):
     """One way from the losses of a step to its gradients.
 
     Args:
-        parameters: what the model computes with, whose `.grad` backward writes.
-        rows: of row tables, whose gradients backward writes to the gathered rows.
-        parts: micro-batches, by which their sum is divided.
-        ranks: sums over ranks, of which each has some of the micro-batches; None: there is one.
+        parameters: the model's parameters, to whose `.grad` backward writes.
+        rows: updates of row tables; backward writes gradients of the gathered rows.
+        parts: micro-batches; their sum is divided by this number.
+        ranks: the sum over ranks, each of which has some of the micro-batches; None: one rank.
     """
 
     parameters: Sequence[Tensor]
@@ -54,20 +54,20 @@ class Gathering(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Forget what was gathered; `.grad` is not looked at."""
+        """Forget the gathered gradients; leave `.grad` alone."""
 
     @abstractmethod
     def take(self, scale: LossScale) -> None:
-        """Take what a loss, propagated times `scale`, has left in `.grad`."""
+        """Take the gradients of a loss that was propagated times `scale`, left in `.grad`."""
 
     @abstractmethod
     def ready(self) -> Ready:
-        """Hand over the gradients of the step."""
+        """Return the gradients of the step."""
 
     def backward(self, loss: Tensor, scale: LossScale) -> None:
-        """Propagate `loss` times `scale` and take its gradients where they may not stay.
+        """Propagate `loss` times `scale`, and take its gradients unless they may stay.
 
-        The last loss of a step may be summed over ranks while backward goes on.
+        The last loss of a step may be summed over ranks during backward.
         """
         if self.ranks is not None and self.ranks.overlaps:
             self.ranks.begin(self.parameters, lambda number, flat: self.sent(number, flat, scale))
@@ -76,19 +76,19 @@ class Gathering(ABC):
             self.summed(scale)
             return
         scale.backward(loss)
-        with torch._C.DisableTorchFunction():  # an emulation would look at each access
+        with torch._C.DisableTorchFunction():  # otherwise an emulation would see each access
             self.take(scale)
 
     def sent(self, number: int, flat: Tensor, scale: LossScale) -> Tensor:
-        """What is summed of `flat`, gradients of the kind of parameter `number`; a tensor of its
-        own unless that is `flat` as it is."""
+        """Return the tensor to sum for `flat`, gradients of the kind of parameter `number`; a new
+        tensor unless it is `flat` unchanged."""
         return flat
 
     def summed(self, scale: LossScale) -> None:  # noqa: B027 - most need not know
-        """Note that a loss has been summed over ranks as it was propagated."""
+        """Note that a loss was summed over ranks during its backward pass."""
 
     def taken(self) -> Gradients:
-        """The new gradients, which parameters and rows no longer hold."""
+        """Return the new gradients, and remove them from parameters and rows."""
         gradients = [parameter.grad for parameter in self.parameters]
         for parameter in self.parameters:
             parameter.grad = None
@@ -96,7 +96,7 @@ class Gathering(ABC):
 
 
 class Untouched(Gathering):
-    """Gradients that need neither cast nor scale: autograd's own sum, or that of ranks."""
+    """Gradients that need neither cast nor scale: summed by autograd, or over ranks."""
 
     _scale: LossScale | None = None
 
@@ -128,12 +128,12 @@ class Untouched(Gathering):
 class Unscaled(Gathering):
     """Gradients that are cast, unscaled and checked after each loss, then added, over ranks too.
 
-    What one rank finds in them, all hear of before they act on it.
+    All ranks learn of one rank's non-finite gradients before they act on them.
 
     Args:
-        dtypes: in which gradients of parameters, then of rows, are unscaled and added up.
-        found_inf: float32, 0-dim, of the step; becomes 1 where a gradient is not finite.
-        skips: whether the step is skipped there.
+        dtypes: dtypes in which gradients of parameters, then of rows, are unscaled and added up.
+        found_inf: float32, 0-dim, for the step; becomes 1 if a gradient is not finite.
+        skips: whether the step is skipped then.
     """
 
     dtypes: Sequence[torch.dtype]
@@ -147,10 +147,10 @@ class Unscaled(Gathering):
 
     def clear(self) -> None:
         self.sum.clear()
-        # Of each loss its scale, whether a gradient is not finite, and the largest magnitude that
-        # backward, or the sum of ranks, had to hold, times no scale (None: not asked for).
+        # For each loss: its scale, whether a gradient is not finite, and the largest magnitude,
+        # unscaled, that backward or the sum over ranks had to hold (None: not asked for).
         self._found: list[tuple[LossScale, Tensor, Tensor | None]] = []
-        self._summed: LossScale | None = None  # of what was summed as it was propagated
+        self._summed: LossScale | None = None  # scale of gradients summed during backward
 
     def take(self, scale: LossScale) -> None:
         new = self.cast(self.taken())
@@ -170,7 +170,7 @@ class Unscaled(Gathering):
         total = self.sum.total()
         if self._summed is not None:
             self._found = []
-            if self._summed.skips_nonfinite:  # what one rank has is in the sum
+            if self._summed.skips_nonfinite:  # the sum contains each rank's values
                 for group in by_dtype(total):
                     check_and_unscale(group, self.found_inf, self.one)
                 self._found = [(self._summed, self.found_inf, None)]
@@ -179,14 +179,14 @@ class Unscaled(Gathering):
         return self.handed_over(total)
 
     def _agree(self, ranks: Reduction) -> None:
-        """Take over what any rank found.
+        """Take over the findings of all ranks.
 
-        Gradients were checked before they were summed: an inf of one rank is one of all, but the
-        largest magnitude and each scale's own flag are not to be read off a sum.
+        Gradients were checked before they were summed. An inf on one rank makes the sum inf, but
+        the sum does not show the largest magnitude and each scale's flag.
         """
         zero = torch.zeros_like(self.found_inf)
         own = [zero if one is None else one for _, *both in self._found for one in both]
-        # Of what is not finite only the flag counts, and a maximum over ranks may drop a NaN.
+        # A non-finite gradient only counts as a flag, and a maximum over ranks may drop a NaN.
         agreed = ranks.largest(torch.stack(own).nan_to_num(0.0)).view(-1, 2)
         self._found = [
             (scale, found_inf, None if own_max is None else grad_max)
@@ -195,25 +195,25 @@ class Unscaled(Gathering):
         torch.maximum(self.found_inf, agreed[:, 0].amax(), out=self.found_inf)
 
     def tell(self) -> None:
-        """Let the scales of these gradients know what was found."""
+        """Tell the scales of these gradients the findings."""
         for scale, found_inf, grad_max in self._found:
             scale.record(found_inf, grad_max)
 
     def handed_over(self, gradients: Gradients) -> Ready:
-        """Return these as the gradients of the step, of which the scales know."""
+        """Return these as the gradients of the step, and tell the scales."""
         self.tell()
         count = len(self.parameters)
         scaled = Scaled(gradients[:count], None, self.found_inf if self.skips else None)
         return Ready(scaled, gradients[count:], None, sparse=any_sparse(gradients))
 
     def cast(self, gradients: Gradients) -> Gradients:
-        """In the dtypes of the update; sparse ones then added up by row, which 16 bits could not
-        hold."""
+        """Cast to the dtypes of the update, then add up sparse ones by row, which would overflow
+        16 bits."""
         pairs = zip(gradients, self.dtypes, strict=True)
         return coalesced(None if own is None else own.to(dtype) for own, dtype in pairs)
 
     def unscale(self, gradients: Gradients, scale: LossScale) -> None:
-        """Divide by scale and number of parts, in place, check, and note what is found."""
+        """Divide by scale and number of parts, in place; check, and note the findings."""
         parts = self.parts
         if not scale.skips_nonfinite:
             if parts > 1:
@@ -235,7 +235,7 @@ class Unscaled(Gathering):
         self._found.append((scale, found_inf, grad_max))
 
     def _multiply_rows(self, gradients: Gradients) -> list[Tensor]:
-        """Multiply those of tables that have a factor, and return these."""
+        """Multiply and return the gradients of tables that have a factor."""
         return [
             gradient.mul_(row.table.gradient_factor)
             for row, gradient in zip(self.rows, gradients[len(self.parameters) :], strict=True)
@@ -246,13 +246,13 @@ class Unscaled(Gathering):
 class LeftForOnePass(Unscaled):
     """Gradients of a step with one loss, left in `.grad`: one read for the check, one for the rest.
 
-    Those of a second loss, and sparse ones, go the way of `Unscaled`.
+    A second loss's gradients, and sparse ones, go the way of `Unscaled`.
     """
 
     def clear(self) -> None:
         super().clear()
         self._losses = 0
-        self._left: LossScale | None = None  # the scale of those in `.grad`
+        self._left: LossScale | None = None  # the scale of the gradients in `.grad`
 
     def backward(self, loss: Tensor, scale: LossScale) -> None:
         if self._left is not None:  # before autograd adds to them
@@ -285,15 +285,15 @@ class LeftForOnePass(Unscaled):
 
 @dataclass(eq=False)
 class SummedBeforeUnscaled(Unscaled):
-    """Gradients added up scaled, as backward made them, in the dtype that ranks exchange.
+    """Gradients added up scaled, as backward computed them, in the dtype that ranks exchange.
 
-    M micro-batches are M ranks, summed in their order, one addition after the other. A ring adds
-    each part of a tensor in an order of its own, which starts at another rank: bits differ from
-    these where more than two ranks are added, errors do not.
+    M micro-batches count as M ranks, summed in order, one addition after the other. A ring adds
+    each part of a tensor in another order, which starts at another rank. With more than two ranks
+    its bits differ from these, its errors do not.
 
     Args:
-        dtype: of the sum and of what is added.
-        divide: see `factors`; `parts` is then what is divided by after the sum.
+        dtype: dtype of the sum and of its terms.
+        divide: see `factors`; `parts` is then the divisor after the sum.
     """
 
     dtype: torch.dtype
@@ -304,10 +304,10 @@ class SummedBeforeUnscaled(Unscaled):
         self.before, self.parts = factors(self.parts, self.divide)
 
     def take(self, scale: LossScale) -> None:
-        """Take those of one rank.
+        """Take the gradients of one rank.
 
         Raises:
-            RuntimeError: they are times another scale than those before.
+            RuntimeError: They have another scale than those before.
         """
         self.summed(scale)
         self.sum.add([None if own is None else self._narrowed(own) for own in self.taken()])
@@ -332,7 +332,7 @@ class SummedBeforeUnscaled(Unscaled):
 
 
 class Sum:
-    """Gradients of the losses of one process, added up where the first ones lie."""
+    """The sum of gradients over the losses of one process, in the first tensors' memory."""
 
     def __init__(self, count: int):
         self._values: Gradients = [None] * count
@@ -351,7 +351,7 @@ class Sum:
 
 @torch.no_grad()
 def added(known: Gradients, new: Gradients) -> Gradients:
-    """Sums of gradients, in the tensors of `known` where there are both."""
+    """Return sums of gradients, in the tensors of `known` if both exist."""
     pairs = list(zip(known, new, strict=True))
     groups: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
     for one, other in pairs:
@@ -363,9 +363,9 @@ def added(known: Gradients, new: Gradients) -> Gradients:
 
 
 def _sum_of(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Of two of which dense ones have been added up in place."""
+    """Return the sum of two gradients; dense ones have already been added up in place."""
     if one is None or other is None or not one.is_sparse:
         return other if one is None else one
-    # In FP32 and rounded once, which is the same: torch adds up sparse 16-bit tensors on no CPU.
+    # In FP32 and rounded once, which is the same: no CPU adds up sparse 16-bit tensors in torch.
     wide = torch.promote_types(one.dtype, torch.float32)
     return (one.to(wide) + other.to(wide)).coalesce().to(one.dtype)

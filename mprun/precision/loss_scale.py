@@ -1,7 +1,7 @@
 """Loss scales `none`, `static`, `dynamic` and `logmax`.
 
-Whether to skip is decided on the device: nothing here reads a tensor on the host. The published
-dynamic rules are arguments of `DynamicLossScale`, which stand in conf/scaler/*.yaml.
+The device decides whether to skip: nothing here reads a tensor on the host. The published dynamic
+rules are arguments of `DynamicLossScale`, set in conf/scaler/*.yaml.
 
 Paper: Micikevicius et al., arXiv 1710.03740, section 3.2.
 """
@@ -20,18 +20,18 @@ from torch import Tensor
 from mprun.precision.policy import option
 
 # Between these bounds both the scale and its reciprocal are normal FP32 numbers, so neither can
-# become 0 or inf, also where subnormals are flushed to zero.
+# become 0 or inf, even if subnormals are flushed to zero.
 SMALLEST_SCALE = 2.0**-126
 LARGEST_SCALE = 2.0**126
 
 
 def checked_scale(name: str, value: object, low: float, high: float) -> float:
-    """`value` rounded to FP32. Raises ValueError unless it is a number in [low, high]."""
+    """Return `value` rounded to FP32; raise ValueError unless it is a number in [low, high]."""
     return struct.unpack("f", struct.pack("f", within(name, value, low, high)))[0]
 
 
 def within(name: str, value: object, low: float, high: float, *, open_ends: bool = False) -> float:
-    """`value` as a float. Raises ValueError unless it is in [low, high], or in (low, high)."""
+    """Return `value` as a float; raise ValueError unless it is in [low, high], or (low, high)."""
     number = math.nan  # which lies in no interval
     if isinstance(value, int | float) and not isinstance(value, bool):
         number = value
@@ -42,7 +42,7 @@ def within(name: str, value: object, low: float, high: float, *, open_ends: bool
 
 
 def checked_count(name: str, value: object, low: int) -> int:
-    """`value` itself. Raises ValueError unless it is an integer in [low, 2**31 - 1]."""
+    """Return `value`; raise ValueError unless it is an integer in [low, 2**31 - 1]."""
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**31:
         raise ValueError(f"{name}={value!r}: an integer from {low} to {2**31 - 1} is allowed")
     return value
@@ -51,13 +51,13 @@ def checked_count(name: str, value: object, low: int) -> int:
 class LossScale(ABC):
     """State and bookkeeping shared by the kinds `none`, `static`, `dynamic` and `logmax`.
 
-    All state is 0-dim tensors on one device (unless stated), changed in place only: a training step
+    All state is 0-dim tensors on one device (unless stated), changed in place only. A training step
     neither waits for the device nor moves them, so the calls can be captured in a CUDA graph.
     One iteration is: `backward`, multiply gradients by `inverse()`, `record` (once per
     optimizer that shares the scale), apply or skip, `update` (once).
 
     Raises:
-        ValueError: by every constructor, and names the argument that is out of range.
+        ValueError: An argument of a constructor is out of range; the message names it.
     """
 
     kind: ClassVar[str]
@@ -80,7 +80,7 @@ class LossScale(ABC):
         self._add(torch.bool, stuck=False)
 
     def _add(self, dtype: torch.dtype, shape: tuple[int, ...] = (), **values: float) -> None:
-        """State tensors of this dtype and shape, filled with their values."""
+        """Add state tensors of this dtype and shape, filled with their values."""
         for name, value in values.items():
             setattr(self, name, torch.full(shape, value, dtype=dtype, device=self._one.device))
         self._fields += values
@@ -88,13 +88,13 @@ class LossScale(ABC):
     def backward(self, loss: Tensor, retain_graph: bool | None = None) -> None:
         """Propagate `loss` (0-dim, floating point) in float32, times the scale.
 
-        Backward starts from the scale where it would start from 1: the same bits as a multiplied
-        loss gives, for three operations on the device less.
+        Backward starts from the scale instead of from 1. That gives the same bits as a multiplied
+        loss, with three operations fewer on the device.
         """
         loss.float().backward(self.scale, retain_graph)
 
     def inverse(self) -> Tensor:
-        """1/scale, float32, 0-dim; computed in float64 and rounded once, as torch.amp does."""
+        """Return 1/scale, float32, 0-dim; computed in float64, rounded once, as torch.amp does."""
         return torch.div(self._one, self.scale, out=torch.empty_like(self.scale))
 
     def record(self, found_inf: Tensor, grad_max: Tensor | None = None) -> None:
@@ -102,7 +102,7 @@ class LossScale(ABC):
 
         Args:
             found_inf: one element, any dtype; non-zero or NaN means a gradient was not finite.
-            grad_max: used by `logmax` only.
+            grad_max: only used by `logmax`.
         """
         self.found_inf.logical_or_(found_inf.reshape(()))
 
@@ -111,7 +111,8 @@ class LossScale(ABC):
         """End the iteration: apply the rule, count the skip if any, clear `found_inf`."""
 
     def collapsed(self) -> Tensor:
-        """Bool, 0-dim: `max_consecutive_skips` skips in a row, and no room left to back off."""
+        """Return whether `max_consecutive_skips` steps in a row were skipped and the scale cannot
+        back off further; bool, 0-dim."""
         return self.stuck & (self.consecutive_skips >= self.max_consecutive_skips)
 
     def _count(self, overflow: Tensor) -> None:
@@ -121,15 +122,15 @@ class LossScale(ABC):
         self.found_inf.zero_()
 
     def state_dict(self) -> dict[str, Any]:
-        """Copies of every state tensor, on their device, and the `kind`."""
+        """Return copies of every state tensor, on their device, and the `kind`."""
         return {"kind": self.kind} | {name: getattr(self, name).clone() for name in self._fields}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore `state_dict()` bit for bit, in place, from any device.
 
         Raises:
-            ValueError: names the key when a key is missing or unknown, when a tensor has another
-                dtype or shape, or when the state is of another kind; nothing is changed then.
+            ValueError: A key is missing or unknown, a tensor has another dtype or shape, or the
+                state is of another kind. The message names the key; nothing is changed.
         """
         names = {"kind", *self._fields}
         if state.get("kind", self.kind) != self.kind:
@@ -164,7 +165,7 @@ class NoLossScale(LossScale):
         loss.backward(retain_graph=retain_graph)
 
     def inverse(self) -> Tensor:
-        """1, float32, 0-dim: the scale itself, not to be written to."""
+        """Return 1, float32, 0-dim: the scale itself, not to be written to."""
         return self.scale
 
     def update(self) -> None:
@@ -195,10 +196,10 @@ class StaticLossScale(LossScale):
 
 
 class DynamicLossScale(LossScale):
-    """Backs off on overflow, grows after `growth_interval` clean steps.
+    """A scale that backs off on overflow and grows after `growth_interval` clean steps.
 
-    With the defaults of the last five arguments this is the rule of torch.amp.GradScaler (same
-    kernel) inside [min_scale, max_scale]; the other published rules are in conf/scaler/*.yaml.
+    With the defaults of the last five arguments this is torch.amp.GradScaler's rule (same kernel)
+    inside [min_scale, max_scale]. The other published rules are in conf/scaler/*.yaml.
 
     Args:
         init_scale, min_scale, max_scale: FP32, 2**-126 <= min <= init <= max <= 2**126.
@@ -207,12 +208,12 @@ class DynamicLossScale(LossScale):
         growth_interval: >= 1; clean steps since the start, the last growth or the last overflow.
         growth_delay: >= 0; further clean steps before the first growth after the start or an
             overflow.
-        hysteresis: >= 1; credit: an overflow uses one and only the one that uses the last, and
-            those after it, back off. Growth refills it, or with `refill_on_clean_step` every clean
+        hysteresis: >= 1; credit. Each overflow uses one; the overflow that uses the last, and those
+            after it, back off. Growth refills the credit; with `refill_on_clean_step` every clean
             step does.
         tolerance: in [0, 1]; back off only if overflows since the last backoff / steps since the
-            last growth or backoff >= tolerance. Not together with hysteresis > 1.
-        hold_at_floor: a backoff that would reach `min_scale` or less is not done; else it is
+            last growth or backoff >= tolerance. It excludes hysteresis > 1.
+        hold_at_floor: omit a backoff that would reach `min_scale` or less; otherwise the scale is
             clamped.
         max_consecutive_skips: >= 1, see `collapsed()`.
     """
@@ -292,10 +293,10 @@ class DynamicLossScale(LossScale):
         self._count(overflow)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """As `LossScale.load_state_dict`, then brought inside this object's bounds and counts.
+        """Load as `LossScale.load_state_dict` does, then clamp to this object's bounds and counts.
 
-        The same bit for bit under the same arguments. Under a shorter interval a saved tracker
-        could lie past it, and the scale would never grow again.
+        Under the same arguments nothing is clamped. Under a shorter interval a saved tracker could
+        lie past it, and the scale would never grow again.
         """
         super().load_state_dict(state)
         self.scale.clamp_(self.min_scale, self.max_scale)
@@ -306,7 +307,7 @@ class DynamicLossScale(LossScale):
         return (self.growth_tracker == self.growth_interval - 1) & ~overflow
 
     def _spend_credit(self, overflow: Tensor) -> Tensor:
-        # Refilled by growth at the ceiling too, where the scale itself no longer moves.
+        # Growth at the ceiling also refills it, although the scale no longer moves there.
         refill = ~overflow if self.refill_on_clean_step else self._grows(overflow)
         credit = self.hysteresis_credit
         credit.sub_(overflow.int()).clamp_(min=0).masked_fill_(refill, self.hysteresis)
@@ -318,27 +319,27 @@ class DynamicLossScale(LossScale):
         rate = self.overflows_since_backoff.double() / self.steps_since_rescale
         backs_off = overflow & (rate >= self.tolerance)
         self.steps_since_rescale.masked_fill_(backs_off | self._grows(overflow), 0)
-        # Growth does not clear this one, so the rate can pass 1 (fairseq's rule).
+        # Growth does not clear this count, so the rate can pass 1 (fairseq's rule).
         self.overflows_since_backoff.masked_fill_(backs_off, 0)
         return backs_off
 
 
 class LogMaxLossScale(LossScale):
-    """Keeps log2 max|gradient| + `overflow_std_dev` standard deviations at `log_max`.
+    """A scale that keeps log2 max|gradient| + `overflow_std_dev` deviations at `log_max`.
 
     Kuchaiev et al., arXiv 1805.10387, "LogNormal" scaling; NVIDIA/OpenSeq2Seq,
-    optimizers/automatic_loss_scaler.py, LogMaxScaler. With x = log2 of the step's largest unscaled
-    gradient magnitude: mu is the moving average of x (`beta1`), sigma the standard deviation from
-    moving averages of x and x**2 (`beta2`), all bias-corrected, and
+    optimizers/automatic_loss_scaler.py, LogMaxScaler. Let x be log2 of the step's largest unscaled
+    gradient magnitude, mu the moving average of x (`beta1`), and sigma the standard deviation from
+    moving averages of x and x**2 (`beta2`), all bias-corrected. Then
     scale = 2**(log_max - mu - overflow_std_dev * sigma), kept in [min_scale, max_scale]. 3.09
     standard deviations leave an overflow probability of 0.001. Overflowing steps are skipped.
 
     Differences from that source: the averages are float64, since E[x**2] - E[x]**2 cancels in
-    float32; `log_max` is used in the formula, where the source writes 16; a step whose largest
-    gradient is 0 changes nothing, where the source reaches log2(0). A step with a non-finite
-    gradient counts as x = `overflow_log2` (default: `log_max`); the source has 2**log_max there, in
-    a quantity that is already a logarithm, so that one overflow pins the scale to its floor for
-    hundreds of steps: `overflow_log2=2.0**16` reproduces it.
+    float32. The formula uses `log_max`, where the source writes 16. A step whose largest gradient
+    is 0 changes nothing, where the source reaches log2(0). A step with a non-finite gradient counts
+    as x = `overflow_log2` (default: `log_max`). The source uses 2**log_max in this logarithm, so
+    one overflow pins the scale to its floor for hundreds of steps: `overflow_log2=2.0**16`
+    reproduces it.
 
     Args:
         init_scale, min_scale, max_scale: FP32, 2**-126 <= min <= init <= max <= 2**126.
@@ -352,9 +353,9 @@ class LogMaxLossScale(LossScale):
     needs_grad_max = True
 
     grad_max: Tensor  # float32, largest of this iteration
-    # float64 (3,): of x with beta1, of x with beta2, of x**2 with beta2, not bias-corrected.
+    # float64 (3,): x with beta1, x with beta2, x**2 with beta2, not bias-corrected.
     averages: Tensor
-    start_weights: Tensor  # float64 (3,): beta**steps, what the start value 0 still weighs in each
+    start_weights: Tensor  # float64 (3,): beta**steps, the remaining weight of the start value 0
 
     def __init__(
         self,
@@ -392,7 +393,7 @@ class LogMaxLossScale(LossScale):
                 ignored when the iteration overflows.
 
         Raises:
-            ValueError: without it.
+            ValueError: `grad_max` is None.
         """
         if grad_max is None:
             raise ValueError("grad_max=None: logmax needs the largest unscaled gradient magnitude")
@@ -426,10 +427,10 @@ SCALES: dict[str, Callable[..., LossScale]] = {
 
 
 def get_loss_scale(name: str, device: torch.device | str = "cpu") -> LossScale:
-    """The loss scale that a file of mprun's own says (conf/scaler), by name: "dynamic", "apex".
+    """Return a loss scale that comes with mprun (conf/scaler), by name: "dynamic", "apex".
 
     Raises:
-        ValueError: there is no such file.
+        ValueError: There is no such file.
     """
     values = option("scaler", name)
     own = {key: value for key, value in values.items() if key not in ("name", "kind")}

@@ -1,18 +1,18 @@
-"""BF16 weights without a master copy, updated in FP32 and stored so that nothing is lost.
+"""BF16 weights without a master copy, updated in FP32 and stored so that no update is lost.
 
 An update below half a unit in the last place of its weight is lost when the result is rounded to
-nearest (`bf16_naive`). Here each weight is widened to FP32 for the length of its update, all
-arithmetic of the update (weight decay too: rounded apart it would be lost) and its state are in
-FP32, and there is one rounding, at the store:
+nearest (`bf16_naive`). Here each weight is widened to FP32 during its update. The update's state
+and all its arithmetic are FP32, weight decay too: rounded separately it would be lost. There is one
+rounding, at the store:
 
     stochastic  up or down, with the probability of the distance to the other neighbour: right on
                 average (Gupta et al., arXiv 1502.02551; llm.c, torchao: bf16_stochastic_round)
-    kahan       to nearest, and what the rounding took away is kept in a second BF16 number that the
-                next update begins with (Zamirai et al., arXiv 2010.06192, section 4)
+    kahan       to nearest; a second BF16 number keeps the rounding error, and the next update
+                begins with it (Zamirai et al., arXiv 2010.06192, section 4)
 
-Bytes of a parameter with AdamW and its gradient in BF16: 12 and 14; with master weights 16. Where
-torch's operations update them and no single pass, gradients are collected in FP32 first, 4 more,
-and the weights in FP32 are those of a chunk at a time.
+Bytes of a parameter with AdamW and its gradient in BF16: 12 and 14; with master weights 16. If
+torch's operations update them instead of a single pass, gradients are first collected in FP32, 4
+bytes more. Only one chunk of weights at a time is then in FP32.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.torch_update import initialise_state, put_back_where, rule_of
 
 COMPENSATION = "compensation"  # in the state of a weight
-# Numbers that are widened at a time, and rounded: 32 MiB in FP32. A weight beyond that is a chunk.
+# Numbers that are widened and rounded at a time: 32 MiB in FP32. A larger weight is one chunk.
 CHUNK = 2**23
 _32_BITS = 0xFFFFFFFF
 
@@ -39,19 +39,19 @@ class NarrowWeights:
     """The weights of one optimizer that live in BF16 alone.
 
     Random bits are a hash of seed, number of the update, name of the parameter and place of the
-    number in memory: the same on every device, in whatever blocks an update comes, and nothing else
-    that draws random numbers notices. A step that is skipped is no update.
+    number in memory. So they are the same on every device and for any split into blocks, and they
+    leave other random draws alone. A skipped step does not count as an update.
 
     Args:
-        inner: updates the weights, among others.
-        names, weights: BF16, of `inner`.
-        rounding: "stochastic" or "kahan"; "nearest" where only the state is narrow.
-        state_dtype: in which the state of `inner` is kept between updates, of the shape of its
-            weight; None: FP32.
-        seed: of the run.
+        inner: the optimizer that updates the weights, among others.
+        names, weights: those weights of `inner`, in BF16, and their names.
+        rounding: "stochastic" or "kahan"; "nearest" if only the state is narrow.
+        state_dtype: dtype in which state of `inner` with the shape of its weight is kept between
+            updates; None: FP32.
+        seed: seed of the run.
 
     Attributes:
-        updates: applied so far, int64, 0-dim.
+        updates: number of applied updates, int64, 0-dim.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class NarrowWeights:
                 raise ValueError(f"{name}: has gaps between its values; make it contiguous")
         device = self.weights[0].device
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
-        # Any numbers do that differ from name to name.
+        # Any numbers will do that differ between names.
         of_names = [zlib.crc32(name.encode()) ^ (seed * 0x9E3779B1 & _32_BITS) for name in names]
         self._names = torch.tensor(of_names, dtype=torch.int64, device=device)
         self._number = {id(weight): number for number, weight in enumerate(self.weights)}
 
     def initialise_state(self) -> None:
-        """Make the state of `inner`, before its first step, and the compensation."""
+        """Create the state of `inner`, before its first step, and the compensation."""
         initialise_state(self.inner)
         for weight in self.weights:
             made = self.inner.state[weight]
@@ -89,21 +89,21 @@ class NarrowWeights:
         return id(weight) in self._number
 
     def number(self, weight: Tensor) -> int | None:
-        """Return that of a weight among these; None: it is none of them."""
+        """Return the index of a weight among these; None if it is not one of them."""
         return self._number.get(id(weight))
 
     def keys(self) -> Tensor | None:
-        """Of this update, one for each weight: int32 [weights]; None: nothing is random."""
+        """Return this update's keys, int32 [weights], one a weight; None without random bits."""
         if self.rounding != "stochastic":
             return None
         mixed = self._names + self.updates * 0x85EBCA6B
         return _hashed((mixed & _32_BITS).to(torch.int32))
 
     def chunks(self, updated: Sequence[Tensor]) -> list[list[int]]:
-        """Places in `updated` of what is updated together, one list after the other.
+        """Return places in `updated`, one list for each group that is updated together.
 
-        Of torch's own rules, which update each weight by itself; another optimizer may look at
-        several, and all are one chunk.
+        Each of torch's rules updates each weight separately. Another optimizer may read several, so
+        there all weights are one chunk.
         """
         if rule_of(self.inner) is None:
             return [list(range(len(updated)))]
@@ -113,13 +113,13 @@ class NarrowWeights:
     def in_fp32(
         self, updated: Sequence[Tensor], found_inf: Tensor | None
     ) -> Iterator[list[Tensor]]:
-        """Within it `inner` holds weights, and their state, in FP32; afterwards they are stored.
+        """Let `inner` hold weights, and their state, in FP32 within it; then store them.
 
-        Costs 4 bytes for each of them meanwhile. An update is counted by `count`, after all of it.
+        Costs 4 bytes for each of them meanwhile. `count` counts an update, after all of its chunks.
 
         Args:
-            updated: what `inner` updates meanwhile, alone (see `chunks`).
-            found_inf: not 0: nothing is stored.
+            updated: the only weights that `inner` updates meanwhile (see `chunks`).
+            found_inf: nothing is stored if it is not 0.
 
         Yields:
             `updated`, in FP32.
@@ -150,8 +150,8 @@ class NarrowWeights:
                 self._store_all(chosen, wide, found_inf)
 
     def _kept_state(self, weight: Tensor, before: dict, found: dict) -> dict[Any, Any]:
-        """`found` in the dtypes in which it is kept; in the tensors of before, where a captured
-        graph knows them."""
+        """Return `found` in the kept state's dtypes, in the tensors of `before`, whose addresses a
+        captured graph knows."""
         kept = {COMPENSATION: before[COMPENSATION]} if COMPENSATION in before else {}
         for name, value in found.items():
             dtype = self.state_dtype if _is_like(value, weight, name) else None
@@ -171,24 +171,24 @@ class NarrowWeights:
             key = None if keys is None else keys[self.number(weight)]
             kept = self.inner.state[weight].get(COMPENSATION)
             tensors = [weight.detach(), wide[id(weight)], *([] if kept is None else [kept])]
-            # Rounding takes a multiple of what it rounds.
+            # Rounding needs a multiple of the memory that it rounds.
             flat = [tensor.as_strided((tensor.numel(),), (1,)).split(CHUNK) for tensor in tensors]
             for number, (own, new, *rest) in enumerate(zip(*flat, strict=True)):
                 with put_back_where(found_inf, [own, *rest]):
                     self.store(own, new, key, rest[0] if rest else None, number * CHUNK)
 
     def count(self, found_inf: Tensor | None = None) -> None:
-        """There was an update, unless `found_inf` is not 0."""
+        """Count an update, unless `found_inf` is not 0."""
         self.updates.add_(1 if found_inf is None else (found_inf == 0).long())
 
     def store(
         self, own: Tensor, wide: Tensor, key: Tensor | None, kept: Tensor | None, start: int = 0
     ) -> None:
-        """Round `wide` into `own`, in memory both in the same order.
+        """Round `wide` into `own`; both have the same order in memory.
 
         Args:
             key: one of `keys`, for stochastic rounding.
-            kept: takes what the rounding took away.
+            kept: receives the rounding error.
             start: place of the first number in the memory of the whole weight, an even one.
         """
         if key is not None:
@@ -208,7 +208,7 @@ class NarrowWeights:
 def choose_narrow(
     inner: Optimizer, named: Mapping[str, Tensor], policy: PrecisionPolicy, seed: int = 0
 ) -> NarrowWeights | None:
-    """Return those of `named` that are BF16 but updated in FP32, or have a state in BF16."""
+    """Choose those of `named` that are BF16 but updated in FP32, or have a state in BF16."""
     rounding = policy.rounding if policy.masters == "transient" else "nearest"
     state_dtype = policy.state_dtype
     if rounding == "nearest" and state_dtype is None:
@@ -221,7 +221,7 @@ def choose_narrow(
 
 
 def packed(sizes: Iterable[int], most: int) -> list[list[int]]:
-    """Return places in `sizes`, in order, together as long as they add up to `most` or less."""
+    """Group places in `sizes`, in order, such that each group adds up to `most` or less."""
     found: list[list[int]] = [[]]
     used = 0
     for place, size in enumerate(sizes):
@@ -234,22 +234,22 @@ def packed(sizes: Iterable[int], most: int) -> list[list[int]]:
 
 
 def widen(wide: Tensor, own: Tensor, kept: Tensor | None) -> Tensor:
-    """Fill an FP32 tensor with a BF16 weight, and with what its last rounding took away."""
+    """Fill an FP32 tensor with a BF16 weight plus the error of its last rounding."""
     wide.copy_(own)
     return wide if kept is None else wide.add_(kept)
 
 
 def _widened(state: Mapping[str, Any], weight: Tensor) -> dict[str, Any]:
-    """State of the optimizer's own in FP32, without what torch would take for it."""
+    """Return the optimizer's state in FP32, without the entry that torch would take for it."""
     return {
         key: value.float() if _is_like(value, weight, key) else value
         for key, value in state.items()
-        if key != COMPENSATION  # torch takes an empty state for one to be made
+        if key != COMPENSATION  # torch initialises a state only if it is empty
     }
 
 
 def _is_like(value: Any, weight: Tensor, key: str) -> bool:
-    """Whether it is state of the optimizer's own, a number for each of the weight."""
+    """Return whether it is state of the optimizer with one number for each of the weight."""
     is_own = isinstance(value, Tensor) and value.is_floating_point() and key != COMPENSATION
     return is_own and value.shape == weight.shape
 
@@ -257,19 +257,19 @@ def _is_like(value: Any, weight: Tensor, key: str) -> bool:
 def round_stochastically(own: Tensor, wide: Tensor, key: Tensor, start: int = 0) -> None:
     """Round FP32 to BF16, up with the probability (wide - below) / (above - below).
 
-    16 random bits are added below the ones that are kept, then those below are cut off: of the
-    65,536 equally likely sums as many carry as the number is above the lower neighbour. What is in
-    BF16 already stays, so do infinity and NaN.
+    16 random bits are added below the kept ones, then the bits below are cut off. The share of
+    the 65,536 equally likely sums that carry is the number's distance from the lower neighbour.
+    Numbers that BF16 holds stay, so do infinity and NaN.
 
     Args:
         own: BF16, written to; dense.
-        wide: FP32, of the same shape and order in memory.
+        wide: FP32, with the same shape and order in memory.
         key: int32, 0-dim.
         start: see `NarrowWeights.store`.
     """
     numel = wide.numel()
     flat = wide.as_strided((numel,), (1,))
-    # A NaN whose lowest bits are set would become a number.
+    # A NaN in which only the lowest bits are set would become a number.
     bits = flat.nan_to_num(nan=float("nan"), posinf=float("inf"), neginf=float("-inf"))
     bits = bits.view(torch.int32)
     bits += random_bits(numel, key, start)
@@ -278,9 +278,9 @@ def round_stochastically(own: Tensor, wide: Tensor, key: Tensor, start: int = 0)
 
 
 def random_bits(numel: int, key: Tensor, start: int = 0) -> Tensor:
-    """int32 [numel], 0 to 65535: of the numbers `start` ... of the sequence of `key`.
+    """Return numbers `start` ... of the sequence of `key`: int32 [numel], 0 to 65535.
 
-    Two of them from each 32-bit hash of key and index ("lowbias32", Wellons, hash-prospector).
+    Each 32-bit hash of key and index gives two ("lowbias32", Wellons, hash-prospector).
     """
     first, last = start // 2, start // 2 + (numel + 1) // 2
     pairs = torch.arange(first, last, dtype=torch.int32, device=key.device)
@@ -290,7 +290,7 @@ def random_bits(numel: int, key: Tensor, start: int = 0) -> Tensor:
 
 
 def _hashed(x: Tensor) -> Tensor:
-    """A permutation of 32 bits, in place: int32, of which torch shifts the sign in."""
+    """Permute 32 bits, in place: int32, with torch's shifts that fill in the sign."""
     for shift, mask, factor in ((16, 0xFFFF, 0x7FEB352D), (15, 0x1FFFF, 0x846CA68B - 2**32)):
         x ^= (x >> shift).bitwise_and_(mask)
         x *= factor
@@ -299,5 +299,5 @@ def _hashed(x: Tensor) -> Tensor:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether the values fill their part of memory, in whatever order of dimensions."""
+    """Return whether the values fill their part of memory, in any order of dimensions."""
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()

@@ -1,4 +1,4 @@
-"""From a loss to an update, in every precision mode: the order of operations that is the subject.
+"""From a loss to an update, in every precision mode: this order of operations is the subject.
 
     loss (FP32) -> times scale -> backward                     | backward(loss)
     -> cast gradients to grad_dtype -> divide by scale         |
@@ -6,12 +6,12 @@
     -> clip by global norm                                     | step()
     -> weight decay and update on the master weights           |
     -> copy the master weights to the model                    |
-    -> move the average of the weights, where there is one     |
+    -> move the average of the weights, if there is one        |
 
 Casting comes before dividing by the scale: dividing in FP16 would bring the underflow back.
 Dividing comes before clipping and weight decay, so that no hyper-parameter depends on the scale.
-Where the gradients are not finite and the loss scale skips such steps, parameters, optimizer
-state and BatchNorm statistics stay as they were. (Paper sections 3.1 and 3.2.)
+When gradients are not finite and the loss scale skips such steps, parameters, optimizer state and
+BatchNorm statistics stay unchanged. (Paper sections 3.1 and 3.2.)
 
 Nothing here waits for the device: scale, found_inf and counters are device tensors.
 """
@@ -46,13 +46,13 @@ from mprun.precision.update_choice import choose_update
 
 
 class Update(NamedTuple):
-    """What one step did, as 0-dim device tensors.
+    """The results of one step, as 0-dim device tensors.
 
     Attributes:
         loss_scale: float32, the scale of the (first) loss of this step.
         found_inf: float32, 1 if the update was skipped; None if the loss scale never skips.
-        grad_norm: float32, global L2 norm of the unscaled gradients before clipping, of those that
-            count in it; None if neither needed for clipping nor asked for.
+        grad_norm: float32, global L2 norm before clipping of the unscaled gradients that count in
+            it; None if neither needed for clipping nor asked for.
     """
 
     loss_scale: Tensor
@@ -60,50 +60,50 @@ class Update(NamedTuple):
     grad_norm: Tensor | None
 
     def metrics(self, prefix: str = "") -> dict[str, Tensor]:
-        """Return what there is to report, named as in metrics.jsonl behind `prefix`."""
+        """Return the values that exist, named as in metrics.jsonl after `prefix`."""
         values = self._asdict().items()
         return {prefix + name: value for name, value in values if value is not None}
 
 
 class Stages(NamedTuple):
-    """How the gradients of a step become an update: gathered from its losses, then applied."""
+    """The two stages from a step's gradients to its update: gather from the losses, apply."""
 
     gathering: Gathering
     update: ByTorch
 
 
 class MixedPrecisionOptimizer:
-    """Wraps one torch optimizer for a model in any policy's dtypes.
+    """An optimizer that wraps one torch optimizer for a model in any policy's dtypes.
 
-    Row tables of the model (`row_updates`) are updated by the same rule at the rate of weights, in
-    the rows that the step used. `update_path` and `update_reason` say how the others are updated,
-    and why.
+    Row tables of the model (`row_updates`) are updated by the same rule at the rate of weights, but
+    only in the rows that the step used. `update_path` and `update_reason` say how and why the
+    others are updated.
 
     Args:
-        cast: the model from `cast_model`; its masters become those of this optimizer, which moves
+        cast: the model from `cast_model`; its masters become those of this optimizer, which updates
             them.
         make_optimizer: builds the torch optimizer from (name, tensor) pairs; the tensors are the
-            master weights where the policy has them, else the model's own parameters.
-        loss_scales: one per loss that is propagated between two steps (a single one for most
-            tasks, and it may be shared with other optimizers). The owner calls `update()` on each
-            of them once per iteration, after all steps.
+            master weights if the policy has them, else the model's parameters.
+        loss_scales: one per loss that is propagated between two steps. Most tasks have a single
+            one, and it may be shared with other optimizers. The owner calls `update()` on each of
+            them once per iteration, after all steps.
         clip_norm: maximum global L2 norm of the unscaled gradients.
         clipped: names of the parameters and row tables whose gradients count in that norm and are
             clipped; None: all.
         guards: BatchNorm statistics to restore when an update is skipped; saved by `zero_grad`.
-        average_decay: keep a WeightAverage, its values in `averages` by parameter name.
-        averaged: of these parameters; None: of all.
+        average_decay: keep a WeightAverage, with its values in `averages` by parameter name.
+        averaged: names of the averaged parameters; None: all.
         update: "plain" (torch's operations one after the other), "single_pass", or "auto" for the
-            latter where it can be used and saves something.
-        parts: micro-batches of an update, each of which calls `backward` with its own loss: the
-            update takes their mean, divided after unscaling.
-        reduction: sums over ranks, of which each propagates the losses of some of the `parts`;
+            latter if it is possible and saves time.
+        parts: micro-batches of an update, each of which calls `backward` with its loss. The update
+            uses their mean, divided after unscaling.
+        reduction: sums over ranks, each of which propagates the losses of some of the `parts`;
             None: all of them are propagated here.
-        seed: of the random bits of stochastic rounding.
+        seed: seed of the random bits of stochastic rounding.
 
     Raises:
-        ValueError: a rule that would move unused rows, the average of a complex weight, a single
-            pass that is asked for and cannot be.
+        ValueError: A rule would move unused rows, an averaged weight is complex, or the requested
+            single pass is impossible.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class MixedPrecisionOptimizer:
         if self.rows and several:
             raise ValueError("row tables take one micro-batch an update, on one rank")
         self._kinds = self._gradient_kinds(cast.policy)
-        # What else a skipped step leaves as it was, after an update.
+        # Called after an update, to undo other changes of a skipped step.
         self._after = [guard.restore_where for guard in self.guards] if self.skips else []
         self.averages: dict[str, Tensor] = {}
         if average_decay is not None:
@@ -178,39 +178,39 @@ class MixedPrecisionOptimizer:
         gains = casts or self.skips
         choice = choose_update(update, by_torch, dtypes, MixedPrecisionOptimizer, gains=gains)
         single_pass, self.update_path, self.update_reason = choice
-        # True: torch's operations even so, which show an observer every intermediate result.
+        # True: use torch's operations regardless; an observer sees every intermediate result.
         self.observed = False
         self.use(single_pass)
         self._stages = self._chosen
         self._used: tuple[Ready, Tensor | None] | None = None
 
     def use(self, single_pass: SinglePass | None) -> None:
-        """Take `single_pass` for the updates of this optimizer, whatever was chosen; None: torch's
+        """Update by `single_pass` from now on, regardless of the first choice; None: torch's
         operations."""
         self._chosen = self._plain
         if single_pass is not None:
             gathering = self._plain.gathering
-            # Several micro-batches are unscaled one by one, whatever applies their sum.
+            # Micro-batches are unscaled one by one, however their sum is applied.
             if type(gathering) is Unscaled and gathering.parts == 1 and gathering.ranks is None:
                 gathering = LeftForOnePass(*self._of_gathering)
             self._chosen = Stages(gathering, single_pass)
 
     @property
     def masters(self) -> dict[str, Tensor]:
-        """The master weights of the parameters that have a copy, by parameter name."""
+        """Return parameter name -> master weight, for the parameters that have a copy."""
         pairs = zip(self.names, self.parameters, self.updated, strict=True)
         return {name: master for name, own, master in pairs if own is not master}
 
     def gradient_dtypes(self) -> dict[str, int]:
-        """Dtype -> number of gradient elements as backward makes them; row tables count whole."""
+        """Count gradient elements by dtype, as backward computes them; row tables count whole."""
         return elements_by_dtype((made, numel) for made, _, numel in self._kinds)
 
     def update_dtypes(self) -> dict[str, int]:
-        """The same as they are unscaled, clipped and accumulated."""
+        """Count the same by the dtype in which they are unscaled, clipped and accumulated."""
         return elements_by_dtype((used, numel) for _, used, numel in self._kinds)
 
     def state_by_name(self) -> dict[str, dict]:
-        """The state of the inner optimizer and of the rows by parameter name, as it is in use."""
+        """Return parameter name -> the state in use, of the inner optimizer and of the rows."""
         pairs = zip(self.names, self.updated, strict=True)
         of_parameters = {name: self.inner.state.get(updated, {}) for name, updated in pairs}
         return of_parameters | {row.name: row.state for row in self.rows}
@@ -232,18 +232,18 @@ class MixedPrecisionOptimizer:
     def backward(self, loss: Tensor, loss_index: int = 0) -> None:
         """Propagate `loss` (0-dim) and add its gradients to those of this step.
 
-        May be called several times before `step`: gradients of further losses or micro-batches
-        accumulate in grad_dtype, each divided by the scale of its own loss and by `parts`; with a
-        reduce_dtype of the policy in that, as those of so many ranks (`mprun.precision.gradients`).
+        It may be called several times before `step`. Gradients of further losses or micro-batches
+        accumulate in grad_dtype, each divided by its loss's scale and by `parts`. With the policy's
+        reduce_dtype they accumulate in that, as if of ranks (`mprun.precision.gradients`).
         """
         self._stages.gathering.backward(loss, self.loss_scales[loss_index])
 
     @torch.no_grad()
     def step(self, measure_norm: bool = False) -> Update:
-        """Clip, update the master weights and copy them to the model; skip if told to.
+        """Clip, update the master weights and copy them to the model, or skip the update.
 
         Args:
-            measure_norm: compute the gradient norm although nothing is clipped.
+            measure_norm: compute the gradient norm even if nothing is clipped.
         """
         gathering, update = self._stages
         ready, clip = gathering.ready(), None  # reduced and unscaled
@@ -265,16 +265,16 @@ class MixedPrecisionOptimizer:
         return Update(scale.clone(), found_inf.clone(), norm)
 
     def gradients_in_use(self) -> list[Tensor | None]:
-        """Of the last step by parameter, where they lie: scaled in `.grad`, or as they were added
-        up; none before it."""
+        """Return the last step's gradients by parameter, in place: scaled in `.grad`, or as added
+        up; empty before the first step."""
         return [] if self._used is None else list(self._used[0].own.gradients)
 
     def unscaled_gradients(self) -> dict[str, Tensor]:
-        """Gradients of the last step by parameter name, as the update used them: also clipped.
+        """Return gradients of the last step by parameter name, as used in the update: clipped too.
 
-        Copies in the dtype of the update, FP32 for narrow weights; parameters without a gradient
-        are left out. To be read before the next `zero_grad`; what a single pass never wrote to
-        memory is computed here.
+        They are copies in the dtype of the update, FP32 for narrow weights; parameters without a
+        gradient are left out. Read them before the next `zero_grad`. Values that a single pass
+        never wrote to memory are computed here.
         """
         if self._used is None:
             return {}
@@ -294,9 +294,9 @@ class MixedPrecisionOptimizer:
         return found
 
     def set_lr(self, lr: float | Tensor) -> None:
-        """Set the rate of every group to `lr` times the group's lr_factor (1 where it has none).
+        """Set the rate of every group to `lr` times the group's lr_factor (default 1).
 
-        A tensor is multiplied and copied on the device; each group then needs a tensor of its own.
+        A tensor is multiplied and copied on the device; each group then needs a separate tensor.
         """
         for group in self.inner.param_groups:
             rate = lr * group.get("lr_factor", 1.0)
@@ -306,9 +306,9 @@ class MixedPrecisionOptimizer:
                 group["lr"] = rate
 
     def state_dict(self) -> dict:
-        """Master weights and the inner optimizer's state by parameter name, in their own dtypes.
+        """Return master weights and the inner optimizer's state by parameter name, dtypes kept.
 
-        The model's own parameters, row tables among them, belong to the model's state.
+        The model's parameters, including row tables, belong to the model's state.
         """
         state = {name: dict(own) for name, own in self.state_by_name().items()}
         saved = {"masters": self.masters, "state": state, "averages": dict(self.averages)}
@@ -318,15 +318,15 @@ class MixedPrecisionOptimizer:
     def load_state_dict(self, saved: dict) -> None:
         """Restore bit for bit, dtypes included.
 
-        torch's own Optimizer.load_state_dict casts state to the parameter's dtype and so loses FP32
-        momentum of FP16 parameters; this one copies tensor by tensor.
+        torch's Optimizer.load_state_dict casts state to the parameter's dtype, and so loses FP32
+        momentum of FP16 parameters. This one copies tensor by tensor.
 
         Raises:
-            ValueError: names what does not fit.
+            ValueError: Something does not fit; the message names it.
         """
         masters, state = self.masters, self.state_by_name()
         if saved["masters"].keys() != masters.keys() or saved["state"].keys() != state.keys():
-            raise ValueError("optimizer state is of another model or precision mode")
+            raise ValueError("optimizer state belongs to another model or precision mode")
         averages = saved.get("averages", {})
         if averages.keys() != self.averages.keys():
             raise ValueError("optimizer state has averages of other weights (optim.average_decay)")
@@ -336,7 +336,7 @@ class MixedPrecisionOptimizer:
             copy_exactly(f"master weights of {name}", master, saved["masters"][name])
         for name, own in state.items():
             if saved["state"][name].keys() != own.keys():
-                raise ValueError(f"optimizer state of {name} is of another optimizer")
+                raise ValueError(f"optimizer state of {name} belongs to another optimizer")
             for key, value in saved["state"][name].items():
                 copy_exactly(f"{key} of {name}", own[key], value)
         if self.narrow is not None:
@@ -345,8 +345,8 @@ class MixedPrecisionOptimizer:
     def _gradient_kinds(
         self, policy: PrecisionPolicy
     ) -> list[tuple[torch.dtype, torch.dtype, int]]:
-        """Of parameters, then rows: dtype of the gradient as backward makes it and as it is used
-        in the update, and number of elements."""
+        """Return each gradient's dtype after backward, its dtype in the update and its elements;
+        parameters first, then rows."""
         made = [*(own.dtype for own in self.parameters), *(row.row_dtype for row in self.rows)]
         updated = [*self.updated, *(row.tensor for row in self.rows)]
         # Without master weights a parameter that an override keeps in FP32 has FP32 gradients.
@@ -358,7 +358,7 @@ class MixedPrecisionOptimizer:
         return list(zip(made, used, (tensor.numel() for tensor in updated), strict=True))
 
     def _gathering(self, policy: PrecisionPolicy, casts: bool) -> Gathering:
-        """Return the way from losses to gradients that the policy needs."""
+        """Choose the policy's way from losses to gradients."""
         if self.micro_batches > 1 and policy.reduce_dtype is not None:
             own_sum = policy.reduce_dtype, policy.reduce_divide
             return SummedBeforeUnscaled(*self._of_gathering, *own_sum)
@@ -369,7 +369,7 @@ class MixedPrecisionOptimizer:
 
 
 def elements_by_dtype(tensors: Iterable[tuple[torch.dtype, int]]) -> dict[str, int]:
-    """Number of elements by name of the dtype, from (dtype, number) pairs."""
+    """Return dtype name -> number of elements, from (dtype, number) pairs."""
     counts: Counter[str] = Counter()
     for dtype, numel in tensors:
         counts[str(dtype).removeprefix("torch.")] += numel
@@ -387,14 +387,14 @@ def copy_exactly(what: str, own: Tensor, saved: Tensor) -> None:
 
 
 class BatchNormGuard:
-    """Keeps BatchNorm's running statistics out of reach of an update that is skipped.
+    """A guard that keeps a skipped update from changing BatchNorm's running statistics.
 
-    The forward pass has moved the statistics before anybody knows that the gradients overflowed:
-    without this guard one infinite activation makes the evaluation NaN for ever, although the
-    skipped update left the weights alone.
+    The forward pass moves the statistics before an overflow of the gradients is known. Without this
+    guard one infinite activation makes the evaluation NaN for ever, although the skipped update
+    left the weights alone.
 
-    The statistics of all layers are moved into one flat tensor per dtype, so that remembering and
-    restoring are one operation each, on the device. One guard per module: a second one would move
+    The statistics of all layers are moved into one flat tensor per dtype, so that saving and
+    restoring are one operation each, on the device. A module has one guard: a second one would move
     the statistics away from the first.
     """
 
@@ -417,7 +417,7 @@ class BatchNormGuard:
         self.saved = [flat.clone() for flat in self.flat]
 
     def is_current(self) -> bool:
-        """Return whether the layers still hold the statistics that are guarded."""
+        """Return whether the layers still hold the guarded statistics."""
         return all(layer._buffers.get(name) is own for layer, name, own in self._homes)
 
     @torch.no_grad()
@@ -442,14 +442,14 @@ class BatchNormGuard:
 class WeightAverage:
     """average <- decay * average + (1 - decay) * weight, once per applied update.
 
-    For evaluation. The average starts at the weights as they are (tf.train.
-    ExponentialMovingAverage without num_updates, as bigLSTM's published code uses it). It is in
-    FP32 in every mode, because it only measures: in 16 bits 0.001 times a difference would vanish.
-    Costs 4 bytes for each averaged parameter. Running statistics of norm layers are not averaged.
+    It is for evaluation. The average starts at the initial weights (tf.train.
+    ExponentialMovingAverage without num_updates, as in bigLSTM's published code). It is FP32 in
+    every mode, because it only measures: in 16 bits 0.001 times a difference would vanish. It costs
+    4 bytes for each averaged parameter. Running statistics of norm layers are not averaged.
 
     Args:
-        weights: by parameter name, what the optimizer updates (the master weights where there are
-            some).
+        weights: parameter name -> tensor that the optimizer updates (the master weight, if there is
+            one).
         decay: in (0, 1).
     """
 
@@ -468,7 +468,7 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, found_inf: Tensor | None) -> None:
-        """Move towards the weights, except where `found_inf` (0-dim) says that they did not move.
+        """Move towards the weights, unless `found_inf` (0-dim) says that they did not move.
 
         Nothing waits for the device.
         """

@@ -1,14 +1,14 @@
-"""Precision modes as values, and the switches of torch that would change what they mean.
+"""Precision modes as values, and the switches of torch that would change their meaning.
 
-A mode is one `PrecisionPolicy`, said by one file of conf/precision; nothing outside of
-`build_policy` and `get_policy` asks which mode it is. Modes and their sources: Micikevicius et al.,
-arXiv 1710.03740, sections 3.1 to 3.3 (FP16 with master weights and loss scaling), torch.amp
-(autocast), the rest as named.
+A mode is one `PrecisionPolicy`, defined by one file of conf/precision; only `build_policy` and
+`get_policy` ask which mode it is. Modes and their sources: Micikevicius et al., arXiv 1710.03740,
+sections 3.1 to 3.3 (FP16 with master weights and loss scaling), torch.amp (autocast), the rest as
+named.
 
-Every switch by which torch lowers the precision of products on its own is pinned and read back:
-stock torch leaves convolutions and RNNs in TF32 on Ampere and later and lets half GEMMs reduce in
-half, so an unpinned "FP32" baseline is not FP32 (torch documentation, CUDA semantics). Flags are
-process-wide: one run, one process.
+Every switch with which torch lowers the precision of products is pinned and read back. Stock torch
+leaves convolutions and RNNs in TF32 on Ampere and later, and lets half GEMMs reduce in half. So an
+unpinned "FP32" baseline is not FP32 (torch documentation, CUDA semantics). Flags are process-wide:
+one run, one process.
 """
 
 import operator
@@ -32,31 +32,30 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | FORMAT_NAMES
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return "fp16", or torch's own name of a dtype that no mode has."""
+    """Return the short name of a dtype ("fp16"), or torch's name if no mode has it."""
     return DTYPE_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 @dataclass(frozen=True, slots=True)
 class PrecisionPolicy:
-    """In which dtype each kind of tensor of a training run lives; FP32 where nothing else is said.
+    """The dtype of each kind of tensor of a training run; FP32 unless stated otherwise.
 
     param_dtype: weights, inputs and activations of the model, and their gradients.
     norm_dtype: parameters, statistics and arithmetic of norm layers.
-    master_dtype: dtype of the copy that the optimizer updates; where a parameter has it already
-        there is no copy. None: every parameter is updated in place, in its own dtype.
+    master_dtype: dtype of the copy that the optimizer updates; a parameter that has it already gets
+        no copy. None: every parameter is updated in place, in its dtype.
     grad_dtype: dtype in which gradients are unscaled, checked, clipped and accumulated.
     loss_dtype: dtype of logits inside softmax and loss.
     autocast_dtype: dtype of torch.autocast's lower-precision op list; None: no autocast.
     fp32_math: "ieee" or "tf32", how FP32 products are computed on CUDA.
-    reduce_dtype: dtype in which gradients are summed over ranks, scaled as backward made them.
+    reduce_dtype: dtype in which gradients are summed over ranks, scaled as backward computed them.
         None: in grad_dtype, unscaled. The micro-batches of an update count as ranks.
     reduce_divide: where that sum is divided, see `mprun.precision.reduction.factors`.
-    rounding: how 16-bit weights without a master copy are stored. "nearest": in the update's own
-        arithmetic, which is theirs; "stochastic", "kahan": after an update in FP32, see
+    rounding: how 16-bit weights without a master copy are stored. "nearest": the update computes in
+        their dtype; "stochastic", "kahan": after an update in FP32, see
         `mprun.precision.narrow_weights`.
-    state_dtype: in which the optimizer's state is kept between two updates. None: as the update
-        computes it.
-    products: of linear layers, in 8 bits; None: they run as all others.
+    state_dtype: dtype of the optimizer's state between updates. None: as the update computes it.
+    products: 8-bit products of linear layers; None: they run like all others.
     """
 
     name: str
@@ -75,30 +74,30 @@ class PrecisionPolicy:
 
     @property
     def masters(self) -> str:
-        """Where weights are updated: "kept" from step to step, "transient" for the length of an
-        update, or "none": each in its own dtype."""
+        """Say where weights are updated: in masters "kept" from step to step, in "transient" ones
+        that live for one update, or in "none" (each in its dtype)."""
         if self.master_dtype is not None:
             return "kept"
         return "none" if self.rounding == "nearest" else "transient"
 
     @property
     def half_dtype(self) -> torch.dtype | None:
-        """The 16-bit dtype that the mode's products run in, or None."""
+        """Return the 16-bit dtype that the mode's products run in, or None."""
         dtype = self.autocast_dtype or self.param_dtype
         return dtype if dtype.itemsize == 2 else None
 
     @property
     def formats(self) -> tuple[torch.dtype, ...]:
-        """The dtypes below FP32 that products run in: of 16 bits, then of 8."""
+        """Return the dtypes below FP32 that products run in: the 16-bit one, then 8-bit ones."""
         narrow = () if self.half_dtype is None else (self.half_dtype,)
         return narrow if self.products is None else (*narrow, *self.products.formats)
 
     def cast_inputs(self, inputs: Tensor) -> Tensor:
-        """Floating-point model inputs in the dtype of the parameters; other dtypes unchanged."""
+        """Cast floating-point model inputs to the parameters' dtype; leave others unchanged."""
         return inputs.to(self.param_dtype) if inputs.is_floating_point() else inputs
 
 
-# Fields that are words, with those that are allowed, and that are neither words nor dtypes.
+# Fields that hold words, with the allowed ones; then fields with neither words nor dtypes.
 _WORDS = {
     "fp32_math": ("ieee", "tf32"),
     "reduce_divide": DIVIDE,
@@ -109,10 +108,10 @@ _FREE = ("power_of_two", "high_precision", "modules")
 
 
 def build_policy(name: str, values: Mapping[str, Any]) -> PrecisionPolicy:
-    """A policy from what a mode's file says: names of dtypes (`fp32`, `fp16`, `bf16`, None), words.
+    """Build a policy from the values of a mode's file: dtype names (`fp32`, `bf16`, None), words.
 
     Raises:
-        ValueError: another dtype or word.
+        ValueError: A value is not an allowed dtype or word.
     """
     flat = _dotted(values)
     found: dict[str, Any] = {}
@@ -140,7 +139,7 @@ def _read(key: str, value: Any, dtypes: Mapping[str, torch.dtype]) -> Any:
 
 
 def policy_values(policy: PrecisionPolicy) -> dict[str, Any]:
-    """Return what `build_policy` makes `policy` of, in the form of a configuration."""
+    """Return the configuration values from which `build_policy` builds `policy`."""
     words, products = _words(policy), _words(policy.products or ScaledProducts())
     if policy.products is None:
         products |= dict.fromkeys(("input", "weight", "grad_output"))
@@ -160,7 +159,7 @@ def _word(value: Any) -> Any:
 
 
 def _dotted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """{"update": {"rounding": "kahan"}} as {"update.rounding": "kahan"}."""
+    """Return {"update": {"rounding": "kahan"}} as {"update.rounding": "kahan"}."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         inner = value if isinstance(value, Mapping) else None
@@ -169,14 +168,14 @@ def _dotted(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def get_policy(name: str, folder: Path | None = None) -> PrecisionPolicy:
-    """The mode that a file of mprun's own says, for use without the rest of mprun.
+    """Return the mode of a file that comes with mprun, for use without the rest of mprun.
 
     Args:
-        name: of the mode, "fp16_master".
+        name: name of the mode, such as "fp16_master".
         folder: holds `name`.yaml instead; values that the file lacks are those of FP32.
 
     Raises:
-        ValueError: there is no such file, or what it says is no mode.
+        ValueError: There is no such file, or it defines no mode.
     """
     values = option("precision", name, folder)
     own = {key: value for key, value in values.items() if key not in ("defaults", "name")}
@@ -184,17 +183,17 @@ def get_policy(name: str, folder: Path | None = None) -> PrecisionPolicy:
 
 
 def usual_scaler(name: str) -> str:
-    """Return the loss scaler that a mode of mprun's own comes with, by name; see `get_policy`."""
+    """Return the name of the loss scaler that belongs to a mode of mprun; see `get_policy`."""
     defaults = option("precision", name).get("defaults", [])
     pairs = [pair for default in defaults for pair in default.items()]
     return next((scaler for key, scaler in pairs if "/scaler" in key), "none")
 
 
 def option(group: str, name: str, folder: Path | None = None) -> dict[str, Any]:
-    """What an option file says: conf/GROUP/NAME.yaml, or `name`.yaml in `folder`.
+    """Return the values of an option file: conf/GROUP/NAME.yaml, or `name`.yaml in `folder`.
 
     Raises:
-        ValueError: there is no such file.
+        ValueError: There is no such file.
     """
     if folder is None:
         inside = Path(__file__).resolve().parents[1] / "conf"  # of an installed package
@@ -221,25 +220,24 @@ def pin_math_flags(
 ) -> None:
     """Set every flag: FP32 products to "ieee" or "tf32", all 16-bit reductions to FP32.
 
-    `deterministic` also selects deterministic kernels and turns cuDNN's autotuner off, because it
-    may pick another kernel in another run; without it the autotuner is on. `autotune` says
-    otherwise.
+    `deterministic` also selects deterministic kernels. It turns cuDNN's autotuner off, which may
+    pick another kernel in another run; otherwise the autotuner is on. `autotune` overrides that.
     """
     pin_products(fp32_math)
     torch.backends.cudnn.benchmark = not deterministic if autotune is None else autotune
     torch.backends.cudnn.deterministic = deterministic
     if deterministic != torch.are_deterministic_algorithms_enabled():
-        # Not called for nothing: its first call imports torch's compiler, which takes a second.
+        # Skipped if nothing changes: its first call imports torch's compiler, which takes a second.
         torch.use_deterministic_algorithms(deterministic)
-        # It would launch a kernel for every new tensor; nothing here reads what it has not written.
+        # It would launch a kernel for every new tensor; nothing here reads unwritten memory.
         setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)  # noqa: B010
 
 
 def pin_products(fp32_math: str) -> None:
     """Set the flags of products alone: FP32 ones to "ieee" or "tf32", 16-bit sums to FP32."""
     with warnings.catch_warnings():
-        # The older switches too, about which some versions warn: where they say something else,
-        # torch.compile, which asks for them, ends in an error (pytorch#166387).
+        # The older switches are set too, although some torch versions warn about them:
+        # torch.compile reads them, and fails if they disagree with the new ones (pytorch#166387).
         warnings.simplefilter("ignore")
         torch.backends.cuda.matmul.allow_tf32 = fp32_math == "tf32"
         torch.backends.cudnn.allow_tf32 = fp32_math == "tf32"
@@ -250,7 +248,7 @@ def pin_products(fp32_math: str) -> None:
 
 @contextmanager
 def ieee_fp32() -> Iterator[None]:
-    """FP32 products in full FP32 inside the block (used for evaluation), as before after it."""
+    """Compute FP32 products in full FP32 inside the block (used for evaluation)."""
     before = {name: _backend(name).fp32_precision for name in _FP32_PRODUCTS}
     _pin_fp32_products("ieee")
     try:
@@ -261,7 +259,7 @@ def ieee_fp32() -> Iterator[None]:
 
 
 def read_math_flags() -> dict[str, str | bool]:
-    """The flags in force now, as torch reports them."""
+    """Return the flags in force now, as torch reports them."""
     flags: dict[str, str | bool] = {
         f"{name}.fp32_precision": _backend(name).fp32_precision for name in _FP32_PRODUCTS
     }
@@ -275,7 +273,7 @@ def read_math_flags() -> dict[str, str | bool]:
 
 def _pin_fp32_products(fp32_math: str) -> None:
     for name in _FP32_PRODUCTS:
-        # The CPU library's own lower-precision FP32 kernels stay off in every mode.
+        # The CPU library's lower-precision FP32 kernels stay off in every mode.
         _backend(name).fp32_precision = fp32_math if name.startswith("cu") else "ieee"
 
 

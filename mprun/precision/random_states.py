@@ -1,7 +1,7 @@
-"""The states of every global random generator of a run, and cuDNN's dropout, which is one more.
+"""The states of every global random generator of a run, including cuDNN's dropout.
 
-Dropout between recurrent layers draws from a state inside of cuDNN, which torch keeps to itself;
-mprun's layers (`mprun.precision.recurrent`) draw from one that is kept here.
+Dropout between recurrent layers draws from a state inside cuDNN that torch does not expose.
+mprun's layers (`mprun.precision.recurrent`) draw from a state kept here.
 """
 
 import random
@@ -16,7 +16,7 @@ _dropout_states: dict[int, Tensor] = {}
 
 
 def random_states(device: torch.device) -> dict:
-    """The states of every global random generator, as tensors and plain values."""
+    """Return the states of every global random generator, as tensors and plain values."""
     state: Any = numpy.random.get_state()
     name, keys, position, has_gauss, cached = state
     states: dict[str, Any] = {
@@ -31,7 +31,7 @@ def random_states(device: torch.device) -> dict:
 
 
 def restore_random_states(states: dict, device: torch.device) -> None:
-    """Put all generators back; to be called last, after everything that may draw."""
+    """Restore all generators; call it last, after everything that may draw."""
     version, internal, gauss = states["python"]
     random.setstate((version, tuple(internal), gauss))
     name, keys, position, has_gauss, cached = states["numpy"]
@@ -43,16 +43,16 @@ def restore_random_states(states: dict, device: torch.device) -> None:
 
 
 def dropout_state(device: torch.device) -> Tensor | None:
-    """A copy of the state that masks between recurrent layers come from; None before its use."""
+    """Copy the state behind the masks between recurrent layers; None before its first use."""
     state = _dropout_states.get(_index(device))
     return None if state is None else state.clone()
 
 
 def restore_dropout_state(state: Tensor | None, device: torch.device) -> None:
-    """Go back to what `dropout_state` gave; no synchronisation for a state on the device.
+    """Go back to the result of `dropout_state`; no synchronisation for a state on the device.
 
-    None: to the one that the present seed of torch's generator gives. Where there is a state it is
-    overwritten, as a captured graph knows its address.
+    None: go back to the state that the present seed of torch's generator gives. An existing state
+    is overwritten, because a captured graph knows its address.
     """
     own = _dropout_states.get(_index(device))
     if own is not None:
@@ -62,7 +62,7 @@ def restore_dropout_state(state: Tensor | None, device: torch.device) -> None:
 
 
 def own_dropout_state(device: torch.device) -> Tensor:
-    """The state itself, made where there is none yet."""
+    """Return the state itself, created on its first use."""
     if _index(device) not in _dropout_states:
         _dropout_states[_index(device)] = _seeded_state(device)
     return _dropout_states[_index(device)]
@@ -70,10 +70,10 @@ def own_dropout_state(device: torch.device) -> Tensor:
 
 def _seeded_state(device: torch.device) -> Tensor:
     seed = torch.cuda.default_generators[_index(device)].initial_seed() % 2**63
-    # How much is dropped is said with each use; the state is the same for any share.
+    # Each use gives its dropout probability; the state is the same for all.
     return torch._cudnn_init_dropout_state(0.5, True, seed, dtype=torch.uint8, device=device)
 
 
 def _index(device: torch.device) -> int:
-    index: int | Any = device.index  # None of "cuda", which torch's stub does not know
+    index: int | Any = device.index  # None for "cuda", which torch's stub does not know
     return torch.cuda.current_device() if index is None else index

@@ -1,16 +1,16 @@
-"""Recurrent layers on CUDA: what torch does not ask of cuDNN.
+"""Recurrent layers on CUDA: features of cuDNN that torch leaves unused.
 
 On CUDA nn.LSTM, nn.GRU and nn.RNN (torch 2.11 to 2.15) fall short of other layers in three ways:
 
 - BF16 weights are never put into one buffer (`flatten_parameters` knows half, float and double),
-  so cuDNN's are gathered from all weights at every forward pass;
-- autocast computes them in FP16, also where it is a bfloat16 one;
-- dropout between layers draws from a state inside of cuDNN that nobody can save, and that torch
-  seeds anew, with a wait for the device, after every `torch.cuda.set_rng_state`. So masks could
-  not be repeated from a checkpoint or beside a step.
+  so cuDNN's buffer is gathered from all weights at every forward pass;
+- autocast computes them in FP16, even if it is a bfloat16 autocast;
+- dropout between layers draws from a state inside cuDNN that nobody can save. torch seeds it anew,
+  with a wait for the device, after every `torch.cuda.set_rng_state`. So masks could not be repeated
+  from a checkpoint or beside a step.
 
-`own_recurrent(model)` does all three for the layers of a model, by the operation that torch itself
-calls (`torch._cudnn_rnn`). Where none of this applies, layers are torch's own.
+`own_recurrent(model)` cures all three for the layers of a model, with the operation that torch
+itself calls (`torch._cudnn_rnn`). In all other cases torch computes its layers.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class RecurrentCall(NamedTuple):
     """The arguments of `torch.lstm`, `torch.gru` and the like, in either of their two forms.
 
     Attributes:
-        inputs: (T, B, I), or (B, T, I) with `batch_first`; (values, I) of a packed sequence.
-        hidden: h0 (L, B, P or H) and, of an LSTM, with it c0 (L, B, H); L = layers, twice that if
+        inputs: (T, B, I), or (B, T, I) with `batch_first`; (values, I) for a packed sequence.
+        hidden: h0 (L, B, P or H), and for an LSTM with it c0 (L, B, H); L = layers, twice that if
             `bidirectional`.
         weights: per layer and direction w_ih, w_hh, then b_ih, b_hh with `bias`, then w_hr with a
             projection.
-        batch_sizes: int64 [T], of a packed sequence.
+        batch_sizes: int64 [T], for a packed sequence.
     """
 
     inputs: Tensor
@@ -56,7 +56,7 @@ class RecurrentCall(NamedTuple):
 
     @classmethod
     def of(cls, args: tuple[Any, ...]) -> RecurrentCall:
-        """The call with these positional arguments."""
+        """Return the call with these positional arguments."""
         if isinstance(args[1], Tensor) and args[1].dtype is torch.int64:
             inputs, batch_sizes, *others = args
             return cls(inputs, *others)._replace(batch_sizes=batch_sizes)
@@ -64,12 +64,12 @@ class RecurrentCall(NamedTuple):
 
     @property
     def drops(self) -> bool:
-        """Whether there is dropout between layers."""
+        """Return whether there is dropout between layers."""
         return self.train and self.dropout > 0 and self.layers > 1
 
 
 def own_recurrent(model: nn.Module) -> nn.Module:
-    """`model`, whose recurrent layers are then as said above; parameters stay the same objects."""
+    """Change the recurrent layers of `model` as described above; its parameters stay the same."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase) and not isinstance(module.forward, partial):
             module.forward = partial(_forward_within, _ByCudnn(module), module.forward)
@@ -82,22 +82,22 @@ def _forward_within(mode: _ByCudnn, forward: Callable[..., Any], *args: Any, **k
 
 
 class _ByCudnn(TorchFunctionMode):
-    """Takes the one call in which a module's `forward` computes, and leaves the rest to it."""
+    """A mode that takes the one call in which a module's `forward` computes, and no other."""
 
     def __init__(self, module: nn.RNNBase):
         super().__init__()
         self.module = module
         self._addresses: list[int] = []
         self._buffer: Tensor | None = None
-        # Of BF16 copies: offset and shape of each, and the size of the buffer.
+        # For BF16 copies: offset and shape of each, and the size of the buffer.
         self._places: tuple[list[tuple[int, torch.Size]], int] | None = None
 
     def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
         if func not in LAYERS:
             return func(*args, **(kwargs or {}))
         if not args[0].is_cuda:
-            # A backward pass that computes the forward pass again (torch.utils.checkpoint) has lost
-            # the function modes, an emulation's own among them, and kept the dispatch modes.
+            # A backward pass that recomputes the forward pass (torch.utils.checkpoint) has lost the
+            # function modes, including an emulation's, and kept the dispatch modes.
             for mode in reversed(_get_current_dispatch_mode_stack()):
                 if hasattr(mode, "functions"):
                     return mode.functions.__torch_function__(func, types, args, kwargs)
@@ -114,7 +114,7 @@ class _ByCudnn(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
     def _compute(self, func: Any, call: RecurrentCall, buffer: Tensor) -> tuple[Tensor, ...]:
-        """What `func` returns, by the operation that it calls itself."""
+        """Compute the result of `func` with the operation that it calls itself."""
         is_lstm = isinstance(call.hidden, (tuple, list))
         h, c = call.hidden if is_lstm else (call.hidden, None)
         output, h, c, _, _ = torch._cudnn_rnn(
@@ -138,7 +138,7 @@ class _ByCudnn(TorchFunctionMode):
         return (output, h, c) if func is torch.lstm else (output, h)
 
     def _rounded_to_bf16(self, call: RecurrentCall) -> tuple[RecurrentCall, Tensor]:
-        """The call with BF16 tensors, as autocast makes it in FP16, and its weights' one buffer."""
+        """Return the call in BF16, as autocast does for FP16, and the one buffer of its weights."""
         if self._places is None:
             with torch.no_grad():
                 copies = [torch.empty_like(weight, dtype=torch.bfloat16) for weight in call.weights]
@@ -149,9 +149,9 @@ class _ByCudnn(TorchFunctionMode):
         return call._replace(inputs=inputs, hidden=hidden, weights=weights), buffer
 
     def _flat(self, weights: list[Tensor]) -> Tensor | None:
-        """The one buffer in which `weights` lie, into which they are put where they do not.
+        """Return the one buffer of `weights`, and move them into it if necessary.
 
-        None where they cannot be: another dtype among them, or one weight used twice.
+        None if that is impossible: dtypes differ, or one weight is used twice.
         """
         addresses = [weight.data_ptr() for weight in weights]
         if addresses != self._addresses:
@@ -163,7 +163,7 @@ class _ByCudnn(TorchFunctionMode):
         return self._buffer
 
     def _flatten(self, weights: list[Tensor]) -> Tensor:
-        """Move the weights, in place, into a new buffer of the order that cuDNN wants."""
+        """Move the weights, in place, into a new buffer in cuDNN's order."""
         module = self.module
         return torch._cudnn_rnn_flatten_weight(
             weights,

@@ -1,10 +1,10 @@
-"""What the gradients of several ranks go through to become one: the dtype of the sum, the division.
+"""How the gradients of several ranks become one: the dtype of the sum, and the division.
 
-M micro-batches of one process are M ranks that take one micro-batch each. Data-parallel training
-sums gradients as backward made them, still times the loss scale, and often in 16 bits: torch's
-DistributedDataParallel in the dtype of the parameters, its `fp16_compress_hook` whatever they are.
-Each addition then rounds. Where the sum is divided decides what it can hold: divided before, small
-gradients underflow, and the more ranks the more of them; divided after, large ones overflow.
+M micro-batches of one process count as M ranks with one micro-batch each. Data-parallel training
+sums gradients as backward computed them, still times the loss scale, and often in 16 bits: torch's
+DistributedDataParallel in the parameters' dtype, its `fp16_compress_hook` always. Each addition
+then rounds. The place of the division limits the sum: divided before, small gradients underflow,
+more of them with more ranks; divided after, large ones overflow.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from mprun.precision.policy import DIVIDE
 
 
 def factors(ranks: int, divide: str) -> tuple[int, int]:
-    """By what gradients are divided before they are summed and after; the product is `ranks`.
+    """Return the divisors of gradients before and after their sum; the product is `ranks`.
 
     "split": about the square root before, in powers of two, as torch's FSDP divides FP16 gradients
     (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, `_get_gradient_divide_factors`).
 
     Raises:
-        ValueError: another word for `divide`.
+        ValueError: `divide` is another word.
     """
     if divide not in DIVIDE:
         raise ValueError(f"divide={divide!r}: must be one of {', '.join(DIVIDE)}")
@@ -39,30 +39,30 @@ def factors(ranks: int, divide: str) -> tuple[int, int]:
 class Reduction(Protocol):
     """The sum over the micro-batches of a step, of this rank and of all others.
 
-    Which ranks there are, and how they exchange tensors, is `mprun.distributed`'s.
+    `mprun.distributed` defines the ranks, and how they exchange tensors.
 
     Attributes:
         overlaps: whether the next backward pass ends with the sum over all ranks (`begin`), so that
-            its gradients are not to be added.
+            its gradients must not be added.
     """
 
     overlaps: bool
 
     def overlap(self, last: bool) -> bool:
-        """Set `overlaps` for the next backward pass, the `last` one of a step; what it is then."""
+        """Set `overlaps` for the next backward pass, the `last` one of a step; return its value."""
 
     def begin(self, parameters: Sequence[Tensor], sent: Callable[[int, Tensor], Tensor]) -> None:
-        """Such a pass begins. `sent`: number of a parameter, and a flat tensor of gradients of its
-        kind as backward makes them -> what is to be summed."""
+        """Begin such a pass. `sent`: number of a parameter, and a flat tensor of gradients of its
+        kind as backward computes them -> the tensor to sum."""
 
     def add(self, tensors: list[Tensor | None]) -> None:
-        """Add what one loss left, a tensor or None for each parameter; it may be written to."""
+        """Add one loss's gradients, a tensor or None for each parameter; it may write to them."""
 
     def total(self) -> list[Tensor | None]:
-        """The sum over all losses of all ranks, the same bits on each; the next sum begins."""
+        """Return the sum over all losses of all ranks, bit-equal on each; begin the next sum."""
 
     def clear(self) -> None:
-        """Forget what was added."""
+        """Forget the added gradients."""
 
     def largest(self, values: Tensor) -> Tensor:
-        """Elementwise maximum over the ranks, of the shape and dtype of `values`."""
+        """Return the elementwise maximum over the ranks, in the shape and dtype of `values`."""

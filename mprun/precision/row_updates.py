@@ -1,8 +1,8 @@
-"""Adagrad and SGD on the rows of a table that a step used, and on no other.
+"""Adagrad and SGD on the rows of a table that a step used, and on no others.
 
 For the unused rows a dense step of these two optimizers changes nothing, because their gradient is
-zero; for the used ones the formulas, and with `foreach` every rounding, are those of torch.optim.
-So a run with row tables computes what a run with dense tables would, without gradients and
+zero. For the used rows the formulas, and with `foreach` every rounding, are those of torch.optim.
+So a run with row tables gives the results of a run with dense tables, without gradients and
 updates of the size of the vocabulary.
 """
 
@@ -25,10 +25,10 @@ class Gathered(Protocol):
 
 
 class RowTable(Protocol):
-    """What a module has to offer: tables that are no leaves of autograd, and the gathered rows.
+    """The interface of such a module: tables that are not leaves of autograd, and gathered rows.
 
-    is_row_table marks it. Whoever casts the model sets row_dtype; gradient_factor multiplies the
-    unscaled gradients.
+    is_row_table marks it. The code that casts the model sets row_dtype; gradient_factor multiplies
+    the unscaled gradients.
     """
 
     is_row_table: bool
@@ -37,23 +37,23 @@ class RowTable(Protocol):
     gathered: Gathered | None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Parameter name -> table [rows, ...]."""
+        """Return parameter name -> table [rows, ...]."""
 
 
 def row_tables(model: nn.Module) -> dict[str, RowTable]:
-    """Module name -> row table."""
+    """Return module name -> row table."""
     return {name: m for name, m in model.named_modules() if getattr(m, "is_row_table", False)}
 
 
 class RowUpdate:
-    """Updates one tensor of a row table by the rule and with the settings of a torch optimizer.
+    """An update of one tensor of a row table, with the rule and settings of a torch optimizer.
 
     Attributes:
-        name: of the parameter.
-        state: "sum" for Adagrad, of shape and dtype of the tensor; empty for SGD.
+        name: name of the parameter.
+        state: "sum" for Adagrad, with the shape and dtype of the tensor; empty for SGD.
 
     Raises:
-        ValueError: another rule, and settings that move unused rows as well (momentum, weight
+        ValueError: Another rule, or settings that would move unused rows too (momentum, weight
             decay, lr_decay).
     """
 
@@ -69,17 +69,17 @@ class RowUpdate:
 
     @property
     def row_dtype(self) -> torch.dtype:
-        """Of gathered rows, and of their gradients as backward makes them."""
+        """Return the dtype of gathered rows, and of their gradients as backward computes them."""
         return self.table.row_dtype or self.tensor.dtype
 
     @property
     def gradient(self) -> Tensor | None:
-        """Of the gathered rows [N, ...] in row_dtype, 0 for unused places; None: no gather."""
+        """Gradient [N, ...] of the gathered rows in row_dtype, 0 in unused places, None before"""
         gathered = self.table.gathered
         return None if gathered is None else gathered.leaves[self.key].grad
 
     def take_gradient(self) -> Tensor | None:
-        """The gradient, which the rows no longer hold afterwards."""
+        """Return the gradient, and remove it from the rows."""
         gradient = self.gradient
         if self.table.gathered is not None:
             self.table.gathered.leaves[self.key].grad = None
@@ -87,14 +87,14 @@ class RowUpdate:
 
     @torch.no_grad()
     def apply(self, gradient: Tensor, found_inf: Tensor | None) -> None:
-        """One step on the gathered rows; where `found_inf` (0-dim) is not 0 nothing moves.
+        """Take one step on the gathered rows; if `found_inf` (0-dim) is not 0 nothing moves.
 
-        All shapes depend on the number of ids alone, nothing waits for the device. Unused places
-        write what the first row writes, to the same row: so index_copy_ is deterministic although
-        its indices repeat.
+        All shapes depend on the number of ids alone; nothing waits for the device. Unused places
+        write the value of the first row to that row, so index_copy_ is deterministic although its
+        indices repeat.
 
         Args:
-            gradient: as of `gradient`, unscaled.
+            gradient: in the form of `gradient`, unscaled.
         """
         gathered = self.table.gathered
         assert gathered is not None  # its leaves had the gradient
@@ -110,7 +110,7 @@ class RowUpdate:
     def _move(self, rows: Tensor, gradient: Tensor, total: Tensor | None = None) -> None:
         """Update in place, in the order of operations of torch.optim's foreach implementations."""
         groups = self._optimizer.param_groups
-        # The one whose rate is the plain one: biases may have one of their own.
+        # The group with the plain rate: biases may have another one.
         group = next((g for g in groups if g.get("lr_factor", 1.0) == 1.0), groups[0])
         lr = group["lr"]
         if total is not None:

@@ -1,20 +1,20 @@
-"""Products of linear layers with operands in FP8, their scales and what is computed around them.
+"""Products of linear layers with operands in FP8, their scales and the computation around them.
 
-Of a chosen `nn.Linear` the three products (output, gradient of the input, of the weight) take
-operands that were scaled, cast to 8 bits and multiplied by `torch._scaled_mm`, which adds up in
-FP32. All else, bias and the sums of gradients too, is as in the mode without it. Formats:
+A chosen `nn.Linear` has three products: output, gradient of the input, gradient of the weight.
+Their operands are scaled, cast to 8 bits and multiplied by `torch._scaled_mm`, which adds up in
+FP32. All else, bias and sums of gradients too, is as in the mode without it. Formats:
 Micikevicius et al., arXiv 2209.05433; recipes as torchao's Float8Linear ("tensorwise", "rowwise"),
 bit for bit.
 
     granularity   scale
     tensor        largest of the format / amax of the tensor
     row           the same of each row along the sum, down to a power of two; each of the three
-                  products casts anew, from what was not cast
+                  products casts anew, from the uncast tensor
     none          1
 
-A cast saturates, which would hide an infinity: where a tensor is not finite its scale makes the
-product NaN or infinite. On a CPU the same numbers are decoded and multiplied in FP32, as torch's
-own kernel there does, several times as fast.
+A cast saturates, which would hide an infinity: the scale of a tensor that is not finite makes the
+product NaN or infinite. A CPU decodes the same numbers and multiplies them in FP32, as torch's
+CPU kernel does, several times as fast.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 FORMAT_NAMES = {dtype: name for name, dtype in FORMATS.items()}
 GRANULARITIES = ("none", "tensor", "row")
 PRODUCTS = ("output", "grad_input", "grad_weight")
-_SMALLEST_AMAX = 1e-12  # of torchao: a tensor of zeros has a finite scale
+_SMALLEST_AMAX = 1e-12  # torchao's value: a tensor of zeros gets a finite scale
 _MULTIPLE = 16  # of every size, on CUDA
-# How often each kind of product ran in this process: "forward e4m3 x e4m3".
+# Calls of each kind of product in this process: "forward e4m3 x e4m3".
 calls: Counter[str] = Counter()
 
 
 @dataclass(frozen=True, slots=True)
 class ScaledProducts:
-    """Which products of which layers, in which formats.
+    """The formats of the products, and the layers that use them.
 
     input, weight, grad_output: formats of the operands.
-    granularity: what has a scale of its own.
+    granularity: the part of a tensor that shares a scale.
     power_of_two: scales are rounded down to powers of two.
-    high_precision: of `PRODUCTS`, those that stay in the dtype of the mode.
+    high_precision: those of `PRODUCTS` that stay in the dtype of the mode.
     modules: glob patterns over names of `nn.Linear`. One with a wildcard leaves out an output
-        layer: where the last module of the network is linear.
+        layer: the last module of the network, if it is linear.
     """
 
     input: torch.dtype = torch.float8_e4m3fn
@@ -61,12 +61,12 @@ class ScaledProducts:
 
     @property
     def formats(self) -> tuple[torch.dtype, ...]:
-        """Each once."""
+        """Return each format once."""
         return tuple(dict.fromkeys((self.input, self.weight, self.grad_output)))
 
 
 class Cast(NamedTuple):
-    """A matrix in 8 bits: `values` times `factor` (float32, 0-dim, or by row [n, 1], by column)."""
+    """An 8-bit matrix: `values` times `factor` (float32, 0-dim, by row [n, 1] or by column)."""
 
     values: Tensor
     factor: Tensor
@@ -76,16 +76,16 @@ class Cast(NamedTuple):
         return Cast(self.values.t(), self.factor.t())
 
 
-# Takes each cast, given the matrix and what casts it; None: nobody observes them.
+# Gets the matrix and a function that casts it, returns the cast; None: nobody observes casts.
 observer: Callable[[Tensor, Callable[[], Cast]], Cast] | None = None
 
 
 def cast(matrix: Tensor, dtype: torch.dtype, products: ScaledProducts, dim: int = -1) -> Cast:
-    """Return `matrix` in `dtype`, by way of the `observer`.
+    """Cast `matrix` to `dtype`, through the `observer` if there is one.
 
     Args:
         matrix: [n, k] in 16 or 32 bits.
-        dim: along which a product adds up; of scales by row.
+        dim: dimension along which a product adds up, for scales by row.
     """
     take = partial(_cast, matrix, dtype, products, dim)
     return take() if observer is None else observer(matrix, take)
@@ -100,7 +100,7 @@ def _cast(matrix: Tensor, dtype: torch.dtype, products: ScaledProducts, dim: int
         low, high = torch.aminmax(matrix)
     amax = torch.maximum(-low, high).double()
     if products.granularity == "none":
-        scale = (1 + 0 * amax).float()  # NaN of what is not finite
+        scale = (1 + 0 * amax).float()  # NaN if a value is not finite
     else:
         scale = (largest / amax.clamp(min=_SMALLEST_AMAX)).float()
         if products.power_of_two:
@@ -110,10 +110,10 @@ def _cast(matrix: Tensor, dtype: torch.dtype, products: ScaledProducts, dim: int
 
 
 def product(a: Cast, b: Cast, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """a @ b, added up in FP32, rounded once to `dtype`: [n, k] and [k, m] to [n, m].
+    """Compute a @ b, added up in FP32, rounded once to `dtype`: [n, k] and [k, m] to [n, m].
 
     Args:
-        fast: sums may be those of the Tensor Core alone (about 14 bits; forward passes).
+        fast: the Tensor Core alone may add up (about 14 bits; forward passes).
     """
     return torch.ops.mprun.scaled_mm(a.values, b.values, a.factor, b.factor, dtype, fast)
 
@@ -128,11 +128,11 @@ _library.define(
 def _on_cuda(
     a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, dtype: torch.dtype, fast: bool
 ) -> Tensor:
-    """cuBLAS takes multiples of 16 as sizes, the left matrix by rows and the right by columns."""
+    """Pad sizes to multiples of 16 and lay the matrices out by rows and by columns, for cuBLAS."""
     (n, k), m = a.shape, b.size(1)
     more_n, more_k, more_m = (-size % _MULTIPLE for size in (n, k, m))
     left, right = _padded(a, more_n, more_k), _padded(b.t(), more_m, more_k)
-    if factor_a.dim() == 2:  # by row: of what is added too
+    if factor_a.dim() == 2:  # by row: pad the factors too
         factor_a = nn.functional.pad(factor_a, (0, 0, 0, more_n), value=1.0)
         factor_b = nn.functional.pad(factor_b, (0, more_m), value=1.0)
     found = torch._scaled_mm(
@@ -164,11 +164,11 @@ _library.impl("scaled_mm", _shape_of, "Meta")
 
 
 def decoded(values: Tensor, factor: Tensor) -> Tensor:
-    """FP8 times `factor` in FP32, rounded once.
+    """Decode FP8 times `factor` to FP32, rounded once.
 
-    By bits, in an eighth of the time of torch's own conversion: exponent and mantissa go to their
-    places in FP32, whose exponent counts from another number. A NaN of E4M3 comes back as 480, and
-    of E5M2 as a number too; the factor of what holds one is not finite.
+    It moves bits, in an eighth of the time of torch's conversion: exponent and mantissa go to their
+    places in FP32, whose exponent has another bias. A NaN of E4M3 comes back as 480, and a NaN of
+    E5M2 also as a number; the factor of a tensor with a NaN is not finite.
     """
     # Sign-extended, so that the sign fills all bits above the other seven.
     bits = values.view(torch.int8).to(torch.int32)
@@ -182,7 +182,7 @@ def decoded(values: Tensor, factor: Tensor) -> Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """x @ weight.T, of x with any number of dimensions. A second derivative raises RuntimeError."""
+    """x @ weight.T for x with any number of dimensions. A second derivative raises RuntimeError."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, products: ScaledProducts) -> Tensor:
@@ -205,8 +205,8 @@ class _Linear(torch.autograd.Function):
         products, dtype = ctx.products, gradient.dtype
         rows = gradient.reshape(-1, gradient.size(-1))
         of_gradient = cache(partial(cast, rows, products.grad_output, products))
-        along_rows = 0 if products.granularity == "row" else -1  # where it is one and the same
-        saved = ctx.saved_tensors  # a checkpoint gives them once
+        along_rows = 0 if products.granularity == "row" else -1  # otherwise both are the same
+        saved = ctx.saved_tensors  # a checkpoint returns them only once
         if ctx.casts_anew:
             x, weight = saved
         else:
@@ -232,7 +232,7 @@ class _Linear(torch.autograd.Function):
 
 def _counted(phase: str, a: Cast, b: Cast, dtype: torch.dtype, products: ScaledProducts) -> Tensor:
     calls[f"{phase} {FORMAT_NAMES[a.values.dtype]} x {FORMAT_NAMES[b.values.dtype]}"] += 1
-    # cuBLAS stores sums with scales by row in BF16 alone.
+    # cuBLAS stores products with scales by row in BF16 only.
     stored = torch.bfloat16 if products.granularity == "row" else dtype
     return product(a, b, stored, fast=phase == "forward").to(dtype)
 
@@ -250,7 +250,7 @@ def _forward(module: nn.Linear, products: ScaledProducts, x: Tensor) -> Tensor:
 def install(
     model: nn.Module, products: ScaledProducts, chosen: Mapping[str, torch.dtype]
 ) -> list[str]:
-    """Let the `chosen_layers` of `model`, which raises for both, compute in FP8; their names."""
+    """Let the `chosen_layers` of `model` compute in FP8; return their names or raise its errors."""
     names = chosen_layers(model, products, chosen)
     for name in names:
         module = model.get_submodule(name)
@@ -262,13 +262,13 @@ def install(
 def chosen_layers(
     model: nn.Module, products: ScaledProducts, chosen: Mapping[str, torch.dtype]
 ) -> list[str]:
-    """Names of the layers of `model` whose products are taken.
+    """Return the names of the layers of `model` that compute in FP8.
 
     Args:
         chosen: name of a module -> dtype in which it is to compute instead; FP32 leaves it alone.
 
     Raises:
-        ValueError: a pattern that matches no layer, or nothing is left.
+        ValueError: A pattern matches no layer, or no layer is left.
     """
     linears = {
         name: module
@@ -296,7 +296,7 @@ def chosen_layers(
 
 
 def inherited(name: str, chosen: Mapping[str, torch.dtype]) -> torch.dtype | None:
-    """Return the dtype chosen for the module `name` or for the nearest module around it."""
+    """Return the dtype chosen for the module `name` or the nearest module around it."""
     while name:
         if name in chosen:
             return chosen[name]

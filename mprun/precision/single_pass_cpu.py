@@ -1,11 +1,11 @@
-"""The single pass on a CPU: torch's fused kernels, block by block of what a cache holds.
+"""The single pass on a CPU: torch's fused kernels, on blocks that fit into a cache.
 
-A block of the gradients is cast into a buffer that stays in the cache, unscaled there, used by
-torch's fused kernel, and the updated masters are copied to the model while they are still in the
-cache: memory sees each gradient, master, state and copy once. Every number is the one that the
-plain way computes, bit for bit: the kernels are the same, and they work element by element.
+A block of the gradients is cast into a buffer that stays in the cache, and unscaled there. torch's
+fused kernel reads it, and the updated masters are copied to the model while the cache holds them.
+So memory sees each gradient, master, state and copy once. Every number equals the plain way's, bit
+for bit: the kernels are the same, and they work element by element.
 
-16-bit parameters are never updated by a fused kernel: that of SGD leaves them as they are on a CPU
+16-bit parameters are never updated by a fused kernel: SGD's leaves them unchanged on a CPU
 (pytorch#191763). Only their FP32 masters are.
 """
 
@@ -31,9 +31,9 @@ from mprun.precision.update import (
 )
 
 # Elements; FP32, so 2 MB. Measured (benchmarks/update_speed.py --blocks): smaller blocks cost more
-# in calls than they save in memory, those beyond 1 M no longer stay in a cache.
+# in calls than they save in memory, blocks above 1 M no longer stay in a cache.
 BLOCK = 512 * 1024
-# Below this one call for all of them is faster than one each.
+# Below this one call for all tensors is faster than one each.
 _SMALL = 64 * 1024
 _ALIGNMENT = 16  # elements: 64 bytes, one register of AVX-512
 
@@ -42,9 +42,9 @@ class _Block:
     """Pieces of weights that are updated together, in lists of the same order.
 
     Attributes:
-        copies, copied: what is copied from which masters, for those that have a copy.
+        copies, copied: the copies, and the masters they are copied from, if they have any.
         buffers: each piece's place in the buffer, with the strides of its master.
-        narrow: pieces that live in BF16, each with its place in `wide`, which is its master here.
+        narrow: pieces that live in BF16, each with its place in `wide`, its master here.
     """
 
     def __init__(
@@ -75,11 +75,11 @@ class _Block:
 
 @dataclass(slots=True)
 class _Part:
-    """The weights of one parameter group that are clipped or not, with gradients in FP32 or not.
+    """The weights of one parameter group, split by clipped or not and FP32 gradients or not.
 
     Attributes:
-        whole: all of them as one block without buffer, where the gradients can be used as they are
-            and there is nothing to copy.
+        whole: all of them as one block without buffer, if the gradients can be used unchanged and
+            there is nothing to copy.
     """
 
     group: dict
@@ -94,7 +94,7 @@ class BlockedUpdate(SinglePass):
     """The single pass on a CPU.
 
     Args:
-        block: elements of a block. Costs a buffer of that size, and the views of the pieces.
+        block: elements of a block. It costs a buffer of that size, and the views of the pieces.
     """
 
     def __init__(self, *of_optimizer: Any, block: int = BLOCK):
@@ -122,7 +122,7 @@ class BlockedUpdate(SinglePass):
     @torch.no_grad()
     def write(self, scaled: Scaled, clip: Tensor | None) -> None:
         gradients, inverse, found_inf = scaled
-        # Reading these waits for nothing on a CPU.
+        # On a CPU these reads wait for nothing.
         if found_inf is not None and bool(found_inf):
             return
         self._plan(gradients)
@@ -136,7 +136,7 @@ class BlockedUpdate(SinglePass):
             if part.clipped and factor != 1.0:
                 factors.append(factor)
             direct = part.in_fp32 and not factors
-            # Backwards: what the check read last is still in the cache.
+            # Backwards: the cache still holds the tensors that the check read last.
             whole = [part.whole] if direct and part.whole is not None else None
             for block in whole or part.blocks[::-1]:
                 for piece, wide in block.narrow:
@@ -184,16 +184,16 @@ class BlockedUpdate(SinglePass):
 
     def _piece(self, gradients: Gradients, index: int, part: int | None) -> Tensor:
         gradient = gradients[index]
-        assert gradient is not None  # a plan holds what has one
+        assert gradient is not None  # a plan only holds weights with gradients
         if part is None:
             return gradient
         flat = in_memory_order(in_order_of(self.updated[index], gradient))
         return flat[part * self.block : (part + 1) * self.block]
 
     def _settings(self, group: dict, unscale: float) -> tuple[dict[str, Any], list[float]]:
-        """Arguments of the fused kernel, and by what gradients are to be multiplied before it.
+        """Return the arguments of the fused kernel, and the factors of the gradients before it.
 
-        SGD can unscale by itself, for a power of two: the gradient's share in the momentum, or the
+        SGD can unscale by itself, for a power of two. The gradient's share in the momentum, or the
         rate, carries the factor, and the weight decay its reciprocal. Then every product is that of
         the unscaled gradient, with another exponent.
         """
@@ -220,12 +220,12 @@ class BlockedUpdate(SinglePass):
         return settings | {"lr": rate, "weight_decay": decay}, factors
 
     def _all_finite(self, gradients: list[Tensor]) -> bool:
-        """One read of the gradients; small ones, which a cache holds, are written as well."""
+        """Check the gradients in one read; small ones, which a cache holds, are written as well."""
         found = torch.zeros(())
         for group in by_dtype(g for g in gradients if g.numel() < _SMALL):
             torch._amp_foreach_non_finite_check_and_unscale_(group, found, self._one)
         large = [gradient for gradient in gradients if gradient.numel() >= _SMALL]
-        # A sum is not finite where a value is not; a sum that overflowed is looked at again.
+        # A sum is not finite if a value is not. A sum may also overflow, so check it again.
         for group in by_dtype(large):
             sums = torch.isfinite(torch.stack([gradient.sum() for gradient in group])).tolist()
             for gradient, finite in zip(group, sums, strict=True):
@@ -234,7 +234,7 @@ class BlockedUpdate(SinglePass):
         return not found
 
     def _plan(self, gradients: Gradients) -> None:
-        """Build the blocks anew where gradients or the model's tensors are others than before."""
+        """Build the blocks anew if gradients or the model's tensors differ from those before."""
         dtypes = [None if gradient is None else gradient.dtype for gradient in gradients]
         key = (dtypes, [parameter.data_ptr() for parameter in self.parameters])
         if key == self._key:
@@ -260,13 +260,13 @@ class BlockedUpdate(SinglePass):
         ]
 
     def _in_blocks(self, weights: list[Weight]) -> list[list[Weight]]:
-        """Return pieces of the weights, in order, together in one block as long as they fit."""
+        """Return pieces of the weights, in order, together in one block while they fit."""
         pieces = [piece for weight in weights for piece in self._pieces(weight)]
         sizes = [_aligned(piece.master.numel()) for piece in pieces]
         return [[pieces[n] for n in places] for places in packed(sizes, self.block)]
 
     def _pieces(self, weight: Weight) -> Iterator[Weight]:
-        """The weight in pieces of a block."""
+        """Split the weight into pieces of a block."""
         kept = [] if weight.kept is None else [weight.kept]
         tensors = (weight.own, weight.master, *kept, *weight.state)
         if weight.master.numel() <= self.block:
@@ -283,14 +283,14 @@ def _aligned(numel: int) -> int:
 
 
 def _largest(gradients: list[Tensor]) -> Tensor:
-    """Largest magnitude, float32, 0-dim; NaN where there is one."""
+    """Return the largest magnitude, float32, 0-dim; NaN if a value is NaN."""
     filled = [gradient for gradient in gradients if gradient.numel()]
     ends = [end.float() for gradient in filled for end in torch.aminmax(gradient)]
     return torch.stack(ends).abs().max() if ends else torch.zeros(())
 
 
 def _norms(gradients: list[Tensor], inverse: Tensor | None, finite: bool) -> Tensor:
-    """L2 norm of each unscaled gradient, float32 [n], as the plain way computes them."""
+    """Return the L2 norm of each unscaled gradient, float32 [n], as the plain way computes it."""
     if not gradients:
         return torch.zeros(0)
     factor = 1.0 if inverse is None else float(inverse)

@@ -1,18 +1,18 @@
 """The Triton kernels of the single pass: one that checks gradients, one that updates.
 
-A program works on BLOCK consecutive values of one tensor. Which ones, it reads from `chunks`
-(int32 [programs, 2]: row of the tensor in the tables, number of the block in it). The tables hold
-addresses as int64: `gradients` [tensors], and `tensors` [tensors, 7] with the number of values, the
-addresses of master, first state, second state, copy and step, and the number of a BF16 weight among
-those that have no master: it stands in its place, and what its rounding took away in the copy's.
-So one launch serves any number of tensors, and a kernel needs no recompilation where addresses
-change. ALIGNED promises that all addresses and numbers of values are multiples of 16.
+A program works on BLOCK consecutive values of one tensor. It reads from `chunks` (int32 [programs,
+2]) the row of the tensor in the tables, and the number of the block in it. The tables hold
+addresses as int64. `gradients` is [tensors]. `tensors` is [tensors, 7]: number of values, addresses
+of master, first state, second state, copy and step, and the number of a BF16 weight without master.
+Such a weight stands in the master's place, and its rounding error in the copy's. So one launch
+serves any number of tensors, and a kernel needs no recompilation when addresses change. ALIGNED
+promises that all addresses and numbers of values are multiples of 16.
 
 Formulas and order of operations are those of torch.optim's foreach implementations, in FP32 with
-every operation rounded once (launched with enable_fp_fusion=False): the interpreter computes the
+every operation rounded once (launched with enable_fp_fusion=False). So the interpreter computes the
 same bits as a GPU.
 
-Imported only where Triton is there.
+Import it only if Triton is installed.
 """
 
 import triton
@@ -23,7 +23,7 @@ COLUMNS = tl.constexpr(7)
 
 @triton.jit
 def _at(address, offsets, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """Pointers to values; ALIGNED: the address is a multiple of 16, so loads are wide."""
+    """Return pointers to values; ALIGNED: the address is a multiple of 16, so loads are wide."""
     pointers = address.to(tl.pointer_type(DTYPE)) + offsets
     if ALIGNED:
         pointers = tl.multiple_of(tl.max_contiguous(pointers, BLOCK), 16)
@@ -32,9 +32,9 @@ def _at(address, offsets, DTYPE: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.
 
 @triton.jit
 def _place(chunks, tensors, program, found_inf, ALIGNED: tl.constexpr, BLOCK: tl.constexpr):
-    """(row in the tables, offsets, whether to work there) of a program.
+    """Return (row in the tables, offsets, mask of the values to work on) of a program.
 
-    That is inside the tensor, and nowhere where `found_inf` says that the step is skipped.
+    The mask is true inside the tensor, and false everywhere if `found_inf` skips the step.
     """
     row = tl.load(chunks + 2 * program).to(tl.int64)
     start = tl.load(chunks + 2 * program + 1).to(tl.int64) * BLOCK
@@ -43,7 +43,7 @@ def _place(chunks, tensors, program, found_inf, ALIGNED: tl.constexpr, BLOCK: tl
     if found_inf is not None:
         numel = tl.where(tl.load(found_inf) == 0.0, numel, 0)
     if ALIGNED:
-        # Otherwise each value could need a mask of its own, and would be loaded alone.
+        # Otherwise each value could need a separate mask, and would be loaded alone.
         numel = tl.multiple_of(numel, 16)
     return row, offsets, offsets < numel
 
@@ -64,17 +64,17 @@ def check_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Read every gradient once: found_inf, and of each block the sum of squares and the largest.
+    """Read every gradient once: set found_inf, and each block's sum of squares and largest value.
 
-    The sums are added up by the caller in a fixed order: no atomics, so a run repeats bit for bit.
-    Programs that find something all store the same 1.
+    The caller adds up the sums in a fixed order, without atomics, so a run repeats bit for bit. All
+    programs that find a non-finite value store the same 1.
     """
     program = tl.program_id(0)
     row, offsets, inside = _place(chunks, tensors, program, None, ALIGNED, BLOCK)
     pointers = _at(tl.load(gradients + row), offsets, GRADIENT, ALIGNED, BLOCK)
     gradient = tl.load(pointers, mask=inside, other=0.0).to(tl.float32)
     if CHECK:
-        # False for NaN too.
+        # False for NaN, too.
         finite = tl.abs(gradient) < float("inf")
         strange = tl.max(tl.where(finite, 0, 1), axis=0)
         tl.store(found_inf, 1.0, mask=strange != 0)
@@ -88,28 +88,28 @@ def check_kernel(
 
 @triton.jit
 def _narrow(places, writes):
-    """BF16 as FP32. By bits: the interpreter has no BF16 of its own."""
+    """Load BF16 as FP32, by bits: the interpreter has no BF16."""
     bits = tl.load(places, mask=writes, other=0).to(tl.int32) << 16
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _bits(wide):
-    """Of FP32, uint32; of every NaN those that stay one whatever is added below."""
+    """Return the bits of FP32, uint32; a NaN gets bits that stay a NaN after any addition below."""
     bits = wide.to(tl.uint32, bitcast=True)
     return tl.where(wide == wide, bits, 0x7FC00000)
 
 
 @triton.jit
 def _nearest(wide):
-    """FP32 rounded to a number of BF16, ties to even: its 16 bits."""
+    """Round FP32 to BF16, ties to even; return its 16 bits."""
     bits = _bits(wide)
     return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
 
 
 @triton.jit
 def _random_bits(offsets, key):
-    """`narrow_weights.random_bits`: 0 to 65535, two from each hash."""
+    """Compute `narrow_weights.random_bits`: 0 to 65535, two from each hash."""
     x = (offsets // 2).to(tl.uint32) ^ key
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
@@ -119,7 +119,7 @@ def _random_bits(offsets, key):
 
 @triton.jit
 def _unscaled(pointers, writes, inverse, clip, UNSCALE: tl.constexpr, CLIP: tl.constexpr):
-    """Gradients in FP32, unscaled and clipped."""
+    """Load gradients in FP32, unscaled and clipped."""
     gradient = tl.load(pointers, mask=writes, other=0.0).to(tl.float32)
     if UNSCALE:
         gradient = gradient * tl.load(inverse)
@@ -158,18 +158,18 @@ def update_kernel(
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Update, by the formula of RULE, the masters and states of one block, and write the copy.
+    """Update the masters and states of one block by the formula of RULE, and write the copy.
 
     sgd: buffer = momentum * buffer + g; master -= lr * (g + momentum * buffer, or buffer, or g).
     adagrad: sum += g * g; master -= lr * g / (sqrt(sum) + eps).
-    adam, adamw: `step` of the table has counted this step already. logarithms: float64 [2], of
-    beta1 and beta2: a power of beta2 = 0.999 in FP32 would leave four digits of the first
-    corrections. *_rest: 1 - beta.
+    adam, adamw: the table's `step` already counts this step. logarithms: float64 [2], of beta1 and
+    beta2: a power of beta2 = 0.999 in FP32 would leave four digits of the first corrections.
+    *_rest: 1 - beta.
 
-    NARROW: "no", or how a BF16 weight without a master is stored, "stochastic" or "kahan"; see
-    `narrow_weights`. keys: int32, one for each of those weights.
+    NARROW: how a BF16 weight without a master is stored, "stochastic" or "kahan", see
+    `narrow_weights`; "no": there is none. keys: int32, one for each of those weights.
     """
-    # From the end: what the check read last is still in the cache.
+    # From the end: the cache still holds the values that the check read last.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
     row, offsets, writes = _place(chunks, tensors, program, found_inf, ALIGNED, BLOCK)
     pointers = _at(tl.load(gradients + row), offsets, GRADIENT, ALIGNED, BLOCK)

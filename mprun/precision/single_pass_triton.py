@@ -1,7 +1,7 @@
 """The single pass on CUDA: tables of addresses for the Triton kernels, and their launches.
 
-Nothing here waits for the device. In a CUDA graph the addresses of the gradients are part of what
-is captured, so the pinned memory that they were copied from lives as long as this object.
+Nothing here waits for the device. A CUDA graph captures the addresses of the gradients, so the
+pinned memory that they were copied from lives as long as this object.
 """
 
 import math
@@ -16,22 +16,22 @@ from torch import Tensor
 from mprun.precision.single_pass_kernels import COLUMNS, check_kernel, update_kernel
 from mprun.precision.update import Checked, Gradients, Scaled, SinglePass, Weight, in_order_of
 
-# Of pinned memory, which must not be allocated while a graph is captured: enough for the graphs
+# Spare tables of pinned memory, which must not be allocated during a capture: enough for the graphs
 # that are captured one after the other without a plain step between them.
 _SPARES = 4
 
 
 def is_capturing(device: torch.device) -> bool:
-    """Whether what is launched now goes into a CUDA graph."""
+    """Return whether launches now go into a CUDA graph."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class AddressTable:
-    """int64 [numel] on `device`, written anew only where the addresses are others than before.
+    """An int64 [numel] on `device`, rewritten only if the addresses differ from those before.
 
-    Gradients of an eager step mostly lie where those of the step before lay. What a graph captures
-    is a copy from pinned memory of its own into a table of its own, both kept here for as long as
-    the graph may be replayed: a table shared with eager steps would be changed behind their back.
+    Gradients of an eager step mostly lie where those of the step before lay. A graph captures a
+    copy from separate pinned memory into a separate table, and both are kept here while the graph
+    may be replayed: eager steps would change a shared table behind the graph's back.
     """
 
     def __init__(self, numel: int, device: torch.device):
@@ -43,7 +43,7 @@ class AddressTable:
         self._captured: list[tuple[Tensor, Tensor]] = []
 
     def put(self, addresses: list[int]) -> Tensor:
-        """The table with these addresses, in the order of the current stream."""
+        """Return the table with these addresses, in the order of the current stream."""
         if is_capturing(self.device):
             return self._put_captured(addresses)
         if addresses != self._known:
@@ -65,18 +65,18 @@ class AddressTable:
         return torch.empty(self._table.numel(), dtype=torch.int64, pin_memory=True)
 
 
-# Values to a program and its warps: 8 to a thread, which are 16 bytes of a 16-bit gradient.
+# Values and warps of a program: 8 values a thread, which are 16 bytes of a 16-bit gradient.
 BLOCK, WARPS = 2048, 8
 _TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 _LAUNCH = {"num_warps": WARPS, "enable_fp_fusion": False}
 
 
 class _Kind(NamedTuple):
-    """What the tensors of one launch have in common.
+    """The common properties of the tensors of one launch.
 
     Attributes:
-        group: number of the optimizer's.
-        narrow: how a BF16 weight without a master is stored; "no": it is none.
+        group: number of the optimizer's group.
+        narrow: how a BF16 weight without a master is stored; "no": there is none.
     """
 
     group: int
@@ -89,12 +89,12 @@ class _Kind(NamedTuple):
 
 @dataclass(slots=True)
 class _Launch:
-    """The tensors that one launch serves, which are of one kind.
+    """The tensors that one launch serves, all of one kind.
 
     Attributes:
         chunks: int32 [programs, 2] on the device.
-        squares, largest: where the sums of squares of its blocks go, and the largest values.
-        logarithms: of Adam's betas, see `single_pass_kernels.adam_kernel`.
+        squares, largest: destinations of its blocks' sums of squares and largest values.
+        logarithms: logarithms of Adam's betas, see `single_pass_kernels.update_kernel`.
     """
 
     kind: _Kind
@@ -109,9 +109,9 @@ class _Plan:
     """All launches of a step whose gradients have certain dtypes and alignments.
 
     Attributes:
-        indices: of the parameters, by row of the tables.
-        squares, largest: of all launches; 0 where no block writes.
-        steps: step counters of the tensors that are updated.
+        indices: indices of the parameters, by row of the tables.
+        squares, largest: values of all launches; 0 where no block writes.
+        steps: step counters of the updated tensors.
     """
 
     indices: list[int]
@@ -123,7 +123,7 @@ class _Plan:
     steps: list[Tensor]
 
 
-# Of each gradient its dtype and whether it lies at a multiple of 16; None where there is none.
+# Each gradient's dtype, and whether its address is a multiple of 16; None without a gradient.
 _Kinds = tuple[tuple[torch.dtype, bool] | None, ...]
 # With the table of addresses, and the gradients in memory order, which have to stay alive.
 _Prepared = tuple[_Plan, Tensor, Gradients]
@@ -132,7 +132,7 @@ _Prepared = tuple[_Plan, Tensor, Gradients]
 class KernelUpdate(SinglePass):
     """The single pass on CUDA.
 
-    On a CPU it runs under Triton's interpreter alone (TRITON_INTERPRET=1), which is for tests.
+    On a CPU it only runs under Triton's interpreter (TRITON_INTERPRET=1), which is for tests.
     """
 
     def __init__(self, *of_optimizer: Any):
@@ -143,7 +143,7 @@ class KernelUpdate(SinglePass):
         self._addresses: list[int] = []
         self._plans: dict[tuple, _Plan] = {}
         self._rates: dict[int, tuple[float, Tensor]] = {}
-        self._held: list[Tensor | _Plan] = []  # what a captured graph reads
+        self._held: list[Tensor | _Plan] = []  # read by a captured graph
         self._checked: tuple[Scaled, _Prepared] | None = None
 
     @torch.no_grad()
@@ -238,19 +238,19 @@ class KernelUpdate(SinglePass):
     def _count_step(self, steps: list[Tensor], found_inf: Tensor | None) -> None:
         if not steps:
             return
-        # Adagrad's counter may be on the host; nothing reads it, so a skip is not taken back.
+        # Adagrad's counter may be on the host; nothing reads it, so a skip leaves it counted.
         if found_inf is None or steps[0].device != found_inf.device:
             torch._foreach_add_(steps, 1)
         else:
-            # A list: one tensor for all of them would be read on the host, as a number.
+            # A list: one tensor for all of them would be read on the host as a number.
             torch._foreach_add_(steps, [1 - found_inf] * len(steps))
 
     def _rate(self, group: dict) -> Tensor:
-        """The learning rate on the device, float32, 0-dim."""
+        """Return the learning rate on the device, float32, 0-dim."""
         lr = group["lr"]
         if isinstance(lr, Tensor) and lr.device == self.device:
             return lr if lr.dtype is torch.float32 else lr.float()
-        lr = float(lr)  # a number, or a tensor of the host
+        lr = float(lr)  # a number, or a tensor on the host
         if is_capturing(self.device):
             # A captured fill of the tensor below would undo later changes at every replay.
             held = torch.full((), lr, device=self.device)
@@ -274,7 +274,7 @@ class KernelUpdate(SinglePass):
         )
         plan = self._plans.get(kinds) or self._plan(kinds)
         if is_capturing(self.device):
-            self._held.append(plan)  # the tables of one made here are filled by replays alone
+            self._held.append(plan)  # only replays fill the tables of a plan built here
         else:
             self._plans[kinds] = plan
         return plan, plan.gradients.put([addresses[index] for index in plan.indices]), ordered
@@ -296,13 +296,13 @@ class KernelUpdate(SinglePass):
             indices.append(weight.index)
         # Four floats: each launch writes to an address that is a multiple of 16.
         sizes = [-(-len(chunks) // 4) * 4 for chunks in places.values()]
-        # One value more, so that there is a largest one of no gradients: 0.
+        # One value more: the largest of no gradients is 0.
         squares, largest = (torch.zeros(sum(sizes) + 1, device=self.device) for _ in range(2))
         parts = zip(squares.split([*sizes, 1]), largest.split([*sizes, 1]), strict=True)
         launches = []
         for (kind, chunks), (of_squares, of_largest) in zip(places.items(), parts, strict=False):
             betas = self.inner.param_groups[kind.group].get("betas", ())
-            # The smallest number for a beta of 0: its powers are 0 as well.
+            # The smallest number for a beta of 0, whose powers are 0 as well.
             values = [math.log(beta or 5e-324) for beta in betas]
             logarithms = self._to_device(values, torch.float64) if values else None
             on_device = self._to_device(chunks, torch.int32)
@@ -323,8 +323,8 @@ class KernelUpdate(SinglePass):
         )
 
     def _to_device(self, values: list, dtype: torch.dtype) -> Tensor:
-        """Does not wait: the source is pinned, see torch's CachingHostAllocator, which reuses it
-        only after the copy. Under capture both are kept."""
+        """Copy without waiting; torch's CachingHostAllocator keeps the pinned source for the copy.
+        During a capture both are kept here."""
         source = torch.tensor(values, dtype=dtype)
         if self.device.type != "cuda":
             return source
@@ -338,7 +338,7 @@ class KernelUpdate(SinglePass):
         return torch.cuda.device(self.device) if self.device.type == "cuda" else nullcontext()
 
     def _row(self, weight: Weight) -> list[int]:
-        """A row of the table of tensors, see `single_pass_kernels`; 0: there is none."""
+        """Return a row of the table of tensors, see `single_pass_kernels`; 0: no such tensor."""
         states = [tensor.data_ptr() for tensor in weight.state] + [0, 0]
         step, beside = weight.step, weight.own if weight.has_copy else weight.kept
         row = [

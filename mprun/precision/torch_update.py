@@ -1,10 +1,10 @@
 """torch's optimizers, made safe to skip.
 
-Two traps of torch.optim are closed here. A fused SGD whose very first step is skipped keeps an
-uninitialised momentum buffer and uses it afterwards (seen in torch 2.15), so state exists before
-the first step. And optimizers without a fused kernel know no found_inf, so their step is taken back
-on the device where it must not count. Of optimizers whose state appears during their first step,
-or stays on the host, the host decides, as torch.amp.GradScaler does: it waits for the device.
+It closes two traps of torch.optim. A fused SGD whose very first step is skipped keeps an
+uninitialised momentum buffer and uses it afterwards (seen in torch 2.15). So state exists before
+the first step. Optimizers without a fused kernel know no found_inf, so a step that must not count
+is undone on the device. For optimizers whose state appears during their first step, or stays on the
+host, the host decides, as torch.amp.GradScaler does: it waits for the device.
 """
 
 import functools
@@ -27,18 +27,18 @@ STATE: dict[str | None, tuple[str, ...]] = {
 
 
 def rule_of(optimizer: Optimizer) -> str | None:
-    """ "sgd", "adam", "adamw" or "adagrad"; None for another optimizer."""
-    # By the type itself: AdamW is a kind of Adam to Python.
+    """Return "sgd", "adam", "adamw" or "adagrad"; None for another optimizer."""
+    # By the exact type: in Python AdamW is a kind of Adam.
     return next((rule for rule, kind in RULES.items() if type(optimizer) is kind), None)
 
 
 def initialise_state(optimizer: Optimizer) -> None:
     """Create the state tensors that SGD, Adam, AdamW and Adagrad would create on a first step.
 
-    Zero momentum equals torch's first step (buffer = gradient) where dampening is 0; where it is
-    not, and for other optimizers, there is none until their first step.
+    Zero momentum equals torch's first step (buffer = gradient) if dampening is 0. With another
+    dampening, and for other optimizers, no state exists before their first step.
     """
-    kind = type(optimizer)  # one derived from it may keep more
+    kind = type(optimizer)  # a subclass may keep more
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             state = optimizer.state[parameter]
@@ -53,16 +53,16 @@ def initialise_state(optimizer: Optimizer) -> None:
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Whether every group runs the fused kernel, which takes found_inf and skips by itself."""
+    """Return whether every group runs the fused kernel, which takes found_inf and skips itself."""
     return all(group.get("fused") for group in optimizer.param_groups)
 
 
 @torch.no_grad()
 def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
-    """Take one step that leaves parameters and state as they were where found_inf is non-zero.
+    """Take one step that leaves parameters and state unchanged if found_inf is non-zero.
 
-    Costs a copy of parameters and state unless a fused kernel skips by itself. Waits for the device
-    only where `host_decides`.
+    It costs a copy of parameters and state, unless a fused kernel skips by itself. It only waits
+    for the device if `host_decides`.
     """
     if host_decides(optimizer):
         _step_on_host(optimizer, found_inf)
@@ -73,8 +73,8 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
         del optimizer.found_inf  # type: ignore[attr-defined]
         return
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # Adagrad keeps its step counter on the host, where it serves lr_decay alone: taking it back
-    # would make the host wait for the device.
+    # Adagrad keeps its step counter on the host, where only lr_decay needs it. Undoing it would
+    # make the host wait for the device.
     tensors = [
         value
         for parameter in parameters
@@ -87,9 +87,9 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
 
 @contextmanager
 def put_back_where(found_inf: Tensor | None, tensors: Sequence[Tensor]) -> Iterator[None]:
-    """Let `tensors` be written to within it, and put them back where `found_inf` (0-dim) is not 0.
+    """Let code within it write to `tensors`; undo that if `found_inf` (0-dim) is not 0.
 
-    On the device, which is not waited for; None: they stay as they are written.
+    It works on the device and does not wait; with None nothing is undone.
     """
     if found_inf is None:
         yield
@@ -107,17 +107,18 @@ def _step_on_host(optimizer: Optimizer, found_inf: Tensor) -> None:
 
 
 def host_decides(optimizer: Optimizer) -> bool:
-    """Whether a step could not be taken back on the device: state that is still to appear, or that
-    is no tensor of the device (a counter on the host, or a plain number). What optimizers of others
-    keep elsewhere (in their groups), or replace, nobody here knows."""
+    """Return whether a step could not be undone on the device.
+
+    The reason is state that is still to appear, or that is no device tensor (a counter on the host,
+    or a plain number). Optimizers from elsewhere may keep state in other places, or replace it."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         return True
     if is_fused(optimizer) and not any(g.get("dampening") for g in optimizer.param_groups):
-        return False  # made before the first step, on the device
+        return False  # created before the first step, on the device
     known = rule_of(optimizer)
     for group in optimizer.param_groups:
         if known == "adagrad" and not group["lr_decay"]:
-            continue  # its counter serves nothing else
+            continue  # its counter is not needed
         for parameter in group["params"]:
             state = optimizer.state[parameter]
             keeps_none = known == "sgd" and not group["momentum"]
@@ -131,11 +132,11 @@ def host_decides(optimizer: Optimizer) -> bool:
 
 @functools.cache
 def has_fused_kernel(kind: str, device: torch.device) -> bool:
-    """Whether this torch has a fused kernel of "sgd", "adam", "adamw" or "adagrad" on `device`.
+    """Return whether this torch has a fused kernel of "sgd", "adam", "adamw" or "adagrad".
 
-    Found by a step of one element, once in a process: torch 2.11 has the kernel of Adagrad on CUDA
-    and an optimizer that refuses to call it. Without a CUDA device (a roofline is counted there)
-    it is what torch was built with.
+    One step of one element per process decides: torch 2.11 has the kernel of Adagrad on CUDA and an
+    optimizer that refuses to call it. Without a CUDA device (there a roofline can be counted) the
+    answer is that of torch's build.
     """
     if device.type == "cuda" and not torch.cuda.is_available():
         operator = f"aten::_fused_{kind}_"
@@ -146,7 +147,7 @@ def has_fused_kernel(kind: str, device: torch.device) -> bool:
             weight.grad = torch.zeros_like(weight)
             RULES[kind]([weight], lr=0.0, fused=True).step()
     except torch.OutOfMemoryError:
-        raise  # says nothing of the kernel, and the answer is kept
+        raise  # an error says nothing about the kernel, and the answer is cached
     except (RuntimeError, TypeError):
         return False
     return True

@@ -1,11 +1,11 @@
-"""How the gradients of a step are applied: check, clip, apply, copy, in ways of equal numbers.
+"""How the gradients of a step are applied: check, clip, apply, copy, in ways with equal results.
 
-With torch's operations gradients come unscaled, in tensors of their own; torch's optimizer updates
+With torch's operations gradients arrive unscaled, in separate tensors. torch's optimizer updates
 the masters, which are copied to the model: 40 bytes a parameter for SGD with momentum.
 
-A single pass takes the gradients of a step with one loss where backward wrote them, scaled and in
+A single pass reads the gradients of a step with one loss where backward wrote them, scaled and in
 its dtype: one read for the check, one pass for everything else, 22 bytes. Formulas, their order and
-the names of the state are the same, so a checkpoint of one continues in the other.
+the names of the state are the same, so a checkpoint from one way continues in the other.
 """
 
 from abc import ABC, abstractmethod
@@ -21,18 +21,17 @@ from mprun.precision.loss_scale import LossScale
 from mprun.precision.narrow_weights import COMPENSATION, NarrowWeights
 from mprun.precision.torch_update import STATE, rule_of, step_unless
 
-Gradients = list[Tensor | None]  # one for each parameter, or then for each row table too
+Gradients = list[Tensor | None]  # one for each parameter, sometimes then for each row table
 
 
 class Scaled(NamedTuple):
     """The gradients of the parameters as the update takes them.
 
     Attributes:
-        gradients: None where there is none; in float32 where `inverse` is None, else scaled as
-            autograd left them.
-        inverse: 1/scale that they are still to be multiplied with, float32, 0-dim; None: with
-            nothing.
-        found_inf: float32, 0-dim, not 0 where one is not finite; None: no check.
+        gradients: None without a gradient; in float32 if `inverse` is None, else scaled as autograd
+            left them.
+        inverse: 1/scale, the factor still missing, float32, 0-dim; None: no factor.
+        found_inf: float32, 0-dim, not 0 if a gradient is not finite; None: no check.
     """
 
     gradients: Gradients
@@ -44,11 +43,11 @@ class Ready(NamedTuple):
     """All gradients of a step, before they are checked and clipped.
 
     Attributes:
-        own: of the parameters.
-        rows: of the row tables, unscaled; None where there is none.
-        unread: the loss scale of `own`, which nobody has read yet: a single pass checks them and
-            tells it. None: they have been checked.
-        sparse: whether one of `own` is.
+        own: gradients of the parameters.
+        rows: gradients of the row tables, unscaled; None without a gradient.
+        unread: the loss scale of `own` if nobody has read them yet: a single pass checks them and
+            tells the scale. None: they have been checked.
+        sparse: whether `own` has a sparse gradient.
     """
 
     own: Scaled
@@ -58,7 +57,7 @@ class Ready(NamedTuple):
 
 
 class Checked(NamedTuple):
-    """What one read of the gradients told.
+    """The results of one read of the gradients.
 
     Attributes:
         norms: float32 [k], L2 norms of the unscaled gradients that count in the norm, one or
@@ -75,14 +74,13 @@ class Weight:
     """A parameter, or a piece of one, as the kernels of a single pass take it.
 
     Attributes:
-        index: of the parameter.
-        group: number of the optimizer's.
-        own: what the model computes with; `master` itself where there is no copy.
-        state: in the order in which kernels take it, in memory as `master` is: kernels look at no
-            strides.
+        index: index of the parameter.
+        group: number of the optimizer's group.
+        own: the tensor that the model computes with; `master` itself if there is no copy.
+        state: in the kernels' order, with the memory order of `master`: kernels ignore strides.
         step: the optimizer's counter; None: it keeps none.
-        narrow: number of a narrow weight among those; None: it is none.
-        kept: of a narrow weight, what its last rounding took away; None: nothing is kept.
+        narrow: number of a narrow weight among those; None: it is not narrow.
+        kept: the error of a narrow weight's last rounding; None: it is not kept.
         part: number of the piece; None: the whole parameter.
     """
 
@@ -100,15 +98,15 @@ class Weight:
 
 @dataclass(eq=False)
 class ByTorch:
-    """Updates by torch's operations, one after the other.
+    """An update by torch's operations, one after the other.
 
     Args:
         inner: the torch optimizer.
-        parameters: what the model computes with.
-        updated: what `inner` updates for each of them, its master or itself.
-        is_clipped: whether the gradient of each, then of each row table, counts in the norm and is
-            clipped.
-        narrow: those of `updated` that are BF16 and updated in FP32 all the same.
+        parameters: the tensors that the model computes with.
+        updated: the tensor that `inner` updates for each of them, its master or itself.
+        is_clipped: for each parameter, then each row table, whether its gradient counts in the norm
+            and is clipped.
+        narrow: those of `updated` that are BF16 but updated in FP32.
     """
 
     inner: Optimizer
@@ -124,9 +122,9 @@ class ByTorch:
         self._copies, self._masters = [own for own, _ in copied], [master for _, master in copied]
 
     def check(self, ready: Ready, norm: bool) -> Tensor | None:
-        """L2 norm of all unscaled gradients that count in it, float32, 0-dim; None: not asked for.
+        """Return the L2 norm of all unscaled gradients that count in it, float32, 0-dim, or None.
 
-        They have been found finite, or not, as they were unscaled.
+        Unscaling has already checked whether they are finite.
         """
         if not norm:
             return None
@@ -136,7 +134,7 @@ class ByTorch:
         return torch.linalg.vector_norm(norms_of(self._clipped([*own, *ready.rows])), 2)
 
     def clip(self, ready: Ready, factor: Tensor) -> Tensor | None:
-        """Multiply by `factor` (0-dim) what counts in the norm; what `apply` still has to."""
+        """Multiply the gradients in the norm by `factor` (0-dim); return the factor left over."""
         for group in by_dtype(self._clipped([*ready.own.gradients, *ready.rows])):
             torch._foreach_mul_(group, factor)
         return None
@@ -173,16 +171,16 @@ class ByTorch:
             self.inner.step()
 
     def _clipped(self, gradients: Gradients, start: int = 0) -> list[Tensor]:
-        """Return those that count in the norm, of gradients from the one of number `start` on."""
+        """Return the gradients that count in the norm; the first one has number `start`."""
         pairs = zip(gradients, self.is_clipped[start:], strict=False)
         return [gradient for gradient, counts in pairs if counts and gradient is not None]
 
 
 class SinglePass(ByTorch, ABC):
-    """Updates in one read of the gradients and one pass over the weights; on each device a kind.
+    """An update in one read of the gradients and one pass over the weights, by kind of device.
 
-    Gradients that somebody has read before, and sparse ones, are checked as by torch's operations;
-    sparse ones are also applied so: its kernels take every weight.
+    Gradients that have been read before, and sparse ones, are checked as by torch's operations.
+    Those also apply sparse ones, because the kernels of a single pass take every weight.
     """
 
     @abstractmethod
@@ -191,9 +189,9 @@ class SinglePass(ByTorch, ABC):
 
     @abstractmethod
     def write(self, scaled: Scaled, clip: Tensor | None) -> None:
-        """Cast, unscale, multiply by `clip` (0-dim) what is clipped, update, copy to the model.
+        """Cast, unscale, multiply by `clip` (0-dim) if clipped, update, copy to the model.
 
-        Where `found_inf` is not 0 nothing is written.
+        If `found_inf` is not 0 nothing is written.
         """
 
     def check(self, ready: Ready, norm: bool) -> Tensor | None:
@@ -223,7 +221,7 @@ class SinglePass(ByTorch, ABC):
             self.write(ready.own, clip)
 
     def weights(self, has_gradient: Sequence[bool]) -> Iterator[Weight]:
-        """What `inner` updates, in the order of its groups."""
+        """Yield the tensors that `inner` updates, in the order of its groups."""
         index_of = {id(tensor): index for index, tensor in enumerate(self.updated)}
         for number, group in enumerate(self.inner.param_groups):
             for master in group["params"]:
@@ -241,12 +239,12 @@ class SinglePass(ByTorch, ABC):
 
 
 def any_sparse(gradients: Iterable[Tensor | None]) -> bool:
-    """Whether one of them is."""
+    """Return whether a gradient is sparse."""
     return any(gradient is not None and gradient.is_sparse for gradient in gradients)
 
 
 def coalesced(gradients: Iterable[Tensor | None]) -> Gradients:
-    """The same, sparse ones with one entry a row, so that their values can be looked at."""
+    """Return the same; sparse ones get one entry a row, so that their values can be read."""
     return [
         own.coalesce() if own is not None and own.is_sparse and not own.is_coalesced() else own
         for own in gradients
@@ -254,27 +252,28 @@ def coalesced(gradients: Iterable[Tensor | None]) -> Gradients:
 
 
 def by_dtype(tensors: Iterable[Tensor | None]) -> list[list[Tensor]]:
-    """Their numbers grouped by dtype, None left out: torch's foreach kernels take one dtype at a
-    time. Of a coalesced sparse tensor these are its values, of a complex one both parts; what is
-    written to them is written to the tensor."""
+    """Group the tensors' numbers by dtype, without None, because foreach kernels take one dtype.
+
+    A coalesced sparse tensor counts with its values, a complex one with both parts. They share
+    memory with the tensor."""
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if tensor is not None:
             tensor = tensor._values() if tensor.is_sparse else tensor
-            if tensor.is_complex():  # a lazy conjugate is one of the same memory
+            if tensor.is_complex():  # a lazy conjugate shares the memory
                 tensor = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
             groups.setdefault(tensor.dtype, []).append(tensor)
     return list(groups.values())
 
 
 def check_and_unscale(tensors: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
-    """Multiply by `inverse` in place, rounded once; set `found_inf` where a value is not finite.
+    """Multiply by `inverse` in place, rounded once; set `found_inf` if a value is not finite.
 
-    Torch's kernel takes no BF16 on CUDA (NotImplementedError in torch 2.15): there it works on FP32
+    torch's kernel takes no BF16 on CUDA (NotImplementedError in torch 2.15): there it works on FP32
     copies, which all live at once.
 
     Args:
-        tensors: of one dtype.
+        tensors: all have one dtype.
         found_inf, inverse: float32, 0-dim.
     """
     if tensors[0].dtype is torch.bfloat16 and tensors[0].is_cuda:
@@ -286,7 +285,7 @@ def check_and_unscale(tensors: list[Tensor], found_inf: Tensor, inverse: Tensor)
 
 
 def largest(tensors: Iterable[Tensor | None]) -> Tensor:
-    """Largest magnitude of all, float32, 0-dim."""
+    """Return the largest magnitude of all, float32, 0-dim."""
     groups = by_dtype(tensors)
     found = [[tensor for tensor in group if tensor.numel()] for group in groups]
     norms = [n.float() for some in found if some for n in torch._foreach_norm(some, float("inf"))]
@@ -294,7 +293,7 @@ def largest(tensors: Iterable[Tensor | None]) -> Tensor:
 
 
 def norms_of(gradients: list[Tensor]) -> Tensor:
-    """L2 norm of each, float32 [n], by dtype: squares of FP16 values would overflow in FP16."""
+    """Return each L2 norm, float32 [n], by dtype: squares of FP16 values would overflow in FP16."""
     norms = [
         norm
         for group in by_dtype(gradients)
@@ -304,12 +303,12 @@ def norms_of(gradients: list[Tensor]) -> Tensor:
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
-    """A dense tensor as its [numel] values lie in memory; shares them."""
+    """Return a dense tensor's values [numel] in memory order, without a copy."""
     return tensor.detach().as_strided((tensor.numel(),), (1,))
 
 
 def same_order(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape have their values in the same order in memory."""
+    """Return whether two tensors of one shape have their values in the same order in memory."""
     if a.stride() == b.stride():
         return True
     pairs = zip(a.stride(), b.stride(), a.shape, strict=True)
@@ -317,7 +316,7 @@ def same_order(a: Tensor, b: Tensor) -> bool:
 
 
 def in_order_of(like: Tensor, tensor: Tensor) -> Tensor:
-    """`tensor` itself where its values lie as those of `like`, else a copy whose do."""
+    """Return `tensor` if its values are in the order of those of `like`, else a copy that is."""
     if same_order(tensor, like):
         return tensor
     return torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)

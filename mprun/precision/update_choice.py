@@ -1,7 +1,7 @@
-"""Which way updates go: may it be a single pass here, does it pay, do its kernels work?
+"""Choose the way of updates: is a single pass possible, is it faster, do its kernels work?
 
-A compiler or a driver that is a little too old or too new must cost speed, not results: the Triton
-kernels are compared with torch's operations once in a process, for each optimizer.
+A compiler or a driver that is slightly too old or too new must cost speed, not results. So the
+Triton kernels are compared with torch's operations once per process, for each optimizer.
 """
 
 import functools
@@ -21,25 +21,25 @@ from mprun.precision.torch_update import RULES, has_fused_kernel, is_fused, rule
 from mprun.precision.update import ByTorch, SinglePass, same_order
 
 Engine = Callable[..., Any]  # MixedPrecisionOptimizer, which imports this module
-# What no published recipe of the paper's models sets, and what the single pass has no formula for.
+# Settings that no published recipe of the paper's models uses, and that a single pass ignores.
 _UNKNOWN_SETTINGS = ("maximize", "differentiable", "amsgrad", "dampening", "lr_decay")
 
 
 def choose_update(
     asked: str, plain: ByTorch, dtypes: Sequence[torch.dtype], engine: Engine, *, gains: bool
 ) -> tuple[SinglePass | None, str, str]:
-    """Return the single pass to take, None: torch's operations; which way that is, and why.
+    """Return the chosen single pass (None: torch's operations), the name of the way, and why.
 
-    The way is called "single_pass", or as `torch_path` calls it.
+    The name is "single_pass", or that of `torch_path`.
 
     Args:
         asked: "plain", "single_pass", or "auto" for the better one.
-        plain: what a single pass would replace.
-        dtypes: in which gradients of parameters, then of rows, are unscaled.
-        gains: whether there is a cast or a scale to save passes over.
+        plain: the update that a single pass would replace.
+        dtypes: dtypes in which gradients of parameters, then of rows, are unscaled.
+        gains: whether there is a cast or a scale whose passes it would save.
 
     Raises:
-        ValueError: a single pass is asked for and cannot be.
+        ValueError: A single pass is asked for but impossible.
     """
     inner, updated = plain.inner, plain.updated
     path, device, rule = torch_path(inner), updated[0].device, rule_of(inner)
@@ -92,7 +92,7 @@ def _why_slower(plain: ByTorch, gains: bool) -> str | None:
         return None
     inner = plain.inner
     if rule_of(inner) == "sgd" and not any(group["nesterov"] for group in inner.param_groups):
-        return None  # its kernel unscales for nothing
+        return None  # its kernel unscales at no cost
     return "on a CPU FP32 gradients are as fast unscaled in place"
 
 
@@ -135,13 +135,13 @@ def _why_not_of_settings(inner: Optimizer, rule: str, device: str) -> str | None
     return None
 
 
-# Values of a tensor: one, a whole block, a part of one, two blocks of which the last has a number
-# that is no multiple of 16.
+# Values of a tensor: one, a whole block, a part of one, and two blocks of which the last has a
+# number that is no multiple of 16.
 _SIZES = (1, 2048, 1040, 2083)
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 _SCALE, _CLIP_NORM, _LR, _MOMENTUM = 64.0, 32.0, 2.0**-4, 0.875
 _DECAY = {"weight_decay": 0.125}
-# Of a rule that has several formulas: the settings that choose each.
+# For a rule with several formulas: the settings that choose each.
 _FORMULAS: dict[str, dict[str, dict]] = {
     "sgd": {
         "sgd": _DECAY,
@@ -149,8 +149,8 @@ _FORMULAS: dict[str, dict[str, dict]] = {
         "nesterov": {"momentum": _MOMENTUM, "nesterov": True} | _DECAY,
     }
 }
-# Of an FP32 result of at most eight operations, each rounded by at most 2^-24 of values below 8;
-# torch's own kernels fuse some of them.
+# For an FP32 result of at most eight operations, each rounded by at most 2^-24 for values below 8;
+# torch's kernels fuse some of them.
 _TOLERANCE = 2.0**-20
 
 
@@ -158,7 +158,7 @@ _granted = False
 
 
 def take_for_granted() -> None:
-    """Let the kernels count as tested in this process: for a device without any value."""
+    """Count the kernels as tested in this process: for a device without any values."""
     global _granted
     _granted = True
 
@@ -167,14 +167,14 @@ def take_for_granted() -> None:
 def why_not_on(
     engine: Engine, device: torch.device, rule: str, rounding: str | None = None
 ) -> str | None:
-    """Why the kernel of `rule` cannot be used on `device`, None: it can. Waits for the device.
+    """Return why the kernel of `rule` cannot be used on `device`, or None. Waits for the device.
 
-    rounding: of BF16 weights without masters, see `NarrowWeights`; None: there are none.
+    rounding: rounding of BF16 weights without masters, see `NarrowWeights`; None: there are none.
     """
     if _granted:
         return None
     try:
-        # Here: Triton is a part of torch for CUDA on Linux, and of no other.
+        # Imported here: only torch for CUDA on Linux includes Triton.
         import triton  # noqa: F401
     except ImportError as error:
         return f"Triton cannot be imported ({error})"
@@ -184,7 +184,7 @@ def why_not_on(
         )
     except torch.OutOfMemoryError:
         raise
-    except Exception as error:  # whatever a compiler or a driver may raise
+    except Exception as error:  # a compiler or a driver may raise anything
         line = str(error).strip().partition("\n")[0]
         return f"its Triton kernel does not run here ({type(error).__name__}: {line})"
 
@@ -192,10 +192,10 @@ def why_not_on(
 def difference(
     engine: Engine, device: torch.device, rule: str, dtypes: Sequence[torch.dtype] = _DTYPES
 ) -> str | None:
-    """Return in what the kernels of `rule` differ from torch's operations; None: in nothing.
+    """Return how the kernels of `rule` differ from torch's operations, or None if they do not.
 
     Args:
-        dtypes: of the gradients, and of the copies of FP32 weights.
+        dtypes: dtypes of the gradients, and of the copies of FP32 weights.
     """
     for name, settings in _FORMULAS.get(rule, {rule: _DECAY}).items():
         for policy in (PrecisionPolicy("", dtype) for dtype in dtypes):
@@ -209,10 +209,10 @@ def difference(
 
 
 def store_difference(engine: Engine, device: torch.device, rule: str, rounding: str) -> str | None:
-    """Return in what BF16 weights that the kernel stores differ from those of torch's operations.
+    """Return how BF16 weights stored by the kernel differ from those of torch's operations.
 
-    Random bits are the same, but where the numbers that are rounded differ in their last bits a few
-    are rounded apart: less than one in 2^8, against one in two with other random bits.
+    The random bits are the same. If the unrounded numbers differ in their last bits, a few round
+    differently: fewer than one in 2^8, against one in two with other random bits.
     """
     policy = PrecisionPolicy("", torch.bfloat16, master_dtype=None, rounding=rounding)
     found = (_outcome(engine, own, device, rule, _DECAY, policy) for own in (True, False))
@@ -232,10 +232,10 @@ def _outcome(
     settings: dict,
     policy: PrecisionPolicy,
 ) -> dict[tuple[str, float], Tensor]:
-    """Return what the kernels, or torch's operations, read and leave of made tensors.
+    """Return the results of the kernels, or of torch's operations, on generated tensors.
 
-    Of two steps with a loss scale and clipping, then three with a gradient that is not finite; by
-    what it is, and by how far two may lie apart.
+    Two steps use a loss scale and clipping, then three have a gradient that is not finite. The keys
+    are a result's name and its tolerance.
     """
     random = torch.Generator().manual_seed(0)
     model = nn.ParameterList(torch.randn(n, generator=random) for n in _SIZES).to(device)

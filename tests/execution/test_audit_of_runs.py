@@ -144,7 +144,7 @@ def test_a_contradiction_in_a_later_step_ends_the_run_in_one_line(tmp_path, own_
     words = [*OWN, "model.factory=lateautocast:late", "precision=fp32"]
     assert run(tmp_path / "run", *words) == 1
     lines = capsys.readouterr().err.splitlines()
-    said = "precision=fp32: addmm inside of the model computes in bf16, must be in fp32; "
+    said = "precision=fp32: addmm inside the model computes in bf16, must be in fp32; "
     assert lines[-1].startswith(f"mprun: {said}") and not any("Traceback" in one for one in lines)
     record = record_of(tmp_path / "run")
     assert record["status"] == "failed" and said in record["cause"]
@@ -160,7 +160,7 @@ def test_a_contradiction_in_every_step_is_refused_before_the_run(tmp_path, own_c
     words = [*OWN, "model.factory=lateautocast:always", "precision=fp32"]
     assert run(tmp_path / "run", *words) == 2
     [line] = capsys.readouterr().err.splitlines()
-    assert "model.factory=lateautocast:always precision=fp32: addmm inside of the model" in line
+    assert "model.factory=lateautocast:always precision=fp32: addmm inside the model" in line
     assert not (tmp_path / "run").exists()
 
 

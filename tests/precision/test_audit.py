@@ -109,7 +109,7 @@ def test_a_contradiction_in_the_backward_pass_is_refused():
         def forward(self, x):
             return Back.apply(super().forward(x))
 
-    with raises_line(Contradiction, "precision=fp32: mm inside of the model computes in bf16"):
+    with raises_line(Contradiction, "precision=fp32: mm inside the model computes in bf16"):
         stepped(Model(4, 4), "fp32", torch.randn(2, 4))
 
 
