@@ -4,14 +4,14 @@
     input          -> Node("in"): casts        [backward: widens, times 1/scale] -> model
     model          -> Node("out"): widens      [backward: times scale, rounds]   -> output
 
-Between its nodes a model computes in its precision mode, with scaled gradients. Outside of them
-everything is plain torch: parameters are FP32 leaves whose gradients are FP32 and unscaled, and a
-loss is propagated by its own `backward()`. A node is a `torch.autograd.Function`: a tensor hook on
-a view would be passed by when the model writes into the view in place.
+Between its nodes a model computes in its precision mode, with scaled gradients. Outside them
+everything is plain torch: parameters are FP32 leaves with unscaled FP32 gradients, and a loss is
+propagated by its `backward()`. A node is a `torch.autograd.Function`, because a tensor hook on a
+view would be lost when the model writes into the view in place.
 
-A backward pass on a CPU needs the emulation, as a forward pass does. The autograd engine gives
-each node the thread state of the beginning of the pass, so no node can switch it on; it is entered
-around the engine's one entry, which `watch_backward` wraps.
+A backward pass on a CPU needs the emulation, as a forward pass does. The autograd engine gives each
+node the thread state from the start of the pass, so no node can switch the emulation on. It is
+entered around the engine's one entry, which `watch_backward` wraps.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ _MARK = "mprun.node"  # in the metadata of a node: (what, owner)
 
 
 class Owner(Protocol):
-    """Name what nodes ask of the prepared model that made them.
+    """The interface that nodes use of the prepared model that created them.
 
     Attributes:
-        scale: of its gradients; None: they are not scaled.
+        scale: scale of its gradients; None: they are not scaled.
     """
 
     scale: LossScale | None
 
     def on_output(self) -> None:
-        """Hear that a backward pass enters the model."""
+        """Note that a backward pass enters the model."""
         ...
 
     def on_input(self) -> None:
-        """Hear of a gradient that leaves the model in front."""
+        """Note that a gradient leaves the model at its inputs."""
         ...
 
 
 class Node(torch.autograd.Function):
     """Tensors on their way into a model ("in", "weight") or out of it ("out").
 
-    Several tensors make one node where their casts shall be one launch; their gradients then leave
-    it together.
+    Several tensors share a node if one launch shall cast them; their gradients then leave it
+    together.
     """
 
     @staticmethod
@@ -73,7 +73,7 @@ class Node(torch.autograd.Function):
         elif ctx.what == "out":
             owner.on_output()
             factor = owner.scale.scale
-            scaled = _times(gradients, factor, owner, "in")  # a way into the model, see `_Factor`
+            scaled = _times(gradients, factor, owner, "in")  # towards the model, see `_Factor`
             found = [
                 gradient if gradient is None else gradient.to(dtype)
                 for gradient, dtype in zip(scaled, ctx.dtypes, strict=True)
@@ -90,10 +90,10 @@ class Node(torch.autograd.Function):
 
 
 class _Factor(torch.autograd.Function):
-    """A gradient times the scale, or its inverse, in a pass that is differentiated itself.
+    """A gradient times the scale, or its inverse, in a pass that is itself differentiated.
 
-    What comes back is passed on as it is: the gradient that enters a second pass was scaled
-    already, and weights divide it.
+    Its own gradient passes unchanged: the gradient that enters a second pass is already scaled, and
+    weights divide it.
     """
 
     @staticmethod
@@ -112,7 +112,7 @@ def make_nodes(
 
     Args:
         what: "weight", "in" or "out".
-        dtype: of the results; None: that of each tensor.
+        dtype: dtype of the results; None: that of each tensor.
     """
     found: tuple[Tensor, ...] = Node.apply(owner, what, dtype, *tensors)
     for tensor in found:
@@ -131,8 +131,8 @@ def _cast_all(
     return [
         tensor.to(dtype)
         if dtype is not None and dtype is not tensor.dtype
-        # Torch takes an input that is returned for one that was written to; an input of the model
-        # may be written to by it.
+        # torch takes a returned input for one that was written to, and the model may write to
+        # its inputs.
         else (tensor.clone() if copies else tensor.detach())
         for tensor in tensors
     ]
@@ -163,10 +163,10 @@ def _factored(gradient: Tensor, factor: Tensor, owner: Owner, what: str) -> Tens
 
 
 def refuse_leaks(roots: Iterable[Tensor]) -> None:
-    """Raise RuntimeError where a way leads from `roots` into a model, or out of it to a leaf, that
-    passes no node: gradients on it have no scale or keep theirs.
+    """Raise RuntimeError if a path from `roots` enters a model, or leaves it to a leaf, past its
+    nodes: gradients on that path would miss their scale or keep it.
 
-    Costs about a microsecond a node of the graph.
+    It costs about a microsecond for each node of the graph.
     """
     todo: list[tuple[Any, Owner | None]] = [(root.grad_fn, None) for root in roots]
     seen: set[tuple[GraphNode, int]] = set()
@@ -187,7 +187,7 @@ def refuse_leaks(roots: Iterable[Tensor]) -> None:
         elif what is not None:
             if inside is not owner and owner.scale is not None:
                 raise RuntimeError(
-                    "a tensor from inside of a prepared model is a part of the loss, but none of "
+                    "a tensor from inside a prepared model is a part of the loss, but none of "
                     "its outputs, so its gradient has no scale; return it from forward, or keep it "
                     "in an attribute of a module"
                 )
@@ -196,13 +196,13 @@ def refuse_leaks(roots: Iterable[Tensor]) -> None:
 
 
 def _marks(node: GraphNode) -> dict[str, Any]:
-    return node.metadata  # type: ignore[return-value]  # declared as a method, and is a dictionary
+    return node.metadata  # type: ignore[return-value]  # declared as a method, but a dictionary
 
 
 def after_this_pass(act: Callable[[], None]) -> None:
     """Call `act` at the end of the backward pass that runs now.
 
-    Queued twice, so that it comes behind the callback in which DistributedDataParallel ends its
+    It is queued twice, to come after the callback in which DistributedDataParallel ends its
     reduction.
     """
     queue = torch.autograd.Variable._execution_engine.queue_callback
@@ -216,10 +216,10 @@ _plain_engine = torch.autograd._engine_run_backward
 def watch_backward(
     around: Callable[[Sequence[Tensor]], AbstractContextManager[Any] | None],
 ) -> None:
-    """Let every backward pass of the process run in what `around(roots)` returns.
+    """Let every backward pass of the process run in the context that `around(roots)` returns.
 
-    A pass within a pass, of a checkpoint that computes again, runs in that of the first. All
-    passes of torch go through the one function that is wrapped here: `Tensor.backward`,
+    A pass within a pass, from a recomputing checkpoint, runs in the context of the first. All
+    passes of torch go through the one function wrapped here: `Tensor.backward`,
     `torch.autograd.grad`, checkpoints.
     """
 
@@ -230,7 +230,7 @@ def watch_backward(
         with context:
             return _plain_engine(roots, *args, **kwargs)
 
-    setattr(torch.autograd, "_engine_run_backward", run)  # noqa: B010 - for mypy no attribute
+    setattr(torch.autograd, "_engine_run_backward", run)  # noqa: B010 - mypy knows no attribute
 
 
 def in_backward() -> bool:

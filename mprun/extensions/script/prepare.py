@@ -1,4 +1,4 @@
-"""`mprun.prepare`: the model and the optimizer of one's own script, in a precision mode.
+"""`mprun.prepare`: the model and the optimizer of a user's script, in a precision mode.
 
     model, optimizer = mprun.prepare(model, optimizer, precision="fp16_master_scaled")
     for inputs, labels in batches:
@@ -8,8 +8,8 @@
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-Both come back as the objects that they are, and the loop stays plain torch. What a call computes
-is `mprun.extensions.script.prepared_model`'s, what a step does `mprun.extensions.script.steps`'s.
+Both return as the same objects, and the loop stays plain torch. `mprun.script.prepared_model` has
+the computation of a call, `mprun.script.steps` that of a step.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ Opt = TypeVar("Opt", bound=Optimizer | Sequence[Optimizer])
 
 
 class Options(TypedDict, total=False):
-    """Name the options of `prepare`."""
+    """The options of `prepare`."""
 
     scaler: str | LossScale | None
     overrides: Mapping[str, str | torch.dtype] | None
@@ -75,33 +75,33 @@ def prepare(
     overrides: Mapping[str, str | torch.dtype] | None = None,
     native: bool = False,
 ) -> Any:
-    """Put a model into a precision mode, in place; what steps it is told of that.
+    """Put a model into a precision mode, in place, and let its optimizers follow the mode.
 
-    The same objects come back. From outside the model is as it was: its parameters are FP32 leaves
-    with unscaled FP32 gradients, its inputs and outputs FP32. A step whose gradients are not finite
-    is skipped and moves the loss scale, whichever optimizer takes it.
+    The same objects come back. From outside the model looks unchanged: its parameters are FP32
+    leaves with unscaled FP32 gradients, its inputs and outputs FP32. A step with non-finite
+    gradients is skipped and moves the loss scale, whichever optimizer takes it.
 
     With gradients enabled a call computes in the mode, also in eval mode (frozen BatchNorm);
     without them eval mode computes in FP32.
 
-    On a CPU 16-bit arithmetic is emulated as a GPU computes it (docs: precision modes).
+    A CPU emulates 16-bit arithmetic as a GPU computes it (docs: precision modes).
 
     Args:
-        model: in FP32, on its device; several in a list. One that was compiled is as good; put
+        model: in FP32, on its device; several in a list. It may be compiled; put
             DistributedDataParallel around it afterwards.
-        optimizer: of torch or derived from it, before its first step or with a state loaded;
-            several in a list. Others that are made later are served alike. None: there is none yet.
+        optimizer: one of torch's or a subclass, before its first step or with a loaded state;
+            several in a list. Optimizers created later are included. None: there is none yet.
         precision: name of a mode ("fp32", "fp16_naive", "fp16_master", "amp", ...) or a policy.
-        scaler: name of a loss scaler ("none", "static", "dynamic", "apex", ...), or a loss scale
-            of one's own, which several calls may share; None: the one that the mode comes with.
+        scaler: name of a loss scaler ("none", "static", "dynamic", "apex", ...), or a `LossScale`,
+            which several calls may share; None: the mode's default.
         overrides: glob pattern over module names -> dtype ("fp32") in which these modules compute.
-        native: on a CPU, torch's own 16-bit kernels in place of the emulation.
+        native: on a CPU, use torch's 16-bit kernels instead of the emulation.
 
     Returns:
-        (model, optimizer) as they were given; without an optimizer the model alone.
+        The same (model, optimizer); without an optimizer the model alone.
 
     Raises:
-        ValueError: names the argument, what is wrong with it and what is allowed.
+        ValueError: An argument is wrong; the message names it, the error and the allowed values.
     """
     given = [model] if isinstance(model, nn.Module) else _listed("model", model, nn.Module)
     models = [_uncompiled(one) for one in given]
@@ -132,13 +132,13 @@ def prepare(
 
 
 def _take_over(optimizer: Optimizer, scale: LossScale) -> None:
-    """Let an optimizer share a loss scale from its first step on, with its state of before."""
+    """Let an optimizer share a loss scale from its first step on, and keep its earlier state."""
     if scale.skips_nonfinite:
         Scaling.of(scale).owners.add(optimizer)
     for group in optimizer.param_groups:
         for own in group["params"]:
             for key, value in optimizer.state.get(own, {}).items():
-                # Made before the weights were cast; torch has it in their dtype.
+                # Created before the weights were cast; torch keeps it in their dtype.
                 if isinstance(value, Tensor) and value.shape == own.shape:
                     optimizer.state[own][key] = value.to(own.dtype)
     state_of(optimizer)
@@ -148,7 +148,7 @@ def _take_over(optimizer: Optimizer, scale: LossScale) -> None:
 def _backward(loss: Tensor, *, retain_graph: bool | None = None) -> None:
     """Propagate a loss, as `loss.backward()` does."""
     warnings.warn(
-        "optimizer.backward(loss) goes with the next release; call loss.backward()",
+        "optimizer.backward(loss) will be removed in the next release; call loss.backward()",
         DeprecationWarning,
         stacklevel=2,
     )
@@ -156,7 +156,7 @@ def _backward(loss: Tensor, *, retain_graph: bool | None = None) -> None:
 
 
 def _listed(name: str, given: Any, kind: type) -> list[Any]:
-    """Several models or optimizers as a list."""
+    """Return one or several models or optimizers as a list."""
     found = [*given] if isinstance(given, Sequence) else [given]
     wanted = f"torch.{'optim' if kind is Optimizer else 'nn'}.{kind.__name__}"
     for one in found:
@@ -176,13 +176,13 @@ def _policy(precision: Any) -> PrecisionPolicy:
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:
-    """The module inside of what torch.compile returned."""
+    """Return the module inside a result of torch.compile."""
     inside = getattr(model, "_orig_mod", model)
     return inside if isinstance(inside, nn.Module) else model
 
 
 def _device_of(models: Sequence[nn.Module]) -> torch.device:
-    """The one device of all parameters."""
+    """Return the one device of all parameters."""
     devices = {parameter.device for model in models for parameter in model.parameters()}
     if len(devices) != 1:
         found = ", ".join(sorted(map(str, devices))) or "none, it has no parameters"
@@ -196,7 +196,7 @@ def _device_of(models: Sequence[nn.Module]) -> torch.device:
 def _dtypes(
     models: Sequence[nn.Module], overrides: Mapping[str, str | torch.dtype]
 ) -> dict[str, torch.dtype]:
-    """Pattern -> dtype; each pattern matches in one of the models at least."""
+    """Return pattern -> dtype; each pattern matches in at least one of the models."""
     found = {}
     for pattern, name in overrides.items():
         dtype = DTYPES.get(name) if isinstance(name, str) else name
@@ -215,7 +215,7 @@ def _check(
     overrides: Mapping[str, torch.dtype],
     native: bool,
 ) -> None:
-    """ValueError for models that cannot be in this mode, before anything is changed."""
+    """Raise ValueError for models that cannot be in this mode, before anything is changed."""
     for model in models:
         _refuse_unpreparable(model)
     reason = why_unsupported(policy, device, overrides.values())
@@ -252,13 +252,13 @@ def _check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Modul
         held = [own for group in optimizer.param_groups for own in group["params"]]
         if not any(id(own) in known for own in held):
             raise ValueError(
-                "optimizer: holds no parameter of the model; make it of model.parameters(), of "
-                "the very model that is prepared"
+                "optimizer: holds no parameter of the model; build it from model.parameters(), of "
+                "the same model that is prepared"
             )
 
 
 def _refuse_unpreparable(model: nn.Module) -> None:
-    """ValueError for what is no plain FP32 module, with what to do instead."""
+    """Raise ValueError unless it is a plain FP32 module; say what to do instead."""
     if isinstance(model, torch.jit.ScriptModule):
         raise ValueError(
             "the model is a ScriptModule, whose arithmetic is fixed; give the nn.Module"
@@ -267,7 +267,7 @@ def _refuse_unpreparable(model: nn.Module) -> None:
         several = len(module.device_ids) > 1 if isinstance(module, nn.DataParallel) else False
         if several or isinstance(module, nn.parallel.DistributedDataParallel):
             raise ValueError(
-                f"{name or 'the model'} is a {type(module).__name__}; prepare the module inside of "
+                f"{name or 'the model'} is a {type(module).__name__}; prepare the module inside "
                 "it first, then put DistributedDataParallel around that"
             )
         if is_sharded(module):
@@ -277,10 +277,10 @@ def _refuse_unpreparable(model: nn.Module) -> None:
             )
     for name in prepared_modules(model):
         raise ValueError(
-            f"{name or 'the model'} is prepared already; each can be once: build it anew"
+            f"{name or 'the model'} is already prepared; build it anew to prepare it again"
         )
     if tables := row_tables(model):
-        raise ValueError(f"{', '.join(tables)}: row tables are trained by `mprun` alone")
+        raise ValueError(f"{', '.join(tables)}: only `mprun` itself can train row tables")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise ValueError(f"{name} is lazy; run a batch through the model before mprun.prepare")

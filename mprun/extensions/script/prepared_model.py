@@ -1,13 +1,13 @@
-"""A model of one's own in a precision mode that looks as it did, FP32 and itself, from outside.
+"""A user's model in a precision mode, which from outside still looks like the same FP32 model.
 
-Between two calls a prepared model is the plain one: its parameters are FP32 leaves, its type, its
-hooks and its state dictionary are its own. Within a call parameters and inputs are rounded on the
-way in, and outputs are widened on the way out. Evaluation (eval mode without gradients) computes in
-FP32, so that what is measured is what was learned.
+Between two calls a prepared model is the plain one: its parameters are FP32 leaves, and its type,
+hooks and state dictionary are unchanged. Within a call parameters and inputs are rounded on the way
+in, and outputs are widened on the way out. Evaluation (eval mode without gradients) computes in
+FP32, so that it measures the learned weights.
 
 A mode without master weights (fp16_naive) has none to show: its parameters are 16-bit tensors.
 
-Each module gets a `forward` of its own, in its instance. Pickled, it is a plain module again;
+Each module instance gets a new `forward`. After pickling it is a plain module again;
 `copy.deepcopy` of the whole model prepares the copy.
 """
 
@@ -41,7 +41,7 @@ from mprun.precision.scaled_products import install
 
 _OUTSIDE, _IN_MODE, _EVALUATING = range(3)
 _OWN = ("forward", "__getstate__", "__deepcopy__", "_replicate_for_data_parallel")
-# Attributes of modules that are no places of the user's.
+# Attributes of modules in which the user keeps no tensors.
 _NO_PLACES = frozenset([*nn.Module().__dict__, *_OWN, "_flat_weights", "_flat_weight_refs"])
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -51,23 +51,23 @@ class PreparedModel:
 
     Args:
         model: in FP32; its tensors stay the same objects.
-        arithmetic: in which its calls run.
-        scale: of its gradients.
+        arithmetic: the context in which its calls run.
+        scale: loss scale of its gradients.
         overrides: glob pattern over module names -> dtype in which these compute.
-        on_pass: hears of each backward pass that enters the model.
+        on_pass: called for each backward pass that enters the model.
 
     Attributes:
-        loss_scale: as given.
-        scale: the same; None where it neither scales nor skips.
-        is_plain: it computes as the model does by itself.
-        tensors: what stands for its parameters and buffers within a call.
+        loss_scale: the loss scale.
+        scale: the same; None if it neither scales nor skips.
+        is_plain: whether the mode changes nothing in its computation.
+        tensors: the stand-ins of its parameters and buffers within a call.
         found_inf: float32, 0-dim: the gradients of the newest backward pass are not finite.
-        audit: of its calls and passes.
-        calls: with gradients or in training mode.
-        called_in: number of the newest pass when it was called last.
-        pass_is_due: whether the next pass is audited, as the call before it was.
-        fed: number of the newest pass in which a gradient has left it in front.
-        in_ddp: whether it was called inside of DistributedDataParallel.
+        audit: audit of its calls and passes.
+        calls: number of calls with gradients or in training mode.
+        called_in: number of the newest pass at the last call.
+        pass_is_due: whether the next pass is audited, like the call before it.
+        fed: number of the newest pass in which a gradient has left it at its inputs.
+        in_ddp: whether it was called inside DistributedDataParallel.
         has_gradients: a pass has reached it since its last step.
         partners: prepared models that passes have reached together with it since then.
         updated_by: steps of the optimizers that hold its parameters.
@@ -75,12 +75,12 @@ class PreparedModel:
 
     alive: weakref.WeakSet[PreparedModel] = weakref.WeakSet()
     changing: weakref.WeakSet[PreparedModel] = weakref.WeakSet()  # those that are not plain
-    # Whether backward passes have to be looked at: there was a model that is not plain, or the call
-    # before the next pass was audited.
+    # Backward passes need a check: a model that is not plain has existed, or the call before the
+    # next pass was audited.
     is_heard = False
-    built = 0  # how often one was, or was anew
-    pass_number = 0  # of the newest backward pass of the process
-    fed_number = 0  # of the newest in which a gradient has left one of them in front
+    built = 0  # number of builds, including rebuilds
+    pass_number = 0  # number of the newest backward pass of the process
+    fed_number = 0  # number of the newest in which a gradient has left a model at its inputs
 
     def __init__(
         self,
@@ -98,7 +98,7 @@ class PreparedModel:
         changes = policy.half_dtype is not None or policy.products is not None
         self.is_plain = not changes and self.scale is None
         self._is_untouched = self.is_plain and policy.fp32_math == "ieee"
-        # Activations are in 16 bits, and not by autocast.
+        # True if activations are in 16 bits without autocast.
         self._casts = policy.autocast_dtype is None and policy.half_dtype is not None
         self.tensors = Tensors(self, rounds=self._casts and policy.master_dtype is not None)
         self.found_inf = torch.zeros((), device=arithmetic.device)
@@ -112,8 +112,8 @@ class PreparedModel:
         self.updated_by: weakref.WeakSet[Any] = weakref.WeakSet()
         self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
         self.state = _OUTSIDE
-        # By id and key of a place: its name, it, its key; of what was left there what is seen from
-        # outside and from inside; and whether it holds what came from outside.
+        # By id and key of a place: its name, the place, its key; the tensor left there as seen from
+        # outside and from inside; and whether the place holds a tensor from outside.
         self._known: dict[tuple[int, Any], tuple[str, Any, Any]] = {}
         self._left: dict[tuple[int, Any], tuple[Any, Any]] = {}
         self._come: set[tuple[int, Any]] = set()
@@ -132,9 +132,9 @@ class PreparedModel:
             PreparedModel.is_heard = True
 
     def _build(self) -> None:
-        """Say in which dtype each module computes, and give it its `forward`; anew where modules
-        were added."""
-        # Metrics only count what others have computed.
+        """Set the dtype in which each module computes and its `forward`; again after modules were
+        added."""
+        # Metrics only count results of other modules.
         metrics = {m for one in self.model.modules() if _is_metric(one) for m in one.modules()}
         named = {name: m for name, m in self.model.named_modules() if m not in metrics}
         plain: dict[nn.Module, Any] = {}
@@ -173,22 +173,22 @@ class PreparedModel:
         PreparedModel.built += 1
 
     def _entries(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
-        """Return the modules whose calls are heard of: all, or the outermost that can be called."""
+        """Return the modules whose calls are intercepted: all, or the outermost callable ones."""
         if not self._is_untouched:
-            # A loss that is a part of the model is none of it: between calls it is FP32.
+            # A loss inside the model does not belong to the mode: between calls it is FP32.
             return [m for m in modules if not isinstance(m, _Loss)]
         found, todo = [self.model], [self.model]
         while todo:
             module = todo.pop()
             if module is not self.model and not _is_metric(module):
                 found.append(module)
-            # A trainer calls another method, or a list has none.
+            # A trainer calls another method; a module list has no forward.
             if type(module).forward is nn.Module.forward or hasattr(module, "training_step"):
                 todo += module.children()
         return found
 
     def masters(self) -> Iterator[Tensor]:
-        """Yield the parameters, those of modules too that were added after the model was built."""
+        """Yield the parameters, including those of modules added after the model was built."""
         return iter(self.model.parameters())
 
     # Calls
@@ -196,7 +196,7 @@ class PreparedModel:
     @torch._disable_dynamo(recursive=False)
     def call(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model, or a part of it, from outside."""
-        # What a checkpoint inside of the model computes again is inside of it.
+        # A checkpoint's recomputation inside the model counts as inside.
         again = in_backward() and not forward.was_called
         if not again and is_autocast_enabled(self.device_type):
             self.refuse_autocast()
@@ -222,15 +222,16 @@ class PreparedModel:
 
     @contextmanager
     def _in_mode(self, audits: bool) -> Iterator[None]:
-        """Compute as the mode says."""
+        """Compute in the mode."""
         if any(tuple(m._modules.values()) != children for m, _, children in self.tensors.parts):
             self._build()
         with ExitStack() as stack:
             if torch.is_inference_mode_enabled():
-                # In it, tensors count no versions, and the emulation would see a batch norm whole.
+                # In inference mode tensors count no versions, and the emulation sees no parts of a
+                # batch norm.
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.no_grad())
-            # First: an emulation would look at each access, and find nothing to emulate.
+            # Before the emulation, which would check each access and find nothing to do.
             stack.enter_context(self.tensors.inside(audits))
             stack.enter_context(self._hooks_outside())
             stack.enter_context(self._attributes_inside(audits))
@@ -263,7 +264,7 @@ class PreparedModel:
             self._guards_step = True
 
     def _evaluate(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute in FP32: with the master weights, or with 16-bit ones that have none, widened."""
+        """Compute in FP32: with the master weights, or with widened 16-bit weights."""
         with ExitStack() as stack:
             stack.enter_context(self._in_state(_EVALUATING))
             if self._casts and not self.tensors.rounds:
@@ -274,12 +275,12 @@ class PreparedModel:
             return forward.compute_plainly(args, kwargs)
 
     def _widened(self, tensor: Tensor) -> Tensor:
-        # A state made like the parameters, of an LSTM for instance, is in 16 bits as they are.
+        # A state created like the parameters, such as an LSTM's, has their 16-bit dtype.
         return tensor.float() if tensor.dtype is self.policy.param_dtype else tensor
 
     @torch._disable_dynamo
     def _inwards(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-        """Cast an input to the mode's dtype; its gradient leaves in its own dtype, unscaled."""
+        """Cast an input to the mode's dtype; its gradient leaves unscaled, in the input's dtype."""
         if not tensor.is_floating_point():
             return tensor
         if dtype is None and self._casts:
@@ -300,16 +301,16 @@ class PreparedModel:
         return tensor if dtype is None else tensor.to(dtype)
 
     def _note_graph(self, node: Any) -> None:
-        """Let the graph behind an output be known of for as long as it lives."""
+        """Keep track of the graph behind an output while it lives."""
         token = node.metadata.setdefault("mprun.graph", _Graph())
         self._graphs.add(token)
 
     @property
     def has_graph(self) -> bool:
-        """Return whether a graph lives that a backward pass could go through."""
+        """Return whether a graph is alive that a backward pass could go through."""
         return len(self._graphs) > 0
 
-    # Hooks of inner modules see what they see without a mode: FP32, unscaled
+    # Hooks of inner modules see the same tensors as without a mode: FP32, unscaled
 
     @contextmanager
     def _hooks_outside(self) -> Iterator[None]:
@@ -326,8 +327,8 @@ class PreparedModel:
                 del module.__dict__["_call_impl"]
 
     def _call_hooked(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
-        """Call an inner module: its tensors go out to the hooks in front, in to `forward`, out to
-        the hooks behind, and in again, each time in the dtypes that they had."""
+        """Call an inner module: its tensors go out to the hooks before, in to `forward`, out to the
+        hooks after, and in again, each time in their previous dtypes."""
         dtypes: list[torch.dtype] = []
 
         def outwards(tensor: Tensor) -> Tensor:
@@ -350,12 +351,12 @@ class PreparedModel:
             forward.around = None
         return inwards(outputs)
 
-    # Tensors in attributes of modules: those from outside come in as inputs do, those that a call
-    # leaves there go out as outputs do
+    # Tensors in attributes of modules: those from outside enter like inputs, those that a call
+    # leaves there go out like outputs
 
     @contextmanager
     def _attributes_inside(self, audits: bool) -> Iterator[None]:
-        """Let attributes hold what the mode computes with; in the end what is seen from outside."""
+        """Let attributes hold the mode's tensors, and afterwards those seen from outside."""
         if not (self._casts or self.scale is not None) or not is_grad_enabled():
             yield
             return
@@ -366,7 +367,7 @@ class PreparedModel:
             if known is not None and known[0] is outer:
                 place[key] = known[1]
             elif isinstance(outer, Tensor) and (outer.requires_grad or known is not None):
-                # Cast only where the model has left a tensor itself: a state that is carried on.
+                # Only cast if the model itself has left a tensor there: a state carried on.
                 kept = outer.dtype if known is None else known[1].dtype
                 place[key] = inner = self._inwards(outer, kept)
                 given.append((place, key, outer, inner))
@@ -380,7 +381,7 @@ class PreparedModel:
 
     @torch._disable_dynamo
     def _let_out(self, audits: bool) -> None:
-        """Let tensors that the call has left in attributes go out."""
+        """Convert the tensors that the call has left in attributes for the outside."""
         if not (self._casts or self.scale is not None) or not is_grad_enabled():
             return
         for name, place, key in self._places(audits):
@@ -395,8 +396,8 @@ class PreparedModel:
                 self.audit.left.add(name)
 
     def _places(self, audits: bool) -> list[tuple[str, Any, Any]]:
-        """Return (name, place, key) of attributes that hold tensors; without `audits` of those
-        that are known to have held some."""
+        """Return (name, place, key) of attributes that hold tensors; without `audits` only those
+        known to have held some."""
         if not audits:
             found = [*self._known.values()]
             return [(n, p, k) for n, p, k in found if (k in p if type(p) is dict else k < len(p))]
@@ -415,15 +416,15 @@ class PreparedModel:
     # Backward passes and steps
 
     def on_output(self) -> None:
-        """Hear that a backward pass enters the model."""
+        """Note that a backward pass enters the model."""
         self.on_pass(self)
 
     def on_input(self) -> None:
-        """Hear of a gradient that leaves the model in front."""
+        """Note that a gradient leaves the model at its inputs."""
         self.fed = PreparedModel.fed_number = PreparedModel.pass_number
 
     def end_step(self, found_inf: Tensor | None) -> None:
-        """An update is over; where it was skipped, statistics go back to before its calls."""
+        """End an update; if it was skipped, restore the statistics from before its calls."""
         if self.guard is not None and self._guards_step and found_inf is not None:
             self.guard.restore_where(found_inf)
         self._guards_step = self.has_gradients = False
@@ -445,7 +446,7 @@ class PreparedModel:
         return made
 
     def wide_form(self, own: Any, known: dict[int, Any]) -> Any:
-        """Return a 16-bit tensor in FP32, one and the same for all places that hold it."""
+        """Return a 16-bit tensor in FP32, one tensor for all places that hold it."""
         if not isinstance(own, Tensor) or own.dtype is not self.policy.param_dtype:
             return own
         if id(own) not in known:
@@ -454,10 +455,10 @@ class PreparedModel:
             known[id(own)] = nn.Parameter(wide, own.requires_grad) if is_parameter else wide
         return known[id(own)]
 
-    # What is refused
+    # Refusals
 
     def _check(self, audits: bool) -> None:
-        """Raise RuntimeError for a model that is no longer what was prepared."""
+        """Raise RuntimeError if the model is no longer the one that was prepared."""
         first, device = self._first, self.arithmetic.device.type
         if first.dtype is not self._dtype or first.device.type != device:
             self._refuse_moved(first)
@@ -472,33 +473,33 @@ class PreparedModel:
                 )
 
     def refuse_autocast(self) -> None:
-        """Raise RuntimeError."""
+        """Raise RuntimeError: torch.autocast is active."""
         raise RuntimeError(
             "torch.autocast is active around a model, or the backward pass of one, prepared as "
-            f"precision={self.policy.name}; remove it: the precision mode says what runs in which "
-            "dtype"
+            f"precision={self.policy.name}; remove it: the precision mode decides on the dtype of "
+            "each operation"
         )
 
     def _refuse_moved(self, now: Tensor) -> None:
         raise RuntimeError(
-            f"the model was prepared on {self.arithmetic.device.type} in {self._dtype} and is on "
-            f"{now.device.type} in {now.dtype} now; move and cast it before mprun.prepare, whose "
-            "mode says what is computed in which dtype"
+            f"the model was prepared on {self.arithmetic.device.type} in {self._dtype} and is now "
+            f"on {now.device.type} in {now.dtype}; move and cast it before mprun.prepare, whose "
+            "mode decides on the dtype of each operation"
         )
 
 
 class _Graph:
-    """Lives as long as the graph of a call."""
+    """A token that lives as long as the graph of a call."""
 
 
 class Forward:
-    """`forward` of a module of a prepared model.
+    """The `forward` of a module of a prepared model.
 
     Attributes:
-        plain: what the instance had in its place; None: the method of its class.
-        inside: what computes in the mode; None: what computes outside.
-        was_called: from outside, not only by the model.
-        around: computes in place of it while hooks are called.
+        plain: the instance's previous `forward`; None: the method of its class.
+        inside: the function that computes in the mode; None: the one that computes outside.
+        was_called: whether code outside the model has called it.
+        around: computes in its place while hooks are called.
     """
 
     def __init__(self, shared: PreparedModel, module: nn.Module, plain: Any, inside: Any):
@@ -516,23 +517,23 @@ class Forward:
         return self.shared.call(self, args, kwargs)
 
     def compute_within(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute inside of the model."""
+        """Compute inside the model."""
         return (self.around or self.compute)(args, kwargs)
 
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute as the mode says."""
+        """Compute in the mode."""
         if self.inside is not None:
             return self.inside(*args, **kwargs)
         return self.compute_plainly(args, kwargs)
 
     def compute_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Compute as the model says."""
+        """Compute without the mode."""
         if self.plain is not None:
             return self.plain(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def plain_state(self) -> dict[str, Any]:
-        """Return the state of the module as a plain one has it, FP32 also where it is not."""
+        """Return the module's state as a plain module has it, always in FP32."""
         kind: Any = type(self.module)
         state = {k: v for k, v in kind.__getstate__(self.module).items() if k not in _OWN}
         if self.plain is not None:
@@ -549,10 +550,10 @@ class Forward:
 
 
 class Watched(Forward):
-    """`forward` of a model in FP32, in which nothing changes and which is only watched."""
+    """The `forward` of a model in FP32, which is only watched and changes nothing."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # Each line costs about a microsecond in a step whose kernels drive it out of the caches.
+        # Each line costs about a microsecond when a step's kernels evict it from the caches.
         if not is_dynamo_compiling():
             shared = self.shared
             if is_autocast_enabled(shared.device_type):
@@ -568,7 +569,7 @@ class Watched(Forward):
 
 
 def prepared_modules(model: nn.Module) -> dict[str, PreparedModel]:
-    """Return module name -> prepared model, of all modules that belong to one."""
+    """Return module name -> prepared model, for all modules that belong to one."""
     found = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
     return {name: own.shared for name, own in found.items() if isinstance(own, Forward)}
 
@@ -579,25 +580,25 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def _is_metric(module: nn.Module) -> bool:
-    """Return whether a module is one of torchmetrics."""
+    """Return whether a module comes from torchmetrics."""
     return any(kind.__module__.startswith("torchmetrics.") for kind in type(module).__mro__)
 
 
 def _refuse_replica() -> None:
     raise RuntimeError(
-        "nn.DataParallel copies a prepared model to several devices, which cannot be; use "
+        "nn.DataParallel copies a prepared model to several devices, which is impossible; use "
         "DistributedDataParallel around it"
     )
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks of the user, not of measurements inside of the mode."""
+    """Return whether a module has hooks of the user, not of measurements inside the mode."""
     hooks = (hook for name in _HOOKS for hook in getattr(module, name).values())
     return not all(getattr(hook, "sees_inside", False) for hook in hooks)
 
 
 def _tensor_places(name: str, place: Any, key: Any) -> Iterator[tuple[str, Any, Any]]:
-    """Yield places with tensors: this one, or those of the list or dictionary in it."""
+    """Yield the places with tensors: this one, or those of the list or dictionary in it."""
     value = place[key]
     if type(value) is list or type(value) is dict:
         for part in range(len(value)) if type(value) is list else [*value]:
@@ -612,11 +613,10 @@ def _has_graph(value: Any) -> bool:
 
 
 def each_tensor(tree: Any, convert: Callable[[Tensor], Tensor]) -> Any:
-    """Return `tree` with every tensor in it converted: in tuples, lists, dictionaries, data
-    classes, and whatever torch's pytrees know.
+    """Convert every tensor in `tree`: in tuples, lists, dictionaries, data classes and pytrees.
 
     Raises:
-        RuntimeError: an object hides a tensor that would have to be converted.
+        RuntimeError: An object hides a tensor that needs conversion.
     """
     if isinstance(tree, Tensor):
         return convert(tree)
@@ -641,6 +641,6 @@ def _converted(leaf: Any, convert: Callable[[Tensor], Tensor]) -> Any:
         if isinstance(part, Tensor) and (part.grad_fn is not None or convert(part) is not part):
             raise RuntimeError(
                 f"a prepared model takes and returns tensors; in a {type(leaf).__name__} they "
-                "would pass without a cast; give and return tensors, and make it of them elsewhere"
+                "would pass without a cast; pass and return tensors, and build it outside the model"
             )
     return leaf

@@ -1,12 +1,12 @@
-"""Steps of a script's own optimizers: skipped where gradients overflowed, and the loss scale moves.
+"""Steps of a script's optimizers: skipped if gradients overflowed; the loss scale moves.
 
     backward pass -> [each model it reached: are the gradients of its parameters finite?]
-    optimizer.step() -> [hook: no gradients, or found_inf, where they are not] -> step
+    optimizer.step() -> [hook: no gradients, or found_inf, if they are not] -> step
                      -> [hook: gradients back; the scale moves; BatchNorm's statistics go back]
 
-Nothing is wrapped. torch calls the two hooks around the step of every optimizer, so one that is
-made later is served as well: what matters is whose parameters it holds. Nothing here waits for the
-device where torch's own step does not, but for optimizers that only the host can stop.
+Nothing is wrapped. torch calls the two hooks around the step of every optimizer, so one created
+later is included: only the parameters that it holds matter. Nothing here waits for the device
+unless torch's step does, except for optimizers that only the host can stop.
 """
 
 from __future__ import annotations
@@ -38,13 +38,16 @@ from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.torch_update import host_decides, initialise_state, is_fused, step_unless
 from mprun.precision.update import by_dtype, check_and_unscale, largest
 
-_WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer")  # call the step of the one inside
-_MOST_REPEATS = 60  # of a closure: a scale of 2^24 is 2^-36 then
+_WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer")  # call the step of the wrapped one
+_MOST_REPEATS = 60  # of a closure: a scale of 2^24 has then become 2^-36
 
 
 class Scaling:
-    """When a loss scale moves that several optimizers share: once each of them has stepped, and at
-    the latest when one begins anew, as torch.amp.GradScaler.update does once in an iteration."""
+    """The iteration of a loss scale that several optimizers share.
+
+    The scale moves once each of them has stepped, or at the latest when one begins again, as
+    torch.amp.GradScaler.update does once in an iteration.
+    """
 
     _all: weakref.WeakKeyDictionary[LossScale, Scaling] = weakref.WeakKeyDictionary()
 
@@ -55,7 +58,7 @@ class Scaling:
 
     @classmethod
     def of(cls, scale: LossScale) -> Scaling:
-        """Return the one of a loss scale."""
+        """Return the object of a loss scale."""
         if scale not in cls._all:
             cls._all[scale] = cls(scale)
         return cls._all[scale]
@@ -68,13 +71,13 @@ class Scaling:
         return scale
 
     def begin(self, optimizer: Optimizer) -> None:
-        """A step of an optimizer begins."""
+        """Begin a step of an optimizer."""
         self.owners.add(optimizer)
         if optimizer in self._stepped:
             self.move()
 
     def end(self, optimizer: Optimizer, found_inf: Tensor, grad_max: Tensor | None) -> None:
-        """It ends; `found_inf`, 0-dim: it was skipped where that is not 0."""
+        """End the step; `found_inf`, 0-dim: it was skipped if that is not 0."""
         self.scale.record(found_inf, grad_max)
         self._stepped.add(optimizer)
         if len(self._stepped) >= len(self.owners):
@@ -87,13 +90,13 @@ class Scaling:
 
 
 class OptimizerSteps:
-    """Keep what is known of the steps of one optimizer that updates prepared models.
+    """The steps of one optimizer that updates prepared models.
 
     Attributes:
-        optimizer: of the script.
-        models: prepared, those whose parameters it holds, in the order of its groups.
-        steps: taken so far, skipped ones too.
-        last: what the last step did; None before it.
+        optimizer: the script's optimizer.
+        models: the prepared models whose parameters it holds, in the order of its groups.
+        steps: number of steps so far, including skipped ones.
+        last: results of the last step; None before it.
     """
 
     def __init__(self, optimizer: Optimizer):
@@ -102,13 +105,13 @@ class OptimizerSteps:
         self.steps = 0
         self.last: Update | None = None
         self.narrow: NarrowWeights | None = None
-        self._frame: FrameType | None = None  # of the step that runs
+        self._frame: FrameType | None = None  # frame of the step that runs
         self._key: Any = None
         self._concerned: list[PreparedModel] = []
         self._is_plain = True
         self._seen = PreparedModel.pass_number - 1  # the pass before the last step
         self._found: Tensor | None = None
-        # Of models that others update, too: float32, 0-dim, its own gradients are not finite.
+        # For models that others update, too: float32, 0-dim, its own gradients are not finite.
         self._found_in: weakref.WeakKeyDictionary[PreparedModel, Tensor] = (
             weakref.WeakKeyDictionary()
         )
@@ -126,12 +129,12 @@ class OptimizerSteps:
 
     @property
     def policy(self) -> PrecisionPolicy:
-        """Return that of its models."""
+        """Return the policy of its models."""
         return self.models[0].policy
 
     @property
     def arithmetic(self) -> ForwardContext:
-        """Return that in which the calls of its first model run."""
+        """Return the context in which the calls of its first model run."""
         return self.models[0].arithmetic
 
     @property
@@ -141,18 +144,18 @@ class OptimizerSteps:
 
     @property
     def scaler_name(self) -> str:
-        """Return what the loss scale is called in records."""
+        """Return the name of the loss scale in records."""
         return _scaler_names.get(self.scale, self.scale.kind)
 
     @property
     def module(self) -> nn.Module:
-        """Its model; of several a list."""
+        """Its model, or a list of several."""
         if len(self.models) == 1:
             return self.models[0].model
         return nn.ModuleList(model.model for model in self.models)
 
     def named(self) -> dict[str, Tensor]:
-        """Return name -> parameter, of its models' parameters that it holds."""
+        """Return name -> parameter, for those of its models' parameters that it holds."""
         held = {id(own) for group in self.optimizer.param_groups for own in group["params"]}
         found: dict[str, Tensor] = {}
         for number, model in enumerate(self.models):
@@ -163,7 +166,7 @@ class OptimizerSteps:
         return found
 
     def refresh(self) -> None:
-        """Look whose parameters it holds, where its groups have changed."""
+        """Find its models again if its groups have changed."""
         groups = [group["params"] for group in self.optimizer.param_groups]
         key = PreparedModel.built, [(len(group), id(group[0]) if group else 0) for group in groups]
         if key == self._key:
@@ -182,27 +185,27 @@ class OptimizerSteps:
                 scaling.owners.add(self.optimizer)  # before its first step: the scale waits for it
             self._make_narrow()
             self._keep_in_state()
-            # torch.amp.GradScaler asks for it in each step, also in one that it skips.
+            # torch.amp.GradScaler reads it in each step, even in one that it skips.
             self.optimizer.__dict__["_step_supports_amp_scaling"] = _NoGradScaler(self.policy.name)
 
     def __reduce__(self) -> Any:
-        """Pickled or copied with an optimizer, it is None: the copy begins anew."""
+        """Pickle or copy as None: the copy begins anew."""
         return type(None), ()
 
     # A step
 
     def begin(self, frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Hear that a step begins in `frame`; one within a step (of a base class) is none."""
+        """Note that a step begins in `frame`; a step within it (of a base class) does not count."""
         above: FrameType | None = frame.f_back if self._frame is not None else None
         while above is not None:
             if above is self._frame:
                 return None
             above = above.f_back
-        self._frame = None  # the step before has raised
+        self._frame = None  # the previous step has raised
         self.refresh()
         fed = self._newly_fed()
         self._concerned = self.models or fed
-        # Whoever has told its kernels what to skip (a GradScaler, the runner) owns a foreign one.
+        # Code that sets found_inf for the kernels (a GradScaler, the runner) owns that optimizer.
         if not self._concerned or (not self.models and hasattr(self.optimizer, "found_inf")):
             self._concerned = []
             return None
@@ -217,7 +220,7 @@ class OptimizerSteps:
         return result
 
     def end(self, frame: FrameType) -> None:
-        """Hear that it ends."""
+        """Note that the step ends."""
         if frame is not self._frame:
             return
         self._frame = None
@@ -240,7 +243,7 @@ class OptimizerSteps:
         closure: Any,
         fed: list[PreparedModel],
     ) -> Any:
-        """Let the step that begins move nothing where gradients are not finite."""
+        """Keep the coming step from moving anything if gradients are not finite."""
         self._put_back()
         scaled = [model for model in self._concerned if model.scale is not None]
         for scaling in _scalings(scaled):
@@ -285,7 +288,7 @@ class OptimizerSteps:
             for scaling in _scalings(concerned):
                 scaling.end(self.optimizer, found, _grad_max(concerned, scaling.scale))
             for scaling in _scalings(together.difference(concerned)):
-                if not scaling.owners:  # of a loss network, which nobody updates
+                if not scaling.owners:  # of a loss network that nobody updates
                     scaling.scale.record(found, _grad_max(together, scaling.scale))
                     scaling.move()
         for model in PreparedModel.alive:
@@ -298,18 +301,18 @@ class OptimizerSteps:
         )
 
     def _newly_fed(self) -> list[PreparedModel]:
-        """Return models in front of which gradients have come out since the last step."""
+        """Return models whose inputs have received gradients since the last step."""
         seen, self._seen = self._seen, PreparedModel.pass_number
         if PreparedModel.fed_number <= seen:
             return []
         return [model for model in PreparedModel.alive if model.fed > seen]
 
     def _overflow(self, scaled: list[PreparedModel], fed: list[PreparedModel]) -> Tensor:
-        """Return, float32 and 0-dim, whether a gradient of this optimizer is not finite."""
+        """Return whether a gradient of this optimizer is not finite, float32, 0-dim."""
         flags = [self._found_in.get(model, model.found_inf) for model in scaled]
         found = torch.stack(flags).amax()
         if fed or not self.models:
-            # Parameters in front of a model overflow with it; those are in no check of a pass.
+            # Parameters before a model overflow with it, but no check of a pass includes them.
             owned = {id(own) for model in self.models for own in model.masters()}
             others = [
                 own.grad
@@ -323,9 +326,9 @@ class OptimizerSteps:
         return found
 
     def look_at(self, model: PreparedModel) -> None:
-        """Note, at the end of a pass, whether the gradients of its own parameters are finite.
+        """Note, at the end of a pass, whether the gradients of its parameters are finite.
 
-        Others of the model may hold infinities of a loss that is not this optimizer's.
+        Other parameters of the model may hold infinities of another optimizer's loss.
         """
         if len(model.updated_by) == 1:
             self._found_in.pop(model, None)
@@ -349,7 +352,7 @@ class OptimizerSteps:
             self._undo = [(own, own.clone()) for own in _on_device(optimizer)]
 
     def _hide_gradients(self) -> None:
-        """A step of torch's optimizers without gradients moves nothing, counters included."""
+        """Hide the gradients: torch's optimizers then change nothing, not even counters."""
         self._kept = [(p, p.grad) for group in self.optimizer.param_groups for p in group["params"]]
         for own, _ in self._kept:
             own.grad = None
@@ -374,7 +377,7 @@ class OptimizerSteps:
         narrow.initialise_state()
 
     def _step_in_chunks(self, narrow: NarrowWeights) -> None:
-        """Take the step here, in FP32, chunk by chunk; the one that follows has no gradients."""
+        """Take the step here, in FP32, chunk by chunk; the following step has no gradients."""
         optimizer, found = self.optimizer, self._found
         everything = [own for group in optimizer.param_groups for own in group["params"]]
         gradients = [own.grad for own in everything]
@@ -429,7 +432,7 @@ class OptimizerSteps:
         self.optimizer.register_load_state_dict_post_hook(finish)
 
     def _load_narrow(self, narrow: NarrowWeights, loaded: dict[str, Any]) -> None:
-        """Take the state as it was saved: torch casts it to the dtype of its weight."""
+        """Restore the state as it was saved: torch casts it to the dtype of its weight."""
         if "narrow" in loaded:
             narrow.load_state_dict(loaded["narrow"])
         numbers = [number for group in loaded["param_groups"] for number in group["params"]]
@@ -443,7 +446,7 @@ class OptimizerSteps:
 
 
 class _NoGradScaler:
-    """Refuses a GradScaler, which would scale gradients that are scaled already."""
+    """An object that refuses a GradScaler, which would scale already scaled gradients."""
 
     def __init__(self, mode: str):
         self.mode = mode
@@ -456,15 +459,15 @@ class _NoGradScaler:
         )
 
 
-_ATTRIBUTE = "_mprun_steps"  # of an optimizer; a look into a weak dictionary takes a microsecond
+_ATTRIBUTE = "_mprun_steps"  # of an optimizer; a weak dictionary would take a microsecond
 _scaler_names: weakref.WeakKeyDictionary[LossScale, str] = weakref.WeakKeyDictionary()
 
 
 def state_of(optimizer: Optimizer) -> OptimizerSteps:
-    """Return what is known of the steps of an optimizer over prepared models.
+    """Return the steps of an optimizer over prepared models.
 
     Raises:
-        ValueError: it holds no parameter of a prepared model.
+        ValueError: It holds no parameter of a prepared model.
     """
     given: Any = optimizer
     if any(kind.__name__ in _WRAPPERS for kind in type(given).__mro__):
@@ -475,18 +478,18 @@ def state_of(optimizer: Optimizer) -> OptimizerSteps:
         if steps.models:
             return steps
     raise ValueError(
-        f"optimizer: is a {type(given).__name__} that updates no prepared model; give the one that "
-        "was given to mprun.prepare"
+        f"optimizer: is a {type(given).__name__} that updates no prepared model; pass the one that "
+        "was passed to mprun.prepare"
     )
 
 
 def name_scaler(scale: LossScale, name: str) -> None:
-    """Say what a loss scale is called in records."""
+    """Set the name of a loss scale in records."""
     _scaler_names[scale] = name
 
 
 def check_finite(tensors: Iterable[Tensor | None], found_inf: Tensor) -> None:
-    """Set `found_inf` (float32, 0-dim) to 1 where a value is not finite; reads each once."""
+    """Set `found_inf` (float32, 0-dim) to 1 if a value is not finite; read each value once."""
     one = torch.ones_like(found_inf)
     for group in by_dtype(tensors):
         check_and_unscale(group, found_inf, one)
@@ -501,7 +504,7 @@ def _steps_of(optimizer: Optimizer) -> OptimizerSteps:
 
 
 def _scalings(models: Iterable[PreparedModel]) -> list[Scaling]:
-    """Return those that scale, each once."""
+    """Return the objects of loss scales that scale, each once."""
     found = [Scaling.of(model.loss_scale) for model in models if model.scale is not None]
     return [*dict.fromkeys(found)]
 
@@ -519,9 +522,9 @@ def _grad_max(models: Iterable[PreparedModel], scale: LossScale) -> Tensor | Non
 
 
 def _repeated(closure: Callable[[], Any], models: Sequence[PreparedModel]) -> Callable[[], Any]:
-    """Return a closure that calls again, at a smaller scale, until gradients are finite.
+    """Return a closure that runs again, at a smaller scale, until gradients are finite.
 
-    Waits for the device after each call, as LBFGS does.
+    It waits for the device after each call, as LBFGS does.
     """
 
     def finite() -> Any:
@@ -542,7 +545,7 @@ def _repeated(closure: Callable[[], Any], models: Sequence[PreparedModel]) -> Ca
 
 
 def _on_device(optimizer: Optimizer) -> list[Tensor]:
-    """Parameters and their state, what a step can move."""
+    """Return the tensors that a step can change: parameters and their state."""
     return [
         value
         for group in optimizer.param_groups
@@ -576,14 +579,14 @@ def _refuse_alone(models: Sequence[PreparedModel]) -> None:
 
 
 class _Pass:
-    """The backward pass that runs now: which prepared models it has reached."""
+    """The backward pass that runs now, and the prepared models it has reached."""
 
     task = -1
     models: list[PreparedModel] = []
 
 
 def reach(model: PreparedModel) -> None:
-    """Hear that the backward pass that runs now enters `model`."""
+    """Note that the backward pass that runs now enters `model`."""
     task = torch._C._current_graph_task_id()
     if task != _Pass.task:
         _Pass.task, _Pass.models = task, []
@@ -592,7 +595,7 @@ def reach(model: PreparedModel) -> None:
         return
     _Pass.models.append(model)
     if model.has_gradients and all(own.grad is None for own in model.masters()):
-        # Gradients are gone without a step. A script that steps only where they are finite would
+        # Gradients were cleared without a step. A script that only steps if they are finite would
         # never let the scale move.
         model.loss_scale.record(model.found_inf, torch.zeros_like(model.found_inf))
         Scaling.of(model.loss_scale).move()
@@ -601,8 +604,8 @@ def reach(model: PreparedModel) -> None:
 
 @torch.no_grad()
 def _end_pass() -> None:
-    """Look at the gradients once, before the script can change them; nothing waits."""
-    with torch._C.DisableTorchFunction():  # an emulation would look at each access
+    """Check the gradients once, before the script can change them; nothing waits."""
+    with torch._C.DisableTorchFunction():  # otherwise an emulation would see each access
         for model in _Pass.models:
             model.partners.update(_Pass.models)
             model.found_inf.zero_()
@@ -613,7 +616,7 @@ def _end_pass() -> None:
 
 
 def _around_pass(roots: Sequence[Tensor]) -> AbstractContextManager[Any] | None:
-    """Return what the backward passes of prepared models need; None: nothing."""
+    """Return the context that backward passes of prepared models need, or None."""
     number = PreparedModel.pass_number
     PreparedModel.pass_number = number + 1
     if not PreparedModel.is_heard:
@@ -627,7 +630,7 @@ def _around_pass(roots: Sequence[Tensor]) -> AbstractContextManager[Any] | None:
         model.pass_is_due = False
     if any(model.scale is not None for model in due):
         refuse_leaks(roots)
-    # Products of models in other modes would be taken for those of the first.
+    # Products of models in other modes would count for the first model.
     audited = due[:1] if len({model.policy for model in recent}) == 1 else []
     called = [model for model in PreparedModel.changing if model.calls]
     return _running(called, audited) if called or audited else None
@@ -666,7 +669,7 @@ _installed = False
 
 
 def install_hooks() -> None:
-    """Let backward passes and steps of this process be heard of here, once."""
+    """Install the hooks around backward passes and steps of this process, once."""
     global _installed
     if not _installed:
         _installed = True

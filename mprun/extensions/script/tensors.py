@@ -1,12 +1,12 @@
-"""What a model holds during a call: nodes in the places of its parameters, copies of its buffers.
+"""The tensors that a model holds during a call: nodes for its parameters, copies of its buffers.
 
     with tensors.inside(audits):       # parameters and buffers as the mode computes with them
-        outputs = forward(...)         # what it writes is written back to the FP32 ones
+        outputs = forward(...)         # its writes are written back to the FP32 ones
     with tensors.widened():            # 16-bit parameters without masters, in FP32
         ...
 
-There is no table of weights: what modules hold when a call begins is what is cast, so layers that
-were added, tied or parametrized later are served as those of the beginning.
+There is no table of weights: the tensors that modules hold when a call begins are cast. So layers
+that were added, tied or parametrized later are included.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Place = tuple[dict[str, Any], str]
 
 
 class _Held(NamedTuple):
-    """Remember what a place of a module holds for a while."""
+    """The tensor that a place of a module holds for a while."""
 
     place: dict[str, Any]
     key: str
@@ -39,50 +39,50 @@ class _Held(NamedTuple):
     is_parameter: bool
 
     def has_changed(self, now: Any) -> bool:
-        """Return whether something was written, as far as torch tells."""
+        """Return whether something was written, as far as torch can tell."""
         return now is not self.inside or now._version != self.version
 
 
 class _Watching(NamedTuple):
-    """One who watches gradients, among others."""
+    """The handle of one hook among those that watch gradients."""
 
     watchers: list[Callable[[Tensor], None]]
     hook: Callable[[Tensor], None]
 
     def remove(self) -> None:
-        """Watch no longer."""
+        """Remove the hook."""
         if self.hook in self.watchers:
             self.watchers.remove(self.hook)
 
 
 class Tensors:
-    """Parameters and buffers of a model, outside of a call and within it.
+    """Parameters and buffers of a model, outside a call and within it.
 
     Args:
-        owner: of the nodes.
+        owner: owner of the nodes.
         rounds: the mode computes in 16 bits with copies of FP32 parameters.
 
     Attributes:
         parts: the modules, the dtypes in which they compute, and their children.
-        written: names of parameters that calls have written to.
+        written: names of the parameters that calls have written to.
     """
 
     def __init__(self, owner: Owner, rounds: bool):
         self.owner, self.rounds = owner, rounds
         self.parts: list[Part] = []
         self.written: set[str] = set()
-        # Version and address, what stands for it, itself; as long as nothing has moved.
+        # Version and address, the stand-in, the tensor itself; valid while nothing has moved.
         self._cache: dict[Key, tuple[tuple[int, int], Tensor, Tensor]] = {}
         self._moving: set[tuple[int, str]] = set()  # places that calls write to
         self._watchers: dict[int, list[Callable[[Tensor], None]]] = {}
 
     @property
     def changes(self) -> bool:
-        """Return whether anything is put anywhere."""
+        """Return whether any tensor gets a stand-in."""
         return self.rounds or self.owner.scale is not None
 
     def dtypes(self) -> dict[int, torch.dtype]:
-        """Return, by id of each parameter, the dtype in which the mode computes with it."""
+        """Return id of each parameter -> dtype in which the mode computes with it."""
         return {
             id(own): dtype if self.rounds and own.is_floating_point() else own.dtype
             for module, dtype, _ in self.parts
@@ -95,8 +95,8 @@ class Tensors:
         self._cache.clear()
 
     def watch_gradient(self, own: Tensor, hook: Callable[[Tensor], None]) -> Any:
-        """Call `hook` with each gradient of a parameter as the mode computes it; what is returned
-        has a method `remove`."""
+        """Call `hook` with each gradient of a parameter as the mode computes it; return a handle
+        with a method `remove`."""
         if not self.changes:
             return own.register_hook(hook)
         self.forget()
@@ -106,10 +106,10 @@ class Tensors:
 
     @contextmanager
     def inside(self, audits: bool) -> Iterator[None]:
-        """Let the modules hold what the mode computes with.
+        """Let the modules hold the tensors that the mode computes with.
 
         Args:
-            audits: compare what comes back by value, which waits for the device.
+            audits: detect writes by value, which waits for the device.
         """
         held: list[_Held] = []
         flat: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -127,7 +127,7 @@ class Tensors:
     @contextmanager
     def widened(self) -> Iterator[None]:
         """Let the modules hold FP32 tensors with the values of their 16-bit ones."""
-        with torch.inference_mode(False):  # whose tensors count no versions
+        with torch.inference_mode(False):  # inference tensors count no versions
             found = {
                 (id(own), dtype): own.detach().float()
                 for module, dtype, _ in self.parts
@@ -168,10 +168,10 @@ class Tensors:
                 ]
                 module.__dict__.update(flat_weights(inside))
                 if any(own is not None and own.is_cuda for own in inside):
-                    module.flatten_parameters()  # as cuDNN wants them, else it does at each call
+                    module.flatten_parameters()  # for cuDNN, which otherwise does it at each call
 
     def _made(self) -> dict[Key, Tensor]:
-        """Return what stands for each tensor; one node for all calls until it moves."""
+        """Return the stand-in of each tensor; one node for all calls until it moves."""
         found: dict[Key, Tensor] = {}
         missing: dict[torch.dtype | None, list[tuple[Key, Tensor]]] = {}
         for module, dtype, _ in self.parts:
@@ -184,7 +184,7 @@ class Tensors:
                         found[key] = own.detach().to(dtype)
                 elif casts or self.owner.scale is not None:
                     known = self._cache.get(key)
-                    found[key] = own  # or, see below, what is missing
+                    found[key] = own  # or, see below, the missing stand-in
                     if known is not None and known[0] == _state_of(own):
                         found[key] = known[1]
                     else:
@@ -193,7 +193,7 @@ class Tensors:
             for bucket in _buckets(pairs):
                 made = make_nodes(self.owner, "weight", wanted, [own for _, own in bucket])
                 for (key, own), tensor in zip(bucket, made, strict=True):
-                    setattr(tensor, "_is_param", True)  # noqa: B010 - a Parameter to isinstance
+                    setattr(tensor, "_is_param", True)  # noqa: B010 - a Parameter for isinstance
                     for watcher in self._watchers.get(id(own), ()):
                         tensor.register_hook(watcher)
                     found[key], self._cache[key] = tensor, (_state_of(own), tensor, own)
@@ -203,7 +203,7 @@ class Tensors:
         return self.rounds and own.is_floating_point() and own.dtype is not dtype
 
     def _take_back(self, one: _Held, audits: bool) -> None:
-        """Put the FP32 tensor back, with what the call wrote into what stood for it."""
+        """Put the FP32 tensor back, with the values that the call wrote into its stand-in."""
         now, one.place[one.key] = one.place[one.key], one.own
         own, place = one.own, (id(one.place), one.key)
         written = one.has_changed(now) or place in self._moving
@@ -212,10 +212,10 @@ class Tensors:
         if now is None or now.shape != own.shape:
             one.place[one.key] = now if now is None else now.detach().to(own.dtype)
         elif own.layout is torch.strided and (written or bool(_differs(now, own).any())):
-            self._moving.add(place)  # from now on by value: `.data` counts no versions
+            self._moving.add(place)  # from now on compare values: `.data` counts no versions
             if one.is_parameter:
                 self.written.add(one.key)
-            # What was not written keeps its digits beyond 16 bits.
+            # Unwritten values keep their digits beyond 16 bits.
             own.copy_(torch.where(_differs(now, own), now.to(own.dtype), own))
 
 
@@ -229,10 +229,10 @@ def _differs(now: Tensor, own: Tensor) -> Tensor:
 
 
 def _buckets(pairs: Sequence[tuple[Key, Tensor]]) -> Iterator[list[tuple[Key, Tensor]]]:
-    """Yield parameters that share a node.
+    """Yield groups of parameters that share a node.
 
-    Each has one of its own where processes sum gradients while the pass runs: they would wait for
-    the last of a bucket.
+    If processes sum gradients during the pass each parameter gets a node: the sums would wait for
+    the last of a group.
     """
     limit = 1 if is_available() and is_initialized() else _BUCKET
     found: list[tuple[Key, Tensor]] = []

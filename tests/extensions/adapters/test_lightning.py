@@ -317,7 +317,7 @@ def test_a_loss_that_is_a_child_computes_in_fp32(mode):
 
 def test_what_cannot_be_is_refused():
     module = fitted("amp")
-    with pytest.raises(ValueError, match="is prepared already"):
+    with pytest.raises(ValueError, match="is already prepared"):
         trainer("fp32").fit(module, loader())
     with pytest.raises(ValueError, match="fp17"):
         trainer("fp17").fit(Module(), loader())

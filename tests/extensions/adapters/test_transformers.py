@@ -218,7 +218,7 @@ def test_what_cannot_be_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="build the model in float32"):
         trained(tmp_path, "amp", model=gpt2().bfloat16())
     model = trained(tmp_path, "amp").model
-    with pytest.raises(ValueError, match="is prepared already"):
+    with pytest.raises(ValueError, match="is already prepared"):
         trained(tmp_path, "fp32", model=model)
     with pytest.raises(ValueError, match="needs an MprunTrainer"):
         trained(tmp_path, None, callbacks=[MprunRun(tmp_path / "runs")])

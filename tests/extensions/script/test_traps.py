@@ -102,7 +102,7 @@ TRAPS = [
     ("torch.float64 now", ["fp32", "amp", "fp16_master"], lambda m, o: m.double()(IMAGES)),
     ("torch.bfloat16 now", MASTERS, lambda m, o: (m.head.bfloat16(), m(IMAGES))),
     ("within its own call", ["fp16_master"], copy_within_a_call),
-    ("from inside of a prepared model", ["amp", "fp16_master_scaled"], loss_of_a_tensor_inside),
+    ("from inside a prepared model", ["amp", "fp16_master_scaled"], loss_of_a_tensor_inside),
     ("in a Normal", ["amp", "fp16_master_scaled"], call_of(Gaussian, torch.ones(2, 4))),
     (
         "in a Holder they would pass without a cast",
