@@ -1,4 +1,4 @@
-"""From a checked configuration to the objects of a run; the only package that reads both."""
+"""The step from a checked configuration to a run's objects; no other package reads both."""
 
 from mprun.build.precision import build_loss_scale, policy_from
 from mprun.build.run import Built, build

@@ -1,4 +1,4 @@
-"""Data sources from configurations; one of the user's own is held to what a source must be."""
+"""Data sources from configurations; the user's own sources are checked against the interface."""
 
 from collections.abc import Callable
 from inspect import Parameter, signature
@@ -18,7 +18,7 @@ _PASSED_ON = Parameter.VAR_KEYWORD
 
 
 def build_data(config: DataConfig, seed: int, device: torch.device) -> Source:
-    """The data source of a configuration."""
+    """Build the data source of a configuration."""
     if isinstance(config, CustomDataConfig):
         return own_source(config, seed, device)
     make = loaded(config.component.builder)
@@ -27,7 +27,7 @@ def build_data(config: DataConfig, seed: int, device: torch.device) -> Source:
 
 
 def arguments_of(make: Callable, config: object) -> dict[str, Any]:
-    """What `make` takes of a configuration: the fields that are called like its arguments."""
+    """Return the fields of a configuration that have the names of arguments of `make`."""
     names: list[str] = []
     for name, parameter in signature(make).parameters.items():
         # **options: Unpack[SomeTypedDict] stands for its keys.
@@ -48,15 +48,15 @@ _RANGE_TOLERANCE = 1e-3  # of [-1, 1]: interpolation may overshoot by a rounding
 
 
 def own_source(config: CustomDataConfig, seed: int, device: torch.device) -> Source:
-    """factory(batch_size=, seed=, device=, **options), with root, image_size, workers where set.
+    """Call factory(batch_size=, seed=, device=, **options), with root, image_size, workers if set.
 
-    The global random state is left as it was, so that initial weights do not depend on the data.
+    The global random state is restored, so that initial weights do not depend on the data.
     """
     own = {name: getattr(config, name) for name in ("batch_size", "root", "image_size", "workers")}
     for name in config.options:
         if name in own or name in ("seed", "device"):
             proper = f"data.{name}" if name in own else name
-            raise BadInput(f"data.options.{name}: is handed over anyway; set {proper}")
+            raise BadInput(f"data.options.{name}: is passed anyway; set {proper}")
     own = {name: value for name, value in own.items() if value is not None}
     with kept_random_state():
         factory = Factory("data.factory", config.factory)
@@ -92,10 +92,10 @@ def _is_plain(item: tuple[object, object]) -> bool:
 
 
 def check_batches(config: CustomDataConfig, task: str, source: Source, device) -> None:
-    """Hold the first batch of each split to what `task` learns from; BadInput says what is wrong.
+    """Check the first batch of each split against the needs of `task`; BadInput says what is wrong.
 
-    Asks for training batch 0 twice: it must be the same. Puts channels and image_size, where the
-    description lacks them, into it.
+    It reads training batch 0 twice: both must be the same. It adds channels and image_size to the
+    description if they are missing.
     """
     name = f"data.factory={config.factory}"
     kind = kind_called(task)
@@ -103,7 +103,7 @@ def check_batches(config: CustomDataConfig, task: str, source: Source, device) -
         if type(getattr(source, size, None)) is not int:
             raise BadInput(f"{name}: its source has no {size}, which a {kind.learner} needs")
     if source.batches_per_epoch < 1:
-        return  # said with the batch size, once the model is known
+        return  # reported with the batch size, once the model is known
     with kept_random_state():
         with blaming(f"{name}: train_batch(0) of its source"):
             first, again = source.train_batch(0), source.train_batch(0)
@@ -117,7 +117,7 @@ def check_batches(config: CustomDataConfig, task: str, source: Source, device) -
             raise BadInput(f"{name}: {what} of its source {wrong}")
     if not all(map(torch.equal, first[: 1 if kind.networks > 1 else 2], again)):
         raise BadInput(
-            f"{name}: train_batch(0) of its source differs when it is asked again; it must depend "
+            f"{name}: train_batch(0) of its source differs when it is read again; it must depend "
             "on seed and index alone"
         )
     if kind.family == "utterances":
@@ -130,7 +130,7 @@ def check_batches(config: CustomDataConfig, task: str, source: Source, device) -
 
 
 def check_tanh_images(config: CustomDataConfig, image_size: int, source: Source) -> None:
-    """What a generator or decoder that ends in tanh needs: square images in [-1, 1]."""
+    """Check that images suit a generator or decoder that ends in tanh: square, in [-1, 1]."""
     images = source.train_batch(0)[0]
     name = f"data.factory={config.factory}"
     if images.shape[2:] != (image_size, image_size):
@@ -147,7 +147,7 @@ def check_tanh_images(config: CustomDataConfig, image_size: int, source: Source)
 
 
 def _wrong(batch: Any, kind: TaskKind, source: Source, device: torch.device) -> str | None:
-    """What is wrong with a batch, behind "the batch"; None if nothing is."""
+    """Return the error in a batch, as a phrase after "the batch"; None if there is none."""
     pair = isinstance(batch, tuple | list) and len(batch) == 2
     if not pair or not all(isinstance(part, Tensor) for part in batch):
         return "must be a pair of tensors"
@@ -201,7 +201,7 @@ def _wrong_utterances(
 
 
 def _wrong_images(images: Tensor, labels: Tensor, source: Source, sizes: _Sizes) -> str | None:
-    """sizes: of the classes, where labels are learned."""
+    """Check images and labels; sizes: number of classes, if labels are learned."""
     if images.dtype is not torch.float32 or images.dim() != 4:
         return f"has images {_text(images)}, must be float32 [batch, channels, height, width]"
     if not sizes:
@@ -211,7 +211,7 @@ def _wrong_images(images: Tensor, labels: Tensor, source: Source, sizes: _Sizes)
     return _outside("label", labels, source, *sizes)
 
 
-# Family of data -> what holds a batch of it to what it must be; others are images.
+# Family of data -> check of a batch; all others are images.
 _WRONG: dict[str, Callable[[Tensor, Tensor, Source, _Sizes], str | None]] = {
     "text": _wrong_tokens,
     "sentence_pairs": _wrong_pairs,

@@ -1,4 +1,4 @@
-"""Functions that build the networks of a configuration: mprun's own, or the user's factory."""
+"""Functions that build the networks of a configuration: mprun's networks, or the user's factory."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -21,9 +21,9 @@ Builders = Sequence[Callable[[], nn.Module]]
 
 
 def network_builders(config: Any, data: Source) -> Builders:
-    """Functions that build the (FP32) networks of a configuration with new random weights.
+    """Return functions that build a configuration's networks (FP32) with new random weights.
 
-    One, or generator and discriminator.
+    There is one, or two: generator and discriminator.
     """
     if isinstance(config, CustomModelConfig):
         own = OwnModel(config, data)
@@ -45,20 +45,20 @@ def _with_arguments(
 
 
 def _of_the_data(name: str, config: ModelConfig, data: Source) -> int:
-    """What the configuration says of `name`, at least the data's, or else the data themselves."""
+    """Return `name` from the configuration, at least the data's value, or else from the data."""
     if name == "context_length":
         return _context_length(config, data)
     given = int(known_size(data, name) if hasattr(data, name) else data.description[name])
     wanted = getattr(config, name, None)
     if wanted is not None and wanted < given:
-        raise BadInput(f"model.{name}={wanted}: must be >= {given}, what the data have")
+        raise BadInput(f"model.{name}={wanted}: must be >= {given}, the value of the data")
     return wanted or given
 
 
 def new_network(
     builder: Callable[[], nn.Module], device: torch.device, channels_last: bool
 ) -> nn.Module:
-    """A network of `builder` on the device; BadInput for sizes that it cannot have."""
+    """Build a network on the device; raise BadInput for sizes that it cannot have."""
     try:
         network = builder().to(device)
     except ValueError as error:
@@ -67,7 +67,7 @@ def new_network(
 
 
 def uses_channels_last(config: RunConfig, device: torch.device) -> tuple[bool, str]:
-    """Whether networks and images are NHWC in memory, and why not."""
+    """Return whether networks and images are NHWC in memory, and if not, why."""
     setting = config.train.channels_last
     if setting == "auto":
         return auto_channels_last(config, device.type)
@@ -75,10 +75,10 @@ def uses_channels_last(config: RunConfig, device: torch.device) -> tuple[bool, s
 
 
 def put_channels_last(network: nn.Module) -> nn.Module:
-    """Weights of convolutions in NHWC order, in place; to be called before masters are made.
+    """Put the weights of convolutions into NHWC order, in place, before masters are created.
 
-    Everything made like them (16-bit copies, masters, optimizer state) then has their order too,
-    so that operations over lists of tensors stay on their fast path.
+    Copies of them (16-bit copies, masters, optimizer state) then keep their order, so that
+    operations over lists of tensors stay on their fast path.
     """
     return network._apply(
         lambda t: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t
@@ -89,18 +89,18 @@ def _context_length(config: Any, data: Source) -> int:
     length = config.context_length or data.description.get("sequence_length")
     if not isinstance(length, int):
         raise BadInput(
-            "model.context_length=null: the data do not say how long their windows are; "
-            "give model.context_length=N"
+            "model.context_length=null: the data do not define the length of their windows; "
+            "set model.context_length=N"
         )
     return length
 
 
 class OwnModel:
-    """Builds the user's network, or generator and discriminator, as often as it is asked.
+    """A builder of the user's network, or generator and discriminator, for any number of copies.
 
     The first one draws its weights from the global random state. Later ones, for an evaluation in
-    FP32, are built on the CPU and leave it as it was; they must have the same structure, and not be
-    the same object, else BadInput.
+    FP32, are built on the CPU and restore that state. They must have the same structure and be
+    another object, else BadInput.
     """
 
     def __init__(self, config: CustomModelConfig, data: Source):
@@ -111,18 +111,18 @@ class OwnModel:
         self.left: dict[int, nn.Module] = {}
 
     def part(self, number: int) -> nn.Module:
-        """0: the network, or the generator; 1: the discriminator, built together with it."""
+        """Return network 0 (the network or generator) or 1 (the discriminator built with it)."""
         if number not in self.left:
             self.left = dict(enumerate(self.build()))
         return self.left.pop(number)
 
     def build(self) -> Sequence[nn.Module]:
-        """All networks of a call of the factory."""
+        """Return all networks of one call of the factory."""
         if self.first is None:
             self.first = self._checked(self._made())
             return self.first
-        # Inside `torch.device("meta")`, where the values of tensors that are no weights would be
-        # lost.
+        # Without torch.device("cpu"), `torch.device("meta")` around it would lose the values of
+        # tensors that are no weights.
         with kept_random_state(), torch.device("cpu"):
             networks = self._made()
         if any(one is old for one in networks for old in self.first) or _parameters(

@@ -1,8 +1,8 @@
 """Policies, loss scales and optimizers from configurations.
 
-Weights, biases and parameters of norm layers are groups of an optimizer where the configuration
-tells them apart. Caffe gives each bias twice the rate and no weight decay (`lr_mult: 2, decay_mult:
-0` in its AlexNet); recipes for ResNet-50 since Goyal et al. (arXiv 1706.02677, section 5.1) leave
+Weights, biases and parameters of norm layers are groups of an optimizer if the configuration treats
+them differently. Caffe gives each bias twice the rate and no weight decay (`lr_mult: 2, decay_mult:
+0` in its AlexNet). Recipes for ResNet-50 since Goyal et al. (arXiv 1706.02677, section 5.1) leave
 the parameters of BatchNorm out of the decay.
 """
 
@@ -22,7 +22,7 @@ from mprun.precision.casting import NORM_LAYERS
 from mprun.precision.loss_scale import SCALES
 from mprun.precision.torch_update import has_fused_kernel
 
-# Torch's name of a setting where it is not the schema's.
+# torch's name of a setting, if it differs from the schema's.
 _TORCH_NAMES = {"initial_accumulator": "initial_accumulator_value"}
 _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "sgd": torch.optim.SGD,
@@ -33,23 +33,23 @@ _OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def policy_from(config: schema.PrecisionConfig) -> PrecisionPolicy:
-    """The precision policy that a configuration describes."""
+    """Return the precision policy that a configuration describes."""
     return build_policy(config.name, mode_values(config))
 
 
 def build_loss_scale(config: schema.ScalerConfig, device: torch.device) -> LossScale:
-    """A fresh loss scale of the configured kind."""
+    """Build a fresh loss scale of the configured kind."""
     return SCALES[config.kind](**_set_of(config, config.kind), device=device)
 
 
 def _set_of(config: schema.ScalerConfig | schema.OptimConfig, rule: str) -> dict[str, Any]:
-    """The settings that a rule reads, those that are set."""
+    """Return the settings that a rule reads and that are set."""
     values = {name: getattr(config, name) for name in fields_of(config, rule)}
     return {name: value for name, value in values.items() if value is not None}
 
 
 def update_of(config: schema.OptimConfig) -> str:
-    """`update` of a MixedPrecisionOptimizer: one of torch's implementations is the plain way."""
+    """Return `update` of a MixedPrecisionOptimizer; torch's implementations are the plain way."""
     return config.implementation if config.implementation in ("auto", "single_pass") else "plain"
 
 
@@ -60,14 +60,14 @@ def optimizer_maker(
     skips: bool,
     module: nn.Module,
 ) -> Callable[[list[tuple[str, Tensor]]], torch.optim.Optimizer]:
-    """A function from the (name, tensor) pairs of `module` to a torch optimizer.
+    """Return a function from the (name, tensor) pairs of `module` to a torch optimizer.
 
-    Biases and the parameters of the module's norm layers get groups of their own where the
-    configuration tells them apart from the weights.
+    Biases and the parameters of the module's norm layers get separate groups if the configuration
+    treats them differently from the weights.
 
-    implementation "auto" and "single_pass" are the fused kernel, on which a single pass builds on a
-    CPU, except where the update itself is in 16 bits: a fused kernel would compute that in FP32
-    registers (and torch's fused SGD does not update half parameters on a CPU at all).
+    implementation "auto" and "single_pass" mean the fused kernel, the base of a CPU's single pass,
+    unless the update itself is in 16 bits. A fused kernel would compute that in FP32 registers
+    (and torch's fused SGD does not update half parameters on a CPU at all).
     """
     implementation, fused = config.implementation, has_fused_kernel(config.name, device)
     if why := _why_unfused(config, module):
@@ -90,8 +90,8 @@ def optimizer_maker(
     settings |= {"fused": implementation == "fused", "foreach": implementation == "foreach"}
     if config.name in ("adam", "adamw"):
         settings["betas"] = tuple(settings["betas"])
-        # Of a fused kernel it changes nothing but that a CUDA graph may hold it. Else only where
-        # needed: the capturable formula rounds differently.
+        # For a fused kernel it only lets a CUDA graph hold it. Otherwise set it only if needed:
+        # the capturable formula rounds differently.
         settings["capturable"] = device.type == "cuda" and (skips or implementation == "fused")
 
     def make(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
@@ -102,7 +102,7 @@ def optimizer_maker(
 
 
 def _why_unfused(config: schema.OptimConfig, module: nn.Module) -> str | None:
-    """What of the network torch's fused kernels do not take; BadInput where no kernel does."""
+    """Return what torch's fused kernels refuse in the network; BadInput if all kernels do."""
     for name, layer in module.named_modules():
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
             for key, bad in (
@@ -112,10 +112,10 @@ def _why_unfused(config: schema.OptimConfig, module: nn.Module) -> str | None:
                 if bad:
                     raise BadInput(
                         f"optim.{key}={getattr(config, key)}: torch has none for sparse gradients, "
-                        f"which {name} makes (allowed: sgd or adagrad without weight decay; or "
+                        f"as {name} has (allowed: sgd or adagrad without weight decay; or "
                         "sparse=False in the network)"
                     )
-            return f"{name} makes sparse gradients, which no fused kernel takes"
+            return f"{name} has sparse gradients, which no fused kernel takes"
     for name, parameter in module.named_parameters():
         if parameter.is_complex():
             return f"{name} is complex, which no fused kernel takes"
@@ -123,7 +123,7 @@ def _why_unfused(config: schema.OptimConfig, module: nn.Module) -> str | None:
 
 
 def norm_parameter_names(module: nn.Module) -> frozenset[str]:
-    """Names, as in `named_parameters`, of the parameters that belong to norm layers."""
+    """Return the names, as in `named_parameters`, of the parameters of norm layers."""
     return frozenset(
         f"{layer_name}.{name}" if layer_name else name
         for layer_name, layer in module.named_modules()
@@ -133,7 +133,7 @@ def norm_parameter_names(module: nn.Module) -> frozenset[str]:
 
 
 def is_bias(name: str) -> bool:
-    """Whether a parameter's name is that of a bias: bias, bias_ih_l0, in_proj_bias."""
+    """Return whether a parameter's name is that of a bias: bias, bias_ih_l0, in_proj_bias."""
     own = name.rpartition(".")[2]
     return own.startswith("bias") or own.endswith("bias")
 
@@ -148,13 +148,12 @@ def parameter_groups(
     decay_bias: bool = True,
     decay_norm: bool = True,
 ) -> list[dict]:
-    """Groups for a torch optimizer: params, lr, weight_decay, and lr_factor for later rates.
+    """Build groups for a torch optimizer: params, lr, weight_decay, and lr_factor for later rates.
 
-    A bias has the rate lr * bias_lr_factor, and the decay only with decay_bias; a parameter in
+    A bias has the rate lr * bias_lr_factor, and the decay only with decay_bias. A parameter in
     norm_names has the rate lr, and the decay only with decay_norm (its shift is no bias here).
-    Parameters with the same rate and decay share a group in the order given, so that an
-    optimizer without such differences has the one group that it would have without this
-    function.
+    Parameters with the same rate and decay share a group, in the given order. So an optimizer
+    without such differences has the same single group as without this function.
     """
     groups: dict[tuple[float, float], list[Tensor]] = {}
     for name, tensor in named:

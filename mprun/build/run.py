@@ -1,4 +1,4 @@
-"""Everything that a run needs and that costs no file: built, and how its steps are executed."""
+"""Build the parts of a run that cost no file, and decide how its steps are executed."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ from mprun.tasks import Task, TrainState
 
 @dataclass(slots=True)
 class Built:
-    """Everything that a run needs and that costs no file."""
+    """The parts of a run that cost no file."""
 
     task: Task
     data: Source
@@ -44,12 +44,12 @@ class Built:
 
 
 def build(config: RunConfig, device: torch.device, ranks: Ranks = ALONE) -> Built:
-    """Build data, model, optimizer, loss scale and task; raises BadInput for what cannot be.
+    """Build data, model, optimizer, loss scale and task; raise BadInput if that is impossible.
 
-    ranks: of which this process is one; one alone takes every micro-batch itself, whatever
-    `devices` of the configuration is.
+    ranks: the ranks of which this process is one; a single one takes every micro-batch itself,
+    regardless of `devices` in the configuration.
 
-    Draws the initial weights from the global random state (seed it first).
+    It draws the initial weights from the global random state (seed it first).
     """
     policy = policy_from(config.precision)
     overrides = [DTYPES[name] for name in config.precision.overrides.values()]
@@ -62,7 +62,7 @@ def build(config: RunConfig, device: torch.device, ranks: Ranks = ALONE) -> Buil
     except DataError as error:
         raise BadInput(str(error)) from error
     except ValueError as error:
-        # What a constructor calls None is null in a configuration.
+        # A constructor's None is null in a configuration.
         raise BadInput(f"data.{error}".replace("None", "null")) from error
     arithmetic = ForwardContext(policy, device, native=native, overrides=overrides)
     try:
@@ -94,7 +94,7 @@ def _check_device(
     device: torch.device,
     overrides: Sequence[torch.dtype],
 ) -> None:
-    """BadInput for a mode that the device does not have."""
+    """Raise BadInput for a mode that the device does not have."""
     reason = why_unsupported(policy, device, overrides)
     native_cpu = device.type == "cpu" and config.cpu_half == "native"
     if reason is None and config.model.component.recurrent:
@@ -117,7 +117,7 @@ def _steps(config: RunConfig, steps_per_epoch: int) -> int:
 
 
 def schedule_of(optim: OptimConfig, steps: int, steps_per_epoch: int) -> list[float]:
-    """The learning rate of each update of a run of `steps` steps."""
+    """Return the learning rate of each update of a run of `steps` steps."""
     settings = arguments_of(learning_rates, optim)
     settings |= {"steps_per_epoch": steps_per_epoch, "constant_epochs": optim.constant_epochs or 0}
     return learning_rates(total_updates=steps, **settings)
@@ -126,7 +126,7 @@ def schedule_of(optim: OptimConfig, steps: int, steps_per_epoch: int) -> list[fl
 def build_step_runner(
     config: RunConfig, task, rate: LearningRate, device: torch.device
 ) -> StepRunner:
-    """The stepper of a task just built; BadInput for a setting that cannot work on `device`."""
+    """Build the step runner of a new task; BadInput for a setting impossible on `device`."""
     refuse_on(config, device.type)
     settings = _settings(config, device)
     reason = _why_no_graph(config, task, rate, device)
@@ -167,7 +167,7 @@ def _compilation(config: RunConfig, learners: Mapping[str, TrainState]) -> Compi
                 f"train.compile={mode}: the network has a recurrent layer, which torch.compile "
                 "passes over (allowed: off)"
             )
-    # The casts around modules of another dtype are functions in place of `forward`.
+    # Casts around modules of another dtype are functions in place of `forward`.
     whole = not config.model.component.own and not config.precision.overrides
     return Compilation(learners.values(), mode, fullgraph=whole)
 

@@ -1,6 +1,6 @@
 """The task of a configuration: model cast, optimizer wrapped, BatchNorm guarded.
 
-What is the user's own, data or network, is tried before step 1.
+The user's own data and networks are tried before step 1.
 """
 
 from collections.abc import Callable, Sequence
@@ -53,10 +53,10 @@ def build_task(
     arithmetic: ForwardContext,
     ranks: Ranks = ALONE,
 ) -> Task:
-    """The task of a configuration, with its models, optimizers and loss scales.
+    """Build the task of a configuration, with its models, optimizers and loss scales.
 
-    Draws the initial weights from the global random state. Raises BadInput, or a ValueError that
-    names the key, for what cannot be.
+    It draws the initial weights from the global random state. It raises BadInput, or a ValueError
+    that names the key, if that is impossible.
     """
     _check_own_data(config, data, arithmetic.device)
     model, name = config.model, task_of(config.model)
@@ -77,7 +77,7 @@ def build_task(
     guards = [BatchStatistics(casts[0].module)] if keeps_statistics else []
     (learner,) = _learners(config, casts, [scale], [guards], arithmetic.device, ranks)
     _check_sizes(config, data)
-    make = make or Factory("model.task", name)  # imported behind the first draw of weights
+    make = make or Factory("model.task", name)  # imported after the first draw of weights
     made: Task = make(learner, data, policy, arithmetic, scale, **common)
     made.guards, made.ranks = guards, ranks
     return made
@@ -105,11 +105,11 @@ def _in_turn(
     ranks: Ranks,
     common: dict[str, Any],
 ) -> Task:
-    """A task of two networks, each with an optimizer: generator and discriminator."""
+    """Build a task of two networks, each with an optimizer: generator and discriminator."""
     per = config.scaler.per
     count = {"shared": 1, "optimizer": 2}.get(per, 3)
     made = [build_loss_scale(config.scaler, arithmetic.device) for _ in range(count)]
-    # Of the discriminator's loss on real and on made images, and of the generator's.
+    # For the discriminator's loss on real and on generated images, and the generator's loss.
     scales = (made[0], made[1] if per == "loss" else made[0], made[-1])
     guard_g, guard_d = (BatchStatistics(cast.module) for cast in casts)
     of_losses: list[LossScale | Sequence[LossScale]] = [scales[2], scales[:2]]
@@ -131,7 +131,7 @@ def _in_turn(
 def _cast_networks(
     config: RunConfig, builders: Builders, data: Source, arithmetic: ForwardContext
 ) -> list[CastModel]:
-    """New networks in the mode's dtypes; an override has to match in one of them at least."""
+    """Build networks in the mode's dtypes; an override must match in at least one of them."""
     policy, device = arithmetic.policy, arithmetic.device
     overrides = {pattern: DTYPES[d] for pattern, d in config.precision.overrides.items()}
     channels_last, _ = uses_channels_last(config, device)
@@ -157,7 +157,7 @@ def _learners(
     device: torch.device,
     ranks: Ranks,
 ) -> list[TrainState]:
-    """Each model with its optimizer; scales: of the losses that are propagated through it."""
+    """Build each model's optimizer; scales: of the losses that are propagated through it."""
     modules = [cast.module for cast in casts]
     skips = config.scaler.kind != "none"
     parts = zip(casts, scales, guards, _limits(config, modules), strict=True)
@@ -181,7 +181,7 @@ def _learners(
 
 
 def _reduction(config: RunConfig, ranks: Ranks, device: torch.device) -> "FlatReduction | None":
-    """How the gradients of one optimizer are summed over the ranks."""
+    """Return the sum over ranks of one optimizer's gradients; None for a single rank."""
     if ranks.world == 1:
         return None
     bucket_bytes = int(config.dist.bucket_mb * 2**20)
@@ -195,10 +195,10 @@ def _reduction(config: RunConfig, ranks: Ranks, device: torch.device) -> "FlatRe
 
 
 def _limits(config: RunConfig, models: Sequence[nn.Module]) -> list[dict[str, Any]]:
-    """How each model is updated and what of it is clipped and averaged: arguments of its optimizer.
+    """Return arguments of each model's optimizer: update, clipped and averaged parameters.
 
-    A pattern has to match in one of the models at least; a model in which none of several patterns
-    matches is neither clipped nor averaged. ValueError names a pattern without a match.
+    A pattern has to match in at least one of the models. A model in which none of several patterns
+    matches is neither clipped nor averaged. A ValueError names a pattern without a match.
     """
     train, optim = config.train, config.optim
     same = {"update": update_of(optim), "parts": train.accumulate}
@@ -220,20 +220,20 @@ def _limits(config: RunConfig, models: Sequence[nn.Module]) -> list[dict[str, An
 
 
 def clipped_of(model: nn.Module, patterns: Sequence[str]) -> set[str]:
-    """Names of the weights in modules that match `train.clip_modules`; all without a pattern.
+    """Return the weights in modules that match `train.clip_modules`; all without a pattern.
 
     Raises:
-        ValueError: a pattern that matches no module, and nothing is chosen.
+        ValueError: A pattern matches no module, or no weight is chosen.
     """
     return _weights_of(model, patterns, "train.clip_modules")
 
 
 def averaged_of(model: nn.Module, patterns: Sequence[str]) -> set[str]:
-    """Names of the weights in modules that match `optim.average_modules`; all without a pattern.
+    """Return the weights in modules that match `optim.average_modules`; all without a pattern.
 
     Raises:
-        ValueError: as of `clipped_of`, and of row tables: their average would have to move in every
-            row.
+        ValueError: As for `clipped_of`, or for row tables, whose average would have to move in
+            every row.
     """
     names = _weights_of(model, patterns, "optim.average_modules")
     tables = [t for t in row_tables(model) if any(name.startswith(f"{t}.") for name in names)]
@@ -246,7 +246,7 @@ def averaged_of(model: nn.Module, patterns: Sequence[str]) -> set[str]:
 
 
 def _weights_of(model: nn.Module, patterns: Sequence[str], key: str) -> set[str]:
-    """Names of what is trained in the modules that match, and in what is inside these modules."""
+    """Return the trained parameters of the matching modules and of the modules inside them."""
     tables = row_tables(model)
     around = {f"{m}." for pattern in patterns for m in matching_modules(model, pattern, key)}
     names = {
@@ -263,7 +263,7 @@ def _weights_of(model: nn.Module, patterns: Sequence[str], key: str) -> set[str]
 def _sample_distance(
     config: RunConfig, data: Source, device: torch.device
 ) -> SampleDistance | None:
-    """Only for the run that is judged by it: it costs a second or two per evaluation on a CPU."""
+    """Build it only for a run judged by it: it costs a second or two per evaluation on a CPU."""
     if config.compare.metric != "sliced_wasserstein":
         return None
     size, channels = (data.description.get(key) for key in ("image_size", "channels"))
@@ -273,7 +273,7 @@ def _sample_distance(
 
 
 def _check_own_data(config: RunConfig, data: Source, device: torch.device) -> None:
-    """Hold a source of the user's to what the model asks of it; nothing for mprun's own."""
+    """Check a user's source against the needs of the model; skip mprun's sources."""
     if not isinstance(config.data, CustomDataConfig):
         return
     check_batches(config.data, task_of(config.model), data, device)
@@ -289,17 +289,18 @@ def _check_own_network(
     arithmetic: ForwardContext,
     overrides: dict[str, torch.dtype],
 ) -> None:
-    """Build the networks once more and try them, where they or their data are the user's own.
+    """Build the networks once more and try them, if they or their data are the user's own.
 
-    Costs one construction and three passes of two samples, and no random number. Those of the run
-    have been built. Not for mprun's LSTM, which takes tokens of any data and may be large.
+    It costs one construction and three passes of two samples, and no random number. The run's
+    networks are already built. mprun's LSTM is left out: it takes tokens of any data, and may be
+    large.
     """
     model = config.model
     of_tokens = kind_of(model).family in ("text", "sentence_pairs")
     if not (model.component.own or (config.data.component.own and not of_tokens)):
         return
     if data.batches_per_epoch < 1:
-        return  # said with the batch size
+        return  # reported with the batch size
     with kept_random_state():
         networks = [builder() for builder in builders]
     if uses_channels_last(config, arithmetic.device)[0]:
@@ -311,13 +312,13 @@ def _check_own_network(
         if device.type == "cuda" or native:
             _check_recurrent(f"{name} precision={policy.name}", networks, arithmetic)
     trial = Trial(name, task_of(model), networks, data, device, getattr(model, "latent_size", 0))
-    # One of its own: the run's counts what the run computes.
+    # A separate context: the run's counts the run's operations.
     own = ForwardContext(policy, device, native=native, overrides=overrides.values())
     trial.run(policy, own, overrides)
 
 
 def _check_recurrent(name: str, networks: Sequence[nn.Module], arithmetic: ForwardContext) -> None:
-    """A mode in which torch's own recurrent layers compute in another dtype is refused."""
+    """Refuse a mode in which torch's recurrent layers compute in another dtype."""
     # One routine casts all recurrent layers of a GPU; native CPU kernels differ.
     kind = nn.RNNBase if arithmetic.device.type == "cuda" else nn.LSTM
     layers = [m for network in networks for m in network.modules() if isinstance(m, kind)]

@@ -1,8 +1,8 @@
 """The user's own functions: found by name, called, and their networks tried before step 1.
 
-Whoever hands a name in has made sure that the user gave it (mprun.config.user_code). Whatever they
-raise is bad input that names them, in one line. Networks are tried on two samples: shapes in FP32,
-then one pass in the mode.
+The caller has made sure that the user supplied the name (mprun.config.user_code). Any exception of
+such a function becomes bad input that names it, in one line. Networks are tried on two samples:
+shapes in FP32, then one pass in the mode.
 """
 
 import importlib
@@ -27,16 +27,16 @@ from mprun.precision.random_states import random_states, restore_random_states
 
 
 def known_size(data: Source, name: str) -> int:
-    """`num_classes` of a source of images, `vocab_size` of one of text, the two of one of pairs."""
+    """Return `num_classes` of images, `vocab_size` of text, or one of the two sizes of pairs."""
     size: int = getattr(data, name)
     return size
 
 
 class Factory:
-    """The function that `name`, package.module:function, stands for; BadInput if there is none.
+    """The function named by `name`, package.module:function; BadInput if there is none.
 
     key: "data.factory" or "model.factory", for messages. Importing it runs the module's code. The
-    current folder is searched first, as `python -m` does.
+    current folder is searched first, as with `python -m`.
     """
 
     def __init__(self, key: str, name: str):
@@ -44,7 +44,7 @@ class Factory:
         self.function = _found(key, name)
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        """What the function returns; BadInput if it does not take these arguments or raises."""
+        """Call the function; raise BadInput if it does not take these arguments or raises."""
         self._check_arguments(arguments, options)
         with blaming(str(self)):
             return self.function(*arguments, **options)
@@ -55,18 +55,18 @@ class Factory:
     def _check_arguments(self, arguments: tuple, options: Mapping[str, Any]) -> None:
         try:
             signature = inspect.signature(self.function)
-        except (TypeError, ValueError):  # of some compiled functions nothing is known
+        except (TypeError, ValueError):  # some compiled functions have no signature
             return
         try:
             signature.bind(*arguments, **options)
         except TypeError as error:
             given = ", ".join([*("data" for _ in arguments), *options])
-            raise BadInput(f"{self}: {error} (it is given {given})") from None
+            raise BadInput(f"{self}: {error} (it is called with {given})") from None
 
 
 @contextmanager
 def blaming(what: str) -> Iterator[None]:
-    """BadInput that begins with `what` for anything raised inside that may be its fault."""
+    """Raise BadInput that begins with `what` for errors inside that may be its fault."""
     try:
         yield
     except (MprunError, Contradiction):
@@ -78,7 +78,7 @@ def blaming(what: str) -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether memory ran out, which torch tells of a CPU as a bare RuntimeError."""
+    """Return whether memory ran out; on a CPU torch raises a plain RuntimeError for it."""
     text = str(error)
     of_cpu = "DefaultCPUAllocator" in text or "Storage size calculation overflowed" in text
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or of_cpu
@@ -86,7 +86,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def _found(key: str, name: str) -> Callable:
     module_name, _, function_name = name.partition(":")
-    # `python -m mprun` has it there already, the installed command has not.
+    # `python -m mprun` has put it there, the installed command has not.
     if not sys.flags.safe_path and not {"", os.getcwd()} & set(sys.path):
         sys.path.insert(0, os.getcwd())
     importlib.invalidate_caches()
@@ -117,10 +117,10 @@ _FEW = 2  # samples, and time steps
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """Throw-away networks of one task, and what they are tried on.
+    """Throw-away networks of one task, and the data that they are tried on.
 
     name: what to blame, "model.factory=...". networks: one, or generator and discriminator.
-    latent_size: of a generator.
+    latent_size: length of a generator's codes.
     """
 
     name: str
@@ -133,14 +133,14 @@ class Trial:
     def run(self, policy: PrecisionPolicy, arithmetic: ForwardContext, overrides: Mapping) -> None:
         """Raise BadInput if the networks do not fit the data, or cannot compute in the mode.
 
-        First in FP32 and eval mode, as an evaluation does; then forward and backward in the mode.
-        arithmetic: one that no run uses, because it counts. overrides: module-name pattern ->
-        dtype. Takes one batch of the data; leaves every random state as it was.
+        First they run in FP32 and eval mode, as in an evaluation; then forward and backward in the
+        mode. arithmetic: a context that no run uses, because it counts. overrides: module-name
+        pattern -> dtype. It takes one batch of the data and restores every random state.
         """
         with _random_states_kept(self.device):
             batch = self.data.train_batch(0)
             first = batch[0][:_FEW].clone()
-            # What a network is told beside its input.
+            # The arguments of a network beside its input.
             more = (batch[1][:_FEW, 0],) if self.task == "speech" else ()
             if self.task == "language_model":
                 first = first[:, :_FEW]
@@ -166,7 +166,7 @@ class Trial:
     def _forward(
         self, first: Tensor, more: tuple[Tensor, ...], policy, how: str, autocast
     ) -> list[Tensor]:
-        """The outputs that a loss is made of."""
+        """Return the outputs from which a loss is computed."""
 
         def cast(tensor: Tensor) -> Tensor:
             return tensor if policy is None else policy.cast_inputs(tensor)
@@ -183,7 +183,7 @@ class Trial:
         if self.task == "speech":
             outputs = outputs[0]
         if self.task == "classification":
-            # In training with the logits of auxiliary heads, if there are any.
+            # In training the outputs may include logits of auxiliary heads.
             several = isinstance(outputs, tuple) and self.networks[0].training
             for logits in outputs if several else (outputs,):
                 self._expect("forward", logits, (len(first), known_size(self.data, "num_classes")))
@@ -202,7 +202,7 @@ class Trial:
             if not isinstance(new, tuple | list) or not all(isinstance(s, Tensor) for s in new):
                 raise BadInput(
                     f"{self.name}: {what} returned {_shape(new)} as state, must be a tuple of "
-                    "tensors (empty where nothing is carried on)"
+                    "tensors (empty if no state is carried on)"
                 )
             if state is not None and [s.shape for s in state] != [s.shape for s in new]:
                 raise BadInput(f"{self.name}: the state changes its shapes from batch to batch")
@@ -228,7 +228,7 @@ class Trial:
         return [logits]
 
     def _expect(self, what: str, logits: object, least: tuple[int, ...]) -> None:
-        """The shape `least`, of whose last part there may be more (padding)."""
+        """Check the shape `least`; its last dimension may be larger (padding)."""
         fits = (
             isinstance(logits, Tensor)
             and logits.is_floating_point()
