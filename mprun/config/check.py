@@ -1,9 +1,9 @@
-"""The rules across fields: what cannot be run is refused before anything is written.
+"""The rules across fields: what cannot run is refused before anything is written.
 
 Each rule yields a line that names key, value and what is allowed; `check` raises the first of all
-as BadInput. Imports no torch: what depends on the machine is asked again once its device is known
-(`refuse_on`), and so is what a factory of the user's own makes. Also here: what
-`auto` of an execution is.
+as BadInput. It imports no torch. Rules that depend on the machine are checked again once its device
+is known (`refuse_on`), and so are the results of a user's factory. The module also decides what
+`auto` of an execution setting means.
 """
 
 import operator
@@ -22,9 +22,9 @@ from mprun.errors import BadInput
 
 
 def check(config: RunConfig, *, files: bool = True) -> None:
-    """Raise BadInput, with one line, for the first thing that cannot be run.
+    """Raise BadInput, with one line, for the first setting that cannot run.
 
-    files: look for the folder of the data too.
+    files: also check that the folder of the data exists.
     """
     rules = (
         violations,
@@ -65,7 +65,7 @@ def _names(config: RunConfig) -> Iterator[str]:
 def _data_fits_model(config: RunConfig) -> Iterator[str]:
     model, data = config.model, config.data
     if data.component.own:
-        return  # its factory is asked when it is built
+        return  # its factory is checked when it is built
     wanted = kind_of(model).family
     if data.component.family != wanted:
         sources = {name for name, source in SOURCES.items() if source.family == wanted}
@@ -81,7 +81,7 @@ def _of_components(config: RunConfig) -> Iterator[str]:
 
 
 def _only_what_is_read(group: str, node: object, rule: str, who: str, what: str) -> Iterator[str]:
-    """Fields of other rules are null, those of this one are not."""
+    """Check that fields of other rules are null, and that those of this one are not."""
     for name in sorted(fields_of(node) - fields_of(node, rule)):
         if getattr(node, name) is not None:
             having = " or ".join(f"{group}={one}" for one in rules_of(node, name))
@@ -109,7 +109,7 @@ def _optim(config: RunConfig) -> Iterator[str]:
 
 
 def _representable(config: RunConfig) -> Iterator[str]:
-    """torch refuses a factor of an update that its dtype cannot hold, in the middle of a step."""
+    """Refuse a factor of an update that its dtype cannot hold: torch refuses it within a step."""
     optim, precision = config.optim, config.precision
     dtypes = (precision.param_dtype, precision.norm_dtype, *precision.overrides.values())
     narrow = "fp16" in dtypes and updates_in_16_bits(precision)
@@ -142,12 +142,12 @@ def _schedule(optim: schema.OptimConfig) -> Iterator[str]:
     if optim.warmup_epochs and optim.warmup_updates:
         yield (
             f"optim.warmup_epochs={optim.warmup_epochs:g} "
-            f"optim.warmup_updates={optim.warmup_updates}: give one of the two"
+            f"optim.warmup_updates={optim.warmup_updates}: set one of the two"
         )
 
 
 def updates_in_16_bits(precision: schema.PrecisionConfig) -> bool:
-    """Whether an update is rounded operation by operation."""
+    """Return whether an update is rounded operation by operation."""
     is_narrow = precision.master_dtype is None and precision.param_dtype != "fp32"
     return is_narrow and precision.update.rounding == "nearest"
 
@@ -223,7 +223,7 @@ def _precision(config: RunConfig) -> Iterator[str]:
     rounding = precision.update.rounding
     if rounding != "nearest" and (precision.master_dtype, precision.param_dtype) != (None, "bf16"):
         yield (
-            f"precision.update.rounding={rounding}: is of BF16 weights without masters, needs "
+            f"precision.update.rounding={rounding}: is for BF16 weights without masters, needs "
             "precision.param_dtype=bf16 and precision.master_dtype=null"
         )
     update_dtype = "fp32" if rounding != "nearest" else precision.param_dtype
@@ -235,7 +235,7 @@ def _precision(config: RunConfig) -> Iterator[str]:
     if precision.reduce_dtype is not None and config.train.accumulate == 1:
         yield (
             f"precision.reduce_dtype={precision.reduce_dtype}: there are no ranks to sum over; use "
-            "train.accumulate=8 for what 8 ranks of data.batch_size samples compute"
+            "train.accumulate=8 for the result of 8 ranks of data.batch_size samples"
         )
     if precision.reduce_dtype is not None and kind_of(config.model).networks > 1:
         yield (
@@ -261,10 +261,10 @@ def _products(products: schema.ProductsConfig) -> Iterator[str]:
     formats = {field: getattr(products, field) for field in ("input", "weight", "grad_output")}
     missing = [field for field, own in formats.items() if own is None]
     if missing and len(missing) < len(formats):
-        yield f"precision.products.{missing[0]}=null: give the format of all operands, or of none"
+        yield f"precision.products.{missing[0]}=null: set the format of all operands, or of none"
     if products.grad_output == "e5m2" and "e5m2" in (products.input, products.weight):
         yield (
-            "precision.products.grad_output=e5m2: a GPU multiplies no two E5M2 operands "
+            "precision.products.grad_output=e5m2: a GPU cannot multiply two E5M2 operands "
             "(allowed: e4m3, or input and weight in e4m3)"
         )
     for name in products.high_precision:
@@ -281,7 +281,7 @@ def _length(config: RunConfig) -> Iterator[str]:
     train = config.train
     if (train.steps is None) == (train.epochs is None):
         values = f"train.steps={_word(train.steps)} train.epochs={_word(train.epochs)}"
-        yield f"{values}: give one of the two and set the other to null"
+        yield f"{values}: set one of the two and set the other to null"
 
 
 def _compare(config: RunConfig) -> Iterator[str]:
@@ -314,7 +314,7 @@ def _numerics(config: RunConfig) -> Iterator[str]:
 
 
 def world_of(config: RunConfig) -> int | None:
-    """The ranks of a run; None where `devices=auto` leaves that to the machine."""
+    """Return the number of ranks of a run; None if `devices=auto` leaves it to the machine."""
     return None if config.devices == "auto" else int(config.devices) * config.nodes
 
 
@@ -331,7 +331,7 @@ def _ranks(config: RunConfig) -> Iterator[str]:
 
 
 def why_not_on(config: RunConfig, world: int) -> Iterator[str]:
-    """What of a configuration cannot be computed by so many ranks, and what to change."""
+    """Yield what so many ranks cannot compute in a configuration, and what to change."""
     given = f"devices={config.devices}" + (f" nodes={config.nodes}" if config.nodes > 1 else "")
     parts, batch = config.train.accumulate, config.data.batch_size
     if getattr(config.model, "sampled", False):
@@ -344,8 +344,8 @@ def why_not_on(config: RunConfig, world: int) -> Iterator[str]:
             )
         if config.precision.reduce_dtype is not None:
             yield (
-                f"{given}: the ranks of a language model share out its streams, so that what "
-                "precision.reduce_dtype sums would depend on their number (allowed: 1)"
+                f"{given}: the ranks of a language model share out its streams, so the sum in "
+                "precision.reduce_dtype would depend on their number (allowed: 1)"
             )
         if config.scaler.kind == "logmax":
             yield (
@@ -374,12 +374,12 @@ def why_not_on(config: RunConfig, world: int) -> Iterator[str]:
 
 
 def engine_of(config: RunConfig, device: str) -> tuple[str, str]:
-    """What `dist.engine` is on `device`, and why it is not ddp."""
+    """Return the value of `dist.engine` on `device`, and why it is not ddp."""
     reason = _why_no_overlap(config)
     if config.dist.engine == "auto" and reason is None and device != "cuda":
         reason = f"device={device}"
     if config.dist.engine == "auto" and config.model.component.own:
-        reason = reason or "a network of one's own may leave a parameter without a gradient"
+        reason = reason or "a user's network may leave a parameter without a gradient"
     if config.dist.engine == "flat":
         reason = "dist.engine=flat"
     return ("flat", reason) if reason is not None else ("ddp", "")
@@ -420,8 +420,7 @@ def _data_folder(config: RunConfig) -> Iterator[str]:
         return
     if data.root is None:
         yield (
-            f"data.root=null: data={data.name} needs the folder of its files (which, says "
-            "docs/recipes.md)"
+            f"data.root=null: data={data.name} needs the folder of its files (see docs/recipes.md)"
         )
     elif not os.path.isdir(data.root):
         yield f"data.root={data.root}: no such folder"
@@ -431,9 +430,9 @@ _HOOKS = "numerics=on watches tensors with hooks"
 
 
 def refuse_on(config: RunConfig, device: str) -> None:
-    """BadInput for the first setting of the execution that cannot work on `device`.
+    """Raise BadInput for the first setting of the execution that cannot work on `device`.
 
-    With device=auto the device is known only when the run is built: it is asked for again then.
+    With device=auto the device is only known when the run is built, which then checks again.
     """
     for line in _refused(config, device):
         raise BadInput(line)
@@ -452,7 +451,7 @@ def _refused(config: RunConfig, device: str) -> Iterator[str]:
 
 
 def why_no_graph(config: RunConfig, device: str) -> str | None:
-    """Why steps cannot be replayed as a CUDA graph, as far as the configuration tells; or None.
+    """Return why steps cannot be replayed as a CUDA graph, as far as known; None: they can.
 
     device: "auto": not known yet.
     """
@@ -464,13 +463,13 @@ def why_no_graph(config: RunConfig, device: str) -> str | None:
     if network.why_no_graph is not None:
         return network.why_no_graph
     if network.own and config.train.cuda_graph == "auto":
-        return "a network of one's own may change with a number that a replay would keep"
+        return "a user's network may change with a number that a replay would keep"
     if world_of(config) != 1:
         return f"devices={config.devices}: ranks exchange gradients in a step"
     if kind_of(config.model).streams and config.train.accumulate > 1:
         return (
             f"train.accumulate={config.train.accumulate} with a language model, whose state is "
-            "carried on inside of the step"
+            "carried on inside the step"
         )
     if config.data.component.several_shapes:
         return f"data={config.data.name}: batches differ in length, a graph has one shape"
@@ -507,10 +506,10 @@ def _why_no_autotune(config: RunConfig, device: str) -> str | None:
 
 
 def auto_channels_last(config: RunConfig, device: str) -> tuple[bool, str]:
-    """What train.channels_last=auto is on `device`, and why it is off.
+    """Return the value of train.channels_last=auto on `device`, and why it is off.
 
-    On where Tensor Cores multiply, which read NHWC (1.47 to 1.56 times the speed for ResNet-50;
-    slower for FP32 products).
+    It is on where Tensor Cores multiply, which read NHWC (1.47 to 1.56 times the speed for
+    ResNet-50; slower for FP32 products).
     """
     reason = _why_no_channels_last(config)
     if reason is None and device != "cuda":
@@ -518,7 +517,7 @@ def auto_channels_last(config: RunConfig, device: str) -> tuple[bool, str]:
     if reason is None and not _has_16_bits(config) and config.precision.fp32_math != "tf32":
         reason = "FP32 products"
     if reason is None and config.model.component.own:
-        reason = "a network of one's own may rely on NCHW; train.channels_last=on if it does not"
+        reason = "a user's network may rely on NCHW; train.channels_last=on if it does not"
     return reason is None, reason or ""
 
 

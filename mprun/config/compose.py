@@ -1,7 +1,7 @@
-"""From command-line overrides to a checked `RunConfig`, or one line that says what is wrong.
+"""From command-line overrides to a checked `RunConfig`, or one line with the error.
 
 Hydra composes; this module turns each of its (multi-line, exit 1) errors into a `BadInput` that
-names the key, the value and what is allowed. Imports no torch.
+names the key, the value and what is allowed. It imports no torch.
 """
 
 import logging
@@ -43,7 +43,7 @@ from mprun.config.selection import SCHEMAS, select
 from mprun.config.user_code import FACTORY_KEYS, NOTHING, Vouched, check_vouched, recorded_factories
 from mprun.errors import BadInput
 
-# What Hydra and OmegaConf raise for overrides that do not compose (OSError: names too long).
+# Errors of Hydra and OmegaConf for overrides that do not compose (OSError: names too long).
 COMPOSITION_ERRORS = (
     HydraException,
     OmegaConfBaseException,
@@ -56,17 +56,17 @@ COMPOSITION_ERRORS = (
 
 
 def loader() -> ConfigLoader:
-    """The configuration loader of the Hydra instance in use."""
+    """Return the configuration loader of the Hydra instance in use."""
     return GlobalHydra.instance().config_loader()
 
 
 def group_options(group: str) -> list[str]:
-    """The options of a group, in alphabetical order."""
+    """Return the options of a group, in alphabetical order."""
     return loader().get_group_options(group, ObjectType.CONFIG)
 
 
 def diagnose(parsed: list[Override], error: Exception) -> str:
-    """One line that names the key, the value and what is allowed; needs a Hydra instance."""
+    """Return one line with key, value and what is allowed; needs a Hydra instance."""
     groups = set(loader().list_groups("")) - {"hydra", "schema"}
     chosen: list[str] = []
     for override in parsed:
@@ -82,7 +82,7 @@ def diagnose(parsed: list[Override], error: Exception) -> str:
         known = _keys(_plain(compose("config", overrides=chosen)))
     except COMPOSITION_ERRORS as group_error:
         return _first_line(group_error)
-    # Mandatory ones, so that what is found wrong is the line that is looked at.
+    # Set mandatory keys, so that the error found is that of the checked line.
     chosen += [f"{key}=package.module:function" for key in FACTORY_KEYS if key in known]
     for override in parsed:
         if override.key_or_group not in groups:
@@ -95,7 +95,7 @@ def diagnose(parsed: list[Override], error: Exception) -> str:
 def _wrong_value(
     override: Override, chosen: list[str], known: set[str], groups: set[str]
 ) -> str | None:
-    """What is wrong with the key of an override, or with its value beside the chosen options."""
+    """Return the error in an override's key, or in its value with the chosen options."""
     key, line = override.key_or_group, line_of(override)
     mapping = mapping_of(key)
     if mapping is not None:
@@ -131,16 +131,16 @@ def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         return repr(error)
-    # "In 'train/mine': ConfigKeyError raised while composing config:" says what in the next line.
+    # "In 'train/mine': ConfigKeyError raised while composing config:" explains in the next line.
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
 
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """A checked configuration with the names of the chosen options and the overrides given.
+    """A checked configuration with the names of the chosen options and the given overrides.
 
-    mode: the precision mode as the record names it (`Mode.label`). usual_scaler: the loss scaler
-    that the mode comes with.
+    mode: the precision mode as the record names it (`Mode.label`). usual_scaler: the mode's default
+    loss scaler.
     """
 
     config: RunConfig
@@ -150,7 +150,7 @@ class Composed:
     usual_scaler: str
 
     def as_dict(self) -> dict[str, Any]:
-        """The resolved configuration as plain values (what config.yaml holds)."""
+        """Return the resolved configuration as plain values (the content of config.yaml)."""
         return asdict(self.config)
 
 
@@ -159,9 +159,9 @@ def compose_config(
 ) -> Composed:
     """Compose and check one run's configuration.
 
-    `config_dir`: a further folder of the user's own options (Hydra's `--config-dir`). files: also
-    check that the folder of the data is there, which a configuration that is only shown need not.
-    Raises BadInput with a one-line message; touches no file.
+    `config_dir`: another folder, with the user's options (Hydra's `--config-dir`). files: also
+    check that the folder of the data exists, which is not needed just to show a configuration. It
+    raises BadInput with a one-line message; it touches no file.
     """
     overrides = tuple(overrides)
     parsed = parse_overrides(overrides)
@@ -172,7 +172,7 @@ def compose_config(
     try:
         places = [os.path.abspath(folder) for folder in folders(config_dir)]
         config, choices = _finished(*select(as_hydra_takes(parsed), places))
-    except COMPOSITION_ERRORS:  # which Hydra knows to explain, or to compose after all
+    except COMPOSITION_ERRORS:  # Hydra can explain it, or compose it after all
         config, choices = _composed_by_hydra(parsed, config_dir)
     choices = {key: value for key, value in choices.items() if not key.startswith("hydra")}
     _length_as_given(config, {override.key_or_group for override in parsed})
@@ -187,7 +187,7 @@ def compose_config(
 def _composed_by_hydra(
     parsed: list[Override], config_dir: str | None
 ) -> tuple[RunConfig, dict[str, str | None]]:
-    """Compose as Hydra does in full. Raises BadInput with what is wrong."""
+    """Compose with all of Hydra. Raises BadInput with the error."""
     with hydra_session(config_dir):
         for override in parsed:  # Hydra would put several options of a group into one another
             a_list = isinstance(override.value(), list)
@@ -209,7 +209,7 @@ def _finished(
 ) -> tuple[RunConfig, dict[str, str | None]]:
     _factories_given(composed)
     for group in ("precision", "scaler"):
-        composed[group].name = choices[group]  # an option is called like its file
+        composed[group].name = choices[group]  # an option has the name of its file
     return _as_object(composed), choices
 
 
@@ -242,7 +242,7 @@ def _factories_given(composed: DictConfig) -> None:
 
 
 def _length_as_given(config: RunConfig, given: set[str]) -> None:
-    """A length on the command line replaces the other kind of length from a file."""
+    """Let a length on the command line replace the other kind of length from a file."""
     if "train.epochs" in given and "train.steps" not in given:
         config.train.steps = None
     elif "train.steps" in given and "train.epochs" not in given:
@@ -260,13 +260,13 @@ def _fill_compare(config: RunConfig) -> None:
 def config_from_record(record: dict, given: Vouched = NOTHING) -> RunConfig:
     """Rebuild a RunConfig from the plain values of a run directory's config.yaml.
 
-    Reads data, never code: the same schema and the same checks as for the command line, and
-    BadInput for a factory of the record that `given`, from this command's own line, does not name.
+    It reads data, never code, with the schema and checks of the command line. It raises BadInput
+    for a factory of the record that `given`, from this command's line, does not name.
     """
     if "script" in record:
         raise BadInput(
-            f"config.yaml: of a script ({record['script'].get('file')}), which alone can take its "
-            "steps; there: mprun.probe(step, optimizer), mprun.explain(step, optimizer)"
+            f"config.yaml: from a script ({record['script'].get('file')}), and only that can take "
+            "its steps; there: mprun.probe(step, optimizer), mprun.explain(step, optimizer)"
         )
     check_vouched(recorded_factories(record), given)
     _no_interpolation(record)
@@ -286,7 +286,7 @@ def config_from_record(record: dict, given: Vouched = NOTHING) -> RunConfig:
 
 
 def _no_interpolation(value: object, key: str = "config.yaml") -> None:
-    """A record holds values; `${...}` could put this machine's environment among them."""
+    """Refuse `${...}` in a record: it could bring in this machine's environment."""
     if isinstance(value, str) and "${" in value:
         raise BadInput(f"{key}={printable(value)}: ${{...}} has no place in the record of a run")
     items = enumerate(value) if isinstance(value, list) else ()
@@ -303,7 +303,7 @@ def _check_folder(config_dir: str | None) -> None:
 def prepare_hydra() -> None:
     """Put all schemas into Hydra's ConfigStore, once, and all folders onto its search path.
 
-    Under `schema/` they stay out of the list of options that a user sees.
+    Below `schema/` they stay out of the options that a user sees.
     """
     Plugins.instance().register(_Folders)
     store = ConfigStore.instance()
@@ -315,7 +315,7 @@ def prepare_hydra() -> None:
 
 
 class _Folders(SearchPathPlugin):
-    """Adds the folders of other packages and the user's own; Hydra reads them when it starts."""
+    """A plugin that adds the folders of other packages and the user; Hydra reads them at start."""
 
     config_dir: str | None = None
 
@@ -326,7 +326,7 @@ class _Folders(SearchPathPlugin):
 
 @contextmanager
 def hydra_session(config_dir: str | None) -> Iterator[None]:
-    """Hydra's compose API with the schemas registered, and nothing left behind."""
+    """Enter Hydra's compose API with the schemas registered; leave nothing behind."""
     _check_folder(config_dir)
     logger = logging.getLogger("hydra")
     level = logger.level

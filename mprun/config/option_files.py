@@ -1,7 +1,7 @@
-"""The option files: which there are, and what the files of precision modes say.
+"""The option files: a list of them, and the content of the files of precision modes.
 
-They are the only list of modes and loss scalers; those of a user's own `--config-dir` are as good
-as mprun's. Read without Hydra: who only compares runs need not wait for its import.
+They are the only list of modes and loss scalers; those of a user's `--config-dir` count like
+mprun's. They are read without Hydra, so that a command that only compares runs need not import it.
 """
 
 from dataclasses import asdict, dataclass
@@ -20,64 +20,64 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a tenth of the time
 
 
 def conf_dir() -> Path:
-    """The folder of the YAML files: inside an installed package, or of the checkout."""
+    """Return the folder of the YAML files: inside an installed package, or of the checkout."""
     inside = Path(__file__).resolve().parents[1] / "conf"
     return inside if inside.is_dir() else inside.parents[1] / "conf"
 
 
 def folders(config_dir: str | None = None) -> list[Path]:
-    """List the folders of option files: mprun's, those of other packages, the user's own."""
+    """List the folders of option files: mprun's, those of other packages, the user's."""
     return [conf_dir(), *FOLDERS, *([] if config_dir is None else [Path(config_dir)])]
 
 
 def option_files(group: str, config_dir: str | None = None) -> dict[str, Path]:
-    """Option -> file, in alphabetical order; with those of the user's own `config_dir`."""
+    """Return option -> file, in alphabetical order, including the user's `config_dir`."""
     found: dict[str, Path] = {}
     for folder in folders(config_dir):
         for path in (folder / group).glob("*.yaml"):
-            found.setdefault(path.stem, path)  # Hydra too takes the first that it finds
+            found.setdefault(path.stem, path)  # Hydra also takes the first that it finds
     return dict(sorted(found.items()))
 
 
 def named(group: str, config_dir: str | None = None) -> dict[str, str]:
-    """Option -> the name that its file sets: what it builds ("digits_32" -> "digits")."""
+    """Return option -> the name set in its file, of the thing it builds ("digits_32": "digits")."""
     files = option_files(group, config_dir)
     return {option: _mapping_in(path).get("name", option) for option, path in files.items()}
 
 
 def values_in_files(group: str, field: str, config_dir: str | None = None) -> dict[str, Any]:
-    """Option -> the value of `field` that its file sets, for those that set one."""
+    """Return option -> the value of `field` in its file, for files that set one."""
     contents = {name: _mapping_in(path) for name, path in option_files(group, config_dir).items()}
     return {name: content[field] for name, content in contents.items() if field in content}
 
 
 def what_it_is(path: Path) -> str:
-    """The first comment line of an option's file, which says what the option is."""
+    """Return the first comment line of an option's file, which describes the option."""
     lines = [line for line in _text_of(path).splitlines() if not line.startswith("# @package")]
     return lines[0].removeprefix("# ") if lines and lines[0].startswith("# ") else ""
 
 
-# What makes a mode, by dotted key: all of its values but those that one run adds.
+# The values that make a mode, by dotted key: all but those that a single run adds.
 MODE_FIELDS = tuple(
     key for key in flat(asdict(PrecisionConfig(name=""))) if key not in ("name", "overrides")
 )
 
 
 def mode_values(config: PrecisionConfig) -> dict[str, Any]:
-    """What a configuration says of each of `MODE_FIELDS`."""
+    """Return the value of each of `MODE_FIELDS` in a configuration."""
     return {field: attrgetter(field)(config) for field in MODE_FIELDS}
 
 
 @dataclass(frozen=True, slots=True)
 class Mode:
-    """A precision mode as its file says it; `scaler`: the loss scaler that it comes with."""
+    """A precision mode as its file defines it; `scaler`: its default loss scaler."""
 
     name: str
     values: dict[str, str | None]
     scaler: str
 
     def label(self, config: PrecisionConfig) -> str:
-        """The mode's name, with every value that differs from the mode's own and every override.
+        """Return the mode's name, with every override and every value that the mode does not have.
 
         "fp32" is a baseline; "fp32+param_dtype=fp16" is not.
         """
@@ -88,13 +88,13 @@ class Mode:
 
 
 def mode_of(name: str, config_dir: str | None = None) -> Mode:
-    """The mode that the file `name`.yaml says."""
+    """Return the mode defined by the file `name`.yaml."""
     return _mode(name, option_files("precision", config_dir))
 
 
 @cache
 def modes(config_dir: str | None = None) -> dict[str, Mode]:
-    """Every precision mode there is, FP32 first, then FP16 and BF16; less of FP32 comes first."""
+    """List all precision modes: FP32 first, then FP16 and BF16; less of FP32 comes first."""
 
     def rank(mode: Mode) -> tuple:
         half = mode.values["autocast_dtype"] or mode.values["param_dtype"]
@@ -110,7 +110,7 @@ def modes(config_dir: str | None = None) -> dict[str, Mode]:
 
 
 def _mode(name: str, files: dict[str, Path]) -> Mode:
-    """A mode may build on another, which its list of defaults names."""
+    """Read a mode, which may build on another one in its defaults list."""
     values, scaler = mode_values(PrecisionConfig()), "none"
     content = _mapping_in(files[name])
     for entry in content.get("defaults") or ():
@@ -125,7 +125,7 @@ def _mode(name: str, files: dict[str, Path]) -> Mode:
 
 
 def _mapping_in(path: Path) -> dict[str, Any]:
-    """What an option's file holds; {} of one that composing refuses, and says why."""
+    """Return the mapping in an option's file; {} for a file that composition will refuse."""
     try:
         content = yaml.load(_text_of(path), Loader=_LOADER)
     except yaml.YAMLError:

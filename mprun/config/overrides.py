@@ -1,4 +1,4 @@
-"""The text of command-line overrides: parsed, and refused where no configuration can take it."""
+"""The text of command-line overrides: parse it, and refuse what no configuration can take."""
 
 import re
 from collections.abc import Iterable
@@ -15,25 +15,25 @@ from mprun.errors import BadInput
 MAPPING = "precision.overrides"
 # Mappings whose keys no schema knows.
 FREE_MAPPINGS = (MAPPING, "data.options", "model.options")
-# Labels that choose a builder or appear in the record; the option of a group sets them.
+# Labels that choose a builder or appear in the record; choosing a group's option sets them.
 _GROUPS = ("model", "data", "optim", "precision", "scaler")
 _SCIENTIFIC = re.compile(r"(?<![^,(])\d+(?:\.\d+)?[eE][+]?\d+(?![^,)])")
 _CHOSEN_BY_GROUP = (*(f"{group}.name" for group in _GROUPS), "scaler.kind")
 
 
 def parse_overrides(overrides: Iterable[str]) -> list[Override]:
-    """Hydra's parse of each override; BadInput names the one that is not `key=value`.
+    """Parse each override as Hydra does; BadInput names the one that is not `key=value`.
 
     `precision.overrides.layer4.*=fp32` becomes an entry of the mapping `precision.overrides`, and
-    `train.steps=1e3` the integer that it is.
+    `train.steps=1e3` an integer.
     """
     parsed = []
     for text in overrides:
         try:
             override = _parse(_entry_as_mapping(_whole_as_int(text)))
-        except OSError:  # no descriptor left for a part of the parser, say
+        except OSError:  # for example, no descriptor left for a part of the parser
             raise
-        # Not only Hydra's own: int() refuses 4,300 digits, deep nesting exhausts the stack.
+        # Other errors too: int() refuses 4,300 digits, deep nesting exhausts the stack.
         except Exception as error:
             reason = [line for line in str(error).splitlines() if line.strip()][1:2]
             detail = f" ({reason[0].strip()})" if reason else ""
@@ -44,36 +44,36 @@ def parse_overrides(overrides: Iterable[str]) -> list[Override]:
 
 
 def as_hydra_takes(parsed: Iterable[Override]) -> list[Override]:
-    """The overrides for Hydra's own composition: an entry of a free-form mapping needs its `++`."""
+    """Return the overrides for Hydra: an entry of a free-form mapping needs `++`."""
     return [
         _parse(f"++{line_of(o).lstrip('+')}") if mapping_of(o.key_or_group) else o for o in parsed
     ]
 
 
-@lru_cache(1024)  # a millisecond each, and the runs of a sweep have most of them in common
+@lru_cache(1024)  # a millisecond each, and a sweep's runs have most of them in common
 def _parse(text: str) -> Override:
     [override] = OverridesParser.create().parse_overrides([text])
     return override
 
 
 def line_of(override: Override) -> str:
-    """An override as it was typed, which Hydra's type leaves open."""
+    """Return an override as it was typed; Hydra's type allows None."""
     return override.input_line or ""
 
 
 def mapping_of(key: str) -> str | None:
-    """The mapping that `key` is or lies in, None for a key of the schema."""
+    """Return the mapping that `key` names or lies in, None for a key of the schema."""
     return next((m for m in FREE_MAPPINGS if key == m or key.startswith(f"{m}.")), None)
 
 
 def without(overrides: Iterable[str], *left_out: str) -> list[str]:
-    """Those whose key is none of `left_out`, and in no group of such a name."""
+    """Return the overrides whose key, and whose key's group, is not in `left_out`."""
     keys = ((text, text.lstrip("+~").partition("=")[0]) for text in overrides)
     return [text for text, key in keys if not {key, key.partition(".")[0]} & set(left_out)]
 
 
 def split_launcher(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
-    """(overrides of Hydra's launcher, which only a sweep has; all the others)."""
+    """Return (overrides of Hydra's launcher, which only a sweep has; all the others)."""
     launcher: list[str] = []
     others: list[str] = []
     for text in overrides:
@@ -83,9 +83,9 @@ def split_launcher(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
 
 
 def sweep_values(override: Override, options: list[str]) -> list[str]:
-    """The single overrides `key=value` of one swept override, in order.
+    """Return the single overrides `key=value` of one swept override, in order.
 
-    options: those of the override's group, which `glob` chooses from.
+    options: the options of its group, from which `glob` chooses.
     """
     value = override.value()
     if isinstance(value, Glob):
@@ -103,7 +103,7 @@ def sweep_values(override: Override, options: list[str]) -> list[str]:
 
 
 def printable(value: object) -> str:
-    """`value` on one line whatever it holds, and short."""
+    """Return `value` on one short line, whatever it holds."""
     text = "".join(c if c.isprintable() else "?" for c in str(value))
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -113,7 +113,7 @@ def _is_of_launcher(key: str) -> bool:
 
 
 def _whole_as_int(text: str) -> str:
-    """1e3 is a float to Hydra; where the key takes integers alone, a whole one is an integer."""
+    """Rewrite 1e3, a float to Hydra, as an integer if the key only takes integers."""
     key, _, values = text.partition("=")
     kinds = {kind for field in FIELDS.get(key, ()) for kind in (field.type, *get_args(field.type))}
     if int not in kinds or float in kinds:
@@ -130,7 +130,7 @@ def _entry_as_mapping(text: str) -> str:
     if not text.startswith(MAPPING + "."):
         return text
     pattern, _, dtypes = text.removeprefix(MAPPING + ".").partition("=")
-    # Hydra's grammar takes these characters in the key of a mapping only behind a backslash.
+    # In a mapping's key Hydra's grammar only takes these characters after a backslash.
     key = re.sub(r"([\[\](){}:=, ])", r"\\\1", pattern)
     if not key or not dtypes:
         return text

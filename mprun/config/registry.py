@@ -1,12 +1,12 @@
-"""Components: what a run can be made of, each registered at one place with all that is its own.
+"""Components: the parts of a run, each registered in one place with all its facts.
 
-A network, a source of data or a task names what builds it as text, `module:attribute`: whoever only
-asks for its keys imports no torch. The decorators make the configuration class, always slotted:
-OmegaConf sets attributes, and only a slotted class refuses `+group.unknown=1`.
+A network, a source of data or a task names its builder as text, `module:attribute`. So code that
+only reads its keys imports no torch. The decorators build the configuration class, always
+slotted: OmegaConf sets attributes, and only a slotted class refuses `+group.unknown=1`.
 
-mprun's own stand in `mprun.config.components`. A package of somebody else adds its own through an
-entry point of the group `mprun.components`, which names a module that registers them; option files
-stand in a folder `conf` beside that module (docs/extend.md).
+mprun's components are in `mprun.config.components`. Another package adds components through an
+entry point of the group `mprun.components`, which names a module that registers them. Its option
+files are in a folder `conf` beside that module (docs/extend.md).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -22,7 +22,7 @@ from mprun.entry_points import announced
 from mprun.errors import BadInput, raised
 
 T = TypeVar("T")
-# Yields the lines that refuse a configuration: (config.model or config.data, config).
+# A rule yields the lines that refuse a configuration: (config.model or config.data, config).
 Rule = Callable[[Any, Any], Iterator[str]]
 GROUP = "mprun.components"
 # Folders of option files beside the modules of other packages.
@@ -31,14 +31,14 @@ FOLDERS: list[Path] = []
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """What is registered of a network or a source of data.
+    """The registered facts of a network or a source of data.
 
     Attributes:
         config: Its configuration class.
-        rules: That concern only it, beside the ranges of its fields.
-        later: Fields that came after its first records, with what runs without them computed: left
-            out of a hash at these values.
-        own: It is the user's own code, which nothing is known of.
+        rules: Rules that only concern it, beside the ranges of its fields.
+        later: Fields added after its first records, each with the value of runs without it; a hash
+            omits them at these values.
+        own: It is the user's code, about which nothing is known.
     """
 
     name: str
@@ -53,15 +53,15 @@ class Network(Component):
     """A network.
 
     Attributes:
-        task: The name of what it learns; None: its configuration says so, in `task`.
-        builder: `module:attribute` of what makes it from the fields of the same name; one of each
-            network that is trained in turn, or one for each value of `variant`.
-        needs: What it takes of the data beside its configuration. Where it has a field of that
-            name, this counts, and must be at least the data's.
+        task: The name of its task; None: its configuration has it, in `task`.
+        builder: `module:attribute` of a function that builds it from the fields of the same name;
+            one for each network that is trained in turn, or for each value of `variant`.
+        needs: Sizes that it takes from the data beside its configuration. A configuration field of
+            that name takes precedence, and must be at least the data's value.
         recurrent: It has LSTM or GRU layers.
-        in_tanh: It makes images in [-1, 1], of `model.image_size`, and takes such.
+        in_tanh: It generates images in [-1, 1], of `model.image_size`, and takes such images.
         zero_state: The state that it carries on starts as zeros, or there is none.
-        why_no_graph: Why its steps cannot be a CUDA graph.
+        why_no_graph: The reason why its steps cannot be a CUDA graph.
     """
 
     task: str | None
@@ -78,16 +78,14 @@ class DataSource(Component):
     """A source of data.
 
     Attributes:
-        family: What it holds: images, boxes (images with objects in them), text, utterances,
+        family: Kind of its data: images, boxes (images with objects in them), text, utterances,
             sentence_pairs.
-        builder: `module:attribute` of what makes it from the fields of the same name.
-        on_disk: Its files lie below `data.root`.
-        decodes: Files are decoded on the way, by loader processes.
+        builder: `module:attribute` of a function that builds it from the fields of the same name.
+        on_disk: Its files are below `data.root`.
+        decodes: Loader processes decode its files during training.
         several_shapes: Its batches differ in shape.
-        num_classes: Of those whose classes are known without its files.
-        most_boxes: Objects that an image has room for.
-        shapes: `module:function` that takes its configuration and returns the shapes of a batch,
-            inputs and targets, and its sizes by name; needed if the family does not decide them.
+        num_classes: Number of classes, if known without its files.
+        most_boxes: Largest number of objects in an image.
     """
 
     family: str
@@ -102,20 +100,20 @@ class DataSource(Component):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskKind:
-    """What can be learned.
+    """A task that can be learned.
 
     Attributes:
         builder: `module:attribute` of its class.
-        metrics: Of its evaluation.
-        judged: The metric of a verdict where none is set.
-        family: Of the data that it learns from.
-        learner: What learns it, in words.
-        sizes: That a source of such data must know of itself.
-        networks: That are trained in turn, each with an optimizer.
+        metrics: Metrics of its evaluation.
+        judged: The metric of a verdict if none is set.
+        family: Kind of data that it learns from.
+        learner: The kind of network that learns it, in words.
+        sizes: Sizes that its data source must know.
+        networks: Number of networks trained in turn, each with an optimizer.
         streams: A batch is a piece of each of several streams, whose state is carried on; ranks
             share out the streams.
         overlaps: Gradients can be summed over ranks during the backward pass.
-        of_own_networks: A network of the user's own can learn it by its name.
+        of_own_networks: A user's network can learn it by its name.
     """
 
     name: str
@@ -133,7 +131,7 @@ class TaskKind:
 
 @dataclass(slots=True)
 class ModelConfig:
-    """Base of the configurations of networks; `component` says what is registered of one."""
+    """The base of the configurations of networks; `component` has a network's registered facts."""
 
     component: ClassVar[Network] = Network(name="", config=object, task="")
     name: str = setting(MISSING, "Which network is built; model=OPTION sets it")
@@ -141,7 +139,7 @@ class ModelConfig:
 
 @dataclass(slots=True)
 class DataConfig:
-    """Base of the configurations of data; `component` says what is registered of one."""
+    """The base of the configurations of data; `component` has a source's registered facts."""
 
     component: ClassVar[DataSource] = DataSource(name="", config=object, family="")
     name: str = setting(MISSING, "Which source of data is built; data=OPTION sets it")
@@ -151,33 +149,39 @@ class DataConfig:
     batch_size: int = count(32, "Samples (text: streams) of a micro-batch, on one device")
     workers: int | None = ranged(
         None,
-        "Loader processes; null: as many as pay where files are decoded on the way, else none",
+        "Loader processes; null: as many as pay off if files are decoded, else none",
         at_least=0,
         at_most=256,
         role=READING,
     )
 
 
-# Name -> what is registered; complete once `mprun.config.components` is imported.
+# Name -> component; complete once `mprun.config.components` is imported.
 NETWORKS: dict[str, Network] = {}
 SOURCES: dict[str, DataSource] = {}
 TASKS: dict[str, TaskKind] = {}
 
 
 def task_of(model: Any) -> str:
-    """Return what a configured network learns: a name of `TASKS`, or a class of the user's own."""
+    """Return the task of a configured network: a name of `TASKS`, or a class of the user's."""
     registered: str | None = model.component.task
     return model.task if registered is None else registered
 
 
 def kind_of(model: ModelConfig) -> TaskKind:
-    """Return what is registered of a configured network's task."""
+    """Return the registered facts of a configured network's task."""
     return kind_called(task_of(model))
 
 
 def kind_called(name: str) -> TaskKind:
-    """Return what is registered of a task; of a class of the user's own, the defaults."""
+    """Return the registered facts of a task; defaults for a user's class."""
     return TASKS.get(name) or TaskKind(name=name, builder=name, metrics=())
+
+
+def loaded(builder: str) -> Any:
+    """Import a component's `module:attribute`."""
+    module, _, attribute = builder.partition(":")
+    return getattr(import_module(module), attribute)
 
 
 @dataclass_transform()
@@ -223,11 +227,11 @@ def _add(table: dict[str, Any], component: Any) -> None:
     table[component.name] = component
 
 
-def load_components() -> None:
-    """Import the modules that entry points of the group name; they register what they have.
+def load_of_others() -> None:
+    """Import the modules named by the group's entry points, which register their components.
 
     Raises:
-        BadInput: a module that cannot be imported, with the entry point's name.
+        BadInput: A module cannot be imported; the message has the entry point's name.
     """
     for name, module in announced(GROUP).items():
         try:

@@ -1,7 +1,7 @@
-"""What each key means, read off the schema: hash, resume, comparison, tables and help ask here.
+"""The meaning of each key, from the schema, for hash, resume, comparison, tables and help.
 
-Keys are dotted, as one types them. A key that no schema has (of an older record, of the user's own
-code, a group) can change a result, for all that is known.
+Keys are dotted, as typed. A key that no schema has (from an older record, the user's code, a group)
+may change a result, as far as is known.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ _VARIANTS: dict[str, dict[str, Any]] = {
 def _fields(
     schema: Any, prefix: str = "", variant: str = ""
 ) -> Iterator[tuple[str, dataclasses.Field, str]]:
-    """(key, field, model or data source) of a schema and of all that may stand below it."""
+    """Yield (key, field, model or data source) of a schema and of all groups below it."""
     for field in dataclasses.fields(schema):
         key = f"{prefix}{field.name}"
         yield key, field, variant
@@ -36,7 +36,7 @@ def _fields(
                 yield from _fields(group, f"{key}.", name)
 
 
-# Key -> its fields: more than one where several models or data sources have it, with one role.
+# Key -> its fields: more than one if several models or data sources have it, with one role.
 FIELDS: dict[str, list[dataclasses.Field]] = {}
 _OWNERS: dict[str, list[str]] = {}
 for _key, _field, _variant in _fields(RunConfig):
@@ -46,15 +46,15 @@ for _key, _field, _variant in _fields(RunConfig):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Meaning:
-    """What the schema says of a key, in words.
+    """A key's meaning in the schema, in words.
 
     Attributes:
-        doc: What it is.
+        doc: Its description.
         kind: Its type.
-        allowed: Its range or its values; "" where the type says all.
-        default: Of the schema; option files may set another.
+        allowed: Its range or its values; "" if the type says all.
+        default: The schema's default; option files may set another.
         read_by: The optimizers or kinds of loss scale that read it; none: all.
-        variants: The models or data sources that have it so; none: it is no key of these.
+        variants: The models or data sources with this meaning; none: it is no key of these.
     """
 
     doc: str
@@ -66,7 +66,7 @@ class Meaning:
 
 
 def meanings(key: str) -> list[Meaning]:
-    """One of each key, or several where models or data sources differ in it."""
+    """Return a key's meaning, or several if models or data sources differ in it."""
     found: dict[Meaning, list[str]] = {}
     for field, variant in zip(FIELDS[key], _OWNERS[key], strict=True):
         found.setdefault(_meaning(field), []).append(variant)
@@ -92,14 +92,14 @@ _KINDS |= {list[str]: "list of texts", list[float]: "list of numbers"}
 
 
 def _kind(annotation: Any) -> str:
-    """`whole number or null` of `int | None`."""
+    """Return `whole number or null` for `int | None`."""
     parts = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     words = [_KINDS.get(part, "mapping") for part in parts if part is not type(None)]
     return " or ".join([*words, "null"] if len(parts) > len(words) else words)
 
 
 def role_of(key: str) -> Role:
-    """The role of a key: its field's own, or that of the group it stands in."""
+    """Return the role of a key: its field's role, or that of its group."""
     for name in (key, key.partition(".")[0]):
         for field in FIELDS.get(name, ()):
             if "role" in field.metadata:
@@ -109,17 +109,17 @@ def role_of(key: str) -> Role:
 
 
 def is_told(key: str) -> bool:
-    """Whether a key describes a run: it is in paths and tables wherever it is given."""
+    """Return whether a key describes a run: paths and tables show it wherever it is set."""
     return role_of(key).told
 
 
 def resumable_keys() -> list[str]:
-    """The keys that a continuation may set anew."""
+    """Return the keys that a continuation may set anew."""
     return [key for key in FIELDS if role_of(key).resumable]
 
 
 def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested mappings as one: {"optim": {"lr": 0.1}} becomes {"optim.lr": 0.1}."""
+    """Flatten nested mappings: {"optim": {"lr": 0.1}} becomes {"optim.lr": 0.1}."""
     keys: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, dict) and value:
@@ -129,7 +129,7 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return keys
 
 
-# Keys that came later, with what runs without them computed: left out of a hash at these values.
+# Keys added later, each with the value of runs without it: a hash omits them at these values.
 _LATER: dict[str, Any] = {
     "precision.reduce_dtype": None,
     "precision.reduce_divide": "after",
@@ -144,7 +144,7 @@ _LATER: dict[str, Any] = {
     "precision.update.state_dtype": None,
     "compare.baseline": "fp32",
 }
-# The same, and those that every hash has.
+# The same, with the keys that every hash has.
 _ADDED_LATER = _LATER | {
     "train.compile": "off",
     "train.channels_last": "auto",
@@ -154,7 +154,7 @@ _NEITHER = object()
 
 
 def with_later_keys(keys: dict[str, Any]) -> dict[str, Any]:
-    """The flat keys of a recorded configuration, with those that mprun did not have yet."""
+    """Add to a recorded configuration's flat keys those that mprun did not have yet."""
     return _ADDED_LATER | _later_of(keys.get("model.name")) | keys
 
 
@@ -164,13 +164,13 @@ def _later_of(name: str | None) -> dict[str, Any]:
 
 
 def kind_recorded(name: str | None, own_task: str | None) -> TaskKind:
-    """Return what is registered of the task of a record, by its `model.name` and `model.task`."""
+    """Return the registered facts of a record's task, by its `model.name` and `model.task`."""
     network = NETWORKS.get(name or "")
     return kind_called((network and network.task) or own_task or "")
 
 
 def config_hash(config: dict[str, Any]) -> str:
-    """SHA-256 (hex) over everything in the configuration that can change a number."""
+    """Return the SHA-256 (hex) of all values in a configuration that can change a number."""
     model = config.get("model") or {}
     later = _LATER | _later_of(model.get("name"))
     hashed = _hashed(config, later)
@@ -185,5 +185,5 @@ def _hashed(tree: dict[str, Any], later: dict[str, Any], prefix: str = "") -> di
             continue
         found[key] = _hashed(value, later, f"{own}.") if isinstance(value, dict) else value
         if found[key] == {} and any(name.startswith(f"{own}.") for name in later):
-            del found[key]  # a group that came later
+            del found[key]  # a group added later
     return found

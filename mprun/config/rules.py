@@ -1,6 +1,6 @@
-"""What stands beside a configuration field: meaning, range, choices, readers and role.
+"""The facts beside a configuration field: meaning, range, choices, readers and role.
 
-A field declares these once, as metadata; `violations` walks a configuration and reports every
+A field declares these once, as metadata. `violations` checks a configuration and reports every
 broken rule as one line that names the key, the value and what is allowed.
 """
 
@@ -14,14 +14,14 @@ from typing import Any, get_args, get_origin
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What another value of a key means, wherever runs are told apart.
+    """The effect of another value of a key, wherever runs are told apart.
 
     Attributes:
         hashed: It can change a number of the run: it is part of `config_hash`.
         resumable: A continuation of the run may have another value.
-        compared: Runs that differ in it are different experiments, with no verdict on each other.
-        told: It is in a run's path and in the rows of a sweep's table wherever it is given; else
-            only where it is swept.
+        compared: Runs that differ in it are different experiments, without a verdict between them.
+        told: A run's path and the rows of a sweep's table have it wherever it is set; otherwise
+            only if it is swept.
     """
 
     hashed: bool
@@ -30,7 +30,7 @@ class Role:
     told: bool
 
     def __str__(self) -> str:
-        """What it means, for whoever looks a key up."""
+        """Return its effect in words, for a key's help."""
         parts = (
             f"{'in' if self.hashed else 'not in'} the configuration hash",
             f"runs that are compared {'must agree in it' if self.compared else 'may differ in it'}",
@@ -39,17 +39,17 @@ class Role:
         return "; ".join(parts)
 
 
-# What is learned, and how: of every field that says nothing else.
+# The learned task, and how; the role of every field without another one.
 RESULT = Role(hashed=True, resumable=False, compared=True, told=True)
-# For how long, and how often it is evaluated.
+# The length, and the interval of evaluations.
 LENGTH = Role(hashed=True, resumable=True, compared=True, told=True)
-# The runs of one experiment; it has a place of its own in paths and tables.
+# The runs of one experiment; paths and tables have a separate place for it.
 SEED = Role(hashed=True, resumable=False, compared=False, told=False)
-# Where it is computed: another device rounds otherwise, but nothing else is asked for.
+# The place of computation: another device rounds differently, but the task is the same.
 MACHINE = Role(hashed=True, resumable=False, compared=True, told=False)
-# How data are reached, steps executed and records written: the same numbers at another speed.
+# The way to read data, execute steps and write records: the same numbers at another speed.
 READING = Role(hashed=False, resumable=True, compared=False, told=False)
-# What the run is called and what is watched of it; what it has begun with holds to its end.
+# The run's name, and what is watched in it; a run keeps the values of its start.
 LABEL = Role(hashed=False, resumable=False, compared=False, told=False)
 
 
@@ -57,14 +57,14 @@ _FIRST = object()
 
 
 def setting(default: Any, doc: str, **more: Any) -> Any:
-    """A field with `default`, a value or a function that makes one.
+    """Declare a field with `default`, a value or a function that returns one.
 
     Args:
-        default: list and dict are made anew for each configuration.
-        doc: the field's meaning in one line: unit, and what null or 0 says. The help of a key and
-            the documentation's page of keys are made of it.
-        more: role: one of the roles above; RESULT without. of: the rules (optimizers, kinds of
-            loss scale) that read the field, for which it must be set unless `optional`.
+        default: list and dict create a new object for each configuration.
+        doc: the field's meaning in one line: unit, and the meaning of null or 0. A key's help and
+            the documentation's page of keys show it.
+        more: role: one of the roles above; default RESULT. of: the rules (optimizers, kinds of
+            loss scale) that read the field, which they need set unless it is `optional`.
     """
     metadata = {"doc": doc, **more}
     if callable(default):
@@ -82,7 +82,7 @@ def ranged(
     at_most: float | None = None,
     **more: Any,
 ) -> Any:
-    """A number or a list of them (or null, where the type allows it), finite and inside the bounds.
+    """Declare a number or a list of them (or null, if the type allows it), finite and in bounds.
 
     doc, more: as for `setting`.
     """
@@ -92,24 +92,24 @@ def ranged(
 
 
 def count(default: Any, doc: str, **more: Any) -> Any:
-    """A whole number from 1 on."""
+    """Declare a whole number from 1 on."""
     return ranged(default, doc, at_least=1, **more)
 
 
 def share(default: Any, doc: str, **more: Any) -> Any:
-    """A number from 0 up to 1, which it is not."""
+    """Declare a number from 0 up to but not including 1."""
     return ranged(default, doc, at_least=0.0, below=1.0, **more)
 
 
 def positive(default: Any, doc: str, **more: Any) -> Any:
-    """A number above 0."""
+    """Declare a number above 0."""
     return ranged(default, doc, above=0.0, **more)
 
 
 def one_of(choices: str | tuple, doc: str, default: Any = _FIRST, **more: Any) -> Any:
-    """One of the words of `choices`, or of its values (or null, where the type allows it).
+    """Declare one of the words of `choices`, or of its values (or null, if the type allows it).
 
-    default: the first of them without. doc, more: as for `setting`.
+    default: the first of them if not set. doc, more: as for `setting`.
     """
     known = tuple(choices.split()) if isinstance(choices, str) else choices
     return setting(known[0] if default is _FIRST else default, doc, choices=known, **more)
@@ -122,7 +122,7 @@ def is_label(text: str) -> bool:
 
 
 def fields_of(schema: Any, rule: str | None = None, *, needed: bool = False) -> set[str]:
-    """The fields of a schema that are of `rule` (None: of any), or those that it cannot lack."""
+    """Return the fields of a schema that `rule` reads (None: any rule), or those that it needs."""
     return {
         field.name
         for field in dataclasses.fields(schema)
@@ -132,13 +132,13 @@ def fields_of(schema: Any, rule: str | None = None, *, needed: bool = False) -> 
 
 
 def rules_of(schema: Any, name: str) -> tuple[str, ...]:
-    """The rules that read the field `name`, one of `fields_of(schema)`."""
+    """Return the rules that read the field `name`, one of `fields_of(schema)`."""
     [found] = (field for field in dataclasses.fields(schema) if field.name == name)
     of: tuple[str, ...] = found.metadata["of"]
     return of
 
 
-# What others call it -> what it is here: keys (""), and values of a key. The nearest comes first.
+# Names in other tools -> names here: keys (""), and values of a key. The nearest comes first.
 _HALF = ("amp", "fp16_master_scaled", "fp16_naive")
 _BF16 = ("amp_bf16", "bf16_master", "bf16_naive")
 _ELSEWHERE: dict[str, dict[str, str | tuple[str, ...]]] = {
@@ -173,14 +173,14 @@ _ELSEWHERE: dict[str, dict[str, str | tuple[str, ...]]] = {
 
 
 def meant(word: str, known: Iterable[str], key: str = "") -> list[str]:
-    """The known words that `word` may stand for, the likeliest first; at most three.
+    """Return the known words that `word` may mean, the likeliest first; at most three.
 
-    What others call it, else those that begin so, else the closest spelling.
+    They are its names from other tools, else words that begin so, else the closest spelling.
 
     Args:
-        word: what was typed.
-        known: what there is.
-        key: whose value it is; "" for a key.
+        word: the typed word.
+        known: the existing words.
+        key: the key whose value it is; "" for a key.
     """
     small, names = word.lower(), {name.lower(): name for name in known}
     other = _ELSEWHERE.get(key, {}).get(small, small.partition(":")[0])  # cuda:0 is one of cuda
@@ -192,7 +192,7 @@ def meant(word: str, known: Iterable[str], key: str = "") -> list[str]:
 
 
 def key_called(word: str, known: Iterable[str]) -> str | None:
-    """The key that is called `word`: here, elsewhere, or by its last part alone; None: none is."""
+    """Return the key with the name `word`: here, in other tools, or by its last part; or None."""
     known = sorted(known)
     other = _ELSEWHERE[""].get(word, word)
     same_end = (key for key in known if "." in key and key.rpartition(".")[2] == word)
@@ -200,19 +200,19 @@ def key_called(word: str, known: Iterable[str]) -> str | None:
 
 
 def did_you_mean(words: Sequence[str]) -> str:
-    """`did you mean 'a', 'b' or 'c'?`; nothing without any."""
+    """Return `did you mean 'a', 'b' or 'c'?`, or nothing without words."""
     *most, last = [f"'{word}'" for word in words] or [""]
     return f"did you mean {', '.join(most)}{' or ' if most else ''}{last}?" if last else ""
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`; did you mean 'x'?` for the closest known words, or nothing."""
+    """Return `; did you mean 'x'?` for the closest known words, or nothing."""
     hint = did_you_mean(meant(word, known))
     return f"; {hint}" if hint else ""
 
 
 def must_be(word: str, known: Iterable[str], key: str = "") -> str:
-    """`must be one of a, b, c`, behind what may have been meant: a long list is cut at its end."""
+    """Return `must be one of a, b, c`, after the likely meaning: a long list is cut at its end."""
     known = list(known)
     hint = did_you_mean(meant(word, known, key))
     return f"{f'{hint} It ' if hint else ''}must be one of {', '.join(known) or '(none yet)'}"
@@ -225,7 +225,7 @@ def violations(config: Any, prefix: str = "") -> Iterator[str]:
         if dataclasses.is_dataclass(value):
             yield from violations(value, key + ".")
         elif value is not None:
-            # OmegaConf does not look at what an interpolation puts in place of a container.
+            # OmegaConf does not check the value of an interpolation in place of a container.
             kind = _container(field.type)
             if kind is not None and not isinstance(value, kind):
                 yield f"{key}={value}: must be a {'mapping' if kind is dict else 'list'}"
@@ -237,7 +237,7 @@ def violations(config: Any, prefix: str = "") -> Iterator[str]:
 
 
 def _container(annotation: Any) -> type | None:
-    """list or dict, where a field is one; None of a plain value."""
+    """Return list or dict if a field has that type; None for a plain value."""
     kinds = [get_origin(part) for part in (annotation, *get_args(annotation))]
     return next((kind for kind in (list, dict) if kind in kinds), None)
 
@@ -251,7 +251,7 @@ _BOUNDS = {
 
 
 def _broken(key: str, value: Any, rule: Any) -> str | None:
-    """What the value of `key` must be and is not."""
+    """Return what the value of `key` must be, if it is not."""
     if isinstance(value, float) and not math.isfinite(value):
         return "must be a finite number"
     if "choices" in rule and value not in rule["choices"]:
@@ -264,7 +264,7 @@ def _broken(key: str, value: Any, rule: Any) -> str | None:
 
 
 def allowed(bounds: Mapping[str, float]) -> str:
-    """`>= 0 and < 1`: the bounds of a field, as `ranged` keeps them."""
+    """Return `>= 0 and < 1`: the bounds of a field, in the form of `ranged`."""
     return " and ".join(f"{_BOUNDS[name][0]} {_exact(bound)}" for name, bound in bounds.items())
 
 

@@ -1,16 +1,16 @@
-"""The options of a run as typed data, and what each one means; imports neither torch nor a model.
+"""The options of a run as typed data, and their meaning; imports neither torch nor a model.
 
-Those of networks and data stand with these, in `mprun.config.components`.
+The options of networks and data are declared with these, in `mprun.config.components`.
 
-A field says its meaning (`doc`, which `mprun --help KEY` and the page of keys print), its default,
-what is allowed, which rule or optimizer reads it (`of`) and its role: what another value means for
-hash, resume, comparison and tables (`mprun.config.rules.Role`). The classes are `slots=True` so
-that `+group.unknown=1` is an error too (OmegaConf sets attributes, and a slotted class refuses
-unknown ones). A value of `null` means "does not apply" or "take it from the model, the data or the
-mode"; `mprun.config.check` holds the rules across fields.
+A field declares its meaning (`doc`, printed by `mprun --help KEY` and the page of keys), default,
+allowed values, role, and the rules or optimizers that read it (`of`). The role says what another
+value means for hash, resume, comparison and tables (`mprun.config.rules.Role`). The classes are
+`slots=True` so that `+group.unknown=1` is an error too (OmegaConf sets attributes, and a slotted
+class refuses unknown ones). A value of `null` means "does not apply" or "take it from the
+model, the data or the mode"; `mprun.config.check` has the rules across fields.
 
-Precision modes and loss scalers are no list here: they are the files of conf/precision and
-conf/scaler, and those of the user's own `--config-dir`.
+Precision modes and loss scalers are not listed here: they are the files of conf/precision and
+conf/scaler, and those of the user's `--config-dir`.
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class OptimConfig:
     name: str = one_of("sgd adam adamw adagrad", "Which optimizer; optim=OPTION sets it")
     lr: float = positive(0.1, "Learning rate, the highest of its schedule")
     weight_decay: float = ranged(
-        0.0, "Weight decay: added to the gradient as L2; of adamw decoupled", at_least=0.0
+        0.0, "Weight decay: added to the gradient as L2; decoupled in adamw", at_least=0.0
     )
     momentum: float | None = share(None, "Momentum; 0: plain SGD", of=("sgd",))
     nesterov: bool | None = setting(None, "Nesterov's form of momentum", of=("sgd",), optional=True)
@@ -53,7 +53,7 @@ class OptimConfig:
     )
     eps: float | None = ranged(
         None,
-        "Added to the denominator; 2^-25 and below is 0 where the update is in FP16",
+        "Added to the denominator; 2^-25 and below is 0 if the update is in FP16",
         at_least=0.0,
         of=("adam", "adamw", "adagrad"),
     )
@@ -102,7 +102,7 @@ class OptimConfig:
         below=1.0,
     )
     average_modules: list[str] = setting(
-        list, "With average_decay: module-name patterns to average; none given: all"
+        list, "With average_decay: module-name patterns to average; without any: all"
     )
 
 
@@ -112,19 +112,19 @@ def _format(of: str) -> Any:
 
 @dataclass(slots=True)
 class ProductsConfig:
-    """In which format the products of linear layers take their operands."""
+    """Formats of the operands of linear layers' products."""
 
     input: str | None = _format("the input")
     weight: str | None = _format("the weight")
     grad_output: str | None = _format("the gradient of the output")
     granularity: str = one_of(
         "none tensor row",
-        "What has an FP8 scale of its own; none: the scale is 1",
+        "Part of a tensor that shares an FP8 scale; none: the scale is 1",
         default="tensor",
     )
     power_of_two: bool = setting(False, "Round FP8 scales down to powers of two")
     high_precision: list[str] = setting(
-        list, "Of output, grad_input, grad_weight: products that stay as without FP8"
+        list, "Products that stay as without FP8: any of output, grad_input, grad_weight"
     )
     modules: list[str] = setting(
         lambda: ["*"],
@@ -134,14 +134,14 @@ class ProductsConfig:
 
 @dataclass(slots=True)
 class UpdateConfig:
-    """How weights are stored that have no master copy, and the optimizer's state."""
+    """Storage of weights without a master copy, and of the optimizer's state."""
 
     rounding: str = one_of(
         "nearest stochastic kahan",
-        "Store of BF16 weights without masters; but for nearest they are updated in FP32",
+        "Storage of BF16 weights without masters; stochastic and kahan update them in FP32",
     )
     state_dtype: str | None = one_of(
-        "fp32 bf16", "Dtype that the optimizer's state is kept in; null: the update's", default=None
+        "fp32 bf16", "Dtype of the optimizer's stored state; null: the update's", default=None
     )
 
 
@@ -170,7 +170,7 @@ class PrecisionConfig:
     )
     reduce_divide: str = one_of(
         "after before split",
-        "Where that sum is divided by the number of ranks; split: by its root before",
+        "Where that sum is divided by the number of ranks; split: by about its root before",
     )
     products: ProductsConfig = setting(ProductsConfig, "Linear layers in FP8")
     update: UpdateConfig = setting(UpdateConfig, "Store of weights and optimizer state")
@@ -185,13 +185,13 @@ _MOVING = (*_DYNAMIC, *_LOGMAX)
 
 @dataclass(slots=True)
 class ScalerConfig:
-    """Loss scaler; `kind` says which rule, a field that the rule does not use stays null."""
+    """Loss scaler; `kind` is its rule, and fields that the rule does not use stay null."""
 
     name: str = setting(MISSING, "Name of the loss scaler, that of its file")
     kind: str = one_of("none static dynamic logmax", "Rule of the loss scale; none: no scaling")
     per: str = one_of(
         "shared optimizer loss",
-        "What has a loss scale of its own: nothing, each optimizer or each loss (GANs)",
+        "Sharing of loss scales (GANs): one for all, one per optimizer or one per loss",
     )
     scale: float | None = positive(None, "The loss scale, constant", of=("static",))
     init_scale: float | None = positive(None, "Loss scale at the start", of=_MOVING)
@@ -224,7 +224,7 @@ class ScalerConfig:
         below=2**31,
         of=("static", *_MOVING),
     )
-    # What single rules need; null: as torch.amp.
+    # Settings of single rules; null: as in torch.amp.
     growth_delay: int | None = ranged(
         None,
         "Further clean steps before the first growth after the start or an overflow; null: 0",
@@ -241,7 +241,7 @@ class ScalerConfig:
     )
     tolerance: float | None = ranged(
         None,
-        "Share of overflows among steps from which on the scale backs off; null: 0, at each",
+        "Share of overflows among steps at which the scale backs off; null: 0, at each",
         at_least=0.0,
         at_most=1.0,
         of=_DYNAMIC,
@@ -249,7 +249,7 @@ class ScalerConfig:
     )
     hold_at_floor: bool | None = setting(
         None,
-        "A backoff to min_scale or below is not done; null and false: it stops at min_scale",
+        "Omit a backoff to min_scale or below; null and false: it stops at min_scale",
         of=_DYNAMIC,
         optional=True,
     )
@@ -265,7 +265,7 @@ class ScalerConfig:
     )
     beta2: float | None = ranged(
         None,
-        "Decay of the moving averages from which its standard deviation is taken",
+        "Decay of the moving averages behind its standard deviation",
         above=0.0,
         below=1.0,
         of=_LOGMAX,
@@ -281,11 +281,11 @@ class ScalerConfig:
 
 @dataclass(slots=True)
 class TrainConfig:
-    """Length and rhythm of a run; all counts are in steps (batches), not updates."""
+    """Length and intervals of a run; all counts are in steps (batches), not updates."""
 
     steps: int | None = ranged(
         100,
-        "Length of the run in steps; null where train.epochs is given",
+        "Length of the run in steps; null if train.epochs is set",
         at_least=1,
         at_most=MAX_STEPS,
         role=LENGTH,
@@ -310,23 +310,23 @@ class TrainConfig:
         role=READING,
     )
     keep_checkpoints: int = ranged(
-        2, "Checkpoints that are kept, the newest ones", at_least=2, role=READING
+        2, "Number of newest checkpoints to keep", at_least=2, role=READING
     )
     clip_norm: float | None = positive(
         None, "Largest global norm of the unscaled gradients; null: no clipping"
     )
     clip_modules: list[str] = setting(
-        list, "With clip_norm: module-name patterns to clip; none given: all"
+        list, "With clip_norm: module-name patterns to clip; without any: all"
     )
     accumulate: int = count(1, "Micro-batches of data.batch_size samples in a step")
     eval_arithmetic: str = one_of(
         "fp32 mode",
-        "Evaluate the master weights in FP32, or in the precision mode's own arithmetic",
+        "Evaluate the master weights in FP32, or in the precision mode's arithmetic",
     )
-    # How a step is executed; none of these changes what is computed, beyond rounding.
+    # Execution of a step; none of these changes the result, beyond rounding.
     cuda_graph: str = one_of(
         "auto on off",
-        "Replay whole steps as a CUDA graph; auto: on CUDA where the host is the limit",
+        "Replay whole steps as a CUDA graph; auto: on CUDA if the host is the limit",
         role=READING,
     )
     compile: str = one_of(
@@ -340,27 +340,27 @@ class TrainConfig:
 
 @dataclass(slots=True)
 class CompareConfig:
-    """What a verdict is about; fixed before the runs."""
+    """The subject of a verdict; fixed before the runs."""
 
-    # This and the margin are filled in when the configuration is composed.
+    # Composing the configuration fills in this and the margin.
     metric: str | None = setting(
-        None, "Metric of the final evaluation that is judged; null: top1 of classifiers, else loss"
+        None, "Metric of the final evaluation to judge; null: top1 for classifiers, else loss"
     )
     margin: float | None = positive(
         None, "Difference that still matches: share of baseline's mean, top1: points; null: default"
     )
-    baseline: str = setting("fp32", "Precision mode that the others are judged against")
-    window: int = count(1, "Last evaluations, averaged into the outcome of a run")
+    baseline: str = setting("fp32", "Precision mode against which the others are judged")
+    window: int = count(1, "Number of last evaluations to average into a run's outcome")
 
 
 @dataclass(slots=True)
 class NumericsConfig:
-    """What is measured beside the training; none of it changes a number of the run."""
+    """Measurements beside the training; none of them changes a number of the run."""
 
     enabled: bool = setting(False, "Probe exponents, underflow and lost updates; numerics=on")
     every: int = count(100, "Probe the steps divisible by this")
     modules: list[str] = setting(
-        list, "Module-name patterns to probe; none given: all modules without modules inside"
+        list, "Module-name patterns to probe; without any: all modules without submodules"
     )
     shadow_every: int = ranged(
         0,
@@ -368,13 +368,13 @@ class NumericsConfig:
         at_least=0,
     )
     keep_failure: bool = setting(
-        True, "Keep the state before a failing step, which mprun explain replays"
+        True, "Keep the state before a failing step, for mprun explain to replay"
     )
 
 
 @dataclass(slots=True)
 class DistConfig:
-    """How the ranks of a run on several devices sum gradients and wait for each other."""
+    """Sums of gradients and waits among the ranks of a run on several devices."""
 
     engine: str = one_of(
         "auto ddp flat",
@@ -382,10 +382,10 @@ class DistConfig:
     )
     order: str = one_of(
         "fast fixed",
-        "Micro-batches are added in their order, as on one rank (fixed), or as is fastest",
+        "Add micro-batches in their order, as on one rank (fixed), or in the fastest order",
     )
     bucket_mb: float = ranged(
-        25.0, "Gradients that are summed at a time, in MiB", above=0.0, at_most=4096.0
+        25.0, "Size of the gradients summed at a time, in MiB", above=0.0, at_most=4096.0
     )
     timeout_s: float = ranged(
         100.0, "Seconds that a rank waits for the others", above=0.0, at_most=86_400.0
@@ -397,16 +397,16 @@ class RunConfig:
     """The whole configuration of one run."""
 
     model: ModelConfig = setting(MISSING, "The network and its task")
-    data: DataConfig = setting(MISSING, "What is trained and evaluated on")
+    data: DataConfig = setting(MISSING, "The data of training and evaluation")
     optim: OptimConfig = setting(OptimConfig, "Optimizer and learning-rate schedule")
     precision: PrecisionConfig = setting(PrecisionConfig, "The precision mode")
     scaler: ScalerConfig = setting(ScalerConfig, "The loss scaler")
-    train: TrainConfig = setting(TrainConfig, "Length, rhythm and execution of a run")
+    train: TrainConfig = setting(TrainConfig, "Length, intervals and execution of a run")
     compare: CompareConfig = setting(
-        CompareConfig, "What the verdict is about, fixed before the runs"
+        CompareConfig, "The subject of the verdict, fixed before the runs"
     )
     numerics: NumericsConfig = setting(
-        NumericsConfig, "What is measured beside the training", role=LABEL
+        NumericsConfig, "Measurements beside the training", role=LABEL
     )
     seed: int = ranged(
         0,
@@ -416,15 +416,13 @@ class RunConfig:
         role=SEED,
     )
     device: str = one_of("auto cuda cpu", "Where it runs; auto: CUDA if there is one", role=MACHINE)
-    devices: str = setting(
-        "1", "Ranks on this machine, a GPU each; auto: all GPUs that there are", role=READING
-    )
+    devices: str = setting("1", "Ranks on this machine, a GPU each; auto: all GPUs", role=READING)
     nodes: int = ranged(
         1, "Machines with so many devices each", at_least=1, at_most=65_536, role=READING
     )
     restarts: int = ranged(
         0,
-        "Times that lost ranks are started again from the last checkpoint",
+        "Number of times to restart lost ranks from the last checkpoint",
         at_least=0,
         at_most=1000,
         role=READING,
@@ -434,7 +432,7 @@ class RunConfig:
     )
     cpu_half: str = one_of(
         "emulated native",
-        "16-bit operations on a CPU: in FP32 and rounded once, or torch's own kernels",
+        "16-bit operations on a CPU: in FP32 and rounded once, or by torch's CPU kernels",
     )
     threads: int | None = ranged(
         None,
@@ -446,7 +444,7 @@ class RunConfig:
     deterministic: bool = setting(False, "Deterministic kernels, cudnn.benchmark off")
     name: str | None = setting(None, "Free label in the path of the run; null: none", role=LABEL)
     output_root: str = setting(
-        "outputs", "Folder below which directories of runs are made", role=LABEL
+        "outputs", "Folder below which run directories are created", role=LABEL
     )
     output_dir: str | None = setting(
         None, "Exact directory of the run; null: named from the configuration", role=LABEL

@@ -1,10 +1,10 @@
 """A configuration from the choices of a command line, without the cost of Hydra's own node.
 
-Hydra's defaults list says which option files count, in which order and where; the files are read
-once a process and merged as plain values; OmegaConf checks the result against the schema, once.
-Hydra's `compose` does the same in seven times the time, most of it for the configuration of Hydra
-itself, which mprun does not use. What is unusual raises, and `mprun.config.compose` then asks Hydra
-in full: its answer counts, and so do its errors.
+Hydra's defaults list says which option files count, in which order and where. The files are read
+once per process and merged as plain values; OmegaConf checks the result against the schema, once.
+Hydra's `compose` takes seven times as long, mostly for the configuration of Hydra itself, which
+mprun does not use. Unusual input raises. `mprun.config.compose` then calls all of Hydra, whose
+answer and errors count.
 """
 
 import os
@@ -36,7 +36,7 @@ _NO_PACKAGE: dict[str, str | None] = {"package": None}
 
 
 class Unusual(HydraException):
-    """Something that Hydra alone can compose, or refuse."""
+    """Input that only Hydra can compose, or refuse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,14 +53,14 @@ _read: dict[str, _File] = {}
 
 
 class _Options(ConfigRepository):
-    """The option files of some folders as Hydra's defaults list asks for them."""
+    """The option files of some folders, in the form that Hydra's defaults list needs."""
 
     def __init__(self, folders: list[str]) -> None:
         self.folders = folders
         self.sources = []
 
     def load_config(self, config_path: str) -> ConfigResult | None:
-        """What the defaults list needs of an option: its own defaults, and whether it has more."""
+        """Return an option's defaults and whether it has other values, for the defaults list."""
         if not self.config_exists(config_path):
             return None
         has_values, header, defaults = True, _NO_PACKAGE, []
@@ -71,7 +71,7 @@ class _Options(ConfigRepository):
         return ConfigResult("mprun", "file://", config, header, defaults)
 
     def file(self, config_path: str) -> _File:
-        """An option's file, read again only where it has changed."""
+        """Return an option's file, read again only if it has changed."""
         path = self._path(config_path)
         if path is None:
             raise Unusual(f"{config_path}: no such option")
@@ -91,7 +91,7 @@ class _Options(ConfigRepository):
         return known
 
     def schema(self, config_path: str) -> type | None:
-        """The class that a defaults list names, None of a file."""
+        """Return the class that a defaults list names, None for a file."""
         return None if self._path(config_path) else SCHEMAS.get(config_path)
 
     def group_exists(self, config_path: str) -> bool:
@@ -107,9 +107,9 @@ class _Options(ConfigRepository):
 
 @dataclass(frozen=True, slots=True)
 class _Base:
-    """The configuration that some choices of options come to, before any single value is set.
+    """The configuration of some choices of options, before any single value is set.
 
-    pickled: OmegaConf takes 12 ms to make what is read from bytes in 2. stamps: by option file.
+    pickled: OmegaConf takes 12 ms to build it, 2 ms to read it from bytes. stamps: by option file.
     """
 
     pickled: bytes
@@ -121,10 +121,10 @@ _bases: dict[tuple[str, ...], _Base] = {}
 
 
 def select(parsed: list[Override], folders: list[str]) -> tuple[DictConfig, dict[str, Any]]:
-    """Compose the configuration that Hydra would, and name the option chosen of each group.
+    """Compose the configuration that Hydra would, and name the chosen option of each group.
 
     parsed: command-line overrides as Hydra takes them. folders: of option files, the first counts.
-    Raises what Hydra or OmegaConf raise, or `Unusual`.
+    It raises the errors of Hydra or OmegaConf, or `Unusual`.
     """
     options = _Options(folders)
     chosen: list[Override] = []
@@ -162,7 +162,7 @@ def _base(options: _Options, chosen: list[Override]) -> _Base:
         for part in package.split(".") if package else ():
             place = place.setdefault(part, {})
         _merge(place, file.values)
-    values.pop("hydra", None)  # of config.yaml, for who composes it with Hydra
+    values.pop("hydra", None)  # from config.yaml, for those who compose it with Hydra
     composed = pickle.loads(_pickled_schema(schemas.pop(""), tuple(sorted(schemas.items()))))
     composed.merge_with(values)
     OmegaConf.set_struct(composed, True)
@@ -191,7 +191,7 @@ def _merge(values: dict[str, Any], further: dict[str, Any]) -> None:
 
 @cache
 def _loader() -> Any:
-    """OmegaConf's reading of YAML on libyaml's parser, which takes a tenth of the time."""
+    """Return OmegaConf's YAML loader on libyaml's parser, which takes a tenth of the time."""
     omegaconf = get_yaml_loader()
     fast = getattr(yaml, "CSafeLoader", None)
     return omegaconf if fast is None else type("Loader", (fast, omegaconf), {})

@@ -1,11 +1,10 @@
-"""Which of the user's own functions a command may call: those that it names itself.
+"""The user's functions that a command may call: those that it names itself.
 
-`data.factory`, `model.factory` and a `model.task` of one's own are code. They count where they
-stand on the command line of this very command or in an option file of the user's own `--config-
-dir`: a file of the groups data, model or experiment there that is no part of a run directory. The
-record of a run is text that anybody may have written: a name in it is compared with those, and
-never imported on its own. What stands in mprun.models and mprun.tasks is mprun's own and needs no
-naming.
+`data.factory`, `model.factory` and a user's `model.task` are code. They count if they are on this
+command's line or in an option file of the user's `--config-dir`. That file must be in its groups
+data, model or experiment, and not in a run directory. The record of a run is text that anybody may
+have written: a name in it is compared with those, and never imported by itself. Code in
+mprun.models and mprun.tasks belongs to mprun and needs no naming.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -45,7 +44,7 @@ NOTHING = Vouched()
 
 
 def is_factory(override: str) -> bool:
-    """Whether an override names code: a factory, or a task that is not mprun's."""
+    """Return whether an override names code: a factory, or a task that is not mprun's."""
     key, _, value = override.lstrip("+").partition("=")
     return _is_code(key, value)
 
@@ -55,9 +54,9 @@ def _is_code(key: str, value: object) -> bool:
 
 
 def vouched(overrides: Iterable[str], config_dir: str | None = None) -> Vouched:
-    """What a command line with these overrides and this `--config-dir` vouches for.
+    """Return the names that a command line with these overrides and `--config-dir` vouches for.
 
-    Raises BadInput for a factory that is not of the form key=value or has several values.
+    It raises BadInput for a factory that is not of the form key=value or has several values.
     """
     typed = {}
     for override in parse_overrides(filter(is_factory, overrides)):
@@ -79,7 +78,7 @@ def check_form(key: str, name: object) -> None:
 
 
 def recorded_factories(record: Mapping[str, Any]) -> dict[str, str]:
-    """Key -> name of every factory in plain values of a configuration; BadInput for a bad form."""
+    """Return key -> factory in a configuration's plain values; BadInput for a bad form."""
     found = {}
     for key in _CODE_KEYS:
         group_name, _, name = key.partition(".")
@@ -93,8 +92,8 @@ def recorded_factories(record: Mapping[str, Any]) -> dict[str, str]:
 def check_vouched(named: Mapping[str, str], given: Vouched) -> None:
     """Raise BadInput unless the command vouches for every name that a record holds.
 
-    A name typed for another factory than the recorded one is refused too: the run would not be the
-    same.
+    A name typed for another factory than the recorded one is refused too, because the run would
+    not be the same.
     """
     for key, name in given.typed.items():
         if key not in named:
@@ -117,7 +116,7 @@ def check_vouched(named: Mapping[str, str], given: Vouched) -> None:
 
 
 def check_own_code(config: RunConfig) -> Iterator[str]:
-    """The rules for `custom`: how a factory is named and what its arguments can be."""
+    """Check how a `custom` factory is named, and its arguments; yield the errors."""
     groups: tuple[tuple[str, Any], ...] = (("data", config.data), ("model", config.model))
     for group, node in groups:
         if not node.component.own:
@@ -144,12 +143,12 @@ def check_own_code(config: RunConfig) -> Iterator[str]:
 
 
 def as_overrides(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """The factories of a configuration as one would type them."""
+    """Return the factories of a configuration as a user would type them."""
     return tuple(f"{key}={name}" for key, name in recorded_factories(record).items())
 
 
 def _is_plain(value: object) -> bool:
-    """Whether a record can hold it and give it back."""
+    """Return whether a record can hold it and return it unchanged."""
     if isinstance(value, dict):
         return all(isinstance(key, str) and _is_plain(item) for key, item in value.items())
     if isinstance(value, list):
@@ -169,7 +168,7 @@ def _in_files(config_dir: str) -> Iterator[tuple[str, str]]:
                 text = path.read_text(encoding="utf-8")
                 content = yaml.safe_load(text)
             except (OSError, UnicodeDecodeError, yaml.YAMLError):
-                continue  # composing says what is wrong with it, where it is chosen
+                continue  # composition reports the error if the file is chosen
             for node, own in _nodes_set(group, _package(text), content):
                 for key in (f"{node}.factory", f"{node}.task"):
                     name = own.get(key.partition(".")[2]) if isinstance(own, dict) else None
@@ -178,15 +177,15 @@ def _in_files(config_dir: str) -> Iterator[tuple[str, str]]:
 
 
 def _in_a_run(path: Path) -> bool:
-    """Whether a run directory is above `path`, as it is written or behind its links."""
+    """Return whether a run directory is above `path`, as written or after following its links."""
     above = {*path.absolute().parents, *path.resolve().parents}
     return any((folder / "run.json").exists() for folder in above)
 
 
 def _nodes_set(group: str, package: str | None, content: object) -> list[tuple[str, object]]:
-    """The nodes of the configuration that an option file sets: (name, content).
+    """Return the nodes of the configuration that an option file sets: (name, content).
 
-    An option stands for its group; an experiment sets the whole tree, which it has to say.
+    An option stands for its group; an experiment sets the whole tree, and must declare that.
     """
     if not isinstance(content, dict):
         return []
@@ -198,7 +197,7 @@ def _nodes_set(group: str, package: str | None, content: object) -> list[tuple[s
 
 
 def _package(text: str) -> str | None:
-    """The place that a file's `# @package` gives it, as Hydra reads it; None without."""
+    """Return the place in a file's `# @package`, as Hydra reads it; None without."""
     try:
         return ConfigSource._get_header_dict(text[:_HEADER_LENGTH])["package"]
     except ValueError:

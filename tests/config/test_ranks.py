@@ -35,7 +35,7 @@ def test_what_ranks_compute(overrides):
         ([*LM, "devices=2", "scaler=logmax"], "scaler=logmax follows the largest gradient"),
         (
             [*LM, "devices=2", "train.accumulate=2", "precision.reduce_dtype=fp16"],
-            "precision.reduce_dtype sums would depend",
+            "precision.reduce_dtype would depend",
         ),
         (["model=dcgan", "train.accumulate=2", "precision.reduce_dtype=fp16"], "has two losses"),
         ([*LM, "model.sampled_softmax=8", "optim=adagrad", "devices=2"], "model.sampled_softmax"),

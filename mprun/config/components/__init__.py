@@ -1,6 +1,6 @@
-"""The core's components, a chapter for each family of learning, and those of extensions and others.
+"""mprun's components, a module for each family of tasks, and those of other packages.
 
-Whoever imports this has all of them registered, in the order in which help lists them.
+Importing this registers all of them, in the order in which help lists them.
 """
 
 # isort: off

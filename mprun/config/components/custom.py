@@ -1,6 +1,6 @@
-"""The user's own network and data, named by `package.module:function` (docs/own_data.md).
+"""The user's network and data, named by `package.module:function` (docs/own_data.md).
 
-What a factory's name and its arguments can be: `mprun.config.user_code.check_own_code`.
+For the allowed names and arguments of a factory see `mprun.config.user_code.check_own_code`.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ class CustomModelConfig(ModelConfig):
     )
     task: str = setting(
         "classification",
-        "classification, language_model, gan, or package.module:Class of a task of one's own",
+        "classification, language_model, gan, or package.module:Class of a user's task",
     )
     options: dict[str, Any] = setting(dict, "Keyword arguments of model.factory")
     label_smoothing: float = smoothing()

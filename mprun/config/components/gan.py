@@ -1,4 +1,4 @@
-"""Images that are made, by a generator or a decoder that ends in tanh."""
+"""Generated images, from a generator or a decoder that ends in tanh."""
 
 from mprun.config.components.images import SIDE, in_tanh
 from mprun.config.registry import ModelConfig, network, task

@@ -1,4 +1,4 @@
-"""Images: networks that classify them, and where they come from."""
+"""Image classifiers, and their sources of images."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ task(
     builder="mprun.tasks.supervised:Classification",
     metrics=("loss", "top1", "top5"),
     # Table 1 of the paper. The held-out loss of a small classifier varies by a quarter from seed to
-    # seed, so that no affordable number of seeds decides about 1 % of it.
+    # seed, so no affordable number of seeds decides about 1 % of it.
     judged="top1",
     learner="classifier",
     sizes=("num_classes",),
@@ -32,10 +32,10 @@ EVAL_FIRST = "Held-out images, the first of a fixed order; null: all"
 
 # Fields that several classes share.
 _dropout = partial(share, doc="Dropout probability before the last layer")
-_WIDTH = "Share of the published network's channels and hidden units that is built"
+_WIDTH = "Share of the published network's channels and hidden units to build"
 _width = partial(ranged, 1.0, _WIDTH, above=0.0, at_most=4.0)
 _classes = partial(
-    ranged, None, "Outputs of the last layer; null: as many as the data has classes", at_least=2
+    ranged, None, "Outputs of the last layer; null: the number of classes in the data", at_least=2
 )
 smoothing = partial(share, 0.0, "Label smoothing of the cross-entropy, in classification; 0: none")
 prefetch = partial(
@@ -45,7 +45,7 @@ prefetch = partial(
 
 @dataclass(slots=True)
 class ImagesConfig(DataConfig):
-    """What every source of images has."""
+    """The fields of every source of images."""
 
     image_size: int = ranged(32, SIDE, at_least=8, at_most=512)
     channels: int = one_of((1, 3), "Channels of an image: 1 grey, 3 colour", default=3)
@@ -62,7 +62,7 @@ def in_colour(model: ModelConfig, config: RunConfig) -> Iterator[str]:
 
 
 def in_tanh(model: Any, config: RunConfig) -> Iterator[str]:
-    """Refuse images that a network does not make: of another size or range."""
+    """Refuse images of another size or range than the network generates."""
     if isinstance(data := config.data, ImagesConfig):
         if data.image_size != model.image_size:
             yield (
@@ -77,7 +77,7 @@ def in_tanh(model: Any, config: RunConfig) -> Iterator[str]:
 
 
 def _from(pixels: int, called: str) -> tuple[Rule, ...]:
-    """The rules of a network that takes images in colour, of so many pixels or more."""
+    """Return the rules of a network that takes colour images of so many pixels or more."""
 
     def smallest(model: ModelConfig, config: RunConfig) -> Iterator[str]:
         if isinstance(data := config.data, ImagesConfig) and data.image_size < pixels:
@@ -149,7 +149,7 @@ class ResNet50Config(ModelConfig):
 class VGG16Config(ModelConfig):
     """VGG-D, 16 layers with weights, without BatchNorm."""
 
-    dropout: float = share(0.5, "Dropout probability behind the hidden linear layers")
+    dropout: float = share(0.5, "Dropout probability after the hidden linear layers")
     width: float = _width()
     num_classes: int | None = _classes()
     label_smoothing: float = smoothing()
@@ -157,7 +157,7 @@ class VGG16Config(ModelConfig):
 
 @dataclass(slots=True)
 class InceptionConfig(ModelConfig):
-    """What all Inceptions have."""
+    """The fields of all Inceptions."""
 
     dropout: float = _dropout(0.0)
     width: float = _width()
@@ -167,7 +167,7 @@ class InceptionConfig(ModelConfig):
 
 @_classifier("googlenet", builder="mprun.models.inception:googlenet", rules=_from(32, "GoogLeNet"))
 class GoogLeNetConfig(InceptionConfig):
-    """Inception v1 as Caffe has it: local response normalisation, two auxiliary heads."""
+    """Inception v1 as in Caffe: local response normalisation, two auxiliary heads."""
 
     dropout: float = _dropout(0.4)
     aux_weight: float = ranged(0.3, AUXILIARY, at_least=0.0, at_most=1.0)
@@ -184,7 +184,7 @@ class InceptionV2Config(InceptionConfig):
     "inception_v3", builder="mprun.models.inception:inception_v3", rules=_from(75, "Inception v3")
 )
 class InceptionV3Config(InceptionConfig):
-    """Inception v3 as torchvision has it: one auxiliary head."""
+    """Inception v3 as in torchvision: one auxiliary head."""
 
     dropout: float = _dropout(0.5)
     aux_weight: float = ranged(0.4, AUXILIARY, at_least=0.0, at_most=1.0)
@@ -200,8 +200,8 @@ class SyntheticImagesConfig(ImagesConfig):
     """Random images with random labels: plumbing and speed, nothing to learn."""
 
     num_classes: int = ranged(10, "Classes of the random labels", at_least=2)
-    train_size: int = count(1024, "Training images that are made")
-    eval_size: int = count(256, "Held-out images that are made")
+    train_size: int = count(1024, "Training images to generate")
+    eval_size: int = count(256, "Held-out images to generate")
 
 
 def _crops(data: "ImageFolderConfig", config: RunConfig) -> Iterator[str]:
@@ -231,11 +231,11 @@ _image_files = partial(
 
 @_image_files("image_folder")
 class ImageFolderConfig(ImagesConfig):
-    """Image files below `root`, decoded on the way by loader processes.
+    """Image files below `root`, decoded by loader processes during training.
 
-    root/train and root/val (or valid, validation, test) with one folder per class, or root alone
-    with one folder per class, of which `eval_share` of the files are held out. `layout: flat`
-    takes every image below root, at any depth, without labels (DCGAN).
+    root/train and root/val (or valid, validation, test) have one folder per class. If root alone
+    has one folder per class, `eval_share` of its files are held out. `layout: flat` takes every
+    image below root, at any depth, without labels (DCGAN).
     """
 
     image_size: int = ranged(224, SIDE, at_least=8, at_most=1024)
@@ -244,7 +244,7 @@ class ImageFolderConfig(ImagesConfig):
         "classes: one folder per class; flat: all images below root, without labels (DCGAN)",
     )
     eval_share: float = ranged(
-        0.1, "Share of the files held out where there is one folder only", above=0.0, below=1.0
+        0.1, "Share of the files held out if there is only one folder", above=0.0, below=1.0
     )
     augmentation: str = one_of(
         "resized_crop crop centre",
@@ -253,7 +253,7 @@ class ImageFolderConfig(ImagesConfig):
     flip: bool = setting(True, _FLIP)
     resize_to: int | None = ranged(
         None,
-        "Pixels before the crop, of the shorter side (crop: both); null: 8/7 of image_size",
+        "Pixels of the shorter side (crop: both) before the crop; null: 8/7 of image_size",
         at_least=8,
         at_most=2048,
     )
@@ -287,7 +287,7 @@ class ImageNetConfig(ImageFolderConfig):
 class Cifar10Config(ImagesConfig):
     """CIFAR-10 in torchvision's files, the binary ones, or class folders of JPEG or PNG.
 
-    Decoded once and held in memory on the device; other sizes than 32 are resized there.
+    It is decoded once and kept in memory on the device, which resizes other sizes than 32.
     """
 
     channels: int = one_of((3,), "Channels of an image: CIFAR-10 is in colour")

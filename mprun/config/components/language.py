@@ -19,8 +19,8 @@ task(
     of_own_networks=True,
 )
 
-VOCAB_LIMIT = "Most frequent words that are kept; null: all"
-_EVAL_TOKENS = "First tokens of eval_split that are evaluated; null: all"
+VOCAB_LIMIT = "Number of most frequent words to keep; null: all"
+_EVAL_TOKENS = "Number of first tokens of eval_split to evaluate; null: all"
 
 # Fields that several classes share.
 time_reduction = partial(
@@ -29,12 +29,12 @@ time_reduction = partial(
     "Gradient of the mean over tokens, or of the sum over time and mean over streams",
 )
 _vocab_size = partial(
-    ranged, None, "Words in embedding and softmax; null: as many as the data has", at_least=2
+    ranged, None, "Words in embedding and softmax; null: as many as in the data", at_least=2
 )
 _sequence = partial(count, doc="Tokens per step and stream")
 _vocab_limit = partial(ranged, None, VOCAB_LIMIT, at_least=3, at_most=1_000_000)
-vocab_multiple = partial(count, doc="The vocabulary is padded to a multiple of this")
-eval_split = partial(one_of, "valid test", "Split that is evaluated")
+vocab_multiple = partial(count, doc="Pad the vocabulary to a multiple of this")
+eval_split = partial(one_of, "valid test", "Split to evaluate")
 _CACHE = "Folder of the encoded text; null: mprun in the user's cache folder"
 cache = partial(setting, None, _CACHE, role=READING)
 
@@ -70,7 +70,7 @@ class LSTMConfig(ModelConfig):
     vocab_size: int | None = _vocab_size()
     embedding_size: int = count(200, "Units of the embedding of a word")
     hidden_size: int = count(200, "Units of each LSTM layer")
-    num_layers: int = ranged(2, "LSTM layers, one above the other", at_least=1, at_most=1000)
+    num_layers: int = ranged(2, "Number of LSTM layers", at_least=1, at_most=1000)
     projection_size: int = ranged(
         0, "Units to which each LSTM layer's output is projected; 0: no projection", at_least=0
     )
@@ -80,7 +80,7 @@ class LSTMConfig(ModelConfig):
     init_range: float = positive(0.1, "Every parameter starts uniform between minus and plus this")
     forget_bias: float = ranged(0.0, "Added to the forget gates' input bias at the start")
     pad_to_multiple: int = count(
-        1, "Sizes are rounded up to a multiple of this; 8 suits Tensor Cores in FP16"
+        1, "Round sizes up to a multiple of this; 8 suits Tensor Cores in FP16"
     )
     time_reduction: str = time_reduction()
     sampled_softmax: int | None = count(
@@ -92,7 +92,7 @@ class LSTMConfig(ModelConfig):
 
     @property
     def sampled(self) -> bool:
-        """Whether rows of its tables are updated only where a step uses them."""
+        """True if rows of its tables are only updated in steps that use them."""
         return self.sampled_softmax is not None
 
 
@@ -104,7 +104,7 @@ def _heads(model: "GPTConfig", config: RunConfig) -> Iterator[str]:
         yield f"model.kv_heads={kv_heads}: must divide model.num_heads ({heads})"
     if model.positions == "rotary" and model.hidden_size // heads % 2:
         yield (
-            f"model.positions=rotary: turns pairs of a head's units, of which there are "
+            f"model.positions=rotary: rotates pairs of a head's units, but a head has "
             f"{model.hidden_size // heads} (model.hidden_size / model.num_heads); must be even"
         )
     length = getattr(config.data, "sequence_length", None)
@@ -124,25 +124,25 @@ def _heads(model: "GPTConfig", config: RunConfig) -> Iterator[str]:
     zero_state=True,
 )
 class GPTConfig(ModelConfig):
-    """Decoder-only transformer: GPT-2 as in nanoGPT, Llama's parts as values; without dropout."""
+    """Decoder-only transformer: GPT-2 as in nanoGPT, with parts of Llama; without dropout."""
 
     vocab_size: int | None = _vocab_size()
     context_length: int | None = count(None, "Most tokens of a window; null: data.sequence_length")
     hidden_size: int = ranged(128, "Units of the residual stream", at_least=2)
-    num_layers: int = ranged(2, "Blocks, one above the other", at_least=1, at_most=1000)
-    num_heads: int = count(4, "Heads of attention, which share hidden_size out")
+    num_layers: int = ranged(2, "Number of blocks", at_least=1, at_most=1000)
+    num_heads: int = count(4, "Heads of attention; each takes an equal share of hidden_size")
     kv_heads: int | None = count(None, "Heads of keys and values; null: as many as num_heads")
     norm: str = one_of("layer rms", "LayerNorm, or RMSNorm as in Llama")
-    positions: str = one_of("learned rotary", "Added to the embeddings, or queries and keys turned")
+    positions: str = one_of("learned rotary", "Added to embeddings, or rotating queries and keys")
     mlp: str = one_of(
         "gelu swiglu", "gelu: 4 hidden units a unit; swiglu: gated, 8/3, to a multiple of 64"
     )
-    qk_norm: bool = setting(False, "Norm queries and keys of each head before their product")
+    qk_norm: bool = setting(False, "Normalise queries and keys of each head before their product")
     attention: str = one_of(
         "fused manual",
         "fused: torch's kernel; manual: its parts, whose scores overflow FP16 beyond 65,504",
     )
-    bias: bool = setting(False, "Linear layers and LayerNorm have biases, as OpenAI's GPT-2")
+    bias: bool = setting(False, "Biases in linear layers and LayerNorm, as in OpenAI's GPT-2")
     time_reduction: str = time_reduction()
 
 
@@ -151,7 +151,7 @@ _text = partial(source, family="text")
 
 @_text("docs_text", builder="mprun.data.text:DocsText")
 class DocsTextConfig(DataConfig):
-    """The text of CPython's own documentation (`pydoc_data.topics`)."""
+    """The text of CPython's documentation (`pydoc_data.topics`)."""
 
     level: str = one_of("word char", "What a token is: a word or a character")
     sequence_length: int = _sequence(20)
@@ -163,10 +163,10 @@ class DocsTextConfig(DataConfig):
 class SyntheticTokensConfig(DataConfig):
     """Random tokens: plumbing and speed, nothing to learn."""
 
-    vocab_size: int = ranged(1000, "Different tokens", at_least=2)
+    vocab_size: int = ranged(1000, "Number of different tokens", at_least=2)
     sequence_length: int = _sequence(20)
-    train_tokens: int = ranged(100_000, "Training tokens that are made", at_least=2)
-    eval_tokens: int = ranged(10_000, "Held-out tokens that are made", at_least=2)
+    train_tokens: int = ranged(100_000, "Training tokens to generate", at_least=2)
+    eval_tokens: int = ranged(10_000, "Held-out tokens to generate", at_least=2)
 
 
 @_text("text", builder="mprun.data.text:Text", on_disk=True)
@@ -203,21 +203,24 @@ class Lm1bConfig(DataConfig):
 
 @_text("token_files", builder="mprun.data.token_files:TokenFiles", on_disk=True)
 class TokenFilesConfig(DataConfig):
-    """Files of uint16 tokens below `root`, encoded before: nanoGPT's or llm.c's."""
+    """Files of uint16 tokens below `root`, already encoded: nanoGPT's or llm.c's."""
 
     sequence_length: int = _sequence(1024)
     vocab_size: int = ranged(
-        50_257, "Different tokens; one beyond them is refused", at_least=2, at_most=65_536
+        50_257,
+        "Number of different tokens; those beyond it are refused",
+        at_least=2,
+        at_most=65_536,
     )
     vocab_multiple: int = vocab_multiple(64)
     rotate: bool = setting(
         True, "Each epoch starts elsewhere in the tokens; false: always at their start"
     )
     eval_tokens: int | None = ranged(
-        None, "First held-out tokens that are evaluated; null: all", at_least=32
+        None, "Number of first held-out tokens to evaluate; null: all", at_least=32
     )
     cache: str | None = setting(
         None,
-        "Folder of remembered hashes of files; null: mprun in the user's cache folder",
+        "Folder of cached hashes of files; null: mprun in the user's cache folder",
         role=READING,
     )

@@ -1,4 +1,4 @@
-"""Detection: images with boxes around their objects, and networks that find these."""
+"""Detection: images with boxes around their objects, and networks that find the boxes."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -27,7 +27,7 @@ task(
 _freeze = partial(
     setting,
     False,
-    "Only the convolutions for boxes and classes learn, those that find features do not",
+    "Train only the convolutions for boxes and classes, not those that find features",
 )
 _weights = partial(
     setting,
@@ -56,10 +56,7 @@ class SSDMiniConfig(ModelConfig):
 
 def _of_300_pixels(model: ModelConfig, config: RunConfig) -> Iterator[str]:
     if isinstance(data := config.data, ImagesConfig) and data.image_size != 300:
-        yield (
-            f"data.image_size={data.image_size}: the default boxes of SSD300 are those of 300 "
-            "pixels"
-        )
+        yield (f"data.image_size={data.image_size}: the default boxes of SSD300 are for 300 pixels")
 
 
 @network(
@@ -70,7 +67,7 @@ def _of_300_pixels(model: ModelConfig, config: RunConfig) -> Iterator[str]:
     needs=("num_classes",),
 )
 class SSD300Config(ModelConfig):
-    """SSD300 on VGG-16, as its authors' for VOC."""
+    """SSD300 on VGG-16, as its authors published it for VOC."""
 
     weights: str | None = _weights()
     freeze_backbone: bool = _freeze()
@@ -85,11 +82,11 @@ def _anchors(model: "FasterRCNNConfig", config: RunConfig) -> Iterator[str]:
     if model.variant == "vgg16":
         convolutions = 13
         if size < 128:
-            yield f"data.image_size={size}: the smallest anchors of VGG-16 take 128 pixels"
+            yield f"data.image_size={size}: the smallest anchors of VGG-16 need 128 pixels"
     if model.frozen > convolutions:
         yield f"model.frozen={model.frozen}: the backbone has {convolutions} convolutions"
     if model.weights is not None and model.variant != "vgg16":
-        yield f"model.weights={model.weights}: only model.variant=vgg16 takes those of a VGG-16"
+        yield f"model.weights={model.weights}: only model.variant=vgg16 can load them"
 
 
 @network(
@@ -101,15 +98,13 @@ def _anchors(model: "FasterRCNNConfig", config: RunConfig) -> Iterator[str]:
     },
     rules=(in_colour, _anchors),
     needs=("num_classes", "image_size"),
-    why_no_graph=(
-        "of the regions that Faster R-CNN proposes only the device knows how many are left"
-    ),
+    why_no_graph=("only the device knows how many of Faster R-CNN's proposed regions are left"),
 )
 class FasterRCNNConfig(ModelConfig):
     """`variant` small: for canvases of digits; vgg16: the published network."""
 
     variant: str = one_of("small vgg16", "small: for canvases of digits; vgg16: the published one")
-    dropout: float = share(0.0, "Dropout probability behind the fully connected layers")
+    dropout: float = share(0.0, "Dropout probability after the fully connected layers")
     frozen: int = ranged(
         0, "First convolutions, which keep their initial weights", at_least=0, at_most=13
     )
@@ -124,7 +119,7 @@ class FasterRCNNConfig(ModelConfig):
     most_boxes=3,
 )
 class DigitCanvasesConfig(ImagesConfig):
-    """1 to 3 of these digits on a canvas of noise, to be found and named."""
+    """Canvases of noise with 1 to 3 digits to be found and named."""
 
     train_size: int | None = ranged(None, TRAIN_FIRST, at_least=1, at_most=1000)
     eval_size: int | None = ranged(None, EVAL_FIRST, at_least=1, at_most=300)
@@ -145,12 +140,12 @@ class VocConfig(ImagesConfig):
     image_size: int = ranged(300, SIDE, at_least=8, at_most=1024)
     channels: int = one_of((3,), "Channels of an image: VOC is in colour")
     years: str = one_of(
-        "2007 2007+2012", "Whose trainval images are trained on", default="2007+2012"
+        "2007 2007+2012", "Years of the trainval images used for training", default="2007+2012"
     )
     difficult: bool = setting(
-        False, "Learn from objects that are marked as difficult, too; none is asked for in map"
+        False, "Learn from objects that are marked as difficult, too; map ignores them"
     )
     augmentation: str = one_of(
-        "ssd flip", "ssd: colours, zoom, crops, mirrored; flip: half are mirrored"
+        "ssd flip", "ssd: colours, zoom, crops, mirroring; flip: half are mirrored"
     )
     prefetch: int = prefetch()

@@ -1,4 +1,4 @@
-"""Speech: utterances with their texts, and the network that writes them down."""
+"""Speech: utterances with their texts, and the network that transcribes them."""
 
 from collections.abc import Iterator
 
@@ -47,21 +47,21 @@ class DeepSpeech2Config(ModelConfig):
         2, "Frames by which the first convolution steps; the others step by one"
     )
     hidden_size: int = count(2560, "Units of a recurrent layer in each direction")
-    num_layers: int = ranged(3, "GRU layers, one above the other", at_least=1, at_most=1000)
+    num_layers: int = ranged(3, "Number of GRU layers", at_least=1, at_most=1000)
     bidirectional: bool = setting(
-        False, "Recurrent layers read in both directions, whose outputs are added"
+        False, "Recurrent layers read in both directions and add their outputs"
     )
     row_convolution: int = ranged(
         20,
-        "Frames, this one and the next, of the row convolution behind forward layers; 0: none",
+        "Frames, this one and the next, of the row convolution after forward layers; 0: none",
         at_least=0,
     )
     fully_connected: int = ranged(
-        2560, "Units of the layer in front of the output layer; 0: none", at_least=0
+        2560, "Units of the layer before the output layer; 0: none", at_least=0
     )
     init_range: float | None = positive(
         None,
-        "Weights and biases start uniform between minus and plus this; null: as torch's layers",
+        "Weights and biases start uniform between minus and plus this; null: like torch's layers",
     )
 
 
@@ -72,7 +72,7 @@ class DeepSpeech2Config(ModelConfig):
     family="utterances",
 )
 class DigitStripsConfig(DataConfig):
-    """Strips of three to five handwritten digits, read column by column in place of audio."""
+    """Strips of three to five handwritten digits, read column by column instead of audio."""
 
 
 @source(
@@ -93,10 +93,10 @@ class SpeechManifestConfig(DataConfig):
     """
 
     train_manifest: str | None = setting(
-        None, "Manifest below root that is trained on; null: train.json, .jsonl or .csv"
+        None, "Manifest below root to train on; null: train.json, .jsonl or .csv"
     )
     eval_manifest: str | None = setting(
-        None, "Manifest below root that is evaluated; null: dev, val or valid, likewise"
+        None, "Manifest below root to evaluate; null: dev, val or valid, with the same endings"
     )
     sample_rate: int = ranged(
         16000, "Samples per second of every WAV file", at_least=1000, at_most=192_000
@@ -108,13 +108,13 @@ class SpeechManifestConfig(DataConfig):
         10.0, "Milliseconds from one frame to the next", above=0.0, at_most=1000.0
     )
     alphabet: str = setting(
-        "'abcdefghijklmnopqrstuvwxyz ", "Characters of the texts; CTC's blank is not one"
+        "'abcdefghijklmnopqrstuvwxyz ", "Characters of the texts, without CTC's blank"
     )
     alphabet_file: str | None = setting(
-        None, "File below root with the characters, one a line, in place of alphabet; null: none"
+        None, "File below root with the characters, one a line, instead of alphabet; null: none"
     )
     lower: bool = setting(True, "Lower-case all texts")
     max_seconds: float | None = positive(
-        None, "Longer utterances are left out of training; null: all are taken"
+        None, "Leave longer utterances out of training; null: use all"
     )
     prefetch: int = prefetch()

@@ -30,15 +30,15 @@ class Seq2SeqConfig(ModelConfig):
     """LSTM encoder, its first layer bidirectional, attention and LSTM decoder; sizes in units."""
 
     source_vocab_size: int | None = ranged(
-        None, "Words of the sources' embedding; null: as many as the data has", at_least=4
+        None, "Words of the sources' embedding; null: as many as in the data", at_least=4
     )
     target_vocab_size: int | None = ranged(
-        None, "Words of the targets' embedding and softmax; null: as the data has", at_least=4
+        None, "Words of the targets' embedding and softmax; null: as in the data", at_least=4
     )
     embedding_size: int = count(1024, "Units of the embedding of a word")
     hidden_size: int = count(1024, "Units of each LSTM layer and direction")
     num_layers: int = ranged(
-        3, "Layers of the encoder, and as many of the decoder", at_least=1, at_most=1000
+        3, "Number of layers of the encoder, and of the decoder", at_least=1, at_most=1000
     )
     dropout: float = share(
         0.0, "Dropout probability on embeddings, between layers and before the softmax"
@@ -48,11 +48,11 @@ class Seq2SeqConfig(ModelConfig):
 
 @dataclass(slots=True)
 class SentencePairsConfig(DataConfig):
-    """What every source of sentence pairs has."""
+    """The fields of every source of sentence pairs."""
 
     max_length: int = ranged(
         50,
-        "Words of a side, its end included, to which all are padded; longer pairs are left out",
+        "Words to which each side is padded, including its end; longer pairs are left out",
         at_least=2,
         at_most=1000,
     )
@@ -65,7 +65,7 @@ class SentencePairsConfig(DataConfig):
     family="sentence_pairs",
 )
 class UnicodeNamesConfig(SentencePairsConfig):
-    """Names of Unicode's characters and of what they are composed of (`unicodedata`)."""
+    """Names of Unicode's characters and of their components (`unicodedata`)."""
 
 
 def _languages(data: "ParallelTextConfig", config: RunConfig) -> Iterator[str]:
@@ -88,10 +88,10 @@ _LIMIT = f"{VOCAB_LIMIT[0].lower()}{VOCAB_LIMIT[1:]}"
     on_disk=True,
 )
 class ParallelTextConfig(SentencePairsConfig):
-    """Two aligned text files below `root` a split, or one of two columns; a vocabulary a side."""
+    """Two aligned text files below `root` a split, or one with two columns; a vocabulary a side."""
 
-    source_language: str = setting("en", "Ending of the files that are translated from")
-    target_language: str = setting("fr", "Ending of the files that are translated to")
+    source_language: str = setting("en", "File name ending of the source language")
+    target_language: str = setting("fr", "File name ending of the target language")
     source_vocab_limit: int | None = _vocab_limit(doc=f"Sources: {_LIMIT}")
     target_vocab_limit: int | None = _vocab_limit(doc=f"Targets: {_LIMIT}")
     lower: bool = setting(False, "Lower-case all words")

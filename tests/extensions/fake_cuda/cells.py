@@ -52,7 +52,7 @@ WITH_LINEAR = {"alexnet", "vgg16", "googlenet", "gpt", "gpt, manual", "gpt_llama
 WITH_LINEAR |= {"inception_v3", "seq2seq", "deep_speech2, forward", "faster_rcnn"}
 NO_LINEAR = "no nn.Linear"
 ROW_TABLES = "row tables"
-WAITS = "only the device knows how many are left"
+WAITS = "only the device knows how many"
 ADAM_16 = "without a fused kernel counts its steps on the host"
 
 
