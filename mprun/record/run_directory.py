@@ -71,7 +71,7 @@ class Data(TypedDict, total=False):
     sha256: str | None
     replaced: _Count
     replaced_files: list[str]
-    replaced_places: list[_Count]
+    replaced_places: list[str]
 
 
 class Memory(TypedDict, total=False):

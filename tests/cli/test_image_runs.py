@@ -192,6 +192,9 @@ def test_skip_is_counted_and_told(folder, tmp_path, capsys):
     (line,) = [line for line in capsys.readouterr().err.splitlines() if "on_corrupt" in line]
     assert line.startswith("mprun: data.on_corrupt=skip: 2 files replaced by the next usable one")
     assert all(str(name) in line for name in names)
+    # The record can be read again, and a file that both attempts met counts once.
+    assert main([f"resume={run}", "train.steps=8"]) == 0
+    assert record_of(run)["data"] == data
 
 
 @pytest.mark.slow
