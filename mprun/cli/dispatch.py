@@ -212,7 +212,7 @@ def _run(options: argparse.Namespace) -> int:
         )
     if (devices := _to_start(config, place)) > 1:
         return _launched(overrides, devices, config, options.config_dir, place)
-    from mprun.record.run_directory import read_record
+    from mprun.record.run_record import read_record
 
     if place is not None and (before := _restarted(place)) is not None:
         status = read_record(Path(before), "status")["status"]

@@ -16,7 +16,7 @@ from mprun.config.roles import flat, with_later_keys
 from mprun.errors import BadInput, Damaged
 from mprun.numerics.post_mortem import read_post_mortem
 from mprun.record.metrics_columns import read_columns
-from mprun.record.run_directory import read_record
+from mprun.record.run_record import read_record
 
 # Fields with the same name here and in run.json, or here and in the columns of metrics.jsonl.
 _RECORDED = ("seed", "status", "choices", "config_hash", "created")

@@ -16,7 +16,6 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -36,7 +35,8 @@ from mprun.errors import (
     SEVERITY,
     MprunError,
 )
-from mprun.record.run_directory import locked, read_record, write_json
+from mprun.record.run_directory import locked
+from mprun.record.run_record import read_record
 
 GRACE_S = 8.0  # between the end of one rank and SIGKILL for those still running
 _POLL_S = 0.05
@@ -229,9 +229,5 @@ def _correct(directory: Path, cause: str) -> None:
     """Write the cause into run.json, which its rank could not know or had no time to write."""
     with suppress(MprunError, OSError), locked(directory):
         record = read_record(directory)
-        if record["status"] not in ("running", "failed"):
-            return
-        now = datetime.now(UTC).isoformat(timespec="seconds")
-        write_json(
-            directory / "run.json", record | {"status": "failed", "cause": cause, "ended": now}
-        )
+        if record["status"] in ("running", "failed"):
+            record.end("failed", cause)

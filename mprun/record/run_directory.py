@@ -3,10 +3,6 @@
 A reader cannot know who made a directory. The directory is therefore data: nothing outside it is
 read, written or removed through it. Its lock file carries the training loop's heartbeat, which
 other processes can see.
-
-Every reader takes run.json from `read_record`, which checks the type of every field. A field that
-contradicts `RunRecord` is Damaged, named by file and key. Any field may be missing, in a run of an
-earlier version say: a reader names the fields that it needs.
 """
 
 import errno
@@ -21,9 +17,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, TypedDict
+from typing import Any, BinaryIO
 
-import msgspec
 import yaml
 
 from mprun.errors import BadInput, Damaged, Resource
@@ -32,113 +27,9 @@ from mprun.errors import BadInput, Damaged, Resource
 _IN_PATH = {"model", "data", "experiment", "precision", "seed", "name"}
 _LONGEST = 200  # characters in a part of the path; file systems take 255 bytes
 # Size limits of files that do not grow with the run's length.
-_MOST_JSON, _MOST_CONFIG = 64 << 20, 256 << 10  # bytes
+MOST_JSON, _MOST_CONFIG = 64 << 20, 256 << 10  # bytes
 # Temporary files of a writing process: `.NAME.PID`.
 _TEMPORARY = re.compile(r"\.(run\.json|config\.yaml|metrics\.jsonl|step-\d{8,}\S*)\.\d+")
-
-
-_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-# The numbers that JSON lacks are words.
-_Number = float | Literal["nan", "inf", "-inf"]
-
-
-class Precision(TypedDict, total=False):
-    """The mode's name, and its effect on the device."""
-
-    mode: str
-    usual_scaler: str | None
-    scaler: str
-    half_products: str | None
-    effective_dtypes: dict[str, dict[str, Any]]
-    update: dict[str, dict[str, str]]
-    flags: dict[str, bool | str | int | None]
-
-
-class Environment(TypedDict, total=False):
-    """The machine and the packages of the run."""
-
-    device: Literal["cpu", "cuda"]
-    threads: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
-    packages: dict[str, str | None]
-    cpu: str
-    gpu: str
-    platform: str
-
-
-class Data(TypedDict, total=False):
-    """The run's data. replaced*: files that data.on_corrupt=skip replaced."""
-
-    sha256: str | None
-    replaced: _Count
-    replaced_files: list[str]
-    replaced_places: list[str]
-
-
-class Memory(TypedDict, total=False):
-    """The run's memory in bytes."""
-
-    peak_bytes: _Count | None
-    measure: str
-    saved_for_backward_bytes: _Count | None
-
-
-class Throughput(TypedDict, total=False):
-    """The throughput of training, without evaluations."""
-
-    samples_per_s: float | None
-    windows: _Count
-    sample: str
-    data_wait: float
-
-
-class AuditRecord(TypedDict, total=False):
-    """The computations of the watched steps (`precision.audit`).
-
-    products: "forward fp16" -> number. not_watched: the steps that could not be watched.
-    """
-
-    watched: _Count
-    products: dict[str, _Count]
-    left_the_model: list[str]
-    written_in_a_call: list[str]
-    optimizers: list[str]
-    not_watched: str
-
-
-class RunRecord(TypedDict, total=False):
-    """The content of run.json, of any attempt and however it ended."""
-
-    status: Literal["running", "done", "failed", "diverged", "preempted"]
-    choices: dict[str, str | None]
-    overrides: list[str]
-    config_hash: str
-    precision: Precision
-    created: str
-    attempts: _Count
-    config: dict[str, Any]  # checked by the schema of the configuration
-    seed: int
-    steps: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
-    steps_per_epoch: _Count
-    sample: str
-    samples_per_step: _Count
-    data: Data
-    environment: Environment
-    cause: str | None
-    ended: str
-    last_step: _Count
-    skipped: _Count
-    updates: _Count
-    final: dict[str, _Number]
-    throughput: Throughput
-    memory: Memory
-    operations: dict[str, Any]
-    memory_by_kind: dict[str, dict[str, _Count]]
-    emulated: dict[str, _Count]
-    audit: AuditRecord
-    seconds: float
-    execution: dict[str, str | float]  # `StepRunner.description`
-    data_before_repair: list[str]
-    ranks: dict[str, Any] | None
 
 
 def run_name(
@@ -327,43 +218,9 @@ def write_json(path: Path, content: dict) -> None:
 def read_json(path: Path) -> dict:
     """Read a JSON file; raise Damaged if it is not JSON."""
     try:
-        return json.loads(content_of(path, _MOST_JSON))
+        return json.loads(content_of(path, MOST_JSON))
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number of 5,000 digits
         raise Damaged(f"{path}: not valid JSON ({error})") from None
-
-
-def read_record(directory: Path, *needed: str) -> dict[str, Any]:
-    """Read run.json.
-
-    Args:
-        directory: The run directory.
-        needed: Fields that must be there ("steps", "environment.device").
-
-    Raises:
-        Damaged: It is not JSON, or a field is missing or contradicts `RunRecord`.
-        FileNotFoundError: There is none.
-    """
-    path = directory / "run.json"
-    refuse_strange(directory)
-    try:
-        record: dict[str, Any] = msgspec.json.decode(content_of(path, _MOST_JSON))
-        msgspec.convert(record, RunRecord)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Damaged(f"{path}: {_in_words(error)}") from None
-    for key in needed:
-        found: Any = record
-        for name in key.split("."):
-            found = found.get(name) if isinstance(found, dict) else None
-        if found is None:
-            raise Damaged(f"{path}: not the record of a run (no {key})")
-    return record
-
-
-def _in_words(error: Exception) -> str:
-    """Put the key first: "environment.threads: Expected `int`, got `str`"."""
-    text = str(error) or "nested too deeply"
-    what, _, where = text.partition(" - at `$")
-    return f"{where.strip('.`')}: {what}" if where else f"not the record of a run ({what})"
 
 
 def write_config(directory: Path, config: dict) -> None:

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from importlib import import_module
 from pathlib import Path
 from typing import NoReturn, TypeAlias
@@ -30,9 +29,11 @@ from mprun.errors import (
     PREEMPTED,
     RESOURCE,
     SEVERITY,
+    STATUS_EXIT_CODE,
     BadInput,
 )
-from mprun.record.run_directory import Pulse, locked, write_json
+from mprun.record.run_directory import Pulse, locked
+from mprun.record.run_record import Record
 from mprun.sweep.jobs import Cell, State, keep_log, look, outcome_words, put_aside, record_of
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL of a process that hangs
@@ -51,9 +52,6 @@ class Ended:
     cause: str | None = None
 
 
-_CODES = {"done": DONE, "diverged": DIVERGED, "preempted": PREEMPTED}
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """The end of one attempt at a cell.
@@ -69,8 +67,8 @@ class Outcome:
 
 def attempts_of(cell: Cell) -> int:
     """Return how often the run of a cell has been started."""
-    attempts: int = (record_of(cell.directory) or {}).get("attempts", 0)
-    return attempts
+    record: dict = record_of(cell.directory) or {}
+    return record.get("attempts", 0)
 
 
 def exit_code(codes: list[int]) -> int:
@@ -92,13 +90,14 @@ def settle(cell: Cell, ended: Ended, attempts_before: int) -> Outcome:
     if record["status"] == "running" or ended.hung_s is not None:
         try:
             with locked(cell.directory):
-                record = _corrected(cell, record_of(cell.directory) or record, ended)
+                record = record_of(cell.directory) or record
+                _correct(cell, record, ended)
         except BadInput:
             return Outcome("in use by another process", again=True)
         except OSError:  # a full disk must not end the sweep as well
             return Outcome(_without_record(cell, ended), code)
-    if ended.hung_s is None:
-        code = _CODES.get(record["status"], code)
+    if ended.hung_s is None and record["status"] != "failed":
+        code = STATUS_EXIT_CODE[record["status"]]
     return Outcome(outcome_words(record), code)
 
 
@@ -111,19 +110,16 @@ def failed_elsewhere(cell: Cell) -> Outcome | None:
     return Outcome(words, BUG if words.startswith("failed") else RESOURCE)
 
 
-def _corrected(cell: Cell, record: dict, ended: Ended) -> dict:
-    words = _without_record(cell, ended)
+def _correct(cell: Cell, record: Record, ended: Ended) -> None:
     if record["status"] == "running":
-        # SIGTERM between the first record and the first step: interrupted, as a step later.
-        stopped = ended.code == -signal.SIGTERM and ended.hung_s is None
-        record["status"] = "preempted" if stopped else "failed"
-        record["cause"] = "SIGTERM" if stopped else words.removeprefix("failed: ")
-        record["ended"] = datetime.now(UTC).isoformat(timespec="seconds")
+        if ended.code == -signal.SIGTERM and ended.hung_s is None:
+            # Between the first record and the first step: interrupted, as a step later.
+            record.end("preempted", "SIGTERM")
+        else:
+            record.end("failed", _without_record(cell, ended).removeprefix("failed: "))
     elif record["status"] == "preempted" and ended.hung_s is not None:
         # The process was slow, not dead: it has written a checkpoint after all.
-        record["cause"] = f"hung: no progress for {ended.hung_s:g} s, stopped"
-    write_json(cell.directory / "run.json", record)
-    return record
+        record.end("preempted", f"hung: no progress for {ended.hung_s:g} s, stopped")
 
 
 def _without_record(cell: Cell, ended: Ended) -> str:

@@ -8,7 +8,8 @@ from enum import Enum
 from pathlib import Path
 
 from mprun.errors import BadInput, Damaged
-from mprun.record.run_directory import locked, read_record, write_json
+from mprun.record.run_directory import locked
+from mprun.record.run_record import Record, read_record
 
 OUTCOMES = ("done", "diverged")
 # A directory without a lock file may belong to a run that has just made it.
@@ -89,7 +90,7 @@ def look(cell: Cell) -> State:
     return State.RESUMABLE if kept else State.ABANDONED
 
 
-def record_of(directory: Path) -> dict | None:
+def record_of(directory: Path) -> Record | None:
     """Read run.json; None if it is missing or unreadable."""
     try:
         return read_record(directory, "status")
@@ -122,8 +123,7 @@ def put_aside(cell: Cell) -> None:
             return
         if record is not None and record["status"] == "running":
             # The sweep, which would have corrected it, was killed with the run.
-            cause = {"status": "failed", "cause": "killed by an unknown cause"}
-            write_json(cell.directory / "run.json", record | cause)
+            record.end("failed", "killed by an unknown cause")
         for number in range(1, 10_000):
             aside = cell.directory.with_name(f"{cell.directory.name}.attempt{number}")
             if not aside.exists():

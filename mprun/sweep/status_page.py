@@ -106,7 +106,7 @@ class Board:
         )
 
     def _row(self, cell: Cell) -> list[str]:
-        record = record_of(cell.directory) or {}
+        record: dict = record_of(cell.directory) or {}
         newest = _last_record(cell.directory / "metrics.jsonl")
         step = record.get("last_step") or newest.get("step")
         loss = record.get("final", {}).get("loss", newest.get("loss"))

@@ -7,12 +7,14 @@ import sys
 from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mprun import __version__
 from mprun.numerics.state import Learner
+from mprun.precision import ForwardContext, read_math_flags
 from mprun.precision.optimizer import elements_by_dtype
 
 _PACKAGES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard", "numpy")
@@ -34,7 +36,20 @@ def environment(device: torch.device) -> dict:
     }
 
 
-def effective_dtypes(learners: Mapping[str, Learner]) -> dict:
+def number_formats(
+    learners: Mapping[str, Learner], arithmetic: ForwardContext, scaler: str
+) -> dict[str, Any]:
+    """Return the mode's effect on this device, for `precision` of run.json."""
+    return {
+        "scaler": scaler,
+        "half_products": arithmetic.kind(),
+        "effective_dtypes": _effective_dtypes(learners),
+        "update": updates(learners),
+        "flags": read_math_flags(),
+    }
+
+
+def _effective_dtypes(learners: Mapping[str, Learner]) -> dict:
     """Count the elements of each dtype in parameters, masters and optimizer state, by learner."""
     return {
         name: {

@@ -9,7 +9,6 @@ import math
 import signal
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -26,38 +25,10 @@ from mprun.numerics.probing import Probing
 from mprun.precision.random_states import random_states
 from mprun.record import checkpoint, memory
 from mprun.record.run_directory import Heartbeat
+from mprun.record.run_record import Outcome
 from mprun.training.metric_buffer import MetricBuffer
 from mprun.training.metric_logger import MetricLogger
 from mprun.training.signals import Interruption, Stopped
-
-
-@dataclass(slots=True)
-class Outcome:
-    """The end of a run.
-
-    Attributes:
-        status: done, diverged or preempted.
-        step: the last step, from 1.
-        data_wait: share of the time that the device waited for data; None: the source does not
-            read ahead.
-    """
-
-    status: str
-    step: int
-    cause: str | None = None
-    skipped: int = 0
-    final: dict[str, float] = field(default_factory=dict)
-    samples_per_s: float | None = None
-    windows: int = 0
-    data_wait: float | None = None
-    saved_for_backward_bytes: int | None = None
-    first_step: dict = field(default_factory=dict)
-    peak: dict = field(default_factory=dict)
-
-    def diverged(self, step: int, cause: str) -> bool:
-        """Note that the run diverged; return False: it does not go on."""
-        self.status, self.step, self.cause = "diverged", step, cause
-        return False
 
 
 class Start(NamedTuple):
@@ -133,6 +104,7 @@ class Loop:
         )
         self.logger = MetricLogger(directory, built, self.buffer, start.step)
         self.outcome = Outcome("done", start.step, skipped=start.skipped)
+        self.saved_bytes: int | None = None  # for backward in the first step
         self.heartbeat = Heartbeat(directory)
         numerics, self.probing = config.numerics, None
         if numerics.enabled and self.ranks.is_first:
@@ -244,7 +216,7 @@ class Loop:
         """Evaluate after `step`; return False when the run is over. A signal raises `Stopped`."""
         outcome, device = self.outcome, self.built.device
         # The peak of training alone: an evaluation may hold additional FP32 weights.
-        outcome.peak = memory.higher(outcome.peak, device)
+        outcome.memory = memory.higher(outcome.memory, device)
         self.heartbeat.beat()
         with self._breaks():
             outcome.final = self.logger.evaluate(step, self.heartbeat.beat)
@@ -281,11 +253,12 @@ class Loop:
         """Complete the outcome with the measurements; write the post-mortem of a divergence."""
         outcome, device = self.outcome, self.built.device
         outcome.skipped = self.buffer.host_skipped
-        outcome.peak = memory.higher(outcome.peak, device)
+        outcome.memory = memory.higher(outcome.memory, device)
         if self.keeper is not None and device.type == "cuda":
             # The copies for `mprun explain` are not part of the mode's memory.
-            kept = {key: outcome.peak[key] - self.keeper.bytes for key in memory.OF_CUDA}
-            outcome.peak = outcome.peak | kept
+            kept = {key: outcome.memory[key] - self.keeper.bytes for key in memory.OF_CUDA}
+            outcome.memory |= kept
+        outcome.memory |= {"saved_for_backward_bytes": self.saved_bytes}
         outcome.samples_per_s, outcome.windows = self.logger.throughput()
         outcome.data_wait = self.logger.data_wait()
         if outcome.status == "diverged" and outcome.cause is not None:
@@ -318,7 +291,7 @@ class Loop:
             return built.stepper.step(index, measure)
         with FirstStep(built.task, built.policy, overrides, index + 1) as first:
             metrics = built.stepper.step(index, measure)
-        self.outcome.saved_for_backward_bytes = first.saved.bytes
+        self.saved_bytes = first.saved.bytes
         self.outcome.first_step = first.record()
         self.logger.progress.note(first.summary(built.device.type))
         return metrics

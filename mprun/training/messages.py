@@ -1,6 +1,5 @@
 """A run's messages on stderr: its setup before step 1; its cause of end and the next command."""
 
-import json
 import os
 import shlex
 import sys
@@ -16,8 +15,9 @@ from mprun.config.option_files import option_files
 from mprun.config.overrides import without
 from mprun.config.schema import RunConfig, ScalerConfig
 from mprun.data.source import Source
+from mprun.errors import MprunError
 from mprun.record.console import DATA_BOUND
-from mprun.training.loop import Outcome
+from mprun.record.run_record import Outcome, read_record
 
 _NAMED, _TOLD = 20, 3  # files in run.json, files on the console
 _LONG_ENOUGH_S = 20.0
@@ -100,11 +100,11 @@ def _next(directory: Path, record: dict) -> str:
         return f"tensorboard --logdir {shlex.quote(str(directory))}"
     modes = {mode}
     for path in directory.parent.glob("*/run.json"):
-        with suppress(OSError, ValueError, LookupError, TypeError):  # the files may be anything
-            beside = json.loads(path.read_text(encoding="utf-8"))
+        with suppress(MprunError, OSError):  # the files may be anything
+            beside = read_record(path.parent, "status", "overrides", "precision.mode")
             ended = beside["status"] in ("done", "diverged") and "measured_for" not in beside
             if ended and without(beside["overrides"], *left_out) == own:
-                modes.add(str(beside["precision"]["mode"]))
+                modes.add(beside["precision"]["mode"])
     if "fp32" in modes and len(modes) > 1:
         return f"mprun compare {shlex.quote(str(directory.parent))}"
     kept = without(record["overrides"], "precision", "scaler", "resume")

@@ -21,7 +21,8 @@ from mprun.numerics.probe_record import drop_later_probes
 from mprun.precision.random_states import restore_random_states
 from mprun.record import checkpoint
 from mprun.record.metrics import MetricsFile, drop_later_grids, read_metrics, truncate_metrics
-from mprun.record.run_directory import locked, read_config, read_record, write_config
+from mprun.record.run_directory import locked, read_config
+from mprun.record.run_record import read_record
 from mprun.training.loop import Start
 from mprun.training.run import attempt, follow, joined, prepare, resolve_device
 
@@ -85,8 +86,7 @@ def resume(
         record["config_hash"] = config_hash(plain)
         drop_later_grids(directory, start.step)
         drop_later_probes(directory, start.step)
-        write_config(directory, plain)
-        return attempt(directory, config, built, record, start)
+        return attempt(config, built, record, start)
 
 
 def continued(

@@ -1,16 +1,13 @@
 """One run from a checked configuration to a finished run directory."""
 
-import math
 import os
 import random
 import re
 import sys
-import time
 import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -24,33 +21,17 @@ from mprun.config.roles import config_hash, is_told
 from mprun.config.schema import RunConfig
 from mprun.distributed.places import Place
 from mprun.distributed.ranks import ALONE, Ranks
-from mprun.errors import (
-    BUG,
-    DIVERGED,
-    DONE,
-    INTERRUPTED,
-    PREEMPTED,
-    STATUS_EXIT_CODE,
-    BadInput,
-    RankFailed,
-    Resource,
-)
+from mprun.errors import BUG, DIVERGED, DONE, INTERRUPTED, PREEMPTED, BadInput, RankFailed, Resource
 from mprun.numerics.probe import chosen_modules
 from mprun.numerics.replay import Snapshot
-from mprun.precision import pin_math_flags, read_math_flags
+from mprun.precision import pin_math_flags
 from mprun.precision.audit import combined
 from mprun.precision.random_states import restore_dropout_state
 from mprun.record.metrics import TensorBoardView
-from mprun.record.run_directory import (
-    claim,
-    claim_exactly,
-    locked,
-    run_name,
-    write_config,
-    write_json,
-)
-from mprun.training.environment import effective_dtypes, environment, updates
-from mprun.training.loop import BEGINNING, Outcome, Start, train
+from mprun.record.run_directory import claim, claim_exactly, locked, run_name
+from mprun.record.run_record import Record
+from mprun.training.environment import environment, number_formats
+from mprun.training.loop import BEGINNING, Start, train
 from mprun.training.messages import announce, replaced, replaced_line, tell, tell_ending, warn
 from mprun.training.signals import Interruption
 
@@ -81,10 +62,8 @@ def start(composed: Composed, place: Place | None = None) -> int:
     if not ranks.is_first:
         return follow(directory, config, built)
     with locked(directory):
-        write_config(directory, composed.as_dict())
-        record = new_record(composed)
         warn(config, built)
-        return attempt(directory, config, built, record)
+        return attempt(config, built, new_record(directory, composed))
 
 
 def joined(config: RunConfig, device: torch.device, place: Place | None) -> Ranks:
@@ -123,7 +102,7 @@ def follow(directory: Path, config: RunConfig, built: Built, start: Start = BEGI
         with Interruption() as interruption, TemporaryDirectory(prefix="mprun-") as own:
             with closing(built.data), built.stepper.on_stream(), _heard(built):
                 outcome = train(built, config, Path(own), interruption, start)
-        code = _code_of(outcome)
+        code = outcome.exit_code
         built.task.ranks.leave(code)
         return code
     finally:
@@ -150,17 +129,15 @@ def claimed(composed: Composed, named: tuple[str, ...], prefix: str = "") -> Pat
     return claim(Path(config.output_root) / folder, prefix + name)
 
 
-def new_record(composed: Composed) -> dict:
-    """Return the content of run.json for a run that has not begun."""
-    return {
-        "status": "running",
-        "choices": composed.choices,
-        "overrides": list(composed.overrides),
-        "config_hash": config_hash(composed.as_dict()),
-        "precision": {"mode": composed.mode, "usual_scaler": composed.usual_scaler},
-        "created": _now(),
-        "attempts": 0,
-    }
+def new_record(directory: Path, composed: Composed) -> Record:
+    """Return the record of a run that has not begun."""
+    return Record.new(
+        directory,
+        choices=composed.choices,
+        overrides=list(composed.overrides),
+        config_hash=config_hash(composed.as_dict()),
+        precision={"mode": composed.mode, "usual_scaler": composed.usual_scaler},
+    )
 
 
 def _look_at_data(built: Built) -> None:
@@ -223,41 +200,44 @@ def prepare(
     return built
 
 
-def attempt(
-    directory: Path,
-    config: RunConfig,
-    built: Built,
-    record: dict,
-    start: Start = BEGINNING,
-) -> int:
+def attempt(config: RunConfig, built: Built, record: Record, start: Start = BEGINNING) -> int:
     """Train from `start` on and keep run.json true whatever happens; return the exit code."""
     with Interruption() as interruption:
-        return _attempt(directory, config, built, record, start, interruption)
+        return _attempt(config, built, record, start, interruption)
 
 
 def _attempt(
-    directory: Path,
-    config: RunConfig,
-    built: Built,
-    record: dict,
-    start: Start,
-    interruption: Interruption,
+    config: RunConfig, built: Built, record: Record, start: Start, interruption: Interruption
 ) -> int:
-    started = time.perf_counter()
+    directory, task = record.directory, built.task
     earlier = record.get("data", {})  # from the attempt before this one
     watched = [record["audit"]] if "audit" in record else []
-    record |= _beginning(config, built, record) | {"attempts": record["attempts"] + 1}
-    write_json(directory / "run.json", record)
-    if built.task.ranks.world > 1:
-        built.task.ranks.found(directory)
+    numbers = number_formats(task.learners, built.arithmetic, config.scaler.name)
+    record.begin(
+        asdict(config),
+        steps=built.steps,
+        steps_per_epoch=task.steps_per_epoch,
+        sample=task.sample,
+        samples_per_step=task.samples_per_step,
+        # It has the mode's name; the mode's file may be gone by now.
+        precision=record["precision"] | numbers,
+        data={"sha256": built.data.sha256, **built.data.description},
+        environment=environment(built.device),
+        ranks=_described(config, built),
+    )
+    if task.ranks.world > 1:
+        task.ranks.found(directory)
     announce(directory, config, built, record, start.step)
 
-    def settle(ending: dict) -> None:
-        record.update(ending)
-        record["data"] |= replaced(built.data, earlier)
-        record["execution"] = built.stepper.description
-        record["audit"] = combined([*watched, built.stepper.audit_result()])
-        write_json(directory / "run.json", record)
+    def end(status: str, cause: str | None, results: dict | None = None) -> None:
+        record.end(
+            status,
+            cause,
+            results,
+            data=record["data"] | replaced(built.data, earlier),
+            execution=built.stepper.description,
+            audit=combined([*watched, built.stepper.audit_result()]),
+        )
 
     try:
         with closing(built.data), built.stepper.on_stream(), _heard(built):
@@ -268,8 +248,7 @@ def _attempt(
         with suppress(OSError):  # on a full disk, report the first error
             plain = stopped or isinstance(error, RankFailed)
             cause = str(error) if plain else f"{type(error).__name__}: {error}"
-            status = "preempted" if stopped else "failed"
-            settle({"status": status, "cause": cause, "ended": _now()})
+            end("preempted" if stopped else "failed", cause)
         if stopped:
             tell(f"to go on: mprun resume={directory}")
         tell(replaced_line(record["data"]))
@@ -280,19 +259,14 @@ def _attempt(
             raise Resource(f"{error.strerror or error} ({error.filename or directory})") from error
         with _memory_as_resource():
             raise
-    settle(_result(outcome, built, time.perf_counter() - started))
+    results = outcome.results(task.sample) | {"emulated": built.arithmetic.rerouted()}
+    end(outcome.status, outcome.cause, results)
     if outcome.status != "preempted":
         _write_hyperparameters(directory, config, record)
     tell_ending(directory, built.data, outcome, record)
     _print_place(directory)
-    built.task.ranks.leave(_code_of(outcome))
-    return _code_of(outcome)
-
-
-def _code_of(outcome: Outcome) -> int:
-    if outcome.status == "preempted" and outcome.cause == "SIGINT":
-        return INTERRUPTED
-    return STATUS_EXIT_CODE[outcome.status]
+    task.ranks.leave(outcome.exit_code)
+    return outcome.exit_code
 
 
 def _print_place(directory: Path) -> None:
@@ -303,47 +277,20 @@ def _print_place(directory: Path) -> None:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - Python flushes stdout at exit
 
 
-def _beginning(config: RunConfig, built: Built, record: dict) -> dict:
-    """Return the fields that run.json has before step 1."""
-    task = built.task
-    return {
-        "status": "running",
-        "config": asdict(config),
-        "seed": config.seed,
-        "steps": built.steps,
-        "steps_per_epoch": task.steps_per_epoch,
-        "sample": task.sample,
-        "samples_per_step": task.samples_per_step,
-        "precision": {
-            **record["precision"],  # has the mode's name; the mode's file may be gone by now
-            "scaler": config.scaler.name,
-            "half_products": built.arithmetic.kind(),
-            "effective_dtypes": effective_dtypes(task.learners),
-            "update": updates(task.learners),
-            "flags": read_math_flags(),
-        },
-        "data": {"sha256": built.data.sha256, **built.data.description},
-        "environment": environment(built.device),
-        **_of_ranks(config, built),
-    }
-
-
-def _of_ranks(config: RunConfig, built: Built) -> dict:
+def _described(config: RunConfig, built: Built) -> dict | None:
     """Return run.json's entry for the ranks, None for a single one."""
     ranks = built.task.ranks
     if ranks.world == 1:
-        return {"ranks": None}
+        return None
     engine, reason = engine_of(config, built.device.type)
     return {
-        "ranks": {
-            "world": ranks.world,
-            "nodes": config.nodes,
-            **ranks.description(),
-            "engine": engine,
-            **({"why_not_ddp": reason} if reason else {}),
-            "order": config.dist.order,
-            "reduce_dtype": config.precision.reduce_dtype or config.precision.grad_dtype,
-        }
+        "world": ranks.world,
+        "nodes": config.nodes,
+        **ranks.description(),
+        "engine": engine,
+        **({"why_not_ddp": reason} if reason else {}),
+        "order": config.dist.order,
+        "reduce_dtype": config.precision.reduce_dtype or config.precision.grad_dtype,
     }
 
 
@@ -364,28 +311,6 @@ def _memory_as_resource() -> Iterator[None]:
         if isinstance(error, torch.OutOfMemoryError | MemoryError) or _NO_MEMORY.search(text):
             raise Resource(f"out of memory: {text or 'of Python'}") from error
         raise
-
-
-def _result(outcome: Outcome, built: Built, seconds: float) -> dict:
-    return {
-        "status": outcome.status,
-        "cause": outcome.cause,
-        "last_step": outcome.step,
-        "skipped": outcome.skipped,
-        "updates": outcome.step - outcome.skipped,
-        "final": {k: v if math.isfinite(v) else str(v) for k, v in outcome.final.items()},
-        "throughput": {
-            "samples_per_s": outcome.samples_per_s,
-            "windows": outcome.windows,
-            "sample": built.task.sample,
-            **({} if outcome.data_wait is None else {"data_wait": outcome.data_wait}),
-        },
-        "memory": {**outcome.peak, "saved_for_backward_bytes": outcome.saved_for_backward_bytes},
-        **outcome.first_step,
-        "emulated": built.arithmetic.rerouted(),
-        "seconds": round(seconds, 3),
-        "ended": _now(),
-    }
 
 
 def resolve_device(name: str) -> torch.device:
@@ -410,7 +335,3 @@ def _write_hyperparameters(directory: Path, config: RunConfig, record: dict) -> 
     view = TensorBoardView(directory)
     view.hyperparameters(values, [*(f"eval/{metric}" for metric in final), "train/skipped"])
     view.close()
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

@@ -8,7 +8,7 @@ import pytest
 
 from mprun import errors
 from mprun.cli import main
-from mprun.record.run_directory import RunRecord
+from mprun.record.run_record import RunRecord
 
 from ..helpers import TINY_LM, rows_of, run
 

@@ -7,7 +7,6 @@ from torch import nn
 
 from mprun import models
 from mprun.config.compose import compose_config
-from mprun.record.run_directory import write_config
 from mprun.training.run import attempt, new_record, prepare
 
 CPU = torch.device("cpu")
@@ -35,8 +34,7 @@ def run(folder, *overrides, plant=None, steps=6):
         plant(built)
     directory = folder / "run"
     directory.mkdir(exist_ok=True)
-    write_config(directory, composed.as_dict())
-    code = attempt(directory, composed.config, built, new_record(composed))
+    code = attempt(composed.config, built, new_record(directory, composed))
     return directory, code
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from mprun.cli import main
 from mprun.errors import Damaged
-from mprun.record.run_directory import read_record
+from mprun.record.run_record import RunRecord, read_record
 
 from ..helpers import TINY_LM
 
@@ -23,7 +23,9 @@ def finished(tmp_path_factory):
 
 
 def test_a_record_is_read_as_it_was_written(finished):
-    assert read_record(finished) == json.loads((finished / "run.json").read_text())
+    record = read_record(finished)
+    assert record == json.loads((finished / "run.json").read_text())
+    assert record.keys() <= RunRecord.__annotations__.keys()
 
 
 @pytest.mark.parametrize(

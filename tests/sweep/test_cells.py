@@ -131,6 +131,14 @@ def test_a_cell_is_the_same_in_a_worker(tmp_path, monkeypatch):
     assert len({cell, cell_of(json.loads(written))}) == 1
 
 
+def test_a_run_that_nobody_saw_end_is_put_aside_as_ended(cell):
+    put(cell)
+    put_aside(cell)
+    record = record_of(cell.directory.with_name(f"{cell.directory.name}.attempt1"))
+    assert (record["status"], record["cause"]) == ("failed", "killed by an unknown cause")
+    assert record["ended"]
+
+
 def test_attempts_are_kept_under_numbers(cell):
     for number in (1, 2):
         put(cell, status="failed", cause=str(number))

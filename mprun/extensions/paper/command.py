@@ -17,7 +17,7 @@ from mprun.compare.text import console, markdown
 from mprun.errors import DONE, BadInput, needing
 from mprun.extensions.paper.rows import ROWS, Row
 from mprun.record.console import columns, markdown_table
-from mprun.record.run_directory import read_record
+from mprun.record.run_record import read_record
 from mprun.sweep.gpus import available_cores
 from mprun.sweep.jobs import Cell, State, look
 from mprun.sweep.plan import Plan, plan

@@ -25,7 +25,6 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
-from datetime import UTC, datetime
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -41,19 +40,12 @@ from mprun.numerics.failure import FailureKeeper, Kept, suspect
 from mprun.numerics.post_mortem import StepRow, write_post_mortem
 from mprun.numerics.probe import chosen_modules
 from mprun.numerics.probing import Probing
-from mprun.precision import DTYPE_NAMES, LossScale, PrecisionPolicy, read_math_flags
+from mprun.precision import DTYPE_NAMES, LossScale, PrecisionPolicy
 from mprun.precision.policy import policy_values, usual_scaler
 from mprun.record import memory
-from mprun.record.run_directory import (
-    Heartbeat,
-    claim,
-    locked,
-    path_safe,
-    read_record,
-    write_config,
-    write_json,
-)
-from mprun.training.environment import effective_dtypes, environment, updates
+from mprun.record.run_directory import Heartbeat, claim, locked, path_safe
+from mprun.record.run_record import Outcome, Record, read_record
+from mprun.training.environment import environment, number_formats
 from mprun.training.metric_buffer import MetricBuffer
 from mprun.training.metric_logger import Records
 
@@ -165,37 +157,29 @@ class Run:
         values["compare"] = {"metric": metric, "margin": margin, "window": 1}
         if higher_is_better:
             values["compare"]["higher_is_better"] = True
-        self._record: dict[str, Any] = {
-            "status": "running",
-            "script": {"file": None if script is None else script.name, "arguments": sys.argv[1:]},
-            "choices": {"experiment": name},
-            "overrides": [],
-            "config_hash": config_hash(values),
-            "precision": {
-                "mode": mode,
-                "usual_scaler": usual,
-                "scaler": scaler,
-                "half_products": self.task.arithmetic.kind(),
-                "effective_dtypes": effective_dtypes(self.task.learners),
-                "update": updates(self.task.learners),
-                "flags": read_math_flags(),
-            },
-            "created": _now(),
-            "attempts": 1,
-            "config": values,
-            "seed": seed,
-            "initial_state": self._initial_state(),
-            "steps": 1,
-            "sample": "step",
-            "samples_per_step": 1,
-            "data": content,
-            "environment": environment(self.task.device),
-        }
         own = "" if scaler == usual else f"-{scaler}"
         self.directory = claim(Path(folder), path_safe(f"{mode}{own}-s{seed}"))
         self._lock = locked(self.directory)
         self._lock.__enter__()
         try:
+            numbers = number_formats(self.task.learners, self.task.arithmetic, scaler)
+            self._record = Record.new(
+                self.directory,
+                script={"file": script and script.name, "arguments": sys.argv[1:]},
+                choices={"experiment": name},
+                overrides=[],
+                config_hash=config_hash(values),
+                precision={"mode": mode, "usual_scaler": usual, **numbers},
+            )
+            self._record.begin(
+                values,
+                initial_state=self._initial_state(),
+                steps=1,
+                sample="step",
+                samples_per_step=1,
+                data=content,
+                environment=environment(self.task.device),
+            )
             self._open(probe_every, modules)
         except BaseException:
             self._lock.__exit__(None, None, None)
@@ -326,9 +310,7 @@ class Run:
                 self.__exit__(type(error) if error is not None else None, error, None)
 
     def _open(self, probe_every: int, modules: list[str]) -> None:
-        """Write config.yaml and run.json, and prepare the records, before step 1."""
-        write_config(self.directory, self._record["config"])
-        write_json(self.directory / "run.json", self._record)
+        """Prepare the records before step 1."""
         self._buffer = MetricBuffer(self.task.device, loss_scales=self.task.loss_scales)
         self._records = _Records(self.directory, self._buffer)
         self._keeper = FailureKeeper(self.task)
@@ -344,7 +326,7 @@ class Run:
                 modules=modules,
             )
         self._watching: Any = None
-        self._started = self._evaluated = time.perf_counter()
+        self._evaluated = time.perf_counter()
         memory.reset_peak(self.task.device)
         self._begin_watching()
 
@@ -401,24 +383,13 @@ class Run:
         self._stop_watching(None)
         step, skipped = self.steps if step is None else step, self._buffer.host_skipped
         speed, windows = self._records.throughput()
+        peak = memory.higher({}, self.task.device)
+        found = Outcome(status, step, cause, skipped, self._final, speed, windows, memory=peak)
         self.status, self.cause = status, cause
-        self._record |= {
-            "status": status,
-            "cause": cause,
-            "steps": max(1, self.steps),
-            "last_step": step,
-            "skipped": skipped,
-            "updates": step - skipped,
-            "final": {k: v if math.isfinite(v) else str(v) for k, v in self._final.items()},
-            "throughput": {"samples_per_s": speed, "windows": windows, "sample": "step"},
-            "memory": memory.higher({}, self.task.device),
-            "emulated": self.task.arithmetic.rerouted(),
-            "audit": self.task.audit(),
-            "seconds": round(time.perf_counter() - self._started, 3),
-            "ended": _now(),
-        }
         self._records.close()
-        write_json(self.directory / "run.json", self._record)
+        computed = {"emulated": self.task.arithmetic.rerouted(), "audit": self.task.audit()}
+        results = found.results("step") | computed
+        self._record.end(status, cause, results, steps=max(1, self.steps))
         atexit.unregister(self._at_exit)
         self._lock.__exit__(None, None, None)
         print(f"run: {self.directory}", file=sys.stderr)
@@ -584,7 +555,3 @@ def _refuse_reserved(names: Iterable[str]) -> None:
 
 def _canonical(values: Any) -> bytes:
     return json.dumps(values, sort_keys=True, default=str).encode()
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

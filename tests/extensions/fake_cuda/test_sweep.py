@@ -5,8 +5,8 @@ import subprocess
 
 import pytest
 
-from mprun.extensions.bench import fake_cuda
-from mprun.record.run_directory import read_record
+from mprun.bench import fake_cuda
+from mprun.record.run_record import read_record
 
 from .cells import MODELS
 from .conftest import ROOT

@@ -34,7 +34,7 @@ from mprun.extensions.bench import fake_cuda
 from mprun.extensions.detection import faster_rcnn
 from mprun.numerics import probing
 from mprun.record import checkpoint
-from mprun.record.run_directory import read_record
+from mprun.record.run_record import read_record
 from mprun.tasks import GAN
 from mprun.training.run import start
 

@@ -15,7 +15,8 @@ import mprun
 from mprun.cli import main
 from mprun.compare.load import load_run
 from mprun.precision import DynamicLossScale
-from mprun.record.run_directory import read_config, read_record
+from mprun.record.run_directory import read_config
+from mprun.record.run_record import RunRecord, read_record
 
 from ...helpers import raises_line, refused, rows_of
 from .networks import batches, loss_of, net, prepared, stepping
@@ -55,6 +56,7 @@ def test_the_record_of_a_run(tmp_path):
     run = recorded(tmp_path / "out", "fp16_master_scaled", seed=3, log_every=10)
     assert run.status == "done" and run.directory == tmp_path / "out" / "fp16_master_scaled-s3"
     record = read_record(run.directory, "status", "steps", "environment.device")
+    assert record.keys() <= RunRecord.__annotations__.keys()
     assert record["status"] == "done" and record["last_step"] == record["steps"] == 30
     assert record["script"] == {"file": "mine.py", "arguments": ["--lr", "0.1"]}
     assert record["precision"]["half_products"] == "emulated-fp16" and record["emulated"]

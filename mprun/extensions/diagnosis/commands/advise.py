@@ -29,7 +29,8 @@ from mprun.config.user_code import (
 from mprun.errors import DIVERGED, DONE, BadInput, MprunError
 from mprun.numerics.probe_record import read_probes
 from mprun.record.metrics import read_metrics
-from mprun.record.run_directory import locked, read_config, read_record, write_config, write_json
+from mprun.record.run_directory import locked, read_config
+from mprun.record.run_record import read_record
 
 if TYPE_CHECKING:
     from mprun.extensions.diagnosis.advice_report import Advice
@@ -184,15 +185,13 @@ def _measure(options: Namespace, base: list[str]) -> tuple[Path, int]:
     named = tuple(override for override in composed.overrides if override not in _FP32)
     directory = claimed(composed, named, "advise-")
     with locked(directory):
-        write_config(directory, composed.as_dict())
-        record = new_record(composed) | {"overrides": base, "measured_for": "advise"}
+        record = new_record(directory, composed)
+        record.update(overrides=base, measured_for="advise")
         with redirect_stdout(sys.stderr):
-            code = attempt(directory, config, built, record)
+            code = attempt(config, built, record)
         if code == DONE and built.steps < whole:
             # A part of a run is no outcome.
-            record = read_record(directory)
-            cause = f"advise took the first {built.steps} of {whole} steps"
-            write_json(directory / "run.json", record | {"status": "preempted", "cause": cause})
+            record.end("preempted", f"advise took the first {built.steps} of {whole} steps")
     return directory, code
 
 

@@ -12,7 +12,8 @@ from mprun.config.user_code import NOTHING, Vouched, is_factory, vouched
 from mprun.errors import DONE, BadInput, Damaged
 from mprun.numerics.exponent_shares import FP16_MAX
 from mprun.numerics.post_mortem import plain, power, read_post_mortem
-from mprun.record.run_directory import read_config, read_record
+from mprun.record.run_directory import read_config
+from mprun.record.run_record import read_record
 
 if TYPE_CHECKING:
     from mprun.extensions.diagnosis.first_nonfinite import Finding

@@ -17,7 +17,8 @@ from mprun.config.schema import MAX_STEPS, RunConfig
 from mprun.config.user_code import is_factory, vouched
 from mprun.errors import DONE, BadInput, Damaged, MprunError
 from mprun.numerics.post_mortem import plain
-from mprun.record.run_directory import read_config, read_record
+from mprun.record.run_directory import read_config
+from mprun.record.run_record import read_record
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -13,7 +13,7 @@ from mprun.config.schema import ScalerConfig
 from mprun.errors import DONE, BadInput
 from mprun.extensions.diagnosis.overflow_trace import OverflowTrace, read_trace_file
 from mprun.record.console import markdown_table
-from mprun.record.run_directory import read_record
+from mprun.record.run_record import read_record
 
 OWN = "this run's own"
 MOST_CHANGES = 5000  # of one scaler in the JSON; logmax changes at every step

@@ -1,0 +1,256 @@
+"""run.json, the record of a run: its fields, its one writer `Record` and its one reader.
+
+Every reader takes it from `read_record`, which checks the type of every field. A field that
+contradicts `RunRecord` is Damaged, named by file and key. Any field may be missing, in a run of an
+earlier version say: a reader names the fields that it needs.
+"""
+
+import math
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypedDict
+
+import msgspec
+
+from mprun.errors import INTERRUPTED, STATUS_EXIT_CODE, Damaged
+from mprun.record.run_directory import (
+    MOST_JSON,
+    content_of,
+    refuse_strange,
+    write_config,
+    write_json,
+)
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+# The numbers that JSON lacks are words.
+_Number = float | Literal["nan", "inf", "-inf"]
+
+
+class Precision(TypedDict, total=False):
+    """The mode's name, and its effect on the device."""
+
+    mode: str
+    usual_scaler: str | None
+    scaler: str
+    half_products: str | None
+    effective_dtypes: dict[str, dict[str, Any]]
+    update: dict[str, dict[str, str]]
+    flags: dict[str, bool | str | int | None]
+
+
+class Environment(TypedDict, total=False):
+    """The machine and the packages of the run."""
+
+    device: Literal["cpu", "cuda"]
+    threads: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
+    packages: dict[str, str | None]
+    cpu: str
+    gpu: str
+    platform: str
+
+
+class Data(TypedDict, total=False):
+    """The run's data. replaced*: files that data.on_corrupt=skip replaced."""
+
+    sha256: str | None
+    replaced: _Count
+    replaced_files: list[str]
+    replaced_places: list[str]
+
+
+class Memory(TypedDict, total=False):
+    """The run's memory in bytes."""
+
+    peak_bytes: _Count | None
+    measure: str
+    saved_for_backward_bytes: _Count | None
+
+
+class Throughput(TypedDict, total=False):
+    """The throughput of training, without evaluations."""
+
+    samples_per_s: float | None
+    windows: _Count
+    sample: str
+    data_wait: float
+
+
+class AuditRecord(TypedDict, total=False):
+    """The computations of the watched steps (`precision.audit`).
+
+    products: "forward fp16" -> number. not_watched: the steps that could not be watched.
+    """
+
+    watched: _Count
+    products: dict[str, _Count]
+    left_the_model: list[str]
+    written_in_a_call: list[str]
+    optimizers: list[str]
+    not_watched: str
+
+
+class RunRecord(TypedDict, total=False):
+    """The content of run.json, of any attempt and however it ended."""
+
+    status: Literal["running", "done", "failed", "diverged", "preempted"]
+    script: dict[str, Any]
+    choices: dict[str, str | None]
+    overrides: list[str]
+    config_hash: str
+    precision: Precision
+    created: str
+    attempts: _Count
+    measured_for: str
+    config: dict[str, Any]  # checked by the schema of the configuration
+    seed: int
+    initial_state: str
+    steps: Annotated[int, msgspec.Meta(ge=1, le=2**53)]
+    steps_per_epoch: _Count
+    sample: str
+    samples_per_step: _Count
+    data: Data
+    environment: Environment
+    cause: str | None
+    ended: str
+    last_step: _Count
+    skipped: _Count
+    updates: _Count
+    final: dict[str, _Number]
+    throughput: Throughput
+    memory: Memory
+    operations: dict[str, Any]
+    memory_by_kind: dict[str, dict[str, _Count]]
+    emulated: dict[str, _Count]
+    audit: AuditRecord
+    seconds: float
+    execution: dict[str, str | float]  # `StepRunner.description`
+    data_before_repair: list[str]
+    ranks: dict[str, Any] | None
+
+
+@dataclass(slots=True)
+class Outcome:
+    """The end of a run, and its results.
+
+    Attributes:
+        status: done, diverged or preempted.
+        step: the last step, from 1.
+        data_wait: share of the time that the device waited for data; None: the source does not
+            read ahead.
+        memory: the peak in bytes, and what measured it.
+        first_step: what was counted in the first step, as fields of the record.
+    """
+
+    status: str
+    step: int
+    cause: str | None = None
+    skipped: int = 0
+    final: dict[str, float] = field(default_factory=dict)
+    samples_per_s: float | None = None
+    windows: int = 0
+    data_wait: float | None = None
+    memory: dict = field(default_factory=dict)
+    first_step: dict = field(default_factory=dict)
+
+    def diverged(self, step: int, cause: str) -> bool:
+        """Note that the run diverged; return False: it does not go on."""
+        self.status, self.step, self.cause = "diverged", step, cause
+        return False
+
+    @property
+    def exit_code(self) -> int:
+        """Return the exit code of a process that ended so."""
+        interrupted = self.status == "preempted" and self.cause == "SIGINT"
+        return INTERRUPTED if interrupted else STATUS_EXIT_CODE[self.status]
+
+    def results(self, sample: str) -> dict[str, Any]:
+        """Return the fields of the record; sample: the unit of the throughput."""
+        return {
+            "last_step": self.step,
+            "skipped": self.skipped,
+            "updates": self.step - self.skipped,
+            "final": {k: v if math.isfinite(v) else str(v) for k, v in self.final.items()},
+            "throughput": {
+                "samples_per_s": self.samples_per_s,
+                "windows": self.windows,
+                "sample": sample,
+                **({} if self.data_wait is None else {"data_wait": self.data_wait}),
+            },
+            "memory": self.memory,
+            **self.first_step,
+        }
+
+
+class Record(dict[str, Any]):
+    """The content of run.json, and all that writes it; the fields are those of `RunRecord`."""
+
+    def __init__(self, directory: Path, fields: Mapping[str, Any]):
+        super().__init__(fields)
+        self.directory, self._began = directory, time.perf_counter()
+
+    @classmethod
+    def new(cls, directory: Path, **fields: Any) -> "Record":
+        """Return the record of a run that has not begun; writes nothing."""
+        return cls(directory, {"status": "running", **fields, "created": _now(), "attempts": 0})
+
+    def begin(self, config: dict[str, Any], **fields: Any) -> None:
+        """Write config.yaml and the start of an attempt: what is known before its first step."""
+        self._began = time.perf_counter()
+        write_config(self.directory, config)
+        self.update(status="running", config=config, seed=config["seed"], **fields)
+        self["attempts"] += 1
+        write_json(self.directory / "run.json", self)
+
+    def end(
+        self, status: str, cause: str | None, results: Mapping[str, Any] | None = None, **more: Any
+    ) -> None:
+        """Write the end of an attempt, whatever way it ended and whoever says so.
+
+        results: fields of a run that came to its own end, which then has its seconds, too.
+        more: fields of any end.
+        """
+        if results is not None:
+            results = {**results, "seconds": round(time.perf_counter() - self._began, 3)}
+        self.update({"status": status, "cause": cause, **(results or {}), "ended": _now()}, **more)
+        write_json(self.directory / "run.json", self)
+
+
+def read_record(directory: Path, *needed: str) -> "Record":
+    """Read run.json.
+
+    Args:
+        directory: The run directory.
+        needed: Fields that must be there ("steps", "environment.device").
+
+    Raises:
+        Damaged: It is not JSON, or a field is missing or contradicts `RunRecord`.
+        FileNotFoundError: There is none.
+    """
+    path = directory / "run.json"
+    refuse_strange(directory)
+    try:
+        record: dict[str, Any] = msgspec.json.decode(content_of(path, MOST_JSON))
+        msgspec.convert(record, RunRecord)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise Damaged(f"{path}: {_in_words(error)}") from None
+    for key in needed:
+        found: Any = record
+        for name in key.split("."):
+            found = found.get(name) if isinstance(found, dict) else None
+        if found is None:
+            raise Damaged(f"{path}: not the record of a run (no {key})")
+    return Record(directory, record)
+
+
+def _in_words(error: Exception) -> str:
+    """Put the key first: "environment.threads: Expected `int`, got `str`"."""
+    text = str(error) or "nested too deeply"
+    what, _, where = text.partition(" - at `$")
+    return f"{where.strip('.`')}: {what}" if where else f"not the record of a run ({what})"
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
