@@ -16,6 +16,7 @@ from mprun.config.schema import RunConfig
 from mprun.data.source import Source, kept_random_state
 from mprun.entry_points import loaded
 from mprun.errors import BadInput
+from mprun.torch_private import apply_to_tensors
 
 Builders = Sequence[Callable[[], nn.Module]]
 
@@ -80,8 +81,8 @@ def put_channels_last(network: nn.Module) -> nn.Module:
     Copies of them (16-bit copies, masters, optimizer state) then keep their order, so that
     operations over lists of tensors stay on their fast path.
     """
-    return network._apply(
-        lambda t: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t
+    return apply_to_tensors(
+        network, lambda t: t.contiguous(memory_format=torch.channels_last) if t.dim() == 4 else t
     )
 
 

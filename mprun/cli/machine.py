@@ -162,16 +162,12 @@ def _gpu(index: int) -> dict:
 
 
 def _cpu_kernels() -> dict:
-    # Which of these torch can tell depends on its version.
-    units = {
-        "AVX-512 BF16": "_is_avx512_bf16_supported",
-        "AMX BF16": "_is_amx_tile_supported",
-        "AMX FP16": "_is_amx_fp16_supported",
-    }
+    units = {"AVX-512 BF16": "avx512_bf16", "AMX BF16": "amx_tile", "AMX FP16": "amx_fp16"}
+    found = torch.cpu.get_capabilities()
     return {
         "capability": torch.backends.cpu.get_cpu_capability(),
         "onednn": torch.backends.mkldnn.is_available(),
-        "units_16_bit": [n for n, a in units.items() if getattr(torch.cpu, a, lambda: False)()],
+        "units_16_bit": [name for name, key in units.items() if found.get(key)],
     }
 
 

@@ -18,6 +18,7 @@ from torch.optim import Adam
 
 from mprun.precision import MixedPrecisionOptimizer
 from mprun.precision.torch_update import is_fused
+from mprun.torch_private import end_graph_pool
 
 _WAITS = "called a synchronizing CUDA operation"
 
@@ -117,8 +118,7 @@ class CudaRecorder:
         """
         index = torch.cuda.current_device()
         with suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(index, self._pool)
-            torch._C._cuda_releasePool(index, self._pool)
+            end_graph_pool(index, self._pool)
         self._pool = torch.cuda.graph_pool_handle()
         # Same seed and offset, in a state outside any capture.
         generator = torch.cuda.default_generators[index]

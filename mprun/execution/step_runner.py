@@ -21,6 +21,7 @@ from mprun.precision import MixedPrecisionOptimizer
 from mprun.precision.audit import Audit, Contradiction, next_due
 from mprun.precision.torch_update import is_fused
 from mprun.tasks.task import Task, TrainState
+from mprun.torch_private import COMPILERS, compile_options
 
 SCHEDULES = ("constant", "linear", "cosine", "polynomial", "step", "epoch_decay")
 
@@ -145,9 +146,6 @@ class LearningRate:
         return self.rates[min(step - skipped, len(self.rates) - 1)]
 
 
-_COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch.fx", "triton")
-
-
 class Compilation:
     """Give learners a compiled form of their model, which shares its tensors.
 
@@ -172,7 +170,7 @@ class Compilation:
             BadInput: the compiler fails (it needs a C++ compiler on a CPU, Triton on a GPU).
         """
         # fallback_random: the same dropout masks as in the uncompiled network.
-        options = torch._inductor.list_mode_options(self.mode) | {"fallback_random": True}
+        options = compile_options(self.mode) | {"fallback_random": True}
         for learner in self.learners:
             learner.network = torch.compile(
                 learner.model, options=options, fullgraph=self.fullgraph, dynamic=False
@@ -186,7 +184,7 @@ class Compilation:
                 warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
                 result = step()
         except Exception as error:
-            if not type(error).__module__.startswith(_COMPILERS):
+            if not type(error).__module__.startswith(COMPILERS):
                 raise
             line = next((line for line in str(error).splitlines() if line.strip()), "")
             name = type(error).__name__

@@ -11,6 +11,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from mprun.numerics.trace import Operation
+from mprun.torch_private import schema_of
 
 # One call is a whole recurrent layer; the first three are the emulated ones.
 RECURRENT = frozenset(
@@ -62,7 +63,7 @@ def flops(operation: Operation) -> int:
 def _is_causal(operation: Operation) -> bool:
     """Return whether an attention kernel leaves out the pairs that a causal mask removes."""
     args = operation.args
-    for place, argument in enumerate(operation.func._schema.arguments):
+    for place, argument in enumerate(schema_of(operation.func).arguments):
         if argument.name == "is_causal":
             return bool(args[place] if place < len(args) else operation.kwargs.get(argument.name))
     return False

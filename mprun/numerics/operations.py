@@ -14,7 +14,6 @@ from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from mprun.numerics.operation_summary import (
     PRODUCTS,
@@ -28,6 +27,7 @@ from mprun.numerics.trace import UNWRITTEN, Collector, Operation, Phase, Trace
 from mprun.precision import PrecisionPolicy, read_math_flags
 from mprun.precision.policy import dtype_name
 from mprun.record.memory import SavedForBackward, memory_by_kind
+from mprun.torch_private import tree_leaves
 
 # Allocations and views under another name.
 _NOT_COUNTED = (UNWRITTEN - {"resize_"}) | {"_unsafe_view"}

@@ -13,8 +13,6 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from mprun.errors import BadInput
 from mprun.numerics.applied_updates import UpdateMeter
@@ -31,6 +29,7 @@ from mprun.numerics.exponent_shares import BINS, AppliedUpdates, ExponentCounts
 from mprun.numerics.probe_record import KINDS, LearnerProbe, TensorStats
 from mprun.numerics.state import Learner
 from mprun.precision import DTYPE_NAMES
+from mprun.torch_private import DisableTorchFunction, disable_dispatch_modes, tree_leaves
 
 Chosen = dict[str, dict[str, nn.Module]]
 
@@ -226,5 +225,5 @@ def loss_scale_names(task, learner: str) -> tuple[str, ...]:
 @contextmanager
 def _plainly() -> Iterator[None]:
     """Disable gradients and the emulation, which would look at every operation."""
-    with torch.no_grad(), torch._C.DisableTorchFunction(), _disable_current_modes():
+    with torch.no_grad(), DisableTorchFunction(), disable_dispatch_modes():
         yield

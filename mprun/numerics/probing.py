@@ -43,6 +43,7 @@ from mprun.precision import (
 )
 from mprun.precision.random_states import random_states, restore_random_states
 from mprun.precision.recurrent import own_recurrent
+from mprun.torch_private import foreach_div_
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
@@ -158,7 +159,7 @@ class _Gradients:
         found = {name: parameter.grad for name, parameter in self.parameters.items()}
         self.gradients = {name: grad for name, grad in found.items() if grad is not None}
         if (parts := self.own.micro_batches) > 1:
-            torch._foreach_div_(list(self.gradients.values()), parts)
+            foreach_div_(list(self.gradients.values()), parts)
         for name, updated in zip(self.own.names, self.own.updated, strict=True):
             self.parameters[name].copy_(updated)
         return Update(self.one, None, None)

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
 from mprun.numerics.post_mortem import StepRow
 from mprun.precision.random_states import random_states, restore_random_states
+from mprun.torch_private import tree_flatten_with_path, tree_leaves
 
 if TYPE_CHECKING:
     from mprun.build import Built

@@ -12,15 +12,21 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.nn.modules.module import (
     register_module_forward_hook,
     register_module_forward_pre_hook,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 
 from mprun.numerics.state import named_modules
+from mprun.torch_private import (
+    DisableTorchFunction,
+    OpOverload,
+    TorchDispatchMode,
+    graph_task,
+    schema_of,
+    tree_leaves,
+    tree_map,
+)
 
 
 class Phase(StrEnum):
@@ -151,7 +157,7 @@ class _Mode(TorchDispatchMode):
         self.is_entered = False
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             return self.run(func, args, kwargs or {})
 
 
@@ -187,7 +193,7 @@ class Operand:
 def operands(operation: Operation) -> Iterator[Operand]:
     """Yield every tensor argument of a call, in the order of the operation's schema."""
     args, name = operation.args, operation.name
-    for position, argument in enumerate(operation.func._schema.arguments):
+    for position, argument in enumerate(schema_of(operation.func).arguments):
         value = args[position] if position < len(args) else operation.kwargs.get(argument.name)
         written = argument.alias_info is not None and argument.alias_info.is_write
         read = not (written and (name in _OVERWRITING or argument.kwarg_only))
@@ -202,12 +208,12 @@ def operands(operation: Operation) -> Iterator[Operand]:
 
 def name_of(func: OpOverload) -> str:
     """Return the name of an ATen operation, "addmm"."""
-    return func._schema.name.partition("::")[2]
+    return schema_of(func).name.partition("::")[2]
 
 
 def in_backward() -> bool:
     """Return whether autograd is running a backward pass."""
-    return torch._C._current_graph_task_id() != -1
+    return graph_task() != -1
 
 
 def per_entry(name: str) -> bool:

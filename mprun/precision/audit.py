@@ -15,12 +15,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mprun.precision.emulation import PRODUCTS, ForwardContext
 from mprun.precision.policy import dtype_name, read_math_flags
 from mprun.precision.recurrent import LAYERS
+from mprun.torch_private import OpOverload, TorchDispatchMode, graph_task, schema_of, version_of
 
 FIRST = 3  # steps watched one after the other
 RARELY = 1000  # afterwards one step in this many
@@ -89,12 +88,12 @@ class Audit(TorchDispatchMode):
         self._versions: list[int] = []
 
     def __enter__(self) -> Audit:
-        self._versions = [own._version for own in self.parameters.values()]
+        self._versions = [version_of(own) for own in self.parameters.values()]
         return super().__enter__()
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        now = [own._version for own in self.parameters.values()]
+        now = [version_of(own) for own in self.parameters.values()]
         for name, version, before in zip(self.parameters, now, self._versions, strict=True):
             if version != before:
                 self.written.add(name)
@@ -102,12 +101,12 @@ class Audit(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        name = func._schema.name.rpartition("::")[2]
+        name = schema_of(func).name.rpartition("::")[2]
         if name.removesuffix("_") in _WATCHED:
             dtypes = [arg.dtype for arg in args if isinstance(arg, Tensor)]
             dtype = next((d for d in dtypes if d.is_floating_point or d.is_complex), None)
             if dtype is not None:
-                backward = torch._C._current_graph_task_id() != -1
+                backward = graph_task() != -1
                 self.products["backward" if backward else "forward", dtype] += 1
                 # In a script's backward pass it may be the script's product, after the model.
                 is_own = not backward or self in self.arithmetic.watchers

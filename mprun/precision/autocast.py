@@ -15,7 +15,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+
+from mprun.torch_private import (
+    below_cpu_autocast,
+    has_kernel,
+    operator_names,
+    tree_leaves,
+    tree_map,
+)
 
 F32 = torch.float32
 _KEY = "AutocastCPU"
@@ -75,13 +82,12 @@ def register(library: torch.library.Library, *, half_to_float: bool = False) -> 
 
 
 def _kernels(half_to_float: bool) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Yield (name of an operator, its kernel under autocast) wherever CUDA and CPU differ."""
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    for full in torch._C._dispatch_get_all_op_names():
+    """(name of an operator, its kernel under autocast) wherever CUDA and CPU differ."""
+    for full in operator_names():
         name = full.removeprefix("aten::")
         if name == full or name in _NEVER:
             continue
-        on_cuda, on_cpu = has(full, "AutocastCUDA"), has(full, _KEY)
+        on_cuda, on_cpu = has_kernel(full, "AutocastCUDA"), has_kernel(full, _KEY)
         if on_cpu and not on_cuda:
             yield name, torch.library.fallthrough_kernel
         elif on_cuda and (not on_cpu or name in _OTHERWISE):
@@ -98,10 +104,9 @@ def _banned(*args: Any, **kwargs: Any) -> Tensor:
 def _under(name: str, half_to_float: bool) -> Callable[..., Any]:
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
-    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
-        with torch._C._ExcludeDispatchKeyGuard(keys):
+        with below_cpu_autocast():
             half = args[0].dtype if isinstance(args[0], Tensor) else None
             if name in _FP32_BY_ARGUMENT:
                 asked = kwargs.get("dtype")

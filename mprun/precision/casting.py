@@ -16,13 +16,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
-from torch.utils._pytree import tree_map
 
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.recurrent import own_recurrent
 from mprun.precision.row_updates import row_tables
 from mprun.precision.scaled_products import inherited, install
+from mprun.torch_private import (
+    FLAT_WEIGHT_REFS,
+    FLAT_WEIGHTS,
+    BatchNorm,
+    BatchOrInstanceNorm,
+    apply_to_tensors,
+    buffers_of,
+    flat_weights_of,
+    init_flat_weights,
+    parameters_of,
+    places_of,
+    tree_map,
+    version_of,
+)
 
 
 def _names_like(model: nn.Module, pattern: str) -> list[str]:
@@ -44,8 +56,7 @@ def matching_modules(model: nn.Module, pattern: str, key: str) -> list[str]:
     return matched
 
 
-# _NormBase: batch and instance norm of every dimension.
-NORM_LAYERS = (_NormBase, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm)
+NORM_LAYERS = (BatchOrInstanceNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm)
 # Module name -> dtype of its override.
 _Chosen = Mapping[str, torch.dtype]
 
@@ -89,12 +100,11 @@ class CastModel:
                 if path in tables:
                     _hold(stack, vars(tables[path]), {"row_dtype": torch.float32})
                     continue
-                places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-                for place in places:
+                for place in places_of(module):
                     other = {key: forms[id(t)] for key, t in place.items() if id(t) in forms}
                     _hold(stack, place, other)
                 if isinstance(module, nn.RNNBase):
-                    flat = [forms.get(id(weight), weight) for weight in module._flat_weights]
+                    flat = [forms.get(id(weight), weight) for weight in flat_weights_of(module)]
                     _hold(stack, vars(module), flat_weights(flat))
                     if not {id(weight) for weight in flat} <= kept:  # else as they were built
                         module.flatten_parameters()
@@ -109,7 +119,7 @@ class CastModel:
         for path, module in self.module.named_modules():
             if path in tables:
                 continue
-            for own in (*module._parameters.values(), *module._buffers.values()):
+            for own in (*parameters_of(module).values(), *buffers_of(module).values()):
                 if own is None or id(own) in found:
                     continue
                 name = names.get(id(own), "")
@@ -145,8 +155,8 @@ def _put(place: dict[str, Any], values: Mapping[str, Any]) -> None:
 
 
 def _version(tensor: Tensor) -> int:
-    """Return how often it was written to; inference tensors do not count."""
-    return -2 if tensor.is_inference() else tensor._version
+    """How often it was written to; inference tensors do not count."""
+    return -2 if tensor.is_inference() else version_of(tensor)
 
 
 def _has_other_form(own: Tensor) -> bool:
@@ -163,8 +173,8 @@ def flat_weights(weights: Iterable[Any]) -> dict[str, Any]:
     """
     weights = list(weights)
     return {
-        "_flat_weights": weights,
-        "_flat_weight_refs": [None if own is None else weakref.ref(own) for own in weights],
+        FLAT_WEIGHTS: weights,
+        FLAT_WEIGHT_REFS: [None if own is None else weakref.ref(own) for own in weights],
     }
 
 
@@ -198,8 +208,8 @@ def cast_model(
         if policy.master_dtype is None:
             for module, dtype in dtypes.items():
                 # Keeps the identity of the parameters and lets nn.LSTM rebuild its flat weights;
-                # without recursion, because the dtype differs between submodules.
-                module._apply(partial(cast_tree, dtype=dtype), recurse=False)
+                # without recursion, because each submodule has a dtype of its own.
+                apply_to_tensors(module, partial(cast_tree, dtype=dtype), recurse=False)
         else:
             _make_copies(cast, dtypes, policy.master_dtype)
     own_recurrent(model)
@@ -237,7 +247,7 @@ def _make_copies(
     wanted = {
         id(own): dtype
         for module, dtype in dtypes.items()
-        for own in module._parameters.values()
+        for own in parameters_of(module).values()
         if own is not None and own.is_floating_point()
     }
     copies: dict[int, nn.Parameter] = {}
@@ -249,17 +259,17 @@ def _make_copies(
                 own.data = own.data.to(master_dtype)
             cast.masters[name] = own
     for module in cast.module.modules():
-        for key, weight in module._parameters.items():
-            module._parameters[key] = copies.get(id(weight), weight)
+        for key, weight in parameters_of(module).items():
+            parameters_of(module)[key] = copies.get(id(weight), weight)
         dtype = dtypes.get(module, torch.float32)
-        for key, buffer in module._buffers.items():
+        for key, buffer in buffers_of(module).items():
             if buffer is not None and buffer.is_floating_point() and buffer.dtype is not dtype:
-                module._buffers[key] = rounded = buffer.to(dtype)
+                buffers_of(module)[key] = rounded = buffer.to(dtype)
                 cast.buffers.append((rounded, _version(rounded), buffer))
         if isinstance(module, nn.RNNBase) and any(
-            id(own) in copies for own in module._flat_weights
+            id(own) in copies for own in flat_weights_of(module)
         ):
-            module._init_flat_weights()  # the copies, on a GPU in one buffer
+            init_flat_weights(module)  # the copies, on a GPU in one buffer
 
 
 def cast_around_modules(model: nn.Module, policy: PrecisionPolicy, chosen: _Chosen) -> None:
@@ -271,7 +281,7 @@ def cast_around_modules(model: nn.Module, policy: PrecisionPolicy, chosen: _Chos
         around = outer or policy.autocast_dtype or policy.param_dtype
         if name in chosen and chosen[name] is not outer:
             _compute_in(module, chosen[name], around, policy)
-        elif isinstance(module, NORM_LAYERS) and not isinstance(module, _BatchNorm):
+        elif isinstance(module, NORM_LAYERS) and not isinstance(module, BatchNorm):
             # BatchNorm takes half activations with FP32 parameters and statistics as it is: cuDNN's
             # and the CPU's kernels read half, compute in FP32 and store half (section 3.3).
             dtype = dtype_of(name, module, policy, chosen)

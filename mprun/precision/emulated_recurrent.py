@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from mprun.precision.recurrent import RecurrentCall
+from mprun.torch_private import DisableTorchFunction, disable_dispatch_modes
 
 aten = torch.ops.aten
 F32 = torch.float32
@@ -93,8 +93,8 @@ class _EmulatedLayer(torch.autograd.Function):
     def forward(
         ctx: Any, kind: _Kind, keep: bool, counts: Counter[tuple[str, str]], *operands: Any
     ) -> tuple[Tensor, ...]:
-        # Otherwise each of the 12 operations a time step would pass through both modes.
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
+        # Without this each of the 12 operations a time step would pass through both modes.
+        with DisableTorchFunction(), disable_dispatch_modes():
             results, kept = kind.forward(keep, *operands)
             counts[kind.name, "forward"] += 1
         if keep:
@@ -107,8 +107,8 @@ class _EmulatedLayer(torch.autograd.Function):
         name = ctx.kind.name
         if torch.is_grad_enabled():
             raise RuntimeError(f"the emulated {name} has no second derivative (create_graph=True)")
-        saved = ctx.saved_tensors  # a checkpoint recomputes them, in all modes
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
+        saved = ctx.saved_tensors  # which a checkpoint computes again, in all modes
+        with DisableTorchFunction(), disable_dispatch_modes():
             ctx.counts[name, "backward"] += 1
             d_inputs, d_recurrent, dh, *others = ctx.kind.backward(saved, *gradients)
             found = _gradients(ctx.needs_input_grad[3:], saved, d_inputs, d_recurrent, dh)

@@ -26,16 +26,23 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._ops import OpOverload
 from torch.nn import functional as F
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
+from torch.overrides import TorchFunctionMode
 
 from mprun.precision.autocast import cuda_lists
 from mprun.precision.emulated_recurrent import emulated_recurrent
 from mprun.precision.policy import DTYPE_NAMES, PrecisionPolicy
 from mprun.precision.recurrent import LAYERS, RecurrentCall, own_recurrent
 from mprun.precision.scaled_products import calls
+from mprun.torch_private import (
+    DisableTorchFunction,
+    OpOverload,
+    TorchDispatchMode,
+    dispatch_modes,
+    function_modes,
+    graph_task,
+    schema_of,
+)
 
 aten = torch.ops.aten
 F32 = torch.float32
@@ -89,10 +96,10 @@ class ForwardContext:
         # a backward pass keeps the dispatch modes around it and loses the function modes.
         entered = ExitStack()
         for mode in (*self.emulations, *self.watchers):
-            if mode not in _get_current_dispatch_mode_stack():
+            if mode not in dispatch_modes():
                 entered.enter_context(mode)
         for emulation in self.emulations:
-            if emulation.functions not in _get_current_function_mode_stack():
+            if emulation.functions not in function_modes():
                 entered.enter_context(emulation.functions)
         self._entered.append(entered)
         return self
@@ -243,7 +250,7 @@ class HalfEmulation(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None) -> Any:
         kwargs = kwargs or {}
         # In forward the function mode below is active too and would add to the cost of each call.
-        with torch._C.DisableTorchFunction():
+        with DisableTorchFunction():
             route = route_of(func)
             if route is None:
                 return func(*args, **kwargs)
@@ -256,7 +263,7 @@ class HalfEmulation(TorchDispatchMode):
                 # Most operations refuse mixed dtypes; the native kernel raises that error.
                 return func(*args, **kwargs)
             if name.removesuffix("_") in PRODUCTS:
-                phase = "forward" if torch._C._current_graph_task_id() == -1 else "backward"
+                phase = "forward" if graph_task() == -1 else "backward"
                 self.rerouted[name, phase] += 1
             self._scratch.reset()
             return run(self, func, args, kwargs)
@@ -286,11 +293,11 @@ class HalfEmulation(TorchDispatchMode):
         if math.prod(size) < Scratch.SMALLEST:
             return func(*args, **kwargs).to(self.dtype)
         out = self._scratch.empty(math.prod(size)).view(size)
-        return func._overloadpacket.out(*args, **kwargs, out=out).to(self.dtype)
+        return func.overloadpacket.out(*args, **kwargs, out=out).to(self.dtype)
 
     def _writing(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
-        """Run in-place and out= overloads on float32 copies, then round into the arguments."""
-        arguments = func._schema.arguments
+        """In-place and out= overloads: run on float32 copies, then round into what was given."""
+        arguments = schema_of(func).arguments
         names = [argument.name for argument in arguments[: len(args)]]
         given = dict(zip(names, args, strict=True)) | kwargs
         wide = self._widen(given, Tensor.float)
@@ -310,7 +317,7 @@ class HalfEmulation(TorchDispatchMode):
         """Compute in float32 only if values add up; otherwise numbers just move."""
         if not kwargs.get("accumulate", args[3] if len(args) > 3 else False):
             return func(*args, **kwargs)
-        run = HalfEmulation._writing if func._schema.is_mutable else HalfEmulation._plain
+        run = HalfEmulation._writing if schema_of(func).is_mutable else HalfEmulation._plain
         return run(self, func, args, kwargs)
 
     def _batch_norm(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
@@ -338,7 +345,7 @@ class HalfEmulation(TorchDispatchMode):
 
     def _refuse(self, func: OpOverload, args: Args, kwargs: Kwargs) -> Any:
         raise NotImplementedError(
-            f"{func._schema.name}: CUDA has no {DTYPE_NAMES[self.dtype]} kernel of it; "
+            f"{schema_of(func).name}: CUDA has no {DTYPE_NAMES[self.dtype]} kernel of it; "
             "compute it in FP32 (x.float(), or its module by an override)"
         )
 
@@ -574,8 +581,8 @@ def _signature(leaf: Any) -> Any:
 
 @functools.cache
 def route_of(func: OpOverload) -> tuple[str, Route] | None:
-    """Return (counted operation name, function that runs it), or None if it runs unchanged."""
-    name = func._schema.name.partition("::")[2]
+    """(operation name as counted, function that runs it), or None where it runs as it is."""
+    name = schema_of(func).name.partition("::")[2]
     base = name.removesuffix("_")
     # Products first: attention draws random numbers too.
     product = name in PRODUCTS or base in (*_MATRIX, "addmv", "addbmm")
@@ -587,9 +594,9 @@ def route_of(func: OpOverload) -> tuple[str, Route] | None:
         return name, HalfEmulation._index_put
     if name in ("native_batch_norm", "native_batch_norm_backward"):
         return name, HalfEmulation._batch_norm
-    if func._schema.is_mutable:
+    if schema_of(func).is_mutable:
         return name, HalfEmulation._writing
-    large = name in _MATRIX and func._overloadname == "default"
+    large = func.name().partition("::")[2] in _MATRIX  # the overload without a name
     return name, HalfEmulation._matrix if large else HalfEmulation._plain
 
 
@@ -604,4 +611,4 @@ def _is_native(func: OpOverload, name: str) -> bool:
         return True
     if torch.Tag.pointwise in func.tags and not _COARSE.match(base) and name not in _WITH_NUMBER:
         return True
-    return base == "scatter" and "reduce" not in func._overloadname
+    return base == "scatter" and "reduce" not in func.name()

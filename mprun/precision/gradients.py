@@ -34,6 +34,7 @@ from mprun.precision.update import (
     coalesced,
     largest,
 )
+from mprun.torch_private import DisableTorchFunction, foreach_add_, foreach_div_
 
 
 @dataclass(eq=False)
@@ -76,7 +77,7 @@ class Gathering(ABC):
             self.summed(scale)
             return
         scale.backward(loss)
-        with torch._C.DisableTorchFunction():  # otherwise an emulation would see each access
+        with DisableTorchFunction():  # an emulation would look at each access
             self.take(scale)
 
     def sent(self, number: int, flat: Tensor, scale: LossScale) -> Tensor:
@@ -117,7 +118,7 @@ class Untouched(Gathering):
         own = [parameter.grad for parameter in self.parameters]
         if self.parts > 1:
             for group in by_dtype(own):
-                torch._foreach_div_(group, self.parts)
+                foreach_div_(group, self.parts)
             own = coalesced(own)
         sparse, rows = any_sparse(own), [row.gradient for row in self.rows]
         unread = None if self.ranks is not None or sparse else self._scale
@@ -218,7 +219,7 @@ class Unscaled(Gathering):
         if not scale.skips_nonfinite:
             if parts > 1:
                 for group in by_dtype(gradients):
-                    torch._foreach_div_(group, parts)
+                    foreach_div_(group, parts)
             self._multiply_rows(gradients)
             return
         found_inf, grad_max = torch.zeros_like(self.found_inf), None
@@ -256,7 +257,7 @@ class LeftForOnePass(Unscaled):
 
     def backward(self, loss: Tensor, scale: LossScale) -> None:
         if self._left is not None:  # before autograd adds to them
-            with torch._C.DisableTorchFunction():
+            with DisableTorchFunction():
                 super().take(self._left)
             self._left = None
         super().backward(loss, scale)
@@ -358,7 +359,7 @@ def added(known: Gradients, new: Gradients) -> Gradients:
         if one is not None and other is not None and not one.is_sparse:
             groups.setdefault(one.dtype, []).append((one, other))
     for group in groups.values():
-        torch._foreach_add_([one for one, _ in group], [other for _, other in group])
+        foreach_add_([one for one, _ in group], [other for _, other in group])
     return [_sum_of(one, other) for one, other in pairs]
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mprun.precision.policy import option
+from mprun.torch_private import update_scale_
 
 # Between these bounds both the scale and its reciprocal are normal FP32 numbers, so neither can
 # become 0 or inf, even if subnormals are flushed to zero.
@@ -277,7 +278,7 @@ class DynamicLossScale(LossScale):
         if backs_off is not overflow or self.hold_at_floor:
             keeps = (overflow ^ backs_off) | self.stuck
             before = self.scale.clone()
-        torch._amp_update_scale_(
+        update_scale_(
             self.scale,
             self.growth_tracker,
             self.found_inf,

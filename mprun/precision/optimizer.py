@@ -24,7 +24,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.optim import Optimizer
 
 from mprun.precision.casting import CastModel
@@ -43,6 +42,7 @@ from mprun.precision.row_updates import RowUpdate, row_tables
 from mprun.precision.torch_update import initialise_state
 from mprun.precision.update import ByTorch, Ready, SinglePass
 from mprun.precision.update_choice import choose_update
+from mprun.torch_private import BatchNorm, buffers_of
 
 
 class Update(NamedTuple):
@@ -401,7 +401,7 @@ class BatchNormGuard:
     def __init__(self, module: nn.Module):
         homes: dict[torch.dtype, list[tuple[nn.Module, str, Tensor]]] = {}
         for layer in module.modules():
-            if isinstance(layer, _BatchNorm):
+            if isinstance(layer, BatchNorm):
                 for name, buffer in layer.named_buffers(recurse=False):
                     homes.setdefault(buffer.dtype, []).append((layer, name, buffer))
         self.flat = []
@@ -417,8 +417,8 @@ class BatchNormGuard:
         self.saved = [flat.clone() for flat in self.flat]
 
     def is_current(self) -> bool:
-        """Return whether the layers still hold the guarded statistics."""
-        return all(layer._buffers.get(name) is own for layer, name, own in self._homes)
+        """Return whether the layers still hold the statistics that are guarded."""
+        return all(buffers_of(layer).get(name) is own for layer, name, own in self._homes)
 
     @torch.no_grad()
     def save(self) -> None:

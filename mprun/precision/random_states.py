@@ -11,6 +11,8 @@ import numpy
 import torch
 from torch import Tensor
 
+from mprun.torch_private import cudnn_init_dropout_state
+
 # Device index -> the state that cuDNN draws dropout masks from: uint8, on that device.
 _dropout_states: dict[int, Tensor] = {}
 
@@ -70,8 +72,8 @@ def own_dropout_state(device: torch.device) -> Tensor:
 
 def _seeded_state(device: torch.device) -> Tensor:
     seed = torch.cuda.default_generators[_index(device)].initial_seed() % 2**63
-    # Each use gives its dropout probability; the state is the same for all.
-    return torch._cudnn_init_dropout_state(0.5, True, seed, dtype=torch.uint8, device=device)
+    # How much is dropped is said with each use; the state is the same for any share.
+    return cudnn_init_dropout_state(0.5, True, seed, dtype=torch.uint8, device=device)
 
 
 def _index(device: torch.device) -> int:

@@ -23,10 +23,15 @@ import torch
 from torch import Tensor, nn
 from torch.backends.cudnn import rnn as cudnn
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
-from torch.utils._pytree import tree_map
 
 from mprun.precision.random_states import own_dropout_state
+from mprun.torch_private import (
+    cudnn_rnn,
+    cudnn_rnn_flatten_weight,
+    dispatch_modes,
+    foreach_copy_,
+    tree_map,
+)
 
 LAYERS = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 
@@ -96,9 +101,9 @@ class _ByCudnn(TorchFunctionMode):
         if func not in LAYERS:
             return func(*args, **(kwargs or {}))
         if not args[0].is_cuda:
-            # A backward pass that recomputes the forward pass (torch.utils.checkpoint) has lost the
-            # function modes, including an emulation's, and kept the dispatch modes.
-            for mode in reversed(_get_current_dispatch_mode_stack()):
+            # A backward pass that computes the forward pass again (torch.utils.checkpoint) has lost
+            # the function modes, an emulation's own among them, and kept the dispatch modes.
+            for mode in reversed(dispatch_modes()):
                 if hasattr(mode, "functions"):
                     return mode.functions.__torch_function__(func, types, args, kwargs)
             return func(*args, **(kwargs or {}))
@@ -117,7 +122,7 @@ class _ByCudnn(TorchFunctionMode):
         """Compute the result of `func` with the operation that it calls itself."""
         is_lstm = isinstance(call.hidden, (tuple, list))
         h, c = call.hidden if is_lstm else (call.hidden, None)
-        output, h, c, _, _ = torch._cudnn_rnn(
+        output, h, c, _, _ = cudnn_rnn(
             call.inputs,
             call.weights,
             self._per_layer(call.weights),
@@ -165,7 +170,7 @@ class _ByCudnn(TorchFunctionMode):
     def _flatten(self, weights: list[Tensor]) -> Tensor:
         """Move the weights, in place, into a new buffer in cuDNN's order."""
         module = self.module
-        return torch._cudnn_rnn_flatten_weight(
+        return cudnn_rnn_flatten_weight(
             weights,
             self._per_layer(weights),
             module.input_size,
@@ -191,7 +196,7 @@ class _InOneBuffer(torch.autograd.Function):
         ctx.dtype = weights[0].dtype
         buffer = torch.empty(size, dtype=torch.bfloat16, device=weights[0].device)
         views = [buffer[start : start + shape.numel()].view(shape) for start, shape in places]
-        torch._foreach_copy_(views, list(weights))
+        foreach_copy_(views, list(weights))
         ctx.mark_non_differentiable(buffer)
         return buffer, *views
 

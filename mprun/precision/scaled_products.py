@@ -29,6 +29,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mprun.torch_private import scaled_mm
+
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 FORMAT_NAMES = {dtype: name for name, dtype in FORMATS.items()}
 GRANULARITIES = ("none", "tensor", "row")
@@ -135,7 +137,7 @@ def _on_cuda(
     if factor_a.dim() == 2:  # by row: pad the factors too
         factor_a = nn.functional.pad(factor_a, (0, 0, 0, more_n), value=1.0)
         factor_b = nn.functional.pad(factor_b, (0, more_m), value=1.0)
-    found = torch._scaled_mm(
+    found = scaled_mm(
         left, right.t(), factor_a.contiguous(), factor_b.contiguous(), out_dtype=dtype,
         use_fast_accum=fast,
     )  # fmt: skip

@@ -29,6 +29,14 @@ from mprun.precision.update import (
     in_memory_order,
     in_order_of,
 )
+from mprun.torch_private import (
+    FUSED,
+    foreach_add_,
+    foreach_copy_,
+    foreach_mul_,
+    foreach_norm,
+    unscale_and_find_inf_,
+)
 
 # Elements; FP32, so 2 MB. Measured (benchmarks/update_speed.py --blocks): smaller blocks cost more
 # in calls than they save in memory, blocks above 1 M no longer stay in a cache.
@@ -131,7 +139,7 @@ class BlockedUpdate(SinglePass):
         keys = None if narrow is None else narrow.keys()
         for part in self._parts:
             if part.steps:
-                torch._foreach_add_(part.steps, 1)
+                foreach_add_(part.steps, 1)
             settings, factors = self._settings(part.group, unscale)
             if part.clipped and factor != 1.0:
                 factors.append(factor)
@@ -161,10 +169,10 @@ class BlockedUpdate(SinglePass):
             pairs = zip(block.masters, pieces, strict=True)
             pieces = [in_order_of(master, piece) for master, piece in pairs]
         else:
-            torch._foreach_copy_(block.buffers, pieces)
+            foreach_copy_(block.buffers, pieces)
             pieces = block.buffers
             for factor in factors:
-                torch._foreach_mul_(pieces, factor)
+                foreach_mul_(pieces, factor)
         match self.rule:
             case "sgd":
                 others = block.states or [[]]
@@ -172,9 +180,9 @@ class BlockedUpdate(SinglePass):
                 others = [*block.states, block.steps]
             case _:
                 others = [*block.states, [], block.steps]  # no largest squares (amsgrad)
-        getattr(torch, f"_fused_{self.rule}_")(block.masters, pieces, *others, **settings)
+        FUSED[self.rule](block.masters, pieces, *others, **settings)
         if block.copies:
-            torch._foreach_copy_(block.copies, block.copied)
+            foreach_copy_(block.copies, block.copied)
 
     def _store(self, narrow: NarrowWeights, block: _Block, keys: Tensor | None) -> None:
         for piece, wide in block.narrow:
@@ -223,7 +231,7 @@ class BlockedUpdate(SinglePass):
         """Check the gradients in one read; small ones, which a cache holds, are written as well."""
         found = torch.zeros(())
         for group in by_dtype(g for g in gradients if g.numel() < _SMALL):
-            torch._amp_foreach_non_finite_check_and_unscale_(group, found, self._one)
+            unscale_and_find_inf_(group, found, self._one)
         large = [gradient for gradient in gradients if gradient.numel() >= _SMALL]
         # A sum is not finite if a value is not. A sum may also overflow, so check it again.
         for group in by_dtype(large):
@@ -296,7 +304,7 @@ def _norms(gradients: list[Tensor], inverse: Tensor | None, finite: bool) -> Ten
     factor = 1.0 if inverse is None else float(inverse)
     if math.frexp(factor)[0] == 0.5:
         # A power of two goes through squares, sums and roots without a rounding.
-        norms = torch.stack(torch._foreach_norm(gradients, 2, dtype=torch.float32)) * factor
+        norms = torch.stack(foreach_norm(gradients, 2, dtype=torch.float32)) * factor
         if not finite or bool(torch.isfinite(norms).all()):
             return norms
     return torch.stack([torch.linalg.vector_norm(g.float() * factor) for g in gradients])

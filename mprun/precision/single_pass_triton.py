@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mprun.precision.single_pass_kernels import COLUMNS, check_kernel, update_kernel
 from mprun.precision.update import Checked, Gradients, Scaled, SinglePass, Weight, in_order_of
+from mprun.torch_private import foreach_add_
 
 # Spare tables of pinned memory, which must not be allocated during a capture: enough for the graphs
 # that are captured one after the other without a plain step between them.
@@ -240,10 +241,10 @@ class KernelUpdate(SinglePass):
             return
         # Adagrad's counter may be on the host; nothing reads it, so a skip leaves it counted.
         if found_inf is None or steps[0].device != found_inf.device:
-            torch._foreach_add_(steps, 1)
+            foreach_add_(steps, 1)
         else:
-            # A list: one tensor for all of them would be read on the host as a number.
-            torch._foreach_add_(steps, [1 - found_inf] * len(steps))
+            # A list: one tensor for all of them would be read on the host, as a number.
+            foreach_add_(steps, [1 - found_inf] * len(steps))
 
     def _rate(self, group: dict) -> Tensor:
         """Return the learning rate on the device, float32, 0-dim."""

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
-from torch.utils._python_dispatch import _disable_current_modes
+
+from mprun.torch_private import disable_dispatch_modes, has_kernel
 
 RULES = {"sgd": SGD, "adam": Adam, "adamw": AdamW, "adagrad": Adagrad}
 # The state that a rule moves, in the order in which kernels take it.
@@ -140,9 +141,9 @@ def has_fused_kernel(kind: str, device: torch.device) -> bool:
     """
     if device.type == "cuda" and not torch.cuda.is_available():
         operator = f"aten::_fused_{kind}_"
-        return torch._C._dispatch_has_kernel_for_dispatch_key(operator, "CUDA")
+        return has_kernel(operator, "CUDA")
     try:
-        with _disable_current_modes():  # a real step, also within what traces or counts
+        with disable_dispatch_modes():  # a real step, also within what traces or counts
             weight = torch.zeros(1, device=device, requires_grad=True)
             weight.grad = torch.zeros_like(weight)
             RULES[kind]([weight], lr=0.0, fused=True).step()

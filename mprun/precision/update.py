@@ -20,6 +20,13 @@ from torch.optim import Optimizer
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.narrow_weights import COMPENSATION, NarrowWeights
 from mprun.precision.torch_update import STATE, rule_of, step_unless
+from mprun.torch_private import (
+    foreach_copy_,
+    foreach_mul_,
+    foreach_norm,
+    sparse_values,
+    unscale_and_find_inf_,
+)
 
 Gradients = list[Tensor | None]  # one for each parameter, sometimes then for each row table
 
@@ -136,7 +143,7 @@ class ByTorch:
     def clip(self, ready: Ready, factor: Tensor) -> Tensor | None:
         """Multiply the gradients in the norm by `factor` (0-dim); return the factor left over."""
         for group in by_dtype(self._clipped([*ready.own.gradients, *ready.rows])):
-            torch._foreach_mul_(group, factor)
+            foreach_mul_(group, factor)
         return None
 
     def apply(self, ready: Ready, clip: Tensor | None) -> None:
@@ -147,7 +154,7 @@ class ByTorch:
         else:
             self._step_in_chunks(self.narrow, own, found_inf)
         if self._copies:
-            torch._foreach_copy_(self._copies, self._masters)
+            foreach_copy_(self._copies, self._masters)
 
     def _step_in_chunks(
         self, narrow: NarrowWeights, own: Gradients, found_inf: Tensor | None
@@ -211,7 +218,7 @@ class SinglePass(ByTorch, ABC):
         if ready.sparse:
             return super().clip(ready, factor)
         if rows := self._clipped(ready.rows, len(ready.own.gradients)):
-            torch._foreach_mul_(rows, factor)
+            foreach_mul_(rows, factor)
         return factor
 
     def apply(self, ready: Ready, clip: Tensor | None) -> None:
@@ -259,8 +266,8 @@ def by_dtype(tensors: Iterable[Tensor | None]) -> list[list[Tensor]]:
     groups: dict[torch.dtype, list[Tensor]] = {}
     for tensor in tensors:
         if tensor is not None:
-            tensor = tensor._values() if tensor.is_sparse else tensor
-            if tensor.is_complex():  # a lazy conjugate shares the memory
+            tensor = sparse_values(tensor) if tensor.is_sparse else tensor
+            if tensor.is_complex():  # a lazy conjugate is one of the same memory
                 tensor = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
             groups.setdefault(tensor.dtype, []).append(tensor)
     return list(groups.values())
@@ -278,17 +285,17 @@ def check_and_unscale(tensors: list[Tensor], found_inf: Tensor, inverse: Tensor)
     """
     if tensors[0].dtype is torch.bfloat16 and tensors[0].is_cuda:
         wide = [tensor.float() for tensor in tensors]
-        torch._amp_foreach_non_finite_check_and_unscale_(wide, found_inf, inverse)
-        torch._foreach_copy_(tensors, wide)
+        unscale_and_find_inf_(wide, found_inf, inverse)
+        foreach_copy_(tensors, wide)
     else:
-        torch._amp_foreach_non_finite_check_and_unscale_(tensors, found_inf, inverse)
+        unscale_and_find_inf_(tensors, found_inf, inverse)
 
 
 def largest(tensors: Iterable[Tensor | None]) -> Tensor:
     """Return the largest magnitude of all, float32, 0-dim."""
     groups = by_dtype(tensors)
     found = [[tensor for tensor in group if tensor.numel()] for group in groups]
-    norms = [n.float() for some in found if some for n in torch._foreach_norm(some, float("inf"))]
+    norms = [n.float() for some in found if some for n in foreach_norm(some, float("inf"))]
     return torch.stack(norms).max() if norms else groups[0][0].new_zeros((), dtype=torch.float32)
 
 
@@ -297,7 +304,7 @@ def norms_of(gradients: list[Tensor]) -> Tensor:
     norms = [
         norm
         for group in by_dtype(gradients)
-        for norm in torch._foreach_norm(group, 2, dtype=torch.float32)
+        for norm in foreach_norm(group, 2, dtype=torch.float32)
     ]
     return torch.stack(norms)
 

@@ -7,6 +7,8 @@ from collections import Counter
 import torch
 from torch import Tensor
 
+from mprun.torch_private import sparse_indices, sparse_values
+
 OF_CUDA = ("peak_bytes", "reserved_bytes")  # the keys that `peak` measures on CUDA
 
 
@@ -111,7 +113,7 @@ def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
     Layouts other than strided and sparse COO are not counted.
     """
     if tensor.is_sparse:
-        return tensor._indices(), tensor._values()
+        return sparse_indices(tensor), sparse_values(tensor)
     return (tensor,) if tensor.layout is torch.strided else ()
 
 

@@ -359,7 +359,7 @@ def quickest_start() -> Start:
     """
     if sys.platform != "linux" or "torch" in sys.modules:
         return start_child
-    # torch._dynamo: torch's optimizers import it when the first one is made.
-    for module in ("mprun.training.run", "torch._dynamo", "torch.utils.tensorboard"):
+    dynamo = import_module("mprun.torch_private").DYNAMO  # which the first optimizer imports
+    for module in ("mprun.training.run", dynamo, "torch.utils.tensorboard"):
         import_module(module)
     return Fork

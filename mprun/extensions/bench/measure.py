@@ -21,7 +21,7 @@ import torch
 
 from mprun.extensions.bench.contender import FIRST_STEPS, Contender
 from mprun.precision import pin_math_flags
-from mprun.record.energy import PowerMeter
+from mprun.torch_private import scaled_mm
 
 WINDOW_S = 0.3  # minimum; beyond it NVML's counter and torch's launch queue do not matter
 AGREE, IN_A_ROW = 0.02, 3  # warm-up ends when that many windows agree this well
@@ -244,7 +244,7 @@ def _product_of(a: torch.Tensor, b: torch.Tensor) -> Callable[[], object]:
     if a.dtype.itemsize > 1:
         return partial(torch.mm, a, b, out=torch.empty_like(a))
     one = torch.ones((), device=a.device)
-    fp8 = partial(torch._scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=True)
+    fp8 = partial(scaled_mm, out_dtype=torch.bfloat16, use_fast_accum=True)
     return partial(fp8, a, b.t(), one, one)
 
 

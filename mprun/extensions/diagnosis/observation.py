@@ -15,8 +15,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import Node
-from torch.utils._python_dispatch import _disable_current_modes
-from torch.utils._pytree import tree_leaves
 
 from mprun.numerics.state import named_learners, optimizer_state
 from mprun.numerics.trace import (
@@ -37,6 +35,7 @@ from mprun.numerics.trace import (
 )
 from mprun.precision import scaled_products
 from mprun.precision.scaled_products import Cast
+from mprun.torch_private import autograd_node, disable_dispatch_modes, schema_of, tree_leaves
 
 _MARK = "mprun.module"
 _RAMPS = 50  # most events with a separate ramp
@@ -183,7 +182,7 @@ class Observation(Collector):
         """Look at a leaf module's output: an opaque kernel (the emulated LSTM) shows only here."""
         if any(module.children()):
             return
-        with _disable_current_modes():
+        with disable_dispatch_modes():
             bad = [t for t in floats(outputs) if not math.isfinite(largest_of(t))]
             if not bad:
                 return
@@ -199,7 +198,7 @@ class Observation(Collector):
 
     def _look_at_node(self, name: str, path: str):
         def look(gradients, outputs) -> None:
-            with _disable_current_modes():
+            with disable_dispatch_modes():
                 bad = [t for t in floats(gradients) if not math.isfinite(largest_of(t))]
                 given = self._inputs(floats(outputs))
                 for tensor in floats(gradients):
@@ -219,9 +218,9 @@ class Observation(Collector):
     # Operations
 
     def before(self, operation: Operation) -> list[_Given] | None:
-        if not operation.func._schema.is_mutable:
+        if not schema_of(operation.func).is_mutable:
             return None
-        with _disable_current_modes():  # the call overwrites its inputs
+        with disable_dispatch_modes():  # the call overwrites its inputs
             return self._given(operation)
 
     def after(self, operation: Operation, kept: list[_Given] | None) -> None:
@@ -229,7 +228,7 @@ class Observation(Collector):
         if name in UNWRITTEN or operation.func.is_view:
             return
         phase, where = self._trace.phase, self._module_now()
-        with _disable_current_modes():
+        with disable_dispatch_modes():
             written: list[tuple[int | None, Tensor]] = list(enumerate(floats(operation.result)))
             if kept is not None:
                 written = [
@@ -253,7 +252,7 @@ class Observation(Collector):
         if given.finite:
             label = self._label(tensor, operation, index, phase)
             event = self._event(phase, where, operation.name, label, tensor, given)
-            if not operation.func._schema.is_mutable:
+            if not schema_of(operation.func).is_mutable:
                 event.would_be = in_fp32(operation, place)
             sources = {event.order}
             if phase == Phase.FORWARD:
@@ -271,7 +270,7 @@ class Observation(Collector):
         return [(one.index, self._input(one.tensor, one.singular_at_zero)) for one in read]
 
     def _see_cast(self, matrix: Tensor, take: Callable[[], Cast]) -> Cast:
-        with _disable_current_modes():
+        with disable_dispatch_modes():
             found = take()
             given = self._input(matrix.detach(), False)
             self._casts[storage_of(found.values)] = found.values, given
@@ -319,7 +318,7 @@ class Observation(Collector):
     def _module_now(self) -> str:
         if not in_backward():
             return self._module_around()
-        node = torch._C._current_autograd_node()
+        node = autograd_node()
         if _computes(node):
             self._where = _marks(node).get(_MARK, "loss")
         return self._where

@@ -25,6 +25,14 @@ from torch import Tensor
 from torch.autograd.graph import Node as GraphNode
 
 from mprun.precision.loss_scale import LossScale
+from mprun.torch_private import (
+    foreach_copy_,
+    foreach_mul,
+    graph_task,
+    queue_callback,
+    replace_engine,
+    run_engine,
+)
 
 _MARK = "mprun.node"  # in the metadata of a node: (what, owner)
 
@@ -126,7 +134,7 @@ def _cast_all(
 ) -> Iterable[Tensor]:
     if dtype is not None and len(tensors) > 1 and tensors[0].is_cuda:
         made = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
-        torch._foreach_copy_(made, list(tensors))
+        foreach_copy_(made, list(tensors))
         return made
     return [
         tensor.to(dtype)
@@ -149,7 +157,7 @@ def _times(
             for gradient in gradients
         ]
     if len(given) > 1 and all(gradient.layout is torch.strided for gradient in given):
-        products = iter(torch._foreach_mul(given, factor))
+        products = iter(foreach_mul(given, factor))
     else:
         products = iter([gradient * factor for gradient in given])
     return [None if gradient is None else next(products) for gradient in gradients]
@@ -205,12 +213,7 @@ def after_this_pass(act: Callable[[], None]) -> None:
     It is queued twice, to come after the callback in which DistributedDataParallel ends its
     reduction.
     """
-    queue = torch.autograd.Variable._execution_engine.queue_callback
-    queue(lambda: queue(act))
-
-
-_graph_task = torch._C._current_graph_task_id
-_plain_engine = torch.autograd._engine_run_backward
+    queue_callback(lambda: queue_callback(act))
 
 
 def watch_backward(
@@ -224,15 +227,15 @@ def watch_backward(
     """
 
     def run(roots: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        context = around(roots) if _graph_task() == -1 else None
+        context = around(roots) if graph_task() == -1 else None
         if context is None:
-            return _plain_engine(roots, *args, **kwargs)
+            return run_engine(roots, *args, **kwargs)
         with context:
-            return _plain_engine(roots, *args, **kwargs)
+            return run_engine(roots, *args, **kwargs)
 
-    setattr(torch.autograd, "_engine_run_backward", run)  # noqa: B010 - mypy knows no attribute
+    replace_engine(run)
 
 
 def in_backward() -> bool:
     """Return whether a backward pass runs in this thread."""
-    return bool(_graph_task() != -1)
+    return bool(graph_task() != -1)

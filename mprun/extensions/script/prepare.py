@@ -37,6 +37,9 @@ from mprun.precision.policy import (
 )
 from mprun.precision.row_updates import row_tables
 from mprun.precision.scaled_products import chosen_layers
+from mprun.script.prepared_model import PreparedModel, is_sharded, prepared_modules
+from mprun.script.steps import Scaling, install_hooks, name_scaler, reach, state_of
+from mprun.torch_private import UNCOMPILED
 
 Model = TypeVar("Model", bound=nn.Module | Sequence[nn.Module])
 Opt = TypeVar("Opt", bound=Optimizer | Sequence[Optimizer])
@@ -176,8 +179,8 @@ def _policy(precision: Any) -> PrecisionPolicy:
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:
-    """Return the module inside a result of torch.compile."""
-    inside = getattr(model, "_orig_mod", model)
+    """The module inside of what torch.compile returned."""
+    inside = getattr(model, UNCOMPILED, model)
     return inside if isinstance(inside, nn.Module) else model
 
 

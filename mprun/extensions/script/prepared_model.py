@@ -25,8 +25,6 @@ import torch
 from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
 from torch.compiler import is_dynamo_compiling
 from torch.distributed import is_initialized
-from torch.nn.modules.loss import _Loss
-from torch.utils._pytree import tree_map
 
 from mprun.extensions.script.nodes import in_backward, make_nodes
 from mprun.extensions.script.tensors import Tensors
@@ -38,12 +36,27 @@ from mprun.precision.optimizer import BatchNormGuard
 from mprun.precision.policy import ieee_fp32
 from mprun.precision.recurrent import own_recurrent
 from mprun.precision.scaled_products import install
+from mprun.script.nodes import in_backward, make_nodes
+from mprun.script.tensors import Tensors
+from mprun.torch_private import (
+    CALL_WITH_HOOKS,
+    FLAT_WEIGHT_REFS,
+    FLAT_WEIGHTS,
+    HOOKS,
+    PLACES,
+    REPLICATE,
+    Loss,
+    active_ddp_module,
+    apply_to_tensors,
+    children_of,
+    disable_dynamo,
+    tree_map,
+)
 
 _OUTSIDE, _IN_MODE, _EVALUATING = range(3)
-_OWN = ("forward", "__getstate__", "__deepcopy__", "_replicate_for_data_parallel")
-# Attributes of modules in which the user keeps no tensors.
-_NO_PLACES = frozenset([*nn.Module().__dict__, *_OWN, "_flat_weights", "_flat_weight_refs"])
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_OWN = ("forward", "__getstate__", "__deepcopy__", REPLICATE)
+# Attributes of modules that are no places of the user's.
+_NO_PLACES = frozenset([*nn.Module().__dict__, *_OWN, FLAT_WEIGHTS, FLAT_WEIGHT_REFS])
 
 
 class PreparedModel:
@@ -148,12 +161,12 @@ class PreparedModel:
             names = matching_modules(self.model, pattern, "overrides")
             chosen |= dict.fromkeys(names, dtype)
         dtypes = {
-            m: torch.float32 if isinstance(m, _Loss) else dtype_of(name, m, self.policy, chosen)
+            m: torch.float32 if isinstance(m, Loss) else dtype_of(name, m, self.policy, chosen)
             for name, m in named.items()
         }
         if self._casts and not self.tensors.rounds:
             for module, dtype in dtypes.items():
-                module._apply(functools.partial(cast_tree, dtype=dtype), recurse=False)
+                apply_to_tensors(module, functools.partial(cast_tree, dtype=dtype), recurse=False)
         if not self.is_plain:
             own_recurrent(self.model)
             if self.policy.products is not None:
@@ -161,13 +174,15 @@ class PreparedModel:
             cast_around_modules(self.model, self.policy, chosen)
             for module in metrics:
                 module.__dict__.pop("forward", None)
-        self.tensors.parts = [(m, dtype, tuple(m._modules.values())) for m, dtype in dtypes.items()]
+        self.tensors.parts = [
+            (m, dtype, tuple(children_of(m).values())) for m, dtype in dtypes.items()
+        ]
         kind = Watched if self._is_untouched else Forward
         for module in self._entries(named.values()):
             inside = module.__dict__.pop("forward", None)
             forward = module.__dict__["forward"] = kind(self, module, plain[module], inside)
             module.__dict__["__getstate__"] = forward.plain_state
-            module.__dict__["_replicate_for_data_parallel"] = _refuse_replica
+            module.__dict__[REPLICATE] = _refuse_replica
         self.model.__dict__["__deepcopy__"] = self._deepcopied
         self.guard = BatchNormGuard(self.model) if self.scale is not None else None
         PreparedModel.built += 1
@@ -175,8 +190,8 @@ class PreparedModel:
     def _entries(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
         """Return the modules whose calls are intercepted: all, or the outermost callable ones."""
         if not self._is_untouched:
-            # A loss inside the model does not belong to the mode: between calls it is FP32.
-            return [m for m in modules if not isinstance(m, _Loss)]
+            # A loss that is a part of the model is none of it: between calls it is FP32.
+            return [m for m in modules if not isinstance(m, Loss)]
         found, todo = [self.model], [self.model]
         while todo:
             module = todo.pop()
@@ -193,7 +208,7 @@ class PreparedModel:
 
     # Calls
 
-    @torch._disable_dynamo(recursive=False)
+    @disable_dynamo(recursive=False)
     def call(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model, or a part of it, from outside."""
         # A checkpoint's recomputation inside the model counts as inside.
@@ -222,8 +237,8 @@ class PreparedModel:
 
     @contextmanager
     def _in_mode(self, audits: bool) -> Iterator[None]:
-        """Compute in the mode."""
-        if any(tuple(m._modules.values()) != children for m, _, children in self.tensors.parts):
+        """Compute as the mode says."""
+        if any(tuple(children_of(m).values()) != children for m, _, children in self.tensors.parts):
             self._build()
         with ExitStack() as stack:
             if torch.is_inference_mode_enabled():
@@ -255,8 +270,7 @@ class PreparedModel:
         self.calls += 1
         self.called_in = PreparedModel.pass_number
         if is_initialized():
-            ddp = nn.parallel.DistributedDataParallel
-            self.in_ddp = self.in_ddp or ddp._get_active_ddp_module() is not None
+            self.in_ddp = self.in_ddp or active_ddp_module() is not None
         if self.guard is not None and not self._guards_step and is_grad_enabled():
             if not self.guard.is_current():
                 self.guard = BatchNormGuard(self.model)
@@ -278,7 +292,7 @@ class PreparedModel:
         # A state created like the parameters, such as an LSTM's, has their 16-bit dtype.
         return tensor.float() if tensor.dtype is self.policy.param_dtype else tensor
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def _inwards(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Cast an input to the mode's dtype; its gradient leaves unscaled, in the input's dtype."""
         if not tensor.is_floating_point():
@@ -289,7 +303,7 @@ class PreparedModel:
             return make_nodes(self, "in", dtype, [tensor])[0]
         return tensor if dtype is None else tensor.to(dtype)
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def _outwards(self, tensor: Tensor) -> Tensor:
         """Widen an output to FP32; its gradient is scaled in FP32, then rounded."""
         is_half = tensor.is_floating_point() and tensor.dtype.itemsize == 2
@@ -318,13 +332,13 @@ class PreparedModel:
         for module, _, _ in self.tensors.parts if self.tensors.changes else ():
             forward = module.__dict__.get("forward")
             if isinstance(forward, Forward) and _has_hooks(module):
-                module.__dict__["_call_impl"] = functools.partial(self._call_hooked, forward)
+                module.__dict__[CALL_WITH_HOOKS] = functools.partial(self._call_hooked, forward)
                 hooked.append(module)
         try:
             yield
         finally:
             for module in hooked:
-                del module.__dict__["_call_impl"]
+                del module.__dict__[CALL_WITH_HOOKS]
 
     def _call_hooked(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Call an inner module: its tensors go out to the hooks before, in to `forward`, out to the
@@ -346,7 +360,8 @@ class PreparedModel:
         args, kwargs = each_tensor((args, kwargs), outwards)
         forward.around = within
         try:
-            outputs = type(forward.module)._call_impl(forward.module, *args, **kwargs)
+            call = getattr(type(forward.module), CALL_WITH_HOOKS)
+            outputs = call(forward.module, *args, **kwargs)
         finally:
             forward.around = None
         return inwards(outputs)
@@ -379,7 +394,7 @@ class PreparedModel:
                     place[key] = outer
                     self._come.add((id(place), key))
 
-    @torch._disable_dynamo
+    @disable_dynamo
     def _let_out(self, audits: bool) -> None:
         """Convert the tensors that the call has left in attributes for the outside."""
         if not (self._casts or self.scale is not None) or not is_grad_enabled():
@@ -540,12 +555,12 @@ class Forward:
             state["forward"] = self.plain
         if self.shared._casts and not self.shared.tensors.rounds:
             known: dict[int, Any] = {}
-            for name in ("_parameters", "_buffers"):
+            for name in PLACES:
                 wide = {k: self.shared.wide_form(own, known) for k, own in state[name].items()}
                 state[name] = wide
-            if "_flat_weights" in state:
-                flat = [self.shared.wide_form(own, known) for own in state["_flat_weights"]]
-                state["_flat_weights"] = flat
+            if FLAT_WEIGHTS in state:
+                flat = [self.shared.wide_form(own, known) for own in state[FLAT_WEIGHTS]]
+                state[FLAT_WEIGHTS] = flat
         return state
 
 
@@ -592,8 +607,8 @@ def _refuse_replica() -> None:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks of the user, not of measurements inside the mode."""
-    hooks = (hook for name in _HOOKS for hook in getattr(module, name).values())
+    """Return whether a module has hooks of the user, not of measurements inside of the mode."""
+    hooks = (hook for name in HOOKS for hook in getattr(module, name).values())
     return not all(getattr(hook, "sees_inside", False) for hook in hooks)
 
 

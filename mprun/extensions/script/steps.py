@@ -26,7 +26,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from mprun.extensions.script.nodes import after_this_pass, refuse_leaks, watch_backward
 from mprun.extensions.script.prepared_model import PreparedModel
@@ -37,6 +36,9 @@ from mprun.precision.optimizer import Update
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.torch_update import host_decides, initialise_state, is_fused, step_unless
 from mprun.precision.update import by_dtype, check_and_unscale, largest
+from mprun.script.nodes import after_this_pass, refuse_leaks, watch_backward
+from mprun.script.prepared_model import PreparedModel
+from mprun.torch_private import SCALES_ITSELF, DisableTorchFunction, dispatch_modes, graph_task
 
 _WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer")  # call the step of the wrapped one
 _MOST_REPEATS = 60  # of a closure: a scale of 2^24 has then become 2^-36
@@ -185,8 +187,8 @@ class OptimizerSteps:
                 scaling.owners.add(self.optimizer)  # before its first step: the scale waits for it
             self._make_narrow()
             self._keep_in_state()
-            # torch.amp.GradScaler reads it in each step, even in one that it skips.
-            self.optimizer.__dict__["_step_supports_amp_scaling"] = _NoGradScaler(self.policy.name)
+            # torch.amp.GradScaler asks for it in each step, also in one that it skips.
+            self.optimizer.__dict__[SCALES_ITSELF] = _NoGradScaler(self.policy.name)
 
     def __reduce__(self) -> Any:
         """Pickle or copy as None: the copy begins anew."""
@@ -586,8 +588,8 @@ class _Pass:
 
 
 def reach(model: PreparedModel) -> None:
-    """Note that the backward pass that runs now enters `model`."""
-    task = torch._C._current_graph_task_id()
+    """Hear that the backward pass that runs now enters `model`."""
+    task = graph_task()
     if task != _Pass.task:
         _Pass.task, _Pass.models = task, []
         after_this_pass(_end_pass)
@@ -604,8 +606,8 @@ def reach(model: PreparedModel) -> None:
 
 @torch.no_grad()
 def _end_pass() -> None:
-    """Check the gradients once, before the script can change them; nothing waits."""
-    with torch._C.DisableTorchFunction():  # otherwise an emulation would see each access
+    """Look at the gradients once, before the script can change them; nothing waits."""
+    with DisableTorchFunction():  # an emulation would look at each access
         for model in _Pass.models:
             model.partners.update(_Pass.models)
             model.found_inf.zero_()
@@ -640,7 +642,7 @@ def _around_pass(roots: Sequence[Tensor]) -> AbstractContextManager[Any] | None:
 def _running(models: Sequence[PreparedModel], audited: Sequence[PreparedModel]) -> Iterator[None]:
     """Run a backward pass of `models` in their arithmetic."""
     own = {emulation for model in models for emulation in model.arithmetic.emulations}
-    active = _get_current_dispatch_mode_stack()
+    active = dispatch_modes()
     known = {m.dtype for m in active if isinstance(m, HalfEmulation) and m not in own}
     with ExitStack() as stack:
         for model in models:

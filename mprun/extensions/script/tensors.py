@@ -21,6 +21,15 @@ from torch.distributed import is_available, is_initialized
 
 from mprun.extensions.script.nodes import Owner, make_nodes
 from mprun.precision.casting import flat_weights
+from mprun.script.nodes import Owner, make_nodes
+from mprun.torch_private import (
+    IS_PARAMETER,
+    buffers_of,
+    flat_weights_of,
+    parameters_of,
+    places_of,
+    version_of,
+)
 
 _BUCKET = 2**22  # elements that are cast by one node
 Key = tuple[int, torch.dtype]  # id of a tensor, and the dtype in which its module computes
@@ -39,8 +48,8 @@ class _Held(NamedTuple):
     is_parameter: bool
 
     def has_changed(self, now: Any) -> bool:
-        """Return whether something was written, as far as torch can tell."""
-        return now is not self.inside or now._version != self.version
+        """Return whether something was written, as far as torch tells."""
+        return now is not self.inside or version_of(now) != self.version
 
 
 class _Watching(NamedTuple):
@@ -86,7 +95,7 @@ class Tensors:
         return {
             id(own): dtype if self.rounds and own.is_floating_point() else own.dtype
             for module, dtype, _ in self.parts
-            for own in module._parameters.values()
+            for own in parameters_of(module).values()
             if own is not None
         }
 
@@ -131,7 +140,7 @@ class Tensors:
             found = {
                 (id(own), dtype): own.detach().float()
                 for module, dtype, _ in self.parts
-                for own in (*module._parameters.values(), *module._buffers.values())
+                for own in (*parameters_of(module).values(), *buffers_of(module).values())
                 if own is not None and own.is_floating_point() and own.dtype.itemsize == 2
             }
         held: list[_Held] = []
@@ -152,16 +161,15 @@ class Tensors:
         flat: list[tuple[dict[str, Any], dict[str, Any]]],
     ) -> None:
         for module, dtype, _ in self.parts:
-            places: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-            for place in places:
+            for place in places_of(module):
                 for key, own in place.items():
                     now = None if own is None else found.get((id(own), dtype))
                     if own is not None and now is not None:
-                        is_parameter = place is module._parameters
-                        held.append(_Held(place, key, own, now, now._version, is_parameter))
+                        is_parameter = place is parameters_of(module)
+                        held.append(_Held(place, key, own, now, version_of(now), is_parameter))
                         place[key] = now
             if isinstance(module, nn.RNNBase):
-                before = [*module._flat_weights]
+                before = [*flat_weights_of(module)]
                 flat.append((module.__dict__, flat_weights(before)))
                 inside = [
                     own if own is None else found.get((id(own), dtype), own) for own in before
@@ -175,7 +183,7 @@ class Tensors:
         found: dict[Key, Tensor] = {}
         missing: dict[torch.dtype | None, list[tuple[Key, Tensor]]] = {}
         for module, dtype, _ in self.parts:
-            for own in (*module._parameters.values(), *module._buffers.values()):
+            for own in (*parameters_of(module).values(), *buffers_of(module).values()):
                 if own is None or (id(own), dtype) in found:
                     continue
                 key, casts = (id(own), dtype), self._casts(own, dtype)
@@ -193,7 +201,7 @@ class Tensors:
             for bucket in _buckets(pairs):
                 made = make_nodes(self.owner, "weight", wanted, [own for _, own in bucket])
                 for (key, own), tensor in zip(bucket, made, strict=True):
-                    setattr(tensor, "_is_param", True)  # noqa: B010 - a Parameter for isinstance
+                    setattr(tensor, IS_PARAMETER, True)
                     for watcher in self._watchers.get(id(own), ()):
                         tensor.register_hook(watcher)
                     found[key], self._cache[key] = tensor, (_state_of(own), tensor, own)
@@ -220,7 +228,7 @@ class Tensors:
 
 
 def _state_of(own: Tensor) -> tuple[int, int]:
-    return own._version, own.data_ptr() if own.layout is torch.strided else 0
+    return version_of(own), own.data_ptr() if own.layout is torch.strided else 0
 
 
 def _differs(now: Tensor, own: Tensor) -> Tensor:

@@ -12,7 +12,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from mprun.build.precision import policy_from
 from mprun.build.task import build_task
@@ -35,12 +34,12 @@ from mprun.extensions.bench.roofline.weightless import (
     ShapeSource,
     held_bytes,
     shape_source,
-    storage_key,
     weightless,
 )
 from mprun.numerics.trace import Operation, in_backward, name_of
 from mprun.precision import DTYPES, ForwardContext, PrecisionPolicy
 from mprun.precision.update import Checked, Scaled, SinglePass
+from mprun.torch_private import TorchDispatchMode, schema_of, storage_key
 
 _CPU = torch.device("cpu")
 
@@ -218,9 +217,9 @@ class Counter(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and self._updating:
             return 1.0  # the step counter of an optimizer, which lies on the host
-        # Operators without a result only change values, and there are none; some of them (fused
-        # optimizers) do not accept tensors without values.
-        results = func(*args, **kwargs) if func._schema.returns else None
+        # What returns nothing only changes values, of which there are none; some such operators
+        # (fused optimizers) do not know tensors without values.
+        results = func(*args, **kwargs) if schema_of(func).returns else None
         for kind, flops, size in costs(Operation(func, name_of(func), args, kwargs, results)):
             kind = self._kind(kind, args, results)
             folded = self._folded(kind, args, results)

@@ -38,17 +38,16 @@ from torch import Tensor
 
 from mprun.extensions.bench.roofline.operations import Write
 from mprun.precision.autocast import register
+from mprun.torch_private import scoped_library
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}  # matrix products of a time step
 
 
 @contextmanager
 def cuda_kernels(write: Write) -> Iterator[None]:
-    """Run the operations of CUDA on CPU tensors; `write` takes the rows of recurrent layers.
-
-    Do not use it while another thread computes.
-    """
-    with torch.library._scoped_library("aten", "IMPL") as library:
+    """Within it operations on CPU tensors are those that CUDA would run; `write` takes the rows of
+    recurrent layers. Not for use while another thread computes."""
+    with scoped_library("aten", "IMPL") as library:
         register(library, half_to_float=True)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*[Oo]verriding a previously registered")

@@ -12,10 +12,10 @@ from math import prod
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from mprun.numerics.operation_summary import convolution_flops, flops
 from mprun.numerics.trace import Operation, operands
+from mprun.torch_private import tree_leaves
 
 # (kind, FLOPs, bytes) of one kernel
 Cost = tuple[str, int, int]

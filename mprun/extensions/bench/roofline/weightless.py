@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from mprun.build.data import build_data, check_batches, own_source
 from mprun.config import schema
@@ -19,6 +18,7 @@ from mprun.config.registry import kind_of, task_of
 from mprun.data.source import Source
 from mprun.entry_points import loaded
 from mprun.errors import BadInput
+from mprun.torch_private import FakeTensorMode, storage_key
 
 NO_END = 1 << 40
 
@@ -315,8 +315,3 @@ def held_bytes(learners) -> dict[str, int]:
 
 def _distinct(tensors: Iterable[Tensor]) -> int:
     return sum({id(tensor): tensor.nbytes for tensor in tensors}.values())
-
-
-def storage_key(tensor: Tensor) -> int:
-    """Return a key that all views of one storage share, with or without values."""
-    return tensor.untyped_storage()._cdata
