@@ -1,11 +1,11 @@
-"""Every private name of torch that mprun uses, under a public one; no other module spells any.
+"""Every private name of torch that mprun uses, under a public name; no other module spells one.
 
-Private is what has a leading underscore, or a module with one above it. Not counted are names of
-registered operators, in tables and below `torch.ops`: torch keeps them, saved programs have them.
+A name is private if it, or a module above it, begins with an underscore. Names of registered
+operators are not counted, as words of a table and below `torch.ops`: schemas and traces show them.
 
-All are in torch 2.11, the oldest that mprun takes, and in 2.15; of what is younger or was replaced
-its line tells. "Gone:" says what to do where a torch no longer has one. A function is torch's own
-object, and `attrgetter` is C: nothing here adds a Python call to a step.
+Torch has had each name since 2.11, the oldest version that mprun takes, or earlier; 2.15 has it
+still. "If gone" says what can replace a name that a later torch drops. Functions are torch's own
+objects and `attrgetter` is written in C: a step gains no Python call.
 """
 
 from collections.abc import Callable
@@ -20,48 +20,46 @@ from torch.autograd import Variable
 from torch.nn.modules import batchnorm, loss
 from torch.utils import _python_dispatch, _pytree
 
-# Operators, and what sees each call of one. Gone: follow "Extending PyTorch" in torch's manual.
+# Operators and modes. If gone: the page "Extending PyTorch" of torch's manual names the successor.
 
-# An operator with one signature, as dispatch modes are given it.
+# Class of an operator with one signature, as a dispatch mode is given it.
 OpOverload = torch._ops.OpOverload
-# Its schema: name, arguments, returns, is_mutable.
+# Schema of such an operator: name, arguments, returns, is_mutable.
 schema_of: Callable[[OpOverload], torch.FunctionSchema] = attrgetter("_schema")
-# The base of what sees every operator.
+# Base class of modes that see every operator.
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
-# The dispatch modes that are active, outermost first.
+# Active dispatch modes, outermost first.
 dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
-# A context without dispatch modes.
+# Context without dispatch modes.
 disable_dispatch_modes = _python_dispatch._disable_current_modes
-# The function modes that are active, outermost first.
+# Active function modes, outermost first.
 function_modes = torch.overrides._get_current_function_mode_stack
-# A context without function modes.
+# Context without function modes.
 DisableTorchFunction = torch._C.DisableTorchFunction
-# The dispatch mode whose tensors have no values.
+# Dispatch mode whose tensors have no values.
 FakeTensorMode = fake_tensor.FakeTensorMode
-# A context below autocast on a CPU, for kernels of autocast.
+# Context below autocast on a CPU, for kernels of autocast.
 below_cpu_autocast = partial(
     torch._C._ExcludeDispatchKeyGuard, torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 )
-# Names of all operators, and whether (name, key) has a kernel. Gone: lists of names by hand.
+# Names of all operators; whether (name, key) has a kernel. If gone: a list of names by hand.
 operator_names = torch._C._dispatch_get_all_op_names
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
-# A torch.library.Library for the length of a block. Gone: one process for each.
+# torch.library.Library for the length of a block. If gone: a process for each library.
 scoped_library = torch.library._scoped_library
 
-# Nested lists, tuples and dictionaries of tensors. Gone: torch.utils.pytree, or optree.
+# Functions over nested containers of tensors. If gone: the package optree.
 tree_flatten_with_path = _pytree.tree_flatten_with_path
 tree_leaves = _pytree.tree_leaves
 tree_map = _pytree.tree_map
 
-# Backward passes.
-
-# Number of the pass that runs in this thread, -1: none. Gone: count in `replace_engine`.
+# Number of the pass that runs in this thread, -1: none. If gone: a count around `run_engine`.
 graph_task = torch._C._current_graph_task_id
-# The node of the graph that runs in this thread. Gone: hooks on all nodes.
+# Graph node that runs in this thread. If gone: a hook on each node.
 autograd_node = torch._C._current_autograd_node
-# Calls a function at the end of the pass. Gone: torch.autograd.graph.queue_callback (2.15).
+# Calls a function at the end of the pass. If gone: torch.autograd.graph.queue_callback of 2.15.
 queue_callback: Callable[[Callable[[], Any]], None] = Variable._execution_engine.queue_callback
-# What every pass goes through. Gone: wrap Tensor.backward and torch.autograd's two functions.
+# Runs a pass, every one. If gone: Tensor.backward, torch.autograd.backward and grad, each wrapped.
 run_engine = torch.autograd._engine_run_backward
 
 
@@ -70,96 +68,92 @@ def replace_engine(run: Callable[..., Any]) -> None:
     setattr(torch.autograd, "_engine_run_backward", run)  # noqa: B010 - for mypy no attribute
 
 
-# Arithmetic of lists of tensors. Gone: a loop, with the same bits.
+# Arithmetic on lists of tensors. If gone: a loop over the tensors, with the same bits.
 foreach_add_ = torch._foreach_add_
 foreach_copy_ = torch._foreach_copy_
 foreach_div_ = torch._foreach_div_
 foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
-# What torch.amp.GradScaler calls. Gone: what it calls then.
+# Kernels of torch.amp.GradScaler. If gone: its source names their successors.
 unscale_and_find_inf_ = torch._amp_foreach_non_finite_check_and_unscale_
 update_scale_ = torch._amp_update_scale_
-# What torch.optim calls with fused=True, by rule. Gone: what it calls then.
+# Kernels of torch.optim with fused=True, by rule. If gone: its source names their successors.
 FUSED: dict[str | None, Callable[..., None]] = {
     "adagrad": torch._fused_adagrad_,
     "adam": torch._fused_adam_,
     "adamw": torch._fused_adamw_,
     "sgd": torch._fused_sgd_,
 }
-# The FP8 product. Gone: torch.nn.functional.scaled_mm, which costs a Python call.
+# FP8 product. If gone: torch.nn.functional.scaled_mm, which costs a Python call.
 scaled_mm = torch._scaled_mm
-# cuDNN's recurrent layers, their weights' one buffer, their dropout. Gone: torch.lstm, with the
-# weights packed anew in each call.
+# cuDNN's recurrent layers, the one buffer of their weights, their dropout. If gone: torch.lstm,
+# which packs the weights in each call.
 cudnn_rnn = torch._cudnn_rnn
 cudnn_rnn_flatten_weight = torch._cudnn_rnn_flatten_weight
 cudnn_init_dropout_state = torch._cudnn_init_dropout_state
 
-# Tensors. Gone: nothing else tells; compare by value.
-
-# Number of in-place changes; not of inference tensors.
+# Number of in-place changes; inference tensors have none. If gone: a comparison by value.
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-# Parts of a sparse tensor, coalesced or not. Gone: coalesce, then `indices` and `values`.
+# Parts of a sparse tensor, coalesced or not. If gone: `coalesce`, then `indices` and `values`.
 sparse_indices = Tensor._indices
 sparse_values = Tensor._values
-# Attribute that makes a tensor a Parameter to isinstance. Gone: a subclass of nn.Parameter.
+# Attribute that makes a tensor a Parameter to isinstance. If gone: a subclass of nn.Parameter.
 IS_PARAMETER = "_is_param"
 
 
 def storage_key(tensor: Tensor) -> int:
-    """Return what two views of one memory have in common, values or none. Gone: the storage."""
+    """Return what two views of one memory share, also without values. If gone: `data_ptr`."""
     return tensor.untyped_storage()._cdata
 
 
-# Modules: the attributes that hold what they are made of. Gone: what nn.Module.__getattr__ reads.
+# Dictionaries of a module by attribute. If gone: nn.Module.__getattr__ reads their successors.
 PLACES = ("_parameters", "_buffers")
 places_of: Callable[[nn.Module], tuple[dict[str, Any], ...]] = attrgetter(*PLACES)
 parameters_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
 buffers_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
 children_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_modules")
-# Those of hooks, and the methods that call these, or make a replica for nn.DataParallel.
+# A module's hooks, and its methods that call them and that copy it for nn.DataParallel. Likewise.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 CALL_WITH_HOOKS, REPLICATE = "_call_impl", "_replicate_for_data_parallel"
-# Those of recurrent layers: the weights once more, weak references to them, and what sets both.
+# A recurrent layer's list of weights, weak references to them, and what makes both. Likewise.
 FLAT_WEIGHTS, FLAT_WEIGHT_REFS = "_flat_weights", "_flat_weight_refs"
 flat_weights_of: Callable[[nn.RNNBase], list[Any]] = attrgetter(FLAT_WEIGHTS)
 init_flat_weights = nn.RNNBase._init_flat_weights
-# Bases of batch norms, of these and instance norms, of losses. Gone: the public classes, each.
+# Bases of batch norms, of batch and instance norms, of losses. If gone: the public classes.
 BatchNorm, BatchOrInstanceNorm, Loss = batchnorm._BatchNorm, batchnorm._NormBase, loss._Loss
-# The DistributedDataParallel whose forward pass runs, None: none. Gone: a hook on its forward.
+# DistributedDataParallel in its forward pass, None: none. If gone: a hook on its forward.
 active_ddp_module = nn.parallel.DistributedDataParallel._get_active_ddp_module
 
 
 def apply_to_tensors(
     module: nn.Module, change: Callable[[Tensor], Tensor], **recurse: bool
 ) -> nn.Module:
-    """Replace each parameter and buffer in place, as `nn.Module.to` does. Gone: set `data`."""
+    """Change each parameter and buffer in place, as `nn.Module.to` does. If gone: set `data`."""
     return module._apply(change, **recurse)
 
 
-# Attribute of an optimizer that unscales itself, for GradScaler. Gone: what GradScaler reads then.
+# Tells GradScaler that an optimizer unscales by itself. If gone: GradScaler reads its successor.
 SCALES_ITSELF = "_step_supports_amp_scaling"
 
-# torch.compile.
-
-# Its modules; a torch's optimizers import the first when one is made. Gone: leave it out.
+# Modules of torch.compile; the first optimizer imports the first. If gone: leave the name out.
 DYNAMO = "torch._dynamo"
 COMPILERS = (DYNAMO, "torch._inductor", "torch._functorch", "torch.fx", "triton")
-# Leaves a function uncompiled. Gone: torch.compiler.disable, which takes a second to import.
+# Leaves a function uncompiled. If gone: torch.compiler.disable, which imports the compiler.
 disable_dynamo = torch._disable_dynamo
-# Attribute of a compiled module: the module as it was. Gone: what torch.compile's source says.
+# Attribute of a compiled module: the module inside. If gone: its class names the successor.
 UNCOMPILED = "_orig_mod"
 
 
 def compile_options(mode: str) -> dict[str, Any]:
-    """Return the options that a mode of torch.compile stands for. Gone: the mode itself."""
+    """Return the options of a mode of torch.compile. If gone: a table by hand."""
     return torch._inductor.list_mode_options(mode)
 
 
 def end_graph_pool(device: int, pool: tuple[int, int]) -> None:
-    """End what a failed capture left open: allocation to its pool. Gone: a new process.
+    """End the allocation to the pool of a failed capture; only in a torch built for CUDA.
 
-    Only a torch built for CUDA has it.
+    If gone: a new process.
     """
     torch._C._cuda_endAllocateToPool(device, pool)
     torch._C._cuda_releasePool(device, pool)
