@@ -4,7 +4,7 @@
 
 It runs the cells of tests/fake_cuda, with their exceptions, in this interpreter and in others with
 another torch, and writes OUT.json and OUT.md. A cell takes about a second. No value and no time in
-them means anything: see `mprun.bench.fake_cuda`.
+them means anything: see `mprun.extensions.bench.fake_cuda`.
 """
 
 import json

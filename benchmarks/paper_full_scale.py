@@ -1,4 +1,4 @@
-"""Hours of the full recipes of `mprun paper` on an H200 at its limit: mprun/paper/full_scale.json.
+"""Hours of the full recipes of `mprun paper` on an H200 at its limit: full_scale.json.
 
     python -m benchmarks.paper_full_scale [RECIPE ...]
 

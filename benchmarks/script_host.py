@@ -2,10 +2,10 @@
 
     python -m benchmarks.script_host [--models resnet50,gpt] [--modes fp32,amp,...]
 
-Each cell runs in a separate process on the fake CUDA device (mprun.bench.fake_cuda): kernels do
-nothing, but torch's allocator and launches are real. Beside the modes are plain torch in FP32 and
-the recipe of torch.amp in FP16. Bytes and launches are exact. Milliseconds are the lowest of TIMED
-steps of this processor, because other work only adds time.
+Each cell runs in a separate process on the fake CUDA device of `mprun bench`: kernels do nothing,
+but torch's allocator and launches are real. Beside the modes are plain torch in FP32 and the recipe
+of torch.amp in FP16. Bytes and launches are exact. Milliseconds are the lowest of TIMED steps of
+this processor, because other work only adds time.
 """
 
 import argparse

@@ -9,7 +9,7 @@ from questions.answer import Answer
 
 def energy_counter(device: torch.device) -> Answer:
     """Find out whether NVML's energy counter (mJ since the driver was loaded) works."""
-    from mprun.bench.energy import meter_of
+    from mprun.extensions.bench.energy import meter_of
 
     meter = meter_of(device)
     before = meter.energy_mj()
@@ -42,7 +42,7 @@ def _watts(meter, device: torch.device, busy: bool) -> float:
 
 def ceilings(device: torch.device) -> Answer:
     """Measure the rates of a copy and a large matrix product on this device."""
-    from mprun.bench.measure import measure_ceilings
+    from mprun.extensions.bench.measure import measure_ceilings
 
     numbers = measure_ceilings(device)
     rates = ", ".join(f"{name} {rate / 1e12:.4g}" for name, rate in numbers["flops"].items())

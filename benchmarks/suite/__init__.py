@@ -4,6 +4,6 @@
     python -m benchmarks.suite model=resnet50 --peers loop,amp
 
 from the root of the repository. Sessions, windows, energy and tables are those of `mprun bench`
-(mprun/bench), which measures a user's model in mprun's modes. This package has the other contenders
-(peers/), the check that all of them compute the same, and the targets for an H200.
+(an extension), which measures a user's model in mprun's modes. This package has the other
+contenders (peers/), the check that all of them compute the same, and the targets for an H200.
 """

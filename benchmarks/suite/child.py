@@ -10,7 +10,7 @@ from mprun.extensions.bench.worker import Worker
 
 
 class SuiteWorker(Worker):
-    """A `mprun.bench.worker.Worker` for every contender, watched for `equality.check`."""
+    """The `Worker` of `mprun bench` for every contender, watched for `equality.check`."""
 
     def make(self, case: Case, device: torch.device) -> Contender:
         return make(case, device)

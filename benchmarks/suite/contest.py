@@ -34,7 +34,7 @@ def named_peers(options: Namespace) -> list[str]:
 
 
 class Suite(Contest):
-    """A `mprun.bench.contest.Contest` with the options of `benchmarks.suite.__main__`.
+    """A `mprun.extensions.bench.contest.Contest` with the options of `benchmarks.suite.__main__`.
 
     These are peers (names, ["all"], or None: mprun alone) and only (starts of the suite's labels).
     """

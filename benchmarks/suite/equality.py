@@ -145,7 +145,7 @@ class WeightWatch:
 
 
 def watched_steps(contender: Contender, device: torch.device) -> dict:
-    """Take the steps of `mprun.bench.measure.first_steps` and add "travel" to its result.
+    """Take the steps of `measure.first_steps` and add "travel" to its result.
 
     That is (distance, direction) of each step as in `WeightWatch`, or None if a contender does not
     show its weights.
@@ -181,7 +181,7 @@ def twin_if_it_fits(case: Case, device: torch.device) -> dict | None:
 def check(rows: Sequence) -> dict[str, tuple[bool, str]]:
     """Return for each row key whether the row computes the same as the others, and a reason.
 
-    rows: `mprun.bench.plan.Row` of one model with "losses" in their `equality`. Each is compared
+    rows: `plan.Row` of one model with "losses" in their `equality`. Each is compared
     with the plainest contender of its mode (of the nearest mode if it is alone). If its mode should
     learn like FP32, it is also compared with the plainest FP32 one.
     """

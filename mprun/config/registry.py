@@ -178,12 +178,6 @@ def kind_called(name: str) -> TaskKind:
     return TASKS.get(name) or TaskKind(name=name, builder=name, metrics=())
 
 
-def loaded(builder: str) -> Any:
-    """Import a component's `module:attribute`."""
-    module, _, attribute = builder.partition(":")
-    return getattr(import_module(module), attribute)
-
-
 @dataclass_transform()
 def network(name: str, **facts: Any) -> Callable[[type[T]], type[T]]:
     """Register a network with the decorated configuration, a `ModelConfig`.
@@ -227,11 +221,11 @@ def _add(table: dict[str, Any], component: Any) -> None:
     table[component.name] = component
 
 
-def load_of_others() -> None:
-    """Import the modules named by the group's entry points, which register their components.
+def load_components() -> None:
+    """Import the modules that entry points of the group name; they register what they have.
 
     Raises:
-        BadInput: A module cannot be imported; the message has the entry point's name.
+        BadInput: a module that cannot be imported, with the entry point's name.
     """
     for name, module in announced(GROUP).items():
         try:

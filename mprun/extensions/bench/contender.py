@@ -1,8 +1,8 @@
 """A contender of a benchmark: something that trains a task step by step.
 
-Every contender of a case gets the same `mprun.bench.plan.Case`, the configuration that mprun would
+Every contender of a case gets the same `Case` (plan.py), the configuration that mprun would
 run. From it the contender takes initial weights, batches (`rotating_batches`), loss and optimizer
-settings. Each contender runs in a separate process (`mprun.bench.child`).
+settings. Each contender runs in a separate process (child.py).
 """
 
 from collections.abc import Callable

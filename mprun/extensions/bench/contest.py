@@ -28,7 +28,7 @@ class Contest:
     `options` are those of the command line (`mprun.extensions.bench.command.bench_parser`).
 
     Attributes:
-        worker: "module:class" of the `mprun.bench.worker.Worker` in a child.
+        worker: "module:class" of the `mprun.extensions.bench.worker.Worker` in a child.
     """
 
     worker = "mprun.extensions.bench.worker:Worker"

@@ -21,6 +21,7 @@ import torch
 
 from mprun.extensions.bench.contender import FIRST_STEPS, Contender
 from mprun.precision import pin_math_flags
+from mprun.record.energy import PowerMeter
 from mprun.torch_private import scaled_mm
 
 WINDOW_S = 0.3  # minimum; beyond it NVML's counter and torch's launch queue do not matter

@@ -71,7 +71,7 @@ class Group:
         best_modes: the modes that also measure mprun's best settings; None: all.
         compile: whether these include torch.compile, which takes a minute or more per mode for a
             network like ResNet-50.
-        cases: the cases from `mprun.bench.contest.Contest.plan`, in the order of their turns.
+        cases: the cases from `Contest.plan`, in the order of their turns.
     """
 
     label: str
@@ -93,7 +93,7 @@ class Row:
         kind: kind of a failure, "memory" or "error".
         facts: the child's answers about itself, by request.
         equality: losses of the first steps, and the answer of the check.
-        windows: as from `mprun.bench.measure.window`, each with its cohort and round.
+        windows: as from `mprun.extensions.bench.measure.window`, each with its cohort and round.
         limit: limit of the roofline, or {"why_not": reason}.
     """
 

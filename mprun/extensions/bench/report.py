@@ -49,7 +49,7 @@ def markdown(bench: dict, beside: Columns = (), more: Mapping[str, str] | None =
     """Return the whole report.
 
     Args:
-        bench: content of bench.json with its summaries (`mprun.bench.summary`).
+        bench: content of bench.json with its summaries (`mprun.extensions.bench.summary`).
         beside: further columns of the table of speeds, after the ratios.
         more: further sections before the ceilings: title -> text.
     """

@@ -12,8 +12,8 @@ from mprun.tasks.task import as_row, shared
 class Detection(Supervised):
     """A detector that computes its loss; metrics loss and map, in percent (VOC 2007, 11 points).
 
-    The network takes images and targets ``[batch, most, 6]`` (`mprun.data.boxes`). It returns
-    (loss, detections) as in `mprun.models.boxes.Found`: the loss 0-dim in FP32 in every mode,
+    The network takes images and targets ``[batch, most, 6]`` (canvases.py). It returns
+    (loss, detections) as in `Found` (boxes.py): the loss 0-dim in FP32 in every mode,
     detections only in evaluation.
     """
 

@@ -20,7 +20,7 @@ from mprun.compare.findings import Row as Compared
 from mprun.compare.text import baseline_name, difference_text, seeds_text, value_text
 from mprun.config.option_files import modes
 from mprun.errors import BadInput
-from mprun.paper.rows import EQUAL, FAILS, NAIVE, ROWS, Arm, Row
+from mprun.extensions.paper.rows import EQUAL, FAILS, NAIVE, ROWS, Arm, Row
 from mprun.record.run_record import read_record
 
 YES, NO, UNDECIDED, NOT_RUN = "yes", "no", "undecided", "not run"

@@ -8,8 +8,8 @@
         clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
 
-Both return as the same objects, and the loop stays plain torch. `mprun.script.prepared_model` has
-the computation of a call, `mprun.script.steps` that of a step.
+Both return as the same objects, and the loop stays plain torch. prepared_model.py has the
+computation of a call, steps.py that of a step.
 """
 
 from __future__ import annotations
@@ -37,8 +37,6 @@ from mprun.precision.policy import (
 )
 from mprun.precision.row_updates import row_tables
 from mprun.precision.scaled_products import chosen_layers
-from mprun.script.prepared_model import PreparedModel, is_sharded, prepared_modules
-from mprun.script.steps import Scaling, install_hooks, name_scaler, reach, state_of
 from mprun.torch_private import UNCOMPILED
 
 Model = TypeVar("Model", bound=nn.Module | Sequence[nn.Module])

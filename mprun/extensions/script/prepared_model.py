@@ -36,8 +36,6 @@ from mprun.precision.optimizer import BatchNormGuard
 from mprun.precision.policy import ieee_fp32
 from mprun.precision.recurrent import own_recurrent
 from mprun.precision.scaled_products import install
-from mprun.script.nodes import in_backward, make_nodes
-from mprun.script.tensors import Tensors
 from mprun.torch_private import (
     CALL_WITH_HOOKS,
     FLAT_WEIGHT_REFS,

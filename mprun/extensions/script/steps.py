@@ -36,8 +36,6 @@ from mprun.precision.optimizer import Update
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.torch_update import host_decides, initialise_state, is_fused, step_unless
 from mprun.precision.update import by_dtype, check_and_unscale, largest
-from mprun.script.nodes import after_this_pass, refuse_leaks, watch_backward
-from mprun.script.prepared_model import PreparedModel
 from mprun.torch_private import SCALES_ITSELF, DisableTorchFunction, dispatch_modes, graph_task
 
 _WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer")  # call the step of the wrapped one

@@ -21,7 +21,6 @@ from torch.distributed import is_available, is_initialized
 
 from mprun.extensions.script.nodes import Owner, make_nodes
 from mprun.precision.casting import flat_weights
-from mprun.script.nodes import Owner, make_nodes
 from mprun.torch_private import (
     IS_PARAMETER,
     buffers_of,

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from mprun.bench import fake_cuda
+from mprun.extensions.bench import fake_cuda
 from mprun.record.run_record import read_record
 
 from .cells import MODELS

@@ -193,7 +193,7 @@ def measured_limit(counted: Counted, ceilings: dict, name: str) -> dict:
     """Return the limit of a step on a device whose ceilings were measured.
 
     Args:
-        ceilings: result of `mprun.bench.measure.measure_ceilings`.
+        ceilings: result of `mprun.extensions.bench.measure.measure_ceilings`.
         name: name of the device.
     """
     rates = ceilings["flops"], ceilings["bandwidth"]

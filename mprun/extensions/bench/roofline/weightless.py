@@ -123,31 +123,6 @@ def shape_source(config: schema.RunConfig) -> ShapeSource:
     return ShapeSource(shape, second, True, **sizes)
 
 
-def _of_utterances(data: Any) -> ShapeSource:
-    """Return the longest utterances; texts have 15 characters a second, like read English."""
-    if data.name == "digit_strips":
-        return _utterances(data.batch_size, FREQUENCIES, COLUMNS, MOST, DigitStrips.num_symbols)
-    if data.max_seconds is None:
-        raise BadInput(
-            f"data.max_seconds=null: data={data.name} has its lengths in files, which a count does "
-            "not read; give data.max_seconds=N"
-        )
-    if data.alphabet_file is not None:
-        raise BadInput(
-            f"data.alphabet_file={data.alphabet_file}: a count reads no file; give data.alphabet"
-        )
-    spectrogram = spectrogram_of(data.sample_rate, data.window_ms, data.hop_ms)
-    frames = 1 + int(data.max_seconds * data.sample_rate) // spectrogram.hop
-    symbols = math.ceil(_CHARACTERS_A_SECOND * data.max_seconds)
-    rows, size = spectrogram.frequencies, len(data.alphabet) + 1
-    return _utterances(data.batch_size, rows, frames, symbols, size)
-
-
-def _utterances(n: int, rows: int, frames: int, symbols: int, num_symbols: int) -> ShapeSource:
-    first, second = torch.Size((n, 1, rows, frames)), torch.Size((n, 2 + symbols))
-    return ShapeSource(first, second, True, frequencies=rows, num_symbols=num_symbols)
-
-
 def _of_own_data(config: schema.RunConfig, data: Any) -> ShapeSource:
     device = torch.device("cpu")
     try:
