@@ -1,8 +1,9 @@
 """Entry points: names by which installed packages, and mprun's own extensions, add to the core.
 
 Groups: `mprun.components` registers networks, data and tasks (mprun.config.registry); `mprun.verbs`
-names commands (mprun.cli.dispatch). A checkout's own are read from its pyproject.toml, so that none
-needs to be installed. Only text is read: `importlib.metadata` takes 35 ms.
+names commands (mprun.cli.dispatch); the command `mprun` itself is in `console_scripts`, where the
+processes of a sweep find it (mprun.sweep.child). A checkout's own are read from its pyproject.toml,
+so that none needs to be installed. Only text is read: `importlib.metadata` takes 35 ms.
 """
 
 import os
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 _ROOT = Path(__file__).parents[1]
+_HEADERS = {"console_scripts": ("[project.scripts]",)}  # pyproject.toml has a table of its own
 
 
 @cache
@@ -25,7 +27,7 @@ def announced(group: str) -> dict[str, str]:
     """
     found: dict[str, str] = {}
     for text in _texts():
-        for header in (f'[project.entry-points."{group}"]', f"[{group}]"):
+        for header in (*_HEADERS.get(group, ()), f'[project.entry-points."{group}"]', f"[{group}]"):
             _, _, rest = text.partition(f"{header}\n")
             for line in rest.partition("\n[")[0].splitlines():
                 name, _, value = (part.strip('" ') for part in line.partition("="))

@@ -126,7 +126,7 @@ def _descendants(pid: int) -> set[int]:
 def _start(parent: int, command: list[str]) -> int:
     """Become the command; exit code 127 if it does not exist, as in a shell."""
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from mprun.cli.child import end_with_parent
+    from mprun.training.signals import end_with_parent
 
     if not end_with_parent(parent):
         return 127

@@ -288,6 +288,7 @@ def _launched(
         place=place,
         restarts=config.restarts,
         kept=lasting,
+        module="mprun.sweep.child",
     )
 
 

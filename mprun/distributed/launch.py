@@ -51,7 +51,7 @@ def launch(
     place: Place | None = None,
     restarts: int = 0,
     kept: Sequence[str] = (),
-    module: str = "mprun.cli.child",
+    module: str,
 ) -> int:
     """Run on `devices` ranks of this machine; return the exit code of the worst rank.
 

@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import NoReturn, TypeAlias
 
@@ -34,6 +33,7 @@ from mprun.errors import (
 )
 from mprun.record.run_directory import Pulse, locked
 from mprun.record.run_record import Record
+from mprun.sweep.child import child
 from mprun.sweep.jobs import Cell, State, keep_log, look, outcome_words, put_aside, record_of
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL of a process that hangs
@@ -268,9 +268,9 @@ class Attempt:
 
 
 def start_child(
-    arguments: list[str], log: Path, environment: Mapping[str, str]
+    arguments: list[str], log: Path, environment: Mapping[str, str], module: str = child.__module__
 ) -> subprocess.Popen:
-    """Start `python -m mprun.cli.child ARGUMENTS` in its own process group, printing into `log`.
+    """Start `python -m MODULE ARGUMENTS` in its own process group, printing into `log`.
 
     Only a run's stderr is logged: its stdout is the name of its directory. environment: variables
     in addition to those of this process.
@@ -278,9 +278,9 @@ def start_child(
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "wb") as file:
         return subprocess.Popen(
-            [sys.executable, "-m", "mprun.cli.child", *arguments],
+            [sys.executable, "-m", module, *arguments],
             stdin=subprocess.DEVNULL,
-            stdout=file if arguments[0] == "--launch" else subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL if module == child.__module__ else file,
             stderr=file,
             process_group=0,
             env={**os.environ, **environment},
@@ -321,7 +321,7 @@ class Fork:
 
 
 def _become_child(arguments: list[str], log: int, environment: Mapping[str, str]) -> NoReturn:
-    """Run `mprun.cli.child` in the forked child and exit, without returning to parent code."""
+    """Run `child` in the forked child and exit, without returning to parent code."""
     code = BUG
     try:
         os.setpgid(0, 0)
@@ -336,7 +336,7 @@ def _become_child(arguments: list[str], log: int, environment: Mapping[str, str]
         if "OMP_NUM_THREADS" in environment:  # torch read it on import, before the fork
             sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
         sys.argv = ["mprun", *arguments]
-        code = import_module("mprun.cli.child").child(arguments)
+        code = child(arguments)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -359,7 +359,7 @@ def quickest_start() -> Start:
     """
     if sys.platform != "linux" or "torch" in sys.modules:
         return start_child
-    dynamo = import_module("mprun.torch_private").DYNAMO  # which the first optimizer imports
-    for module in ("mprun.training.run", dynamo, "torch.utils.tensorboard"):
-        import_module(module)
+    from mprun.training.run import import_all  # seconds, which every fork saves
+
+    import_all()
     return Fork

@@ -6,7 +6,7 @@
     job-N.json     written by the worker of job N: {"state": "running" | "ended", ...}
     driver.log     the launcher's output
 
-The launcher prints, and blocks while its jobs run, so it has a separate process (mprun.cli.child).
+The launcher prints, and blocks while its jobs run, so it has a separate process, this module's.
 Its workers are reused (joblib) or told to end early (submitit). The run itself is neither: each
 worker starts a process for it.
 """
@@ -15,6 +15,7 @@ import fcntl
 import os
 import signal
 import subprocess
+import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict
@@ -27,7 +28,7 @@ import msgspec
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
-from mprun.errors import PREEMPTED, RESOURCE
+from mprun.errors import DONE, PREEMPTED, RESOURCE
 from mprun.record.run_directory import read_json, write_json
 from mprun.sweep.attempt import (
     Attempt,
@@ -38,6 +39,7 @@ from mprun.sweep.attempt import (
     settle,
     start_child,
 )
+from mprun.sweep.child import with_parent
 from mprun.sweep.jobs import Cell, State, is_held, look
 from mprun.sweep.plan import ChosenLauncher, Plan, launch
 
@@ -71,8 +73,8 @@ class Batch:
                 "visible_devices": _visible_devices(launcher),
             },
         )
-        launch_it = ["--launch", str(os.getpid()), str(self.folder)]
-        self.driver = start_child(launch_it, self.folder / "driver.log", {})
+        words = [str(os.getpid()), str(self.folder)]
+        self.driver = start_child(words, self.folder / "driver.log", {}, __name__)
         self.jobs = [Job(self, number, cell) for number, cell in enumerate(cells)]
 
     def stop(self) -> None:
@@ -162,10 +164,12 @@ def _visible_devices(launcher: ChosenLauncher) -> str | None:
     return os.environ.get("CUDA_VISIBLE_DEVICES", "all")
 
 
-def drive(folder: str) -> None:
-    """Run all jobs of a batch's folder, in the launcher's process; blocks."""
+def drive(words: list[str]) -> int:
+    """Run all jobs of a batch's folder, the only word, in the launcher's process; blocks."""
+    (folder,) = words
     jobs = read_json(Path(folder) / "jobs.json")
     launch(jobs["launcher"], folder, len(jobs["cells"]), partial(run_job, Path(folder)))
+    return DONE
 
 
 def run_job(folder: Path, config: DictConfig) -> None:
@@ -217,3 +221,7 @@ def _unwanted(folder: Path, jobs: dict) -> bool:
     if (folder / "stop").exists():
         return True
     return jobs["ends_with_sweep"] and not is_held(folder / "alive")
+
+
+if __name__ == "__main__":
+    raise SystemExit(with_parent(sys.argv[1:], drive))

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -30,10 +31,17 @@ from mprun.precision.random_states import restore_dropout_state
 from mprun.record.metrics import TensorBoardView
 from mprun.record.run_directory import claim, claim_exactly, locked, run_name
 from mprun.record.run_record import Record
+from mprun.torch_private import DYNAMO
 from mprun.training.environment import environment, number_formats
 from mprun.training.loop import BEGINNING, Start, train
 from mprun.training.messages import announce, replaced, replaced_line, tell, tell_ending, warn
 from mprun.training.signals import Interruption
+
+
+def import_all() -> None:
+    """Import what runs import late, too: what the first optimizer needs, and TensorBoard."""
+    for module in (DYNAMO, "torch.utils.tensorboard"):
+        import_module(module)
 
 
 def start(composed: Composed, place: Place | None = None) -> int:

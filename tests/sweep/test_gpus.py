@@ -5,7 +5,6 @@ import os
 import signal
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pynvml
 import pytest
@@ -184,7 +183,7 @@ def test_a_process_has_the_variables_that_it_is_given(start, tmp_path, monkeypat
     def child(arguments):
         return 0 * os.write(2, f"{os.environ['CUDA_VISIBLE_DEVICES']}\n".encode())
 
-    monkeypatch.setattr(processes, "import_module", lambda name: SimpleNamespace(child=child))
+    monkeypatch.setattr(processes, "child", child)
     for given, seen in (({"CUDA_VISIBLE_DEVICES": "1"}, "1"), ({}, "0,1")):
         process = start(["1"], tmp_path / "log", given)
         wait_for(lambda process=process: process.poll() is not None)
