@@ -3,11 +3,12 @@
 import math
 import os
 
-from mprun.cli.dispatch import VERBS, _arguments
+from mprun.cli.dispatch import _arguments, verbs
 from mprun.cli.help import BY_OPTION, GROUPS, RULE_KEYS
 from mprun.config.option_files import named, option_files, values_in_files, what_it_is
 from mprun.config.roles import FIELDS, meanings, role_of
 from mprun.config.rules import LABEL, LENGTH, MACHINE, READING, RESULT, SEED
+from mprun.entry_points import loaded
 
 _ROLES = {RESULT: "result", LENGTH: "length", SEED: "seed"}
 _ROLES |= {MACHINE: "machine", READING: "reading", LABEL: "label"}
@@ -91,14 +92,12 @@ def _power(value: str | float | None) -> str:
 
 def command_line() -> str:
     """The help page of mprun's options and of each verb, as a terminal of 80 columns has it."""
-    from importlib import import_module
-
     os.environ["COLUMNS"] = "80"
     pages = {"": "Options\n" + _arguments().format_help().partition("options:\n")[2]}
-    for verb, (module, _) in VERBS.items():
-        pages[verb] = _printed(lambda module=module: import_module(module).main(["--help"]))
-    roofline = import_module(VERBS["bench"][0])
-    pages["bench --roofline"] = _printed(lambda: roofline.main(["--roofline", "--help"]))
+    for verb, name in verbs().items():
+        pages[verb] = _printed(lambda main=loaded(name): main(["--help"]))
+    bench = loaded(verbs()["bench"])
+    pages["bench --roofline"] = _printed(lambda: bench(["--roofline", "--help"]))
     return "\n\n".join(
         f"## mprun {verb}".rstrip() + f"\n\n```text\n{page.strip()}\n```"
         for verb, page in pages.items()

@@ -71,4 +71,4 @@ def test_one_step_in_the_middle_of_a_run(model, tmp_path):
     assert {file for file in files if file.startswith(OWN)} == SUPERVISED | CASES[model]
     # The loop, what it keeps of a step, and the source of its data. Hooks on passes and steps are a
     # script's, of another test.
-    assert len([file for file in files if not file.startswith("script/")]) <= 17
+    assert len([file for file in files if not file.startswith("extensions/script/")]) <= 17

@@ -387,7 +387,7 @@ def test_a_refused_model_can_still_be_prepared_once():
         prepared("fp17", model)
     prepared("amp", model.body)
     for again in (model, model.body):
-        with raises_line(ValueError, "prepared already"):
+        with raises_line(ValueError, "already prepared"):
             prepared("amp", again)
 
 
