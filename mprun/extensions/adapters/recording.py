@@ -53,15 +53,11 @@ class Recording:
 
     def end(self, error: BaseException | None = None) -> None:
         """Close the run as "done", or with the status of an exception."""
-        status, cause = "done", None
-        if error is not None:
-            stopped = isinstance(error, KeyboardInterrupt | SystemExit)
-            status = "preempted" if stopped else "failed"
-            cause = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-        self._told(lambda run: run.close(status, cause), False)
+        kind = None if error is None else type(error)
+        self._told(lambda run: run.__exit__(kind, error, None), False)
         self.open = False
 
-    def _told(self, record: Callable[[Run], None], may_end: bool) -> bool:
+    def _told(self, record: Callable[[Run], object], may_end: bool) -> bool:
         """Record, return whether the run goes on; tell all processes if it may have ended."""
         if not self.open:
             return False

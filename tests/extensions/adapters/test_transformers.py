@@ -253,16 +253,28 @@ def test_a_divergence_ends_the_training_and_is_recorded(tmp_path):
     assert own.state.global_step < 6
 
 
-def test_a_failed_training_is_recorded_as_failed(tmp_path):
+@pytest.mark.parametrize(
+    ("error", "ends"),
+    [
+        (OSError("disk"), ("failed", "OSError: disk")),
+        (SystemExit(1), ("failed", "SystemExit: 1")),
+        (SystemExit(0), ("preempted", "SystemExit: 0")),
+        (KeyboardInterrupt(), ("preempted", "KeyboardInterrupt")),
+    ],
+    ids=repr,
+)
+def test_a_training_that_is_broken_off_is_recorded_as_such(error, ends, tmp_path):
+    """As the `with` block of an `mprun.Run`."""
+
     class Failing(Own):
         def compute_loss(self, *args, **kwargs):
-            raise OSError("disk")
+            raise error
 
     run = MprunRun(tmp_path / "runs")
     given = {"train_dataset": data(), "callbacks": [run]}
-    with pytest.raises(OSError, match="disk"):
+    with pytest.raises(type(error)):
         Failing(gpt2(), arguments(tmp_path), precision="amp", **given).train()
-    assert (run.recording.run.status, run.recording.run.cause) == ("failed", "OSError: disk")
+    assert (run.recording.run.status, run.recording.run.cause) == ends
 
 
 @pytest.mark.slow
