@@ -2,6 +2,7 @@
 
 import math
 import os
+from functools import partial
 
 from mprun.cli.dispatch import _arguments, verbs
 from mprun.cli.help import BY_OPTION, GROUPS, RULE_KEYS
@@ -95,9 +96,9 @@ def command_line() -> str:
     os.environ["COLUMNS"] = "80"
     pages = {"": "Options\n" + _arguments().format_help().partition("options:\n")[2]}
     for verb, name in verbs().items():
-        pages[verb] = _printed(lambda main=loaded(name): main(["--help"]))
-    bench = loaded(verbs()["bench"])
-    pages["bench --roofline"] = _printed(lambda: bench(["--roofline", "--help"]))
+        pages[verb] = _printed(partial(loaded(name), ["--help"]))
+    bench = partial(loaded(verbs()["bench"]), ["--roofline", "--help"])
+    pages["bench --roofline"] = _printed(bench)
     return "\n\n".join(
         f"## mprun {verb}".rstrip() + f"\n\n```text\n{page.strip()}\n```"
         for verb, page in pages.items()

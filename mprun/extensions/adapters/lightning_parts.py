@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import LBFGS
 
-from mprun.extensions.adapters.recording import Recording
+from mprun.extensions.adapters.recording import RunCallback
 from mprun.extensions.script import prepare, state_of
 from mprun.precision import LossScale, PrecisionPolicy
 
@@ -29,8 +29,6 @@ class PrecisionPart:
         scaler: name of a loss scaler or a loss scale; None: the mode's default.
         overrides: glob pattern over names of the module's modules -> dtype.
     """
-
-    precision: Any = "32-true"  # Lightning itself computes in FP32
 
     def __init__(
         self,
@@ -80,7 +78,7 @@ class PrecisionPart:
         return result
 
 
-class RunPart:
+class RunPart(RunCallback):
     """A callback that turns every fit into a run directory for `mprun compare`.
 
     Args:
@@ -104,11 +102,8 @@ class RunPart:
         loss: str | None = None,
         **settings: Any,
     ):
-        super().__init__()
-        self.folder, self.metric, self.loss = folder, metric, loss
-        self.config, self.seed, self.settings = dict(config or {}), seed, settings
-        self.recording: Recording | None = None
-        self._sum: Any = 0.0
+        super().__init__(folder, metric, config, seed, settings)
+        self.loss = loss
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Open the run.
@@ -121,17 +116,9 @@ class RunPart:
         config = {
             "hparams": dict(getattr(pl_module, "hparams", {})),
             "trainer": {name: getattr(trainer, name) for name in _SETTINGS},
-            **self.config,
         }
-        self.recording = Recording(
-            self.folder,
-            trainer.optimizers,
-            config=config,
-            seed=_seed(self.seed),
-            metric=self.metric,
-            **self.settings,
-        )
-        self._taken, self._sum = _taken(trainer), 0.0
+        self.begin(trainer.optimizers, config, _seed(self.seed))
+        self._taken = _taken(trainer)
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -160,13 +147,11 @@ class RunPart:
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """Close the run."""
-        if self.recording is not None:
-            self.recording.end()
+        self.end()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """Close the run as failed, or as preempted by an interrupt."""
-        if self.recording is not None:
-            self.recording.end(exception)
+        self.end(exception)
 
     def _loss_of(self, trainer: Any, outputs: Any) -> Tensor | float:
         if self.loss is None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,45 @@ from torch.optim import Optimizer
 
 from mprun.extensions.script import state_of
 from mprun.extensions.script.run import Diverged, Run
+
+
+class RunCallback:
+    """The part of a callback that all trainers share: every training becomes a run directory.
+
+    Attributes:
+        recording: the recording of the newest training.
+    """
+
+    def __init__(
+        self,
+        folder: str | Path,
+        metric: str,
+        config: Mapping[str, Any] | None,
+        seed: int | None,
+        settings: dict[str, Any],
+    ):
+        super().__init__()
+        self.folder, self.metric, self.seed = folder, metric, seed
+        self.config, self.settings = dict(config or {}), settings
+        self.recording: Recording | None = None
+        self._sum: Any = 0.0
+
+    def begin(self, optimizers: Sequence[Optimizer], config: dict[str, Any], seed: int) -> None:
+        """Open the run."""
+        self._sum = 0.0
+        self.recording = Recording(
+            self.folder,
+            optimizers,
+            config=config | self.config,
+            seed=seed,
+            metric=self.metric,
+            **self.settings,
+        )
+
+    def end(self, error: BaseException | None = None) -> None:
+        """Close the run as "done", or with the status of an exception."""
+        if self.recording is not None:
+            self.recording.end(error)
 
 
 class Recording:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from mprun.errors import needing
-from mprun.extensions.adapters.recording import Recording
-from mprun.extensions.script import OptimizerSteps, prepare, state_of
+from mprun.extensions.adapters.recording import RunCallback
+from mprun.extensions.script import prepare, state_of
 from mprun.precision import LossScale, PrecisionPolicy
 
 with needing("transformers"):
@@ -54,7 +54,6 @@ class PrecisionPart(_Base):
         self._mode = precision
         self._settings: dict[str, Any] = {"scaler": scaler, "overrides": overrides}
         self._prepared: Any = None
-        self._steps: OptimizerSteps | None = None
         super().__init__(*args, **kwargs)
         self.add_callback(_Skips())
 
@@ -82,7 +81,7 @@ class PrecisionPart(_Base):
             prepare(self.model, self.optimizer, self._mode, **self._settings)
             self._prepared = self.model
         super().create_optimizer(*args, **kwargs)
-        self._steps = state_of(_inside(self.optimizer))  # from now on its state has the loss scale
+        state_of(self.optimizer)  # from now on its state has the loss scale
         return self.optimizer
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
@@ -108,8 +107,8 @@ class PrecisionPart(_Base):
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log like the Trainer; add the loss scale to training losses."""
-        if "loss" in logs and self._steps is not None and self._steps.scale.kind != "none":
-            logs["loss_scale"] = float(self._steps.scale.scale)
+        if "loss" in logs and (scale := state_of(self.optimizer).scale).kind != "none":
+            logs["loss_scale"] = float(scale.scale)
         super().log(logs, *args, **kwargs)
 
     def _recorders(self) -> list[MprunRun]:
@@ -120,7 +119,7 @@ class MprunTrainer(PrecisionPart, Trainer):
     __doc__ = PrecisionPart.__doc__
 
 
-class MprunRun(TrainerCallback):
+class MprunRun(RunCallback, TrainerCallback):
     """A callback of an `MprunTrainer` that turns training into a run directory for `mprun compare`.
 
     Args:
@@ -129,9 +128,6 @@ class MprunRun(TrainerCallback):
         config: further settings that affect the result, beside the training arguments: model, data.
         seed: seed of this run; None: that of the training arguments.
         settings: other settings of `mprun.Run`, for instance `data`, `margin`, `probe_every`.
-
-    Attributes:
-        recording: the recording of the newest training.
     """
 
     def __init__(
@@ -143,11 +139,7 @@ class MprunRun(TrainerCallback):
         seed: int | None = None,
         **settings: Any,
     ):
-        super().__init__()
-        self.folder, self.metric = folder, metric
-        self.config, self.seed, self.settings = dict(config or {}), seed, settings
-        self.recording: Recording | None = None
-        self._sum: Any = 0.0
+        super().__init__(folder, metric, config, seed, settings)
 
     @property
     def unevaluated(self) -> bool:
@@ -161,11 +153,6 @@ class MprunRun(TrainerCallback):
         """Add the loss of a micro-batch, divided by the number of micro-batches."""
         self._sum = self._sum + loss
 
-    def end(self, error: BaseException | None = None) -> None:
-        """Close the run."""
-        if self.recording is not None:
-            self.recording.end(error)
-
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Open the run.
 
@@ -173,19 +160,11 @@ class MprunRun(TrainerCallback):
             ValueError: the Trainer is no `MprunTrainer`.
         """
         try:
-            optimizer = state_of(_inside(kwargs.get("optimizer"))).optimizer
+            optimizer = state_of(kwargs["optimizer"]).optimizer
         except ValueError:
             raise ValueError("MprunRun: needs an MprunTrainer (or PrecisionPart)") from None
         used = {name: getattr(args, name) for name in _SETTINGS if hasattr(args, name)}
-        self._sum = 0.0
-        self.recording = Recording(
-            self.folder,
-            [optimizer],
-            config={"args": used, **self.config},
-            seed=args.seed if self.seed is None else self.seed,
-            metric=self.metric,
-            **self.settings,
-        )
+        self.begin([optimizer], {"args": used}, args.seed if self.seed is None else self.seed)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the step; a divergence stops the training."""
@@ -213,7 +192,7 @@ class _Skips(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         outer = kwargs["optimizer"]
-        last = state_of(_inside(outer)).last
+        last = state_of(outer).last
         if last is not None and last.found_inf is not None:
             outer._is_overflow = bool(last.found_inf)
 
@@ -235,8 +214,3 @@ def _refuse(args: Any) -> None:
                 f"TrainingArguments({name}=True): must be unset beside precision=, which says what "
                 "runs in which dtype"
             )
-
-
-def _inside(optimizer: Any) -> Any:
-    """Return what Accelerate has wrapped."""
-    return getattr(optimizer, "optimizer", optimizer)
