@@ -1,18 +1,18 @@
 """mprun: what lower precision does to a training run, compared with FP32.
 
-In a script of one's own:
+In your own script:
 
     model, optimizer = mprun.prepare(model, optimizer, precision="amp")
     with mprun.Run("outputs/mine", optimizer, config=vars(args), seed=0) as run: ...
     mprun.probe(step, optimizer)                 # exponents of every tensor of a step
     mprun.explain(step, optimizer)               # the operation that makes the first NaN
 
-Of what was recorded:
+With recorded runs:
 
-    mprun.load("outputs/lstm_lm-docs_words")     # recorded runs: configuration, metrics, probes
+    mprun.load("outputs/lstm_lm-docs_words")     # configuration, metrics and probes of runs
     mprun.compare("outputs/lstm_lm-docs_words")  # a verdict per precision mode, as the command
 
-All are imported when they are asked for; the last two import no torch.
+Each is imported on first use; the last two import no torch.
 """
 
 from importlib import import_module
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from mprun.extensions.script.watched import explain as explain
     from mprun.extensions.script.watched import probe as probe
 
-# Name -> where it is defined; `mprun.compare` is a package that can be called.
+# Name -> its module; `mprun.compare` is a package that can be called.
 _PUBLIC = {
     "prepare": "mprun.extensions.script",
     "state_of": "mprun.extensions.script",
@@ -43,7 +43,7 @@ _PUBLIC = {
 }
 
 
-if not TYPE_CHECKING:  # to a type checker any name would be one
+if not TYPE_CHECKING:  # otherwise a type checker would accept any name
 
     def __getattr__(name):
         if name not in _PUBLIC:

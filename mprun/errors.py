@@ -1,4 +1,4 @@
-"""The ways a run can end that are not a bug, each with its exit code.
+"""The ways a run can end other than by a bug, each with its exit code.
 
 Exit codes: 0 done, 1 a bug in mprun, 2 bad input, 3 diverged, 4 damaged data or checkpoint,
 5 resource (disk, memory, lost worker), 75 preempted and resumable, 130 interrupted.
@@ -17,33 +17,33 @@ PREEMPTED, INTERRUPTED = 75, 130
 STATUS_EXIT_CODE = {"done": DONE, "failed": BUG, "diverged": DIVERGED, "preempted": PREEMPTED}
 
 
-# From bad to bearable: of several processes' exit codes the first of these says how all ended.
+# From the worst: of several processes' exit codes the first of these says how all ended.
 SEVERITY = (BUG, DAMAGED, RESOURCE, BAD_INPUT, DIVERGED, INTERRUPTED, PREEMPTED)
 
 
-# What a terminal, a batch system or a person asks a process to stop with.
+# The signals with which a terminal, a batch system or a person asks a process to stop.
 ASKING = tuple(
     signal.Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "USR1", "USR2", "XCPU", "ALRM")
 )
 
 
 class MprunError(Exception):
-    """Base of the errors that end with one line on stderr and an exit code of their own."""
+    """The base of the errors that end with one line on stderr and a certain exit code."""
 
     exit_code = BUG
 
 
 class BadInput(MprunError):
-    """What the user asked for cannot be done; the message names key, value and what is allowed."""
+    """A request cannot be fulfilled; the message names key, value and what is allowed."""
 
     exit_code = BAD_INPUT
 
 
 class MissingExtra(BadInput, ImportError):
-    """A package is not installed that an extra of mprun's installs; the message names the extra."""
+    """A package is missing that an extra of mprun installs; the message names the extra."""
 
 
-# Modules of the packages that only extras install.
+# Modules of packages that only extras install.
 OF_EXTRAS = (
     *("hydra", "torchvision", "tensorboard", "scipy", "matplotlib", "PIL", "pynvml", "rich"),
     *("pandas", "lightning", "pytorch_lightning", "transformers"),
@@ -52,9 +52,9 @@ OF_EXTRAS = (
 
 @contextmanager
 def needing(extra: str) -> Iterator[None]:
-    """Raise MissingExtra where the block imports what is not installed and `extra` installs.
+    """Raise MissingExtra if the block imports a missing package that `extra` installs.
 
-    Of two blocks the outer one names the extra: the command knows that it is one.
+    Of two nested blocks the outer one names the extra: the command knows which one it needs.
     """
     try:
         yield
@@ -70,19 +70,19 @@ def needing(extra: str) -> Iterator[None]:
 
 
 class Damaged(MprunError):
-    """A file that should be whole is not: a checkpoint, a record or a data file."""
+    """A file that should be whole is damaged: a checkpoint, a record or a data file."""
 
     exit_code = DAMAGED
 
 
 class Resource(MprunError):
-    """The machine ran out of something: disk, memory, a worker process."""
+    """The machine ran out of a resource: disk, memory, a worker process."""
 
     exit_code = RESOURCE
 
 
 class RankFailed(MprunError):
-    """Another rank ended the run; the message names it, the exit code is its own."""
+    """Another rank ended the run; the message names it, and the exit code comes from it."""
 
     def __init__(self, message: str, code: int):
         super().__init__(message)
@@ -90,7 +90,7 @@ class RankFailed(MprunError):
 
 
 def raised(error: BaseException) -> str:
-    """What code that is not mprun's raised, in one line, with the newest line of it on the way.
+    """Return an exception of foreign code as one line, with its newest line in that code.
 
     Example: "KeyError: 'width' (mynet.py, line 12)".
     """

@@ -1,4 +1,4 @@
-"""The command `mprun`: verbs, Hydra's keys, exit codes. A file a verb."""
+"""The command `mprun`: verbs, Hydra's keys, exit codes; one file for each verb."""
 
 from mprun.cli.dispatch import main
 

@@ -1,7 +1,7 @@
-"""One parser for every verb: argparse, whose complaints become one line with exit code 2.
+"""One parser for every verb: argparse, with one line and exit code 2 for its errors.
 
-A verb declares its options and gets its help page from them; what is allowed stands once, in the
-declaration. Hydra's overrides (key=value) may stand anywhere between the options.
+A verb declares its options and gets its help page from them. The declaration is the only place
+that says what is allowed. Hydra's overrides (key=value) may be anywhere between the options.
 """
 
 import argparse
@@ -28,9 +28,9 @@ class _Page(argparse.HelpFormatter):
 
 
 def filled(text: str, width: int | None = None) -> str:
-    """Paragraphs filled to `width` columns (None: of a help page); indented lines stay lines.
+    """Fill paragraphs to `width` columns (None: a help page's); indented lines stay lines.
 
-    What goes on after an indented line stands below its last column, which two blanks begin.
+    The rest of an indented line goes below its last column, which begins after two blanks.
     """
     width = width or columns()
     found: list[str] = []
@@ -58,10 +58,10 @@ class Arguments(argparse.ArgumentParser):
 
     Args:
         verb: "bench"; "" for mprun itself.
-        what: what the verb does, above the options of its help page.
-        more: what stands below them: examples, exit codes; both as `filled` takes them.
-        overrides: whether key=value is taken, as `overrides` of the result.
-        verbs: of mprun itself: what may stand in the place of key=value.
+        what: what the verb does; it goes above the options of its help page.
+        more: examples and exit codes, below the options; both in the form of `filled`.
+        overrides: whether key=value is allowed, as `overrides` of the result.
+        verbs: for mprun itself: words that may replace key=value.
     """
 
     def __init__(
@@ -85,11 +85,11 @@ class Arguments(argparse.ArgumentParser):
             self.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for a run")
 
     def parse(self, arguments: list[str]) -> argparse.Namespace:
-        """The values of the options.
+        """Return the values of the options.
 
         Raises:
-            BadInput: an unknown option, a missing or bad value, or what is no key=value.
-            SystemExit: with code 0, after `--help`.
+            BadInput: An option is unknown, a value missing or bad, or a word is no key=value.
+            SystemExit: With code 0, after `--help`.
         """
         found, unknown = self.parse_known_intermixed_args(self._with_values(arguments))
         if unknown:
@@ -106,7 +106,7 @@ class Arguments(argparse.ArgumentParser):
         return found
 
     def _as_override(self, arguments: list[str], unknown: str) -> str:
-        """`; did you mean 'optim.lr=0.1'?` for `--lr 0.1`; nothing where no key is called so."""
+        """Return `; did you mean 'optim.lr=0.1'?` for `--lr 0.1`, or nothing without such a key."""
         from mprun.config.roles import FIELDS  # here: reading the schema takes a moment
 
         flag, _, value = unknown.lstrip("-").partition("=")
@@ -115,7 +115,7 @@ class Arguments(argparse.ArgumentParser):
         return f"; {did_you_mean([f'{key}={given}'])}" if key else ""
 
     def _with_values(self, arguments: list[str]) -> list[str]:
-        """Options whose value may be left out (nargs="?") take no KEY=VALUE for theirs."""
+        """Keep options with an optional value (nargs="?") from taking a KEY=VALUE as theirs."""
         optional = {
             name: action.const
             for action in self._actions
@@ -138,7 +138,7 @@ class Arguments(argparse.ArgumentParser):
 
 
 def _as_option(word: str) -> list[str]:
-    """["model=resnet50"] for `resnet50`: the option of a group that is called so."""
+    """Return ["model=resnet50"] for `resnet50`: the options with this name, with their groups."""
     if len(word) > 60 or not word.isprintable():
         return []
     from mprun.config.option_files import folders  # here: reading the schema takes a moment
@@ -150,9 +150,9 @@ def _as_option(word: str) -> list[str]:
 def number(
     flag: str, low: float, high: float, what: str = "a number", *, whole: bool = False
 ) -> Callable[[str], float]:
-    """A `type` for add_argument: a number from `low` to `high`, an int if `whole`.
+    """Return a `type` for add_argument: a number from `low` to `high`, an int if `whole`.
 
-    Raises BadInput that names flag, value and what is allowed.
+    It raises BadInput that names flag, value and what is allowed.
     """
 
     def read(text: str) -> float:
@@ -168,7 +168,7 @@ def number(
 
 
 def names(flag: str) -> Callable[[str], list[str]]:
-    """A `type` for add_argument: names separated by commas, at least one."""
+    """Return a `type` for add_argument: names separated by commas, at least one."""
 
     def read(text: str) -> list[str]:
         found = [name.strip() for name in text.split(",") if name.strip()]
@@ -180,7 +180,7 @@ def names(flag: str) -> Callable[[str], list[str]]:
 
 
 def known_modes(flag: str, given: Sequence[str], config_dir: str | None) -> list[str]:
-    """Precision modes as given, each once; BadInput for one that has no YAML file."""
+    """Return the given precision modes, each once; BadInput for one without a YAML file."""
     from mprun.config.option_files import modes  # here: reading the schema takes a moment
 
     known = list(modes(config_dir))

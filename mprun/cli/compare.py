@@ -17,22 +17,22 @@ from mprun.errors import DIVERGED, DONE, BadInput
 _WHAT = """\
 Does each precision mode match FP32, or another baseline?
 
-PATH is a run directory or a folder that holds runs (searched to any depth). Verdicts rest on
-metrics.jsonl and run.json alone; the report also shows probes (numerics=on). Per mode: a
-divergence rule, then an equivalence test (paired TOST over seeds) against the margin that the
-runs' configuration fixed (compare.metric, compare.margin, compare.baseline)."""
+PATH is a run directory or a folder with runs (searched to any depth). Verdicts only use
+metrics.jsonl and run.json; the report also shows probes (numerics=on). Each mode gets a
+divergence rule, then an equivalence test (paired TOST over seeds). The test's margin is fixed in
+the runs' configuration (compare.metric, compare.margin, compare.baseline)."""
 _MORE = """\
 Logs of other tools, a path a run:
   mprun compare --tag train/loss fp32=base0,base1,base2 amp=amp0,amp1,amp2
   mprun compare --tag loss 'fp32=export.csv#fp32-*' 'amp=export.csv#amp-*'
   mprun compare --tag loss fp32=seed0:a.csv,seed1:b.csv amp=seed0:c.csv,seed1:d.csv
 
-Read are TensorBoard events, tables (Lightning, Keras, timm, ultralytics; FILE#RUN is one run of
+It reads TensorBoard events, tables (Lightning, Keras, timm, ultralytics; FILE#RUN is one run of
 an export of Weights & Biases), trainer_state.json, JSON lines, MLflow's runs, and the logs of
-torchtitan, Megatron and MLPerf. Such runs are paired only where the seed of every run is named
-(seed0:PATH, or "seed0", "seed=0", "seed_0" in each path) or --paired says so; else every run
-counts, unpaired (Welch). Equal curves are one run. Logs of other lengths are compared at the steps
-that all have.
+torchtitan, Megatron and MLPerf. Such runs are only paired if every run's seed is named
+(seed0:PATH, or "seed0", "seed=0", "seed_0" in each path), or with --paired. Otherwise every run
+counts, unpaired (Welch). Equal curves count as one run. Logs of different lengths are compared at
+the steps that all have.
 
 Exit codes: 0 compared, 2 bad input or nothing to compare, 3 --check failed, 4 damaged record."""
 _FLAGS = {
@@ -40,11 +40,11 @@ _FLAGS = {
     "--check": "exit code 3 unless every mode matches and nothing was left out",
     "--no-report": "print only",
     "--higher-is-better": "the --tag is an accuracy or a score (--margin is then absolute)",
-    "--lower-is-better": "it is none (goes without saying for loss, error, perplexity)",
-    "--paired": "runs of --tag are listed in the order of the same seeds in every label",
+    "--lower-is-better": "the --tag is neither (the default for loss, error, perplexity)",
+    "--paired": "runs of --tag are in the order of the same seeds in every label",
 }
 
-# What `mprun.compare.compare` takes by the same name; the first ones for runs of mprun.
+# Arguments of `mprun.compare.compare` with the same name; the first ones for runs of mprun.
 JUDGING = ("baseline", "allow", "metric", "margin", "looks", "absolute")
 _JUDGING = (*JUDGING, "tag", "step", "higher_is_better", "lower_is_better", "paired")
 
@@ -71,15 +71,15 @@ def main(words: list[str]) -> int:
 
 
 def parse(words: Sequence[str]) -> Namespace:
-    """The options, checked; BadInput for anything that is none."""
+    """Parse and check the options; BadInput for an unknown one."""
     if "--paper" in words:
-        raise BadInput("compare: --paper: gone; mprun paper RUNS puts runs beside the paper")
+        raise BadInput("compare: --paper: was removed; mprun paper RUNS puts runs beside the paper")
     arguments = Arguments("compare", _WHAT, _MORE)
     add = arguments.add_argument
     add("paths", nargs="*", metavar="PATH", help="with --tag: LABEL=PATH[,PATH...], a path a run")
     add_judging(arguments)
     add("--tag", metavar="NAME", help="compare this scalar of other tools' logs")
-    what = "with --tag: what counts the steps, where it is not step, iteration or epoch"
+    what = "with --tag: the step counter, unless it is step, iteration or epoch"
     add("--step", metavar="COLUMN", help=what)
     what = "folder of the report (default: compare/ beside the runs)"
     add("--out", type=Path, metavar="DIR", help=what)
@@ -91,7 +91,7 @@ def parse(words: Sequence[str]) -> Namespace:
     if not options.paths:
         arguments.error("needs at least one PATH, e.g. outputs")
     if options.json and options.markdown:
-        raise BadInput("--json, --markdown: give one of the two")
+        raise BadInput("--json, --markdown: choose one of the two")
     return options
 
 
@@ -123,7 +123,7 @@ def _looks(text: str) -> list[int]:
 
 
 def _paths(options: Namespace) -> list[str]:
-    """Those of runs, without labels and seeds of logs."""
+    """Return the paths of runs, without labels and seeds of logs."""
     if options.tag is None:
         return options.paths
     words = [part for word in options.paths for part in word.partition("=")[2].split(",")]
@@ -131,7 +131,7 @@ def _paths(options: Namespace) -> list[str]:
 
 
 def folder_beside(words: Sequence[str]) -> Path:
-    """The folder that holds all runs: of one path itself, of several their common parent."""
+    """Return the folder of all runs: a single path itself, or the common parent of several."""
     common = Path(os.path.commonpath([Path(word).resolve() for word in words]))
     if not common.is_dir() or (common / "run.json").exists():
         common = common.parent

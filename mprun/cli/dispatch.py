@@ -1,8 +1,8 @@
-"""The command line: verbs first, everything else is one run (or, with -m, a sweep) of Hydra keys.
+"""The command line: a verb first, or one run (with -m a sweep) of Hydra keys.
 
-Whatever becomes of the terminal (closed, full, its reader gone): what is said there ends nothing.
+A terminal that is closed, full or has lost its reader never ends a run.
 
-Imports torch only once a configuration has been checked, so that help, completion and bad input
+torch is only imported once a configuration has been checked, so that help, completion and bad input
 answer at once.
 """
 
@@ -44,13 +44,13 @@ VERBS = {
     "compare": "mprun.cli.compare:main",
     "doctor": "mprun.cli.doctor:main",
 }
-# A full disk, a quota, a read-only or failing file system, a forbidden folder; and what is no path.
+# A full disk, a quota, a read-only or failing file system, a forbidden folder, or an invalid path.
 _OF_THE_SYSTEM = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO), RESOURCE),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE), RESOURCE),
     **{errno.ENOMEM: RESOURCE, errno.ENAMETOOLONG: BAD_INPUT},
 }
-# Keys that say where a run runs, and not what.
+# Keys for the place of a run, not its content.
 _OF_RANKS = ("devices", "nodes", "restarts")
 _MORE = " ... (mprun --help)"
 
@@ -65,8 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _leave_ranks(code: int) -> None:
-    """End a rank of several at once: a library that waits for those that are gone would hang it,
-    or abort it, and both would hide how it ended."""
+    """End one of several ranks at once: a library that waits for lost ranks would hang or abort it,
+    and both would hide how it ended."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         for stream in (sys.stdout, sys.stderr):
@@ -93,7 +93,7 @@ def _ended(arguments: list[str], interruption: Interruption) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # `mprun --help | head`: whoever read stdout has seen enough, of what may be unfinished.
+        # `mprun --help | head`: the reader of stdout has closed it, perhaps before the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
@@ -102,7 +102,7 @@ def _ended(arguments: list[str], interruption: Interruption) -> int:
         place = f": {error.filename}" if error.filename else ""
         print(_one_line(f"mprun: {error.strerror}{place}"), file=sys.stderr)
         return _OF_THE_SYSTEM[error.errno]
-    except Exception:  # whatever is left is ours: shown with its traceback, exit code 1
+    except Exception:  # a bug in mprun: shown with its traceback, exit code 1
         return _bug()
 
 
@@ -113,9 +113,9 @@ def _bug() -> int:
 
 
 def _one_line(text: str, longest: int = 200) -> str:
-    """At most `longest` characters: what is named and meant comes first, what is allowed last.
+    """Cut to at most `longest` characters; the name comes first, what is allowed last.
 
-    Of a long list of what is allowed the end goes, of all else the middle.
+    A long list of allowed values loses its end, any other text its middle.
     """
     text = "".join(c if c.isprintable() else " " for c in text)
     if len(text) <= longest:
@@ -170,7 +170,7 @@ def _curves(folders: list[Path], root: Path) -> Path:
 
 
 def _help(arguments: list[str]) -> int:
-    """The help page, or what is said of the keys, groups and verbs that stand beside --help."""
+    """Print the help page, or that of the keys, groups and verbs beside --help."""
     from mprun.cli.help import GROUPS, help_text, key_help
 
     others = [word for word in arguments if word not in ("--help", "-h")]
@@ -216,7 +216,7 @@ def _run(options: argparse.Namespace) -> int:
 
     if place is not None and (before := _restarted(place)) is not None:
         status = read_record(Path(before), "status")["status"]
-        if status in ("done", "diverged"):  # a result, which torchrun takes for a failure
+        if status in ("done", "diverged"):  # a result, but torchrun takes it for a failure
             return STATUS_EXIT_CODE[status]
         return _resumed((*_lasting(overrides), f"resume={before}"), before, None, place)
     from mprun.training.run import start
@@ -239,10 +239,10 @@ def _resumed(
 
 
 def _to_start(config: "RunConfig", place: Place | None) -> int:
-    """Ranks that are to be started on this machine; 1: this process is all there is to do.
+    """Return the number of ranks to start on this machine; 1: only this process.
 
     Raises:
-        BadInput: there is nothing that says which of several machines this is.
+        BadInput: Nothing says which of several machines this is.
     """
     if place is not None:
         return place.devices if place.rank is None else 1
@@ -293,7 +293,7 @@ def _launched(
 
 
 def _check_room(config: "RunConfig", devices: int) -> None:
-    """BadInput for more ranks than this machine holds."""
+    """Raise BadInput for more ranks than this machine can hold."""
     from mprun.sweep.gpus import available_cores
     from mprun.training.run import resolve_device
 
@@ -308,14 +308,14 @@ def _check_room(config: "RunConfig", devices: int) -> None:
 
 
 def _lasting(overrides: tuple[str, ...]) -> tuple[str, ...]:
-    """What a continuation by itself is given again: the user's own code, where it runs."""
+    """Return the overrides that a continuation needs again: the user's code, and where it runs."""
     from mprun.config.user_code import is_factory
 
     return tuple(o for o in overrides if is_factory(o) or o.partition("=")[0] in _OF_RANKS)
 
 
 def _restarted(place: Place) -> str | None:
-    """The run that torchrun has started again, None: it has not."""
+    """Return the run that torchrun has restarted, or None."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return None
     from mprun.distributed.group import previous_directory
@@ -324,7 +324,7 @@ def _restarted(place: Place) -> str | None:
 
 
 def _announce(text: str) -> None:
-    """Before torch is imported, which takes seconds: to whoever waits at a terminal.
+    """Tell a waiting user at a terminal, before torch is imported, which takes seconds.
 
     Elsewhere a run that cannot begin is one line on stderr.
     """
@@ -333,7 +333,7 @@ def _announce(text: str) -> None:
 
 
 def _arguments() -> Arguments:
-    """The options of a run or a sweep: Hydra's, and two of a sweep's own."""
+    """Return a parser for a run or a sweep: Hydra's options, and two for sweeps."""
     parser = Arguments("", "", overrides=True, verbs=verbs())
     add = parser.add_argument
     add("-m", "--multirun", action="store_true", help="sweep: one process per run")
@@ -341,10 +341,10 @@ def _arguments() -> Arguments:
     add("-j", "--jobs", type=processes, metavar="N", help="sweep: at most N runs at a time (1)")
     seconds = "sweep: kill a run without progress for so long (1800; 0: never)"
     add("--stall-after", type=_seconds, metavar="SECONDS", help=seconds)
-    add("-cd", "--config-dir", metavar="DIR", help="options of your own: DIR/GROUP/OPTION.yaml")
+    add("-cd", "--config-dir", metavar="DIR", help="your options, as DIR/GROUP/OPTION.yaml")
     add("-c", "--cfg", metavar="job|hydra|all", help="print the configuration, run nothing")
-    add("-p", "--package", default="", metavar="KEY", help="of --cfg job: this part alone")
-    add("--resolve", action="store_true", help="of --cfg: what it prints is resolved anyway")
+    add("-p", "--package", default="", metavar="KEY", help="with --cfg job: only this part")
+    add("--resolve", action="store_true", help="with --cfg: its output is always resolved")
     add("-i", "--info", metavar="WHAT", help="Hydra's account: defaults, searchpath, config, ...")
     completion = "shell completion for bash, zsh, fish"
     add("-sc", "--shell-completion", metavar="install=SHELL", help=completion)
@@ -359,7 +359,7 @@ def _seconds(text: str) -> float:
 
 
 def _check_belonging(options: argparse.Namespace) -> None:
-    """BadInput for an option that says something about what was not asked for."""
+    """Raise BadInput for an option without the option that it belongs to."""
     if (options.resolve or options.package) and options.cfg is None:
         raise BadInput("--resolve, --package: only with --cfg")
     if options.jobs is not None and not options.multirun:

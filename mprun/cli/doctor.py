@@ -1,6 +1,6 @@
-"""`mprun doctor`: what this machine is, and what each precision mode means on it.
+"""`mprun doctor`: the facts of this machine, and the effect of each precision mode on it.
 
-Imports torch only to answer, so that help and bad input do not wait for it.
+It imports torch only to answer, so that help and bad input do not wait for it.
 """
 
 import json
@@ -10,10 +10,10 @@ import textwrap
 from mprun.cli.arguments import Arguments
 from mprun.errors import DONE, BadInput
 
-# Of --json, in this order and on every machine; "works" is null for what was not tested.
+# Keys of --json, in this order and on every machine; "works" is null if it was not tested.
 KEYS = {
     "device": 'what device=auto takes: "cuda:0" or "cpu"',
-    "why_no_gpu": "why torch can use none; null: it can",
+    "why_no_gpu": "why torch cannot use one; null: it can",
     "machine": "cpu, cpu_count, threads, platform, python, packages (versions), mprun, "
     "commit, dirty (local changes), memory_bytes",
     "gpus": "a list: index, name, compute_capability, multiprocessors, total_bytes, free_bytes, "
@@ -33,10 +33,10 @@ KEYS = {
     "flags": "by name: pinned (what a run sets, here that of fp32), stock (torch by itself)",
 }
 _WHAT = """\
-What this machine is, and what each precision mode means on it. On a GPU the
-kernels of the update are compiled and compared with torch's, and a training
-step is captured as a CUDA graph: seconds, the first time more.
-Exit code 0, whatever is found; 2 for an argument that there is not."""
+The facts of this machine, and the effect of each precision mode on it. On a
+GPU it compiles the kernels of the update and compares them with torch's, and
+captures a training step as a CUDA graph: seconds, longer the first time.
+Exit code 0, whatever it finds; 2 for an unknown argument."""
 # Measured; see mprun.precision.emulation.
 _WHY_EMULATED = (
     "native CPU kernels add some gradients up in 16 bits and, in FP16, take 10 to 60 times "
@@ -46,9 +46,9 @@ _WIDTH = 80
 
 
 def main(arguments: list[str]) -> int:
-    """Print devices, kernels, flags and what happens to each mode here; always exit code 0.
+    """Print devices, kernels, flags and the effect of each mode here; always exit code 0.
 
-    Raises BadInput for an argument or a folder that there is not.
+    Raises BadInput for an unknown argument or a missing folder.
     """
     keys = [f"  {key:<21}{text}" for key, text in KEYS.items()]
     parser = Arguments("doctor", _WHAT, "\n".join(["keys of --json:", *keys]))
@@ -67,7 +67,7 @@ def main(arguments: list[str]) -> int:
 
 
 def page(facts: dict) -> str:
-    """The facts of `mprun.cli.machine.machine_facts`, for a terminal of 80 columns."""
+    """Format the facts of `mprun.cli.machine.machine_facts` for a terminal of 80 columns."""
     lines = [_wrapped(f"{name:<14}", text) for name, text in _rows(facts)]
     lines += ["", f"{'mode':<20} on this machine"]
     for name, mode in facts["modes"].items():
@@ -75,7 +75,7 @@ def page(facts: dict) -> str:
     if facts["emulated_operations"]:
         lines += ["", _wrapped("", f"emulated, because {_WHY_EMULATED}:")]
         lines.append(_wrapped("  ", ", ".join(facts["emulated_operations"])))
-    lines += ["", "flags that a run pins (here: fp32), and torch by itself where it differs"]
+    lines += ["", "flags that a run pins (here: fp32), and torch's defaults if they differ"]
     for name, flag in facts["flags"].items():
         differs = flag["stock"] != flag["pinned"]
         stock = f"   (torch: {flag['stock']})" if differs else ""
@@ -120,7 +120,7 @@ def _ranks(ranks: dict, gpus: int) -> str:
 
 
 def _by_optimizer(title: str, answers: dict, yes: str) -> list[tuple[str, str]]:
-    """Rows of what was asked for every optimizer; the same answers share a row."""
+    """Return rows of a test for every optimizer; equal answers share a row."""
     rules: dict[str, list[str]] = {}
     for rule, answer in answers.items():
         rules.setdefault(_answer(answer, yes), []).append(rule)
@@ -173,7 +173,7 @@ def _gib(size: int) -> str:
 
 
 def _wrapped(start: str, text: str) -> str:
-    """`text` behind `start`, its further lines below its first."""
+    """Put `text` after `start`, with its further lines below the first."""
     return textwrap.fill(
         text,
         _WIDTH,

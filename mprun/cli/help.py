@@ -1,7 +1,7 @@
-"""`mprun --help`, `--cfg`, `--info` and shell completion: what there is is shown, nothing runs.
+"""`mprun --help`, `--cfg`, `--info` and shell completion: they show options and run nothing.
 
-Hydra is imported where a configuration is composed: the page and completion do not wait for it.
-The page lists what the option files, the schema and the parser know; only examples are typed here.
+Hydra is only imported when a configuration is composed: the page and completion do not wait for
+it. The page lists the contents of option files, schema and parser; only examples are typed here.
 """
 
 import argparse
@@ -41,7 +41,7 @@ Use
   mprun                                     one short run on embedded data
   mprun model=resnet50 precision=amp        choose group=option, set key=value
   mprun -m precision=fp32,amp seed=0,1,2    sweep: one process per run; again:
-                                            what is missing
+                                            the missing runs
     hydra/launcher=joblib|submitit_local|submitit_slurm
                                             Hydra's launcher instead of -j
     hydra.launcher.KEY=VALUE                n_jobs (joblib), timeout_min,
@@ -50,14 +50,14 @@ Use
                                             a recipe on data on disk
                                             (docs/recipes.md)
   mprun data=custom data.factory=module:function
-                                            own data, own models
+                                            your data, your models
                                             (docs/own_data.md)
   mprun resume=outputs/RUN                  continue from the last checkpoint
-  mprun --config-dir DIR precision=mine     modes, scalers, ... of your own,
+  mprun --config-dir DIR precision=mine     your modes, scalers, ...,
                                             each from DIR/GROUP/OPTION.yaml
   mprun --help optim.lr                     what a key or a group means
   mprun --cfg job model=dcgan               print the whole configuration
-  mprun --info defaults model=dcgan         print which files it is made of
+  mprun --info defaults model=dcgan         print the files that make it up
   eval "$(mprun -sc install=bash)"          shell completion (bash, zsh, fish)
 """
 _END = """\
@@ -66,21 +66,21 @@ checkpoint, 5 resource, 75 preempted (resumable), 130 interrupted.
 Results: the `tensorboard --logdir` that a run or a sweep prints at its end.
 """
 GROUPS = ("model", "data", "optim", "precision", "scaler", "train", "numerics", "experiment")
-# What a group sets by its option; mappings take an entry of one's own behind the key.
+# Fields that a group's option sets; mappings take the user's entry after the key.
 BY_OPTION = ("name", "kind")
-# Which key says by what rule others of its group are read.
+# The key that names the rule by which a group's other keys are read.
 RULE_KEYS = {"optim": "optim.name", "scaler": "scaler.kind"}
 
 
 def help_text(
     verbs: dict[str, str], parser: argparse.ArgumentParser, config_dir: str | None = None
 ) -> str:
-    """The help page.
+    """Return the help page.
 
     Args:
         verbs: verb -> `module:function`.
-        parser: knows the options.
-        config_dir: of the user's own; its options are listed too.
+        parser: the parser of the options.
+        config_dir: the user's folder, whose options are listed too.
     """
     parts = [
         _EXAMPLES,
@@ -108,10 +108,10 @@ def _does(function: str) -> str:
 
 
 def key_help(word: str, verbs: Collection[str], config_dir: str | None = None) -> str:
-    """What the key `word` means, or which keys the group has.
+    """Return the meaning of the key `word`, or the keys of the group.
 
     Raises:
-        BadInput: no key and no group is called so.
+        BadInput: No key and no group has this name.
     """
     if word in (*GROUPS, "compare") or any(key.startswith(f"{word}.") for key in FIELDS):
         return _keys_of(word, verbs, config_dir)
@@ -120,7 +120,7 @@ def key_help(word: str, verbs: Collection[str], config_dir: str | None = None) -
     if key not in FIELDS or (key != word and FIELDS[key][0].default_factory is not dict):
         called = key_called(word, FIELDS)
         hint = f"; {did_you_mean([called])}" if called else nearest(word, [*FIELDS, *verbs])
-        raise BadInput(f"--help {word}: no key, group or verb is called so{hint}")
+        raise BadInput(f"--help {word}: no key, group or verb has this name{hint}")
     parts = [_meaning(key, one, config_dir) for one in meanings(key)]
     return filled("\n".join([key, *parts, f"  role      {role_of(key)}"])) + "\n"
 
@@ -131,13 +131,13 @@ def _meaning(key: str, meaning: Meaning, config_dir: str | None) -> str:
     for option, value in values_in_files(group, field, config_dir).items() if group else ():
         files.setdefault("null" if value is None else str(value), []).append(option)
     in_files = [f"{value} in {', '.join(options)}" for value, options in files.items()]
-    if group in ("model", "data"):  # an option file is of one of several variants
+    if group in ("model", "data"):  # an option file belongs to one of several variants
         in_files = []
     rows = {
         f"of {group}": ", ".join(meaning.variants),
         "type": meaning.kind,
         "allowed": meaning.allowed,
-        "default": "; ".join([meaning.default or "(none: it must be given)", *in_files]),
+        "default": "; ".join([meaning.default or "(none: it must be set)", *in_files]),
         "read by": ", ".join(f"{RULE_KEYS[group]}={rule}" for rule in meaning.read_by),
     }
     lines = [f"  {name:<8}  {value}" for name, value in rows.items() if value]
@@ -145,7 +145,7 @@ def _meaning(key: str, meaning: Meaning, config_dir: str | None) -> str:
 
 
 def _keys_of(group: str, verbs: Collection[str], config_dir: str | None) -> str:
-    """The keys of a group, each with its meaning, and its options."""
+    """Return the keys of a group, each with its meaning, and its options."""
     docs: dict[tuple[str, str], list[str]] = {}
     for key in FIELDS:
         if key.startswith(f"{group}."):
@@ -172,7 +172,7 @@ def _group(name: str, config_dir: str | None) -> str:
 
 
 def _keys() -> list[str]:
-    """Every key of the schema with its choices; those of a group begin a line of their own."""
+    """Return every key of the schema with its choices; each group begins a new line."""
     groups: dict[str, list[str]] = {}
     for key, fields in FIELDS.items():
         group, _, name = key.rpartition(".")
@@ -187,8 +187,8 @@ def _keys() -> list[str]:
     return [lines.fill("  ".join(keys)) for keys in groups.values()]
 
 
-# What the three shells ask by `mprun -sc query=SHELL` when TAB is pressed; COMP_LINE: the line up
-# to there. Where nothing is printed they offer files.
+# The three shells ask `mprun -sc query=SHELL` when TAB is pressed; COMP_LINE: the line up to there.
+# If nothing is printed they offer files.
 _SCRIPTS = {
     "bash": """\
 _mprun() {
@@ -241,12 +241,12 @@ _LISTS = {"--modes": "precision", "--mode": "precision", "--scalers": "scaler"}
 
 
 def complete(request: str, verbs: dict[str, str], options: list[str]) -> int:
-    """`-sc install=bash|zsh|fish`, `uninstall=` or `query=`: shell completion.
+    """Run `-sc install=bash|zsh|fish`, `uninstall=` or `query=`: shell completion.
 
     Args:
-        request: what stands behind -sc.
+        request: the value of -sc.
         verbs: verb -> `module:function`.
-        options: of mprun itself.
+        options: the options of mprun itself.
     """
     what, _, shell = request.partition("=")
     if what not in ("install", "uninstall", "query"):
@@ -255,7 +255,7 @@ def complete(request: str, verbs: dict[str, str], options: list[str]) -> int:
         raise BadInput(f"-sc {request}: the shell must be one of bash, zsh, fish")
     if what == "query":
         found = completions(os.environ.get("COMP_LINE", ""), verbs, options)
-        # bash alone leaves it to us whether a word is over
+        # only bash leaves it to us whether a word is complete
         ended = " " if shell == "bash" else ""
         print("".join(f"{one}{'' if one[-1] in '=.,' else ended}\n" for one in found), end="")
     else:
@@ -264,7 +264,7 @@ def complete(request: str, verbs: dict[str, str], options: list[str]) -> int:
 
 
 def completions(line: str, verbs: dict[str, str], options: list[str]) -> list[str]:
-    """The words that the last one of `line` may become; none where a path is wanted."""
+    """Return the words that the last one of `line` may become; none if it is a path."""
     words = line.split()[1:]
     word = words.pop() if words and not line[-1:].isspace() else ""
     verb = words[0] if words and words[0] in verbs else None
@@ -292,7 +292,7 @@ _DIR = ("--config-dir", "-cd")
 
 
 def _options_of(verb: str, words: list[str]) -> list[str]:
-    """The options of a verb, as its help page says them."""
+    """Return the options of a verb, from its help page."""
     page, flags = StringIO(), [word for word in words if word == "--roofline"]
     with redirect_stdout(page), suppress(SystemExit):
         loaded(verb)([*flags, "--help"])
@@ -300,7 +300,7 @@ def _options_of(verb: str, words: list[str]) -> list[str]:
 
 
 def _overrides(word: str, words: list[str], config_dir: str | None) -> list[str]:
-    """`model=`, `optim.`, `optim.lr=` and, behind `=`, the values that there are."""
+    """Return `model=`, `optim.`, `optim.lr=` and, after `=`, the known values."""
     key, equals, values = word.partition("=")
     if equals:
         return [f"{key}={value}" for value in _listed(values, _values(key, config_dir))]
@@ -319,7 +319,7 @@ def _overrides(word: str, words: list[str], config_dir: str | None) -> list[str]
 def _fields_of(
     group: str, components: dict[str, Any], words: list[str], config_dir: str | None
 ) -> dict[str, tuple[str, ...]]:
-    """{group: the fields of the option that is chosen on the line}; {} where none is."""
+    """Return {group: fields of the option chosen on the line}, or {} without one."""
     chosen = [word.partition("=")[2] for word in words if word.startswith(f"{group}=")]
     found = components.get(named(group, config_dir).get(chosen[-1], "")) if chosen else None
     return {} if found is None else {group: tuple(found.config.__dataclass_fields__)}
@@ -335,7 +335,7 @@ def _values(key: str, config_dir: str | None) -> list[str]:
 
 
 def _listed(text: str, known: list[str]) -> list[str]:
-    """Each known word behind the commas of `text`: sweeps and options take lists."""
+    """Return each known word after the commas of `text`: sweeps and options take lists."""
     start = text[: text.rfind(",") + 1]
     return [f"{start}{one}" for one in known if one not in start.split(",")]
 
@@ -344,9 +344,9 @@ _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
 def show_config(what: str, overrides: list[str], config_dir: str | None, package: str) -> int:
-    """`--cfg job`: the resolved configuration as YAML, as config.yaml of a run would hold it.
+    """Print the resolved configuration for `--cfg job`, as in a run's config.yaml.
 
-    package: dotted key of the part to print, "" for all. `--cfg hydra` and `all` are Hydra's.
+    package: dotted key of the part to print, "" for all. Hydra does `--cfg hydra` and `all`.
     """
     from mprun.config.compose import compose_config
 
@@ -360,7 +360,7 @@ def show_config(what: str, overrides: list[str], config_dir: str | None, package
 
 
 def show_info(what: str, overrides: list[str], config_dir: str | None) -> int:
-    """`--info WHAT`: Hydra's account of files, defaults lists and search path."""
+    """Print Hydra's account of files, defaults lists and search path for `--info WHAT`."""
     if what not in _INFO:
         raise BadInput(f"--info {what}: must be one of {', '.join(_INFO)}")
     from mprun.config.compose import compose_config

@@ -1,4 +1,4 @@
-"""What this machine is and what runs on it, as plain values: the facts behind `mprun doctor`."""
+"""This machine and what runs on it, as plain values: the facts behind `mprun doctor`."""
 
 import os
 import warnings
@@ -34,11 +34,11 @@ _NO_SINGLE_PASS = "its kernels need a GPU; a CPU runs torch's fused update in bl
 
 
 def machine_facts(config_dir: str | None = None) -> dict:
-    """What `mprun doctor --json` prints; `mprun.cli.doctor.KEYS` says what each key holds.
+    """Return the facts that `mprun doctor --json` prints; `mprun.cli.doctor.KEYS` has their keys.
 
-    config_dir: a further folder of the user's own options, for its modes. Pins this process's
-    numeric flags as a run in FP32 does. On a GPU it compiles and runs small kernels and waits for
-    them; what fails there is an answer and raises nothing.
+    config_dir: another folder of the user's options, for its modes. It pins this process's numeric
+    flags as a run in FP32 does. On a GPU it compiles and runs small kernels and waits for them; a
+    failure there is an answer and raises nothing.
     """
     device, why_no_gpu = _device()
     stock = read_math_flags()
@@ -49,7 +49,7 @@ def machine_facts(config_dir: str | None = None) -> dict:
         "device": str(device),
         "why_no_gpu": why_no_gpu,
         "machine": _machine(environment(device)),
-        # Before anything below takes memory there.
+        # Before the steps below use its memory.
         "gpus": [] if why_no_gpu else [_gpu(i) for i in range(torch.cuda.device_count())],
         "kernels": {"cpu": _cpu_kernels(), "cuda": _cuda_kernels(device, meter)},
         "fused_updates": {rule: _asked(partial(_why_not_fused, rule, device)) for rule in _RULES},
@@ -67,7 +67,7 @@ def machine_facts(config_dir: str | None = None) -> dict:
 
 
 def _ranks() -> dict:
-    """What several ranks would use, and whether this process is one of them."""
+    """Return what several ranks would use, and whether this process is one of them."""
     backends = {}
     if dist.is_available():
         if dist.is_gloo_available():
@@ -80,7 +80,7 @@ def _ranks() -> dict:
 
 
 def modes(device: torch.device, config_dir: str | None = None) -> dict[str, dict[str, str]]:
-    """By mode its verdict ("honoured", "emulated", "refused") on `device`, and how or why."""
+    """Return mode -> verdict ("honoured", "emulated", "refused") on `device`, and the reason."""
     verdicts = {name: _verdict(name, device, config_dir) for name in mode_files(config_dir)}
     return {name: {"verdict": verdict, "reason": why} for name, (verdict, why) in verdicts.items()}
 
@@ -112,7 +112,7 @@ def _verdict(name: str, device: torch.device, config_dir: str | None) -> tuple[s
 
 
 def _policy(name: str, config_dir: str | None) -> PrecisionPolicy:
-    """mprun's own straight from its file; one of the user's is checked, as for a run."""
+    """Read mprun's mode straight from its file; check a user's mode, as for a run."""
     if name in mode_files():
         return get_policy(name)
     composed = compose_config([f"precision={name}"], config_dir, files=False)
@@ -120,7 +120,7 @@ def _policy(name: str, config_dir: str | None) -> PrecisionPolicy:
 
 
 def _device() -> tuple[torch.device, str | None]:
-    """The device of a run with device=auto, and why it is no GPU."""
+    """Return the device of a run with device=auto, and why it is no GPU."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # the error says the same
@@ -128,7 +128,7 @@ def _device() -> tuple[torch.device, str | None]:
             if torch.cuda.is_available():
                 return torch.device("cuda", 0), None
         why = "torch.cuda.is_available() is False"
-    except Exception as error:  # of whatever kind: it is what there is to say
+    except Exception as error:  # of any kind: it is the answer
         why = _reason(error)
     built = torch.version.cuda or torch.version.hip
     build = f"torch is built for CUDA {built}" if built else "torch is built without CUDA"
@@ -207,7 +207,7 @@ def _nvml(meter: PowerMeter) -> dict:
         **meter.sample(),
         "process_bytes": meter.process_bytes(),
     }
-    # Without the GPU itself each reading would only say that again.
+    # Without the GPU each reading would only repeat that.
     missing = dict(meter.why) if why is None else {}
     return {"works": why is None, "why": why, **values, "missing": missing}
 
@@ -217,6 +217,6 @@ def _emulated_operations() -> list[str]:
 
 
 def _reason(error: Exception) -> str:
-    """Its first sentence: CUDA's say more about remedies than about the cause."""
+    """Return the first sentence: CUDA's errors say more about remedies than about the cause."""
     line = str(error).strip().partition("\n")[0]
     return line.partition(". ")[0] or type(error).__name__

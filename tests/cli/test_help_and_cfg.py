@@ -102,7 +102,7 @@ def test_help_of_an_entry_of_a_mapping(capsys):
     ],
 )
 def test_help_of_an_unknown_key_names_the_nearest(word, nearest, capsys):
-    told = f"--help {word}: no key, group or verb is called so; did you mean '{nearest}'?"
+    told = f"--help {word}: no key, group or verb has this name; did you mean '{nearest}'?"
     refused(capsys, "--help", word, says=told)
 
 

@@ -1,6 +1,6 @@
 """`mprun bench`: speed, memory and energy of precision modes on one configuration.
 
-A bench of more contenders adds its options to `bench_parser` (benchmarks.suite).
+A bench with more contenders adds its options to `bench_parser` (benchmarks.suite).
 """
 
 import json
@@ -18,17 +18,17 @@ from mprun.extensions.bench.plan import REFERENCES, Group, check_overrides
 LEAST_BUDGET_S = 20
 _WHAT = """\
 Speed, memory and energy per precision mode of the configuration, and its share of the device's
-limit. Each mode runs in a process of its own; their windows follow one another round robin, on
-batches that lie on the device.
+limit. Each mode runs in a separate process. Their windows take turns, on batches that are already
+on the device.
 
-  mprun bench [key=value ...]   the modes of this configuration, as measured here
+  mprun bench [key=value ...]   the modes of this configuration, measured here
   mprun bench --host ...        will it fit, and what does the host need? Memory to the byte, launches and host time of a CUDA step, without a GPU: on a fake CUDA device (needs a CUDA build of torch and a C compiler)
-  mprun bench devices=8 ...     1, 2, 4, 8 ranks: speed, efficiency, what the sum of gradients adds to a step
+  mprun bench devices=8 ...     1, 2, 4, 8 ranks: speed, efficiency, cost of summing gradients in a step
   mprun bench --roofline ...    FLOPs, bytes and limits of a step, without a GPU (mprun bench --roofline --help)"""  # noqa: E501 - the help page breaks lines
 _MORE = """\
 Writes bench.jsonl (windows as they are measured), bench.json, bench.md, bench.png, logs/.
 
-Exit codes: 0 done, 2 bad input, 5 nothing measured for want of memory or time, 130 interrupted."""
+Exit codes: 0 done, 2 bad input, 5 nothing measured for lack of memory or time, 130 interrupted."""
 
 
 def main(arguments: list[str]) -> int:
@@ -65,36 +65,36 @@ def _scaling(arguments: list[str], devices: str) -> int:
 
 
 def bench_parser(what: str = _WHAT) -> Arguments:
-    """The options that every bench has."""
+    """Return a parser with the options that every bench has."""
     found = Arguments("bench", what, _MORE, overrides=True)
     add = found.add_argument
-    add("--modes", type=names("--modes"), metavar="A,B", help="precision modes, also your own "
+    add("--modes", type=names("--modes"), metavar="A,B", help="precision modes, also yours "
         "(fp32,tf32,fp16_naive,fp16_master_scaled,amp,amp_bf16 on a GPU; "
         "fp32,fp16_master_scaled,amp on a CPU)")  # fmt: skip
     add("--budget", dest="budget_s", default=540.0, metavar="SECONDS",
         type=number("--budget", LEAST_BUDGET_S, 86_400, "seconds"),
-        help="the whole bench ends by then, with what is there (540)")  # fmt: skip
+        help="the whole bench ends by then, with the results so far (540)")  # fmt: skip
     add("--out", metavar="DIR", help="where to write (outputs/bench/...); must not exist")
     add("--windows", type=number("--windows", 1, 1000, whole=True), default=5, metavar="N",
         help="windows of each contender (5)")  # fmt: skip
     add("--steps-per-window", type=number("--steps-per-window", 1, 10_000, whole=True),
         metavar="K", help="steps of a window (as many as last 0.3 s)")  # fmt: skip
     add("--end-to-end", action="store_true",
-        help="also with the data source of the configuration, loading included")  # fmt: skip
+        help="also with the data source of the configuration, including loading")  # fmt: skip
     add("--plain", action="store_true",
-        help="mprun with its defaults alone, not with its best settings as well")  # fmt: skip
+        help="mprun only with its defaults, not also with its best settings")  # fmt: skip
     add("--host", action="store_true", help="the host side of a CUDA step, without a GPU")
     add("--card", dest="card_bytes", metavar="GIB",
         type=number("--card", 0.5, 4096, "the card's memory in GiB,"),
         help="with --host: what fits a card with that much memory")  # fmt: skip
     add("--json", action="store_true", help="print bench.json instead of the tables")
-    add("--config-dir", metavar="DIR", help="options of your own, as for a run")
+    add("--config-dir", metavar="DIR", help="your options, as for a run")
     return found
 
 
 def parse(arguments: list[str], parser: Arguments | None = None) -> Namespace:
-    """The options of the command line, held to each other and to the configuration; imports no
-    torch. BadInput names what is wrong with one."""
+    """Parse the options and check them against each other and the configuration, without torch;
+    BadInput names an error."""
     options = (parser or bench_parser()).parse(arguments)
     if options.modes is not None:
         modes = known_modes("--modes", options.modes, options.config_dir)
@@ -104,19 +104,19 @@ def parse(arguments: list[str], parser: Arguments | None = None) -> Namespace:
             raise BadInput("bench --card: goes with --host")
         options.card_bytes = int(options.card_bytes * 2**30)
     if options.end_to_end and options.host:
-        raise BadInput("bench --end-to-end: not with --host, which measures the step alone")
+        raise BadInput("bench --end-to-end: not with --host, which only measures the step")
     check_overrides(options.overrides)
     compose_config(options.overrides, options.config_dir)
     return options
 
 
 def bench(contest: str, options: Namespace, again: list[str], started: float) -> int:
-    """Measure, write and print; the exit code.
+    """Measure, write and print; return the exit code.
 
     Args:
-        contest: "module:class" of what is measured, imported here because it takes seconds.
-        again: what `python -m` runs for the same command, for --host.
-        started: of time.monotonic.
+        contest: "module:class" of the measurement, imported here because it takes seconds.
+        again: arguments of `python -m` that run the same command, for --host.
+        started: start in time.monotonic.
     """
     if options.host:
         from mprun.extensions.bench import fake_cuda
@@ -141,7 +141,7 @@ def bench(contest: str, options: Namespace, again: list[str], started: float) ->
 
 
 def claimed(options: Namespace, groups: list[Group]) -> Path:
-    """A new folder for this bench; BadInput where --out exists already."""
+    """Return a new folder for this bench; BadInput if --out exists already."""
     from mprun.record.run_directory import claim
 
     if options.out is None:
@@ -152,15 +152,14 @@ def claimed(options: Namespace, groups: list[Group]) -> Path:
         path.mkdir(parents=True)
     except FileExistsError:
         if not path.is_dir() or any(path.iterdir()):
-            raise BadInput(f"--out {path}: exists and is not empty; give another folder") from None
+            raise BadInput(f"--out {path}: exists and is not empty; use another folder") from None
     except OSError as error:
         raise BadInput(f"--out {path}: cannot be made ({error.strerror})") from None
     return path
 
 
 def exit_code(bench: dict) -> int:
-    """130 if interrupted; where nothing was measured 1 for an error, else 5, for want of memory or
-    of time."""
+    """Return 130 if interrupted; if nothing was measured 1 for an error, else 5."""
     if bench["ended"] == "interrupted":
         return INTERRUPTED
     rows = bench["rows"]

@@ -1,4 +1,4 @@
-"""`mprun paper [RUNS]`: the paper's tables and figures beside runs, its own or those given."""
+"""`mprun paper [RUNS]`: the paper's tables and figures beside runs, its runs or the given ones."""
 
 import json
 import shlex
@@ -26,21 +26,21 @@ from mprun.sweep.status_page import Board
 
 _WHAT = """\
   mprun paper                   every result of the paper that this machine can show, small
-  mprun paper --list            which those are, what is finished, what the others would take
+  mprun paper --list            those results, what is finished, what the others would take
   mprun paper --only table2,fig3
   mprun paper --scale full --data-root DIR --only resnet50
-  mprun paper RUNS              runs that are there, beside the paper's rows for their networks
+  mprun paper RUNS              existing runs, beside the paper's rows for their networks
 
-Runs what has no outcome yet, goes on with what was interrupted, and writes paper.md, paper.html,
-paper.json and the figures: each table of Micikevicius et al. (ICLR 2018) with its FP32 and mixed
-values beside ours, and whether the outcome is the same. KEY=VALUE goes to every run.
+Runs what has no outcome yet, continues interrupted runs, and writes paper.md, paper.html,
+paper.json and the figures. They show each table of Micikevicius et al. (ICLR 2018) with its FP32
+and mixed values beside ours, and whether the outcome is the same. KEY=VALUE goes to every run.
 
-RUNS, run directories or folders that hold runs, are compared as by mprun compare, whose verdicts
-are printed and whose report lies beside the page.
+RUNS, run directories or folders with runs, are compared as by mprun compare. It prints their
+verdicts, and puts their report beside the page.
 """
 _MORE = """\
 Exit codes: 0 done, 2 bad input, 130 interrupted, otherwise that of the worst run; the page is
-written with what there is."""
+written from the existing results."""
 SCALES = ("small", "full")
 _OF_RUNS = (*JUDGING, "json", "markdown", "no_report")
 _OF_NO_RUNS = ("list", "data_root", "jobs", "config_dir", "overrides")
@@ -69,7 +69,7 @@ def _asked(row: Row, options: Namespace) -> bool:
 
 
 def _beside(options: Namespace, arguments: list[str]) -> int:
-    """Put runs that are there beside the paper; the exit code."""
+    """Put existing runs beside the paper; return the exit code."""
     judging = {name: getattr(options, name) for name in JUDGING}
     comparison = compare(options.runs, **judging)
     with needing("cli"):
@@ -102,14 +102,14 @@ def _options(arguments: list[str]) -> Namespace:
     known = [*dict.fromkeys(row.place for row in ROWS), *(row.key for row in ROWS)]
     add("--only", type=names("--only"), metavar="A,B", help=f"of {', '.join(dict.fromkeys(known))}")
     add("--scale", default="small", metavar="|".join(SCALES), help="embedded data, or the recipes")
-    add("--list", action="store_true", help="print what there is to run, and run nothing")
+    add("--list", action="store_true", help="list the runs, and run nothing")
     what = "full scale: the folder that holds the data of every recipe, a folder each"
     add("--data-root", type=Path, metavar="DIR", help=what)
     processes = number("-j", 1, 1024, "a number of processes", whole=True)
     add("-j", "--jobs", type=processes, metavar="N", help="runs at a time (small: every core)")
     what = "folder of the runs and of the page (outputs/paper; with RUNS: compare/ beside them)"
     add("--out", type=Path, metavar="DIR", help=what)
-    add("--config-dir", metavar="DIR", help="options of your own, as for a run")
+    add("--config-dir", metavar="DIR", help="your options, as for a run")
     add_judging(parser)
     add("--json", action="store_true", help="with RUNS: print paper.json instead of tables")
     add("--markdown", action="store_true", help="with RUNS: print the verdicts as Markdown, too")
@@ -122,7 +122,7 @@ def _options(arguments: list[str]) -> Namespace:
         if name not in known:
             raise BadInput(f"--only {name}: must be among {', '.join(dict.fromkeys(known))}")
     if options.data_root is not None and options.scale == "small":
-        raise BadInput(f"--data-root {options.data_root}: small runs have their data with them")
+        raise BadInput(f"--data-root {options.data_root}: small runs use embedded data")
     if options.data_root is not None and not options.data_root.is_dir():
         raise BadInput(f"--data-root {options.data_root}: no such folder")
     if options.out is None and not options.runs:
@@ -133,7 +133,7 @@ def _options(arguments: list[str]) -> Namespace:
 
 
 def _sort_words(options: Namespace) -> None:
-    """The words as `runs` and `overrides`; BadInput for an option of the other kind."""
+    """Sort the words into `runs` and `overrides`; BadInput for an option of the other kind."""
     options.runs = [word for word in options.words if Path(word).exists()]
     options.overrides = [word for word in options.words if word not in options.runs]
     for word in options.overrides:
@@ -141,7 +141,7 @@ def _sort_words(options: Namespace) -> None:
             known = {row.key for row in ROWS} | {row.place for row in ROWS}
             hint = f"; did you mean '--only {word}'?" if word in known else ""
             raise BadInput(f"paper: '{word}': neither a path of runs nor key=value{hint}")
-    when = "not with RUNS, which were run" if options.runs else "only with RUNS"
+    when = "not with RUNS, which have run already" if options.runs else "only with RUNS"
     given = [name for name in (_OF_NO_RUNS if options.runs else _OF_RUNS) if getattr(options, name)]
     if options.runs and options.scale != "small":
         given.append("scale")
@@ -149,11 +149,11 @@ def _sort_words(options: Namespace) -> None:
         what = options.overrides[0] if name == "overrides" else f"--{name.replace('_', '-')}"
         raise BadInput(f"{what}: {when}")
     if options.json and options.markdown:
-        raise BadInput("--json, --markdown: give one of the two")
+        raise BadInput("--json, --markdown: choose one of the two")
 
 
 def _why_not(row: Row, options: Namespace) -> str:
-    """Why a row cannot be run here; empty: it can."""
+    """Return why a row cannot run here; empty: it can."""
     if options.scale == "small":
         return "" if row.overrides else row.why_not
     if row.full is None:
@@ -177,20 +177,20 @@ def _has_gpu() -> bool:
 
 
 def full_hours() -> Mapping[str, Mapping[str, float]]:
-    """Recipe -> mode -> hours on one H200 at the limit that the roofline counts."""
+    """Return recipe -> mode -> hours on one H200 at the limit that the roofline counts."""
     text = files("mprun.extensions.paper").joinpath("full_scale.json").read_text(encoding="utf-8")
     return json.loads(text)["hours"]
 
 
 class _Runs:
-    """The runs of the rows, and where they lie."""
+    """The runs of the rows, and their folders."""
 
     def __init__(self, options: Namespace, rows: Sequence[Row]):
         self.options = options
         self.cells: dict[str, dict[str, tuple[Cell, ...]]] = {}
         self.probes: dict[str, Path] = {}
         known: dict[Path, Cell] = {}
-        swept = {"experiment", "scaler.scale", "numerics"}  # told of a run
+        swept = {"experiment", "scaler.scale", "numerics"}  # shown of a run
         for row in rows:
             own = self.cells[row.key] = {}
             for technique, overrides in self._commands(row).items():
@@ -229,7 +229,7 @@ class _Runs:
         return plan(own, self.options.config_dir)
 
     def run(self, command: str) -> int:
-        """Run what has no outcome; the exit code."""
+        """Run what has no outcome yet; return the exit code."""
         if not self.plan.cells:
             return DONE
         jobs = self.options.jobs
@@ -245,12 +245,12 @@ class _Runs:
         return ended.code
 
     def finished(self, cells: Sequence[Cell]) -> int:
-        """How many have an outcome."""
+        """Count the cells that have an outcome."""
         return sum(look(cell) is State.FINISHED for cell in cells)
 
 
 def _listed(rows: Sequence[Row], reasons: Mapping[str, str], runs: _Runs, width: int | None) -> str:
-    """A line for each row: what there is to run, or why not."""
+    """Return a line for each row: its runs, or why it has none."""
     lines = []
     for row in rows:
         cells = [cell for own in runs.cells.get(row.key, {}).values() for cell in own]
@@ -288,7 +288,7 @@ def _page(
 
 
 def _facts(directories: Sequence[Path]) -> dict[str, str]:
-    """Machine, versions and cost, from the records of the runs."""
+    """Return machine, versions and cost, from the records of the runs."""
     records = [read_record(directory) for directory in directories]
     if not records:
         return {}

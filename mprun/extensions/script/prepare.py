@@ -177,7 +177,7 @@ def _policy(precision: Any) -> PrecisionPolicy:
 
 
 def _uncompiled(model: nn.Module) -> nn.Module:
-    """The module inside of what torch.compile returned."""
+    """Return the module inside an object from torch.compile, else the object."""
     inside = getattr(model, UNCOMPILED, model)
     return inside if isinstance(inside, nn.Module) else model
 

@@ -67,7 +67,7 @@ def test_modes_that_a_gpu_lacks_are_left_out_with_the_reason(capsys):
         (["--gpu"], "--gpu: needs a value"),
         (["--gpu", "V100", "--mode", "tf32"], "V100 has no TF32 products"),
         (["--gpu", "V100", "precision=bf16_naive"], "V100 has no BF16 products"),
-        (["--mode", "amp", "precision=fp32"], "give one of the two"),
+        (["--mode", "amp", "precision=fp32"], "use one of the two"),
         (["--mode", "fp8"], "--mode fp8: unknown"),
         (["--ranks", "0", "--link", "nvlink"], "--ranks 0: must be whole numbers from 1 to 65536"),
         (["--ranks", "8,", "--link", "nvlink"], "--ranks : must be"),

@@ -237,7 +237,7 @@ def test_fresh_weights_of_other_language_models(own, capsys):
     own = [*own, "--tokens", "100"]
     assert main(["mismatch", "bf16_master", *own]) == 0
     text = capsys.readouterr().out
-    assert "weights  fresh, of seed 0: they say little of trained ones" in text
+    assert "weights  fresh, of seed 0: they say little about trained ones" in text
     one, *_ = as_json(capsys, "mismatch", "amp_bf16", *own)["pairs"]
     assert 0 < one["rms"] < 0.05 and one["nonfinite"] == 0
 
@@ -246,12 +246,12 @@ BAD = {
     "fp16_x": "neither a folder nor a mode; did you mean 'fp16_naive'?",
     "fp32": "needs two modes, or one beside FP32",
     "": "no mode: needs two modes",
-    "amp amp RUN": "amp amp: a mode is there twice in one shape; give --batch 16,1",
-    "amp RUN RUN": "a second run directory, takes one",
+    "amp amp RUN": "amp amp: a mode is there twice in one shape; use --batch 16,1",
+    "amp RUN RUN": "a second run directory, only one is allowed",
     "amp RUN/checkpoints": "no run.json there",
     "amp RUN optim.lr=1": "optim.lr=1: a run has its configuration",
     "amp precision=amp": "precision=amp: a mode is a word alone",
-    "amp resume=x": "resume=x: give the run directory alone",
+    "amp resume=x": "resume=x: pass the run directory alone",
     "amp model=resnet50": "model=resnet50: needs a language model",
     "amp fp32 --batch 3,4,5": "--batch 3,4,5: 3 values (allowed: 1 or 2)",
     "amp --batch 3,x": "--batch x: must be whole numbers, separated by commas, from 1",

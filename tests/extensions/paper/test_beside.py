@@ -281,7 +281,7 @@ def test_what_is_chosen_after_the_runs_is_said_on_the_page(runs, capsys):
         (["outputs", "--scale", "full"], "--scale: not with RUNS"),
         (["--margin", "0.5"], "--margin: only with RUNS"),
         (["--json"], "--json: only with RUNS"),
-        (["outputs", "--json", "--markdown"], "give one of the two"),
+        (["outputs", "--json", "--markdown"], "choose one of the two"),
         (["nowhere"], "'nowhere': neither a path of runs nor key=value"),
         (["fig5"], "did you mean '--only fig5'?"),
     ],

@@ -1,4 +1,4 @@
-"""`mprun bench --roofline`: the limit of a training step on a named GPU, without one."""
+"""`mprun bench --roofline`: the limit of a training step on a named GPU, without that GPU."""
 
 import json
 from argparse import Namespace
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from mprun.extensions.bench.roofline.count import Counted
 
 _WHAT = """\
-What a training step can reach on a GPU, counted without it: FLOPs and bytes of one step of the
-configuration, on tensors without values, and from them the samples per second that a GPU cannot
-exceed, per precision mode, and the memory that it needs; with --ranks instead what several
-GPUs lose to the sum of their gradients."""
+The limit of a training step on a GPU, counted without that GPU. It counts FLOPs and bytes of one
+step of the configuration, on tensors without values. From them follow the samples per second that a
+GPU cannot exceed, per precision mode, and the memory that it needs. With --ranks it counts instead
+how much several GPUs lose to the sum of their gradients."""
 _MORE = """\
-Data are never read: sizes come from the configuration (data.image_size, model.num_classes, ...).
+It never reads data: sizes come from the configuration (data.image_size, model.num_classes, ...).
 
 Exit codes: 0 done, 2 bad input, 130 interrupted."""
 DEFAULT_MODES = ("fp32", "tf32", "fp16_master_scaled", "amp", "bf16_master")
@@ -49,7 +49,7 @@ def main(arguments: list[str]) -> int:
 
 
 def parse(arguments: list[str]) -> Namespace:
-    """The options of the command line; BadInput names what is wrong with one."""
+    """Parse the options of the command line; BadInput names an error."""
     parser = Arguments("bench --roofline", _WHAT, _MORE, overrides=True)
     parser.add_argument("--gpu", default="H200", help=f"{', '.join(GPUS)} (H200)")
     add = parser.add_argument
@@ -63,12 +63,12 @@ def parse(arguments: list[str]) -> Namespace:
     add("--link", type=link_of, metavar="LINK",
         help=f"with --ranks: {', '.join(LINKS)}, or GB/s of each GPU to the others")  # fmt: skip
     add("--json", action="store_true", help="everything as JSON")
-    add("--config-dir", metavar="DIR", help="options of your own, as for a run")
+    add("--config-dir", metavar="DIR", help="your options, as for a run")
     options = parser.parse(arguments)
     if options.mode is not None:
         if _sets_precision(options):
             given = ",".join(options.mode)
-            raise BadInput(f"--mode {given}: not together with precision=; give one of the two")
+            raise BadInput(f"--mode {given}: not together with precision=; use one of the two")
         options.mode = known_modes("--mode", options.mode, options.config_dir)
     _check_ranks(options)
     return options
@@ -89,7 +89,7 @@ def _check_ranks(options: Namespace) -> None:
         known = ", ".join(LINKS)
         raise BadInput(f"--ranks {given}: needs --link (allowed: {known}, or GB/s of a GPU)")
     if options.top:
-        raise BadInput(f"--top {options.top}: not together with --ranks; give one of the two")
+        raise BadInput(f"--top {options.top}: not together with --ranks; use one of the two")
     for count in options.ranks:
         nodes_of(count, options.link)
 
@@ -97,9 +97,9 @@ def _check_ranks(options: Namespace) -> None:
 def counted_modes(
     options: Namespace, ceilings: Ceilings
 ) -> tuple[list["Counted"], Ceilings, list[str]]:
-    """(a step of each mode, the ceilings, why modes of the default list are missing).
+    """Return (a step of each mode, the ceilings, why modes of the default list are missing).
 
-    BadInput for a mode that was asked for and that the GPU does not have.
+    Raises BadInput for a requested mode that the GPU does not have.
     """
     from mprun.extensions.bench.roofline.count import count
 

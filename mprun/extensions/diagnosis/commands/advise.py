@@ -1,6 +1,6 @@
-"""`mprun advise`: what FP16 and FP8 need for this configuration, from probes of a few FP32 steps.
+"""`mprun advise`: the needs of FP16 and FP8 in this configuration, from a few probed FP32 steps.
 
-With --check also brief runs with the advice and without it, beside FP32.
+With --check it also trains briefly with the advice and without it, beside FP32.
 """
 
 import json
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
     from mprun.extensions.diagnosis.advice_report import Advice
 
 STEPS, PROBES, SHARE = 60, 12, 0.001
-SEEDS = (0, 1, 2)  # of --check: no verdict below 3
+SEEDS = (0, 1, 2)  # for --check: no verdict with fewer than 3
 _FP32 = ("precision=fp32", "scaler=none")
 _WHAT = """\
   mprun advise [key=value ...]  what does FP16 need to train this configuration?
-  mprun advise RUN              the same from the probes of a run (numerics=on); data.factory=... and model.factory=... again, where the run has code of your own
+  mprun advise RUN              the same from the probes of a run (numerics=on); repeat data.factory=... and model.factory=... if the run has your own code
 
-Trains the first steps in FP32 with probes, in a run directory of its own (advise-...), and prints
+Trains the first steps in FP32 with probes, in a separate run directory (advise-...). It prints
 whether master weights matter, whether loss scaling matters and which scales suit, which modules
 should stay in FP32, which sizes leave Tensor Cores idle, which linear layers FP8 would flush to
 zero, and the command lines to use it all.
@@ -81,7 +81,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _options(arguments: list[str]) -> Namespace:
-    """The options of the command line, its words as `overrides` and `run` (a path or None)."""
+    """Parse the command line; its words become `overrides` and `run` (a path or None)."""
 
     def steps(flag: str):
         return number(flag, 1, MAX_STEPS, "a number of steps", whole=True)
@@ -89,22 +89,22 @@ def _options(arguments: list[str]) -> Namespace:
     parser = Arguments("advise", _WHAT, _MORE)
     add = parser.add_argument
     add("words", nargs="*", metavar="RUN|KEY=VALUE", help="a run, or what to train")
-    most = f"FP32 steps to train ({STEPS}; at most the configuration's own)"
+    most = f"FP32 steps to train ({STEPS}; at most the configuration's number)"
     add("--steps", type=steps("--steps"), metavar="N", help=most)
     probed = "probe the steps divisible by K (a twelfth of the steps)"
     add("--every", type=steps("--every"), metavar="K", help=probed)
     part = number("--share", 0, math.nextafter(1, 0), "a part below 1,")
-    accepted = f"underflow share of gradients that is accepted ({SHARE:g})"
+    accepted = f"accepted underflow share of gradients ({SHARE:g})"
     add("--share", type=part, default=SHARE, metavar="X", help=accepted)
     more = "also train 3 seeds of N steps with the advice, with scale 1, and in FP32"
     add("--check", action="store_true", help=more)
     add("--json", action="store_true", help="everything as JSON")
-    add("--config-dir", metavar="DIR", help="options of your own, as for a run")
+    add("--config-dir", metavar="DIR", help="your options, as for a run")
     options = parser.parse(arguments)
     options.overrides = [word for word in options.words if "=" in word and not Path(word).is_dir()]
     runs = [word for word in options.words if word not in options.overrides]
     if len(runs) > 1:
-        parser.error(f"{runs[1]}: a second run directory, takes one")
+        parser.error(f"{runs[1]}: a second run directory, only one is allowed")
     options.run = Path(runs[0]) if runs else None
     if options.run is not None:
         others = [override for override in options.overrides if not is_factory(override)]
@@ -112,24 +112,24 @@ def _options(arguments: list[str]) -> Namespace:
             raise BadInput(f"advise {options.run} {others[0]}: a run has its configuration")
         if options.every is not None:
             asked = f"--every {options.every}"
-            raise BadInput(f"{asked}: the probes of {options.run} are what they are")
+            raise BadInput(f"{asked}: the probes of {options.run} are already taken")
         if options.steps is not None and not options.check:
-            raise BadInput(f"--steps {options.steps}: of a run only with --check")
+            raise BadInput(f"--steps {options.steps}: for a run only with --check")
     return options
 
 
 def advise_run(directory: Path, *, share: float = SHARE, given: Vouched = NOTHING) -> "Advice":
-    """Advice from the probes of the run in `directory`.
+    """Return advice from the probes of the run in `directory`.
 
     Args:
-        directory: of the run; its model is built again, in FP32 and on a CPU, for its sizes and
-            learning rates.
+        directory: directory of the run; its model is built again, in FP32 and on a CPU, for its
+            sizes and learning rates.
         share: accepted underflow share.
-        given: the names of the user's own code that may be imported; the run's must be among them.
+        given: the names of the user's code that may be imported, including the run's.
 
     Raises:
-        BadInput: for a directory that holds no run or no probe.
-        Damaged: for a broken file.
+        BadInput: The directory has no run or no probe.
+        Damaged: A file is broken.
     """
     record, plain = _read(directory)
     probes = read_probes(directory)
@@ -158,18 +158,18 @@ def advise_run(directory: Path, *, share: float = SHARE, given: Vouched = NOTHIN
     if fp8.overrides:
         fp8 = replace(fp8, command=shlex.join([*start, *fp8.overrides]))
     if in_fp8:
-        what = "linear layers multiplied in FP8: what that flushed was gone before it was counted"
+        what = "linear layers multiplied in FP8: values that it flushed were gone before the count"
         advice.evidence.problems.append(what)
     notes, rows = advice.notes, read_metrics(directory / "metrics.jsonl")
     losses = [row["loss"] for row in rows if row["split"] == "train"]
     if len(losses) > 1 and losses[-1] > 1.5 * abs(losses[0]):
         rose = f"the loss rose from {losses[0]:.4g} to {losses[-1]:.4g} over the measured steps"
-        notes = [*notes, f"{rose}: the advice fits an unstable recipe; mend that first"]
+        notes = [*notes, f"{rose}: the advice fits an unstable recipe; fix that first"]
     return replace(advice, command=command, fp8=fp8, run=str(directory), notes=notes)
 
 
 def _measure(options: Namespace, base: list[str]) -> tuple[Path, int]:
-    """Train the first steps in FP32 with probes; (run directory, exit code)."""
+    """Train the first steps in FP32 with probes; return (run directory, exit code)."""
     composed = _in_fp32(options, base)
     config = composed.config
 
@@ -190,20 +190,20 @@ def _measure(options: Namespace, base: list[str]) -> tuple[Path, int]:
         with redirect_stdout(sys.stderr):
             code = attempt(config, built, record)
         if code == DONE and built.steps < whole:
-            # A part of a run is no outcome.
+            # A part of a run is not an outcome.
             record.end("preempted", f"advise took the first {built.steps} of {whole} steps")
     return directory, code
 
 
 def _in_fp32(options: Namespace, base: list[str]) -> Composed:
-    """The configuration given, in FP32 with probes; BadInput for what is wrong with it."""
+    """Return the given configuration, in FP32 with probes; BadInput for an error in it."""
     for override in options.overrides:
         if _key(override) == "resume":
-            raise BadInput(f"{override}: not with advise; give the run directory alone")
+            raise BadInput(f"{override}: not with advise; pass the run directory alone")
     place = [override for override in options.overrides if _key(override) == "output_dir"]
     dropped = [o for o in options.overrides if o not in base and o not in place]
     if dropped:
-        compose_config(options.overrides, options.config_dir)  # must be right all the same
+        compose_config(options.overrides, options.config_dir)  # must still be valid
         print(f"mprun: advise measures in FP32, without {' '.join(dropped)}", file=sys.stderr)
     return compose_config([*base, *place, *_FP32, "numerics=on"], options.config_dir)
 
@@ -211,14 +211,14 @@ def _in_fp32(options: Namespace, base: list[str]) -> Composed:
 def _check(
     options: Namespace, given: Vouched, advice: "Advice", base: list[str], directory: Path
 ) -> dict:
-    """Train FP32, the advised static scale, and scale 1, each with 3 seeds; what came of it.
+    """Train FP32, the advised static scale, and scale 1, each with 3 seeds; return the results.
 
-    The runs, one process each, are left below `directory` for `mprun compare`.
+    The runs, one process each, stay below `directory` for `mprun compare`.
     """
     from mprun.sweep import sweep
     from mprun.sweep.plan import plan
 
-    # Of a run these are the overrides of its record, which may name code like its configuration.
+    # For a run these are the overrides of its record, which may name code like its configuration.
     named = recorded_factories(compose_config(base, options.config_dir).as_dict())
     check_vouched(named, given)
     steps = options.steps or STEPS
@@ -242,7 +242,7 @@ def _check(
 
 
 def _judged(directories: list[Path], arms: dict[str, list[str]]) -> dict:
-    """What `mprun compare` says of the runs of the arms."""
+    """Return the verdicts of `mprun compare` on the runs of the arms."""
     from mprun.compare.grouping import group_runs
     from mprun.compare.load import load_runs
     from mprun.compare.verdict import assess
@@ -265,7 +265,7 @@ def _judged(directories: list[Path], arms: dict[str, list[str]]) -> dict:
 
 
 def _own(overrides: Iterable[str]) -> list[str]:
-    """The overrides that say what is trained, not in which precision and where it is written."""
+    """Return the overrides of the training, without those of precision and output."""
     return without(overrides, "precision", "scaler", "numerics", "output_dir", "resume")
 
 
@@ -274,7 +274,7 @@ def _key(override: str) -> str:
 
 
 def _read(directory: Path) -> tuple[dict, dict]:
-    """(run.json, configuration) of a run directory."""
+    """Return (run.json, configuration) of a run directory."""
     if not (directory / "run.json").is_file():
-        raise BadInput(f"advise {directory}: no run.json there; give a run directory or key=value")
+        raise BadInput(f"advise {directory}: no run.json there; pass a run directory or key=value")
     return read_record(directory), read_config(directory)

@@ -1,4 +1,4 @@
-"""`mprun explain RUN`: replay the step that went wrong, name the operation, try what cures it."""
+"""`mprun explain RUN`: replay the failing step, name the operation, try cures."""
 
 import json
 import shlex
@@ -23,29 +23,29 @@ if TYPE_CHECKING:
 RAMP = 12  # modules printed before the culprit
 _OUTSIDE = {"forward": "(the model itself)", "loss": "(the loss)", "backward": "(no module)"}
 _WHAT = """\
-Why did this run diverge, and what is the smallest change that cures it?
+Why did this run diverge, and which smallest change cures it?
 
-RUN is the directory of a run that ended as diverged. The step that went wrong is trained again from
-the state that the run kept (numerics/failure; without it from its newest checkpoint or its start),
-with every operation watched, forward and backward. Printed: the first operation whose inputs were
-finite and whose output was not, the largest values on the way there, and what became of each change
-that was tried on the same step and five more. The run itself is not changed.
+RUN is the directory of a run that ended as diverged. The failing step is trained again from the
+state that the run kept (numerics/failure; else from its newest checkpoint or its start). Every
+operation is watched, forward and backward. It prints the first operation with finite inputs and a
+non-finite output, and the largest values before it. It also prints the result of each change, tried
+on the same step and five more. The run itself is not changed.
 """
 _MORE = """\
-Your own code (data=custom, model=custom) runs only where you name it as the run did.
+Your own code (data=custom, model=custom) only runs if you name it as the run did.
 
-Exit codes: 0 explained, or not found and said so; 2 bad input (the run did not diverge);
+Exit codes: 0 explained, or reported as not found; 2 bad input (the run did not diverge);
 4 damaged record.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """What is known of a run that did not end well.
+    """The explanation of a failed run.
 
-    finding, tried: None and empty for a run that failed with an exception. classification: of the
+    finding, tried: None and empty for a run that failed with an exception. classification: from the
     post-mortem. replay: one line about the replayed step. from_start: whether changes were tried
-    from the start of the run instead of its bad step. command: the run's own with the cure in it.
+    from the start of the run instead of its bad step. command: the run's command with the cure.
     """
 
     run: str
@@ -60,7 +60,7 @@ class Explanation:
 
     @property
     def smallest(self) -> "Tried | None":
-        """The first change that cures, None if none does."""
+        """Return the first change that cures, or None."""
         return next((one for one in self.tried if one.cures), None)
 
 
@@ -71,13 +71,13 @@ def main(arguments: list[str]) -> int:
     add("words", nargs="*", metavar="RUN|FACTORY", help="a run; its data.factory=, model.factory=")
     add("--json", action="store_true", help="everything as JSON")
     add("--no-cures", action="store_true", help="only look for the cause")
-    own = "options of your own that name the run's data.factory, model.factory"
+    own = "your options that name the run's data.factory, model.factory"
     add("--config-dir", metavar="DIR", help=own)
     given = parser.parse(arguments)
     factories = [word for word in given.words if is_factory(word)]
     paths = [word for word in given.words if word not in factories]
     if len(paths) != 1:
-        parser.error(f"{len(paths)} run directories given, needs one")
+        parser.error(f"{len(paths)} run directories, needs one")
     explanation = explain(
         Path(paths[0]),
         with_cures=not given.no_cures,
@@ -101,17 +101,17 @@ def explain(
     """Explain the run in `directory`.
 
     Args:
-        directory: of the run.
+        directory: directory of the run.
         with_cures: whether to try changes, too.
-        given: the names of the user's own code that may be imported; the run's must be among them.
-        config_dir: the user's own options, among which a change may be found.
+        given: the names of the user's code that may be imported, including the run's.
+        config_dir: the user's options, among which a change may be found.
 
     Raises:
-        BadInput: if the run neither diverged nor failed.
-        Damaged: if its record is not whole.
+        BadInput: The run neither diverged nor failed.
+        Damaged: Its record is not whole.
     """
     if not (directory / "run.json").is_file():
-        raise BadInput(f"explain {directory}: no run.json there; give a run directory")
+        raise BadInput(f"explain {directory}: no run.json there; pass a run directory")
     record = read_record(directory)
     status, cause = record.get("status"), str(record.get("cause"))
     if status == "failed":
@@ -138,7 +138,7 @@ def explain(
     from mprun.numerics.replay import restore
     from mprun.training.run import prepare, resolve_device
 
-    # A CPU, with a note, where the run's GPU is not here.
+    # On a CPU, with a note, if the run's GPU is missing here.
     missing = environment["device"] == "cuda" and not torch.cuda.is_available()
     device = resolve_device("cpu" if missing else environment["device"])
 
@@ -182,7 +182,7 @@ def _replay_in_words(finding: "Finding", failure: dict, without_gpu: bool) -> st
 
 
 def _command(record: dict, smallest: "Tried") -> str:
-    """The run's own command line with the cure in it."""
+    """Return the run's command line with the cure in it."""
     changed = {override.partition("=")[0] for override in smallest.overrides}
     left_out = {"output_dir", "resume"} | changed
     mode = "precision" in changed  # another mode brings its scaler
@@ -197,7 +197,7 @@ def _command(record: dict, smallest: "Tried") -> str:
 
 
 def as_dict(explanation: Explanation) -> dict:
-    """As plain values, non-finite numbers as text."""
+    """Return plain values, with non-finite numbers as text."""
     from mprun.extensions.diagnosis.first_nonfinite import in_words, reason_of
     from mprun.precision.policy import dtype_name
 
@@ -233,7 +233,7 @@ def _chosen(record: object, names: str) -> dict:
 
 
 def as_text(explanation: Explanation) -> list[str]:
-    """As lines for the console."""
+    """Return the lines for the console."""
     from mprun.extensions.diagnosis.first_nonfinite import in_words
 
     start = f"{explanation.run}: {explanation.status}: {explanation.cause}"

@@ -30,31 +30,31 @@ TOKENS, BATCH, BAND = 8192, 16, 0.01
 _WHAT = """\
 How far apart are the log-probabilities of the same tokens under the same weights?
 
-  mprun mismatch MODE MODE ... RUN           in several precision modes, of a run's newest checkpoint
-  mprun mismatch MODE MODE ... [key=value]   of fresh weights of this configuration
+  mprun mismatch MODE MODE ... RUN           in several precision modes, from a run's newest checkpoint
+  mprun mismatch MODE MODE ... [key=value]   with fresh weights of this configuration
   mprun mismatch MODE --batch 16,1 RUN       in several batch shapes of one mode
 
-Of a language model: forward in eval mode, without gradients, on the first held-out tokens, each
-window from its start. Every mode is set against the first one, and against FP32, which says which
-of two is off. The first MODE may be a training's, the second an inference engine's: then the ratio
-is what reinforcement learning takes for a change of the policy. Writes nothing.
+For a language model: forward in eval mode, without gradients, on the first held-out tokens, each
+window from its start. Every mode is compared with the first one, and with FP32, which shows which
+of two is off. The first MODE may be a training's, the second an inference engine's: then
+reinforcement learning takes the ratio for a change of the policy. Writes nothing.
 """  # noqa: E501 - the help page breaks lines
 _MORE = """\
-A list has a value for each MODE, or one for all; one MODE is taken for every value of a list.
+A list has a value for each MODE, or one for all; a single MODE is used for every value of a list.
 
 Exit codes: 0 done, 2 bad input, 4 damaged record or checkpoint, 130 interrupted.
 """
 
 
 class Side(NamedTuple):
-    """A computation of the log-probabilities: `batch` windows at a time, `pad` tokens behind."""
+    """A computation of the log-probabilities: `batch` windows at a time, `pad` tokens after."""
 
     mode: str
     batch: int
     pad: int
 
 
-# Two sides, how far the first is from the second, and the same by the last position of each part.
+# Two sides, the first one's distance from the second, and the same by the end of each part.
 Row = tuple[Side, Side, "Mismatch", "dict[int, Mismatch]"]
 
 
@@ -88,7 +88,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _options(arguments: list[str]) -> Namespace:
-    """The options; the words as `sides`, `run` (a path or None) and `overrides`."""
+    """Parse the options; the words become `sides`, `run` (a path or None) and `overrides`."""
     parser = Arguments("mismatch", _WHAT, _MORE)
     add = parser.add_argument
     add("words", nargs="*", metavar="MODE|RUN|KEY=VALUE", help="see above")
@@ -100,14 +100,14 @@ def _options(arguments: list[str]) -> Namespace:
     add("--window", type=length, metavar="N", help=long)
     batches = f"windows computed at a time ({BATCH})"
     add("--batch", type=_list("--batch", 1), metavar="N[,N...]", help=batches)
-    behind = "tokens put behind each window, not counted (0)"
+    behind = "padding tokens after each window, not counted (0)"
     add("--pad", type=_list("--pad", 0), metavar="N[,N...]", help=behind)
     within = f"count the tokens whose ratio is not within X of 1 ({BAND:g})"
     add("--band", type=number("--band", 0, 1), default=BAND, metavar="X", help=within)
     softmax = "log-softmax in FP32, or as the mode computes it: in the format of its logits (fp32)"
     add("--log-softmax", choices=["fp32", "mode"], default="fp32", help=softmax)
     add("--json", action="store_true", help="everything as JSON")
-    add("--config-dir", metavar="DIR", help="modes and options of your own, as for a run")
+    add("--config-dir", metavar="DIR", help="your modes and options, as for a run")
     options = parser.parse(arguments)
     known = list(modes(options.config_dir))
     options.overrides = [word for word in options.words if "=" in word and not Path(word).is_dir()]
@@ -119,7 +119,7 @@ def _options(arguments: list[str]) -> Namespace:
             allowed = must_be(word, known, "precision")
             raise BadInput(f"mismatch {word}: neither a folder nor a mode; {allowed}")
     if len(runs) > 1:
-        parser.error(f"{runs[1]}: a second run directory, takes one")
+        parser.error(f"{runs[1]}: a second run directory, only one is allowed")
     options.run = Path(runs[0]) if runs else None
     options.sides = _sides(parser, named, options.batch or [BATCH], options.pad or [0])
     return options
@@ -139,7 +139,7 @@ def _sides(parser: Arguments, named: list[str], batch: list[int], pad: list[int]
     if not sides or sides == [Side("fp32", batch[0], 0)]:
         parser.error(f"{given}: needs two modes, or one beside FP32")
     if len(set(sides)) < len(sides):
-        parser.error(f"{given}: a mode is there twice in one shape; give --batch 16,1")
+        parser.error(f"{given}: a mode is there twice in one shape; use --batch 16,1")
     return sides
 
 
@@ -149,7 +149,7 @@ def _list(flag: str, low: int) -> Callable[[str], list[int]]:
 
 
 def _configs(options: Namespace, wanted: Iterable[str]) -> dict[str, RunConfig]:
-    """Mode -> the configuration in this mode, checked; imports no torch."""
+    """Return mode -> the checked configuration in this mode; import no torch."""
     run, own = options.run, options.overrides
     for override in own:
         key = override.lstrip("+~").partition("=")[0]
@@ -158,7 +158,7 @@ def _configs(options: Namespace, wanted: Iterable[str]) -> dict[str, RunConfig]:
         if key.partition(".")[0] in ("precision", "scaler"):
             raise BadInput(f"mismatch {override}: a mode is a word alone, as in mprun mismatch amp")
         if key == "resume":
-            raise BadInput(f"mismatch {override}: give the run directory alone")
+            raise BadInput(f"mismatch {override}: pass the run directory alone")
     given = vouched(own, options.config_dir)
     recorded = {} if run is None else _read(run)
     found = {}
@@ -176,10 +176,10 @@ def _configs(options: Namespace, wanted: Iterable[str]) -> dict[str, RunConfig]:
 
 
 def _read(run: Path) -> dict:
-    """The configuration of a run directory."""
+    """Return the configuration of a run directory."""
     if not (run / "run.json").is_file():
-        raise BadInput(f"mismatch {run}: no run.json there; give a run directory")
-    read_record(run)  # Damaged where it is none, or where a link leads out of the run
+        raise BadInput(f"mismatch {run}: no run.json there; pass a run directory")
+    read_record(run)  # Damaged if it is no record, or if a link leads out of the run
     if not (run / "checkpoints").is_dir():
         hint = "train it with train.checkpoint_every=N"
         raise BadInput(f"mismatch {run}: no checkpoint there; {hint}")
@@ -189,7 +189,7 @@ def _read(run: Path) -> dict:
 def _computed(
     options: Namespace, sides: list[Side], configs: dict[str, RunConfig]
 ) -> tuple[dict[Side, "Tensor"], dict]:
-    """(log-probabilities of each side, [windows, time]; what they are of, for the record)."""
+    """Return (log-probabilities of each side, [windows, time]; their source, for the record)."""
     import torch
 
     from mprun.extensions.diagnosis.log_probabilities import held_out_windows, log_probs
@@ -204,9 +204,9 @@ def _computed(
             raise BadInput(f"mismatch {run}: no checkpoint there")
     found: dict[Side, Tensor] = {}
     products = {}
-    # One mode after the other: the flags of FP32 products are the process's.
+    # One mode after the other: the flags of FP32 products are process-wide.
     for mode, config in configs.items():
-        # A CPU where the run's GPU is not here.
+        # On a CPU if the run's GPU is missing here.
         missing = run is not None and config.device == "cuda" and not torch.cuda.is_available()
         built = prepare(config, resolve_device("cpu" if missing else config.device), config.threads)
         with closing(built.data):
@@ -238,7 +238,7 @@ def _computed(
 
 
 def _put(built: "Built", state: dict, run: Path) -> None:
-    """The weights of a checkpoint into a run just built, in whatever mode."""
+    """Put the weights of a checkpoint into a new run, in any mode."""
     from mprun.extensions.diagnosis.interventions import transplant
 
     recorded = read_record(run).get("data", {}).get("sha256")
@@ -251,7 +251,7 @@ def _put(built: "Built", state: dict, run: Path) -> None:
 
 
 def _as_text(about: dict, results: "list[Row]") -> list[str]:
-    """As lines for the console, of 80 columns."""
+    """Return the lines for the console, of 80 columns."""
     sides = [side for row in results for side in row[:2]]
     shaped = len({side[1:] for side in sides}) > 1
 
@@ -261,7 +261,7 @@ def _as_text(about: dict, results: "list[Row]") -> list[str]:
 
     weights = f"{about['run']}, step {about['step']}"
     if about["run"] is None:
-        weights = f"fresh, of seed {about['seed']}: they say little of trained ones"
+        weights = f"fresh, of seed {about['seed']}: they say little about trained ones"
     count = f"{about['windows']} window{'s' * (about['windows'] > 1)}"
     windows = f"{count} of {about['window']}, held out of {about['data']}"
     emulated = any("emulated" in kind for kind in about["products"].values())
@@ -272,7 +272,7 @@ def _as_text(about: dict, results: "list[Row]") -> list[str]:
         f"ratio    p(MODE) / p(other); outside: not within {100 * about['band']:g} % of 1",
     ]
     if shaped:
-        lines.append("shapes   /N: N windows at a time; +N: N tokens of padding behind each")
+        lines.append("shapes   /N: N windows at a time; +N: N tokens of padding after each")
     width = max(len(label(side)) for side in sides)
     for base in dict.fromkeys(row[1] for row in results):
         rows = [row for row in results if row[1] == base]

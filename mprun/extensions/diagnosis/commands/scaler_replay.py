@@ -1,4 +1,4 @@
-"""`mprun scaler-replay TRACE`: what every loss scaler would have done on one overflow trace."""
+"""`mprun scaler-replay TRACE`: the result of every loss scaler on one overflow trace."""
 
 import json
 import math
@@ -23,15 +23,15 @@ What every loss scaler would have done on one overflow trace.
 TRACE is a run directory, or a CSV or JSONL file with the columns
 
   step        ascending
-  limit       largest loss scale that does not overflow at this step; or instead of it
+  limit       largest loss scale that does not overflow at this step; or instead
   found_inf   0 or 1, with loss_scale: the scale it was seen at
   grad_max    largest unscaled gradient magnitude (optional; logmax needs it)
 
-scaler.KEY=VALUE changes the scalers that have this setting, as for a run.
+scaler.KEY=VALUE changes the scalers with this setting, as for a run.
 """
 _MORE = """\
-A run shows of each step whether it overflowed at the run's own scale. For other scales a step's
-neighbours are asked: "assumed". Where they say nothing the step is taken as clean: "unknown". The
+A run shows for each step whether it overflowed at the run's scale. For other scales the step's
+neighbours decide: "assumed". If they decide nothing, the step counts as clean: "unknown". The
 trace stays as it is: skipping other updates would have changed the training, which is not replayed.
 
 Exit codes: 0 replayed, 2 bad input, 4 damaged record.
@@ -74,13 +74,13 @@ def main(arguments: list[str]) -> int:
 
 
 def _options(arguments: list[str]) -> Namespace:
-    """The options of the command line; its words as `trace` (a path) and `settings`."""
+    """Parse the command line; its words become `trace` (a path) and `settings`."""
     parser = Arguments("scaler-replay", _WHAT, _MORE)
     add = parser.add_argument
     add("words", nargs="*", metavar="TRACE|scaler.KEY=VALUE", help="see above")
     every = f"options of the group scaler (all: {', '.join(scaler_names())}, and yours)"
     add("--scalers", type=names("--scalers"), metavar="NAME,NAME", help=every)
-    add("--config-dir", metavar="DIR", help="scalers of your own, DIR/scaler/NAME.yaml")
+    add("--config-dir", metavar="DIR", help="your scalers, DIR/scaler/NAME.yaml")
     add("--json", action="store_true", help="print everything as JSON, no table")
     files = parser.add_mutually_exclusive_group()
     out = "folder for scaler-replay.png, .svg and .json (RUN/numerics, or the file's folder)"
@@ -102,9 +102,9 @@ def _options(arguments: list[str]) -> Namespace:
 
 
 def _of_run(directory: Path) -> tuple[OverflowTrace, ScalerConfig | None]:
-    """The trace of a run directory, and the run's own scaler if that skips."""
+    """Return the trace of a run directory, and the run's scaler if that skips."""
     if not (directory / "run.json").is_file():
-        raise BadInput(f"{directory}: no run.json there; give a run directory or a file")
+        raise BadInput(f"{directory}: no run.json there; pass a run directory or a file")
     record = read_record(directory)
 
     import torch
@@ -122,7 +122,7 @@ def _of_run(directory: Path) -> tuple[OverflowTrace, ScalerConfig | None]:
 
 
 def scaler_names(config_dir: str | None = None) -> list[str]:
-    """The options of the group scaler, those in `config_dir` too; without `none`, which is none."""
+    """List the options of the group scaler, including `config_dir`, without `none`."""
     with hydra_session(config_dir):
         return [name for name in group_options("scaler") if name != "none"]
 
@@ -130,7 +130,7 @@ def scaler_names(config_dir: str | None = None) -> list[str]:
 def _configs(
     chosen: list[str] | None, settings: list[str], config_dir: str | None
 ) -> dict[str, ScalerConfig]:
-    """The configuration of each scaler, checked as for a run, with the settings that it has."""
+    """Return the configuration of each scaler, checked as for a run, with its settings."""
     known = scaler_names(config_dir)
     chosen = known if chosen is None else chosen
     for name in chosen:
@@ -146,7 +146,7 @@ def _configs(
         if own:
             unused = [text for text in unused if text not in own]
             config = compose_config([f"scaler={name}", *own], config_dir).config.scaler
-        if config.kind != "none":  # an option of the user's own that skips nothing
+        if config.kind != "none":  # a user's option that skips nothing
             configs[name] = config
     for text in unused:
         keys = sorted(fields_of(ScalerConfig))
