@@ -1,6 +1,6 @@
 """Turn the records of finished runs into a verdict per precision mode; imports no torch.
 
-load (run.json, metrics.jsonl) or log_formats and external_logs (logs of other tools)
+load (run.json, metrics.jsonl), or for logs of other tools an entry point of `mprun.readers`
 -> grouping (which runs belong together, which are baselines)
 -> verdict (divergence, then equivalence)
 -> text (console, report.md, results.json), report (report.html and its figures),
@@ -20,6 +20,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from mprun import __version__
+from mprun.entry_points import announced, loaded
 from mprun.errors import BadInput, needing
 
 if TYPE_CHECKING:
@@ -120,11 +121,11 @@ def compare(
             judged_otherwise=metric is not None or margin is not None,
         )
     else:
-        from mprun.compare.external_logs import load_foreign, refuse_unknown_direction
-
-        if not (higher_is_better or lower_is_better):
-            refuse_unknown_direction(tag)
-        foreign = load_foreign(places, tag, step=step, paired=paired)
+        reader = announced("mprun.readers").get("tag")
+        if reader is None:
+            raise BadInput(f"--tag {tag}: needs mprun.extensions.logs, which is missing here")
+        directed = higher_is_better or lower_is_better
+        foreign = loaded(reader)(places, tag, step=step, paired=paired, directed=directed)
         protos, refused, runs, notes = [foreign], [], foreign.baseline.runs, []
     if not protos:
         raise BadInput(refused[0] if refused else f"{places[0]}: no runs to compare")

@@ -1,9 +1,14 @@
 """`mprun compare` from the command line on run directories made by hand."""
 
 import json
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+import mprun
 from mprun.cli import main
 
 from ..helpers import refused
@@ -95,7 +100,6 @@ def test_another_learning_rate_is_refused_unless_told(runs, capsys):
         (["outputs", "--paired"], "--paired: only with --tag"),
         (["outputs", "--step", "epoch"], "--step: only with --tag"),
         (["outputs", "--absolute"], "--absolute: needs --margin"),
-        (["outputs", "--tag", "loss"], "LABEL=PATH"),
         (["outputs", "--tag", "loss", "--metric", "loss"], "--tag: foreign logs"),
         (["outputs", "--allow", "optim.rate"], "optim.rate"),
         (["outputs", "--baseline", "nowhere"], "there are runs of amp, fp32"),
@@ -116,3 +120,17 @@ def test_bad_input_is_one_line_and_writes_nothing(tmp_path, monkeypatch, capsys,
 
 def test_a_run_is_told_of_a_margin_too_wide_before_it_begins(capsys):
     refused(capsys, "compare.margin=1", says="0.01 means 1 %")
+
+
+def test_without_its_extension_a_tag_names_what_is_missing(tmp_path):
+    package = tmp_path / "mprun"
+    package.mkdir()
+    for path in Path(mprun.__file__).parent.iterdir():
+        if path.name != "extensions":
+            (package / path.name).symlink_to(path)
+    command = [sys.executable, "-m", "mprun", "compare", "--tag", "loss", "fp32=a", "amp=b"]
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
+    told = "mprun: --tag loss: needs mprun.extensions.logs, which is missing here\n"
+    assert (ended.returncode, ended.stderr, ended.stdout) == (2, told, "")
+    assert list(tmp_path.iterdir()) == [package]

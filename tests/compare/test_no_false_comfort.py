@@ -111,51 +111,6 @@ def test_of_figures_beside_the_report_only_its_own_are_replaced(study):
     assert (study.parent / "ours/precious.png").read_text() == "P"
 
 
-def csv_logs(folder, name: str, every: int, count: int = 3) -> str:
-    """Logs of a falling loss over 1,000 steps; their names with commas between."""
-    names = []
-    for seed in range(count):
-        lines = ["step,loss"]
-        steps = range(every, 1001, every)
-        lines += [f"{step},{(2 + seed / 100) * (1.2 - step / 5000)}" for step in steps]
-        names.append(f"{name}{seed}.csv")
-        (folder / names[-1]).write_text("\n".join(lines) + "\n")
-    return ",".join(names)
-
-
-def test_logs_of_other_intervals_are_not_averaged_over_other_stretches(
-    tmp_path, monkeypatch, capsys
-):
-    monkeypatch.chdir(tmp_path)
-    # The last tenth of 1,000 steps against the last three of five values: from 920 and from 600.
-    dense, sparse = csv_logs(tmp_path, "dense", 10), csv_logs(tmp_path, "sparse", 200)
-    [group] = compared(capsys, "--tag", "loss", f"fp32={sparse}", f"same={dense}")["groups"]
-    assert "logs of unequal steps: compared at the 5 steps that all have" in group["notes"]
-    assert group["modes"][0]["mean"] == group["baseline"]["mean"]
-    offset = csv_logs(tmp_path, "offset", 333)  # 333, 666, 999
-    words = ["compare", "--tag", "loss", f"fp32={sparse}", f"same={offset}"]
-    refused(capsys, *words, says="0 steps in common")
-
-
-def test_a_tag_that_is_not_in_the_file_name_is_told(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    words = ["compare", "--tag", "eval/loss", "--no-report"]
-    for name in ("a", "b"):
-        for seed in range(3):
-            rows = "".join(f"0,{s},{2 + seed / 100}\n" for s in range(1, 9))
-            text = "Wall time,Step,Value\n" + rows
-            (tmp_path / f"run-{name}{seed}-tag-train_loss.csv").write_text(text)
-            (tmp_path / f"{name}{seed}.csv").write_text(text)
-    arms = [
-        f"{label}=" + ",".join(f"run-{label[0]}{seed}-tag-train_loss.csv" for seed in range(3))
-        for label in ("a_base", "b_mode")
-    ]
-    refused(capsys, *words, *arms, says="train_loss")
-    arms = ["baseline=a0.csv,a1.csv,a2.csv", "b=b0.csv,b1.csv,b2.csv"]
-    assert main([*words, *arms]) == 0
-    assert "names no tag; taken for eval/loss" in capsys.readouterr().out
-
-
 def test_a_seed_without_a_partner_fails_the_check_and_is_said_first(study, capsys):
     """Seeds 0 to 2 alike, and the mode's seed 3 at eleven times: what is left out is no comfort."""
     write_run(study / "amp-s3", "amp", 3)

@@ -294,7 +294,7 @@ assert {"load", "compare"} <= set(dir(mprun))
 absent("torch", "numpy", "hydra", "pandas", "scipy", "matplotlib", "jinja2")
 mprun.load("outputs")._repr_html_()
 absent("torch", "hydra", "scipy", "matplotlib", "tensorboard")
-import mprun.compare.grouping, mprun.compare.external_logs, mprun.compare.tensorboard_summary
+import mprun.compare.grouping, mprun.compare.tensorboard_summary
 absent("torch", "tensorflow", "matplotlib", "sklearn", "scipy")
 # It can be called whatever was imported first.
 found = mprun.compare("outputs")

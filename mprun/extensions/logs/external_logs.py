@@ -29,8 +29,8 @@ from mprun.compare.divergence import foreign_width, nonfinite_from
 from mprun.compare.findings import Arm, RunData
 from mprun.compare.grouping import ProtoGroup
 from mprun.compare.load import search
-from mprun.compare.log_formats import Log, logs_in, read_logs
 from mprun.errors import BadInput
+from mprun.extensions.logs.log_formats import Log, logs_in, read_logs
 
 _BASELINES = ("fp32", "baseline")
 _DRAWN = 500
@@ -38,38 +38,34 @@ _MOST_NAMED = 20
 # Sub-folders of one run that are not runs: Keras writes the first two.
 _PARTS = ("train", "validation", "training", "val", "valid", "eval", "evaluation", "test", "dev")
 _SEED = re.compile(r"seed[ =_-]?(\d+)", re.IGNORECASE)
+# Words in names that tell the direction; for any other name the user must say it.
+_LOWER = ("loss losses error err perplexity ppl nll bpb bpc mse mae rmse wer cer fid kl").split()
+_HIGHER = ("acc accuracy top score reward return auc precision recall bleu psnr ssim").split()
 _FEWEST_STEPS = 3  # with fewer steps, equal values prove no copy and the common steps make no curve
 _Taken = list[tuple[int | None, Log]]  # the seed from the command line, and the log
 
 
-# Words in names that tell the direction; for any other name the user must say it.
-_LOWER = ("loss losses error err perplexity ppl nll bpb bpc mse mae rmse wer cer fid kl").split()
-_HIGHER = ("acc accuracy top score reward return auc precision recall bleu psnr ssim").split()
-
-
-def refuse_unknown_direction(tag: str) -> None:
-    """Raise BadInput unless the name says that lower is better, e.g. "train/loss", "eval_ppl"."""
-    words = set(re.split(r"[^a-z]+", tag.lower()))
-    if not words & set(_LOWER) or words & set(_HIGHER):
-        raise BadInput(
-            f"--tag {tag}: is more of it better, or less? Give --higher-is-better (with --margin X "
-            "in its unit) or --lower-is-better"
-        )
-
-
 def load_foreign(
-    specs: Sequence[str], tag: str, *, step: str | None = None, paired: bool = False
+    specs: Sequence[str],
+    tag: str,
+    *,
+    step: str | None = None,
+    paired: bool = False,
+    directed: bool = True,
 ) -> ProtoGroup:
     """Return one group of the curves `tag`, with notes on what counts as a run; imports no torch.
 
     specs: LABEL=PATH[,PATH...] each. step: the column that counts the steps. paired: the runs are
-    in the order of their seeds. A run's `evals` hold "step", "updates" (the same) and `tag`,
-    float64, all written points; `judged` holds the steps at which it is compared.
+    in the order of their seeds. directed: the user says whether lower is better; else the tag's
+    name must ("train/loss", "eval_ppl"). A run's `evals` hold "step", "updates" (the same) and
+    `tag`, float64, all written points; `judged` holds the steps at which it is compared.
 
     Raises BadInput for a malformed spec, for a path that is missing or holds no log, and for a tag
     that a log lacks (it lists the existing ones). The same for runs that look like parts of runs,
     and for logs without common steps. Raises Damaged for broken numbers.
     """
+    if not directed:
+        _refuse_unknown_direction(tag)
     taken = _taken(specs, tag, step)
     by_seed = _name_seeds(taken, paired)
     notes: list[str] = []
@@ -109,6 +105,15 @@ def load_foreign(
             )
     notes += _align([arms[baseline], *others], tag)
     return ProtoGroup(tag, "foreign", arms[baseline], others, {}, notes, bool(by_seed))
+
+
+def _refuse_unknown_direction(tag: str) -> None:
+    words = set(re.split(r"[^a-z]+", tag.lower()))
+    if not words & set(_LOWER) or words & set(_HIGHER):
+        raise BadInput(
+            f"--tag {tag}: is more of it better, or less? Give --higher-is-better (with --margin X "
+            "in its unit) or --lower-is-better"
+        )
 
 
 def _taken(specs: Sequence[str], tag: str, step: str | None) -> dict[str, _Taken]:

@@ -2,6 +2,8 @@
 
 import shutil
 import struct
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -11,13 +13,13 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from mprun.cli import main
-from mprun.compare.external_logs import load_foreign
 from mprun.compare.gaps import differences, evaluation
 from mprun.compare.verdict import assess
 from mprun.errors import BadInput
+from mprun.extensions.logs.external_logs import load_foreign
 
-from ..helpers import raises_line, refused
-from .run_folders import compared
+from ...compare.run_folders import compared
+from ...helpers import raises_line, refused
 
 
 def write_events(folder, curves, as_tensors=False):
@@ -441,3 +443,56 @@ def test_the_gap_of_two_runs_is_drawn(tmp_path):
     [(_, band, _)] = differences(group, evaluation("loss"), 240)
     own, base = (group.every_run[i].evals["loss"] for i in (1, 0))
     np.testing.assert_allclose(band.mean, 100 * (own / base - 1), atol=1e-9)
+
+
+def csv_logs(folder, name: str, every: int, count: int = 3) -> str:
+    """Logs of a falling loss over 1,000 steps; their names with commas between."""
+    names = []
+    for seed in range(count):
+        lines = ["step,loss"]
+        steps = range(every, 1001, every)
+        lines += [f"{step},{(2 + seed / 100) * (1.2 - step / 5000)}" for step in steps]
+        names.append(f"{name}{seed}.csv")
+        (folder / names[-1]).write_text("\n".join(lines) + "\n")
+    return ",".join(names)
+
+
+def test_logs_of_other_intervals_are_not_averaged_over_other_stretches(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    # The last tenth of 1,000 steps against the last three of five values: from 920 and from 600.
+    dense, sparse = csv_logs(tmp_path, "dense", 10), csv_logs(tmp_path, "sparse", 200)
+    [group] = compared(capsys, "--tag", "loss", f"fp32={sparse}", f"same={dense}")["groups"]
+    assert "logs of unequal steps: compared at the 5 steps that all have" in group["notes"]
+    assert group["modes"][0]["mean"] == group["baseline"]["mean"]
+    offset = csv_logs(tmp_path, "offset", 333)  # 333, 666, 999
+    words = ["compare", "--tag", "loss", f"fp32={sparse}", f"same={offset}"]
+    refused(capsys, *words, says="0 steps in common")
+
+
+def test_a_tag_that_is_not_in_the_file_name_is_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = ["compare", "--tag", "eval/loss", "--no-report"]
+    for name in ("a", "b"):
+        for seed in range(3):
+            rows = "".join(f"0,{s},{2 + seed / 100}\n" for s in range(1, 9))
+            text = "Wall time,Step,Value\n" + rows
+            (tmp_path / f"run-{name}{seed}-tag-train_loss.csv").write_text(text)
+            (tmp_path / f"{name}{seed}.csv").write_text(text)
+    arms = [
+        f"{label}=" + ",".join(f"run-{label[0]}{seed}-tag-train_loss.csv" for seed in range(3))
+        for label in ("a_base", "b_mode")
+    ]
+    refused(capsys, *words, *arms, says="train_loss")
+    arms = ["baseline=a0.csv,a1.csv,a2.csv", "b=b0.csv,b1.csv,b2.csv"]
+    assert main([*words, *arms]) == 0
+    assert "names no tag; taken for eval/loss" in capsys.readouterr().out
+
+
+def test_the_reader_loads_what_it_reads_with_alone():
+    program = "import sys, mprun.extensions.logs.external_logs\n"
+    absent = {"torch", "tensorboard", "tensorflow", "matplotlib", "sklearn", "scipy"}
+    program += f"assert not (found := {absent} & set(sys.modules)), found"
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr

@@ -9,11 +9,11 @@ import json
 
 import pytest
 
-from mprun.compare.external_logs import load_foreign
-from mprun.compare.log_formats import read_logs
 from mprun.errors import BadInput, Damaged
+from mprun.extensions.logs.external_logs import load_foreign
+from mprun.extensions.logs.log_formats import read_logs
 
-from ..helpers import raises_line
+from ...helpers import raises_line
 
 MEGATRON = (
     " [2026-01-01 00:00:0{s}] iteration        {s}/     100 | consumed samples:           32 | "
