@@ -25,13 +25,6 @@ LM = [
     "data.batch_size=4",
     "data.sequence_length=5",
 ]
-SPEECH = [
-    *ONE_CORE,
-    "model=deep_speech2",
-    "model.channels=2",
-    "model.hidden_size=8",
-    "data.batch_size=4",
-]
 # Without the text of the documentation, which takes a moment to read.
 TINY_LM = [
     *ONE_CORE,
@@ -64,14 +57,6 @@ TINY_AUTOENCODER = [
     "data.batch_size=8",
     "model.width=2",
     "model.code_size=4",
-]
-TINY_SEQ2SEQ = [
-    *ONE_CORE,
-    "model=seq2seq",
-    "model.hidden_size=8",
-    "model.embedding_size=8",
-    "data.max_length=8",
-    "data.batch_size=4",
 ]
 TINY_GPT = [
     *ONE_CORE,

@@ -14,7 +14,6 @@ from ..helpers import (
     TINY_GAN,
     TINY_GPT,
     TINY_LM,
-    TINY_SEQ2SEQ,
     assert_same_bits,
     numbers_of,
     record_of,
@@ -23,6 +22,7 @@ from ..helpers import (
     run,
 )
 from ..shipped import MODES, OF_ANY_NETWORK
+from ..tables import with_extensions
 
 COMMON = ["train.log_every=1", "train.checkpoint_every=1", "train.keep_checkpoints=99"]
 # Small enough that a step takes milliseconds, with everything that has state: dropout's random
@@ -30,7 +30,6 @@ COMMON = ["train.log_every=1", "train.checkpoint_every=1", "train.keep_checkpoin
 MODELS = {
     "lstm_lm": [*TINY_LM, "model.dropout=0.3", "optim=sgd"],
     "gpt": [*TINY_GPT, "model.positions=rotary", "optim=adamw", "optim.eps=1e-3"],
-    "seq2seq": [*TINY_SEQ2SEQ, "model.dropout=0.3", "optim=sgd"],
     "dcgan": [*TINY_GAN, "optim.eps=1e-3"],
     "conv_autoencoder": [*TINY_AUTOENCODER, "optim.eps=1e-3"],
     "resnet50": ["model=resnet50", "optim=sgd", "data.batch_size=4"],
@@ -42,6 +41,7 @@ MODELS = {
         "optim=sgd",
     ],
 }
+MODELS = with_extensions("RESUMED", MODELS)
 CASES = [
     (model, mode)
     for model in MODELS

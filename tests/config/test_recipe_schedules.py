@@ -6,6 +6,7 @@ import pytest
 
 from mprun.build.run import schedule_of
 
+from ..tables import with_extensions
 from .test_recipes import RECIPES, composed
 
 # Two steps of these run in minutes or less on a CPU, from files that tests have.
@@ -83,7 +84,6 @@ SCHEDULES = [
     ("lstm_wikitext2", 2983, 40 * 2983, {6 * 2983 - 1: 20.0, 6 * 2983: 16.0, 7 * 2983: 12.8}),
     ("lstm_wikitext2_small", 2983, 6 * 2983, {0: 20.0, 6 * 2983 - 1: 20.0}),
     ("biglstm_lm1b", 300_000, 3_000_000, {0: 0.2, 2_999_999: 0.2}),
-    ("seq2seq_wmt15", 340_000, 340_000, {0: 0.5, 339_999: 0.5}),
     # 9,035,582,198 tokens give 735,317 batches of 12 x 1024, 40 an update; the cosine is half-way
     # down between its ends.
     (
@@ -101,14 +101,6 @@ SCHEDULES = [
     ),
     ("dcgan_celeba", 1551, 25 * 1551, {0: 2e-4, 25 * 1551 - 1: 2e-4}),
     ("dcgan_celeba_128", 1551, 100_000, {0: 2e-4, 99_999: 2e-4}),
-    (
-        "deep_speech2_librispeech",
-        4394,  # of 64 of the 281,241 utterances of train-960, were none above 16.7 s
-        20 * 4394,
-        {0: 3e-4, 4393: 3e-4, 4394: 3e-4 * 0.8333333, 20 * 4394 - 1: 3e-4 * 0.8333333**19},
-    ),
-    # 16,551 images of VOC 2007 and 2012.
-    ("ssd300_voc", 517, 120_000, {0: 1e-3, 79_999: 1e-3, 80_000: 1e-4, 100_000: 1e-5}),
     ("alexnet_cifar10", 390, 11_700, {0: 0.01, 5850: 0.005, 3900: 0.0075}),
     (
         "resnet50_cifar10",
@@ -117,9 +109,8 @@ SCHEDULES = [
         {0: 0.1 / 390, 389: 0.1, 5849: 0.1, 5850: 0.01, 8774: 0.01, 8775: 0.001},
     ),
     ("dcgan_cifar10", 390, 25 * 390, {0: 2e-4, 25 * 390 - 1: 2e-4}),
-    # 5,011 images give 2,505 updates of two.
-    ("faster_rcnn_voc", 2505, 70_000, {0: 1e-3, 49_999: 1e-3, 50_000: 1e-4, 69_999: 1e-4}),
 ]
+SCHEDULES = with_extensions("SCHEDULES", SCHEDULES)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from mprun.config.compose import compose_config
 from mprun.config.option_files import conf_dir, option_files
 from mprun.errors import BadInput
 
+from ..tables import with_extensions
+
 # The sources' numbers as one would type them: written down once more, not read from the files.
 SGD = """
 optim.name=sgd optim.nesterov=false"""
@@ -143,20 +145,6 @@ RECIPES = {
         data.sequence_length=64 data.vocab_size=65 optim.lr=0.001 optim.betas=[0.9,0.99]
         optim.warmup_updates=100 optim.final_factor=0.1 train.accumulate=1 train.steps=2000
     """,
-    # Of 120,000 updates 80,000 and 100,000, as the test of rates holds.
-    "ssd300_voc": """
-        data.name=voc data.years=2007+2012 data.difficult=true data.image_size=300
-        data.batch_size=32 optim.name=sgd optim.lr=0.001 optim.momentum=0.9
-        optim.weight_decay=0.0005 optim.schedule=step optim.milestones=[0.6666666,0.8333333]
-        train.steps=120000 compare.metric=map compare.margin=0.5
-    """,
-    "seq2seq_wmt15": """
-        model.num_layers=3 model.hidden_size=1024 model.embedding_size=1024 model.dropout=0.0
-        data.name=parallel_text data.batch_size=64 data.max_length=50 data.source_vocab_limit=100000
-        data.target_vocab_limit=40000 optim.name=sgd optim.lr=0.5 optim.momentum=0.0
-        optim.schedule=constant train.steps=340000 train.clip_norm=5.0 compare.metric=loss
-        compare.margin=0.01
-    """,
     "dcgan_celeba": f"""
         {FACES} data.image_size=64 train.epochs=25
     """,
@@ -170,26 +158,11 @@ RECIPES = {
     "resnet50_cifar10": f"""
         {SGD} {CIFAR10} data.image_size=32 optim.lr=0.1 optim.momentum=0.9 optim.weight_decay=0.0001
     """,
-    "deep_speech2_librispeech": """
-        model.channels=32 model.frequency_kernels=[41,21] model.time_kernel=11
-        model.frequency_stride=2 model.time_stride=2 model.hidden_size=2560 model.num_layers=3
-        model.bidirectional=false model.row_convolution=20 model.fully_connected=2560
-        data.sample_rate=16000 data.window_ms=20.0 data.hop_ms=10.0 optim.name=sgd
-        optim.nesterov=true optim.momentum=0.99 optim.weight_decay=0.0 optim.schedule=epoch_decay
-        optim.constant_epochs=1.0 train.epochs=20 train.clip_norm=400.0 compare.metric=cer
-        compare.margin=0.5
-    """,
     "dcgan_cifar10": f"""
         {GAN} data.name=cifar10 data.image_size=32 data.augmentation=none train.epochs=25
     """,
-    "faster_rcnn_voc": f"""
-        {SGD} model.name=faster_rcnn model.variant=vgg16 model.dropout=0.5 model.frozen=4
-        data.name=voc data.years='2007' data.difficult=false data.augmentation=flip
-        data.batch_size=1 data.image_size=600 data.value_range=mean_subtracted train.accumulate=2
-        train.steps=70000 optim.lr=0.001 optim.momentum=0.9 optim.weight_decay=0.0005
-        optim.bias_lr_factor=2.0 optim.decay_bias=false compare.metric=map compare.margin=0.5
-    """,
 }
+RECIPES = with_extensions("RECIPES", RECIPES)
 ROOT = str(conf_dir())  # any folder: composing does not look into it
 
 

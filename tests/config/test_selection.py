@@ -7,6 +7,8 @@ from mprun.config.option_files import conf_dir, folders, option_files
 from mprun.config.overrides import as_hydra_takes, parse_overrides
 from mprun.config.selection import Unusual, select
 
+from ..tables import with_extensions
+
 FACTORIES = [f"{group}.factory=package.module:function" for group in ("model", "data")]
 GROUPS = ("model", "data", "optim", "precision", "scaler", "train", "experiment", "numerics")
 OPTIONS = [
@@ -19,8 +21,8 @@ LINES = [
     ["experiment=paper_vgg", "precision=amp", "optim=adam", "train.steps=5", "data.batch_size=2"],
     ["experiment=resnet50_imagenet", "data.root=images", "optim.lr=1e-2", "name=7"],
     ["model=gpt", "precision.overrides.layers.*=fp32", "scaler=static", "scaler.scale=128"],
-    ["precision=fp16_naive", "model=seq2seq", "numerics=on", "numerics.modules=[a,b]"],
 ]
+LINES = with_extensions("LINES", LINES)
 
 
 @pytest.mark.parametrize("overrides", OPTIONS + LINES, ids=" ".join)

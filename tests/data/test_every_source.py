@@ -1,8 +1,6 @@
 """What every source of batches must hold to: order, randomness, evaluation, record, refusals."""
 
 import random
-from importlib import import_module
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,6 +16,7 @@ from mprun.data import (
 )
 
 from ..helpers import assert_same_bits, raises_line
+from ..tables import with_extensions
 from . import (
     test_cifar10,
     test_image_folder,
@@ -55,9 +54,7 @@ SOURCES = {
     "text": lambda root: bound(test_text_source.source, test_text_source.made(root)),
     "token files": lambda root: bound(test_token_files.source, test_token_files.made(root)),
 }
-# Those of extensions.
-for path in sorted(Path(__file__).parents[1].glob("extensions/*/sources.py")):
-    SOURCES |= import_module(f"..extensions.{path.parent.name}.sources", __package__).SOURCES
+SOURCES = with_extensions("SOURCES", SOURCES, "sources")
 LOADED = [name for name in ("data set", "image folder", "voc", "speech") if name in SOURCES]
 
 

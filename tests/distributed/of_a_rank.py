@@ -65,7 +65,7 @@ def small(data):
 
 
 class Planted:
-    """A source in which one pixel of one micro-batch is infinite."""
+    """A source in which one pixel of one micro-batch is infinite; tokens are left as they are."""
 
     def __init__(self, source, index: int) -> None:
         self._source, self._index = source, index
@@ -74,11 +74,12 @@ class Planted:
         return getattr(self._source, name)
 
     def train_batch(self, index):
-        images, labels = self._source.train_batch(index)
-        if index == self._index:
-            images = images.clone()
+        batch = self._source.train_batch(index)
+        if index == self._index and batch[0].is_floating_point():
+            images = batch[0].clone()
             images.view(-1)[0] = torch.inf
-        return images, labels
+            batch = (images, *batch[1:])
+        return batch
 
 
 def digest(state) -> str:

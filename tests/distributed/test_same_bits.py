@@ -14,6 +14,7 @@ from mprun.config.option_files import option_files
 from mprun.distributed.ranks import ALONE
 
 from ..shipped import OF_ANY_NETWORK
+from ..tables import with_extensions
 from .of_a_rank import be, found_by
 
 MODES = [mode for mode in OF_ANY_NETWORK if mode != "tf32"]  # of a GPU
@@ -24,21 +25,19 @@ TASKS = {
     "reconstruction": f"model=conv_autoencoder {IMAGES}",
     "gan": f"model=dcgan model.image_size=32 data=digits_32 data.value_range=tanh "
     f"model.generator_width=4 model.discriminator_width=4 {IMAGES}",
-    "translation": "model=seq2seq model.embedding_size=8 model.hidden_size=8 model.dropout=0.2 "
-    f"data.max_length=8 {IMAGES}",
     "task of one's own": f"model=custom model.factory=tests.distributed.of_a_rank:small "
     f"model.task=tests.distributed.of_a_rank:Regression optim.lr=0.001 data=digits_32 {IMAGES}",
     "language_model": "model=lstm_lm model.embedding_size=16 model.hidden_size=16 "
     "data.batch_size=8 data.sequence_length=5 train.accumulate=2 dist.order=fixed",
 }
+TASKS = with_extensions("RANKS", TASKS)
 
 
 def cases_of(tasks, modes):
     found = {}
     for task in tasks:
         for mode in modes:
-            images = task not in ("language_model", "translation")
-            plants = images and mode in ("fp16_master_scaled", "amp")
+            plants = mode in ("fp16_master_scaled", "amp")
             # Adam in FP16 divides by zero: NaN, of which nothing is to be seen.
             own = ["optim=sgd"] if mode == "fp16_naive" else []
             own += [*TASKS[task].split(), f"precision={mode}"]
@@ -81,7 +80,7 @@ def differences(cases, alone, ranks) -> list[str]:
     return found
 
 
-EXACT = ("classification", "reconstruction", "gan", "translation", "task of one's own")
+EXACT = [task for task in TASKS if task != "language_model"]
 
 
 def test_two_ranks_are_one(tmp_path):

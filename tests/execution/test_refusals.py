@@ -17,10 +17,10 @@ from mprun.precision.torch_update import has_fused_kernel
 from mprun.precision.update_choice import torch_path
 
 from ..helpers import ONE_CORE, raises_line, record_of, refused, run
+from ..tables import with_extensions
 from .trained import SMALL
 
 LSTM = ["model=lstm_lm", "data=synthetic_tokens"]
-MANIFEST = ["model=deep_speech2", "data=speech_manifest", "data.root=."]
 IMAGES = "model=conv_autoencoder"
 GRAPH, COMPILE = "train.cuda_graph=on", "train.compile=default"
 NHWC, AUTOTUNE = "train.channels_last=on", "train.autotune=on"
@@ -28,8 +28,6 @@ REFUSED = [
     ([GRAPH, "device=cpu"], "a CUDA graph needs device=cuda"),
     ([GRAPH, "device=cuda", "numerics=on"], "numerics=on watches tensors with hooks"),
     ([GRAPH, "device=cuda", *LSTM, "train.accumulate=2"], "train.accumulate=2 with a language"),
-    ([GRAPH, "device=cuda", *MANIFEST], "batches differ in length"),
-    ([COMPILE, "model=deep_speech2"], "torch.compile passes over nn.LSTM, nn.GRU"),
     ([COMPILE, *LSTM], "torch.compile passes over nn.LSTM"),
     ([COMPILE, IMAGES, "numerics=on"], "numerics=on watches tensors with hooks"),
     ([COMPILE, IMAGES, "device=cpu", "precision=amp"], "precision=amp is emulated on a CPU"),
@@ -38,6 +36,7 @@ REFUSED = [
     ([AUTOTUNE, "device=cpu"], "cuDNN needs device=cuda"),
     ([AUTOTUNE, "device=cuda", "deterministic=true"], "deterministic=true forbids that"),
 ]
+REFUSED = with_extensions("REFUSED", REFUSED)
 
 
 @pytest.mark.parametrize(("overrides", "reason"), REFUSED)

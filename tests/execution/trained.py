@@ -3,6 +3,7 @@
 import torch
 
 from ..helpers import assert_same_bits
+from ..tables import with_extensions
 
 
 def of(line: str) -> list[str]:
@@ -16,7 +17,6 @@ TANH = [*IMAGES, *of("data.eval_size=8 data.image_size=32 data.value_range=tanh"
 TOKENS = of("data=synthetic_tokens data.vocab_size=50 data.batch_size=4 data.sequence_length=4")
 TOKENS += ["data.train_tokens=96"]
 SMALL_LSTM = of("model.embedding_size=8 model.hidden_size=8 model.num_layers=1")
-BOXES = of("data.batch_size=2 data.train_size=16 data.eval_size=4")
 SMALL = {
     "dropout": of("model=alexnet optim=sgd_alexnet data=digits_64 data.batch_size=2 optim.lr=1e-3"),
     "batch_norm": of("model=resnet50 optim=sgd data=digits_32 data.batch_size=8 optim.lr=1e-4"),
@@ -25,14 +25,10 @@ SMALL = {
     + [*TOKENS, *SMALL_LSTM],
     "transformer": of("model=gpt model.hidden_size=8 model.num_heads=2 model.positions=rotary")
     + [*TOKENS, "model.qk_norm=true", "optim.eps=1e-3"],
-    "translation": of("model=seq2seq model.embedding_size=8 model.hidden_size=8 model.dropout=0.3")
-    + of("data.batch_size=4 data.max_length=8"),
     "gan": ["model=dcgan", *TANH, "model.generator_width=4", "model.discriminator_width=4"],
-    "detection": ["model=ssd_mini", *BOXES],
-    "two_stages": ["model=faster_rcnn", *BOXES],
     "reconstruction": ["model=conv_autoencoder", *TANH, "model.width=2", "model.code_size=4"],
-    "speech": of("model=deep_speech2 model.channels=2 model.hidden_size=8 data.batch_size=4"),
 }
+SMALL = with_extensions("SMALL", SMALL)
 
 
 def plant(task):

@@ -7,6 +7,8 @@ import pytest
 
 import mprun
 
+from ..tables import with_extensions
+
 ROOT = Path(mprun.__file__).parent
 METHODS = {"item", "cpu", "tolist", "numpy", "is_nonzero", "nonzero", "equal", "synchronize"}
 NAMES = {"bool", "float", "int"}
@@ -27,14 +29,11 @@ WHOLE = {
     "tasks/gan.py": {"_distance_to_held_out"},
     "tasks/supervised.py": set(),
     "tasks/task.py": set(),
-    # Of held-out sentences.
-    "extensions/translation/task.py": {"_sentences", "samples_of", "corpus_bleu"},
     "models/classifiers.py": set(),
     "models/dcgan.py": set(),
     "models/gpt.py": set(),
     "models/lstm_lm.py": set(),
     "models/sampled_lstm.py": set(),
-    "extensions/translation/seq2seq.py": set(),
     # The rate reads the count of skipped updates where it is on the host.
     "execution/step_runner.py": {"apply"},
     "precision/casting.py": set(),
@@ -52,6 +51,7 @@ WHOLE = {
     "precision/autocast.py": set(),
     "precision/emulated_recurrent.py": set(),
 }
+WHOLE = with_extensions("WHOLE", WHOLE)
 # Of these files the functions named here.
 PARTS = {
     "training/metric_buffer.py": {"add", "close", "restart_clock", "sound"},
@@ -60,17 +60,11 @@ PARTS = {
     "data/image_store.py": {"train_batch", "_float"},
     "data/source.py": {"indices", "checked_index"},
     "data/token_streams.py": {"train_batch", "_chunk"},
-    "extensions/translation/sentence_pairs.py": {"_batch", "_to_device"},
     "numerics/failure.py": {"keep_if", "_pause"},
     "numerics/replay.py": {"take_if", "_copy", "_fits"},
     "numerics/state.py": {"finite_on_device"},
 }
-
-# Whoever deletes an extension has no such file.
-for table in (WHOLE, PARTS):
-    for file in [f for f in table if f.startswith("extensions/")]:
-        if not (ROOT / file).parent.is_dir():
-            del table[file]
+PARTS = with_extensions("PARTS", PARTS)
 
 
 def host_reads(source: str, wanted) -> list[tuple[str, str]]:

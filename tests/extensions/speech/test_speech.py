@@ -12,8 +12,9 @@ from mprun.build import build
 from mprun.cli import main
 from mprun.config.compose import compose_config
 
-from ...helpers import SPEECH, numbers_of, run
+from ...helpers import numbers_of, run
 from ...shipped import OF_ANY_NETWORK
+from .cases import SPEECH
 
 CPU = torch.device("cpu")
 
