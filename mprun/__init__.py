@@ -48,6 +48,9 @@ if not TYPE_CHECKING:  # otherwise a type checker would accept any name
     def __getattr__(name):
         if name not in _PUBLIC:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from mprun.entry_points import required
+
+        required(f"mprun.{name}", _PUBLIC[name])
         module = import_module(_PUBLIC[name])
         return module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
 

@@ -44,6 +44,12 @@ def loaded(name: str) -> Any:
     return getattr(found, attribute) if attribute else found
 
 
+def required(what: str, module: str) -> None:
+    """Raise ModuleNotFoundError, in one line, where the module that `what` needs is not there."""
+    if not _is_there(module):
+        raise ModuleNotFoundError(f"{what}: needs {module}, which is not there", name=module)
+
+
 def source_of(name: str) -> Path | None:
     """Return the file of the named module without importing it; None if it has none.
 

@@ -235,7 +235,6 @@ _REMOVED = {
     "zsh": "compdef -d mprun; unfunction _mprun",
     "fish": "complete -e -c mprun; functions -e __mprun",
 }
-_TAKE_OVERRIDES = ("advise", "bench", "mismatch")
 # Options whose value is a list of options of a group.
 _LISTS = {"--modes": "precision", "--mode": "precision", "--scalers": "scaler"}
 
@@ -279,11 +278,11 @@ def completions(line: str, verbs: dict[str, str], options: list[str]) -> list[st
         return []
     elif word.startswith("-"):
         found = _options_of(verbs[verb], words[1:]) if verb else options
-    elif verb is None or verb in _TAKE_OVERRIDES:
-        first = [] if words else list(verbs)
-        if verb == "mismatch":
-            first = list(option_files("precision", config_dir))
-        keys = _overrides(word, words, config_dir)
+    else:
+        takes = _taken_by(verbs[verb], words[1:]) if verb else ["KEY=VALUE"]
+        first = list(option_files("precision", config_dir)) if "MODE" in takes else []
+        first += [] if words else list(verbs)
+        keys = _overrides(word, words, config_dir) if "KEY=VALUE" in takes else []
         found = [*first, *(key for key in keys if key.rstrip(".") not in first)]
     return [one for one in found if one.startswith(word)]
 
@@ -293,10 +292,24 @@ _DIR = ("--config-dir", "-cd")
 
 def _options_of(verb: str, words: list[str]) -> list[str]:
     """Return the options of a verb, from its help page."""
-    page, flags = StringIO(), [word for word in words if word == "--roofline"]
-    with redirect_stdout(page), suppress(SystemExit):
-        loaded(verb)([*flags, "--help"])
-    return sorted(set(re.findall(r"^  .*?(--[a-z-]+)", page.getvalue(), re.MULTILINE)))
+    return sorted(set(re.findall(r"^  .*?(--[a-z-]+)", _page_of(verb, words), re.MULTILINE)))
+
+
+def _page_of(verb: str, words: list[str]) -> str:
+    """Return the help page of a verb behind `words`, or alone where these are not finished."""
+    page = StringIO()
+    for given in (words, []):
+        with redirect_stdout(page), suppress(SystemExit, BadInput):
+            loaded(verb)([*given, "--help"])
+        if page.getvalue():
+            break
+    return page.getvalue()
+
+
+def _taken_by(verb: str, words: list[str]) -> list[str]:
+    """Return what a verb takes beside options, as its usage says: `[MODE|RUN|KEY=VALUE ...]`."""
+    found = re.search(r"\[(\S+) \.\.\.\]$", _page_of(verb, words).partition("\n\n")[0])
+    return found[1].split("|") if found else []
 
 
 def _overrides(word: str, words: list[str], config_dir: str | None) -> list[str]:

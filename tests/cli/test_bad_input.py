@@ -10,6 +10,7 @@ from mprun.cli import main
 from mprun.cli.dispatch import _one_line
 
 from ..helpers import refused
+from ..tables import with_extensions
 
 # One command line each (shell quoting), and what its one line must contain.
 CASES = [
@@ -30,7 +31,7 @@ CASES = [
     ("resnet50", "did you mean 'model=resnet50'?"),
     ("learning_rate=0.1", "did you mean 'optim.lr'?"),
     ("epochs=3", "did you mean 'train.epochs'?"),
-    ("explain " + "a" * 5000, "File name too long: aaa"),
+    ("compare " + "a" * 5000, "File name too long: aaa"),
     ("train=shrt", "train=shrt|did you mean 'short'"),
     ("experiment=nope", "experiment=nope"),
     ("model=", "model=|alexnet"),
@@ -123,7 +124,7 @@ CASES = [
     ("scaler=dynamic scaler.hysteresis=2 scaler.tolerance=0.5", "scaler.tolerance=0.5"),
     ("scaler=dynamic scaler.per=loss", "scaler.per=loss|shared"),
     ("model=dcgan scaler.per=loss", "scaler.per=loss|none"),
-    ("model=dcgan train.accumulate=2", "train.accumulate=2|1"),
+    ("model=dcgan train.accumulate=0", "train.accumulate=0|>= 1"),
     ("precision.reduce_dtype=fp16", "precision.reduce_dtype=fp16|train.accumulate=8"),
     ("precision.reduce_divide=before train.accumulate=2", "reduce_divide=before|reduce_dtype"),
     ("train.steps=null", "train.steps=null|train.epochs=null"),
@@ -229,6 +230,7 @@ CASES = [
     ("-m 'optim.lr=interval(0,1)'", "optim.lr=interval(0,1)|choice"),
     ("-m optim.lr=[", "optim.lr=[|key=value"),
 ]
+CASES = with_extensions("BAD_LINES", CASES)
 
 
 def tree(folder) -> list[tuple[str, int, int]]:

@@ -9,14 +9,13 @@ import pytest
 import yaml
 
 from mprun.cli import main
-from mprun.cli.dispatch import verbs
 from mprun.config.option_files import modes
 from mprun.config.roles import config_hash
-from mprun.config.user_code import vouched
 from mprun.sweep.mode_table import table
 
 from .. import helpers
 from ..helpers import record_of, rows_of
+from ..tables import with_extensions
 
 HONEST = """
 import torch
@@ -94,15 +93,7 @@ def refused(capsys, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "arguments",
-    [
-        ["resume=run", "train.steps=6"],
-        ["explain", "run"],
-        ["explain", "run", "--no-cures"],
-        ["advise", "run"],
-        ["advise", "run", "--check"],
-        ["mismatch", "amp", "run"],
-    ],
+    "arguments", with_extensions("RUNS_CODE", [["resume=run", "train.steps=6"]])
 )
 @pytest.mark.few(2)
 def test_a_record_that_names_other_code_imports_nothing(arguments, edited, capsys):
@@ -112,15 +103,6 @@ def test_a_record_that_names_other_code_imports_nothing(arguments, edited, capsy
     assert "the run was made with data.factory=hostile:data" in refused(capsys, *arguments, *NAMES)
     # One of two is not enough.
     assert f"add {BAD[1]}\n" in refused(capsys, *arguments, BAD[0])
-
-
-def test_advise_check_does_not_take_names_from_the_recorded_command_line(edited, capsys):
-    # The configuration is honest, the overrides that --check would run again are not.
-    text = (edited / "config.yaml").read_text()
-    (edited / "config.yaml").write_text(text.replace("hostile", "honest"))
-    line = refused(capsys, "advise", "run", "--check", "--steps", "2", *NAMES)
-    assert "the run was made with data.factory=hostile:data" in line
-    assert not (edited / "check").exists()
 
 
 @pytest.mark.slow
@@ -135,7 +117,8 @@ def test_what_only_reads_imports_nothing(edited, capsys):
     write_record(Path("fp32"), record, config_hash="0")
     assert main(["compare", "run", "fp32", "--out", "report"]) in (0, 2, 3)
     assert "hostile:network-hostile:data" in capsys.readouterr().out
-    assert main(["scaler-replay", "run", "--no-files"]) == 0
+    for words in with_extensions("RUNS_NO_CODE", []):
+        assert main(words) == 0
     assert "fp16_master_scaled" in table([record_of(edited)])
     assert not Path("canary").exists() and "hostile" not in sys.modules
 
@@ -168,7 +151,8 @@ def test_names_in_the_user_s_own_option_files_count(folder, capsys):
     assert main(["--config-dir", "mine", *own, "output_dir=run"]) == 0
     assert "names code" in refused(capsys, "resume=run", "train.steps=6")
     assert main(["--config-dir", "mine", "resume=run", "train.steps=6"]) == 0
-    assert main(["advise", "--config-dir", "mine", "run"]) == 0
+    for words in with_extensions("OF_A_RUN", []):
+        assert main([*words, "--config-dir", "mine", "run"]) == 0
 
 
 @pytest.mark.parametrize("place", ["run", "data", "experiment/run"])
@@ -188,26 +172,9 @@ def test_a_run_below_the_config_dir_does_not_vouch_for_itself(place, edited, cap
     if place != "run":
         Path(place).parent.mkdir(exist_ok=True)
         edited.rename(place)
-    readers = [[verb, place] for verb in ("explain", "advise") if verb in verbs()]
-    for command in (["resume=" + place, "train.steps=6"], *readers):
+    for words in with_extensions("RUNS_CODE", [["resume=run", "train.steps=6"]]):
+        command = [word.replace("run", place) for word in words]
         assert "names code" in refused(capsys, *command, "--config-dir", ".")
-
-
-def test_advise_reads_a_run_of_one_s_own(folder):
-    advise = pytest.importorskip("mprun.extensions.diagnosis.commands.advise")
-    assert main([*RUN, "output_dir=run"]) == 0
-    advice = advise.advise_run(folder / "run", given=vouched(NAMES))
-    assert advice.overrides and " ".join(NAMES) in advice.command
-
-
-@pytest.mark.slow
-def test_explain_replays_a_run_of_one_s_own(folder, capsys):
-    pytest.importorskip("mprun.extensions.diagnosis")
-    diverging = [o for o in RUN if "precision" not in o]
-    assert main([*diverging, "precision=fp16_naive", "optim=adam", "output_dir=run"]) == 3
-    assert "names code" in refused(capsys, "explain", "run")
-    assert main(["explain", "run", *NAMES]) == 0
-    assert "division by zero" in capsys.readouterr().out
 
 
 @pytest.mark.slow

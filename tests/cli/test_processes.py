@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 from ..shipped import MODES
+from ..tables import with_extensions
 
 
 def ended(*words, cwd, **more) -> subprocess.CompletedProcess:
@@ -24,15 +25,16 @@ def test_bad_input_as_a_process(tmp_path):
 
 def test_torch_is_not_imported_before_it_is_needed(tmp_path):
     """By the one interpreter that is asked all this; pages of verbs last, which may take numpy."""
-    program = """
+    program = f"""
+of_options = {with_extensions("HELP_PAGES", [])}
 import sys
 from mprun.cli import main
 from mprun.cli.dispatch import verbs
-pages = [f"{verb} --help" for verb in (*verbs(), "bench --roofline")]
+pages = [verb + " --help" for verb in (*verbs(), *of_options)]
 refused = ["lr=3", "-m precision=fp32,fp61", "doctor --foo"]
 for words in ("--help", "--cfg job", "--info defaults", *refused, *pages):
     assert main(words.split()) == (2 if words in refused else 0), words
-    heavy = {"torch"} if words in pages else {"torch", "numpy"}
+    heavy = {{"torch"}} if words in pages else {{"torch", "numpy"}}
     assert not heavy & set(sys.modules), words
 """
     done = ended(sys.executable, "-c", program, cwd=tmp_path)

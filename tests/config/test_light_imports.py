@@ -11,6 +11,8 @@ import pytest
 
 from mprun.errors import OF_EXTRAS
 
+from ..tables import with_extensions
+
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 # Where a module is not called as its package is.
@@ -86,7 +88,7 @@ def test_the_engine_needs_the_core_alone_and_a_run_loads_torchvision_for_those_t
 @pytest.mark.parametrize(
     "commands",
     [
-        ["", "-m seed=0,1", "compare runs", "bench", "--cfg job"],
+        ["", "-m seed=0,1", "compare runs", *with_extensions("NEED_CLI", []), "--cfg job"],
         pytest.param(["doctor"], marks=pytest.mark.slow),  # which imports torch, as the engine does
     ],
 )

@@ -120,7 +120,7 @@ def test_no_class_of_the_schema_takes_an_unknown_key():
     classes += [one.config for one in (*NETWORKS.values(), *SOURCES.values())]
     assert [one.__name__ for one in classes if hasattr(object.__new__(one), "__dict__")] == []
     with pytest.raises(BadInput, match=r"data\.unknown: unknown key"):
-        compose_config(["model=deep_speech2", "+data.unknown=1"])
+        compose_config(["+data.unknown=1"])
 
 
 def test_a_component_below_a_class_without_slots_is_refused():

@@ -10,6 +10,7 @@ from mprun.errors import Damaged
 from mprun.record.run_record import RunRecord, read_record
 
 from ..helpers import TINY_LM
+from ..tables import with_extensions
 
 WRONG = [None, 5, -1, 1.5, True, "x", [], {}, [[]], {"a": {}}]
 
@@ -69,12 +70,13 @@ def _set(record: dict, key: str, value: object) -> None:
 
 @pytest.mark.parametrize("number", range(3))
 @pytest.mark.slow
-def test_no_field_of_any_type_ends_in_a_traceback(finished, tmp_path, number, capsys):
+def test_no_field_of_any_type_ends_in_a_traceback(finished, tmp_path, monkeypatch, number, capsys):
     """A bug would be exit code 1. Each field in turn with a wrong value, the verbs in turn."""
     whole = json.loads((finished / "run.json").read_text())
-    run, out = shutil.copytree(finished, tmp_path / "run"), str(tmp_path / "out")
-    verbs = [["compare", str(run), "--out", out], ["explain", str(run)]]
-    verbs += [["scaler-replay", str(run), "--out", out], [f"resume={run}"]]
+    monkeypatch.chdir(tmp_path)
+    run = shutil.copytree(finished, tmp_path / "run")
+    readers = with_extensions("READERS", [["compare", "--out", "out"]])
+    verbs = [[f"resume={run}"], *([*words, str(run)] for words in readers)]
     for position, key in enumerate(_keys(whole)):
         record = json.loads(json.dumps(whole))
         _set(record, key, WRONG[(number + position) % len(WRONG)])

@@ -252,15 +252,6 @@ def test_stopping_and_resuming_changes_no_bit(mode, tmp_path):
     assert mode == "fp32" or record_of(straight)["skipped"] > 0
 
 
-def test_a_failing_run_is_explained(tmp_path, capsys):
-    overrides = [*SAMPLED, *ONE_CORE, "precision=fp16_naive", "optim.lr=6e4", "train.log_every=1"]
-    assert run(tmp_path / "run", *overrides, "train.steps=30") == 3
-    capsys.readouterr()
-    assert main(["explain", str(tmp_path / "run"), "--no-cures", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert "lstm" in json.dumps(found) and "fails again" in json.dumps(found)
-
-
 def test_probes_count_the_gradients_of_rows(tmp_path):
     numerics = ["precision=fp16_master_scaled", "numerics=on", "numerics.every=2"]
     assert run(tmp_path / "run", *SAMPLED, *ONE_CORE, *numerics, "train.steps=2") == 0

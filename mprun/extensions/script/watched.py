@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from mprun.entry_points import required
 from mprun.extensions.script import OptimizerSteps, state_of
 from mprun.extensions.script.prepared_model import PreparedModel
 from mprun.numerics.post_mortem import StepRow
@@ -329,6 +330,7 @@ def explain(step: Callable[[], Any], optimizer: Optimizers, *, steps: int = 1) -
         optimizer: prepared; several in a list, or by name.
         steps: most steps to try.
     """
+    required("mprun.explain", "mprun.extensions.diagnosis")
     from mprun.extensions.diagnosis.first_nonfinite import find_culprit
 
     task = ScriptTask(optimizer)

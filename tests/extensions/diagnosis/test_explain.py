@@ -13,6 +13,7 @@ from mprun.errors import BadInput
 from mprun.extensions.diagnosis.commands.explain import as_dict, as_text, explain
 from mprun.numerics.post_mortem import read_post_mortem
 
+from ...helpers import ONE_CORE
 from ...numerics.failing_runs import (
     AUTOENCODER,
     GAN,
@@ -25,6 +26,7 @@ from ...numerics.failing_runs import (
     set_weight,
     with_data,
 )
+from ...tasks.test_sampled_language_model import SAMPLED
 
 FP16 = ["precision=fp16_master", *SGD]
 SCALED = [*LM, "precision=fp16_master_scaled", *SGD]
@@ -549,3 +551,14 @@ def test_the_verb_prints_text_and_json(tmp_path, capsys):
     assert main(["explain", str(tmp_path)]) == 2
     assert main(["explain"]) == 2
     assert main(["explain", str(directory), "--all"]) == 2
+
+
+@pytest.mark.filterwarnings("ignore:LSTM with projections")
+def test_a_model_with_a_sampled_softmax(tmp_path, capsys):
+    overrides = [*SAMPLED, *ONE_CORE, "precision=fp16_naive", "optim.lr=6e4", "train.log_every=1"]
+    folder = tmp_path / "run"
+    assert main([*overrides, f"output_dir='{folder}'", "train.steps=30"]) == 3
+    capsys.readouterr()
+    assert main(["explain", str(folder), "--no-cures", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert "lstm" in json.dumps(found) and "fails again" in json.dumps(found)

@@ -510,3 +510,55 @@ def test_an_optimizer_is_not_skipped_for_an_overflow_of_another():
     of_conv.step()
     assert mprun.state_of(of_conv).last.found_inf == 0
     assert not torch.equal(model.conv.weight, before)
+
+
+@pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_kahan"])
+def test_a_prepared_optimizer_goes_on_bit_for_bit(mode):
+    def made():
+        torch.manual_seed(0)
+        model = nn.Linear(16, 4)
+        return mprun.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2), mode)
+
+    def step(model, optimizer, number):
+        optimizer.zero_grad()
+        inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(number))
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+    model, optimizer = made()
+    for number in range(3):
+        step(model, optimizer, number)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, buffer := io.BytesIO())
+    buffer.seek(0)
+    for number in range(3, 6):
+        step(model, optimizer, number)
+    again, other = made()
+    saved = torch.load(buffer, weights_only=True)
+    again.load_state_dict(saved["model"])
+    other.load_state_dict(saved["optimizer"])
+    for number in range(3, 6):
+        step(again, other, number)
+    assert_same_bits(again.state_dict(), model.state_dict())
+    assert_same_bits(other.state_dict(), optimizer.state_dict())
+    assert {own.dtype for own in again.parameters()} == {torch.bfloat16}
+    assert {state["exp_avg"].dtype for state in other.state.values()} == {torch.float32}
+
+
+def test_a_prepared_model_trains_in_fp8():
+    inner = [nn.Linear(16, 32), nn.Linear(32, 32), nn.ReLU()]
+    model = nn.Sequential(*inner, nn.Linear(32, 4))
+    model, optimizer = mprun.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1), "fp8_tensorwise"
+    )
+    x, losses = torch.randn(64, 16), []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (model(x) - x[:, :4]).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    arithmetic = mprun.state_of(optimizer).models[0].arithmetic
+    assert arithmetic.kind() == "emulated-bf16 emulated-e4m3 emulated-e5m2"
+    assert arithmetic.rerouted()["forward e4m3 x e4m3"] == 40
