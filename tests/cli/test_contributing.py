@@ -1,4 +1,4 @@
-"""docs/extend.md, done as it stands: mode, scaler, optimizer, model and task, each in its files."""
+"""docs/extend.md, done as it stands: mode, scaler, optimizer, model, task, verb, each in its files."""
 
 import json
 import re
@@ -99,3 +99,25 @@ def test_a_model_is_two_files_and_a_task_one(checkout):
     task = "model.task=mprun.tasks.regression:Regression"
     record = record_of(checkout, "model=mlp", "precision=fp16_master_scaled", task)
     assert record["status"] == "done" and set(record["final"]) == {"loss"}
+
+
+def test_a_verb_is_an_entry_point(checkout):
+    header, line = '[project.entry-points."mprun.verbs"]', 'last = "perceptrons.last:main"'
+    assert f"`{line}` in `{header}`" in PAGE
+    (checkout / "perceptrons").mkdir()
+    add(checkout, "perceptrons/last.py")
+    project = checkout / "pyproject.toml"
+    project.write_text(project.read_text("utf-8").replace(header, f"{header}\n{line}"), "utf-8")
+    (checkout / "run").mkdir()
+    (checkout / "run" / "metrics.jsonl").write_text('{"split": "eval", "step": 7}\n')
+
+    def mprun(*words):
+        command = [sys.executable, "-m", "mprun", *words]
+        done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
+        return done.returncode, done.stdout, done.stderr
+
+    assert mprun("last", "run") == (0, "{'split': 'eval', 'step': 7}\n", "")
+    code, page, _ = mprun("--help")
+    assert code == 0 and "mprun last " in page and "the last line of a run's metrics" in page
+    code, said, line = mprun("last")
+    assert (code, said, line.count("\n")) == (2, "", 1) and "RUN" in line

@@ -1,14 +1,11 @@
 """What speech adds to the tables of the core's tests."""
 
-from ...helpers import ONE_CORE
-
 TINY = [
     "model=deep_speech2",
     "model.channels=2",
     "model.hidden_size=8",
     "data.batch_size=4",
 ]
-SPEECH = [*ONE_CORE, *TINY]
 SMALL = {"speech": TINY}
 LOSSES = {"deep_speech2": 0.1}
 REFUSED = [

@@ -12,16 +12,16 @@ from mprun.build import build
 from mprun.cli import main
 from mprun.config.compose import compose_config
 
-from ...helpers import numbers_of, run
+from ...helpers import ONE_CORE, numbers_of, run
 from ...shipped import OF_ANY_NETWORK
-from .cases import SPEECH
+from .cases import TINY
 
 CPU = torch.device("cpu")
 
 
 def built(*overrides):
     torch.manual_seed(0)
-    return build(compose_config([*SPEECH, *overrides]).config, CPU)
+    return build(compose_config([*ONE_CORE, *TINY, *overrides]).config, CPU)
 
 
 @pytest.mark.parametrize("mode", [mode for mode in OF_ANY_NETWORK if mode != "tf32"])
@@ -94,7 +94,7 @@ def test_character_error_rate_by_hand(monkeypatch):
 @pytest.mark.slow
 def test_resumed_in_the_middle_is_the_same_run(tmp_path):
     whole, part = tmp_path / "whole", tmp_path / "part"
-    common = [*SPEECH, "precision=fp16_master_scaled", "train.eval_every=3"]
+    common = [*ONE_CORE, *TINY, "precision=fp16_master_scaled", "train.eval_every=3"]
     assert run(whole, *common, "train.steps=6") == 0
     assert run(part, *common, "train.steps=3", "train.checkpoint_every=3") == 0
     assert main([f"resume={part}", "train.steps=6"]) == 0
