@@ -47,7 +47,7 @@ def loaded(name: str) -> Any:
 def required(what: str, module: str) -> None:
     """Raise ModuleNotFoundError, in one line, where the module that `what` needs is not there."""
     if not _is_there(module):
-        raise ModuleNotFoundError(f"{what}: needs {module}, which is not there", name=module)
+        raise ModuleNotFoundError(f"{what}: needs {module}, which is missing here", name=module)
 
 
 def source_of(name: str) -> Path | None:

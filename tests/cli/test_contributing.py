@@ -1,4 +1,4 @@
-"""docs/extend.md, done as it stands: mode, scaler, optimizer, model, task, verb, each in its files."""
+"""docs/extend.md, done as it stands: mode, scaler, optimizer, model, task, verb."""
 
 import json
 import re
@@ -102,22 +102,23 @@ def test_a_model_is_two_files_and_a_task_one(checkout):
 
 
 def test_a_verb_is_an_entry_point(checkout):
-    header, line = '[project.entry-points."mprun.verbs"]', 'last = "perceptrons.last:main"'
+    header, line = '[project.entry-points."mprun.verbs"]', 'ended = "perceptrons.ended:main"'
     assert f"`{line}` in `{header}`" in PAGE
     (checkout / "perceptrons").mkdir()
-    add(checkout, "perceptrons/last.py")
+    add(checkout, "perceptrons/ended.py")
     project = checkout / "pyproject.toml"
     project.write_text(project.read_text("utf-8").replace(header, f"{header}\n{line}"), "utf-8")
     (checkout / "run").mkdir()
-    (checkout / "run" / "metrics.jsonl").write_text('{"split": "eval", "step": 7}\n')
+    (checkout / "run" / "run.json").write_text('{"status": "diverged"}')
 
     def mprun(*words):
         command = [sys.executable, "-m", "mprun", *words]
         done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
         return done.returncode, done.stdout, done.stderr
 
-    assert mprun("last", "run") == (0, "{'split': 'eval', 'step': 7}\n", "")
+    assert mprun("ended", "run") == (0, "diverged\n", "")
     code, page, _ = mprun("--help")
-    assert code == 0 and "mprun last " in page and "the last line of a run's metrics" in page
-    code, said, line = mprun("last")
-    assert (code, said, line.count("\n")) == (2, "", 1) and "RUN" in line
+    assert code == 0 and re.search(r"  mprun ended +how a run ended\n", page)
+    for words in (["ended"], ["ended", "nowhere"], ["ended", "run", "--x"]):
+        code, said, line = mprun(*words)
+        assert (code, said, line.count("\n")) == (2, "", 1), line
