@@ -27,7 +27,6 @@ from mprun.precision.row_updates import RowUpdate
 from mprun.precision.update import (
     Gradients,
     Ready,
-    Scaled,
     any_sparse,
     by_dtype,
     check_and_unscale,
@@ -122,7 +121,7 @@ class Untouched(Gathering):
             own = coalesced(own)
         sparse, rows = any_sparse(own), [row.gradient for row in self.rows]
         unread = None if self.ranks is not None or sparse else self._scale
-        return Ready(Scaled(own, None, None), rows, unread, sparse=sparse)
+        return Ready(own, None, None, rows, unread, sparse)
 
 
 @dataclass(eq=False)
@@ -204,8 +203,9 @@ class Unscaled(Gathering):
         """Return these as the gradients of the step, and tell the scales."""
         self.tell()
         count = len(self.parameters)
-        scaled = Scaled(gradients[:count], None, self.found_inf if self.skips else None)
-        return Ready(scaled, gradients[count:], None, sparse=any_sparse(gradients))
+        found_inf = self.found_inf if self.skips else None
+        own, rows = gradients[:count], gradients[count:]
+        return Ready(own, None, found_inf, rows, sparse=any_sparse(gradients))
 
     def cast(self, gradients: Gradients) -> Gradients:
         """Cast to the dtypes of the update, then add up sparse ones by row, which would overflow
@@ -280,8 +280,8 @@ class LeftForOnePass(Unscaled):
             self.unscale(rows, scale)
             self.tell()
         inverse = scale.inverse() if scale.skips_nonfinite else None
-        scaled = Scaled(own, inverse, self.found_inf if self.skips else None)
-        return Ready(scaled, rows[len(own) :], scale)
+        found_inf = self.found_inf if self.skips else None
+        return Ready(own, inverse, found_inf, rows[len(own) :], scale)
 
 
 @dataclass(eq=False)

@@ -252,7 +252,7 @@ class MixedPrecisionOptimizer:
             clip = update.clip(ready, (self.clip_norm / (norm + 1e-6)).clamp(max=1.0))
         self._used = ready, clip
         update.apply(ready, clip)  # and copied
-        found_inf = ready.own.found_inf
+        found_inf = ready.found_inf
         for row, gradient in zip(self.rows, ready.rows, strict=True):
             if gradient is not None:
                 row.apply(gradient, found_inf)
@@ -267,7 +267,7 @@ class MixedPrecisionOptimizer:
     def gradients_in_use(self) -> list[Tensor | None]:
         """Return the last step's gradients by parameter, in place: scaled in `.grad`, or as added
         up; empty before the first step."""
-        return [] if self._used is None else list(self._used[0].own.gradients)
+        return [] if self._used is None else list(self._used[0].gradients)
 
     def unscaled_gradients(self) -> dict[str, Tensor]:
         """Return gradients of the last step by parameter name, as used in the update: clipped too.
@@ -279,15 +279,16 @@ class MixedPrecisionOptimizer:
         if self._used is None:
             return {}
         (ready, clip), found = self._used, {}
-        gradients = ready.own.gradients
-        of_parameters = zip(self.names, self.updated, gradients, self.is_clipped, strict=False)
+        of_parameters = zip(
+            self.names, self.updated, ready.gradients, self.is_clipped, strict=False
+        )
         for name, tensor, own, counts in of_parameters:
             if own is None:
                 continue
             in_fp32 = self.narrow is not None and tensor in self.narrow
             gradient = own.detach().to(torch.float32 if in_fp32 else tensor.dtype, copy=True)
-            if ready.own.inverse is not None:
-                gradient.mul_(ready.own.inverse)
+            if ready.inverse is not None:
+                gradient.mul_(ready.inverse)
             if clip is not None and counts:
                 gradient.mul_(clip)
             found[name] = gradient

@@ -22,7 +22,7 @@ from mprun.precision.narrow_weights import NarrowWeights, packed, widen
 from mprun.precision.update import (
     Checked,
     Gradients,
-    Scaled,
+    Ready,
     SinglePass,
     Weight,
     by_dtype,
@@ -112,8 +112,8 @@ class BlockedUpdate(SinglePass):
         self._parts: list[_Part] = []
 
     @torch.no_grad()
-    def read(self, scaled: Scaled, *, norm: bool, grad_max: bool) -> Checked:
-        gradients, inverse, found_inf = scaled
+    def read(self, ready: Ready, *, norm: bool, grad_max: bool) -> Checked:
+        gradients, inverse, found_inf = ready[:3]
         present = [gradient for gradient in gradients if gradient is not None]
         largest, finite = None, True
         if grad_max:
@@ -128,8 +128,8 @@ class BlockedUpdate(SinglePass):
         return Checked(norms, largest)
 
     @torch.no_grad()
-    def write(self, scaled: Scaled, clip: Tensor | None) -> None:
-        gradients, inverse, found_inf = scaled
+    def write(self, ready: Ready, clip: Tensor | None) -> None:
+        gradients, inverse, found_inf = ready[:3]
         # On a CPU these reads wait for nothing.
         if found_inf is not None and bool(found_inf):
             return

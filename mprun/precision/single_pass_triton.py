@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from mprun.precision.single_pass_kernels import COLUMNS, check_kernel, update_kernel
-from mprun.precision.update import Checked, Gradients, Scaled, SinglePass, Weight, in_order_of
+from mprun.precision.update import Checked, Gradients, Ready, SinglePass, Weight, in_order_of
 from mprun.torch_private import foreach_add_
 
 # Spare tables of pinned memory, which must not be allocated during a capture: enough for the graphs
@@ -145,14 +145,14 @@ class KernelUpdate(SinglePass):
         self._plans: dict[tuple, _Plan] = {}
         self._rates: dict[int, tuple[float, Tensor]] = {}
         self._held: list[Tensor | _Plan] = []  # read by a captured graph
-        self._checked: tuple[Scaled, _Prepared] | None = None
+        self._checked: tuple[Ready, _Prepared] | None = None
 
     @torch.no_grad()
-    def read(self, scaled: Scaled, *, norm: bool, grad_max: bool) -> Checked:
-        prepared = self._prepare(scaled.gradients)
+    def read(self, ready: Ready, *, norm: bool, grad_max: bool) -> Checked:
+        prepared = self._prepare(ready.gradients)
         plan, table, _ = prepared
-        self._checked = scaled, prepared
-        checks = scaled.found_inf is not None
+        self._checked = ready, prepared
+        checks = ready.found_inf is not None
         with self._on_device():
             for launch in plan.launches:
                 counts = norm and launch.kind.clipped
@@ -162,8 +162,8 @@ class KernelUpdate(SinglePass):
                     table,
                     plan.tensors,
                     launch.chunks,
-                    self._one if scaled.inverse is None else scaled.inverse,
-                    self._zero if scaled.found_inf is None else scaled.found_inf,
+                    self._one if ready.inverse is None else ready.inverse,
+                    self._zero if ready.found_inf is None else ready.found_inf,
                     launch.squares,
                     launch.largest,
                     _TYPES[launch.kind.gradient_dtype],
@@ -179,26 +179,26 @@ class KernelUpdate(SinglePass):
         return Checked(norms, plan.largest.max() if grad_max else None)
 
     @torch.no_grad()
-    def write(self, scaled: Scaled, clip: Tensor | None) -> None:
+    def write(self, ready: Ready, clip: Tensor | None) -> None:
         checked, self._checked = self._checked, None
-        if checked is not None and checked[0] is scaled:
+        if checked is not None and checked[0] is ready:
             plan, table, _ordered = checked[1]
         else:
-            plan, table, _ordered = self._prepare(scaled.gradients)
-        self._count_step(plan.steps, scaled.found_inf)
+            plan, table, _ordered = self._prepare(ready.gradients)
+        self._count_step(plan.steps, ready.found_inf)
         keys = None if self.narrow is None else self.narrow.keys()
         with self._on_device():
             for launch in plan.launches:
-                self._launch(launch, plan.tensors, table, scaled, clip, keys)
+                self._launch(launch, plan.tensors, table, ready, clip, keys)
         if self.narrow is not None:
-            self.narrow.count(scaled.found_inf)
+            self.narrow.count(ready.found_inf)
 
     def _launch(
         self,
         launch: _Launch,
         tensors: Tensor,
         table: Tensor,
-        scaled: Scaled,
+        ready: Ready,
         clip: Tensor | None,
         keys: Tensor | None,
     ) -> None:
@@ -210,9 +210,9 @@ class KernelUpdate(SinglePass):
             tensors,
             launch.chunks,
             self._rate(group),
-            self._one if scaled.inverse is None else scaled.inverse,
+            self._one if ready.inverse is None else ready.inverse,
             clip if clips else self._one,
-            self._zero if scaled.found_inf is None else scaled.found_inf,
+            self._zero if ready.found_inf is None else ready.found_inf,
             self._zero if launch.logarithms is None else launch.logarithms,
             self._zero if keys is None else keys,
             float(group["weight_decay"]),
@@ -225,7 +225,7 @@ class KernelUpdate(SinglePass):
             GRADIENT=_TYPES[kind.gradient_dtype],
             COPY=_TYPES[kind.copy_dtype or torch.float32],
             HAS_COPY=kind.copy_dtype is not None,
-            UNSCALE=scaled.inverse is not None,
+            UNSCALE=ready.inverse is not None,
             CLIP=clips,
             DECAYS=group["weight_decay"] != 0,
             MOMENTUM=group.get("momentum", 0.0) != 0,

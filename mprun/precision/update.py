@@ -31,35 +31,25 @@ from mprun.torch_private import (
 Gradients = list[Tensor | None]  # one for each parameter, sometimes then for each row table
 
 
-class Scaled(NamedTuple):
-    """The gradients of the parameters as the update takes them.
+class Ready(NamedTuple):
+    """All gradients of a step, before they are checked and clipped.
 
     Attributes:
-        gradients: None without a gradient; in float32 if `inverse` is None, else scaled as autograd
-            left them.
+        gradients: those of the parameters, None without one; unscaled in the dtype of the update if
+            `inverse` is None, else as autograd left them.
         inverse: 1/scale, the factor still missing, float32, 0-dim; None: no factor.
         found_inf: float32, 0-dim, not 0 if a gradient is not finite; None: no check.
+        rows: gradients of the row tables, unscaled; None without a gradient.
+        unread: the loss scale of `gradients` if nobody has read them yet: a single pass checks them
+            and tells the scale. None: they have been checked.
+        sparse: whether `gradients` has a sparse one.
     """
 
     gradients: Gradients
     inverse: Tensor | None
     found_inf: Tensor | None
-
-
-class Ready(NamedTuple):
-    """All gradients of a step, before they are checked and clipped.
-
-    Attributes:
-        own: gradients of the parameters.
-        rows: gradients of the row tables, unscaled; None without a gradient.
-        unread: the loss scale of `own` if nobody has read them yet: a single pass checks them and
-            tells the scale. None: they have been checked.
-        sparse: whether `own` has a sparse gradient.
-    """
-
-    own: Scaled
-    rows: Gradients
-    unread: LossScale | None
+    rows: Sequence[Tensor | None] = ()
+    unread: LossScale | None = None
     sparse: bool = False
 
 
@@ -135,35 +125,30 @@ class ByTorch:
         """
         if not norm:
             return None
-        own = ready.own.gradients
+        own = ready.gradients
         if ready.sparse:
             own[:] = coalesced(own)
         return torch.linalg.vector_norm(norms_of(self._clipped([*own, *ready.rows])), 2)
 
     def clip(self, ready: Ready, factor: Tensor) -> Tensor | None:
         """Multiply the gradients in the norm by `factor` (0-dim); return the factor left over."""
-        for group in by_dtype(self._clipped([*ready.own.gradients, *ready.rows])):
+        for group in by_dtype(self._clipped([*ready.gradients, *ready.rows])):
             foreach_mul_(group, factor)
         return None
 
     def apply(self, ready: Ready, clip: Tensor | None) -> None:
         """Update the weights of the parameters and copy them to the model, unless it is skipped."""
-        own, found_inf = ready.own.gradients, ready.own.found_inf
-        if self.narrow is None:
+        own, found_inf, narrow = ready.gradients, ready.found_inf, self.narrow
+        if narrow is None:
             self._step(self.updated, own, found_inf)
         else:
-            self._step_in_chunks(self.narrow, own, found_inf)
+            for places in narrow.chunks(self.updated):
+                chunk, gradients = [self.updated[n] for n in places], [own[n] for n in places]
+                with narrow.in_fp32(chunk, found_inf) as wide:
+                    self._step(wide, gradients, found_inf)
+            narrow.count(found_inf)
         if self._copies:
             foreach_copy_(self._copies, self._masters)
-
-    def _step_in_chunks(
-        self, narrow: NarrowWeights, own: Gradients, found_inf: Tensor | None
-    ) -> None:
-        for places in narrow.chunks(self.updated):
-            chunk, gradients = [self.updated[n] for n in places], [own[n] for n in places]
-            with narrow.in_fp32(chunk, found_inf) as wide:
-                self._step(wide, gradients, found_inf)
-        narrow.count(found_inf)
 
     def _step(
         self, updated: Sequence[Tensor], gradients: Gradients, found_inf: Tensor | None
@@ -177,7 +162,7 @@ class ByTorch:
         else:
             self.inner.step()
 
-    def _clipped(self, gradients: Gradients, start: int = 0) -> list[Tensor]:
+    def _clipped(self, gradients: Sequence[Tensor | None], start: int = 0) -> list[Tensor]:
         """Return the gradients that count in the norm; the first one has number `start`."""
         pairs = zip(gradients, self.is_clipped[start:], strict=False)
         return [gradient for gradient, counts in pairs if counts and gradient is not None]
@@ -191,33 +176,33 @@ class SinglePass(ByTorch, ABC):
     """
 
     @abstractmethod
-    def read(self, scaled: Scaled, *, norm: bool, grad_max: bool) -> Checked:
+    def read(self, ready: Ready, *, norm: bool, grad_max: bool) -> Checked:
         """Read the gradients once; set `found_inf` to 1 if one is not finite."""
 
     @abstractmethod
-    def write(self, scaled: Scaled, clip: Tensor | None) -> None:
+    def write(self, ready: Ready, clip: Tensor | None) -> None:
         """Cast, unscale, multiply by `clip` (0-dim) if clipped, update, copy to the model.
 
         If `found_inf` is not 0 nothing is written.
         """
 
     def check(self, ready: Ready, norm: bool) -> Tensor | None:
-        own, scale = ready.own, ready.unread
+        scale = ready.unread
         if scale is None:
             return super().check(ready, norm)
-        checked = self.read(own, norm=norm, grad_max=scale.needs_grad_max)
-        if scale.skips_nonfinite and own.found_inf is not None:
-            scale.record(own.found_inf, checked.grad_max)
+        checked = self.read(ready, norm=norm, grad_max=scale.needs_grad_max)
+        if scale.skips_nonfinite and ready.found_inf is not None:
+            scale.record(ready.found_inf, checked.grad_max)
         if checked.norms is None:
             return None
-        rows = self._clipped(ready.rows, len(own.gradients))
+        rows = self._clipped(ready.rows, len(ready.gradients))
         norms = torch.cat([checked.norms, norms_of(rows)]) if rows else checked.norms
         return torch.linalg.vector_norm(norms)
 
     def clip(self, ready: Ready, factor: Tensor) -> Tensor | None:
         if ready.sparse:
             return super().clip(ready, factor)
-        if rows := self._clipped(ready.rows, len(ready.own.gradients)):
+        if rows := self._clipped(ready.rows, len(ready.gradients)):
             foreach_mul_(rows, factor)
         return factor
 
@@ -225,7 +210,7 @@ class SinglePass(ByTorch, ABC):
         if ready.sparse:
             super().apply(ready, clip)
         else:
-            self.write(ready.own, clip)
+            self.write(ready, clip)
 
     def weights(self, has_gradient: Sequence[bool]) -> Iterator[Weight]:
         """Yield the tensors that `inner` updates, in the order of its groups."""

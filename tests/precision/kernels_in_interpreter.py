@@ -18,7 +18,7 @@ from mprun.precision.narrow_weights import NarrowWeights, widen  # noqa: E402
 from mprun.precision.single_pass_cpu import BlockedUpdate  # noqa: E402
 from mprun.precision.single_pass_triton import KernelUpdate  # noqa: E402
 from mprun.precision.torch_update import initialise_state  # noqa: E402
-from mprun.precision.update import Scaled  # noqa: E402
+from mprun.precision.update import Ready  # noqa: E402
 from mprun.precision.update_choice import difference, store_difference  # noqa: E402
 from tests.helpers import making, mixed  # noqa: E402
 from tests.precision.rules import RULES  # noqa: E402
@@ -38,7 +38,7 @@ def self_test(rule):
 def self_test_notices():
     """An update without its clip factor is another update."""
     update = KernelUpdate.write
-    KernelUpdate.write = lambda self, scaled, clip: update(self, scaled, None)
+    KernelUpdate.write = lambda self, ready, clip: update(self, ready, None)
     try:
         found = difference(MixedPrecisionOptimizer, CPU, "sgd", (torch.float16, torch.float32))
     finally:
@@ -76,13 +76,13 @@ def against_blocks(name, dtype):
             gradients[4] = torch.cat([gradients[4], gradients[4][:1]])[1:]
             inverse = torch.tensor(2.0**-4)
             found_inf = torch.zeros(())
-            scaled = Scaled(gradients, inverse, found_inf)
-            checked = single.read(scaled, norm=True, grad_max=True)
+            ready = Ready(gradients, inverse, found_inf)
+            checked = single.read(ready, norm=True, grad_max=True)
             assert found_inf == 0
-            again = single.read(scaled, norm=True, grad_max=True)
+            again = single.read(ready, norm=True, grad_max=True)
             assert torch.equal(checked.norms, again.norms)
-            scaled = scaled._replace(found_inf=None) if step else scaled
-            single.write(scaled, torch.tensor(0.3))
+            ready = ready._replace(found_inf=None) if step else ready
+            single.write(ready, torch.tensor(0.3))
             norms.append((checked.norms.norm(), checked.grad_max))
             inner.param_groups[0]["lr"].mul_(0.5)
             inner.param_groups[1]["lr"] *= 0.5
@@ -117,7 +117,7 @@ def adam_by_hand():
     random = torch.Generator().manual_seed(0)
     for t in (1, 2, 3):
         gradient = torch.randn(300, generator=random).half()
-        single.write(Scaled([gradient], torch.tensor(0.125), torch.zeros(())), None)
+        single.write(Ready([gradient], torch.tensor(0.125), torch.zeros(())), None)
         g = gradient.double() * 0.125
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
         weight -= 0.01 * (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)
@@ -198,8 +198,8 @@ def store_by_hand(rounding):
         if step == 3:
             special = [float("inf"), float("-inf"), float("nan"), 3.4e38, -3.4e38, 2.0**-140]
             gradients[0][: len(special)] = torch.tensor(special)
-        single.write(Scaled(gradients, None, torch.ones(())), None)  # skipped
-        single.write(Scaled(gradients, None, torch.zeros(())), None)
+        single.write(Ready(gradients, None, torch.ones(())), None)  # skipped
+        single.write(Ready(gradients, None, torch.zeros(())), None)
         keys = other.keys()
         for number, gradient in enumerate(gradients):
             wide = widen(torch.empty_like(gradient), expected[number], rests[number]) - gradient

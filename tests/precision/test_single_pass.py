@@ -22,7 +22,7 @@ from mprun.precision import (
 )
 from mprun.precision.single_pass_cpu import BlockedUpdate
 from mprun.precision.torch_update import initialise_state
-from mprun.precision.update import Scaled
+from mprun.precision.update import Ready
 
 from .. import helpers
 from ..helpers import assert_same_bits, making, mixed
@@ -239,11 +239,11 @@ def test_any_blocks(optimizer, dtype, decay, exponent, odd, clip, bad, block, se
     (masters, own, inner), (expected, copies, plain) = runs
     single = BlockedUpdate(inner, own, masters, [True] * len(own), block=block)
     inverse, found_inf = torch.tensor(1 / scale), torch.zeros(())
-    scaled = Scaled(gradients, inverse, found_inf)
+    ready = Ready(gradients, inverse, found_inf)
     factor = None if clip is None else torch.tensor(clip)
     for _ in range(2):
-        checked = single.read(scaled, norm=True, grad_max=False)
-        single.write(scaled, factor)
+        checked = single.read(ready, norm=True, grad_max=False)
+        single.write(ready, factor)
         unscaled = [None if g is None else g.float() * inverse for g in gradients]
         if bad is not None:
             break
@@ -270,10 +270,10 @@ def test_large_sums_are_no_overflow():
     own = master.detach().half()
     single, found_inf = BlockedUpdate(inner, [own], [master], [True]), torch.zeros(())
     gradient = torch.full((1 << 16,), 60000.0).half()
-    single.read(Scaled([gradient], None, found_inf), norm=False, grad_max=False)
+    single.read(Ready([gradient], None, found_inf), norm=False, grad_max=False)
     assert found_inf == 0 and torch.isinf(gradient.sum())
     gradient[5] = -INF
-    single.read(Scaled([gradient], None, found_inf), norm=False, grad_max=False)
+    single.read(Ready([gradient], None, found_inf), norm=False, grad_max=False)
     assert found_inf == 1
 
 
@@ -285,7 +285,7 @@ def test_sgd_with_momentum_by_hand():
     own = master.detach().half()
     single = BlockedUpdate(inner, [own], [master], [True])
     gradients = [torch.full((64,), 48.0).half()]
-    single.write(Scaled(gradients, torch.tensor(1 / 16), torch.zeros(())), None)
+    single.write(Ready(gradients, torch.tensor(1 / 16), torch.zeros(())), None)
     assert master.tolist() == own.tolist() == [0.25] * 64
     assert inner.state[master]["momentum_buffer"].tolist() == [7.0] * 64
 
@@ -296,5 +296,5 @@ def test_every_16_bit_parameter_moves(dtype):
     master = torch.ones(1000).requires_grad_()
     own = master.detach().to(dtype)
     single = BlockedUpdate(SGD([master], 0.5, fused=True), [own], [master], [True])
-    single.write(Scaled([torch.ones(1000, dtype=dtype)], None, None), None)
+    single.write(Ready([torch.ones(1000, dtype=dtype)], None, None), None)
     assert own.tolist() == [0.5] * 1000

@@ -13,7 +13,7 @@ from mprun.precision import (
     get_policy,
 )
 from mprun.precision.torch_update import has_fused_kernel
-from mprun.precision.update import Scaled
+from mprun.precision.update import Ready
 from mprun.precision.update_choice import why_not_on
 
 from ..helpers import making
@@ -181,9 +181,9 @@ def test_gradients_anywhere_in_memory():
     for _ in range(2):
         found_inf = torch.zeros((), device="cuda")
         gradients = [buffer[1:4097], buffer[4097:]]
-        scaled = Scaled(gradients, None, found_inf)
-        single.read(scaled, norm=False, grad_max=False)
-        single.write(scaled, None)
+        ready = Ready(gradients, None, found_inf)
+        single.read(ready, norm=False, grad_max=False)
+        single.write(ready, None)
         assert found_inf == 0
     for tensor in (*masters, *own):
         assert torch.equal(tensor, torch.zeros_like(tensor))

@@ -38,7 +38,7 @@ from mprun.extensions.bench.roofline.weightless import (
 )
 from mprun.numerics.trace import Operation, in_backward, name_of
 from mprun.precision import DTYPES, ForwardContext, PrecisionPolicy
-from mprun.precision.update import Checked, Scaled, SinglePass
+from mprun.precision.update import Checked, Ready, SinglePass
 from mprun.torch_private import TorchDispatchMode, schema_of, storage_key
 
 _CPU = torch.device("cpu")
@@ -314,18 +314,18 @@ class CountedPass(SinglePass):
         super().__init__(own.inner, own.parameters, own.updated, own.is_clipped, own.narrow)
         self._write = write
 
-    def read(self, scaled: Scaled, *, norm: bool, grad_max: bool) -> Checked:
-        if scaled.found_inf is not None or norm or grad_max:
-            size = sum(g.nbytes for g in scaled.gradients if g is not None)
+    def read(self, ready: Ready, *, norm: bool, grad_max: bool) -> Checked:
+        if ready.found_inf is not None or norm or grad_max:
+            size = sum(g.nbytes for g in ready.gradients if g is not None)
             self._write("check of gradients", torch.float32, 0, size, 1)
         return Checked(
-            norms=torch.empty(len(scaled.gradients)) if norm else None,
+            norms=torch.empty(len(ready.gradients)) if norm else None,
             grad_max=torch.empty(()) if grad_max else None,
         )
 
-    def write(self, scaled: Scaled, clip: Tensor | None) -> None:
+    def write(self, ready: Ready, clip: Tensor | None) -> None:
         size = 0
-        tensors = zip(scaled.gradients, self.parameters, self.updated, strict=True)
+        tensors = zip(ready.gradients, self.parameters, self.updated, strict=True)
         for gradient, own, updated in tensors:
             if gradient is None:
                 continue
