@@ -119,7 +119,7 @@ class Untouched(Gathering):
             for group in by_dtype(own):
                 foreach_div_(group, self.parts)
             own = coalesced(own)
-        sparse, rows = any_sparse(own), [row.gradient for row in self.rows]
+        sparse, rows = any_sparse(own), [row.take_gradient() for row in self.rows]
         unread = None if self.ranks is not None or sparse else self._scale
         return Ready(own, None, None, rows, unread, sparse)
 
@@ -353,20 +353,17 @@ class Sum:
 @torch.no_grad()
 def added(known: Gradients, new: Gradients) -> Gradients:
     """Return sums of gradients, in the tensors of `known` if both exist."""
-    pairs = list(zip(known, new, strict=True))
+    sums: Gradients = []
     groups: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
-    for one, other in pairs:
-        if one is not None and other is not None and not one.is_sparse:
-            groups.setdefault(one.dtype, []).append((one, other))
+    for one, other in zip(known, new, strict=True):
+        if one is not None and other is not None:
+            if one.is_sparse:
+                # In FP32 and rounded once, which is the same: torch's CPU build has no 16-bit sum.
+                wide = torch.promote_types(one.dtype, torch.float32)
+                one = (one.to(wide) + other.to(wide)).coalesce().to(one.dtype)
+            else:
+                groups.setdefault(one.dtype, []).append((one, other))
+        sums.append(other if one is None else one)
     for group in groups.values():
         foreach_add_([one for one, _ in group], [other for _, other in group])
-    return [_sum_of(one, other) for one, other in pairs]
-
-
-def _sum_of(one: Tensor | None, other: Tensor | None) -> Tensor | None:
-    """Return the sum of two gradients; dense ones have already been added up in place."""
-    if one is None or other is None or not one.is_sparse:
-        return other if one is None else one
-    # In FP32 and rounded once, which is the same: no CPU adds up sparse 16-bit tensors in torch.
-    wide = torch.promote_types(one.dtype, torch.float32)
-    return (one.to(wide) + other.to(wide)).coalesce().to(one.dtype)
+    return sums

@@ -72,17 +72,13 @@ class RowUpdate:
         """Return the dtype of gathered rows, and of their gradients as backward computes them."""
         return self.table.row_dtype or self.tensor.dtype
 
-    @property
-    def gradient(self) -> Tensor | None:
-        """Gradient [N, ...] of the gathered rows in row_dtype, 0 in unused places, None before"""
-        gathered = self.table.gathered
-        return None if gathered is None else gathered.leaves[self.key].grad
-
     def take_gradient(self) -> Tensor | None:
-        """Return the gradient, and remove it from the rows."""
-        gradient = self.gradient
-        if self.table.gathered is not None:
-            self.table.gathered.leaves[self.key].grad = None
+        """Remove the gradient from the gathered rows and return it: [N, ...] in row_dtype, 0 in
+        unused places; None without one."""
+        if self.table.gathered is None:
+            return None
+        leaf = self.table.gathered.leaves[self.key]
+        gradient, leaf.grad = leaf.grad, None
         return gradient
 
     @torch.no_grad()
@@ -94,7 +90,7 @@ class RowUpdate:
         indices repeat.
 
         Args:
-            gradient: in the form of `gradient`, unscaled.
+            gradient: that of `take_gradient`, unscaled.
         """
         gathered = self.table.gathered
         assert gathered is not None  # its leaves had the gradient

@@ -246,7 +246,7 @@ def test_padded_places_write_what_the_first_row_writes():
     # Rubbish where nothing refers to must not reach the table.
     update.apply(update.take_gradient() + torch.where(rows.used, 0.0, 7.0)[:, None], None)
     assert table.weight.tolist() == [[0, 0], [-1, -1], [0, 0], [-3, -3]]
-    assert update.gradient is None
+    assert update.take_gradient() is None
 
 
 def test_overrides_decide_the_dtype_of_rows():
