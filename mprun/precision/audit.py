@@ -23,12 +23,8 @@ from mprun.torch_private import OpOverload, TorchDispatchMode, graph_task, schem
 
 FIRST = 3  # steps watched one after the other
 RARELY = 1000  # afterwards one step in this many
-_ATTENTION = [
-    f"_scaled_dot_product_{kind}{end}"
-    for kind in ("flash_attention", "flash_attention_for_cpu", "efficient_attention")
-    + ("cudnn_attention",)
-    for end in ("", "_backward")
-]
+_KINDS = ("flash_attention", "flash_attention_for_cpu", "efficient_attention", "cudnn_attention")
+_ATTENTION = [f"_scaled_dot_product_{kind}{end}" for kind in _KINDS for end in ("", "_backward")]
 _RECURRENT = [
     *("mkldnn_rnn_layer", "_thnn_fused_lstm_cell", "_cudnn_rnn", "_cudnn_rnn_backward"),
     *(layer.__name__ for layer in LAYERS),

@@ -31,6 +31,7 @@ from torch.overrides import TorchFunctionMode
 
 from mprun.precision.autocast import cuda_lists
 from mprun.precision.emulated_recurrent import emulated_recurrent
+from mprun.precision.narrow_weights import is_dense
 from mprun.precision.policy import DTYPE_NAMES, PrecisionPolicy
 from mprun.precision.recurrent import LAYERS, RecurrentCall, own_recurrent
 from mprun.precision.scaled_products import calls
@@ -412,7 +413,10 @@ class _Functions(Losses):
             return super().__torch_function__(func, types, args, kwargs)
         kwargs = kwargs or {}
         if torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu") is self._dtype:
-            args, kwargs = _each_tensor((args, kwargs), self._as_autocast)
+            # Differentiably, as autocast itself would cast them.
+            args, kwargs = _each_tensor(
+                (args, kwargs), lambda t: t.to(self._dtype) if t.dtype is F32 and t.is_cpu else t
+            )
         dtypes = {t.dtype for t in _tensors((args, kwargs)) if t.is_cpu}
         if self._dtype not in dtypes or F32 in dtypes:  # mixed dtypes: torch raises the error
             return func(*args, **kwargs)
@@ -422,10 +426,6 @@ class _Functions(Losses):
                 if call.batch_sizes is None and call.inputs.numel():
                     return emulated_recurrent(func, call, self._counts)
             return func(*args, **kwargs)
-
-    def _as_autocast(self, tensor: Tensor) -> Tensor:
-        """Cast a float32 CPU tensor to the emulated format, differentiably."""
-        return tensor.to(self._dtype) if tensor.dtype is F32 and tensor.is_cpu else tensor
 
 
 _ATTENTIONS = (F.scaled_dot_product_attention, F.multi_head_attention_forward)
@@ -537,8 +537,7 @@ class Scratch(threading.local):
         numel = x.numel()
         if numel < self.SMALLEST or x.layout is not torch.strided:
             return x.to(F32)
-        # torch does not keep strides that leave gaps or overlap either.
-        if not x.is_contiguous() and torch.empty_like(x, device="meta").stride() != x.stride():
+        if not x.is_contiguous() and not is_dense(x):  # torch does not keep such strides either
             return x.to(F32)
         flat = self.empty(numel)
         return flat.as_strided(x.shape, x.stride(), flat.storage_offset()).copy_(x)

@@ -165,10 +165,6 @@ class NoLossScale(LossScale):
         """Propagate `loss` as it is."""
         loss.backward(retain_graph=retain_graph)
 
-    def inverse(self) -> Tensor:
-        """Return 1, float32, 0-dim: the scale itself, not to be written to."""
-        return self.scale
-
     def update(self) -> None:
         """Clear `found_inf`; nothing is counted, because nothing was skipped."""
         self.found_inf.zero_()

@@ -279,10 +279,8 @@ class MixedPrecisionOptimizer:
         if self._used is None:
             return {}
         (ready, clip), found = self._used, {}
-        of_parameters = zip(
-            self.names, self.updated, ready.gradients, self.is_clipped, strict=False
-        )
-        for name, tensor, own, counts in of_parameters:
+        named = zip(self.names, self.updated, ready.gradients, self.is_clipped, strict=False)
+        for name, tensor, own, counts in named:
             if own is None:
                 continue
             in_fp32 = self.narrow is not None and tensor in self.narrow

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mprun.precision.narrow_weights import NarrowWeights, packed, widen
+from mprun.precision.narrow_weights import packed, widen
 from mprun.precision.update import (
     Checked,
     Gradients,
@@ -151,7 +151,9 @@ class BlockedUpdate(SinglePass):
                     widen(wide, piece.own, piece.kept)
                 self._run(block, gradients, factors, settings, direct)
                 if narrow is not None:
-                    self._store(narrow, block, keys)
+                    for piece, wide in block.narrow:
+                        key, start = None if keys is None else keys[piece.narrow], piece.part or 0
+                        narrow.store(piece.own, wide, key, piece.kept, start * self.block)
         if narrow is not None:
             narrow.count()
 
@@ -183,12 +185,6 @@ class BlockedUpdate(SinglePass):
         FUSED[self.rule](block.masters, pieces, *others, **settings)
         if block.copies:
             foreach_copy_(block.copies, block.copied)
-
-    def _store(self, narrow: NarrowWeights, block: _Block, keys: Tensor | None) -> None:
-        for piece, wide in block.narrow:
-            key = None if keys is None else keys[piece.narrow]
-            start = 0 if piece.part is None else piece.part * self.block
-            narrow.store(piece.own, wide, key, piece.kept, start)
 
     def _piece(self, gradients: Gradients, index: int, part: int | None) -> Tensor:
         gradient = gradients[index]

@@ -181,10 +181,8 @@ class KernelUpdate(SinglePass):
     @torch.no_grad()
     def write(self, ready: Ready, clip: Tensor | None) -> None:
         checked, self._checked = self._checked, None
-        if checked is not None and checked[0] is ready:
-            plan, table, _ordered = checked[1]
-        else:
-            plan, table, _ordered = self._prepare(ready.gradients)
+        known = checked[1] if checked is not None and checked[0] is ready else None
+        plan, table, _ordered = known or self._prepare(ready.gradients)
         self._count_step(plan.steps, ready.found_inf)
         keys = None if self.narrow is None else self.narrow.keys()
         with self._on_device():

@@ -140,8 +140,7 @@ def has_fused_kernel(kind: str, device: torch.device) -> bool:
     answer is that of torch's build.
     """
     if device.type == "cuda" and not torch.cuda.is_available():
-        operator = f"aten::_fused_{kind}_"
-        return has_kernel(operator, "CUDA")
+        return has_kernel(f"aten::_fused_{kind}_", "CUDA")
     try:
         with disable_dispatch_modes():  # a real step, also within what traces or counts
             weight = torch.zeros(1, device=device, requires_grad=True)
