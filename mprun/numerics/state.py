@@ -98,7 +98,7 @@ def finite_on_device(tensors: Iterable[Tensor]) -> Tensor:
     It uses the largest magnitude: torch's maximum norm keeps every infinity and NaN.
     """
     tensors = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
-    return torch.isfinite(largest(tensors))
+    return torch.isfinite(largest(tensors, tensors[0].device))
 
 
 @torch.no_grad()

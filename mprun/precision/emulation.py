@@ -1,14 +1,10 @@
 """The arithmetic of a mode's passes: autocast, and Tensor Core arithmetic on a CPU.
 
 Paper section 3.3: products are multiplied in FP16, summed in FP32 and stored in FP16. Native CPU
-kernels break that rule, measured with torch 2.15 and AVX-512 BF16 (errors in single roundings):
-float16: 8192 ones over the batch give 2048 in convolution weight gradients and embedding gradients,
-    and a step takes 10 to 60 times as long as in float32;
-bfloat16: 8192 ones give 256 in embedding gradients (17 roundings over 4000 tokens); an LSTM with
-    projection is off by 3 to 6 roundings; linear and convolution are right, and faster than here.
-So on a CPU real 16-bit tensors are computed in float32 and rounded once on store, operation by
-operation (`HalfEmulation`), in both formats. A result then depends on neither the format nor the
-CPU.
+kernels break that rule: 8192 ones add up to 2048 in FP16 and to 256 in BF16 (docs/log.md, "16 bits
+on a CPU"). So on a CPU real 16-bit tensors are computed in float32 and rounded once on store,
+operation by operation (`HalfEmulation`), in both formats. A result then depends on neither the
+format nor the CPU.
 
 A mode that a device cannot honour is refused, never replaced.
 """

@@ -227,8 +227,7 @@ class Unscaled(Gathering):
         for group in by_dtype(gradients):
             check_and_unscale(group, found_inf, inverse)
         if scale.needs_grad_max:
-            empty = not by_dtype(gradients)
-            grad_max = torch.zeros_like(found_inf) if empty else largest(gradients) * parts
+            grad_max = largest(gradients, found_inf.device) * parts
         # A factor can take a 16-bit gradient beyond its format.
         for group in by_dtype(self._multiply_rows(gradients)):
             check_and_unscale(group, found_inf, self.one)

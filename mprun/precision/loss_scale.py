@@ -162,7 +162,6 @@ class NoLossScale(LossScale):
         super().__init__(1.0, 1, device)
 
     def backward(self, loss: Tensor, retain_graph: bool | None = None) -> None:
-        """Propagate `loss` as it is."""
         loss.backward(retain_graph=retain_graph)
 
     def update(self) -> None:

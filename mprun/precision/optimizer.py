@@ -421,7 +421,6 @@ class BatchNormGuard:
 
     @torch.no_grad()
     def save(self) -> None:
-        """Remember the statistics as they are now."""
         for saved, flat in zip(self.saved, self.flat, strict=True):
             saved.copy_(flat)
 

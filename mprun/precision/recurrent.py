@@ -61,7 +61,6 @@ class RecurrentCall(NamedTuple):
 
     @classmethod
     def of(cls, args: tuple[Any, ...]) -> RecurrentCall:
-        """Return the call with these positional arguments."""
         if isinstance(args[1], Tensor) and args[1].dtype is torch.int64:
             inputs, batch_sizes, *others = args
             return cls(inputs, *others)._replace(batch_sizes=batch_sizes)

@@ -231,7 +231,6 @@ class SinglePass(ByTorch, ABC):
 
 
 def any_sparse(gradients: Iterable[Tensor | None]) -> bool:
-    """Return whether a gradient is sparse."""
     return any(gradient is not None and gradient.is_sparse for gradient in gradients)
 
 
@@ -276,12 +275,11 @@ def check_and_unscale(tensors: list[Tensor], found_inf: Tensor, inverse: Tensor)
         unscale_and_find_inf_(tensors, found_inf, inverse)
 
 
-def largest(tensors: Iterable[Tensor | None]) -> Tensor:
-    """Return the largest magnitude of all, float32, 0-dim."""
-    groups = by_dtype(tensors)
-    found = [[tensor for tensor in group if tensor.numel()] for group in groups]
+def largest(tensors: Iterable[Tensor | None], device: torch.device) -> Tensor:
+    """Return the largest magnitude of all, which are on `device`, float32, 0-dim; 0 of none."""
+    found = [[tensor for tensor in group if tensor.numel()] for group in by_dtype(tensors)]
     norms = [n.float() for some in found if some for n in foreach_norm(some, float("inf"))]
-    return torch.stack(norms).max() if norms else groups[0][0].new_zeros((), dtype=torch.float32)
+    return torch.stack(norms).max() if norms else torch.zeros((), device=device)
 
 
 def norms_of(gradients: list[Tensor]) -> Tensor:

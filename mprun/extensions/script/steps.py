@@ -518,7 +518,7 @@ def _grad_max(models: Iterable[PreparedModel], scale: LossScale) -> Tensor | Non
         if model.loss_scale is scale
         for parameter in model.masters()
     ]
-    return largest(own) if any(g is not None for g in own) else torch.zeros_like(scale.scale)
+    return largest(own, scale.scale.device)
 
 
 def _repeated(closure: Callable[[], Any], models: Sequence[PreparedModel]) -> Callable[[], Any]:
