@@ -27,7 +27,6 @@ from torch.overrides import TorchFunctionMode
 
 from mprun.precision.autocast import cuda_lists
 from mprun.precision.emulated_recurrent import emulated_recurrent
-from mprun.precision.narrow_weights import is_dense
 from mprun.precision.policy import DTYPE_NAMES, PrecisionPolicy
 from mprun.precision.recurrent import LAYERS, RecurrentCall, own_recurrent
 from mprun.precision.scaled_products import calls
@@ -533,7 +532,8 @@ class Scratch(threading.local):
         numel = x.numel()
         if numel < self.SMALLEST or x.layout is not torch.strided:
             return x.to(F32)
-        if not x.is_contiguous() and not is_dense(x):  # torch does not keep such strides either
+        # torch does not keep strides that leave gaps or overlap either.
+        if not x.is_contiguous() and torch.empty_like(x, device="meta").stride() != x.stride():
             return x.to(F32)
         flat = self.empty(numel)
         return flat.as_strided(x.shape, x.stride(), flat.storage_offset()).copy_(x)
