@@ -45,9 +45,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, RandomSampler
 from torchvision import datasets, transforms
 
+from mprun.build.data import build_data
+from mprun.config.components.images import ImageFolderConfig
 from mprun.data.augmentation import Augmentation
 from mprun.data.image_files import find_images
-from mprun.data.image_folder import ImageFolder, ImageReader
+from mprun.data.image_folder import ImageReader
 from mprun.data.loader import BatchLoader
 from mprun.record.console import markdown_table
 
@@ -81,9 +83,10 @@ def make_files(images: Path, folder: Path, count: int) -> float:
 
 def ours(folder: Path, workers: int) -> tuple[Iterator[Tensor], Callable]:
     """Return endless batches, and a function that ends the processes."""
-    source = ImageFolder(
-        str(folder), batch_size=BATCH, seed=0, device="cpu", workers=workers, prefetch=PREFETCH
+    config = ImageFolderConfig(
+        root=str(folder), batch_size=BATCH, workers=workers, prefetch=PREFETCH
     )
+    source = build_data(config, 0, torch.device("cpu"))
     return (source.train_batch(index)[0] for index in itertools.count()), source.close
 
 

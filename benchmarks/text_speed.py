@@ -22,7 +22,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from mprun.data.text import Text, find_text_files
+from mprun.build.data import build_data
+from mprun.config.components.language import TextConfig
+from mprun.data.text import find_text_files
 from mprun.data.token_streams import TokenStreams
 from mprun.data.vocabulary import WordIds, text_blocks, word_blocks
 
@@ -122,13 +124,13 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    sizes = {"sequence_length": 35, "batch_size": 20, "seed": 0, "device": "cpu"}
     with tempfile.TemporaryDirectory() as cache:
+        config = TextConfig(root=str(arguments.root), cache=cache, batch_size=20)
         started = time.process_time()
-        text = Text(arguments.root, cache=cache, **sizes)
+        text = build_data(config, 0, torch.device("cpu"))
         first_start = time.process_time() - started
         started = time.process_time()
-        Text(arguments.root, cache=cache, **sizes)
+        build_data(config, 0, torch.device("cpu"))
         later_start = time.process_time() - started
         train = find_text_files(arguments.root, ("train",))["train"]
         results = [encoding(train, text.vocabulary, arguments.windows)]

@@ -10,7 +10,10 @@ import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
+from mprun.build.data import arguments_of
 from mprun.cli import main
+from mprun.config.components import NETWORKS, SOURCES
+from mprun.entry_points import loaded
 from mprun.precision import MixedPrecisionOptimizer, cast_model, get_policy
 from mprun.record.metrics import read_metrics
 
@@ -93,6 +96,16 @@ def numbers_of(directory, split=None) -> list[str]:
     timings = ("samples_per_s", "seconds")
     rows = rows_of(directory, split)
     return [json.dumps({k: v for k, v in row.items() if k not in timings}) for row in rows]
+
+
+def configured(component, **changes):
+    """A network or source as a configuration builds it: its defaults, but for the changes."""
+    found = (NETWORKS | SOURCES)[component]
+    config, builder = found.config(), found.builder
+    if isinstance(builder, dict):
+        builder = builder[changes.pop("variant", config.variant)]
+    make = loaded(builder)
+    return make(**arguments_of(make, config) | changes)
 
 
 def network(inputs=6, hidden=16, outputs=3, norm=None, activation=nn.ReLU) -> nn.Sequential:

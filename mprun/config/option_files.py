@@ -4,6 +4,7 @@ They are the only list of modes and loss scalers; those of a user's `--config-di
 mprun's. They are read without Hydra, so that a command that only compares runs need not import it.
 """
 
+import re
 from dataclasses import asdict, dataclass
 from functools import cache
 from operator import attrgetter
@@ -40,9 +41,13 @@ def option_files(group: str, config_dir: str | None = None) -> dict[str, Path]:
 
 
 def named(group: str, config_dir: str | None = None) -> dict[str, str]:
-    """Return option -> the name set in its file, of the thing it builds ("digits_32": "digits")."""
-    files = option_files(group, config_dir)
-    return {option: _mapping_in(path).get("name", option) for option, path in files.items()}
+    """Return option -> what it builds: its schema or the `name` set ("digits_32": "digits")."""
+    found = {}
+    for option, path in option_files(group, config_dir).items():
+        schema = re.search(rf"/schema/{group}/(\w+)", _text_of(path))
+        built: str = schema[1] if schema else option
+        found[option] = _mapping_in(path).get("name", built)
+    return found
 
 
 def values_in_files(group: str, field: str, config_dir: str | None = None) -> dict[str, Any]:

@@ -204,8 +204,8 @@ class SyntheticImages(ImageStore):
         self,
         num_classes: int,
         image_size: int,
-        train_size: int = 256,
-        eval_size: int = 64,
+        train_size: int,
+        eval_size: int,
         **serving: Unpack[Serving],
     ) -> None:
         generator = torch.Generator().manual_seed(CONTENT_SEED)

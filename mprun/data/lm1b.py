@@ -153,11 +153,11 @@ class Lm1b(EncodedText):
         self,
         root: str | Path,
         *,
-        vocabulary: str | Path | None = None,
-        vocab_multiple: int = 8,
-        eval_split: str = "valid",
-        eval_tokens: int | None = None,
-        cache: str | Path | None = None,
+        vocabulary: str | Path | None,
+        vocab_multiple: int,
+        eval_split: str,
+        eval_tokens: int | None,
+        cache: str | Path | None,
         **sizes: Unpack[Sizes],
     ) -> None:
         shards, held_out = find_shards(root, eval_split)

@@ -169,11 +169,11 @@ class Text(EncodedText):
         self,
         root: str | Path,
         *,
-        vocab_limit: int | None = None,
-        vocab_multiple: int = 8,
-        lower: bool = False,
-        eval_split: str = "valid",
-        cache: str | Path | None = None,
+        vocab_limit: int | None,
+        vocab_multiple: int,
+        lower: bool,
+        eval_split: str,
+        cache: str | Path | None,
         **options: Unpack[StreamOptions],
     ) -> None:
         kept = Cache(cache)
@@ -240,8 +240,8 @@ class DocsText(TokenStreams):
     def __init__(
         self,
         level: str,
-        vocab_limit: int | None = None,
-        vocab_multiple: int = 8,
+        vocab_limit: int | None,
+        vocab_multiple: int,
         **sizes: Unpack[Sizes],
     ) -> None:
         text = load_text()

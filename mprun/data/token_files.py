@@ -36,9 +36,9 @@ class TokenFiles(TokenStreams):
         self,
         root: str | Path,
         *,
-        vocab_size: int = 50_257,
-        vocab_multiple: int = 64,
-        cache: str | Path | None = None,
+        vocab_size: int,
+        vocab_multiple: int,
+        cache: str | Path | None,
         **options: Unpack[StreamOptions],
     ) -> None:
         kept = Cache(cache)

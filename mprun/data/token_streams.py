@@ -328,8 +328,8 @@ class SyntheticTokens(TokenStreams):
     def __init__(
         self,
         vocab_size: int,
-        train_tokens: int = 100_000,
-        eval_tokens: int = 10_000,
+        train_tokens: int,
+        eval_tokens: int,
         **sizes: Unpack[Sizes],
     ) -> None:
         generator = torch.Generator().manual_seed(CONTENT_SEED)

@@ -1,17 +1,22 @@
 """Components: a package adds its own, and each is known at few places."""
 
 import ast
+import inspect
 import json
 import os
 import subprocess
 import sys
 import tomllib
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import yaml
 
 import mprun
+from mprun.build.data import arguments_of
 from mprun.config.components import NETWORKS, SOURCES, TASKS
+from mprun.config.option_files import named, option_files
 from mprun.entry_points import loaded
 
 from ..cli.test_contributing import block
@@ -118,3 +123,38 @@ def test_what_builds_a_component_is_there():
     for component in (*NETWORKS.values(), *SOURCES.values(), *TASKS.values()):
         assert builders(component) or component.own
         assert all(callable(loaded(text)) for text in builders(component)), component.name
+
+
+def default_of(make, name):
+    """An argument's default in the builder, or in the base to which it is passed on."""
+    for one in inspect.getmro(make) if inspect.isclass(make) else [make]:
+        if name in (known := inspect.signature(one).parameters):
+            return known[name].default
+    return inspect.Parameter.empty
+
+
+def test_no_builder_has_another_default_than_its_schema():
+    """What comes from the data has its size there, and no default in the schema."""
+    compared = 0
+    for component in (*NETWORKS.values(), *SOURCES.values()):
+        config = component.config()
+        own = {*config.__dataclass_fields__} - {*getattr(component, "needs", ())}
+        for text in builders(component):
+            make = loaded(text)
+            for name, value in arguments_of(make, config).items():
+                default = default_of(make, name)
+                if name in own and default is not inspect.Parameter.empty:
+                    assert default == value, (text, name)
+                    compared += 1
+    assert compared > 20
+
+
+@pytest.mark.parametrize(("group", "components"), [("model", NETWORKS), ("data", SOURCES)])
+def test_an_option_states_what_differs_from_its_schema(group, components):
+    for option, name in named(group).items():
+        text = option_files(group)[option].read_text(encoding="utf-8")
+        values = yaml.safe_load(text)
+        del values["defaults"]
+        own = asdict(components[name].config())
+        repeated = [key for key, value in values.items() if own[key] == value]
+        assert not repeated or "# Published sizes" in text, (option, repeated)

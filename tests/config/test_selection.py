@@ -48,7 +48,7 @@ def test_a_file_that_changed_is_read_again(tmp_path):
     [
         "defaults: [resnet50, /schema/model/resnet50@_here_]\nname: resnet50",
         "- a list",
-        "defaults: [resnet50]\nname: {a: 1}",
+        "defaults: [resnet50_preact]\nvariant: {a: 1}",
     ],
 )
 def test_what_is_unusual_is_left_to_hydra(tmp_path, text):

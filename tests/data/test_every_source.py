@@ -9,13 +9,12 @@ import torch
 from mprun.data import (
     DatasetSource,
     DigitsImages,
-    DocsText,
     SyntheticImages,
     SyntheticTokens,
     TokenSource,
 )
 
-from ..helpers import assert_same_bits, raises_line
+from ..helpers import assert_same_bits, configured, raises_line
 from ..tables import with_extensions
 from . import (
     test_cifar10,
@@ -32,8 +31,8 @@ IMAGES = {"batch_size": 5, "device": "cpu"}
 SOURCES = {
     "digits": lambda _: lambda **more: DigitsImages(8, **IMAGES | more),
     "synthetic images": lambda _: lambda **more: SyntheticImages(7, 8, 64, 24, **IMAGES | more),
-    "characters": lambda _: lambda **more: DocsText("char", **TOKENS | more),
-    "words": lambda _: lambda **more: DocsText("word", **TOKENS | more),
+    "characters": lambda _: lambda **more: configured("docs_text", level="char", **TOKENS | more),
+    "words": lambda _: lambda **more: configured("docs_text", level="word", **TOKENS | more),
     "synthetic tokens": lambda _: lambda **more: SyntheticTokens(50, 1000, 100, **TOKENS | more),
     "tokens": lambda _: (
         lambda **more: TokenSource(

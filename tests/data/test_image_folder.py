@@ -13,7 +13,7 @@ from mprun.data.augmentation import draws, imagenet_constants, normalise, random
 from mprun.data.image_folder import ImageFolder
 from mprun.data.source import permutation
 
-from ..helpers import raises_line
+from ..helpers import configured, raises_line
 from .made_images import make_folder, picture
 
 CPU = torch.device("cpu")
@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
 
 def source(folder, **more) -> ImageFolder:
     plain = {"image_size": 16, "batch_size": 5, "seed": 3, "device": "cpu", "workers": 0}
-    return ImageFolder(str(folder), **(plain | more))
+    return configured("image_folder", root=str(folder), **(plain | more))
 
 
 def files(folder, split: str) -> list:

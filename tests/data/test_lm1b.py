@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from mprun.data.lm1b import Lm1b
 from mprun.data.source import DamagedData, permutation
+
+from ..helpers import configured
 
 FOLDER = "1-billion-word-language-modeling-benchmark-r13output"
 VOCABULARY = "the 9\n<S> 7\na 5\n<UNK> 3\n</S> 0\n" + "".join(f"w{n} 1\n" for n in range(1, 100))
@@ -41,7 +42,7 @@ def corpus(tmp_path):
 def source(root, **options):
     sizes = {"sequence_length": 5, "batch_size": 3, "seed": 4, "device": "cpu"}
     cache = (root if root.name != FOLDER else root.parent) / "cache"
-    return Lm1b(root, **{**sizes, "cache": cache, **options})
+    return configured("lm1b", root=root, **{**sizes, "cache": cache, **options})
 
 
 def test_sentences_in_the_order_of_the_epoch(corpus):
@@ -155,12 +156,11 @@ def resident(kind):
             return int(line.split()[1]) * 1024
 
 import torch
-import mprun.data
+from mprun.build.data import build_data
+from mprun.config.components.language import Lm1bConfig
 imports = resident("VmRSS")
-from mprun.data.lm1b import Lm1b
-data = Lm1b(
-    sys.argv[1], cache=sys.argv[2], sequence_length=20, batch_size=128, seed=0, device="cpu"
-)
+config = Lm1bConfig(root=sys.argv[1], cache=sys.argv[2], batch_size=128)
+data = build_data(config, 0, torch.device("cpu"))
 for index in range(0, 3 * data.batches_per_epoch, 97):
     data.train_batch(index)
 for batch in data.eval_batches():

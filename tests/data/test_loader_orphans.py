@@ -12,12 +12,12 @@ from .made_images import make_folder
 PROGRAM = """
     import os, sys, time
     from multiprocessing import active_children
-    from mprun.data.image_folder import ImageFolder
+    from mprun.build.data import build_data
+    from mprun.config.components.images import ImageFolderConfig
 
     if __name__ == "__main__":
-        source = ImageFolder(
-            sys.argv[1], image_size=16, batch_size=5, seed=0, device="cpu", workers=2
-        )
+        config = ImageFolderConfig(root=sys.argv[1], image_size=16, batch_size=5, workers=2)
+        source = build_data(config, 0, "cpu")
         source.train_batch(0)
         print(*[child.pid for child in active_children()], flush=True)
         if sys.argv[2] == "wait":

@@ -7,11 +7,11 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 
-from mprun.data import DataError, DocsText, SyntheticTokens
+from mprun.data import DataError, SyntheticTokens
 from mprun.data.text import load_text, split_text
 from mprun.data.token_streams import EVAL_STREAMS, TokenStreams
 
-from ..helpers import raises_line
+from ..helpers import configured, raises_line
 
 
 def sizes(batch_size, sequence_length, seed):
@@ -24,7 +24,8 @@ def sizes(batch_size, sequence_length, seed):
 
 
 def docs(level="char", batch_size=8, sequence_length=16, seed=0, **kwargs):
-    return DocsText(level, **sizes(batch_size, sequence_length, seed), **kwargs)
+    given = sizes(batch_size, sequence_length, seed) | kwargs
+    return configured("docs_text", level=level, **given)
 
 
 def numbered(n=103, held_out=40, batch_size=4, sequence_length=5, seed=0):

@@ -8,9 +8,8 @@ import torch
 
 from mprun.data import DataError
 from mprun.data.source import DamagedData
-from mprun.data.text import Text
 
-from ..helpers import raises_line, refused
+from ..helpers import configured, raises_line, refused
 
 # b 5, <eos> 4, c 4, a 3, d 3, e 1
 TRAIN = "b c a b\n\nd b a d b d c\r\nc e a c b\n"
@@ -32,7 +31,8 @@ def folder(tmp_path):
 
 def source(root, **options):
     sizes = {"sequence_length": 4, "batch_size": 2, "seed": 0, "device": "cpu"}
-    return Text(root, **{**sizes, "cache": root.parent / "cache", **options})
+    given = {**sizes, "cache": root.parent / "cache", **options}
+    return configured("text", root=root, **given)
 
 
 def held_out(text) -> list[int]:
@@ -139,13 +139,13 @@ def test_refusals(folder, change, error, message):
 
 @pytest.mark.slow
 def test_wikitext_2(wikitext_2, tmp_path):
-    sizes = {"sequence_length": 35, "batch_size": 20, "seed": 0, "device": "cpu"}
-    text = Text(wikitext_2, cache=tmp_path, rotate=False, **sizes)
+    sizes = {"sequence_length": 35, "batch_size": 20, "cache": tmp_path}
+    text = source(wikitext_2, rotate=False, **sizes)
     # Merity et al. 2016, table 1, and one <eos> a line.
     assert text.description["train_samples"] == 2_051_910 + 36_718 == 2_088_628
     assert text.description["eval_samples"] == 213_886 + 3_760 == 217_646
     assert text.description["vocab_entries"] == text.vocab_size - 2 == 33_278
-    test = Text(wikitext_2, cache=tmp_path, eval_split="test", eval_tokens=10**6, **sizes)
+    test = source(wikitext_2, eval_split="test", eval_tokens=10**6, **sizes)
     assert test.description["eval_samples"] == 241_211 + 4_358 == 245_569
 
     with open(wikitext_2 / "wiki.train.tokens", encoding="utf-8") as file:

@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from mprun.data.source import DamagedData
-from mprun.data.token_files import TokenFiles
 from mprun.data.token_streams import TokenStreams
 
-from ..helpers import ONE_CORE, raises_line, run
+from ..helpers import ONE_CORE, configured, raises_line, run
 
 SIZES = {"batch_size": 4, "sequence_length": 5, "seed": 3, "device": "cpu"}
 WORDS = 65_536
@@ -48,7 +47,7 @@ def shards(tmp_path):
 
 
 def source(root, vocab_size=WORDS, **options):
-    return TokenFiles(root, vocab_size=vocab_size, **(SIZES | options))
+    return configured("token_files", root=root, vocab_size=vocab_size, **(SIZES | options))
 
 
 @pytest.mark.parametrize("kind", ["folder", "shards"])
@@ -66,7 +65,7 @@ def test_batches_are_those_of_the_tokens_in_memory(kind, request):
 def test_the_vocabulary_is_padded_and_recorded(folder):
     tokens = TRAIN % 50_257
     write(folder / "train.bin", tokens)
-    files = TokenFiles(folder, **SIZES)
+    files = configured("token_files", root=folder, **SIZES)
     assert files.vocab_size == 50_304 and files.vocab_size % 64 == 0
     assert files.description["vocab_entries"] == 50_257
     assert (files.description["train_samples"], files.description["eval_samples"]) == (103, 40)

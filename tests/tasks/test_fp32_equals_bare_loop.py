@@ -7,10 +7,10 @@ import torch
 from torch.nn import functional as F
 
 from mprun import models
-from mprun.data import DigitsImages, SyntheticTokens
+from mprun.data import DigitsImages
 from mprun.precision.emulation import HalfEmulation
 
-from ..helpers import assert_same_bits
+from ..helpers import assert_same_bits, configured
 
 STEPS = 7
 # 192 tokens in 4 streams of 8 steps: 6 batches an epoch, so that 7 steps cross its end.
@@ -34,7 +34,7 @@ def one_channel(batch_size=4):
 
 
 def tokens():
-    return SyntheticTokens(**TOKENS, seed=0, device="cpu")
+    return configured("synthetic_tokens", **TOKENS, seed=0, device="cpu")
 
 
 def of_classes(logits, inputs, labels):

@@ -48,8 +48,8 @@ class DigitCanvases(ImageStore):
     def __init__(
         self,
         image_size: int,
-        train_size: int | None = None,
-        eval_size: int | None = None,
+        train_size: int | None,
+        eval_size: int | None,
         **serving: Unpack[Serving],
     ) -> None:
         train, held_out = digit_canvases()

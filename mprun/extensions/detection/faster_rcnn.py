@@ -391,11 +391,7 @@ def anchors(size: int, stride: int, scales: Sequence[float]) -> Tensor:
 
 
 def faster_rcnn_vgg16(
-    num_classes: int = 20,
-    image_size: int = 600,
-    dropout: float = 0.5,
-    frozen: int = 4,
-    weights: str | None = None,
+    num_classes: int, image_size: int, dropout: float, frozen: int, weights: str | None
 ) -> FasterRCNN:
     """Build it on VGG-16 up to conv5_3: 137,078,239 parameters at 20 classes and nothing.
 
@@ -447,9 +443,7 @@ def _load(network: FasterRCNN, path: str) -> None:
     put_weights(network, found, path)
 
 
-def faster_rcnn_small(
-    num_classes: int = 10, image_size: int = 32, dropout: float = 0.0, frozen: int = 0
-) -> FasterRCNN:
+def faster_rcnn_small(num_classes: int, image_size: int, dropout: float, frozen: int) -> FasterRCNN:
     """Build it on four VGG-like convolutions of 8 to 32 channels, for images of 32 px.
 
     Anchors of 8 to 16 px, 32 regions of an image, a head of 128 units: 115,581 parameters at 10

@@ -249,7 +249,7 @@ def default_boxes(
     return torch.tensor(found, dtype=torch.float32)
 
 
-def ssd_mini(num_classes: int = 10, image_size: int = 32, freeze_backbone: bool = False) -> SSD:
+def ssd_mini(num_classes: int, image_size: int, freeze_backbone: bool) -> SSD:
     """Build SSD on six VGG convolutions of 8 to 32 channels and two more: 88,764 parameters.
 
     That is the number at 10 classes. Both maps have an L2 norm (scale 2) before them; there are 6
@@ -299,7 +299,7 @@ PRIOR = math.log(99)
 MINI_SIZES = (0.25, 0.375, 0.5)  # digits have 0.25 to 0.5 of the side
 
 
-def ssd300(num_classes: int = 20, weights: str | None = None, freeze_backbone: bool = False) -> SSD:
+def ssd300(num_classes: int, weights: str | None, freeze_backbone: bool) -> SSD:
     """Build SSD300 on VGG-16: 26,285,486 parameters at 20 classes, 8,732 default boxes.
 
     Layers and default boxes are as in the authors' file for VOC: fully connected layers 6 and 7 as

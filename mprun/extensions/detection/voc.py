@@ -279,7 +279,7 @@ class Voc(LoadedSource):
         *,
         years: str,
         difficult: bool,
-        augmentation: str = "ssd",
+        augmentation: str,
         image_size: int,
         channels: int,
         value_range: str,

@@ -58,11 +58,11 @@ class Seq2Seq(nn.Module):
         self,
         source_vocab_size: int,
         target_vocab_size: int,
-        embedding_size: int = 1024,
-        hidden_size: int = 1024,
-        num_layers: int = 3,
-        dropout: float = 0.0,
-        init_range: float = 0.1,
+        embedding_size: int,
+        hidden_size: int,
+        num_layers: int,
+        dropout: float,
+        init_range: float,
     ) -> None:
         super().__init__()
         between: Any = {"dropout": dropout if num_layers > 2 else 0.0}

@@ -1,13 +1,12 @@
 """Sources for tests/data/test_every_source.py: of a folder, what makes each with options."""
 
-from mprun.extensions.detection.canvases import DigitCanvases
-
 from ...data.made_images import bound
+from ...helpers import configured
 from . import test_voc
 
 SOURCES = {
     "digit canvases": lambda _: (
-        lambda **more: DigitCanvases(32, **{"batch_size": 5, "device": "cpu"} | more)
+        lambda **more: configured("digit_canvases", **{"batch_size": 5, "device": "cpu"} | more)
     ),
     "voc": lambda root: bound(test_voc.voc, test_voc.made(root)),
 }

@@ -6,16 +6,17 @@ from torch.nn import functional as F
 from mprun.data.image_store import EVAL_SAMPLES, SPLIT_SEED, load_digits
 from mprun.data.source import permutation
 from mprun.extensions.detection.boxes import overlaps
-from mprun.extensions.detection.canvases import NOISE, DigitCanvases, digit_canvases
+from mprun.extensions.detection.canvases import NOISE, digit_canvases
+
+from ...helpers import configured
 
 # Of pixels and boxes: the same canvases on every machine and in every version.
 SHA256 = "02206516cc6cec81d8b169f398774385d1ce8ffd9b47fa36f80eccf482ed9544"
 
 
 def source(**more):
-    return DigitCanvases(
-        32, **{"batch_size": 8, "seed": 0, "device": "cpu", "value_range": "tanh"} | more
-    )
+    given = {"batch_size": 8, "seed": 0, "device": "cpu", "value_range": "tanh"} | more
+    return configured("digit_canvases", **given)
 
 
 def test_the_canvases_are_the_same_everywhere():

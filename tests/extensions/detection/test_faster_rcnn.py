@@ -19,21 +19,22 @@ from mprun.extensions.detection.faster_rcnn import (
     RegionPool,
     anchors,
     drawn,
-    faster_rcnn_small,
-    faster_rcnn_vgg16,
     unsuppressed,
 )
 
 from ...execution.trained import SMALL
+from ...helpers import configured
 from ...shipped import MODES
 
 SIDE, ALL = 32, 10_000
+DIGITS = {"num_classes": 10, "image_size": SIDE}
+VGG = {"variant": "vgg16", "num_classes": 20, "image_size": 600}
 
 
 @pytest.fixture
 def network():
     """The small one, which learns from all anchors and from all regions."""
-    made = faster_rcnn_small()
+    made = configured("faster_rcnn", **DIGITS)
     made.proposals.count = made.regions.count = ALL
     # All anchors are looked at: torchvision forgets small regions after the first ones are taken.
     made.limits = made.limits._replace(before=576, before_in_evaluation=576)
@@ -253,7 +254,7 @@ def test_what_is_drawn():
 
 def test_evaluation_draws_nothing_and_repeats(batch):
     images, targets = batch
-    network = faster_rcnn_small().eval()
+    network = configured("faster_rcnn", **DIGITS).eval()
     before = torch.get_rng_state()
     first, second = network(images, targets), network(images, targets)
     assert torch.equal(torch.get_rng_state(), before)
@@ -301,7 +302,7 @@ def test_a_diverged_network_says_so(network, batch):
 
 
 def test_first_convolutions_keep_their_weights(batch):
-    network = faster_rcnn_small(frozen=2)
+    network = configured("faster_rcnn", **DIGITS, frozen=2)
     network(*batch).loss.backward()
     learns = [p.grad is not None for p in network.features.parameters()]
     assert learns == [False] * 4 + [True] * 4
@@ -357,7 +358,7 @@ def test_weights_of_a_vgg(tmp_path, monkeypatch):
     found = {}
     monkeypatch.setattr(faster_rcnn, "put_weights", lambda network, own, _: found.update(own))
     with torch.device("meta"):
-        network = faster_rcnn_vgg16(weights=path)
+        network = configured("faster_rcnn", **VGG, weights=path)
     numbers = {name: int(tensor.flatten()[0]) for name, tensor in found.items()}
     theirs = {"head.1": "classifier.0", "head.4": "classifier.3"}
     for name, number in numbers.items():
@@ -379,7 +380,7 @@ def test_other_weights_are_refused(tmp_path, changed, said):
     path = str(tmp_path / "other.pth")
     vgg(path, **changed)
     with torch.device("meta"), pytest.raises(ValueError, match=re.escape(said)):
-        faster_rcnn_vgg16(weights=path)
+        configured("faster_rcnn", **VGG, weights=path)
 
 
 @pytest.mark.slow

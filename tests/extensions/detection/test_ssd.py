@@ -8,12 +8,13 @@ from torch import nn
 from torch.nn import functional as F
 
 from mprun.extensions.detection.boxes import decode, encode, overlaps, suppress
-from mprun.extensions.detection.canvases import DigitCanvases
-from mprun.extensions.detection.faster_rcnn import faster_rcnn_small, faster_rcnn_vgg16
-from mprun.extensions.detection.ssd import L2Norm, MultiBox, ssd300, ssd_mini
+from mprun.extensions.detection.ssd import L2Norm, MultiBox
 from mprun.precision import cast_model, get_policy
 
+from ...helpers import configured
+
 NONE = [0.0, 0, 0, 0, -1, 0]
+VOC, DIGITS = {"num_classes": 20}, {"num_classes": 10, "image_size": 32}
 
 
 def test_overlap_by_hand():
@@ -168,7 +169,7 @@ def test_ssd300_computes_what_torchvision_s_does():
     from torchvision.models.detection.anchor_utils import DefaultBoxGenerator
     from torchvision.models.detection.image_list import ImageList
 
-    network = ssd300().eval()
+    network = configured("ssd300", **VOC).eval()
     other = ssd300_vgg16(weights=None, weights_backbone=None, num_classes=21).eval()
 
     def convolutions(*parts):
@@ -199,9 +200,9 @@ def test_ssd300_computes_what_torchvision_s_does():
 @pytest.mark.slow
 def test_weights_of_a_file(tmp_path):
     path = tmp_path / "w.pth"
-    network = ssd300()
+    network = configured("ssd300", **VOC)
     torch.save(network.state_dict(), path)
-    again = ssd300(weights=str(path))
+    again = configured("ssd300", **VOC, weights=str(path))
     assert all(map(torch.equal, network.state_dict().values(), again.state_dict().values()))
     vgg = {k: v for k, v in network.state_dict().items() if k.startswith("features.")}
     vgg = {k: v for k, v in vgg.items() if int(k.split(".")[1]) < 29}
@@ -210,7 +211,7 @@ def test_weights_of_a_file(tmp_path):
         {k[9:]: v for k, v in vgg.items()},
     ):
         torch.save(names, path)
-        again = ssd300(weights=str(path)).state_dict()
+        again = configured("ssd300", **VOC, weights=str(path)).state_dict()
         assert all(torch.equal(again[name], value) for name, value in vgg.items())
     for content, said in (
         ({"a": torch.zeros(1)}, "there is no features.0.weight"),
@@ -220,12 +221,12 @@ def test_weights_of_a_file(tmp_path):
     ):
         torch.save(content, path)
         with pytest.raises(ValueError, match=f"weights={path}: .*{said}"):
-            ssd300(weights=str(path))
+            configured("ssd300", **VOC, weights=str(path))
     path.write_bytes(path.read_bytes()[:100])
     with pytest.raises(ValueError, match="not a file of weights alone"):
-        ssd300(weights=str(path))
+        configured("ssd300", **VOC, weights=str(path))
     with pytest.raises(ValueError, match="cannot be read: No such file"):
-        ssd300(weights=str(tmp_path / "none"))
+        configured("ssd300", **VOC, weights=str(tmp_path / "none"))
 
 
 def test_a_frozen_backbone_does_not_learn(build_run):
@@ -238,8 +239,9 @@ def test_a_frozen_backbone_does_not_learn(build_run):
 
 def test_gradients_of_the_small_one_underflow_behind_the_norm_alone():
     """What the frozen control rests on: the heads' gradients fit FP16, those behind do not."""
-    network = ssd_mini()
-    data = DigitCanvases(32, batch_size=8, seed=0, device="cpu", value_range="mean_subtracted")
+    network = configured("ssd_mini", **DIGITS)
+    given = {"batch_size": 8, "seed": 0, "device": "cpu", "value_range": "mean_subtracted"}
+    data = configured("digit_canvases", **given)
     lost = {}
 
     def watch(name):
@@ -259,22 +261,24 @@ def test_gradients_of_the_small_one_underflow_behind_the_norm_alone():
 
 
 @pytest.mark.parametrize(
-    ("build", "published"),
+    ("network", "given", "published"),
     [
-        (ssd300, 26_285_486),  # torchvision's ssd300_vgg16 with 21 classes
-        (ssd_mini, 88_764),
+        ("ssd300", VOC, 26_285_486),  # torchvision's ssd300_vgg16 with 21 classes
+        ("ssd_mini", DIGITS, 88_764),
         # VGG-16's convolutions; 3x3, two scores and four offsets for 9 anchors; fc6 and fc7; a
         # score and four offsets for 21 classes, as in py-faster-rcnn.
         (
-            faster_rcnn_vgg16,
+            "faster_rcnn",
+            VOC | {"variant": "vgg16", "image_size": 600},
             14_714_688
             + (2_359_808 + 513 * 9 * (2 + 4))
             + (102_764_544 + 16_781_312)
             + 4_097 * 21 * (1 + 4),
         ),
-        (faster_rcnn_small, 115_581),
+        ("faster_rcnn", DIGITS, 115_581),
     ],
 )
-def test_published_counts(build, published):
+def test_published_counts(network, given, published):
     with torch.device("meta"):
-        assert sum(p.numel() for p in build().parameters()) == published
+        made = configured(network, **given)
+    assert sum(p.numel() for p in made.parameters()) == published

@@ -6,10 +6,9 @@ import torch
 from PIL import Image
 
 from mprun.data.source import DamagedData, DataError
-from mprun.extensions.detection.canvases import DigitCanvases
-from mprun.extensions.detection.voc import CLASSES, Voc, read_annotation
+from mprun.extensions.detection.voc import CLASSES, read_annotation
 
-from ...helpers import ONE_CORE, raises_line, run
+from ...helpers import ONE_CORE, configured, raises_line, run
 
 SIZE = 60, 40  # width, height
 
@@ -61,19 +60,9 @@ def root(tmp_path):
 
 
 def voc(root, **more):
-    settings = {
-        "years": "2007+2012",
-        "difficult": False,
-        "image_size": 32,
-        "channels": 3,
-        "value_range": "mean_subtracted",
-        "workers": 0,
-        "prefetch": 1,
-        "batch_size": 2,
-        "seed": 0,
-        "device": "cpu",
-    }
-    return Voc(str(root), **settings | more)
+    settings = {"image_size": 32, "value_range": "mean_subtracted", "batch_size": 2}
+    settings |= {"workers": 0, "prefetch": 1, "seed": 0, "device": "cpu"}
+    return configured("voc", root=str(root), **settings | more)
 
 
 def test_held_out_images_and_boxes(root):
@@ -222,6 +211,6 @@ def test_the_command_says_so_in_one_line(root, tmp_path, capsys, damage):
 
 
 def test_voc_and_canvases_have_targets_alike(root):
-    canvases = DigitCanvases(32, batch_size=2, seed=0, device="cpu")
+    canvases = configured("digit_canvases", batch_size=2, seed=0, device="cpu")
     one, other = canvases.train_batch(0)[1], voc(root).train_batch(0)[1]
     assert one.dtype is other.dtype and one.shape[2] == other.shape[2]

@@ -8,6 +8,8 @@ from mprun.build.data import arguments_of
 from mprun.config.compose import compose_config
 from mprun.extensions.speech.deep_speech import DeepSpeech2
 
+from ...helpers import configured
+
 SMALL = {
     "frequencies": 8,
     "num_symbols": 5,
@@ -36,7 +38,7 @@ def test_the_english_network():
 
 @pytest.mark.parametrize("form", [BOTH, FORWARD])
 def test_an_utterance_alone_is_the_utterance_in_a_batch(form):
-    network = DeepSpeech2(**SMALL, **form).eval()
+    network = configured("deep_speech2", **SMALL, **form).eval()
     features, frames = torch.randn(2, 1, 8, 30), torch.tensor([30, 17])
     features[1, ..., 17:] = 0
     together, lengths = network(features, frames)
@@ -47,7 +49,7 @@ def test_an_utterance_alone_is_the_utterance_in_a_batch(form):
 
 @pytest.mark.parametrize("form", [BOTH, FORWARD])
 def test_padding_gets_no_gradient_from_an_utterance(form):
-    network = DeepSpeech2(**SMALL, **form).eval()
+    network = configured("deep_speech2", **SMALL, **form).eval()
     features = torch.randn(2, 1, 8, 30, requires_grad=True)
     logits, lengths = network(features, torch.tensor([30, 17]))
     logits[: lengths[1], 1].sum().backward()
@@ -56,7 +58,8 @@ def test_padding_gets_no_gradient_from_an_utterance(form):
 
 
 def test_both_directions_are_those_of_a_packed_sequence():
-    network = DeepSpeech2(**SMALL | {"num_layers": 1, "fully_connected": 0}, **BOTH).eval()
+    sizes = SMALL | BOTH | {"num_layers": 1, "fully_connected": 0}
+    network = configured("deep_speech2", **sizes).eval()
     features, frames = torch.randn(3, 1, 8, 30), torch.tensor([30, 17, 4])
     logits, lengths = network(features, frames)
     x, kept = features, frames
@@ -75,7 +78,7 @@ def test_both_directions_are_those_of_a_packed_sequence():
 
 
 def test_the_row_convolution_looks_ahead_by_hand():
-    network = DeepSpeech2(**SMALL, **FORWARD)
+    network = configured("deep_speech2", **SMALL, **FORWARD)
     layer = network.row_convolution
     x = torch.randn(7, 2, 6)
     weight = layer.convolution.weight[:, 0]  # [units, frames]
@@ -89,4 +92,4 @@ def test_the_row_convolution_looks_ahead_by_hand():
 
 def test_both_directions_need_no_look_ahead():
     with pytest.raises(ValueError, match="row_convolution=20: must be 0"):
-        DeepSpeech2(8, 5, bidirectional=True)
+        configured("deep_speech2", frequencies=8, num_symbols=5, bidirectional=True)

@@ -19,13 +19,12 @@ from mprun.errors import BadInput
 from mprun.extensions.speech.digit_strips import DigitStrips
 from mprun.extensions.speech.speech_manifest import (
     Spectrogram,
-    SpeechManifest,
     read_manifest,
     read_wav,
     spectrogram_of,
 )
 
-from ...helpers import raises_line, refused
+from ...helpers import configured, raises_line, refused
 
 RATE = 8000
 CPU = torch.device("cpu")
@@ -145,22 +144,9 @@ def write_manifest(path, rows):
 
 
 def source(root, **changed):
-    settings = {
-        "train_manifest": None,
-        "eval_manifest": None,
-        "sample_rate": RATE,
-        "window_ms": 20.0,
-        "hop_ms": 10.0,
-        "alphabet": "ab ",
-        "alphabet_file": None,
-        "lower": True,
-        "max_seconds": None,
-        "workers": 0,
-        "batch_size": 2,
-        "seed": 0,
-        "device": CPU,
-    }
-    return SpeechManifest(str(root), **settings | changed)
+    settings = {"sample_rate": RATE, "alphabet": "ab ", "batch_size": 2}
+    settings |= {"workers": 0, "seed": 0, "device": CPU}
+    return configured("speech_manifest", root=str(root), **settings | changed)
 
 
 @pytest.mark.parametrize("ending", ["json", "csv", "jsonl"])

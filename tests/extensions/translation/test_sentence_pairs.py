@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from mprun.data.source import DamagedData, DataError
-from mprun.extensions.translation.parallel_text import ParallelText, find_pair_files
+from mprun.extensions.translation.parallel_text import find_pair_files
 from mprun.extensions.translation.sentence_pairs import UnicodeNames, unicode_names
 
-from ...helpers import assert_same_bits, refused
+from ...helpers import assert_same_bits, configured, refused
 
 SIZES = {"batch_size": 2, "max_length": 6, "vocab_multiple": 8, "seed": 0, "device": "cpu"}
 
@@ -77,7 +77,7 @@ def write(root, split, source, target):
 
 def source(root, **options):
     given = {**SIZES, "target_language": "de", "cache": root.parent / "cache", **options}
-    return ParallelText(root, **given)
+    return configured("parallel_text", root=root, **given)
 
 
 def test_parallel_text_by_hand(folder):

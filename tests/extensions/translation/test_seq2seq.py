@@ -9,12 +9,16 @@ from mprun.build.data import arguments_of
 from mprun.config.compose import compose_config
 from mprun.extensions.translation.seq2seq import Attention, Seq2Seq, reversed_order
 
+from ...helpers import configured
+
 WORDS = 11
+VOCABULARIES = {"source_vocab_size": WORDS, "target_vocab_size": 13}
 
 
 @pytest.fixture
 def network():
-    return Seq2Seq(WORDS, 13, embedding_size=6, hidden_size=5, num_layers=2, init_range=0.5).eval()
+    sizes = {"embedding_size": 6, "hidden_size": 5, "num_layers": 2, "init_range": 0.5}
+    return configured("seq2seq", **VOCABULARIES, **sizes).eval()
 
 
 SOURCE = torch.tensor([[4, 5, 6, 2, 0, 0], [7, 2, 0, 0, 0, 0], [8, 9, 10, 4, 5, 2]])
@@ -128,7 +132,8 @@ def test_what_follows_the_end_is_padding(network):
 
 
 def test_one_layer_and_dropout():
-    network = Seq2Seq(WORDS, 13, embedding_size=4, hidden_size=3, num_layers=1, dropout=0.5)
+    sizes = {"embedding_size": 4, "hidden_size": 3, "num_layers": 1, "dropout": 0.5}
+    network = configured("seq2seq", **VOCABULARIES, **sizes)
     one, other = network(SOURCE, INPUTS), network(SOURCE, INPUTS)
     assert one.shape == (3, 3, 13) and not torch.equal(one, other)
     assert torch.equal(network.eval()(SOURCE, INPUTS), network(SOURCE, INPUTS))
