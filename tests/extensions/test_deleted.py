@@ -14,7 +14,7 @@ ROOT = Path(__file__).resolve().parents[2]
 EXTENSIONS = sorted(path.parent.name for path in ROOT.glob("mprun/extensions/*/__init__.py"))
 # The other folders of tests are the core's.
 OF_THE_HOUSE = ("extensions", "benchmarks", "docs", "scripts")
-QUICK = ("recipes", "selection", "roles", "composition", "help_and_cfg", "processes")
+QUICK = ("recipes", "selection", "roles", "composition", "help_and_cfg")
 
 
 def with_those_above(extension):
@@ -73,7 +73,7 @@ def test_a_core_that_imports_one_is_seen(copy):
     delete(copy, "paper")
     with open(copy / "mprun" / "config" / "compose.py", "a", encoding="utf-8") as file:
         file.write("\nimport mprun.extensions.paper.rows\n")
-    code, said = core_of(copy, "--collect-only")
+    code, said = core_of(copy, "--collect-only", "-x")
     assert code == 2 and "No module named 'mprun.extensions.paper'" in said
 
 
