@@ -74,7 +74,7 @@ def test_a_core_that_imports_one_is_seen(copy):
     with open(copy / "mprun" / "config" / "compose.py", "a", encoding="utf-8") as file:
         file.write("\nimport mprun.extensions.paper.rows\n")
     code, said = core_of(copy, "--collect-only", "-x")
-    assert code == 2 and "No module named 'mprun.extensions.paper'" in said
+    assert code and "No module named 'mprun.extensions.paper'" in said, said
 
 
 @pytest.mark.long
