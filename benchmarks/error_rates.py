@@ -28,7 +28,7 @@ from error_rates_document import document, summary
 
 from mprun.compare.equivalence import nominal_alpha
 from mprun.compare.findings import VERDICTS, Arm, Question, RunData
-from mprun.compare.gaps import last_half, paired_gaps, slope_interval
+from mprun.compare.gap_growth import last_half, paired_gaps, slope_interval
 from mprun.compare.verdict import CONCLUSIVE, judge
 
 MEAN = 2.0  # nats

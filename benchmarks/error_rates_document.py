@@ -156,8 +156,8 @@ that clear cases end early (column "seeds used").
 ## Whether a gap grows
 
 The test takes each seed's least-squares slope of the gap to the baseline over the last half of the
-steps. One t test of these slopes is one-sided at 5 % (`mprun.compare.gaps`). Within a seed the gap
-at one step predicts the next one, so no test may count steps. Slopes of separate seeds are
+steps. One t test of these slopes is one-sided at 5 % (`mprun.compare.gap_growth`). Within a seed
+the gap at one step predicts the next one, so no test may count steps. Slopes of separate seeds are
 independent, and the test counts only these. The table at the end has gaps of 60 points over 6,000
 steps with a standard deviation of 0.05 % of the loss, on curves that fall from 6 to 2 nats and
 scatter by 1 % over seeds. A growth of 0.25 % of the loss over the last half is found in at least

@@ -16,16 +16,16 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from mprun.distributed.flat import FlatReduction
-from mprun.distributed.group import Group
-from mprun.distributed.places import Place
+from mprun.distributed.flat_gradients import FlatReduction
+from mprun.distributed.group import RankGroup
+from mprun.distributed.rank_info import RankInfo
 
 
 def rank(number: int, world: int, port: int, mib: float, rounds: int) -> None:
     """Run one rank."""
     torch.set_num_threads(1)
-    place = Place(number, number, 0, 1, world, "127.0.0.1", port, served=False)
-    group = Group(place, torch.device("cpu"), 60.0)
+    place = RankInfo(number, number, 0, 1, world, "127.0.0.1", port, served=False)
+    group = RankGroup(place, torch.device("cpu"), 60.0)
     each = int(mib * 2**20 / 4 / 160)
     gradients = [torch.randn(each) for _ in range(160)]
     whole = torch.randn(each * 160)

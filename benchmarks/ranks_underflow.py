@@ -33,7 +33,7 @@ def gradients(model: str, scale: int) -> list[Tensor]:
     task = build(config, torch.device("cpu")).task
     task.train_step(0)
     (batch,) = task.load(1)
-    with task.arithmetic:
+    with task.forward_context:
         _, loss = task.loss(batch)
         task.learner.optimizer.zero_grad()
         task.loss_scale.backward(loss)

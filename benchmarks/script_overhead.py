@@ -85,7 +85,7 @@ def script_step(model, optimizer, tokens, run) -> Callable[[], None]:
 def by_hand(mode: str) -> Callable[[], None]:
     """Return a step of the engine's loop."""
     (model, tokens), policy = model_and_batch(), get_policy(mode)
-    arithmetic, cast = ForwardContext(policy, tokens.device), cast_model(model, policy)
+    forward_context, cast = ForwardContext(policy, tokens.device), cast_model(model, policy)
     scale = get_loss_scale(usual_scaler(mode))
     optimizer = MixedPrecisionOptimizer(
         cast, lambda named: torch.optim.SGD([p for _, p in named], 0.1), scale
@@ -93,8 +93,8 @@ def by_hand(mode: str) -> Callable[[], None]:
 
     def step() -> None:
         optimizer.zero_grad()
-        with arithmetic:
-            with arithmetic.autocast():
+        with forward_context:
+            with forward_context.autocast():
                 logits = model(tokens[:-1])
             loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[1:].flatten())
             optimizer.backward(loss)

@@ -6,9 +6,9 @@ from functools import partial
 
 from mprun.cli.dispatch import _arguments, verbs
 from mprun.cli.help import BY_OPTION, GROUPS, RULE_KEYS
+from mprun.config.fields import LABEL, LENGTH, MACHINE, READING, RESULT, SEED
+from mprun.config.keys import FIELDS, meanings, role_of
 from mprun.config.option_files import named, option_files, values_in_files, what_it_is
-from mprun.config.roles import FIELDS, meanings, role_of
-from mprun.config.rules import LABEL, LENGTH, MACHINE, READING, RESULT, SEED
 from mprun.entry_points import loaded
 
 _ROLES = {RESULT: "result", LENGTH: "length", SEED: "seed"}

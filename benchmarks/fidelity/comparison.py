@@ -81,14 +81,14 @@ def evaluate(
     operation: Operation,
     inputs: Tensors,
     upstream: Callable[[str, Tensor], Tensor],
-    arithmetic: AbstractContextManager,
+    forward_context: AbstractContextManager,
 ) -> Tensors:
     """Return outputs and "grad NAME" of every floating-point input, on the CPU, by name."""
     leaves = {
         name: tensor.detach().requires_grad_(tensor.is_floating_point())
         for name, tensor in inputs.items()
     }
-    with arithmetic:
+    with forward_context:
         outputs = operation.run(leaves)
         gradients = [upstream(name, output) for name, output in outputs.items()]
         torch.autograd.backward(list(outputs.values()), gradients)

@@ -18,9 +18,9 @@ HALF = (torch.float16, torch.bfloat16)
 def embedding_gradient(device: torch.device) -> Answer:
     """Find out whether 8192 gradients of one row are summed in FP32 or in 16 bits."""
     rows, numbers = [], {}
-    for name, gather, hits, arithmetic in _gathers(device):
+    for name, gather, hits, forward_context in _gathers(device):
         for dtype in HALF:
-            with arithmetic(dtype):
+            with forward_context(dtype):
                 ones = _row_gradient(gather, torch.ones(hits, 8), dtype, device)
                 values = torch.rand(hits, 8, generator=torch.Generator().manual_seed(0))
                 found = _row_gradient(gather, values, dtype, device)

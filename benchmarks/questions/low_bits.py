@@ -2,7 +2,7 @@
 
 import torch
 
-from mprun.precision.narrow_weights import random_bits, round_stochastically
+from mprun.precision.rounded_weights import random_bits, round_stochastically
 from mprun.precision.scaled_products import ScaledProducts, cast, decoded, product
 from questions.answer import Answer
 

@@ -120,12 +120,12 @@ def _torch_batch_norm(device: torch.device) -> dict:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     scaler = torch.amp.GradScaler(device.type, init_scale=1024.0)
     # The emulation on a CPU; nothing on CUDA.
-    arithmetic = ForwardContext(get_policy("amp"), device)
+    forward_context = ForwardContext(get_policy("amp"), device)
     before: list[Tensor] = []
     for images in batches:
         before = [p.detach().clone() for p in model.parameters()]
         optimizer.zero_grad()
-        with arithmetic:
+        with forward_context:
             with torch.autocast(device.type, dtype=torch.float16):
                 outputs = model(images)
             scaler.scale(outputs.float().square().mean()).backward()
@@ -137,7 +137,7 @@ def _torch_batch_norm(device: torch.device) -> dict:
 def _mprun_batch_norm(device: torch.device) -> dict:
     model, batches = _network(device), _batches(device)
     policy = get_policy("amp")
-    arithmetic, scale = ForwardContext(policy, device), DynamicLossScale(1024.0, device=device)
+    forward_context, scale = ForwardContext(policy, device), DynamicLossScale(1024.0, device=device)
     guards = [BatchNormGuard(model)]
     optimizer = MixedPrecisionOptimizer(
         cast_model(model, policy),
@@ -149,8 +149,8 @@ def _mprun_batch_norm(device: torch.device) -> dict:
     for images in batches:
         before = [p.detach().clone() for p in model.parameters()]
         optimizer.zero_grad()
-        with arithmetic:
-            with arithmetic.autocast():
+        with forward_context:
+            with forward_context.autocast():
                 outputs = model(images)
             optimizer.backward(outputs.float().square().mean())
         optimizer.step()

@@ -15,7 +15,7 @@ from benchmarks.suite.models import MODES_WITH_PEERS, suite_of
 from mprun.config.registry import task_of
 from mprun.errors import BadInput
 from mprun.extensions.bench.contest import Contest
-from mprun.extensions.bench.plan import OWN, REFERENCES, Case, Group, Row, without_device
+from mprun.extensions.bench.plan import OWN, REFERENCES, BenchGroup, BenchRow, Case, without_device
 from mprun.extensions.bench.report import markdown, ratio_text
 from mprun.extensions.bench.summary import summarise
 
@@ -41,7 +41,7 @@ class Suite(Contest):
 
     worker = "benchmarks.suite.child:SuiteWorker"
 
-    def plan(self, options: Namespace, device: torch.device) -> tuple[list[Group], list[dict]]:
+    def plan(self, options: Namespace, device: torch.device) -> tuple[list[BenchGroup], list[dict]]:
         """Plan like `Contest`.
 
         It also raises BadInput for a peer that is unknown, not installed, or useless in every
@@ -52,7 +52,7 @@ class Suite(Contest):
         _no_peer_in_vain(named_peers(options), groups, left_out)
         return groups, left_out
 
-    def groups(self, options: Namespace, device: torch.device) -> list[Group]:
+    def groups(self, options: Namespace, device: torch.device) -> list[BenchGroup]:
         if is_suite(options):
             return [_of_suite(group, options) for group in _chosen(options.only, device.type)]
         if options.only is not None:
@@ -60,7 +60,7 @@ class Suite(Contest):
         return super().groups(options, device)
 
     def others(
-        self, group: Group, case: Case, options: Namespace, device: torch.device
+        self, group: BenchGroup, case: Case, options: Namespace, device: torch.device
     ) -> dict[str, str | None]:
         found = super().others(group, case, options, device)
         task, asked = task_of(case.config().model), named_peers(options)
@@ -96,7 +96,7 @@ class Suite(Contest):
             return None
         return replace(case, contender="mprun")
 
-    def check(self, rows: Sequence[Row]) -> dict[str, tuple[bool, str]]:
+    def check(self, rows: Sequence[BenchRow]) -> dict[str, tuple[bool, str]]:
         return equality.check(rows)
 
     def summarise(self, bench: dict) -> None:
@@ -112,7 +112,7 @@ class Suite(Contest):
         return markdown(bench, beside, more)
 
 
-def _of_suite(group: Group, options: Namespace) -> Group:
+def _of_suite(group: BenchGroup, options: Namespace) -> BenchGroup:
     modes = group.modes if options.modes is None else tuple(options.modes)
     if options.modes is None and options.peers is not None:
         modes = tuple(mode for mode in modes if mode in MODES_WITH_PEERS)
@@ -120,12 +120,12 @@ def _of_suite(group: Group, options: Namespace) -> Group:
     return replace(group, modes=modes, overrides=overrides)
 
 
-def _chosen(only: Sequence[str] | None, device_type: str) -> list[Group]:
+def _chosen(only: Sequence[str] | None, device_type: str) -> list[BenchGroup]:
     """Return the suite, or its models whose labels begin as --only says."""
     entries = suite_of(device_type)
     if only is None:
         return list(entries)
-    found: list[Group] = []
+    found: list[BenchGroup] = []
     for start in only:
         named = [e for e in entries if e.label.lower().startswith(start.lower())]
         if not named:
@@ -145,7 +145,7 @@ def _known_peers(names: Sequence[str]) -> None:
             raise BadInput(f"--peers {name}: the package {package} is not installed")
 
 
-def _no_peer_in_vain(asked: Sequence[str], groups: list[Group], left_out: list[dict]) -> None:
+def _no_peer_in_vain(asked: Sequence[str], groups: list[BenchGroup], left_out: list[dict]) -> None:
     """Raise BadInput, with a reason for each mode, for a named peer that fits nowhere."""
     used = {case.contender for group in groups for case in group.cases}
     for peer in asked:

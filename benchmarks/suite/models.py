@@ -1,7 +1,7 @@
 """The default measurements: models and sizes, as plain data."""
 
 from mprun.extensions.bench.contest import CPU_MODES, GPU_MODES
-from mprun.extensions.bench.plan import Group
+from mprun.extensions.bench.plan import BenchGroup
 
 # The modes of a suite that are measured when other tools take part: each adds that many processes.
 MODES_WITH_PEERS = ("fp32", "tf32", "fp16_master_scaled", "amp")
@@ -17,8 +17,8 @@ def _group(
     weight: float,
     best_modes: tuple[str, ...] = _BEST_MODES,
     compile: bool = False,
-) -> Group:
-    return Group(label, overrides, modes, weight, best_modes, compile)
+) -> BenchGroup:
+    return BenchGroup(label, overrides, modes, weight, best_modes, compile)
 
 
 def _images(size: int, batch: int, classes: int, *more: str) -> tuple[str, ...]:
@@ -44,19 +44,19 @@ def _tokens(words: int, time: int, batch: int, *more: str) -> tuple[str, ...]:
     )
 
 
-def _resnet(batch: int, weight: float) -> Group:
+def _resnet(batch: int, weight: float) -> BenchGroup:
     overrides = ("model=resnet50", "optim=sgd", *_images(224, batch, 1000))
     large = batch >= 128
     best = ("fp16_master_scaled", "amp") if large else _BEST_MODES
     return _group(f"ResNet-50 b{batch}", overrides, GPU_MODES, weight, best, compile=large)
 
 
-def _alexnet(batch: int, weight: float) -> Group:
+def _alexnet(batch: int, weight: float) -> BenchGroup:
     overrides = ("model=alexnet", "optim=sgd_alexnet", *_images(224, batch, 1000))
     return _group(f"AlexNet b{batch}", overrides, GPU_MODES, weight)
 
 
-def _dcgan(batch: int, weight: float) -> Group:
+def _dcgan(batch: int, weight: float) -> BenchGroup:
     # Without fp16_naive: Adam's eps is 0 in FP16, and the speed of NaN is meaningless.
     modes = tuple(mode for mode in GPU_MODES if mode != "fp16_naive")
     overrides = ("model=dcgan", *_images(64, batch, 2, "data.value_range=tanh"))
@@ -134,6 +134,6 @@ CPU_SUITE = (
 )
 
 
-def suite_of(device_type: str) -> tuple[Group, ...]:
+def suite_of(device_type: str) -> tuple[BenchGroup, ...]:
     """Return the suite of a kind of device, "cuda" or "cpu"."""
     return GPU_SUITE if device_type == "cuda" else CPU_SUITE

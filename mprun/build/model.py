@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from mprun.build.data import arguments_of
 from mprun.build.user_code import Factory, known_size
-from mprun.config.check import auto_channels_last
 from mprun.config.components.custom import CustomModelConfig
 from mprun.config.registry import ModelConfig, kind_of
+from mprun.config.rules import auto_channels_last
 from mprun.config.schema import RunConfig
 from mprun.data.source import Source, kept_random_state
 from mprun.entry_points import loaded

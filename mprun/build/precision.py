@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from mprun.build.data import arguments_of
 from mprun.config import schema
+from mprun.config.fields import fields_of
 from mprun.config.option_files import mode_values
-from mprun.config.rules import fields_of
 from mprun.errors import BadInput
 from mprun.precision import LossScale, PrecisionPolicy, build_policy
 from mprun.precision.casting import NORM_LAYERS

@@ -10,7 +10,7 @@ from mprun.build.data import arguments_of, build_data
 from mprun.build.model import uses_channels_last
 from mprun.build.precision import policy_from
 from mprun.build.task import build_task
-from mprun.config.check import refuse_on, why_no_graph
+from mprun.config.rules import refuse_on, why_no_graph
 from mprun.config.schema import MAX_STEPS, OptimConfig, RunConfig
 from mprun.data import DataError
 from mprun.data.source import DamagedData, Source
@@ -36,7 +36,7 @@ class Built:
     task: Task
     data: Source
     policy: PrecisionPolicy
-    arithmetic: ForwardContext
+    forward_context: ForwardContext
     device: torch.device
     steps: int
     rate: LearningRate
@@ -64,9 +64,9 @@ def build(config: RunConfig, device: torch.device, ranks: Ranks = ALONE) -> Buil
     except ValueError as error:
         # A constructor's None is null in a configuration.
         raise BadInput(f"data.{error}".replace("None", "null")) from error
-    arithmetic = ForwardContext(policy, device, native=native, overrides=overrides)
+    forward_context = ForwardContext(policy, device, native=native, overrides=overrides)
     try:
-        task = build_task(config, data, policy, arithmetic, ranks)
+        task = build_task(config, data, policy, forward_context, ranks)
     except DamagedData:
         raise
     except ValueError as error:
@@ -85,7 +85,7 @@ def build(config: RunConfig, device: torch.device, ranks: Ranks = ALONE) -> Buil
     optimizers = [learner.optimizer for learner in task.learners.values()]
     rate = LearningRate(lr, optimizers, device)
     stepper = build_step_runner(config, task, rate, device)
-    return Built(task, data, policy, arithmetic, device, steps, rate, stepper)
+    return Built(task, data, policy, forward_context, device, steps, rate, stepper)
 
 
 def _check_device(

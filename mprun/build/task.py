@@ -19,10 +19,10 @@ from mprun.build.model import (
 )
 from mprun.build.precision import build_loss_scale, optimizer_maker, update_of
 from mprun.build.user_code import Factory, Trial, known_size
-from mprun.config.check import engine_of
 from mprun.config.components import TASKS
 from mprun.config.components.custom import CustomDataConfig, CustomModelConfig
 from mprun.config.registry import kind_of, task_of
+from mprun.config.rules import engine_of
 from mprun.config.schema import RunConfig
 from mprun.data.source import Source, kept_random_state
 from mprun.distributed.ranks import ALONE, Ranks
@@ -43,14 +43,14 @@ from mprun.precision.row_updates import row_tables
 from mprun.tasks import BatchStatistics, SampleDistance, Task, TrainState
 
 if TYPE_CHECKING:
-    from mprun.distributed.flat import FlatReduction
+    from mprun.distributed.flat_gradients import FlatReduction
 
 
 def build_task(
     config: RunConfig,
     data: Source,
     policy: PrecisionPolicy,
-    arithmetic: ForwardContext,
+    forward_context: ForwardContext,
     ranks: Ranks = ALONE,
 ) -> Task:
     """Build the task of a configuration, with its models, optimizers and loss scales.
@@ -58,7 +58,7 @@ def build_task(
     It draws the initial weights from the global random state. It raises BadInput, or a ValueError
     that names the key, if that is impossible.
     """
-    _check_own_data(config, data, arithmetic.device)
+    _check_own_data(config, data, forward_context.device)
     model, name = config.model, task_of(config.model)
     common: dict[str, Any] = {
         "eval_in_mode": config.train.eval_arithmetic == "mode",
@@ -69,16 +69,16 @@ def build_task(
         make = loaded(TASKS[name].builder)
         common |= arguments_of(make, model)
     builders = network_builders(model, data)
-    casts = _cast_networks(config, builders, data, arithmetic)
+    casts = _cast_networks(config, builders, data, forward_context)
     if len(builders) > 1:
-        return _in_turn(make, config, casts, data, arithmetic, ranks, common)
-    scale = build_loss_scale(config.scaler, arithmetic.device)
+        return _in_turn(make, config, casts, data, forward_context, ranks, common)
+    scale = build_loss_scale(config.scaler, forward_context.device)
     keeps_statistics = scale.skips_nonfinite or config.train.accumulate > 1 or ranks.world > 1
     guards = [BatchStatistics(casts[0].module)] if keeps_statistics else []
-    (learner,) = _learners(config, casts, [scale], [guards], arithmetic.device, ranks)
+    (learner,) = _learners(config, casts, [scale], [guards], forward_context.device, ranks)
     _check_sizes(config, data)
     make = make or Factory("model.task", name)  # imported after the first draw of weights
-    made: Task = make(learner, data, policy, arithmetic, scale, **common)
+    made: Task = make(learner, data, policy, forward_context, scale, **common)
     made.guards, made.ranks = guards, ranks
     return made
 
@@ -101,42 +101,42 @@ def _in_turn(
     config: RunConfig,
     casts: Sequence[CastModel],
     data: Source,
-    arithmetic: ForwardContext,
+    forward_context: ForwardContext,
     ranks: Ranks,
     common: dict[str, Any],
 ) -> Task:
     """Build a task of two networks, each with an optimizer: generator and discriminator."""
     per = config.scaler.per
     count = {"shared": 1, "optimizer": 2}.get(per, 3)
-    made = [build_loss_scale(config.scaler, arithmetic.device) for _ in range(count)]
+    made = [build_loss_scale(config.scaler, forward_context.device) for _ in range(count)]
     # For the discriminator's loss on real and on generated images, and the generator's loss.
     scales = (made[0], made[1] if per == "loss" else made[0], made[-1])
     guard_g, guard_d = (BatchStatistics(cast.module) for cast in casts)
     of_losses: list[LossScale | Sequence[LossScale]] = [scales[2], scales[:2]]
     guards = [[guard_g, guard_d], [guard_d]]
     task = make(
-        *_learners(config, casts, of_losses, guards, arithmetic.device, ranks),
+        *_learners(config, casts, of_losses, guards, forward_context.device, ranks),
         data,
-        arithmetic.policy,
-        arithmetic,
+        forward_context.policy,
+        forward_context,
         scales,
         (guard_g, guard_d),
         **common,
-        sample_distance=_sample_distance(config, data, arithmetic.device),
+        sample_distance=_sample_distance(config, data, forward_context.device),
     )
     task.ranks = ranks
     return task
 
 
 def _cast_networks(
-    config: RunConfig, builders: Builders, data: Source, arithmetic: ForwardContext
+    config: RunConfig, builders: Builders, data: Source, forward_context: ForwardContext
 ) -> list[CastModel]:
     """Build networks in the mode's dtypes; an override must match in at least one of them."""
-    policy, device = arithmetic.policy, arithmetic.device
+    policy, device = forward_context.policy, forward_context.device
     overrides = {pattern: DTYPES[d] for pattern, d in config.precision.overrides.items()}
     channels_last, _ = uses_channels_last(config, device)
     networks = [new_network(builder, device, channels_last) for builder in builders]
-    _check_own_network(config, builders, data, arithmetic, overrides)
+    _check_own_network(config, builders, data, forward_context, overrides)
     if len(networks) == 1:
         return [cast_model(networks[0], policy, overrides)]
     matching = [{p: overrides[p] for p in those_that_match(m, overrides)} for m in networks]
@@ -189,7 +189,7 @@ def _reduction(config: RunConfig, ranks: Ranks, device: torch.device) -> "FlatRe
         from mprun.distributed.overlapped import OverlappedReduction
 
         return OverlappedReduction(ranks, bucket_bytes=bucket_bytes)
-    from mprun.distributed.flat import FlatReduction
+    from mprun.distributed.flat_gradients import FlatReduction
 
     return FlatReduction(ranks, fixed=config.dist.order == "fixed", bucket_bytes=bucket_bytes)
 
@@ -286,7 +286,7 @@ def _check_own_network(
     config: RunConfig,
     builders: Builders,
     data: Source,
-    arithmetic: ForwardContext,
+    forward_context: ForwardContext,
     overrides: dict[str, torch.dtype],
 ) -> None:
     """Build the networks once more and try them, if they or their data are the user's own.
@@ -303,27 +303,33 @@ def _check_own_network(
         return  # reported with the batch size
     with kept_random_state():
         networks = [builder() for builder in builders]
-    if uses_channels_last(config, arithmetic.device)[0]:
+    if uses_channels_last(config, forward_context.device)[0]:
         networks = [put_channels_last(network) for network in networks]
-    policy, device, native = arithmetic.policy, arithmetic.device, config.cpu_half == "native"
+    policy, device, native = (
+        forward_context.policy,
+        forward_context.device,
+        config.cpu_half == "native",
+    )
     name = f"model={model.name}"
     if isinstance(model, CustomModelConfig):
         name = f"model.factory={model.factory}"
         if device.type == "cuda" or native:
-            _check_recurrent(f"{name} precision={policy.name}", networks, arithmetic)
+            _check_recurrent(f"{name} precision={policy.name}", networks, forward_context)
     trial = Trial(name, task_of(model), networks, data, device, getattr(model, "latent_size", 0))
     # A separate context: the run's counts the run's operations.
     own = ForwardContext(policy, device, native=native, overrides=overrides.values())
     trial.run(policy, own, overrides)
 
 
-def _check_recurrent(name: str, networks: Sequence[nn.Module], arithmetic: ForwardContext) -> None:
+def _check_recurrent(
+    name: str, networks: Sequence[nn.Module], forward_context: ForwardContext
+) -> None:
     """Refuse a mode in which torch's recurrent layers compute in another dtype."""
     # One routine casts all recurrent layers of a GPU; native CPU kernels differ.
-    kind = nn.RNNBase if arithmetic.device.type == "cuda" else nn.LSTM
+    kind = nn.RNNBase if forward_context.device.type == "cuda" else nn.LSTM
     layers = [m for network in networks for m in network.modules() if isinstance(m, kind)]
     if layers:
         projected = any(layer.proj_size for layer in layers)
-        reason = why_no_lstm(arithmetic.policy, arithmetic.device, projected)
+        reason = why_no_lstm(forward_context.policy, forward_context.device, projected)
         if reason is not None:
             raise BadInput(f"{name}: {reason}")

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mprun.config.rules import nearest
+from mprun.config.fields import nearest
 from mprun.data.source import Source
 from mprun.errors import BadInput, MprunError, raised
 from mprun.precision import ForwardContext, PrecisionPolicy, cast_model, ieee_fp32
@@ -130,7 +130,9 @@ class Trial:
     device: torch.device
     latent_size: int = 0
 
-    def run(self, policy: PrecisionPolicy, arithmetic: ForwardContext, overrides: Mapping) -> None:
+    def run(
+        self, policy: PrecisionPolicy, forward_context: ForwardContext, overrides: Mapping
+    ) -> None:
         """Raise BadInput if the networks do not fit the data, or cannot compute in the mode.
 
         First they run in FP32 and eval mode, as in an evaluation; then forward and backward in the
@@ -152,10 +154,10 @@ class Trial:
                 matching = {p: overrides[p] for p in those_that_match(network, overrides)}
                 cast_model(network.train(), policy, matching)
             mode = f"in precision={policy.name}"
-            audit = Audit(arithmetic)
+            audit = Audit(forward_context)
             try:
-                with audit.watching(step=True), arithmetic:
-                    outputs = self._forward(first, more, policy, mode, arithmetic.autocast)
+                with audit.watching(step=True), forward_context:
+                    outputs = self._forward(first, more, policy, mode, forward_context.autocast)
                     total = torch.stack([output.float().sum() for output in outputs]).sum()
                     with blaming(f"{self.name}: backward {mode}"):
                         total.backward()

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import zip_longest
 from typing import NoReturn
 
-from mprun.config.rules import did_you_mean, key_called, meant, must_be, nearest
+from mprun.config.fields import did_you_mean, key_called, meant, must_be, nearest
 from mprun.errors import BadInput
 from mprun.record.console import columns
 
@@ -107,7 +107,7 @@ class Arguments(argparse.ArgumentParser):
 
     def _as_override(self, arguments: list[str], unknown: str) -> str:
         """Return `; did you mean 'optim.lr=0.1'?` for `--lr 0.1`, or nothing without such a key."""
-        from mprun.config.roles import FIELDS  # here: reading the schema takes a moment
+        from mprun.config.keys import FIELDS  # here: reading the schema takes a moment
 
         flag, _, value = unknown.lstrip("-").partition("=")
         key = key_called(flag.replace("-", "_"), FIELDS) if self.takes_overrides else None

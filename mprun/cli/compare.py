@@ -11,7 +11,7 @@ from pathlib import Path
 from mprun.cli.arguments import Arguments
 from mprun.compare import checked_margin, compare, planned_looks
 from mprun.compare.findings import Comparison
-from mprun.compare.text import console, markdown, results
+from mprun.compare.wording import console, markdown, results
 from mprun.errors import DIVERGED, DONE, BadInput
 
 _WHAT = """\

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Arguments, number
-from mprun.distributed.places import Place, completed, place_from
+from mprun.distributed.rank_info import RankInfo, completed, place_from
 from mprun.entry_points import announced, loaded
 from mprun.errors import (
     BAD_INPUT,
@@ -225,7 +225,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _resumed(
-    overrides: tuple[str, ...], path: str, config_dir: str | None, place: Place | None
+    overrides: tuple[str, ...], path: str, config_dir: str | None, place: RankInfo | None
 ) -> int:
     if place is None or place.is_first:
         _announce(f"going on with {path}")
@@ -238,7 +238,7 @@ def _resumed(
     return resume(overrides, path, config_dir, place)
 
 
-def _to_start(config: "RunConfig", place: Place | None) -> int:
+def _to_start(config: "RunConfig", place: RankInfo | None) -> int:
     """Return the number of ranks to start on this machine; 1: only this process.
 
     Raises:
@@ -260,7 +260,7 @@ def _to_start(config: "RunConfig", place: Place | None) -> int:
         return 1
     import torch
 
-    from mprun.config.check import why_not_on
+    from mprun.config.rules import why_not_on
 
     config.devices = str(torch.cuda.device_count())
     for line in why_not_on(config, int(config.devices)):
@@ -273,7 +273,7 @@ def _launched(
     devices: int,
     config: "RunConfig",
     config_dir: str | None,
-    place: Place | None,
+    place: RankInfo | None,
 ) -> int:
     from mprun.distributed.launch import launch
 
@@ -314,7 +314,7 @@ def _lasting(overrides: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(o for o in overrides if is_factory(o) or o.partition("=")[0] in _OF_RANKS)
 
 
-def _restarted(place: Place) -> str | None:
+def _restarted(place: RankInfo) -> str | None:
     """Return the run that torchrun has restarted, or None."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
         return None

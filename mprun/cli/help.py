@@ -18,6 +18,8 @@ import yaml
 
 from mprun.cli.arguments import filled
 from mprun.config.components import NETWORKS, SOURCES
+from mprun.config.fields import did_you_mean, key_called, nearest
+from mprun.config.keys import FIELDS, Meaning, meanings, role_of
 from mprun.config.option_files import (
     conf_dir,
     named,
@@ -25,8 +27,6 @@ from mprun.config.option_files import (
     values_in_files,
     what_it_is,
 )
-from mprun.config.roles import FIELDS, Meaning, meanings, role_of
-from mprun.config.rules import did_you_mean, key_called, nearest
 from mprun.entry_points import loaded, source_of
 from mprun.errors import DONE, BadInput
 from mprun.record.console import columns

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mprun.build import policy_from
 from mprun.config.compose import compose_config
 from mprun.config.option_files import modes as mode_files
-from mprun.distributed.places import place_from
+from mprun.distributed.rank_info import place_from
 from mprun.errors import BadInput
 from mprun.execution.graphed_step import why_no_replay_on
 from mprun.precision import (

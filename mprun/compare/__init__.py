@@ -76,7 +76,7 @@ def compare(
     """
     with needing("notebook"):  # imported here: reading one run needs no statistics
         from mprun.compare.equivalence import ALPHA, nominal_alpha
-        from mprun.compare.gaps import follow_gaps
+        from mprun.compare.gap_growth import follow_gaps
         from mprun.compare.grouping import group_runs
         from mprun.compare.load import load_runs
         from mprun.compare.notebook import ComparedRuns

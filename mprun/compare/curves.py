@@ -15,8 +15,8 @@ from matplotlib.transforms import blended_transform_factory
 
 from mprun.compare.equivalence import FEWEST_SEEDS
 from mprun.compare.findings import Band, Curve, Gap, Group, Row, RunData, bands, curve
-from mprun.compare.gaps import Plot, differences
-from mprun.compare.text import baseline_name, margin_text, signed, unit
+from mprun.compare.gap_growth import Plot, differences
+from mprun.compare.wording import baseline_name, margin_text, signed, unit
 from mprun.plots.panel import (
     GREY,
     INK,

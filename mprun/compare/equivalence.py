@@ -23,7 +23,7 @@ from itertools import combinations
 import numpy as np
 from scipy.special import stdtr, stdtrit
 
-from mprun.compare.text import decimals_for, signed
+from mprun.compare.wording import decimals_for, signed
 
 # scipy.stats has the same quantile but takes ten times as long to import.
 

@@ -9,9 +9,10 @@ from matplotlib.axes import Axes
 
 from mprun.compare.curves import curves, difference_rows, loss_scale
 from mprun.compare.findings import Group, Row, is_gan
-from mprun.compare.gaps import TRAINING, evaluation
+from mprun.compare.gap_growth import TRAINING, evaluation
 from mprun.compare.numerics import ProbedMode, numerics_figures
-from mprun.compare.text import (
+from mprun.compare.verdict import GAN_LOSSES
+from mprun.compare.wording import (
     answer,
     baseline_name,
     bytes_text,
@@ -25,7 +26,6 @@ from mprun.compare.text import (
     ratio_text,
     unit,
 )
-from mprun.compare.verdict import GAN_LOSSES
 from mprun.plots.panel import GREY, INK, MARKS, Drawing, Style, rows_panel
 
 _REACH = 8  # margins shown to either side of the interval plot; an arrow marks values further out

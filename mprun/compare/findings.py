@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from mprun.config.roles import kind_recorded
+from mprun.config.keys import kind_recorded
 
 # All verdicts, in the order in which a table explains them.
 VERDICTS = (

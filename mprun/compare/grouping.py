@@ -15,10 +15,10 @@ from typing import Any
 
 from mprun.compare.findings import OUTCOMES, Arm, RunData
 from mprun.compare.load import first_with_outcome, group_notes, is_below, missing_seeds
-from mprun.compare.text import setting_text
+from mprun.compare.wording import setting_text
+from mprun.config.fields import nearest
+from mprun.config.keys import role_of
 from mprun.config.option_files import modes
-from mprun.config.roles import role_of
-from mprun.config.rules import nearest
 from mprun.errors import BadInput
 
 # Keys that may differ inside a group: they define an arm.
@@ -60,7 +60,7 @@ class ProtoGroup:
 
 
 @dataclass(slots=True)
-class Cell:
+class SeedGroup:
     """Runs that differ only in the seed."""
 
     runs: list[RunData]
@@ -106,12 +106,12 @@ def group_runs(
     ignored = [*_JUDGED] if judged_otherwise else []
     ignored += ["compare.baseline"] if baseline_path or baseline_mode else []
     cells = cells_of(runs, baseline_path, ignored, baseline_mode)
-    families: dict[str, list[Cell]] = {}
+    families: dict[str, list[SeedGroup]] = {}
     for cell in cells:
         strict = {k: v for k, v in cell.shared.items() if not _matches(k, allow)}
         families.setdefault(canonical(strict), []).append(cell)
     groups: list[ProtoGroup] = []
-    rest: list[Cell] = []  # without a baseline
+    rest: list[SeedGroup] = []  # without a baseline
     lone: list[str] = []
     for family in families.values():
         baseline = _baseline(family, allow)
@@ -136,9 +136,9 @@ def cells_of(
     baseline_path: Path | None,
     ignored: Sequence[str],
     baseline_mode: str | None = None,
-) -> list[Cell]:
+) -> list[SeedGroup]:
     """Return the cells of all runs, ordered by their first run; `ignored` keys separate none."""
-    cells: dict[tuple, Cell] = {}
+    cells: dict[tuple, SeedGroup] = {}
     for run in runs:
         given = is_below(Path(run.path), baseline_path)
         own = {key: run.keys[key] for key in run.keys if of_arm(key)}
@@ -150,7 +150,7 @@ def cells_of(
         key = (run.mode, run.scaler, canonical(telling), canonical(shared), given)
         wanted = baseline_mode or run.keys.get("compare.baseline", BASELINE)
         may_be = plain_fp32 if wanted == BASELINE else run.mode == wanted
-        cell = cells.setdefault(key, Cell([], shared, own, given or may_be, given, wanted))
+        cell = cells.setdefault(key, SeedGroup([], shared, own, given or may_be, given, wanted))
         cell.runs.append(run)
     return list(cells.values())
 
@@ -165,7 +165,7 @@ def is_no_key(key: str) -> bool:
     return not role_of(key).compared
 
 
-def arm_label(cell: Cell, baseline: Cell, rivals: list[Cell]) -> str:
+def arm_label(cell: SeedGroup, baseline: SeedGroup, rivals: list[SeedGroup]) -> str:
     """Return the mode with what sets it apart: "amp (static scale=128) optim.lr=0.05".
 
     rivals: the cells of the group; `baseline` tells which allowed keys differ. A scaler other than
@@ -188,14 +188,16 @@ def arm_label(cell: Cell, baseline: Cell, rivals: list[Cell]) -> str:
     return label + "".join(f" {key}={setting_text(own)}" for key, (_, own) in allowed.items())
 
 
-def _varied(cell: Cell, rivals: list[Cell]) -> list[str]:
+def _varied(cell: SeedGroup, rivals: list[SeedGroup]) -> list[str]:
     """Return the settings in which a cell differs from those of the same mode and scaler."""
     kind = (cell.first.mode, cell.first.scaler)
     alike = [other for other in rivals if (other.first.mode, other.first.scaler) == kind]
     return sorted({key for other in alike for key in _differing(cell.own, other.own)})
 
 
-def differences(one: Cell, other: Cell, of_arms: bool = False) -> dict[str, tuple[Any, Any]]:
+def differences(
+    one: SeedGroup, other: SeedGroup, of_arms: bool = False
+) -> dict[str, tuple[Any, Any]]:
     """Return key -> (value of one, value of other) where they differ; `of_arms`: arm keys too."""
     if of_arms:
         return _differing(one.shared | one.own, other.shared | other.own)
@@ -251,7 +253,7 @@ def _check_allowed(allow: Sequence[str], runs: Sequence[RunData]) -> None:
             raise BadInput(f"--allow {one}: may differ anyway; leave it out")
 
 
-def _baseline(family: list[Cell], allow: Sequence[str]) -> Cell | None:
+def _baseline(family: list[SeedGroup], allow: Sequence[str]) -> SeedGroup | None:
     """Return the baseline among cells that agree in all keys but the allowed ones; None if none."""
     candidates = _candidates(family)
     if len(candidates) < 2:
@@ -277,7 +279,7 @@ def _baseline(family: list[Cell], allow: Sequence[str]) -> Cell | None:
     return first
 
 
-def _candidates(family: list[Cell]) -> list[Cell]:
+def _candidates(family: list[SeedGroup]) -> list[SeedGroup]:
     """Return the cells that may be the baseline: the first of these that exist.
 
     Those given by a path; those with the mode's name and its usual scaler; those with its name; all
@@ -291,8 +293,8 @@ def _candidates(family: list[Cell]) -> list[Cell]:
     return given or usual or named or plain
 
 
-def _group(baseline: Cell, family: list[Cell]) -> ProtoGroup:
-    def rank(cell: Cell) -> tuple[int, str, int]:
+def _group(baseline: SeedGroup, family: list[SeedGroup]) -> ProtoGroup:
+    def rank(cell: SeedGroup) -> tuple[int, str, int]:
         """Sort shipped modes first, in the order of every table; exact matches of a mode first."""
         mode = cell.first.mode
         name = mode.partition("+")[0]
@@ -311,7 +313,7 @@ def _group(baseline: Cell, family: list[Cell]) -> ProtoGroup:
     return ProtoGroup(title_of(baseline.first), "", own, arms, common, group_notes(own, arms))
 
 
-def _arm(cell: Cell, baseline: Cell, rivals: list[Cell]) -> Arm:
+def _arm(cell: SeedGroup, baseline: SeedGroup, rivals: list[SeedGroup]) -> Arm:
     """Build the arm of a cell, with a label that differs from its rivals' and the baseline's."""
     runs, notes = first_with_outcome(cell.runs, lambda run: run.seed, "arm and seed")
     runs.sort(key=lambda run: run.seed)
@@ -326,11 +328,11 @@ def _arm(cell: Cell, baseline: Cell, rivals: list[Cell]) -> Arm:
     )
 
 
-def _why_not(rest: list[Cell], baselines: list[Cell]) -> Iterator[str]:
+def _why_not(rest: list[SeedGroup], baselines: list[SeedGroup]) -> Iterator[str]:
     """Yield a line for each configuration without a baseline, with all of its modes."""
-    merged: dict[str, Cell] = {}
+    merged: dict[str, SeedGroup] = {}
     for cell in rest:
-        both = merged.setdefault(canonical(cell.shared), Cell([], cell.shared, {}))
+        both = merged.setdefault(canonical(cell.shared), SeedGroup([], cell.shared, {}))
         both.wanted = cell.wanted
         both.runs.extend(cell.runs)
     for cell in merged.values():
@@ -355,7 +357,7 @@ def _why_not(rest: list[Cell], baselines: list[Cell]) -> Iterator[str]:
         yield line if hopeless else f"{line}, or {' '.join(flags)}"
 
 
-def _name(cell: Cell) -> str:
+def _name(cell: SeedGroup) -> str:
     return "FP32" if cell.first.mode == BASELINE else cell.first.mode
 
 
@@ -369,7 +371,7 @@ def pairs_text(differences: dict[str, tuple[Any, Any]]) -> str:
     return ", ".join(shown) + (f" and {more} more keys" if more else "")
 
 
-def _runs_text(cell: Cell, word: str = "") -> str:
+def _runs_text(cell: SeedGroup, word: str = "") -> str:
     """Return title, modes and count: "lstm_lm-docs_words: amp (2 runs, e.g. outputs/x)"."""
     modes = ", ".join(dict.fromkeys(run.mode for run in cell.runs))
     count = "1 run" if len(cell.runs) == 1 else f"{len(cell.runs)} runs"

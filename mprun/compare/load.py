@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mprun.compare.findings import OUTCOMES, Arm, RunData
-from mprun.config.roles import flat, with_later_keys
+from mprun.config.keys import flat, with_later_keys
 from mprun.errors import BadInput, Damaged
 from mprun.numerics.post_mortem import read_post_mortem
 from mprun.record.metrics_columns import read_columns

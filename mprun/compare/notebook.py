@@ -17,7 +17,7 @@ import numpy as np
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
-from mprun.compare import text
+from mprun.compare import wording as text
 from mprun.compare.findings import Comparison, Group, Row
 from mprun.compare.load import read_run_record, run_directories
 from mprun.errors import BadInput, needing

@@ -18,13 +18,13 @@ from typing import Any
 from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
-from mprun.compare import text
+from mprun.compare import wording as text
 from mprun.compare.divergence import MOST_SKIPS_IN_A_ROW
 from mprun.compare.equivalence import ALPHA, FEWEST_SEEDS
 from mprun.compare.figures import group_figures
 from mprun.compare.findings import Comparison, Group, is_gan
 from mprun.compare.numerics import PREFIX, ProbedMode, probed_modes
-from mprun.config.roles import flat
+from mprun.config.keys import flat
 from mprun.errors import BadInput
 from mprun.plots.panel import INK, MARKS, Drawing, Style, inline_svg, settings, styles
 

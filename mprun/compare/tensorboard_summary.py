@@ -38,8 +38,8 @@ from mprun.compare.findings import (
 )
 from mprun.compare.grouping import (
     BASELINE,
-    Cell,
     ProtoGroup,
+    SeedGroup,
     arm_label,
     canonical,
     cells_of,
@@ -47,7 +47,7 @@ from mprun.compare.grouping import (
     title_of,
 )
 from mprun.compare.load import SUMMARY_FOLDER, load_runs
-from mprun.compare.text import group_markdown
+from mprun.compare.wording import group_markdown
 
 _SUFFIX = ".mprun-compare"  # ends the names of event files: a later comparison finds its own
 _POINTS = 200  # TensorBoard would keep 1,000 per tag, but draws a dot on each
@@ -109,7 +109,7 @@ def write_means(folders: Sequence[Path], root: Path) -> Path:
     A mode without a finished run is drawn as far as its runs have come. Raises BadInput or Damaged
     if the runs cannot be read.
     """
-    families: dict[str, list[Cell]] = {}
+    families: dict[str, list[SeedGroup]] = {}
     for cell in cells_of(load_runs(folders)[0], None, ()):
         families.setdefault(canonical(cell.shared), []).append(cell)
     groups, baselines = [], []

@@ -24,8 +24,8 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mprun.config.check import check
 from mprun.config.components import NETWORKS, SOURCES
+from mprun.config.fields import did_you_mean, key_called, must_be, nearest
 from mprun.config.metrics import default_margin
 from mprun.config.option_files import conf_dir, folders, mode_of, modes
 from mprun.config.overrides import (
@@ -37,7 +37,7 @@ from mprun.config.overrides import (
     printable,
 )
 from mprun.config.registry import kind_of
-from mprun.config.rules import did_you_mean, key_called, must_be, nearest
+from mprun.config.rules import check
 from mprun.config.schema import RunConfig
 from mprun.config.selection import SCHEMAS, select
 from mprun.config.user_code import FACTORY_KEYS, NOTHING, Vouched, check_vouched, recorded_factories

@@ -13,8 +13,8 @@ from typing import Any
 
 import yaml
 
+from mprun.config.keys import flat
 from mprun.config.registry import FOLDERS
-from mprun.config.roles import flat
 from mprun.config.schema import DTYPES, PrecisionConfig
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a tenth of the time

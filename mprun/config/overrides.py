@@ -8,7 +8,7 @@ from typing import get_args
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 
-from mprun.config.roles import FIELDS
+from mprun.config.keys import FIELDS
 from mprun.errors import BadInput
 
 # The mapping from module-name patterns to dtypes: its keys hold dots and stars.

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, TypeVar, dataclass_transform
 
 from omegaconf import MISSING
 
-from mprun.config.rules import READING, count, ranged, setting
+from mprun.config.fields import READING, count, ranged, setting
 from mprun.entry_points import announced
 from mprun.errors import BadInput, raised
 

@@ -4,10 +4,10 @@ The options of networks and data are declared with these, in `mprun.config.compo
 
 A field declares its meaning (`doc`, printed by `mprun --help KEY` and the page of keys), default,
 allowed values, role, and the rules or optimizers that read it (`of`). The role says what another
-value means for hash, resume, comparison and tables (`mprun.config.rules.Role`). The classes are
+value means for hash, resume, comparison and tables (`mprun.config.fields.Role`). The classes are
 `slots=True` so that `+group.unknown=1` is an error too (OmegaConf sets attributes, and a slotted
 class refuses unknown ones). A value of `null` means "does not apply" or "take it from the
-model, the data or the mode"; `mprun.config.check` has the rules across fields.
+model, the data or the mode"; `mprun.config.rules` has the rules across fields.
 
 Precision modes and loss scalers are not listed here: they are the files of conf/precision and
 conf/scaler, and those of the user's `--config-dir`.
@@ -18,8 +18,7 @@ from typing import Any
 
 from omegaconf import MISSING
 
-from mprun.config.registry import DataConfig, ModelConfig
-from mprun.config.rules import (
+from mprun.config.fields import (
     LABEL,
     LENGTH,
     MACHINE,
@@ -32,6 +31,7 @@ from mprun.config.rules import (
     setting,
     share,
 )
+from mprun.config.registry import DataConfig, ModelConfig
 
 DTYPES = ("fp32", "fp16", "bf16")
 MAX_STEPS = 10_000_000

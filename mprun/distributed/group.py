@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mprun.distributed.places import Place
+from mprun.distributed.rank_info import RankInfo
 from mprun.distributed.ranks import Ranks
 from mprun.errors import (
     BUG,
@@ -53,7 +53,7 @@ _OF_OTHERS = (
 _DIRECTORY = "mprun/directory"
 
 
-def store_of(place: Place, host: bool, timeout_s: float) -> dist.TCPStore:
+def store_of(place: RankInfo, host: bool, timeout_s: float) -> dist.TCPStore:
     """Connect to the key-value store at the place's port; with `host` this process serves it.
 
     Raises:
@@ -73,7 +73,7 @@ def store_of(place: Place, host: bool, timeout_s: float) -> dist.TCPStore:
         raise Resource(f"{place.address}:{place.port}: the ranks did not meet ({text})") from error
 
 
-class Group(Ranks):
+class RankGroup(Ranks):
     """This process as one of several ranks.
 
     Args:
@@ -85,7 +85,7 @@ class Group(Ranks):
         Resource: the ranks do not meet.
     """
 
-    def __init__(self, place: Place, device: torch.device, timeout_s: float):
+    def __init__(self, place: RankInfo, device: torch.device, timeout_s: float):
         assert place.rank is not None
         self.rank, self.world, self.place, self.device = place.rank, place.world, place, device
         self.timeout_s = timeout_s
@@ -357,7 +357,7 @@ class RankLog:
                 self.path.parent.rmdir()  # succeeds for the last rank
 
 
-def join(place: Place, device: torch.device, timeout_s: float) -> Group:
+def join(place: RankInfo, device: torch.device, timeout_s: float) -> RankGroup:
     """Meet the other ranks.
 
     Raises:
@@ -372,10 +372,10 @@ def join(place: Place, device: torch.device, timeout_s: float) -> Group:
                 f"this machine shows {count} (allowed: 1 to {count})"
             )
         torch.cuda.set_device(place.local_rank)
-    return Group(place, device, timeout_s)
+    return RankGroup(place, device, timeout_s)
 
 
-def previous_directory(place: Place) -> str | None:
+def previous_directory(place: RankInfo) -> str | None:
     """Return the directory of the attempt that torchrun restarted; None: this is the first."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not place.served:
         return None

@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.api import PContext
 
 from mprun.data.loader import available_cores
 from mprun.distributed.group import failure_of, silent_ranks, store_of
-from mprun.distributed.places import Place
+from mprun.distributed.rank_info import RankInfo
 from mprun.errors import (
     ASKING,
     DONE,
@@ -48,7 +48,7 @@ def launch(
     devices: int,
     *,
     config_dir: str | None = None,
-    place: Place | None = None,
+    place: RankInfo | None = None,
     restarts: int = 0,
     kept: Sequence[str] = (),
     module: str,
@@ -63,7 +63,7 @@ def launch(
         kept: overrides that are passed to a restart as well.
         module: module that a rank runs; its first argument is this process's id.
     """
-    place = place or Place(None, 0, 0, 1, devices, "127.0.0.1", 0, served=True)
+    place = place or RankInfo(None, 0, 0, 1, devices, "127.0.0.1", 0, served=True)
     arguments = list(overrides)
     if config_dir is not None:
         arguments += ["--config-dir", config_dir]
@@ -107,7 +107,7 @@ class _Asked:
 
 
 def _once(
-    module: str, arguments: list[str], place: Place, asked: _Asked
+    module: str, arguments: list[str], place: RankInfo, asked: _Asked
 ) -> tuple[int, Path | None]:
     """Run one attempt; return its exit code and its directory."""
     hosts = place.node == 0
@@ -178,7 +178,7 @@ def _ended(pid: int) -> int | None:
 
 
 def _judged(
-    codes: dict[int, int | None], store: dist.Store, place: Place, asked: int
+    codes: dict[int, int | None], store: dist.Store, place: RankInfo, asked: int
 ) -> tuple[int, str | None]:
     """Return the exit code of the run, and the message that its ranks could not print themselves.
 

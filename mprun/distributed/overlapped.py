@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from mprun.distributed.flat import FlatReduction
+from mprun.distributed.flat_gradients import FlatReduction
 from mprun.errors import BadInput
 
 # Number of a parameter among the optimizer's, flat bucket -> flat tensor to be summed.

@@ -236,7 +236,7 @@ class StepRunner:
             for label, learner in task.learners.items()
             for name, parameter in learner.model.named_parameters()
         }
-        self.audit = Audit(task.arithmetic, parameters)
+        self.audit = Audit(task.forward_context, parameters)
         self._watched_at = 1  # the number of the next step that the audit watches
 
     def step(self, index: int, measure: bool = False) -> dict[str, Tensor]:

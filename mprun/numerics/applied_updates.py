@@ -12,7 +12,7 @@ from torch import Tensor
 
 from mprun.numerics.exponent_counter import sampled, sampling_stride
 from mprun.precision import MixedPrecisionOptimizer
-from mprun.precision.narrow_weights import COMPENSATION
+from mprun.precision.rounded_weights import COMPENSATION
 from mprun.precision.torch_update import RULES, rule_of
 
 

@@ -226,7 +226,7 @@ class FailureKeeper:
         if origin > found.step - (found.kind != "evaluation"):
             return Kept(found.kind, found.step, reason="the copy is younger than the failure")
         # The steps trained again must not change the run's own count of emulated operations.
-        counts = [(e.rerouted, Counter(e.rerouted)) for e in self.built.arithmetic.emulations]
+        counts = [(e.rerouted, Counter(e.rerouted)) for e in self.built.forward_context.emulations]
         try:
             kind, rows = self._rewind(found)
         finally:

@@ -42,7 +42,7 @@ _POLES = frozenset(
 )
 
 
-class Row(NamedTuple):
+class OperationRow(NamedTuple):
     """One operation in one dtype in one phase: calls, elements of the results, and FLOPs.
 
     flops: for a product, 2 for a multiplication and addition; else 0.
@@ -69,7 +69,7 @@ class FirstStep(Collector):
     are not seen. Views, allocations and operations without floating-point tensors are not counted.
 
     Args:
-        task: has `arithmetic` and `learners`.
+        task: has `forward_context` and `learners`.
         policy: the mode's policy; its dtypes are the requested ones.
         overrides: module-name pattern -> dtype name, as in `precision.overrides`.
         step: its number, for the record.
@@ -80,7 +80,7 @@ class FirstStep(Collector):
     ):
         self.task, self.policy, self.step = task, policy, step
         self.saved = SavedForBackward(task.learners.values())
-        self.rows: dict[tuple[str, str, str], Row] = {}
+        self.rows: dict[tuple[str, str, str], OperationRow] = {}
         # Operation -> modules of FP32 products in the forward pass, without those kept in FP32.
         self.fp32_modules: dict[str, Counter[str]] = {}
         self._fp32_patterns = [p for p, dtype in overrides.items() if dtype == "fp32"]
@@ -89,7 +89,7 @@ class FirstStep(Collector):
         self._infinite: list[tuple[str, Tensor]] = []
         self._lock = threading.Lock()
         self._recurrent_flops = 0
-        self._emulations = task.arithmetic.emulations
+        self._emulations = task.forward_context.emulations
         self._trace = Trace(task, self)
 
     def __enter__(self) -> Self:
@@ -186,7 +186,7 @@ class FirstStep(Collector):
             dtype = self._dtype(name, operands, results, self._emulated() > emulated)
             # In-place operations on lists of tensors (the optimizer's) return nothing.
             changed = results or [t for t in tree_leaves(args[:1]) if isinstance(t, Tensor)]
-            row = Row(1, sum(t.numel() for t in changed), flops(operation))
+            row = OperationRow(1, sum(t.numel() for t in changed), flops(operation))
             with self._lock:
                 self._add(self._phase(), name, dtype, row)
                 if finite is not None:
@@ -223,9 +223,9 @@ class FirstStep(Collector):
             return "tf32"
         return "+".join(names)
 
-    def _add(self, phase: str, name: str, dtype: str, row: Row) -> None:
+    def _add(self, phase: str, name: str, dtype: str, row: OperationRow) -> None:
         key = (phase, name, dtype)
-        self.rows[key] = Row(*map(add, self.rows.get(key, Row()), row))
+        self.rows[key] = OperationRow(*map(add, self.rows.get(key, OperationRow()), row))
         if phase == "forward" and name in PRODUCTS and dtype in _FP32:
             modules = self._modules()
             names = [self._names[path] for path in modules]
@@ -269,9 +269,9 @@ class FirstStep(Collector):
         for emulation, before in zip(self._emulations, self._before, strict=True):
             dtype = f"emulated {dtype_name(emulation.dtype)}"
             for (name, phase), count in (Counter(emulation.rerouted) - before).items():
-                seen = self.rows.get((phase, name, dtype), Row()).calls
+                seen = self.rows.get((phase, name, dtype), OperationRow()).calls
                 if count > seen and name in RECURRENT:
-                    self._add(phase, name, dtype, Row(calls=count - seen))
+                    self._add(phase, name, dtype, OperationRow(calls=count - seen))
         for phase, factor in (("forward", 1), ("backward", 2)):
             fused = [key for key in self.rows if key[0] == phase and key[1] in RECURRENT]
             calls = sum(self.rows[key].calls for key in fused)

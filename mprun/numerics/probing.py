@@ -69,7 +69,7 @@ class Shadow:
 
     def __init__(self, task, chosen: Chosen):
         self.task, self.chosen = task, chosen
-        self.device = task.arithmetic.device
+        self.device = task.forward_context.device
         self.own: dict[str, dict[str, Tensor]] = {}
         self.sums: dict[tuple[str, str], Tensor] = {}
 
@@ -172,7 +172,7 @@ def _twin(task, device: torch.device):
 
     policy = get_policy("fp32")
     twin = copy.copy(task)
-    twin.policy, twin.arithmetic = policy, ForwardContext(policy, device)
+    twin.policy, twin.forward_context = policy, ForwardContext(policy, device)
     twin.learners = {}
     for name, learner in task.learners.items():
         with learner.cast.in_fp32() as own:

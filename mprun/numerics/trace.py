@@ -83,7 +83,7 @@ class Trace:
     """
 
     def __init__(self, task: Any, collector: Collector):
-        self.arithmetic, self.collector = task.arithmetic, collector
+        self.forward_context, self.collector = task.forward_context, collector
         self.modules: list[str] = []
         self._paths = {id(module): path for path, _, module in named_modules(task)}
         self._forwarded = self._propagated = False
@@ -94,13 +94,13 @@ class Trace:
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
         ]
-        self.arithmetic.watchers.append(self._inner)
+        self.forward_context.watchers.append(self._inner)
         self._outer.__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
         self._outer.__exit__(*exception)
-        self.arithmetic.watchers.remove(self._inner)
+        self.forward_context.watchers.remove(self._inner)
         for hook in self._hooks:
             hook.remove()
 

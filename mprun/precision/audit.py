@@ -67,17 +67,19 @@ class Audit(TorchDispatchMode):
         watched: number of calls and passes, or of steps.
     """
 
-    def __init__(self, arithmetic: ForwardContext, parameters: Mapping[str, Tensor] | None = None):
+    def __init__(
+        self, forward_context: ForwardContext, parameters: Mapping[str, Tensor] | None = None
+    ):
         super().__init__()
-        self.arithmetic, self.parameters = arithmetic, parameters or {}
+        self.forward_context, self.parameters = forward_context, parameters or {}
         self.products: Counter[tuple[str, torch.dtype]] = Counter()
         self.left: set[str] = set()
         self.written: set[str] = set()
         self.optimizers: set[str] = set()
         self.watched = 0
-        policy = arithmetic.policy
+        policy = forward_context.policy
         self._allowed = {torch.float32, torch.float64, torch.complex64, torch.complex128}
-        self._wanted = dict.fromkeys((*arithmetic.half_dtypes, *policy.formats))
+        self._wanted = dict.fromkeys((*forward_context.half_dtypes, *policy.formats))
         self._allowed.update(self._wanted)
         if torch.float16 in self._wanted:
             self._allowed.add(torch.complex32)
@@ -105,7 +107,7 @@ class Audit(TorchDispatchMode):
                 backward = graph_task() != -1
                 self.products["backward" if backward else "forward", dtype] += 1
                 # In a script's backward pass it may be the script's product, after the model.
-                is_own = not backward or self in self.arithmetic.watchers
+                is_own = not backward or self in self.forward_context.watchers
                 if dtype not in self._allowed and is_own:
                     self._refuse(name, dtype)
         return func(*args, **(kwargs or {}))
@@ -117,15 +119,15 @@ class Audit(TorchDispatchMode):
         step: count where the arithmetic is entered, in forward and backward passes.
         """
         self._check_flags()
-        before = self.arithmetic.recurrent_layers()
+        before = self.forward_context.recurrent_layers()
         with ExitStack() as stack:
             if step:
-                self.arithmetic.watchers.append(self)
-                stack.callback(self.arithmetic.watchers.remove, self)
+                self.forward_context.watchers.append(self)
+                stack.callback(self.forward_context.watchers.remove, self)
             else:
                 stack.enter_context(self)
             yield
-        self.products.update(self.arithmetic.recurrent_layers() - before)
+        self.products.update(self.forward_context.recurrent_layers() - before)
         self.watched += 1
 
     def check_happened(self) -> None:
@@ -135,17 +137,17 @@ class Audit(TorchDispatchMode):
         """
         if not self.watched:
             return
-        arithmetic, seen = self.arithmetic, {dtype for _, dtype in self.products}
-        missing = arithmetic.missing()
+        forward_context, seen = self.forward_context, {dtype for _, dtype in self.products}
+        missing = forward_context.missing()
         if seen.intersection(self._wanted):
-            formats = arithmetic.policy.products
+            formats = forward_context.policy.products
             if formats is None or seen.intersection(formats.formats):
                 missing = None
         elif self.products and self._wanted and missing is None:
-            missing = arithmetic.kind()
+            missing = forward_context.kind()
         if missing is not None:
             raise Contradiction(
-                f"precision={arithmetic.policy.name}: no operation of the network ran in "
+                f"precision={forward_context.policy.name}: no operation of the network ran in "
                 f"{missing}; there is nothing to compare"
             )
 
@@ -162,28 +164,28 @@ class Audit(TorchDispatchMode):
 
     def _name(self, dtype: torch.dtype) -> str:
         """Return the name of a product's dtype; FP32 products may be TF32."""
-        is_tf32 = dtype is torch.float32 and self.arithmetic.policy.fp32_math == "tf32"
+        is_tf32 = dtype is torch.float32 and self.forward_context.policy.fp32_math == "tf32"
         return "tf32" if is_tf32 else dtype_name(dtype)
 
     def _check_flags(self) -> None:
         """Raise Contradiction if FP32 products on a GPU contradict the mode; a CPU does not read
         these switches."""
-        if self.arithmetic.device.type != "cuda":
+        if self.forward_context.device.type != "cuda":
             return
-        wanted = self.arithmetic.policy.fp32_math
+        wanted = self.forward_context.policy.fp32_math
         for name, value in read_math_flags().items():
             if name.startswith("cu") and name.endswith("fp32_precision") and value != wanted:
                 raise Contradiction(
-                    f"precision={self.arithmetic.policy.name}: torch.backends.{name} was set to "
-                    f"{value!r} later; must stay {wanted!r}"
+                    f"precision={self.forward_context.policy.name}: torch.backends.{name} was set "
+                    f"to {value!r} later; must stay {wanted!r}"
                 )
 
     def _refuse(self, operation: str, dtype: torch.dtype) -> None:
         found, *others = map(dtype_name, (dtype, *self._wanted, torch.float32))
         allowed = ", ".join(others)
         raise Contradiction(
-            f"precision={self.arithmetic.policy.name}: {operation} inside the model computes in "
-            f"{found}, must be in {allowed}; remove torch.autocast and casts from forward"
+            f"precision={self.forward_context.policy.name}: {operation} inside the model computes "
+            f"in {found}, must be in {allowed}; remove torch.autocast and casts from forward"
         )
 
 

@@ -35,9 +35,9 @@ from mprun.precision.gradients import (
     Untouched,
 )
 from mprun.precision.loss_scale import LossScale, NoLossScale
-from mprun.precision.narrow_weights import choose_narrow
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.reduction import Reduction
+from mprun.precision.rounded_weights import choose_narrow
 from mprun.precision.row_updates import RowUpdate, row_tables
 from mprun.precision.torch_update import initialise_state
 from mprun.precision.update import ByTorch, Ready, SinglePass

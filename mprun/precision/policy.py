@@ -53,7 +53,7 @@ class PrecisionPolicy:
     reduce_divide: where that sum is divided, see `mprun.precision.reduction.factors`.
     rounding: how 16-bit weights without a master copy are stored. "nearest": the update computes in
         their dtype; "stochastic", "kahan": after an update in FP32, see
-        `mprun.precision.narrow_weights`.
+        `mprun.precision.rounded_weights`.
     state_dtype: dtype of the optimizer's state between updates. None: as the update computes it.
     products: 8-bit products of linear layers; None: they run like all others.
     """

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mprun.precision.narrow_weights import packed, widen
+from mprun.precision.rounded_weights import packed, widen
 from mprun.precision.update import (
     Checked,
     Gradients,

@@ -109,7 +109,7 @@ def _nearest(wide):
 
 @triton.jit
 def _random_bits(offsets, key):
-    """Compute `narrow_weights.random_bits`: 0 to 65535, two from each hash."""
+    """Compute `rounded_weights.random_bits`: 0 to 65535, two from each hash."""
     x = (offsets // 2).to(tl.uint32) ^ key
     x = (x ^ (x >> 16)) * 0x7FEB352D
     x = (x ^ (x >> 15)) * 0x846CA68B
@@ -167,7 +167,7 @@ def update_kernel(
     *_rest: 1 - beta.
 
     NARROW: how a BF16 weight without a master is stored, "stochastic" or "kahan", see
-    `narrow_weights`; "no": there is none. keys: int32, one for each of those weights.
+    `rounded_weights`; "no": there is none. keys: int32, one for each of those weights.
     """
     # From the end: the cache still holds the values that the check read last.
     program = tl.num_programs(0) - 1 - tl.program_id(0)

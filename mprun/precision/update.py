@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mprun.precision.loss_scale import LossScale
-from mprun.precision.narrow_weights import COMPENSATION, NarrowWeights
+from mprun.precision.rounded_weights import COMPENSATION, RoundedWeights
 from mprun.precision.torch_update import STATE, rule_of, step_unless
 from mprun.torch_private import (
     foreach_copy_,
@@ -110,7 +110,7 @@ class ByTorch:
     parameters: Sequence[Tensor]
     updated: Sequence[Tensor]
     is_clipped: Sequence[bool]
-    narrow: NarrowWeights | None = None
+    narrow: RoundedWeights | None = None
 
     def __post_init__(self) -> None:
         self.rule = rule_of(self.inner)

@@ -15,8 +15,8 @@ from torch.optim import Optimizer
 
 from mprun.precision.casting import cast_model
 from mprun.precision.loss_scale import LogMaxLossScale, StaticLossScale
-from mprun.precision.narrow_weights import COMPENSATION, is_dense
 from mprun.precision.policy import PrecisionPolicy
+from mprun.precision.rounded_weights import COMPENSATION, is_dense
 from mprun.precision.torch_update import RULES, has_fused_kernel, is_fused, rule_of
 from mprun.precision.update import ByTorch, SinglePass, same_order
 
@@ -169,7 +169,7 @@ def why_not_on(
 ) -> str | None:
     """Return why the kernel of `rule` cannot be used on `device`, or None. Waits for the device.
 
-    rounding: rounding of BF16 weights without masters, see `NarrowWeights`; None: there are none.
+    rounding: rounding of BF16 weights without masters, see `RoundedWeights`; None: there are none.
     """
     if _granted:
         return None

@@ -40,7 +40,7 @@ GRACE_S = 10.0  # between SIGTERM and SIGKILL of a process that hangs
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class ProcessEnd:
     """The end of a process.
 
     code: exit code in subprocess's convention. hung_s: the limit of silence that it exceeded and
@@ -53,7 +53,7 @@ class Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class Outcome:
+class AttemptOutcome:
     """The end of one attempt at a cell.
 
     code: an exit code of mprun, RESOURCE for a killed process. again: another process has the cell,
@@ -77,7 +77,7 @@ def exit_code(codes: list[int]) -> int:
     return next((code for code in SEVERITY if code in failed), DONE)
 
 
-def settle(cell: Cell, ended: Ended, attempts_before: int) -> Outcome:
+def settle(cell: Cell, ended: ProcessEnd, attempts_before: int) -> AttemptOutcome:
     """Return how the process of a cell ended; correct a run.json that still says `running`.
 
     attempts_before: `attempts` in run.json before the process was started.
@@ -86,31 +86,31 @@ def settle(cell: Cell, ended: Ended, attempts_before: int) -> Outcome:
     record = record_of(cell.directory)
     if record is None or record.get("attempts", 0) <= attempts_before:
         # The process ended before its first step.
-        return Outcome(_without_record(cell, ended), code)
+        return AttemptOutcome(_without_record(cell, ended), code)
     if record["status"] == "running" or ended.hung_s is not None:
         try:
             with locked(cell.directory):
                 record = record_of(cell.directory) or record
                 _correct(cell, record, ended)
         except BadInput:
-            return Outcome("in use by another process", again=True)
+            return AttemptOutcome("in use by another process", again=True)
         except OSError:  # a full disk must not end the sweep as well
-            return Outcome(_without_record(cell, ended), code)
+            return AttemptOutcome(_without_record(cell, ended), code)
     if ended.hung_s is None and record["status"] != "failed":
         code = STATUS_EXIT_CODE[record["status"]]
-    return Outcome(outcome_words(record), code)
+    return AttemptOutcome(outcome_words(record), code)
 
 
-def failed_elsewhere(cell: Cell) -> Outcome | None:
+def failed_elsewhere(cell: Cell) -> AttemptOutcome | None:
     """Return the outcome of a cell that failed in another process; None if it did not."""
     record = record_of(cell.directory)
     if record is None or record["status"] != "failed":
         return None
     words = outcome_words(record)
-    return Outcome(words, BUG if words.startswith("failed") else RESOURCE)
+    return AttemptOutcome(words, BUG if words.startswith("failed") else RESOURCE)
 
 
-def _correct(cell: Cell, record: Record, ended: Ended) -> None:
+def _correct(cell: Cell, record: Record, ended: ProcessEnd) -> None:
     if record["status"] == "running":
         if ended.code == -signal.SIGTERM and ended.hung_s is None:
             # Between the first record and the first step: interrupted, as a step later.
@@ -122,7 +122,7 @@ def _correct(cell: Cell, record: Record, ended: Ended) -> None:
         record.end("preempted", f"hung: no progress for {ended.hung_s:g} s, stopped")
 
 
-def _without_record(cell: Cell, ended: Ended) -> str:
+def _without_record(cell: Cell, ended: ProcessEnd) -> str:
     if ended.cause is not None:
         return f"failed: {ended.cause}"
     if ended.hung_s is not None:
@@ -213,10 +213,10 @@ class Attempt:
         """Return whether there is a process (a launcher's attempt may wait in a queue)."""
         return self.process is not None
 
-    def poll(self) -> Outcome | None:
+    def poll(self) -> AttemptOutcome | None:
         """Return how the attempt ended, or None while it goes on; kill it if it hangs."""
         if self.process is None:
-            return Outcome("in use by another process", again=True)
+            return AttemptOutcome("in use by another process", again=True)
         code = self.process.poll()
         if code is None:
             self._watch()
@@ -227,8 +227,8 @@ class Attempt:
             self._begin(resume=False)
             return self.poll() if not self.begun else None
         if self._of_another(code):
-            return Outcome("", again=True)
-        outcome = settle(self.cell, Ended(code, self.hung_s), self.attempts_before)
+            return AttemptOutcome("", again=True)
+        outcome = settle(self.cell, ProcessEnd(code, self.hung_s), self.attempts_before)
         if not outcome.again:
             with suppress(OSError):  # a full disk must not end the sweep as well
                 keep_log(self.cell)

@@ -32,8 +32,8 @@ from mprun.errors import DONE, PREEMPTED, RESOURCE
 from mprun.record.run_directory import read_json, write_json
 from mprun.sweep.attempt import (
     Attempt,
-    Ended,
-    Outcome,
+    AttemptOutcome,
+    ProcessEnd,
     attempts_of,
     printed_lines,
     settle,
@@ -122,12 +122,12 @@ class Job:
         """Return whether a worker has started it."""
         return self.path.is_file()
 
-    def poll(self) -> Outcome | None:
+    def poll(self) -> AttemptOutcome | None:
         """Return how the attempt ended, or None while it waits or goes on."""
         over = self.batch.over()  # before the file is read: a worker writes it last
         found: dict[str, Any] = read_json(self.path) if self.begun else {"state": "waiting"}
         if found["state"] == "ended":
-            return Outcome(found["words"], found["code"], found["again"])
+            return AttemptOutcome(found["words"], found["code"], found["again"])
         if not over:
             return None
         if look(self.cell) is State.IN_USE:  # the worker is gone, but the run still saves
@@ -142,14 +142,14 @@ class Job:
         """Kill the whole batch now."""
         self.batch.kill()
 
-    def _lost(self, state: str) -> Outcome:
+    def _lost(self, state: str) -> AttemptOutcome:
         cause = f"launcher: {self.batch.last_line()}"
         if state == "running":
-            return settle(self.cell, Ended(RESOURCE, cause=cause), self.attempts_before)
+            return settle(self.cell, ProcessEnd(RESOURCE, cause=cause), self.attempts_before)
         # Some launchers drop waiting jobs when a worker dies: try again. A launcher that never
         # started any job is broken.
         launched = any(job.begun for job in self.batch.jobs)
-        return Outcome(f"failed: {cause}", RESOURCE, again=launched)
+        return AttemptOutcome(f"failed: {cause}", RESOURCE, again=launched)
 
 
 def _visible_devices(launcher: ChosenLauncher) -> str | None:
@@ -187,7 +187,7 @@ def run_job(folder: Path, config: DictConfig) -> None:
     cell = cell_of(jobs["cells"][number])
     result = folder / f"job-{number}.json"
     if _unwanted(folder, jobs):
-        _end(result, Outcome("stopped before its first step", PREEMPTED))
+        _end(result, AttemptOutcome("stopped before its first step", PREEMPTED))
         return
     write_json(result, {"state": "running"})
     attempt = Attempt(cell, jobs["config_dir"], jobs["stall_after"])
@@ -207,7 +207,7 @@ def run_job(folder: Path, config: DictConfig) -> None:
     _end(result, outcome)
 
 
-def _end(result: Path, outcome: Outcome) -> None:
+def _end(result: Path, outcome: AttemptOutcome) -> None:
     write_json(result, {"state": "ended", **asdict(outcome)})
 
 

@@ -9,7 +9,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from mprun.config.roles import is_told
+from mprun.config.keys import is_told
 from mprun.record.console import markdown_table
 from mprun.sweep.jobs import OUTCOMES, Cell, outcome_words
 

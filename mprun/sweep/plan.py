@@ -31,9 +31,9 @@ from mprun.config.compose import (
     hydra_session,
     loader,
 )
+from mprun.config.fields import must_be
+from mprun.config.keys import config_hash, is_told
 from mprun.config.overrides import parse_overrides, printable, split_launcher, sweep_values
-from mprun.config.roles import config_hash, is_told
-from mprun.config.rules import must_be
 from mprun.config.user_code import as_overrides
 from mprun.errors import BadInput
 from mprun.record.run_directory import run_name

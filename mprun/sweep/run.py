@@ -98,7 +98,7 @@ def sweep(
     return stop.code
 
 
-class Ended(NamedTuple):
+class SweepEnd(NamedTuple):
     """The end of a sweep: its exit code, and whether it was asked to stop before its end."""
 
     code: int
@@ -107,7 +107,7 @@ class Ended(NamedTuple):
 
 def run_planned(
     planned: Plan, board: Board, jobs: int | None = None, stall_after: float = STALL_AFTER_S
-) -> Ended:
+) -> SweepEnd:
     """Run the cells without an outcome, `jobs` (None: 1) at a time, and report on `board`."""
     finished = [cell for cell in planned.cells if look(cell) is State.FINISHED]
     waiting = [cell for cell in planned.cells if cell not in finished]
@@ -126,7 +126,7 @@ def run_planned(
         codes = loop.run(waiting)
     board.write(now=True)
     asked = stop.reason is not None
-    return Ended(stop.exit_code if asked else exit_code(codes), asked)
+    return SweepEnd(stop.exit_code if asked else exit_code(codes), asked)
 
 
 def _say_next(planned: Plan, curves: Callable[[list[Path], Path], Path]) -> None:

@@ -12,10 +12,10 @@ from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
-from mprun.config.roles import flat
+from mprun.config.keys import flat
 from mprun.errors import DIVERGED, DONE, PREEMPTED
 from mprun.record.console import markdown_table
-from mprun.sweep.attempt import Outcome, last_line
+from mprun.sweep.attempt import AttemptOutcome, last_line
 from mprun.sweep.jobs import OUTCOMES, Cell, outcome_words, record_of
 from mprun.sweep.mode_table import short, table, without_record
 from mprun.sweep.plan import Plan
@@ -61,7 +61,7 @@ class Board:
             self.words[cell] = _IN_USE
             self._say("", cell, f"{_IN_USE}; waiting for it")
 
-    def ended(self, cell: Cell, outcome: Outcome) -> None:
+    def ended(self, cell: Cell, outcome: AttemptOutcome) -> None:
         """Report the end of an attempt: its outcome and loss, the number ended, the time left."""
         self.words[cell] = outcome.words
         cause = short(outcome.words, _LONGEST)

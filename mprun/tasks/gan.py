@@ -40,7 +40,7 @@ class GAN(Task):
         discriminator: TrainState,
         data: Source,
         policy: PrecisionPolicy,
-        arithmetic: ForwardContext,
+        forward_context: ForwardContext,
         loss_scales: tuple[LossScale, LossScale, LossScale],
         guards: tuple[BatchStatistics, BatchStatistics],
         *,
@@ -50,7 +50,7 @@ class GAN(Task):
         sample_distance: SampleDistance | None = None,
     ):
         self.g, self.d, self.data = generator, discriminator, data
-        self.policy, self.arithmetic = policy, arithmetic
+        self.policy, self.forward_context = policy, forward_context
         self.guards, self.accumulate = guards, accumulate
         self.latent_size, self.eval_in_mode = latent_size, eval_in_mode
         self.sample_distance = sample_distance
@@ -62,7 +62,7 @@ class GAN(Task):
                 self.loss_scales[name] = scale
         self.samples_per_step = data.samples_per_batch * accumulate
         self.steps_per_epoch = data.batches_per_epoch // accumulate
-        self.device = arithmetic.device
+        self.device = forward_context.device
         codes = torch.randn(64, latent_size, generator=torch.Generator().manual_seed(GRID_SEED))
         self.fixed_codes = codes.to(self.device)
 
@@ -78,7 +78,7 @@ class GAN(Task):
         fake = None
         for real, _ in self.each_part(batches, self.guards):
             sizes.append(len(real))
-            with self.arithmetic:
+            with self.forward_context:
                 with torch.set_grad_enabled(not self.in_parts):
                     fake = self._made(len(real))
                 d_losses.append(self._propagate_d(real, fake.detach()))
@@ -90,10 +90,10 @@ class GAN(Task):
         self.d.model.requires_grad_(False)
         guard_d.save()
         for size in self.each_part(sizes, self.guards):
-            with self.arithmetic:
+            with self.forward_context:
                 if self.in_parts or fake is None:
                     fake = self._made(size)
-                with self.arithmetic.autocast():
+                with self.forward_context.autocast():
                     logits = self.d.network(fake)
                 loss_g = self._bce(logits, 1.0)
                 self.g.optimizer.backward(loss_g)
@@ -116,16 +116,16 @@ class GAN(Task):
         """Generate images `[count, channels, size, size]` from new codes."""
         codes = torch.randn(count, self.latent_size, device=self.device)
         # One autocast block per pass: its weight cache must not outlive an update.
-        with self.arithmetic.autocast():
+        with self.forward_context.autocast():
             return self.g.network(self.policy.cast_inputs(codes))
 
     def _propagate_d(self, real: Tensor, fake: Tensor) -> Tensor:
         """Add the gradients of D's two losses; return the sum of the losses, 0-dim."""
-        with self.arithmetic.autocast():
+        with self.forward_context.autocast():
             logits_real = self.d.network(real)
         loss_real = self._bce(logits_real, 1.0)
         self.d.optimizer.backward(loss_real, 0)
-        with self.arithmetic.autocast():
+        with self.forward_context.autocast():
             logits_fake = self.d.network(fake)
         loss_fake = self._bce(logits_fake, 0.0)
         self.d.optimizer.backward(loss_fake, 1)
@@ -140,8 +140,8 @@ class GAN(Task):
         """
         rows, count = [], 0
         with (
-            self.g.evaluating(self.arithmetic, self.eval_in_mode) as generator,
-            self.d.evaluating(self.arithmetic, self.eval_in_mode) as discriminator,
+            self.g.evaluating(self.forward_context, self.eval_in_mode) as generator,
+            self.d.evaluating(self.forward_context, self.eval_in_mode) as discriminator,
         ):
             fake = discriminator(generator(self._eval_inputs(self.fixed_codes))).float()
             for images, _ in self.held_out():
@@ -161,7 +161,7 @@ class GAN(Task):
 
         Non-finite values are black.
         """
-        with self.g.evaluating(self.arithmetic, self.eval_in_mode) as generator:
+        with self.g.evaluating(self.forward_context, self.eval_in_mode) as generator:
             images = generator(self._eval_inputs(self.fixed_codes)).float()
         return images.add(1).div(2).nan_to_num(0).clamp(0, 1)
 
@@ -185,7 +185,7 @@ class GAN(Task):
         sizes = [len(images) for images in held_out]
         random = torch.Generator().manual_seed(SAMPLE_SEED)
         codes = torch.randn(sum(sizes), self.latent_size, generator=random).to(self.device)
-        with self.g.evaluating(self.arithmetic, self.eval_in_mode) as generator:
+        with self.g.evaluating(self.forward_context, self.eval_in_mode) as generator:
             generated = [generator(self._eval_inputs(part)).float() for part in codes.split(sizes)]
         return distance(held_out, generated)
 

@@ -34,14 +34,14 @@ class Supervised(Task):
         learner: TrainState,
         data: Source,
         policy: PrecisionPolicy,
-        arithmetic: ForwardContext,
+        forward_context: ForwardContext,
         loss_scale: LossScale,
         *,
         accumulate: int = 1,
         eval_in_mode: bool = False,
     ):
         self.learner, self.data = learner, data
-        self.policy, self.arithmetic, self.loss_scale = policy, arithmetic, loss_scale
+        self.policy, self.forward_context, self.loss_scale = policy, forward_context, loss_scale
         self.accumulate, self.eval_in_mode = accumulate, eval_in_mode
         self.learners = {"model": learner}
         self.loss_scales = {"loss_scale": loss_scale}
@@ -57,7 +57,7 @@ class Supervised(Task):
         optimizer.zero_grad()
         losses = []
         for batch in self.each_part(batches, self.guards):
-            with self.arithmetic:
+            with self.forward_context:
                 loss, propagated = self.loss(batch)
                 del batch  # backward keeps what it needs: autocast's 16-bit copy of images
                 optimizer.backward(propagated)
@@ -100,7 +100,7 @@ class Classification(Supervised):
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         images, labels = batch
-        with self.arithmetic.autocast():
+        with self.forward_context.autocast():
             outputs = self.learner.network(images)
         dtype, smoothing = self.policy.loss_dtype, self.label_smoothing
         if isinstance(outputs, Tensor):
@@ -113,7 +113,7 @@ class Classification(Supervised):
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss and the accuracies over the whole held-out split."""
         rows, count = [], 0
-        with self.learner.evaluating(self.arithmetic, self.eval_in_mode) as model:
+        with self.learner.evaluating(self.forward_context, self.eval_in_mode) as model:
             for images, labels in self.held_out():
                 logits = model(self._eval_inputs(images)).float()
                 best = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
@@ -133,7 +133,7 @@ class Reconstruction(Supervised):
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         images, dtype = batch[0], self.policy.loss_dtype
-        with self.arithmetic.autocast():
+        with self.forward_context.autocast():
             outputs = self.learner.network(self.policy.cast_inputs(images))
         loss = F.mse_loss(outputs.to(dtype), images.to(dtype))
         return loss, loss
@@ -142,7 +142,7 @@ class Reconstruction(Supervised):
     def evaluate(self) -> dict[str, float]:
         """Return the mean squared error per pixel over the whole held-out split."""
         rows, count = [], 0
-        with self.learner.evaluating(self.arithmetic, self.eval_in_mode) as model:
+        with self.learner.evaluating(self.forward_context, self.eval_in_mode) as model:
             for images, _ in self.held_out():
                 outputs = model(self._eval_inputs(images)).float()
                 rows.append(as_row(F.mse_loss(outputs, images, reduction="sum")))
@@ -215,7 +215,7 @@ class LanguageModel(Supervised):
     def _seed_part(self, number: int) -> None:
         # When ranks split the streams, each rank needs its own random numbers.
         own = [self.ranks.rank] if self.ranks.world > 1 else []
-        seed_micro_batch(self.arithmetic.device, self.seed, self.step, number, *own)
+        seed_micro_batch(self.forward_context.device, self.seed, self.step, number, *own)
 
     def compute(self, batches: Iterable[Tokens], measure: bool = False) -> dict[str, Tensor]:
         self._before = self.hidden
@@ -233,7 +233,7 @@ class LanguageModel(Supervised):
         if fresh:
             self.hidden = self._before = None
         model = self.learner.network
-        with self.arithmetic.autocast():
+        with self.forward_context.autocast():
             inputs = (tokens, targets) if self.sampled else (tokens,)
             outputs, hidden = model(*inputs, self.hidden)
         if self.sampled:
@@ -248,9 +248,9 @@ class LanguageModel(Supervised):
 
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss per held-out token, with carried state, and its exponential."""
-        total = torch.zeros((), dtype=torch.float64, device=self.arithmetic.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.forward_context.device)
         count, hidden = 0, None
-        with self.learner.evaluating(self.arithmetic, self.eval_in_mode) as model:
+        with self.learner.evaluating(self.forward_context, self.eval_in_mode) as model:
             for tokens, targets in self.held_out():
                 if self.sampled:
                     losses, hidden = model(tokens, targets, hidden)
@@ -274,7 +274,7 @@ class LanguageModel(Supervised):
 
     def load_state_dict(self, state: dict) -> None:
         super().load_state_dict(state)
-        hidden, device = state["hidden"], self.arithmetic.device
+        hidden, device = state["hidden"], self.forward_context.device
         if hidden and self.ranks.world > 1:
             own = self.ranks.streams(hidden[0].shape[1])
             hidden = tuple(part[:, own].contiguous() for part in hidden)

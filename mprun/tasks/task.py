@@ -51,7 +51,7 @@ class Task(ABC):
     loss_scales: dict[str, LossScale]
     samples_per_step: int
     steps_per_epoch: int
-    arithmetic: ForwardContext
+    forward_context: ForwardContext
     guards: "Sequence[BatchStatistics]" = ()
     accumulate = 1
     ranks: Ranks = ALONE
@@ -122,7 +122,7 @@ class Task(ABC):
 
         A captured step has only one seed. Call it after a step.
         """
-        device = self.arithmetic.device
+        device = self.forward_context.device
         if not self.in_parts or device.type != "cuda":
             return False
         generator = torch.cuda.default_generators[torch.cuda.current_device()]
@@ -135,7 +135,7 @@ class Task(ABC):
         return self.ranks.gather(torch.stack(values)).mean()
 
     def _seed_part(self, number: int) -> None:
-        seed_micro_batch(self.arithmetic.device, self.seed, self.step, number)
+        seed_micro_batch(self.forward_context.device, self.seed, self.step, number)
 
     @abstractmethod
     def compute(self, batches: Iterable[Any], measure: bool = False) -> dict[str, Tensor]:
@@ -259,7 +259,7 @@ class TrainState:
             self.network.require_backward_grad_sync = reduction.overlap(last)
 
     @contextmanager
-    def evaluating(self, arithmetic: ForwardContext, in_mode: bool) -> Iterator[nn.Module]:
+    def evaluating(self, forward_context: ForwardContext, in_mode: bool) -> Iterator[nn.Module]:
         """Provide the model in eval mode without gradients.
 
         By default it has the master weights in full FP32 arithmetic in any mode, so that the metric
@@ -269,7 +269,7 @@ class TrainState:
         self.model.eval()
         try:
             if in_mode:
-                with torch.no_grad(), self._averaged(), arithmetic, arithmetic.autocast():
+                with torch.no_grad(), self._averaged(), forward_context, forward_context.autocast():
                     yield self.model
             else:
                 with torch.no_grad(), ieee_fp32():

@@ -37,12 +37,12 @@ def environment(device: torch.device) -> dict:
 
 
 def number_formats(
-    learners: Mapping[str, Learner], arithmetic: ForwardContext, scaler: str
+    learners: Mapping[str, Learner], forward_context: ForwardContext, scaler: str
 ) -> dict[str, Any]:
     """Return the mode's effect on this device, for `precision` of run.json."""
     return {
         "scaler": scaler,
-        "half_products": arithmetic.kind(),
+        "half_products": forward_context.kind(),
         "effective_dtypes": _effective_dtypes(learners),
         "update": updates(learners),
         "flags": read_math_flags(),

@@ -24,7 +24,7 @@ Waited = Callable[[], float]
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
+class LogInterval:
     """Consecutive steps that the device has finished.
 
     Attributes:
@@ -143,7 +143,7 @@ class MetricBuffer:
         values = [*self.rows, *(float(number.item()) for number in numbers)]
         return Sent(values, Moment(self.device))
 
-    def read(self, wait: bool = False) -> Iterator[Interval]:
+    def read(self, wait: bool = False) -> Iterator[LogInterval]:
         """Yield closed intervals, oldest first; without `wait` those that had time to arrive."""
         while len(self.unread) > (0 if wait else self.late):
             yield self._interval(self.unread.popleft())
@@ -164,7 +164,7 @@ class MetricBuffer:
             good = good & (scale[0] == 0)
         return good
 
-    def _interval(self, unread: _Unread) -> Interval:
+    def _interval(self, unread: _Unread) -> LogInterval:
         values = unread.sent.read()
         count, names = len(unread.steps), unread.names
         width = (len(values) - len(names) - 2 * len(self.scales)) // count
@@ -182,4 +182,4 @@ class MetricBuffer:
         seconds = unread.sent.arrived.seconds_since(unread.began)
         waited = None if unread.waited is None else unread.waited()
         metrics = dict(zip(names, values, strict=False))
-        return Interval(rows, metrics, unread.logged, seconds, waited, collapsed)
+        return LogInterval(rows, metrics, unread.logged, seconds, waited, collapsed)

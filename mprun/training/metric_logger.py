@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from mprun.numerics.post_mortem import History, StepRow
 from mprun.record.console import Progress
 from mprun.record.metrics import MetricsFile, TensorBoardView, write_sample_grid
-from mprun.training.metric_buffer import Interval, MetricBuffer
+from mprun.training.metric_buffer import LogInterval, MetricBuffer
 
 if TYPE_CHECKING:
     from mprun.build import Built
@@ -101,7 +101,7 @@ class Records:
     def _tell_divergence(self, row: StepRow) -> None:
         """Report a step whose loss is not finite although its update was applied."""
 
-    def _write_interval(self, interval: Interval) -> str | None:
+    def _write_interval(self, interval: LogInterval) -> str | None:
         rows, newest = interval.rows, interval.rows[-1]
         self.history.add(rows, interval.metrics)
         window = self._window(interval)
@@ -123,7 +123,7 @@ class Records:
         name, skips = interval.collapsed
         return f"{name} collapsed: {skips} skipped updates in a row at its floor"
 
-    def _window(self, interval: Interval) -> dict[str, float]:
+    def _window(self, interval: LogInterval) -> dict[str, float]:
         """Return the speed of the interval, and its share of waiting for data."""
         speed = len(interval.rows) * self.samples_per_step / interval.seconds
         self.speeds.append(speed)

@@ -10,12 +10,12 @@ import torch
 
 from mprun.build import Built
 from mprun.config.compose import config_from_record
+from mprun.config.keys import config_hash, flat, resumable_keys, role_of
 from mprun.config.overrides import parse_overrides
-from mprun.config.roles import config_hash, flat, resumable_keys, role_of
 from mprun.config.schema import RunConfig
 from mprun.config.user_code import Vouched, is_factory, vouched
 from mprun.data.source import DamagedData
-from mprun.distributed.places import Place
+from mprun.distributed.rank_info import RankInfo
 from mprun.errors import BadInput, Damaged, raised
 from mprun.numerics.probe_record import drop_later_probes
 from mprun.precision.random_states import restore_random_states
@@ -46,7 +46,7 @@ def resume(
     composed_overrides: tuple[str, ...],
     path: str,
     config_dir: str | None = None,
-    place: Place | None = None,
+    place: RankInfo | None = None,
 ) -> int:
     """Continue the run in directory `path` from its newest whole checkpoint; return the exit code.
 

@@ -16,11 +16,11 @@ import numpy
 import torch
 
 from mprun.build import Built, build
-from mprun.config.check import engine_of, why_not_on
 from mprun.config.compose import Composed
-from mprun.config.roles import config_hash, is_told
+from mprun.config.keys import config_hash, is_told
+from mprun.config.rules import engine_of, why_not_on
 from mprun.config.schema import RunConfig
-from mprun.distributed.places import Place
+from mprun.distributed.rank_info import RankInfo
 from mprun.distributed.ranks import ALONE, Ranks
 from mprun.errors import BUG, DIVERGED, DONE, INTERRUPTED, PREEMPTED, BadInput, RankFailed, Resource
 from mprun.numerics.probe import chosen_modules
@@ -32,9 +32,9 @@ from mprun.record.metrics import TensorBoardView
 from mprun.record.run_directory import claim, claim_exactly, locked, run_name
 from mprun.record.run_record import Record
 from mprun.torch_private import DYNAMO
+from mprun.training.announcements import announce, replaced, replaced_line, tell, tell_ending, warn
 from mprun.training.environment import environment, number_formats
 from mprun.training.loop import BEGINNING, Start, train
-from mprun.training.messages import announce, replaced, replaced_line, tell, tell_ending, warn
 from mprun.training.signals import Interruption
 
 
@@ -44,7 +44,7 @@ def import_all() -> None:
         import_module(module)
 
 
-def start(composed: Composed, place: Place | None = None) -> int:
+def start(composed: Composed, place: RankInfo | None = None) -> int:
     """Run a new configuration; return the exit code. It writes nothing if it raises BadInput.
 
     place: place of this process among the ranks of the run; None: it is the only one.
@@ -74,7 +74,7 @@ def start(composed: Composed, place: Place | None = None) -> int:
         return attempt(config, built, new_record(directory, composed))
 
 
-def joined(config: RunConfig, device: torch.device, place: Place | None) -> Ranks:
+def joined(config: RunConfig, device: torch.device, place: RankInfo | None) -> Ranks:
     """Wait for all ranks of a run and return this one.
 
     Raises:
@@ -220,7 +220,7 @@ def _attempt(
     directory, task = record.directory, built.task
     earlier = record.get("data", {})  # from the attempt before this one
     watched = [record["audit"]] if "audit" in record else []
-    numbers = number_formats(task.learners, built.arithmetic, config.scaler.name)
+    numbers = number_formats(task.learners, built.forward_context, config.scaler.name)
     record.begin(
         asdict(config),
         steps=built.steps,
@@ -267,7 +267,7 @@ def _attempt(
             raise Resource(f"{error.strerror or error} ({error.filename or directory})") from error
         with _memory_as_resource():
             raise
-    results = outcome.results(task.sample) | {"emulated": built.arithmetic.rerouted()}
+    results = outcome.results(task.sample) | {"emulated": built.forward_context.rerouted()}
     end(outcome.status, outcome.cause, results)
     if outcome.status != "preempted":
         _write_hyperparameters(directory, config, record)

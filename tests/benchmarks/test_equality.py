@@ -29,7 +29,7 @@ from mprun.config.compose import compose_config
 from mprun.extensions.bench.contender import FIRST_STEPS
 from mprun.extensions.bench.contest import learns_as_fp32
 from mprun.extensions.bench.own import Own
-from mprun.extensions.bench.plan import Case, Row
+from mprun.extensions.bench.plan import BenchRow, Case
 
 from ..shipped import MODES
 from .peer_cases import MODELS
@@ -237,7 +237,7 @@ def test_skipped_updates():
 def test_rows_of_a_bench_are_held_to_the_plainest():
     def row(name, mode, loss=2.0):
         found = {"losses": [loss] * 20, "travel": [list(s) for s in STEADY], "skipped": 0}
-        made = Row(Case("", ("model=conv_autoencoder",), mode, name))
+        made = BenchRow(Case("", ("model=conv_autoencoder",), mode, name))
         made.equality = found | ({"twin": dict(found)} if name in equality.TWINS else {})
         return made
 

@@ -368,7 +368,7 @@ def test_every_kind_of_network_trains_and_is_evaluated_in_every_mode(name, mode,
     values = built.task.evaluate()
     assert np.isfinite(list(values.values())).all()
     if mode != "fp32":
-        assert built.arithmetic.rerouted()
+        assert built.forward_context.rerouted()
 
 
 @pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp"])

@@ -45,7 +45,7 @@ def test_a_run_meets_what_the_doctor_said(build_run, mode):
         return
     built = build_run(*small, f"precision={mode}")
     built.task.train_step(0)
-    assert bool(built.arithmetic.rerouted()) == (verdict == "emulated")
+    assert bool(built.forward_context.rerouted()) == (verdict == "emulated")
 
 
 @pytest.mark.parametrize("mode", ["amp", "amp_bf16", "bf16_master"])

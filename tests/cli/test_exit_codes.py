@@ -18,12 +18,12 @@ import torch
 from mprun.build import build
 from mprun.cli import main
 from mprun.config.compose import compose_config
-from mprun.config.roles import config_hash
+from mprun.config.keys import config_hash
 from mprun.distributed.ranks import Ranks
 from mprun.execution import Compilation
 from mprun.record.console import Progress
+from mprun.training.announcements import _next
 from mprun.training.loop import train
-from mprun.training.messages import _next
 from mprun.training.signals import Interruption, Stopped
 
 from ..helpers import LM, TINY_AUTOENCODER, TINY_LM, record_of, refused, rows_of, run

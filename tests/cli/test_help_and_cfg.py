@@ -18,9 +18,9 @@ from mprun.cli.dispatch import main, verbs
 from mprun.cli.help import GROUPS, completions
 from mprun.config import option_files
 from mprun.config.compose import compose_config
+from mprun.config.fields import allowed
+from mprun.config.keys import FIELDS
 from mprun.config.option_files import conf_dir
-from mprun.config.roles import FIELDS
-from mprun.config.rules import allowed
 
 from ..helpers import refused
 from ..tables import with_extensions

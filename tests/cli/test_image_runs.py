@@ -17,7 +17,7 @@ from PIL import Image
 from mprun.cli import main
 from mprun.data.loader import available_cores
 from mprun.data.source import EpochOrder
-from mprun.training import messages
+from mprun.training import announcements as messages
 
 from ..distributed.processes import children_of
 from ..helpers import TINY_AUTOENCODER, record_of, refused, rows_of

@@ -9,8 +9,8 @@ import pytest
 import yaml
 
 from mprun.cli import main
+from mprun.config.keys import config_hash
 from mprun.config.option_files import modes
-from mprun.config.roles import config_hash
 from mprun.sweep.mode_table import table
 
 from .. import helpers

@@ -10,7 +10,7 @@ import torch
 from mprun.build import build_loss_scale, policy_from
 from mprun.cli import main
 from mprun.compare.findings import VERDICTS
-from mprun.config import check
+from mprun.config import rules as check
 from mprun.config.compose import compose_config
 from mprun.config.option_files import modes, option_files
 from mprun.errors import BadInput

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mprun.cli import main
-from mprun.config.roles import config_hash
+from mprun.config.keys import config_hash
 from mprun.record.metrics import MetricsFile
 
 CONFIG = {

@@ -22,7 +22,7 @@ from mprun.compare.equivalence import (
     too_few_sentence,
     welch_interval,
 )
-from mprun.compare.text import decimals_for
+from mprun.compare.wording import decimals_for
 
 PERCENT = Unit(100.0, " %")  # of a baseline mean of 1
 OPPOSITE = {

@@ -10,7 +10,7 @@ from matplotlib.colors import to_hex
 
 from mprun.compare.figures import group_figures
 from mprun.compare.findings import Verdict, band, grid
-from mprun.compare.gaps import TRAINING, differences, evaluation
+from mprun.compare.gap_growth import TRAINING, differences, evaluation
 from mprun.plots.panel import GREY, INK, SHIPPED, inline_svg, settings, styles
 
 from .made_comparison import gan_group, group, row, run

@@ -9,11 +9,11 @@ from scipy import stats
 
 import mprun
 from mprun.compare.findings import Arm
-from mprun.compare.gaps import follow_gaps, last_half, paired_gaps, slope_interval
+from mprun.compare.gap_growth import follow_gaps, last_half, paired_gaps, slope_interval
 from mprun.compare.grouping import ProtoGroup
 from mprun.compare.report import write_folder
-from mprun.compare.text import console, gap_lines, group_markdown, results
 from mprun.compare.verdict import assess
+from mprun.compare.wording import console, gap_lines, group_markdown, results
 
 from .made_comparison import comparison, group
 from .made_runs import made_run

@@ -5,7 +5,7 @@ import os
 import pytest
 
 from mprun.compare.load import load_runs, natural_order, run_directories
-from mprun.config.roles import flat
+from mprun.config.keys import flat
 from mprun.errors import BadInput, Damaged
 
 from ..helpers import raises_line

@@ -12,7 +12,7 @@ from PIL import Image
 
 from mprun.compare.findings import VERDICTS, Arm, Comparison, Row, Verdict
 from mprun.compare.report import LIMIT, write_report
-from mprun.compare.text import answer
+from mprun.compare.wording import answer
 from mprun.plots.panel import MARKS
 
 from .made_comparison import Page, comparison, gan_group, group

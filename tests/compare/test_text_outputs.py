@@ -7,7 +7,7 @@ import pytest
 
 from mprun.compare.equivalence import Unit
 from mprun.compare.findings import Comparison, Verdict
-from mprun.compare.text import (
+from mprun.compare.wording import (
     cells,
     console,
     difference_text,

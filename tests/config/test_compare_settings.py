@@ -4,7 +4,7 @@ import pytest
 import yaml
 
 from mprun.config.compose import compose_config, config_from_record
-from mprun.config.roles import config_hash, role_of
+from mprun.config.keys import config_hash, role_of
 from mprun.errors import BadInput
 
 from ..helpers import raises_line

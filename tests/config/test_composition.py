@@ -9,10 +9,10 @@ from mprun.build import build_loss_scale, policy_from
 from mprun.cli.help import GROUPS
 from mprun.config.components import NETWORKS
 from mprun.config.compose import compose_config, config_from_record
+from mprun.config.fields import _ELSEWHERE, meant, must_be, ranged, violations
+from mprun.config.keys import FIELDS, flat
 from mprun.config.option_files import mode_values, modes, option_files
 from mprun.config.overrides import parse_overrides
-from mprun.config.roles import FIELDS, flat
-from mprun.config.rules import _ELSEWHERE, meant, must_be, ranged, violations
 from mprun.config.schema import PrecisionConfig
 from mprun.config.user_code import vouched
 from mprun.errors import BadInput

@@ -8,9 +8,9 @@ from mprun.build.data import arguments_of
 from mprun.config import schema
 from mprun.config.components import NETWORKS, SOURCES
 from mprun.config.compose import compose_config
+from mprun.config.fields import LABEL, LENGTH, MACHINE, READING, RESULT, SEED
+from mprun.config.keys import FIELDS, config_hash, resumable_keys, role_of
 from mprun.config.registry import DataConfig, ModelConfig, network
-from mprun.config.roles import FIELDS, config_hash, resumable_keys, role_of
-from mprun.config.rules import LABEL, LENGTH, MACHINE, READING, RESULT, SEED
 from mprun.entry_points import loaded
 from mprun.errors import BadInput
 

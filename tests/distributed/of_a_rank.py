@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from mprun.build import build
 from mprun.config.compose import compose_config
 from mprun.distributed.group import join
-from mprun.distributed.places import place_from
+from mprun.distributed.rank_info import place_from
 from mprun.precision import pin_math_flags
 from mprun.tasks.supervised import Supervised
 
@@ -45,14 +45,14 @@ class Regression(Supervised):
 
     def loss(self, batch):
         images, labels = batch
-        with self.arithmetic.autocast():
+        with self.forward_context.autocast():
             outputs = self.learner.network(images)[:, 0]
         loss = (outputs.float() - labels.float()).square().mean()
         return loss, loss
 
     def evaluate(self):
         total, count = 0.0, 0
-        with self.learner.evaluating(self.arithmetic, self.eval_in_mode) as model:
+        with self.learner.evaluating(self.forward_context, self.eval_in_mode) as model:
             for images, labels in self.held_out():
                 total += float((model(images)[:, 0].float() - labels).square().sum())
                 count += len(labels)

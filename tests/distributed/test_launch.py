@@ -9,9 +9,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mprun.distributed.group import Group
+from mprun.distributed.group import RankGroup
 from mprun.distributed.launch import _judged
-from mprun.distributed.places import Place
+from mprun.distributed.rank_info import RankInfo
 from mprun.errors import RankFailed
 from mprun.record import checkpoint
 from mprun.record.run_directory import locked
@@ -213,8 +213,8 @@ def test_a_run_ends_with_the_code_of_the_rank_that_failed(codes, word, asked, en
     store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     if word is not None:
         rank, *said = word
-        Group.fail(SimpleNamespace(store=store, rank=rank), *said)
-    place = Place(None, 0, 0, 1, 2, "127.0.0.1", 0, served=True)
+        RankGroup.fail(SimpleNamespace(store=store, rank=rank), *said)
+    place = RankInfo(None, 0, 0, 1, 2, "127.0.0.1", 0, served=True)
     assert _judged(dict(enumerate(codes)), store, place, asked) == ends
 
 
@@ -222,7 +222,7 @@ def test_what_fails_on_one_rank_fails_on_all_with_its_code():
     """The exchange alone is made: this is rank 0, and rank 1 has damaged files."""
     rank_0 = SimpleNamespace(rank=0, all_of=lambda own: [own, ("bad file", 4)])
     with pytest.raises(RankFailed, match="rank 1: bad file") as failed:
-        Group.together(rank_0, lambda: "built")
+        RankGroup.together(rank_0, lambda: "built")
     assert failed.value.exit_code == 4
 
 

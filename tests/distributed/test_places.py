@@ -2,7 +2,7 @@
 
 import pytest
 
-from mprun.distributed.places import Place, completed, first_host, place_from
+from mprun.distributed.rank_info import RankInfo, completed, first_host, place_from
 from mprun.errors import BadInput
 
 from ..helpers import raises_line
@@ -29,8 +29,8 @@ SRUN = {
 
 
 def test_torchrun_and_srun():
-    assert place_from(TORCHRUN) == Place(5, 1, 1, 2, 4, "node1", 29500, served=True)
-    assert place_from(SRUN) == Place(5, 1, 1, 2, 4, "gpu003", 24242, served=False)
+    assert place_from(TORCHRUN) == RankInfo(5, 1, 1, 2, 4, "node1", 29500, served=True)
+    assert place_from(SRUN) == RankInfo(5, 1, 1, 2, 4, "gpu003", 24242, served=False)
 
 
 def test_what_torchrun_starts_a_rank_with_is_read_back():

@@ -30,9 +30,9 @@ import yaml
 from mprun.cli.dispatch import _arguments, verbs
 from mprun.cli.help import GROUPS, _options_of
 from mprun.config.compose import compose_config, group_options, hydra_session
+from mprun.config.keys import FIELDS
 from mprun.config.option_files import conf_dir
 from mprun.config.overrides import parse_overrides, sweep_values
-from mprun.config.roles import FIELDS
 
 ROOT = Path(__file__).resolve().parents[2]
 # Pages whose blocks a test of their own runs, against what the page shows of their output.

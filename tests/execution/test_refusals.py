@@ -9,8 +9,8 @@ from torch import nn
 from mprun.build import build, policy_from
 from mprun.build.model import uses_channels_last
 from mprun.build.precision import optimizer_maker
-from mprun.config.check import auto_channels_last
 from mprun.config.compose import compose_config
+from mprun.config.rules import auto_channels_last
 from mprun.errors import BadInput
 from mprun.execution import why_not_captured
 from mprun.precision.torch_update import has_fused_kernel

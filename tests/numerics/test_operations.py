@@ -48,7 +48,7 @@ class SmallTask:
         dtypes = {name: kept[dtype] for name, dtype in (overrides or {}).items()}
         device = torch.device("cpu")
         cast = cast_model(ConvNet(), self.policy, dtypes)
-        self.arithmetic = ForwardContext(
+        self.forward_context = ForwardContext(
             self.policy, device, native=native, overrides=dtypes.values()
         )
         self.scale = DynamicLossScale(1024.0)
@@ -64,8 +64,8 @@ class SmallTask:
     def train_step(self, step):
         learner = self.learners["model"]
         learner.optimizer.zero_grad()
-        with self.arithmetic:
-            with self.arithmetic.autocast():
+        with self.forward_context:
+            with self.forward_context.autocast():
                 logits = learner.model(self.policy.cast_inputs(self.inputs))
             logits = logits.to(self.policy.loss_dtype)
             if self.forced_fp32:
@@ -90,7 +90,7 @@ def test_a_step_that_raises_leaves_no_watcher_behind():
         task.learners["model"].model(torch.zeros(1))
     seen = dict(first.rows)
     task.train_step(0)
-    assert task.arithmetic.watchers == [] and first.rows == seen
+    assert task.forward_context.watchers == [] and first.rows == seen
 
 
 def dtypes_of(first, *names):

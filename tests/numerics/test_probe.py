@@ -58,7 +58,7 @@ def test_a_probed_and_shadowed_run_is_bit_equal_to_one_without(build_run, tmp_pa
         built = build_run(*SMALL[model], f"precision={mode}")
         losses = watched_steps(built, tmp_path, steps, every, shadow_every=every)
         state = built.task.state_dict()
-        runs.append((losses, state, torch.get_rng_state(), built.arithmetic.rerouted()))
+        runs.append((losses, state, torch.get_rng_state(), built.forward_context.rerouted()))
     assert_same_bits(*runs)
     assert [record.step for record in read_probes(tmp_path)] == list(range(2, steps + 1, 2))
 
@@ -142,9 +142,9 @@ def classifier(inplace: bool) -> Classification:
     model.forward = lambda x: _forward(model, x, inplace)
     scale = NoLossScale()
     cast, optimizer = mixed(model, "fp32", making(torch.optim.SGD, 0.1), scale)
-    arithmetic = ForwardContext(cast.policy, torch.device("cpu"))
+    forward_context = ForwardContext(cast.policy, torch.device("cpu"))
     learner = TrainState(cast, optimizer)
-    return Classification(learner, Blobs(), cast.policy, arithmetic, scale)
+    return Classification(learner, Blobs(), cast.policy, forward_context, scale)
 
 
 def _forward(model, x, inplace):

@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 from torch.optim import SGD, Adam  # noqa: E402
 
 from mprun.precision import LogMaxLossScale, MixedPrecisionOptimizer  # noqa: E402
-from mprun.precision.narrow_weights import NarrowWeights, widen  # noqa: E402
+from mprun.precision.rounded_weights import RoundedWeights, widen  # noqa: E402
 from mprun.precision.single_pass_cpu import BlockedUpdate  # noqa: E402
 from mprun.precision.single_pass_triton import KernelUpdate  # noqa: E402
 from mprun.precision.torch_update import initialise_state  # noqa: E402
@@ -167,28 +167,28 @@ def store(rule, rounding):
 
 def store_notices():
     """Random bits of the next update."""
-    keys = NarrowWeights.keys
+    keys = RoundedWeights.keys
     numbers = iter(range(100))
 
     def others(self):
         self.updates += next(numbers)
         return keys(self)
 
-    NarrowWeights.keys = others
+    RoundedWeights.keys = others
     try:
         found = store_difference(MixedPrecisionOptimizer, CPU, "sgd", "stochastic")
     finally:
-        NarrowWeights.keys = keys
+        RoundedWeights.keys = keys
     assert found is not None and "stochastic store" in found, found
 
 
 def store_by_hand(rounding):
-    """SGD at a rate of 1 is one subtraction: then every bit is that of `NarrowWeights.store`."""
+    """SGD at a rate of 1 is one subtraction: then every bit is that of `RoundedWeights.store`."""
     random = torch.Generator().manual_seed(5)
     start = [torch.randn(n, generator=random).bfloat16() for n in (4100, 16, 33)]
     weights = [tensor.clone().requires_grad_() for tensor in start]
     inner = SGD(weights, 1.0, fused=True)
-    narrow, other = (NarrowWeights(inner, list("abc"), weights, rounding, seed=3) for _ in "ab")
+    narrow, other = (RoundedWeights(inner, list("abc"), weights, rounding, seed=3) for _ in "ab")
     narrow.initialise_state()
     single = KernelUpdate(inner, weights, weights, [True] * 3, narrow)
     expected = [tensor.clone() for tensor in start]

@@ -32,13 +32,13 @@ def stepped(model, mode, inputs, *, before=lambda: None, **overrides):
     """The audit of one step of `model` in `mode`: as a task of mprun takes it."""
     policy = get_policy(mode)
     cast = cast_model(model, policy, overrides)
-    arithmetic = ForwardContext(policy, CPU, overrides=overrides.values())
-    audit = Audit(arithmetic, dict(model.named_parameters()))
+    forward_context = ForwardContext(policy, CPU, overrides=overrides.values())
+    audit = Audit(forward_context, dict(model.named_parameters()))
     inputs = policy.cast_inputs(inputs)
     with audit.watching(step=True):
         before()
-        with arithmetic:
-            with arithmetic.autocast():
+        with forward_context:
+            with forward_context.autocast():
                 outputs = cast.module(inputs)
             outputs.float().square().sum().backward()
     return audit
@@ -150,9 +150,9 @@ def test_tensor_float_32_that_is_switched_later_is_refused_on_a_gpu(mode):
 def test_products_in_fp32_are_called_tf32_where_the_mode_says_so():
     pin_math_flags("tf32")
     try:
-        arithmetic = ForwardContext(get_policy("tf32"), CUDA)
-        audit = Audit(arithmetic)
-        with audit.watching(step=True), arithmetic:
+        forward_context = ForwardContext(get_policy("tf32"), CUDA)
+        audit = Audit(forward_context)
+        with audit.watching(step=True), forward_context:
             torch.eye(2) @ torch.eye(2)  # on a CPU: of what is counted the dtype alone matters
     finally:
         pin_math_flags("ieee")
@@ -170,11 +170,11 @@ def test_a_model_that_writes_its_own_parameters_is_told():
 
 
 def test_evaluation_is_not_watched():
-    arithmetic = ForwardContext(get_policy("fp32"), CPU)
-    audit = Audit(arithmetic)
-    with audit.watching(step=True), arithmetic, ieee_fp32():
+    forward_context = ForwardContext(get_policy("fp32"), CPU)
+    audit = Audit(forward_context)
+    with audit.watching(step=True), forward_context, ieee_fp32():
         torch.eye(2) @ torch.eye(2)
-    with arithmetic:
+    with forward_context:
         torch.eye(2) @ torch.eye(2)
     assert audit.products == {("forward", F32): 1}
 
@@ -192,22 +192,22 @@ def test_a_mode_that_did_not_happen_is_refused():
 def test_a_mode_is_asked_for_where_nothing_is_emulated_too():
     """On CUDA, and a CPU's own kernels: no count of the emulation tells."""
     policy = get_policy("amp_bf16")
-    arithmetic = ForwardContext(policy, CPU, native=True)
-    audit, model = Audit(arithmetic), nn.Linear(4, 4)
-    with audit.watching(step=True), arithmetic:
+    forward_context = ForwardContext(policy, CPU, native=True)
+    audit, model = Audit(forward_context), nn.Linear(4, 4)
+    with audit.watching(step=True), forward_context:
         model(torch.randn(2, 4))  # without the autocast of the mode
     with raises_line(Contradiction, "no operation of the network ran in native-bf16"):
         audit.check_happened()
-    with audit.watching(step=True), arithmetic, arithmetic.autocast():
+    with audit.watching(step=True), forward_context, forward_context.autocast():
         model(torch.randn(2, 4))
     audit.check_happened()
 
 
 def test_an_arithmetic_within_itself_is_watched_once():
-    arithmetic = ForwardContext(get_policy("fp16_master"), CPU)
-    audit, model = Audit(arithmetic), nn.Linear(4, 4).half()
-    with audit.watching(step=True), arithmetic:
-        with arithmetic:
+    forward_context = ForwardContext(get_policy("fp16_master"), CPU)
+    audit, model = Audit(forward_context), nn.Linear(4, 4).half()
+    with audit.watching(step=True), forward_context:
+        with forward_context:
             model(torch.randn(2, 4).half())
         model(torch.randn(2, 4).half())
     assert audit.result()["products"] == {"forward fp16": 2}
@@ -219,7 +219,7 @@ def test_nothing_is_said_of_what_nobody_watched_to_its_end():
     with pytest.raises(KeyboardInterrupt), audit.watching(step=True):
         raise KeyboardInterrupt
     audit.check_happened()
-    assert audit.watched == 0 and audit.arithmetic.watchers == []
+    assert audit.watched == 0 and audit.forward_context.watchers == []
 
 
 def test_the_first_three_and_one_in_a_thousand():

@@ -61,9 +61,9 @@ class Net(nn.Module):
 
 def run(net, policy, inputs=None):
     inputs = torch.randn(3, 4) if inputs is None else inputs
-    arithmetic = ForwardContext(policy, CPU)
-    with arithmetic:
-        with arithmetic.autocast():
+    forward_context = ForwardContext(policy, CPU)
+    with forward_context:
+        with forward_context.autocast():
             outputs = net(policy.cast_inputs(inputs))
         outputs.float().sum().backward()
     return outputs
@@ -162,8 +162,8 @@ def test_local_response_norm_counts_as_a_norm_layer(mode):
     original = net[1].forward
     net[1].forward = lambda x: inner.append(x.dtype) or original(x)
     cast_model(net, policy)
-    arithmetic = ForwardContext(policy, CPU)
-    with arithmetic, arithmetic.autocast():
+    forward_context = ForwardContext(policy, CPU)
+    with forward_context, forward_context.autocast():
         net(policy.cast_inputs(torch.randn(2, 3, 4, 4)))
     assert inner == [policy.norm_dtype]
     assert probe.seen == (F32 if policy.autocast_dtype else policy.param_dtype)
@@ -174,11 +174,11 @@ def test_an_lstm_kept_in_fp32(mode):
     policy = get_policy(mode)
     model = models.LSTMLanguageModel(16, 8, 8, 2)
     cast_model(model, policy, {"lstm": F32})
-    arithmetic = ForwardContext(policy, CPU)
-    with arithmetic:
+    forward_context = ForwardContext(policy, CPU)
+    with forward_context:
         state = None
         for _ in range(2):
-            with arithmetic.autocast():
+            with forward_context.autocast():
                 logits, state = model(torch.randint(16, (5, 3)), state)
             state = tuple(part.detach() for part in state)
         logits.float().sum().backward()
@@ -186,7 +186,7 @@ def test_an_lstm_kept_in_fp32(mode):
     assert logits.dtype == F16
     # Under autocast the state is carried on as the module left it.
     assert {part.dtype for part in state} == {F32 if mode == "amp" else F16}
-    assert not any("lstm" in name for name in arithmetic.rerouted())
+    assert not any("lstm" in name for name in forward_context.rerouted())
 
 
 def test_an_unknown_pattern_names_modules_that_exist():

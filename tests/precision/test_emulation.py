@@ -204,8 +204,8 @@ def test_a_context_entered_within_itself_changes_nothing(mode, reentrant, monkey
         context.emulations[0].functions.loss_dtype = torch.float32
         context.watchers.append(seen)
 
-        def within(function, arithmetic, *args, **kwargs):
-            with arithmetic:
+        def within(function, forward_context, *args, **kwargs):
+            with forward_context:
                 return function(*args, **kwargs)
 
         engine = functools.partial(within, run, context)

@@ -44,11 +44,11 @@ def test_masters_follow_the_fp32_rule_and_the_model_is_their_rounding(
     # The reference updates its own FP32 tensors with the model's gradients, by torch's rule.
     reference = {name: p.clone().requires_grad_() for name, p in initial.items()}
     theirs = RULES[optimizer](list(reference.values()), **chosen)
-    arithmetic = ForwardContext(policy, torch.device("cpu"))
+    forward_context = ForwardContext(policy, torch.device("cpu"))
     for _ in range(5):
         inputs, labels = torch.randn(12, 6), torch.randint(3, (12,))
         ours.zero_grad()
-        with arithmetic:
+        with forward_context:
             loss = F.cross_entropy(model(policy.cast_inputs(inputs)).float(), labels)
             current = scale.scale.item()
             gradients = torch.autograd.grad(

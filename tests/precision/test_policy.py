@@ -114,16 +114,16 @@ def test_inputs_follow_the_parameters_and_labels_stay(name):
 
 
 def test_arithmetic_reports_what_it_rerouted_only_inside():
-    arithmetic = ForwardContext(get_policy("fp16_naive"), CPU)
+    forward_context = ForwardContext(get_policy("fp16_naive"), CPU)
     a = torch.ones(3, 3, dtype=F16)
     a @ a
-    assert arithmetic.rerouted() == {}
-    with arithmetic:
+    assert forward_context.rerouted() == {}
+    with forward_context:
         a @ a
         a @ a
-    assert arithmetic.rerouted() == {"forward mm": 2}
+    assert forward_context.rerouted() == {"forward mm": 2}
     a @ a
-    assert arithmetic.rerouted() == {"forward mm": 2}
+    assert forward_context.rerouted() == {"forward mm": 2}
 
 
 def test_a_cpu_can_honour_every_mode_but_tf32():

@@ -74,8 +74,8 @@ def test_what_sums_in_fp16_lose():
 
 def pass_through(model, policy, batch, backward):
     """One micro-batch as the engine computes it: `backward` is given its loss."""
-    with ForwardContext(policy, batch.device) as arithmetic:
-        with arithmetic.autocast():
+    with ForwardContext(policy, batch.device) as forward_context:
+        with forward_context.autocast():
             outputs = model(policy.cast_inputs(batch))
         backward(F.mse_loss(outputs.float(), torch.ones_like(outputs).float()))
 
@@ -268,13 +268,16 @@ def test_the_same_micro_batch_four_times_is_that_batch_once(param_dtype, scaler,
         divide = {"reduce_divide": "before"} if reduce else {}
         policy = build_policy("own", {"param_dtype": param_dtype} | reduce | divide)
         scale, model = get_loss_scale(scaler), network(6, 4)
-        cast, arithmetic = cast_model(model, policy), ForwardContext(policy, torch.device("cpu"))
+        cast, forward_context = (
+            cast_model(model, policy),
+            ForwardContext(policy, torch.device("cpu")),
+        )
         optimizer = MixedPrecisionOptimizer(cast, SGD, scale, parts=parts)
         for step in range(4):
             inputs = torch.randn(5, 6) * (1e6 if step == 2 else 1)  # one overflow in FP16
             optimizer.zero_grad()
             for _ in range(parts):
-                with arithmetic:
+                with forward_context:
                     optimizer.backward(model(policy.cast_inputs(inputs)).float().square().mean())
             optimizer.step()
             scale.update()

@@ -49,6 +49,6 @@ def test_frozen_layers_are_evaluated_unrounded():
     cast, optimizer = mixed(model, "fp16_master")
     assert model[0].weight.dtype is torch.float16
     assert not torch.equal(model[0].weight.float(), original)
-    arithmetic = ForwardContext(cast.policy, torch.device("cpu"))
-    with TrainState(cast, optimizer).evaluating(arithmetic, False) as copy:
+    forward_context = ForwardContext(cast.policy, torch.device("cpu"))
+    with TrainState(cast, optimizer).evaluating(forward_context, False) as copy:
         assert torch.equal(copy[0].weight, original)

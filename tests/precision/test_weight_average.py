@@ -81,8 +81,8 @@ def test_evaluation_sees_the_average_and_puts_the_weights_back(mode, in_mode):
         step(learner, index)
     weights = copy.deepcopy(dict(learner.model.named_parameters()))
     averages = learner.optimizer.averages
-    arithmetic = ForwardContext(learner.cast.policy, torch.device("cpu"))
-    with learner.evaluating(arithmetic, in_mode) as model:
+    forward_context = ForwardContext(learner.cast.policy, torch.device("cpu"))
+    with learner.evaluating(forward_context, in_mode) as model:
         seen = dict(model.named_parameters())
         dtype = weights["body.weight"].dtype if in_mode else torch.float32
         assert torch.equal(seen["body.weight"], averages["body.weight"].to(dtype))

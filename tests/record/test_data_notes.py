@@ -1,7 +1,7 @@
 """What run.json says of replaced files, over several attempts at a run."""
 
 from mprun.data import DigitsImages
-from mprun.training.messages import replaced, replaced_line
+from mprun.training.announcements import replaced, replaced_line
 
 
 class Replacing:

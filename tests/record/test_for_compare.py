@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mprun.cli import main
 from mprun.config.compose import compose_config
-from mprun.config.roles import config_hash
+from mprun.config.keys import config_hash
 from mprun.record.metrics import write_sample_grid
 from mprun.record.run_directory import write_json
 from mprun.training.metric_logger import EARLY_STEPS

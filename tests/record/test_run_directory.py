@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mprun.cli import main
 from mprun.config.compose import compose_config
-from mprun.config.roles import config_hash
+from mprun.config.keys import config_hash
 
 from ..helpers import LM, TINY_GAN, TINY_LM, numbers_of, record_of, refused, rows_of, run
 

@@ -14,7 +14,7 @@ from mprun.cli import main
 from mprun.errors import DIVERGED, PREEMPTED, BadInput
 from mprun.record.run_directory import Pulse, locked, write_json
 from mprun.sweep import run
-from mprun.sweep.attempt import Ended, Outcome, exit_code, settle
+from mprun.sweep.attempt import AttemptOutcome, ProcessEnd, exit_code, settle
 from mprun.sweep.batch import cell_of
 from mprun.sweep.jobs import Cell, State, look, put_aside, record_of
 from mprun.sweep.plan import Plan, plan
@@ -172,18 +172,22 @@ def test_a_lock_on_a_moved_directory_is_none(cell, monkeypatch):
 @pytest.mark.parametrize(
     ("ended", "printed", "outcome"),
     [
-        (Ended(-9), "step 3/20", Outcome("killed by SIGKILL", 5)),
-        (Ended(-11), "", Outcome("killed by SIGSEGV", 5)),
-        (Ended(-15), "", Outcome("stopped before its first step", 5)),
-        (Ended(-9, hung_s=30.0), "", Outcome("hung: no progress for 30 s, killed", 5)),
-        (Ended(2), "x\nmprun: data.root=a: no", Outcome("failed: data.root=a: no", 2)),
-        (Ended(5), "mprun: out of memory: 9 GB", Outcome("failed: out of memory: 9 GB", 5)),
+        (ProcessEnd(-9), "step 3/20", AttemptOutcome("killed by SIGKILL", 5)),
+        (ProcessEnd(-11), "", AttemptOutcome("killed by SIGSEGV", 5)),
+        (ProcessEnd(-15), "", AttemptOutcome("stopped before its first step", 5)),
+        (ProcessEnd(-9, hung_s=30.0), "", AttemptOutcome("hung: no progress for 30 s, killed", 5)),
+        (ProcessEnd(2), "x\nmprun: data.root=a: no", AttemptOutcome("failed: data.root=a: no", 2)),
         (
-            Ended(1),
-            "Traceback ...\nKeyError: 'x'\nmprun: this is a bug in mprun",
-            Outcome("failed: KeyError: 'x'", 1),
+            ProcessEnd(5),
+            "mprun: out of memory: 9 GB",
+            AttemptOutcome("failed: out of memory: 9 GB", 5),
         ),
-        (Ended(7), "", Outcome("failed: exit code 7", 7)),
+        (
+            ProcessEnd(1),
+            "Traceback ...\nKeyError: 'x'\nmprun: this is a bug in mprun",
+            AttemptOutcome("failed: KeyError: 'x'", 1),
+        ),
+        (ProcessEnd(7), "", AttemptOutcome("failed: exit code 7", 7)),
     ],
 )
 @pytest.mark.few(4)
@@ -194,7 +198,7 @@ def test_the_end_of_a_process_in_words(cell, ended, printed, outcome):
     # The same with a record that still says `running`: it says how the run ended from now on.
     put(cell)
     if ended.code == -signal.SIGTERM:
-        assert settle(cell, ended, attempts_before=0) == Outcome("preempted", 75)
+        assert settle(cell, ended, attempts_before=0) == AttemptOutcome("preempted", 75)
         assert record_of(cell.directory)["cause"] == "SIGTERM"
         return
     assert settle(cell, ended, attempts_before=0) == outcome
@@ -205,24 +209,26 @@ def test_the_end_of_a_process_in_words(cell, ended, printed, outcome):
 
 def test_a_record_is_believed_where_it_is_complete(cell):
     put(cell, status="failed", cause="RuntimeError: no")
-    assert settle(cell, Ended(1), 0) == Outcome("failed: RuntimeError: no", 1)
+    assert settle(cell, ProcessEnd(1), 0) == AttemptOutcome("failed: RuntimeError: no", 1)
     put(cell, status="diverged", last_step=12)
-    assert settle(cell, Ended(3), 0) == Outcome("diverged at step 12", 3)
+    assert settle(cell, ProcessEnd(3), 0) == AttemptOutcome("diverged at step 12", 3)
     put(cell, status="done")
-    assert settle(cell, Ended(0), 0) == Outcome("done", 0)
+    assert settle(cell, ProcessEnd(0), 0) == AttemptOutcome("done", 0)
     put(cell, status="preempted", cause="SIGTERM")
-    assert settle(cell, Ended(75), 0) == Outcome("preempted", 75)
+    assert settle(cell, ProcessEnd(75), 0) == AttemptOutcome("preempted", 75)
     # A hang that ended with a checkpoint after all can be continued, and says that it hung.
     words = "hung: no progress for 30 s, stopped"
-    assert settle(cell, Ended(75, hung_s=30.0), 0) == Outcome(words, 75)
+    assert settle(cell, ProcessEnd(75, hung_s=30.0), 0) == AttemptOutcome(words, 75)
     assert record_of(cell.directory)["status"] == "preempted"
     # A continuation that wrote nothing ended by itself.
     cell.log.write_text("mprun: out of memory: 9 GB\n")
-    assert settle(cell, Ended(5), attempts_before=1) == Outcome("failed: out of memory: 9 GB", 5)
+    assert settle(cell, ProcessEnd(5), attempts_before=1) == AttemptOutcome(
+        "failed: out of memory: 9 GB", 5
+    )
     # Somebody else's by now.
     put(cell, status="running")
     with locked(cell.directory):
-        assert settle(cell, Ended(-9), 0).again
+        assert settle(cell, ProcessEnd(-9), 0).again
 
 
 @pytest.mark.parametrize(
@@ -311,14 +317,14 @@ def test_the_line_of_an_ended_cell_fits_the_terminal(tmp_path, monkeypatch, capf
         board.started_run(one)
         board.since[one] -= 100
     put(first, status="done", final={"loss": 0.123456, "top1": 98.7654321})
-    board.ended(first, Outcome("done"))
+    board.ended(first, AttemptOutcome("done"))
     put(second, status="diverged", last_step=123456, final={"loss": "nan"})
-    board.ended(second, Outcome("diverged at step 123456", DIVERGED))
+    board.ended(second, AttemptOutcome("diverged at step 123456", DIVERGED))
     board.started_run(third)
     put(third, status="preempted")
     (third.directory / "metrics.jsonl").write_text('{"split": "train", "step": 7, "loss": 5.35}\n')
-    board.ended(third, Outcome("preempted", PREEMPTED))
-    board.ended(fourth, Outcome("failed: ValueError: " + "x" * 100, 1))
+    board.ended(third, AttemptOutcome("preempted", PREEMPTED))
+    board.ended(fourth, AttemptOutcome("failed: ValueError: " + "x" * 100, 1))
     board.in_use(fifth)
     lines = capfd.readouterr().err.splitlines()
     cause = lines.pop(-2)

@@ -8,7 +8,7 @@ import pytest
 
 from mprun.cli import main
 from mprun.sweep import attempt as processes
-from mprun.sweep.attempt import Attempt, Outcome
+from mprun.sweep.attempt import Attempt, AttemptOutcome
 from mprun.sweep.plan import plan
 
 from ..helpers import record_of
@@ -97,7 +97,7 @@ def test_a_hang_is_killed_even_before_the_first_step(tmp_path, tiny, wait_for, m
     attempt = Attempt(cell, None, stall_after=1.0)
     os.kill(attempt.process.pid, signal.SIGSTOP)
     outcome = wait_for(attempt.poll)
-    assert outcome == Outcome("hung: no progress for 1 s, killed", code=5)
+    assert outcome == AttemptOutcome("hung: no progress for 1 s, killed", code=5)
     assert not cell.directory.exists()
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from mprun.config.compose import compose_config
-from mprun.config.roles import is_told
+from mprun.config.keys import is_told
 from mprun.errors import BadInput
 from mprun.record.run_directory import run_name
 from mprun.sweep.plan import plan

@@ -30,7 +30,7 @@ def test_the_loss_by_hand(build_run):
 def test_every_head_s_loss_is_in_fp32_but_where_the_mode_says_otherwise(build_run, mode):
     task = build_run(*TINY, f"precision={mode}").task
     batch = next(task.load(0))
-    with task.arithmetic:
+    with task.forward_context:
         reported, propagated = task.loss(batch)
     assert reported.dtype is propagated.dtype is task.policy.loss_dtype
     assert propagated > reported > 0

@@ -34,12 +34,12 @@ def final_state(task, evaluate):
 
 
 @pytest.mark.parametrize(
-    ("mode", "arithmetic"), [*EVERY_MODE, ("amp", "mode"), ("fp16_naive", "mode")]
+    ("mode", "evaluated_in"), [*EVERY_MODE, ("amp", "mode"), ("fp16_naive", "mode")]
 )
 @pytest.mark.parametrize("model", RUNS)
 @pytest.mark.few(2)
-def test_training_does_not_notice_an_evaluation(build_run, model, mode, arithmetic):
-    overrides = [*RUNS[model], f"precision={mode}", f"train.eval_arithmetic={arithmetic}"]
+def test_training_does_not_notice_an_evaluation(build_run, model, mode, evaluated_in):
+    overrides = [*RUNS[model], f"precision={mode}", f"train.eval_arithmetic={evaluated_in}"]
     plain, evaluated = (
         final_state(build_run(*overrides).task, evaluate) for evaluate in (False, True)
     )
@@ -79,7 +79,7 @@ def test_evaluation_in_the_mode_s_own_arithmetic_uses_the_model_itself(build_run
     own = build_run(*AUTOENCODER, "precision=fp16_master", "train.eval_arithmetic=mode").task
     assert task.evaluate() != own.evaluate()
     assert own.learner.model.training
-    assert own.arithmetic.rerouted() and not task.arithmetic.rerouted()
+    assert own.forward_context.rerouted() and not task.forward_context.rerouted()
 
 
 @pytest.mark.slow

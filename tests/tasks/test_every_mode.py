@@ -119,7 +119,7 @@ def test_two_steps(build_run, model, mode):
     embeds = any(isinstance(module, nn.Embedding) for one in models for module in one.modules())
     if embeds and parameter_dtype != F32:
         expected.add("backward embedding_dense_backward")
-    assert set(built.arithmetic.rerouted()) == expected
+    assert set(built.forward_context.rerouted()) == expected
 
 
 def test_a_cpu_refuses_tf32(build_run):

@@ -53,14 +53,14 @@ def bare_loop(model, optimizer, data, loss_of, steps=STEPS, scaler=None, clip=No
     """(losses, loss scales) of the loop a user of torch writes; scaler: under autocast to FP16."""
     amp = scaler is not None
     scaler = scaler if amp else torch.amp.GradScaler("cpu", enabled=False)
-    arithmetic = HalfEmulation() if amp else nullcontext()
+    forward_context = HalfEmulation() if amp else nullcontext()
     losses, scales, state = [], [], None
     for step in range(steps):
         optimizer.zero_grad()
         own = []
         for part in range(parts):
             inputs, targets = data.train_batch(parts * step + part)
-            with arithmetic:
+            with forward_context:
                 with torch.autocast("cpu", torch.float16, enabled=amp):
                     if loss_of is of_words:
                         state = None if step % 6 == 0 else state

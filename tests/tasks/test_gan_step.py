@@ -50,7 +50,7 @@ def test_a_step_is_that_of_a_bare_loop(build_run, overrides):
     amp = bool(overrides)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2, enabled=amp)
     emulated = amp and "cpu_half=native" not in overrides
-    arithmetic = HalfEmulation() if emulated else nullcontext()
+    forward_context = HalfEmulation() if emulated else nullcontext()
 
     def of(network, inputs):
         with torch.autocast("cpu", dtype=torch.float16, enabled=amp):
@@ -60,7 +60,7 @@ def test_a_step_is_that_of_a_bare_loop(build_run, overrides):
         images, _ = data.train_batch(step)
         codes = torch.randn(4, 100)
         d_optimizer.zero_grad()
-        with arithmetic:
+        with forward_context:
             fake = of(generator, codes)
             real_loss = bce(of(discriminator, images), 1.0)
             scaler.scale(real_loss).backward()
@@ -68,7 +68,7 @@ def test_a_step_is_that_of_a_bare_loop(build_run, overrides):
             scaler.scale(fake_loss).backward()
         scaler.step(d_optimizer)
         g_optimizer.zero_grad()
-        with arithmetic:
+        with forward_context:
             g_loss = bce(of(discriminator, fake), 1.0)
             scaler.scale(g_loss).backward()
         scaler.step(g_optimizer)

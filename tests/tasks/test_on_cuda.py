@@ -49,8 +49,8 @@ def test_three_steps_without_waiting_and_an_evaluation(build_run, model, mode):
         for name, master in learner.optimizer.masters.items():
             assert master.dtype == torch.float32
             assert torch.equal(own[name], master.to(own[name].dtype))
-    assert built.arithmetic.rerouted() == {}
-    assert built.arithmetic.kind().split("-")[0] in ("native", "none")
+    assert built.forward_context.rerouted() == {}
+    assert built.forward_context.kind().split("-")[0] in ("native", "none")
 
 
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "loop"])

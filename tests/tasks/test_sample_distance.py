@@ -192,12 +192,12 @@ def test_a_run_records_it_and_trains_to_the_same_bits(tmp_path, build_run):
     assert distances[-1] == pytest.approx(expected, rel=1e-4)
 
 
-@pytest.mark.parametrize("arithmetic", ["fp32", "mode"])
+@pytest.mark.parametrize("evaluated_in", ["fp32", "mode"])
 @pytest.mark.slow
-def test_training_does_not_notice_it_in_a_16_bit_mode(build_run, arithmetic):
+def test_training_does_not_notice_it_in_a_16_bit_mode(build_run, evaluated_in):
     rows = []
     for metric in ("loss", "sliced_wasserstein"):
-        more = [f"compare.metric={metric}", f"train.eval_arithmetic={arithmetic}"]
+        more = [f"compare.metric={metric}", f"train.eval_arithmetic={evaluated_in}"]
         task = build_run(*GAN, "precision=amp", *more).task
         losses = [task.train_step(0)["loss"]]
         values = task.evaluate()

@@ -132,7 +132,7 @@ def test_every_mode(build_run, mode):
         expected = {"forward lstm", "backward lstm"}
     if half is not torch.float32:
         expected.add("backward embedding_dense_backward")
-    assert set(built.arithmetic.rerouted()) == expected
+    assert set(built.forward_context.rerouted()) == expected
     assert math.isfinite(task.evaluate()["loss"])
 
 
@@ -171,7 +171,7 @@ def test_evaluation_reads_the_tables_where_they_are(build_run, mode):
     task = build_run(*SAMPLED, f"precision={mode}", "optim.eps=1e-3").task
     task.train_step(0)
     random = torch.get_rng_state()
-    with task.learner.evaluating(task.arithmetic, False) as model:
+    with task.learner.evaluating(task.forward_context, False) as model:
         assert model.embedding.weight is task.learner.model.embedding.weight
         assert model.output.weight is task.learner.model.output.weight
         assert model.lstm.weight_hh_l0.dtype == torch.float32

@@ -10,8 +10,8 @@ from omegaconf import MISSING
 from mprun.config.components.gan import LATENT
 from mprun.config.components.images import AUXILIARY, smoothing
 from mprun.config.components.language import time_reduction
+from mprun.config.fields import count, ranged, setting
 from mprun.config.registry import DataConfig, ModelConfig, network, source
-from mprun.config.rules import count, ranged, setting
 
 
 @network("custom", task=None, own=True, later={"aux_weight": 0.0})

@@ -1,8 +1,8 @@
 """Generated images, from a generator or a decoder that ends in tanh."""
 
 from mprun.config.components.images import SIDE, in_tanh
+from mprun.config.fields import count, one_of, ranged
 from mprun.config.registry import ModelConfig, network, task
-from mprun.config.rules import count, one_of, ranged
 
 task(
     "gan",

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from mprun.config.fields import READING, count, one_of, ranged, setting, share
 from mprun.config.registry import DataConfig, ModelConfig, Rule, network, source, task, task_of
-from mprun.config.rules import READING, count, one_of, ranged, setting, share
 from mprun.config.schema import RunConfig
 
 task(

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from functools import partial
 
+from mprun.config.fields import READING, count, one_of, positive, ranged, setting, share
 from mprun.config.registry import DataConfig, ModelConfig, network, source, task
-from mprun.config.rules import READING, count, one_of, positive, ranged, setting, share
 from mprun.config.schema import RunConfig
 
 task(

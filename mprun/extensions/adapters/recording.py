@@ -77,7 +77,7 @@ class Recording:
         self.open, self.steps = True, 0
         self.evaluated: int | None = None
         self._every: int = settings.get("log_every", 50)
-        self._device = state_of(optimizers[0]).arithmetic.device if together else None
+        self._device = state_of(optimizers[0]).forward_context.device if together else None
 
     def step(self, loss: Tensor | float) -> bool:
         """Record a taken step; return False if the run has ended."""

@@ -13,7 +13,7 @@ from pathlib import Path
 from mprun.cli.arguments import Arguments, known_modes, names, number
 from mprun.config.compose import compose_config
 from mprun.errors import BUG, DONE, INTERRUPTED, RESOURCE, BadInput
-from mprun.extensions.bench.plan import REFERENCES, Group, check_overrides
+from mprun.extensions.bench.plan import REFERENCES, BenchGroup, check_overrides
 
 LEAST_BUDGET_S = 20
 _WHAT = """\
@@ -140,7 +140,7 @@ def bench(contest: str, options: Namespace, again: list[str], started: float) ->
     return exit_code(content)
 
 
-def claimed(options: Namespace, groups: list[Group]) -> Path:
+def claimed(options: Namespace, groups: list[BenchGroup]) -> Path:
     """Return a new folder for this bench; BadInput if --out exists already."""
     from mprun.record.run_directory import claim
 

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 
 from mprun.build import policy_from
-from mprun.config.check import updates_in_16_bits
 from mprun.config.compose import compose_config
+from mprun.config.rules import updates_in_16_bits
 from mprun.errors import BadInput
-from mprun.extensions.bench.plan import REFERENCES, Case, Group, Row, without_device
+from mprun.extensions.bench.plan import REFERENCES, BenchGroup, BenchRow, Case, without_device
 from mprun.extensions.bench.report import markdown
 from mprun.extensions.bench.summary import summarise
 from mprun.precision import why_no_lstm, why_unsupported
@@ -33,13 +33,13 @@ class Contest:
 
     worker = "mprun.extensions.bench.worker:Worker"
 
-    def plan(self, options: Namespace, device: torch.device) -> tuple[list[Group], list[dict]]:
+    def plan(self, options: Namespace, device: torch.device) -> tuple[list[BenchGroup], list[dict]]:
         """Return the groups to measure, and label, mode, contender and reason of each omission.
 
         Raises:
             BadInput: this device or configuration cannot run a requested mode.
         """
-        groups: list[Group] = []
+        groups: list[BenchGroup] = []
         left_out: list[dict] = []
         for group in self.groups(options, device):
             cases: list[Case] = []
@@ -64,17 +64,17 @@ class Contest:
             groups.append(replace(group, cases=tuple(cases)))
         return groups, left_out
 
-    def groups(self, options: Namespace, device: torch.device) -> list[Group]:
+    def groups(self, options: Namespace, device: torch.device) -> list[BenchGroup]:
         """Return the models to measure, still without cases, from the command line."""
         config = compose_config(options.overrides, options.config_dir).config
         size = getattr(config.data, "image_size", None)
         shape = f" {size} px" if size else ""
         label = f"{config.model.name}{shape} b{config.data.batch_size}"
         modes = options.modes or (GPU_MODES if device.type == "cuda" else CPU_MODES)
-        return [Group(label, without_device(options.overrides), tuple(modes))]
+        return [BenchGroup(label, without_device(options.overrides), tuple(modes))]
 
     def others(
-        self, group: Group, case: Case, options: Namespace, device: torch.device
+        self, group: BenchGroup, case: Case, options: Namespace, device: torch.device
     ) -> dict[str, str | None]:
         """Return contenders beside mprun in the mode of `case`.
 
@@ -97,7 +97,7 @@ class Contest:
         """Return the case to measure again beside this one if memory did not hold both."""
         return None
 
-    def check(self, rows: Sequence[Row]) -> dict[str, tuple[bool, str]]:
+    def check(self, rows: Sequence[BenchRow]) -> dict[str, tuple[bool, str]]:
         """Return for each row key whether the row computes the same as the others, and a reason.
 
         mprun at its best settings is compared with its defaults. A mode that should learn like FP32
@@ -151,7 +151,7 @@ def learns_as_fp32(case: Case) -> bool:
     return not loses_updates and not (loses_gradients and config.scaler.kind == "none")
 
 
-def _held_to(other: Row, row: Row) -> tuple[bool, str]:
+def _held_to(other: BenchRow, row: BenchRow) -> tuple[bool, str]:
     mine, theirs = row.equality["losses"], other.equality["losses"]
     where = f"{other.case.contender} in {other.case.mode}"
     for step, (loss, expected) in enumerate(zip(mine, theirs, strict=True), start=1):

@@ -62,7 +62,7 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class BenchGroup:
     """One model at one size.
 
     Attributes:
@@ -84,7 +84,7 @@ class Group:
 
 
 @dataclass(slots=True)
-class Row:
+class BenchRow:
     """The results of a case so far.
 
     Attributes:

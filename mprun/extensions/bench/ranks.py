@@ -25,7 +25,7 @@ import torch
 from mprun.config.compose import compose_config
 from mprun.config.registry import kind_of
 from mprun.distributed.launch import launch
-from mprun.distributed.places import place_from
+from mprun.distributed.rank_info import place_from
 from mprun.errors import ASKING, DONE, INTERRUPTED, BadInput, MprunError, Resource
 from mprun.record.console import markdown_table
 from mprun.record.run_directory import write_json

@@ -24,7 +24,7 @@ import torch
 from mprun.config.compose import compose_config
 from mprun.extensions.bench.child import ChildFailed, ChildProcess, Interrupted, TimeUp
 from mprun.extensions.bench.contest import Contest
-from mprun.extensions.bench.plan import Case, Group, Row
+from mprun.extensions.bench.plan import BenchGroup, BenchRow, Case
 from mprun.extensions.bench.report import write_figure
 from mprun.record.run_directory import write_json
 from mprun.training.environment import environment
@@ -101,7 +101,7 @@ class Session:
         self,
         contest: Contest,
         options: Namespace,
-        groups: Sequence[Group],
+        groups: Sequence[BenchGroup],
         device: torch.device,
         folder: Path,
         deadline: float,
@@ -111,7 +111,7 @@ class Session:
         self.folder, self.deadline, self.interruption = folder, deadline, interruption
         self.log = Log(folder / "bench.jsonl", options.budget_s)
         self.log.write("start", options=vars(options))
-        self.rows = [Row(case) for group in groups for case in group.cases]
+        self.rows = [BenchRow(case) for group in groups for case in group.cases]
         self.machine: dict = {}
         self._children: dict[str, ChildProcess] = {}  # living ones, by the key of their row
         self._late: set[str] = set()  # keys of rows that found no memory beside others
@@ -153,7 +153,7 @@ class Session:
         self.log.write("end")
         self.log.close()
 
-    def _measure_group(self, rows: list[Row], until: float) -> None:
+    def _measure_group(self, rows: list[BenchRow], until: float) -> None:
         self._ask_limits(rows)
         waiting = list(rows)
         # Begin another cohort only if there is time for one more child at least.
@@ -166,7 +166,7 @@ class Session:
                 self._end(*(row.key for row in alive))
         self._end("limits", *(row.key for row in rows))
 
-    def _ask_limits(self, rows: list[Row]) -> None:
+    def _ask_limits(self, rows: list[BenchRow]) -> None:
         """Let a separate process count the step of each mode while the children start.
 
         Counting ends before the windows begin, because nothing else may work beside them. A mode
@@ -178,7 +178,7 @@ class Session:
         for case in self._counted(rows):
             child.post("limit", case=case, ceilings=ceilings, name=device_name(self.device))
 
-    def _collect_limits(self, rows: list[Row], until: float) -> None:
+    def _collect_limits(self, rows: list[BenchRow], until: float) -> None:
         """Give each row its limit: wait for the counts up to a time, then end the process."""
         if (child := self._children.get("limits")) is None:
             return
@@ -195,12 +195,12 @@ class Session:
         for row in rows:
             row.limit = found.get(row.case.mode, _EMULATED)
 
-    def _counted(self, rows: list[Row]) -> Iterable[Case]:
+    def _counted(self, rows: list[BenchRow]) -> Iterable[Case]:
         """Return a case of each mode whose step is counted."""
         modes = {row.case.mode: row.case for row in rows}
         return modes.values() if self.device.type == "cuda" else filter(None, [modes.get("fp32")])
 
-    def _admit(self, waiting: list[Row], rows: list[Row], until: float) -> list[Row]:
+    def _admit(self, waiting: list[BenchRow], rows: list[BenchRow], until: float) -> list[BenchRow]:
         """Start children from the front of `waiting` until memory or time ends.
 
         Returns the rows that may be timed.
@@ -208,7 +208,7 @@ class Session:
         self._cohort += 1
         now = time.monotonic()
         start_by, first_by = (now + share * (until - now) for share in (START_SHARE, FIRST_SHARE))
-        alive: list[Row] = []
+        alive: list[BenchRow] = []
         partners = {row.key: row for row in rows if row.windows}
         while waiting and time.monotonic() < (start_by if alive else first_by):
             row = waiting[0]
@@ -232,7 +232,7 @@ class Session:
             return []
         return self._worth_timing(alive, rows)
 
-    def _waits_for_memory(self, row: Row, alive: list[Row]) -> bool:
+    def _waits_for_memory(self, row: BenchRow, alive: list[BenchRow]) -> bool:
         """Return whether to retry a row alone that found no memory beside others."""
         if row.kind != "memory" or not alive or row.key in self._late:
             return False
@@ -240,7 +240,7 @@ class Session:
         self.log.say(f"{row.key}: no memory beside {len(alive)} others; in turn later")
         return True
 
-    def _ready(self, row: Row, start_by: float) -> bool:
+    def _ready(self, row: BenchRow, start_by: float) -> bool:
         """Build a contender, take its first steps, prepare it; return whether this succeeds."""
         child = self._start(row)
         by, began = min(start_by, self.deadline), time.monotonic()
@@ -267,7 +267,7 @@ class Session:
         self.log.say(f"{row.key}: ready after {sum(found['seconds']):.1f} s of first steps")
         return True
 
-    def _worth_timing(self, alive: list[Row], rows: list[Row]) -> list[Row]:
+    def _worth_timing(self, alive: list[BenchRow], rows: list[BenchRow]) -> list[BenchRow]:
         """Return the rows that compute the same as the others; end the rest with a reason."""
         taken = [row for row in rows if "losses" in row.equality and not row.case.real_data]
         answers = self.contest.check(taken)
@@ -282,7 +282,7 @@ class Session:
             self.log.say(f"{row.key}: not timed, {row.reason}")
         return [row for row in alive if row not in wrong]
 
-    def _measure(self, alive: list[Row], until: float) -> None:
+    def _measure(self, alive: list[BenchRow], until: float) -> None:
         """Warm up, measure windows in turns, then the details."""
         left = max(0.0, until - time.monotonic())
         least, most = WARM_UP_S
@@ -304,7 +304,7 @@ class Session:
                 step_s = row.windows[-1]["seconds"] / row.windows[-1]["steps"]
                 row.details = self._asked(row, "details", step_s=step_s, seconds=seconds)
 
-    def _has_time(self, alive: list[Row], number: int, until: float) -> bool:
+    def _has_time(self, alive: list[BenchRow], number: int, until: float) -> bool:
         """Return whether a round of windows fits; after the third round with the details."""
         more = DETAILS_STEPS if number >= ROUNDS else 0
         warm = [row.warm_up for row in alive]
@@ -314,7 +314,7 @@ class Session:
             return False
         return True
 
-    def _window(self, row: Row, number: int) -> None:
+    def _window(self, row: BenchRow, number: int) -> None:
         place = {"cohort": self._cohort, "round": number}
         found = self._asked(row, "window", place, steps=row.warm_up["steps_per_window"])
         if found:
@@ -322,7 +322,7 @@ class Session:
             rate, sample = found["samples"] / found["seconds"], row.facts["build"]["sample"]
             self.log.say(f"{row.key}: {rate:,.0f} {sample}s/s")
 
-    def _asked(self, row: Row, do: str, place: dict | None = None, **request: Any) -> dict:
+    def _asked(self, row: BenchRow, do: str, place: dict | None = None, **request: Any) -> dict:
         """Return the answer and log it with its place; if the child fails, end it, return {}."""
         try:
             found = self._children[row.key].ask(self.deadline, do, **request)
@@ -332,7 +332,7 @@ class Session:
         self.log.write(do, case=row.key, **(place or {}), **found)
         return found
 
-    def _failed(self, row: Row, failure: ChildFailed, timed: bool) -> None:
+    def _failed(self, row: BenchRow, failure: ChildFailed, timed: bool) -> None:
         """End the child and note why; `timed`: it failed in measurement, not in preparation."""
         self._end(row.key)
         if timed or not row.windows:
@@ -345,7 +345,7 @@ class Session:
         log = self.folder / "logs" / f"{name}.log"
         return ChildProcess(log, self.interruption, self.contest.worker)
 
-    def _start(self, row: Row) -> ChildProcess:
+    def _start(self, row: BenchRow) -> ChildProcess:
         if row.key not in self._children:
             number = len(list((self.folder / "logs").glob("*.log"))) + 1
             name = f"{row.case.label}-{row.case.mode}-{row.case.contender}"
@@ -370,7 +370,7 @@ def run_bench(
     contest: Contest,
     options: Namespace,
     device: torch.device,
-    plan: tuple[list[Group], list[dict]],
+    plan: tuple[list[BenchGroup], list[dict]],
     folder: Path,
     started: float,
 ) -> tuple[dict, str]:

@@ -14,7 +14,7 @@ CLASS, DIFFICULT = 4, 5  # columns of a target, behind its box; class -1: no obj
 SCORE = 5  # of a detection, behind its box and its class
 
 
-class Found(NamedTuple):
+class Detections(NamedTuple):
     """A detector's outputs for ``(images, targets)``.
 
     Attributes:
@@ -95,7 +95,7 @@ def suppress(boxes: Tensor, valid: Tensor, threshold: float) -> Tensor:
 def best_detections(
     boxes: Tensor, scores: Tensor, k: int, least: float, threshold: float, most: int
 ) -> Tensor:
-    """Return the detections of one image, float32 ``[at most `most`, 6]``; see `Found`.
+    """Return the detections of one image, float32 ``[at most `most`, 6]``; see `Detections`.
 
     Args:
         boxes: ``[n, classes, 4]``, the boxes of each class.

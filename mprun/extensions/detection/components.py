@@ -11,8 +11,8 @@ from mprun.config.components.images import (
     in_colour,
     prefetch,
 )
+from mprun.config.fields import one_of, ranged, setting, share
 from mprun.config.registry import ModelConfig, network, source, task
-from mprun.config.rules import one_of, ranged, setting, share
 from mprun.config.schema import RunConfig
 
 task(

@@ -23,7 +23,7 @@ from torchvision.ops import nms
 
 from mprun.extensions.detection.boxes import (
     CLASS,
-    Found,
+    Detections,
     best_detections,
     decode,
     encode,
@@ -215,7 +215,7 @@ class Regions(nn.Module):
         return _mean(errors, offsets, wanted, classes > 0, counted, REGION_BETA)
 
     def detections(self, logits: Tensor, offsets: Tensor, regions: Tensor, valid: Tensor) -> Tensor:
-        """Return float32 ``[batch, at most 100, 6]``; see `Found`."""
+        """Return float32 ``[batch, at most 100, 6]``; see `Detections`."""
         boxes = decode(offsets[:, :, 1:], regions[:, :, None], REGION_WEIGHTS).clamp(0, 1)
         scores = torch.where(valid[..., None], logits.softmax(2)[..., 1:], 0.0)
         return torch.stack(
@@ -230,7 +230,7 @@ class FasterRCNN(nn.Module):
     """A backbone and two networks that read its map.
 
     ``forward(images, targets)``: images ``[batch, 3, size, size]``, targets ``[batch, most, 6]``;
-    returns `Found`. The evaluation loss uses samples drawn from a fixed seed.
+    returns `Detections`. The evaluation loss uses samples drawn from a fixed seed.
 
     Args:
         features: the backbone; its map has ``channels``.
@@ -276,7 +276,7 @@ class FasterRCNN(nn.Module):
         for layer in convolutions[:count]:
             layer.requires_grad_(False)
 
-    def forward(self, images: Tensor, targets: Tensor) -> Found:
+    def forward(self, images: Tensor, targets: Tensor) -> Detections:
         maps = self.features(images)
         shared = self.shared(maps)
         scores = _by_anchor(self.objectness(shared), 2)
@@ -288,12 +288,12 @@ class FasterRCNN(nn.Module):
         outputs = self.inside(maps, regions)
         loss = loss + self.regions(*outputs, classes, wanted, counted)
         if self.training:
-            return Found(loss, None)
+            return Detections(loss, None)
         regions, valid = self.proposals.propose(
             scores, shifts, limits.before_in_evaluation, limits.after_in_evaluation
         )
         outputs = self.inside(maps, regions)
-        return Found(loss, self.regions.detections(*outputs, regions, valid))
+        return Detections(loss, self.regions.detections(*outputs, regions, valid))
 
     def inside(self, maps: Tensor, regions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the regions' logits and offsets, float32.

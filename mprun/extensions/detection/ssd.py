@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from mprun.extensions.detection.boxes import (
     CLASS,
-    Found,
+    Detections,
     best_detections,
     decode,
     encode,
@@ -61,7 +61,7 @@ class MultiBox(nn.Module):
     overlaps it most.
 
     ``forward(offsets, logits, targets)``: ``[batch, n, 4]`` and ``[batch, n, 1 + classes]`` of any
-    floating dtype, class 0 is the background; targets as in boxes.py; returns `Found`.
+    floating dtype, class 0 is the background; targets as in boxes.py; returns `Detections`.
 
     Args:
         defaults: float32 ``[n, 4]`` in 0 ... 1.
@@ -79,11 +79,11 @@ class MultiBox(nn.Module):
         self.defaults: Tensor
         self.mean, self.most_of_a_class = mean, most_of_a_class
 
-    def forward(self, offsets: Tensor, logits: Tensor, targets: Tensor) -> Found:
+    def forward(self, offsets: Tensor, logits: Tensor, targets: Tensor) -> Detections:
         with torch.autocast(offsets.device.type, enabled=False):
             offsets, logits, targets = offsets.float(), logits.float(), targets.float()
             loss = self._loss(offsets, logits, *self.match(targets))
-            return Found(loss, None if self.training else self.detections(offsets, logits))
+            return Detections(loss, None if self.training else self.detections(offsets, logits))
 
     def match(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the target of each default box ``[batch, n, 6]``, and whether it has one, bool."""
@@ -116,7 +116,7 @@ class MultiBox(nn.Module):
         return total / matched.sum().clamp(min=1)
 
     def detections(self, offsets: Tensor, logits: Tensor) -> Tensor:
-        """Return float32 ``[batch, at most 200, 6]``; see `Found`."""
+        """Return float32 ``[batch, at most 200, 6]``; see `Detections`."""
         boxes = decode(offsets, self.defaults, WEIGHTS).clamp(0, 1)
         scores = (logits.sigmoid() if self.mean else logits.softmax(2))[..., 1:]
         of_each = boxes[:, :, None].expand(*scores.shape, 4)
@@ -163,7 +163,7 @@ class SSD(nn.Module):
     """A backbone, smaller and smaller maps after it, and two convolutions on each of them.
 
     ``forward(images, targets)``: images ``[batch, 3, size, size]``, targets ``[batch, most, 6]``;
-    returns `Found`.
+    returns `Detections`.
 
     Args:
         features: the backbone.
@@ -196,7 +196,7 @@ class SSD(nn.Module):
         self.classes = _OneForEach(nn.Conv2d(c, (1 + classes) * n, 3, padding=1) for c, n in pairs)
         self.num_classes, self.multibox = classes, multibox
 
-    def forward(self, images: Tensor, targets: Tensor) -> Found:
+    def forward(self, images: Tensor, targets: Tensor) -> Detections:
         return self.multibox(*self.outputs(images), targets)
 
     def outputs(self, images: Tensor) -> tuple[Tensor, Tensor]:

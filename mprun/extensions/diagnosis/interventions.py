@@ -13,7 +13,7 @@ from torch import Tensor
 
 from mprun.build import Built
 from mprun.config.compose import compose_config, group_options, hydra_session
-from mprun.config.roles import kind_recorded
+from mprun.config.keys import kind_recorded
 from mprun.errors import BadInput, MprunError
 from mprun.extensions.diagnosis.first_nonfinite import Finding
 from mprun.numerics.exponent_shares import FP16_MAX

@@ -93,7 +93,7 @@ def log_probs(
     time = windows.tokens.shape[1]
     dtype = None if own_format else torch.float32
     found = []
-    with task.learner.evaluating(task.arithmetic, in_mode=True) as model:
+    with task.learner.evaluating(task.forward_context, in_mode=True) as model:
         for sides in zip(*(side.split(batch) for side in windows), strict=True):
             tokens, targets = (F.pad(side, (0, pad)).t().contiguous() for side in sides)
             if task.sampled:

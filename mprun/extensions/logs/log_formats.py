@@ -23,8 +23,8 @@ from typing import Any
 import numpy as np
 
 from mprun.compare.load import natural_order
-from mprun.config.roles import flat
-from mprun.config.rules import nearest
+from mprun.config.fields import nearest
+from mprun.config.keys import flat
 from mprun.errors import BadInput, Damaged
 
 # Names that count steps, the best first; a log with several of them uses the first.

@@ -13,9 +13,9 @@ from typing import Any
 from mprun.cli.arguments import Arguments, names, number
 from mprun.cli.compare import JUDGING, add_judging, folder_beside
 from mprun.compare import compare
-from mprun.compare.text import console, markdown
+from mprun.compare.wording import console, markdown
 from mprun.errors import DONE, BadInput, needing
-from mprun.extensions.paper.rows import ROWS, Row
+from mprun.extensions.paper.rows import ROWS, PaperRow
 from mprun.record.console import columns, markdown_table
 from mprun.record.run_record import read_record
 from mprun.sweep.gpus import available_cores
@@ -64,7 +64,7 @@ def main(arguments: list[str]) -> int:
     return code
 
 
-def _asked(row: Row, options: Namespace) -> bool:
+def _asked(row: PaperRow, options: Namespace) -> bool:
     return not options.only or bool({row.key, row.place} & set(options.only))
 
 
@@ -152,7 +152,7 @@ def _sort_words(options: Namespace) -> None:
         raise BadInput("--json, --markdown: choose one of the two")
 
 
-def _why_not(row: Row, options: Namespace) -> str:
+def _why_not(row: PaperRow, options: Namespace) -> str:
     """Return why a row cannot run here; empty: it can."""
     if options.scale == "small":
         return "" if row.overrides else row.why_not
@@ -185,7 +185,7 @@ def full_hours() -> Mapping[str, Mapping[str, float]]:
 class _Runs:
     """The runs of the rows, and their folders."""
 
-    def __init__(self, options: Namespace, rows: Sequence[Row]):
+    def __init__(self, options: Namespace, rows: Sequence[PaperRow]):
         self.options = options
         self.cells: dict[str, dict[str, tuple[Cell, ...]]] = {}
         self.probes: dict[str, Path] = {}
@@ -206,7 +206,7 @@ class _Runs:
             tuple(known.values()), options.out, frozenset(swept), options.config_dir, None
         )
 
-    def _commands(self, row: Row) -> Mapping[str, tuple[str, ...]]:
+    def _commands(self, row: PaperRow) -> Mapping[str, tuple[str, ...]]:
         if self.options.scale == "small":
             seeds = ",".join(map(str, range(row.seeds)))
             own = row.commands()
@@ -249,7 +249,9 @@ class _Runs:
         return sum(look(cell) is State.FINISHED for cell in cells)
 
 
-def _listed(rows: Sequence[Row], reasons: Mapping[str, str], runs: _Runs, width: int | None) -> str:
+def _listed(
+    rows: Sequence[PaperRow], reasons: Mapping[str, str], runs: _Runs, width: int | None
+) -> str:
     """Return a line for each row: its runs, or why it has none."""
     lines = []
     for row in rows:
@@ -268,7 +270,7 @@ def _listed(rows: Sequence[Row], reasons: Mapping[str, str], runs: _Runs, width:
 
 def _page(
     options: Namespace,
-    rows: Sequence[Row],
+    rows: Sequence[PaperRow],
     reasons: Mapping[str, str],
     runs: _Runs,
     arguments: list[str],

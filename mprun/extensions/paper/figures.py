@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from mprun.compare.curves import curves
-from mprun.compare.gaps import TRAINING, evaluation
+from mprun.compare.gap_growth import TRAINING, evaluation
 from mprun.compare.numerics import exponent_shares, numerics_figures, probed_run, share_text
-from mprun.extensions.paper.outcomes import Found
+from mprun.extensions.paper.outcomes import RowOutcome
 from mprun.plots.panel import Drawing, styles
 
 _POINTS = 160
@@ -27,7 +27,7 @@ class PaperFigure(NamedTuple):
     key: str
     row: str
     shows: str
-    draw: Callable[[Found], Drawing | None]
+    draw: Callable[[RowOutcome], Drawing | None]
     kind: str = ""
 
     @property
@@ -36,8 +36,8 @@ class PaperFigure(NamedTuple):
         return f"Figure {self.key.removeprefix('fig')}"
 
 
-def _curve(plot: str) -> Callable[[Found], Drawing | None]:
-    def draw(found: Found) -> Drawing | None:
+def _curve(plot: str) -> Callable[[RowOutcome], Drawing | None]:
+    def draw(found: RowOutcome) -> Drawing | None:
         if found.group is None:
             return None
         looks = styles(row.arm.label for row in found.group.every_row)
@@ -47,8 +47,8 @@ def _curve(plot: str) -> Callable[[Found], Drawing | None]:
     return draw
 
 
-def _histogram(kind: str) -> Callable[[Found], Drawing | None]:
-    def draw(found: Found) -> Drawing | None:
+def _histogram(kind: str) -> Callable[[RowOutcome], Drawing | None]:
+    def draw(found: RowOutcome) -> Drawing | None:
         mode = None if found.probes is None else probed_run(found.probes, "fp32", 0)
         if mode is None or mode.damage:
             return None
@@ -59,7 +59,7 @@ def _histogram(kind: str) -> Callable[[Found], Drawing | None]:
     return draw
 
 
-def _nothing(found: Found) -> None:
+def _nothing(found: RowOutcome) -> None:
     return None
 
 

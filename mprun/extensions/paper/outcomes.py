@@ -17,10 +17,10 @@ import numpy as np
 from mprun.compare import compare
 from mprun.compare.findings import Comparison, Group
 from mprun.compare.findings import Row as Compared
-from mprun.compare.text import baseline_name, difference_text, seeds_text, value_text
+from mprun.compare.wording import baseline_name, difference_text, seeds_text, value_text
 from mprun.config.option_files import modes
 from mprun.errors import BadInput
-from mprun.extensions.paper.rows import EQUAL, FAILS, NAIVE, ROWS, Arm, Row
+from mprun.extensions.paper.rows import EQUAL, FAILS, NAIVE, ROWS, PaperArm, PaperRow
 from mprun.record.run_record import read_record
 
 YES, NO, UNDECIDED, NOT_RUN = "yes", "no", "undecided", "not run"
@@ -37,11 +37,11 @@ class Line:
 
     Attributes:
         value: mean of the judged metric over the seeds that ended, as text.
-        shown: mean of `Row.metric`, as text.
+        shown: mean of `PaperRow.metric`, as text.
         same: whether the outcome is the paper's; empty if the paper has none.
     """
 
-    arm: Arm
+    arm: PaperArm
     value: str = ""
     shown: str = ""
     difference: str = ""
@@ -51,7 +51,7 @@ class Line:
 
 
 @dataclass(slots=True)
-class Found:
+class RowOutcome:
     """A row with its runs.
 
     Attributes:
@@ -65,7 +65,7 @@ class Found:
         slug: slug of the group if existing runs are judged; otherwise empty.
     """
 
-    row: Row
+    row: PaperRow
     fp32: str = ""
     fp32_shown: str = ""
     network: str = ""
@@ -89,11 +89,11 @@ class Found:
 
 
 def found_of(
-    row: Row,
+    row: PaperRow,
     directories: Mapping[str, Sequence[Path]],
     why_not: str = "",
     probes: Path | None = None,
-) -> Found:
+) -> RowOutcome:
     """Read the existing runs of a row.
 
     Args:
@@ -127,7 +127,7 @@ def found_of(
     return found
 
 
-def beside(comparison: Comparison) -> tuple[list[Found], list[str]]:
+def beside(comparison: Comparison) -> tuple[list[RowOutcome], list[str]]:
     """Put existing runs beside the paper.
 
     Returns:
@@ -148,7 +148,7 @@ def beside(comparison: Comparison) -> tuple[list[Found], list[str]]:
     return found, without
 
 
-def _beside(group: Group, row: Row) -> Found:
+def _beside(group: Group, row: PaperRow) -> RowOutcome:
     arms = [arm for arm in row.arms if arm.value or any(_is(arm, own) for own in group.rows)]
     ran: dict[str | None, Compared] = {"FP32": group.baseline}
     for own in group.rows:
@@ -156,7 +156,7 @@ def _beside(group: Group, row: Row) -> Found:
             continue
         arm = next((arm for arm in arms if _is(arm, own) and arm.technique not in ran), None)
         if arm is None:
-            arm = Arm(own.arm.label, ())
+            arm = PaperArm(own.arm.label, ())
             arms.append(arm)
         ran[arm.technique] = own
     titled = row.result._replace(network=f"{group.title}: {row.result.network}")
@@ -167,7 +167,7 @@ def _beside(group: Group, row: Row) -> Found:
     return found
 
 
-def _is(arm: Arm, own: Compared) -> bool:
+def _is(arm: PaperArm, own: Compared) -> bool:
     """Return whether the runs use this technique."""
     if not arm.overrides or not own.arm.runs:
         return False
@@ -183,7 +183,7 @@ def _mode(row: Compared) -> str:
     return row.arm.mode.partition("+")[0]
 
 
-def _differences(group: Group, row: Row) -> Iterator[str]:
+def _differences(group: Group, row: PaperRow) -> Iterator[str]:
     """List the differences between the runs of a group and the paper."""
     keys = group.keys
     name = keys.get("data.name") or "unknown data"
@@ -207,9 +207,9 @@ def _differences(group: Group, row: Row) -> Iterator[str]:
         yield f"{baseline} is the baseline in place of FP32"
 
 
-def _unfilled(row: Row, **told: Any) -> Found:
+def _unfilled(row: PaperRow, **told: Any) -> RowOutcome:
     lines = [Line(arm, same=NOT_RUN if arm.outcome else "") for arm in row.arms]
-    return Found(row, lines=lines, **told)
+    return RowOutcome(row, lines=lines, **told)
 
 
 def _technique(row: Compared, of_technique: Mapping[str, str]) -> str | None:
@@ -217,7 +217,7 @@ def _technique(row: Compared, of_technique: Mapping[str, str]) -> str | None:
     return next((name for name in known if name is not None), None)
 
 
-def _fill(found: Found, group: Group, rows: Mapping[str | None, Compared]) -> None:
+def _fill(found: RowOutcome, group: Group, rows: Mapping[str | None, Compared]) -> None:
     base, found.group = rows["FP32"], group
     found.fp32 = _with_deviation([outcome.value for outcome in base.outcomes])
     found.fp32_shown = _mean_of(base, found.row.metric)

@@ -9,8 +9,8 @@ from typing import Any
 
 from mprun.compare.report import picture, render, samples
 from mprun.extensions.paper.figures import FIGURES, PaperFigure, shares_text
-from mprun.extensions.paper.outcomes import NOT_RUN, Found
-from mprun.extensions.paper.rows import Row
+from mprun.extensions.paper.outcomes import NOT_RUN, RowOutcome
+from mprun.extensions.paper.rows import PaperRow
 from mprun.plots.panel import settings
 from mprun.record.console import markdown_table
 from mprun.record.run_directory import path_safe
@@ -51,7 +51,7 @@ class Table:
     notes: list[tuple[str, list[str]]] = field(default_factory=list)
 
 
-def tables(found: Sequence[Found]) -> list[Table]:
+def tables(found: Sequence[RowOutcome]) -> list[Table]:
     """Make a table for each table or figure of the paper, in its order."""
     made: dict[str, Table] = {}
     for one in found:
@@ -62,7 +62,7 @@ def tables(found: Sequence[Found]) -> list[Table]:
     return list(made.values())
 
 
-def _lines(found: Found) -> list[list[str]]:
+def _lines(found: RowOutcome) -> list[list[str]]:
     result = found.row.result
     metric = f" {result.metric}" if result.metric else ""
     lines = []
@@ -89,7 +89,7 @@ def _lines(found: Found) -> list[list[str]]:
     return lines or [[result.network, f"{result.fp32}{metric}", *[""] * 6, NOT_RUN, NOT_RUN]]
 
 
-def _notes(found: Found) -> list[str]:
+def _notes(found: RowOutcome) -> list[str]:
     result = found.row.result
     notes = [f"paper: {result.data}; {result.scope}"]
     if found.network:
@@ -108,7 +108,9 @@ def _notes(found: Found) -> list[str]:
     return notes
 
 
-def full_lines(rows: Sequence[Row], hours: Mapping[str, Mapping[str, float]]) -> list[list[str]]:
+def full_lines(
+    rows: Sequence[PaperRow], hours: Mapping[str, Mapping[str, float]]
+) -> list[list[str]]:
     """Return the cost of each result at the paper's scale.
 
     Args:
@@ -139,8 +141,8 @@ class Page:
     """
 
     scale: str
-    found: list[Found]
-    rows: Sequence[Row]
+    found: list[RowOutcome]
+    rows: Sequence[PaperRow]
     facts: Mapping[str, str]
     hours: Mapping[str, Mapping[str, float]]
     remarks: Sequence[str] = ()
@@ -171,7 +173,7 @@ class Page:
         path.write_text(_markdown(given), encoding="utf-8")
         return path
 
-    def _figure(self, figure: PaperFigure, found: Found, folder: Path) -> dict[str, Any]:
+    def _figure(self, figure: PaperFigure, found: RowOutcome, folder: Path) -> dict[str, Any]:
         """Return a figure's content: title, the message of the paper's, and ours if it exists."""
         drawing = figure.draw(found)
         name = f"{figure.key}-{found.slug}" if found.slug else figure.key

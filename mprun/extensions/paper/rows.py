@@ -12,7 +12,7 @@ from mprun.extensions.paper.published import PUBLISHED, Published
 EQUAL, FAILS = "equal", "fails"
 
 
-class Arm(NamedTuple):
+class PaperArm(NamedTuple):
     """A technique that a row tests, beside FP32.
 
     Attributes:
@@ -46,7 +46,7 @@ class Full(NamedTuple):
     missing: str = ""
 
 
-class Row(NamedTuple):
+class PaperRow(NamedTuple):
     """One result of the paper and the runs that stand for it.
 
     Attributes:
@@ -68,7 +68,7 @@ class Row(NamedTuple):
     key: str
     result: Published
     overrides: tuple[str, ...] = ()
-    arms: tuple[Arm, ...] = ()
+    arms: tuple[PaperArm, ...] = ()
     seeds: int = 3
     differs: tuple[str, ...] = ()
     full: Full | None = None
@@ -91,21 +91,21 @@ class Row(NamedTuple):
         }
 
 
-NAIVE = Arm("FP16 weights, no masters", ("precision=fp16_naive",))
+NAIVE = PaperArm("FP16 weights, no masters", ("precision=fp16_naive",))
 _MASTER = ("precision=fp16_master",)
 _SCALED = ("precision=fp16_master_scaled",)
 
 
-def _unscaled(result: Published, outcome: str = EQUAL) -> Arm:
-    return Arm("FP32 masters, no scale", _MASTER, outcome, result.unscaled)
+def _unscaled(result: Published, outcome: str = EQUAL) -> PaperArm:
+    return PaperArm("FP32 masters, no scale", _MASTER, outcome, result.unscaled)
 
 
-def _static(scale: int, outcome: str = "", value: str = "") -> Arm:
+def _static(scale: int, outcome: str = "", value: str = "") -> PaperArm:
     own = (*_SCALED, "scaler=static", f"scaler.scale={scale}")
-    return Arm(f"FP32 masters, scale {scale}", own, outcome, value)
+    return PaperArm(f"FP32 masters, scale {scale}", own, outcome, value)
 
 
-DYNAMIC = Arm("FP32 masters, dynamic scale", _SCALED)
+DYNAMIC = PaperArm("FP32 masters, dynamic scale", _SCALED)
 _DIGITS = "scikit-learn's digits in place of ILSVRC12"
 IMAGENET = 1_281_167  # training images
 LIBRISPEECH = 281_241  # utterances of train-960
@@ -114,9 +114,9 @@ LM1B = 800_000_000  # words, as its authors round them (Chelba et al., arXiv 131
 
 def _classifier(
     key: str, differs: tuple[str, ...], full: Full, seeds: int = 3, tried: str = "", model: str = ""
-) -> Row:
+) -> PaperRow:
     result = PUBLISHED[key]
-    return Row(
+    return PaperRow(
         key,
         result,
         (f"experiment=paper_{key}",),
@@ -182,7 +182,7 @@ ROWS = (
         (f"{_EIGHTH}, 32 px",),
         Full("resnet50_preact_imagenet", "imagenet", IMAGENET),
     ),
-    Row(
+    PaperRow(
         "faster_rcnn",
         PUBLISHED["faster_rcnn"],
         ("experiment=paper_faster_rcnn",),
@@ -203,7 +203,7 @@ ROWS = (
         metric="map",
         models=("faster_rcnn",),
     ),
-    Row(
+    PaperRow(
         "ssd",
         PUBLISHED["ssd"],
         ("experiment=paper_ssd",),
@@ -228,11 +228,11 @@ ROWS = (
         is_probed=True,
         models=("ssd_mini", "ssd300", "conv_autoencoder"),
     ),
-    Row(
+    PaperRow(
         "ssd_control",
         PUBLISHED["ssd"]._replace(network="Multibox SSD, control"),
         ("experiment=paper_ssd", "model.freeze_backbone=true"),
-        (Arm("FP32 masters, no scale", _MASTER), NAIVE),
+        (PaperArm("FP32 masters, no scale", _MASTER), NAIVE),
         seeds=5,
         differs=(
             "a control: only the heads of the network above learn, so gradients that underflow on "
@@ -241,7 +241,7 @@ ROWS = (
         why_not="a control of the small network",
         metric="map",
     ),
-    Row(
+    PaperRow(
         "speech_english",
         PUBLISHED["speech_english"],
         ("experiment=paper_speech",),
@@ -251,7 +251,7 @@ ROWS = (
         tried="smaller updates, with which FP16 weights without masters do fall behind: figure 2a",
         models=("deep_speech2",),
     ),
-    Row(
+    PaperRow(
         "speech_mandarin",
         PUBLISHED["speech_mandarin"],
         ("experiment=paper_speech",),
@@ -260,12 +260,12 @@ ROWS = (
         why_not=_PRIVATE,
         models=("deep_speech2",),
     ),
-    Row(
+    PaperRow(
         "mandarin_weights",
         PUBLISHED["mandarin_weights"],
         ("experiment=paper_speech_updates",),
         (
-            Arm(*_unscaled(PUBLISHED["mandarin_weights"])[:3], "the curve of FP32"),
+            PaperArm(*_unscaled(PUBLISHED["mandarin_weights"])[:3], "the curve of FP32"),
             NAIVE._replace(outcome=FAILS, value="80 % relative loss of accuracy"),
         ),
         differs=_SPEECH,
@@ -273,12 +273,12 @@ ROWS = (
         is_probed=True,
         always=("norm layers and optimizer state are in FP16 as well, not the weights alone",),
     ),
-    Row(
+    PaperRow(
         "translation",
         PUBLISHED["translation"],
         ("experiment=paper_translation",),
         (
-            Arm("FP32 masters, no scale", _MASTER, FAILS, "slightly worse"),
+            PaperArm("FP32 masters, no scale", _MASTER, FAILS, "slightly worse"),
             DYNAMIC._replace(outcome=EQUAL, value="inside the spread of FP32"),
             NAIVE,
         ),
@@ -295,12 +295,12 @@ ROWS = (
         models=("seq2seq",),
         always=("Luong's attention without input feeding",),
     ),
-    Row(
+    PaperRow(
         "biglstm",
         PUBLISHED["biglstm"],
         ("experiment=paper_biglstm",),
         (
-            Arm("FP32 masters, no scale", _MASTER, "", "diverges after 300K iterations"),
+            PaperArm("FP32 masters, no scale", _MASTER, "", "diverges after 300K iterations"),
             _static(128, EQUAL, "matches FP32"),
             NAIVE,
         ),
@@ -313,11 +313,11 @@ ROWS = (
         full=Full("biglstm_lm1b", "lm1b", LM1B, published="50 epochs on 4 GPUs (the paper)"),
         models=("lstm_lm",),
     ),
-    Row(
+    PaperRow(
         "dcgan",
         PUBLISHED["dcgan"],
         ("experiment=paper_dcgan",),
-        (Arm("FP32 masters, no scale", _MASTER, EQUAL, "looks alike"), NAIVE),
+        (PaperArm("FP32 masters, no scale", _MASTER, EQUAL, "looks alike"), NAIVE),
         seeds=5,
         differs=(
             "digits at 32 px in place of faces at 128, a fraction of the channels",

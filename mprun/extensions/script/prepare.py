@@ -122,11 +122,11 @@ def prepare(
     if isinstance(scaler, str):
         name_scaler(scale, scaler)
     pin_products(policy.fp32_math)
-    arithmetic = ForwardContext(policy, device, native=native, overrides=dtypes.values())
+    forward_context = ForwardContext(policy, device, native=native, overrides=dtypes.values())
     install_hooks()
     for one in models:
         own = {pattern: dtypes[pattern] for pattern in those_that_match(one, dtypes)}
-        PreparedModel(one, arithmetic, scale, own, reach)
+        PreparedModel(one, forward_context, scale, own, reach)
     for each in optimizers:
         _take_over(each, scale)
     return model if optimizer is None else (model, optimizer)

@@ -96,15 +96,15 @@ class PreparedModel:
     def __init__(
         self,
         model: nn.Module,
-        arithmetic: ForwardContext,
+        forward_context: ForwardContext,
         scale: LossScale,
         overrides: Mapping[str, torch.dtype],
         on_pass: Callable[[PreparedModel], None],
     ):
-        self.model, self.arithmetic, self.loss_scale = model, arithmetic, scale
-        self.device_type = arithmetic.device.type
+        self.model, self.forward_context, self.loss_scale = model, forward_context, scale
+        self.device_type = forward_context.device.type
         self.overrides, self.on_pass = dict(overrides), on_pass
-        self.policy = policy = arithmetic.policy
+        self.policy = policy = forward_context.policy
         self.scale = scale if scale.skips_nonfinite else None
         changes = policy.half_dtype is not None or policy.products is not None
         self.is_plain = not changes and self.scale is None
@@ -112,8 +112,8 @@ class PreparedModel:
         # True if activations are in 16 bits without autocast.
         self._casts = policy.autocast_dtype is None and policy.half_dtype is not None
         self.tensors = Tensors(self, rounds=self._casts and policy.master_dtype is not None)
-        self.found_inf = torch.zeros((), device=arithmetic.device)
-        self.audit = Audit(arithmetic)
+        self.found_inf = torch.zeros((), device=forward_context.device)
+        self.audit = Audit(forward_context)
         self.audit.written = self.tensors.written
         self.calls = self.fed = 0
         self.called_in = -1
@@ -129,8 +129,8 @@ class PreparedModel:
         self._left: dict[tuple[int, Any], tuple[Any, Any]] = {}
         self._come: set[tuple[int, Any]] = set()
         self._losses: AbstractContextManager[Any] = nullcontext()
-        if self._casts and arithmetic.emulations:
-            for emulation in arithmetic.emulations:  # which sees every function anyway
+        if self._casts and forward_context.emulations:
+            for emulation in forward_context.emulations:  # which sees every function anyway
                 emulation.functions.loss_dtype = policy.loss_dtype
         elif self._casts:
             self._losses = Losses(policy.loss_dtype)
@@ -248,9 +248,9 @@ class PreparedModel:
             stack.enter_context(self.tensors.inside(audits))
             stack.enter_context(self._hooks_outside())
             stack.enter_context(self._attributes_inside(audits))
-            stack.enter_context(self.arithmetic)
+            stack.enter_context(self.forward_context)
             stack.enter_context(self._losses)
-            stack.enter_context(self.arithmetic.autocast())
+            stack.enter_context(self.forward_context.autocast())
             stack.enter_context(self._in_state(_IN_MODE))
             if audits:
                 stack.enter_context(self.audit.watching())
@@ -455,7 +455,7 @@ class PreparedModel:
         made = kind.__new__(kind)
         memo[id(self.model)] = made
         made.__setstate__(copy.deepcopy(self.model.__getstate__(), memo))
-        PreparedModel(made, self.arithmetic, self.loss_scale, self.overrides, self.on_pass)
+        PreparedModel(made, self.forward_context, self.loss_scale, self.overrides, self.on_pass)
         return made
 
     def wide_form(self, own: Any, known: dict[int, Any]) -> Any:
@@ -472,7 +472,7 @@ class PreparedModel:
 
     def _check(self, audits: bool) -> None:
         """Raise RuntimeError if the model is no longer the one that was prepared."""
-        first, device = self._first, self.arithmetic.device.type
+        first, device = self._first, self.forward_context.device.type
         if first.dtype is not self._dtype or first.device.type != device:
             self._refuse_moved(first)
         for own in self.masters() if audits else ():
@@ -495,9 +495,9 @@ class PreparedModel:
 
     def _refuse_moved(self, now: Tensor) -> None:
         raise RuntimeError(
-            f"the model was prepared on {self.arithmetic.device.type} in {self._dtype} and is now "
-            f"on {now.device.type} in {now.dtype}; move and cast it before mprun.prepare, whose "
-            "mode decides on the dtype of each operation"
+            f"the model was prepared on {self.forward_context.device.type} in {self._dtype} and is "
+            f"now on {now.device.type} in {now.dtype}; move and cast it before mprun.prepare, "
+            "whose mode decides on the dtype of each operation"
         )
 
 

@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mprun.config.roles import config_hash
+from mprun.config.keys import config_hash
 from mprun.errors import DIVERGED, BadInput, MprunError
 from mprun.extensions.script.watched import Optimizers, ScriptTask
 from mprun.numerics.failure import FailureKeeper, Kept, suspect
@@ -162,7 +162,7 @@ class Run:
         self._lock = locked(self.directory)
         self._lock.__enter__()
         try:
-            numbers = number_formats(self.task.learners, self.task.arithmetic, scaler)
+            numbers = number_formats(self.task.learners, self.task.forward_context, scaler)
             self._record = Record.new(
                 self.directory,
                 script={"file": script and script.name, "arguments": sys.argv[1:]},
@@ -387,7 +387,7 @@ class Run:
         found = Outcome(status, step, cause, skipped, self._final, speed, windows, memory=peak)
         self.status, self.cause = status, cause
         self._records.close()
-        computed = {"emulated": self.task.arithmetic.rerouted(), "audit": self.task.audit()}
+        computed = {"emulated": self.task.forward_context.rerouted(), "audit": self.task.audit()}
         results = found.results("step") | computed
         self._record.end(status, cause, results, steps=max(1, self.steps))
         atexit.unregister(self._at_exit)
@@ -402,7 +402,9 @@ class Run:
         known = script is not None and script.is_file()
         source = script.read_bytes() if script is not None and known else b""
         shapes = {n: list(p.shape) for n, p in self._parameters().items()}
-        native = bool(self.task.arithmetic.half_dtypes) and not self.task.arithmetic.emulations
+        native = (
+            bool(self.task.forward_context.half_dtypes) and not self.task.forward_context.emulations
+        )
         return {
             "seed": seed,
             "device": self.task.device.type,

@@ -31,9 +31,9 @@ from mprun.extensions.script.nodes import after_this_pass, refuse_leaks, watch_b
 from mprun.extensions.script.prepared_model import PreparedModel
 from mprun.precision.emulation import ForwardContext, HalfEmulation
 from mprun.precision.loss_scale import LossScale
-from mprun.precision.narrow_weights import NarrowWeights, choose_narrow
 from mprun.precision.optimizer import Update
 from mprun.precision.policy import PrecisionPolicy
+from mprun.precision.rounded_weights import RoundedWeights, choose_narrow
 from mprun.precision.torch_update import host_decides, initialise_state, is_fused, step_unless
 from mprun.precision.update import by_dtype, check_and_unscale, largest
 from mprun.torch_private import SCALES_ITSELF, DisableTorchFunction, dispatch_modes, graph_task
@@ -104,7 +104,7 @@ class OptimizerSteps:
         self.models: list[PreparedModel] = []
         self.steps = 0
         self.last: Update | None = None
-        self.narrow: NarrowWeights | None = None
+        self.narrow: RoundedWeights | None = None
         self._frame: FrameType | None = None  # frame of the step that runs
         self._key: Any = None
         self._concerned: list[PreparedModel] = []
@@ -133,9 +133,9 @@ class OptimizerSteps:
         return self.models[0].policy
 
     @property
-    def arithmetic(self) -> ForwardContext:
+    def forward_context(self) -> ForwardContext:
         """Return the context in which the calls of its first model run."""
-        return self.models[0].arithmetic
+        return self.models[0].forward_context
 
     @property
     def scale(self) -> LossScale:
@@ -376,7 +376,7 @@ class OptimizerSteps:
         self.narrow = narrow
         narrow.initialise_state()
 
-    def _step_in_chunks(self, narrow: NarrowWeights) -> None:
+    def _step_in_chunks(self, narrow: RoundedWeights) -> None:
         """Take the step here, in FP32, chunk by chunk; the following step has no gradients."""
         optimizer, found = self.optimizer, self._found
         everything = [own for group in optimizer.param_groups for own in group["params"]]
@@ -431,7 +431,7 @@ class OptimizerSteps:
         self.optimizer.register_load_state_dict_pre_hook(load)
         self.optimizer.register_load_state_dict_post_hook(finish)
 
-    def _load_narrow(self, narrow: NarrowWeights, loaded: dict[str, Any]) -> None:
+    def _load_narrow(self, narrow: RoundedWeights, loaded: dict[str, Any]) -> None:
         """Restore the state as it was saved: torch casts it to the dtype of its weight."""
         if "narrow" in loaded:
             narrow.load_state_dict(loaded["narrow"])
@@ -639,7 +639,7 @@ def _around_pass(roots: Sequence[Tensor]) -> AbstractContextManager[Any] | None:
 @contextmanager
 def _running(models: Sequence[PreparedModel], audited: Sequence[PreparedModel]) -> Iterator[None]:
     """Run a backward pass of `models` in their arithmetic."""
-    own = {emulation for model in models for emulation in model.arithmetic.emulations}
+    own = {emulation for model in models for emulation in model.forward_context.emulations}
     active = dispatch_modes()
     known = {m.dtype for m in active if isinstance(m, HalfEmulation) and m not in own}
     with ExitStack() as stack:
@@ -647,11 +647,11 @@ def _running(models: Sequence[PreparedModel], audited: Sequence[PreparedModel]) 
             stack.callback(model.tensors.forget)
             if (
                 model.has_graph
-                and model.arithmetic.emulations
-                and not known.issuperset(model.arithmetic.half_dtypes)
+                and model.forward_context.emulations
+                and not known.issuperset(model.forward_context.half_dtypes)
             ):
-                known.update(model.arithmetic.half_dtypes)
-                stack.enter_context(model.arithmetic)
+                known.update(model.forward_context.half_dtypes)
+                stack.enter_context(model.forward_context)
         for model in audited:
             stack.enter_context(model.audit.watching())
         yield

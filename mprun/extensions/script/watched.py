@@ -28,8 +28,8 @@ from mprun.numerics.probing import Watched
 from mprun.numerics.replay import Snapshot, Steps
 from mprun.precision import LossScale, MixedPrecisionOptimizer
 from mprun.precision.audit import combined
-from mprun.precision.narrow_weights import NarrowWeights
 from mprun.precision.optimizer import elements_by_dtype
+from mprun.precision.rounded_weights import RoundedWeights
 from mprun.precision.update_choice import torch_path
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class ScriptOptimizer:
         self.update_path = torch_path(self.inner)
 
     @property
-    def narrow(self) -> NarrowWeights | None:
+    def narrow(self) -> RoundedWeights | None:
         """Return the narrow weights of the steps."""
         return self._steps.narrow
 
@@ -145,8 +145,8 @@ class ScriptTask:
     def __init__(self, optimizers: Optimizers):
         self.prepared = _by_name(optimizers)
         first = next(iter(self.prepared.values()))
-        self.arithmetic, self.policy = first.models[0].arithmetic, first.policy
-        self.device = self.arithmetic.device
+        self.forward_context, self.policy = first.models[0].forward_context, first.policy
+        self.device = self.forward_context.device
         # It has the attributes of a runner's optimizer that probes and records read.
         self.learners = {
             name: Learner(steps.module, cast(MixedPrecisionOptimizer, ScriptOptimizer(steps)))

@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 
 from mprun.config.components.images import prefetch
+from mprun.config.fields import count, positive, ranged, setting
 from mprun.config.registry import DataConfig, ModelConfig, network, source, task
-from mprun.config.rules import count, positive, ranged, setting
 from mprun.config.schema import RunConfig
 
 task(

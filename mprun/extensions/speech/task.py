@@ -43,7 +43,7 @@ class Speech(Supervised):
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         features, targets = batch
         text = Transcripts.of(targets)
-        with self.arithmetic.autocast():
+        with self.forward_context.autocast():
             logits, frames = self.learner.network(features, text.frames)
         loss = ctc_losses(logits, frames, text.symbols, text.lengths).mean()
         return loss, loss
@@ -52,7 +52,7 @@ class Speech(Supervised):
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss and the character error rate over the whole held-out split."""
         rows, count = [], 0
-        with self.learner.evaluating(self.arithmetic, self.eval_in_mode) as model:
+        with self.learner.evaluating(self.forward_context, self.eval_in_mode) as model:
             for features, targets in self.held_out():
                 text = Transcripts.of(targets)
                 logits, frames = model(self._eval_inputs(features), text.frames)

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from mprun.config.components.language import VOCAB_LIMIT, cache, eval_split, vocab_multiple
+from mprun.config.fields import count, is_label, positive, ranged, setting, share
 from mprun.config.registry import DataConfig, ModelConfig, network, source, task
-from mprun.config.rules import count, is_label, positive, ranged, setting, share
 from mprun.config.schema import RunConfig
 
 task(

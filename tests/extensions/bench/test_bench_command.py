@@ -14,7 +14,7 @@ from mprun.config.compose import compose_config
 from mprun.config.option_files import conf_dir
 from mprun.extensions.bench.command import exit_code, parse
 from mprun.extensions.bench.contest import Contest
-from mprun.extensions.bench.plan import Case, Row
+from mprun.extensions.bench.plan import BenchRow, Case
 
 from ...helpers import TINY_LM as TINY
 from ...helpers import refused
@@ -100,7 +100,7 @@ def test_what_is_planned(tmp_path):
 
 
 def made(mode, contender, losses, skipped=0):
-    row = Row(Case("tiny", tuple(TINY), mode, contender))
+    row = BenchRow(Case("tiny", tuple(TINY), mode, contender))
     row.equality = {"losses": losses, "skipped": skipped}
     return row
 

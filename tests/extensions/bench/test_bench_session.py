@@ -10,7 +10,7 @@ import torch
 from benchmarks.suite.contest import Suite
 from mprun.extensions.bench.child import ChildFailed, ChildProcess, Interrupted, TimeUp
 from mprun.extensions.bench.command import parse
-from mprun.extensions.bench.plan import Case, Group
+from mprun.extensions.bench.plan import BenchGroup, Case
 from mprun.extensions.bench.session import Session
 from mprun.training.signals import Interruption
 
@@ -35,7 +35,10 @@ class Bench:
     def run(self, windows: int = 2, check=lambda rows: {}):
         contest, options = Suite(), parse(["--windows", str(windows)])
         contest.worker, contest.check = SCRIPTED, check
-        groups, more = [Group("model", cases=tuple(self.cases))], (self.deadline, self.interruption)
+        groups, more = (
+            [BenchGroup("model", cases=tuple(self.cases))],
+            (self.deadline, self.interruption),
+        )
         found = Session(contest, options, groups, torch.device("cpu"), self.folder, *more)
         try:
             found.run()

@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 from mprun.extensions.bench.roofline.count import Counter
 from mprun.extensions.bench.roofline.cuda_kernels import cuda_kernels
-from mprun.extensions.bench.roofline.weightless import weightless
+from mprun.extensions.bench.roofline.shape_only import weightless
 
 # Of torch's documentation, "CUDA Op-Specific Behavior".
 IN_16_BITS = {

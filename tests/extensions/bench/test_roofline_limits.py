@@ -14,15 +14,15 @@ from mprun.extensions.bench.roofline.limits import (
     limit,
     why_not,
 )
-from mprun.extensions.bench.roofline.operations import Row
-from mprun.extensions.bench.roofline.weightless import Memory, SavedTensors, weightless
+from mprun.extensions.bench.roofline.operations import OperationCosts
+from mprun.extensions.bench.roofline.shape_only import SavedTensors, StepMemory, weightless
 from mprun.precision import get_policy
 
 TOY = Ceilings("toy", "made up", {"fp16": 100.0, "fp32": 10.0}, 50.0, 1e9, 0.5, 2.0)
 
 
 def counted(*rows):
-    memory = Memory(1, 2, 3, 4, 5)
+    memory = StepMemory(1, 2, 3, 4, 5)
     policy = get_policy("fp16_master")
     return Counted("toy", "toy", policy, (), rows, 8, "image", 7, 7, "fused", memory, 0.0)
 
@@ -30,11 +30,15 @@ def counted(*rows):
 def test_each_row_takes_the_longer_of_products_and_traffic():
     found = limit(
         counted(
-            Row("product", "forward", "fp16", 400, 100),  # 4 s of products, 2 s of traffic
-            Row("product", "backward", "fp32", 10, 100),  # 1 s and 2 s
-            Row("relu", "forward", "", 0, 50, launches=3, folded_bytes=0),  # 1 s, folded 0
-            Row("add", "forward", "", 0, 100, folded_bytes=50),  # 2 s, folded 1
-            Row("update", "update", "", 0, 50),  # 1 s
+            OperationCosts(
+                "product", "forward", "fp16", 400, 100
+            ),  # 4 s of products, 2 s of traffic
+            OperationCosts("product", "backward", "fp32", 10, 100),  # 1 s and 2 s
+            OperationCosts(
+                "relu", "forward", "", 0, 50, launches=3, folded_bytes=0
+            ),  # 1 s, folded 0
+            OperationCosts("add", "forward", "", 0, 100, folded_bytes=50),  # 2 s, folded 1
+            OperationCosts("update", "update", "", 0, 50),  # 1 s
         ),
         TOY,
     )
@@ -47,7 +51,7 @@ def test_each_row_takes_the_longer_of_products_and_traffic():
     assert found["memory_bound_share"] == 0.6
     assert found["launches"] == 7
     assert (found["graph_launches"], found["eager_launches"]) == (8 / 3.5, 8 / 14)
-    assert limit(counted(Row("product", "forward", "fp16", 1, 1)), TOY)["fused"] is None
+    assert limit(counted(OperationCosts("product", "forward", "fp16", 1, 1)), TOY)["fused"] is None
     first = found["kinds"][0]
     assert (first["kind"], first["phase"]) == ("product", "forward")
     assert (first["seconds"], first["share"]) == (4, 0.4)

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from mprun.extensions.bench.roofline.count import Counter
 from mprun.extensions.bench.roofline.cuda_kernels import cuda_kernels
 from mprun.extensions.bench.roofline.operations import bytes_of
-from mprun.extensions.bench.roofline.weightless import weightless
+from mprun.extensions.bench.roofline.shape_only import weightless
 
 
 def rows_of(step, fp32_math="ieee"):

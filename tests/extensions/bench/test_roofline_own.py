@@ -10,7 +10,7 @@ from mprun.config.compose import compose_config
 from mprun.errors import BadInput
 from mprun.extensions.bench.roofline.count import count
 from mprun.extensions.bench.roofline.operations import FORMATS
-from mprun.extensions.bench.roofline.weightless import shape_source
+from mprun.extensions.bench.roofline.shape_only import shape_source
 from mprun.precision import get_policy
 
 from ...helpers import raises_line

@@ -4,7 +4,7 @@ import pytest
 
 from mprun.extensions.bench.roofline.count import Counted, count
 from mprun.extensions.bench.roofline.limits import GPUS, Ceilings, limits
-from mprun.extensions.bench.roofline.operations import Row
+from mprun.extensions.bench.roofline.operations import OperationCosts
 from mprun.extensions.bench.roofline.ranks import (
     LINKS,
     WIRES,
@@ -17,7 +17,7 @@ from mprun.extensions.bench.roofline.ranks import (
     ring_s,
     transfer_s,
 )
-from mprun.extensions.bench.roofline.weightless import Memory
+from mprun.extensions.bench.roofline.shape_only import StepMemory
 from mprun.precision import get_policy
 
 TOY = Ceilings("toy", "made up", {"fp16": 100.0, "fp32": 10.0}, 50.0, 1e9, 0.5, 2.0)
@@ -81,11 +81,11 @@ def test_what_a_backward_pass_does_not_hide(summing, backward, buckets, exposed)
 
 def step(**more):
     rows = (
-        Row("product", "forward", "fp16", 400, 100),  # 4 s
-        Row("product", "backward", "fp16", 400, 100),  # 4 s
-        Row("update", "update", "", 0, 100),  # 2 s
+        OperationCosts("product", "forward", "fp16", 400, 100),  # 4 s
+        OperationCosts("product", "backward", "fp16", 400, 100),  # 4 s
+        OperationCosts("update", "update", "", 0, 100),  # 2 s
     )
-    memory, policy = Memory(1, 2, 3, 4, 5), get_policy("fp16_master")
+    memory, policy = StepMemory(1, 2, 3, 4, 5), get_policy("fp16_master")
     counted = ("toy", "toy", policy, (), rows, 8, "image", 250, 250, "fused", memory, 0.0)
     return Counted(*counted, bucket_bytes=250, **more)
 

@@ -7,7 +7,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mprun.extensions.bench.roofline.count import Counter
 from mprun.extensions.bench.roofline.cuda_kernels import cuda_kernels
-from mprun.extensions.bench.roofline.weightless import weightless
+from mprun.extensions.bench.roofline.shape_only import weightless
 
 T, B, D, H = 5, 3, 8, 16
 
@@ -86,7 +86,7 @@ def test_autocast_casts_every_weight_on_every_call():
 
 
 def test_saved_for_backward_are_gates_cells_and_inputs():
-    from mprun.extensions.bench.roofline.weightless import SavedTensors
+    from mprun.extensions.bench.roofline.shape_only import SavedTensors
 
     with cuda_kernels(lambda *_: None), weightless():
         layer, x = nn.LSTM(D, H), torch.empty(T, B, D)

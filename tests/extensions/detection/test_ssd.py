@@ -145,7 +145,7 @@ def test_both_losses_as_by_definition(mean):
 def test_the_loss_is_in_fp32_in_every_mode(build_run, mode):
     built = build_run("model=ssd_mini", "data.batch_size=2", f"precision={mode}")
     [batch] = built.task.load(0)
-    with built.arithmetic:
+    with built.forward_context:
         loss, _ = built.task.loss(batch)
     assert loss.dtype is torch.float32
     multibox = built.task.learner.model.multibox

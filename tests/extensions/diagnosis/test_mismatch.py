@@ -147,7 +147,7 @@ def test_against_float64_and_a_forward_pass_of_ones_own(run, build_run, capsys):
     model = built.task.learner.model
     for name, parameter in model.named_parameters():
         parameter.data = saved[name].bfloat16()
-    with torch.no_grad(), built.arithmetic:
+    with torch.no_grad(), built.forward_context:
         logits = model(windows.tokens.t().contiguous())[0]
     assert logits.dtype is torch.bfloat16
     own = torch.log_softmax(logits.double(), -1).transpose(0, 1)

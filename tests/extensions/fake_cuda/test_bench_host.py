@@ -8,7 +8,7 @@ import pytest
 
 from mprun.extensions.bench.host import SPARED, host_row, report
 from mprun.extensions.bench.plan import Case
-from mprun.precision.narrow_weights import CHUNK
+from mprun.precision.rounded_weights import CHUNK
 
 from ...helpers import refused
 from .conftest import ROOT

@@ -43,7 +43,7 @@ F32 = torch.float32
 def by_hand(mode, steps=6, **options):
     """The engine's own loop, as mprun/precision/__init__.py has it."""
     model, policy = net(**options), get_policy(mode)
-    arithmetic, scale = (
+    forward_context, scale = (
         ForwardContext(policy, torch.device("cpu")),
         get_loss_scale(usual_scaler(mode)),
     )
@@ -54,8 +54,8 @@ def by_hand(mode, steps=6, **options):
     losses = []
     for images, labels in batches(steps):
         optimizer.zero_grad()
-        with arithmetic:
-            with arithmetic.autocast():
+        with forward_context:
+            with forward_context.autocast():
                 logits = model(policy.cast_inputs(images))
             loss = F.cross_entropy(logits.float(), labels)
             optimizer.backward(loss)
@@ -559,6 +559,6 @@ def test_a_prepared_model_trains_in_fp8():
         optimizer.step()
         losses.append(loss.item())
     assert losses[-1] < 0.8 * losses[0]
-    arithmetic = mprun.state_of(optimizer).models[0].arithmetic
-    assert arithmetic.kind() == "emulated-bf16 emulated-e4m3 emulated-e5m2"
-    assert arithmetic.rerouted()["forward e4m3 x e4m3"] == 40
+    forward_context = mprun.state_of(optimizer).models[0].forward_context
+    assert forward_context.kind() == "emulated-bf16 emulated-e4m3 emulated-e5m2"
+    assert forward_context.rerouted()["forward e4m3 x e4m3"] == 40

@@ -232,9 +232,9 @@ def test_a_deep_copy_computes_with_its_own_weights(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_call_anywhere_is_emulated(mode):
     model, _ = prepared(mode)
-    arithmetic = prepared_modules(model)[""].arithmetic
+    forward_context = prepared_modules(model)[""].forward_context
     model(IMAGES)
-    assert bool(arithmetic.rerouted()) == (mode != "fp32")
+    assert bool(forward_context.rerouted()) == (mode != "fp32")
 
 
 @pytest.mark.parametrize("mode", HALF_WEIGHTS)

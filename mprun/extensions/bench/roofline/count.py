@@ -21,17 +21,17 @@ from mprun.errors import BadInput, MprunError, raised
 from mprun.extensions.bench.roofline.cuda_kernels import cuda_kernels
 from mprun.extensions.bench.roofline.operations import (
     FORMATS,
-    Row,
+    OperationCosts,
     Write,
     bytes_of,
     costs,
     tensors_in,
 )
-from mprun.extensions.bench.roofline.weightless import (
+from mprun.extensions.bench.roofline.shape_only import (
     NO_END,
-    Memory,
     SavedTensors,
     ShapeSource,
+    StepMemory,
     held_bytes,
     shape_source,
     weightless,
@@ -66,13 +66,13 @@ class Counted:
     mode: str
     policy: PrecisionPolicy
     overrides: tuple[str, ...]
-    rows: tuple[Row, ...]
+    rows: tuple[OperationCosts, ...]
     samples: int
     sample: str
     parameters: int
     dense: int
     update: str
-    memory: Memory
+    memory: StepMemory
     counted_s: float
     micro_batches: int = 1
     bucket_bytes: float = 25 * 2**20
@@ -169,20 +169,20 @@ def _step(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
                 task.compute(task.load(1))
     finally:
         torch.random.set_rng_state(seed)
-    return counter.rows, task, Memory(**held, activations=saved.peak)
+    return counter.rows, task, StepMemory(**held, activations=saved.peak)
 
 
 def _built(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
     """Build the task on shapes; native, because a GPU emulates nothing."""
     chosen = [DTYPES[name] for name in config.precision.overrides.values()]
-    arithmetic = ForwardContext(policy, _CPU, native=True, overrides=chosen)
+    forward_context = ForwardContext(policy, _CPU, native=True, overrides=chosen)
     # A user's source was checked before, with values.
     plain = DataConfig(name="shapes", batch_size=config.data.batch_size)
     config = dataclasses.replace(config, cpu_half="native", data=plain)
     # A user's network is tried first, which needs values, unless there is no batch.
     source.batches_per_epoch = 0
     try:
-        return build_task(config, source, policy, arithmetic)
+        return build_task(config, source, policy, forward_context)
     except ValueError as error:
         raise BadInput(str(error)) from error
     finally:
@@ -205,7 +205,7 @@ class Counter(TorchDispatchMode):
     def __init__(self, fp32_math: str):
         super().__init__()
         self.fp32_math, self._updating = fp32_math, False
-        self.rows: list[Row] = []
+        self.rows: list[OperationCosts] = []
         # By id of the storage. Held tensors keep their ids, and fake ones are small.
         self._normalised: dict[int, Tensor] = {}
         self._activated: dict[int, Tensor] = {}
@@ -224,7 +224,9 @@ class Counter(TorchDispatchMode):
             kind = self._kind(kind, args, results)
             folded = self._folded(kind, args, results)
             form = self._format(next(tensors_in(args)).dtype) if flops else ""
-            self.rows.append(Row(kind, self.phase, form, flops, size, folded_bytes=folded))
+            self.rows.append(
+                OperationCosts(kind, self.phase, form, flops, size, folded_bytes=folded)
+            )
             self._follow_cast(kind, args, results)
         return results
 
@@ -251,7 +253,7 @@ class Counter(TorchDispatchMode):
     def write(self, kind: str, dtype: torch.dtype, flops: int, size: int, launches: int) -> None:
         """Add a row for work that is no operator."""
         form = self._format(dtype) if flops else ""
-        self.rows.append(Row(kind, self.phase, form, flops, size, launches))
+        self.rows.append(OperationCosts(kind, self.phase, form, flops, size, launches))
 
     def _format(self, dtype: torch.dtype) -> str:
         form = FORMATS.get(dtype, "fp32")

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from mprun.config.rules import nearest
+from mprun.config.fields import nearest
 from mprun.errors import BadInput
 from mprun.record.console import markdown_table
 
 if TYPE_CHECKING:
     from mprun.extensions.bench.roofline.count import Counted
-    from mprun.extensions.bench.roofline.operations import Row
+    from mprun.extensions.bench.roofline.operations import OperationCosts
     from mprun.precision import PrecisionPolicy
 
 # Seconds per kernel, an assumption: replayed from a CUDA graph, and started one by one.
@@ -176,8 +176,8 @@ def limit(counted: Counted, ceilings: Ceilings) -> dict[str, Any]:
     }
 
 
-def _kinds(timed: list[tuple[Row, float]], total: float) -> list[dict[str, Any]]:
-    groups: dict[tuple[str, str], list[tuple[Row, float]]] = {}
+def _kinds(timed: list[tuple[OperationCosts, float]], total: float) -> list[dict[str, Any]]:
+    groups: dict[tuple[str, str], list[tuple[OperationCosts, float]]] = {}
     for row, seconds in timed:
         groups.setdefault((row.kind, row.phase), []).append((row, seconds))
     kinds = []

@@ -1,4 +1,4 @@
-"""FLOPs and bytes of one operation, by its arguments and results; a `Row` holds the sum.
+"""FLOPs and bytes of one operation, by its arguments and results; a `OperationCosts` holds the sum.
 
 Rule: a kernel reads each input once and writes each output once; tensors written in place are read,
 too; views, empty tensors and sizes cost nothing. A tensor counts with the memory that it covers: a
@@ -28,7 +28,7 @@ FORMATS |= dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), "fp8")
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class OperationCosts:
     """`launches` kernels of one kind that together do `flops` and move `bytes`.
 
     Attributes:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from mprun.config.rules import nearest
+from mprun.config.fields import nearest
 from mprun.errors import BadInput
 from mprun.extensions.bench.roofline.limits import three
 from mprun.record.console import columns, markdown_table

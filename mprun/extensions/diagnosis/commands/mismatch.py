@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mprun.cli.arguments import Arguments, number
 from mprun.config.compose import compose_config, config_from_record
+from mprun.config.fields import must_be
 from mprun.config.option_files import modes
 from mprun.config.registry import task_of
-from mprun.config.rules import must_be
 from mprun.config.schema import MAX_STEPS, RunConfig
 from mprun.config.user_code import is_factory, vouched
 from mprun.errors import DONE, BadInput, Damaged, MprunError
@@ -228,9 +228,9 @@ def _computed(
                     raise BadInput(f"{both}: together at most {context}, the model's context")
                 own = options.log_softmax == "mode"
                 found[side] = log_probs(built.task, windows, *side[1:], own_format=own)
-        if unused := built.arithmetic.missing():
+        if unused := built.forward_context.missing():
             raise MprunError(f"precision={mode}: no operation ran in {unused}")
-        products[mode] = built.arithmetic.kind()
+        products[mode] = built.forward_context.kind()
     about: dict[str, Any] = {"run": str(run) if run else None, "step": kept.step if kept else None}
     about |= {"seed": config.seed, "device": built.device.type, "products": products}
     about |= {"data": built.data.description["name"], "windows": most, "window": length}

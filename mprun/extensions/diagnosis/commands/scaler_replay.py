@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mprun.cli.arguments import Arguments, names
 from mprun.config.compose import compose_config, group_options, hydra_session
-from mprun.config.rules import fields_of, must_be, nearest
+from mprun.config.fields import fields_of, must_be, nearest
 from mprun.config.schema import ScalerConfig
 from mprun.errors import DONE, BadInput
 from mprun.extensions.diagnosis.overflow_trace import OverflowTrace, read_trace_file

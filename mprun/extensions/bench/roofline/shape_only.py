@@ -195,7 +195,7 @@ def _padded_words(words: int, data: Any) -> int:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Memory:
+class StepMemory:
     """Bytes by kind, without workspaces, temporary results and the allocator's fragments.
 
     Attributes:

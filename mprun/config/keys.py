@@ -14,8 +14,8 @@ from typing import Any, get_args
 from omegaconf import MISSING
 
 from mprun.config.components import NETWORKS, SOURCES
+from mprun.config.fields import RESULT, Role, allowed
 from mprun.config.registry import TaskKind, kind_called
-from mprun.config.rules import RESULT, Role, allowed
 from mprun.config.schema import RunConfig
 
 _VARIANTS: dict[str, dict[str, Any]] = {

@@ -14,9 +14,9 @@ from mprun.precision import (
     build_policy,
     cast_model,
     get_policy,
-    narrow_weights,
+    rounded_weights,
 )
-from mprun.precision.narrow_weights import NarrowWeights, random_bits, round_stochastically
+from mprun.precision.rounded_weights import RoundedWeights, random_bits, round_stochastically
 
 from ..helpers import assert_same_bits, making, mixed, one_step
 
@@ -73,7 +73,7 @@ def test_other_updates_and_names_have_other_bits():
     inner = torch.optim.SGD(weights, 0.1)
     keys = []
     for seed in (0, 1):
-        narrow = NarrowWeights(inner, ["a", "b"], weights, "stochastic", seed=seed)
+        narrow = RoundedWeights(inner, ["a", "b"], weights, "stochastic", seed=seed)
         for _ in range(3):
             keys += narrow.keys()
             narrow.count()
@@ -121,7 +121,7 @@ def state_of(model, optimizer):
 @pytest.mark.parametrize(("rule", "settings"), RULES, ids=lambda x: getattr(x, "__name__", ""))
 def test_a_single_pass_gives_the_same_bits(mode, rule, settings, monkeypatch):
     # A weight, of 1,480 numbers, to an update; rounded in pieces.
-    monkeypatch.setattr(narrow_weights, "CHUNK", 512)
+    monkeypatch.setattr(rounded_weights, "CHUNK", 512)
     model, plain = trained(mode, "plain", rule, skip=2, scale=64.0, **settings)
     expected = state_of(model, plain)
     model, single = trained(mode, "single_pass", rule, skip=2, scale=64.0, **settings)
@@ -148,10 +148,10 @@ def test_narrow_state_beside_fp32_norms(rounding, scale):
 
 @pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_kahan"])
 def test_no_more_than_a_chunk_is_in_fp32(mode, monkeypatch):
-    monkeypatch.setattr(narrow_weights, "CHUNK", 1500)
+    monkeypatch.setattr(rounded_weights, "CHUNK", 1500)
     sizes = []
 
-    class Seen(NarrowWeights):
+    class Seen(RoundedWeights):
         @contextmanager
         def in_fp32(self, updated, found_inf):
             with super().in_fp32(updated, found_inf) as wide:
@@ -159,7 +159,7 @@ def test_no_more_than_a_chunk_is_in_fp32(mode, monkeypatch):
                 sizes.append([tensor.numel() for tensor in wide])
                 yield wide
 
-    monkeypatch.setattr(narrow_weights, "NarrowWeights", Seen)
+    monkeypatch.setattr(rounded_weights, "RoundedWeights", Seen)
     _, optimizer = trained(mode, "plain", torch.optim.AdamW, 1, **ADAM)
     # Two linear layers, their biases, and the norm layer's weights, which are in FP32 anyway.
     assert sizes == [[1480], [37, 37, 37, 111, 3]]
@@ -167,14 +167,14 @@ def test_no_more_than_a_chunk_is_in_fp32(mode, monkeypatch):
 
 
 def test_an_unknown_optimizer_is_given_all_weights_at_once(monkeypatch):
-    monkeypatch.setattr(narrow_weights, "CHUNK", 2)
+    monkeypatch.setattr(rounded_weights, "CHUNK", 2)
 
     class Own(torch.optim.SGD):
         pass
 
     weights = [torch.zeros(4, dtype=torch.bfloat16) for _ in range(3)]
     for rule, chunks in ((torch.optim.SGD, [[0], [1], [2]]), (Own, [[0, 1, 2]])):
-        narrow = NarrowWeights(rule(weights, 0.1), ["a", "b", "c"], weights, "stochastic")
+        narrow = RoundedWeights(rule(weights, 0.1), ["a", "b", "c"], weights, "stochastic")
         assert narrow.chunks(weights) == chunks
 
 
@@ -271,4 +271,4 @@ def test_narrow_state_is_kept_in_its_dtype():
 def test_refusals():
     with pytest.raises(ValueError, match=r"weight: has gaps"):
         gaps = torch.zeros(4, 8, dtype=torch.bfloat16)[:, ::2]
-        NarrowWeights(torch.optim.SGD([gaps], 0.1), ["weight"], [gaps], "stochastic")
+        RoundedWeights(torch.optim.SGD([gaps], 0.1), ["weight"], [gaps], "stochastic")

@@ -22,8 +22,8 @@ from mprun.compare.equivalence import (
     welch_interval,
 )
 from mprun.compare.findings import Band, Curve, Gap, Group, Row, RunData, curve, grid, on_grid
-from mprun.compare.text import baseline_name, seeds_text, signed, unit
 from mprun.compare.verdict import GAN_LOSSES, pairing
+from mprun.compare.wording import baseline_name, seeds_text, signed, unit
 
 POINTS = 60  # points of a gap that is tested and recorded; more records are averaged into them
 FEWEST_POINTS = 3  # points needed in the last half

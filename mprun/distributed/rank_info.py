@@ -16,7 +16,7 @@ _NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class RankInfo:
     """The position of a rank among all ranks, or of a machine whose ranks are not yet started.
 
     Attributes:
@@ -55,8 +55,8 @@ class Place:
 
 
 def completed(
-    overrides: Sequence[str], place: Place | None
-) -> tuple[tuple[str, ...], Place | None]:
+    overrides: Sequence[str], place: RankInfo | None
+) -> tuple[tuple[str, ...], RankInfo | None]:
     """Add the environment's numbers of ranks to the overrides; return both with the place.
 
     Where one process was started for all devices of a machine, the place is the machine's.
@@ -87,7 +87,7 @@ def completed(
     return (*overrides, *missing), place
 
 
-def place_from(environ: Mapping[str, str] = os.environ) -> Place | None:
+def place_from(environ: Mapping[str, str] = os.environ) -> RankInfo | None:
     """Return the place of this process; None: the environment names no ranks.
 
     Raises:
@@ -101,7 +101,7 @@ def place_from(environ: Mapping[str, str] = os.environ) -> Place | None:
     return None
 
 
-def _of_torchrun(environ: Mapping[str, str]) -> Place | None:
+def _of_torchrun(environ: Mapping[str, str]) -> RankInfo | None:
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
         if name not in environ:
             raise BadInput(f"{name}: not set, but other rank variables are (RANK, WORLD_SIZE, ...)")
@@ -129,10 +129,10 @@ def _of_torchrun(environ: Mapping[str, str]) -> Place | None:
     port = _number(environ, "MASTER_PORT", 1, 65_536)
     served = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     node, nodes = rank // devices, world // devices
-    return Place(rank, local, node, nodes, devices, environ["MASTER_ADDR"], port, served)
+    return RankInfo(rank, local, node, nodes, devices, environ["MASTER_ADDR"], port, served)
 
 
-def _of_slurm(environ: Mapping[str, str]) -> Place | None:
+def _of_slurm(environ: Mapping[str, str]) -> RankInfo | None:
     tasks = _number(environ, "SLURM_STEP_NUM_TASKS", 1, default=_number(environ, "SLURM_NTASKS", 1))
     nodes = _number(environ, "SLURM_STEP_NUM_NODES", 1, default=_number(environ, "SLURM_NNODES", 1))
     if tasks == 1:
@@ -151,7 +151,7 @@ def _of_slurm(environ: Mapping[str, str]) -> Place | None:
     address = environ.get("MASTER_ADDR") or first_host(hosts)
     job = _number(environ, "SLURM_JOB_ID", default=0) + _number(environ, "SLURM_STEP_ID", default=0)
     port = _number(environ, "MASTER_PORT", 1, 65_536, default=_FIRST_PORT + job % _PORTS)
-    return Place(rank, local, node, nodes, devices, address, port, served=False)
+    return RankInfo(rank, local, node, nodes, devices, address, port, served=False)
 
 
 def first_host(hosts: str) -> str:

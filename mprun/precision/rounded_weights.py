@@ -35,7 +35,7 @@ CHUNK = 2**23
 _32_BITS = 0xFFFFFFFF
 
 
-class NarrowWeights:
+class RoundedWeights:
     """The weights of one optimizer that live in BF16 alone.
 
     Random bits are a hash of seed, number of the update, name of the parameter and place of the
@@ -207,7 +207,7 @@ class NarrowWeights:
 
 def choose_narrow(
     inner: Optimizer, named: Mapping[str, Tensor], policy: PrecisionPolicy, seed: int = 0
-) -> NarrowWeights | None:
+) -> RoundedWeights | None:
     """Choose those of `named` that are BF16 but updated in FP32, or have a state in BF16."""
     rounding = policy.rounding if policy.masters == "transient" else "nearest"
     state_dtype = policy.state_dtype
@@ -217,7 +217,7 @@ def choose_narrow(
     chosen = {n: own for n, own in real.items() if state_dtype or own.dtype is torch.bfloat16}
     if not chosen:
         return None
-    return NarrowWeights(inner, [*chosen], [*chosen.values()], rounding, state_dtype, seed)
+    return RoundedWeights(inner, [*chosen], [*chosen.values()], rounding, state_dtype, seed)
 
 
 def packed(sizes: Iterable[int], most: int) -> list[list[int]]:
@@ -265,7 +265,7 @@ def round_stochastically(own: Tensor, wide: Tensor, key: Tensor, start: int = 0)
         own: BF16, written to; dense.
         wide: FP32, with the same shape and order in memory.
         key: int32, 0-dim.
-        start: see `NarrowWeights.store`.
+        start: see `RoundedWeights.store`.
     """
     numel = wide.numel()
     flat = wide.as_strided((numel,), (1,))

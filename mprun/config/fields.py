@@ -1,0 +1,275 @@
+"""The facts beside a configuration field: meaning, range, choices, readers and role.
+
+A field declares these once, as metadata. `violations` checks a configuration and reports every
+broken rule as one line that names the key, the value and what is allowed.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from typing import Any, get_args, get_origin
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """The effect of another value of a key, wherever runs are told apart.
+
+    Attributes:
+        hashed: It can change a number of the run: it is part of `config_hash`.
+        resumable: A continuation of the run may have another value.
+        compared: Runs that differ in it are different experiments, without a verdict between them.
+        told: A run's path and the rows of a sweep's table have it wherever it is set; otherwise
+            only if it is swept.
+    """
+
+    hashed: bool
+    resumable: bool
+    compared: bool
+    told: bool
+
+    def __str__(self) -> str:
+        """Return its effect in words, for a key's help."""
+        parts = (
+            f"{'in' if self.hashed else 'not in'} the configuration hash",
+            f"runs that are compared {'must agree in it' if self.compared else 'may differ in it'}",
+            f"a resumed run {'may change it' if self.resumable else 'keeps it'}",
+        )
+        return "; ".join(parts)
+
+
+# The learned task, and how; the role of every field without another one.
+RESULT = Role(hashed=True, resumable=False, compared=True, told=True)
+# The length, and the interval of evaluations.
+LENGTH = Role(hashed=True, resumable=True, compared=True, told=True)
+# The runs of one experiment; paths and tables have a separate place for it.
+SEED = Role(hashed=True, resumable=False, compared=False, told=False)
+# The place of computation: another device rounds differently, but the task is the same.
+MACHINE = Role(hashed=True, resumable=False, compared=True, told=False)
+# The way to read data, execute steps and write records: the same numbers at another speed.
+READING = Role(hashed=False, resumable=True, compared=False, told=False)
+# The run's name, and what is watched in it; a run keeps the values of its start.
+LABEL = Role(hashed=False, resumable=False, compared=False, told=False)
+
+
+_FIRST = object()
+
+
+def setting(default: Any, doc: str, **more: Any) -> Any:
+    """Declare a field with `default`, a value or a function that returns one.
+
+    Args:
+        default: list and dict create a new object for each configuration.
+        doc: the field's meaning in one line: unit, and the meaning of null or 0. A key's help and
+            the documentation's page of keys show it.
+        more: role: one of the roles above; default RESULT. of: the rules (optimizers, kinds of
+            loss scale) that read the field, which they need set unless it is `optional`.
+    """
+    metadata = {"doc": doc, **more}
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+def ranged(
+    default: Any,
+    doc: str,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    below: float | None = None,
+    at_most: float | None = None,
+    **more: Any,
+) -> Any:
+    """Declare a number or a list of them (or null, if the type allows it), finite and in bounds.
+
+    doc, more: as for `setting`.
+    """
+    bounds = {"above": above, "at_least": at_least, "below": below, "at_most": at_most}
+    given = {key: value for key, value in bounds.items() if value is not None}
+    return setting(default, doc, bounds=given, **more)
+
+
+def count(default: Any, doc: str, **more: Any) -> Any:
+    """Declare a whole number from 1 on."""
+    return ranged(default, doc, at_least=1, **more)
+
+
+def share(default: Any, doc: str, **more: Any) -> Any:
+    """Declare a number from 0 up to but not including 1."""
+    return ranged(default, doc, at_least=0.0, below=1.0, **more)
+
+
+def positive(default: Any, doc: str, **more: Any) -> Any:
+    """Declare a number above 0."""
+    return ranged(default, doc, above=0.0, **more)
+
+
+def one_of(choices: str | tuple, doc: str, default: Any = _FIRST, **more: Any) -> Any:
+    """Declare one of the words of `choices`, or of its values (or null, if the type allows it).
+
+    default: the first of them if not set. doc, more: as for `setting`.
+    """
+    known = tuple(choices.split()) if isinstance(choices, str) else choices
+    return setting(known[0] if default is _FIRST else default, doc, choices=known, **more)
+
+
+def is_label(text: str) -> bool:
+    """Return whether a file name and a table can hold `text` as it is."""
+    plain = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
+    return 0 < len(text) <= 64 and set(text) <= plain and not text.startswith((".", "-"))
+
+
+def fields_of(schema: Any, rule: str | None = None, *, needed: bool = False) -> set[str]:
+    """Return the fields of a schema that `rule` reads (None: any rule), or those that it needs."""
+    return {
+        field.name
+        for field in dataclasses.fields(schema)
+        if (rule in field.metadata.get("of", ()) if rule else "of" in field.metadata)
+        and not (needed and field.metadata.get("optional"))
+    }
+
+
+def rules_of(schema: Any, name: str) -> tuple[str, ...]:
+    """Return the rules that read the field `name`, one of `fields_of(schema)`."""
+    [found] = (field for field in dataclasses.fields(schema) if field.name == name)
+    of: tuple[str, ...] = found.metadata["of"]
+    return of
+
+
+# Names in other tools -> names here: keys (""), and values of a key. The nearest comes first.
+_HALF = ("amp", "fp16_master_scaled", "fp16_naive")
+_BF16 = ("amp_bf16", "bf16_master", "bf16_naive")
+_ELSEWHERE: dict[str, dict[str, str | tuple[str, ...]]] = {
+    "": {
+        **dict.fromkeys(("max_steps", "iterations"), "train.steps"),
+        **dict.fromkeys(("max_epochs", "num_epochs"), "train.epochs"),
+        **dict.fromkeys(("gradient_clip_val", "max_grad_norm"), "train.clip_norm"),
+        **dict.fromkeys(("accumulate_grad_batches", "grad_accum"), "train.accumulate"),
+        **dict.fromkeys(("amp", "fp16", "bf16", "dtype", "mixed_precision"), "precision"),
+        **dict.fromkeys(("accelerator", "gpu", "gpus"), "device"),
+        **{
+            "learning_rate": "optim.lr",
+            "num_workers": "data.workers",
+            "arch": "model",
+            "dataset": "data",
+        },
+        **{"optimizer": "optim", "data_dir": "data.root", "loss_scale": "scaler.scale"},
+        **{"output": "output_dir", "wd": "optim.weight_decay", "bs": "data.batch_size"},
+    },
+    "device": {"gpu": "cuda"},
+    # torch.amp, Lightning, Accelerate, Keras, apex
+    "precision": {
+        **dict.fromkeys(("16", "fp16", "float16", "f16", "half", "o2"), _HALF),
+        **dict.fromkeys(("bf16", "bfloat16"), _BF16),
+        **dict.fromkeys(("16-mixed", "mixed", "mixed_float16", "autocast", "o1"), "amp"),
+        **dict.fromkeys(("bf16-mixed", "mixed_bfloat16"), "amp_bf16"),
+        **dict.fromkeys(("32", "32-true", "float32", "float", "full", "no", "o0"), "fp32"),
+        **{"o2": "fp16_master_scaled", "o3": "fp16_naive", "half": "fp16_naive"},
+        **{"16-true": "fp16_naive", "bf16-true": "bf16_naive"},
+    },
+}
+
+
+def meant(word: str, known: Iterable[str], key: str = "") -> list[str]:
+    """Return the known words that `word` may mean, the likeliest first; at most three.
+
+    They are its names from other tools, else words that begin so, else the closest spelling.
+
+    Args:
+        word: the typed word.
+        known: the existing words.
+        key: the key whose value it is; "" for a key.
+    """
+    small, names = word.lower(), {name.lower(): name for name in known}
+    other = _ELSEWHERE.get(key, {}).get(small, small.partition(":")[0])  # cuda:0 is one of cuda
+    found = [name for name in ([other] if isinstance(other, str) else other) if name in names]
+    if not found and len(word) > 1:
+        found = [name for name in names if name.startswith(small)]
+    found = found[:3] or get_close_matches(small, list(names), n=1, cutoff=0.6)
+    return [names[name] for name in found]
+
+
+def key_called(word: str, known: Iterable[str]) -> str | None:
+    """Return the key with the name `word`: here, in other tools, or by its last part; or None."""
+    known = sorted(known)
+    other = _ELSEWHERE[""].get(word, word)
+    same_end = (key for key in known if "." in key and key.rpartition(".")[2] == word)
+    return str(other) if other in known else next(same_end, None)
+
+
+def did_you_mean(words: Sequence[str]) -> str:
+    """Return `did you mean 'a', 'b' or 'c'?`, or nothing without words."""
+    *most, last = [f"'{word}'" for word in words] or [""]
+    return f"did you mean {', '.join(most)}{' or ' if most else ''}{last}?" if last else ""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return `; did you mean 'x'?` for the closest known words, or nothing."""
+    hint = did_you_mean(meant(word, known))
+    return f"; {hint}" if hint else ""
+
+
+def must_be(word: str, known: Iterable[str], key: str = "") -> str:
+    """Return `must be one of a, b, c`, after the likely meaning: a long list is cut at its end."""
+    known = list(known)
+    hint = did_you_mean(meant(word, known, key))
+    return f"{f'{hint} It ' if hint else ''}must be one of {', '.join(known) or '(none yet)'}"
+
+
+def violations(config: Any, prefix: str = "") -> Iterator[str]:
+    """Yield one line for each value of the dataclass tree `config` that breaks its field's rule."""
+    for field in dataclasses.fields(config):
+        key, value = f"{prefix}{field.name}", getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from violations(value, key + ".")
+        elif value is not None:
+            # OmegaConf does not check the value of an interpolation in place of a container.
+            kind = _container(field.type)
+            if kind is not None and not isinstance(value, kind):
+                yield f"{key}={value}: must be a {'mapping' if kind is dict else 'list'}"
+                continue
+            for item in value if isinstance(value, list) else [value]:
+                reason = _broken(key, item, field.metadata)
+                if reason is not None:
+                    yield f"{key}={item}: {reason}"
+
+
+def _container(annotation: Any) -> type | None:
+    """Return list or dict if a field has that type; None for a plain value."""
+    kinds = [get_origin(part) for part in (annotation, *get_args(annotation))]
+    return next((kind for kind in (list, dict) if kind in kinds), None)
+
+
+_BOUNDS = {
+    "above": (">", lambda value, bound: value > bound),
+    "at_least": (">=", lambda value, bound: value >= bound),
+    "below": ("<", lambda value, bound: value < bound),
+    "at_most": ("<=", lambda value, bound: value <= bound),
+}
+
+
+def _broken(key: str, value: Any, rule: Any) -> str | None:
+    """Return what the value of `key` must be, if it is not."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "must be a finite number"
+    if "choices" in rule and value not in rule["choices"]:
+        return must_be(str(value), [str(choice) for choice in rule["choices"]], key)
+    bounds = rule.get("bounds", {})
+    if all(_BOUNDS[name][1](value, bound) for name, bound in bounds.items()):
+        return None
+    meaning = rule["doc"].partition(";")[0]
+    return f"must be {allowed(bounds)} ({meaning[0].lower()}{meaning[1:]})"
+
+
+def allowed(bounds: Mapping[str, float]) -> str:
+    """Return `>= 0 and < 1`: the bounds of a field, in the form of `ranged`."""
+    return " and ".join(f"{_BOUNDS[name][0]} {_exact(bound)}" for name, bound in bounds.items())
+
+
+def _exact(bound: float) -> str:
+    power = int(bound).bit_length() - 1
+    if bound == 2**power and power > 20:
+        return f"2^{power}"
+    return f"{bound:,}" if isinstance(bound, int) and bound >= 10_000 else f"{bound:g}"
