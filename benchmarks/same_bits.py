@@ -31,14 +31,17 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TIMES = {"seconds", "samples_per_s", "data_wait"}  # the fields of a row that a clock tells
-STEPS = 20
-# Networks that have one width: parameters in the tens of millions.
-LARGE = {"alexnet": 2, "resnet50": 4}
-IMAGES = ["optim=sgd", "optim.lr=1e-3", "data=synthetic_images", "data.train_size=32"]
+STEPS, STEPS_OF_LARGE = 20, 2
+# Tens of millions of parameters, whose checkpoint takes seconds: not resumed.
+LARGE = ("alexnet", "resnet50")
+IMAGES = ["optim=sgd_plain", "optim.lr=1e-3", "data=synthetic_images", "data.train_size=32"]
 IMAGES += ["data.batch_size=4", "data.eval_size=4"]
 EXTRA = {
     "alexnet": ["model=alexnet", *IMAGES, "data.image_size=64"],
-    "alexnet_2012": ["model=alexnet_2012", *IMAGES, "data.image_size=64", "model.width=0.0625"],
+    "alexnet_2012": [
+        *("model=alexnet_2012", "model.width=0.0625", "optim=sgd_alexnet"),
+        *("data=digits_64", "data.batch_size=2"),
+    ],
     "resnet50": ["model=resnet50", *IMAGES, "data.image_size=32"],
 }
 # The scale overflows FP16 at first and grows again, before and behind the checkpoint.
@@ -75,9 +78,10 @@ def cell(spec: dict[str, Any], mode: str) -> dict[str, Any]:
     """Train and resume one cell; return exit codes, rows and hashes."""
     steps, folder = spec["steps"], Path(spec["folder"]) / mode
     words = [*spec["words"], "device=cpu", "threads=1", f"precision={mode}"]
-    words += [f"train.steps={steps}", f"train.checkpoint_every={steps // 2}", "train.log_every=1"]
+    every = steps // 2 if spec["resumes"] else steps
+    words += [f"train.steps={steps}", f"train.checkpoint_every={every}", "train.log_every=1"]
     found = outcome([*words, f"output_dir='{folder}'"], folder)
-    if found["code"] == 0:
+    if found["code"] == 0 and spec["resumes"]:
         shutil.rmtree(folder / "checkpoints" / f"step-{steps:08}")
         found["resumed"] = outcome([f"resume={folder}"], folder)
     shutil.rmtree(folder, ignore_errors=True)
@@ -197,9 +201,15 @@ def unequal(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
 
 
 def commit_of(checkout: Path) -> str:
-    """Return the commit of a checkout, with + if files of it changed."""
-    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty=+", "--abbrev=9"]
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    """Return the last commit of mprun/ and conf/ in a checkout, with + if files changed since."""
+    parts = ["--", "mprun", "conf"]
+    last, changed = (
+        subprocess.run(
+            ["git", *words, *parts], cwd=checkout, capture_output=True, text=True, check=True
+        ).stdout
+        for words in (["log", "-1", "--format=%h"], ["status", "--porcelain"])
+    )
+    return last.strip() + ("+" if changed else "")
 
 
 def summary(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
@@ -220,8 +230,8 @@ def page(found: dict[str, Any]) -> str:
     counts = Counter(cell["verdict"] for row in cells.values() for cell in row.values())
     lines = [
         f"# The same bits in two checkouts, {about['date']}, CPU",
-        f"{about['machine']}, torch {about['torch']}, Python {about['python']}, one thread. Commits "
-        f"{about['other']} and {about['this']}; {about['seconds'] / 60:.0f} min:",
+        f"{about['machine']}, torch {about['torch']}, Python {about['python']}, one thread. "
+        f"Commits {about['other']} and {about['this']}; {about['seconds'] / 60:.0f} min:",
         f"    {about['command']}",
         "\n".join(_METHOD),
         ", ".join(f"{verdict}: {n}" for verdict, n in counts.most_common())
@@ -236,12 +246,12 @@ def page(found: dict[str, Any]) -> str:
 
 
 _METHOD = (
-    f"A cell trains {STEPS} steps ({', '.join(f'{k}: {v}' for k, v in LARGE.items())}), each logged,",
-    "with one evaluation, n = 1, seed 0, and resumes from the checkpoint half way. Equal: exit codes,",
-    "all rows of metrics.jsonl without times, and every value of the last checkpoint (weights, masters,",
-    "optimizer, loss scale, random states), of both checkouts and of the resumed run. Refused alike:",
-    "exit code 2 in both. Diverged: exit code 3 at the same step. Networks are tiny; ssd300 and the",
-    "larger sizes of a network are left out.",
+    f"A cell trains {STEPS} steps, each logged, and an evaluation, n = 1, seed 0, then resumes",
+    f"from half way; {' and '.join(LARGE)} train {STEPS_OF_LARGE} steps without that.",
+    "Equal: exit codes, all rows of metrics.jsonl without times, and every value of the last",
+    "checkpoint (weights, masters, optimizer, loss scale, random states), in both checkouts and",
+    "after the resume. Refused alike: exit code 2 in both. Networks are tiny; ssd300 and larger",
+    "sizes are left out.",
 )
 
 
@@ -270,7 +280,8 @@ def main() -> int:
         for folder in folders:
             folder.mkdir()
         for name in options.networks:
-            spec = {"words": known[name], "modes": options.modes, "steps": LARGE.get(name, STEPS)}
+            spec = {"words": known[name], "modes": options.modes, "resumes": name not in LARGE}
+            spec["steps"] = STEPS if spec["resumes"] else STEPS_OF_LARGE
             pair = []
             for checkout, folder in zip(checkouts, folders, strict=True):
                 result = folder / "result.json"
