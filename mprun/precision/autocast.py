@@ -8,6 +8,7 @@ Sources: ATen/autocast_mode.h (the lists), ATen/autocast_mode.cpp (cat, binary_c
 torch documentation, "CUDA Ops that can autocast to float16".
 """
 
+import functools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -83,15 +84,28 @@ def register(library: torch.library.Library, *, half_to_float: bool = False) -> 
 
 def _kernels(half_to_float: bool) -> Iterator[tuple[str, Callable[..., Any]]]:
     """(name of an operator, its kernel under autocast) wherever CUDA and CPU differ."""
+    for name, on_cuda in _differences():
+        if not on_cuda:
+            yield name, torch.library.fallthrough_kernel
+        else:
+            yield name, _banned if name == "binary_cross_entropy" else _under(name, half_to_float)
+
+
+@functools.cache
+def _differences() -> tuple[tuple[str, bool], ...]:
+    """(name of an operator, whether CUDA's autocast knows it) wherever CUDA and CPU differ.
+
+    Asked of torch once: while a library is held, its kernels look like the CPU's own.
+    """
+    found = []
     for full in operator_names():
         name = full.removeprefix("aten::")
         if name == full or name in _NEVER:
             continue
         on_cuda, on_cpu = has_kernel(full, "AutocastCUDA"), has_kernel(full, _KEY)
-        if on_cpu and not on_cuda:
-            yield name, torch.library.fallthrough_kernel
-        elif on_cuda and (not on_cpu or name in _OTHERWISE):
-            yield name, _banned if name == "binary_cross_entropy" else _under(name, half_to_float)
+        if on_cuda != on_cpu or (on_cuda and name in _OTHERWISE):
+            found.append((name, on_cuda))
+    return tuple(found)
 
 
 def _banned(*args: Any, **kwargs: Any) -> Tensor:

@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from mprun.extensions.bench.roofline.count import Counter
 from mprun.extensions.bench.roofline.cuda_kernels import cuda_kernels
 from mprun.extensions.bench.roofline.shape_only import weightless
+from mprun.precision.autocast import cuda_lists
 
 # Of torch's documentation, "CUDA Op-Specific Behavior".
 IN_16_BITS = {
@@ -67,7 +68,9 @@ def test_cuda_itself_computes_in_that_dtype():
         assert dtypes(lambda *size: torch.rand(*size, device="cuda")) == WANTED
 
 
-def test_a_weight_is_cast_once_in_a_block_and_softmax_is_one_kernel():
+@pytest.mark.parametrize("lists", [lambda: None, cuda_lists], ids=["alone", "beside amp"])
+def test_a_weight_is_cast_once_in_a_block_and_softmax_is_one_kernel(lists):
+    held = lists()  # as a prepared amp script of the same process holds them
     counter = Counter("ieee")
     with cuda_kernels(counter.write), weightless():
         layer, x = nn.Linear(8, 8, bias=False), torch.empty(2, 8, dtype=torch.float16)
@@ -78,6 +81,7 @@ def test_a_weight_is_cast_once_in_a_block_and_softmax_is_one_kernel():
             F.softmax(x, 1)
     assert casts == [64 * (4 + 2)]
     assert [row.bytes for row in counter.rows[before:]] == [16 * (2 + 4)]
+    del held
 
 
 def test_torch_is_as_before_afterwards():
