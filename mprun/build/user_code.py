@@ -136,7 +136,7 @@ class Trial:
         """Raise BadInput if the networks do not fit the data, or cannot compute in the mode.
 
         First they run in FP32 and eval mode, as in an evaluation; then forward and backward in the
-        mode. arithmetic: a context that no run uses, because it counts. overrides: module-name
+        mode. forward_context: a context that no run uses, because it counts. overrides: module-name
         pattern -> dtype. It takes one batch of the data and restores every random state.
         """
         with _random_states_kept(self.device):

@@ -75,7 +75,7 @@ class Trace:
     """Show a collector each operation and module of a step of `task` inside the block.
 
     An emulated operation is shown as the network calls it, and not again as the emulation computes
-    it. There are two modes: the arithmetic enters one below its emulations, and the other is silent
+    it. There are two modes: the context enters one below its emulations, and the other is silent
     for that time.
 
     Attributes:

@@ -3,14 +3,14 @@
 It works without the rest of mprun:
 
     policy = get_policy("fp16_master_scaled")
-    arithmetic = ForwardContext(policy, device)
+    forward_context = ForwardContext(policy, device)
     cast = cast_model(model, policy)
     scale = DynamicLossScale(device=device)
     optimizer = MixedPrecisionOptimizer(cast, lambda named: SGD([p for _, p in named], lr), scale)
     for inputs, labels in batches:
         optimizer.zero_grad()
-        with arithmetic:
-            with arithmetic.autocast():
+        with forward_context:
+            with forward_context.autocast():
                 logits = model(policy.cast_inputs(inputs))
             optimizer.backward(cross_entropy(logits.float(), labels))
         optimizer.step()

@@ -55,7 +55,7 @@ class Audit(TorchDispatchMode):
     each way. It costs some microseconds an operation, and waits for nothing.
 
     Args:
-        arithmetic: context of the arm.
+        forward_context: that of the arm.
         parameters: name -> parameter, checked for writes around each entry; none for a model that
             checks this itself. A write through `.data` is not seen.
 
@@ -78,9 +78,9 @@ class Audit(TorchDispatchMode):
         self.optimizers: set[str] = set()
         self.watched = 0
         policy = forward_context.policy
-        self._allowed = {torch.float32, torch.float64, torch.complex64, torch.complex128}
         self._wanted = dict.fromkeys((*forward_context.half_dtypes, *policy.formats))
-        self._allowed.update(self._wanted)
+        wide = (torch.float32, torch.float64, torch.complex64, torch.complex128)
+        self._allowed = {*wide, *self._wanted}
         if torch.float16 in self._wanted:
             self._allowed.add(torch.complex32)
         self._versions: list[int] = []
@@ -116,7 +116,7 @@ class Audit(TorchDispatchMode):
     def watching(self, *, step: bool = False) -> Iterator[None]:
         """Count the products of a block that ends without error, and check torch's switches.
 
-        step: count where the arithmetic is entered, in forward and backward passes.
+        step: count where the context is entered, in forward and backward passes.
         """
         self._check_flags()
         before = self.forward_context.recurrent_layers()

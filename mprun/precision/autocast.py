@@ -11,7 +11,7 @@ torch documentation, "CUDA Ops that can autocast to float16".
 import functools
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -78,17 +78,12 @@ def register(library: torch.library.Library, *, half_to_float: bool = False) -> 
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*[Oo]verriding a previously registered")
-        for name, kernel in _kernels(half_to_float):
+        for name, on_cuda in _differences():
+            kernel: Callable[..., Any] = torch.library.fallthrough_kernel
+            if on_cuda:
+                banned = name == "binary_cross_entropy"
+                kernel = _banned if banned else _under(name, half_to_float)
             library.impl(name, kernel, _KEY)
-
-
-def _kernels(half_to_float: bool) -> Iterator[tuple[str, Callable[..., Any]]]:
-    """(name of an operator, its kernel under autocast) wherever CUDA and CPU differ."""
-    for name, on_cuda in _differences():
-        if not on_cuda:
-            yield name, torch.library.fallthrough_kernel
-        else:
-            yield name, _banned if name == "binary_cross_entropy" else _under(name, half_to_float)
 
 
 @functools.cache

@@ -68,7 +68,6 @@ def emulated_recurrent(
 
 
 Results = tuple[tuple[Tensor, ...], Sequence[Tensor | None]]
-Gradients = tuple[Tensor | None, ...]
 
 
 class _Kind(NamedTuple):
@@ -103,7 +102,7 @@ class _EmulatedLayer(torch.autograd.Function):
         return results
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Gradients:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         name = ctx.kind.name
         if torch.is_grad_enabled():
             raise RuntimeError(f"the emulated {name} has no second derivative (create_graph=True)")
@@ -294,7 +293,7 @@ def _column(bias: Tensor | None) -> Tensor | None:
 
 def _gradients(
     needed: Sequence[bool], kept: Sequence[Any], d_inputs: Tensor, d_recurrent: Tensor, dh: Tensor
-) -> Gradients:
+) -> tuple[Tensor | None, ...]:
     """Return the first six operands' gradients, from those of gates (T, G H, B) and h0 (H, B)."""
     x, h0, w_ih, _, y, *_ = kept
     half, rows = y.dtype, x.reshape(-1, x.shape[-1])
@@ -303,8 +302,7 @@ def _gradients(
     grads: list[Tensor | None] = [None] * 6
     if needed[0]:
         grads[0] = (di.t() @ w_ih.to(F32)).to(half).view_as(x)
-    if needed[1]:
-        grads[1] = dh.to(half).t()
+    grads[1] = dh.to(half).t()
     if needed[2]:
         grads[2] = (di @ rows.to(F32)).to(half)
     if needed[3]:

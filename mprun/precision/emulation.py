@@ -51,8 +51,8 @@ _RECURRENT = LAYERS | {torch.lstm_cell, torch.gru_cell, torch.rnn_tanh_cell, tor
 class ForwardContext:
     """Autocast and CPU emulation of one policy, entered around a training step.
 
-        with arithmetic:                      # forward AND backward
-            with arithmetic.autocast():       # forward only
+        with forward_context:                 # forward AND backward
+            with forward_context.autocast():  # forward only
                 outputs = model(inputs)
             ...backward...
 

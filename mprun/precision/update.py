@@ -284,12 +284,8 @@ def largest(tensors: Iterable[Tensor | None], device: torch.device) -> Tensor:
 
 def norms_of(gradients: list[Tensor]) -> Tensor:
     """Return each L2 norm, float32 [n], by dtype: squares of FP16 values would overflow in FP16."""
-    norms = [
-        norm
-        for group in by_dtype(gradients)
-        for norm in foreach_norm(group, 2, dtype=torch.float32)
-    ]
-    return torch.stack(norms)
+    found = [foreach_norm(group, 2, dtype=torch.float32) for group in by_dtype(gradients)]
+    return torch.stack([norm for norms in found for norm in norms])
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:
