@@ -63,21 +63,17 @@ _Chosen = Mapping[str, torch.dtype]
 
 @dataclass(slots=True)
 class CastModel:
-    """A model in its policy's dtypes, which can also be evaluated in FP32.
-
-    Attributes:
-        masters: parameter name -> value before rounding in the policy's master_dtype, for each
-            rounded parameter that has a master copy. It is the parameter itself, replaced in the
-            module by a copy. The optimizer built from it updates masters in place.
-        buffers: for each rounded buffer: the module's, its version then, and the buffer before.
-        forwards: for each module that computes differently in the mode: its attributes, and the
-            `forward` before (_NOTHING: that of its class).
-    """
+    """A model in its policy's dtypes, which can also be evaluated in FP32."""
 
     module: nn.Module
     policy: PrecisionPolicy
+    # Name of each rounded parameter with a master -> the parameter itself, in the policy's
+    # master_dtype, which the optimizer updates in place; the module has a rounded copy.
     masters: dict[str, Tensor]
+    # For each rounded buffer: the module's, its version then, and the buffer before.
     buffers: list[tuple[Tensor, int, Tensor]] = field(default_factory=list)
+    # For each module that computes differently in the mode: its attributes, and the `forward`
+    # before (_NOTHING: that of its class).
     forwards: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
 
     @contextmanager
@@ -85,10 +81,8 @@ class CastModel:
         """Let the module compute in FP32: with its master weights, without any cast.
 
         16-bit tensors without an FP32 form are widened, which costs their memory in FP32. Row
-        tables must not be written to; they return their rows in FP32.
-
-        Args:
-            weights: parameter name -> FP32 tensor that replaces the weight.
+        tables must not be written to; they return their rows in FP32. `weights`: parameter name ->
+        FP32 tensor that replaces the weight.
         """
         tables = row_tables(self.module)
         forms = self._forms(weights or {})

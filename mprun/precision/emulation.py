@@ -148,10 +148,8 @@ def why_unsupported(
 ) -> str | None:
     """Return the reason why `device` cannot run `policy` as defined, or None if it can.
 
-    TF32 and BF16 Tensor Cores exist from compute capability 8.0 on (NVIDIA Ampere).
-
-    Args:
-        overrides: dtypes of module overrides.
+    TF32 and BF16 Tensor Cores exist from compute capability 8.0 on (NVIDIA Ampere). `overrides`:
+    dtypes of module overrides.
     """
     if device.type == "cpu":
         if policy.fp32_math == "tf32":
@@ -360,11 +358,9 @@ class HalfEmulation(TorchDispatchMode):
 class Losses(TorchFunctionMode):
     """A mode that computes a model's losses in `loss_dtype`, like the losses outside the model.
 
-    Attention runs in the dtype of its query: CUDA's kernels refuse a float32 mask with a 16-bit
-    query. Costs about a microsecond for each call of a torch function.
-
-    Args:
-        loss_dtype: dtype of the losses; None: that of their tensors.
+    With None they keep the dtype of their tensors. Attention runs in the dtype of its query: CUDA's
+    kernels refuse a float32 mask with a 16-bit query. Costs about a microsecond for each call of a
+    torch function.
     """
 
     def __init__(self, loss_dtype: torch.dtype | None) -> None:
@@ -394,9 +390,7 @@ class _Functions(Losses):
 
     It must be above autograd: `torch.lstm` never reaches a dispatch mode whole. Under float16
     autocast without a projection it needs a oneDNN kernel that most CPUs lack (RuntimeError).
-
-    Args:
-        counts: number of layers computed here, by (kind, "forward" or "backward").
+    `counts` gets the number of layers computed here, by (kind, "forward" or "backward").
     """
 
     def __init__(self, dtype: torch.dtype, counts: Counter[tuple[str, str]]) -> None:

@@ -38,19 +38,12 @@ from mprun.torch_private import DisableTorchFunction, foreach_add_, foreach_div_
 
 @dataclass(eq=False)
 class Gathering(ABC):
-    """One way from the losses of a step to its gradients.
+    """One way from the losses of a step to its gradients."""
 
-    Args:
-        parameters: the model's parameters, to whose `.grad` backward writes.
-        rows: updates of row tables; backward writes gradients of the gathered rows.
-        parts: micro-batches; their sum is divided by this number.
-        ranks: the sum over ranks, each of which has some of the micro-batches; None: one rank.
-    """
-
-    parameters: Sequence[Tensor]
-    rows: Sequence[RowUpdate]
-    parts: int
-    ranks: Reduction | None
+    parameters: Sequence[Tensor]  # backward writes to their `.grad`
+    rows: Sequence[RowUpdate]  # of row tables; backward writes gradients of the gathered rows
+    parts: int  # micro-batches; their sum is divided by this number
+    ranks: Reduction | None  # the sum over ranks that share the micro-batches; None: one rank
 
     @abstractmethod
     def clear(self) -> None:
@@ -129,16 +122,11 @@ class Unscaled(Gathering):
     """Gradients that are cast, unscaled and checked after each loss, then added, over ranks too.
 
     All ranks learn of one rank's non-finite gradients before they act on them.
-
-    Args:
-        dtypes: dtypes in which gradients of parameters, then of rows, are unscaled and added up.
-        found_inf: float32, 0-dim, for the step; becomes 1 if a gradient is not finite.
-        skips: whether the step is skipped then.
     """
 
-    dtypes: Sequence[torch.dtype]
-    found_inf: Tensor
-    skips: bool
+    dtypes: Sequence[torch.dtype]  # of parameters, then rows: in them gradients are added up
+    found_inf: Tensor  # float32, 0-dim, for the step; becomes 1 if a gradient is not finite
+    skips: bool  # whether the step is skipped then
 
     def __post_init__(self) -> None:
         self.one = torch.ones_like(self.found_inf)
@@ -290,25 +278,17 @@ class SummedBeforeUnscaled(Unscaled):
     M micro-batches count as M ranks, summed in order, one addition after the other. A ring adds
     each part of a tensor in another order, which starts at another rank. With more than two ranks
     its bits differ from these, its errors do not.
-
-    Args:
-        dtype: dtype of the sum and of its terms.
-        divide: see `factors`; `parts` is then the divisor after the sum.
     """
 
-    dtype: torch.dtype
-    divide: str
+    dtype: torch.dtype  # of the sum and of its terms
+    divide: str  # see `factors`; `parts` is then the divisor after the sum
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.before, self.parts = factors(self.parts, self.divide)
 
     def take(self, scale: LossScale) -> None:
-        """Take the gradients of one rank.
-
-        Raises:
-            RuntimeError: They have another scale than those before.
-        """
+        """Take the gradients of one rank; RuntimeError if they have another scale than before."""
         self.summed(scale)
         self.sum.add([None if own is None else self._narrowed(own) for own in self.taken()])
 

@@ -99,11 +99,8 @@ class LossScale(ABC):
         return torch.div(self._one, self.scale, out=torch.empty_like(self.scale))
 
     def record(self, found_inf: Tensor, grad_max: Tensor | None = None) -> None:
-        """OR one optimizer's flag into `found_inf`.
-
-        Args:
-            found_inf: one element, any dtype; non-zero or NaN means a gradient was not finite.
-            grad_max: only used by `logmax`.
+        """OR one optimizer's flag into `found_inf`: one element of any dtype, which is non-zero or
+        NaN if a gradient was not finite. grad_max: only used by `logmax`.
         """
         self.found_inf.logical_or_(found_inf.reshape(()))
 
@@ -384,12 +381,8 @@ class LogMaxLossScale(LossScale):
     def record(self, found_inf: Tensor, grad_max: Tensor | None = None) -> None:
         """OR one optimizer's flag in, and keep the largest `grad_max` of the iteration.
 
-        Args:
-            grad_max: one element, floating point, max |gradient| after unscaling; its value is
-                ignored when the iteration overflows.
-
-        Raises:
-            ValueError: `grad_max` is None.
+        It is one element, floating point, max |gradient| after unscaling, ignored when the
+        iteration overflows; with None it raises ValueError.
         """
         if grad_max is None:
             raise ValueError("grad_max=None: logmax needs the largest unscaled gradient magnitude")

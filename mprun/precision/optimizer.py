@@ -46,17 +46,11 @@ from mprun.torch_private import BatchNorm, buffers_of
 
 
 class Update(NamedTuple):
-    """The results of one step, as 0-dim device tensors.
+    """The results of one step, float32, 0-dim, on the device."""
 
-    Attributes:
-        loss_scale: float32, the scale of the (first) loss of this step.
-        found_inf: float32, 1 if the update was skipped; None if the loss scale never skips.
-        grad_norm: float32, global L2 norm before clipping of the unscaled gradients that count in
-            it; None if neither needed for clipping nor asked for.
-    """
-
-    loss_scale: Tensor
-    found_inf: Tensor | None
+    loss_scale: Tensor  # of the (first) loss of this step
+    found_inf: Tensor | None  # 1 if the update was skipped; None: the loss scale never skips
+    # Global L2 norm of the unscaled gradients that count in it, before clipping; None: not needed.
     grad_norm: Tensor | None
 
     def metrics(self, prefix: str = "") -> dict[str, Tensor]:

@@ -37,19 +37,13 @@ LAYERS = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 
 
 class RecurrentCall(NamedTuple):
-    """The arguments of `torch.lstm`, `torch.gru` and the like, in either of their two forms.
+    """The arguments of `torch.lstm`, `torch.gru` and the like, in either of their two forms."""
 
-    Attributes:
-        inputs: (T, B, I), or (B, T, I) with `batch_first`; (values, I) for a packed sequence.
-        hidden: h0 (L, B, P or H), and for an LSTM with it c0 (L, B, H); L = layers, twice that if
-            `bidirectional`.
-        weights: per layer and direction w_ih, w_hh, then b_ih, b_hh with `bias`, then w_hr with a
-            projection.
-        batch_sizes: int64 [T], for a packed sequence.
-    """
-
-    inputs: Tensor
+    inputs: Tensor  # (T, B, I), or (B, T, I) with `batch_first`; packed: (values, I)
+    # h0 (L, B, P or H), and for an LSTM with it c0 (L, B, H); L = layers, twice that if
+    # `bidirectional`.
     hidden: Any
+    # Per layer and direction w_ih, w_hh, then b_ih, b_hh with `bias`, then w_hr with a projection.
     weights: list[Tensor]
     bias: bool
     layers: int
@@ -57,7 +51,7 @@ class RecurrentCall(NamedTuple):
     train: bool
     bidirectional: bool
     batch_first: bool = False
-    batch_sizes: Tensor | None = None
+    batch_sizes: Tensor | None = None  # int64 [T], for a packed sequence
 
     @classmethod
     def of(cls, args: tuple[Any, ...]) -> RecurrentCall:

@@ -259,13 +259,8 @@ def round_stochastically(own: Tensor, wide: Tensor, key: Tensor, start: int = 0)
 
     16 random bits are added below the kept ones, then the bits below are cut off. The share of
     the 65,536 equally likely sums that carry is the number's distance from the lower neighbour.
-    Numbers that BF16 holds stay, so do infinity and NaN.
-
-    Args:
-        own: BF16, written to; dense.
-        wide: FP32, with the same shape and order in memory.
-        key: int32, 0-dim.
-        start: see `RoundedWeights.store`.
+    Numbers that BF16 holds stay, so do infinity and NaN. `own` (BF16, dense) is written to; `wide`
+    has its shape and order in memory. key (int32, 0-dim), start: see `RoundedWeights.store`.
     """
     numel = wide.numel()
     flat = wide.as_strided((numel,), (1,))

@@ -48,9 +48,7 @@ def row_tables(model: nn.Module) -> dict[str, RowTable]:
 class RowUpdate:
     """An update of one tensor of a row table, with the rule and settings of a torch optimizer.
 
-    Attributes:
-        name: name of the parameter.
-        state: "sum" for Adagrad, with the shape and dtype of the tensor; empty for SGD.
+    `state` has "sum" for Adagrad, with the shape and dtype of the tensor; nothing for SGD.
 
     Raises:
         ValueError: Another rule, or settings that would move unused rows too (momentum, weight
@@ -83,14 +81,12 @@ class RowUpdate:
 
     @torch.no_grad()
     def apply(self, gradient: Tensor, found_inf: Tensor | None) -> None:
-        """Take one step on the gathered rows; if `found_inf` (0-dim) is not 0 nothing moves.
+        """Take one step on the gathered rows, with the gradient of `take_gradient`, unscaled; if
+        `found_inf` (0-dim) is not 0 nothing moves.
 
         All shapes depend on the number of ids alone; nothing waits for the device. Unused places
         write the value of the first row to that row, so index_copy_ is deterministic although its
         indices repeat.
-
-        Args:
-            gradient: that of `take_gradient`, unscaled.
         """
         gathered = self.table.gathered
         assert gathered is not None  # its leaves had the gradient

@@ -83,11 +83,9 @@ observer: Callable[[Tensor, Callable[[], Cast]], Cast] | None = None
 
 
 def cast(matrix: Tensor, dtype: torch.dtype, products: ScaledProducts, dim: int = -1) -> Cast:
-    """Cast `matrix` to `dtype`, through the `observer` if there is one.
+    """Cast `matrix`, [n, k] in 16 or 32 bits, to `dtype`, through the `observer` if there is one.
 
-    Args:
-        matrix: [n, k] in 16 or 32 bits.
-        dim: dimension along which a product adds up, for scales by row.
+    dim: the dimension along which a product adds up, for scales by row.
     """
     take = partial(_cast, matrix, dtype, products, dim)
     return take() if observer is None else observer(matrix, take)
@@ -114,8 +112,7 @@ def _cast(matrix: Tensor, dtype: torch.dtype, products: ScaledProducts, dim: int
 def product(a: Cast, b: Cast, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """Compute a @ b, added up in FP32, rounded once to `dtype`: [n, k] and [k, m] to [n, m].
 
-    Args:
-        fast: the Tensor Core alone may add up (about 14 bits; forward passes).
+    fast: the Tensor Core alone may add up (about 14 bits; forward passes).
     """
     return torch.ops.mprun.scaled_mm(a.values, b.values, a.factor, b.factor, dtype, fast)
 
@@ -266,8 +263,7 @@ def chosen_layers(
 ) -> list[str]:
     """Return the names of the layers of `model` that compute in FP8.
 
-    Args:
-        chosen: name of a module -> dtype in which it is to compute instead; FP32 leaves it alone.
+    chosen: name of a module -> dtype in which it is to compute instead; FP32 leaves it alone.
 
     Raises:
         ValueError: A pattern matches no layer, or no layer is left.

@@ -47,13 +47,7 @@ _ALIGNMENT = 16  # elements: 64 bytes, one register of AVX-512
 
 
 class _Block:
-    """Pieces of weights that are updated together, in lists of the same order.
-
-    Attributes:
-        copies, copied: the copies, and the masters they are copied from, if they have any.
-        buffers: each piece's place in the buffer, with the strides of its master.
-        narrow: pieces that live in BF16, each with its place in `wide`, its master here.
-    """
+    """Pieces of weights that are updated together, in lists of the same order."""
 
     def __init__(
         self, pieces: list[Weight], buffer: Tensor | None = None, wide: Tensor | None = None
@@ -64,12 +58,13 @@ class _Block:
             pairs = zip(pieces, self.masters, self._places(wide), strict=True)
             self.masters = [own if piece.narrow is None else place for piece, own, place in pairs]
         of_pieces = zip(pieces, self.masters, strict=True)
+        # Pieces that live in BF16, each with its place in `wide`, its master here.
         self.narrow = [(piece, place) for piece, place in of_pieces if piece.narrow is not None]
         self.states = [list(tensors) for tensors in zip(*(p.state for p in pieces), strict=True)]
         self.steps = [piece.step for piece in pieces if piece.step is not None]
         self.copies = [piece.own.detach() for piece in pieces if piece.has_copy]
         self.copied = [piece.master.detach() for piece in pieces if piece.has_copy]
-        if buffer is not None:
+        if buffer is not None:  # each piece's place in it, with the strides of its master
             self.buffers = self._places(buffer)
 
     def _places(self, buffer: Tensor) -> list[Tensor]:
@@ -83,27 +78,19 @@ class _Block:
 
 @dataclass(slots=True)
 class _Part:
-    """The weights of one parameter group, split by clipped or not and FP32 gradients or not.
-
-    Attributes:
-        whole: all of them as one block without buffer, if the gradients can be used unchanged and
-            there is nothing to copy.
-    """
+    """The weights of one parameter group, split by clipped or not and FP32 gradients or not."""
 
     group: dict
     clipped: bool
     in_fp32: bool
     blocks: list[_Block]
+    # All as one block without buffer, if gradients can be used unchanged and nothing is copied.
     whole: _Block | None
     steps: list[Tensor]
 
 
 class BlockedUpdate(SinglePass):
-    """The single pass on a CPU.
-
-    Args:
-        block: elements of a block. It costs a buffer of that size, and the views of the pieces.
-    """
+    """The single pass on a CPU; it costs a buffer of `block` elements, and views of the pieces."""
 
     def __init__(self, *of_optimizer: Any, block: int = BLOCK):
         super().__init__(*of_optimizer)

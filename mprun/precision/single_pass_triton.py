@@ -73,55 +73,38 @@ _LAUNCH = {"num_warps": WARPS, "enable_fp_fusion": False}
 
 
 class _Kind(NamedTuple):
-    """The common properties of the tensors of one launch.
+    """The common properties of the tensors of one launch."""
 
-    Attributes:
-        group: number of the optimizer's group.
-        narrow: how a BF16 weight without a master is stored; "no": there is none.
-    """
-
-    group: int
+    group: int  # number of the optimizer's group
     gradient_dtype: torch.dtype
     copy_dtype: torch.dtype | None
     clipped: bool
-    narrow: str
+    narrow: str  # how a BF16 weight without a master is stored; "no": there is none
     aligned: bool
 
 
 @dataclass(slots=True)
 class _Launch:
-    """The tensors that one launch serves, all of one kind.
-
-    Attributes:
-        chunks: int32 [programs, 2] on the device.
-        squares, largest: destinations of its blocks' sums of squares and largest values.
-        logarithms: logarithms of Adam's betas, see `single_pass_kernels.update_kernel`.
-    """
+    """The tensors that one launch serves, all of one kind."""
 
     kind: _Kind
-    chunks: Tensor
-    squares: Tensor
-    largest: Tensor
-    logarithms: Tensor | None
+    chunks: Tensor  # int32 [programs, 2] on the device
+    squares: Tensor  # gets its blocks' sums of squares
+    largest: Tensor  # gets its blocks' largest values
+    logarithms: Tensor | None  # of Adam's betas, see `single_pass_kernels.update_kernel`
 
 
 @dataclass(slots=True)
 class _Plan:
-    """All launches of a step whose gradients have certain dtypes and alignments.
+    """All launches of a step whose gradients have certain dtypes and alignments."""
 
-    Attributes:
-        indices: indices of the parameters, by row of the tables.
-        squares, largest: values of all launches; 0 where no block writes.
-        steps: step counters of the updated tensors.
-    """
-
-    indices: list[int]
+    indices: list[int]  # of the parameters, by row of the tables
     tensors: Tensor
     gradients: AddressTable
     launches: list[_Launch]
-    squares: Tensor
+    squares: Tensor  # of all launches, 0 where no block writes; likewise the largest
     largest: Tensor
-    steps: list[Tensor]
+    steps: list[Tensor]  # step counters of the updated tensors
 
 
 # Each gradient's dtype, and whether its address is a multiple of 16; None without a gradient.

@@ -32,85 +32,52 @@ Gradients = list[Tensor | None]  # one for each parameter, sometimes then for ea
 
 
 class Ready(NamedTuple):
-    """All gradients of a step, before they are checked and clipped.
+    """All gradients of a step, before they are checked and clipped."""
 
-    Attributes:
-        gradients: those of the parameters, None without one; unscaled in the dtype of the update if
-            `inverse` is None, else as autograd left them.
-        inverse: 1/scale, the factor still missing, float32, 0-dim; None: no factor.
-        found_inf: float32, 0-dim, not 0 if a gradient is not finite; None: no check.
-        rows: gradients of the row tables, unscaled; None without a gradient.
-        unread: the loss scale of `gradients` if nobody has read them yet: a single pass checks them
-            and tells the scale. None: they have been checked.
-        sparse: whether `gradients` has a sparse one.
-    """
-
+    # Of the parameters: unscaled, in the dtype of the update, without `inverse`; else as autograd
+    # left them.
     gradients: Gradients
-    inverse: Tensor | None
-    found_inf: Tensor | None
-    rows: Sequence[Tensor | None] = ()
+    inverse: Tensor | None  # 1/scale, the factor still missing, float32, 0-dim
+    found_inf: Tensor | None  # float32, 0-dim, not 0 if a gradient is not finite; None: no check
+    rows: Sequence[Tensor | None] = ()  # of the row tables, unscaled
+    # The scale of `gradients` that nobody has read yet: a single pass checks them and tells it.
     unread: LossScale | None = None
-    sparse: bool = False
+    sparse: bool = False  # whether `gradients` has a sparse one
 
 
 class Checked(NamedTuple):
-    """The results of one read of the gradients.
+    """The results of one read of the gradients; None: not asked for."""
 
-    Attributes:
-        norms: float32 [k], L2 norms of the unscaled gradients that count in the norm, one or
-            several tensors to an entry; None: not asked for.
-        grad_max: float32, 0-dim, largest unscaled magnitude; None: not asked for.
-    """
-
-    norms: Tensor | None
-    grad_max: Tensor | None
+    norms: Tensor | None  # float32 [k], L2 norms of unscaled gradients, one or several to an entry
+    grad_max: Tensor | None  # float32, 0-dim, largest unscaled magnitude
 
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """A parameter, or a piece of one, as the kernels of a single pass take it.
+    """A parameter, or a piece of one, as the kernels of a single pass take it."""
 
-    Attributes:
-        index: index of the parameter.
-        group: number of the optimizer's group.
-        own: the tensor that the model computes with; `master` itself if there is no copy.
-        state: in the kernels' order, with the memory order of `master`: kernels ignore strides.
-        step: the optimizer's counter; None: it keeps none.
-        narrow: number of a narrow weight among those; None: it is not narrow.
-        kept: the error of a narrow weight's last rounding; None: it is not kept.
-        part: number of the piece; None: the whole parameter.
-    """
-
-    index: int
-    group: int
-    own: Tensor
+    index: int  # of the parameter
+    group: int  # number of the optimizer's group
+    own: Tensor  # the model computes with it; `master` itself if there is no copy
     master: Tensor
     has_copy: bool
-    state: list[Tensor]
-    step: Tensor | None
-    narrow: int | None = None
-    kept: Tensor | None = None
-    part: int | None = None
+    state: list[Tensor]  # in the kernels' order and the memory order of `master`
+    step: Tensor | None  # the optimizer's counter, if it keeps one
+    narrow: int | None = None  # number of a narrow weight among those
+    kept: Tensor | None = None  # the error of a narrow weight's last rounding
+    part: int | None = None  # number of the piece; None: the whole parameter
 
 
 @dataclass(eq=False)
 class ByTorch:
-    """An update by torch's operations, one after the other.
-
-    Args:
-        inner: the torch optimizer.
-        parameters: the tensors that the model computes with.
-        updated: the tensor that `inner` updates for each of them, its master or itself.
-        is_clipped: for each parameter, then each row table, whether its gradient counts in the norm
-            and is clipped.
-        narrow: those of `updated` that are BF16 but updated in FP32.
-    """
+    """An update by torch's operations, one after the other."""
 
     inner: Optimizer
-    parameters: Sequence[Tensor]
-    updated: Sequence[Tensor]
+    parameters: Sequence[Tensor]  # the model computes with them
+    updated: Sequence[Tensor]  # `inner` updates these: for each parameter its master or itself
+    # For each parameter, then each row table: its gradient counts in the norm and is clipped.
     is_clipped: Sequence[bool]
-    narrow: RoundedWeights | None = None
+    narrow: RoundedWeights | None = None  # those of `updated` that are BF16 but updated in FP32
 
     def __post_init__(self) -> None:
         self.rule = rule_of(self.inner)
@@ -260,12 +227,9 @@ def by_dtype(tensors: Iterable[Tensor | None]) -> list[list[Tensor]]:
 def check_and_unscale(tensors: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
     """Multiply by `inverse` in place, rounded once; set `found_inf` if a value is not finite.
 
-    torch's kernel takes no BF16 on CUDA (NotImplementedError in torch 2.15): there it works on FP32
-    copies, which all live at once.
-
-    Args:
-        tensors: all have one dtype.
-        found_inf, inverse: float32, 0-dim.
+    All `tensors` have one dtype; `found_inf` and `inverse` are float32, 0-dim. torch's kernel takes
+    no BF16 on CUDA (NotImplementedError in torch 2.15): there it works on FP32 copies, which all
+    live at once.
     """
     if tensors[0].dtype is torch.bfloat16 and tensors[0].is_cuda:
         wide = [tensor.float() for tensor in tensors]

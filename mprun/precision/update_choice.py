@@ -194,8 +194,7 @@ def difference(
 ) -> str | None:
     """Return how the kernels of `rule` differ from torch's operations, or None if they do not.
 
-    Args:
-        dtypes: dtypes of the gradients, and of the copies of FP32 weights.
+    dtypes: those of the gradients, and of the copies of FP32 weights.
     """
     for name, settings in _FORMULAS.get(rule, {rule: _DECAY}).items():
         for policy in (PrecisionPolicy("", dtype) for dtype in dtypes):
