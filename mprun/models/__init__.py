@@ -15,8 +15,13 @@ from mprun.models.classifiers import (
 from mprun.models.dcgan import ConvAutoencoder, Discriminator, Generator
 from mprun.models.gpt import GPT
 from mprun.models.inception import googlenet, inception_v2, inception_v3
-from mprun.models.lstm_lm import LSTMLanguageModel, pad_to_multiple
-from mprun.models.sampled_lstm import LogUniformSampler, RowTable, SampledLSTM, SampledSoftmax
+from mprun.models.lstm import (
+    LogUniformSampler,
+    LSTMLanguageModel,
+    RowTable,
+    SampledLSTM,
+    SampledSoftmax,
+)
 
 __all__ = [
     "GPT",
@@ -36,6 +41,5 @@ __all__ = [
     "googlenet",
     "inception_v2",
     "inception_v3",
-    "pad_to_multiple",
     "resnet50",
 ]

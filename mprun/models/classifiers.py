@@ -1,22 +1,27 @@
 """Image classifiers: ResNet-50 in two forms, VGG-16, AlexNet's single tower and its two groups.
 
+All take images ``[batch, 3, height, width]``, published for 224 px a side, and return logits
+``[batch, num_classes]``. A side has 32 px or more, 63 for AlexNet. `width` is the share of the
+published channels and hidden units to build. Parameters are counted at 1000 classes.
+
 torchvision is only imported when a network is built: it takes a second, which a language model or a
-GAN should not pay for. `width` is the share of the published channels and hidden units to build.
+GAN should not pay for.
 """
+
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 
 def resnet50(num_classes: int = 1000) -> nn.Module:
-    """Build torchvision's ResNet-50 v1.5, random weights: 25,557,032 parameters at 1000 classes.
+    """Build torchvision's ResNet-50 v1.5, random weights: 25,557,032 parameters.
 
-    Input ``[batch, 3, height, width]``, 32 px or more (published for 224); output logits
-    ``[batch, num_classes]``. He et al., arXiv 1512.03385, with the stride in the 3x3 convolution.
+    He et al., arXiv 1512.03385, with the stride in the 3x3 convolution.
     """
-    from torchvision.models import resnet50 as torchvision_resnet50
+    from torchvision import models
 
-    return torchvision_resnet50(weights=None, num_classes=num_classes)
+    return models.resnet50(weights=None, num_classes=num_classes)
 
 
 def scaled(size: int, width: float, multiple: int = 1) -> int:
@@ -31,19 +36,13 @@ class PreActivationResNet50(nn.Module):
     their fb.resnet.torch. The first activation follows the first convolution directly, so the first
     block has no activation of its own; a second one would be 128 parameters more. The first
     activation of a stage is also before its shortcut. The stride is in the 3x3 convolution.
-
-    Input ``[batch, 3, height, width]``, 32 px or more (published for 224); output logits
-    ``[batch, num_classes]``.
     """
 
     def __init__(self, num_classes: int = 1000, width: float = 1.0) -> None:
         super().__init__()
         channels = scaled(64, width)
-        self.stem = nn.Sequential(
-            nn.Conv2d(3, channels, 7, 2, 3, bias=False),
-            *_activation(channels),
-            nn.MaxPool2d(3, 2, 1),
-        )
+        first = nn.Conv2d(3, channels, 7, 2, 3, bias=False)
+        self.stem = nn.Sequential(first, *_activation(channels), nn.MaxPool2d(3, 2, 1))
         self.stages = nn.Sequential()
         for number, blocks in enumerate((3, 4, 6, 3)):
             filters = scaled(64 * 2**number, width)
@@ -63,8 +62,7 @@ class PreActivationResNet50(nn.Module):
         nn.init.zeros_(last.bias)
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.stages(self.stem(images)))
-        return logits
+        return self.head(self.stages(self.stem(images)))
 
 
 class _Bottleneck(nn.Module):
@@ -87,49 +85,57 @@ class _Bottleneck(nn.Module):
     def forward(self, maps: Tensor) -> Tensor:
         activated = self.activation(maps)
         shortcut = maps if self.shortcut is None else self.shortcut(activated)
-        residual: Tensor = self.residual(activated)
-        return residual + shortcut
+        return self.residual(activated) + shortcut
 
 
 def _activation(channels: int) -> tuple[nn.Module, nn.Module]:
     return nn.BatchNorm2d(channels), nn.ReLU(inplace=True)
 
 
-# Filters of the 3x3 convolutions of configuration D, by stage.
-_VGG_D = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
+# Filters and number of the 3x3 convolutions of configuration D, by stage.
+VGG_D = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
+
+
+def vgg_layers(
+    stages: Sequence[tuple[int, int]], *, inplace: bool = False, ceil_mode: bool = False
+) -> Iterator[nn.Module]:
+    """Yield stages of VGG: 3x3 convolutions with ReLU, by filters and number, then a pooling.
+
+    A caller can initialise each convolution before the next one draws its weights.
+    """
+    inputs = 3
+    for filters, convolutions in stages:
+        for _ in range(convolutions):
+            yield nn.Conv2d(inputs, filters, 3, padding=1)
+            yield nn.ReLU(inplace)
+            inputs = filters
+        yield nn.MaxPool2d(2, ceil_mode=ceil_mode)
+
+
+def _classifier(
+    inputs: int, hidden: int, num_classes: int, dropout: float, *, inplace: bool
+) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for size in (inputs, hidden):
+        layers += [nn.Linear(size, hidden), nn.ReLU(inplace), nn.Dropout(dropout)]
+    return nn.Sequential(*layers, nn.Linear(hidden, num_classes))
 
 
 class VGG16(nn.Module):
-    """VGG-D (Simonyan and Zisserman, arXiv 1409.1556): 138,357,544 parameters at 1000 classes.
+    """VGG-D (Simonyan and Zisserman, arXiv 1409.1556): 138,357,544 parameters.
 
     Network, parameter names and initial weights are as in torchvision's ``vgg16``, whose weights
     can be loaded. With another width linear layers start as much larger as they have fewer inputs,
     so that signals are as large as in the published network.
-
-    Input ``[batch, 3, height, width]``, 32 px or more (published for 224); output logits
-    ``[batch, num_classes]``.
     """
 
     def __init__(self, num_classes: int = 1000, dropout: float = 0.5, width: float = 1.0) -> None:
         super().__init__()
-        self.features = nn.Sequential()
-        channels = 3
-        for filters, convolutions in _VGG_D:
-            for _ in range(convolutions):
-                self.features.append(nn.Conv2d(channels, scaled(filters, width), 3, padding=1))
-                self.features.append(nn.ReLU(inplace=True))
-                channels = scaled(filters, width)
-            self.features.append(nn.MaxPool2d(2))
+        stages = [(scaled(filters, width), number) for filters, number in VGG_D]
+        self.features = nn.Sequential(*vgg_layers(stages, inplace=True))
         self.avgpool = MapPool((7, 7))
-        hidden = scaled(4096, width)
-        self.classifier = nn.Sequential(
-            nn.Linear(channels * 7 * 7, hidden),
-            nn.ReLU(inplace=True),
-            nn.Dropout(dropout),
-            nn.Linear(hidden, hidden),
-            nn.ReLU(inplace=True),
-            nn.Dropout(dropout),
-            nn.Linear(hidden, num_classes),
+        self.classifier = _classifier(
+            stages[-1][0] * 7 * 7, scaled(4096, width), num_classes, dropout, inplace=True
         )
         for layer in self.modules():
             if isinstance(layer, nn.Conv2d):
@@ -141,8 +147,7 @@ class VGG16(nn.Module):
                 nn.init.zeros_(parameter)
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.avgpool(self.features(images)).flatten(1))
-        return logits
+        return self.classifier(self.avgpool(self.features(images)).flatten(1))
 
 
 class LocalResponseNorm(nn.LocalResponseNorm):
@@ -151,7 +156,7 @@ class LocalResponseNorm(nn.LocalResponseNorm):
     ``y_c = x_c / (k + alpha / size * sum of x_j^2 over the window around c) ** beta``: the
     window holds ``size`` neighbouring channels, and channels outside the tensor count as 0, as in
     ``torch.nn.LocalResponseNorm`` and Caffe. torch's module goes through ``avg_pool3d``, which has
-    no half kernel on a CPU; this one does not.
+    no half kernel on a CPU; this one does not. Caffe's constants are the defaults.
 
     Input and output are ``[batch, channels, height, width]`` in any floating dtype, computed in
     that dtype. It subclasses torch's module, so that it counts as a norm layer.
@@ -177,17 +182,14 @@ class LocalResponseNorm(nn.LocalResponseNorm):
 
 
 def alexnet(num_classes: int = 1000, dropout: float = 0.5) -> nn.Module:
-    """Build torchvision's AlexNet with random weights: 61,100,840 parameters at 1000 classes.
+    """Build torchvision's AlexNet with random weights: 61,100,840 parameters.
 
     The layout of Krizhevsky, "One weird trick" (arXiv 1404.5997): 64-192-384-256-256 filters, no
     groups, no local response normalisation.
-
-    Input ``[batch, 3, height, width]``, 63 px or more (published for 224); output logits
-    ``[batch, num_classes]``.
     """
-    from torchvision.models import alexnet as torchvision_alexnet
+    from torchvision import models
 
-    model = torchvision_alexnet(weights=None, num_classes=num_classes, dropout=dropout)
+    model = models.alexnet(weights=None, num_classes=num_classes, dropout=dropout)
     model.avgpool = MapPool((6, 6))
     return model
 
@@ -206,30 +208,27 @@ class MapPool(nn.AdaptiveAvgPool2d):
 class AlexNet2012(nn.Module):
     """The two-group AlexNet (Krizhevsky et al. 2012) as Caffe's ``bvlc_alexnet`` defines it.
 
-    60,965,224 parameters at 1000 classes. Groups of 2 in convolutions 2, 4 and 5, local response
-    normalisation after the first two, overlapping 3/2 pooling. Weights start as N(0, 0.01), but
-    0.005 in the first two linear layers; with another width they are as much larger as there are
-    fewer inputs. Biases are 0.1 in convolutions 2, 4, 5 and those two linear layers, 0 elsewhere
-    (the 2012 paper has 1 where Caffe has 0.1).
+    It has 60,965,224 parameters. Weights start as N(0, 0.01), but 0.005 in the first two linear
+    layers; with another width they are as much larger as there are fewer inputs. Biases are 0.1 in
+    convolutions 2, 4, 5 and those two linear layers, 0 elsewhere (the 2012 paper has 1 where Caffe
+    has 0.1).
 
-    Input ``[batch, 3, height, width]``, 63 px or more. The network is published for 227 px; 224 px
-    give the same map of 6 x 6, because Caffe rounds pooling sizes up. For other sizes means make
-    the map 6 x 6. Output logits ``[batch, num_classes]``.
+    The network is published for 227 px; 224 px give the same map of 6 x 6, because Caffe rounds
+    pooling sizes up. For other sizes means make the map 6 x 6.
     """
 
     def __init__(self, num_classes: int = 1000, dropout: float = 0.5, width: float = 1.0) -> None:
         super().__init__()
         # Even, for two groups.
         first, second, third = (scaled(filters, width, 2) for filters in (96, 256, 384))
-        hidden = scaled(4096, width)
         self.features = nn.Sequential(
             nn.Conv2d(3, first, 11, stride=4),
             nn.ReLU(),
-            LocalResponseNorm(5, 1e-4, 0.75, k=1.0),
+            LocalResponseNorm(),
             nn.MaxPool2d(3, 2, ceil_mode=True),
             nn.Conv2d(first, second, 5, padding=2, groups=2),
             nn.ReLU(),
-            LocalResponseNorm(5, 1e-4, 0.75, k=1.0),
+            LocalResponseNorm(),
             nn.MaxPool2d(3, 2, ceil_mode=True),
             nn.Conv2d(second, third, 3, padding=1),
             nn.ReLU(),
@@ -240,14 +239,8 @@ class AlexNet2012(nn.Module):
             nn.MaxPool2d(3, 2, ceil_mode=True),
         )
         self.avgpool = MapPool((6, 6))
-        self.classifier = nn.Sequential(
-            nn.Linear(second * 6 * 6, hidden),
-            nn.ReLU(),
-            nn.Dropout(dropout),
-            nn.Linear(hidden, hidden),
-            nn.ReLU(),
-            nn.Dropout(dropout),
-            nn.Linear(hidden, num_classes),
+        self.classifier = _classifier(
+            second * 6 * 6, scaled(4096, width), num_classes, dropout, inplace=False
         )
         layers = [m for m in self.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
         weight_std = (0.01, 0.01, 0.01, 0.01, 0.01, 0.005, 0.005, 0.01)
@@ -258,5 +251,4 @@ class AlexNet2012(nn.Module):
                 nn.init.constant_(layer.bias, bias)
 
     def forward(self, images: Tensor) -> Tensor:
-        logits: Tensor = self.classifier(self.avgpool(self.features(images)).flatten(1))
-        return logits
+        return self.classifier(self.avgpool(self.features(images)).flatten(1))

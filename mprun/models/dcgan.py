@@ -1,7 +1,8 @@
 """DCGAN's generator and discriminator; an autoencoder of the two.
 
 Radford et al., arXiv 1511.06434. Layers, widths and initialisation follow the 4x4 stride-2 form of
-the PyTorch examples; sizes other than 64 px add or drop one stage per factor of two. The
+the PyTorch examples; sizes other than 64 px add or drop one stage per factor of two. `image_size`
+is a power of two, at least 16, else ``ValueError``. Parameters are counted with the defaults. The
 autoencoder is included because its activation gradients underflow FP16.
 """
 
@@ -13,36 +14,31 @@ from torch import Tensor, nn
 class Generator(nn.Module):
     """The network from codes to images: transposed convolutions, ReLU, and tanh at the end.
 
-    At 64 px, latent size 100, width 64 and 3 channels: 3,576,704 parameters.
-
     Input ``[batch, latent_size]``; output ``[batch, channels, image_size, image_size]`` in
-    [-1, 1].
+    [-1, 1]. 3,576,704 parameters.
 
     Args:
-        image_size: a power of two, at least 16, else ``ValueError``.
-        width: the widest layer has ``width * image_size / 8`` filters.
-        norm: True puts BatchNorm after every layer but the last and leaves biases out; False leaves
-            BatchNorm out and has biases.
+        generator_width: the widest layer has ``generator_width * image_size / 8`` filters.
+        norm: put BatchNorm after every layer but the last, in place of biases.
     """
 
     def __init__(
         self,
         image_size: int = 64,
         latent_size: int = 100,
-        width: int = 64,
+        generator_width: int = 64,
         channels: int = 3,
         norm: bool = True,
     ) -> None:
         super().__init__()
-        widths = _widths(image_size, width)[::-1]
+        widths = _widths(image_size, generator_width)[::-1]
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         inputs = latent_size
         for i, outputs in enumerate(widths):
             # The first layer turns a 1x1 code into a 4x4 map; each later one doubles the size.
             stride, padding = (1, 0) if i == 0 else (2, 1)
-            layers[f"conv{i}"] = nn.ConvTranspose2d(
-                inputs, outputs, 4, stride, padding, bias=not norm
-            )
+            convolution = nn.ConvTranspose2d(inputs, outputs, 4, stride, padding, bias=not norm)
+            layers[f"conv{i}"] = convolution
             if norm:
                 layers[f"norm{i}"] = nn.BatchNorm2d(outputs)
             layers[f"relu{i}"] = nn.ReLU()
@@ -50,7 +46,7 @@ class Generator(nn.Module):
         layers[f"conv{len(widths)}"] = nn.ConvTranspose2d(inputs, channels, 4, 2, 1, bias=not norm)
         layers["tanh"] = nn.Tanh()
         self.layers = nn.Sequential(layers)
-        initialise_dcgan(self)
+        _initialise(self)
 
     def forward(self, codes: Tensor) -> Tensor:
         return self.layers(codes[:, :, None, None])
@@ -59,21 +55,15 @@ class Generator(nn.Module):
 class Discriminator(nn.Module):
     """The network from images to logits: strided convolutions, LeakyReLU(0.2), no final sigmoid.
 
-    At 64 px, width 64 and 3 channels: 2,765,568 parameters.
-
     Input ``[batch, channels, image_size, image_size]``; output logits ``[batch]`` if ``outputs``
-    is 1, else ``[batch, outputs]``.
-
-    Args:
-        image_size: a power of two, at least 16, else ``ValueError``.
-        norm: True puts BatchNorm after every layer but the first and the last and leaves biases
-            out; False leaves BatchNorm out and has biases.
+    is 1, else ``[batch, outputs]``. 2,765,568 parameters. `norm`: put BatchNorm after every layer
+    but the first and the last, in place of biases.
     """
 
     def __init__(
         self,
         image_size: int = 64,
-        width: int = 64,
+        discriminator_width: int = 64,
         channels: int = 3,
         outputs: int = 1,
         norm: bool = True,
@@ -81,7 +71,7 @@ class Discriminator(nn.Module):
         super().__init__()
         layers: OrderedDict[str, nn.Module] = OrderedDict()
         inputs = channels
-        widths = _widths(image_size, width)
+        widths = _widths(image_size, discriminator_width)
         for i, filters in enumerate(widths):
             layers[f"conv{i}"] = nn.Conv2d(inputs, filters, 4, 2, 1, bias=not norm)
             if norm and i > 0:
@@ -91,37 +81,24 @@ class Discriminator(nn.Module):
         layers[f"conv{len(widths)}"] = nn.Conv2d(inputs, outputs, 4, 1, 0, bias=not norm)
         self.layers = nn.Sequential(layers)
         self.outputs = outputs
-        initialise_dcgan(self)
+        _initialise(self)
 
     def forward(self, images: Tensor) -> Tensor:
         logits = self.layers(images).flatten(1)
         return logits.squeeze(1) if self.outputs == 1 else logits
 
 
-def generator(image_size: int, latent_size: int, generator_width: int, channels: int) -> Generator:
-    """Build a generator from the names that a configuration has for its sizes."""
-    return Generator(image_size, latent_size, generator_width, channels)
-
-
-def discriminator(image_size: int, discriminator_width: int, channels: int) -> Discriminator:
-    """Build a discriminator from the names that a configuration has for its sizes."""
-    return Discriminator(image_size, discriminator_width, channels)
-
-
-def initialise_dcgan(module: nn.Module) -> None:
+def _initialise(module: nn.Module) -> None:
     """Initialise convolutions with N(0, 0.02), BatchNorm gains with N(1, 0.02), biases with 0.
 
     See section 4 of the paper; the gains are those of its published code.
     """
     for layer in module.modules():
-        if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d)):
-            nn.init.normal_(layer.weight, 0.0, 0.02)
-        elif isinstance(layer, nn.BatchNorm2d):
-            nn.init.normal_(layer.weight, 1.0, 0.02)
-        else:
-            continue
-        if layer.bias is not None:
-            nn.init.zeros_(layer.bias)
+        if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d)):
+            mean = 1.0 if isinstance(layer, nn.BatchNorm2d) else 0.0
+            nn.init.normal_(layer.weight, mean, 0.02)
+            if layer.bias is not None:
+                nn.init.zeros_(layer.bias)
 
 
 def _widths(image_size: int, width: int) -> list[int]:
@@ -141,8 +118,7 @@ class ConvAutoencoder(nn.Module):
 
     Weights and biases start like torch's convolutions, uniform in +-1/sqrt(fan_in): DCGAN's
     N(0, 0.02) relies on BatchNorm to restore the size of the activations. Input and output
-    ``[batch, channels, image_size, image_size]``, output in [-1, 1]. ``image_size`` is a power of
-    two, at least 16, else ``ValueError``.
+    ``[batch, channels, image_size, image_size]``, output in [-1, 1].
     """
 
     def __init__(self, image_size: int, code_size: int, width: int, channels: int) -> None:

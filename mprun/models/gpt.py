@@ -32,7 +32,7 @@ class GPT(nn.Module):
         qk_norm: a norm of queries and of keys in each head, before rotation.
         attention: "fused", torch's kernel; "manual", its parts one by one, with the scores before
             they are divided by the root of the head's size.
-        bias: whether linear layers and LayerNorm have a bias.
+        bias: give linear layers and LayerNorm a bias.
     """
 
     def __init__(
@@ -94,8 +94,7 @@ class GPT(nn.Module):
 class TiedOutput(nn.Module):
     """The output layer on the embedding's table, ``[vocab_size, width]``, in the format of ``x``.
 
-    The table is no weight of this module, so that embedding and output can be overridden
-    separately.
+    The table is no weight of this module: embedding and output can be overridden separately.
     """
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
@@ -149,12 +148,8 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         # [batch, heads, time, size] each
         query, key, value = (
-            part.unflatten(-1, (heads, self.size)).transpose(1, 2)
-            for part, heads in zip(
-                self.inputs(x).split([n * self.size for n in self.heads], -1),
-                self.heads,
-                strict=True,
-            )
+            part.unflatten(-1, (-1, self.size)).transpose(1, 2)
+            for part in self.inputs(x).split([n * self.size for n in self.heads], -1)
         )
         if self.query_norm is not None and self.key_norm is not None:
             query, key = self.query_norm(query), self.key_norm(key)

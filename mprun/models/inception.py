@@ -2,10 +2,12 @@
 
 A table names the layers of a trunk in their order. A block is a tuple of branches, each a list of
 layers. The branches' maps are concatenated as channels; a branch may itself end in such a tuple
-(v3). Filters are those of the published network; `width` is the share of them to build.
+(v3). Filters are those of the published network; `width` is the share of them to build. Parameters
+are counted at 1000 classes; auxiliary heads are built if `aux_weight` is above 0.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -36,21 +38,20 @@ class Pool(NamedTuple):
 
 
 class Norm(NamedTuple):
-    """Local response normalisation over five channels, with Caffe's constants."""
+    """A `LocalResponseNorm` with Caffe's constants."""
 
 
 Layer: TypeAlias = "Conv | Pool | Norm | Block"
 Block: TypeAlias = tuple[Sequence[Layer], ...]
 Trunk: TypeAlias = Mapping[str, Layer]
-# For a network: a convolution of so many inputs and filters, with what follows it.
-_Unit: TypeAlias = "Callable[..., ConvUnit]"
+Head: TypeAlias = Callable[[int], "AuxiliaryHead"]
 
 
 class ConvUnit(nn.Sequential):
     """Convolution and ReLU; a BatchNorm between them replaces the bias."""
 
     def __init__(
-        self, inputs: int, filters: int, size: Size = 1, *, batch_norm: bool, **where: Any
+        self, batch_norm: bool, inputs: int, filters: int, size: Size = 1, **where: Any
     ) -> None:
         super().__init__()
         self.conv = nn.Conv2d(inputs, filters, size, bias=not batch_norm, **where)
@@ -99,24 +100,21 @@ class Inception(nn.Module):
     def __init__(
         self,
         trunk: Trunk,
-        unit: _Unit,
-        heads: Mapping[str, Callable[[int], AuxiliaryHead]],
+        batch_norm: bool,
+        heads: Mapping[str, Head],
         num_classes: int,
         dropout: float,
         width: float,
     ) -> None:
         super().__init__()
         self.trunk, self.heads, channels = nn.ModuleDict(), nn.ModuleDict(), 3
+        unit = partial(ConvUnit, batch_norm)
         for name, layer in trunk.items():
             self.trunk[name], channels = _built(layer, channels, unit, width)
             if name in heads:
                 self.heads[name] = heads[name](channels)
-        self.classifier = nn.Sequential(
-            nn.AdaptiveAvgPool2d(1),
-            nn.Flatten(),
-            nn.Dropout(dropout),
-            nn.Linear(channels, num_classes),
-        )
+        last = nn.Dropout(dropout), nn.Linear(channels, num_classes)
+        self.classifier = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), *last)
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, ...]:
         maps, auxiliary = images, []
@@ -124,11 +122,13 @@ class Inception(nn.Module):
             maps = layer(maps)
             if self.training and name in self.heads:
                 auxiliary.append(self.heads[name](maps))
-        logits: Tensor = self.classifier(maps)
+        logits = self.classifier(maps)
         return (logits, *auxiliary) if auxiliary else logits
 
 
-def _built(layer: Layer, channels: int, unit: _Unit, width: float) -> tuple[nn.Module, int]:
+def _built(
+    layer: Layer, channels: int, unit: Callable[..., ConvUnit], width: float
+) -> tuple[nn.Module, int]:
     """Build a layer for so many input channels; return it with its number of output channels."""
     match layer:
         case Conv(filters, size, stride, padding):
@@ -141,17 +141,16 @@ def _built(layer: Layer, channels: int, unit: _Unit, width: float) -> tuple[nn.M
         case Pool(_, stride, padding, ceil):
             return nn.AvgPool2d(3, stride, padding, ceil_mode=ceil), channels
         case Norm():
-            return LocalResponseNorm(5, 1e-4, 0.75, k=1.0), channels
-    branches = [_sequence(branch, channels, unit, width) for branch in layer]
-    return Branches(branch for branch, _ in branches), sum(out for _, out in branches)
-
-
-def _sequence(layers: Sequence[Layer], channels: int, unit: _Unit, width: float):
-    made = []
-    for layer in layers:
-        module, channels = _built(layer, channels, unit, width)
-        made.append(module)
-    return nn.Sequential(*made), channels
+            return LocalResponseNorm(), channels
+    branches, outputs = Branches(), 0
+    for branch in layer:
+        made, inputs = nn.Sequential(), channels
+        for part in branch:
+            module, inputs = _built(part, inputs, unit, width)
+            made.append(module)
+        branches.append(made)
+        outputs += inputs
+    return branches, outputs
 
 
 _CEILED = Pool("max", 2, 0, ceil=True)  # Caffe rounds sizes up
@@ -193,20 +192,17 @@ def googlenet(
 ) -> Inception:
     """Build GoogLeNet (Szegedy et al., arXiv 1409.4842) like Caffe's ``bvlc_googlenet``.
 
-    It has 6,998,552 parameters at 1000 classes, and 13,378,280 with its two auxiliary heads, if
-    `aux_weight` is above 0. Weights are uniform with variance 1 / inputs, biases 0.2, but 0 in the
-    layers that give logits. Images have 32 px or more (published for 224). torchvision's network of
-    that name is another one: BatchNorm, 3 x 3 for 5 x 5, no local response norm.
+    It has 6,998,552 parameters, and 13,378,280 with its two auxiliary heads. Weights are uniform
+    with variance 1 / inputs, biases 0.2, but 0 in the layers that give logits. Images have 32 px or
+    more (published for 224). torchvision's network of that name is another one: BatchNorm, 3 x 3
+    for 5 x 5, no local response norm.
     """
-
-    def unit(inputs: int, filters: int, size: Size = 1, **where: Any) -> ConvUnit:
-        return ConvUnit(inputs, filters, size, batch_norm=False, **where)
 
     def head(channels: int) -> AuxiliaryHead:
         filters, hidden = scaled(128, width), scaled(1024, width)
         return AuxiliaryHead(
             4,
-            unit(channels, filters),
+            ConvUnit(False, channels, filters),
             nn.Flatten(),
             nn.Linear(filters * 4 * 4, hidden),
             nn.ReLU(inplace=True),
@@ -215,17 +211,16 @@ def googlenet(
         )
 
     heads = dict.fromkeys(("inception_4a", "inception_4d"), head) if aux_weight else {}
-    network = Inception(_GOOGLENET, unit, heads, num_classes, dropout, width)
-    _start_as_caffe(network)
-    return network
+    return _started_as_caffe(Inception(_GOOGLENET, False, heads, num_classes, dropout, width))
 
 
-def _start_as_caffe(network: Inception) -> None:
+def _started_as_caffe(network: Inception) -> Inception:
     ends = [[*_products(part)][-1] for part in (*network.heads.values(), network.classifier)]
     for layer in _products(network):
         nn.init.kaiming_uniform_(layer.weight, nonlinearity="linear")
         if layer.bias is not None:
             nn.init.constant_(layer.bias, 0.0 if layer in ends else 0.2)
+    return network
 
 
 def _products(network: nn.Module) -> Iterator[nn.Conv2d | nn.Linear]:
@@ -274,19 +269,13 @@ _INCEPTION_V2: Trunk = {
 def inception_v2(num_classes: int = 1000, dropout: float = 0.0, width: float = 1.0) -> Inception:
     """Build Inception v2, which is BN-Inception (Ioffe and Szegedy, arXiv 1502.03167).
 
-    It has 11,194,984 parameters at 1000 classes. The paper's table has 128 filters after the
-    pooling of 4c and 4d, and outputs of 576 channels, to which they do not add up; with 96, as in
-    TensorFlow's slim, they do. (The public port to Caffe keeps the 128: 11,285,224.) The first
-    convolution is plain, not separable, there are no auxiliary heads, and weights start as in
-    `googlenet`. Images have 32 px or more (published for 224).
+    It has 11,194,984 parameters. The paper's table has 128 filters after the pooling of 4c and 4d,
+    and outputs of 576 channels, to which they do not add up; with 96, as in TensorFlow's slim, they
+    do. (The public port to Caffe keeps the 128: 11,285,224.) The first convolution is plain, not
+    separable, there are no auxiliary heads, and weights start as in `googlenet`. Images have 32 px
+    or more (published for 224).
     """
-    network = Inception(_INCEPTION_V2, _normed, {}, num_classes, dropout, width)
-    _start_as_caffe(network)
-    return network
-
-
-def _normed(inputs: int, filters: int, size: Size = 1, **where: Any) -> ConvUnit:
-    return ConvUnit(inputs, filters, size, batch_norm=True, **where)
+    return _started_as_caffe(Inception(_INCEPTION_V2, True, {}, num_classes, dropout, width))
 
 
 def _v3_a(pool: int) -> Block:
@@ -300,15 +289,11 @@ def _v3_a(pool: int) -> Block:
 
 def _v3_b(narrow: int) -> Block:
     """Build 7 x 7 convolutions as 1 x 7 and 7 x 1."""
-    row, column = (1, 7), (7, 1)
+    row, column = Conv(narrow, (1, 7)), Conv(narrow, (7, 1))
     return (
         [Conv(192)],
-        [Conv(narrow), Conv(narrow, row), Conv(192, column)],
-        [
-            Conv(narrow),
-            *(Conv(narrow, column), Conv(narrow, row)),
-            *(Conv(narrow, column), Conv(192, row)),
-        ],
+        [Conv(narrow), row, Conv(192, (7, 1))],
+        [Conv(narrow), column, row, column, Conv(192, (1, 7))],
         [Pool("mean"), Conv(192)],
     )
 
@@ -355,20 +340,19 @@ def inception_v3(
 ) -> Inception:
     """Build Inception v3 (Szegedy et al., arXiv 1512.00567) like torchvision's ``inception_v3``.
 
-    It has 23,834,568 parameters at 1000 classes, and 27,161,264 with the auxiliary head, if
-    `aux_weight` is above 0. Weights are N(0, 0.1), in the auxiliary head's last two layers 0.01 and
-    0.001. Images have 75 px or more (published for 299).
+    It has 23,834,568 parameters, and 27,161,264 with the auxiliary head. Weights are N(0, 0.1), in
+    the auxiliary head's last two layers 0.01 and 0.001. Images have 75 px or more (published for
+    299).
     """
 
     def head(channels: int) -> AuxiliaryHead:
         narrow, wide = scaled(128, width), scaled(768, width)
         last = nn.Linear(wide, num_classes)
-        return AuxiliaryHead(
-            5, _normed(channels, narrow), _normed(narrow, wide, 5), nn.Flatten(), last
-        )
+        units = ConvUnit(True, channels, narrow), ConvUnit(True, narrow, wide, 5)
+        return AuxiliaryHead(5, *units, nn.Flatten(), last)
 
     heads = {"inception_6e": head} if aux_weight else {}
-    network = Inception(_INCEPTION_V3, _normed, heads, num_classes, dropout, width)
+    network = Inception(_INCEPTION_V3, True, heads, num_classes, dropout, width)
     for layer in _products(network):
         nn.init.normal_(layer.weight, std=0.1)
     for auxiliary in network.heads.values():

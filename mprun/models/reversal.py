@@ -17,8 +17,7 @@ def reversed_order(padding: Tensor) -> Tensor:
 
 def reordered(values: Tensor, order: Tensor) -> Tensor:
     """Reorder ``[places, batch, width]`` by ``[places, batch]``, an order that inverts itself."""
-    made: Tensor = _Reordered.apply(values, order)
-    return made
+    return _Reordered.apply(values, order)
 
 
 class _Reordered(torch.autograd.Function):

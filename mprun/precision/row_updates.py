@@ -17,7 +17,7 @@ from mprun.precision.torch_update import put_back_where
 
 
 class Gathered(Protocol):
-    """The rows that a step uses (see mprun.models.sampled_lstm.Gathered)."""
+    """The rows that a step uses (see mprun.models.lstm.Gathered)."""
 
     ids: Tensor
     used: Tensor

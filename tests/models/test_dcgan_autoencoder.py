@@ -13,12 +13,12 @@ CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 @pytest.mark.parametrize("image_size", [16, 32, 64, 128])
 def test_shapes_and_ranges(image_size):
-    generator = Generator(image_size, latent_size=10, width=4, channels=3)
+    generator = Generator(image_size, 10, 4, 3)
     images = generator(torch.randn(2, 10))
     assert images.shape == (2, 3, image_size, image_size)
     assert images.abs().max() <= 1
-    assert Discriminator(image_size, width=4)(images).shape == (2,)
-    assert Discriminator(image_size, width=4, outputs=7)(images).shape == (2, 7)
+    assert Discriminator(image_size, 4)(images).shape == (2,)
+    assert Discriminator(image_size, 4, outputs=7)(images).shape == (2, 7)
 
 
 def test_widths_double_down_to_the_4x4_map():
@@ -31,13 +31,13 @@ def test_widths_double_down_to_the_4x4_map():
 
 
 def test_logits_are_not_squashed():
-    model = Discriminator(16, width=4, norm=False)
+    model = Discriminator(16, 4, norm=False)
     nn.init.constant_(model.layers[-1].bias, 50.0)
     assert model(torch.zeros(3, 3, 16, 16)).min() > 40
 
 
 def test_batch_norm_stands_where_the_paper_has_it():
-    generator, discriminator = Generator(64, width=4), Discriminator(64, width=4)
+    generator, discriminator = Generator(64, 100, 4), Discriminator(64, 4)
     found = [[n for n in m.layers._modules if "norm" in n] for m in (generator, discriminator)]
     assert found == [["norm0", "norm1", "norm2", "norm3"], ["norm1", "norm2", "norm3"]]
     for model in (Generator(64, norm=False), Discriminator(64, norm=False)):
@@ -59,7 +59,7 @@ def test_dcgan_initialisation():
 
 
 def test_one_adversarial_pass_reaches_every_parameter():
-    generator, discriminator = Generator(32, 10, width=8), Discriminator(32, width=8)
+    generator, discriminator = Generator(32, 10, 8), Discriminator(32, 8)
     logits = discriminator(generator(torch.randn(4, 10)))
     nn.functional.binary_cross_entropy_with_logits(logits, torch.ones(4)).backward()
     assert_learns(generator, discriminator)

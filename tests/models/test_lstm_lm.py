@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mprun.models import LSTMLanguageModel, pad_to_multiple
+from mprun.models import LSTMLanguageModel
 
+from ..helpers import configured
 from .learning import assert_learns
 
 # torch says once per process that oneDNN has no projected LSTM; the default kernel is meant.
@@ -120,8 +121,12 @@ def test_dropout_sits_after_the_embedding_between_layers_and_before_the_output()
 
 
 @pytest.mark.parametrize(
-    ("n", "k", "padded"),
-    [(0, 8, 0), (1, 8, 8), (656, 8, 656), (650, 8, 656), (793_470, 8, 793_472)],
+    ("k", "projection", "padded"),
+    [(8, 650, [793_472, 8, 664, 656]), (8, 0, [793_472, 8, 664, 0]), (1, 0, [793_470, 1, 657, 0])],
 )
-def test_pad_to_multiple(n, k, padded):
-    assert pad_to_multiple(n, k) == padded
+def test_sizes_are_padded(k, projection, padded):
+    sizes = {"vocab_size": 793_470, "embedding_size": 1, "hidden_size": 657, "num_layers": 1}
+    with torch.device("meta"):
+        model = configured("lstm_lm", projection_size=projection, pad_to_multiple=k, **sizes)
+    lstm = model.lstm
+    assert [*model.embedding.weight.shape, lstm.hidden_size, lstm.proj_size] == padded

@@ -10,7 +10,7 @@ from scipy.stats import chisquare
 from torch.nn import functional as F
 
 from mprun.models import LogUniformSampler, RowTable, SampledSoftmax
-from mprun.models.sampled_lstm import BLOCK
+from mprun.models.lstm import BLOCK
 
 CPU = torch.device("cpu")
 

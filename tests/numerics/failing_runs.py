@@ -93,4 +93,4 @@ def replace_in_lm(monkeypatch, make: Callable[[], nn.Module]):
             outputs, state = self.lstm(self.dropout(self.embedding(tokens)), state)
             return self.output(outputs), state
 
-    monkeypatch.setattr("mprun.models.sampled_lstm.LSTMLanguageModel", Planted)
+    monkeypatch.setattr("mprun.models.lstm.LSTMLanguageModel", Planted)

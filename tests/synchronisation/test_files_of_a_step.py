@@ -28,7 +28,7 @@ SUPERVISED = {
     "tasks/task.py",
 }
 RECURRENT = {
-    "models/lstm_lm.py",
+    "models/lstm.py",
     "precision/emulated_recurrent.py",
     "precision/recurrent.py",
 }

@@ -32,8 +32,7 @@ WHOLE = {
     "models/classifiers.py": set(),
     "models/dcgan.py": set(),
     "models/gpt.py": set(),
-    "models/lstm_lm.py": set(),
-    "models/sampled_lstm.py": set(),
+    "models/lstm.py": set(),
     # The rate reads the count of skipped updates where it is on the host.
     "execution/step_runner.py": {"apply"},
     "precision/casting.py": set(),

@@ -4,7 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mprun.models.sampled_lstm import Gathered, RowTable
+from mprun.models.lstm import Gathered, RowTable
 
 
 class DenseTable(nn.Module):

@@ -24,7 +24,7 @@ LATENT = "Length of the generator's random codes"
 @network(
     "dcgan",
     task="gan",
-    builder=("mprun.models.dcgan:generator", "mprun.models.dcgan:discriminator"),
+    builder=("mprun.models.dcgan:Generator", "mprun.models.dcgan:Discriminator"),
     rules=(in_tanh,),
     needs=("channels",),
     in_tanh=True,

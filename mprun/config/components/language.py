@@ -58,7 +58,7 @@ def _sampling(model: "LSTMConfig", config: RunConfig) -> Iterator[str]:
 @network(
     "lstm_lm",
     task="language_model",
-    builder="mprun.models.sampled_lstm:lstm",
+    builder="mprun.models.lstm:lstm",
     rules=(_sampling,),
     needs=("vocab_size",),
     recurrent=True,

@@ -1,8 +1,9 @@
-"""bigLSTM: an LSTM language model whose embedding and softmax are tables of used rows.
+"""LSTM language models: Zaremba's three Penn Treebank sizes, and bigLSTM with its row tables.
 
-A step reads and updates only the rows that it uses: with 800,000 words a dense gradient of 1024
-columns has 3.2 GB of zeros, and a dense update rewrites every row of table and optimizer state. In
-training the softmax runs over a sample of the huge vocabulary, in evaluation over all of it.
+A step of bigLSTM reads and updates only the rows that it uses: with 800,000 words a dense gradient
+of 1024 columns has 3.2 GB of zeros, and a dense update rewrites every row of table and optimizer
+state. In training its softmax runs over a sample of the huge vocabulary, in evaluation over all of
+it.
 """
 
 import functools
@@ -17,21 +18,105 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.hooks import RemovableHandle
 
-from mprun.models.lstm_lm import LSTMLanguageModel, StackedLSTM, State
-from mprun.models.lstm_lm import pad_to_multiple as padded
+State = tuple[Tensor, Tensor]
+
+
+class StackedLSTM(nn.Module):
+    """Embedding, a stack of LSTM layers with optional projection, and an output layer.
+
+    Dropout is only between layers, never on recurrent connections: after the embedding, between
+    LSTM layers and before the output layer (Zaremba et al., arXiv 1409.2329, section 3). With
+    ``projection_size`` the recurrent output of a layer is projected to that width
+    (Sak et al., arXiv 1402.1128). Every parameter starts uniform in +-``init_range``;
+    ``forget_bias`` is then added to the forget gates' input bias.
+
+    torch's LSTM has two bias vectors per layer where the papers count one, so a layer holds
+    ``4 * hidden_size`` parameters more than published.
+
+    Raises:
+        ValueError: ``projection_size`` is not below ``hidden_size``.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        embedding_size: int,
+        hidden_size: int,
+        num_layers: int,
+        projection_size: int = 0,
+        dropout: float = 0.0,
+        init_range: float = 0.1,
+        forget_bias: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if projection_size >= hidden_size:
+            raise ValueError(
+                f"projection_size={projection_size} is not allowed: 0 for none, "
+                f"else below hidden_size={hidden_size}"
+            )
+        between: Any = {"dropout": dropout if num_layers > 1 else 0.0}
+        self.embedding = self._embedding(vocab_size, embedding_size)
+        self.dropout = nn.Dropout(dropout)
+        self.lstm = nn.LSTM(
+            embedding_size, hidden_size, num_layers, proj_size=projection_size, **between
+        )
+        self.output = self._output(vocab_size, projection_size or hidden_size)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.uniform_(-init_range, init_range)
+            for layer in range(num_layers):
+                # Gate order in torch is input, forget, cell, output.
+                gates = getattr(self.lstm, f"bias_ih_l{layer}")
+                gates[hidden_size : 2 * hidden_size] += forget_bias
+
+    def _embedding(self, vocab_size: int, width: int) -> nn.Module:
+        return nn.Embedding(vocab_size, width)
+
+    def _output(self, vocab_size: int, width: int) -> nn.Module:
+        return nn.Linear(width, vocab_size)
+
+    def initial_state(self, batch_size: int) -> State:
+        """Return zeros ``(h, c)`` in the LSTM weights' dtype and on their device.
+
+        ``h``: ``[num_layers, batch_size, projection_size or hidden_size]``; ``c``: ``[num_layers,
+        batch_size, hidden_size]``.
+        """
+        weight, lstm = next(self.lstm.parameters()), self.lstm
+        h = weight.new_zeros(lstm.num_layers, batch_size, lstm.proj_size or lstm.hidden_size)
+        return h, weight.new_zeros(lstm.num_layers, batch_size, lstm.hidden_size)
+
+    def hidden(self, tokens: Tensor, state: State | None) -> tuple[Tensor, State]:
+        """Return the output layer's input, ``[time, batch, width]``, and the state after it."""
+        if state is None:
+            state = self.initial_state(tokens.shape[1])
+        outputs, state = self.lstm(self.dropout(self.embedding(tokens)), state)
+        return self.dropout(outputs), state
+
+
+class LSTMLanguageModel(StackedLSTM):
+    """`StackedLSTM` with logits for every word.
+
+    ``forward(tokens, state)``: ``tokens`` int64 ``[time, batch]``; ``state`` as from
+    ``initial_state``, None meaning zeros; returns logits ``[time, batch, vocab_size]`` and the
+    state after the last step. For truncated backpropagation the caller detaches the state before
+    the next batch.
+    """
+
+    def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
+        outputs, state = self.hidden(tokens, state)
+        return self.output(outputs), state
 
 
 @dataclass(frozen=True, slots=True)
 class Gathered:
-    """The rows that one step uses, each once.
+    """The rows that one step uses, each once; N is the number of requested ids.
 
     Attributes:
-        ids: int64 [N], the table's row for each row of the leaves; N is the number of requested
-            ids.
+        ids: int64 [N], the table's row for each row of the leaves.
         used: bool [N]. Only the device knows the number of different ids: the places after the last
             one repeat the first row, and nothing refers to them.
         leaves: "weight" [N, D] and "bias" [N], copies in row_dtype that collect the gradients.
-        place: int64, in the shape of the requested ids: the position of each in the leaves.
+        place: int64, the position of each requested id in the leaves, in the shape of the ids.
     """
 
     ids: Tensor
@@ -45,9 +130,9 @@ class RowTable(nn.Module):
 
     The table is no leaf of autograd (requires_grad is False): `gather` copies the needed rows into
     leaf tensors. An optimizer that knows row tables applies their gradients to these rows alone
-    (mprun.precision.row_updates). A mode with master weights neither copies the table nor casts it
-    to 16 bits. The FP32 table is then the master, and `gather` rounds rows to `row_dtype`. That
-    gives the same values as a 16-bit copy and saves 2 bytes a parameter.
+    (mprun.precision.row_updates). In a mode with master weights the FP32 table is the master, and
+    `gather` rounds rows to `row_dtype`: the values of a 16-bit copy, without its 2 bytes a
+    parameter.
 
     One `gather` with gradients per step: a second one before the optimizer's zero_grad raises
     RuntimeError. `forward(ids)` is the lookup of an embedding: int64 ids of any shape [...] to
@@ -101,11 +186,9 @@ class RowTable(nn.Module):
         used = torch.arange(len(flat), device=flat.device) <= number[-1]
         leaves = {}
         for name, tensor in self.tensors().items():
-            leaf = self.rounded(tensor.detach().index_select(0, unique)).requires_grad_()
-            if name == "weight":
-                for hook in self._gradient_hooks.values():
-                    leaf.register_hook(hook)
-            leaves[name] = leaf
+            leaves[name] = self.rounded(tensor.detach().index_select(0, unique)).requires_grad_()
+        for hook in self._gradient_hooks.values():
+            leaves["weight"].register_hook(hook)
         self.gathered = Gathered(unique, used, leaves, place)
         return self.gathered
 
@@ -114,10 +197,9 @@ class RowTable(nn.Module):
         return rows if self.row_dtype is None else rows.to(self.row_dtype)
 
     def blocks(self, size: int) -> Iterator[dict[str, Tensor]]:
-        """Yield the whole table as consecutive blocks of at most `size` rows, in FP32.
+        """Yield the table, rounded to row_dtype, as FP32 blocks of at most `size` rows.
 
-        The rows are rounded to row_dtype before. Blocks of an FP32 table are views; a 16-bit table
-        is copied one block at a time.
+        Blocks of an FP32 table are views; a 16-bit table is copied one block at a time.
         """
         for start in range(0, len(self.weight), size):
             yield {
@@ -146,17 +228,16 @@ class LogUniformSampler:
     One draw has P(k) = log((k + 2) / (k + 1)) / log(vocabulary + 1), about Zipf's law for ids that
     are numbered by falling frequency. TensorFlow's sampler (unique=True, range_max) draws until it
     has `count` different ids, which the host has to count. Here each id waits an exponential time
-    of rate P(k), and the first `count` are taken: the order of arrivals without repetition has the
-    same distribution (successive sampling), in fixed shapes and without the host.
+    of rate P(k), and the first `count` are taken: the same distribution (successive sampling), in
+    fixed shapes and without the host.
 
-    The correction is the probability that id k is among the candidates. TensorFlow takes
-    1 - (1 - P(k))^T after T tries. Here it is 1 - exp(-P(k) t), t being the arrival of the id after
-    the last one taken. Whatever the others do, k is taken if and only if it arrives before the
-    `count`-th of them; when k was taken, that one arrives at t. So the sum over the candidates of
-    f(k) / (1 - exp(-P(k) t)) is an unbiased estimate of the sum of f over the vocabulary (Cohen and
-    Kaplan, "Summarizing data using bottom-k sketches", PODC 2007; Kool et al., arXiv 1903.06059,
-    section 4.2). With the tries up to the last arrival it is an approximation. Both agree for small
-    P(k) and large T.
+    The correction is the probability that id k is among the candidates: 1 - exp(-P(k) t), t being
+    the arrival of the id after the last one taken. Whatever the others do, k is taken if and only
+    if it arrives before the `count`-th of them; when k was taken, that one arrives at t. So the sum
+    over the candidates of f(k) / (1 - exp(-P(k) t)) is an unbiased estimate of the sum of f over
+    the vocabulary (Cohen and Kaplan, "Summarizing data using bottom-k sketches", PODC 2007; Kool et
+    al., arXiv 1903.06059, section 4.2). TensorFlow's 1 - (1 - P(k))^T after T tries is an
+    approximation, which agrees for small P(k) and large T.
 
     Time and memory grow with the vocabulary: 3.2 MB and one partial sort of 793,472 numbers a draw.
     """
@@ -196,17 +277,15 @@ class SampledSoftmax(nn.Module):
     """Cross-entropy per token; from `count` candidate words in training, over all in evaluation.
 
     Training: the logits of a token are those of its target and of the candidates, which all tokens
-    of a step share. The logarithm of the inclusion probability is subtracted from each (Jean et
-    al., arXiv 1412.2007; tf.nn.sampled_softmax_loss). A candidate that is the token's own target
-    (accidental hit) is masked for that token. The target is corrected in the same way, as
-    published: then the minimum is at the distribution of the words, but the loss is no estimate of
-    the full one. Evaluation (`eval()`): the full softmax, block by block with a running
-    log-sum-exp; the largest tensor is [tokens, BLOCK].
+    of a step share. The logarithm of the inclusion probability is subtracted from each, the target
+    included (Jean et al., arXiv 1412.2007; tf.nn.sampled_softmax_loss). Then the minimum is at the
+    distribution of the words, but the loss is no estimate of the full one. A candidate that is the
+    token's own target (accidental hit) is masked for that token. Evaluation (`eval()`): the full
+    softmax, block by block with a running log-sum-exp; the largest tensor is [tokens, BLOCK].
 
     Logits and loss are computed in FP32 in every mode, also under autocast, as in bigLSTM's code
-    (okuchaiev/f-lm casts the inputs up). The rows of the table have the parameters' dtype, and
-    their gradients are rounded to it. f-lm keeps softmax rows in FP32, which is an FP32 override of
-    the table here.
+    (okuchaiev/f-lm). The rows of the table, and their gradients, are rounded to the parameters'
+    dtype; f-lm keeps softmax rows in FP32, which is an FP32 override of the table here.
 
     `forward(hidden, targets, table)`: hidden [M, D] in any dtype, targets int64 [M], table: a
     RowTable of the vocabulary with bias; float32 [M].
@@ -264,36 +343,30 @@ def _full(hidden: Tensor, targets: Tensor, table: RowTable) -> Tensor:
 class SampledLSTM(StackedLSTM):
     """`StackedLSTM` with a sampled softmax, and rows that are updated only where used.
 
-    Layers, dropout, initial values and parameter names are those of `LSTMLanguageModel`. Dropout
-    after the embedding, between the layers and after the last one matches bigLSTM's code, which
-    drops before and after each LSTM layer with keep probability 0.9.
+    Its dropout matches bigLSTM's code, which drops before and after each LSTM layer with keep
+    probability 0.9.
 
     ``forward(tokens, targets, state)``: tokens and targets int64 ``[time, batch]``, `state` as for
     ``LSTMLanguageModel``; returns the cross-entropy of each token, float32 ``[time, batch]``, and
     the state after the last step. In training the sampled one, in ``eval()`` the full one.
 
     Args:
-        vocab_size: number of words.
-        candidates: words drawn per step, at most the vocabulary (see `SampledSoftmax`). Word ids
-            have to be numbered by falling frequency.
+        sizes: the arguments of `StackedLSTM`. Word ids have to be numbered by falling frequency.
+        candidates: words drawn per step, at most the vocabulary (see `SampledSoftmax`).
         embedding_gradient_factor: multiplies the gradient of the embedding; okuchaiev/f-lm
             multiplies by its batch size of 128.
-        sizes: the other arguments of `StackedLSTM`.
-
-    Raises:
-        ValueError: ``projection_size`` is not below ``hidden_size``.
     """
 
     def __init__(
         self,
         vocab_size: int,
-        *,
+        *sizes: Any,
         candidates: int,
         embedding_gradient_factor: float = 1.0,
-        **sizes: Any,
+        **more: Any,
     ) -> None:
         self._gradient_factor = embedding_gradient_factor
-        super().__init__(vocab_size, **sizes)
+        super().__init__(vocab_size, *sizes, **more)
         self.softmax = SampledSoftmax(vocab_size, candidates)
 
     def _embedding(self, vocab_size: int, width: int) -> nn.Module:
@@ -324,18 +397,18 @@ def lstm(
     sampled_softmax: int | None,
     embedding_gradient_factor: float,
 ) -> StackedLSTM:
-    """Build the LSTM of a configuration: sizes padded for Tensor Cores, the softmax sampled or not.
+    """Build a `SampledLSTM` of `sampled_softmax` candidates; None: an `LSTMLanguageModel`.
 
-    Args:
-        pad_to_multiple: Every size is rounded up to a multiple of it.
-        sampled_softmax: Candidates of a `SampledLSTM`; None: an `LSTMLanguageModel`.
+    Every size is rounded up to a multiple of `pad_to_multiple`: FP16 Tensor Cores want multiples of
+    8 (NVIDIA, "Training With Mixed Precision", section on Tensor Core shapes).
     """
-    sizes = (vocab_size, embedding_size, hidden_size, projection_size)
-    vocabulary, embedding, hidden, projection = (padded(n, pad_to_multiple) for n in sizes)
-    more: dict[str, Any] = {"dropout": dropout, "init_range": init_range}
-    more |= {"embedding_size": embedding, "hidden_size": hidden, "projection_size": projection}
-    more |= {"num_layers": num_layers, "forget_bias": forget_bias}
+    vocabulary, embedding, hidden, projection = (
+        -(-size // pad_to_multiple) * pad_to_multiple
+        for size in (vocab_size, embedding_size, hidden_size, projection_size)
+    )
+    sizes = vocabulary, embedding, hidden, num_layers, projection, dropout, init_range, forget_bias
     if sampled_softmax is None:
-        return LSTMLanguageModel(vocabulary, **more)
-    more["embedding_gradient_factor"] = embedding_gradient_factor
-    return SampledLSTM(vocabulary, candidates=sampled_softmax, **more)
+        return LSTMLanguageModel(*sizes)
+    return SampledLSTM(
+        *sizes, candidates=sampled_softmax, embedding_gradient_factor=embedding_gradient_factor
+    )
