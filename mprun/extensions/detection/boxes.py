@@ -10,8 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-CLASS, DIFFICULT = 4, 5  # columns of a target, behind its box; class -1: no object
-SCORE = 5  # of a detection, behind its box and its class
+# Columns behind the box: of a target and a detection, of a target (`canvases`), of a detection.
+CLASS, DIFFICULT, SCORE = 4, 5, 5
 
 
 class Detections(NamedTuple):
@@ -72,6 +72,16 @@ def _centred(boxes: Tensor) -> tuple[Tensor, Tensor]:
     return boxes[..., :2] + sides / 2, sides
 
 
+def by_box(maps: Tensor, width: int) -> Tensor:
+    """Turn ``[batch, boxes * width, h, w]`` into ``[batch, h * w * boxes, width]``."""
+    return maps.permute(0, 2, 3, 1).reshape(len(maps), -1, width)
+
+
+def rows(table: Tensor, places: Tensor) -> Tensor:
+    """Return the rows of ``[batch, n, width]`` at places ``[batch, k]``."""
+    return table.gather(1, places[..., None].expand(*places.shape, table.shape[2]))
+
+
 def suppress(boxes: Tensor, valid: Tensor, threshold: float) -> Tensor:
     """Apply non-maximum suppression; return which boxes stay, bool ``[..., k]``.
 
@@ -95,18 +105,24 @@ def suppress(boxes: Tensor, valid: Tensor, threshold: float) -> Tensor:
 def best_detections(
     boxes: Tensor, scores: Tensor, k: int, least: float, threshold: float, most: int
 ) -> Tensor:
-    """Return the detections of one image, float32 ``[at most `most`, 6]``; see `Detections`.
+    """Return the detections of each image, float32 ``[batch, at most `most`, 6]``.
 
     Args:
-        boxes: ``[n, classes, 4]``, the boxes of each class.
-        scores: ``[n, classes]``; only a score above ``least`` is a detection.
+        boxes: ``[batch, n, classes, 4]``, the boxes of each class.
+        scores: ``[batch, n, classes]``; only a score above ``least`` is a detection.
         k: number of boxes of a class that suppression compares, those of highest score.
         threshold: threshold of suppression, in each class.
     """
-    values, places = scores.t().topk(min(k, len(scores)))
-    candidates = boxes.transpose(0, 1).gather(1, places[..., None].expand(*places.shape, 4))
-    keep = suppress(candidates, values > least, threshold)
-    score, chosen = torch.where(keep, values, -1.0).flatten().topk(min(most, values.numel()))
-    names = (chosen // values.shape[1]).to(boxes.dtype)
-    names = torch.where(score > 0, names, -1.0)
-    return torch.cat([candidates.flatten(0, 1)[chosen], names[:, None], score[:, None]], 1)
+    found = []
+    # One image after the other: all pairs of candidates of all classes are looked at.
+    for own, of_classes in zip(boxes, scores, strict=True):
+        values, places = of_classes.t().topk(min(k, len(of_classes)))
+        candidates = rows(own.transpose(0, 1), places)
+        keep = suppress(candidates, values > least, threshold)
+        score, chosen = torch.where(keep, values, -1.0).flatten().topk(min(most, values.numel()))
+        names = (chosen // values.shape[1]).to(boxes.dtype)
+        names = torch.where(score > 0, names, -1.0)
+        found.append(
+            torch.cat([candidates.flatten(0, 1)[chosen], names[:, None], score[:, None]], 1)
+        )
+    return torch.stack(found)

@@ -21,8 +21,8 @@ from mprun.data.image_store import (
     load_digits,
 )
 from mprun.data.source import Batch, permutation
+from mprun.extensions.detection.boxes import CLASS
 
-CLASS, DIFFICULT = 4, 5  # columns of a target, after its box
 FIELDS = 6
 NOTHING = -1.0  # class of a row without an object
 
@@ -36,10 +36,10 @@ TRAIN_CANVASES, EVAL_CANVASES = 1000, 300
 class DigitCanvases(ImageStore):
     """1 to 3 real digits on a canvas of noise, to be found and named; 10 classes.
 
-    There are 1,000 canvases of ``DigitsImages``' training digits and 300 of its held-out ones.
-    Each digit is enlarged bilinearly to a square of 8 to 16 px, which is its box; boxes on one
-    canvas of 32 px never overlap. The canvases are the same for every seed. ``train_size`` and
-    ``eval_size`` take the first ones; None takes all. Other image sizes than 32 are resized.
+    There are 1,000 canvases of ``DigitsImages``' training digits and 300 of its held-out ones, the
+    same for every seed. Each digit is enlarged bilinearly to a square, its box; boxes on one canvas
+    never overlap. ``train_size`` and ``eval_size`` take the first ones; None takes all. Other image
+    sizes than 32 are resized.
 
     Raises:
         ValueError: There are fewer canvases than a batch takes or than asked for.
@@ -121,9 +121,8 @@ def _enlarged(digit: np.ndarray, side: int) -> np.ndarray:
     """Enlarge a digit ``[8, 8]`` of 0 ... 16 to uint8 ``[side, side]``, 0 ... 255, bilinearly."""
     weights = _weights(len(digit), side)
     scale = MAXIMUM * (2 * side) ** 2
-    return ((255 * (weights @ digit.astype(np.int64) @ weights.T) + scale // 2) // scale).astype(
-        np.uint8
-    )
+    parts = 255 * (weights @ digit.astype(np.int64) @ weights.T)
+    return ((parts + scale // 2) // scale).astype(np.uint8)
 
 
 @cache

@@ -9,7 +9,8 @@ fit. Regions are pooled in FP32, too, with the result in the dtype of the maps. 
 in any dtype, but the gradients add up where regions overlap. Both also hold in `fp16_naive`, which
 could not run otherwise. Autocast leaves FP32 tensors alone here: there is no product among them.
 
-All shapes are static: missing samples are filled up and do not count.
+All shapes are static: missing samples are filled up and do not count. Regions, anchors and other
+boxes are float32 in 0 ... 1 of the image's sides.
 """
 
 from collections.abc import Sequence
@@ -25,12 +26,15 @@ from mprun.extensions.detection.boxes import (
     CLASS,
     Detections,
     best_detections,
+    by_box,
     decode,
     encode,
     learned_from,
     overlaps,
+    rows,
 )
-from mprun.extensions.detection.weights import put_weights, weights_in
+from mprun.extensions.detection.weights import load_weights, start_normal
+from mprun.models.classifiers import vgg_layers
 
 SHAPES = ((23, 12), (16, 16), (11, 22))  # width and height of anchors of 16 px, as rounded there
 ANCHOR_WEIGHTS, REGION_WEIGHTS = (1.0, 1.0), (10.0, 5.0)  # of offsets
@@ -64,8 +68,8 @@ class Limits(NamedTuple):
 def roi_pool(maps: Tensor, places: Tensor, size: int, scale: float) -> Tensor:
     """Pool like torchvision's ``roi_pool``, with a deterministic backward kernel on CUDA.
 
-    ``maps``: float32 ``[batch, channels, side, side]``; ``places``: float32 ``[batch * k, 5]``, the
-    same number for each image, in order. Returns float32 ``[batch * k, channels, size, size]``.
+    All is float32: ``maps`` ``[batch, channels, side, side]``; ``places`` ``[batch * k, 5]``, the
+    same number for each image, in order; the result ``[batch * k, channels, size, size]``.
     """
     batch = len(maps)
     with torch.no_grad():
@@ -79,8 +83,8 @@ class RegionPool(nn.Module):
     """The maximum of each of ``size`` x ``size`` parts of each region.
 
     An image's side is ``side`` positions of the maps. ``forward(maps, regions)`` takes ``[batch,
-    channels, side, side]`` of any dtype and float32 ``[batch, k, 4]`` in 0 ... 1. It returns
-    ``[batch * k, channels, size, size]`` in the dtype of the maps.
+    channels, side, side]`` of any dtype and ``[batch, k, 4]``. It returns ``[batch * k, channels,
+    size, size]`` in the dtype of the maps.
     """
 
     def __init__(self, size: int, side: float) -> None:
@@ -95,17 +99,14 @@ class RegionPool(nn.Module):
 
 
 class Proposals(nn.Module):
-    """The loss of the first network, and the regions that it proposes.
+    """The loss of the first network, and the regions that it proposes, on anchors ``[n, 4]``.
 
     An anchor is an example of an object if it overlaps one by 0.7 or more, or overlaps that object
     most. It is an example of nothing below 0.3 with all of them. Anchors across the border are
     neither.
 
     Scores are float32 ``[batch, n, 2]``, for nothing and for an object; offsets ``[batch, n, 4]``.
-
-    Args:
-        anchors: float32 ``[n, 4]`` in 0 ... 1.
-        least_side: shortest side of a region, in 0 ... 1.
+    `least_side`, of a region, is in 0 ... 1.
     """
 
     computes_in_fp32 = True
@@ -123,19 +124,18 @@ class Proposals(nn.Module):
         places, counted = drawn(positive, negative, count, count // 2, self.training)
         right = counted & positive.gather(1, places)
         anchors = self.anchors[places]
-        objects = _rows(targets, chosen.gather(1, places))[..., :CLASS]
+        objects = rows(targets, chosen.gather(1, places))[..., :CLASS]
         wanted = encode(objects, anchors, ANCHOR_WEIGHTS)
         wanted = torch.where(right[..., None], wanted, 0.0)
         errors = F.cross_entropy(
-            _rows(scores, places).transpose(1, 2), right.long(), reduction="none"
+            rows(scores, places).transpose(1, 2), right.long(), reduction="none"
         )
-        return _mean(errors, _rows(offsets, places), wanted, right, counted, ANCHOR_BETA)
+        return _mean(errors, rows(offsets, places), wanted, right, counted, ANCHOR_BETA)
 
     def match(self, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the anchors for objects, those for nothing, and each one's best target.
+        """Return the anchors for objects, those for nothing, and the target each overlaps most.
 
-        The first two are bool ``[batch, n]``; the target that an anchor overlaps most is int64
-        ``[batch, n]``.
+        Bool twice and int64, ``[batch, n]`` each.
         """
         inside = (self.anchors >= 0).all(1) & (self.anchors <= 1).all(1)
         asked = learned_from(targets)[..., None] & inside
@@ -150,18 +150,15 @@ class Proposals(nn.Module):
     def propose(
         self, scores: Tensor, offsets: Tensor, before: int, after: int
     ) -> tuple[Tensor, Tensor]:
-        """Return regions ``[batch, after, 4]`` in 0 ... 1 by falling score, and which exist.
-
-        The second is bool ``[batch, after]``.
-        """
+        """Return regions ``[batch, after, 4]`` by falling score, and which exist, bool."""
         # Of a network that has diverged too there are boxes to pool.
         boxes = decode(offsets, self.anchors, ANCHOR_WEIGHTS).clamp(0, 1).nan_to_num()
         large = (boxes[..., 2:] - boxes[..., :2]).amin(2) >= self.least_side
         score = torch.where(large, scores[..., 1] - scores[..., 0], -torch.inf)
         score, places = score.topk(min(before, boxes.shape[1]))
-        boxes = _rows(boxes, places)
+        boxes = rows(boxes, places)
         chosen = unsuppressed(boxes, score, SAME_REGION, min(after, boxes.shape[1]))
-        return _rows(boxes, chosen.clamp(min=0)), chosen >= 0
+        return rows(boxes, chosen.clamp(min=0)), chosen >= 0
 
 
 class Regions(nn.Module):
@@ -179,11 +176,10 @@ class Regions(nn.Module):
     def examples(
         self, regions: Tensor, valid: Tensor, targets: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Draw the regions of the loss.
+        """Draw the regions of the loss, ``[batch, k, 4]``.
 
-        Returns:
-            Regions ``[batch, k, 4]``; the class of each, int64 ``[batch, k]``; its offsets to its
-            object, zeros without one; which of them count, bool ``[batch, k]``.
+        Also returned are the class of each, int64 ``[batch, k]``; its offsets to its object, zeros
+        without one; which of them count, bool ``[batch, k]``.
         """
         asked = learned_from(targets)
         boxes = torch.cat([regions, targets[..., :CLASS]], 1)
@@ -193,8 +189,8 @@ class Regions(nn.Module):
         positive = valid & (most >= IN_REGION)
         count = min(self.count, boxes.shape[1])
         places, counted = drawn(positive, valid & ~positive, count, count // 4, self.training)
-        boxes, right = _rows(boxes, places), counted & positive.gather(1, places)
-        own = _rows(targets, chosen.gather(1, places))
+        boxes, right = rows(boxes, places), counted & positive.gather(1, places)
+        own = rows(targets, chosen.gather(1, places))
         offsets = encode(own[..., :CLASS], boxes, REGION_WEIGHTS)
         offsets = torch.where(right[..., None], offsets, 0.0)
         return boxes, torch.where(right, own[..., CLASS] + 1, 0.0).long(), offsets, counted
@@ -204,10 +200,8 @@ class Regions(nn.Module):
     ) -> Tensor:
         """Return the loss, 0-dim, a mean over the regions of all images.
 
-        Args:
-            logits: ``[batch, k, 1 + classes]``.
-            offsets: ``[batch, k, 1 + classes, 4]``.
-            classes, wanted, counted: from `examples`.
+        logits: ``[batch, k, 1 + classes]``; offsets: ``[batch, k, 1 + classes, 4]``; the others
+        come from `examples`.
         """
         errors = F.cross_entropy(logits.transpose(1, 2), classes, reduction="none")
         own = classes[..., None, None].expand(-1, -1, 1, 4)
@@ -218,12 +212,8 @@ class Regions(nn.Module):
         """Return float32 ``[batch, at most 100, 6]``; see `Detections`."""
         boxes = decode(offsets[:, :, 1:], regions[:, :, None], REGION_WEIGHTS).clamp(0, 1)
         scores = torch.where(valid[..., None], logits.softmax(2)[..., 1:], 0.0)
-        return torch.stack(
-            [
-                best_detections(*pair, scores.shape[1], LEAST_SCORE, SAME_OBJECT, MOST_DETECTIONS)
-                for pair in zip(boxes, scores, strict=True)
-            ]
-        )
+        limits = LEAST_SCORE, SAME_OBJECT, MOST_DETECTIONS
+        return best_detections(boxes, scores, scores.shape[1], *limits)
 
 
 class FasterRCNN(nn.Module):
@@ -268,7 +258,7 @@ class FasterRCNN(nn.Module):
         self.offsets = nn.Linear(width, 4 * (1 + classes))
         self.regions = Regions(limits.regions)
         for layer in (shared, self.objectness, self.shifts, self.classes, self.offsets):
-            _normal(layer, 0.001 if layer is self.offsets else 0.01)
+            start_normal(layer, 0.001 if layer is self.offsets else 0.01)
 
     def freeze(self, count: int) -> None:
         """Freeze the weights of the first ``count`` convolutions."""
@@ -279,8 +269,8 @@ class FasterRCNN(nn.Module):
     def forward(self, images: Tensor, targets: Tensor) -> Detections:
         maps = self.features(images)
         shared = self.shared(maps)
-        scores = _by_anchor(self.objectness(shared), 2)
-        shifts = _by_anchor(self.shifts(shared), 4)
+        scores = by_box(self.objectness(shared), 2).float()
+        shifts = by_box(self.shifts(shared), 4).float()
         limits, targets = self.limits, targets.float()
         loss = self.proposals(scores, shifts, targets)
         proposed = self.proposals.propose(scores, shifts, limits.before, limits.after)
@@ -296,10 +286,7 @@ class FasterRCNN(nn.Module):
         return Detections(loss, self.regions.detections(*outputs, regions, valid))
 
     def inside(self, maps: Tensor, regions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the regions' logits and offsets, float32.
-
-        They are ``[batch, k, 1 + classes]`` and ``[batch, k, 1 + classes, 4]``.
-        """
+        """Return the regions' logits and offsets, float32, as `Regions` takes them."""
         found = self.head(self.pool(maps, regions))
         shape = (*regions.shape[:2], 1 + self.num_classes)
         logits, offsets = self.classes(found).float(), self.offsets(found).float()
@@ -309,14 +296,10 @@ class FasterRCNN(nn.Module):
 def drawn(
     positive: Tensor, negative: Tensor, count: int, most: int, by_chance: bool
 ) -> tuple[Tensor, Tensor]:
-    """Draw ``count`` of each row: at most ``most`` positive ones, the rest negative ones.
+    """Draw ``count`` of each row ``[batch, n]``: at most ``most`` positive ones, the rest negative.
 
-    Args:
-        positive, negative: bool ``[batch, n]``.
-        by_chance: with the global generator; otherwise from a fixed seed.
-
-    Returns:
-        Their places int64 ``[batch, count]``, and bool, which of them exist.
+    Returns their places int64 ``[batch, count]``, and bool, which of them exist. `by_chance`: with
+    the global generator; otherwise from a fixed seed.
     """
     device = positive.device
     generator = None if by_chance else torch.Generator(device).manual_seed(0)
@@ -361,27 +344,10 @@ def _mean(
     return total.sum() / counted.sum().clamp(min=1)
 
 
-def _rows(table: Tensor, places: Tensor) -> Tensor:
-    """Return rows of ``[batch, n, width]``, or of targets, by their places ``[batch, k]``."""
-    return table.gather(1, places[..., None].expand(*places.shape, table.shape[2]))
-
-
-def _by_anchor(maps: Tensor, width: int) -> Tensor:
-    """Turn ``[batch, anchors * width, h, w]`` into float32 ``[batch, h * w * anchors, width]``."""
-    return maps.permute(0, 2, 3, 1).reshape(len(maps), -1, width).float()
-
-
-def _normal(layer: nn.Conv2d | nn.Linear, deviation: float) -> None:
-    nn.init.normal_(layer.weight, std=deviation)
-    if layer.bias is not None:
-        nn.init.zeros_(layer.bias)
-
-
 def anchors(size: int, stride: int, scales: Sequence[float]) -> Tensor:
-    """Return the anchors around each position of the map of images of ``size`` px.
+    """Return the anchors of the map of images of ``size`` px, ``[positions * 3 * scales, 4]``.
 
-    Positions are ``stride`` px apart. The result is float32 ``[positions * 3 * scales, 4]`` in
-    0 ... 1. ``scales`` times 16 px are the sides of the square anchors.
+    Positions are ``stride`` px apart; ``scales`` times 16 px are the sides of the square anchors.
     """
     middles = (torch.arange(size // stride, dtype=torch.float32) + 0.5) * stride
     y, x = torch.meshgrid(middles, middles, indexing="ij")
@@ -395,15 +361,8 @@ def faster_rcnn_vgg16(
 ) -> FasterRCNN:
     """Build it on VGG-16 up to conv5_3: 137,078,239 parameters at 20 classes and nothing.
 
-    VGG-16's fc6 and fc7 read the pooled regions.
-
-    Args:
-        frozen: number of first convolutions that keep their weights.
-        weights: a file of torch.save with weights by name, of such a network or of torchvision's
-            VGG-16. The rest starts at random.
-
-    Raises:
-        ValueError: the file cannot be read, or has other weights.
+    VGG-16's fc6 and fc7 read the pooled regions. The first `frozen` convolutions keep their
+    weights. `weights`: a file for `load_weights`, with torchvision's names of a VGG-16.
     """
     whole = vgg16(dropout=dropout)
     network = FasterRCNN(
@@ -419,51 +378,30 @@ def faster_rcnn_vgg16(
         limits=Limits(),
     )
     if weights is not None:
-        _load(network, weights)
+        # fc6 and fc7 are one place further back here; fc8 has no counterpart.
+        theirs = {"head.1.": "classifier.0.", "head.4.": "classifier.3."}
+        load_weights(network, weights, "a Faster R-CNN", 2 * (13 + 2), theirs)
     network.freeze(frozen)
     return network
-
-
-def _load(network: FasterRCNN, path: str) -> None:
-    found = weights_in(path)
-    own = network.state_dict()
-    if found.keys() != own.keys():
-        # fc6 and fc7 are one place further back here; fc8 has no counterpart.
-        for layer, ours in (("classifier.0", "head.1"), ("classifier.3", "head.4")):
-            for kind in ("weight", "bias"):
-                if f"{layer}.{kind}" in found:
-                    found[f"{ours}.{kind}"] = found.pop(f"{layer}.{kind}")
-        wanted = [name for name in own if name.startswith(("features.", "head."))]
-        missing = [name for name in wanted if name not in found]
-        if missing:
-            raise ValueError(
-                f"weights={path}: neither a Faster R-CNN nor a VGG-16, there is no {missing[0]}"
-            )
-        found = {name: found[name] for name in wanted}
-    put_weights(network, found, path)
 
 
 def faster_rcnn_small(num_classes: int, image_size: int, dropout: float, frozen: int) -> FasterRCNN:
     """Build it on four VGG-like convolutions of 8 to 32 channels, for images of 32 px.
 
-    Anchors of 8 to 16 px, 32 regions of an image, a head of 128 units: 115,581 parameters at 10
-    classes and nothing. Images of other sizes, a multiple of 4, have more positions.
+    It has 115,581 parameters at 10 classes and nothing. Images of other sizes, a multiple of 4,
+    have more positions.
     """
-    layers: list[nn.Module] = []
-    inputs, pool, units = 3, 4, 128
-    for number, (width, count) in enumerate(((8, 1), (16, 1), (32, 2))):
-        layers += [nn.MaxPool2d(2)] if number else []
-        for _ in range(count):
-            convolution = nn.Conv2d(inputs, width, 3, padding=1)
-            _normal(convolution, (2 / (9 * inputs)) ** 0.5)  # He et al.
-            layers += [convolution, nn.ReLU()]
-            inputs = width
+    layers, channels, pool, units = nn.Sequential(), 32, 4, 128
+    for layer in vgg_layers([(8, 1), (16, 1), (channels, 2)]):
+        if isinstance(layer, nn.Conv2d):
+            start_normal(layer, (2 / layer.weight[0].numel()) ** 0.5)  # He et al.
+        layers.append(layer)
     head: list[nn.Module] = [nn.Flatten()]
-    for width in (inputs * pool * pool, units):
+    for width in (channels * pool * pool, units):
         head += [nn.Linear(width, units), nn.ReLU(), nn.Dropout(dropout)]
     network = FasterRCNN(
-        nn.Sequential(*layers),
-        inputs,
+        layers[:-1],
+        channels,
         nn.Sequential(*head),
         units,
         num_classes,

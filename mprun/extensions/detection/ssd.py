@@ -9,6 +9,7 @@ overflow, and the result is a silent zero; pixel coordinates and the sum of a lo
 either (NVIDIA/caffe pull request 493).
 """
 
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -20,26 +21,27 @@ from mprun.extensions.detection.boxes import (
     CLASS,
     Detections,
     best_detections,
+    by_box,
     decode,
     encode,
     learned_from,
     overlaps,
+    rows,
 )
-from mprun.extensions.detection.weights import put_weights, weights_in
+from mprun.extensions.detection.weights import load_weights, start_normal
+from mprun.models.classifiers import VGG_D, vgg_layers
 
 WEIGHTS = (10.0, 5.0)  # of offsets: one over the variances 0.1 and 0.2
 MATCHED = 0.5  # overlap from which a default box is an object's
 NEGATIVES = 3  # default boxes without an object that are learned from, for each one with
-LEAST_SCORE, SUPPRESSED = 0.01, 0.45
-MOST_DETECTIONS = 200
+LEAST_SCORE, SUPPRESSED, MOST_DETECTIONS = 0.01, 0.45, 200
 
 
 class L2Norm(nn.Module):
     """Each position's channels as a unit vector, times a learned scale per channel.
 
-    ``forward`` takes ``[batch, channels, h, w]`` of any dtype and returns the same dtype. It
-    computes in FP32 in every mode: the norm of 512 channels of 3,000 is inf in FP16, and the result
-    would be 0.
+    ``forward`` takes ``[batch, channels, h, w]`` of any dtype and returns the same dtype. In FP16
+    the norm of 512 channels of 3,000 would be inf, and the result 0.
     """
 
     computes_in_fp32 = True
@@ -61,7 +63,7 @@ class MultiBox(nn.Module):
     overlaps it most.
 
     ``forward(offsets, logits, targets)``: ``[batch, n, 4]`` and ``[batch, n, 1 + classes]`` of any
-    floating dtype, class 0 is the background; targets as in boxes.py; returns `Detections`.
+    floating dtype, class 0 is the background; returns `Detections`.
 
     Args:
         defaults: float32 ``[n, 4]`` in 0 ... 1.
@@ -94,8 +96,7 @@ class MultiBox(nn.Module):
         # A best box is its object's, also where it overlaps another one more.
         overlap = torch.where(asked, overlap + 2 * best, -1.0)
         most, chosen = overlap.max(1)
-        places = chosen[..., None].expand(*chosen.shape, targets.shape[2])
-        return targets.gather(1, places), most >= MATCHED
+        return rows(targets, chosen), most >= MATCHED
 
     def _loss(self, offsets: Tensor, logits: Tensor, own: Tensor, matched: Tensor) -> Tensor:
         # Of a box without an object the offsets are those of the default box itself, so finite.
@@ -120,15 +121,8 @@ class MultiBox(nn.Module):
         boxes = decode(offsets, self.defaults, WEIGHTS).clamp(0, 1)
         scores = (logits.sigmoid() if self.mean else logits.softmax(2))[..., 1:]
         of_each = boxes[:, :, None].expand(*scores.shape, 4)
-        # One image after the other: all pairs of candidates of all classes are looked at.
-        return torch.stack(
-            [
-                best_detections(
-                    *pair, self.most_of_a_class, LEAST_SCORE, SUPPRESSED, MOST_DETECTIONS
-                )
-                for pair in zip(of_each, scores, strict=True)
-            ]
-        )
+        limits = LEAST_SCORE, SUPPRESSED, MOST_DETECTIONS
+        return best_detections(of_each, scores, self.most_of_a_class, *limits)
 
 
 class Backbone(nn.Sequential):
@@ -166,14 +160,11 @@ class SSD(nn.Module):
     returns `Detections`.
 
     Args:
-        features: the backbone.
         tap: the backbone's layer that gives the finest map; its last layer gives the next one.
         extras: layers after the backbone, each of which gives a map.
         norms: norms of the first maps, before their convolutions; the backbone continues without
             them.
-        channels: channels of each map.
-        boxes: default boxes at a position of each map.
-        multibox: the loss of the default boxes.
+        channels, boxes: of each map, the number of its channels and of default boxes at a position.
     """
 
     def __init__(
@@ -205,19 +196,15 @@ class SSD(nn.Module):
         maps = [*found, *self.extras(found[-1])]
         normed = self.norms(maps)
         maps[: len(normed)] = normed
-        offsets = [_by_box(head, 4) for head in self.offsets(maps)]
-        logits = [_by_box(head, 1 + self.num_classes) for head in self.classes(maps)]
+        offsets = [by_box(head, 4) for head in self.offsets(maps)]
+        logits = [by_box(head, 1 + self.num_classes) for head in self.classes(maps)]
         return torch.cat(offsets, 1), torch.cat(logits, 1)
 
-    def freeze(self) -> None:
-        """Freeze everything but the convolutions for boxes and classes."""
+    def frozen(self, freeze: bool) -> "SSD":
+        """Freeze all but the convolutions for boxes and classes if asked; return the network."""
         for part in (self.features, self.extras, self.norms):
-            part.requires_grad_(False)
-
-
-def _by_box(maps: Tensor, width: int) -> Tensor:
-    """Turn ``[batch, boxes * width, h, w]`` into ``[batch, h * w * boxes, width]``."""
-    return maps.permute(0, 2, 3, 1).reshape(len(maps), -1, width)
+            part.requires_grad_(not freeze)
+        return self
 
 
 def default_boxes(
@@ -235,39 +222,28 @@ def default_boxes(
         ratios: ratios of each map's boxes, width over height, above 1.
     """
     found = []
-    for number, (count, step) in enumerate(zip(maps, steps, strict=True)):
-        size = sizes[number]
-        between = math.sqrt(size * sizes[number + 1])
+    each = zip(maps, steps, sizes, sizes[1:], ratios, strict=False)
+    for count, step, size, following, own in each:
+        between = math.sqrt(size * following)
         sides = [(size, size), (between, between)]
-        for ratio in ratios[number]:
-            root = math.sqrt(ratio)
+        for root in map(math.sqrt, own):
             sides += [(size * root, size / root), (size / root, size * root)]
-        for row in range(count):
-            for column in range(count):
-                x, y = (column + 0.5) * step, (row + 0.5) * step
-                found += [(x - w / 2, y - h / 2, x + w / 2, y + h / 2) for w, h in sides]
+        for row, column in itertools.product(range(count), repeat=2):
+            x, y = (column + 0.5) * step, (row + 0.5) * step
+            found += [(x - w / 2, y - h / 2, x + w / 2, y + h / 2) for w, h in sides]
     return torch.tensor(found, dtype=torch.float32)
 
 
 def ssd_mini(num_classes: int, image_size: int, freeze_backbone: bool) -> SSD:
     """Build SSD on six VGG convolutions of 8 to 32 channels and two more: 88,764 parameters.
 
-    That is the number at 10 classes. Both maps have an L2 norm (scale 2) before them; there are 6
-    default boxes a position and the mean loss. Weights start as in He et al., arXiv 1502.01852,
-    biases at 0. FP16's losses happen in the backbone: without normalisation inside, and with images
-    of -50 ... 205, its activations are thousands, and the L2 norm divides the gradients by them.
-    They grow in training; after a thousand steps of Adam they overflow FP16, whatever the loss
-    scale.
-
-    Images of other sizes than 32 px, multiples of 8, have other maps.
+    That is the number at 10 classes. Images are for 32 px; other sizes, multiples of 8, have other
+    maps. Weights start as in He et al., arXiv 1502.01852, biases at 0. FP16's losses happen in the
+    backbone: without normalisation inside, and with images of -50 ... 205, its activations are
+    thousands, and the L2 norm divides the gradients by them. They grow in training; after a
+    thousand steps of Adam they overflow FP16, whatever the loss scale.
     """
-    widths, layers, inputs = (8, 16, 32, 32), [], 3
-    for number, width in enumerate(widths):
-        for _ in range(2):
-            layers += [nn.Conv2d(inputs, width, 3, padding=1), nn.ReLU()]
-            inputs = width
-        if number < len(widths) - 1:
-            layers.append(nn.MaxPool2d(2))
+    layers = [*vgg_layers([(8, 2), (16, 2), (32, 2), (32, 2)])][:-1]
     maps = (image_size // 4, image_size // 8)
     defaults = default_boxes(maps, [1 / side for side in maps], MINI_SIZES, [(2, 3), (2, 3)])
     network = SSD(
@@ -282,17 +258,13 @@ def ssd_mini(num_classes: int, image_size: int, freeze_backbone: bool) -> SSD:
     )
     for layer in network.modules():
         if isinstance(layer, nn.Conv2d):
-            nn.init.normal_(layer.weight, std=(2 / layer.weight[0].numel()) ** 0.5)
-            if layer.bias is not None:
-                nn.init.zeros_(layer.bias)
+            start_normal(layer, (2 / layer.weight[0].numel()) ** 0.5)
     # The background has a probability of 0.99 everywhere, a class of 0.01, as by Lin et al., arXiv
     # 1708.02002, section 3.3: else the first hundreds of steps learn that most places are empty.
     for name, biases in network.classes.named_parameters():
         if name.endswith("bias"):
             biases.detach().view(6, 1 + num_classes).fill_(-PRIOR)[:, 0] = PRIOR
-    if freeze_backbone:
-        network.freeze()
-    return network
+    return network.frozen(freeze_backbone)
 
 
 PRIOR = math.log(99)
@@ -303,41 +275,28 @@ def ssd300(num_classes: int, weights: str | None, freeze_backbone: bool) -> SSD:
     """Build SSD300 on VGG-16: 26,285,486 parameters at 20 classes, 8,732 default boxes.
 
     Layers and default boxes are as in the authors' file for VOC: fully connected layers 6 and 7 as
-    convolutions, the first one dilated; L2 norm of scale 20 after conv4_3. Images have 300 px, less
-    their means, as for Caffe's VGG. Weights start like Caffe's xavier, uniform in
-    +-sqrt(3 / fan_in), biases at 0.
+    convolutions, the first one dilated; L2 norm after conv4_3. Images have 300 px, less their
+    means, as for Caffe's VGG. Weights start like Caffe's xavier, uniform in +-sqrt(3 / fan_in),
+    biases at 0.
 
     Args:
-        weights: a file of torch.save with weights by name, of such a network or of a VGG-16 alone.
-            The names are torchvision's (``features.0.weight``) or those of the reduced VGG-16 that
-            detectors start from (``0.weight``). The rest starts at random.
-
-    Raises:
-        ValueError: the file cannot be read, or has other weights.
+        weights: a file for `load_weights`. Names of a VGG-16 are torchvision's
+            (``features.0.weight``) or those of the reduced one that detectors start from
+            (``0.weight``).
     """
-    layers: list[nn.Module] = []
-    inputs = 3
-    for width, convolutions in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3)):
-        for _ in range(convolutions):
-            layers += [nn.Conv2d(inputs, width, 3, padding=1), nn.ReLU()]
-            inputs = width
-        # Rounded up, so that 75 positions become 38.
-        layers.append(nn.MaxPool2d(2, ceil_mode=True))
+    layers = [*vgg_layers(VGG_D, ceil_mode=True)]  # so that 75 positions become 38
     layers[-1] = nn.MaxPool2d(3, 1, padding=1)
     layers += [nn.Conv2d(512, 1024, 3, padding=6, dilation=6), nn.ReLU()]
     layers += [nn.Conv2d(1024, 1024, 1), nn.ReLU()]
     sizes = [share / 300 for share in (30, 60, 111, 162, 213, 264, 315)]
     steps = [share / 300 for share in (8, 16, 32, 64, 100, 300)]
     ratios = [(2,), (2, 3), (2, 3), (2, 3), (2,), (2,)]
+    extras = [_smaller(1024, 256, 512, stride=2), _smaller(512, 128, 256, stride=2)]
+    extras += [_smaller(256, 128, 256), _smaller(256, 128, 256)]
     network = SSD(
         layers,
         22,
-        extras=[
-            _smaller(1024, 256, 512, stride=2),
-            _smaller(512, 128, 256, stride=2),
-            _smaller(256, 128, 256),
-            _smaller(256, 128, 256),
-        ],
+        extras=extras,
         norms=[L2Norm(512, 20.0)],
         channels=(512, 1024, 512, 256, 256, 256),
         boxes=[2 + 2 * len(own) for own in ratios],
@@ -351,10 +310,9 @@ def ssd300(num_classes: int, weights: str | None, freeze_backbone: bool) -> SSD:
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
     if weights is not None:
-        _load(network, weights)
-    if freeze_backbone:
-        network.freeze()
-    return network
+        # A weight and a bias of 13 convolutions; a reduced VGG-16 has two more.
+        load_weights(network, weights, "an SSD300", 2 * 13, {"features.": ""})
+    return network.frozen(freeze_backbone)
 
 
 def _smaller(inputs: int, between: int, outputs: int, stride: int = 1) -> nn.Module:
@@ -365,24 +323,3 @@ def _smaller(inputs: int, between: int, outputs: int, stride: int = 1) -> nn.Mod
         nn.Conv2d(between, outputs, 3, stride, padding),
         nn.ReLU(),
     )
-
-
-_CONVOLUTIONS_OF_VGG = 13
-
-
-def _load(network: SSD, path: str) -> None:
-    """Put the weights of a file into the network; a ValueError names what does not fit."""
-    found = weights_in(path)
-    own = network.state_dict()
-    if found.keys() != own.keys():
-        backbone = {name for name in own if name.startswith("features.")}
-        found = {name if name in backbone else f"features.{name}": found[name] for name in found}
-        found = {name: value for name, value in found.items() if name in backbone}
-        layers = list(dict.fromkeys(name.rpartition(".")[0] for name in own if name in backbone))
-        least = [f"{layer}.{kind}" for layer in layers for kind in ("weight", "bias")]
-        missing = [name for name in least[: 2 * _CONVOLUTIONS_OF_VGG] if name not in found]
-        if missing:
-            raise ValueError(
-                f"weights={path}: neither an SSD300 nor a VGG-16, there is no {missing[0]}"
-            )
-    put_weights(network, found, path)

@@ -1,20 +1,29 @@
-"""Detection: the objects in an image and their places."""
+"""Detection: the objects in an image and their places, measured as PASCAL VOC 2007 does.
+
+Average precision at 11 points of recall: Everingham et al., "The PASCAL Visual Object Classes
+Challenge" (IJCV 2010), section 4.2, and the rules of its devkit. A detection is matched to the
+object of its class that it overlaps most. It finds the object at an intersection over union of 0.5
+or more. If several find one object, the one with the highest score counts and the others are false.
+A detection of an object marked as difficult is neither right nor false, and such an object need not
+be found.
+"""
 
 import numpy as np
 from torch import Tensor
 
 from mprun.data.source import Batch
-from mprun.extensions.detection.average_precision import average_precisions
+from mprun.extensions.detection.boxes import CLASS, DIFFICULT, SCORE
 from mprun.tasks.supervised import Supervised
 from mprun.tasks.task import as_row, shared
 
+POINTS, FOUND = 11, 0.5
+_CHUNK = 64  # images that are processed together
+
 
 class Detection(Supervised):
-    """A detector that computes its loss; metrics loss and map, in percent (VOC 2007, 11 points).
+    """A detector that computes its loss; metrics loss and map, in percent.
 
-    The network takes images and targets ``[batch, most, 6]`` (canvases.py). It returns
-    (loss, detections) as in `Found` (boxes.py): the loss 0-dim in FP32 in every mode,
-    detections only in evaluation.
+    The network takes images and targets ``[batch, most, 6]`` (`canvases`); it returns `Detections`.
     """
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -25,7 +34,7 @@ class Detection(Supervised):
 
     @shared
     def evaluate(self) -> dict[str, float]:
-        """Return the mean loss of a held-out image and the mean average precision over classes."""
+        """Return the mean loss of an image and the mean average precision over classes."""
         rows, count = [], 0
         detections, targets = [], []
         with self.learner.evaluating(self.forward_context, self.eval_in_mode) as model:
@@ -41,3 +50,58 @@ class Detection(Supervised):
         precisions = average_precisions(found.cpu().numpy(), objects.cpu().numpy(), classes)
         known = precisions[~np.isnan(precisions)]
         return {"loss": loss, "map": 100 * float(known.mean()) if len(known) else 0.0}
+
+
+def average_precisions(detections: np.ndarray, targets: np.ndarray, classes: int) -> np.ndarray:
+    """Return the average precision of each class, 0 ... 1, float64 ``[classes]``.
+
+    It is NaN for a class without an object. Detections ``[images, k, 6]`` of equal scores keep
+    their order; targets are ``[images, m, 6]``.
+    """
+    best, overlap = _best_objects(detections, targets)
+    difficult = targets[:, :, DIFFICULT] > 0
+    ignored = (overlap >= FOUND) & np.take_along_axis(difficult, best, 1)
+    # The number of the found object, or -1.
+    objects = best + targets.shape[1] * np.arange(len(targets))[:, None]
+    objects = np.where(overlap >= FOUND, objects, -1)
+    found = np.full(classes, np.nan)
+    for number in range(classes):
+        wanted = int(((targets[:, :, CLASS] == number) & ~difficult).sum())
+        counted = (detections[:, :, CLASS] == number) & ~ignored
+        order = np.argsort(-detections[:, :, SCORE][counted], kind="stable")
+        if wanted:
+            found[number] = _at_points(objects[counted][order], wanted)
+    return found
+
+
+def _best_objects(detections: np.ndarray, targets: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return the object of its class that each detection overlaps most, and the overlap."""
+    best = np.zeros(detections.shape[:2], np.int64)
+    overlap = np.zeros(detections.shape[:2])
+    for first in range(0, len(targets), _CHUNK):
+        part = slice(first, first + _CHUNK)
+        one = detections[part, :, None].astype(np.float64)
+        other = targets[part, None].astype(np.float64)
+        corner = np.maximum(one[..., :2], other[..., :2])
+        sides = np.minimum(one[..., 2:4], other[..., 2:4]) - corner
+        common = sides.clip(0).prod(-1)
+        area = sum((box[..., 2:4] - box[..., :2]).prod(-1) for box in (one, other)) - common
+        same = (one[..., CLASS] == other[..., CLASS]) & (other[..., CLASS] >= 0) & (area > 0)
+        ratio = np.where(same, common / np.where(same, area, 1), -1)
+        best[part] = ratio.argmax(2)
+        overlap[part] = ratio.max(2)
+    return best, overlap
+
+
+def _at_points(objects: np.ndarray, wanted: int) -> float:
+    """Return the mean over recalls of 0, 0.1, ..., 1 of the best precision from there on.
+
+    `objects` has those that detections found, by falling score, -1 for none.
+    """
+    right = np.zeros(len(objects), bool)
+    right[np.unique(objects, return_index=True)[1]] = True  # only the first of each object
+    hits = (right & (objects >= 0)).cumsum()
+    precision = hits / np.arange(1, len(right) + 1)
+    # In whole numbers: 3 of 10 is a recall of 0.3.
+    reached = (precision[(POINTS - 1) * hits >= point * wanted] for point in range(POINTS))
+    return sum(part.max(initial=0.0) for part in reached) / POINTS

@@ -2,7 +2,7 @@
 
 The folders are ``VOCdevkit/VOC2007/{Annotations/*.xml, JPEGImages/*.jpg,
 ImageSets/Main/{trainval,test}.txt}`` and the same for VOC2012, as the original archives unpack;
-`mprun.extensions.detection.canvases` describes a batch.
+`canvases` describes a batch.
 
 All annotations are read at the start (about 5 s for both years), so that a faulty one ends the run
 before its first step. An annotation is XML. If it declares a document type, and with it entities
@@ -34,7 +34,8 @@ from mprun.data.source import (
     kept_random_state,
     seed_sample,
 )
-from mprun.extensions.detection.canvases import CLASS, DIFFICULT, FIELDS, NOTHING
+from mprun.extensions.detection.boxes import CLASS, DIFFICULT
+from mprun.extensions.detection.canvases import FIELDS, NOTHING
 
 CLASSES = (
     *("aeroplane", "bicycle", "bird", "boat", "bottle", "bus", "car", "cat", "chair", "cow"),
@@ -65,14 +66,13 @@ def read_annotation(path: str) -> Objects:
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_ANNOTATION_BYTES + 1)
-    except OSError as error:
-        raise DamagedData(f"{shown}: cannot be read: {error.strerror}") from error
-    if len(content) > MAX_ANNOTATION_BYTES:
-        raise DamagedData(f"{shown}: more than {MAX_ANNOTATION_BYTES:,} bytes for an annotation")
-    try:
+        if len(content) > MAX_ANNOTATION_BYTES:
+            raise ValueError(f"more than {MAX_ANNOTATION_BYTES:,} bytes")
         parser = ElementTree.XMLParser(target=_NoDoctype())
         parser.feed(content)
         return _objects(parser.close())
+    except OSError as error:
+        raise DamagedData(f"{shown}: cannot be read: {error.strerror}") from error
     except (ElementTree.ParseError, ValueError, LookupError) as error:
         reason = " ".join(str(error).split())
         raise DamagedData(f"{shown}: not an annotation of VOC: {reason}") from None
@@ -132,9 +132,9 @@ class VocSplit:
         found: list[Objects] = []
         for year, listed in parts:
             folder = os.path.join(root, f"VOC{year}")
-            for name in _listed(os.path.join(folder, "ImageSets", "Main", f"{listed}.txt")):
-                found.append(read_annotation(os.path.join(folder, "Annotations", f"{name}.xml")))
-                image = os.path.join(f"VOC{year}", "JPEGImages", f"{name}.jpg")
+            for name in _listed(f"{folder}/ImageSets/Main/{listed}.txt"):
+                found.append(read_annotation(f"{folder}/Annotations/{name}.xml"))
+                image = f"VOC{year}/JPEGImages/{name}.jpg"
                 names.append((os.fsencode(image), _size(os.path.join(root, image)), 0, 0))
         self.images = ImageSplit(root, image_table(names), ())
         self.sizes = np.array([own.size for own in found], np.int64)
@@ -158,7 +158,6 @@ class VocSplit:
 
 
 def _listed(path: str) -> list[str]:
-    """Read the names in a list of images; raise DataError if there is no list."""
     try:
         with open(path, encoding="utf-8", errors="backslashreplace") as file:
             names = [line.split(None, 1)[0] for line in file if line.strip()]
@@ -195,19 +194,13 @@ class VocReader(Reader):
     """
 
     def __init__(
-        self,
-        split: VocSplit,
-        image_size: int,
-        batch_size: int,
-        seed: int | None,
-        augmentation: str = "ssd",
+        self, split: VocSplit, image_size: int, batch_size: int, seed: int | None, augmentation: str
     ):
         super().__init__(len(split.images), split.images.source, batch_size, seed)
         self.split, self.image_size, self.seed = split, image_size, seed
         self.augmentation = augmentation
 
     def read(self, number: int, *, shared: bool = False) -> ReadBatch:
-        """Read batch ``number``; raise ``DamagedData`` naming a file."""
         places = self.places(number)
         size = self.image_size
         images = torch.empty((len(places), size, size, 3), dtype=torch.uint8)
@@ -237,22 +230,20 @@ class VocReader(Reader):
         boxes: Any = tv_tensors.BoundingBoxes(
             own[:, :CLASS] * sides, format="XYXY", canvas_size=(height, width)
         )
-        fill = {tv_tensors.Image: tuple(round(mean) for mean in CAFFE_MEAN), "others": 0}
-        of_ssd = [
-            v2.RandomPhotometricDistort(),
-            v2.RandomZoomOut(fill=fill),
-            v2.RandomIoUCrop(),
-            v2.SanitizeBoundingBoxes(labels_getter=lambda sample: sample[2]),
-        ]
-        augment = v2.Compose(
-            [
-                *(of_ssd if self.augmentation == "ssd" else ()),
-                v2.RandomHorizontalFlip(),
-                v2.Resize((self.image_size, self.image_size), antialias=True),
+        changes = [v2.RandomHorizontalFlip(), v2.Resize((self.image_size,) * 2, antialias=True)]
+        if self.augmentation == "ssd":
+            fill = {tv_tensors.Image: tuple(round(mean) for mean in CAFFE_MEAN), "others": 0}
+            labels_kept = v2.SanitizeBoundingBoxes(labels_getter=lambda sample: sample[2])
+            zoom = v2.RandomZoomOut(fill=fill)
+            changes = [
+                v2.RandomPhotometricDistort(),
+                zoom,
+                v2.RandomIoUCrop(),
+                labels_kept,
+                *changes,
             ]
-        )
         pixels = tv_tensors.Image(torch.from_numpy(np.array(image)).permute(2, 0, 1))
-        pixels, boxes, named = augment(pixels, boxes, own[:, CLASS:])
+        pixels, boxes, named = v2.Compose(changes)(pixels, boxes, own[:, CLASS:])
         left = torch.zeros_like(target)
         left[:, CLASS] = NOTHING
         left[: len(boxes), :CLASS] = (boxes.as_subclass(Tensor) / self.image_size).clamp(0, 1)
@@ -263,9 +254,9 @@ class VocReader(Reader):
 class Voc(LoadedSource):
     """trainval of ``years`` for training, VOC 2007's test images held out; 20 classes.
 
-    Augmentation and order depend on (seed, epoch, place in the epoch) alone; ``workers`` and
-    ``prefetch`` are as in ``ImageFolder``. ``difficult``: train on objects marked as difficult like
-    on others; held-out ones stay marked. ``sha256`` is over names, sizes of files and objects.
+    ``workers`` and ``prefetch`` are as in ``ImageFolder``. ``difficult``: train on objects marked
+    as difficult like on others; held-out ones stay marked. ``sha256`` is over names, sizes of files
+    and objects.
 
     Raises:
         ValueError: There are fewer training images than a batch takes.
@@ -299,18 +290,16 @@ class Voc(LoadedSource):
         workers = default_workers(device) if workers is None else workers
         super().__init__(
             VocReader(train, image_size, batch_size, seed, augmentation),
-            VocReader(held_out, image_size, batch_size, None),
+            VocReader(held_out, image_size, batch_size, None, augmentation),
             workers,
             device,
             prefetch,
         )
         self.workers = workers
         self.num_classes = len(CLASSES)
-        digest = hashlib.sha256()
-        for split in (train, held_out):
-            for content in (split.images.table, split.sizes, split.targets):
-                digest.update(np.ascontiguousarray(content).tobytes())
-        self.sha256 = digest.hexdigest()
+        content = [(split.images.table, split.sizes, split.targets) for split in (train, held_out)]
+        every = (part.tobytes() for parts in content for part in parts)
+        self.sha256 = hashlib.sha256(b"".join(every)).hexdigest()
         self.description = {
             "name": "voc",
             "train_samples": len(train.images),

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from mprun.extensions.detection.average_precision import average_precisions
+from mprun.extensions.detection.task import average_precisions
 
 NONE = [0, 0, 0, 0, -1, 0]
 

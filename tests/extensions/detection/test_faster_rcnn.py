@@ -14,6 +14,7 @@ from torchvision.ops import nms, roi_align, roi_pool
 
 from mprun.extensions.bench.roofline.count import count
 from mprun.extensions.detection import faster_rcnn
+from mprun.extensions.detection.boxes import by_box
 from mprun.extensions.detection.canvases import digit_canvases
 from mprun.extensions.detection.faster_rcnn import (
     RegionPool,
@@ -87,8 +88,7 @@ def as_theirs(targets):
 def outputs(network, images):
     maps = network.features(images)
     shared = network.shared(maps)
-    by_anchor = faster_rcnn._by_anchor
-    return maps, by_anchor(network.objectness(shared), 2), by_anchor(network.shifts(shared), 4)
+    return maps, by_box(network.objectness(shared), 2), by_box(network.shifts(shared), 4)
 
 
 def test_losses_are_torchvision_s(network, batch, monkeypatch):
@@ -356,7 +356,7 @@ def test_weights_of_a_vgg(tmp_path, monkeypatch):
     path = str(tmp_path / "vgg16.pth")
     names = vgg(path)
     found = {}
-    monkeypatch.setattr(faster_rcnn, "put_weights", lambda network, own, _: found.update(own))
+    monkeypatch.setattr(nn.Module, "load_state_dict", lambda _, own, strict: found.update(own))
     with torch.device("meta"):
         network = configured("faster_rcnn", **VGG, weights=path)
     numbers = {name: int(tensor.flatten()[0]) for name, tensor in found.items()}
