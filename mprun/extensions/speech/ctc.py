@@ -14,23 +14,19 @@ BLANK = 0
 
 
 def ctc_losses(logits: Tensor, frames: Tensor, symbols: Tensor, lengths: Tensor) -> Tensor:
-    """Return minus the logarithm of each text's probability, in nats, computed in FP32.
+    """Return minus the logarithm of each text's probability, in nats, float32 `[n]`.
 
     Graves et al. (ICML 2006). A text that no path over its frames spells has probability 0. Its
     loss counts as 0, without a gradient, as in published implementations.
 
     Args:
-        logits: `[time, n, num_symbols]` of any dtype.
+        logits: `[time, n, num_symbols]` of any dtype; computed in FP32.
         frames: number of valid frames, int64 `[n]`.
         symbols: int64 `[n, most]`, padded with anything.
         lengths: number of valid symbols, int64 `[n]`.
-
-    Returns:
-        float32 `[n]`.
     """
     log_probs = F.log_softmax(logits, 2, dtype=torch.float32)
-    losses: Tensor = _Paths.apply(log_probs, frames, symbols, lengths)
-    return losses
+    return _Paths.apply(log_probs, frames, symbols, lengths)
 
 
 class _Paths(torch.autograd.Function):
@@ -123,8 +119,7 @@ def _recursion(emitted: Tensor, skip: Tensor) -> Tensor:
 def greedy(logits: Tensor, frames: Tensor) -> tuple[Tensor, Tensor]:
     """Decode each frame's likeliest symbol; drop repetitions, then blanks.
 
-    Returns:
-        int64 `[n, time]`, and int64 `[n]`: how many of its first symbols are the text.
+    Returns int64 `[n, time]`, and int64 `[n]`: how many of its first symbols are the text.
     """
     best = logits.argmax(2).t()
     counts = torch.arange(best.shape[1], device=frames.device) < frames[:, None]

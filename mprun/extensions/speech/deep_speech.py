@@ -32,20 +32,9 @@ class DeepSpeech2(nn.Module):
     length: the backward direction reads reordered frames, where a packed sequence would need
     lengths on the host.
 
-    Args:
-        frequencies: rows of a spectrogram.
-        num_symbols: outputs, including the blank (0).
-        channels: channels of each convolution.
-        frequency_kernels: rows of each convolution's kernel; time_kernel: frames of each.
-        frequency_stride: stride of each; time_stride: stride of the first, the others have 1.
-        hidden_size: units of each direction of the ``num_layers`` recurrent layers.
-        row_convolution: frames that it reads, 0: none.
-        fully_connected: units, 0: none.
-        init_range: all weights and biases outside BatchNorm start uniform in +-init_range; None:
-            like torch's layers, in +-1/sqrt(inputs), for a GRU +-1/sqrt(units).
-
-    Raises:
-        ValueError: A row convolution follows layers that have already read all frames.
+    ``frequencies`` are the rows of a spectrogram, ``num_symbols`` include the blank (0); the other
+    arguments are the fields of `DeepSpeech2Config`. With an ``init_range`` BatchNorm starts as
+    usual. Without one a layer starts like torch's, in +-1/sqrt(inputs), a GRU in +-1/sqrt(units).
     """
 
     def __init__(
@@ -65,8 +54,6 @@ class DeepSpeech2(nn.Module):
         init_range: float | None,
     ) -> None:
         super().__init__()
-        if bidirectional and row_convolution:
-            raise ValueError(f"row_convolution={row_convolution}: must be 0 with bidirectional")
         self.convolutions = nn.ModuleList()
         rows, below = frequencies, 1
         for number, kernel in enumerate(frequency_kernels):
@@ -79,7 +66,9 @@ class DeepSpeech2(nn.Module):
             _Recurrent(size, hidden_size, bidirectional, normed=layer > 0)
             for layer, size in enumerate(sizes)
         )
-        self.row_convolution = _RowConvolution(hidden_size, row_convolution)
+        self.row_convolution = None
+        if row_convolution:
+            self.row_convolution = _RowConvolution(hidden_size, row_convolution)
         self.connected: nn.Module = nn.Identity()
         if fully_connected:
             layer = nn.Linear(hidden_size, fully_connected, bias=False)
@@ -99,7 +88,8 @@ class DeepSpeech2(nn.Module):
         padding = _padding(frames, len(x)).t()
         for layer in self.recurrent:
             x = layer(x, padding)
-        x = self.row_convolution(x)
+        if self.row_convolution is not None:
+            x = self.row_convolution(x)
         return self.output(self.connected(x)), frames
 
 
@@ -115,7 +105,7 @@ class _Convolution(nn.Module):
         self, inputs: int, outputs: int, kernel: tuple[int, int], stride: tuple[int, int]
     ) -> None:
         super().__init__()
-        half = (kernel[0] // 2, kernel[1] // 2)
+        half = kernel[0] // 2, kernel[1] // 2
         self.convolution = nn.Conv2d(inputs, outputs, kernel, stride, half, bias=False)
         self.norm = nn.BatchNorm2d(outputs)
         self.rectifier = nn.Hardtanh(0.0, CLIP)
@@ -155,19 +145,14 @@ class _Recurrent(nn.Module):
 
 
 class _RowConvolution(nn.Module):
-    """Each unit's weighted sum over this frame and the next ones, clipped rectifier; 0 frames: no
-    layer at all."""
+    """Each unit's weighted sum over this frame and the next ones, and a clipped rectifier."""
 
     def __init__(self, units: int, frames: int) -> None:
         super().__init__()
-        self.convolution = (
-            nn.Conv1d(units, units, frames, groups=units, bias=False) if frames else None
-        )
+        self.convolution = nn.Conv1d(units, units, frames, groups=units, bias=False)
         self.rectifier = nn.Hardtanh(0.0, CLIP)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.convolution is None:
-            return x
         ahead = self.convolution.kernel_size[0] - 1
         x = self.convolution(F.pad(x.permute(1, 2, 0), (0, ahead)))
         return self.rectifier(x).permute(2, 0, 1)

@@ -32,11 +32,10 @@ def shapes(data: Any) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, int]]
 class DigitStrips(Source):
     """Strips of three to five digits, at most one empty column apart; the digits are the text.
 
-    There are 1,200 strips of ``DigitsImages``' training digits and 300 of its held-out ones. A
-    batch is ``(features float32 [batch, 1, 8, 48], targets int64 [batch, 7])``. Rows are
-    frequencies and columns frames, standardised over the training strips and zero after a strip's
-    end. Targets are the number of frames, the number of digits, and as many symbols (digit + 1; 0
-    is CTC's blank).
+    They hold ``DigitsImages``' training and held-out digits. A batch is ``(features float32
+    [batch, 1, 8, 48], targets int64 [batch, 7])``. Rows are frequencies and columns frames,
+    standardised over the training strips and zero after a strip's end. Targets are the number of
+    frames, the number of digits, and as many symbols (digit + 1; 0 is CTC's blank).
 
     Raises:
         ValueError: There are fewer training strips than a batch takes.
@@ -74,17 +73,15 @@ class DigitStrips(Source):
         }
 
     def train_batch(self, index: int) -> Batch:
-        """Return batch ``index`` of the run; raise ``ValueError`` if it is negative."""
         picked = self._order.indices(index)
         features, targets = self._train
         return features.index_select(0, picked), targets.index_select(0, picked)
 
     def eval_batches(self) -> Iterator[Batch]:
-        """Yield all held-out strips in their order."""
         yield from zip(*(t.split(self.samples_per_batch) for t in self._held_out), strict=True)
 
 
-def _strips(images: Tensor, labels: Tensor, count: int, split: int) -> tuple[Tensor, Tensor]:
+def _strips(images: Tensor, labels: Tensor, count: int, split: int) -> Batch:
     """Make uint8 ``[count, 1, 8, 48]`` with values 0 ... 16, and targets int64 ``[count, 7]``."""
     # NumPy guarantees this stream across releases (NEP 19).
     stream = np.random.PCG64(np.random.SeedSequence([CONTENT_SEED, split]))

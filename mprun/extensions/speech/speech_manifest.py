@@ -31,18 +31,12 @@ _COLUMNS = {
     "text": ("text", "transcript"),
     "duration": ("duration",),
 }
-_CHARACTERS_A_SECOND = 15
+_CHARACTERS_A_SECOND = 15  # of read English
 _FULL_SCALE = {1: 2**7, 2: 2**15, 3: 2**23, 4: 2**31}  # by the bytes of a sample
 
 
 class Utterance(NamedTuple):
-    """A line of a manifest.
-
-    Attributes:
-        audio: path of the file.
-        seconds: duration from the manifest, None if it has none.
-        where: manifest and line, for messages.
-    """
+    """A line of a manifest, which `where` names; `seconds` is None if the line has no duration."""
 
     audio: str
     text: str
@@ -53,9 +47,7 @@ class Utterance(NamedTuple):
 class Spectrogram(NamedTuple):
     """log(1 + magnitude) of windows of a wave, standardised over the utterance.
 
-    Attributes:
-        sample_rate: rate of the files, in samples per second.
-        window, hop: in samples.
+    `sample_rate` is in samples per second, `window` and `hop` in samples.
     """
 
     sample_rate: int
@@ -69,20 +61,14 @@ class Spectrogram(NamedTuple):
 
     def of(self, samples: np.ndarray) -> np.ndarray:
         """Return float32 `[frequencies, 1 + samples // hop]` for float32 `[samples]`, not empty."""
-        window = torch.hann_window(self.window)
-        spectrum = torch.stft(
-            torch.from_numpy(samples),
-            self.window,
-            self.hop,
-            window=window,
-            pad_mode="constant",
-            return_complex=True,
+        hann = torch.hann_window(self.window)
+        spectrum = torch.from_numpy(samples).stft(
+            self.window, self.hop, window=hann, pad_mode="constant", return_complex=True
         )
         # NumPy's sums do not depend on the number of threads.
-        rows: np.ndarray = np.log1p(np.abs(spectrum.numpy()))
+        rows = np.log1p(np.abs(spectrum.numpy()))
         mean, deviation = rows.mean(dtype=np.float64), rows.std(dtype=np.float64)
-        standard: np.ndarray = (rows - np.float32(mean)) / np.float32(max(deviation, 1e-5))
-        return standard
+        return (rows - np.float32(mean)) / np.float32(max(deviation, 1e-5))
 
 
 def read_manifest(path: str) -> list[Utterance]:
@@ -95,11 +81,9 @@ def read_manifest(path: str) -> list[Utterance]:
         raise DamagedData(f"{shown}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise DamagedData(f"{shown}: is no UTF-8 text (byte {error.start})") from error
-    rows = (
-        _csv_rows(content, shown) if path.lower().endswith(".csv") else _json_rows(content, shown)
-    )
+    rows = _csv_rows if path.lower().endswith(".csv") else _json_rows
     folder = os.path.dirname(path)
-    found = [_utterance(row, folder, where) for row, where in rows]
+    found = [_utterance(row, folder, where) for row, where in rows(content, shown)]
     if not found:
         raise DamagedData(f"{shown}: lists no utterance")
     return found
@@ -149,18 +133,13 @@ def read_wav(path: str, sample_rate: int) -> np.ndarray:
     shown = printable(path)
     try:
         with wave.open(path, "rb") as file:
-            width, channels, rate = (
-                file.getsampwidth(),
-                file.getnchannels(),
-                file.getframerate(),
-            )
-            content, promised = file.readframes(file.getnframes()), file.getnframes()
+            channels, width, rate, promised, *_ = file.getparams()
+            content = file.readframes(promised)
     except OSError as error:
         raise DamagedData(f"{shown}: cannot be read: {error.strerror}") from error
     except (wave.Error, EOFError) as error:
-        raise DamagedData(
-            f"{shown}: is no WAV file of PCM samples: {str(error) or 'it ends'}"
-        ) from error
+        reason = str(error) or "it ends"
+        raise DamagedData(f"{shown}: is no WAV file of PCM samples: {reason}") from error
     if rate != sample_rate:
         raise DamagedData(f"{shown}: {rate} samples per second, data.sample_rate is {sample_rate}")
     if width not in _FULL_SCALE:
@@ -168,8 +147,7 @@ def read_wav(path: str, sample_rate: int) -> np.ndarray:
     if promised == 0 or len(content) < promised * width * channels:
         raise DamagedData(f"{shown}: ends before its samples do, or has none")
     samples = _pcm(content, width).reshape(-1, channels).mean(1, dtype=np.float64)
-    scaled: np.ndarray = (samples / _FULL_SCALE[width]).astype(np.float32)
-    return scaled
+    return (samples / _FULL_SCALE[width]).astype(np.float32)
 
 
 def _pcm(content: bytes, width: int) -> np.ndarray:
@@ -205,13 +183,11 @@ class UtteranceReader(Reader):
         self.utterances, self.spectrogram, self.codes = utterances, spectrogram, codes
 
     def read(self, number: int, *, shared: bool = False) -> ReadBatch:
-        """Read batch ``number``; raise ``DamagedData`` naming a file."""
         chosen = [self.utterances[place] for place in self.places(number)]
         rate = self.spectrogram.sample_rate
         spectra = [self.spectrogram.of(read_wav(one.audio, rate)) for one in chosen]
         longest = max(spectrum.shape[1] for spectrum in spectra)
-        shape = (len(chosen), 1, self.spectrogram.frequencies, longest)
-        features = torch.empty(shape)
+        features = torch.empty(len(chosen), 1, self.spectrogram.frequencies, longest)
         if shared:
             features.share_memory_()
         features.zero_()
@@ -219,23 +195,17 @@ class UtteranceReader(Reader):
         parts = zip(features.numpy(), targets, chosen, spectra, strict=True)
         for row, target, one, spectrum in parts:
             row[0, :, : spectrum.shape[1]] = spectrum
-            target[0], target[1] = spectrum.shape[1], len(one.text)
-            target[2 : 2 + len(one.text)] = torch.tensor([self.codes[c] for c in one.text])
+            symbols = [self.codes[character] for character in one.text]
+            target[: 2 + len(symbols)] = torch.tensor([spectrum.shape[1], len(symbols), *symbols])
         return ReadBatch(features, targets, {})
 
 
 class SpeechManifest(LoadedSource):
     """Utterances of two manifests below ``root``, read by loader processes.
 
-    ``sha256`` is over the manifests, the sizes of their files and the alphabet.
-
-    Args:
-        train_manifest, eval_manifest: below ``root``; None: train.json, .jsonl or .csv, and dev,
-            val, valid or validation likewise.
-        alphabet: characters; the first is symbol 1. alphabet_file: a file below ``root`` with one
-            character a line, which replaces it.
-        max_seconds: longer utterances are left out of training, by the manifest's duration or the
-            size of the file.
+    The arguments are those of `SpeechManifestConfig`; the first character of the alphabet is symbol
+    1. ``max_seconds`` is held against the manifest's duration, or else the file's. ``sha256`` is
+    over the manifests, the sizes of their files and the alphabet.
 
     Raises:
         ValueError: A setting is impossible; the message begins with its name.
@@ -307,23 +277,17 @@ class SpeechManifest(LoadedSource):
 
 def spectrogram_of(sample_rate: int, window_ms: float, hop_ms: float) -> Spectrogram:
     """Convert milliseconds to samples; raise ValueError if window or hop is too short."""
-    found = Spectrogram(
-        sample_rate, round(sample_rate * window_ms / 1000), round(sample_rate * hop_ms / 1000)
-    )
-    if found.window < 2 or found.hop < 1:
-        name = "window_ms" if found.window < 2 else "hop_ms"
-        value = window_ms if found.window < 2 else hop_ms
-        raise ValueError(f"{name}={value:g}: too short at sample_rate={sample_rate}")
-    return found
+    window, hop = round(sample_rate * window_ms / 1000), round(sample_rate * hop_ms / 1000)
+    if window < 2 or hop < 1:
+        said = f"window_ms={window_ms:g}" if window < 2 else f"hop_ms={hop_ms:g}"
+        raise ValueError(f"{said}: too short at sample_rate={sample_rate}")
+    return Spectrogram(sample_rate, window, hop)
 
 
 def shapes(data: Any) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, int]]:
     """Return the shapes of a configuration's longest batch, features and targets, and its sizes.
 
-    No file is read; texts have 15 characters a second, as read English.
-
-    Raises:
-        BadInput: only a file knows the lengths or the characters.
+    No file is read; BadInput: only a file knows the lengths or the characters.
     """
     if data.max_seconds is None:
         raise BadInput(
@@ -335,18 +299,17 @@ def shapes(data: Any) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, int]]
             f"data.alphabet_file={data.alphabet_file}: a count reads no file; give data.alphabet"
         )
     spectrogram = spectrogram_of(data.sample_rate, data.window_ms, data.hop_ms)
-    rows = spectrogram.frequencies
+    sizes = {"frequencies": spectrogram.frequencies, "num_symbols": len(data.alphabet) + 1}
     frames = 1 + int(data.max_seconds * data.sample_rate) // spectrogram.hop
     symbols = math.ceil(_CHARACTERS_A_SECOND * data.max_seconds)
-    first, second = (data.batch_size, 1, rows, frames), (data.batch_size, 2 + symbols)
-    return first, second, {"frequencies": rows, "num_symbols": len(data.alphabet) + 1}
+    features = data.batch_size, 1, spectrogram.frequencies, frames
+    return features, (data.batch_size, 2 + symbols), sizes
 
 
 def _characters(root: str, alphabet: str, alphabet_file: str | None) -> str:
-    if alphabet_file is None:
-        key, found = f"alphabet={alphabet!r}", alphabet
-    else:
-        key = f"alphabet_file={alphabet_file}"
+    key, found = f"alphabet={alphabet!r}", alphabet
+    if alphabet_file is not None:
+        key, found = f"alphabet_file={alphabet_file}", ""
         try:
             with open(os.path.join(root, alphabet_file), encoding="utf-8") as file:
                 lines = [line.rstrip("\r\n") for line in file]
@@ -355,7 +318,7 @@ def _characters(root: str, alphabet: str, alphabet_file: str | None) -> str:
         for number, line in enumerate(lines, start=1):
             if len(line) != 1:
                 raise ValueError(f"{key}: line {number} has {len(line)} characters, must have one")
-        found = "".join(lines)
+            found += line
     if not found:
         raise ValueError(f"{key}: has no character")
     twice = [c for place, c in enumerate(found) if c in found[:place]]
@@ -384,7 +347,6 @@ def _manifest(root: str, split: str, given: str | None) -> str:
 def _checked(
     utterances: list[Utterance], lower: bool, codes: dict[str, int], digest
 ) -> list[Utterance]:
-    """Lower-case the texts if asked; check that files exist and characters have codes."""
     found = []
     for one in utterances:
         text = one.text.lower() if lower else one.text

@@ -1,7 +1,5 @@
 """Speech recognition: utterances to texts by connectionist temporal classification."""
 
-from typing import NamedTuple
-
 from torch import Tensor
 
 from mprun.data.source import Batch
@@ -10,23 +8,13 @@ from mprun.tasks.supervised import Supervised
 from mprun.tasks.task import as_row, shared
 
 
-class Transcripts(NamedTuple):
-    """The targets of a batch of utterances, from one int64 `[n, 2 + most symbols]`.
+def frames_and_texts(targets: Tensor) -> tuple[Tensor, tuple[Tensor, Tensor]]:
+    """Split targets, int64 `[n, 2 + most symbols]`.
 
-    Attributes:
-        frames: number of frames of each utterance, `[n]`; the rest of its features is padding.
-        lengths: length of each text, `[n]`.
-        symbols: `[n, most symbols]`, 1 and above.
+    Returns the number of frames of each utterance, `[n]`; and the texts: symbols `[n, most
+    symbols]`, 1 and above, and how many of them count, `[n]`.
     """
-
-    frames: Tensor
-    lengths: Tensor
-    symbols: Tensor
-
-    @classmethod
-    def of(cls, targets: Tensor) -> "Transcripts":
-        """Split a batch's targets."""
-        return cls(targets[:, 0], targets[:, 1], targets[:, 2:])
+    return targets[:, 0], (targets[:, 2:], targets[:, 1])
 
 
 class Speech(Supervised):
@@ -42,10 +30,10 @@ class Speech(Supervised):
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         features, targets = batch
-        text = Transcripts.of(targets)
+        frames, texts = frames_and_texts(targets)
         with self.forward_context.autocast():
-            logits, frames = self.learner.network(features, text.frames)
-        loss = ctc_losses(logits, frames, text.symbols, text.lengths).mean()
+            logits, frames = self.learner.network(features, frames)
+        loss = ctc_losses(logits, frames, *texts).mean()
         return loss, loss
 
     @shared
@@ -54,12 +42,11 @@ class Speech(Supervised):
         rows, count = [], 0
         with self.learner.evaluating(self.forward_context, self.eval_in_mode) as model:
             for features, targets in self.held_out():
-                text = Transcripts.of(targets)
-                logits, frames = model(self._eval_inputs(features), text.frames)
-                losses = ctc_losses(logits, frames, text.symbols, text.lengths)
-                heard = greedy(logits, frames)
-                edits = edit_distances(text.symbols, text.lengths, *heard)
-                rows.append(as_row(losses.sum(), edits.sum(), text.lengths.sum()))
+                frames, texts = frames_and_texts(targets)
+                logits, frames = model(self._eval_inputs(features), frames)
+                losses = ctc_losses(logits, frames, *texts)
+                edits = edit_distances(*texts, *greedy(logits, frames))
+                rows.append(as_row(losses.sum(), edits.sum(), texts[1].sum()))
                 count += len(targets)
         loss, edits_each, symbols_each = self.ranks.mean(rows, count)
         return {"loss": loss, "cer": 100 * edits_each / (symbols_each or 1 / count)}

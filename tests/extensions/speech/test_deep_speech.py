@@ -8,7 +8,7 @@ from mprun.build.data import arguments_of
 from mprun.config.compose import compose_config
 from mprun.extensions.speech.deep_speech import DeepSpeech2
 
-from ...helpers import configured
+from ...helpers import configured, refused
 
 SMALL = {
     "frequencies": 8,
@@ -90,6 +90,6 @@ def test_the_row_convolution_looks_ahead_by_hand():
     torch.testing.assert_close(layer(x), expected.clamp(0, 20))
 
 
-def test_both_directions_need_no_look_ahead():
-    with pytest.raises(ValueError, match="row_convolution=20: must be 0"):
-        configured("deep_speech2", frequencies=8, num_symbols=5, bidirectional=True)
+def test_both_directions_need_no_look_ahead(capsys):
+    command = "model=deep_speech2", "model.bidirectional=true", "model.row_convolution=20"
+    refused(capsys, *command, says="model.row_convolution=20: looks ahead for layers that do not")
