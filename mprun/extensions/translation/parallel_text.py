@@ -2,7 +2,7 @@
 
 import hashlib
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import cached_property, partial
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -13,37 +13,26 @@ import numpy as np
 from mprun.data.cache import Cache, Key
 from mprun.data.source import DamagedData, DataError
 from mprun.data.token_streams import TokenFile
-from mprun.data.vocabulary import (
-    build_vocabulary,
-    read_words,
-    text_blocks,
-    text_lines,
-)
+from mprun.data.vocabulary import build_vocabulary, read_words, text_blocks, text_lines
 from mprun.extensions.translation.sentence_pairs import (
-    END_ID,
     SYMBOLS,
     Pairs,
     PairSizes,
     SentencePairs,
+    encoded,
     word_ids,
 )
 
-# Possible names of each split's files, without the language; the last of each are WMT's.
+# Names of each split's files, without the language; the last of each are WMT's.
 _NAMES = {
     "train": ("train", "giga-fren.release2.fixed"),
     "valid": ("valid", "validation", "val", "dev", "newstest2013"),
     "test": ("test", "newstest2014"),
 }
-# Pairs that are encoded before they are written.
-_BLOCK = 10_000
 
 
 def find_pair_files(root: str | Path, split: str, languages: tuple[str, str]) -> tuple[Path, ...]:
-    """Find the two files of a split in ``root``, source first, or its one file of columns.
-
-    Raises:
-        DataError: There are none, or several.
-    """
+    """Find the two files of a split, source first, or its one of columns; else raise DataError."""
     root = Path(root)
     try:
         present = {entry.name for entry in root.iterdir() if entry.is_file()}
@@ -79,7 +68,7 @@ def _either(present: set[str], name: str) -> str | None:
 def pairs_of(
     files: tuple[Path, ...], hashes: tuple[str, ...], lower: bool
 ) -> Iterator[tuple[str, str]]:
-    """Yield the pairs of lines of a split, unchanged.
+    """Yield the pairs of lines of a split.
 
     Raises:
         DamagedData: The sides differ in length, a line has not two columns, or `text_blocks` or
@@ -93,10 +82,8 @@ def pairs_of(
         for number, line in enumerate(read[0], 1):
             columns = line.split("\t")
             if len(columns) != 2:
-                raise DamagedData(
-                    f"{files[0]}: line {number} has {len(columns)} columns, must be source, tab, "
-                    "target"
-                )
+                wrong = f"line {number} has {len(columns)} columns, must be source, tab, target"
+                raise DamagedData(f"{files[0]}: {wrong}")
             yield columns[0], columns[1]
         return
     for number, (source, target) in enumerate(zip_longest(*read)):
@@ -113,17 +100,15 @@ class ParallelText(SentencePairs):
 
     A split is two files, named for their languages (train.en and train.fr), or one file of two
     columns (train.tsv: source, tab, target). Files that end in .gz are compressed by gzip. The text
-    is UTF-8, already split into words between blanks. validation, val, dev and newstest2013 stand
-    for valid, newstest2014 for test and giga-fren.release2.fixed for train. ``lower`` lower-cases
-    the words.
+    is UTF-8, already split into words between blanks; ``lower`` lower-cases them.
 
     Each side has a vocabulary from the training split: the four symbols of `SentencePairs`, then
     words by falling count, at most its limit in all, None for no limit. Pairs with an empty side,
     or a side of ``max_length`` or more words, are left out, in the held-out split too.
 
-    The files are read line by line and encoded once, into the folder ``cache`` (`Cache`); pairs are
-    then read from there on demand. Memory holds 8 bytes a training pair, and an epoch's permutation
-    of the pairs.
+    The files are read line by line and encoded once, into the folder ``cache`` (`Cache`): the
+    tokens of all pairs, and the numbers of `Pairs`, int64. Pairs are then read from there on
+    demand. Memory holds 8 bytes a training pair, and an epoch's permutation of the pairs.
 
     Raises:
         ValueError: There are fewer training pairs than a batch takes.
@@ -170,28 +155,32 @@ class ParallelText(SentencePairs):
             made = kept.made({**key, "kind": "words"}, partial(ranked_words, side, limit))
             self._words.append(made)
             keys.append(str(sorted(key.items())))
-        splits = [
-            _encoded(
-                kept,
-                {
-                    "words": "; ".join(keys),
-                    "source": " ".join(hashes[split]),
-                    "max_length": sizes["max_length"],
-                },
-                partial(pairs, split),
-                self._words,
-                sizes["max_length"],
-            )
-            for split in files
-        ]
+
+        def encoded_once(split: str) -> Pairs:
+            key: Key = {
+                "words": "; ".join(keys),
+                "source": " ".join(hashes[split]),
+                "max_length": sizes["max_length"],
+            }
+            of_tokens, of_starts = {**key, "kind": "tokens"}, {**key, "kind": "starts"}
+            tokens, places = kept.find(of_tokens), kept.find(of_starts)
+            if tokens is None or places is None:
+                ids, numbers = (
+                    [word_ids(read_words(path)) for path in self._words],
+                    array("q", [0, 0, 0]),
+                )
+                words = ((one.split(), other.split()) for one, other in pairs(split))
+                blocks = encoded(words, ids, sizes["max_length"], numbers)
+                tokens = kept.store(of_tokens, blocks)
+                places = kept.store(of_starts, [np.array(numbers, "<i8")])
+            return Pairs(TokenFile(tokens), np.fromfile(places, "<i8"))
+
         entries = [path.read_bytes().count(b"\n") for path in self._words]
         every = "".join(chain.from_iterable(hashes.values()))
         super().__init__(
             "parallel_text",
-            splits[0][0],
-            splits[1][0],
-            (splits[0][1], splits[1][1]),
-            (entries[0], entries[1]),
+            [*map(encoded_once, files)],
+            entries,
             hashlib.sha256(every.encode()).hexdigest(),
             {
                 "files": ", ".join(path.name for paths in files.values() for path in paths),
@@ -204,49 +193,3 @@ class ParallelText(SentencePairs):
     def vocabularies(self) -> tuple[tuple[str, ...], ...]:
         """Return all entries of each side, in the order of their ids."""
         return tuple(map(read_words, self._words))
-
-
-def _encoded(
-    kept: Cache,
-    key: Key,
-    pairs: Callable[[], Iterator[tuple[str, str]]],
-    words: list[Path],
-    max_length: int,
-) -> tuple[Pairs, int]:
-    """Return the pairs of a split that fit, and their target words; encode them once.
-
-    The cache keeps the tokens of all pairs, and int64 numbers: the pairs left out, the target
-    words, then where each pair begins and where the last one ends.
-    """
-    of_tokens, of_starts = {**key, "kind": "tokens"}, {**key, "kind": "starts"}
-    tokens, places = kept.find(of_tokens), kept.find(of_starts)
-    if tokens is None or places is None:
-        starts = array("q", [0, 0, 0])
-        tokens = kept.store(of_tokens, _blocks(pairs(), words, max_length, starts))
-        places = kept.store(of_starts, [np.array(starts, "<i8")])
-    known = np.fromfile(places, "<i8")
-    return Pairs(TokenFile(tokens), known[2:], left_out=int(known[0])), int(known[1])
-
-
-def _blocks(
-    pairs: Iterator[tuple[str, str]], words: list[Path], max_length: int, starts: array
-) -> Iterator[np.ndarray]:
-    """Yield the ids of the pairs that fit; add their counts and positions to `starts`."""
-    of_source, of_target = (word_ids(read_words(path)).__getitem__ for path in words)
-    found = array("i")
-    for pair in pairs:
-        source, target = (side.split() for side in pair)
-        lengths = len(source), len(target)
-        if not min(lengths) or max(lengths) >= max_length:
-            starts[0] += 1
-            continue
-        found.extend(map(of_source, source))
-        found.append(END_ID)
-        found.extend(map(of_target, target))
-        found.append(END_ID)
-        starts[1] += lengths[1] + 1
-        starts.append(starts[-1] + sum(lengths) + 2)
-        if len(starts) % _BLOCK == 0:
-            yield np.array(found, "<i4")
-            found = array("i")
-    yield np.array(found, "<i4")

@@ -5,7 +5,8 @@ That source is Unicode's names, which fit into memory and come with every Python
 
 import hashlib
 import unicodedata
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import TypedDict, Unpack
 
@@ -40,55 +41,78 @@ class PairSizes(TypedDict):
     device: torch.device | str
 
 
+Sentences = tuple[list[str], list[str]]
+# Pairs that are encoded before they are handed on.
+BLOCK = 10_000
+
+
+def encoded(
+    pairs: Iterable[Sentences], ids: Sequence[WordIds], max_length: int, numbers: array
+) -> Iterator[np.ndarray]:
+    """Yield the ids of the pairs that fit, int32: a source and its END_ID, then its target and one.
+
+    `numbers`, zeros to begin with, gets what `Pairs` takes.
+    """
+    found = array("i")
+    for pair in pairs:
+        lengths = [len(side) for side in pair]
+        if not min(lengths) or max(lengths) >= max_length:
+            numbers[0] += 1
+            continue
+        for own, side in zip(ids, pair, strict=True):
+            found.extend(map(own.__getitem__, side))
+            found.append(END_ID)
+        numbers[1] += lengths[1] + 1
+        numbers.append(numbers[-1] + sum(lengths) + 2)
+        if len(numbers) % BLOCK == 0:
+            yield np.array(found, "<i4")
+            found = array("i")
+    yield np.array(found, "<i4")
+
+
 class Pairs:
-    """A split of encoded pairs: sources and targets one after the other, each with its END_ID.
+    """A split of encoded pairs.
 
     Args:
-        tokens: ids of all pairs: those of a source, then those of its target.
-        starts: int64 ``[pairs + 1]``, the position of each pair, and the end of the last one.
-        left_out: number of the text's pairs that were left out.
+        tokens: ids of all pairs, as from `encoded`.
+        numbers: int64: how many pairs of the text are left out, how many target words there are
+            with their ends, then where each pair begins and where the last one ends.
     """
 
-    def __init__(
-        self, tokens: TokenFile | HeldTokens, starts: np.ndarray, left_out: int = 0
-    ) -> None:
-        self._tokens, self._starts, self.left_out = tokens, starts, left_out
+    def __init__(self, tokens: TokenFile | HeldTokens, numbers: np.ndarray) -> None:
+        self._tokens, self._starts = tokens, numbers[2:]
+        self.left_out, self.words = numbers[:2].tolist()
 
     def __len__(self) -> int:
         return len(self._starts) - 1
 
-    def batch(self, places: Sequence[int], max_length: int, pinned: bool) -> Batch:
-        """Return the pairs at these places, int64 ``[len(places), max_length]`` twice, on CPU."""
+    def batch(self, places: Sequence[int], max_length: int, pinned: bool) -> Tensor:
+        """Return sources and targets at these places, int64 ``[2, places, max_length]`` on CPU."""
         shape = (2, len(places), max_length)
         rows = torch.zeros(shape, dtype=torch.int64, pin_memory=pinned)
-        sources, targets = rows.numpy()
-        for place, source, target in zip(places, sources, targets, strict=True):
-            pair = self._pair(place)
+        for place, source, target in zip(places, *rows.numpy(), strict=True):
+            start, stop = self._starts[place : place + 2].tolist()
+            pair = torch.empty(stop - start, dtype=self._tokens.dtype).numpy()
+            self._tokens.read_into(pair, start)
             first = int(np.argmax(pair == END_ID)) + 1
             source[:first] = pair[:first]
             target[: len(pair) - first] = pair[first:]
-        return rows[0], rows[1]
-
-    def _pair(self, place: int) -> np.ndarray:
-        start, stop = self._starts[place : place + 2]
-        row = torch.empty(int(stop - start), dtype=self._tokens.dtype).numpy()
-        self._tokens.read_into(row, int(start))
-        return row
+        return rows
 
 
 class SentencePairs(Source):
     """Batches ``(source, target)``, both int64 ``[batch, max_length]`` of word ids.
 
-    Each sentence ends in ``END_ID`` (2), which counts as one of its words, and is padded after it
-    with ``PADDING_ID`` (0). ``UNKNOWN_ID`` (3) stands for words outside the vocabulary.
-    ``BEGIN_ID`` (1) occurs in no batch: a decoder gets it before a target. All batches have the
-    same shape, so that one recorded step fits them all; buckets of several lengths would need one
-    recording each. Pairs that do not fit into ``max_length`` are left out and counted.
+    Each sentence ends in ``END_ID``, which counts as one of its words, and is padded after it with
+    ``PADDING_ID``. ``UNKNOWN_ID`` stands for words outside the vocabulary. ``BEGIN_ID`` occurs in
+    no batch: a decoder gets it before a target. All batches have the same shape, so that one
+    recorded step fits them all; buckets of several lengths would need one recording each. Pairs
+    that do not fit into ``max_length`` are left out and counted.
 
     ``samples_per_batch`` is the mean number of target words of a training batch.
 
     Args:
-        target_words: number of target words in the training and the held-out split, with ends.
+        splits: training, and held out.
         entries: number of entries in the source and the target vocabulary; ``source_vocab_size``
             and ``target_vocab_size`` are these padded to ``vocab_multiple``.
         about: further plain values for the description.
@@ -101,10 +125,8 @@ class SentencePairs(Source):
     def __init__(
         self,
         name: str,
-        train: Pairs,
-        held_out: Pairs,
-        target_words: tuple[int, int],
-        entries: tuple[int, int],
+        splits: Sequence[Pairs],
+        entries: Sequence[int],
         sha256: str,
         about: dict[str, str | int | float],
         **sizes: Unpack[PairSizes],
@@ -113,21 +135,21 @@ class SentencePairs(Source):
         padded = [-(-count // multiple) * multiple for count in entries]
         self.source_vocab_size, self.target_vocab_size = padded
         self._device, self._batch_size = torch.device(sizes["device"]), sizes["batch_size"]
-        self._train, self._held_out, self._max_length = train, held_out, sizes["max_length"]
-        for which, split in {"training": train, "held-out": held_out}.items():
+        train, held_out = self._train, self._held_out = splits
+        self._max_length = sizes["max_length"]
+        for which, split in zip(("training", "held-out"), splits, strict=True):
             if not len(split):
                 raise DataError(f"data.max_length={self._max_length}: leaves no {which} pair")
-        # On the CPU, where the pairs are.
-        cpu = torch.device("cpu")
+        cpu = torch.device("cpu")  # where the pairs are
         self._order = EpochOrder(sizes["seed"], len(train), self._batch_size, cpu)
         self.batches_per_epoch = self._order.batches_per_epoch
-        self.samples_per_batch = round(self._batch_size * target_words[0] / len(train))
+        self.samples_per_batch = round(self._batch_size * train.words / len(train))
         self.sha256 = sha256
         self.description = {
             "name": name,
             **about,
-            "train_samples": target_words[0],
-            "eval_samples": target_words[1],
+            "train_samples": train.words,
+            "eval_samples": held_out.words,
             "train_pairs": len(train),
             "eval_pairs": len(held_out),
             "train_pairs_left_out": train.left_out,
@@ -140,11 +162,9 @@ class SentencePairs(Source):
         }
 
     def train_batch(self, index: int) -> Batch:
-        """Return batch ``index`` of the run; raise ``ValueError`` if it is negative."""
         return self._batch(self._train, self._order.indices(index).tolist())
 
     def eval_batches(self) -> Iterator[Batch]:
-        """Yield the held-out pairs in their order."""
         for start in range(0, len(self._held_out), self._batch_size):
             stop = min(start + self._batch_size, len(self._held_out))
             yield self._batch(self._held_out, range(start, stop))
@@ -152,14 +172,11 @@ class SentencePairs(Source):
     def _batch(self, pairs: Pairs, places: Sequence[int]) -> Batch:
         # From pinned memory the copy does not make the host wait; torch does not hand the memory
         # out again before the copy has run.
-        source, target = pairs.batch(places, self._max_length, self._device.type == "cuda")
-        return self._to_device(source), self._to_device(target)
-
-    def _to_device(self, rows: Tensor) -> Tensor:
-        return rows.to(self._device, non_blocking=True)
+        rows = pairs.batch(places, self._max_length, self._device.type == "cuda")
+        source, target = rows.to(self._device, non_blocking=True)
+        return source, target
 
 
-Sentences = tuple[list[str], list[str]]
 HELD_OUT_PAIRS = 400
 # One fixed shuffle for every seed: all runs must be judged on the same pairs.
 SPLIT_SEED = 20171010
@@ -190,13 +207,9 @@ class UnicodeNames(SentencePairs):
     """Names of characters, to be translated into the names of their components.
 
     "LATIN SMALL LETTER E WITH ACUTE" becomes "LATIN SMALL LETTER E COMBINING ACUTE ACCENT", and
-    "FULLWIDTH DIGIT ONE" becomes "<wide> DIGIT ONE" (`unicode_names`). 400 pairs are held out. The
-    vocabularies have all words of the training pairs. ``sha256`` covers all pairs, before any are
-    left out, and is the same with every version of Python.
-
-    Raises:
-        ValueError: There are fewer training pairs than a batch takes.
-        DataError: ``max_length`` leaves no pair of a split.
+    "FULLWIDTH DIGIT ONE" becomes "<wide> DIGIT ONE" (`unicode_names`). The vocabularies have all
+    words of the training pairs. ``sha256`` covers all pairs, before any are left out, and is the
+    same with every version of Python.
     """
 
     def __init__(self, **sizes: Unpack[PairSizes]) -> None:
@@ -207,16 +220,16 @@ class UnicodeNames(SentencePairs):
         self.vocabularies = tuple(
             build_vocabulary([pair[side] for pair in train], SYMBOLS, None) for side in range(2)
         )
-        source, target = self.vocabularies
-        ids = word_ids(source), word_ids(target)
-        splits = [_encoded(split, ids, sizes["max_length"]) for split in (train, held_out)]
+        ids, splits = [*map(word_ids, self.vocabularies)], []
+        for split in (train, held_out):
+            numbers = array("q", [0, 0, 0])
+            tokens = np.concatenate([*encoded(split, ids, sizes["max_length"], numbers)])
+            splits.append(Pairs(HeldTokens(torch.from_numpy(tokens)), np.array(numbers)))
         lines = "".join(f"{' '.join(source)}\t{' '.join(target)}\n" for source, target in pairs)
         super().__init__(
             "unicode_names",
-            splits[0][0],
-            splits[1][0],
-            (splits[0][1], splits[1][1]),
-            (len(source), len(target)),
+            splits,
+            [*map(len, self.vocabularies)],
             hashlib.sha256(lines.encode()).hexdigest(),
             {
                 "origin": "unicodedata.ucd_3_2_0",
@@ -224,19 +237,3 @@ class UnicodeNames(SentencePairs):
             },
             **sizes,
         )
-
-
-def _encoded(
-    pairs: Sequence[Sentences], ids: tuple[WordIds, WordIds], max_length: int
-) -> tuple[Pairs, int]:
-    """Encode the pairs that fit; return them and the number of their target words."""
-    tokens, starts, words = [], [0], 0
-    for pair in pairs:
-        if max(map(len, pair)) < max_length:
-            for own, sentence in zip(ids, pair, strict=True):
-                tokens += [*map(own.__getitem__, sentence), END_ID]
-            starts.append(len(tokens))
-            words += len(pair[1]) + 1
-    held = HeldTokens(torch.tensor(tokens, dtype=torch.int64))
-    left_out = len(pairs) - len(starts) + 1
-    return Pairs(held, np.array(starts), left_out), words

@@ -16,19 +16,12 @@ State = tuple[Tensor, Tensor]
 
 
 class Encoded(NamedTuple):
-    """A batch of encoded sources, the input of the decoder.
+    """A batch of encoded sources, the input of the decoder."""
 
-    Attributes:
-        memory: the encoder's outputs, ``[batch, source, hidden]``.
-        keys: the outputs mapped for the comparison with queries, in the same shape.
-        padding: bool ``[batch, 1, source]``, where there is no word.
-        state: the decoder's initial ``(h, c)``, ``[layers, batch, hidden]`` each.
-    """
-
-    memory: Tensor
-    keys: Tensor
-    padding: Tensor
-    state: State
+    memory: Tensor  # the encoder's outputs, [batch, source, hidden]
+    keys: Tensor  # these mapped for the comparison with queries
+    padding: Tensor  # bool [batch, 1, source], where there is no word
+    state: State  # the decoder's initial (h, c), [layers, batch, hidden] each
 
 
 class Seq2Seq(nn.Module):
@@ -49,9 +42,7 @@ class Seq2Seq(nn.Module):
     reads each row reversed within its own length, and attention leaves it out. It costs work, which
     a packed sequence would save; but that needs lengths on the host.
 
-    Args:
-        source_vocab_size: words of the sources, padding and other symbols included.
-        target_vocab_size: words of the targets.
+    Vocabulary sizes include padding and other symbols.
     """
 
     def __init__(

@@ -72,7 +72,7 @@ def _sentences(rows: Tensor) -> list[list[int]]:
 
 
 def matches(hypothesis: Sequence[int], reference: Sequence[int]) -> list[int]:
-    """Count the numbers of one sentence that `corpus_bleu` sums: int `[10]`.
+    """Return the ten numbers of one sentence that `corpus_bleu` sums.
 
     These are matching n-grams of 1 to 4 words, each at most as often as in the reference; n-grams
     of the hypothesis; words of both. An unknown word of the reference matches nothing, because the

@@ -30,7 +30,7 @@ WHOLE = {
     "extensions/translation/task.py": {"_sentences", "samples_of", "corpus_bleu"},
     "extensions/translation/seq2seq.py": set(),
 }
-PARTS = {"extensions/translation/sentence_pairs.py": {"_batch", "_to_device"}}
+PARTS = {"extensions/translation/sentence_pairs.py": {"_batch"}}
 LINES = [["precision=fp16_naive", "model=seq2seq", "numerics=on", "numerics.modules=[a,b]"]]
 RECIPES = {
     "seq2seq_wmt15": """

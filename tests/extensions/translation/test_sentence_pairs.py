@@ -168,7 +168,7 @@ def test_what_is_encoded_is_read_from_the_cache(folder, monkeypatch):
 
 
 def test_thousands_of_pairs_are_written_in_pieces(folder, monkeypatch):
-    monkeypatch.setattr("mprun.extensions.translation.parallel_text._BLOCK", 5)
+    monkeypatch.setattr("mprun.extensions.translation.sentence_pairs.BLOCK", 5)
     numbers = [str(i) for i in range(40)]
     write(folder, "train", numbers, [f"{i} {i}" for i in numbers])
     text = source(folder, batch_size=40)
