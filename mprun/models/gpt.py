@@ -15,10 +15,9 @@ ROTARY_BASE = 10_000.0  # Su et al., arXiv 2104.09864, section 3.2.2
 class GPT(nn.Module):
     """``forward(tokens, state)``: ``tokens`` int64 ``[time, batch]``; the state is always ``()``.
 
-    It returns logits ``[time, batch, vocab_size]`` and ``()``: each column is a separate window,
-    nothing is carried from one to the next. Weights start normal with deviation 0.02, those that
-    write into the residual stream with 0.02 / sqrt(2 * num_layers) (Radford et al., GPT-2, section
-    2.3), biases at zero.
+    It returns logits ``[time, batch, vocab_size]`` and ``()``: each column is a separate window.
+    Weights start normal with deviation 0.02, those that write into the residual stream with 0.02 /
+    sqrt(2 * num_layers) (Radford et al., GPT-2, section 2.3), biases at zero.
 
     Args:
         vocab_size: entries of the table that is both embedding and output.
@@ -119,10 +118,8 @@ class Attention(nn.Module):
 
     With dropout torch would not use its fused kernel on a CPU, but one that computes in FP32.
 
-    Args:
-        qk_norm: the norm of queries and keys, or None.
-        turned: length of the rotary positions, 0 for none.
-        fused: compute by F.scaled_dot_product_attention, otherwise part by part.
+    `turned`: length of the rotary positions, 0 for none. `fused`: compute by
+    F.scaled_dot_product_attention, otherwise part by part.
     """
 
     def __init__(
@@ -170,8 +167,8 @@ class Attention(nn.Module):
 def manual_attention(query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
     """Compute the fused kernel's result, ``[batch, heads, time, size]``, in separate operations.
 
-    The scores exist in the format of the queries before they are scaled: beyond 65,504 they are
-    infinite in FP16. The fused kernel, in FP32 inside, does not have this overflow.
+    In FP16 scores beyond 65,504 are infinite, before they are scaled. The fused kernel, in FP32
+    inside, does not have this overflow.
     """
     scores = query @ key.transpose(-2, -1) * scale
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
@@ -185,11 +182,7 @@ class Rotary(nn.Module):
     """Rotate pairs (i, i + size / 2) of the last dimension by position / base^(2 i / size).
 
     The scores of two tokens then depend on their distance alone. Pairs are taken from the two
-    halves, as in GPT-NeoX and Hugging Face's Llama, not from neighbours.
-
-    Args:
-        length: number of positions from 0 on.
-        size: size of a head, even.
+    halves, as in GPT-NeoX and Hugging Face's Llama, not from neighbours; `size`, a head's, is even.
     """
 
     cos: Tensor

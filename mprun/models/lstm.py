@@ -2,16 +2,14 @@
 
 A step of bigLSTM reads and updates only the rows that it uses: with 800,000 words a dense gradient
 of 1024 columns has 3.2 GB of zeros, and a dense update rewrites every row of table and optimizer
-state. In training its softmax runs over a sample of the huge vocabulary, in evaluation over all of
-it.
+state.
 """
 
 import functools
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -24,14 +22,12 @@ State = tuple[Tensor, Tensor]
 class StackedLSTM(nn.Module):
     """Embedding, a stack of LSTM layers with optional projection, and an output layer.
 
-    Dropout is only between layers, never on recurrent connections: after the embedding, between
-    LSTM layers and before the output layer (Zaremba et al., arXiv 1409.2329, section 3). With
-    ``projection_size`` the recurrent output of a layer is projected to that width
-    (Sak et al., arXiv 1402.1128). Every parameter starts uniform in +-``init_range``;
-    ``forget_bias`` is then added to the forget gates' input bias.
-
-    torch's LSTM has two bias vectors per layer where the papers count one, so a layer holds
-    ``4 * hidden_size`` parameters more than published.
+    Dropout is after the embedding, between LSTM layers and before the output layer, never on
+    recurrent connections (Zaremba et al., arXiv 1409.2329, section 3). With ``projection_size`` the
+    recurrent output of a layer is projected to that width (Sak et al., arXiv 1402.1128). Every
+    parameter starts uniform in +-``init_range``; ``forget_bias`` is then added to the forget gates'
+    input bias. A layer holds ``4 * hidden_size`` parameters more than published: torch's LSTM has
+    two bias vectors where the papers count one.
 
     Raises:
         ValueError: ``projection_size`` is not below ``hidden_size``.
@@ -76,10 +72,9 @@ class StackedLSTM(nn.Module):
         return nn.Linear(width, vocab_size)
 
     def initial_state(self, batch_size: int) -> State:
-        """Return zeros ``(h, c)`` in the LSTM weights' dtype and on their device.
+        """Return zeros ``(h, c)``, ``[num_layers, batch_size, width]``, as the LSTM's weights are.
 
-        ``h``: ``[num_layers, batch_size, projection_size or hidden_size]``; ``c``: ``[num_layers,
-        batch_size, hidden_size]``.
+        ``c`` has ``hidden_size`` as its width, ``h`` too if there is no projection.
         """
         weight, lstm = next(self.lstm.parameters()), self.lstm
         h = weight.new_zeros(lstm.num_layers, batch_size, lstm.proj_size or lstm.hidden_size)
@@ -97,9 +92,8 @@ class LSTMLanguageModel(StackedLSTM):
     """`StackedLSTM` with logits for every word.
 
     ``forward(tokens, state)``: ``tokens`` int64 ``[time, batch]``; ``state`` as from
-    ``initial_state``, None meaning zeros; returns logits ``[time, batch, vocab_size]`` and the
-    state after the last step. For truncated backpropagation the caller detaches the state before
-    the next batch.
+    ``initial_state``, None meaning zeros. It returns logits ``[time, batch, vocab_size]`` and the
+    state after the last step, which the caller detaches for truncated backpropagation.
     """
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
@@ -107,22 +101,15 @@ class LSTMLanguageModel(StackedLSTM):
         return self.output(outputs), state
 
 
-@dataclass(frozen=True, slots=True)
-class Gathered:
-    """The rows that one step uses, each once; N is the number of requested ids.
+class Gathered(NamedTuple):
+    """The rows that one step uses, each once; N is the number of requested ids."""
 
-    Attributes:
-        ids: int64 [N], the table's row for each row of the leaves.
-        used: bool [N]. Only the device knows the number of different ids: the places after the last
-            one repeat the first row, and nothing refers to them.
-        leaves: "weight" [N, D] and "bias" [N], copies in row_dtype that collect the gradients.
-        place: int64, the position of each requested id in the leaves, in the shape of the ids.
-    """
-
-    ids: Tensor
+    ids: Tensor  # int64 [N], the table's row for each row of the leaves
+    # bool [N]. Only the device knows the number of different ids: the places after the last one
+    # repeat the first row, and nothing refers to them.
     used: Tensor
-    leaves: dict[str, Tensor]
-    place: Tensor
+    leaves: dict[str, Tensor]  # weight [N, D] and bias [N], copies that collect the gradients
+    place: Tensor  # int64 in the shape of the requested ids, the position of each in the leaves
 
 
 class RowTable(nn.Module):
@@ -136,11 +123,7 @@ class RowTable(nn.Module):
 
     One `gather` with gradients per step: a second one before the optimizer's zero_grad raises
     RuntimeError. `forward(ids)` is the lookup of an embedding: int64 ids of any shape [...] to
-    [..., width].
-
-    Attributes:
-        row_dtype: dtype of gathered rows; None: that of the table.
-        gradient_factor: the optimizer multiplies the unscaled gradients by it.
+    [..., width]. The optimizer multiplies the unscaled gradients by `gradient_factor`.
     """
 
     is_row_table = True
@@ -150,7 +133,7 @@ class RowTable(nn.Module):
         self.weight = nn.Parameter(torch.empty(rows, width), requires_grad=False)
         self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
         self.gradient_factor = gradient_factor
-        self.row_dtype: torch.dtype | None = None
+        self.row_dtype: torch.dtype | None = None  # of gathered rows; None: that of the table
         self.gathered: Gathered | None = None
         self._gradient_hooks: OrderedDict[int, Callable[[Tensor], None]] = OrderedDict()
 
@@ -215,8 +198,8 @@ class RowTable(nn.Module):
 
 
 BLOCK = 8192  # words at a time in evaluation
-# Accidental hits lie this far below the target's own logit: exp(-10000) is 0. Not at minus
-# infinity, so that whoever looks for overflows finds none.
+# Accidental hits lie this far below the target's own logit: exp(-10000) is 0. A search for
+# overflows would find minus infinity.
 _BELOW = 1e4
 # So late that every word has arrived: -expm1(-P t) is 1 for every P above 1e-10.
 _AFTER_ALL = 1e12
@@ -257,8 +240,8 @@ class LogUniformSampler:
     def draw(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Draw (ids int64 [count] in the order of arrival, t float32 0-dim).
 
-        The draw uses torch's global generator on `device`. With `count` = vocabulary it returns all
-        ids in order and uses no random number; t is so late that every inclusion probability is 1.
+        With `count` = vocabulary it returns all ids in order and uses no random number of torch's
+        global generator; t is so late that every inclusion probability is 1.
         """
         everything = torch.arange(self.vocabulary, device=device)
         if self.count == self.vocabulary:
@@ -280,21 +263,15 @@ class SampledSoftmax(nn.Module):
     of a step share. The logarithm of the inclusion probability is subtracted from each, the target
     included (Jean et al., arXiv 1412.2007; tf.nn.sampled_softmax_loss). Then the minimum is at the
     distribution of the words, but the loss is no estimate of the full one. A candidate that is the
-    token's own target (accidental hit) is masked for that token. Evaluation (`eval()`): the full
-    softmax, block by block with a running log-sum-exp; the largest tensor is [tokens, BLOCK].
+    token's own target (accidental hit) is masked for that token. Evaluation, and training with
+    `count` of the vocabulary or more: the full softmax.
 
     Logits and loss are computed in FP32 in every mode, also under autocast, as in bigLSTM's code
     (okuchaiev/f-lm). The rows of the table, and their gradients, are rounded to the parameters'
     dtype; f-lm keeps softmax rows in FP32, which is an FP32 override of the table here.
 
     `forward(hidden, targets, table)`: hidden [M, D] in any dtype, targets int64 [M], table: a
-    RowTable of the vocabulary with bias; float32 [M].
-
-    Args:
-        count: more than the vocabulary means the vocabulary, and the full softmax in training too.
-
-    Raises:
-        ValueError: count < 1.
+    RowTable of the vocabulary with bias; float32 [M]. ValueError: count < 1.
     """
 
     computes_in_fp32 = True
@@ -328,6 +305,7 @@ class SampledSoftmax(nn.Module):
 
 
 def _full(hidden: Tensor, targets: Tensor, table: RowTable) -> Tensor:
+    """Use a running log-sum-exp: the largest tensor is [tokens, BLOCK]."""
     rows = {
         name: table.rounded(tensor.index_select(0, targets)).float()
         for name, tensor in table.tensors().items()
@@ -344,15 +322,15 @@ class SampledLSTM(StackedLSTM):
     """`StackedLSTM` with a sampled softmax, and rows that are updated only where used.
 
     Its dropout matches bigLSTM's code, which drops before and after each LSTM layer with keep
-    probability 0.9.
+    probability 0.9. Word ids have to be numbered by falling frequency.
 
     ``forward(tokens, targets, state)``: tokens and targets int64 ``[time, batch]``, `state` as for
-    ``LSTMLanguageModel``; returns the cross-entropy of each token, float32 ``[time, batch]``, and
-    the state after the last step. In training the sampled one, in ``eval()`` the full one.
+    ``LSTMLanguageModel``; returns the `SampledSoftmax` of each token, float32 ``[time, batch]``,
+    and the state after the last step.
 
     Args:
-        sizes: the arguments of `StackedLSTM`. Word ids have to be numbered by falling frequency.
-        candidates: words drawn per step, at most the vocabulary (see `SampledSoftmax`).
+        sizes: the arguments of `StackedLSTM`.
+        candidates: words drawn per step.
         embedding_gradient_factor: multiplies the gradient of the embedding; okuchaiev/f-lm
             multiplies by its batch size of 128.
     """

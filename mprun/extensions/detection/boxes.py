@@ -15,15 +15,11 @@ CLASS, DIFFICULT, SCORE = 4, 5, 5
 
 
 class Detections(NamedTuple):
-    """A detector's outputs for ``(images, targets)``.
+    """A detector's outputs for ``(images, targets)``."""
 
-    Attributes:
-        loss: 0-dim float32, over the objects that are not difficult.
-        detections: in evaluation float32 ``[batch, k, 6]``: box in 0 ... 1 of the image's sides,
-            class, score. Class -1: no detection. In training None.
-    """
-
-    loss: Tensor
+    loss: Tensor  # 0-dim float32, over the objects that are not difficult
+    # In evaluation float32 [batch, k, 6]: box in 0 ... 1 of the image's sides, class, score. Class
+    # -1: no detection.
     detections: Tensor | None
 
 

@@ -76,8 +76,8 @@ def _first(split: Batch, size: int | None, name: str) -> Batch:
 def digit_canvases() -> tuple[Batch, Batch]:
     """Make training and held-out canvases: uint8 ``[n, 1, 32, 32]``, float32 ``[n, 3, 6]``.
 
-    Pixels come from integer arithmetic alone, so that every machine has the same ones. They are
-    made once a process, in about 0.2 s; do not write to them.
+    Pixels come from integer arithmetic alone, so that every machine has the same ones. It takes
+    about 0.2 s, once a process; do not write to them.
     """
     images, labels = load_digits()
     order = permutation(SPLIT_SEED, 0, len(images))

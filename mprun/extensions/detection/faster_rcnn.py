@@ -46,23 +46,15 @@ LEAST_SCORE, MOST_DETECTIONS = 0.05, 100
 
 
 class Limits(NamedTuple):
-    """Numbers for each image, with the published values.
+    """Numbers for each image, with the published values."""
 
-    Attributes:
-        anchors: anchors in the first network's loss, at most half of them with an object.
-        regions: regions in the second network's loss, at most a quarter of them with an object.
-        before, after: proposals in training before and after suppression.
-        before_in_evaluation, after_in_evaluation: the same in evaluation.
-        least_side: shortest side of a proposal, in pixels.
-    """
-
-    anchors: int = 256
-    regions: int = 128
-    before: int = 12000
+    anchors: int = 256  # in the first network's loss, at most half of them with an object
+    regions: int = 128  # in the second network's loss, at most a quarter of them with an object
+    before: int = 12000  # proposals in training before suppression, and after it
     after: int = 2000
     before_in_evaluation: int = 6000
     after_in_evaluation: int = 300
-    least_side: float = 16
+    least_side: float = 16  # shortest side of a proposal, in pixels
 
 
 def roi_pool(maps: Tensor, places: Tensor, size: int, scale: float) -> Tensor:
@@ -220,7 +212,7 @@ class FasterRCNN(nn.Module):
     """A backbone and two networks that read its map.
 
     ``forward(images, targets)``: images ``[batch, 3, size, size]``, targets ``[batch, most, 6]``;
-    returns `Detections`. The evaluation loss uses samples drawn from a fixed seed.
+    returns `Detections`. In evaluation the loss's samples are drawn from a fixed seed.
 
     Args:
         features: the backbone; its map has ``channels``.
@@ -228,6 +220,7 @@ class FasterRCNN(nn.Module):
         size: pixels along a side of an image; positions of the map are ``stride`` pixels apart.
         scales: sides of the square anchors, in units of 16 px; three.
         pool: positions along a side of a pooled region.
+        frozen: first convolutions, which keep their weights.
     """
 
     def __init__(
@@ -243,10 +236,14 @@ class FasterRCNN(nn.Module):
         scales: Sequence[float],
         pool: int,
         limits: Limits,
+        frozen: int,
     ) -> None:
         super().__init__()
         count, self.num_classes, self.limits = len(scales) * len(SHAPES), classes, limits
         self.features = features
+        convolutions = [layer for layer in features if isinstance(layer, nn.Conv2d)]
+        for layer in convolutions[:frozen]:
+            layer.requires_grad_(False)
         shared = nn.Conv2d(channels, channels, 3, padding=1)
         self.shared = nn.Sequential(shared, nn.ReLU())
         self.objectness = nn.Conv2d(channels, 2 * count, 1)
@@ -257,14 +254,8 @@ class FasterRCNN(nn.Module):
         self.classes = nn.Linear(width, 1 + classes)
         self.offsets = nn.Linear(width, 4 * (1 + classes))
         self.regions = Regions(limits.regions)
-        for layer in (shared, self.objectness, self.shifts, self.classes, self.offsets):
-            start_normal(layer, 0.001 if layer is self.offsets else 0.01)
-
-    def freeze(self, count: int) -> None:
-        """Freeze the weights of the first ``count`` convolutions."""
-        convolutions = [layer for layer in self.features if isinstance(layer, nn.Conv2d)]
-        for layer in convolutions[:count]:
-            layer.requires_grad_(False)
+        for own in (shared, self.objectness, self.shifts, self.classes, self.offsets):
+            start_normal(own, 0.001 if own is self.offsets else 0.01)
 
     def forward(self, images: Tensor, targets: Tensor) -> Detections:
         maps = self.features(images)
@@ -298,8 +289,8 @@ def drawn(
 ) -> tuple[Tensor, Tensor]:
     """Draw ``count`` of each row ``[batch, n]``: at most ``most`` positive ones, the rest negative.
 
-    Returns their places int64 ``[batch, count]``, and bool, which of them exist. `by_chance`: with
-    the global generator; otherwise from a fixed seed.
+    Returns their places int64 ``[batch, count]``, and bool, which of them exist. Not `by_chance`:
+    from a fixed seed.
     """
     device = positive.device
     generator = None if by_chance else torch.Generator(device).manual_seed(0)
@@ -316,9 +307,9 @@ def drawn(
 def unsuppressed(boxes: Tensor, scores: Tensor, threshold: float, most: int) -> Tensor:
     """Return the places of the boxes ``[batch, n, 4]`` that suppression leaves, by falling score.
 
-    The places are int64 ``[batch, most]``, -1 where there are no more. A score of minus infinity
-    means no box. Only the device knows how many are left: the host waits for each image. For torch
-    this is one operation with a static shape.
+    They are int64 ``[batch, most]``, -1 where there are no more. A score of minus infinity means no
+    box. Only the device knows how many are left: the host waits for each image. For torch this is
+    one operation with a static shape.
     """
     chosen = torch.full((len(boxes), most), -1, device=boxes.device)
     for row, own, score in zip(chosen, boxes, scores, strict=True):
@@ -361,8 +352,8 @@ def faster_rcnn_vgg16(
 ) -> FasterRCNN:
     """Build it on VGG-16 up to conv5_3: 137,078,239 parameters at 20 classes and nothing.
 
-    VGG-16's fc6 and fc7 read the pooled regions. The first `frozen` convolutions keep their
-    weights. `weights`: a file for `load_weights`, with torchvision's names of a VGG-16.
+    VGG-16's fc6 and fc7 read the pooled regions. `weights`: a file for `load_weights`, with
+    torchvision's names of a VGG-16.
     """
     whole = vgg16(dropout=dropout)
     network = FasterRCNN(
@@ -376,12 +367,12 @@ def faster_rcnn_vgg16(
         scales=(8, 16, 32),
         pool=7,
         limits=Limits(),
+        frozen=frozen,
     )
     if weights is not None:
         # fc6 and fc7 are one place further back here; fc8 has no counterpart.
         theirs = {"head.1.": "classifier.0.", "head.4.": "classifier.3."}
         load_weights(network, weights, "a Faster R-CNN", 2 * (13 + 2), theirs)
-    network.freeze(frozen)
     return network
 
 
@@ -399,7 +390,7 @@ def faster_rcnn_small(num_classes: int, image_size: int, dropout: float, frozen:
     head: list[nn.Module] = [nn.Flatten()]
     for width in (channels * pool * pool, units):
         head += [nn.Linear(width, units), nn.ReLU(), nn.Dropout(dropout)]
-    network = FasterRCNN(
+    return FasterRCNN(
         layers[:-1],
         channels,
         nn.Sequential(*head),
@@ -410,6 +401,5 @@ def faster_rcnn_small(num_classes: int, image_size: int, dropout: float, frozen:
         scales=(1 / 2, 3 / 4, 1),
         pool=pool,
         limits=Limits(64, 32, 128, 32, 64, 16, 4),
+        frozen=frozen,
     )
-    network.freeze(frozen)
-    return network

@@ -126,7 +126,7 @@ class MultiBox(nn.Module):
 
 
 class Backbone(nn.Sequential):
-    """Layers that return two maps: the one after ``tap`` and the last one."""
+    """Layers that return two maps: the one after layer ``tap`` and the last one."""
 
     tap: int
 
@@ -165,6 +165,7 @@ class SSD(nn.Module):
         norms: norms of the first maps, before their convolutions; the backbone continues without
             them.
         channels, boxes: of each map, the number of its channels and of default boxes at a position.
+        freeze_backbone: train only the convolutions for boxes and classes.
     """
 
     def __init__(
@@ -177,6 +178,7 @@ class SSD(nn.Module):
         boxes: Sequence[int],
         classes: int,
         multibox: MultiBox,
+        freeze_backbone: bool,
     ) -> None:
         super().__init__()
         self.features = Backbone(*features)
@@ -186,6 +188,8 @@ class SSD(nn.Module):
         self.offsets = _OneForEach(nn.Conv2d(c, 4 * n, 3, padding=1) for c, n in pairs)
         self.classes = _OneForEach(nn.Conv2d(c, (1 + classes) * n, 3, padding=1) for c, n in pairs)
         self.num_classes, self.multibox = classes, multibox
+        for part in (self.features, self.extras, self.norms):
+            part.requires_grad_(not freeze_backbone)
 
     def forward(self, images: Tensor, targets: Tensor) -> Detections:
         return self.multibox(*self.outputs(images), targets)
@@ -199,12 +203,6 @@ class SSD(nn.Module):
         offsets = [by_box(head, 4) for head in self.offsets(maps)]
         logits = [by_box(head, 1 + self.num_classes) for head in self.classes(maps)]
         return torch.cat(offsets, 1), torch.cat(logits, 1)
-
-    def frozen(self, freeze: bool) -> "SSD":
-        """Freeze all but the convolutions for boxes and classes if asked; return the network."""
-        for part in (self.features, self.extras, self.norms):
-            part.requires_grad_(not freeze)
-        return self
 
 
 def default_boxes(
@@ -244,8 +242,8 @@ def ssd_mini(num_classes: int, image_size: int, freeze_backbone: bool) -> SSD:
     thousand steps of Adam they overflow FP16, whatever the loss scale.
     """
     layers = [*vgg_layers([(8, 2), (16, 2), (32, 2), (32, 2)])][:-1]
-    maps = (image_size // 4, image_size // 8)
-    defaults = default_boxes(maps, [1 / side for side in maps], MINI_SIZES, [(2, 3), (2, 3)])
+    maps, sizes = (image_size // 4, image_size // 8), (0.25, 0.375, 0.5)  # as digits have
+    defaults = default_boxes(maps, [1 / side for side in maps], sizes, [(2, 3), (2, 3)])
     network = SSD(
         layers,
         13,
@@ -255,20 +253,18 @@ def ssd_mini(num_classes: int, image_size: int, freeze_backbone: bool) -> SSD:
         boxes=(6, 6),
         classes=num_classes,
         multibox=MultiBox(defaults, mean=True, most_of_a_class=100),
+        freeze_backbone=freeze_backbone,
     )
     for layer in network.modules():
         if isinstance(layer, nn.Conv2d):
             start_normal(layer, (2 / layer.weight[0].numel()) ** 0.5)
     # The background has a probability of 0.99 everywhere, a class of 0.01, as by Lin et al., arXiv
     # 1708.02002, section 3.3: else the first hundreds of steps learn that most places are empty.
+    prior = math.log(99)
     for name, biases in network.classes.named_parameters():
         if name.endswith("bias"):
-            biases.detach().view(6, 1 + num_classes).fill_(-PRIOR)[:, 0] = PRIOR
-    return network.frozen(freeze_backbone)
-
-
-PRIOR = math.log(99)
-MINI_SIZES = (0.25, 0.375, 0.5)  # digits have 0.25 to 0.5 of the side
+            biases.detach().view(6, 1 + num_classes).fill_(-prior)[:, 0] = prior
+    return network
 
 
 def ssd300(num_classes: int, weights: str | None, freeze_backbone: bool) -> SSD:
@@ -302,6 +298,7 @@ def ssd300(num_classes: int, weights: str | None, freeze_backbone: bool) -> SSD:
         boxes=[2 + 2 * len(own) for own in ratios],
         classes=num_classes,
         multibox=MultiBox(default_boxes((38, 19, 10, 5, 3, 1), steps, sizes, ratios), mean=False),
+        freeze_backbone=freeze_backbone,
     )
     for layer in network.modules():
         if isinstance(layer, nn.Conv2d):
@@ -312,14 +309,10 @@ def ssd300(num_classes: int, weights: str | None, freeze_backbone: bool) -> SSD:
     if weights is not None:
         # A weight and a bias of 13 convolutions; a reduced VGG-16 has two more.
         load_weights(network, weights, "an SSD300", 2 * 13, {"features.": ""})
-    return network.frozen(freeze_backbone)
+    return network
 
 
 def _smaller(inputs: int, between: int, outputs: int, stride: int = 1) -> nn.Module:
-    padding = 1 if stride > 1 else 0
-    return nn.Sequential(
-        nn.Conv2d(inputs, between, 1),
-        nn.ReLU(),
-        nn.Conv2d(between, outputs, 3, stride, padding),
-        nn.ReLU(),
-    )
+    narrow = nn.Conv2d(inputs, between, 1)
+    wide = nn.Conv2d(between, outputs, 3, stride, padding=stride - 1)
+    return nn.Sequential(narrow, nn.ReLU(), wide, nn.ReLU())
