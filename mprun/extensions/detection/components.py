@@ -24,15 +24,9 @@ task(
 )
 
 # Fields that several classes share.
-_freeze = partial(
-    setting,
-    False,
-    "Train only the convolutions for boxes and classes, not those that find features",
-)
+_freeze = partial(setting, False, "Train only the convolutions for boxes and classes")
 _weights = partial(
-    setting,
-    None,
-    "File of initial weights (torch.save), of a VGG-16 or of the whole; null: random ones",
+    setting, None, "File of initial weights (torch.save), of a VGG-16 or of the whole; null: random"
 )
 
 
@@ -56,7 +50,7 @@ class SSDMiniConfig(ModelConfig):
 
 def _of_300_pixels(model: ModelConfig, config: RunConfig) -> Iterator[str]:
     if isinstance(data := config.data, ImagesConfig) and data.image_size != 300:
-        yield (f"data.image_size={data.image_size}: the default boxes of SSD300 are for 300 pixels")
+        yield f"data.image_size={data.image_size}: the default boxes of SSD300 are for 300 pixels"
 
 
 @network(

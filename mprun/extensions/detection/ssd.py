@@ -242,7 +242,8 @@ def ssd_mini(num_classes: int, image_size: int, freeze_backbone: bool) -> SSD:
     thousand steps of Adam they overflow FP16, whatever the loss scale.
     """
     layers = [*vgg_layers([(8, 2), (16, 2), (32, 2), (32, 2)])][:-1]
-    maps, sizes = (image_size // 4, image_size // 8), (0.25, 0.375, 0.5)  # as digits have
+    maps = image_size // 4, image_size // 8
+    sizes = (0.25, 0.375, 0.5)  # digits have 0.25 to 0.5 of the side
     defaults = default_boxes(maps, [1 / side for side in maps], sizes, [(2, 3), (2, 3)])
     network = SSD(
         layers,

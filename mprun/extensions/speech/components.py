@@ -38,30 +38,21 @@ class DeepSpeech2Config(ModelConfig):
     """Convolutions, recurrent layers and CTC of Amodei et al., in one or both directions."""
 
     channels: int = count(32, "Channels of each convolution")
-    frequency_kernels: list[int] = count(
-        lambda: [41, 21], "Rows of the kernel of each convolution, one after another"
-    )
+    frequency_kernels: list[int] = count(lambda: [41, 21], "Rows of each convolution's kernel")
     time_kernel: int = count(11, "Frames of each convolution's kernel")
     frequency_stride: int = count(2, "Rows by which each convolution steps")
-    time_stride: int = count(
-        2, "Frames by which the first convolution steps; the others step by one"
-    )
+    time_stride: int = count(2, "Frames by which the first convolution steps; others step by one")
     hidden_size: int = count(2560, "Units of a recurrent layer in each direction")
     num_layers: int = ranged(3, "Number of GRU layers", at_least=1, at_most=1000)
-    bidirectional: bool = setting(
-        False, "Recurrent layers read in both directions and add their outputs"
-    )
+    bidirectional: bool = setting(False, "Recurrent layers add the outputs of both directions")
     row_convolution: int = ranged(
         20,
         "Frames, this one and the next, of the row convolution after forward layers; 0: none",
         at_least=0,
     )
-    fully_connected: int = ranged(
-        2560, "Units of the layer before the output layer; 0: none", at_least=0
-    )
+    fully_connected: int = ranged(2560, "Units of the layer before the last; 0: none", at_least=0)
     init_range: float | None = positive(
-        None,
-        "Weights and biases start uniform between minus and plus this; null: like torch's layers",
+        None, "Weights and biases start uniform between minus and plus this; null: as torch's do"
     )
 
 

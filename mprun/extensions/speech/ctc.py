@@ -32,8 +32,8 @@ def ctc_losses(logits: Tensor, frames: Tensor, symbols: Tensor, lengths: Tensor)
 class _Paths(torch.autograd.Function):
     """Minus the log-probability of all paths that spell a text, from `log_probs` float32.
 
-    One recursion computes the sums over paths up to a frame and from a frame on, side by side over
-    frames in both orders. It costs four operations a frame, forward and backward pass together.
+    One recursion computes the sums over paths up to a frame and from a frame on, side by side. It
+    costs four operations a frame, forward and backward pass together.
     """
 
     @staticmethod
@@ -80,10 +80,7 @@ class _Paths(torch.autograd.Function):
 
 
 def _by_symbol(share: Tensor, text: Tensor, like: Tensor) -> Tensor:
-    """Sum the shares `[time, n, places]` of each symbol's places: `[time, n, num_symbols]`.
-
-    It adds one place at a time, so that the order is the same on every device.
-    """
+    """Sum the shares `[time, n, places]` of each symbol's places, in the same order everywhere."""
     total = torch.zeros_like(like)
     total[..., BLANK] = share[..., ::2].sum(2)
     for place in range(1, text.shape[1], 2):

@@ -14,23 +14,21 @@ CLIP = 20.0  # of the rectifier min(max(x, 0), 20), section 3.1 of the source
 class DeepSpeech2(nn.Module):
     """Amodei et al., arXiv 1512.02595: the network of table 3 of the mixed-precision paper.
 
-    The network has two convolutions with BatchNorm and a clipped rectifier, then GRU layers. All
-    but the first GRU have a BatchNorm over frames and utterances before them (section 3.2:
-    sequence-wise). The forward form has a row convolution over each frame and the next ones
-    (section 3.7), the bidirectional form the sum of both directions. An optional fully connected
-    layer and the output layer follow. Layers before a BatchNorm have no bias, and BatchNorm before
-    a GRU has no gain and no shift: the product that follows has both.
+    The network has convolutions with BatchNorm and a clipped rectifier, then GRU layers, all but
+    the first behind a BatchNorm over frames and utterances (section 3.2: sequence-wise). The
+    forward form has a row convolution over each frame and the next ones (section 3.7), the
+    bidirectional form the sum of both directions. Layers before a BatchNorm have no bias, and
+    BatchNorm before a GRU has no gain and no shift: the product that follows has both.
 
     ``forward(features, frames)``: ``features`` ``[n, 1, frequencies, time]``, of which the first
     ``frames`` (int64 ``[n]``) of each utterance count. It returns logits ``[time, n, num_symbols]``
     of fewer frames, and int64 ``[n]``, how many of them count.
 
     Padding: positions after an utterance are zero after every convolution, rectifier and recurrent
-    layer. The backward direction begins at an utterance's own last frame. Evaluation therefore
-    gives the same result however far an utterance is padded. In training the zeros are part of
-    BatchNorm's statistics, as in published implementations, which mask alike. Nothing waits for a
-    length: the backward direction reads reordered frames, where a packed sequence would need
-    lengths on the host.
+    layer. The backward direction begins at an utterance's own last frame, by reading reordered
+    frames; a packed sequence would need lengths on the host. Evaluation therefore gives the same
+    result however far an utterance is padded. In training the zeros are part of BatchNorm's
+    statistics, as in published implementations, which mask alike.
 
     ``frequencies`` are the rows of a spectrogram, ``num_symbols`` include the blank (0); the other
     arguments are the fields of `DeepSpeech2Config`. With an ``init_range`` BatchNorm starts as

@@ -53,10 +53,8 @@ class DigitStrips(Source):
         own, held_out = order[:-EVAL_SAMPLES], order[-EVAL_SAMPLES:]
         train = _strips(images[own], labels[own], TRAIN_STRIPS, 0)
         evaluated = _strips(images[held_out], labels[held_out], EVAL_STRIPS, 1)
-        digest = hashlib.sha256()
-        for part in (*train, *evaluated):
-            digest.update(part.numpy().data)
-        self.sha256 = digest.hexdigest()
+        content = b"".join(part.numpy().data for part in (*train, *evaluated))
+        self.sha256 = hashlib.sha256(content).hexdigest()
         std, mean = torch.std_mean(train[0].double()[_inside(train[1])], correction=0)
         self._train, self._held_out = (
             (_standardised(*strips, float(mean), float(std)).to(device), strips[1].to(device))
@@ -89,8 +87,7 @@ def _strips(images: Tensor, labels: Tensor, count: int, split: int) -> Batch:
     strips = torch.zeros(count, 1, FREQUENCIES, COLUMNS, dtype=torch.uint8)
     targets = torch.zeros(count, 2 + MOST, dtype=torch.int64)
     for strip, target, (first, *others) in zip(strips, targets, drawn.tolist(), strict=True):
-        digits = FEWEST + first % (MOST - FEWEST + 1)
-        start = 0
+        digits, start = FEWEST + first % (MOST - FEWEST + 1), 0
         for place in range(digits):
             chosen = others[place] % len(images)
             start += others[MOST + place - 1] % 2 if place else 0

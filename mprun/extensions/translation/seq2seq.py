@@ -39,8 +39,8 @@ class Seq2Seq(nn.Module):
     in +-``init_range``.
 
     Padding changes no result: forward layers meet it only after the last word, the backward one
-    reads each row reversed within its own length, and attention leaves it out. It costs work, which
-    a packed sequence would save; but that needs lengths on the host.
+    reads each row reversed within its own length, and attention leaves it out. A packed sequence
+    would save its work, but needs lengths on the host.
 
     Vocabulary sizes include padding and other symbols.
     """
