@@ -26,9 +26,8 @@ from mprun.extensions.detection.boxes import CLASS
 FIELDS = 6
 NOTHING = -1.0  # class of a row without an object
 
-CANVAS = 32  # pixels of a side
+CANVAS, SIDES = 32, (8, 16)  # pixels of a side, of a canvas and of a pasted digit
 MOST = 3  # digits on a canvas
-SIDES = (8, 16)  # pixels of a pasted digit
 NOISE = 64  # background: uniform below this, of 255
 TRAIN_CANVASES, EVAL_CANVASES = 1000, 300
 
@@ -42,7 +41,7 @@ class DigitCanvases(ImageStore):
     sizes than 32 are resized.
 
     Raises:
-        ValueError: There are fewer canvases than a batch takes or than asked for.
+        ValueError: There are fewer canvases than a batch takes.
     """
 
     def __init__(
@@ -52,10 +51,10 @@ class DigitCanvases(ImageStore):
         eval_size: int | None,
         **serving: Unpack[Serving],
     ) -> None:
-        train, held_out = digit_canvases()
+        (images, targets), (others, found) = digit_canvases()
         super().__init__(
-            _first(train, train_size, "train_size"),
-            _first(held_out, eval_size, "eval_size"),
+            (images[:train_size], targets[:train_size]),
+            (others[:eval_size], found[:eval_size]),
             255,
             image_size,
             name="digit_canvases",
@@ -63,13 +62,6 @@ class DigitCanvases(ImageStore):
             **serving,
         )
         self.description |= {"origin": "sklearn.datasets.load_digits", "most_boxes": MOST}
-
-
-def _first(split: Batch, size: int | None, name: str) -> Batch:
-    images, targets = split
-    if size is not None and not 1 <= size <= len(images):
-        raise ValueError(f"{name}={size} is not allowed: 1 to {len(images)}, or None")
-    return images[:size], targets[:size]
 
 
 @cache

@@ -98,7 +98,6 @@ class Proposals(nn.Module):
     neither.
 
     Scores are float32 ``[batch, n, 2]``, for nothing and for an object; offsets ``[batch, n, 4]``.
-    `least_side`, of a region, is in 0 ... 1.
     """
 
     computes_in_fp32 = True
@@ -119,9 +118,8 @@ class Proposals(nn.Module):
         objects = rows(targets, chosen.gather(1, places))[..., :CLASS]
         wanted = encode(objects, anchors, ANCHOR_WEIGHTS)
         wanted = torch.where(right[..., None], wanted, 0.0)
-        errors = F.cross_entropy(
-            rows(scores, places).transpose(1, 2), right.long(), reduction="none"
-        )
+        own = rows(scores, places).transpose(1, 2)
+        errors = F.cross_entropy(own, right.long(), reduction="none")
         return _mean(errors, rows(offsets, places), wanted, right, counted, ANCHOR_BETA)
 
     def match(self, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -49,7 +49,7 @@ _STREAM = 2  # separates the draws of augmentation from others of (seed, epoch)
 
 
 class Objects(NamedTuple):
-    """An image's size in pixels (width, height) and its objects, float32 ``[n, 6]`` as a target."""
+    """The objects of an image, float32 ``[n, 6]`` as a target, and its width and height, pixels."""
 
     size: tuple[int, int]
     rows: np.ndarray
@@ -120,11 +120,9 @@ def _number(node: ElementTree.Element, path: str) -> float:
 
 
 class VocSplit:
-    """Images of some years, with their objects; can be pickled and holds no open file.
+    """Images of some years and their objects; can be pickled and holds no open file.
 
-    Args:
-        parts: (year, name of its list of images).
-        difficult: keep objects that are marked as difficult.
+    `parts` has pairs of a year and its list of images. `difficult`: keep objects that are marked.
     """
 
     def __init__(self, root: str, parts: list[tuple[str, str]], difficult: bool) -> None:
@@ -235,13 +233,7 @@ class VocReader(Reader):
             fill = {tv_tensors.Image: tuple(round(mean) for mean in CAFFE_MEAN), "others": 0}
             labels_kept = v2.SanitizeBoundingBoxes(labels_getter=lambda sample: sample[2])
             zoom = v2.RandomZoomOut(fill=fill)
-            changes = [
-                v2.RandomPhotometricDistort(),
-                zoom,
-                v2.RandomIoUCrop(),
-                labels_kept,
-                *changes,
-            ]
+            changes[:0] = [v2.RandomPhotometricDistort(), zoom, v2.RandomIoUCrop(), labels_kept]
         pixels = tv_tensors.Image(torch.from_numpy(np.array(image)).permute(2, 0, 1))
         pixels, boxes, named = v2.Compose(changes)(pixels, boxes, own[:, CLASS:])
         left = torch.zeros_like(target)

@@ -31,7 +31,6 @@ _COLUMNS = {
     "text": ("text", "transcript"),
     "duration": ("duration",),
 }
-_CHARACTERS_A_SECOND = 15  # of read English
 _FULL_SCALE = {1: 2**7, 2: 2**15, 3: 2**23, 4: 2**31}  # by the bytes of a sample
 
 
@@ -162,12 +161,10 @@ def _pcm(content: bytes, width: int) -> np.ndarray:
 
 
 class UtteranceReader(Reader):
-    """Batches of utterances.
+    """Batches of utterances; `codes` has the symbol of each character, from 1.
 
     Features are float32 `[n, 1, frequencies, longest]`, zero after each utterance. Targets are
     int64 `[n, 2 + most symbols]`: frames, length of the text, its symbols.
-
-    codes: the symbol of each character, from 1.
     """
 
     def __init__(
@@ -301,8 +298,8 @@ def shapes(data: Any) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, int]]
     spectrogram = spectrogram_of(data.sample_rate, data.window_ms, data.hop_ms)
     sizes = {"frequencies": spectrogram.frequencies, "num_symbols": len(data.alphabet) + 1}
     frames = 1 + int(data.max_seconds * data.sample_rate) // spectrogram.hop
-    symbols = math.ceil(_CHARACTERS_A_SECOND * data.max_seconds)
     features = data.batch_size, 1, spectrogram.frequencies, frames
+    symbols = math.ceil(15 * data.max_seconds)  # as in a second of read English
     return features, (data.batch_size, 2 + symbols), sizes
 
 
@@ -321,9 +318,9 @@ def _characters(root: str, alphabet: str, alphabet_file: str | None) -> str:
             found += line
     if not found:
         raise ValueError(f"{key}: has no character")
-    twice = [c for place, c in enumerate(found) if c in found[:place]]
-    if twice:
-        raise ValueError(f"{key}: has {twice[0]!r} twice")
+    for place, character in enumerate(found):
+        if character in found[:place]:
+            raise ValueError(f"{key}: has {character!r} twice")
     return found
 
 
@@ -350,8 +347,7 @@ def _checked(
     found = []
     for one in utterances:
         text = one.text.lower() if lower else one.text
-        unknown = sorted(set(text) - codes.keys())
-        if unknown:
+        if unknown := sorted(set(text) - codes.keys()):
             raise DamagedData(
                 f"{one.where}: {unknown[0]!r} of its text is not in the alphabet (data.alphabet, "
                 "data.alphabet_file, data.lower)"

@@ -54,10 +54,9 @@ def find_pair_files(root: str | Path, split: str, languages: tuple[str, str]) ->
         raise DataError(f"{root}: several files of the {split} split, leave one: {listed}")
     wanted = " and ".join(f"{split}.{language}" for language in languages)
     alone = f" ({halves[0]} has no other side)" if halves else ""
-    others = ", ".join(_NAMES[split][1:])
     raise DataError(
         f"{root}: no {split} split{alone}: {wanted}, or {split}.tsv, each with .gz too; {split} "
-        f"may also be {others}"
+        f"may also be {', '.join(_NAMES[split][1:])}"
     )
 
 
@@ -111,7 +110,6 @@ class ParallelText(SentencePairs):
     demand. Memory holds 8 bytes a training pair, and an epoch's permutation of the pairs.
 
     Raises:
-        ValueError: There are fewer training pairs than a batch takes.
         DataError: A split is missing or empty, or the cache cannot be written.
         DamagedData: Files are unusable.
         Resource: The disk is full.
@@ -165,22 +163,19 @@ class ParallelText(SentencePairs):
             of_tokens, of_starts = {**key, "kind": "tokens"}, {**key, "kind": "starts"}
             tokens, places = kept.find(of_tokens), kept.find(of_starts)
             if tokens is None or places is None:
-                ids, numbers = (
-                    [word_ids(read_words(path)) for path in self._words],
-                    array("q", [0, 0, 0]),
-                )
+                ids = [word_ids(read_words(path)) for path in self._words]
+                numbers = array("q", [0, 0, 0])
                 words = ((one.split(), other.split()) for one, other in pairs(split))
                 blocks = encoded(words, ids, sizes["max_length"], numbers)
                 tokens = kept.store(of_tokens, blocks)
                 places = kept.store(of_starts, [np.array(numbers, "<i8")])
             return Pairs(TokenFile(tokens), np.fromfile(places, "<i8"))
 
-        entries = [path.read_bytes().count(b"\n") for path in self._words]
         every = "".join(chain.from_iterable(hashes.values()))
         super().__init__(
             "parallel_text",
             [*map(encoded_once, files)],
-            entries,
+            [path.read_bytes().count(b"\n") for path in self._words],
             hashlib.sha256(every.encode()).hexdigest(),
             {
                 "files": ", ".join(path.name for paths in files.values() for path in paths),

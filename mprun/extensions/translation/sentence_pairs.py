@@ -1,7 +1,4 @@
-"""Pairs of sentences as batches of word ids of one shape, and a source that needs no file.
-
-That source is Unicode's names, which fit into memory and come with every Python.
-"""
+"""Pairs of sentences as batches of word ids of one shape, and a source that needs no file."""
 
 import hashlib
 import unicodedata
@@ -188,8 +185,7 @@ def unicode_names() -> tuple[Sentences, ...]:
 
     The decomposition is one step of Unicode's: for a compatibility one the formatting tag, such as
     "<wide>", then the names of its characters. Hangul syllables and CJK ideographs, whose names
-    hold their number, are left out. The version is Unicode 3.2, which every Python has beside its
-    current one. Names and decompositions of a character never change.
+    hold their number, are left out. Every Python has Unicode 3.2 beside its current version.
     """
     unicode, found = unicodedata.ucd_3_2_0, []
     for character in map(chr, range(0x110000)):
