@@ -2,8 +2,7 @@
 
 Radford et al., arXiv 1511.06434. Layers, widths and initialisation follow the 4x4 stride-2 form of
 the PyTorch examples; sizes other than 64 px add or drop one stage per factor of two. `image_size`
-is a power of two, at least 16, else ``ValueError``. Parameters are counted with the defaults. The
-autoencoder is included because its activation gradients underflow FP16.
+is a power of two, at least 16, else ``ValueError``. Parameters are counted with the defaults.
 """
 
 from collections import OrderedDict
@@ -113,8 +112,8 @@ class ConvAutoencoder(nn.Module):
 
     The gradient of a mean squared error over N pixel values is at most ``2 * error / N`` per
     pixel, and without normalisation each layer below shrinks it further. At a batch of 1,437
-    three-channel 32 px images N is 2^22, so much of it lies below 2^-25, where FP16 rounds to 0.
-    This is the paper's section 3.2 at a size that trains in seconds.
+    three-channel 32 px images N is 2^22, so much of it lies below 2^-25, where FP16 rounds to 0:
+    the paper's section 3.2 at a size that trains in seconds.
 
     Weights and biases start like torch's convolutions, uniform in +-1/sqrt(fan_in): DCGAN's
     N(0, 0.02) relies on BatchNorm to restore the size of the activations. Input and output

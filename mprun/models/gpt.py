@@ -19,19 +19,10 @@ class GPT(nn.Module):
     Weights start normal with deviation 0.02, those that write into the residual stream with 0.02 /
     sqrt(2 * num_layers) (Radford et al., GPT-2, section 2.3), biases at zero.
 
-    Args:
-        vocab_size: entries of the table that is both embedding and output.
-        context_length: most tokens in a window.
-        kv_heads: heads of keys and values, each read by as many query heads (Ainslie et al., arXiv
-            2305.13245); None: as many as ``num_heads``.
-        norm: "layer" (LayerNorm) or "rms" (Zhang and Sennrich, arXiv 1910.07467).
-        positions: "learned", a vector added to each embedding; "rotary", queries and keys turned.
-        mlp: "gelu", 4 hidden units a unit; "swiglu" (Shazeer, arXiv 2002.05202), 8/3 rounded up to
-            a multiple of 64, so that it has as many weights.
-        qk_norm: a norm of queries and of keys in each head, before rotation.
-        attention: "fused", torch's kernel; "manual", its parts one by one, with the scores before
-            they are divided by the root of the head's size.
-        bias: give linear layers and LayerNorm a bias.
+    The arguments are the fields of `GPTConfig`. ``kv_heads`` are each read by as many query heads
+    (Ainslie et al., arXiv 2305.13245); ``norm`` "rms" is by Zhang and Sennrich (arXiv 1910.07467);
+    ``mlp`` "swiglu" (Shazeer, arXiv 2002.05202) has about as many weights as "gelu"; ``qk_norm`` is
+    before rotation.
     """
 
     def __init__(

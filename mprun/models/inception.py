@@ -136,10 +136,9 @@ def _built(
             kept = tuple(n // 2 for n in size) if isinstance(size, tuple) else size // 2
             where = {"stride": stride, "padding": kept if padding is None else padding}
             return unit(channels, filters, size, **where), filters
-        case Pool("max", stride, padding, ceil):
-            return nn.MaxPool2d(3, stride, padding, ceil_mode=ceil), channels
-        case Pool(_, stride, padding, ceil):
-            return nn.AvgPool2d(3, stride, padding, ceil_mode=ceil), channels
+        case Pool(kind, stride, padding, ceil):
+            pool = nn.MaxPool2d if kind == "max" else nn.AvgPool2d
+            return pool(3, stride, padding, ceil_mode=ceil), channels
         case Norm():
             return LocalResponseNorm(), channels
     branches, outputs = Branches(), 0
@@ -194,8 +193,8 @@ def googlenet(
 
     It has 6,998,552 parameters, and 13,378,280 with its two auxiliary heads. Weights are uniform
     with variance 1 / inputs, biases 0.2, but 0 in the layers that give logits. Images have 32 px or
-    more (published for 224). torchvision's network of that name is another one: BatchNorm, 3 x 3
-    for 5 x 5, no local response norm.
+    more (published for 224). torchvision's network of that name has BatchNorm, 3 x 3 for 5 x 5 and
+    no local response norm.
     """
 
     def head(channels: int) -> AuxiliaryHead:
