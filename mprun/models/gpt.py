@@ -46,18 +46,12 @@ class GPT(nn.Module):
         self.positions = (
             nn.Embedding(context_length, hidden_size) if positions == "learned" else None
         )
+        heads = num_heads, kv_heads or num_heads
         turned = context_length if positions == "rotary" else 0
+        of_heads, fused = norm if qk_norm else None, attention == "fused"
         self.blocks = nn.ModuleList(
             Block(
-                Attention(
-                    hidden_size,
-                    num_heads,
-                    kv_heads or num_heads,
-                    bias,
-                    norm if qk_norm else None,
-                    turned,
-                    attention == "fused",
-                ),
+                Attention(hidden_size, *heads, bias, of_heads, turned, fused),
                 (GELU if mlp == "gelu" else SwiGLU)(hidden_size, bias),
                 [_norm(norm, hidden_size, bias) for _ in range(2)],
             )

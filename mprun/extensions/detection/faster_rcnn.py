@@ -46,7 +46,7 @@ LEAST_SCORE, MOST_DETECTIONS = 0.05, 100
 
 
 class Limits(NamedTuple):
-    """Numbers for each image, with the published values."""
+    """Numbers of a network, with the published values; the first six are for each image."""
 
     anchors: int = 256  # in the first network's loss, at most half of them with an object
     regions: int = 128  # in the second network's loss, at most a quarter of them with an object
@@ -55,6 +55,9 @@ class Limits(NamedTuple):
     before_in_evaluation: int = 6000
     after_in_evaluation: int = 300
     least_side: float = 16  # shortest side of a proposal, in pixels
+    stride: int = 16  # pixels from one position of the backbone's map to the next
+    scales: tuple[float, ...] = (8, 16, 32)  # sides of the square anchors, in units of 16 px
+    pool: int = 7  # positions along a side of a pooled region
 
 
 def roi_pool(maps: Tensor, places: Tensor, size: int, scale: float) -> Tensor:
@@ -215,9 +218,7 @@ class FasterRCNN(nn.Module):
     Args:
         features: the backbone; its map has ``channels``.
         head: turns ``channels * pool * pool`` numbers into ``width``.
-        size: pixels along a side of an image; positions of the map are ``stride`` pixels apart.
-        scales: sides of the square anchors, in units of 16 px; three.
-        pool: positions along a side of a pooled region.
+        size: pixels along a side of an image.
         frozen: first convolutions, which keep their weights.
     """
 
@@ -229,15 +230,12 @@ class FasterRCNN(nn.Module):
         width: int,
         classes: int,
         size: int,
-        *,
-        stride: int,
-        scales: Sequence[float],
-        pool: int,
-        limits: Limits,
         frozen: int,
+        limits: Limits,
     ) -> None:
         super().__init__()
-        count, self.num_classes, self.limits = len(scales) * len(SHAPES), classes, limits
+        self.num_classes, self.limits = classes, limits
+        count = len(limits.scales) * len(SHAPES)
         self.features = features
         convolutions = [layer for layer in features if isinstance(layer, nn.Conv2d)]
         for layer in convolutions[:frozen]:
@@ -246,9 +244,9 @@ class FasterRCNN(nn.Module):
         self.shared = nn.Sequential(shared, nn.ReLU())
         self.objectness = nn.Conv2d(channels, 2 * count, 1)
         self.shifts = nn.Conv2d(channels, 4 * count, 1)
-        boxes = anchors(size, stride, scales)
+        boxes = anchors(size, limits.stride, limits.scales)
         self.proposals = Proposals(boxes, limits.anchors, limits.least_side / size)
-        self.pool, self.head = RegionPool(pool, size / stride), head
+        self.pool, self.head = RegionPool(limits.pool, size / limits.stride), head
         self.classes = nn.Linear(width, 1 + classes)
         self.offsets = nn.Linear(width, 4 * (1 + classes))
         self.regions = Regions(limits.regions)
@@ -354,19 +352,9 @@ def faster_rcnn_vgg16(
     torchvision's names of a VGG-16.
     """
     whole = vgg16(dropout=dropout)
-    network = FasterRCNN(
-        cast(nn.Sequential, whole.features[:-1]),
-        512,
-        nn.Sequential(nn.Flatten(), *whole.classifier[:-1]),
-        4096,
-        num_classes,
-        image_size,
-        stride=16,
-        scales=(8, 16, 32),
-        pool=7,
-        limits=Limits(),
-        frozen=frozen,
-    )
+    features = cast(nn.Sequential, whole.features[:-1])
+    head = nn.Sequential(nn.Flatten(), *whole.classifier[:-1])
+    network = FasterRCNN(features, 512, head, 4096, num_classes, image_size, frozen, Limits())
     if weights is not None:
         # fc6 and fc7 are one place further back here; fc8 has no counterpart.
         theirs = {"head.1.": "classifier.0.", "head.4.": "classifier.3."}
@@ -380,24 +368,12 @@ def faster_rcnn_small(num_classes: int, image_size: int, dropout: float, frozen:
     It has 115,581 parameters at 10 classes and nothing. Images of other sizes, a multiple of 4,
     have more positions.
     """
-    layers, channels, pool, units = nn.Sequential(), 32, 4, 128
+    limits = Limits(64, 32, 128, 32, 64, 16, 4, stride=4, scales=(1 / 2, 3 / 4, 1), pool=4)
+    layers, head, channels, units = nn.Sequential(), nn.Sequential(nn.Flatten()), 32, 128
     for layer in vgg_layers([(8, 1), (16, 1), (channels, 2)]):
         if isinstance(layer, nn.Conv2d):
             start_normal(layer, (2 / layer.weight[0].numel()) ** 0.5)  # He et al.
         layers.append(layer)
-    head: list[nn.Module] = [nn.Flatten()]
-    for width in (channels * pool * pool, units):
-        head += [nn.Linear(width, units), nn.ReLU(), nn.Dropout(dropout)]
-    return FasterRCNN(
-        layers[:-1],
-        channels,
-        nn.Sequential(*head),
-        units,
-        num_classes,
-        image_size,
-        stride=4,
-        scales=(1 / 2, 3 / 4, 1),
-        pool=pool,
-        limits=Limits(64, 32, 128, 32, 64, 16, 4),
-        frozen=frozen,
-    )
+    for width in (channels * limits.pool**2, units):
+        head.extend([nn.Linear(width, units), nn.ReLU(), nn.Dropout(dropout)])
+    return FasterRCNN(layers[:-1], channels, head, units, num_classes, image_size, frozen, limits)
