@@ -164,7 +164,7 @@ class SSD(nn.Module):
         extras: layers after the backbone, each of which gives a map.
         norms: norms of the first maps, before their convolutions; the backbone continues without
             them.
-        channels, boxes: of each map, the number of its channels and of default boxes at a position.
+        heads: of each map, the number of its channels and of default boxes at a position.
         freeze_backbone: train only the convolutions for boxes and classes.
     """
 
@@ -174,8 +174,7 @@ class SSD(nn.Module):
         tap: int,
         extras: Sequence[nn.Module],
         norms: Sequence[nn.Module],
-        channels: Sequence[int],
-        boxes: Sequence[int],
+        heads: Sequence[tuple[int, int]],
         classes: int,
         multibox: MultiBox,
         freeze_backbone: bool,
@@ -184,9 +183,8 @@ class SSD(nn.Module):
         self.features = Backbone(*features)
         self.features.tap = tap
         self.extras, self.norms = _OneAfterTheOther(extras), _OneForEach(norms)
-        pairs = list(zip(channels, boxes, strict=True))
-        self.offsets = _OneForEach(nn.Conv2d(c, 4 * n, 3, padding=1) for c, n in pairs)
-        self.classes = _OneForEach(nn.Conv2d(c, (1 + classes) * n, 3, padding=1) for c, n in pairs)
+        self.offsets = _OneForEach(nn.Conv2d(c, 4 * n, 3, padding=1) for c, n in heads)
+        self.classes = _OneForEach(nn.Conv2d(c, (1 + classes) * n, 3, padding=1) for c, n in heads)
         self.num_classes, self.multibox = classes, multibox
         for part in (self.features, self.extras, self.norms):
             part.requires_grad_(not freeze_backbone)
@@ -245,17 +243,9 @@ def ssd_mini(num_classes: int, image_size: int, freeze_backbone: bool) -> SSD:
     maps = image_size // 4, image_size // 8
     sizes = (0.25, 0.375, 0.5)  # digits have 0.25 to 0.5 of the side
     defaults = default_boxes(maps, [1 / side for side in maps], sizes, [(2, 3), (2, 3)])
-    network = SSD(
-        layers,
-        13,
-        extras=(),
-        norms=[L2Norm(32, 2.0), L2Norm(32, 2.0)],
-        channels=(32, 32),
-        boxes=(6, 6),
-        classes=num_classes,
-        multibox=MultiBox(defaults, mean=True, most_of_a_class=100),
-        freeze_backbone=freeze_backbone,
-    )
+    norms, heads = [L2Norm(32, 2.0), L2Norm(32, 2.0)], [(32, 6), (32, 6)]
+    multibox = MultiBox(defaults, mean=True, most_of_a_class=100)
+    network = SSD(layers, 13, (), norms, heads, num_classes, multibox, freeze_backbone)
     for layer in network.modules():
         if isinstance(layer, nn.Conv2d):
             start_normal(layer, (2 / layer.weight[0].numel()) ** 0.5)
@@ -290,17 +280,10 @@ def ssd300(num_classes: int, weights: str | None, freeze_backbone: bool) -> SSD:
     ratios = [(2,), (2, 3), (2, 3), (2, 3), (2,), (2,)]
     extras = [_smaller(1024, 256, 512, stride=2), _smaller(512, 128, 256, stride=2)]
     extras += [_smaller(256, 128, 256), _smaller(256, 128, 256)]
-    network = SSD(
-        layers,
-        22,
-        extras=extras,
-        norms=[L2Norm(512, 20.0)],
-        channels=(512, 1024, 512, 256, 256, 256),
-        boxes=[2 + 2 * len(own) for own in ratios],
-        classes=num_classes,
-        multibox=MultiBox(default_boxes((38, 19, 10, 5, 3, 1), steps, sizes, ratios), mean=False),
-        freeze_backbone=freeze_backbone,
-    )
+    heads = [(512, 4), (1024, 6), (512, 6), (256, 6), (256, 4), (256, 4)]
+    multibox = MultiBox(default_boxes((38, 19, 10, 5, 3, 1), steps, sizes, ratios), mean=False)
+    norms = [L2Norm(512, 20.0)]
+    network = SSD(layers, 22, extras, norms, heads, num_classes, multibox, freeze_backbone)
     for layer in network.modules():
         if isinstance(layer, nn.Conv2d):
             bound = (3 / layer.weight[0].numel()) ** 0.5

@@ -15,6 +15,7 @@ import hashlib
 import math
 import os
 import re
+from functools import partial
 from typing import Any, NamedTuple
 from xml.etree import ElementTree
 
@@ -192,7 +193,7 @@ class VocReader(Reader):
     """
 
     def __init__(
-        self, split: VocSplit, image_size: int, batch_size: int, seed: int | None, augmentation: str
+        self, image_size: int, augmentation: str, batch_size: int, split: VocSplit, seed: int | None
     ):
         super().__init__(len(split.images), split.images.source, batch_size, seed)
         self.split, self.image_size, self.seed = split, image_size, seed
@@ -280,13 +281,8 @@ class Voc(LoadedSource):
         train.targets[:, :, DIFFICULT] = 0
         held_out = VocSplit(folder, [("2007", "test")], difficult=True)
         workers = default_workers(device) if workers is None else workers
-        super().__init__(
-            VocReader(train, image_size, batch_size, seed, augmentation),
-            VocReader(held_out, image_size, batch_size, None, augmentation),
-            workers,
-            device,
-            prefetch,
-        )
+        reader = partial(VocReader, image_size, augmentation, batch_size)
+        super().__init__(reader(train, seed), reader(held_out, None), workers, device, prefetch)
         self.workers = workers
         self.num_classes = len(CLASSES)
         content = [(split.images.table, split.sizes, split.targets) for split in (train, held_out)]

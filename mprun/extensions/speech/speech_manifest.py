@@ -12,6 +12,7 @@ import math
 import os
 import wave
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -169,11 +170,11 @@ class UtteranceReader(Reader):
 
     def __init__(
         self,
-        utterances: Sequence[Utterance],
         spectrogram: Spectrogram,
         codes: dict[str, int],
         where: str,
         batch_size: int,
+        utterances: Sequence[Utterance],
         seed: int | None,
     ) -> None:
         super().__init__(len(utterances), where, batch_size, seed)
@@ -247,13 +248,8 @@ class SpeechManifest(LoadedSource):
             if not train:
                 raise ValueError(f"max_seconds={max_seconds:g}: no utterance is as short")
         workers = default_workers(device) if workers is None else workers
-        super().__init__(
-            UtteranceReader(train, spectrogram, codes, root, batch_size, seed),
-            UtteranceReader(held_out, spectrogram, codes, root, batch_size, None),
-            workers,
-            device,
-            prefetch,
-        )
+        reader = partial(UtteranceReader, spectrogram, codes, root, batch_size)
+        super().__init__(reader(train, seed), reader(held_out, None), workers, device, prefetch)
         self.workers = workers
         self.num_symbols = len(codes) + 1
         self.sha256 = digest.hexdigest()
