@@ -245,8 +245,8 @@ class AlexNet2012(nn.Module):
         layers = [m for m in self.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
         weight_std = (0.01, 0.01, 0.01, 0.01, 0.01, 0.005, 0.005, 0.01)
         biases = (0.0, 0.1, 0.0, 0.1, 0.1, 0.1, 0.1, 0.0)
-        for number, (layer, std, bias) in enumerate(zip(layers, weight_std, biases, strict=True)):
-            nn.init.normal_(layer.weight, std=std / width**0.5 if number else std)
+        for layer, std, bias in zip(layers, weight_std, biases, strict=True):
+            nn.init.normal_(layer.weight, std=std if layer is layers[0] else std / width**0.5)
             if layer.bias is not None:
                 nn.init.constant_(layer.bias, bias)
 

@@ -6,6 +6,7 @@ is a power of two, at least 16, else ``ValueError``. Parameters are counted with
 """
 
 from collections import OrderedDict
+from itertools import pairwise
 
 from torch import Tensor, nn
 
@@ -30,10 +31,9 @@ class Generator(nn.Module):
         norm: bool = True,
     ) -> None:
         super().__init__()
-        widths = _widths(image_size, generator_width)[::-1]
-        layers: OrderedDict[str, nn.Module] = OrderedDict()
-        inputs = latent_size
-        for i, outputs in enumerate(widths):
+        widths = [latent_size, *_widths(image_size, generator_width)[::-1]]
+        layers = OrderedDict[str, nn.Module]()
+        for i, (inputs, outputs) in enumerate(pairwise(widths)):
             # The first layer turns a 1x1 code into a 4x4 map; each later one doubles the size.
             stride, padding = (1, 0) if i == 0 else (2, 1)
             convolution = nn.ConvTranspose2d(inputs, outputs, 4, stride, padding, bias=not norm)
@@ -41,11 +41,9 @@ class Generator(nn.Module):
             if norm:
                 layers[f"norm{i}"] = nn.BatchNorm2d(outputs)
             layers[f"relu{i}"] = nn.ReLU()
-            inputs = outputs
-        layers[f"conv{len(widths)}"] = nn.ConvTranspose2d(inputs, channels, 4, 2, 1, bias=not norm)
-        layers["tanh"] = nn.Tanh()
-        self.layers = nn.Sequential(layers)
-        _initialise(self)
+        last = nn.ConvTranspose2d(widths[-1], channels, 4, 2, 1, bias=not norm)
+        layers |= {f"conv{len(widths) - 1}": last, "tanh": nn.Tanh()}
+        self.layers = _started(nn.Sequential(layers))
 
     def forward(self, codes: Tensor) -> Tensor:
         return self.layers(codes[:, :, None, None])
@@ -68,36 +66,34 @@ class Discriminator(nn.Module):
         norm: bool = True,
     ) -> None:
         super().__init__()
-        layers: OrderedDict[str, nn.Module] = OrderedDict()
-        inputs = channels
-        widths = _widths(image_size, discriminator_width)
-        for i, filters in enumerate(widths):
+        widths = [channels, *_widths(image_size, discriminator_width)]
+        layers = OrderedDict[str, nn.Module]()
+        for i, (inputs, filters) in enumerate(pairwise(widths)):
             layers[f"conv{i}"] = nn.Conv2d(inputs, filters, 4, 2, 1, bias=not norm)
             if norm and i > 0:
                 layers[f"norm{i}"] = nn.BatchNorm2d(filters)
             layers[f"relu{i}"] = nn.LeakyReLU(0.2)
-            inputs = filters
-        layers[f"conv{len(widths)}"] = nn.Conv2d(inputs, outputs, 4, 1, 0, bias=not norm)
-        self.layers = nn.Sequential(layers)
-        self.outputs = outputs
-        _initialise(self)
+        last = nn.Conv2d(widths[-1], outputs, 4, 1, 0, bias=not norm)
+        layers[f"conv{len(widths) - 1}"] = last
+        self.outputs, self.layers = outputs, _started(nn.Sequential(layers))
 
     def forward(self, images: Tensor) -> Tensor:
         logits = self.layers(images).flatten(1)
         return logits.squeeze(1) if self.outputs == 1 else logits
 
 
-def _initialise(module: nn.Module) -> None:
+def _started(layers: nn.Sequential) -> nn.Sequential:
     """Initialise convolutions with N(0, 0.02), BatchNorm gains with N(1, 0.02), biases with 0.
 
     See section 4 of the paper; the gains are those of its published code.
     """
-    for layer in module.modules():
+    for layer in layers:
         if isinstance(layer, (nn.Conv2d, nn.ConvTranspose2d, nn.BatchNorm2d)):
             mean = 1.0 if isinstance(layer, nn.BatchNorm2d) else 0.0
             nn.init.normal_(layer.weight, mean, 0.02)
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
+    return layers
 
 
 def _widths(image_size: int, width: int) -> list[int]:

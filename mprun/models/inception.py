@@ -199,15 +199,9 @@ def googlenet(
 
     def head(channels: int) -> AuxiliaryHead:
         filters, hidden = scaled(128, width), scaled(1024, width)
-        return AuxiliaryHead(
-            4,
-            ConvUnit(False, channels, filters),
-            nn.Flatten(),
-            nn.Linear(filters * 4 * 4, hidden),
-            nn.ReLU(inplace=True),
-            nn.Dropout(0.7),
-            nn.Linear(hidden, num_classes),
-        )
+        unit, connected = ConvUnit(False, channels, filters), nn.Linear(filters * 4 * 4, hidden)
+        last = nn.ReLU(inplace=True), nn.Dropout(0.7), nn.Linear(hidden, num_classes)
+        return AuxiliaryHead(4, unit, nn.Flatten(), connected, *last)
 
     heads = dict.fromkeys(("inception_4a", "inception_4d"), head) if aux_weight else {}
     return _started_as_caffe(Inception(_GOOGLENET, False, heads, num_classes, dropout, width))
