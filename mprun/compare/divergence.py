@@ -10,10 +10,7 @@ the baseline.
 A foreign log can only show (a): it has non-finite values among those that give its outcome. (c)
 does not apply to foreign logs, nor to GANs, whose losses measure no progress. It is also skipped
 where it can say nothing: no losses recorded in the first 20 steps, or a baseline whose own progress
-does not exceed the scatter of its single losses (with random labels, say). There 10 % of the
-progress would be noise.
-
-The outcome of a run is its final metric, or that it diverged.
+does not exceed the scatter of its single losses (with random labels, say).
 """
 
 import math
@@ -34,8 +31,7 @@ def divergences(
 ) -> list[tuple[str, int | None] | None]:
     """Return per run the reason and the step (None: not known), or None if it did not diverge.
 
-    For (c), a baseline run is compared with the other baseline runs, so a baseline run that learned
-    nothing is found. If there is no other, (c) is skipped.
+    For (c), a baseline run is compared with the others; if there is none, (c) is skipped.
     """
     if gan:
         return [_failed_itself(run) for run in runs]
@@ -105,11 +101,8 @@ def _learned_nothing(run: RunData, finals: list[tuple[RunData, float]]) -> tuple
     told = progress > max(0, _scatter([other for other, _ in others]))
     if not told or final <= start - LEAST_PROGRESS * progress:
         return None
-    return (
-        f"learned next to nothing: training loss {start:.4g} to {final:.4g}, "
-        f"baseline to {reached:.4g}",
-        run.last_step,
-    )
+    losses = f"training loss {start:.4g} to {final:.4g}, baseline to {reached:.4g}"
+    return f"learned next to nothing: {losses}", run.last_step
 
 
 def _finite_mean(losses: np.ndarray) -> float | None:
@@ -155,21 +148,15 @@ def outcomes(arm: Arm, baseline: Arm, question: Question) -> list[Outcome]:
 def refuse_other_lengths(arm: Arm, baseline: Arm, window: int) -> None:
     """Raise BadInput unless the last evaluations of all ended runs were at the same steps.
 
-    Runs of different length are different experiments, even if their configurations agree. Foreign
-    logs are judged at common steps. Call it only if no run diverged.
+    Foreign logs are judged at common steps. Call it only if no run diverged.
     """
-    expected = None
-    for run in ended_runs(baseline) + ended_runs(arm):
-        if run.foreign:
-            continue
-        steps = run.evals["step"][-window:].tolist()
-        if expected is None:
-            expected, first = steps, run
-        elif steps != expected:
+    runs = [run for run in ended_runs(baseline) + ended_runs(arm) if not run.foreign]
+    texts = [", ".join(f"{step:.0f}" for step in run.evals["step"][-window:]) for run in runs]
+    for run, text in zip(runs, texts, strict=True):
+        if text != texts[0]:
             raise BadInput(
-                f"{run.path}: evaluated last at step {_steps_text(steps)}, {first.path} at step "
-                f"{_steps_text(expected)}: must be the same, runs of different length are not "
-                "compared"
+                f"{run.path}: evaluated last at step {text or 'none'}, {runs[0].path} at step "
+                f"{texts[0] or 'none'}: must be the same, runs of different length are not compared"
             )
 
 
@@ -205,15 +192,18 @@ def _outcome(run: RunData, question: Question) -> Outcome:
         return Outcome(run.seed, math.nan, f"non-finite {metric}{where}", int(step))
     if question.as_logarithm and min(last) <= 0:
         raise BadInput(f"{asked}: is {min(last):g}; a perplexity must be above 0")
-    return Outcome(run.seed, _mean(last, geometric=question.as_logarithm))
+    if len(last) == 1:  # as recorded, to the bit
+        return Outcome(run.seed, last[0])
+    logs = map(math.log, last) if question.as_logarithm else last
+    mean = math.fsum(logs) / len(last)
+    return Outcome(run.seed, math.exp(mean) if question.as_logarithm else mean)
 
 
 def nonfinite_from(run: RunData, metric: str, window: int = 1) -> float | None:
     """Return the step from which on `metric` is not finite; None if its last values are finite.
 
-    The last values are the last `window` evaluations, or the last max(3, 10 %) values of a foreign
-    log. The result is the start of the non-finite stretch that contains the first bad value among
-    them.
+    It is the start of the non-finite stretch with the first bad value among the last: `window`
+    evaluations, or max(3, 10 %) of the values of a foreign log.
     """
     column, steps = run.evals[metric], run.evals["step"]
     width = foreign_width(len(column)) if run.foreign else window
@@ -248,19 +238,20 @@ def curve_facts(own: RunData, base: RunData, question: Question) -> dict[str, An
     )
     steps, at, base_at = np.intersect1d(steps, base_steps, return_indices=True)
     ours, theirs = ours[at], theirs[base_at]
-    facts: dict[str, Any] = {"steps": len(steps), "first_step": None}
+    identical = np.array_equal(ours, theirs, equal_nan=True)
     finite = np.isfinite(ours) & np.isfinite(theirs)
-    facts["identical"] = bool(len(steps)) and np.array_equal(ours, theirs, equal_nan=True)
+    facts: dict[str, Any] = {"steps": len(steps)}
     steps, ours, theirs = steps[finite], ours[finite], theirs[finite]
     if not len(steps):
-        return {"steps": facts["steps"]}
+        return facts
     relative = bool((theirs > 0).all())
     gaps = 100 * (ours / theirs - 1) if relative else ours - theirs
     beyond = np.flatnonzero(np.abs(gaps) > (1 if relative else np.inf))
     largest = int(np.argmax(np.abs(gaps)))
     return facts | {
-        "unit": "%" if relative else "",
         "first_step": float(steps[0]),
+        "identical": identical,
+        "unit": "%" if relative else "",
         "first": float(gaps[0]),
         "early": float(np.median(np.abs(gaps[:20]))),
         "beyond": float(steps[beyond[0]]) if len(beyond) else None,
@@ -291,15 +282,3 @@ def facts_text(facts: dict[str, Any]) -> str:
         f"largest {facts['largest']:+.2g}{unit} (step {facts['largest_step']:g}), "
         f"{facts['end']:+.2g}{unit} over the last tenth."
     )
-
-
-def _mean(values: list[float], *, geometric: bool) -> float:
-    if len(values) == 1:
-        return values[0]
-    if geometric:
-        return math.exp(math.fsum(map(math.log, values)) / len(values))
-    return math.fsum(values) / len(values)
-
-
-def _steps_text(steps: list[float]) -> str:
-    return ", ".join(f"{step:.0f}" for step in steps) or "none"

@@ -5,13 +5,11 @@ inside +-margin with error rate alpha if its two-sided (1 - 2 alpha) interval is
 mode minus baseline, with the sign chosen so that positive is worse. All functions take and return
 plain floats.
 
-Verdicts at planned numbers of seeds (`--looks 3,5,10`) keep their error rates over all looks
-together. Testing again after every few seeds gives more chances to be wrong than the 5 % of one
-test. The remedy is Pocock's (1977, Biometrika 64, 191-199): use the same stricter nominal alpha at
-every look. It is chosen so that the chance of any look crossing the boundary is 5 %. At the
-boundary the true difference equals the margin, or zero. There the joint distribution of the t
-statistics of nested looks depends only on the numbers of seeds, so one simulation gives the nominal
-alpha.
+Verdicts at planned numbers of seeds (`--looks 3,5,10`) keep their error rate over all looks
+together by Pocock's remedy (1977, Biometrika 64, 191-199): the same stricter nominal alpha at every
+look, so that the chance of any look crossing the boundary is 5 %. At the boundary the true
+difference equals the margin, or zero. There the joint distribution of the t statistics of nested
+looks depends only on the numbers of seeds, so one simulation gives the nominal alpha.
 """
 
 import math
@@ -73,10 +71,9 @@ def t_quantile(alpha: float, degrees: float) -> float:
 
 
 def paired_interval(own: Sequence[float], base: Sequence[float], alpha: float = ALPHA) -> Interval:
-    """Return the interval for the mean of own[i] - base[i], n >= 2 finite pairs.
+    """Return the interval for the mean of own[i] - base[i], n >= 2 finite pairs, else ValueError.
 
-    mean -/+ t(1 - alpha, n - 1) * s / sqrt(n), where s is the standard deviation of the
-    differences. Raises ValueError for fewer pairs or unequal lengths.
+    mean -/+ t(1 - alpha, n - 1) * s / sqrt(n), where s is the differences' standard deviation.
     """
     differences = [a - b for a, b in zip(own, base, strict=True)]
     mean, variance = mean_and_variance(differences)
@@ -148,10 +145,10 @@ def _labels(own: int, base: int) -> np.ndarray:
 
 
 def decide(interval: Interval, margin: float) -> str:
-    """Return the verdict's name (one of `findings.VERDICTS`); it needs at least 3 seeds.
+    """Return the verdict's name (one of `findings.VERDICTS`); `margin` in the interval's unit.
 
-    `margin` is above 0 and in the unit of the interval. Only an interval strictly inside (-margin,
-    margin) matches; failing to find a difference is never a match.
+    Only an interval strictly inside (-margin, margin) matches; failing to find a difference is
+    never a match.
     """
     if not 0 < margin < math.inf:
         raise ValueError(f"margin {margin}: must be above 0 and finite")
@@ -201,8 +198,8 @@ def sentence(
 ) -> str:
     """Return one sentence with the numbers for `name`, a verdict of `decide`.
 
-    `remedy` ends an inconclusive sentence; by default it says how many more seeds are needed.
-    `counted`: "seed" or "run".
+    remedy: what an inconclusive sentence begins with; by default, how many more seeds are needed.
+    counted: "seed" or "run".
     """
     found = difference_text(interval, unit, margin)
     around = f"the margin of ±{unit.size(margin, margin)}"
@@ -237,28 +234,7 @@ def difference_text(interval: Interval, unit: Unit, margin: float) -> str:
     return text + unit.suffix + ("; positive is worse)" if unit.turned else ")")
 
 
-def too_few_sentence(
-    count: int,
-    wanted: int,
-    difference: float | None,
-    margin: float | None,
-    unit: Unit | None,
-    counted: str = "seed",
-) -> str:
-    """Return the sentence for fewer than `wanted` seeds, which give no verdict.
-
-    difference: None if it is not known.
-    """
-    text = f"inconclusive: needs at least {wanted} {counted}s (has {count})."
-    if difference is None or margin is None or unit is None:
-        return text
-    so_far = unit.text(difference, margin, difference)
-    turned = " (positive is worse)" if unit.turned else ""
-    return f"{text} Difference so far: {so_far}{unit.suffix}{turned}."
-
-
 def _needs_text(interval: Interval, margin: float, counted: str) -> str:
-    """Return what would end an inconclusive verdict, e.g. `needs about 4 more seeds`."""
     needed = seeds_needed(interval, margin)
     if needed is None:
         return f"not reachable with more {counted}s (needs over {MOST_SEEDS})"
@@ -297,7 +273,6 @@ def mean_and_variance(values: Sequence[float]) -> tuple[float, float]:
 def _half_width(
     method: str, counts: tuple[int, int], variances: tuple[float, float], alpha: float
 ) -> float:
-    """Return half the width of the interval."""
     if method == "paired":
         return t_quantile(alpha, counts[0] - 1) * math.sqrt(variances[0] / counts[0])
     own, base = variances[0] / counts[0], variances[1] / counts[1]
@@ -315,12 +290,9 @@ DRAWS = 400_000  # standard error of the 5 %: 0.034 % (a third of a second for t
 def checked_looks(looks: Sequence[int]) -> tuple[int, ...]:
     """Return the looks as a tuple; ValueError unless two or more, ascending from at least 3."""
     plan = tuple(looks)
-    if len(plan) < 2:
-        raise ValueError(f"looks {_text(plan)}: must be two or more numbers of seeds")
-    if plan[0] < FEWEST_SEEDS:
-        raise ValueError(f"looks {_text(plan)}: the first must be at least {FEWEST_SEEDS} seeds")
-    if list(plan) != sorted(set(plan)):
-        raise ValueError(f"looks {_text(plan)}: must ascend")
+    if len(plan) < 2 or plan[0] < FEWEST_SEEDS or list(plan) != sorted(set(plan)):
+        told = ",".join(map(str, plan))
+        raise ValueError(f"looks {told}: must be two or more numbers of seeds, ascending from 3")
     return plan
 
 
@@ -329,18 +301,10 @@ def nominal_alpha(looks: tuple[int, ...], alpha: float = ALPHA, seed: int = 0) -
     """Return the one-sided alpha per look that gives all looks together `alpha`.
 
     It is the alpha-quantile of the smallest p-value over the looks, simulated for the paired t test
-    at the boundary. `looks` come from `checked_looks`; the result is deterministic for a given
-    `seed`.
+    at the boundary.
     """
-    smallest = smallest_p_values(checked_looks(looks), DRAWS, np.random.default_rng(seed))
-    return float(np.quantile(smallest, alpha))
-
-
-def smallest_p_values(
-    looks: tuple[int, ...], draws: int, generator: np.random.Generator
-) -> np.ndarray:
-    """Return float64 [draws]: the smallest one-sided p-value of `p_values` over the looks."""
-    return np.minimum.reduce(p_values(looks, draws, generator))
+    found = p_values(checked_looks(looks), DRAWS, np.random.default_rng(seed))
+    return float(np.quantile(np.minimum.reduce(found), alpha))
 
 
 @lru_cache(maxsize=512)
@@ -377,7 +341,3 @@ def p_values(
         statistic = mean / np.sqrt(squares / (count - 1) / count)
         found.append(stdtr(count - 1, statistic))
     return found
-
-
-def _text(looks: tuple[int, ...]) -> str:
-    return ",".join(str(look) for look in looks)

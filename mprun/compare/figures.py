@@ -7,37 +7,16 @@ from typing import cast
 import numpy as np
 from matplotlib.axes import Axes
 
+from mprun.compare import wording as text
 from mprun.compare.curves import curves, difference_rows, loss_scale
 from mprun.compare.findings import Group, Row, is_gan
 from mprun.compare.gap_growth import TRAINING, evaluation
 from mprun.compare.numerics import ProbedMode, numerics_figures
 from mprun.compare.verdict import GAN_LOSSES
-from mprun.compare.wording import (
-    answer,
-    baseline_name,
-    bytes_text,
-    costs_shown,
-    count_text,
-    difference_text,
-    interval,
-    level_text,
-    margin_text,
-    marked,
-    ratio_text,
-    unit,
-)
 from mprun.plots.panel import GREY, INK, MARKS, Drawing, Style, rows_panel
 
 _REACH = 8  # margins shown to either side of the interval plot; an arrow marks values further out
 _MOST_POINTS = 500  # more than a panel of this width can show
-_CPU_SPEED = (
-    "Measured on a CPU, where 16-bit arithmetic is emulated or slow: this speed says nothing about "
-    "a GPU."
-)
-_RESIDENT = (
-    "The resident set is that of the whole process: Python, torch and the emulation's temporary "
-    "FP32 copies are in it."
-)
 
 
 def group_figures(
@@ -48,7 +27,7 @@ def group_figures(
 ) -> list[Drawing]:
     """Draw all figures that the group has data for; call it inside `mprun.plots.panel.settings()`.
 
-    points: most points of a curve. probes: the result of `probed_modes` for the group.
+    points: most points of a curve.
     """
     points = min(points, _MOST_POINTS)
     runs = group.baseline.arm.runs
@@ -67,7 +46,7 @@ def group_figures(
         *(curves(group, styles, plot, points) for plot in plots),
         *(curves(group, styles, evaluation(metric), points) for metric in metrics),
         loss_scale(group, styles, points),
-        *((throughput(group, styles), memory(group, styles)) if costs_shown(group) else ()),
+        *((throughput(group, styles), memory(group, styles)) if text.costs_shown(group) else ()),
         *numerics_figures(list(probes), styles),
     ]
     return [drawing for drawing in drawings if drawing is not None]
@@ -86,12 +65,12 @@ def intervals(group: Group, styles: dict[str, Style]) -> Drawing | None:
         min(max(1.6 * margin, 1.1 * far), _REACH * margin) for far in (-min(lows), max(highs))
     )
     results = [f"{row.arm.label}: {_result(group, row)}" for row in group.rows]
-    around = f"±{margin_text(group)}"
+    around = f"±{text.margin_text(group)}"
     marks = [MARKS[row.verdict.name][0] for row in group.rows]
     figure, axes, at = rows_panel(
-        f"Difference to {baseline_name(group)} in {group.metric}",
+        f"Difference to {text.baseline_name(group)} in {group.metric}",
         list(map("{} {}".format, marks, results)),
-        f"difference{f' in {unit(group)}' if unit(group) else ''}, worse →",
+        f"difference{f' in {text.unit(group)}' if text.unit(group) else ''}, worse →",
         f"Matches = interval inside the shaded margin ({around}).",
     )
     axes.set_xlim(-left, right)
@@ -100,8 +79,9 @@ def intervals(group: Group, styles: dict[str, Style]) -> Drawing | None:
         _draw_interval(axes, y, shown, (-left, right), styles[row.arm.label].colour)
     return Drawing(
         "intervals",
-        f"Dot: difference; line: its {level_text(group)} confidence interval; shaded: the margin, "
-        f"{around}. To the right is worse; an arrow points to what lies outside the picture.",
+        f"Dot: difference; line: its {text.level_text(group)} confidence interval; shaded: the "
+        f"margin, {around}. To the right is worse; an arrow points to what lies outside the "
+        "picture.",
         f"Interval plot, margin {around}. {'; '.join(results)}.",
         figure,
     )
@@ -136,14 +116,19 @@ def throughput(group: Group, styles: dict[str, Style]) -> Drawing | None:
         return None
     per_second = f"{bars[0][0].arm.runs[0].sample}s/s"
     texts = [
-        f"{row.arm.label}: {marked(row, f'{count_text(speed)} {per_second}')}"
-        + (f", {ratio_text(row.speedup)}" if row.speedup and row is not group.baseline else "")
+        f"{row.arm.label}: {text.marked(row, f'{text.count_text(speed)} {per_second}')}"
+        + (f", {text.ratio_text(row.speedup)}" if row.speedup and row is not group.baseline else "")
         for row, speed in bars
     ]
-    caption = f"Median over the seeds; ratios: over {baseline_name(group)}'s on the same device."
+    caption = (
+        f"Median over the seeds; ratios: over {text.baseline_name(group)}'s on the same device."
+    )
     if any(run.environment.get("device") == "cpu" for run in group.every_run):
-        caption += f" {_CPU_SPEED}"
-    return _bars("Throughput", "throughput", caption, texts, bars, styles, per_second)
+        caption += (
+            " Measured on a CPU, where 16-bit arithmetic is emulated or slow: this speed says "
+            "nothing about a GPU."
+        )
+    return _bars("Throughput", caption, texts, bars, styles, per_second)
 
 
 def memory(group: Group, styles: dict[str, Style]) -> Drawing | None:
@@ -152,28 +137,33 @@ def memory(group: Group, styles: dict[str, Style]) -> Drawing | None:
     if not rows:
         return None
     texts = [
-        f"{row.arm.label}: {marked(row, bytes_text(row.peak_bytes))}"
+        f"{row.arm.label}: {text.marked(row, text.bytes_text(row.peak_bytes))}"
         + ("" if row is group.baseline else _memory_ratios(row))
         for row in rows
     ]
     measures = sorted({run.memory_measure for row in rows for run in row.arm.runs} - {""})
     caption = "Largest over the seeds"
     caption += f", measured as: {', '.join(measures)}." if measures else "."
-    caption += f" Ratios: over {baseline_name(group)}'s; for backward: tensors kept until then."
+    caption += (
+        f" Ratios: over {text.baseline_name(group)}'s; for backward: tensors kept until then."
+    )
     if "process resident set" in measures:
-        caption += f" {_RESIDENT}"
+        caption += (
+            " The resident set is that of the whole process: Python, torch and the emulation's "
+            "temporary FP32 copies are in it."
+        )
     bars = [(row, (row.peak_bytes or 0) / 2**20) for row in rows]
-    return _bars("Peak memory", "memory", caption, texts, bars, styles, "MiB")
+    return _bars("Peak memory", caption, texts, bars, styles, "MiB")
 
 
 def _memory_ratios(row: Row) -> str:
-    text = f", {ratio_text(row.memory_ratio)}" if row.memory_ratio else ""
-    return text + (f"; for backward {ratio_text(row.saved_ratio)}" if row.saved_ratio else "")
+    ratios = f", {text.ratio_text(row.memory_ratio)}" if row.memory_ratio else ""
+    kept = f"; for backward {text.ratio_text(row.saved_ratio)}" if row.saved_ratio else ""
+    return ratios + kept
 
 
 def _bars(
     title: str,
-    name: str,
     caption: str,
     texts: list[str],
     bars: list[tuple[Row, float]],
@@ -188,12 +178,13 @@ def _bars(
         axes.barh(y, value, 0.34, color=style.colour, hatch=hatch, edgecolor="white", linewidth=0)
     axes.set_xlim(0, 1.04 * float(np.max([value for _, value in bars])))
     axes.xaxis.set_major_formatter(lambda value, _: f"{value:,g}")
+    name = title.lower().removeprefix("peak ")
     return Drawing(name, caption, f"{title}. {'; '.join(texts)}.", figure)
 
 
 def _interval(group: Group, row: Row) -> tuple[float, float, float] | None:
     """Return the displayed difference, low and high; None unless all three are known."""
-    parts = interval(group, row.verdict)
+    *parts, _ = text.shown(group, row.verdict).values()
     if any(part is None or not math.isfinite(part) for part in parts):
         return None
     return cast(tuple[float, float, float], tuple(parts))
@@ -201,5 +192,5 @@ def _interval(group: Group, row: Row) -> tuple[float, float, float] | None:
 
 def _result(group: Group, row: Row) -> str:
     if _interval(group, row) is None:
-        return answer(group, row).removeprefix(row.arm.label).strip(" :.")
-    return f"{difference_text(group, row.verdict)}, {row.verdict.name}"
+        return text.answer(group, row).removeprefix(row.arm.label).strip(" :.")
+    return f"{text.difference_text(group, row.verdict)}, {row.verdict.name}"

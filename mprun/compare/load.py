@@ -1,13 +1,13 @@
 """Find run directories and read what a comparison needs of each: run.json and metrics.jsonl.
 
 The module also collects the notes that a reader needs beside the numbers: missing runs, how runs
-ended, different machines.
+ended, different machines, and what was really computed, from the audit in the records.
 """
 
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from operator import attrgetter
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,6 @@ def load_runs(
 ) -> tuple[list[RunData], list[str]]:
     """Load every run at or below the paths (and `baseline`) once, with notes on those left out.
 
-    A path is a run directory or a folder that is searched to any depth, links included. Hidden
-    folders, `_summary` and runs that a sweep put aside (`RUN.attemptN` beside `RUN`) are skipped.
     Of several runs with the same configuration, data and seed the first one that has an outcome
     counts (`first_with_outcome`); runs below `baseline` and other runs count separately.
 
@@ -42,13 +40,8 @@ def load_runs(
     broken run.json or metrics.jsonl.
     """
     found: dict[Path, Path] = {}  # resolved -> as given
-    for path in [Path(path) for path in paths] + ([] if baseline is None else [baseline]):
-        directories = list(run_directories(path))
-        if not directories:
-            raise BadInput(
-                f"{path}: no run there; give a run directory or a folder that holds runs"
-            )
-        for directory in directories:
+    for path in [*paths, *([] if baseline is None else [baseline])]:
+        for directory in run_directories(Path(path)):
             found.setdefault(directory.resolve(), directory)
     runs, notes = [], []
     for directory in found.values():
@@ -79,13 +72,17 @@ def is_below(path: Path, folder: Path | None) -> bool:
     return folder is not None and path.resolve().is_relative_to(folder.resolve())
 
 
-def run_directories(path: Path) -> Iterator[Path]:
-    """Yield the run directories at or below `path`, sorted; BadInput if it does not exist."""
+def run_directories(path: Path) -> list[Path]:
+    """Return the run directories at or below `path`, as `search` sorts them; BadInput if none."""
     if not path.exists():
         raise BadInput(f"{path}: no such file or directory")
-    if not path.is_dir():
-        raise BadInput(f"{path}: not a folder; give a run directory or a folder that holds runs")
-    yield from search(path, lambda folder: [folder] * (folder / "run.json").is_file())
+    found = []
+    if path.is_dir():
+        found = [*search(path, lambda folder: [folder] * (folder / "run.json").is_file())]
+    if not found:
+        problem = "no run there" if path.is_dir() else "not a folder"
+        raise BadInput(f"{path}: {problem}; give a run directory or a folder that holds runs")
+    return found
 
 
 def search(
@@ -93,9 +90,9 @@ def search(
 ) -> Iterator[Path]:
     """Yield what `found_in` finds in the folder itself, else in the folders below it, sorted.
 
-    The search skips hidden folders, `_summary`, runs that a sweep put aside (`RUN.attemptN` beside
-    `RUN`), links back up, and folders that vanish meanwhile. BadInput for a folder that cannot be
-    read.
+    The search follows links to any depth. It skips hidden folders, `_summary`, runs that a sweep
+    put aside (`RUN.attemptN` beside `RUN`), links back up, and folders that vanish meanwhile.
+    BadInput for a folder that cannot be read.
     """
     resolved = folder.resolve()
     if resolved in above:
@@ -140,18 +137,20 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
         )
     try:
         precision, environment = record["precision"], record["environment"]
-        memory, has_scale = record.get("memory", {}), precision["scaler"] != "none"
+        memory, data = record.get("memory", {}), record.get("data") or {}
+        # Equal names do not mean equal data: hash and size of its content are keys too.
+        about_data = {f"data.{k}": data[k] for k in ("sha256", "eval_samples") if k in data}
         return RunData(
             path=str(directory),
             mode=precision["mode"],
             scaler=precision["scaler"],
             **{name: record[name] for name in _RECORDED},
-            **dict(zip(_MEASURED, attrgetter(*_MEASURED)(columns), strict=True)),
+            **{name: getattr(columns, name) for name in _MEASURED},
             cause=record.get("cause"),
             last_step=record.get("last_step", columns.last_step),
             skipped=record.get("skipped", columns.skipped),
-            scale_range=columns.scale_range if has_scale else None,
-            keys=with_later_keys(flat(record["config"])) | _data_keys(record),
+            scale_range=None if precision["scaler"] == "none" else columns.scale_range,
+            keys=with_later_keys(flat(record["config"])) | about_data,
             usual_scaler=precision.get("usual_scaler"),
             sample=record.get("sample", "sample"),
             samples_per_s=record.get("throughput", {}).get("samples_per_s"),
@@ -166,12 +165,6 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
         )
     except KeyError as error:
         raise Damaged(f"{directory / 'run.json'}: no {error.args[0]!r}") from None
-
-
-def _data_keys(record: dict[str, Any]) -> dict[str, Any]:
-    """Return hash and size of the data's content as keys: equal names do not mean equal data."""
-    data = record.get("data") or {}
-    return {f"data.{key}": data[key] for key in ("sha256", "eval_samples") if key in data}
 
 
 def first_with_outcome(runs: Iterable[RunData], same, what: str) -> tuple[list[RunData], list[str]]:
@@ -258,19 +251,14 @@ def group_notes(baseline: Arm, arms: Sequence[Arm]) -> list[str]:
         notes.append(
             f"recorded with uncommitted changes to mprun: {', '.join(dirty)}; their code may differ"
         )
-    return notes + _not_ieee(baseline)
-
-
-def _not_ieee(baseline: Arm) -> list[str]:
-    """Return a note if products were below FP32; flags: see `mprun.precision.read_math_flags`."""
-    lowered = {
+    lowered = {  # see `mprun.precision.read_math_flags`
         f"{name.removesuffix('.fp32_precision')} {value}"
         for run in baseline.runs
         for name, value in run.flags.items()
         if name.endswith(".fp32_precision") and value != "ieee"
     }
     what = f"the baseline {baseline.label} did not compute FP32 products in full FP32"
-    return [f"{what}: {', '.join(sorted(lowered))}"] if lowered else []
+    return notes + ([f"{what}: {', '.join(sorted(lowered))}"] if lowered else [])
 
 
 def _machine(environment: dict[str, Any]) -> str:
@@ -285,3 +273,76 @@ _MUST_AGREE: dict[str, Callable[[dict[str, Any]], str]] = {
     "mprun": lambda environment: environment.get("mprun", "unknown"),
     "commit of mprun": lambda environment: (environment.get("commit") or "unknown")[:12],
 }
+_AUDITED = {
+    "left_the_model": "tensors left the model beside its outputs",
+    "written_in_a_call": "parameters written by the model itself",
+}
+_ALIKE = 0.01  # a smaller difference of shares does not count; they are shown in whole per cent
+
+
+def audit_of(runs: Sequence[RunData]) -> dict[str, Any] | None:
+    """Return the combined audit of `runs`; None if none of them was watched.
+
+    Runs of an earlier mprun and logs of other tools have no audit.
+
+    Returns:
+        watched: steps (for a script, calls and passes). products: dtype -> share of the products of
+        both passes, whatever their size, largest first. left_the_model, written_in_a_call,
+        optimizers, not_watched: names, each once.
+    """
+    audits = [run.audit for run in runs if run.audit.get("watched")]
+    if not audits:
+        return None
+    watched = sum(audit["watched"] for audit in audits)
+    found: dict[str, Any] = {"watched": watched, "products": _shares(audits)}
+    for name in (*_AUDITED, "optimizers"):
+        found[name] = sorted({one for audit in audits for one in audit.get(name, ())})
+    unseen = {audit["not_watched"] for audit in audits if audit.get("not_watched")}
+    return found | {"not_watched": sorted(unseen)}
+
+
+def products_text(audit: Mapping[str, Any] | None) -> str:
+    """Return the shares of products, the largest first: "fp16 85 %, fp32 15 %"."""
+    return "not watched" if audit is None else _shares_text(audit["products"])
+
+
+def audit_notes(runs: Sequence[RunData]) -> list[str]:
+    """Return notes on seeds that disagree, tensors that left a model and written parameters."""
+    notes = []
+    watched = [run for run in runs if run.audit.get("watched")]
+    shares = [_shares([run.audit]) for run in watched]
+    dtypes = {dtype for one in shares for dtype in one}
+    by_dtype = [[one.get(dtype, 0.0) for one in shares] for dtype in dtypes]
+    if any(max(own) - min(own) > _ALIKE for own in by_dtype):
+        seeds: dict[str, list[str]] = {}
+        for run, one in zip(watched, shares, strict=True):
+            seeds.setdefault(_shares_text(one), []).append(str(run.seed))
+        told = (
+            f"{text} (seed{'s' * (len(own) > 1)} {', '.join(own)})" for text, own in seeds.items()
+        )
+        notes.append(f"the seeds computed their products differently: {'; '.join(told)}")
+    for name, what in _AUDITED.items():
+        found = sorted({one for run in watched for one in run.audit.get(name, ())})
+        if found:
+            more = f" and {len(found) - 5} more" if len(found) > 5 else ""
+            notes.append(f"{what}: {', '.join(found[:5])}{more}")
+    return notes
+
+
+def _shares(audits: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    counts: Counter[str] = Counter()
+    for audit in audits:
+        for name, count in audit.get("products", {}).items():
+            counts[name.rpartition(" ")[2]] += count
+    return {dtype: count / counts.total() for dtype, count in counts.most_common() if count}
+
+
+def _shares_text(shares: Mapping[str, float]) -> str:
+    """Return shares in whole per cent; only exact 1 is "100 %", and none is "0 %"."""
+
+    def text(share: float) -> str:
+        if share == 1:
+            return "100 %"
+        return "<1 %" if share < 0.005 else ">99 %" if share >= 0.995 else f"{100 * share:.0f} %"
+
+    return ", ".join(f"{dtype} {text(share)}" for dtype, share in shares.items()) or "none"

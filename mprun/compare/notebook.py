@@ -7,14 +7,13 @@ light or dark.
 """
 
 import hashlib
-import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup
 
 from mprun.compare import wording as text
@@ -48,74 +47,11 @@ def load(path: str | Path) -> "RecordedRuns":
         BadInput: There is no run.
         Damaged: A run.json is not a record.
     """
-    path = Path(path)
-    runs = [RecordedRun(directory) for directory in run_directories(path)]
-    if not runs:
-        raise BadInput(f"{path}: no run there; give a run directory or a folder that holds runs")
-    return RecordedRuns(runs)
+    return RecordedRuns([RecordedRun(directory) for directory in run_directories(Path(path))])
 
 
-class RecordedRun:
-    """One run directory; its files are read on first use.
-
-    Attributes:
-        path: The run directory.
-        record: The content of run.json: status, versions, commit, device, flags, timings.
-    """
-
-    def __init__(self, path: str | Path):
-        self.path = Path(path)
-        self.record: dict[str, Any] = read_run_record(self.path)
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        """Return the resolved configuration, nested; empty if none was recorded."""
-        if "config" in self.record:
-            return self.record["config"]
-        return read_config(self.path) if (self.path / "config.yaml").is_file() else {}
-
-    @property
-    def mode(self) -> str | None:
-        """Return the name of the precision mode."""
-        return self.record.get("precision", {}).get("mode")
-
-    @property
-    def scaler(self) -> str | None:
-        """Return the name of the loss scaler."""
-        return self.record.get("precision", {}).get("scaler")
-
-    @property
-    def seed(self) -> int | None:
-        """Return the run's seed."""
-        return self.record.get("seed")
-
-    @property
-    def status(self) -> str | None:
-        """Return done, diverged, failed, preempted or running."""
-        return self.record.get("status")
-
-    @property
-    def cause(self) -> str | None:
-        """Return why the run ended, if it is not done."""
-        return self.record.get("cause")
-
-    @property
-    def last_step(self) -> int:
-        """Return the last recorded step, from 1; 0 before the first."""
-        recorded: int | None = self.record.get("last_step")
-        if recorded is not None:
-            return recorded
-        return max((record.get("step", 0) for record in self._metrics), default=0)
-
-    @property
-    def metrics(self) -> dict[str, float]:
-        """Return "loss", "top1", "perplexity", ... of the final evaluation, else of the newest."""
-        final = self.record.get("final")
-        if final is not None:
-            return {name: float(value) for name, value in final.items()}
-        columns = self.columns("evals")
-        names = [name for name in columns if name not in _NO_METRIC]
-        return {name: float(columns[name][-1]) for name in names}
+class _Frames(ABC):
+    """The frames that a run and a sequence of runs have in common."""
 
     @property
     def train(self) -> "DataFrame":
@@ -141,18 +77,68 @@ class RecordedRun:
         """
         return _frame(self.columns("probes"))
 
+    @abstractmethod
     def columns(self, part: Part) -> Columns:
         """Return the data of `train`, `evals` or `probes` without pandas: name -> array [rows].
 
         A number that a record lacks is NaN. The result is empty if nothing was recorded.
         """
+
+
+class RecordedRun(_Frames):
+    """One run directory; its files are read on first use.
+
+    Attributes:
+        path: The run directory.
+        record: The content of run.json: status, versions, commit, device, flags, timings.
+        mode, scaler: The names of the precision mode and the loss scaler; None: not recorded.
+        seed: The run's seed.
+        status: done, diverged, failed, preempted or running.
+        cause: Why the run ended, if it is not done.
+    """
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.record: dict[str, Any] = read_run_record(self.path)
+        precision = self.record.get("precision", {})
+        self.mode: str | None = precision.get("mode")
+        self.scaler: str | None = precision.get("scaler")
+        self.seed: int | None = self.record.get("seed")
+        self.status: str | None = self.record.get("status")
+        self.cause: str | None = self.record.get("cause")
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """Return the resolved configuration, nested; empty if none was recorded."""
+        if "config" in self.record:
+            return self.record["config"]
+        return read_config(self.path) if (self.path / "config.yaml").is_file() else {}
+
+    @property
+    def last_step(self) -> int:
+        """Return the last recorded step, from 1; 0 before the first."""
+        if (recorded := self.record.get("last_step")) is not None:
+            return recorded
+        return max((record.get("step", 0) for record in self._metrics), default=0)
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Return "loss", "top1", "perplexity", ... of the final evaluation, else of the newest."""
+        final = self.record.get("final")
+        if final is not None:
+            return {name: float(value) for name, value in final.items()}
+        columns = self.columns("evals")
+        names = [name for name in columns if name not in _NO_METRIC]
+        return {name: float(columns[name][-1]) for name in names}
+
+    def columns(self, part: Part) -> Columns:
+        """Return the data of a part, see `_Frames.columns`."""
         if part == "probes":
             return _columns([row for probe in self._probes for row in _probe_rows(probe)])
-        split = {"train": "train", "evals": "eval"}.get(part)
-        if split is None:
+        if part not in ("train", "evals"):
             raise BadInput(f"columns {part!r}: must be train, evals or probes")
-        records = [record for record in self._metrics if record.get("split") == split]
-        columns = _columns(records)
+        split = part.removesuffix("s")
+        columns = _columns([record for record in self._metrics if record.get("split") == split])
         columns.pop("split", None)
         return columns
 
@@ -180,11 +166,10 @@ class RecordedRun:
         return f"{line}{self.last_step}{metrics and f'; {metrics}'}>"
 
     def _repr_html_(self) -> str:
-        found = {name: cell for name, cell in _texts(self._summary).items() if cell}
-        return _html(tables=[_table([found])])
+        return _html(tables=[text.filled([_texts(self._summary)], {})])
 
 
-class RecordedRuns(Sequence[RecordedRun]):
+class RecordedRuns(_Frames, Sequence[RecordedRun]):
     """A sequence of runs, whose frames have the columns run, mode and seed in front."""
 
     def __init__(self, runs: Sequence[RecordedRun]):
@@ -230,21 +215,6 @@ class RecordedRuns(Sequence[RecordedRun]):
         """Return a row per run: path, mode, scaler, seed, status, last step, metrics, cause."""
         return _frame(_columns([run._summary for run in self]))
 
-    @property
-    def train(self) -> "DataFrame":
-        """Return `RecordedRun.train` of all runs, concatenated."""
-        return _frame(self.columns("train"))
-
-    @property
-    def evals(self) -> "DataFrame":
-        """Return `RecordedRun.evals` of all runs, concatenated."""
-        return _frame(self.columns("evals"))
-
-    @property
-    def probes(self) -> "DataFrame":
-        """Return `RecordedRun.probes` of all runs, concatenated."""
-        return _frame(self.columns("probes"))
-
     def columns(self, part: Part) -> Columns:
         """Return the columns as `RecordedRun.columns` does, with run, mode and seed in front."""
         parts: list[tuple[dict[str, Any], int]] = []
@@ -266,18 +236,18 @@ class RecordedRuns(Sequence[RecordedRun]):
     def __repr__(self) -> str:
         if len(self) == 1:
             return repr(self.one)
-        header, *rows = _table([_texts(run._summary) for run in self._runs[:_MOST_ROWS]])
-        widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in (header, *rows)]
-        return "\n".join([*lines, *self._more()])
+        table, more = self._shown()
+        return "\n".join([*text.aligned(table), *more])
 
     def _repr_html_(self) -> str:
-        table = _table([_texts(run._summary) for run in self._runs[:_MOST_ROWS]])
-        return _html(tables=[table], lines=self._more())
+        table, more = self._shown()
+        return _html(tables=[table], lines=more)
 
-    def _more(self) -> list[str]:
+    def _shown(self) -> tuple[list[list[str]], list[str]]:
+        """Return the table of the first runs, and a line on the rest."""
         rest = len(self) - _MOST_ROWS
-        return [f"... {rest} more runs"] if rest > 0 else []
+        table = text.filled([_texts(run._summary) for run in self._runs[:_MOST_ROWS]], {})
+        return table, [f"... {rest} more runs"] if rest > 0 else []
 
 
 class ComparedRuns(Comparison):
@@ -297,9 +267,8 @@ class ComparedRuns(Comparison):
 
     def columns(self) -> Columns:
         """Return the data of `verdicts` without pandas: name -> array [rows]."""
-        return _columns(
-            [_verdict_row(group, row) for group in self.groups for row in group.every_row]
-        )
+        rows = [_verdict_row(group, row) for group in self.groups for row in group.every_row]
+        return _columns(rows)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of results.json (`mprun compare --json`), in JSON's own types."""
@@ -351,35 +320,31 @@ class ComparedRuns(Comparison):
 
 
 def _verdict_row(group: Group, row: Row) -> dict[str, Any]:
-    own, verdict = row is group.baseline, row.verdict
+    verdict = row.verdict
     low, high = row.scale_range or (None, None)
-    return {
+    found = {
         "group": group.title,
         "mode": row.arm.label,
-        "verdict": "baseline" if own else verdict.name,
+        "verdict": verdict.name,
         "metric": group.metric,
         "mean": row.mean,
-        **(
-            dict.fromkeys(("difference", "low", "high", "margin"))
-            if own
-            else text.shown(group, row)
-        ),
+        **text.shown(group, verdict),
         "unit": text.unit(group),
-        "level": None if own else verdict.level,
-        "method": None if own else verdict.method,
+        "level": verdict.level,
+        "method": verdict.method,
         "runs": len(verdict.seeds or row.outcomes),
         "diverged": sum(outcome.diverged is not None for outcome in row.outcomes),
         "skipped": row.skipped,
         "lowest_scale": low,
         "highest_scale": high,
-        "samples_per_s": row.samples_per_s,
-        "speedup": row.speedup,
-        "peak_bytes": row.peak_bytes,
-        "memory_ratio": row.memory_ratio,
-        "saved_ratio": row.saved_ratio,
-        "emulated": row.emulated,
-        "sentence": "" if own else verdict.sentence,
     }
+    for name in ("samples_per_s", "speedup", "peak_bytes", "memory_ratio", "saved_ratio"):
+        found[name] = getattr(row, name)
+    found |= {"emulated": row.emulated, "sentence": verdict.sentence}
+    if row is group.baseline:  # it is judged against nothing
+        unknown = ("difference", "low", "high", "margin", "level", "method")
+        found |= {**dict.fromkeys(unknown), "verdict": "baseline", "sentence": ""}
+    return found
 
 
 def _figures(group: Group) -> list[Markup]:
@@ -470,30 +435,12 @@ def _texts(row: dict[str, Any]) -> dict[str, str]:
     """Format the cells of a row: floats in four digits, whole numbers in full."""
 
     def cell(value: Any) -> str:
-        match value:
-            case None:
-                return ""
-            case float() if math.isfinite(value):
-                return text.value_text(value)
-        return " ".join(str(value).split())
+        shown = text.value_text(value) if isinstance(value, float | None) else str(value)
+        return " ".join(shown.split())
 
     return {name: cell(value) for name, value in row.items()}
 
 
-def _table(rows: Sequence[dict[str, str]]) -> list[list[str]]:
-    """Return header and rows without empty columns."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    kept = [name for name in names if any(row.get(name) for row in rows)]
-    return [kept, *([row.get(name, "") for name in kept] for row in rows)]
-
-
 def _html(**given: Any) -> str:
-    templates = Environment(
-        loader=FileSystemLoader(Path(__file__).with_name("templates")),
-        autoescape=True,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        undefined=StrictUndefined,
-    )
     empty: dict[str, Any] = dict.fromkeys(("groups", "tables", "stamps", "lines"), ())
-    return templates.get_template("notebook.html").render(**{**empty, **given})
+    return text.templates().get_template("notebook.html").render(**{**empty, **given})

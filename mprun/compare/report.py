@@ -11,22 +11,21 @@ import hashlib
 import io
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from mprun.compare import wording as text
 from mprun.compare.divergence import MOST_SKIPS_IN_A_ROW
 from mprun.compare.equivalence import ALPHA, FEWEST_SEEDS
 from mprun.compare.figures import group_figures
-from mprun.compare.findings import Comparison, Group, is_gan
-from mprun.compare.numerics import PREFIX, ProbedMode, probed_modes
+from mprun.compare.findings import Comparison, Group, RunData, is_gan
+from mprun.compare.numerics import PREFIX, probed_modes
 from mprun.config.keys import flat
 from mprun.errors import BadInput
-from mprun.plots.panel import INK, MARKS, Drawing, Style, inline_svg, settings, styles
+from mprun.plots.panel import INK, MARKS, Drawing, inline_svg, settings, styles
 
 LIMIT = 1_000_000  # bytes of report.html
 _DPI = 160
@@ -58,22 +57,11 @@ def _two_lines(plain: str) -> Markup:
     return first + (below.format(rest) if bracket else "")
 
 
-def _lines(plain: str) -> Markup:
-    """Put each line on its own line."""
-    return Markup("<br>").join(plain.split("\n"))
-
-
-_TEMPLATES = Environment(
-    loader=FileSystemLoader(Path(__file__).with_name("templates")),
-    autoescape=True,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    undefined=StrictUndefined,
-)
+_TEMPLATES = text.templates()
 _TEMPLATES.filters |= {
     "powers": _powers,
     "two_lines": _two_lines,
-    "lines": _lines,
+    "lines": lambda plain: Markup("<br>").join(plain.split("\n")),
     "capital": lambda plain: plain[:1].upper() + plain[1:],
     # A label may break after an underscore.
     "breakable": lambda label: escape(label).replace("_", Markup("_<wbr>")),
@@ -93,17 +81,10 @@ _TEMPLATES.globals |= {
 
 
 def write_folder(comparison: Comparison, folder: Path) -> Path:
-    """Write report.html, report.md, results.json and the figures into `folder`.
+    """Write report.html, report.md, results.json and the figures; return the page's path.
 
-    Args:
-        comparison: The finished comparison.
-        folder: Created if missing; an earlier comparison in it is replaced.
-
-    Returns:
-        The path of report.html.
-
-    Raises:
-        BadInput: The folder holds something else, or cannot be created.
+    An earlier comparison in `folder` is replaced. BadInput if the folder holds something else or
+    cannot be created.
     """
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"--out {folder}: must be a folder")
@@ -146,19 +127,10 @@ def write_report(comparison: Comparison, folder: Path) -> Path:
     The same comparison gives the same bytes.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [row for group in comparison.groups for row in group.every_row]
-    looks = styles(row.arm.label for row in rows)
-    report = _Report(comparison, looks, folder)
-    with settings():
-        page = report.fitting_page()
     path = folder / "report.html"
-    path.write_text(page, encoding="utf-8")
+    with settings():
+        path.write_text(_Report(comparison, folder).fitting_page(), encoding="utf-8")
     return path
-
-
-def numerics_html(modes: Sequence[ProbedMode], looks: dict[str, Style]) -> Markup:
-    """Return the tables of the probes, with explanations; empty without a probe."""
-    return render("numerics.html", probes=modes, colours=_colours(looks))
 
 
 def render(template: str, **given: Any) -> Markup:
@@ -166,15 +138,15 @@ def render(template: str, **given: Any) -> Markup:
     return Markup(_TEMPLATES.get_template(template).render(**given).strip())
 
 
-def _colours(looks: dict[str, Style]) -> dict[str, str]:
-    return {label: style.colour.replace(INK, "currentColor") for label, style in looks.items()}
-
-
 class _Report:
     """The page of a comparison, built with less and less content until it fits."""
 
-    def __init__(self, comparison: Comparison, looks: dict[str, Style], folder: Path):
-        self.comparison, self.looks, self.folder = comparison, looks, folder
+    def __init__(self, comparison: Comparison, folder: Path):
+        self.comparison, self.folder = comparison, folder
+        rows = [row for group in comparison.groups for row in group.every_row]
+        self.looks = styles(row.arm.label for row in rows)
+        colours = {label: style.colour for label, style in self.looks.items()}
+        self.colours = {name: one.replace(INK, "currentColor") for name, one in colours.items()}
         self.probes = {group.slug: probed_modes(group) for group in comparison.groups}
         self.full: dict[str, list[dict[str, Any]]] = {}
 
@@ -219,21 +191,18 @@ class _Report:
     ) -> Markup:
         full = (points, kept) == _LEVELS[0]
         pictures = self.full[group.slug] if full else self._pictures(group, points, kept)
-        colours = _colours(self.looks)
         alike, differing = _environment(group)
         methods = {row.verdict.method for row in group.rows if row.verdict.method}
         how = {"paired": "paired by seed", "Welch": "unpaired (Welch)"}
+        labels = [row.arm.label for row in group.every_row]
         return render(
             "group.html",
             comparison=self.comparison,
             group=group,
             several=len(self.comparison.groups) > 1,
-            colours=colours,
+            colours=self.colours,
             columns=_columns(group),
-            modes=[
-                {"label": row.arm.label, "colour": colours[row.arm.label]}
-                for row in group.every_row
-            ],
+            modes=[{"label": label, "colour": self.colours[label]} for label in labels],
             pictures=pictures,
             samples=samples(group) if kept is None else [],
             probes=self.probes[group.slug],
@@ -284,21 +253,19 @@ def _facts(group: Group) -> dict[str, str]:
     """Return the recorded facts, name -> value: what was run, where, with what and when."""
     runs, every = group.every_run, group.every_row
 
-    def told(*values: Any) -> str:
+    def told(read: Callable[[RunData], Any]) -> str:
         """Return the different recorded values, at most three of them."""
-        known = list(dict.fromkeys(str(value) for value in values if value))
+        known = list(dict.fromkeys(str(value) for run in runs if (value := read(run))))
         more = [f"{len(known) - 3} more"] if len(known) > 3 else []
         return "; ".join([*known[:3], *more])
 
     def learned(kind: str) -> str:
-        return told(*(run.keys.get(f"{kind}.factory", run.choices.get(kind)) for run in runs))
+        return told(lambda run: run.keys.get(f"{kind}.factory", run.choices.get(kind)))
 
     seeds = text.seeds_text({outcome.seed for row in every for outcome in row.outcomes})
-    foreign = group.baseline.arm.foreign
-    steps = told(*(run.keys.get("train.steps") for run in runs))
+    foreign, base = group.baseline.arm.foreign, text.baseline_name(group)
     dates = sorted({run.created[:10] for run in runs if run.created})
-    batches = told(*(run.keys.get("data.batch_size") for run in runs))
-    base = text.baseline_name(group)
+    batches = told(lambda run: run.keys.get("data.batch_size"))
     found = {
         "Baseline": "" if foreign or base == "FP32" else base,
         "Model": learned("model"),
@@ -306,12 +273,13 @@ def _facts(group: Group) -> dict[str, str]:
         "Runs": f"{len(runs)}, in {len(every)} modes"
         + (f", seeds {seeds}" if group.by_seed else "")
         + (", logs of another tool" if foreign else ""),
-        "Steps": steps or told(f"{max((run.last_step for run in runs), default=0):,}"),
-        "Hardware": told(*(_hardware(run.environment) for run in runs)),
+        "Steps": told(lambda run: run.keys.get("train.steps"))
+        or f"{max((run.last_step for run in runs), default=0):,}",
+        "Hardware": told(lambda run: _hardware(run.environment)),
         "16-bit products": told(
-            *(run.half_products.replace("none", "").replace("-", " ") for run in runs)
+            lambda run: run.half_products.replace("none", "").replace("-", " ")
         ),
-        "torch": told(*((run.environment.get("packages") or {}).get("torch") for run in runs)),
+        "torch": told(lambda run: (run.environment.get("packages") or {}).get("torch")),
         "Date": " to ".join(dict.fromkeys([*dates[:1], *dates[-1:]])),
     }
     return {name: value for name, value in found.items() if value}

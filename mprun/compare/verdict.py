@@ -7,13 +7,11 @@ the equivalence test, at fixed seeds or at planned looks.
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 
 from mprun.compare import equivalence
-from mprun.compare.computed import audit_notes, audit_of
 from mprun.compare.divergence import (
     baseline_progress,
     curve_facts,
@@ -25,7 +23,7 @@ from mprun.compare.divergence import (
 from mprun.compare.equivalence import FEWEST_SEEDS, Unit
 from mprun.compare.findings import Arm, Group, Outcome, Question, Row, RunData, Verdict, is_gan
 from mprun.compare.grouping import ProtoGroup
-from mprun.compare.load import post_mortems
+from mprun.compare.load import audit_notes, audit_of, post_mortems
 from mprun.config.metrics import HIGHER_IS_BETTER, IN_POINTS, default_margin
 from mprun.errors import BadInput
 
@@ -36,30 +34,27 @@ CONCLUSIVE = ("matches", "worse", "better")
 FIRST_STEPS_WARNING = 0.05
 
 
-class _Values(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class _Values:
     """The judged values of both arms after pairing: seeds ascending, lower is better."""
 
+    question: Question
+    arms: tuple[Arm, Arm]  # the mode, the baseline
     method: str  # "paired" or "Welch"
     own_seeds: list[int]
     base_seeds: list[int]
     own: list[float]
     base: list[float]
-    reference: str  # the baseline's name
-    named: tuple[dict[int, str], dict[int, str]]  # seed -> name of the run, for both arms
-    foreign: bool  # read from another tool's logs
-    unit: str  # what is counted: "seed", or "run" if no seeds are known
-
-    def first(self, count: int) -> "_Values":
-        """Return the values of the first `count` seeds of both arms."""
-        return self._replace(
-            **{name: getattr(self, name)[:count] for name in ("own_seeds", "base_seeds")},
-            **{name: getattr(self, name)[:count] for name in ("own", "base")},
-        )
 
     @property
     def fewest(self) -> int:
         """Return the number of seeds of the smaller arm."""
         return min(len(self.own), len(self.base))
+
+    @property
+    def unit(self) -> str:
+        """Return what is counted: "seed", or "run" if no seeds are known."""
+        return "seed" if self.question.by_seed else "run"
 
 
 def judge(arm: Arm, baseline: Arm, question: Question) -> tuple[Verdict, list[Outcome]]:
@@ -72,35 +67,37 @@ def judge(arm: Arm, baseline: Arm, question: Question) -> tuple[Verdict, list[Ou
     """
     own, base = (outcomes(one, baseline, question) for one in (arm, baseline))
     beforehand = _beforehand(own, base, baseline, question)
+    more = list(dict.fromkeys(arm.left_out + baseline.left_out))
     if beforehand is not None:
         seeds, base_seeds = ([outcome.seed for outcome in every] for every in (own, base))
-        verdict = Verdict(*beforehand, seeds=seeds, baseline_seeds=base_seeds)
-        verdict.left_out = list(dict.fromkeys(arm.left_out + baseline.left_out))
-        return verdict, own
+        return Verdict(*beforehand, seeds=seeds, baseline_seeds=base_seeds, left_out=more), own
     refuse_other_lengths(arm, baseline, question.window)
     values = _values(own, base, question, (arm, baseline), question.by_seed)
-    verdict = (_at_looks if question.looks else _at_all_seeds)(values, question)
+    verdict = (_at_looks if question.looks else _at_all_seeds)(values)
     if len(own) == len(base) == 1:
         verdict.facts = curve_facts(arm.runs[0], baseline.runs[0], question)
         verdict.sentence += " " + facts_text(verdict.facts)
     without = _without_partner(own, base, values)
     if without:
         everything = _values(own, base, question, (arm, baseline), by_seed=False)
-        verdict.sentence += f" Left out, {without}.{_over_all(everything, question)}"
-    more = list(dict.fromkeys(arm.left_out + baseline.left_out))
+        verdict.sentence += f" Left out, {without}.{_over_all(everything)}"
     verdict.sentence += f" Left out: {'; '.join(more)}." if more else ""
     verdict.left_out = [without] * bool(without) + more
     return verdict, own
 
 
-def pairing(own: Sequence[int], base: Sequence[int]) -> tuple[str, list[int], list[int]]:
+def pairing(
+    own: Sequence[int], base: Sequence[int], by_seed: bool = True
+) -> tuple[str, list[int], list[int]]:
     """Return ("paired" or "Welch", the mode's seeds used, the baseline's), seeds ascending.
 
-    The test is paired if at least 3 seeds are shared or one list contains the other; else it is
-    Welch's, over all seeds. Only the seed lists decide, never which interval comes out shorter.
+    The test is paired if at least 3 seeds are shared or one list contains the other; else, and
+    without `by_seed`, it is Welch's, over all seeds. Only the seed lists decide, never which
+    interval comes out shorter.
     """
     shared = set(own) & set(base)
-    if len(shared) >= FEWEST_SEEDS or len(shared) == min(len(set(own)), len(set(base))):
+    enough = len(shared) >= FEWEST_SEEDS or len(shared) == min(len(set(own)), len(set(base)))
+    if by_seed and enough:
         return "paired", sorted(shared), sorted(shared)
     return "Welch", sorted(own), sorted(base)
 
@@ -155,34 +152,19 @@ def _values(
         return -value if question.higher_is_better else value
 
     of_own, of_base = ({one.seed: judged(one.value) for one in arm} for arm in (own, base))
-    method, own_seeds, base_seeds = (
-        pairing(list(of_own), list(of_base))
-        if by_seed
-        else ("Welch", sorted(of_own), sorted(of_base))
-    )
+    method, own_seeds, base_seeds = pairing(list(of_own), list(of_base), by_seed)
     values = [of_own[seed] for seed in own_seeds], [of_base[seed] for seed in base_seeds]
-    baseline = arms[1]
-    return _Values(
-        *(method, own_seeds, base_seeds, *values),
-        reference=baseline.reference,
-        named=(_run_names(arms[0]), _run_names(baseline)),
-        foreign=baseline.foreign,
-        unit="seed" if question.by_seed else "run",
-    )
+    return _Values(question, arms, method, own_seeds, base_seeds, *values)
 
 
-def _run_names(arm: Arm) -> dict[int, str]:
-    """Return seed -> "seed 3", or the path if the run is a foreign log."""
-    return {run.seed: run.path if run.foreign else f"seed {run.seed}" for run in arm.runs}
-
-
-def _margin_and_unit(values: _Values, question: Question) -> tuple[float, Unit]:
+def _margin_and_unit(values: _Values) -> tuple[float, Unit]:
     """Return the margin in the unit of the judged values, and the unit to show differences in.
 
     Raises BadInput for a relative margin if the mean is not distinguishable from 0: within two
     standard errors, without one run that stands out. Raises it also for an absolute margin of half
     a distinguishable mean or more.
     """
+    question, baseline = values.question, values.arms[1]
     setting, turned = question.margin_setting, question.higher_is_better
     mean = abs(math.fsum(values.base) / len(values.base))
     place = equivalence.outlier(values.base)
@@ -191,9 +173,9 @@ def _margin_and_unit(values: _Values, question: Question) -> tuple[float, Unit]:
     if len(usual) >= FEWEST_SEEDS:
         middle, variance = equivalence.mean_and_variance(usual)
         zero = abs(middle) <= 2 * math.sqrt(variance / len(usual))
-    asked = f"{'--margin ' if values.foreign else 'compare.margin='}{setting:g}"
-    judged = f"log {question.metric}" if question.as_logarithm else question.metric
-    of_mean = f"the mean {judged} of {values.reference}"
+    asked = f"{'--margin ' if baseline.foreign else 'compare.margin='}{setting:g}"
+    log = "log " if question.as_logarithm else ""
+    of_mean = f"the mean {log}{question.metric} of {baseline.reference}"
     if question.relative:
         if zero:
             raise BadInput(
@@ -207,14 +189,14 @@ def _margin_and_unit(values: _Values, question: Question) -> tuple[float, Unit]:
             f"{asked}: is absolute, and {of_mean} is {mean:.3g}: must be below half of it, "
             f"{mean / 2:.3g} (of a fraction half a point is 0.005)"
         )
-    points = question.metric in IN_POINTS and not values.foreign
+    points = question.metric in IN_POINTS and not baseline.foreign
     return setting, Unit(1.0, " points" if points else "", turned)
 
 
-def _at_all_seeds(values: _Values, question: Question) -> Verdict:
+def _at_all_seeds(values: _Values) -> Verdict:
     if values.fewest < FEWEST_SEEDS:
-        return _too_few(values, question, FEWEST_SEEDS)
-    verdict = _tested(values, question, equivalence.ALPHA)
+        return _too_few(values, FEWEST_SEEDS)
+    verdict = _tested(values, equivalence.ALPHA)
     if verdict.needed:
         looks = values.fewest, values.fewest + verdict.needed
         verdict.sentence += (
@@ -225,14 +207,14 @@ def _at_all_seeds(values: _Values, question: Question) -> Verdict:
     return verdict
 
 
-def _at_looks(values: _Values, question: Question) -> Verdict:
+def _at_looks(values: _Values) -> Verdict:
     """Return the first conclusive look's verdict, else that of the last look with enough seeds."""
-    plan = equivalence.checked_looks(question.looks)
+    plan = equivalence.checked_looks(values.question.looks)
     available = values.fewest
     taken = [look for look in plan if look <= available]
     if not taken:
-        return _too_few(values, question, plan[0])
-    if not question.by_seed:
+        return _too_few(values, plan[0])
+    if not values.question.by_seed:
         if len(values.own) != len(values.base) or taken[-1] != available:
             raise BadInput(
                 f"--looks {','.join(map(str, plan))}: {len(values.own)} and {len(values.base)} "
@@ -244,41 +226,37 @@ def _at_looks(values: _Values, question: Question) -> Verdict:
     for look in taken:
         later = [other for other in plan if other > look]
         remedy = f"wait for the look at {later[0]} seeds" if later else "this was the last look"
-        verdict = _tested(values.first(look), question, alpha, remedy)
+        names = ("own_seeds", "base_seeds", "own", "base")
+        seeds = replace(values, **{name: getattr(values, name)[:look] for name in names})
+        verdict = _tested(seeds, alpha, remedy)
         if verdict.name in CONCLUSIVE:
             break
     verdict.look, verdict.needed = look, None
-    if later and verdict.name not in CONCLUSIVE:
-        verdict.needed = later[0] - available
     verdict.sentence += f" Look at {look} seeds of the plan {', '.join(map(str, plan))}"
-    verdict.sentence += _what_follows(verdict, available - look) + "."
-    return verdict
-
-
-def _what_follows(verdict: Verdict, unused: int) -> str:
-    """Return what happens to the seeds beyond the look that gave the verdict."""
-    next_look = f"; the next needs {_seeds_text(verdict.needed)} more" if verdict.needed else ""
-    if unused == 0:
-        return next_look
-    seeds = _seeds_text(unused)
+    rest = _seeds_text(available - look) if available > look else ""
     if verdict.name in CONCLUSIVE:
-        return f"; it stands, {seeds} not used"
-    return f"{next_look}, {seeds} waiting for it" if next_look else f"; {seeds} beyond it not used"
+        verdict.sentence += f"; it stands, {rest} not used" if rest else ""
+    elif later:
+        verdict.needed = later[0] - available
+        verdict.sentence += f"; the next needs {_seeds_text(verdict.needed)} more"
+        verdict.sentence += f", {rest} waiting for it" if rest else ""
+    else:
+        verdict.sentence += f"; {rest} beyond it not used" if rest else ""
+    verdict.sentence += "."
+    return verdict
 
 
 def _seeds_text(count: int, counted: str = "seed") -> str:
     return f"{count} {counted}{'' if count == 1 else 's'}"
 
 
-def _tested(
-    values: _Values, question: Question, alpha: float, remedy: str | None = None
-) -> Verdict:
-    margin, unit = _margin_and_unit(values, question)
+def _tested(values: _Values, alpha: float, remedy: str | None = None) -> Verdict:
+    margin, unit = _margin_and_unit(values)
     paired = values.method == "paired"
     estimate = equivalence.paired_interval if paired else equivalence.welch_interval
     interval = estimate(values.own, values.base, alpha)
     name = equivalence.decide(interval, margin)
-    words = values.reference, remedy, values.unit
+    words = values.arms[1].reference, remedy, values.unit
     sentence = equivalence.sentence(name, interval, margin, unit, *words)
     half = (interval.high - interval.low) / 2
     least = None if name in CONCLUSIVE or half <= margin else half
@@ -291,8 +269,8 @@ def _tested(
         sentence += _unconfirmed(name, values, margin, alpha)
     return Verdict(
         name,
-        sentence + _strange(values, question),
-        *values[:3],
+        sentence + _strange(values),
+        *(values.method, values.own_seeds, values.base_seeds),
         difference=interval.difference,
         low=interval.low,
         high=interval.high,
@@ -304,13 +282,10 @@ def _tested(
 
 
 def _unconfirmed(name: str, values: _Values, margin: float, alpha: float) -> str:
-    """Return a warning if a test without assumptions on the noise does not confirm a claim.
-
-    Returns nothing if the smallest possible p is not far enough below alpha (six pairs, 3 and 3
-    runs): a single rearrangement would decide.
-    """
+    """Return a warning if a test without assumptions on the noise does not confirm a claim."""
     paired = values.method == "paired"
     p, least = equivalence.permutation_p(name, values.own, values.base, paired, margin)
+    # Six pairs, or 3 and 3 runs, have too few rearrangements: a single one would decide.
     if least > alpha / 5 or p <= alpha:
         return ""
     return (
@@ -319,77 +294,78 @@ def _unconfirmed(name: str, values: _Values, margin: float, alpha: float) -> str
     )
 
 
-def _strange(values: _Values, question: Question) -> str:
+def _strange(values: _Values) -> str:
     """Return what speaks against the test in the values: no scatter, or one far from all."""
-    text = ""
+    text, question, (mode, baseline) = "", values.question, values.arms
     arms = [
-        (values.own, values.own_seeds, "this mode", values.named[0]),
-        (values.base, values.base_seeds, values.reference, values.named[1]),
+        (values.own, values.own_seeds, "this mode", mode),
+        (values.base, values.base_seeds, baseline.reference, baseline),
     ]
-    for arm, _, whose, _ in arms if values.foreign else ():
-        if len(set(arm)) == 1:
+    for shown, _, whose, _ in arms if baseline.foreign else ():
+        if len(set(shown)) == 1:
             text += (
-                f" All {len(arm)} runs of {whose} ended with the same value: such a test says "
+                f" All {len(shown)} runs of {whose} ended with the same value: such a test says "
                 "nothing of other runs."
             )
-    paired = values.method == "paired"
-    if paired:  # the differences are tested
+    verb, of, sign = "ended", "at ", -1 if question.higher_is_better else 1
+    if values.method == "paired":  # the differences are tested; positive stays worse
         both = [a - b for a, b in zip(values.own, values.base, strict=True)]
-        arms = [(both, *arms[0][1:])]
-    for arm, seeds, whose, named in arms:
-        place = equivalence.outlier(arm)
+        verb, of, sign, arms = "differs", "by ", 1, [(both, *arms[0][1:])]
+    for judged, seeds, whose, arm in arms:
+        place = equivalence.outlier(judged)
         if place is None:
             continue
-        others = [_shown(value, question, paired) for i, value in enumerate(arm) if i != place]
-        verb, of = ("differs", "by ") if paired else ("ended", "at ")
+        shown = [sign * value for value in judged]
+        if verb == "ended" and question.as_logarithm:
+            shown = [math.exp(value) for value in shown]
+        others = [*shown[:place], *shown[place + 1 :]]
+        run = next(run for run in arm.runs if run.seed == seeds[place])
         text += (
-            f" One stands out: {named[seeds[place]]} of {whose} {verb} {of}"
-            f"{_shown(arm[place], question, paired):.4g}, the others {of}{min(others):.4g} to "
-            f"{max(others):.4g}; look at that run before more are made."
+            f" One stands out: {run.path if run.foreign else f'seed {run.seed}'} of {whose} {verb} "
+            f"{of}{shown[place]:.4g}, the others {of}{min(others):.4g} to {max(others):.4g}; look "
+            "at that run before more are made."
         )
     return text
 
 
-def _shown(value: float, question: Question, is_difference: bool) -> float:
-    """Return a judged value in the metric's unit; for differences, positive stays worse."""
-    if is_difference:
-        return value
-    value = -value if question.higher_is_better else value
-    return math.exp(value) if question.as_logarithm else value
-
-
-def _too_few(values: _Values, question: Question, wanted: int) -> Verdict:
+def _too_few(values: _Values, wanted: int) -> Verdict:
     """Return no verdict for fewer than `wanted` seeds, with the difference so far if known."""
-    has, difference, margin, unit = values.fewest, None, None, None
-    if any(values.base) or not question.relative:
-        margin, unit = _margin_and_unit(values, question)
+    has, counted = values.fewest, f"{values.unit}s"
+    seeds = values.method, values.own_seeds, values.base_seeds
+    sentence = f"inconclusive: needs at least {wanted} {counted} (has {has})."
+    verdict = Verdict("inconclusive", sentence, *seeds, needed=wanted - has)
     if has:
         own, base = (math.fsum(arm) / len(arm) for arm in (values.own, values.base))
-        difference = own - base
-    sentence = equivalence.too_few_sentence(has, wanted, difference, margin, unit, values.unit)
-    verdict = Verdict("inconclusive", sentence, *values[:3], difference=difference)
-    verdict.margin, verdict.needed = margin, wanted - has
+        verdict.difference = own - base
+    # A relative margin needs a mean; an arm may have no run.
+    if values.base and (any(values.base) or not values.question.relative):
+        verdict.margin, unit = _margin_and_unit(values)
+        if verdict.difference is not None:
+            so_far = unit.text(verdict.difference, verdict.margin, verdict.difference)
+            turned = " (positive is worse)" if unit.turned else ""
+            verdict.sentence += f" Difference so far: {so_far}{unit.suffix}{turned}."
     return verdict
 
 
 def _without_partner(own: list[Outcome], base: list[Outcome], values: _Values) -> str:
     """Name the seeds that pairing left out: "having no partner: seed 6 of this mode"."""
-    parts = []
-    modes = (own, values.own_seeds, "this mode"), (base, values.base_seeds, values.reference)
-    for arm, used, name in modes:
-        extra = [outcome.seed for outcome in arm if outcome.seed not in used]
+    parts, reference = [], values.arms[1].reference
+    for arm, used, name in (
+        (own, values.own_seeds, "this mode"),
+        (base, values.base_seeds, reference),
+    ):
+        extra = [str(outcome.seed) for outcome in arm if outcome.seed not in used]
         if extra:
-            word = "seed" if len(extra) == 1 else "seeds"
-            parts.append(f"{word} {', '.join(map(str, extra))} of {name}")
+            parts.append(f"seed{'s' * (len(extra) > 1)} {', '.join(extra)} of {name}")
     return f"having no partner: {'; '.join(parts)}" if parts else ""
 
 
-def _over_all(values: _Values, question: Question) -> str:
+def _over_all(values: _Values) -> str:
     """Return the unpaired result over all runs, for when pairing left some out."""
     if values.fewest < FEWEST_SEEDS:
         return ""
     try:
-        margin, unit = _margin_and_unit(values, question)
+        margin, unit = _margin_and_unit(values)
     except BadInput:  # the runs that were compared do have a margin
         return ""
     interval = equivalence.welch_interval(values.own, values.base)
@@ -487,15 +463,20 @@ def _row(arm: Arm, baseline: Arm, verdict: Verdict, own: list[Outcome]) -> Row:
     costs = _costs(ended)
     # Ratios need the same device and the same probing on both sides.
     alike = len({_device(run) for run in (*ended, *base)}) == 1
-    ratios = map(_ratio, costs, _costs(base)) if alike else (None, None, None)
-    speedup, memory_ratio, saved_ratio = ratios
+    speedup, memory_ratio, saved_ratio = (
+        one / other if alike and one is not None and other else None
+        for one, other in zip(costs, _costs(base), strict=True)
+    )
+    ranges = [run.scale_range for run in ended if run.scale_range]
     return Row(
         arm=arm,
         verdict=verdict,
         outcomes=own,
         mean=statistics.fmean(finite) if finite else None,
         skipped=None if arm.foreign else sum(run.skipped for run in ended),
-        scale_range=_reached([run.scale_range for run in ended if run.scale_range]),
+        scale_range=(min(low for low, _ in ranges), max(high for _, high in ranges))
+        if ranges
+        else None,
         samples_per_s=costs[0],
         speedup=speedup,
         peak_bytes=costs[1],
@@ -504,14 +485,6 @@ def _row(arm: Arm, baseline: Arm, verdict: Verdict, own: list[Outcome]) -> Row:
         audit=audit_of(arm.runs),
         notes=post_mortems(arm.runs) + audit_notes(arm.runs),
     )
-
-
-def _reached(ranges: list[tuple[float, float]]) -> tuple[float, float] | None:
-    return (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else None
-
-
-def _ratio(own: float | None, base: float | None) -> float | None:
-    return None if own is None or not base else own / base
 
 
 def _costs(runs: list[RunData]) -> tuple[float | None, int | None, int | None]:
@@ -546,9 +519,9 @@ def _first_distance(own: RunData, other: RunData) -> float | None:
 
 def _check_first_steps(row: Row, baseline: Arm) -> None:
     """Set the row's distance over the first steps at equal seeds, the median over the seeds."""
-    others = {run.seed: run for run in baseline.runs}
-    pairs = [(run, others[run.seed]) for run in row.arm.runs if run.seed in others]
-    medians = [found for pair in pairs if (found := _first_distance(*pair)) is not None]
+    pairs = [(run, other) for run in row.arm.runs for other in baseline.runs]
+    medians = [_first_distance(*pair) for pair in pairs if pair[0].seed == pair[1].seed]
+    medians = [distance for distance in medians if distance is not None]
     if not medians:
         return
     row.first_steps = statistics.median(medians)

@@ -1,25 +1,27 @@
 """Put the comparison into words: numbers and rows as text, report.md, console, results.json.
 
-Every output formats numbers with these functions, and a row's cells with `cells`.
+Every output formats numbers with these functions, and every table is made by `filled`.
 """
 
 import math
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from mprun.compare.computed import products_text
 from mprun.compare.findings import Comparison, Gap, Group, Row, Verdict
+from mprun.compare.load import products_text
 from mprun.config.metrics import IN_POINTS
 from mprun.record.console import columns, markdown_table
+
+if TYPE_CHECKING:
+    from jinja2 import Environment
 
 
 def value_text(value: float | None) -> str:
     """Return four significant digits; empty for None."""
-    if value is None:
-        return ""
-    return f"{value:.4g}" if math.isfinite(value) else str(value)
+    return "" if value is None else f"{value:.4g}"
 
 
 def mean_text(group: Group, row: Row) -> str:
@@ -43,13 +45,10 @@ def unit(group: Group) -> str:
 
 
 def scaled(group: Group, verdict: Verdict, value: float | None) -> float | None:
-    """Return a verdict's difference in the unit for readers: % of the baseline, or unchanged.
-
-    The margin in the verdict's unit is margin_setting times the baseline's mean. This gives that
-    mean as it was judged (the logarithm, for perplexity).
-    """
+    """Return a verdict's difference in the unit for readers: % of the baseline, or unchanged."""
     if value is None or not group.relative:
         return value
+    # The verdict's margin is margin_setting times the mean as judged (the logarithm of perplexity).
     if verdict.margin and math.isfinite(verdict.margin):
         return 100 * value * group.margin_setting / verdict.margin
     mean = group.baseline.mean
@@ -63,7 +62,7 @@ def difference_text(group: Group, verdict: Verdict) -> str:
 
     It is "0 (identical)" if every run ended with the same value as its counterpart.
     """
-    parts = interval(group, verdict)
+    *parts, _ = shown(group, verdict).values()
     if parts == [0, 0, 0]:
         return "0 (identical)"
     known = [part for part in parts if part is not None and math.isfinite(part)]
@@ -87,16 +86,10 @@ def signed(value: float, margin: float, beside: Sequence[float], factor: float =
     return text if text.strip("+-0.,") else text[1:]
 
 
-def interval(group: Group, verdict: Verdict) -> list[float | None]:
-    """Return difference, low and high, converted by `scaled`."""
-    numbers = (verdict.difference, verdict.low, verdict.high)
-    return [scaled(group, verdict, number) for number in numbers]
-
-
-def shown(group: Group, row: Row) -> dict[str, float | None]:
+def shown(group: Group, verdict: Verdict) -> dict[str, float | None]:
     """Return difference, low, high and margin in the unit for readers, converted by `scaled`."""
-    numbers = _fields(row.verdict, ("difference", "low", "high", "margin"))
-    return {name: scaled(group, row.verdict, number) for name, number in numbers.items()}
+    numbers = _fields(verdict, "difference low high margin")
+    return {name: scaled(group, verdict, number) for name, number in numbers.items()}
 
 
 def margin_text(group: Group) -> str:
@@ -113,10 +106,7 @@ def baseline_name(group: Group) -> str:
 
 
 def question(comparison: Comparison) -> str:
-    """Return the question that a page answers: "does lower precision match FP32?".
-
-    It names another baseline if there is one.
-    """
+    """Return the question that a page answers, with its baseline."""
     names = {baseline_name(group) for group in comparison.groups if not group.baseline.arm.foreign}
     if names <= {"FP32"}:
         return "does lower precision match FP32?"
@@ -142,9 +132,8 @@ def answer(group: Group, row: Row) -> str:
 
 def metric_name(group: Group) -> str:
     """Return the metric's name with its window, for headings."""
-    if group.window > 1:
-        return f"{group.metric} (mean of the last {group.window} evaluations)"
-    return group.metric
+    over = f" (mean of the last {group.window} evaluations)" if group.window > 1 else ""
+    return group.metric + over
 
 
 def level_text(group: Group) -> str:
@@ -177,10 +166,12 @@ def ratio_text(ratio: float | None) -> str:
 
 def scale_text(scale_range: tuple[float, float] | None) -> str:
     """Return a range of loss scales with powers of two written as such: "2^9 to 2^16"."""
-    if scale_range is None:
-        return ""
-    low, high = (_power(value) for value in scale_range)
-    return low if low == high else f"{low} to {high}"
+    texts = []
+    for value in scale_range or ():
+        half, exponent = math.frexp(value)
+        is_power = half == 0.5 and abs(exponent - 1) > 3
+        texts.append(f"2^{exponent - 1}" if is_power else f"{value:g}")
+    return " to ".join(dict.fromkeys(texts))
 
 
 def bytes_text(count: float | None) -> str:
@@ -210,47 +201,28 @@ def setting_text(value: Any) -> str:
 def cells(group: Group, row: Row) -> dict[str, str]:
     """Return column name -> text for a row, in the order of every table.
 
-    The baseline shows speed and memory themselves, the other rows show ratios. Neither is shown if
-    it comes from emulation (`costs_shown`).
+    The baseline shows speed and memory themselves, the other rows show ratios.
     """
-    own, verdict = row is group.baseline, row.verdict
-    speed = f"{count_text(row.samples_per_s)}/s" if row.samples_per_s else ""
-    speed, peak = (
-        marked(row, text) if costs_shown(group) else ""
-        for text in (
-            speed if own else ratio_text(row.speedup),
-            bytes_text(row.peak_bytes) if own else ratio_text(row.memory_ratio),
-        )
-    )
+    own, verdict, speed = row is group.baseline, row.verdict, ratio_text(row.speedup)
+    if own:
+        speed = f"{count_text(row.samples_per_s)}/s" if row.samples_per_s else ""
+    peak = bytes_text(row.peak_bytes) if own else ratio_text(row.memory_ratio)
+    speed, peak = (marked(row, text) if costs_shown(group) else "" for text in (speed, peak))
+    products, comma, rest = products_text(row.audit).partition(", ")
+    watched = any(other.audit for other in group.every_row)
     return {
         "verdict": "baseline" if own else verdict.name,
         "mode": row.arm.label,
         "mean": mean_text(group, row),
         "difference": "" if own else difference_text(group, verdict),
         "seeds": _counted_text(group, row),
-        "products": _products_cell(group, row),
+        "products": products + (f" ({rest})" if comma else "") if watched else "",
         "skipped updates": "" if row.skipped is None else count_text(row.skipped),
         "loss scale": scale_text(row.scale_range),
         "speed": speed,
         "peak memory": peak,
         "kept for backward": "" if own else ratio_text(row.saved_ratio),
     }
-
-
-def _products_cell(group: Group, row: Row) -> str:
-    """Return "fp16 85 % (fp32 15 %)"; empty if no run of the group was watched."""
-    if not any(other.audit for other in group.every_row):
-        return ""
-    first, comma, rest = products_text(row.audit).partition(", ")
-    return f"{first} ({rest})" if comma else first
-
-
-def computed_text(group: Group) -> str:
-    """Return a sentence on the dtypes of each mode's products; empty if not known."""
-    if not any(row.audit for row in group.every_row):
-        return ""
-    told = (f"{row.arm.label}: {products_text(row.audit)}" for row in group.every_row)
-    return f"Products computed in: {'; '.join(told)}."
 
 
 def counted_name(group: Group) -> str:
@@ -269,10 +241,7 @@ def _counted_text(group: Group, row: Row) -> str:
 
 
 def costs_shown(group: Group) -> bool:
-    """Return whether to show speed and peak memory.
-
-    They are hidden if all modes, or the baseline that all ratios refer to, were emulated.
-    """
+    """Return whether speed and peak memory are those of the baseline and of some mode."""
     modes = [row.emulated for row in group.rows if row.arm.runs]
     return not group.baseline.emulated and not (modes and all(modes))
 
@@ -295,22 +264,41 @@ def costs_text(group: Group) -> str:
 
 
 def table(group: Group, heads: dict[str, str]) -> list[list[str]]:
-    """Return header and rows of a group, without empty columns.
+    """Return `filled` of a group's cells; heads: names to show instead, "" hides a column."""
+    return filled([cells(group, row) for row in group.every_row], heads)
 
-    heads: column names to show instead; "" hides a column.
+
+def filled(rows: Sequence[dict[str, str]], heads: dict[str, str]) -> list[list[str]]:
+    """Return header and rows without empty columns; a row may lack cells."""
+    names = dict.fromkeys(name for row in rows for name in row if heads.get(name, name))
+    kept = [name for name in names if any(row.get(name) for row in rows)]
+    header = [heads.get(name, name) for name in kept]
+    return [header, *([row.get(name, "") for name in kept] for row in rows)]
+
+
+def aligned(lines: Sequence[Sequence[str]], left: Container[str] | None = None) -> list[str]:
+    """Return lines of columns as wide as their longest cell.
+
+    left: heads of the columns that are justified to the left, the others to the right; None: all.
     """
-    rows = [cells(group, row) for row in group.every_row]
-    names = [name for name in rows[0] if any(row[name] for row in rows)]
-    names = [name for name in names if heads.get(name, name)]
-    header = [heads.get(name, name) for name in names]
-    return [header, *([row[name] for name in names] for row in rows)]
+    columns = []
+    for column in zip(*lines, strict=True):
+        justified = str.ljust if left is None or column[0] in left else str.rjust
+        columns.append([justified(cell, max(map(len, column))) for cell in column])
+    return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
 
 
-def _power(value: float) -> str:
-    if value > 0 and math.isfinite(value) and math.frexp(value)[0] == 0.5:
-        exponent = math.frexp(value)[1] - 1
-        return f"2^{exponent}" if abs(exponent) > 3 else f"{value:g}"
-    return f"{value:g}"
+def templates() -> "Environment":
+    """Return the templates of all pages; they escape every value."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined  # most commands show no page
+
+    return Environment(
+        loader=FileSystemLoader(Path(__file__).with_name("templates")),
+        autoescape=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        undefined=StrictUndefined,
+    )
 
 
 def markdown(comparison: Comparison) -> str:
@@ -322,8 +310,7 @@ def markdown(comparison: Comparison) -> str:
         parts += [f"## {_plain(group.title)}", group_markdown(comparison, group)]
     for title, lines in (("Not compared", comparison.not_compared), ("Notes", comparison.notes)):
         parts += [f"## {title}", _list(lines)] if lines else []
-    parts.append(f"mprun {comparison.version}, compared {comparison.created}.")
-    return "\n\n".join(parts)
+    return "\n\n".join([*parts, f"mprun {comparison.version}, compared {comparison.created}."])
 
 
 def group_markdown(comparison: Comparison, group: Group) -> str:
@@ -356,8 +343,11 @@ def console(comparison: Comparison) -> str:
         means = {row.arm.label: mean_text(group, row).partition(" (")[2] for row in group.every_row}
         said += [f"{label}: mean over {seeds[:-1]}" for label, seeds in means.items() if seeds]
         said += [f"note: {note}" for note in notes_of(group)]
-        how = _wrapped(filter(None, [judged(comparison, group), computed_text(group)]))
-        parts.append(f"{group.title}{how}\n\n{_aligned(group)}\n{_wrapped(said)}")
+        how = [judged(comparison, group)]
+        if any(row.audit for row in group.every_row):
+            told = (f"{row.arm.label}: {products_text(row.audit)}" for row in group.every_row)
+            how.append(f"Products computed in: {'; '.join(told)}.")
+        parts.append(f"{group.title}{_wrapped(how)}\n\n{_table(group)}\n{_wrapped(said)}")
     if comparison.not_compared:
         parts.append("not compared:" + _wrapped(comparison.not_compared))
     if comparison.notes:
@@ -392,25 +382,17 @@ def notes_of(group: Group) -> list[str]:
     return notes + group.notes
 
 
-def _aligned(group: Group) -> str:
-    """Return a terminal's table: columns as wide as their longest cell, numbers to the right."""
+def _table(group: Group) -> str:
+    """Return a terminal's table, numbers to the right."""
     heads = {"mean": group.metric, "skipped updates": "skipped", "loss scale": "scale"}
-    heads["seeds"] = counted_name(group)
-    header, *rows = table(
-        group, heads | {"peak memory": "memory", "kept for backward": "", "products": ""}
+    heads |= {"seeds": counted_name(group), "peak memory": "memory"}
+    rows = [cells(group, row) for row in group.every_row]
+    for row in rows:  # the line is too short for the seeds of a mean; a sentence names them
+        row["mean"] = row["mean"].partition(" (")[0]
+    found = filled(rows, heads | {"kept for backward": "", "products": ""})
+    return "\n".join(
+        f"  {line}" for line in aligned(found, {"verdict", "mode", "difference", "scale"})
     )
-    # The line is too short for the seeds of a mean; a sentence names them.
-    means = [head == group.metric for head in header]
-    rows = [
-        [cell.partition(" (")[0] if mean else cell for mean, cell in zip(means, row, strict=True)]
-        for row in rows
-    ]
-    left = {"verdict", "mode", "difference", "scale"}
-    columns = []
-    for column in zip(header, *rows, strict=True):
-        width, justified = max(map(len, column)), str.ljust if column[0] in left else str.rjust
-        columns.append([justified(cell, width) for cell in column])
-    return "\n".join(f"  {'  '.join(line)}".rstrip() for line in zip(*columns, strict=True))
 
 
 def _wrapped(lines: Iterable[str], indent: str = "  ") -> str:
@@ -437,84 +419,56 @@ def _plain(text: str) -> str:
 
 
 def results(comparison: Comparison) -> dict[str, Any]:
-    """Return plain values for JSON; non-finite numbers become "nan", "inf" or "-inf".
+    """Return results.json as plain values; docs/reference/run_directory.md explains each field.
 
-    Top: format (1), version, created, alpha (one-sided, per row), looks, stamps (what was allowed
-    or changed after the runs), not_compared and notes (one line each), groups.
-
-    Group: title, slug, metric, higher_is_better, margin (relative to the baseline's mean if
-    `relative`, else in the metric's unit), window (evaluations averaged), notes, keys (shared by
-    all runs), baseline and modes, each a row.
-
-    Row: label, mode, scaler, verdict (null for the baseline), mean (of the finite outcomes, in the
-    metric's own unit), outcomes (seed, value, diverged: reason or null, step), runs (paths),
-    differs (key -> [baseline's, own]), skipped (updates, all seeds), scale_range, samples_per_s
-    (median), speedup, peak_bytes, memory_ratio, saved_ratio, emulated (speed and peak memory are
-    the emulation's, not the mode's), first_steps (median relative difference of the training loss
-    over steps 1 to 20), audit (what was computed in the watched steps: `computed.audit_of`; null:
-    not watched), gap, notes.
-
-    Verdict: name, sentence, method, seeds, baseline_seeds, level, needed (about so many more
-    seeds), look, least_margin (the smallest that these seeds can show), left_out (runs, and parts
-    of them, not judged), facts (for one run each: `divergence.curve_facts`), and difference, low,
-    high, margin in the unit of the judged value (nats for perplexity) with positive worse; shown:
-    the same four in `unit`, "%" of the baseline's mean, "points", or "" for the metric's own.
-
-    Gap (over steps; null if there is no curve): of, unit ("%" of the baseline's mean at that step,
-    "points" or ""), name ("grows", "no growth seen", "not assessed"), sentence, seeds, slope, low,
-    high (per `per` steps, `level` interval), steps (first and last of those tested), end (of the
-    mean line there), and the curve: step, mean, and mean_low and mean_high, the 90 % interval at
-    each step alone; null where not known.
+    Non-finite numbers become "nan", "inf" or "-inf".
     """
-    told = ("version", "created", "alpha", "looks", "stamps", "not_compared", "notes")
-    groups = [_group_results(group) for group in comparison.groups]
-    return _json({"format": 1, **_fields(comparison, told), "groups": groups})
-
-
-def _group_results(group: Group) -> dict[str, Any]:
-    return {
-        **_fields(group, ("title", "slug", "metric", "higher_is_better", "relative")),
-        "margin": group.margin_setting,
-        **_fields(group, ("window", "notes", "keys")),
-        "baseline": _row_results(group, group.baseline),
-        "modes": [_row_results(group, row) for row in group.rows],
-    }
+    groups = [
+        {
+            **_fields(group, "title slug metric higher_is_better relative"),
+            "margin": group.margin_setting,
+            **_fields(group, "window notes keys"),
+            "baseline": _row_results(group, group.baseline),
+            "modes": [_row_results(group, row) for row in group.rows],
+        }
+        for group in comparison.groups
+    ]
+    told = _fields(comparison, "version created alpha looks stamps not_compared notes")
+    return _json({"format": 1, **told, "groups": groups})
 
 
 def _row_results(group: Group, row: Row) -> dict[str, Any]:
-    arm, verdict, measured = row.arm, None, ("skipped", "scale_range", "samples_per_s", "speedup")
+    arm, verdict = row.arm, None
     if row is not group.baseline:
-        verdict = {**asdict(row.verdict), "shown": {"unit": unit(group), **shown(group, row)}}
+        numbers = shown(group, row.verdict)
+        verdict = {**asdict(row.verdict), "shown": {"unit": unit(group), **numbers}}
     return {
-        **_fields(arm, ("label", "mode")),
+        **_fields(arm, "label mode"),
         "scaler": arm.runs[0].scaler if arm.runs else None,
         "verdict": verdict,
         "mean": row.mean,
         "outcomes": [asdict(outcome) for outcome in row.outcomes],
         "runs": [run.path for run in arm.runs],
         "differs": arm.differs,
-        **_fields(
-            row, (*measured, "peak_bytes", "memory_ratio", "saved_ratio", "emulated", "first_steps")
-        ),
-        "audit": row.audit,
-        "gap": None if row.gap is None else _gap_results(row.gap),
+        **_fields(row, "skipped scale_range samples_per_s speedup peak_bytes memory_ratio"),
+        **_fields(row, "saved_ratio emulated first_steps audit"),
+        "gap": row.gap and _gap_results(row.gap),
         "notes": row.every_note,
     }
 
 
 def _gap_results(gap: Gap) -> dict[str, Any]:
-    names = ("of", "unit", "name", "sentence", "seeds", "slope", "low", "high", "per", "steps")
-    curves = (gap.band.x, gap.band.mean, gap.band.low, gap.band.high)
-    step, *numbers = (
-        [float(f"{value:.6g}") if math.isfinite(value) else None for value in part]
-        for part in curves
-    )
-    named = dict(zip(("mean", "mean_low", "mean_high"), numbers, strict=True))
-    return {**_fields(gap, (*names, "end", "level")), "step": step, **named}
+    found = asdict(gap)
+    del found["of_evals"]
+    curves = zip(("step", "mean", "mean_low", "mean_high"), found.pop("band").values(), strict=True)
+    return found | {
+        name: [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
+        for name, values in curves
+    }
 
 
-def _fields(of: Any, names: Iterable[str]) -> dict[str, Any]:
-    return {name: getattr(of, name) for name in names}
+def _fields(of: Any, names: str) -> dict[str, Any]:
+    return {name: getattr(of, name) for name in names.split()}
 
 
 def _json(value: Any) -> Any:

@@ -3,9 +3,8 @@
 import pytest
 
 from mprun.cli import main
-from mprun.compare.computed import audit_notes, audit_of, products_text
 from mprun.compare.grouping import group_runs
-from mprun.compare.load import load_runs
+from mprun.compare.load import audit_notes, audit_of, load_runs, products_text
 from mprun.compare.verdict import assess
 
 from .run_folders import change_record, compared, write_study

@@ -11,24 +11,16 @@ from mprun.compare.equivalence import (
     checked_looks,
     level_after_a_test,
     nominal_alpha,
-    smallest_p_values,
+    p_values,
 )
 
 # Standard error of the level that the calibration reaches, and of its alpha near `alpha`.
 LEVEL_ERROR = math.sqrt(0.05 * 0.95 / DRAWS)
 
 
-@pytest.mark.parametrize(
-    ("looks", "words"),
-    [
-        ([], "two or more"),
-        ([5], "looks 5: must be two or more"),
-        ([2, 5], "the first must be at least 3"),
-        ([3, 3], "looks 3,3: must ascend"),
-        ([3, 10, 5], "must ascend"),
-    ],
-)
-def test_looks_that_are_none(looks, words):
+@pytest.mark.parametrize("looks", [[], [5], [2, 5], [3, 3], [3, 10, 5]])
+def test_looks_that_are_none(looks):
+    words = f"looks {','.join(map(str, looks))}: must be two or more numbers of seeds, ascending"
     with pytest.raises(ValueError, match=words):
         checked_looks(looks)
     with pytest.raises(ValueError, match=words):
@@ -65,7 +57,7 @@ def test_level_recomputed_seed_by_seed(looks):
 
 
 def test_one_look_alone_is_an_ordinary_test():
-    smallest = smallest_p_values((6,), 100_000, np.random.default_rng(7))
+    (smallest,) = p_values((6,), 100_000, np.random.default_rng(7))
     # A p-value is uniform: largest distance to it, Kolmogorov's bound at a chance of 1e-4.
     assert stats.kstest(smallest, "uniform").pvalue > 1e-4
 

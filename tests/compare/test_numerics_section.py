@@ -7,7 +7,7 @@ import pytest
 
 from mprun.compare import compare
 from mprun.compare.numerics import exponent_shares, numerics_figures, overflow, probed_modes
-from mprun.compare.report import LIMIT, numerics_html, write_report
+from mprun.compare.report import LIMIT, render, write_report
 from mprun.numerics.exponent_shares import AppliedUpdates, ExponentCounts, LostUpdates
 from mprun.numerics.post_mortem import write_post_mortem
 from mprun.numerics.probe_record import (
@@ -136,8 +136,12 @@ def test_what_the_figures_show(probed_group):
     assert "only from 2¹¹ on, and above 2⁻¹ something overflows" in scales.caption
 
 
+def tables(modes) -> str:
+    return render("numerics.html", probes=modes, colours=dict.fromkeys(LABELS, "red"))
+
+
 def test_the_tables(probed_group):
-    text = numerics_html(probed_modes(probed_group), LABELS)
+    text = tables(probed_modes(probed_group))
     rows = [line.split("</tr>")[0] for line in text.split("<tr>")]
     weights = next(row for row in rows if ">weights</td>" in row)
     # zeros, rounded to 0, subnormal, to infinity, not finite, largest, headroom
@@ -174,7 +178,7 @@ def test_gradients_that_are_all_zero_or_infinite_have_no_figure(probed_group, tm
     assert fp32.only_skipped
     with settings():
         assert numerics_figures([fp32], LABELS) == []
-    text = numerics_html([fp32], LABELS)
+    text = tables([fp32])
     assert "all of skipped updates" in text
     assert ">60 %</td>" in text and ">inf</td>" in text and ">2</td>" in text
 
@@ -184,7 +188,7 @@ def test_of_many_probes_some_are_read(probed_group, tmp_path):
         write_probe(tmp_path / "runs" / "fp32-s0", record(step))
     fp32 = probed_modes(probed_group)[0]
     assert len(set(fp32.steps)) == 100 and fp32.steps == sorted(fp32.steps)
-    assert ", drawn from 150" in numerics_html([fp32], LABELS)
+    assert ", drawn from 150" in tables([fp32])
     assert probed_modes(probed_group)[0].steps == fp32.steps  # the same ones every time
 
 

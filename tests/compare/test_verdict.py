@@ -72,6 +72,14 @@ def test_a_claim_that_a_permutation_test_does_not_confirm_says_so():
     assert "Not confirmed" not in verdict_of(made_arm(even, mode="amp"), made_arm(base)).sentence
 
 
+@pytest.mark.parametrize("question", [LOSS, TOP1])
+def test_a_mode_of_which_no_run_ended(question):
+    base = made_arm({0: 50.0, 1: 51.0, 2: 50.5}, metric=question["metric"])
+    verdict = verdict_of(Arm("amp", "amp", []), base, question)
+    assert verdict.sentence.startswith("inconclusive: needs at least 3 seeds (has 0). Left out")
+    assert verdict.needed == 3 and verdict.margin is verdict.difference is None
+
+
 def test_noisy_curves():
     own = made_arm({0: 2.3, 1: 0.8, 2: 3.1, 3: 2.2, 4: 1.6}, mode="amp")
     verdict = verdict_of(own, made_arm(FP32))
