@@ -47,49 +47,53 @@ def curves(group: Group, styles: dict[str, Style], plot: Plot, points: int) -> D
     longest = max(len(plot.curve_of(run)[0]) for run in group.every_run)
     if not found or longest < (2 if plot.of_evals else 1):
         return None
-    numbers, base = _numbers(group), found[0][1] if found[0][0] is group.baseline else None
-    lines = _lines(group, styles)
-    entries = _entries(group, styles, lines, [row for row, _ in found])
-    ends = [end for row, _ in found for end in _ends(row, plot) if np.isfinite(end[2])]
+    base = found[0][1] if found[0][0] is group.baseline else None
+    inks, lines = _inks(group, styles), _lines(group, styles)
+    entries = _entries(styles, lines, [row for row, _ in found])
+    ends = [(row.arm.label, *end) for row, _ in found for end in _ends(row, plot)]
+    ends = [end for end in ends if np.isfinite(end[2])]
     if ends:
         entries.append(mark_entry("diverged", "x"))
-    seeds = max(len(row.arm.runs) for row, _ in found)
     banded = base is not None and bool(np.nanmax(base.high - base.low) > 0)
     note = f"Band: {baseline_name(group)}, min to max over seeds; not the test." if banded else ""
     figure, axes = panel(plot.title, _HEIGHT, entries, note)
     if banded and base is not None:
-        label = group.baseline.arm.label
-        _fill(axes, base.x, base.low, base.high, styles[label].colour, numbers[label], 0.12)
+        _fill(axes, base.x, base.low, base.high, inks[group.baseline.arm.label], 0.12)
     for row, b in found:
-        label = row.arm.label
-        markers = "." if plot.of_evals and np.isfinite(b.mean).sum() <= 40 else None
         known = np.isfinite(b.mean)  # without this a mode with few points would break into dots
-        axes.plot(
-            *(b.x[known], b.mean[known]),
-            **lines[label],
-            **series(numbers[label]),
-            marker=markers,
-            markersize=5,
-        )
+        marker = "." if plot.of_evals and known.sum() <= 40 else None
+        axes.plot(b.x[known], b.mean[known], **lines[row.arm.label], marker=marker, markersize=5)
     limits, logarithmic = _limits([b for _, b in found], base or found[-1][1])
     _set_y(axes, limits, logarithmic)
     axes.set(xlabel=plot.xlabel, ylabel=plot.ylabel + " (log scale)" * logarithmic)
     for label, at, value in ends:
-        _cross(axes, at, _inside(value, limits, logarithmic), styles[label], numbers[label])
-    caption = _caption(seeds, bool(ends), longest, len(found[0][1].x))
-    means = {numbers[row.arm.label]: b.mean for row, b in found}
+        _cross(axes, at, _inside(value, limits, logarithmic), inks[label])
+    seeds = max(len(row.arm.runs) for row, _ in found)
+    caption = "Mean over the seeds" if seeds > 1 else "One seed per mode"
+    caption += " that still ran; a cross marks where a run diverged." if ends else "."
+    known = [(row.arm.label, b.mean[np.isfinite(b.mean)]) for row, b in found]
+    told = "; ".join(f"{label} from {mean[0]:.3g} to {mean[-1]:.3g}" for label, mean in known)
+    x, means = found[0][1].x, {_number(group, row): b.mean for row, b in found}
     return Drawing(
         plot.name,
-        caption,
-        f"{plot.title}, mean over seeds: {_courses(found)}.",
+        caption + _binning(longest, len(x)),
+        f"{plot.title}, mean over seeds: {told}.",
         figure,
-        live_values(axes, found[0][1].x, means),
+        live_values(axes, x, means),
     )
 
 
-def _numbers(group: Group) -> dict[str, int]:
-    """Return the number of each mode, by which a page's script finds it: its row index."""
-    return {row.arm.label: number for number, row in enumerate(group.every_row)}
+def _number(group: Group, row: Row) -> int:
+    """Return the number by which a page's script finds a mode: its place in the table."""
+    return [other.arm.label for other in group.every_row].index(row.arm.label)
+
+
+def _inks(group: Group, styles: dict[str, Style]) -> dict[str, dict[str, Any]]:
+    """Return for each mode the options of all that is drawn of it."""
+    return {
+        row.arm.label: {"color": styles[row.arm.label].colour, **series(number)}
+        for number, row in enumerate(group.every_row)
+    }
 
 
 def _lines(group: Group, styles: dict[str, Style]) -> dict[str, dict[str, Any]]:
@@ -98,9 +102,8 @@ def _lines(group: Group, styles: dict[str, Style]) -> dict[str, dict[str, Any]]:
     The baseline is wide and pale below all others. Each of n modes is a bit thinner than the
     previous one and is drawn over 1/n less of its length. Equal curves come out striped, 1/n each.
     """
-    base = group.baseline.arm.label
-    pale: dict[str, Any] = {"linewidth": 6.0, "alpha": 0.35, "zorder": 10}
-    lines = {base: {"color": styles[base].colour, **pale}}
+    inks = _inks(group, styles)
+    lines = {group.baseline.arm.label: {"linewidth": 6.0, "alpha": 0.35, "zorder": 10}}
     modes = [row.arm.label for row in group.rows]
     for layer, label in enumerate(modes):
         left = len(modes) - layer
@@ -110,43 +113,31 @@ def _lines(group: Group, styles: dict[str, Style]) -> dict[str, dict[str, Any]]:
         gaps = (on, period - on) if layer and not styles[label].dashes else styles[label].dashes
         line = Style(styles[label].colour, gaps).line
         lines[label] = {**line, "linewidth": width, "zorder": 20 + layer}
-    return lines
+    return {label: {**inks[label], **line} for label, line in lines.items()}
 
 
 def _entries(
-    group: Group, styles: dict[str, Style], lines: dict[str, dict[str, Any]], shown: list[Row]
+    styles: dict[str, Style], lines: dict[str, dict[str, Any]], shown: list[Row]
 ) -> list[Line2D]:
-    labels, numbers = [row.arm.label for row in shown], _numbers(group)
-    return [line_entry(label, styles[label], numbers[label], **lines[label]) for label in labels]
+    labels = [row.arm.label for row in shown]
+    return [line_entry(label, styles[label], **lines[label]) for label in labels]
 
 
 def _fill(
-    axes: Axes,
-    x: np.ndarray,
-    low: np.ndarray,
-    high: np.ndarray,
-    colour: str,
-    number: int,
-    alpha: float,
+    axes: Axes, x: np.ndarray, low: np.ndarray, high: np.ndarray, ink: dict[str, Any], alpha: float
 ) -> None:
     """Fill the area between two curves where both are known."""
     known = np.isfinite(low) & np.isfinite(high)
     for part in np.split(np.arange(len(x)), np.flatnonzero(np.diff(known)) + 1):
         if len(part) > 1 and known[part[0]]:
             outline = [*x[part], *x[part][::-1]], [*low[part], *high[part][::-1]]
-            axes.fill(*outline, color=colour, alpha=alpha, linewidth=0, zorder=5, **series(number))
+            axes.fill(*outline, alpha=alpha, linewidth=0, zorder=5, **ink)
 
 
-def _cross(axes: Axes, at: float, height: float, style: Style, number: int) -> None:
+def _cross(axes: Axes, at: float, height: float, ink: dict[str, Any]) -> None:
     """Draw a cross where a run diverged."""
-    cross: dict[str, Any] = {"color": style.colour, "markersize": 8, "markeredgewidth": 2}
-    axes.plot([at], [height], "x", zorder=40, clip_on=False, **cross, **series(number))
-
-
-def _caption(seeds: int, any_ended: bool, records: int, points: int) -> str:
-    caption = "Mean over the seeds" if seeds > 1 else "One seed per mode"
-    caption += " that still ran; a cross marks where a run diverged." if any_ended else "."
-    return caption + _binning(records, points)
+    size: dict[str, Any] = {"markersize": 8, "markeredgewidth": 2}
+    axes.plot([at], [height], "x", zorder=40, clip_on=False, **size, **ink)
 
 
 def _binning(records: int, points: int) -> str:
@@ -201,28 +192,21 @@ def _inside(value: float, limits: tuple[float, float], logarithmic: bool) -> flo
     return float(np.exp(value)) if logarithmic else value
 
 
-def _ends(row: Row, plot: Plot) -> list[tuple[str, float, float]]:
-    """Return (label, x, last finite y or NaN) of each diverged run."""
+def _ends(row: Row, plot: Plot) -> list[tuple[float, float]]:
+    """Return (x, last finite y or NaN) of each diverged run."""
     steps = {outcome.seed: outcome.step for outcome in row.outcomes if outcome.diverged}
     found = []
-    for run in row.arm.runs:
+    for run in (run for run in row.arm.runs if run.seed in steps):
         x, y = plot.curve_of(run)
         finite = np.isfinite(x) & np.isfinite(y)
-        if run.seed not in steps:
-            continue
         told = steps[run.seed]
         at = float(run.last_step if told is None else told)
         if plot.x == "updates":
             step, updates = curve(run.train, "step", "updates")
             at = float(np.interp(at, step, updates)) if len(step) else np.nan
         if np.isfinite(at):
-            found.append((row.arm.label, at, float(y[finite][-1]) if finite.any() else np.nan))
+            found.append((at, float(y[finite][-1]) if finite.any() else np.nan))
     return found
-
-
-def _courses(bands: list[tuple[Row, Band]]) -> str:
-    known = [(row.arm.label, b.mean[np.isfinite(b.mean)]) for row, b in bands]
-    return "; ".join(f"{label} from {mean[0]:.3g} to {mean[-1]:.3g}" for label, mean in known)
 
 
 def difference_rows(
@@ -238,22 +222,26 @@ def difference_rows(
     judged = plot.of_evals or group.metric in ("loss", "perplexity")
     linear = (100 if group.relative else 1) * group.margin_setting if judged else 1.0
     suffix = unit(group) if plot.of_evals else "%"
-    rows, numbers = _Rows.of([b for _, b, _ in found], linear), _numbers(group)
+    rows, inks = _Rows.of([b for _, b, _ in found], linear), _inks(group, styles)
     title = f"Difference to {baseline_name(group)} over steps: {plot.ylabel}"
     figure, axes = panel(title, _ROW * len(found))
     texts, ended = [_row_text(row, b, linear, suffix, plot.of_evals) for row, b, _ in found], []
     for place, (row, b, _) in enumerate(found):
-        label = row.arm.label
+        ink = inks[row.arm.label]
         if judged:
-            axes.axhspan(
-                rows.y(place, -linear), rows.y(place, linear), color=GREY, alpha=0.22, lw=0
-            )
-        _draw_row(axes, rows, place, b, styles[label], numbers[label], plot.of_evals)
+            margin = rows.y(place, -linear), rows.y(place, linear)
+            axes.axhspan(*margin, color=GREY, alpha=0.22, lw=0)
+        axes.axhline(rows.y(place, 0.0), color=INK, linewidth=0.8)
+        _fill(axes, b.x, rows.y(place, b.low), rows.y(place, b.high), ink, 0.3)
+        known = np.isfinite(b.mean)
+        marker = "." if plot.of_evals and known.sum() <= 40 else None
+        line = {**styles[row.arm.label].line, **ink, "linewidth": 1.5, "zorder": 20}
+        axes.plot(*(b.x[known], rows.y(place, b.mean[known])), **line, marker=marker, markersize=5)
         if row.gap is not None and row.gap.of_evals == plot.of_evals:
             _draw_trend(axes, rows, place, row.gap)
-        ended += [at for _, at, _ in _ends(row, plot)]
-        for _, at, _ in _ends(row, plot):
-            _cross(axes, at, rows.y(place, rows.high) + 0.07, styles[label], numbers[label])
+        for at, _ in _ends(row, plot):
+            ended.append(at)
+            _cross(axes, at, rows.y(place, rows.high) + 0.07, ink)
         beside = blended_transform_factory(figure.transFigure, axes.transData)
         axes.text(0.02, place + _TEXT / 2, texts[place], transform=beside, va="center")
     _set_rows(axes, rows, len(found))
@@ -261,28 +249,14 @@ def difference_rows(
     caption = _difference_caption(group, plot, found, judged)
     caption += " A cross marks where a run diverged." if ended else ""
     longest = max(len(plot.curve_of(run)[0]) for run in group.every_run)
+    x, means = found[0][1].x, {_number(group, row): b.mean for row, b, _ in found}
     return Drawing(
         "difference" + "-training" * (not plot.of_evals),
-        caption + _binning(longest, len(found[0][1].x)),
+        caption + _binning(longest, len(x)),
         f"{title}. {'; '.join(texts)}.",
         figure,
-        live_values(
-            *(axes, found[0][1].x, {numbers[row.arm.label]: b.mean for row, b, _ in found}, suffix),
-            y=False,
-        ),
+        live_values(axes, x, means, suffix, y=False),
     )
-
-
-def _draw_row(
-    axes: Axes, rows: "_Rows", place: int, b: Band, style: Style, number: int, markers: bool
-) -> None:
-    """Draw zero, the band and the mean of one mode."""
-    axes.axhline(rows.y(place, 0.0), color=INK, linewidth=0.8)
-    _fill(axes, b.x, rows.y(place, b.low), rows.y(place, b.high), style.colour, number, 0.3)
-    known = np.isfinite(b.mean)
-    dots: dict[str, Any] = {"marker": "." if markers and known.sum() <= 40 else None}
-    line = {**style.line, **series(number), **dots, "linewidth": 1.5, "zorder": 20}
-    axes.plot(b.x[known], rows.y(place, b.mean[known]), **line, markersize=5)
 
 
 def _draw_trend(axes: Axes, rows: "_Rows", place: int, gap: Gap) -> None:
@@ -324,13 +298,9 @@ class _Rows:
         """Fit the scale to the bands' 10th to 90th percentiles and ends: 1.4 to 1,000 `linear`."""
         reach = []
         for b in bands:
-            reach += [*b.mean[np.isfinite(b.mean)][-1:]]
-            for part in (b.mean, b.low, b.high):
-                reach += (
-                    [*np.percentile(part[np.isfinite(part)], (10, 90))]
-                    if np.isfinite(part).any()
-                    else []
-                )
+            parts = [part[np.isfinite(part)] for part in (b.mean, b.low, b.high)]
+            reach += [*parts[0][-1:]]
+            reach += [end for part in parts if len(part) for end in np.percentile(part, (10, 90))]
         low, high = np.clip(1.1 * np.array([min(reach), max(reach)]), -1000 * linear, 1000 * linear)
         return cls(min(float(low), -1.4 * linear), max(float(high), 1.4 * linear), linear)
 
@@ -378,10 +348,8 @@ def _difference_caption(
     text = f"Mode minus {base}{of_it}, {how}; above zero is worse."
     if any(np.isfinite(b.low).any() for _, b, _ in found):
         few = all(len(row.arm.runs) < FEWEST_SEEDS for row, _, _ in found)
-        text += (
-            f" Band: {'both seeds' if few else '90 % interval of the mean'}, at each point alone: "
-        )
-        text += "not the verdict's test."
+        band = "both seeds" if few else "90 % interval of the mean"
+        text += f" Band: {band}, at each point alone: not the verdict's test."
     if judged:
         text += f" Shaded: the margin, ±{margin_text(group)}"
         text += "." if plot.of_evals else ", which is set for the final evaluation."
@@ -398,21 +366,20 @@ def loss_scale(group: Group, styles: dict[str, Style], points: int) -> Drawing |
     traces = [(row, run) for row, run in found if run is not None]
     if not traces:
         return None
-    numbers, lines = _numbers(group), _lines(group, styles)
-    entries = _entries(group, styles, lines, [row for row, _ in traces])
+    lines = _lines(group, styles)
+    entries = _entries(styles, lines, [row for row, _ in traces])
     entries.append(mark_entry("skipped update (a row per mode)", "|"))
     figure, axes = panel("Loss scale", 1.9, entries)
     values = {}
     at = _every(np.unique(np.concatenate([_scale(run)[0] for _, run in traces])), points)
     for row, run in traces:
-        label = row.arm.label
         x, power = _scale(run)
         held = np.searchsorted(x, at, side="right") - 1  # the newest record
         ended = (held < 0) | (at > x[-1])
-        values[numbers[label]] = np.where(ended, np.nan, 2.0 ** power[held])
-        line = {**lines[label], **series(numbers[label])}
-        axes.plot(*_corners(x, power, points), drawstyle="steps-post", **line)
-    _skip_rows(axes, traces, styles, numbers)
+        values[_number(group, row)] = np.where(ended, np.nan, 2.0 ** power[held])
+        corners = _corners(x, power, points)
+        axes.plot(*corners, drawstyle="steps-post", **lines[row.arm.label])
+    _skip_rows(axes, traces, _inks(group, styles))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power_of_two(round(value))))
     axes.xaxis.set_major_formatter(FuncFormatter(thousands))
     axes.set(xlabel="step", ylabel="loss scale")
@@ -436,10 +403,7 @@ def _scale(run: RunData) -> Curve:
 
 
 def _skip_rows(
-    axes: Axes,
-    traces: list[tuple[Row, RunData]],
-    styles: dict[str, Style],
-    numbers: dict[str, int],
+    axes: Axes, traces: list[tuple[Row, RunData]], inks: dict[str, dict[str, Any]]
 ) -> None:
     """Draw one row per mode below the traces, with a tick at each skipped update."""
     axes.margins(0.03, 0.08)
@@ -452,12 +416,7 @@ def _skip_rows(
     for number, (row, run) in enumerate(traces):
         skips = _every(np.asarray(run.skip_steps, float), 200)
         height = np.full(len(skips), share * (1 - (number + 0.5) / len(traces)))
-        tick: dict[str, Any] = {
-            "color": styles[row.arm.label].colour,
-            "markersize": 8,
-            "markeredgewidth": 1.2,
-            **series(numbers[row.arm.label]),
-        }
+        tick = {"markersize": 8, "markeredgewidth": 1.2, **inks[row.arm.label]}
         axes.plot(skips, height, "|", transform=axes.get_xaxis_transform(), **tick)
 
 
@@ -470,12 +429,9 @@ def _scaling_run(row: Row) -> RunData | None:
 
 def _corners(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray]:
     """Return the points that a step curve needs: its ends and where it changes."""
-    if len(x) > 2:
-        keep = np.ones(len(x), bool)
-        keep[1:-1] = y[1:-1] != y[:-2]
-        x, y = x[keep], y[keep]
-    chosen = _every(np.arange(len(x)), 2 * points)
-    return x[chosen], y[chosen]
+    keep = np.ones(len(x), bool)
+    keep[1:-1] = y[1:-1] != y[:-2]
+    return _every(x[keep], 2 * points), _every(y[keep], 2 * points)
 
 
 def _every(values: np.ndarray, most: int) -> np.ndarray:

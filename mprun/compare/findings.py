@@ -15,15 +15,8 @@ from mprun.config.keys import kind_recorded
 
 # All verdicts, in the order in which a table explains them.
 VERDICTS = (
-    "matches",
-    "worse",
-    "likely worse",
-    "better",
-    "likely better",
-    "diverged",
-    "invalid baseline",
-    "inconclusive",
-    "not assessed",
+    *("matches", "worse", "likely worse", "better", "likely better", "diverged"),
+    *("invalid baseline", "inconclusive", "not assessed"),
 )
 OUTCOMES = ("done", "diverged")  # a failed, preempted or running run has no outcome
 Curve = tuple[np.ndarray, np.ndarray]  # x ascending, y; float64 [records]
@@ -151,8 +144,8 @@ class Band:
 class Gap:
     """A mode minus the baseline over steps, paired by seed, and whether it grows.
 
-    unit: "%" of the baseline's mean at that step, "points", or "" for the metric's own. Positive is
-    worse. slope, low, high: per `per` steps, with the verdict's confidence; None: not assessed.
+    unit: "%" of the baseline's mean at that step, "points", or "" for the metric's own. slope, low,
+    high: per `per` steps, with the verdict's confidence; None: not assessed.
     """
 
     of: str  # "loss of the evaluations", "training loss"
@@ -198,10 +191,7 @@ class Row:
 
     @property
     def emulated(self) -> bool:
-        """Return whether 16-bit products were emulated.
-
-        Time and peak memory are then not the mode's.
-        """
+        """Return whether 16-bit products were emulated: time and memory are then not the mode's."""
         return any("emulated" in run.half_products for run in self.arm.runs)
 
     @property
@@ -214,9 +204,8 @@ class Row:
 class Question:
     """The question that the comparison asks about the runs of a group.
 
-    margin_setting: above 0. If `relative`, it is a fraction of the |mean| of the baseline's judged
-    values (0.01 = 1 %), and differences are shown in percent of that mean. Otherwise it is in the
-    metric's unit.
+    margin_setting: above 0; a fraction of the |mean| of the baseline's judged values if `relative`
+    (differences are then shown in percent of that mean), else in the metric's unit.
     """
 
     metric: str  # "loss", "top1", "sliced_wasserstein"; the tag of a foreign log
@@ -273,16 +262,14 @@ class Comparison:
 
 def bands(group: Group, read: Callable[[RunData], Curve], points: int) -> list[tuple[Row, Band]]:
     """Return the band of each row with at least one value, on one grid; read: a run's curve."""
-    curves = [[read(run) for run in row.arm.runs] for row in group.every_row]
-    x = grid([one for own in curves for one in own], points)
-    every = [(row, band(own, x)) for row, own in zip(group.every_row, curves, strict=True)]
+    x = grid([read(run) for run in group.every_run], points)
+    every = [(row, band([read(run) for run in row.arm.runs], x)) for row in group.every_row]
     return [(row, found) for row, found in every if np.isfinite(found.mean).any()]
 
 
 def grid(curves: list[Curve], points: int) -> np.ndarray:
     """Return the x values of the curves, or `points` evenly spaced ones if there are more."""
-    known = [x[np.isfinite(x)] for x, _ in curves]
-    known = [x for x in known if len(x)]
+    known = [finite for x, _ in curves if len(finite := x[np.isfinite(x)])]
     if not known:
         return np.empty(0)
     if max(len(x) for x in known) <= points:
@@ -298,8 +285,7 @@ def band(curves: list[Curve], x: np.ndarray) -> Band:
     A seed that ended early counts up to its end; the mean continues with the others.
     """
     if not len(x) or not curves:
-        empty = np.full(len(x), np.nan)
-        return Band(x, empty, empty.copy(), empty.copy())
+        return Band(x, *np.full((3, len(x)), np.nan))
     values = np.stack([on_grid(own_x, y, x) for own_x, y in curves])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)  # a point without any seed stays NaN

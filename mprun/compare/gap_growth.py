@@ -1,8 +1,7 @@
 """Follow the gap between a mode and the baseline over steps, and test whether it grows.
 
 Failures of low precision come late. A verdict on the last evaluation sees those that have happened;
-the gap at equal steps and seeds shows the trend. Differences are as in a verdict: mode minus
-baseline, paired by seed, positive is worse.
+the gap at equal steps and seeds shows the trend.
 
 The test takes the least-squares slope of each seed's gap over the last half of the steps, and a
 one-sided t test of these slopes, one per seed. Neighbouring gaps of one seed may be correlated; the
@@ -64,36 +63,20 @@ def evaluation(metric: str) -> Plot:
 def differences(group: Group, plot: Plot, points: int) -> list[tuple[Row, Band, str]]:
     """Return (row, mode minus baseline over x, "paired" or "Welch") per mode; positive is worse.
 
-    Each point alone is treated as in the verdict: the same pairing, unit and interval (90 %).
-    Differences are in percent of the baseline's mean there, if the verdict is relative or on
-    another quantity. The interval needs three seeds that still run. Two seeds in all give their
-    range, one gives none.
+    Each point alone is treated as in the verdict: the same pairing, unit and interval (90 %), which
+    needs three seeds that still run. Two seeds in all give their range, one gives none. Differences
+    are in percent of the baseline's mean there, if the verdict is relative or on another quantity.
     """
-    return _differences(group, plot, *_by_seed(group, plot, points))
-
-
-def _differences(
-    group: Group, plot: Plot, x: np.ndarray, by_row: list[dict[int, np.ndarray]]
-) -> list[tuple[Row, Band, str]]:
-    found = []
+    x, by_row = _by_seed(group, plot, points)
+    found, relative = [], group.relative or not plot.of_evals
     for row, own in zip(group.rows, by_row[1:], strict=True):
-        every_seed = sorted(own), sorted(by_row[0])
-        method, seeds, base_seeds = (
-            pairing(*every_seed) if group.by_seed else ("Welch", *every_seed)
-        )
+        method, seeds, base_seeds = pairing(list(own), list(by_row[0]), group.by_seed)
         if seeds and base_seeds:
             arms = np.stack([own[s] for s in seeds]), np.stack([by_row[0][s] for s in base_seeds])
-            at_points = [
-                _difference(*values, method, is_relative(group, plot))
-                for values in zip(arms[0].T, arms[1].T, strict=True)
-            ]
+            pairs = zip(arms[0].T, arms[1].T, strict=True)
+            at_points = [_difference(*pair, method, relative) for pair in pairs]
             found.append((row, Band(x, *np.array(at_points).reshape(-1, 3).T), method))
     return found
-
-
-def is_relative(group: Group, plot: Plot) -> bool:
-    """Return whether differences of the plotted values are in percent of the baseline's mean."""
-    return group.relative or not plot.of_evals
 
 
 def _by_seed(
@@ -101,11 +84,10 @@ def _by_seed(
 ) -> tuple[np.ndarray, list[dict[int, np.ndarray]]]:
     """Return x [points], and per row seed -> judged values [points], lower is better."""
     sign = -1 if plot.of_evals and group.higher_is_better else 1
-    every = [[plot.curve_of(run) for run in row.arm.runs] for row in group.every_row]
-    x = grid([one for own in every for one in own], points)
+    x = grid([plot.curve_of(run) for run in group.every_run], points)
     by_row = [
-        {run.seed: sign * on_grid(*one, x) for run, one in zip(row.arm.runs, own, strict=True)}
-        for row, own in zip(group.every_row, every, strict=True)
+        {run.seed: sign * on_grid(*plot.curve_of(run), x) for run in row.arm.runs}
+        for row in group.every_row
     ]
     if plot.of_evals and group.as_logarithm:
         with np.errstate(all="ignore"):
@@ -143,19 +125,15 @@ def follow_gaps(group: Group) -> None:
     """
     plots = [] if group.gan and group.metric in GAN_LOSSES else [evaluation(group.metric)]
     plots += [] if group.gan or group.baseline.arm.foreign else TRAINING[:1]
-    for plot in plots:
-        if plot is not plots[-1] and not all(
-            np.sum(2 * steps >= run.last_step) >= FEWEST_POINTS
-            for run in group.baseline.arm.runs
-            for steps in plot.curve_of(run)[:1]
-        ):
-            continue
-        x, by_row = _by_seed(group, plot, POINTS)
-        values = {row.arm.label: own for row, own in zip(group.every_row, by_row, strict=True)}
-        for row, band, _ in _differences(group, plot, x, by_row):
+    if len(plots) > 1:
+        late = [2 * plots[0].curve_of(run)[0] >= run.last_step for run in group.baseline.arm.runs]
+        plots = plots if all(at.sum() >= FEWEST_POINTS for at in late) else plots[1:]
+    for plot in plots[:1]:
+        base, *others = _by_seed(group, plot, POINTS)[1]
+        values = {row.arm.label: own for row, own in zip(group.rows, others, strict=True)}
+        for row, band, _ in differences(group, plot, POINTS):
             if np.isfinite(band.mean).any():
-                row.gap = _gap(group, row, plot, band, values[row.arm.label], by_row[0])
-        return
+                row.gap = _gap(group, row, plot, band, values[row.arm.label], base)
 
 
 def _gap(
@@ -169,19 +147,19 @@ def _gap(
     evaluated = plot.of_evals and not group.baseline.arm.foreign
     of = f"{plot.ylabel} of the evaluations" if evaluated else plot.ylabel
     in_unit = unit(group) if plot.of_evals else "%"
-    gap = Gap(of, plot.of_evals, in_unit, band, "not assessed", "")
     why = _why_not(row)
+    gap = Gap(of, plot.of_evals, in_unit, band, "not assessed", f"not assessed: {why}.")
     if why is None:
         seeds = row.verdict.seeds
         values, reference = (np.stack([arm[seed] for seed in seeds]) for arm in (own, base))
-        gaps = paired_gaps(values, reference, is_relative(group, plot))
+        gaps = paired_gaps(values, reference, group.relative or not plot.of_evals)
         x, gaps = last_half(band.x, gaps)
         if len(x) >= FEWEST_POINTS:
             gap.seeds, gap.level = seeds, row.verdict.level
-            _say(gap, group, x, gaps)
-            return gap
-        why = f"fewer than {FEWEST_POINTS} recorded steps in the last half"
-    gap.sentence = f"not assessed: {why}."
+            _test(gap, group, x, gaps)
+        else:
+            few = f"fewer than {FEWEST_POINTS} recorded steps in the last half"
+            gap.sentence = f"not assessed: {few}."
     return gap
 
 
@@ -227,7 +205,7 @@ def slope_interval(x: np.ndarray, gaps: np.ndarray, alpha: float = ALPHA) -> Int
     return paired_interval(slopes.tolist(), [0.0] * len(slopes), alpha)
 
 
-def _say(gap: Gap, group: Group, x: np.ndarray, gaps: np.ndarray) -> None:
+def _test(gap: Gap, group: Group, x: np.ndarray, gaps: np.ndarray) -> None:
     """Run the test and fill in the gap's sentence."""
     interval = slope_interval(x, gaps, (1 - gap.level) / 2)
     gap.steps = (float(x[0]), float(x[-1]))

@@ -1,14 +1,13 @@
 """Group the runs that may be compared, choose the baselines, and label the arms.
 
-Runs belong together if their configurations agree in everything but precision, scaler and seed, and
-keys that cannot change a number. Runs that differ only in the seed are a cell, which becomes an arm
-of its group. The baseline of a group is the mode that its recorded configuration names
-(compare.baseline); by default FP32 without loss scaling.
+Runs belong together if their configurations agree in everything but precision, scaler, seed and
+keys that cannot change a number. Runs that differ only in the seed are a cell, which becomes an
+arm. The baseline of a group is the mode that its recorded configuration names (compare.baseline).
 """
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,12 +37,10 @@ _FP32: dict[str, Any] = {f"precision.{key}": "fp32" for key in _DTYPES} | {
 _NOT_RECORDED = "(not recorded)"
 _MOST_KEYS_SHOWN = 5
 _MOST_KEYS_ALLOWED = 5  # a run that differs in more keys is another experiment and gets no hint
-_JUDGED = ("compare.metric", "compare.margin")
 # Runs of different length, or judged differently, are never compared, whatever is allowed.
 _NEVER_ALLOWED = ("train.steps", "train.epochs", "compare.metric", "compare.window")
 # Keys in which runs may differ if the command line sets the value for all of them.
 _SAID_BY = {"compare.margin": "--margin X", "compare.baseline": "--baseline MODE"}
-_LEARNED = ("model", "data")
 
 
 @dataclass(slots=True)
@@ -89,10 +86,9 @@ def group_runs(
 
     Args:
         runs: the result of `load_runs`.
-        allow: keys (or groups of keys: "optim") in which the runs of a group may nevertheless
-            differ. A run that differs in one is in a separate arm, FP32 runs too. If several FP32
-            configurations of a group differ in allowed keys, the baseline is the one that most
-            other runs agree with.
+        allow: keys (or groups of keys: "optim") in which the arms of a group may nevertheless
+            differ. Of several FP32 configurations the baseline is the one that most other runs
+            agree with.
         baseline_path: runs below it are the baseline of their group, whatever their mode.
         judged_otherwise: the command line sets metric or margin, so the runs may differ in
             compare.metric and compare.margin.
@@ -103,17 +99,13 @@ def group_runs(
             baseline.
     """
     _check_allowed(allow, runs)
-    ignored = [*_JUDGED] if judged_otherwise else []
+    ignored = ["compare.metric", "compare.margin"] if judged_otherwise else []
     ignored += ["compare.baseline"] if baseline_path or baseline_mode else []
     cells = cells_of(runs, baseline_path, ignored, baseline_mode)
-    families: dict[str, list[SeedGroup]] = {}
-    for cell in cells:
-        strict = {k: v for k, v in cell.shared.items() if not _matches(k, allow)}
-        families.setdefault(canonical(strict), []).append(cell)
     groups: list[ProtoGroup] = []
     rest: list[SeedGroup] = []  # without a baseline
     lone: list[str] = []
-    for family in families.values():
+    for family in families(cells, allow):
         baseline = _baseline(family, allow)
         if baseline is None:
             rest += family
@@ -155,6 +147,15 @@ def cells_of(
     return list(cells.values())
 
 
+def families(cells: Iterable[SeedGroup], allow: Sequence[str] = ()) -> list[list[SeedGroup]]:
+    """Return the cells that agree in all shared keys but the allowed ones, together."""
+    found: dict[str, list[SeedGroup]] = {}
+    for cell in cells:
+        strict = {k: v for k, v in cell.shared.items() if not _matches(k, allow)}
+        found.setdefault(canonical(strict), []).append(cell)
+    return list(found.values())
+
+
 def of_arm(key: str) -> bool:
     """Return whether a key defines an arm: precision, scaler, or how to compute 16-bit products."""
     return key.startswith(_ARM_PREFIXES) or key in _ARM_KEYS
@@ -172,7 +173,9 @@ def arm_label(cell: SeedGroup, baseline: SeedGroup, rivals: list[SeedGroup]) -> 
     the mode's usual one is always named.
     """
     run = cell.first
-    varied = _varied(cell, rivals)
+    kind = (run.mode, run.scaler)
+    alike = [other for other in rivals if (other.first.mode, other.first.scaler) == kind]
+    varied = sorted({key for other in alike for key in _differing(cell.own, other.own)})
     details = [
         f"{key.removeprefix('scaler.')}={setting_text(cell.own.get(key, _NOT_RECORDED))}"
         for key in varied
@@ -188,13 +191,6 @@ def arm_label(cell: SeedGroup, baseline: SeedGroup, rivals: list[SeedGroup]) -> 
     return label + "".join(f" {key}={setting_text(own)}" for key, (_, own) in allowed.items())
 
 
-def _varied(cell: SeedGroup, rivals: list[SeedGroup]) -> list[str]:
-    """Return the settings in which a cell differs from those of the same mode and scaler."""
-    kind = (cell.first.mode, cell.first.scaler)
-    alike = [other for other in rivals if (other.first.mode, other.first.scaler) == kind]
-    return sorted({key for other in alike for key in _differing(cell.own, other.own)})
-
-
 def differences(
     one: SeedGroup, other: SeedGroup, of_arms: bool = False
 ) -> dict[str, tuple[Any, Any]]:
@@ -205,10 +201,8 @@ def differences(
 
 
 def _differing(one: dict[str, Any], other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    pairs = {
-        key: (one.get(key, _NOT_RECORDED), other.get(key, _NOT_RECORDED))
-        for key in dict.fromkeys([*one, *other])
-    }
+    keys = dict.fromkeys([*one, *other])
+    pairs = {key: (one.get(key, _NOT_RECORDED), other.get(key, _NOT_RECORDED)) for key in keys}
     return {key: pair for key, pair in pairs.items() if not same(*pair)}
 
 
@@ -223,11 +217,8 @@ def canonical(value: Any) -> str:
 
 
 def _is_plain_fp32(run: RunData) -> bool:
-    """Return whether a run computed in full FP32 without loss scaling, whatever its mode's name.
-
-    Settings that were not recorded count as FP32 only if the mode has that name.
-    """
-    absent = _FP32 if run.mode == BASELINE else {}
+    """Return whether a run computed in full FP32 without loss scaling, whatever its mode's name."""
+    absent = _FP32 if run.mode == BASELINE else {}  # settings of an earlier mprun's record
     recorded = {key: run.keys.get(key, absent.get(key, _NOT_RECORDED)) for key in _FP32}
     return run.keys.get("scaler.kind", run.scaler) == "none" and recorded == _FP32
 
@@ -255,7 +246,12 @@ def _check_allowed(allow: Sequence[str], runs: Sequence[RunData]) -> None:
 
 def _baseline(family: list[SeedGroup], allow: Sequence[str]) -> SeedGroup | None:
     """Return the baseline among cells that agree in all keys but the allowed ones; None if none."""
-    candidates = _candidates(family)
+    plain = [cell for cell in family if cell.is_baseline]
+    given = [cell for cell in plain if cell.given]
+    # A user's mode that equals FP32 under another name comes after FP32 itself.
+    named = [cell for cell in plain if cell.first.mode == cell.wanted]
+    usual = [cell for cell in named if cell.first.scaler == _usual_scaler(cell.first)]
+    candidates = given or usual or named or plain
     if len(candidates) < 2:
         return candidates[0] if candidates else None
     if candidates[0].given:
@@ -277,20 +273,6 @@ def _baseline(family: list[SeedGroup], allow: Sequence[str]) -> SeedGroup | None
             f"the baseline (they differ in {pairs_text(found)}); say which with --baseline PATH"
         )
     return first
-
-
-def _candidates(family: list[SeedGroup]) -> list[SeedGroup]:
-    """Return the cells that may be the baseline: the first of these that exist.
-
-    Those given by a path; those with the mode's name and its usual scaler; those with its name; all
-    those that compute in that way.
-    """
-    plain = [cell for cell in family if cell.is_baseline]
-    given = [cell for cell in plain if cell.given]
-    # A user's mode that equals FP32 under another name comes after FP32 itself.
-    named = [cell for cell in plain if cell.first.mode == cell.wanted]
-    usual = [cell for cell in named if cell.first.scaler == _usual_scaler(cell.first)]
-    return given or usual or named or plain
 
 
 def _group(baseline: SeedGroup, family: list[SeedGroup]) -> ProtoGroup:
@@ -346,19 +328,16 @@ def _why_not(rest: list[SeedGroup], baselines: list[SeedGroup]) -> Iterator[str]
         best = min(baselines, key=lambda baseline: len(differences(baseline, cell)))
         found = differences(best, cell)
         # The keys come first: as an error this line is cut in the middle.
+        name = "FP32" if best.first.mode == BASELINE else best.first.mode
         line = (
-            f"{pairs_text(found)}: not as in the nearest {_name(best)} runs ({best.first.path}), "
-            f"so not compared: {what}; run it with precision={cell.wanted}"
+            f"{pairs_text(found)}: not as in the nearest {name} runs ({best.first.path}), so not "
+            f"compared: {what}; run it with precision={cell.wanted}"
         )
         hopeless = len(found) > _MOST_KEYS_ALLOWED or not found.keys().isdisjoint(_NEVER_ALLOWED)
         allowed = ",".join(key for key in found if key not in _SAID_BY)
         flags = [f"--allow {allowed}"] if allowed else []
         flags += [flag for key, flag in _SAID_BY.items() if key in found]
         yield line if hopeless else f"{line}, or {' '.join(flags)}"
-
-
-def _name(cell: SeedGroup) -> str:
-    return "FP32" if cell.first.mode == BASELINE else cell.first.mode
 
 
 def pairs_text(differences: dict[str, tuple[Any, Any]]) -> str:
@@ -383,19 +362,15 @@ def title_of(run: RunData) -> str:
 
     The user's own code has its own name: "mynet:build-mydata:digits".
     """
-    chosen = run.choices
-    if chosen.get("experiment"):
-        return str(chosen["experiment"])
-    names = (run.keys.get(f"{group}.factory", chosen.get(group, group)) for group in _LEARNED)
-    return "-".join(map(str, names))
+    chosen, groups = run.choices, ("model", "data")
+    names = (run.keys.get(f"{group}.factory", chosen.get(group, group)) for group in groups)
+    return str(chosen.get("experiment") or "-".join(map(str, names)))
 
 
 def name_groups(groups: list[ProtoGroup]) -> None:
     """Add to equal titles the keys in which the groups differ, and set unique slugs."""
     for title in {group.title for group in groups}:
-        alike = [group for group in groups if group.title == title]
-        if len(alike) > 1:
-            _tell_apart(alike)
+        _tell_apart([group for group in groups if group.title == title])
     taken: set[str] = set()
     for group in groups:
         slug = base = re.sub(r"[^A-Za-z0-9._-]+", "-", group.title).strip("-.")[:80] or "group"

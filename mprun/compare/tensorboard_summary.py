@@ -1,10 +1,8 @@
 """Write curves for TensorBoard that load fast: one run per precision mode, mean over its seeds.
 
 TensorBoard selects no run by default above 40 runs (500 in its Time Series), colours runs and not
-modes, and cannot average. So each mean is a separate run, `_summary/<mode>`: one per mode and not
-per cell, each with one colour. Beside the mean (`eval/loss`, `train/loss`) there is its difference
-from FP32, over the seeds that both have. Lowest and highest seed make margin charts on the
-custom-scalars page; `mprun compare` adds its table as text.
+modes, and cannot average. So each mean is a separate run, `_summary/<mode>`, with one colour. The
+lowest and the highest seed make margin charts on the custom-scalars page.
 
 tensorboard's own event writer writes the files, without torch. The event format is
 https://github.com/tensorflow/tensorboard/blob/master/tensorboard/compat/proto/event.proto
@@ -25,6 +23,7 @@ from tensorboard.plugins.custom_scalar import metadata as custom_scalar
 from tensorboard.plugins.text import metadata as text_plugin
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
+from mprun.compare import grouping
 from mprun.compare.findings import (
     OUTCOMES,
     Arm,
@@ -35,16 +34,6 @@ from mprun.compare.findings import (
     curve,
     grid,
     on_grid,
-)
-from mprun.compare.grouping import (
-    BASELINE,
-    ProtoGroup,
-    SeedGroup,
-    arm_label,
-    canonical,
-    cells_of,
-    name_groups,
-    title_of,
 )
 from mprun.compare.load import SUMMARY_FOLDER, load_runs
 from mprun.compare.wording import group_markdown
@@ -58,17 +47,19 @@ _NO_METRIC = ("step", "updates")  # columns of an evaluation that are not metric
 
 @dataclass(slots=True)
 class _Section:
-    """The runs that share charts.
-
-    slug: the section of their tags; empty if they are the only ones. baseline: its name.
-    """
+    """The runs that share charts."""
 
     title: str
-    slug: str
+    slug: str  # the section of their tags; empty if they are the only ones
     metric: str
     arms: Sequence[Arm]  # the baseline first
-    baseline: str | None
-    text: str | None = None
+    baseline: str | None  # its name
+    text: str = ""
+
+    @property
+    def charted(self) -> tuple[str, str]:
+        """Return the names of the curves with a margin chart."""
+        return "train/loss", f"eval/{self.metric}"
 
     def tag(self, name: str) -> str:
         """Return the tag of "eval/loss", with one slash: long titles are cut before the last."""
@@ -84,15 +75,14 @@ def write_summaries(comparison: Comparison, root: Path) -> Path:
     """Replace the summary runs below `root/_summary` by those of `comparison`; return that folder.
 
     Tags, over steps: the means `eval/<metric>` and `train/loss`; `eval/loss vs FP32 (%)` and
-    `train/loss vs FP32 (%)`; `variation/eval <metric> lowest` and so on. With several groups they
-    are `<slug>/eval <metric>`, ..., `variation/<slug> eval <metric> lowest`. Non-finite points are
-    left out. Only event files that this module wrote are deleted.
+    `train/loss vs FP32 (%)`, over the seeds that both have; `variation/eval <metric> lowest` and so
+    on. With several groups they are `<slug>/eval <metric>`, ..., `variation/<slug> eval <metric>
+    lowest`. Non-finite points are left out. Only event files that this module wrote are deleted.
     """
-    several = len(comparison.groups) > 1
     sections = [
         _Section(
             group.title,
-            group.slug if several else "",
+            group.slug,
             group.metric,
             [row.arm for row in group.every_row],
             group.baseline.arm.reference,
@@ -109,24 +99,22 @@ def write_means(folders: Sequence[Path], root: Path) -> Path:
     A mode without a finished run is drawn as far as its runs have come. Raises BadInput or Damaged
     if the runs cannot be read.
     """
-    families: dict[str, list[SeedGroup]] = {}
-    for cell in cells_of(load_runs(folders)[0], None, ()):
-        families.setdefault(canonical(cell.shared), []).append(cell)
     groups, baselines = [], []
-    for family in families.values():
-        family.sort(key=lambda cell: (not cell.is_baseline, cell.first.mode != BASELINE))
-        first, arms = family[0], []
+    for family in grouping.families(grouping.cells_of(load_runs(folders)[0], None, ())):
+        family.sort(key=lambda cell: (not cell.is_baseline, cell.first.mode != grouping.BASELINE))
+        first, arms = family[0].first, []
         for cell in family:
             ended = [run for run in cell.runs if run.status in OUTCOMES]
-            label = arm_label(cell, first, family)
+            label = grouping.arm_label(cell, family[0], family)
             arms.append(Arm(label, cell.first.mode, ended or cell.runs))
-        groups.append(ProtoGroup(title_of(first.first), "", arms[0], arms[1:], first.first.keys))
-        baselines.append(arms[0].reference if first.is_baseline else None)
-    name_groups(groups)
+        title = grouping.title_of(first)
+        groups.append(grouping.ProtoGroup(title, "", arms[0], arms[1:], first.keys))
+        baselines.append(arms[0].reference if family[0].is_baseline else None)
+    grouping.name_groups(groups)
     sections = [
         _Section(
             group.title,
-            group.slug if len(groups) > 1 else "",
+            group.slug,
             str(group.keys.get("compare.metric", "loss")),
             [group.baseline, *group.arms],
             baseline,
@@ -139,35 +127,42 @@ def write_means(folders: Sequence[Path], root: Path) -> Path:
 def _write_sections(sections: Sequence[_Section], root: Path) -> Path:
     folder = root / SUMMARY_FOLDER
     _remove_old(folder)
+    if len(sections) == 1:
+        sections[0].slug = ""
     labels = list(dict.fromkeys(arm.label for section in sections for arm in section.arms))
     events: dict[str, list[Event]] = {label: [] for label in labels}
     events[labels[0]].append(_layout(sections))
     for section in sections:
-        if section.text is not None:
-            events[section.arms[0].label].append(_text(section))
+        if section.text:
+            about = text_plugin.create_summary_metadata(None, "What mprun compare found.")
+            told = _tensor(section.tag("verdict"), about, section.text.encode())
+            events[section.arms[0].label].append(told)
         for label, tag, x, values in _curves(section):
             events[label] += _scalars(tag, x, values)
     for label, place in zip(labels, _folder_names(labels), strict=True):
         if events[label]:
-            _write(folder / place, events[label])
+            writer, now = EventFileWriter(str(folder / place), filename_suffix=_SUFFIX), time.time()
+            for event in events[label]:
+                event.wall_time = now
+                writer.add_event(event)
+            writer.close()
     return folder
 
 
 def _curves(section: _Section) -> Iterator[tuple[str, str, np.ndarray, np.ndarray]]:
-    """Yield (label, tag, steps, values) of every curve: all evaluation metrics, and the loss.
+    """Yield (label, tag, steps, values) of every curve.
 
-    The loss and the judged metric also have their extreme seeds; losses have the difference to
-    FP32.
+    They are all evaluation metrics and the training loss, the extreme seeds of that and of the
+    judged metric, and of losses the difference to the baseline.
     """
     runs = [run for arm in section.arms for run in arm.runs]
     metrics = dict.fromkeys(key for run in runs for key in run.evals if key not in _NO_METRIC)
     for name in [*(f"eval/{metric}" for metric in metrics), "train/loss"]:
-        every = [[_named(name, run) for run in arm.runs] for arm in section.arms]
-        x = grid([one for own in every for one in own], _POINTS)
-        for arm, own in zip(section.arms, every, strict=True):
-            found = band(own, x)
+        x = grid(_named(name, runs), _POINTS)
+        for arm in section.arms:
+            found = band(_named(name, arm.runs), x)
             yield arm.label, section.tag(name), x, found.mean
-            if name in _charted(section):
+            if name in section.charted:
                 lowest, highest = section.bounds(name)
                 yield arm.label, lowest, x, found.low
                 yield arm.label, highest, x, found.high
@@ -181,29 +176,23 @@ def _percent(name: str, arm: Arm, baseline: Arm, x: np.ndarray) -> np.ndarray:
 
     Foreign logs have no seeds; for them it is the difference of the means.
     """
-    if baseline.foreign:
-        means = [band([_named(name, run) for run in one.runs], x).mean for one in (arm, baseline)]
-        with np.errstate(divide="ignore", invalid="ignore"):
-            return 100 * (means[0] / means[1] - 1)
-    bases = {run.seed: on_grid(*_named(name, run), x) for run in baseline.runs}
     with np.errstate(divide="ignore", invalid="ignore"):
-        pairs = [
-            (x, 100 * (on_grid(*_named(name, run), x) / bases[run.seed] - 1))
-            for run in arm.runs
-            if run.seed in bases
-        ]
+        if baseline.foreign:
+            own, base = (band(_named(name, one.runs), x).mean for one in (arm, baseline))
+            return 100 * (own / base - 1)
+        shown, reference = (
+            {run.seed: on_grid(*_named(name, [run])[0], x) for run in one.runs}
+            for one in (arm, baseline)
+        )
+        shared = [seed for seed in shown if seed in reference]
+        pairs = [(x, 100 * (shown[seed] / reference[seed] - 1)) for seed in shared]
     return band(pairs, x).mean
 
 
-def _named(name: str, run: RunData) -> Curve:
-    """Return the curve "train/COLUMN" or "eval/COLUMN" of a run."""
+def _named(name: str, runs: Sequence[RunData]) -> list[Curve]:
+    """Return the curve "train/COLUMN" or "eval/COLUMN" of each run."""
     split, _, column = name.partition("/")
-    return curve(run.train if split == "train" else run.evals, "step", column)
-
-
-def _charted(section: _Section) -> tuple[str, str]:
-    """Return the names of the curves with a margin chart."""
-    return "train/loss", f"eval/{section.metric}"
+    return [curve(run.train if split == "train" else run.evals, "step", column) for run in runs]
 
 
 def _scalars(tag: str, x: np.ndarray, values: np.ndarray) -> list[Event]:
@@ -219,7 +208,7 @@ def _layout(sections: Sequence[_Section]) -> Event:
     categories = []
     for section in sections:
         charts = []
-        for name in _charted(section):
+        for name in section.charted:
             lowest, highest = section.bounds(name)
             series = layout_pb2.MarginChartContent.Series(
                 value=section.tag(name), lower=lowest, upper=highest
@@ -235,28 +224,11 @@ def _layout(sections: Sequence[_Section]) -> Event:
     )
 
 
-def _text(section: _Section) -> Event:
-    return _tensor(
-        section.tag("verdict"),
-        text_plugin.create_summary_metadata(None, "What mprun compare found."),
-        (section.text or "").encode(),
-    )
-
-
 def _tensor(tag: str, metadata, content: bytes) -> Event:
     tensor = TensorProto(dtype="DT_STRING", string_val=[content])
     return Event(
         step=0, summary=Summary(value=[Summary.Value(tag=tag, metadata=metadata, tensor=tensor)])
     )
-
-
-def _write(folder: Path, events: list[Event]) -> None:
-    writer = EventFileWriter(str(folder), filename_suffix=_SUFFIX)
-    now = time.time()
-    for event in events:
-        event.wall_time = now
-        writer.add_event(event)
-    writer.close()
 
 
 def _folder_names(labels: Sequence[str]) -> list[str]:

@@ -520,8 +520,8 @@ def _first_distance(own: RunData, other: RunData) -> float | None:
 def _check_first_steps(row: Row, baseline: Arm) -> None:
     """Set the row's distance over the first steps at equal seeds, the median over the seeds."""
     pairs = [(run, other) for run in row.arm.runs for other in baseline.runs]
-    medians = [_first_distance(*pair) for pair in pairs if pair[0].seed == pair[1].seed]
-    medians = [distance for distance in medians if distance is not None]
+    found = [_first_distance(*pair) for pair in pairs if pair[0].seed == pair[1].seed]
+    medians = [distance for distance in found if distance is not None]
     if not medians:
         return
     row.first_steps = statistics.median(medians)

@@ -191,20 +191,17 @@ def panel(title: str, height: float, entries: list | None = None, note: str = ""
     return figure, axes
 
 
-def line_entry(label: str, style: Style, number: int | None = None, **line: Any) -> Line2D:
-    """Make a legend entry that looks like the curve.
-
-    number: the mode's number in its group, by which a page's script finds entry and curve
-    (`series`). line: options of the line that replace those of its style.
-    """
+def line_entry(label: str, style: Style, **line: Any) -> Line2D:
+    """Make a legend entry that looks like the curve; line: options that replace its style's."""
     # matplotlib ignores labels that start with an underscore.
     label = f" {label}" if label.startswith("_") else label
-    gid = None if number is None else f"legend-{number}"
-    return Line2D([], [], **{**style.line, "linewidth": 2, **line}, label=label, gid=gid)
+    entry = Line2D([], [], **{**style.line, "linewidth": 2, **line}, label=label)
+    entry.set_gid((entry.get_gid() or "").replace("series", "legend") or None)
+    return entry
 
 
 def series(number: int) -> dict[str, Any]:
-    """Return the options that mark an artist as part of this mode's drawing."""
+    """Return the options by which a page's script finds all that is drawn of a group's mode."""
     return {"gid": f"series-{number}"}
 
 
