@@ -3,12 +3,11 @@
 load (run.json, metrics.jsonl), or for logs of other tools an entry point of `mprun.readers`
 -> grouping (which runs belong together, which are baselines)
 -> verdict (divergence, then equivalence)
--> text (console, report.md, results.json), report (report.html and its figures),
-tensorboard_summary.
+-> wording (console, report.md, results.json), report (report.html and its figures),
+tensorboard_summary, notebook.
 
-`findings` holds the plain data that the steps exchange; `notebook` holds the objects for programs.
-`compare` runs all the steps, for the command and for programs. The package itself is callable:
-`mprun.compare(paths)` is this function however the package was imported.
+`findings` holds the plain data that the steps exchange; `compare` runs all of them. The package
+itself is callable: `mprun.compare(paths)` is this function however the package was imported.
 """
 
 import inspect
@@ -85,8 +84,13 @@ def compare(
     places = [str(path) for path in _several(paths)]
     if not places:
         raise BadInput("compare: needs at least one PATH, e.g. outputs")
+    mode = path = None
+    if isinstance(baseline, str) and "/" not in baseline and not Path(baseline).exists():
+        mode = baseline
+    elif baseline is not None:
+        path = Path(baseline)
     asked: dict[str, Any] = {
-        "--baseline": None if baseline is None else _path_or_mode(baseline),
+        "--baseline": path or mode,
         "--allow": tuple(map(str, _several(allow))),
         "--metric": metric,
         "--margin": None if margin is None else checked_margin(margin),
@@ -104,8 +108,6 @@ def compare(
     )
     plan = planned_looks(looks) if looks else []
     if tag is None:
-        given = asked["--baseline"]
-        path, mode = (given, None) if isinstance(given, Path) else (None, given)
         runs, notes = load_runs(places, path)
         there = sorted({run.mode for run in runs})
         if mode is not None and mode not in there:
@@ -151,18 +153,12 @@ def compare(
         groups=groups,
         not_compared=refused,
         notes=notes,
-        stamps=_stamps(asked, runs) + _left_out(groups),
+        stamps=_stamps(asked, runs, groups),
         looks=plan,
         alpha=nominal_alpha(tuple(plan)) if plan else ALPHA,
         created=datetime.now(UTC).isoformat(timespec="seconds"),
         version=__version__,
     )
-
-
-def _path_or_mode(given: str | Path) -> str | Path:
-    """Return what --baseline names: an existing path, else a precision mode by its name."""
-    is_name = isinstance(given, str) and not Path(given).exists() and "/" not in given
-    return given if is_name else Path(given)
 
 
 def _several(given: Any) -> list[Any]:
@@ -177,12 +173,13 @@ def _check_belonging(
     of_logs: options for other tools' logs only. needing_margin: options that need a margin.
     """
     foreign = asked["--tag"] is not None
-    for flag in (flag for flag, given in of_logs.items() if given and not foreign):
-        raise BadInput(f"{flag}: only with --tag; a run of mprun knows its metrics and seeds")
+    for flag, given in of_logs.items():
+        if given and not foreign:
+            raise BadInput(f"{flag}: only with --tag; a run of mprun knows its metrics and seeds")
     if of_logs["--higher-is-better"] and of_logs["--lower-is-better"]:
         raise BadInput("--higher-is-better, --lower-is-better: give one of the two")
-    for flag in (flag for flag, given in needing_margin.items() if given):
-        if asked["--margin"] is None:
+    for flag, given in needing_margin.items():
+        if given and asked["--margin"] is None:
             raise BadInput(f"{flag}: needs --margin, in the unit of the metric")
     if foreign and (asked["--baseline"] or asked["--allow"] or asked["--metric"]):
         raise BadInput("--tag: foreign logs have no --baseline, --allow or --metric")
@@ -207,14 +204,12 @@ def planned_looks(given: Iterable[str | int]) -> list[int]:
     try:
         return list(checked_looks([int(part) for part in given]))
     except ValueError:
-        raise BadInput(
-            f"--looks {','.join(map(str, given))}: must be two or more numbers of seeds, ascending "
-            "from 3, e.g. 3,5,10"
-        ) from None
+        problem = "must be two or more numbers of seeds, ascending from 3, e.g. 3,5,10"
+        raise BadInput(f"--looks {','.join(map(str, given))}: {problem}") from None
 
 
-def _stamps(asked: dict[str, Any], runs: "list[RunData]") -> list[str]:
-    """Return warnings about how the comparison was requested."""
+def _stamps(asked: dict[str, Any], runs: "list[RunData]", groups: "Sequence[Group]") -> list[str]:
+    """Return warnings about how the comparison was requested, and on what it leaves out."""
     stamps = []
     if asked["--allow"]:
         keys = ",".join(asked["--allow"])
@@ -231,16 +226,11 @@ def _stamps(asked: dict[str, Any], runs: "list[RunData]") -> list[str]:
         stamps.append(f"foreign logs name no margin: {told} was taken when they were compared")
     if isinstance(asked["--baseline"], Path):
         stamps.append(f"--baseline {asked['--baseline']}: chosen on the command line")
-    return stamps
-
-
-def _left_out(groups: "Sequence[Group]") -> list[str]:
-    """Return each line on what the verdicts leave out, once, with the modes concerned."""
-    found: dict[str, list[str]] = {}
+    found: dict[str, list[str]] = {}  # what the verdicts leave out -> modes
     for row in (row for group in groups for row in group.rows):
         for line in row.verdict.left_out:
             found.setdefault(line, []).append(row.arm.label)
-    return [f"LEFT OUT of {', '.join(modes)}: {line}" for line, modes in found.items()]
+    return stamps + [f"LEFT OUT of {', '.join(modes)}: {line}" for line, modes in found.items()]
 
 
 class _CallablePackage(ModuleType):

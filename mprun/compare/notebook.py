@@ -1,13 +1,13 @@
 """Give recorded runs and a comparison to programs and notebooks, as frames and as tables.
 
 `mprun.load` and `mprun.compare` return these objects. Numbers come as pandas frames or, without
-pandas, as columns of numpy arrays. In a notebook an object shows itself as a table. The HTML links
-to nothing outside the page, escapes every value, and uses the colours of the notebook's theme,
-light or dark.
+pandas, as columns of numpy arrays. In a notebook an object shows itself as a table, which links to
+nothing outside the page and uses the colours of the notebook's theme, light or dark.
 """
 
 import hashlib
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +20,7 @@ from mprun.compare import wording as text
 from mprun.compare.findings import Comparison, Group, Row
 from mprun.compare.load import read_run_record, run_directories
 from mprun.errors import BadInput, needing
-from mprun.numerics.probe_record import GRADIENT_KINDS, LearnerProbe, ProbeRecord, read_probes
+from mprun.numerics.probe_record import GRADIENT_KINDS, ProbeRecord, read_probes
 from mprun.record.metrics import read_metrics
 from mprun.record.run_directory import read_config
 
@@ -217,21 +217,13 @@ class RecordedRuns(_Frames, Sequence[RecordedRun]):
 
     def columns(self, part: Part) -> Columns:
         """Return the columns as `RecordedRun.columns` does, with run, mode and seed in front."""
-        parts: list[tuple[dict[str, Any], int]] = []
+        rows = []
         for run in self:
-            own: dict[str, Any] = {
-                name: column.tolist() for name, column in run.columns(part).items()
-            }
-            count = len(next(iter(own.values()), ()))
             head = {"run": str(run.path), "mode": run.mode, "seed": run.seed}
-            parts.append(({name: [value] * count for name, value in head.items()} | own, count))
-        names = dict.fromkeys(name for own, count in parts if count for name in own)
-        return {
-            name: _column(
-                [value for own, count in parts for value in own.get(name, [None] * count)]
-            )
-            for name in names
-        }
+            own = run.columns(part)
+            lists = [column.tolist() for column in own.values()]
+            rows += [head | dict(zip(own, row, strict=True)) for row in zip(*lists, strict=True)]
+        return _columns(rows)
 
     def __repr__(self) -> str:
         if len(self) == 1:
@@ -369,41 +361,27 @@ _NO_METRIC = ("split", "step", "updates", "skipped", "epoch", "seconds")
 
 def _probe_rows(probe: ProbeRecord) -> Iterator[dict[str, Any]]:
     for name, learner in probe.learners.items():
+        found: defaultdict[tuple[str, str], dict[str, Any]] = defaultdict(dict)
+        for kind, modules in learner.tensors.items():
+            for module, stats in modules.items():
+                counts = stats.counts
+                row = {"dtype": stats.dtype, "stride": stats.stride, "amax": stats.amax}
+                row |= {"values": counts.total, "nonzero": counts.nonzero}
+                row |= {"inf": counts.inf, "nan": counts.nan, **counts.shares()._asdict()}
+                found[kind, module] = row
+        for module, lost in learner.lost_updates.items():
+            shares = {"lost_fp16": lost.share("fp16"), "lost_bf16": lost.share("bf16")}
+            found["updates", module] |= shares
+        for module, applied in learner.applied_updates.items():
+            found["updates", module]["applied"] = applied.ratio
+        for module, agreement in (learner.shadow or {}).items():
+            names = ("cosine", "norm_ratio", "relative_error")
+            found["weight_gradients", module] |= {one: getattr(agreement, one) for one in names}
         scales = [probe.log2_loss_scale[scale] for scale in learner.loss_scales]
         head = {"step": probe.step, "skipped": probe.skipped, "learner": name}
-        for kind, module in _measured(learner):
-            scaled = kind in GRADIENT_KINDS and scales
-            scale = {"log2_loss_scale": max(scales) if scaled else None}
-            yield {**head, "kind": kind, "module": module, **scale, **_stats(learner, kind, module)}
-
-
-def _measured(learner: LearnerProbe) -> list[tuple[str, str]]:
-    """Return (kind, module) of everything measured, including a shadow step's weight gradients."""
-    found = [(kind, module) for kind, modules in learner.tensors.items() for module in modules]
-    found += [("updates", module) for module in learner.lost_updates]
-    found += [("updates", module) for module in learner.applied_updates]
-    found += [("weight_gradients", module) for module in learner.shadow or ()]
-    return list(dict.fromkeys(found))
-
-
-def _stats(learner: LearnerProbe, kind: str, module: str) -> dict[str, Any]:
-    row: dict[str, Any] = {}
-    stats = learner.tensors.get(kind, {}).get(module)
-    if stats is not None:
-        counts = stats.counts
-        row |= {"dtype": stats.dtype, "stride": stats.stride, "amax": stats.amax}
-        row |= {"values": counts.total, "nonzero": counts.nonzero}
-        row |= {"inf": counts.inf, "nan": counts.nan, **counts.shares()._asdict()}
-    if kind == "updates" and module in learner.lost_updates:
-        lost = learner.lost_updates[module]
-        row |= {"lost_fp16": lost.share("fp16"), "lost_bf16": lost.share("bf16")}
-    if kind == "updates" and module in learner.applied_updates:
-        row["applied"] = learner.applied_updates[module].ratio
-    if kind == "weight_gradients" and learner.shadow and module in learner.shadow:
-        agreement = learner.shadow[module]
-        names = ("cosine", "norm_ratio", "relative_error")
-        row |= {name: getattr(agreement, name) for name in names}
-    return row
+        for (kind, module), row in found.items():
+            scale = max(scales) if kind in GRADIENT_KINDS and scales else None
+            yield {**head, "kind": kind, "module": module, "log2_loss_scale": scale, **row}
 
 
 def _columns(rows: Sequence[dict[str, Any]]) -> Columns:

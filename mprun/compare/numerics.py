@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import FuncFormatter
 
-from mprun.compare.findings import Group, Row
+from mprun.compare.findings import Group
 from mprun.errors import Damaged
 from mprun.numerics.exponent_shares import AppliedUpdates, LostUpdates, merged
 from mprun.numerics.probe_record import (
@@ -48,27 +48,20 @@ _RANGES = ((None, -25, "to 0"), (-25, -14, "subnormal"), (-14, 16, "normal"), (1
 
 @dataclass(slots=True)
 class ProbedMode:
-    """The probes of one run, over all its models and modules.
-
-    tensors: kind -> what was measured, at the run's loss scale. gradients: kind -> the same with
-    the scale of each probe, to evaluate other scales. steps: those summed up, without skipped
-    updates unless `only_skipped`. recorded: probe files of the run; at most 100 of them are read,
-    drawn at random. scales: log2 of the smallest and the largest loss scale. cosine,
-    relative_error: medians over the shadow steps, None without one.
-    """
+    """The probes of one run, over all its models and modules."""
 
     label: str
     seed: int
-    recorded: int
-    steps: list[int] = field(default_factory=list)
+    recorded: int  # probe files of the run; at most 100 of them are read, drawn at random
+    steps: list[int] = field(default_factory=list)  # summed up, not skipped unless `only_skipped`
     skipped: int = 0
     only_skipped: bool = False
-    scales: tuple[float, float] | None = None
-    tensors: dict[str, TensorStats] = field(default_factory=dict)
-    gradients: dict[str, Gradients] = field(default_factory=dict)
+    scales: tuple[float, float] | None = None  # log2 of the smallest and the largest loss scale
+    tensors: dict[str, TensorStats] = field(default_factory=dict)  # by kind, at the run's scale
+    gradients: dict[str, Gradients] = field(default_factory=dict)  # with the scale of each probe
     lost: LostUpdates = LostUpdates()
     applied: AppliedUpdates = AppliedUpdates()
-    cosine: float | None = None
+    cosine: float | None = None  # median over the shadow steps, as is the error
     relative_error: float | None = None
     damage: str | None = None  # why the probes could not be read
 
@@ -82,11 +75,7 @@ class ProbedMode:
         return text + (f", without {self.skipped} of skipped updates" if self.skipped else "")
 
     def numbers(self) -> tuple[str, ...]:
-        """Return seed, loss scale and the five numbers below, as text.
-
-        Updates lost in FP16 and in BF16; the applied part of the wanted update; cosine; relative
-        error.
-        """
+        """Return seed, scale, updates lost in FP16, in BF16, applied; cosine and error, as text."""
         lost = [share_text(self.lost.share(name)) for name in ("fp16", "bf16")]
         low, high = (f"2^{scale:.4g}" for scale in self.scales) if self.scales else ("", "")
         return (
@@ -100,10 +89,8 @@ class ProbedMode:
 
     def known_gradients(self) -> dict[str, Gradients]:
         """Return kind -> gradients, for the kinds with any non-zero gradient."""
-        found = {kind: self.gradients.get(kind) for kind in GRADIENTS}
-        return {
-            kind: gradients for kind, gradients in found.items() if gradients and gradients.nonzero
-        }
+        found = {kind: self.gradients[kind] for kind in GRADIENTS if kind in self.gradients}
+        return {kind: gradients for kind, gradients in found.items() if gradients.nonzero}
 
     def measured(self) -> list[tuple[str, tuple[str, ...]]]:
         """Return (kind, its numbers as text) of each probed kind of tensor."""
@@ -116,15 +103,13 @@ def probed_modes(group: Group) -> list[ProbedMode]:
 
     A mode whose probes are damaged has an entry that says so: the verdicts do not depend on them.
     """
-    found = (_of_row(row) for row in group.every_row)
-    return [mode for mode in found if mode is not None]
-
-
-def _of_row(row: Row) -> ProbedMode | None:
-    for run in sorted(row.arm.runs, key=lambda run: run.seed):
-        if not run.foreign and (mode := probed_run(Path(run.path), row.arm.label, run.seed)):
-            return mode
-    return None
+    found = []
+    for row in group.every_row:
+        runs = sorted((run for run in row.arm.runs if not run.foreign), key=lambda run: run.seed)
+        probed = (probed_run(Path(run.path), row.arm.label, run.seed) for run in runs)
+        if (mode := next(filter(None, probed), None)) is not None:
+            found.append(mode)
+    return found
 
 
 def probed_run(directory: Path, label: str, seed: int) -> ProbedMode | None:
@@ -135,19 +120,15 @@ def probed_run(directory: Path, label: str, seed: int) -> ProbedMode | None:
     if not paths:
         return None
     mode = ProbedMode(label, seed, len(paths))
+    if len(paths) > _MOST:
+        # Random, not every n-th: shadow steps come at an interval too and could all be missed.
+        chosen = np.random.default_rng(0).choice(len(paths), _MOST, replace=False)
+        paths = [paths[i] for i in sorted(chosen)]
     try:
-        _sum_up(mode, [read_probe(path) for path in _drawn(paths)])
+        _sum_up(mode, [read_probe(path) for path in paths])
     except (Damaged, OSError) as error:
         mode.damage = str(error)
     return mode
-
-
-def _drawn(paths: list[Path]) -> list[Path]:
-    if len(paths) <= _MOST:
-        return paths
-    # Random, not every n-th: shadow steps come at an interval too and could all be missed.
-    chosen = np.random.default_rng(0).choice(len(paths), _MOST, replace=False)
-    return [paths[i] for i in sorted(chosen)]
 
 
 def _sum_up(mode: ProbedMode, records: list[ProbeRecord]) -> None:
@@ -245,9 +226,13 @@ def _histogram(modes: list[ProbedMode], styles: dict[str, Style], kind: str) -> 
     _set_percents(axes, (start, right), "absolute value, without loss scale", "% of the values")
     _mark_ranges(axes, left, right)
     # The baseline comes first and is drawn last.
-    for number, (label, shown) in reversed(list(enumerate(found.items()))):
-        place, x = start + number * width, range(left, right + 1)
-        _draw_shares(axes, shown, styles[label], x, place, width)
+    for number, (label, (shares, zeros)) in reversed(list(enumerate(found.items()))):
+        x = range(left, right + 1)
+        y = [max(shares.get(exponent, 0.0), _FLOOR / 10) for exponent in x]
+        axes.plot(x, y, **styles[label].line, linewidth=1.3, drawstyle="steps-post")
+        if zeros:
+            place = start + number * width
+            axes.bar(place, zeros, width, align="edge", color=styles[label].colour)
     ticks = [*range(-(-left // 8) * 8, min(right, 64) + 1, 8)]
     axes.set_xticks([start + _ZERO_WIDTH / 2, *ticks], ["0", *map(power_of_two, ticks)])
     summary = "; ".join(f"{label}: {_course(*shown)}" for label, shown in found.items())
@@ -260,17 +245,6 @@ def _histogram(modes: list[ProbedMode], styles: dict[str, Style], kind: str) -> 
         caption += f" The bin at {power_of_two(_LOWEST_SHOWN)} holds all smaller values, too."
     name = PREFIX + kind.replace("_", "-")
     return Drawing(name, caption, f"Histogram of {words}. {summary}.", figure)
-
-
-def _draw_shares(
-    axes: Axes, shown: tuple[dict, float], style: Style, x: range, start: float, width: float
-) -> None:
-    """Draw a step per exponent of `x`, and a bar of `width` at `start` for the zeros."""
-    shares, zeros = shown
-    y = [max(shares.get(exponent, 0.0), _FLOOR / 10) for exponent in x]
-    axes.plot(x, y, **style.line, linewidth=1.3, drawstyle="steps-post")
-    if zeros:
-        axes.bar(start, zeros, width, align="edge", color=style.colour)
 
 
 def _course(shares: dict[int, float], zeros: float) -> str:
@@ -309,13 +283,16 @@ def _scales(modes: list[ProbedMode], styles: dict[str, Style]) -> Drawing | None
     low, high = min(ends) - 8, max(ends) + 8
     _set_percents(axes, (low, high), "loss scale", "% of the non-zero values")
     for kind, style in lines.items():
-        _draw_losses(axes, kinds[kind], style, range(low, high + 1))
+        for share in (kinds[kind].underflow, partial(overflow, kinds[kind])):
+            y = [100 * share(k) or _FLOOR / 10 for k in range(low, high + 1)]
+            axes.plot(range(low, high + 1), y, **style.line, linewidth=1.6)
     for label, place in marks.items():
         axes.plot([place], [2 * _FLOOR], "^", color=styles[label].colour, markersize=8)
     _mark_usable(axes, usable, low, high)
     told = _usable_text(usable)
     caption = f"{told} A scale above leaves infinite gradients and skipped updates."
-    caption += _already_lost(mode)
+    if any("fp16" in stats.dtype.split("+") for stats in mode.tensors.values()):
+        caption += f" What {mode.label} itself lost in FP16 at its own scale is not counted."
     label = f"Underflow and overflow share of the gradients of {mode.label} over the loss scale."
     return Drawing(f"{PREFIX}scales", caption, f"{label} {told}", figure)
 
@@ -331,26 +308,12 @@ def _mark_usable(axes: Axes, usable: ScaleRange, low: int, high: int) -> None:
     axes.set_xticks(ticks, list(map(power_of_two, ticks)))
 
 
-def _draw_losses(axes: Axes, gradients: Gradients, style: Style, scales: range) -> None:
-    """Draw the shares that become 0 and infinite at each of the scales 2^k."""
-    for share in (gradients.underflow, partial(overflow, gradients)):
-        y = [100 * share(k) or _FLOOR / 10 for k in scales]
-        axes.plot(scales, y, **style.line, linewidth=1.6)
-
-
 def _usable_text(usable: ScaleRange) -> str:
     limit = f"at most {share_text(ACCEPTED)} of the non-zero values become 0"
     low, high = power_of_two(usable.lowest), power_of_two(usable.highest)
     if usable.fits:
         return f"From a scale of {low} on, {limit}; up to {high} nothing that was probed overflows."
     return f"No scale holds them: {limit} only from {low} on, and above {high} something overflows."
-
-
-def _already_lost(mode: ProbedMode) -> str:
-    formats = {part for stats in mode.tensors.values() for part in stats.dtype.split("+")}
-    if "fp16" not in formats:
-        return ""
-    return f" What {mode.label} itself lost in FP16 at its own scale is not counted."
 
 
 def _set_percents(axes: Axes, frame: tuple[float, float], xlabel: str, ylabel: str) -> None:

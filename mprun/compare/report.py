@@ -1,9 +1,9 @@
 """Write report.html, the whole comparison on one self-contained page, and PNG files.
 
-The page has no link that leads out, and its only script makes the figures interactive. It works
-from a mail, offline, on paper and without scripts, and runs no other script than its own. To keep
-it below 1 MB, curves first get fewer points, then figures are left to the PNG files. The page's
-text is in `templates/`, which escapes every value; this module supplies the values.
+The page has no link that leads out and works from a mail, offline, on paper and without its only
+script, which makes the figures interactive. To keep it below 1 MB, curves first get fewer points,
+then figures are left to the PNG files. The page's text is in `templates/`, which escapes every
+value; this module supplies the values.
 """
 
 import base64
@@ -33,16 +33,10 @@ _POINTS = 240  # points of a curve, in the PNG files and on a page with room
 _GRID_PIXELS = 360  # width of an embedded sample grid
 # (points of a curve, figures shown or None for all): the first level that fits is used.
 _MAIN = ("intervals", "difference", "loss-steps")
-_LEVELS: tuple[tuple[int, tuple[str, ...] | None], ...] = (
-    (_POINTS, None),
-    (120, None),
-    (60, None),
-    (30, None),
-    (60, _MAIN),
-    (30, _MAIN),
-    (30, _MAIN[:1]),
-    (30, ()),
-)
+_LEVELS: list[tuple[int, tuple[str, ...] | None]] = [
+    *((points, None) for points in (_POINTS, 120, 60, 30)),
+    *((60, _MAIN), (30, _MAIN), (30, _MAIN[:1]), (30, ())),
+]
 
 
 def _powers(plain: str) -> Markup:
@@ -195,6 +189,8 @@ class _Report:
         methods = {row.verdict.method for row in group.rows if row.verdict.method}
         how = {"paired": "paired by seed", "Welch": "unpaired (Welch)"}
         labels = [row.arm.label for row in group.every_row]
+        by_seed = [{outcome.seed: outcome for outcome in row.outcomes} for row in group.every_row]
+        seeds = sorted({seed for own in by_seed for seed in own})
         return render(
             "group.html",
             comparison=self.comparison,
@@ -207,7 +203,7 @@ class _Report:
             samples=samples(group) if kept is None else [],
             probes=self.probes[group.slug],
             details=details,
-            outcomes_by_seed=_outcomes_by_seed(group),
+            outcomes_by_seed=[(seed, [own.get(seed) for own in by_seed]) for seed in seeds],
             methods=" and ".join(how[method] for method in sorted(methods)),
             foreign=group.baseline.arm.foreign,
             gan=is_gan(group.keys),
@@ -219,11 +215,8 @@ class _Report:
 
 def picture(drawing: Drawing, name: str, folder: Path | None, svg: bool = True) -> dict[str, str]:
     """Return a figure as a page needs it; with a folder, write its PNG file too."""
-    if folder is not None:
-        # By default matplotlib writes its own version into the file, which says nothing of the
-        # runs.
-        about = {"Software": None}
-        drawing.figure.savefig(folder / f"{name}.png", dpi=_DPI, metadata=about)
+    if folder is not None:  # without matplotlib's version, which says nothing of the runs
+        drawing.figure.savefig(folder / f"{name}.png", dpi=_DPI, metadata={"Software": None})
     return {
         "file": f"{name}.png",
         "caption": drawing.caption,
@@ -287,23 +280,15 @@ def _facts(group: Group) -> dict[str, str]:
 
 def _hardware(environment: dict[str, Any]) -> str:
     """Return the machine in words: "Xeon, CPU, 1 thread"."""
-    if environment.get("gpu"):
-        return str(environment["gpu"])
     threads = environment.get("threads")
     counted = f"{threads} thread{'' if threads == 1 else 's'}" if threads else ""
-    return ", ".join(filter(None, [str(environment.get("cpu") or ""), counted]))
+    cpu = ", ".join(filter(None, [str(environment.get("cpu") or ""), counted]))
+    return str(environment.get("gpu") or cpu)
 
 
 def _filled(keys: dict[str, Any]) -> dict[str, Any]:
     """Return the keys without empty mappings."""
     return {key: value for key, value in keys.items() if value != {}}
-
-
-def _outcomes_by_seed(group: Group) -> list[tuple[int, list]]:
-    """Return (seed, the outcome of each row or None), seeds ascending."""
-    by_seed = [{outcome.seed: outcome for outcome in row.outcomes} for row in group.every_row]
-    seeds = sorted({seed for outcomes in by_seed for seed in outcomes})
-    return [(seed, [outcomes.get(seed) for outcomes in by_seed]) for seed in seeds]
 
 
 def _environment(group: Group) -> tuple[dict[str, str], dict[str, dict[str, list[str]]]]:
@@ -323,17 +308,18 @@ def samples(group: Group) -> list[dict[str, Any]]:
 
     The seed is the lowest that all modes with images have; without one, the lowest of each mode.
     """
-    found = [
-        (row.arm.label, {run.seed: run.sample_grid for run in row.arm.runs if run.sample_grid})
-        for row in group.every_row
-    ]
-    found = [(label, grids) for label, grids in found if grids]
-    shared = set.intersection(*(set(grids) for _, grids in found)) if found else set()
-    chosen = [(label, min(shared or grids), grids) for label, grids in found]
-    return [
-        {"what": f"{label}, seed {seed}", "path": grids[seed], **_jpeg(Path(grids[seed]))}
-        for label, seed, grids in chosen
-    ]
+    found = {}
+    for row in group.every_row:
+        grids = {run.seed: run.sample_grid for run in row.arm.runs if run.sample_grid}
+        if grids:
+            found[row.arm.label] = grids
+    shared = set.intersection(*map(set, found.values())) if found else set()
+    shown = []
+    for label, grids in found.items():
+        seed = min(shared or grids)
+        path = grids[seed]
+        shown.append({"what": f"{label}, seed {seed}", "path": path, **_jpeg(Path(path))})
+    return shown
 
 
 def _jpeg(path: Path) -> dict[str, Any]:

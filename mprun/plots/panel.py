@@ -1,15 +1,13 @@
 """The common style of all figures: colours, line styles, marks, and a panel per figure.
 
 The colours are Okabe and Ito's eight, which colour-blind readers can distinguish, and a grey. A
-brown replaces their yellow, which is too pale for a line on white. FP32 is black. Labels that are
-no shipped mode get further colours, readable on black and on white: a user's mode, a mode with
-another scaler, a label of a foreign log.
+brown replaces their yellow, which is too pale for a line on white. Labels that are no shipped mode
+get further colours, readable on black and on white.
 
-A panel is narrow enough to be read on a phone, with its legend below the curves. Figures are
-matplotlib `Figure` objects without pyplot: no window, no state between two figures. A figure as SVG
-fits into a page: its ids are unique, and it has no size, no rules for the whole page and no
-metadata. Its ink is the page's text colour, so that text, axes and FP32 are black on white and
-white on black.
+A panel is narrow enough to be read on a phone. Figures are matplotlib `Figure` objects without
+pyplot: no window, no state between two figures. A figure as SVG fits into a page: its ids are
+unique, and it has no size, no rules for the whole page and no metadata. Its ink is the page's text
+colour, so that text, axes and FP32 are black on white and white on black.
 """
 
 import io
@@ -78,10 +76,9 @@ class Style:
 def styles(labels: Iterable[str]) -> dict[str, Style]:
     """Choose a style per label, the same in every figure.
 
-    A shipped mode has its own style, another label one chosen by its name. If two names would get
-    the same style, the later one takes the next free style. That is first a further colour, then
-    the colour of a shipped mode that is not among the labels, then another line style. More than
-    fifty labels get distinct styles.
+    A shipped mode has its own style, another label the first free one from a place that its name
+    gives: a further colour, then that of a shipped mode that is not among the labels, then another
+    line style. More than fifty labels get distinct styles.
     """
     labels = list(dict.fromkeys(labels))
     chosen = {label: Style(SHIPPED[label]) for label in labels if label in SHIPPED}
@@ -222,7 +219,7 @@ def live_values(
         y: whether the y axis may be zoomed too.
     """
     box = axes.get_position()
-    found: dict[str, Any] = {
+    found = {
         "frame": [round(part, 5) for part in (box.x0, 1 - box.y1, box.x1, 1 - box.y0)],
         "name": axes.get_xlabel(),
         "x": list(map(float, axes.get_xlim())),
@@ -230,9 +227,9 @@ def live_values(
         "difference": difference,
         "values": {str(number): _rounded(own) for number, own in values.items()},
     }
-    return found | (
-        {"y": list(map(float, axes.get_ylim())), "scale": axes.get_yscale()} if y else {}
-    )
+    if y:
+        found |= {"y": list(map(float, axes.get_ylim())), "scale": axes.get_yscale()}
+    return found
 
 
 def _rounded(values: np.ndarray) -> list[float | None]:
@@ -249,10 +246,7 @@ def mark_entry(label: str, marker: str) -> Line2D:
 
 
 def rows_panel(title: str, labels: list[str], xlabel: str, note: str = ""):
-    """Make (figure, axes, y): a row per label, which stands above the row's drawing at `y`.
-
-    So labels of any length fit, and they take no margin on a narrow screen.
-    """
+    """Make (figure, axes, y): a row per label, of any length, above the row's drawing at `y`."""
     figure, axes = panel(title, 0.43 * len(labels) + 0.08, note=note, left=0.16)
     axes.set_ylim(len(labels) + 0.05, -0.1)
     axes.set_yticks([])
@@ -277,12 +271,9 @@ def power_of_two(exponent: int) -> str:
 
 
 def inline_svg(figure: Figure, prefix: str, label: str) -> str:
-    """Return the `<svg>` element of a figure; call it inside `settings()`.
+    """Return the `<svg>` element of a figure, the same every time; call it inside `settings()`.
 
-    Args:
-        figure: drawn as it is; the same figure gives the same text every time.
-        prefix: unique in the page; ids are made from it.
-        label: text that is read out for the figure.
+    prefix: unique in the page; ids are made from it. label: text that is read out for the figure.
     """
     buffer = io.StringIO()
     with matplotlib.rc_context({"svg.hashsalt": prefix}):
@@ -300,11 +291,8 @@ def _name(found: re.Match) -> str:
 
 
 def _for_page(tag: re.Match) -> str:
-    """Use the page's colour and font; round numbers to a tenth of a point, beyond print quality.
-
-    A path, which may be enlarged, is rounded to a hundredth.
-    """
-    digits = 2 if tag[0].startswith("<path") else 1
+    """Use the page's colour and font; round numbers to a tenth of a point, beyond print quality."""
+    digits = 2 if tag[0].startswith("<path") else 1  # a path may be enlarged
     text = tag[0].replace(INK, "currentColor")
     # The page's rules set font and line caps for all; a path needs no line breaks.
     for said in ("font-family: 'DejaVu Sans', sans-serif; ", "; stroke-linecap: square", " \n"):
