@@ -44,8 +44,7 @@ def compare(
 ) -> "ComparedRuns":
     """Judge whether each precision mode matches FP32, as `mprun compare` does.
 
-    The function reads, groups and judges; it writes nothing. A notebook shows the result as a
-    table.
+    The function writes nothing. A notebook shows the result as a table.
 
     Args:
         paths: Run directories, or folders that hold runs (searched to any depth). With `tag`:

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 from matplotlib.transforms import blended_transform_factory
 
@@ -49,7 +48,8 @@ def curves(group: Group, styles: dict[str, Style], plot: Plot, points: int) -> D
         return None
     base = found[0][1] if found[0][0] is group.baseline else None
     inks, lines = _inks(group, styles), _lines(group, styles)
-    entries = _entries(styles, lines, [row for row, _ in found])
+    labels = [row.arm.label for row, _ in found]
+    entries = [line_entry(label, styles[label], **lines[label]) for label in labels]
     ends = [(row.arm.label, *end) for row, _ in found for end in _ends(row, plot)]
     ends = [end for end in ends if np.isfinite(end[2])]
     if ends:
@@ -97,10 +97,10 @@ def _inks(group: Group, styles: dict[str, Style]) -> dict[str, dict[str, Any]]:
 
 
 def _lines(group: Group, styles: dict[str, Style]) -> dict[str, dict[str, Any]]:
-    """Return the line style of each mode; equal curves stay visible in each other's gaps.
+    """Return the line style of each mode; equal curves come out striped.
 
     The baseline is wide and pale below all others. Each of n modes is a bit thinner than the
-    previous one and is drawn over 1/n less of its length. Equal curves come out striped, 1/n each.
+    previous one and is drawn over 1/n less of its length.
     """
     inks = _inks(group, styles)
     lines = {group.baseline.arm.label: {"linewidth": 6.0, "alpha": 0.35, "zorder": 10}}
@@ -114,13 +114,6 @@ def _lines(group: Group, styles: dict[str, Style]) -> dict[str, dict[str, Any]]:
         line = Style(styles[label].colour, gaps).line
         lines[label] = {**line, "linewidth": width, "zorder": 20 + layer}
     return {label: {**inks[label], **line} for label, line in lines.items()}
-
-
-def _entries(
-    styles: dict[str, Style], lines: dict[str, dict[str, Any]], shown: list[Row]
-) -> list[Line2D]:
-    labels = [row.arm.label for row in shown]
-    return [line_entry(label, styles[label], **lines[label]) for label in labels]
 
 
 def _fill(
@@ -367,7 +360,8 @@ def loss_scale(group: Group, styles: dict[str, Style], points: int) -> Drawing |
     if not traces:
         return None
     lines = _lines(group, styles)
-    entries = _entries(styles, lines, [row for row, _ in traces])
+    labels = [row.arm.label for row, _ in traces]
+    entries = [line_entry(label, styles[label], **lines[label]) for label in labels]
     entries.append(mark_entry("skipped update (a row per mode)", "|"))
     figure, axes = panel("Loss scale", 1.9, entries)
     values = {}

@@ -5,12 +5,11 @@ A run diverged if one of these holds:
 (b) More than 50 updates in a row were skipped.
 (c) It made less than 10 % of the baseline's progress: its final smoothed training loss is above L0
 - 0.1 (L0 - B). L0 is the mean of its first 10 recorded losses, B the mean final smoothed loss of
-the baseline.
+the baseline. It is skipped where it can say nothing: for GANs, whose losses measure no progress,
+without losses of the first 20 steps, or if the baseline's own progress does not exceed the scatter
+of its single losses (with random labels, say).
 
-A foreign log can only show (a): it has non-finite values among those that give its outcome. (c)
-does not apply to foreign logs, nor to GANs, whose losses measure no progress. It is also skipped
-where it can say nothing: no losses recorded in the first 20 steps, or a baseline whose own progress
-does not exceed the scatter of its single losses (with random labels, say).
+A foreign log can only show (a): non-finite values among those that give its outcome.
 """
 
 import math
@@ -47,11 +46,10 @@ def divergences(
 def baseline_progress(baseline: Sequence[RunData], metric: str, *, gan: bool) -> str | None:
     """Return the numbers that show that the baseline learned next to nothing itself.
 
-    Agreement with such a baseline would mean nothing. The mean loss over the first 10 steps must
-    exceed that over the last tenth of the records by twice the standard error of both, estimated
-    from the scatter of single losses. A GAN's losses measure no progress: its metric must improve
-    by a tenth from the first to the last evaluation. Returns None if the baseline learned, or if
-    the records cannot tell.
+    The mean loss over the first 10 steps must exceed that over the last tenth of the records by
+    twice the standard error of both, estimated from the scatter of single losses. The metric of a
+    GAN must improve by a tenth from the first to the last evaluation. Returns None if the baseline
+    learned, or if the records cannot tell.
     """
     runs = [run for run in baseline if not run.foreign]
     ends = [_start_and_end(run, metric if gan else None) for run in runs]
@@ -132,10 +130,9 @@ _LARGEST = 1e100  # sums of squares overflow beyond it: treated as infinite
 def outcomes(arm: Arm, baseline: Arm, question: Question) -> list[Outcome]:
     """Return the outcome of each ended run of `arm`, seeds ascending; `arm` may be the baseline.
 
-    The value is the mean of the metric over the last evaluations. For a perplexity it is the
-    geometric mean: the exponential of the mean loss. For a foreign log it is the mean over the
-    judged steps: the last max(3, 10 %) ones, unless other logs lack them. A value that is not
-    finite counts as diverged. BadInput: see `judge`.
+    The value is the mean of the metric over the last evaluations (for a foreign log over the judged
+    steps), for a perplexity the geometric mean: the exponential of the mean loss. A value that is
+    not finite counts as diverged. BadInput: see `judge`.
     """
     runs = ended_runs(arm)
     reasons = divergences(runs, ended_runs(baseline), gan=question.gan)
@@ -231,11 +228,10 @@ def curve_facts(own: RunData, base: RunData, question: Question) -> dict[str, An
     none, or no %), largest, largest_step, end (mean over the last tenth). Without common finite
     values there is only `steps`.
     """
+    name, nothing = question.metric if own.foreign else "loss", np.empty(0)
     columns = (run.evals if run.foreign else run.train for run in (own, base))
-    name = question.metric if own.foreign else "loss"
-    (steps, ours), (base_steps, theirs) = (
-        (of.get("step", np.empty(0)), of.get(name, np.empty(0))) for of in columns
-    )
+    curves = ([of.get("step", nothing), of.get(name, nothing)] for of in columns)
+    (steps, ours), (base_steps, theirs) = curves
     steps, at, base_at = np.intersect1d(steps, base_steps, return_indices=True)
     ours, theirs = ours[at], theirs[base_at]
     identical = np.array_equal(ours, theirs, equal_nan=True)

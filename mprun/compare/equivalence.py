@@ -100,12 +100,12 @@ def permutation_p(
 ) -> tuple[float, float]:
     """Return (p of the claim `name`, the smallest p that so many values can have).
 
-    The test assumes no shape of the distribution. Paired: the signs of the differences are
-    exchangeable (they are symmetric). Unpaired: the values are exchangeable between the arms. The
-    tests are one-sided, as for the claim: "matches" means below the margin and above its negative,
-    "worse" above the margin, "better" below its negative. They are exact for up to 12 pairs or 14
-    values; beyond, they use 4,999 drawn rearrangements (fixed seed) and the observed one. Pitman
-    (1937, Supplement to the Journal of the Royal Statistical Society 4, 119-130).
+    The test assumes no shape of the distribution: the signs of paired differences, or else values
+    between the arms, are exchangeable. It is one-sided, as the claim: "matches" means below the
+    margin and above its negative, "worse" above the margin, "better" below its negative. It is
+    exact for up to 12 pairs or 14 values; beyond, it uses 4,999 drawn rearrangements and the
+    observed one. Pitman (1937, Supplement to the Journal of the Royal Statistical Society 4,
+    119-130).
     """
     tests = {"matches": ((1, -margin), (-1, margin)), "worse": ((1, margin),)}
     found, least = [], 0.0
@@ -214,7 +214,11 @@ def sentence(
             text += " A small consistent difference exists: 0 is outside the interval."
         return text
     if name == "inconclusive":
-        remedy = remedy or _needs_text(interval, margin, counted)
+        if remedy is None:
+            needed = seeds_needed(interval, margin)
+            remedy = f"needs about {needed} more {counted}{'' if needed == 1 else 's'}"
+            if needed is None:
+                remedy = f"not reachable with more {counted}s (needs over {MOST_SEEDS})"
         return f"inconclusive: {remedy}; {found} includes zero and reaches {around}, {seeds}."
     worse = name.endswith("worse")
     if name.startswith("likely"):
@@ -234,19 +238,12 @@ def difference_text(interval: Interval, unit: Unit, margin: float) -> str:
     return text + unit.suffix + ("; positive is worse)" if unit.turned else ")")
 
 
-def _needs_text(interval: Interval, margin: float, counted: str) -> str:
-    needed = seeds_needed(interval, margin)
-    if needed is None:
-        return f"not reachable with more {counted}s (needs over {MOST_SEEDS})"
-    return f"needs about {needed} more {counted}{'' if needed == 1 else 's'}"
-
-
 def outlier(values: Sequence[float]) -> int | None:
     """Return the index of a single value far from all others, which are close together.
 
     Its distance to the median of the others exceeds 10 times their range (60 times if there are two
-    others). For normal values this happens in less than 3 % of cases. None: there is no such value,
-    or no scatter to compare with.
+    others), which happens in less than 3 % of cases for normal values. None: there is no such
+    value, or no scatter to compare with.
     """
     if len(values) < FEWEST_SEEDS:
         return None
@@ -298,11 +295,8 @@ def checked_looks(looks: Sequence[int]) -> tuple[int, ...]:
 
 @lru_cache(maxsize=16)
 def nominal_alpha(looks: tuple[int, ...], alpha: float = ALPHA, seed: int = 0) -> float:
-    """Return the one-sided alpha per look that gives all looks together `alpha`.
-
-    It is the alpha-quantile of the smallest p-value over the looks, simulated for the paired t test
-    at the boundary.
-    """
+    """Return the one-sided alpha per look that gives all looks together `alpha`."""
+    # The quantile of the smallest p-value, simulated for the paired t test at the boundary.
     found = p_values(checked_looks(looks), DRAWS, np.random.default_rng(seed))
     return float(np.quantile(np.minimum.reduce(found), alpha))
 
@@ -311,8 +305,7 @@ def nominal_alpha(looks: tuple[int, ...], alpha: float = ALPHA, seed: int = 0) -
 def level_after_a_test(looks: tuple[int, int]) -> float:
     """Return the chance of a false "matches" if looks are planned after an undecided test.
 
-    The first look used ALPHA, the second uses the result of `nominal_alpha`: together more than
-    ALPHA. It is simulated in the same way, with an error of about 0.001.
+    The first look used ALPHA, the second uses `nominal_alpha`. Simulated, to about 0.001.
     """
     first, second = p_values(looks, DRAWS // 8, np.random.default_rng(0))
     nominal = np.quantile(np.minimum(first, second), ALPHA)

@@ -136,11 +136,13 @@ def memory(group: Group, styles: dict[str, Style]) -> Drawing | None:
     rows = [row for row in group.every_row if row.peak_bytes]
     if not rows:
         return None
-    texts = [
-        f"{row.arm.label}: {text.marked(row, text.bytes_text(row.peak_bytes))}"
-        + ("" if row is group.baseline else _memory_ratios(row))
-        for row in rows
-    ]
+    texts = []
+    for row in rows:
+        peak = text.marked(row, text.bytes_text(row.peak_bytes))
+        if row is not group.baseline:
+            peak += f", {text.ratio_text(row.memory_ratio)}" if row.memory_ratio else ""
+            peak += f"; for backward {text.ratio_text(row.saved_ratio)}" if row.saved_ratio else ""
+        texts.append(f"{row.arm.label}: {peak}")
     measures = sorted({run.memory_measure for row in rows for run in row.arm.runs} - {""})
     caption = "Largest over the seeds"
     caption += f", measured as: {', '.join(measures)}." if measures else "."
@@ -154,12 +156,6 @@ def memory(group: Group, styles: dict[str, Style]) -> Drawing | None:
         )
     bars = [(row, (row.peak_bytes or 0) / 2**20) for row in rows]
     return _bars("Peak memory", caption, texts, bars, styles, "MiB")
-
-
-def _memory_ratios(row: Row) -> str:
-    ratios = f", {text.ratio_text(row.memory_ratio)}" if row.memory_ratio else ""
-    kept = f"; for backward {text.ratio_text(row.saved_ratio)}" if row.saved_ratio else ""
-    return ratios + kept
 
 
 def _bars(

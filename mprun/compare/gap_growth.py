@@ -3,9 +3,8 @@
 Failures of low precision come late. A verdict on the last evaluation sees those that have happened;
 the gap at equal steps and seeds shows the trend.
 
-The test takes the least-squares slope of each seed's gap over the last half of the steps, and a
-one-sided t test of these slopes, one per seed. Neighbouring gaps of one seed may be correlated; the
-slopes of different seeds are not.
+The test is a one-sided t test of the least-squares slopes of the seeds' gaps over the last half of
+the steps. Neighbouring gaps of one seed may be correlated; the slopes of different seeds are not.
 """
 
 import math
@@ -118,10 +117,10 @@ def _difference(
 
 
 def follow_gaps(group: Group) -> None:
-    """Give each row of a judged group its gap over steps.
+    """Give each row of a judged group its gap over steps, if there are curves.
 
     The gap is in the judged metric, or in the training loss if the last half of the steps has fewer
-    than three evaluations. A row without a curve to set beside the baseline's gets none.
+    than three evaluations.
     """
     plots = [] if group.gan and group.metric in GAN_LOSSES else [evaluation(group.metric)]
     plots += [] if group.gan or group.baseline.arm.foreign else TRAINING[:1]

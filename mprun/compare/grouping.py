@@ -35,8 +35,7 @@ _FP32: dict[str, Any] = {f"precision.{key}": "fp32" for key in _DTYPES} | {
     "precision.update.state_dtype": None,
 }
 _NOT_RECORDED = "(not recorded)"
-_MOST_KEYS_SHOWN = 5
-_MOST_KEYS_ALLOWED = 5  # a run that differs in more keys is another experiment and gets no hint
+_MOST_KEYS = 5  # shown; a run that differs in more is another experiment and gets no hint
 # Runs of different length, or judged differently, are never compared, whatever is allowed.
 _NEVER_ALLOWED = ("train.steps", "train.epochs", "compare.metric", "compare.window")
 # Keys in which runs may differ if the command line sets the value for all of them.
@@ -45,15 +44,15 @@ _SAID_BY = {"compare.margin": "--margin X", "compare.baseline": "--baseline MODE
 
 @dataclass(slots=True)
 class ProtoGroup:
-    """Runs that may be compared, before they are judged."""
+    """Runs that may be compared, before they are judged; fields as of `Group`."""
 
     title: str
-    slug: str  # unique in a comparison, for file names and anchors
+    slug: str
     baseline: Arm
     arms: list[Arm]
-    keys: dict[str, Any] = field(default_factory=dict)  # the configuration that all runs share
+    keys: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
-    by_seed: bool = True  # equal seeds are paired
+    by_seed: bool = True
 
 
 @dataclass(slots=True)
@@ -71,6 +70,11 @@ class SeedGroup:
     def first(self) -> RunData:
         """Return the first run; in all that is read from it the runs agree."""
         return self.runs[0]
+
+    @property
+    def keys(self) -> dict[str, Any]:
+        """Return the keys in which its runs agree."""
+        return self.shared | self.own
 
 
 def group_runs(
@@ -133,9 +137,9 @@ def cells_of(
     cells: dict[tuple, SeedGroup] = {}
     for run in runs:
         given = is_below(Path(run.path), baseline_path)
-        own = {key: run.keys[key] for key in run.keys if of_arm(key)}
+        own = {key: value for key, value in run.keys.items() if of_arm(key)}
         left_out = {*own, *ignored, *filter(is_no_key, run.keys)}
-        shared = {key: run.keys[key] for key in run.keys if key not in left_out}
+        shared = {key: value for key, value in run.keys.items() if key not in left_out}
         plain_fp32 = _is_plain_fp32(run)
         # FP32 computes nothing in 16 bits, so such a key does not define an arm there.
         telling = {key: own[key] for key in own if not (plain_fp32 and key in _ARM_KEYS)}
@@ -175,7 +179,7 @@ def arm_label(cell: SeedGroup, baseline: SeedGroup, rivals: list[SeedGroup]) -> 
     run = cell.first
     kind = (run.mode, run.scaler)
     alike = [other for other in rivals if (other.first.mode, other.first.scaler) == kind]
-    varied = sorted({key for other in alike for key in _differing(cell.own, other.own)})
+    varied = sorted({key for other in alike for key in differences(cell.own, other.own)})
     details = [
         f"{key.removeprefix('scaler.')}={setting_text(cell.own.get(key, _NOT_RECORDED))}"
         for key in varied
@@ -185,22 +189,14 @@ def arm_label(cell: SeedGroup, baseline: SeedGroup, rivals: list[SeedGroup]) -> 
     label = f"{run.mode} ({' '.join(details)})" if details else run.mode
     if cell is baseline:
         return label
-    allowed = differences(baseline, cell)
+    allowed = differences(baseline.shared, cell.shared)
     if not allowed and run.mode == baseline.first.mode and same(cell.own, baseline.own):
         return f"{label} (other)"
     return label + "".join(f" {key}={setting_text(own)}" for key, (_, own) in allowed.items())
 
 
-def differences(
-    one: SeedGroup, other: SeedGroup, of_arms: bool = False
-) -> dict[str, tuple[Any, Any]]:
-    """Return key -> (value of one, value of other) where they differ; `of_arms`: arm keys too."""
-    if of_arms:
-        return _differing(one.shared | one.own, other.shared | other.own)
-    return _differing(one.shared, other.shared)
-
-
-def _differing(one: dict[str, Any], other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+def differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return key -> (value of one, value of other) where they differ."""
     keys = dict.fromkeys([*one, *other])
     pairs = {key: (one.get(key, _NOT_RECORDED), other.get(key, _NOT_RECORDED)) for key in keys}
     return {key: pair for key, pair in pairs.items() if not same(*pair)}
@@ -258,7 +254,7 @@ def _baseline(family: list[SeedGroup], allow: Sequence[str]) -> SeedGroup | None
         first, second = candidates[:2]
         raise BadInput(
             f"--baseline: {first.first.path} and {second.first.path} differ in "
-            f"{pairs_text(differences(first, second, of_arms=True))}; give one configuration"
+            f"{pairs_text(differences(first.keys, second.keys))}; give one configuration"
         )
     # Prefer the configuration that exactly matches most runs of other modes.
     others = [canonical(c.shared) for c in family if not c.is_baseline for _ in c.runs]
@@ -267,7 +263,8 @@ def _baseline(family: list[SeedGroup], allow: Sequence[str]) -> SeedGroup | None
     if following[id(first)] == following[id(second)]:
         asked = f"--allow {','.join(allow)}" if allow else f"baseline {first.wanted}"
         # Keys of an arm differ only if a mode other than FP32 is the baseline.
-        found = differences(first, second) or differences(first, second, of_arms=True)
+        shared = differences(first.shared, second.shared)
+        found = shared or differences(first.keys, second.keys)
         raise BadInput(
             f"{asked}: {first.first.path} and {second.first.path} could both be "
             f"the baseline (they differ in {pairs_text(found)}); say which with --baseline PATH"
@@ -280,7 +277,7 @@ def _group(baseline: SeedGroup, family: list[SeedGroup]) -> ProtoGroup:
         """Sort shipped modes first, in the order of every table; exact matches of a mode first."""
         mode = cell.first.mode
         name = mode.partition("+")[0]
-        return [*modes(), name].index(name), mode, len(differences(baseline, cell))
+        return [*modes(), name].index(name), mode, len(differences(baseline.shared, cell.shared))
 
     others = sorted((cell for cell in family if cell is not baseline), key=rank)
     arms = [_arm(cell, baseline, family) for cell in others]
@@ -303,7 +300,7 @@ def _arm(cell: SeedGroup, baseline: SeedGroup, rivals: list[SeedGroup]) -> Arm:
         label=arm_label(cell, baseline, rivals),
         mode=cell.first.mode,
         runs=[run for run in runs if run.status in OUTCOMES],
-        differs={} if cell is baseline else differences(baseline, cell, of_arms=True),
+        differs=differences(baseline.keys, cell.keys),
         notes=missing_seeds(runs) + notes,
         missing=[run.seed for run in runs if run.status not in OUTCOMES],
         left_out=[f"a repeat of seed {run.seed}: {path}" for run in runs for path in run.repeats],
@@ -312,12 +309,9 @@ def _arm(cell: SeedGroup, baseline: SeedGroup, rivals: list[SeedGroup]) -> Arm:
 
 def _why_not(rest: list[SeedGroup], baselines: list[SeedGroup]) -> Iterator[str]:
     """Yield a line for each configuration without a baseline, with all of its modes."""
-    merged: dict[str, SeedGroup] = {}
-    for cell in rest:
-        both = merged.setdefault(canonical(cell.shared), SeedGroup([], cell.shared, {}))
-        both.wanted = cell.wanted
-        both.runs.extend(cell.runs)
-    for cell in merged.values():
+    for family in families(rest):
+        runs = [run for cell in family for run in cell.runs]
+        cell = SeedGroup(runs, family[0].shared, {}, wanted=family[-1].wanted)
         what = _runs_text(cell)
         if not baselines and cell.wanted == BASELINE:
             yield f"{what}: not compared, no FP32 runs (precision=fp32, scaler=none) were given"
@@ -325,15 +319,15 @@ def _why_not(rest: list[SeedGroup], baselines: list[SeedGroup]) -> Iterator[str]
         if not baselines:
             yield f"compare.baseline={cell.wanted}: no run of that mode, so not compared: {what}"
             continue
-        best = min(baselines, key=lambda baseline: len(differences(baseline, cell)))
-        found = differences(best, cell)
+        every = [(differences(other.shared, cell.shared), other) for other in baselines]
+        found, best = min(every, key=lambda one: len(one[0]))
         # The keys come first: as an error this line is cut in the middle.
         name = "FP32" if best.first.mode == BASELINE else best.first.mode
         line = (
             f"{pairs_text(found)}: not as in the nearest {name} runs ({best.first.path}), so not "
             f"compared: {what}; run it with precision={cell.wanted}"
         )
-        hopeless = len(found) > _MOST_KEYS_ALLOWED or not found.keys().isdisjoint(_NEVER_ALLOWED)
+        hopeless = len(found) > _MOST_KEYS or not found.keys().isdisjoint(_NEVER_ALLOWED)
         allowed = ",".join(key for key in found if key not in _SAID_BY)
         flags = [f"--allow {allowed}"] if allowed else []
         flags += [flag for key, flag in _SAID_BY.items() if key in found]
@@ -344,7 +338,7 @@ def pairs_text(differences: dict[str, tuple[Any, Any]]) -> str:
     """Return keys with their values, "optim.lr (0.1, here 0.05)", and how many more there are."""
     shown = [
         f"{key} ({setting_text(base)}, here {setting_text(own)})"
-        for key, (base, own) in list(differences.items())[:_MOST_KEYS_SHOWN]
+        for key, (base, own) in list(differences.items())[:_MOST_KEYS]
     ]
     more = len(differences) - len(shown)
     return ", ".join(shown) + (f" and {more} more keys" if more else "")

@@ -170,9 +170,8 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
 def first_with_outcome(runs: Iterable[RunData], same, what: str) -> tuple[list[RunData], list[str]]:
     """Keep one run per value of the key function `same`; return notes on the others.
 
-    The first one by creation time that is done or diverged counts, so nobody can pick the best of
-    several. Without an outcome, the newest one counts. Its `repeats` list the others that have an
-    outcome. `what` names the key.
+    The first one that is done or diverged counts, so nobody can pick the best of several, else the
+    newest. Its `repeats` list the others that have an outcome. `what` names the key.
     """
     alike: dict[Any, list[RunData]] = {}
     for run in runs:
@@ -203,9 +202,8 @@ def read_run_record(directory: Path) -> dict[str, Any]:
 
 def _newest_samples(directory: Path) -> str | None:
     """Return the path of the samples/step-NNNNNNNN.png with the highest step."""
-    names = (re.fullmatch(r"step-(\d+)\.png", p.name) for p in directory.glob("samples/step-*"))
-    newest = max(filter(None, names), key=lambda name: int(name[1]), default=None)
-    return None if newest is None else str(directory / "samples" / newest[0])
+    found = [path for path in directory.glob("samples/step-*.png") if path.stem[5:].isdecimal()]
+    return max(map(str, found), key=natural_order, default=None)
 
 
 def missing_seeds(runs: Iterable[RunData]) -> list[str]:
@@ -261,15 +259,13 @@ def group_notes(baseline: Arm, arms: Sequence[Arm]) -> list[str]:
     return notes + ([f"{what}: {', '.join(sorted(lowered))}"] if lowered else [])
 
 
-def _machine(environment: dict[str, Any]) -> str:
-    device = environment.get("device", "unknown device")
-    return f"{environment.get('gpu') or environment.get('cpu') or 'unknown'} ({device})"
-
-
 _MUST_AGREE: dict[str, Callable[[dict[str, Any]], str]] = {
     "Python": lambda environment: ".".join(str(environment.get("python")).split(".")[:2]),
     "torch": lambda environment: (environment.get("packages") or {}).get("torch", "unknown"),
-    "device": _machine,
+    "device": lambda environment: (
+        f"{environment.get('gpu') or environment.get('cpu') or 'unknown'} "
+        f"({environment.get('device', 'unknown device')})"
+    ),
     "mprun": lambda environment: environment.get("mprun", "unknown"),
     "commit of mprun": lambda environment: (environment.get("commit") or "unknown")[:12],
 }
@@ -283,12 +279,8 @@ _ALIKE = 0.01  # a smaller difference of shares does not count; they are shown i
 def audit_of(runs: Sequence[RunData]) -> dict[str, Any] | None:
     """Return the combined audit of `runs`; None if none of them was watched.
 
-    Runs of an earlier mprun and logs of other tools have no audit.
-
-    Returns:
-        watched: steps (for a script, calls and passes). products: dtype -> share of the products of
-        both passes, whatever their size, largest first. left_the_model, written_in_a_call,
-        optimizers, not_watched: names, each once.
+    watched: steps (for a script, calls and passes). products: dtype -> share of the products of
+    both passes, whatever their size, largest first. The other keys have names, each once.
     """
     audits = [run.audit for run in runs if run.audit.get("watched")]
     if not audits:

@@ -186,16 +186,9 @@ class RecordedRuns(_Frames, Sequence[RecordedRun]):
     def __len__(self) -> int:
         return len(self._runs)
 
-    def __iter__(self) -> Iterator[RecordedRun]:
-        return iter(self._runs)
-
     @property
     def one(self) -> RecordedRun:
-        """Return the only run.
-
-        Raises:
-            BadInput: There are several, or none.
-        """
+        """Return the only run; raise BadInput if there are several, or none."""
         if len(self) != 1:
             raise BadInput(f"one: there are {len(self)} runs; take [0], or load a run directory")
         return self._runs[0]
@@ -271,14 +264,13 @@ class ComparedRuns(Comparison):
 
         Args:
             folder: Created if missing; an earlier comparison in it is replaced.
-            paper: Gone; `mprun paper RUNS` shows our results beside the paper's.
 
         Returns:
             The path of report.html.
 
         Raises:
             BadInput: The folder holds something else, or cannot be created; or `paper` is set.
-            MissingExtra: matplotlib, Pillow or Jinja is not installed.
+            MissingExtra: matplotlib or Pillow is not installed.
         """
         if paper:
             raise BadInput("paper=True: gone; `mprun paper RUNS` compares runs with the paper")

@@ -96,8 +96,7 @@ def write_summaries(comparison: Comparison, root: Path) -> Path:
 def write_means(folders: Sequence[Path], root: Path) -> Path:
     """Write the same without verdicts, for the runs below the folders; no baseline is needed.
 
-    A mode without a finished run is drawn as far as its runs have come. Raises BadInput or Damaged
-    if the runs cannot be read.
+    A mode without a finished run is drawn as far as its runs have come. Errors: see `load_runs`.
     """
     groups, baselines = [], []
     for family in grouping.families(grouping.cells_of(load_runs(folders)[0], None, ())):

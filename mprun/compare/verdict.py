@@ -60,8 +60,6 @@ class _Values:
 def judge(arm: Arm, baseline: Arm, question: Question) -> tuple[Verdict, list[Outcome]]:
     """Judge `arm` against `baseline`; return the verdict and the outcomes of the arm's runs.
 
-    Runs that did not end have no outcome; their seeds are missing.
-
     Raises BadInput for a metric that a run did not record, for runs of different length, and for a
     relative margin around 0; ValueError for invalid looks.
     """
@@ -160,9 +158,8 @@ def _values(
 def _margin_and_unit(values: _Values) -> tuple[float, Unit]:
     """Return the margin in the unit of the judged values, and the unit to show differences in.
 
-    Raises BadInput for a relative margin if the mean is not distinguishable from 0: within two
-    standard errors, without one run that stands out. Raises it also for an absolute margin of half
-    a distinguishable mean or more.
+    Raises BadInput for a relative margin if the mean is within two standard errors of 0, without
+    one run that stands out, and for an absolute margin of half a mean that is not, or more.
     """
     question, baseline = values.question, values.arms[1]
     setting, turned = question.margin_setting, question.higher_is_better

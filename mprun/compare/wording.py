@@ -3,6 +3,7 @@
 Every output formats numbers with these functions, and every table is made by `filled`.
 """
 
+import json
 import math
 import textwrap
 from collections.abc import Container, Iterable, Sequence
@@ -26,9 +27,8 @@ def value_text(value: float | None) -> str:
 
 def mean_text(group: Group, row: Row) -> str:
     """Return the mean, and its seeds if not all: "0.5052 (seeds 1, 3)", "0.5052 (2 of 3 runs)"."""
-    used = row.verdict.seeds or [o.seed for o in row.outcomes]
+    text, used = value_text(row.mean), row.verdict.seeds or [o.seed for o in row.outcomes]
     ended = [o.seed for o in row.outcomes if o.diverged is None and o.seed in used]
-    text = value_text(row.mean)
     if not text or len(ended) == len(row.outcomes):
         return text
     if not group.by_seed:
@@ -73,10 +73,9 @@ def difference_text(group: Group, verdict: Verdict) -> str:
 
 
 def signed(value: float, margin: float, beside: Sequence[float], factor: float = 1) -> str:
-    """Return `value` with its sign and the margin's digits; 0 has no sign: "+0.12", "0.00".
+    """Return `factor` * `value` with its sign and the margin's digits: "+0.12"; 0 has no sign.
 
-    At least one digit of the largest value in `beside` is shown: "0.000", "-0.003". All values are
-    multiplied by `factor`.
+    At least one digit of the largest value in `beside` is shown: "0.000", "-0.003".
     """
     largest = factor * max(map(abs, beside), default=0.0)
     digits = decimals_for(factor * margin)
@@ -94,10 +93,10 @@ def shown(group: Group, verdict: Verdict) -> dict[str, float | None]:
 
 def margin_text(group: Group) -> str:
     """Return the margin as it was set: "1 % of FP32's mean", "0.5 points"."""
-    if group.relative:
-        of = "mean logarithm" if group.as_logarithm else "mean"
-        return f"{100 * group.margin_setting:g} % of {baseline_name(group)}'s {of}"
-    return f"{group.margin_setting:g} {unit(group)}".rstrip()
+    if not group.relative:
+        return f"{group.margin_setting:g} {unit(group)}".rstrip()
+    of = "mean logarithm" if group.as_logarithm else "mean"
+    return f"{100 * group.margin_setting:g} % of {baseline_name(group)}'s {of}"
 
 
 def baseline_name(group: Group) -> str:
@@ -115,19 +114,19 @@ def question(comparison: Comparison) -> str:
 
 def answer(group: Group, row: Row) -> str:
     """Return the result for one mode in one short sentence."""
-    name, label, base = row.verdict.name, row.arm.label, baseline_name(group)
-    lost, needed = sum(bool(outcome.diverged) for outcome in row.outcomes), row.verdict.needed
-    counted, rest = counted_name(group), row.verdict.left_out
+    verdict, label, base = row.verdict, row.arm.label, baseline_name(group)
+    lost = sum(bool(outcome.diverged) for outcome in row.outcomes)
+    rest = " in what was compared, which is not all" if verdict.left_out else ""
+    more = f": it needs about {verdict.needed} more {counted_name(group)}" if verdict.needed else ""
     said = {
-        "matches": f"matches {base}" + (" in what was compared, which is not all" if rest else ""),
+        "matches": f"matches {base}{rest}",
         "diverged": f"diverged in {lost} of {len(row.outcomes)} runs",
         "invalid baseline": f"cannot be judged: {base} itself diverged",
-        "inconclusive": "is undecided"
-        + (f": it needs about {needed} more {counted}" if needed else ""),
+        "inconclusive": f"is undecided{more}",
     }
-    if name.endswith(("worse", "better")):
-        return f"{label} is {name} than {base}."
-    return f"{label} {said[name]}." if name in said else f"{label}: {name}."
+    if verdict.name.endswith(("worse", "better")):
+        return f"{label} is {verdict.name} than {base}."
+    return f"{label} {said[verdict.name]}." if verdict.name in said else f"{label}: {verdict.name}."
 
 
 def metric_name(group: Group) -> str:
@@ -351,8 +350,7 @@ def console(comparison: Comparison) -> str:
     if comparison.not_compared:
         parts.append("not compared:" + _wrapped(comparison.not_compared))
     if comparison.notes:
-        notes = _wrapped([f"note: {line}" for line in comparison.notes], indent="")
-        parts.append(notes.removeprefix("\n"))
+        parts.append(_wrapped([f"note: {line}" for line in comparison.notes], indent="")[1:])
     return "\n\n".join(parts) or "nothing was compared"
 
 
@@ -378,8 +376,8 @@ def judged(comparison: Comparison, group: Group) -> str:
 
 def notes_of(group: Group) -> list[str]:
     """Return the notes of every row, then those of the group."""
-    notes = [f"{row.arm.label}: {note}" for row in group.every_row for note in row.every_note]
-    return notes + group.notes
+    rows = group.every_row
+    return [f"{row.arm.label}: {note}" for row in rows for note in row.every_note] + group.notes
 
 
 def _table(group: Group) -> str:
@@ -473,13 +471,6 @@ def _fields(of: Any, names: str) -> dict[str, Any]:
 
 def _json(value: Any) -> Any:
     """Convert to JSON's own types; numpy scalars become Python's, other objects text."""
-    match value:
-        case dict():
-            return {str(key): _json(inner) for key, inner in value.items()}
-        case list() | tuple() | set():
-            return [_json(inner) for inner in value]
-        case float() if not math.isfinite(value):
-            return str(float(value))
-        case None | bool() | int() | float() | str():
-            return value
-    return _json(value.item()) if hasattr(value, "item") else str(value)
+    words = json.dumps(value, default=lambda one: one.item() if hasattr(one, "item") else str(one))
+    names = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
+    return json.loads(words, parse_constant=names.get)

@@ -4,10 +4,9 @@ The colours are Okabe and Ito's eight, which colour-blind readers can distinguis
 brown replaces their yellow, which is too pale for a line on white. Labels that are no shipped mode
 get further colours, readable on black and on white.
 
-A panel is narrow enough to be read on a phone. Figures are matplotlib `Figure` objects without
-pyplot: no window, no state between two figures. A figure as SVG fits into a page: its ids are
-unique, and it has no size, no rules for the whole page and no metadata. Its ink is the page's text
-colour, so that text, axes and FP32 are black on white and white on black.
+A panel is narrow enough to be read on a phone. Figures are matplotlib's, without pyplot: no window,
+no state between two figures. A figure as SVG fits into a page: its ids are unique, it has no size,
+no rules for the whole page and no metadata, and its ink is the page's text colour.
 """
 
 import io
