@@ -322,7 +322,7 @@ def _row_text(row: Row, b: Band, margin: float, suffix: str, of_evals: bool) -> 
     if len(known) and lost < runs:
         last = float(known[-1])
         parts.append(f"ends at {signed(last, margin, [last])} {suffix}".rstrip())
-    parts += ["grows"] if row.gap and row.gap.grows and row.gap.of_evals == of_evals else []
+    parts += ["grows"] if row.gap and row.grows and row.gap.of_evals == of_evals else []
     return f"{row.arm.label}: {', '.join(parts)}"
 
 
@@ -355,8 +355,10 @@ def _difference_caption(
 
 def loss_scale(group: Group, styles: dict[str, Style], points: int) -> Drawing | None:
     """Draw the loss scale of one seed per mode and its skipped updates; None if no mode scales."""
-    found = [(row, _scaling_run(row)) for row in group.every_row]
-    traces = [(row, run) for row, run in found if run is not None]
+    traces = []
+    for row in group.every_row:
+        scaled = [run for run in row.arm.runs if run.scale_range and len(_scale(run)[0])]
+        traces += [(row, run) for run in sorted(scaled, key=lambda run: run.seed)[:1]]
     if not traces:
         return None
     lines = _lines(group, styles)
@@ -371,8 +373,10 @@ def loss_scale(group: Group, styles: dict[str, Style], points: int) -> Drawing |
         held = np.searchsorted(x, at, side="right") - 1  # the newest record
         ended = (held < 0) | (at > x[-1])
         values[_number(group, row)] = np.where(ended, np.nan, 2.0 ** power[held])
-        corners = _corners(x, power, points)
-        axes.plot(*corners, drawstyle="steps-post", **lines[row.arm.label])
+        corner = np.ones(len(x), bool)  # a step curve needs its ends and where it changes
+        corner[1:-1] = power[1:-1] != power[:-2]
+        drawn = _every(x[corner], 2 * points), _every(power[corner], 2 * points)
+        axes.plot(*drawn, drawstyle="steps-post", **lines[row.arm.label])
     _skip_rows(axes, traces, _inks(group, styles))
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power_of_two(round(value))))
     axes.xaxis.set_major_formatter(FuncFormatter(thousands))
@@ -412,20 +416,6 @@ def _skip_rows(
         height = np.full(len(skips), share * (1 - (number + 0.5) / len(traces)))
         tick = {"markersize": 8, "markeredgewidth": 1.2, **inks[row.arm.label]}
         axes.plot(skips, height, "|", transform=axes.get_xaxis_transform(), **tick)
-
-
-def _scaling_run(row: Row) -> RunData | None:
-    """Return the run of the lowest seed that scaled its loss and recorded it."""
-    scaled = (run for run in row.arm.runs if run.scale_range is not None)
-    recorded = (run for run in scaled if len(_scale(run)[0]))
-    return min(recorded, key=lambda run: run.seed, default=None)
-
-
-def _corners(x: np.ndarray, y: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the points that a step curve needs: its ends and where it changes."""
-    keep = np.ones(len(x), bool)
-    keep[1:-1] = y[1:-1] != y[:-2]
-    return _every(x[keep], 2 * points), _every(y[keep], 2 * points)
 
 
 def _every(values: np.ndarray, most: int) -> np.ndarray:

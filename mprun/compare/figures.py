@@ -20,10 +20,7 @@ _MOST_POINTS = 500  # more than a panel of this width can show
 
 
 def group_figures(
-    group: Group,
-    styles: dict[str, Style],
-    points: int = 240,
-    probes: Sequence[ProbedMode] = (),
+    group: Group, styles: dict[str, Style], points: int = 240, probes: Sequence[ProbedMode] = ()
 ) -> list[Drawing]:
     """Draw all figures that the group has data for; call it inside `mprun.plots.panel.settings()`.
 

@@ -163,11 +163,6 @@ class Gap:
     end: float | None = None  # the mean line at the last of them, in `unit`
     level: float = 0.90
 
-    @property
-    def grows(self) -> bool:
-        """Return whether the gap grows, with the verdict's error rate."""
-        return self.name == "grows"
-
 
 @dataclass(slots=True)
 class Row:
@@ -193,6 +188,11 @@ class Row:
     def emulated(self) -> bool:
         """Return whether 16-bit products were emulated: time and memory are then not the mode's."""
         return any("emulated" in run.half_products for run in self.arm.runs)
+
+    @property
+    def grows(self) -> bool:
+        """Return whether its gap grows, with the verdict's error rate."""
+        return self.gap is not None and self.gap.name == "grows"
 
     @property
     def every_note(self) -> list[str]:

@@ -12,13 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mprun.compare.equivalence import (
-    ALPHA,
-    FEWEST_SEEDS,
-    Interval,
-    paired_interval,
-    welch_interval,
-)
+from mprun.compare.equivalence import ALPHA, FEWEST_SEEDS, Interval, paired_interval, welch_interval
 from mprun.compare.findings import Band, Curve, Gap, Group, Row, RunData, curve, grid, on_grid
 from mprun.compare.verdict import GAN_LOSSES, pairing
 from mprun.compare.wording import baseline_name, seeds_text, signed, unit

@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -116,11 +117,9 @@ def group_runs(
         elif len(family) == 1:
             lone.append(f"{_runs_text(baseline, ' alone')}: nothing to compare it with")
         elif not any(run.status in OUTCOMES for run in baseline.runs):
-            run, missing = baseline.first, "; ".join(missing_seeds(baseline.runs))
-            lone.append(
-                f"{title_of(run)}: not compared, the baseline {run.mode} has no run with an "
-                f"outcome ({missing})"
-            )
+            title, missing = title_of(baseline.first), "; ".join(missing_seeds(baseline.runs))
+            what = f"the baseline {baseline.first.mode} has no run with an outcome"
+            lone.append(f"{title}: not compared, {what} ({missing})")
         else:
             groups.append(_group(baseline, family))
     name_groups(groups)
@@ -282,13 +281,10 @@ def _group(baseline: SeedGroup, family: list[SeedGroup]) -> ProtoGroup:
     others = sorted((cell for cell in family if cell is not baseline), key=rank)
     arms = [_arm(cell, baseline, family) for cell in others]
     own = _arm(baseline, baseline, family)
-    every = [run for cell in family for run in cell.runs]
-    common = {
-        key: value
-        for key, value in baseline.first.keys.items()
-        if not is_no_key(key)
-        and all(key in run.keys and same(run.keys[key], value) for run in every)
-    }
+    keys, every = baseline.first.keys, [run for cell in family for run in cell.runs]
+    no_keys = {key for run in every for key in differences(keys, run.keys)}
+    no_keys.update(filter(is_no_key, keys))
+    common = {key: value for key, value in keys.items() if key not in no_keys}
     return ProtoGroup(title_of(baseline.first), "", own, arms, common, group_notes(own, arms))
 
 
@@ -347,8 +343,8 @@ def pairs_text(differences: dict[str, tuple[Any, Any]]) -> str:
 def _runs_text(cell: SeedGroup, word: str = "") -> str:
     """Return title, modes and count: "lstm_lm-docs_words: amp (2 runs, e.g. outputs/x)"."""
     modes = ", ".join(dict.fromkeys(run.mode for run in cell.runs))
-    count = "1 run" if len(cell.runs) == 1 else f"{len(cell.runs)} runs"
-    return f"{title_of(cell.first)}: {modes}{word} ({count}, e.g. {cell.first.path})"
+    runs = "1 run" if len(cell.runs) == 1 else f"{len(cell.runs)} runs"
+    return f"{title_of(cell.first)}: {modes}{word} ({runs}, e.g. {cell.first.path})"
 
 
 def title_of(run: RunData) -> str:
@@ -364,25 +360,19 @@ def title_of(run: RunData) -> str:
 def name_groups(groups: list[ProtoGroup]) -> None:
     """Add to equal titles the keys in which the groups differ, and set unique slugs."""
     for title in {group.title for group in groups}:
-        _tell_apart([group for group in groups if group.title == title])
+        alike = [group for group in groups if group.title == title]
+        varied = [
+            key
+            for key in alike[0].keys
+            if not of_arm(key) and not same(*(group.keys.get(key) for group in alike))
+        ]
+        for group in alike:
+            shown = [f"{key}={setting_text(group.keys.get(key))}" for key in varied]
+            more = [f"and {len(shown) - 3} more keys"] if len(shown) > 3 else []
+            group.title = " ".join([title, *shown[:3], *more])
     taken: set[str] = set()
     for group in groups:
-        slug = base = re.sub(r"[^A-Za-z0-9._-]+", "-", group.title).strip("-.")[:80] or "group"
-        number = 1
-        while slug.lower() in taken:
-            number += 1
-            slug = f"{base}-{number}"
-        taken.add(slug.lower())
-        group.slug = slug
-
-
-def _tell_apart(alike: list[ProtoGroup]) -> None:
-    varied = [
-        key
-        for key in alike[0].keys
-        if not of_arm(key) and not same(*(group.keys.get(key) for group in alike))
-    ]
-    for group in alike:
-        shown = [f"{key}={setting_text(group.keys.get(key))}" for key in varied]
-        more = [f"and {len(shown) - 3} more keys"] if len(shown) > 3 else []
-        group.title = " ".join([group.title, *shown[:3], *more])
+        base = re.sub(r"[^A-Za-z0-9._-]+", "-", group.title).strip("-.")[:80] or "group"
+        names = chain([base], (f"{base}-{number}" for number in count(2)))
+        group.slug = next(name for name in names if name.lower() not in taken)
+        taken.add(group.slug.lower())

@@ -51,10 +51,8 @@ def load_runs(
         elif "config" in record:
             runs.append(load_run(directory, record))
         else:
-            notes.append(
-                f"{directory}: left out, recorded by an older mprun (its run.json has no "
-                "configuration)"
-            )
+            why = "recorded by an older mprun (its run.json has no configuration)"
+            notes.append(f"{directory}: left out, {why}")
     if not runs:
         raise BadInput(notes[0])
 
@@ -123,8 +121,7 @@ def natural_order(name: str) -> list:
 
 def load_run(directory: Path, record: dict[str, Any]) -> RunData:
     """Read one run directory; `record` is the content of its run.json."""
-    metrics = directory / "metrics.jsonl"
-    ended = record.get("status") in OUTCOMES
+    metrics, ended = directory / "metrics.jsonl", record.get("status") in OUTCOMES
     if ended and not metrics.exists():
         raise Damaged(f"{metrics}: missing, though the run is recorded as {record['status']}")
     try:
@@ -181,14 +178,12 @@ def first_with_outcome(runs: Iterable[RunData], same, what: str) -> tuple[list[R
         several.sort(key=lambda run: (run.created, run.path))
         chosen = next((run for run in several if run.status in OUTCOMES), several[-1])
         kept.append(chosen)
-        others = [run for run in several if run is not chosen]
-        for run in others:
+        for run in (run for run in several if run is not chosen):
             chosen.repeats += [run.path] * (run.status in OUTCOMES) + run.repeats
-        notes += [
-            f"{run.path}: left out ({run.status}), same {what} as {chosen.path}; the first run "
-            "with an outcome counts"
-            for run in others
-        ]
+            notes.append(
+                f"{run.path}: left out ({run.status}), same {what} as {chosen.path}; the first run "
+                "with an outcome counts"
+            )
     return kept, notes
 
 
@@ -223,13 +218,11 @@ def post_mortems(runs: Iterable[RunData]) -> list[str]:
         if run.status != "diverged" or run.foreign:
             continue
         try:
-            found = read_post_mortem(Path(run.path))
+            if (found := read_post_mortem(Path(run.path))) is not None:
+                lines = "; ".join(map(str, found["classification"]))
+                notes.append(f"seed {run.seed}: {lines}; see mprun explain {run.path}")
         except Damaged as error:  # the verdict does not depend on it
             notes.append(f"seed {run.seed}: {error}")
-            continue
-        if found is not None:
-            lines = "; ".join(str(line) for line in found["classification"])
-            notes.append(f"seed {run.seed}: {lines}; see mprun explain {run.path}")
     return notes
 
 

@@ -132,7 +132,7 @@ class RecordedRun(_Frames):
         return {name: float(columns[name][-1]) for name in names}
 
     def columns(self, part: Part) -> Columns:
-        """Return the data of a part, see `_Frames.columns`."""
+        """Return the data of a part without pandas: name -> array [rows]."""
         if part == "probes":
             return _columns([row for probe in self._probes for row in _probe_rows(probe)])
         if part not in ("train", "evals"):
@@ -289,7 +289,7 @@ class ComparedRuns(Comparison):
                 "table": text.table(group, {"mean": group.metric, "kept for backward": ""}),
                 "sentences": {row.arm.label: row.verdict.sentence for row in group.rows},
                 "notes": text.notes_of(group),
-                "growing": text.gap_lines(row for row in group.rows if row.gap and row.gap.grows),
+                "growing": text.gap_lines(row for row in group.rows if row.grows),
                 "figures": [],
             }
             for group in self.groups

@@ -61,12 +61,7 @@ _TEMPLATES.filters |= {
     "breakable": lambda label: escape(label).replace("_", Markup("_<wbr>")),
 }
 _TEMPLATES.globals |= {
-    name: getattr(text, name)
-    for name in (
-        *("answer", "baseline_name", "cells", "costs_shown", "costs_text", "level_text"),
-        *("margin_text", "metric_name", "question", "setting_text", "value_text"),
-    )
-} | {
+    **vars(text),
     "marks": MARKS,
     "alpha": ALPHA,
     "fewest_seeds": FEWEST_SEEDS,
@@ -139,8 +134,9 @@ class _Report:
         self.comparison, self.folder = comparison, folder
         rows = [row for group in comparison.groups for row in group.every_row]
         self.looks = styles(row.arm.label for row in rows)
-        colours = {label: style.colour for label, style in self.looks.items()}
-        self.colours = {name: one.replace(INK, "currentColor") for name, one in colours.items()}
+        self.colours = {
+            label: style.colour.replace(INK, "currentColor") for label, style in self.looks.items()
+        }
         self.probes = {group.slug: probed_modes(group) for group in comparison.groups}
         self.full: dict[str, list[dict[str, Any]]] = {}
 
@@ -172,11 +168,10 @@ class _Report:
         self, group: Group, points: int, kept: tuple[str, ...] | None, png: bool = False
     ) -> list[dict[str, Any]]:
         """Return a group's figures as the page needs them; figures not kept have no SVG."""
-        pictures = []
+        pictures, folder = [], self.folder if png else None
         for drawing in group_figures(group, self.looks, points, self.probes[group.slug]):
             has_room = kept is None or drawing.name in kept
-            name, folder = f"{group.slug}-{drawing.name}", self.folder if png else None
-            shown = picture(drawing, name, folder, svg=has_room)
+            shown = picture(drawing, f"{group.slug}-{drawing.name}", folder, svg=has_room)
             pictures.append({**shown, "of_probes": drawing.name.startswith(PREFIX)})
         return pictures
 

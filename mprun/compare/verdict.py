@@ -7,6 +7,7 @@ the equivalence test, at fixed seeds or at planned looks.
 import math
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -63,22 +64,30 @@ def judge(arm: Arm, baseline: Arm, question: Question) -> tuple[Verdict, list[Ou
     Raises BadInput for a metric that a run did not record, for runs of different length, and for a
     relative margin around 0; ValueError for invalid looks.
     """
-    own, base = (outcomes(one, baseline, question) for one in (arm, baseline))
+    arms = arm, baseline
+    own, base = ends = outcomes(arm, baseline, question), outcomes(baseline, baseline, question)
     beforehand = _beforehand(own, base, baseline, question)
     more = list(dict.fromkeys(arm.left_out + baseline.left_out))
     if beforehand is not None:
         seeds, base_seeds = ([outcome.seed for outcome in every] for every in (own, base))
         return Verdict(*beforehand, seeds=seeds, baseline_seeds=base_seeds, left_out=more), own
     refuse_other_lengths(arm, baseline, question.window)
-    values = _values(own, base, question, (arm, baseline), question.by_seed)
+    values = _values(question, arms, ends, question.by_seed)
     verdict = (_at_looks if question.looks else _at_all_seeds)(values)
     if len(own) == len(base) == 1:
         verdict.facts = curve_facts(arm.runs[0], baseline.runs[0], question)
         verdict.sentence += " " + facts_text(verdict.facts)
     without = _without_partner(own, base, values)
     if without:
-        everything = _values(own, base, question, (arm, baseline), by_seed=False)
-        verdict.sentence += f" Left out, {without}.{_over_all(everything)}"
+        verdict.sentence += f" Left out, {without}."
+        everything = _values(question, arms, ends, by_seed=False)
+        with suppress(BadInput):  # the runs that were compared do have a margin
+            if everything.fewest >= FEWEST_SEEDS:
+                margin, unit = _margin_and_unit(everything)
+                interval = equivalence.welch_interval(everything.own, everything.base)
+                found = equivalence.difference_text(interval, unit, margin)
+                name = equivalence.decide(interval, margin)
+                verdict.sentence += f" Over all, unpaired: {name}, {found}."
     verdict.sentence += f" Left out: {'; '.join(more)}." if more else ""
     verdict.left_out = [without] * bool(without) + more
     return verdict, own
@@ -136,11 +145,7 @@ def _first(diverged: list[Outcome]) -> str:
 
 
 def _values(
-    own: list[Outcome],
-    base: list[Outcome],
-    question: Question,
-    arms: tuple[Arm, Arm],
-    by_seed: bool,
+    question: Question, arms: tuple[Arm, Arm], ends: tuple[list[Outcome], ...], by_seed: bool
 ) -> _Values:
     """Return the values to test; `by_seed`: paired if equal seeds allow it, else Welch over all."""
 
@@ -149,7 +154,7 @@ def _values(
         value = math.log(value) if question.as_logarithm else value
         return -value if question.higher_is_better else value
 
-    of_own, of_base = ({one.seed: judged(one.value) for one in arm} for arm in (own, base))
+    of_own, of_base = ({one.seed: judged(one.value) for one in arm} for arm in ends)
     method, own_seeds, base_seeds = pairing(list(of_own), list(of_base), by_seed)
     values = [of_own[seed] for seed in own_seeds], [of_base[seed] for seed in base_seeds]
     return _Values(question, arms, method, own_seeds, base_seeds, *values)
@@ -347,27 +352,12 @@ def _too_few(values: _Values, wanted: int) -> Verdict:
 def _without_partner(own: list[Outcome], base: list[Outcome], values: _Values) -> str:
     """Name the seeds that pairing left out: "having no partner: seed 6 of this mode"."""
     parts, reference = [], values.arms[1].reference
-    for arm, used, name in (
-        (own, values.own_seeds, "this mode"),
-        (base, values.base_seeds, reference),
-    ):
-        extra = [str(outcome.seed) for outcome in arm if outcome.seed not in used]
+    used = (own, values.own_seeds, "this mode"), (base, values.base_seeds, reference)
+    for arm, seeds, name in used:
+        extra = [str(outcome.seed) for outcome in arm if outcome.seed not in seeds]
         if extra:
             parts.append(f"seed{'s' * (len(extra) > 1)} {', '.join(extra)} of {name}")
     return f"having no partner: {'; '.join(parts)}" if parts else ""
-
-
-def _over_all(values: _Values) -> str:
-    """Return the unpaired result over all runs, for when pairing left some out."""
-    if values.fewest < FEWEST_SEEDS:
-        return ""
-    try:
-        margin, unit = _margin_and_unit(values)
-    except BadInput:  # the runs that were compared do have a margin
-        return ""
-    interval = equivalence.welch_interval(values.own, values.base)
-    found = equivalence.difference_text(interval, unit, margin)
-    return f" Over all, unpaired: {equivalence.decide(interval, margin)}, {found}."
 
 
 def assess(
@@ -416,11 +406,7 @@ def assess(
 
 
 def _question(
-    proto: ProtoGroup,
-    metric: str | None,
-    margin: float | None,
-    higher_is_better: bool,
-    absolute: bool,
+    proto: ProtoGroup, metric: str | None, margin: float | None, higher: bool, absolute: bool
 ) -> Question:
     """Return the question asked of the runs; margin None: the runs' own for their metric."""
     keys, foreign = proto.keys, proto.baseline.foreign
@@ -428,7 +414,7 @@ def _question(
     if metric is None or (not foreign and "compare.window" not in keys):
         raise BadInput("compare.metric, compare.window: the runs differ in it; give --metric")
     of_script = keys.get("compare.higher_is_better")
-    accuracy = higher_is_better if foreign else of_script or metric in HIGHER_IS_BETTER
+    accuracy = higher if foreign else of_script or metric in HIGHER_IS_BETTER
     if margin is None and keys.get("compare.metric") == metric:
         if not foreign and "compare.margin" not in keys:
             raise BadInput("compare.margin: the runs differ in it; give --margin")
@@ -465,15 +451,14 @@ def _row(arm: Arm, baseline: Arm, verdict: Verdict, own: list[Outcome]) -> Row:
         for one, other in zip(costs, _costs(base), strict=True)
     )
     ranges = [run.scale_range for run in ended if run.scale_range]
+    reached = (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else None
     return Row(
         arm=arm,
         verdict=verdict,
         outcomes=own,
         mean=statistics.fmean(finite) if finite else None,
         skipped=None if arm.foreign else sum(run.skipped for run in ended),
-        scale_range=(min(low for low, _ in ranges), max(high for _, high in ranges))
-        if ranges
-        else None,
+        scale_range=reached,
         samples_per_s=costs[0],
         speedup=speedup,
         peak_bytes=costs[1],

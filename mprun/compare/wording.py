@@ -338,7 +338,7 @@ def console(comparison: Comparison) -> str:
         parts[-1] += _wrapped(comparison.stamps)
     for group in comparison.groups:
         said = [f"{row.arm.label}: {row.verdict.sentence}" for row in group.rows]
-        said += gap_lines(row for row in group.rows if row.gap and row.gap.grows)
+        said += gap_lines(row for row in group.rows if row.grows)
         means = {row.arm.label: mean_text(group, row).partition(" (")[2] for row in group.every_row}
         said += [f"{label}: mean over {seeds[:-1]}" for label, seeds in means.items() if seeds]
         said += [f"note: {note}" for note in notes_of(group)]
