@@ -197,14 +197,15 @@ def checked_margin(given: str | float) -> float:
 
 def planned_looks(given: Iterable[str | int]) -> list[int]:
     """Return the planned numbers of seeds; raise BadInput for an invalid plan."""
-    from mprun.compare.equivalence import checked_looks
-
     given = list(given)
     try:
-        return list(checked_looks([int(part) for part in given]))
+        plan = [int(part) for part in given]
     except ValueError:
+        plan = []
+    if len(plan) < 2 or plan[0] < 3 or plan != sorted(set(plan)):
         problem = "must be two or more numbers of seeds, ascending from 3, e.g. 3,5,10"
-        raise BadInput(f"--looks {','.join(map(str, given))}: {problem}") from None
+        raise BadInput(f"--looks {','.join(map(str, given))}: {problem}")
+    return plan
 
 
 def _stamps(asked: dict[str, Any], runs: "list[RunData]", groups: "Sequence[Group]") -> list[str]:

@@ -50,8 +50,8 @@ def curves(group: Group, styles: dict[str, Style], plot: Plot, points: int) -> D
     inks, lines = _inks(group, styles), _lines(group, styles)
     labels = [row.arm.label for row, _ in found]
     entries = [line_entry(label, styles[label], **lines[label]) for label in labels]
-    ends = [(row.arm.label, *end) for row, _ in found for end in _ends(row, plot)]
-    ends = [end for end in ends if np.isfinite(end[2])]
+    every = [(row.arm.label, *end) for row, _ in found for end in _ends(row, plot)]
+    ends = [end for end in every if np.isfinite(end[2])]
     if ends:
         entries.append(mark_entry("diverged", "x"))
     banded = base is not None and bool(np.nanmax(base.high - base.low) > 0)

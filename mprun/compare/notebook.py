@@ -91,7 +91,8 @@ class RecordedRun(_Frames):
     Attributes:
         path: The run directory.
         record: The content of run.json: status, versions, commit, device, flags, timings.
-        mode, scaler: The names of the precision mode and the loss scaler; None: not recorded.
+        mode: The name of the precision mode.
+        scaler: The name of the loss scaler.
         seed: The run's seed.
         status: done, diverged, failed, preempted or running.
         cause: Why the run ended, if it is not done.

@@ -20,6 +20,7 @@ from mprun.errors import Damaged
 from mprun.numerics.exponent_shares import AppliedUpdates, LostUpdates, merged
 from mprun.numerics.probe_record import (
     FOLDER,
+    GRADIENT_KINDS,
     KINDS,
     Agreement,
     Gradients,
@@ -32,8 +33,7 @@ from mprun.numerics.probe_record import (
 )
 from mprun.plots.panel import GREY, INK, Drawing, Style, line_entry, mark_entry, panel, power_of_two
 
-GRADIENTS = ("activation_gradients", "weight_gradients")
-_DASHES = dict(zip(GRADIENTS, ((), (4.0, 1.8)), strict=True))
+_DASHES = dict(zip(GRADIENT_KINDS, ((), (4.0, 1.8)), strict=True))
 _MOST = 100  # files read per run; each costs about 0.1 ms per KB
 PREFIX = "numerics-"  # start of the names of these figures
 ACCEPTED = 0.001  # underflow share, as in `mprun advise`
@@ -89,7 +89,7 @@ class ProbedMode:
 
     def known_gradients(self) -> dict[str, Gradients]:
         """Return kind -> gradients, for the kinds with any non-zero gradient."""
-        found = {kind: self.gradients[kind] for kind in GRADIENTS if kind in self.gradients}
+        found = {kind: self.gradients[kind] for kind in GRADIENT_KINDS if kind in self.gradients}
         return {kind: gradients for kind, gradients in found.items() if gradients.nonzero}
 
     def measured(self) -> list[tuple[str, tuple[str, ...]]]:
@@ -160,7 +160,7 @@ def _add_tensors(mode: ProbedMode, learner: LearnerProbe, log2_scales: dict[str,
         if total is None:
             continue
         mode.tensors[kind] = mode.tensors[kind].merge(total) if kind in mode.tensors else total
-        if kind in GRADIENTS:
+        if kind in GRADIENT_KINDS:
             mode.gradients.setdefault(kind, Gradients()).add(total, scales)
 
 
@@ -182,8 +182,8 @@ def _stats_texts(stats: TensorStats) -> tuple[str, ...]:
 
 def numerics_figures(modes: list[ProbedMode], styles: dict[str, Style]) -> list[Drawing]:
     """Draw two histograms and the usable loss scales; call it inside `panel.settings()`."""
-    drawings = [*(_histogram(modes, styles, kind) for kind in GRADIENTS), _scales(modes, styles)]
-    return [drawing for drawing in drawings if drawing is not None]
+    histograms = [_histogram(modes, styles, kind) for kind in GRADIENT_KINDS]
+    return [drawing for drawing in [*histograms, _scales(modes, styles)] if drawing is not None]
 
 
 def exponent_shares(gradients: Gradients) -> tuple[dict[int, float], float]:

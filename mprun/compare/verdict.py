@@ -62,7 +62,7 @@ def judge(arm: Arm, baseline: Arm, question: Question) -> tuple[Verdict, list[Ou
     """Judge `arm` against `baseline`; return the verdict and the outcomes of the arm's runs.
 
     Raises BadInput for a metric that a run did not record, for runs of different length, and for a
-    relative margin around 0; ValueError for invalid looks.
+    relative margin around 0.
     """
     arms = arm, baseline
     own, base = ends = outcomes(arm, baseline, question), outcomes(baseline, baseline, question)
@@ -211,8 +211,7 @@ def _at_all_seeds(values: _Values) -> Verdict:
 
 def _at_looks(values: _Values) -> Verdict:
     """Return the first conclusive look's verdict, else that of the last look with enough seeds."""
-    plan = equivalence.checked_looks(values.question.looks)
-    available = values.fewest
+    plan, available = tuple(values.question.looks), values.fewest
     taken = [look for look in plan if look <= available]
     if not taken:
         return _too_few(values, plan[0])

@@ -6,26 +6,30 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from mprun.compare import planned_looks
 from mprun.compare.equivalence import (
     DRAWS,
-    checked_looks,
     level_after_a_test,
     nominal_alpha,
     p_values,
 )
+from mprun.errors import BadInput
+
+from ..helpers import raises_line
 
 # Standard error of the level that the calibration reaches, and of its alpha near `alpha`.
 LEVEL_ERROR = math.sqrt(0.05 * 0.95 / DRAWS)
 
 
-@pytest.mark.parametrize("looks", [[], [5], [2, 5], [3, 3], [3, 10, 5]])
+@pytest.mark.parametrize("looks", [[], [5], [2, 5], [3, 3], [3, 10, 5], ["3", "x"]])
 def test_looks_that_are_none(looks):
-    words = f"looks {','.join(map(str, looks))}: must be two or more numbers of seeds, ascending"
-    with pytest.raises(ValueError, match=words):
-        checked_looks(looks)
-    with pytest.raises(ValueError, match=words):
-        nominal_alpha(tuple(looks))
-    assert checked_looks([3, 5, 10]) == (3, 5, 10)
+    words = f"--looks {','.join(map(str, looks))}: must be two or more numbers of seeds, ascending"
+    with raises_line(BadInput, words):
+        planned_looks(looks)
+
+
+def test_looks_are_numbers_as_text_or_not():
+    assert planned_looks([3, 5, 10]) == planned_looks(["3", "5", "10"]) == [3, 5, 10]
 
 
 @pytest.mark.parametrize(("count", "constant"), [(2, 1.875), (3, 1.992), (5, 2.122)])
