@@ -5,7 +5,7 @@ import os
 from functools import partial
 
 from mprun.cli.dispatch import _arguments, verbs
-from mprun.cli.help import BY_OPTION, GROUPS, RULE_KEYS
+from mprun.cli.help import BY_OPTION, GROUPS
 from mprun.config.fields import LABEL, LENGTH, MACHINE, READING, RESULT, SEED
 from mprun.config.keys import FIELDS, meanings, role_of
 from mprun.config.option_files import named, option_files, values_in_files, what_it_is
@@ -41,10 +41,6 @@ def keys() -> str:
         for one in meanings(key):
             of = ", ".join(_code(variant) for variant in one.variants)
             doc = f"{one.doc}. Of {of}." if of else f"{one.doc}."
-            if one.read_by:
-                doc += (
-                    f" Read by {', '.join(_code(f'{RULE_KEYS[group]}={r}') for r in one.read_by)}."
-                )
             allowed = one.kind + (f": {one.allowed}" if one.allowed else "")
             row = (_code(key), doc, f"{allowed}; {_code(one.default) or 'none'}")
             groups.setdefault(group, []).append((*row, _ROLES[role_of(key)]))

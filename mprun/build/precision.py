@@ -7,6 +7,7 @@ the parameters of BatchNorm out of the decay.
 """
 
 from collections.abc import Callable, Collection, Iterable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -14,38 +15,43 @@ from torch import Tensor, nn
 
 from mprun.build.data import arguments_of
 from mprun.config import schema
-from mprun.config.fields import fields_of
 from mprun.config.option_files import mode_values
+from mprun.entry_points import loaded
 from mprun.errors import BadInput
-from mprun.precision import LossScale, PrecisionPolicy, build_policy
+from mprun.precision import LossScale, PrecisionPolicy
 from mprun.precision.casting import NORM_LAYERS
-from mprun.precision.loss_scale import SCALES
-from mprun.precision.torch_update import has_fused_kernel
-
-# torch's name of a setting, if it differs from the schema's.
-_TORCH_NAMES = {"initial_accumulator": "initial_accumulator_value"}
-_OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "sgd": torch.optim.SGD,
-    "adam": torch.optim.Adam,
-    "adamw": torch.optim.AdamW,
-    "adagrad": torch.optim.Adagrad,
-}
+from mprun.precision.torch_update import RULES, has_fused_kernel
 
 
 def policy_from(config: schema.PrecisionConfig) -> PrecisionPolicy:
     """Return the precision policy that a configuration describes."""
-    return build_policy(config.name, mode_values(config))
+    policy: PrecisionPolicy = loaded(config.component.builder)(config.name, mode_values(config))
+    return policy
 
 
 def build_loss_scale(config: schema.ScalerConfig, device: torch.device) -> LossScale:
     """Build a fresh loss scale of the configured kind."""
-    return SCALES[config.kind](**_set_of(config, config.kind), device=device)
+    make = loaded(config.component.builder)
+    scale: LossScale = make(**_set_of(make, config), device=device)
+    return scale
 
 
-def _set_of(config: schema.ScalerConfig | schema.OptimConfig, rule: str) -> dict[str, Any]:
-    """Return the settings that a rule reads and that are set."""
-    values = {name: getattr(config, name) for name in fields_of(config, rule)}
-    return {name: value for name, value in values.items() if value is not None}
+def _set_of(make: Callable, config: schema.ScalerConfig | schema.OptimConfig) -> dict[str, Any]:
+    """Return the arguments of `make` that are set."""
+    return {name: v for name, v in arguments_of(make, config).items() if v is not None}
+
+
+def adagrad(
+    groups: list[dict], *, eps: float, initial_accumulator: float, fused: bool, foreach: bool
+) -> torch.optim.Adagrad:
+    """Build torch's Adagrad, whose settings have the names of the schema here."""
+    return torch.optim.Adagrad(
+        groups,
+        eps=eps,
+        initial_accumulator_value=initial_accumulator,
+        fused=fused,
+        foreach=foreach,
+    )
 
 
 def update_of(config: schema.OptimConfig) -> str:
@@ -69,7 +75,8 @@ def optimizer_maker(
     unless the update itself is in 16 bits. A fused kernel would compute that in FP32 registers
     (and torch's fused SGD does not update half parameters on a CPU at all).
     """
-    implementation, fused = config.implementation, has_fused_kernel(config.name, device)
+    implementation = config.implementation
+    fused = config.name in RULES and has_fused_kernel(config.name, device)
     if why := _why_unfused(config, module):
         if implementation in ("fused", "single_pass"):
             raise BadInput(
@@ -85,18 +92,25 @@ def optimizer_maker(
             f"{config.name} on {device.type} (allowed: auto, foreach, loop)"
         )
     norm_names = norm_parameter_names(module)
-    settings = _set_of(config, config.name)
-    settings = {_TORCH_NAMES.get(name, name): value for name, value in settings.items()}
-    settings |= {"fused": implementation == "fused", "foreach": implementation == "foreach"}
-    if config.name in ("adam", "adamw"):
+    build = loaded(config.component.builder)
+    taken = signature(build).parameters
+    # Of `capturable`: for a fused kernel it only lets a CUDA graph hold it. Otherwise set it only
+    # if needed: the capturable formula rounds differently.
+    capturable = device.type == "cuda" and (skips or implementation == "fused")
+    settings = {
+        "fused": implementation == "fused",
+        "foreach": implementation == "foreach",
+        "capturable": capturable,
+    }
+    settings = {name: value for name, value in settings.items() if name in taken}
+    settings |= _set_of(build, config)
+    if "betas" in settings:
         settings["betas"] = tuple(settings["betas"])
-        # For a fused kernel it only lets a CUDA graph hold it. Otherwise set it only if needed:
-        # the capturable formula rounds differently.
-        settings["capturable"] = device.type == "cuda" and (skips or implementation == "fused")
 
     def make(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
         groups = parameter_groups(named, norm_names, **arguments_of(parameter_groups, config))
-        return _OPTIMIZERS[config.name](groups, **settings)
+        built: torch.optim.Optimizer = build(groups, **settings)
+        return built
 
     return make
 

@@ -40,10 +40,7 @@ if TYPE_CHECKING:
 
 # verb -> `module:function`, which takes the arguments and returns the exit code; extensions add
 # theirs as entry points of the group `mprun.verbs`.
-VERBS = {
-    "compare": "mprun.cli.compare:main",
-    "doctor": "mprun.cli.doctor:main",
-}
+VERBS = {"compare": "mprun.cli.compare:main", "doctor": "mprun.cli.doctor:main"}
 # A full disk, a quota, a read-only or failing file system, a forbidden folder, or an invalid path.
 _OF_THE_SYSTEM = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO), RESOURCE),

@@ -154,11 +154,7 @@ def _cuda(cuda: dict) -> str:
 def _nvml(nvml: dict) -> str:
     if not nvml["works"]:
         return f"no: {nvml['why']}"
-    readings = {
-        "power_w": "{:.0f} W",
-        "sm_clock_mhz": "{:.0f} MHz",
-        "temperature_c": "{:.0f} C",
-    }
+    readings = {"power_w": "{:.0f} W", "sm_clock_mhz": "{:.0f} MHz", "temperature_c": "{:.0f} C"}
     texts = [text.format(nvml[key]) for key, text in readings.items() if nvml[key] is not None]
     if nvml["energy_mj"] is not None:
         texts.append("an energy counter")

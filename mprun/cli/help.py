@@ -20,13 +20,7 @@ from mprun.cli.arguments import filled
 from mprun.config.components import NETWORKS, SOURCES
 from mprun.config.fields import did_you_mean, key_called, nearest
 from mprun.config.keys import FIELDS, Meaning, meanings, role_of
-from mprun.config.option_files import (
-    conf_dir,
-    named,
-    option_files,
-    values_in_files,
-    what_it_is,
-)
+from mprun.config.option_files import conf_dir, named, option_files, values_in_files, what_it_is
 from mprun.entry_points import loaded, source_of
 from mprun.errors import DONE, BadInput
 from mprun.record.console import columns
@@ -68,8 +62,6 @@ Results: the `tensorboard --logdir` that a run or a sweep prints at its end.
 GROUPS = ("model", "data", "optim", "precision", "scaler", "train", "numerics", "experiment")
 # Fields that a group's option sets; mappings take the user's entry after the key.
 BY_OPTION = ("name", "kind")
-# The key that names the rule by which a group's other keys are read.
-RULE_KEYS = {"optim": "optim.name", "scaler": "scaler.kind"}
 
 
 def help_text(
@@ -138,7 +130,6 @@ def _meaning(key: str, meaning: Meaning, config_dir: str | None) -> str:
         "type": meaning.kind,
         "allowed": meaning.allowed,
         "default": "; ".join([meaning.default or "(none: it must be set)", *in_files]),
-        "read by": ", ".join(f"{RULE_KEYS[group]}={rule}" for rule in meaning.read_by),
     }
     lines = [f"  {name:<8}  {value}" for name, value in rows.items() if value]
     return "\n".join([f"  {meaning.doc}", *lines])

@@ -6,9 +6,10 @@ names the key, the value and what is allowed. It imports no torch.
 
 import logging
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
@@ -24,7 +25,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from mprun.config.components import NETWORKS, SOURCES
+from mprun.config.components import COMPONENTS
 from mprun.config.fields import did_you_mean, key_called, must_be, nearest
 from mprun.config.metrics import default_margin
 from mprun.config.option_files import conf_dir, folders, mode_of, modes
@@ -36,7 +37,7 @@ from mprun.config.overrides import (
     parse_overrides,
     printable,
 )
-from mprun.config.registry import kind_of
+from mprun.config.registry import FOLDERS, kind_of
 from mprun.config.rules import check
 from mprun.config.schema import RunConfig
 from mprun.config.selection import SCHEMAS, select
@@ -44,15 +45,8 @@ from mprun.config.user_code import FACTORY_KEYS, NOTHING, Vouched, check_vouched
 from mprun.errors import BadInput
 
 # Errors of Hydra and OmegaConf for overrides that do not compose (OSError: names too long).
-COMPOSITION_ERRORS = (
-    HydraException,
-    OmegaConfBaseException,
-    AttributeError,
-    ValueError,
-    TypeError,
-    OSError,
-    RecursionError,
-)
+_OF_PYTHON = (AttributeError, ValueError, TypeError, OSError, RecursionError)
+COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, *_OF_PYTHON)
 
 
 def loader() -> ConfigLoader:
@@ -68,28 +62,22 @@ def group_options(group: str) -> list[str]:
 def diagnose(parsed: list[Override], error: Exception) -> str:
     """Return one line with key, value and what is allowed; needs a Hydra instance."""
     groups = set(loader().list_groups("")) - {"hydra", "schema"}
-    chosen: list[str] = []
-    for override in parsed:
+    choices = [override for override in parsed if override.key_or_group in groups]
+    for override in choices:
         key, value = override.key_or_group, override.value()
-        if key not in groups:
-            continue
-        options = group_options(key)
-        if value not in options:
+        if value not in (options := group_options(key)):
             shown = "null" if value is None else printable(value)
             return f"{key}={shown}: {must_be(str(value), options, key)}"
-        chosen.append(line_of(override))
+    chosen = [line_of(override) for override in choices]
     try:
-        known = _keys(_plain(compose("config", overrides=chosen)))
+        known = _keys(OmegaConf.to_container(compose("config", overrides=chosen)))
     except COMPOSITION_ERRORS as group_error:
         return _first_line(group_error)
     # Set mandatory keys, so that the error found is that of the checked line.
     chosen += [f"{key}=package.module:function" for key in FACTORY_KEYS if key in known]
-    for override in parsed:
-        if override.key_or_group not in groups:
-            wrong = _wrong_value(override, chosen, known, groups)
-            if wrong is not None:
-                return wrong
-    return _first_line(error)
+    values = (override for override in parsed if override.key_or_group not in groups)
+    wrong = (_wrong_value(override, chosen, known, groups) for override in values)
+    return next(filter(None, wrong), None) or _first_line(error)
 
 
 def _wrong_value(
@@ -101,8 +89,7 @@ def _wrong_value(
     if mapping is not None:
         line = f"++{line.lstrip('+')}"
     if (mapping or key) not in known:
-        own = key in FACTORY_KEYS or mapping not in (None, MAPPING)
-        if own:
+        if key in FACTORY_KEYS or mapping not in (None, MAPPING):
             return f"{printable(key)}: unknown key; {key.partition('.')[0]}=custom has it"
         called = key_called(key, known | groups)
         hint = f"; {did_you_mean([called])}" if called else nearest(key, known | groups)
@@ -118,13 +105,11 @@ def _wrong_value(
     return None
 
 
-def _keys(tree: dict[str, Any], prefix: str = "") -> set[str]:
-    found = set()
-    for key, value in tree.items():
-        found.add(prefix + key)
-        if isinstance(value, dict):
-            found |= _keys(value, f"{prefix}{key}.")
-    return found
+def _keys(tree: Any, prefix: str = "") -> set[str]:
+    if not isinstance(tree, dict):
+        return set()
+    below = [_keys(value, f"{prefix}{key}.") for key, value in tree.items()]
+    return {prefix + key for key in tree}.union(*below)
 
 
 def _first_line(error: BaseException) -> str:
@@ -137,10 +122,9 @@ def _first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Composed:
-    """A checked configuration with the names of the chosen options and the given overrides.
+    """A checked configuration, the chosen options and the given overrides.
 
-    mode: the precision mode as the record names it (`Mode.label`). usual_scaler: the mode's default
-    loss scaler.
+    mode: the mode as the record names it (`Mode.label`). usual_scaler: the mode's default one.
     """
 
     config: RunConfig
@@ -160,22 +144,24 @@ def compose_config(
     """Compose and check one run's configuration.
 
     `config_dir`: another folder, with the user's options (Hydra's `--config-dir`). files: also
-    check that the folder of the data exists, which is not needed just to show a configuration. It
-    raises BadInput with a one-line message; it touches no file.
+    check that the folder of the data exists. It raises BadInput; it touches no file.
     """
     overrides = tuple(overrides)
     parsed = parse_overrides(overrides)
     for override in parsed:
         if override.is_sweep_override():
             raise BadInput(f"{override.input_line}: several values; add -m to sweep over them")
-    _check_folder(config_dir)
+    places = [os.path.abspath(folder) for folder in folders(config_dir)]
     try:
-        places = [os.path.abspath(folder) for folder in folders(config_dir)]
         config, choices = _finished(*select(as_hydra_takes(parsed), places))
     except COMPOSITION_ERRORS:  # Hydra can explain it, or compose it after all
         config, choices = _composed_by_hydra(parsed, config_dir)
     choices = {key: value for key, value in choices.items() if not key.startswith("hydra")}
-    _length_as_given(config, {override.key_or_group for override in parsed})
+    given = {override.key_or_group for override in parsed} & {"train.steps", "train.epochs"}
+    if given == {"train.epochs"}:  # a length on the line replaces the other kind from a file
+        config.train.steps = None
+    elif given == {"train.steps"}:
+        config.train.epochs = None
     _fill_compare(config)
     check(config, files=files)
     if (baseline := config.compare.baseline) not in (known := modes(config_dir)):
@@ -196,7 +182,7 @@ def _composed_by_hydra(
         try:
             overrides = [line_of(override) for override in as_hydra_takes(parsed)]
             composed = compose("config", overrides=overrides, return_hydra_config=True)
-            choices = _plain(composed.hydra.runtime.choices)
+            choices: Any = OmegaConf.to_container(composed.hydra.runtime.choices)
             OmegaConf.set_struct(composed, False)
             del composed["hydra"]
             return _finished(composed, choices)
@@ -210,43 +196,27 @@ def _finished(
     _factories_given(composed)
     for group in ("precision", "scaler"):
         composed[group].name = choices[group]  # an option has the name of its file
-    return _as_object(composed), choices
-
-
-def _as_object(node: Any) -> RunConfig:
-    found = OmegaConf.to_object(node)
-    assert isinstance(found, RunConfig)
-    return found
-
-
-def _plain(node: Any) -> dict[str, Any]:
-    found = OmegaConf.to_container(node)
-    assert isinstance(found, dict)
-    return {str(key): value for key, value in found.items()}
+    config: Any = OmegaConf.to_object(composed)
+    return config, choices
 
 
 def _factories_given(composed: DictConfig) -> None:
     model, data = composed.model, composed.data
-    groups = [(key, composed[key.partition(".")[0]]) for key in FACTORY_KEYS]
-    nodes = [(key, group) for key, group in groups if isinstance(group, DictConfig)]
-    missing = [key for key, group in nodes if OmegaConf.is_missing(group, "factory")]
-    if missing:
+    nodes = {key: composed[key.partition(".")[0]] for key in FACTORY_KEYS}
+    if missing := [
+        key
+        for key, node in nodes.items()
+        if isinstance(node, DictConfig) and OmegaConf.is_missing(node, "factory")
+    ]:
         wanted = " ".join(f"{key}=package.module:function" for key in missing)
         chosen = " ".join(f"{key.partition('.')[0]}=custom" for key in missing)
         raise BadInput(f"{chosen}: needs {wanted} (docs/own_data.md)")
     if not (isinstance(model, DictConfig) and isinstance(data, DictConfig)):
         return
-    of_data = _plain(model).get("image_size") == "${data.image_size}"
+    plain: Any = OmegaConf.to_container(model)
+    of_data = plain.get("image_size") == "${data.image_size}"
     if of_data and "factory" in data and data.image_size is None:
         raise BadInput(f"data.image_size=null: model={model.name} needs the size of the images")
-
-
-def _length_as_given(config: RunConfig, given: set[str]) -> None:
-    """Let a length on the command line replace the other kind of length from a file."""
-    if "train.epochs" in given and "train.steps" not in given:
-        config.train.steps = None
-    elif "train.steps" in given and "train.epochs" not in given:
-        config.train.epochs = None
 
 
 def _fill_compare(config: RunConfig) -> None:
@@ -260,8 +230,8 @@ def _fill_compare(config: RunConfig) -> None:
 def config_from_record(record: dict, given: Vouched = NOTHING) -> RunConfig:
     """Rebuild a RunConfig from the plain values of a run directory's config.yaml.
 
-    It reads data, never code, with the schema and checks of the command line. It raises BadInput
-    for a factory of the record that `given`, from this command's line, does not name.
+    The checks are those of the command line. It raises BadInput for a factory of the record that
+    `given`, from this command's line, does not name.
     """
     if "script" in record:
         raise BadInput(
@@ -272,9 +242,11 @@ def config_from_record(record: dict, given: Vouched = NOTHING) -> RunConfig:
     _no_interpolation(record)
     try:
         root = OmegaConf.structured(RunConfig)
-        root.model = OmegaConf.structured(NETWORKS[record["model"]["name"]].config)
-        root.data = OmegaConf.structured(SOURCES[record["data"]["name"]].config)
-        config = _as_object(OmegaConf.merge(root, record))
+        for group, (components, key) in COMPONENTS.items():
+            name = record[group][key]
+            if group != "precision" or name in components:  # most modes are files alone
+                root[group] = OmegaConf.structured(components[name].config)
+        config: Any = OmegaConf.to_object(OmegaConf.merge(root, record))
     except (KeyError, TypeError, AttributeError, ValueError, OmegaConfBaseException) as error:
         reason = str(error).splitlines()[0]
         key = getattr(error, "full_key", None)
@@ -282,7 +254,8 @@ def config_from_record(record: dict, given: Vouched = NOTHING) -> RunConfig:
         raise BadInput(f"{where} does not fit this version of mprun: {reason}") from None
     _fill_compare(config)
     check(config)
-    return config
+    checked: RunConfig = config
+    return checked
 
 
 def _no_interpolation(value: object, key: str = "config.yaml") -> None:
@@ -293,11 +266,6 @@ def _no_interpolation(value: object, key: str = "config.yaml") -> None:
     for name, item in value.items() if isinstance(value, dict) else items:
         _no_interpolation(name)
         _no_interpolation(item, printable(name))
-
-
-def _check_folder(config_dir: str | None) -> None:
-    if config_dir is not None and not os.path.isdir(config_dir):
-        raise BadInput(f"--config-dir {config_dir}: no such folder")
 
 
 def prepare_hydra() -> None:
@@ -317,27 +285,26 @@ def prepare_hydra() -> None:
 class _Folders(SearchPathPlugin):
     """A plugin that adds the folders of other packages and the user; Hydra reads them at start."""
 
-    config_dir: str | None = None
+    folders: Sequence[Path] = FOLDERS
 
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
-        for folder in folders(self.config_dir)[1:]:
+        for folder in self.folders:
             search_path.append("command-line", f"file://{folder.resolve()}")
 
 
 @contextmanager
 def hydra_session(config_dir: str | None) -> Iterator[None]:
     """Enter Hydra's compose API with the schemas registered; leave nothing behind."""
-    _check_folder(config_dir)
+    _Folders.folders = folders(config_dir)[1:]
     logger = logging.getLogger("hydra")
     level = logger.level
     logger.setLevel(logging.ERROR)
     GlobalHydra.instance().clear()
     prepare_hydra()
-    _Folders.config_dir = config_dir
     try:
         with initialize_config_dir(str(conf_dir()), version_base="1.3"):
             yield
     finally:
         GlobalHydra.instance().clear()
-        _Folders.config_dir = None
+        _Folders.folders = FOLDERS
         logger.setLevel(level)

@@ -1,4 +1,4 @@
-"""The facts beside a configuration field: meaning, range, choices, readers and role.
+"""The facts beside a configuration field: meaning, range, choices and role.
 
 A field declares these once, as metadata. `violations` checks a configuration and reports every
 broken rule as one line that names the key, the value and what is allowed.
@@ -63,8 +63,7 @@ def setting(default: Any, doc: str, **more: Any) -> Any:
         default: list and dict create a new object for each configuration.
         doc: the field's meaning in one line: unit, and the meaning of null or 0. A key's help and
             the documentation's page of keys show it.
-        more: role: one of the roles above; default RESULT. of: the rules (optimizers, kinds of
-            loss scale) that read the field, which they need set unless it is `optional`.
+        more: role: one of the roles above; default RESULT.
     """
     metadata = {"doc": doc, **more}
     if callable(default):
@@ -101,6 +100,16 @@ def share(default: Any, doc: str, **more: Any) -> Any:
     return ranged(default, doc, at_least=0.0, below=1.0, **more)
 
 
+def fraction(default: Any, doc: str, **more: Any) -> Any:
+    """Declare a number above 0 and below 1."""
+    return ranged(default, doc, above=0.0, below=1.0, **more)
+
+
+def from_zero(default: Any, doc: str, **more: Any) -> Any:
+    """Declare a number from 0 on."""
+    return ranged(default, doc, at_least=0.0, **more)
+
+
 def positive(default: Any, doc: str, **more: Any) -> Any:
     """Declare a number above 0."""
     return ranged(default, doc, above=0.0, **more)
@@ -119,23 +128,6 @@ def is_label(text: str) -> bool:
     """Return whether a file name and a table can hold `text` as it is."""
     plain = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
     return 0 < len(text) <= 64 and set(text) <= plain and not text.startswith((".", "-"))
-
-
-def fields_of(schema: Any, rule: str | None = None, *, needed: bool = False) -> set[str]:
-    """Return the fields of a schema that `rule` reads (None: any rule), or those that it needs."""
-    return {
-        field.name
-        for field in dataclasses.fields(schema)
-        if (rule in field.metadata.get("of", ()) if rule else "of" in field.metadata)
-        and not (needed and field.metadata.get("optional"))
-    }
-
-
-def rules_of(schema: Any, name: str) -> tuple[str, ...]:
-    """Return the rules that read the field `name`, one of `fields_of(schema)`."""
-    [found] = (field for field in dataclasses.fields(schema) if field.name == name)
-    of: tuple[str, ...] = found.metadata["of"]
-    return of
 
 
 # Names in other tools -> names here: keys (""), and values of a key. The nearest comes first.

@@ -7,41 +7,41 @@ may change a result, as far as is known.
 import dataclasses
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from types import UnionType
 from typing import Any, get_args
 
 from omegaconf import MISSING
 
-from mprun.config.components import NETWORKS, SOURCES
+from mprun.config.components import NETWORKS
 from mprun.config.fields import RESULT, Role, allowed
-from mprun.config.registry import TaskKind, kind_called
+from mprun.config.registry import COMPONENTS, TaskKind, kind_called, readers_of
 from mprun.config.schema import RunConfig
-
-_VARIANTS: dict[str, dict[str, Any]] = {
-    "model": {name: network.config for name, network in NETWORKS.items()},
-    "data": {name: source.config for name, source in SOURCES.items()},
-}
 
 
 def _fields(
-    schema: Any, prefix: str = "", variant: str = ""
+    schema: Any, prefix: str = "", owner: str = "", known: Collection[dataclasses.Field] = ()
 ) -> Iterator[tuple[str, dataclasses.Field, str]]:
-    """Yield (key, field, model or data source) of a schema and of all groups below it."""
+    """Yield (key, field, component) of a schema and of all groups below it, but for `known`."""
     for field in dataclasses.fields(schema):
-        key = f"{prefix}{field.name}"
-        yield key, field, variant
-        for name, group in _VARIANTS.get(key, {"": field.default_factory}).items():
-            if dataclasses.is_dataclass(group):
-                yield from _fields(group, f"{key}.", name)
+        if field in known:
+            continue
+        key, shared = f"{prefix}{field.name}", field.default_factory
+        yield key, field, owner
+        known_here = ()
+        if dataclasses.is_dataclass(shared):
+            yield from _fields(shared, f"{key}.")
+            known_here = dataclasses.fields(shared)
+        for name, component in COMPONENTS[key][0].items() if key in COMPONENTS else ():
+            yield from _fields(component.config, f"{key}.", name, known_here)
 
 
-# Key -> its fields: more than one if several models or data sources have it, with one role.
+# Key -> its fields: more than one if several components have it, with one role.
 FIELDS: dict[str, list[dataclasses.Field]] = {}
 _OWNERS: dict[str, list[str]] = {}
-for _key, _field, _variant in _fields(RunConfig):
+for _key, _field, _owner in _fields(RunConfig):
     FIELDS.setdefault(_key, []).append(_field)
-    _OWNERS.setdefault(_key, []).append(_variant)
+    _OWNERS.setdefault(_key, []).append(_owner)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,25 +53,25 @@ class Meaning:
         kind: Its type.
         allowed: Its range or its values; "" if the type says all.
         default: The schema's default; option files may set another.
-        read_by: The optimizers or kinds of loss scale that read it; none: all.
-        variants: The models or data sources with this meaning; none: it is no key of these.
+        variants: The components with this meaning; none: all of its group.
     """
 
     doc: str
     kind: str
     allowed: str
     default: str
-    read_by: tuple[str, ...] = ()
     variants: tuple[str, ...] = ()
 
 
 def meanings(key: str) -> list[Meaning]:
-    """Return a key's meaning, or several if models or data sources differ in it."""
+    """Return a key's meaning, or several if components differ in it."""
+    group, _, name = key.partition(".")
+    readers = readers_of(group, name)
     found: dict[Meaning, list[str]] = {}
-    for field, variant in zip(FIELDS[key], _OWNERS[key], strict=True):
-        found.setdefault(_meaning(field), []).append(variant)
+    for field, owner in zip(FIELDS[key], _OWNERS[key], strict=True):
+        found.setdefault(_meaning(field), []).extend([owner] if owner else readers)
     return [
-        dataclasses.replace(meaning, variants=tuple(filter(None, variants)))
+        dataclasses.replace(meaning, variants=tuple(variants))
         for meaning, variants in found.items()
     ]
 
@@ -84,7 +84,7 @@ def _meaning(field: dataclasses.Field) -> Meaning:
         default = field.default_factory() if field.default_factory in (list, dict) else MISSING
     words = "" if default == MISSING else json.dumps(default).strip('"')
     range_or_values = choices or allowed(rule.get("bounds", {}))
-    return Meaning(rule["doc"], _kind(field.type), range_or_values, words, rule.get("of", ()))
+    return Meaning(rule["doc"], _kind(field.type), range_or_values, words)
 
 
 _KINDS = {bool: "true or false", int: "whole number", float: "number", str: "text"}

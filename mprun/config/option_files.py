@@ -4,18 +4,19 @@ They are the only list of modes and loss scalers; those of a user's `--config-di
 mprun's. They are read without Hydra, so that a command that only compares runs need not import it.
 """
 
+import os
 import re
 from dataclasses import asdict, dataclass
 from functools import cache
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from mprun.config.keys import flat
-from mprun.config.registry import FOLDERS
+from mprun.config.registry import FOLDERS, MODES
 from mprun.config.schema import DTYPES, PrecisionConfig
+from mprun.errors import BadInput
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a tenth of the time
 
@@ -27,8 +28,16 @@ def conf_dir() -> Path:
 
 
 def folders(config_dir: str | None = None) -> list[Path]:
-    """List the folders of option files: mprun's, those of other packages, the user's."""
-    return [conf_dir(), *FOLDERS, *([] if config_dir is None else [Path(config_dir)])]
+    """List the folders of option files: mprun's, those of other packages, the user's.
+
+    Raises:
+        BadInput: The user's is no folder.
+    """
+    if config_dir is None:
+        return [conf_dir(), *FOLDERS]
+    if not os.path.isdir(config_dir):  # Path.is_dir raises for a name that is too long
+        raise BadInput(f"--config-dir {config_dir}: no such folder")
+    return [conf_dir(), *FOLDERS, Path(config_dir)]
 
 
 def option_files(group: str, config_dir: str | None = None) -> dict[str, Path]:
@@ -62,15 +71,11 @@ def what_it_is(path: Path) -> str:
     return lines[0].removeprefix("# ") if lines and lines[0].startswith("# ") else ""
 
 
-# The values that make a mode, by dotted key: all but those that a single run adds.
-MODE_FIELDS = tuple(
-    key for key in flat(asdict(PrecisionConfig(name=""))) if key not in ("name", "overrides")
-)
-
-
 def mode_values(config: PrecisionConfig) -> dict[str, Any]:
-    """Return the value of each of `MODE_FIELDS` in a configuration."""
-    return {field: attrgetter(field)(config) for field in MODE_FIELDS}
+    """Return the values that make a mode, by dotted key: all but those that a single run adds."""
+    values = asdict(config)
+    del values["name"], values["overrides"]
+    return flat(values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +121,8 @@ def modes(config_dir: str | None = None) -> dict[str, Mode]:
 
 def _mode(name: str, files: dict[str, Path]) -> Mode:
     """Read a mode, which may build on another one in its defaults list."""
-    values, scaler = mode_values(PrecisionConfig()), "none"
+    registered = MODES[name].config if name in MODES else PrecisionConfig
+    values, scaler = mode_values(registered()), "none"
     content = _mapping_in(files[name])
     for entry in content.get("defaults") or ():
         if isinstance(entry, dict):
@@ -125,7 +131,7 @@ def _mode(name: str, files: dict[str, Path]) -> Mode:
         elif entry in files and entry != name:
             base = _mode(entry, files)
             values, scaler = base.values, base.scaler
-    own = {key: value for key, value in flat(content).items() if key in MODE_FIELDS}
+    own = {key: value for key, value in flat(content).items() if key in values}
     return Mode(name, values | own, scaler)
 
 

@@ -1,8 +1,8 @@
 """Components: the parts of a run, each registered in one place with all its facts.
 
-A network, a source of data or a task names its builder as text, `module:attribute`. So code that
-only reads its keys imports no torch. The decorators build the configuration class, always
-slotted: OmegaConf sets attributes, and only a slotted class refuses `+group.unknown=1`.
+A component names its builder as text, `module:attribute`. So code that only reads its keys imports
+no torch. The decorators build the configuration class, always slotted: OmegaConf sets attributes,
+and only a slotted class refuses `+group.unknown=1`.
 
 mprun's components are in `mprun.config.components`. Another package adds components through an
 entry point of the group `mprun.components`, which names a module that registers them. Its option
@@ -11,9 +11,10 @@ files are in a folder `conf` beside that module (docs/extend.md).
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar, dataclass_transform
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
@@ -21,8 +22,7 @@ from mprun.config.fields import READING, count, ranged, setting
 from mprun.entry_points import announced
 from mprun.errors import BadInput, raised
 
-T = TypeVar("T")
-# A rule yields the lines that refuse a configuration: (config.model or config.data, config).
+# A rule yields the lines that refuse a configuration: (the component's part of it, all of it).
 Rule = Callable[[Any, Any], Iterator[str]]
 GROUP = "mprun.components"
 # Folders of option files beside the modules of other packages.
@@ -31,10 +31,12 @@ FOLDERS: list[Path] = []
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """The registered facts of a network or a source of data.
+    """The registered facts of a part of a run; alone those of a precision mode.
 
     Attributes:
         config: Its configuration class.
+        builder: `module:attribute` of a function that builds it from the fields of the same name;
+            a mode's takes its name and its values, and returns a `PrecisionPolicy`.
         rules: Rules that only concern it, beside the ranges of its fields.
         later: Fields added after its first records, each with the value of runs without it; a hash
             omits them at these values.
@@ -43,9 +45,28 @@ class Component:
 
     name: str
     config: type
+    builder: Any = ""
     rules: tuple[Rule, ...] = ()
     later: Mapping[str, Any] = field(default_factory=dict)
     own: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRule(Component):
+    """An optimizer, or a rule of the loss scale; their configurations have keys of all of them.
+
+    Attributes:
+        needs: Keys that it reads and others do not; they must be set.
+        takes: The same, which may be null.
+    """
+
+    needs: tuple[str, ...] = ()
+    takes: tuple[str, ...] = ()
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The keys that it reads and others do not."""
+        return self.needs + self.takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +75,7 @@ class Network(Component):
 
     Attributes:
         task: The name of its task; None: its configuration has it, in `task`.
-        builder: `module:attribute` of a function that builds it from the fields of the same name;
-            one for each network that is trained in turn, or for each value of `variant`.
+        builder: One text for each network that is trained in turn, or for each value of `variant`.
         needs: Sizes that it takes from the data beside its configuration. A configuration field of
             that name takes precedence, and must be at least the data's value.
         recurrent: It has LSTM or GRU layers.
@@ -65,7 +85,6 @@ class Network(Component):
     """
 
     task: str | None
-    builder: str | tuple[str, ...] | Mapping[str, str] = ""
     needs: tuple[str, ...] = ()
     recurrent: bool = False
     in_tanh: bool = False
@@ -80,7 +99,6 @@ class DataSource(Component):
     Attributes:
         family: Kind of its data: images, boxes (images with objects in them), text, utterances,
             sentence_pairs.
-        builder: `module:attribute` of a function that builds it from the fields of the same name.
         on_disk: Its files are below `data.root`.
         decodes: Loader processes decode its files during training.
         several_shapes: Its batches differ in shape.
@@ -89,7 +107,6 @@ class DataSource(Component):
     """
 
     family: str
-    builder: str = ""
     on_disk: bool = False
     decodes: bool = False
     several_shapes: bool = False
@@ -159,7 +176,18 @@ class DataConfig:
 # Name -> component; complete once `mprun.config.components` is imported.
 NETWORKS: dict[str, Network] = {}
 SOURCES: dict[str, DataSource] = {}
+OPTIMIZERS: dict[str, UpdateRule] = {}
+MODES: dict[str, Component] = {}  # most modes are option files alone
+SCALERS: dict[str, UpdateRule] = {}
 TASKS: dict[str, TaskKind] = {}
+# Group -> its components, and the key that names one of them.
+COMPONENTS: dict[str, tuple[dict[str, Any], str]] = {
+    "model": (NETWORKS, "name"),
+    "data": (SOURCES, "name"),
+    "optim": (OPTIMIZERS, "name"),
+    "precision": (MODES, "name"),
+    "scaler": (SCALERS, "kind"),
+}
 
 
 def task_of(model: Any) -> str:
@@ -178,33 +206,22 @@ def kind_called(name: str) -> TaskKind:
     return TASKS.get(name) or TaskKind(name=name, builder=name, metrics=())
 
 
-@dataclass_transform()
-def network(name: str, **facts: Any) -> Callable[[type[T]], type[T]]:
-    """Register a network with the decorated configuration, a `ModelConfig`.
-
-    facts: the attributes of `Network`.
-    """
-    return _registered(NETWORKS, Network, name, facts)
+def readers_of(group: str, key: str) -> list[str]:
+    """Return the update rules of a group that read a key; none: all do, or none has it."""
+    table, _ = COMPONENTS.get(group, ({}, ""))
+    return [name for name, one in table.items() if key in getattr(one, "reads", ())]
 
 
-@dataclass_transform()
-def source(name: str, **facts: Any) -> Callable[[type[T]], type[T]]:
-    """Register a source of data with the decorated configuration, a `DataConfig`.
+def _registered(group: str, kind: Any, name: str, **facts: Any) -> Any:
+    """Return a decorator that makes and registers a class; update rules share one made before."""
+    table, key = COMPONENTS[group]
 
-    facts: the attributes of `DataSource`.
-    """
-    return _registered(SOURCES, DataSource, name, facts)
-
-
-def task(name: str, **facts: Any) -> None:
-    """Register a task; facts: the attributes of `TaskKind`."""
-    _add(TASKS, TaskKind(name=name, **facts))
-
-
-def _registered(table: dict[str, Any], kind: Any, name: str, facts: dict[str, Any]) -> Any:
     def decorate(cls: Any) -> Any:
-        cls.name = setting(name, cls.__dataclass_fields__["name"].metadata["doc"])
-        cls.__annotations__ = {"name": str, **vars(cls).get("__annotations__", {})}
+        if kind is UpdateRule and "__dataclass_fields__" in vars(cls):
+            _add(table, kind(name=name, config=cls, **facts))
+            return cls
+        setattr(cls, key, setting(name, cls.__dataclass_fields__[key].metadata["doc"]))
+        cls.__annotations__ = {key: str, **vars(cls).get("__annotations__", {})}
         made: Any = dataclass(slots=True)(cls)
         if hasattr(object.__new__(made), "__dict__"):
             raise TypeError(f"{name}: a base class of {cls.__name__} is not @dataclass(slots=True)")
@@ -213,6 +230,21 @@ def _registered(table: dict[str, Any], kind: Any, name: str, facts: dict[str, An
         return made
 
     return decorate
+
+
+# Each takes a name and the attributes of the class of facts, and decorates a configuration: a
+# `ModelConfig`, `DataConfig`, `OptimConfig`, `ScalerConfig` or `PrecisionConfig`. The builder of an
+# optimizer takes groups of parameters first, that of a scaler `device` too.
+network = partial(_registered, "model", Network)
+source = partial(_registered, "data", DataSource)
+optimizer = partial(_registered, "optim", UpdateRule)
+scaler = partial(_registered, "scaler", UpdateRule)
+precision = partial(_registered, "precision", Component)
+
+
+def task(name: str, **facts: Any) -> None:
+    """Register a task; facts: the attributes of `TaskKind`."""
+    _add(TASKS, TaskKind(name=name, **facts))
 
 
 def _add(table: dict[str, Any], component: Any) -> None:

@@ -1,21 +1,21 @@
 """The rules across fields: what cannot run is refused before anything is written.
 
-Each rule yields a line that names key, value and what is allowed; `check` raises the first of all
-as BadInput. It imports no torch. Rules that depend on the machine are checked again once its device
-is known (`refuse_on`), and so are the results of a user's factory. The module also decides what
-`auto` of an execution setting means.
+Each rule yields a line that names key, value and what is allowed. Rules that depend on the machine
+are checked again once its device is known (`refuse_on`). The module also decides what `auto` of an
+execution setting means.
 """
 
 import operator
 import os
 from collections.abc import Iterator
+from typing import Any
 
 from mprun.config import schema
-from mprun.config.components import SOURCES
-from mprun.config.fields import fields_of, is_label, rules_of, violations
+from mprun.config.components import COMPONENTS, SOURCES
+from mprun.config.fields import is_label, violations
 from mprun.config.metrics import IN_POINTS
 from mprun.config.option_files import named
-from mprun.config.registry import kind_of
+from mprun.config.registry import kind_of, readers_of
 from mprun.config.schema import DTYPES, RunConfig
 from mprun.config.user_code import check_own_code
 from mprun.errors import BadInput
@@ -28,16 +28,8 @@ def check(config: RunConfig, *, files: bool = True) -> None:
     """
     rules = (
         violations,
-        _names,
-        _data_fits_model,
-        _ranks,
-        _optim,
-        _scaler,
-        _precision,
-        _length,
-        _compare,
-        _numerics,
-        _of_components,
+        *(_names, _data_fits_model, _ranks, _optim, _scaler, _precision, _length, _compare),
+        *(_numerics, _of_components),
         lambda config: _refused(config, config.device),
         check_own_code,
         _embedded_data,
@@ -49,15 +41,14 @@ def check(config: RunConfig, *, files: bool = True) -> None:
 
 
 def _names(config: RunConfig) -> Iterator[str]:
-    for group, node in (("model", config.model), ("data", config.data)):
-        if node.name != node.component.name:
-            yield f"{group}.name={node.name}: not a value to set; choose {group}=OPTION"
-    scaler, precision = config.scaler.name, config.precision.name
-    for key, name in (
-        ("name", config.name),
-        ("scaler.name", scaler),
-        ("precision.name", precision),
-    ):
+    for group, (components, key) in COMPONENTS.items():
+        node = getattr(config, group)
+        name = getattr(node, key)
+        known = components.get(name)
+        if node.component.name not in ("", name) or (known and not isinstance(node, known.config)):
+            yield f"{group}.{key}={name}: not a value to set; choose {group}=OPTION"
+    of_files = {"scaler.name": config.scaler.name, "precision.name": config.precision.name}
+    for key, name in {"name": config.name, **of_files}.items():
         if name is not None and not is_label(name):
             yield f"{key}={name[:70]!r}: must be 1 to 64 of letters, digits, . _ and -"
 
@@ -75,26 +66,28 @@ def _data_fits_model(config: RunConfig) -> Iterator[str]:
 
 
 def _of_components(config: RunConfig) -> Iterator[str]:
-    for node in (config.model, config.data):
+    for group in COMPONENTS:
+        node = getattr(config, group)
         for rule in node.component.rules:
             yield from rule(node, config)
 
 
-def _only_what_is_read(group: str, node: object, rule: str, who: str, what: str) -> Iterator[str]:
-    """Check that fields of other rules are null, and that those of this one are not."""
-    for name in sorted(fields_of(node) - fields_of(node, rule)):
-        if getattr(node, name) is not None:
-            having = " or ".join(f"{group}={one}" for one in rules_of(node, name))
-            no_such = f"{group}.{name}={getattr(node, name)}: {who} has no such setting"
-            yield f"{no_such}; {having} has it"
-    for name in sorted(fields_of(node, rule, needed=True)):
-        if getattr(node, name) is None:
-            yield f"{group}.{name}=null: {who} needs a {what}"
+def _only_what_is_read(group: str, node: Any, who: str, what: str) -> Iterator[str]:
+    """Check that keys of other update rules are null, and that those of this one are not."""
+    components, _ = COMPONENTS[group]
+    for key in sorted({key for one in components.values() for key in one.reads}):
+        value = getattr(node, key)
+        if value is not None and key not in node.component.reads:
+            having = " or ".join(f"{group}={one}" for one in readers_of(group, key))
+            yield f"{group}.{key}={value}: {who} has no such setting; {having} has it"
+    for key in sorted(node.component.needs):
+        if getattr(node, key) is None:
+            yield f"{group}.{key}=null: {who} needs a {what}"
 
 
 def _optim(config: RunConfig) -> Iterator[str]:
     optim = config.optim
-    yield from _only_what_is_read("optim", optim, optim.name, optim.name, "value")
+    yield from _only_what_is_read("optim", optim, optim.name, "value")
     if optim.betas is not None and len(optim.betas) != 2:
         yield f"optim.betas={list(optim.betas)}: must be two numbers"
     if optim.nesterov and not optim.momentum:
@@ -123,10 +116,8 @@ def _representable(config: RunConfig) -> Iterator[str]:
         ("initial_accumulator", optim.initial_accumulator, largest),
     ):
         if value is not None and value > most:
-            yield (
-                f"optim.{key}={value:g}: {precision.name} updates in {dtype}, which cannot hold it "
-                f"(allowed: at most {most:.5g})"
-            )
+            where = f"{precision.name} updates in {dtype}, which cannot hold it"
+            yield f"optim.{key}={value:g}: {where} (allowed: at most {most:.5g})"
 
 
 def _schedule(optim: schema.OptimConfig) -> Iterator[str]:
@@ -134,16 +125,12 @@ def _schedule(optim: schema.OptimConfig) -> Iterator[str]:
         yield f"optim.milestones={list(optim.milestones)}: only schedule=step reads them"
     if optim.schedule == "step" and not optim.milestones:
         yield "optim.milestones=[]: optim.schedule=step needs at least one"
-    if (optim.constant_epochs is None) == (optim.schedule == "epoch_decay"):
-        yield (
-            f"optim.constant_epochs={_word(optim.constant_epochs)}: schedule=epoch_decay needs it, "
-            "no other schedule reads it"
-        )
-    if optim.warmup_epochs and optim.warmup_updates:
-        yield (
-            f"optim.warmup_epochs={optim.warmup_epochs:g} "
-            f"optim.warmup_updates={optim.warmup_updates}: set one of the two"
-        )
+    epochs = optim.constant_epochs
+    if (epochs is None) == (optim.schedule == "epoch_decay"):
+        yield f"optim.constant_epochs={_word(epochs)}: read and needed by schedule=epoch_decay"
+    if optim.warmup_epochs and (updates := optim.warmup_updates):
+        both = f"optim.warmup_epochs={optim.warmup_epochs:g} optim.warmup_updates={updates}"
+        yield f"{both}: set one of the two"
 
 
 def updates_in_16_bits(precision: schema.PrecisionConfig) -> bool:
@@ -154,23 +141,15 @@ def updates_in_16_bits(precision: schema.PrecisionConfig) -> bool:
 
 def _implementation(config: RunConfig) -> Iterator[str]:
     precision, implementation = config.precision, config.optim.implementation
-    in_16_bits = updates_in_16_bits(precision)
-    if implementation == "fused" and in_16_bits:
+    if implementation in ("fused", "single_pass") and updates_in_16_bits(precision):
         yield (
-            f"optim.implementation=fused: {precision.name} updates in 16 bits operation by "
-            "operation; a fused kernel would compute in FP32 (allowed: auto, foreach, loop)"
-        )
-    if implementation == "single_pass" and in_16_bits:
-        yield (
-            f"optim.implementation=single_pass: {precision.name} has no master weights and "
-            "updates in 16 bits operation by operation; a single pass computes in FP32 (allowed: "
-            "auto, foreach, loop)"
+            f"optim.implementation={implementation}: {precision.name} updates in 16 bits operation "
+            "by operation; one kernel would compute in FP32 (allowed: auto, foreach, loop)"
         )
     if implementation == "single_pass" and precision.grad_dtype != "fp32":
         yield (
             f"optim.implementation=single_pass: with precision.grad_dtype={precision.grad_dtype} "
-            "gradients are unscaled in 16 bits, in a single pass in FP32 (allowed: auto, fused, "
-            "foreach, loop)"
+            "gradients are unscaled in 16 bits, not FP32 (allowed: auto, fused, foreach, loop)"
         )
 
 
@@ -180,15 +159,13 @@ def _word(value: object) -> str:
 
 def _scaler(config: RunConfig) -> Iterator[str]:
     scaler = config.scaler
-    yield from _only_what_is_read("scaler", scaler, scaler.kind, f"scaler={scaler.name}", "number")
+    yield from _only_what_is_read("scaler", scaler, f"scaler={scaler.name}", "number")
     yield from _scale_bounds(scaler)
     if scaler.tolerance and (scaler.hysteresis or 1) > 1:
         yield f"scaler.tolerance={scaler.tolerance}: must be 0 with scaler.hysteresis > 1"
     if scaler.per != "shared" and kind_of(config.model).networks == 1:
-        yield (
-            f"scaler.per={scaler.per}: {config.model.name} has one optimizer and one "
-            "loss (allowed: shared)"
-        )
+        has = f"{config.model.name} has one optimizer and one loss"
+        yield f"scaler.per={scaler.per}: {has} (allowed: shared)"
     if scaler.per != "shared" and scaler.kind == "none":
         yield f"scaler.per={scaler.per}: scaler=none has no scale"
 
@@ -205,56 +182,40 @@ def _scale_bounds(scaler: schema.ScalerConfig) -> Iterator[str]:
     for name in ("scale", "init_scale", "min_scale", "max_scale"):
         value = getattr(scaler, name)
         if value is not None and not 2.0**-126 <= value <= 2.0**126:
-            yield (
-                f"scaler.{name}={value:g}: must be between 2^-126 and 2^126, so that "
-                "it and its reciprocal are normal FP32 numbers"
-            )
+            why = "it and its reciprocal must be normal FP32 numbers"
+            yield f"scaler.{name}={value:g}: must be between 2^-126 and 2^126; {why}"
 
 
 def _precision(config: RunConfig) -> Iterator[str]:
     precision = config.precision
     for pattern, dtype in precision.overrides.items():
         if dtype not in DTYPES:
-            allowed = ", ".join(DTYPES)
-            yield f"precision.overrides.{pattern}={dtype}: must be one of {allowed}"
+            yield f"precision.overrides.{pattern}={dtype}: must be one of {', '.join(DTYPES)}"
     if precision.autocast_dtype is not None and precision.param_dtype != "fp32":
         yield f"precision.param_dtype={precision.param_dtype}: must be fp32 under autocast"
     yield from _products(precision.products)
     rounding = precision.update.rounding
     if rounding != "nearest" and (precision.master_dtype, precision.param_dtype) != (None, "bf16"):
-        yield (
-            f"precision.update.rounding={rounding}: is for BF16 weights without masters, needs "
-            "precision.param_dtype=bf16 and precision.master_dtype=null"
-        )
+        needed = "precision.param_dtype=bf16 precision.master_dtype=null"
+        yield f"precision.update.rounding={rounding}: needs {needed} (BF16 weights, no masters)"
     update_dtype = "fp32" if rounding != "nearest" else precision.param_dtype
     if precision.master_dtype is None and precision.grad_dtype != update_dtype:
-        yield (
-            f"precision.grad_dtype={precision.grad_dtype}: must be {update_dtype} without master "
-            "weights, the dtype of their update"
-        )
+        must = f"must be {update_dtype}, in which weights without masters are updated"
+        yield f"precision.grad_dtype={precision.grad_dtype}: {must}"
+    given = f"precision.reduce_dtype={precision.reduce_dtype}"
     if precision.reduce_dtype is not None and config.train.accumulate == 1:
-        yield (
-            f"precision.reduce_dtype={precision.reduce_dtype}: there are no ranks to sum over; use "
-            "train.accumulate=8 for the result of 8 ranks of data.batch_size samples"
-        )
+        yield f"{given}: no ranks to sum over; train.accumulate=8 gives the result of 8 ranks"
     if precision.reduce_dtype is not None and kind_of(config.model).networks > 1:
-        yield (
-            f"precision.reduce_dtype={precision.reduce_dtype}: a discriminator has two losses in "
-            "each micro-batch, which a rank adds up itself (allowed with a GAN: null)"
-        )
+        yield f"{given}: a discriminator has two losses, added up by a rank (allowed here: null)"
     if precision.reduce_dtype is None and precision.reduce_divide != "after":
         yield f"precision.reduce_divide={precision.reduce_divide}: needs precision.reduce_dtype"
-    norm_dtypes = ("fp32",) if precision.autocast_dtype else ("fp32", precision.param_dtype)
+    norm_dtypes = {"fp32": 0} | ({} if precision.autocast_dtype else {precision.param_dtype: 0})
     if precision.norm_dtype not in norm_dtypes:
-        yield (
-            f"precision.norm_dtype={precision.norm_dtype}: norm layers compute in one of "
-            f"{', '.join(dict.fromkeys(norm_dtypes))} here"
-        )
+        must = f"norm layers compute in one of {', '.join(norm_dtypes)} here"
+        yield f"precision.norm_dtype={precision.norm_dtype}: {must}"
     if precision.fp32_math == "tf32" and config.device == "cpu":
-        yield (
-            f"precision={precision.name}: TF32 needs a GPU of the Ampere generation or "
-            "later, a CPU has none; use precision=fp32 or device=cuda"
-        )
+        needed = "TF32 needs a GPU of Ampere or later; use precision=fp32 or device=cuda"
+        yield f"precision={precision.name}: {needed}"
 
 
 def _products(products: schema.ProductsConfig) -> Iterator[str]:
@@ -263,16 +224,11 @@ def _products(products: schema.ProductsConfig) -> Iterator[str]:
     if missing and len(missing) < len(formats):
         yield f"precision.products.{missing[0]}=null: set the format of all operands, or of none"
     if products.grad_output == "e5m2" and "e5m2" in (products.input, products.weight):
-        yield (
-            "precision.products.grad_output=e5m2: a GPU cannot multiply two E5M2 operands "
-            "(allowed: e4m3, or input and weight in e4m3)"
-        )
-    for name in products.high_precision:
-        if name not in ("output", "grad_input", "grad_weight"):
-            yield (
-                f"precision.products.high_precision={list(products.high_precision)}: must be of "
-                "output, grad_input, grad_weight"
-            )
+        reason = "a GPU cannot multiply two E5M2 operands"
+        yield f"precision.products.grad_output=e5m2: {reason} (allowed: e4m3, or the others e4m3)"
+    if not {"output", "grad_input", "grad_weight"}.issuperset(products.high_precision):
+        given = f"precision.products.high_precision={list(products.high_precision)}"
+        yield f"{given}: must be of output, grad_input, grad_weight"
     if not products.modules:
         yield "precision.products.modules=[]: must name a layer, or leave the formats null"
 
@@ -288,29 +244,23 @@ def _compare(config: RunConfig) -> Iterator[str]:
     allowed = kind_of(config.model).metrics
     metric, margin, window = config.compare.metric, config.compare.margin, config.compare.window
     if allowed and metric not in allowed:
-        yield (
-            f"compare.metric={metric}: must be one of {', '.join(allowed)} for {config.model.name}"
-        )
+        must = f"must be one of {', '.join(allowed)} for {config.model.name}"
+        yield f"compare.metric={metric}: {must}"
     if margin is not None and margin >= 0.5 and metric not in IN_POINTS:
-        yield (
-            f"compare.margin={margin:g}: is relative to the baseline's mean, 0.01 means 1 %; must "
-            "be below 0.5"
-        )
+        must = "must be below 0.5; relative to the baseline's mean, 0.01 means 1 %"
+        yield f"compare.margin={margin:g}: {must}"
     train = config.train
     if train.steps is not None and window > 1:
         # The last step is always evaluated.
         evaluations = -(-train.steps // train.eval_every) if train.eval_every else 1
         if window > evaluations:
-            yield (
-                f"compare.window={window}: a run of {train.steps} steps with train.eval_every="
-                f"{train.eval_every} has {evaluations} (allowed: 1 to {evaluations})"
-            )
+            run = f"{train.steps} steps with train.eval_every={train.eval_every}"
+            yield f"compare.window={window}: {run} have {evaluations} (allowed: 1 to {evaluations})"
 
 
 def _numerics(config: RunConfig) -> Iterator[str]:
-    numerics = config.numerics
-    if numerics.shadow_every and not numerics.enabled:
-        yield f"numerics.shadow_every={numerics.shadow_every}: needs numerics=on"
+    if (every := config.numerics.shadow_every) and not config.numerics.enabled:
+        yield f"numerics.shadow_every={every}: needs numerics=on"
 
 
 def world_of(config: RunConfig) -> int | None:
@@ -338,20 +288,14 @@ def why_not_on(config: RunConfig, world: int) -> Iterator[str]:
         yield f"{given}: model.sampled_softmax updates rows of its tables on one rank (allowed: 1)"
     if kind_of(config.model).streams:
         if batch % world:
-            yield (
-                f"{given}: {world} ranks share out data.batch_size={batch} streams; use "
-                f"data.batch_size={-(-batch // world) * world} or a number of ranks that divides it"
-            )
+            use = f"data.batch_size={-(-batch // world) * world} or ranks that divide it"
+            yield f"{given}: {world} ranks share out data.batch_size={batch} streams; use {use}"
         if config.precision.reduce_dtype is not None:
-            yield (
-                f"{given}: the ranks of a language model share out its streams, so the sum in "
-                "precision.reduce_dtype would depend on their number (allowed: 1)"
-            )
+            why = "would depend on how ranks share out the streams of a language model"
+            yield f"{given}: the sum in precision.reduce_dtype {why} (allowed: 1)"
         if config.scaler.kind == "logmax":
-            yield (
-                f"{given}: scaler={config.scaler.name} follows the largest gradient of all "
-                "streams, of which each rank has some (allowed with a language model: 1)"
-            )
+            why = "follows the largest gradient of all streams, of which each rank has some"
+            yield f"{given}: scaler={config.scaler.name} {why} (allowed with a language model: 1)"
     elif parts % world:
         more = -(-parts // world) * world
         remedy = f"use train.accumulate={more} ({more * batch:,} samples an update)"
@@ -367,10 +311,8 @@ def why_not_on(config: RunConfig, world: int) -> Iterator[str]:
     if config.train.compile != "off":
         yield f"train.compile={config.train.compile}: must be off with {given}"
     if config.numerics.shadow_every:
-        yield (
-            f"numerics.shadow_every={config.numerics.shadow_every}: must be 0 with {given}; a run "
-            "on one device computes the same numbers"
-        )
+        must = f"must be 0 with {given}; one device computes the same numbers"
+        yield f"numerics.shadow_every={config.numerics.shadow_every}: {must}"
 
 
 def engine_of(config: RunConfig, device: str) -> tuple[str, str]:
@@ -403,26 +345,18 @@ def _embedded_data(config: RunConfig) -> Iterator[str]:
         # Not Path.exists, which raises for a name that is too long.
         if not os.path.exists(data.root):
             yield f"data.root={data.root}: no such folder"
-        yield (
-            f"data.root={data.root}: data.name={data.name} is embedded and "
-            "reads no folder (allowed: null)"
-        )
+        is_embedded = f"data.name={data.name} is embedded and reads no folder"
+        yield f"data.root={data.root}: {is_embedded} (allowed: null)"
     if data.workers and not about.decodes:
-        yield (
-            f"data.workers={data.workers}: data.name={data.name} needs no loader process "
-            "(allowed: 0 or null)"
-        )
+        none = f"data.name={data.name} needs no loader process"
+        yield f"data.workers={data.workers}: {none} (allowed: 0 or null)"
 
 
 def _data_folder(config: RunConfig) -> Iterator[str]:
     data = config.data
-    if not data.component.on_disk:
-        return
-    if data.root is None:
-        yield (
-            f"data.root=null: data={data.name} needs the folder of its files (see docs/recipes.md)"
-        )
-    elif not os.path.isdir(data.root):
+    if data.component.on_disk and data.root is None:
+        yield f"data.root=null: data={data.name} needs the folder of its files (docs/recipes.md)"
+    elif data.component.on_disk and not os.path.isdir(data.root or ""):
         yield f"data.root={data.root}: no such folder"
 
 
@@ -466,11 +400,8 @@ def why_no_graph(config: RunConfig, device: str) -> str | None:
         return "a user's network may change with a number that a replay would keep"
     if world_of(config) != 1:
         return f"devices={config.devices}: ranks exchange gradients in a step"
-    if kind_of(config.model).streams and config.train.accumulate > 1:
-        return (
-            f"train.accumulate={config.train.accumulate} with a language model, whose state is "
-            "carried on inside the step"
-        )
+    if kind_of(config.model).streams and (parts := config.train.accumulate) > 1:
+        return f"train.accumulate={parts} carries a language model's state on inside the step"
     if config.data.component.several_shapes:
         return f"data={config.data.name}: batches differ in length, a graph has one shape"
     return None
@@ -478,17 +409,12 @@ def why_no_graph(config: RunConfig, device: str) -> str | None:
 
 def _why_not_compiled(config: RunConfig, device: str) -> str | None:
     if config.model.component.recurrent:
-        return (
-            "torch.compile passes over nn.LSTM, nn.GRU and the function around them: nothing is "
-            "compiled"
-        )
+        return "torch.compile passes over nn.LSTM, nn.GRU and what calls them: nothing is compiled"
     if config.numerics.enabled:
         return f"{_HOOKS}, which compiled code does not call"
     if device == "cpu" and config.cpu_half == "emulated" and _has_16_bits(config):
-        return (
-            f"precision={config.precision.name} is emulated on a CPU, operation by operation, "
-            "which compiled code does not pass through"
-        )
+        emulated = f"precision={config.precision.name} is emulated on a CPU operation by operation"
+        return f"{emulated}, which compiled code does not pass through"
     return None
 
 

@@ -3,18 +3,18 @@
 The options of networks and data are declared with these, in `mprun.config.components`.
 
 A field declares its meaning (`doc`, printed by `mprun --help KEY` and the page of keys), default,
-allowed values, role, and the rules or optimizers that read it (`of`). The role says what another
-value means for hash, resume, comparison and tables (`mprun.config.fields.Role`). The classes are
-`slots=True` so that `+group.unknown=1` is an error too (OmegaConf sets attributes, and a slotted
-class refuses unknown ones). A value of `null` means "does not apply" or "take it from the
-model, the data or the mode"; `mprun.config.rules` has the rules across fields.
+allowed values and role, which says what another value means for hash, resume, comparison and tables
+(`mprun.config.fields.Role`). The classes are `slots=True` so that `+group.unknown=1` is an error
+too (OmegaConf sets attributes, and a slotted class refuses unknown ones). A value of `null` means
+"does not apply" or "take it from the model, the data or the mode"; `mprun.config.rules` has the
+rules across fields.
 
 Precision modes and loss scalers are not listed here: they are the files of conf/precision and
 conf/scaler, and those of the user's `--config-dir`.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
@@ -25,13 +25,24 @@ from mprun.config.fields import (
     READING,
     SEED,
     count,
+    fraction,
+    from_zero,
     one_of,
     positive,
     ranged,
     setting,
     share,
 )
-from mprun.config.registry import DataConfig, ModelConfig
+from mprun.config.registry import (
+    OPTIMIZERS,
+    SCALERS,
+    Component,
+    DataConfig,
+    ModelConfig,
+    UpdateRule,
+    optimizer,
+    scaler,
+)
 
 DTYPES = ("fp32", "fp16", "bf16")
 MAX_STEPS = 10_000_000
@@ -41,24 +52,21 @@ MAX_STEPS = 10_000_000
 class OptimConfig:
     """Optimizer and learning-rate schedule; the schedule counts applied updates."""
 
-    name: str = one_of("sgd adam adamw adagrad", "Which optimizer; optim=OPTION sets it")
+    name: str = one_of(OPTIMIZERS.keys(), "Which optimizer; optim=OPTION sets it", default="sgd")
     lr: float = positive(0.1, "Learning rate, the highest of its schedule")
-    weight_decay: float = ranged(
-        0.0, "Weight decay: added to the gradient as L2; decoupled in adamw", at_least=0.0
+    weight_decay: float = from_zero(
+        0.0, "Weight decay: added to the gradient as L2; decoupled in adamw"
     )
-    momentum: float | None = share(None, "Momentum; 0: plain SGD", of=("sgd",))
-    nesterov: bool | None = setting(None, "Nesterov's form of momentum", of=("sgd",), optional=True)
+    momentum: float | None = share(None, "Momentum; 0: plain SGD")
+    nesterov: bool | None = setting(None, "Nesterov's form of momentum")
     betas: list[float] | None = share(
-        None, "Decay of the moving averages of the gradient and of its square", of=("adam", "adamw")
+        None, "Decay of the moving averages of the gradient and of its square"
     )
-    eps: float | None = ranged(
-        None,
-        "Added to the denominator; 2^-25 and below is 0 if the update is in FP16",
-        at_least=0.0,
-        of=("adam", "adamw", "adagrad"),
+    eps: float | None = from_zero(
+        None, "Added to the denominator; 2^-25 and below is 0 if the update is in FP16"
     )
-    initial_accumulator: float | None = ranged(
-        None, "Start value of the sum of squared gradients", at_least=0.0, of=("adagrad",)
+    initial_accumulator: float | None = from_zero(
+        None, "Start value of the sum of squared gradients"
     )
     implementation: str = one_of(
         "auto single_pass fused foreach loop",
@@ -68,12 +76,8 @@ class OptimConfig:
         "constant cosine linear polynomial step epoch_decay",
         "Learning rate over applied updates; a skipped update does not advance it",
     )
-    warmup_updates: int = ranged(
-        0, "Updates in which the rate rises linearly to lr; 0: none", at_least=0
-    )
-    warmup_epochs: float = ranged(
-        0.0, "The same in epochs, instead of warmup_updates", at_least=0.0
-    )
+    warmup_updates: int = from_zero(0, "Updates in which the rate rises linearly to lr; 0: none")
+    warmup_epochs: float = from_zero(0.0, "The same in epochs, instead of warmup_updates")
     final_factor: float = ranged(
         0.0,
         "schedule=linear, cosine, polynomial: rate at the end as a share of lr",
@@ -81,29 +85,37 @@ class OptimConfig:
         at_most=1.0,
     )
     power: float = positive(1.0, "schedule=polynomial: exponent of the remaining share of the run")
-    milestones: list[float] = ranged(
-        list, "schedule=step: shares of the run at which the rate drops", above=0.0, below=1.0
+    milestones: list[float] = fraction(
+        list, "schedule=step: shares of the run at which the rate drops"
     )
-    gamma: float = ranged(
-        0.1, "schedule=step, epoch_decay: factor of each drop", above=0.0, below=1.0
-    )
-    constant_epochs: float | None = ranged(
-        None, "schedule=epoch_decay: epochs before the first drop", at_least=0.0
+    gamma: float = fraction(0.1, "schedule=step, epoch_decay: factor of each drop")
+    constant_epochs: float | None = from_zero(
+        None, "schedule=epoch_decay: epochs before the first drop"
     )
     bias_lr_factor: float = positive(
         1.0, "Learning rate of biases over that of weights; Caffe has 2"
     )
     decay_bias: bool = setting(True, "Weight decay on biases outside of norm layers")
     decay_norm: bool = setting(True, "Weight decay on gain and shift of norm layers")
-    average_decay: float | None = ranged(
+    average_decay: float | None = fraction(
         None,
         "Evaluate an exponential moving average of the weights, per applied update; null: none",
-        above=0.0,
-        below=1.0,
     )
     average_modules: list[str] = setting(
         list, "With average_decay: module-name patterns to average; without any: all"
     )
+
+    @property
+    def component(self) -> UpdateRule:
+        """The registered facts of the optimizer."""
+        return OPTIMIZERS[self.name]
+
+
+optimizer("sgd", builder="torch.optim:SGD", needs=("momentum",), takes=("nesterov",))(OptimConfig)
+optimizer("adam", builder="torch.optim:Adam", needs=("betas", "eps"))(OptimConfig)
+optimizer("adamw", builder="torch.optim:AdamW", needs=("betas", "eps"))(OptimConfig)
+_ADAGRAD = "mprun.build.precision:adagrad"
+optimizer("adagrad", builder=_ADAGRAD, needs=("eps", "initial_accumulator"))(OptimConfig)
 
 
 def _format(of: str) -> Any:
@@ -149,6 +161,9 @@ class UpdateConfig:
 class PrecisionConfig:
     """One precision mode as plain values; its name is that of its file."""
 
+    component: ClassVar[Component] = Component(
+        name="", config=object, builder="mprun.precision:build_policy"
+    )
     name: str = setting(MISSING, "Name of the precision mode, that of its file")
     param_dtype: str = one_of(DTYPES, "Dtype of weights, activations and their gradients")
     norm_dtype: str = one_of(DTYPES, "Dtype of parameters and statistics of norm layers")
@@ -179,50 +194,36 @@ class PrecisionConfig:
     )
 
 
-_DYNAMIC, _LOGMAX = ("dynamic",), ("logmax",)
-_MOVING = (*_DYNAMIC, *_LOGMAX)
-
-
 @dataclass(slots=True)
 class ScalerConfig:
     """Loss scaler; `kind` is its rule, and fields that the rule does not use stay null."""
 
     name: str = setting(MISSING, "Name of the loss scaler, that of its file")
-    kind: str = one_of("none static dynamic logmax", "Rule of the loss scale; none: no scaling")
+    kind: str = one_of(SCALERS.keys(), "Rule of the loss scale; none: no scaling", default="none")
     per: str = one_of(
         "shared optimizer loss",
         "Sharing of loss scales (GANs): one for all, one per optimizer or one per loss",
     )
-    scale: float | None = positive(None, "The loss scale, constant", of=("static",))
-    init_scale: float | None = positive(None, "Loss scale at the start", of=_MOVING)
-    growth_factor: float | None = ranged(
-        None, "Factor on the loss scale when it grows", above=1.0, of=_DYNAMIC
-    )
-    backoff_factor: float | None = ranged(
-        None, "Factor on the loss scale when it backs off", above=0.0, below=1.0, of=_DYNAMIC
-    )
-    growth_interval: int | None = ranged(
+    scale: float | None = positive(None, "The loss scale, constant")
+    init_scale: float | None = positive(None, "Loss scale at the start")
+    growth_factor: float | None = ranged(None, "Factor on the loss scale when it grows", above=1.0)
+    backoff_factor: float | None = fraction(None, "Factor on the loss scale when it backs off")
+    growth_interval: int | None = count(
         None,
         "Clean steps since the start, the last growth or overflow, after which the scale grows",
-        at_least=1,
         below=2**31,
-        of=_DYNAMIC,
     )
-    hysteresis: int | None = ranged(
+    hysteresis: int | None = count(
         None,
         "Overflows since the last growth until one backs the scale off; 1: the first does",
-        at_least=1,
         below=2**31,
-        of=_DYNAMIC,
     )
-    min_scale: float | None = positive(None, "Floor of the loss scale, at least 2^-126", of=_MOVING)
-    max_scale: float | None = positive(None, "Ceiling of the loss scale, at most 2^126", of=_MOVING)
-    max_consecutive_skips: int | None = ranged(
+    min_scale: float | None = positive(None, "Floor of the loss scale, at least 2^-126")
+    max_scale: float | None = positive(None, "Ceiling of the loss scale, at most 2^126")
+    max_consecutive_skips: int | None = count(
         None,
         "Skipped updates in a row, with the scale at its floor, that end the run as diverged",
-        at_least=1,
         below=2**31,
-        of=("static", *_MOVING),
     )
     # Settings of single rules; null: as in torch.amp.
     growth_delay: int | None = ranged(
@@ -230,84 +231,83 @@ class ScalerConfig:
         "Further clean steps before the first growth after the start or an overflow; null: 0",
         at_least=0,
         below=2**31,
-        of=_DYNAMIC,
-        optional=True,
     )
     refill_on_clean_step: bool | None = setting(
-        None,
-        "Every clean step restores the hysteresis; null and false: only growth does",
-        of=_DYNAMIC,
-        optional=True,
+        None, "Every clean step restores the hysteresis; null and false: only growth does"
     )
     tolerance: float | None = ranged(
         None,
         "Share of overflows among steps at which the scale backs off; null: 0, at each",
         at_least=0.0,
         at_most=1.0,
-        of=_DYNAMIC,
-        optional=True,
     )
     hold_at_floor: bool | None = setting(
-        None,
-        "Omit a backoff to min_scale or below; null and false: it stops at min_scale",
-        of=_DYNAMIC,
-        optional=True,
+        None, "Omit a backoff to min_scale or below; null and false: it stops at min_scale"
     )
     log_max: float | None = ranged(
-        None, "Target of log2 of the largest scaled gradient, deviations included", of=_LOGMAX
+        None, "Target of log2 of the largest scaled gradient, deviations included"
     )
-    beta1: float | None = ranged(
-        None,
-        "Decay of the moving average of log2 of the largest gradient",
-        above=0.0,
-        below=1.0,
-        of=_LOGMAX,
+    beta1: float | None = fraction(
+        None, "Decay of the moving average of log2 of the largest gradient"
     )
-    beta2: float | None = ranged(
-        None,
-        "Decay of the moving averages behind its standard deviation",
-        above=0.0,
-        below=1.0,
-        of=_LOGMAX,
+    beta2: float | None = fraction(
+        None, "Decay of the moving averages behind its standard deviation"
     )
     overflow_std_dev: float | None = ranged(
         None,
         "Standard deviations kept free below log_max; 3.09: an overflow in 1,000 steps",
         at_least=0.0,
         at_most=100.0,
-        of=_LOGMAX,
     )
+
+    @property
+    def component(self) -> UpdateRule:
+        """The registered facts of the rule."""
+        return SCALERS[self.kind]
+
+
+_RANGE = ("init_scale", "min_scale", "max_scale", "max_consecutive_skips")
+scaler("none", builder="mprun.precision.loss_scale:NoLossScale")(ScalerConfig)
+scaler(
+    "static",
+    builder="mprun.precision.loss_scale:StaticLossScale",
+    needs=("scale", "max_consecutive_skips"),
+)(ScalerConfig)
+scaler(
+    "dynamic",
+    builder="mprun.precision.loss_scale:DynamicLossScale",
+    needs=("growth_factor", "backoff_factor", "growth_interval", "hysteresis", *_RANGE),
+    takes=("growth_delay", "refill_on_clean_step", "tolerance", "hold_at_floor"),
+)(ScalerConfig)
+scaler(
+    "logmax",
+    builder="mprun.precision.loss_scale:LogMaxLossScale",
+    needs=("log_max", "beta1", "beta2", "overflow_std_dev", *_RANGE),
+)(ScalerConfig)
 
 
 @dataclass(slots=True)
 class TrainConfig:
     """Length and intervals of a run; all counts are in steps (batches), not updates."""
 
-    steps: int | None = ranged(
+    steps: int | None = count(
         100,
         "Length of the run in steps; null if train.epochs is set",
-        at_least=1,
         at_most=MAX_STEPS,
         role=LENGTH,
     )
-    epochs: float | None = ranged(
+    epochs: float | None = positive(
         None,
         "Length of the run in epochs, with train.steps=null; null: train.steps counts",
-        above=0.0,
         at_most=10_000.0,
         role=LENGTH,
     )
     log_every: int = count(
         10, "Steps between two logged records and lines of progress", role=READING
     )
-    eval_every: int = ranged(
-        0, "Steps between two evaluations; 0: only at the end", at_least=0, role=LENGTH
-    )
-    checkpoint_every: int = ranged(
-        0,
-        "Steps between two checkpoints; 0: only when a signal stops the run",
-        at_least=0,
-        role=READING,
+    eval_every: int = from_zero(0, "Steps between two evaluations; 0: only at the end", role=LENGTH)
+    checkpoint_every: int = from_zero(
+        0, "Steps between two checkpoints; 0: only when a signal stops the run", role=READING
     )
     keep_checkpoints: int = ranged(
         2, "Number of newest checkpoints to keep", at_least=2, role=READING
@@ -320,8 +320,7 @@ class TrainConfig:
     )
     accumulate: int = count(1, "Micro-batches of data.batch_size samples in a step")
     eval_arithmetic: str = one_of(
-        "fp32 mode",
-        "Evaluate the master weights in FP32, or in the precision mode's arithmetic",
+        "fp32 mode", "Evaluate the master weights in FP32, or in the precision mode's arithmetic"
     )
     # Execution of a step; none of these changes the result, beyond rounding.
     cuda_graph: str = one_of(
@@ -362,10 +361,8 @@ class NumericsConfig:
     modules: list[str] = setting(
         list, "Module-name patterns to probe; without any: all modules without submodules"
     )
-    shadow_every: int = ranged(
-        0,
-        "Also compute the steps divisible by this in FP32, from the same weights; 0: never",
-        at_least=0,
+    shadow_every: int = from_zero(
+        0, "Also compute the steps divisible by this in FP32, from the same weights; 0: never"
     )
     keep_failure: bool = setting(
         True, "Keep the state before a failing step, for mprun explain to replay"
@@ -384,12 +381,10 @@ class DistConfig:
         "fast fixed",
         "Add micro-batches in their order, as on one rank (fixed), or in the fastest order",
     )
-    bucket_mb: float = ranged(
-        25.0, "Size of the gradients summed at a time, in MiB", above=0.0, at_most=4096.0
+    bucket_mb: float = positive(
+        25.0, "Size of the gradients summed at a time, in MiB", at_most=4096.0
     )
-    timeout_s: float = ranged(
-        100.0, "Seconds that a rank waits for the others", above=0.0, at_most=86_400.0
-    )
+    timeout_s: float = positive(100.0, "Seconds that a rank waits for the others", at_most=86_400.0)
 
 
 @dataclass(slots=True)
@@ -417,9 +412,7 @@ class RunConfig:
     )
     device: str = one_of("auto cuda cpu", "Where it runs; auto: CUDA if there is one", role=MACHINE)
     devices: str = setting("1", "Ranks on this machine, a GPU each; auto: all GPUs", role=READING)
-    nodes: int = ranged(
-        1, "Machines with so many devices each", at_least=1, at_most=65_536, role=READING
-    )
+    nodes: int = count(1, "Machines with so many devices each", at_most=65_536, role=READING)
     restarts: int = ranged(
         0,
         "Number of times to restart lost ranks from the last checkpoint",
@@ -434,10 +427,9 @@ class RunConfig:
         "emulated native",
         "16-bit operations on a CPU: in FP32 and rounded once, or by torch's CPU kernels",
     )
-    threads: int | None = ranged(
+    threads: int | None = count(
         None,
         "Threads of the CPU; null: torch's default, under -j its share of the cores",
-        at_least=1,
         at_most=1024,
         role=MACHINE,
     )

@@ -24,13 +24,16 @@ from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
 
-from mprun.config.components import NETWORKS, SOURCES
+from mprun.config.components import COMPONENTS
 from mprun.config.schema import RunConfig
 
 SCHEMAS: dict[str, type] = {
     "run_schema": RunConfig,
-    **{f"schema/model/{name}": network.config for name, network in NETWORKS.items()},
-    **{f"schema/data/{name}": source.config for name, source in SOURCES.items()},
+    **{
+        f"schema/{group}/{name}": component.config
+        for group, (components, _) in COMPONENTS.items()
+        for name, component in components.items()
+    },
 }
 _NO_PACKAGE: dict[str, str | None] = {"package": None}
 

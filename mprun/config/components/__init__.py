@@ -7,8 +7,8 @@ Importing this registers all of them, in the order in which help lists them.
 from mprun.config.components import images, language, gan, custom  # noqa: F401
 
 # isort: on
-from mprun.config.registry import NETWORKS, SOURCES, TASKS, load_components
+from mprun.config.registry import COMPONENTS, NETWORKS, SOURCES, TASKS, load_components
 
-__all__ = ["NETWORKS", "SOURCES", "TASKS"]
+__all__ = ["COMPONENTS", "NETWORKS", "SOURCES", "TASKS"]
 
 load_components()

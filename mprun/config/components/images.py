@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mprun.config.fields import READING, count, one_of, ranged, setting, share
+from mprun.config.fields import READING, count, fraction, one_of, ranged, setting, share
 from mprun.config.registry import DataConfig, ModelConfig, Rule, network, source, task, task_of
 from mprun.config.schema import RunConfig
 
@@ -243,9 +243,7 @@ class ImageFolderConfig(ImagesConfig):
         "classes flat",
         "classes: one folder per class; flat: all images below root, without labels (DCGAN)",
     )
-    eval_share: float = ranged(
-        0.1, "Share of the files held out if there is only one folder", above=0.0, below=1.0
-    )
+    eval_share: float = fraction(0.1, "Share of the files held out if there is only one folder")
     augmentation: str = one_of(
         "resized_crop crop centre",
         "resized_crop: RandomResizedCrop; crop: resize, crop at random; centre: the middle",
@@ -278,11 +276,7 @@ class ImageNetConfig(ImageFolderConfig):
 
 
 @source(
-    "cifar10",
-    builder="mprun.data.cifar10:Cifar10",
-    family="images",
-    on_disk=True,
-    num_classes=10,
+    "cifar10", builder="mprun.data.cifar10:Cifar10", family="images", on_disk=True, num_classes=10
 )
 class Cifar10Config(ImagesConfig):
     """CIFAR-10 in torchvision's files, the binary ones, or class folders of JPEG or PNG.

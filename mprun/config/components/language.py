@@ -3,7 +3,16 @@
 from collections.abc import Iterator
 from functools import partial
 
-from mprun.config.fields import READING, count, one_of, positive, ranged, setting, share
+from mprun.config.fields import (
+    READING,
+    count,
+    from_zero,
+    one_of,
+    positive,
+    ranged,
+    setting,
+    share,
+)
 from mprun.config.registry import DataConfig, ModelConfig, network, source, task
 from mprun.config.schema import RunConfig
 
@@ -70,9 +79,9 @@ class LSTMConfig(ModelConfig):
     vocab_size: int | None = _vocab_size()
     embedding_size: int = count(200, "Units of the embedding of a word")
     hidden_size: int = count(200, "Units of each LSTM layer")
-    num_layers: int = ranged(2, "Number of LSTM layers", at_least=1, at_most=1000)
-    projection_size: int = ranged(
-        0, "Units to which each LSTM layer's output is projected; 0: no projection", at_least=0
+    num_layers: int = count(2, "Number of LSTM layers", at_most=1000)
+    projection_size: int = from_zero(
+        0, "Units to which each LSTM layer's output is projected; 0: no projection"
     )
     dropout: float = share(
         0.0, "Dropout probability on embedding, between layers and on outputs; none over time"
@@ -129,7 +138,7 @@ class GPTConfig(ModelConfig):
     vocab_size: int | None = _vocab_size()
     context_length: int | None = count(None, "Most tokens of a window; null: data.sequence_length")
     hidden_size: int = ranged(128, "Units of the residual stream", at_least=2)
-    num_layers: int = ranged(2, "Number of blocks", at_least=1, at_most=1000)
+    num_layers: int = count(2, "Number of blocks", at_most=1000)
     num_heads: int = count(4, "Heads of attention; each takes an equal share of hidden_size")
     kv_heads: int | None = count(None, "Heads of keys and values; null: as many as num_heads")
     norm: str = one_of("layer rms", "LayerNorm, or RMSNorm as in Llama")

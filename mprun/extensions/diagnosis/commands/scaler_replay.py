@@ -8,7 +8,8 @@ from pathlib import Path
 
 from mprun.cli.arguments import Arguments, names
 from mprun.config.compose import compose_config, group_options, hydra_session
-from mprun.config.fields import fields_of, must_be, nearest
+from mprun.config.fields import must_be, nearest
+from mprun.config.registry import SCALERS
 from mprun.config.schema import ScalerConfig
 from mprun.errors import DONE, BadInput
 from mprun.extensions.diagnosis.overflow_trace import OverflowTrace, read_trace_file
@@ -142,14 +143,14 @@ def _configs(
     unused = list(settings)
     for name in chosen:
         config = compose_config([f"scaler={name}"], config_dir).config.scaler
-        own = [text for text in settings if _key(text) in fields_of(ScalerConfig, config.kind)]
+        own = [text for text in settings if _key(text) in config.component.reads]
         if own:
             unused = [text for text in unused if text not in own]
             config = compose_config([f"scaler={name}", *own], config_dir).config.scaler
         if config.kind != "none":  # a user's option that skips nothing
             configs[name] = config
     for text in unused:
-        keys = sorted(fields_of(ScalerConfig))
+        keys = sorted({key for rule in SCALERS.values() for key in rule.reads})
         close = f"{nearest(_key(text), keys)} (allowed: {', '.join(keys)})"
         raise BadInput(f"{text}: no scaler here has such a setting{close}")
     return configs
