@@ -7,14 +7,12 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from mprun.build.user_code import Factory, blaming, known_size
+from mprun.build.user_code import Factory, blaming
 from mprun.config.components.custom import CustomDataConfig
 from mprun.config.registry import DataConfig, TaskKind, kind_called
 from mprun.data.source import Source, completed, kept_random_state
 from mprun.entry_points import loaded
 from mprun.errors import BadInput
-
-_PASSED_ON = Parameter.VAR_KEYWORD
 
 
 def build_data(config: DataConfig, seed: int, device: torch.device) -> Source:
@@ -22,8 +20,7 @@ def build_data(config: DataConfig, seed: int, device: torch.device) -> Source:
     if isinstance(config, CustomDataConfig):
         return own_source(config, seed, device)
     make = loaded(config.component.builder)
-    source: Source = make(**arguments_of(make, config), seed=seed, device=device)
-    return source
+    return make(**arguments_of(make, config), seed=seed, device=device)
 
 
 def arguments_of(make: Callable, config: object) -> dict[str, Any]:
@@ -31,18 +28,15 @@ def arguments_of(make: Callable, config: object) -> dict[str, Any]:
     names: list[str] = []
     for name, parameter in signature(make).parameters.items():
         # **options: Unpack[SomeTypedDict] stands for its keys.
-        passed_on = get_args(parameter.annotation) if parameter.kind is _PASSED_ON else ()
+        is_rest = parameter.kind is Parameter.VAR_KEYWORD
+        passed_on = get_args(parameter.annotation) if is_rest else ()
         names += passed_on[0].__annotations__ if passed_on else [name]
     return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 
 _ATTRIBUTES = (
-    "train_batch",
-    "eval_batches",
-    "batches_per_epoch",
-    "samples_per_batch",
-    "sha256",
-    "description",
+    *("train_batch", "eval_batches", "batches_per_epoch", "samples_per_batch"),
+    *("sha256", "description"),
 )
 _RANGE_TOLERANCE = 1e-3  # of [-1, 1]: interpolation may overshoot by a rounding
 
@@ -66,12 +60,9 @@ def own_source(config: CustomDataConfig, seed: int, device: torch.device) -> Sou
 
 
 def _check_attributes(factory: Factory, source: Any) -> None:
-    missing = [name for name in _ATTRIBUTES if not hasattr(source, name)]
-    if missing:
-        raise BadInput(
-            f"{factory}: returned a {type(source).__name__} without {', '.join(missing)}; "
-            "DatasetSource or TokenSource makes a source (docs/own_data.md)"
-        )
+    if missing := ", ".join(name for name in _ATTRIBUTES if not hasattr(source, name)):
+        use = "DatasetSource or TokenSource makes a source (docs/own_data.md)"
+        raise BadInput(f"{factory}: returned a {type(source).__name__} without {missing}; {use}")
     for name, least in {"batches_per_epoch": 0, "samples_per_batch": 1}.items():
         value = getattr(source, name)
         if type(value) is not int or value < least:
@@ -79,16 +70,13 @@ def _check_attributes(factory: Factory, source: Any) -> None:
     if not isinstance(source.sha256, str) or not source.sha256:
         raise BadInput(f"{factory}: sha256 of its source is {source.sha256!r}, must be text")
     description = source.description
-    plain = isinstance(description, dict) and all(map(_is_plain, description.items()))
+    plain = isinstance(description, dict) and all(
+        isinstance(name, str) and isinstance(value, str | int | float)
+        for name, value in description.items()
+    )
     if not plain or not {"name", "train_samples", "eval_samples"} <= description.keys():
-        raise BadInput(
-            f"{factory}: description of its source must map names to plain values, with name, "
-            "train_samples and eval_samples"
-        )
-
-
-def _is_plain(item: tuple[object, object]) -> bool:
-    return isinstance(item[0], str) and isinstance(item[1], str | int | float)
+        must = "must map names to plain values, with name, train_samples and eval_samples"
+        raise BadInput(f"{factory}: description of its source {must}")
 
 
 def check_batches(config: CustomDataConfig, task: str, source: Source, device) -> None:
@@ -112,14 +100,11 @@ def check_batches(config: CustomDataConfig, task: str, source: Source, device) -
     if held_out is None:
         raise BadInput(f"{name}: eval_batches() of its source yields nothing")
     for what, batch in {"train_batch(0)": first, "eval_batches()": held_out}.items():
-        wrong = _wrong(batch, kind, source, device)
-        if wrong:
+        if wrong := _wrong(batch, kind, source, device):
             raise BadInput(f"{name}: {what} of its source {wrong}")
     if not all(map(torch.equal, first[: 1 if kind.networks > 1 else 2], again)):
-        raise BadInput(
-            f"{name}: train_batch(0) of its source differs when it is read again; it must depend "
-            "on seed and index alone"
-        )
+        must = "it must depend on seed and index alone"
+        raise BadInput(f"{name}: train_batch(0) of its source differs when read again; {must}")
     if kind.family == "utterances":
         source.description.setdefault("frequencies", first[0].shape[2])
     elif kind.family in ("images", "boxes"):
@@ -133,17 +118,14 @@ def check_tanh_images(config: CustomDataConfig, image_size: int, source: Source)
     """Check that images suit a generator or decoder that ends in tanh: square, in [-1, 1]."""
     images = source.train_batch(0)[0]
     name = f"data.factory={config.factory}"
-    if images.shape[2:] != (image_size, image_size):
-        raise BadInput(
-            f"{name}: images of {images.shape[2]}x{images.shape[3]} pixels, model.image_size is "
-            f"{image_size}"
-        )
+    height, width = images.shape[2:]
+    if (height, width) != (image_size, image_size):
+        size = f"{height}x{width} pixels"
+        raise BadInput(f"{name}: images of {size}, model.image_size is {image_size}")
     low, high = images.min().item(), images.max().item()
     if not -1 - _RANGE_TOLERANCE <= low <= high <= 1 + _RANGE_TOLERANCE:
-        raise BadInput(
-            f"{name}: values from {low:g} to {high:g}, must be in [-1, 1] for a generator that "
-            "ends in tanh"
-        )
+        must = "must be in [-1, 1] for a generator that ends in tanh"
+        raise BadInput(f"{name}: values from {low:g} to {high:g}, {must}")
 
 
 def _wrong(batch: Any, kind: TaskKind, source: Source, device: torch.device) -> str | None:
@@ -154,9 +136,7 @@ def _wrong(batch: Any, kind: TaskKind, source: Source, device: torch.device) -> 
     for part in batch:
         if part.device.type != torch.device(device).type:
             return f"lies on {part.device}, must be on {device}"
-    first, second = batch
-    wrong = _WRONG.get(kind.family, _wrong_images)
-    return wrong(first, second, source, kind.sizes)
+    return _WRONG.get(kind.family, _wrong_images)(*batch, source, kind.sizes)
 
 
 _Sizes = tuple[str, ...]
@@ -188,12 +168,12 @@ def _wrong_utterances(
     if targets.dtype is not torch.int64 or targets.dim() != 2 or targets.shape[1] < 2:
         return f"has targets {_text(targets)}, must be int64 [batch, 2 + most symbols]"
     frames, lengths, symbols = targets[:, 0], targets[:, 1], targets[:, 2:]
+    inside = torch.arange(symbols.shape[1]) < lengths[:, None].cpu()
     for what, values, least, most in (
         ("frames", frames, 1, features.shape[3]),
         ("lengths of texts", lengths, 0, symbols.shape[1]),
-        ("symbols", symbols[torch.arange(symbols.shape[1]) < lengths[:, None].cpu()], 1, None),
+        ("symbols", symbols[inside], 1, getattr(source, sizes[0]) - 1),
     ):
-        most = known_size(source, *sizes) - 1 if most is None else most
         if len(values) and not least <= values.min().item() <= values.max().item() <= most:
             low, high = values.min().item(), values.max().item()
             return f"has {what} from {low} to {high}, must be from {least} to {most}"
@@ -220,8 +200,7 @@ _WRONG: dict[str, Callable[[Tensor, Tensor, Source, _Sizes], str | None]] = {
 
 
 def _outside(what: str, values: Tensor, source: Source, name: str) -> str | None:
-    size = known_size(source, name)
-    low, high = values.min().item(), values.max().item()
+    size, low, high = getattr(source, name), values.min().item(), values.max().item()
     if 0 <= low and high < size:
         return None
     return f"has {what}s from {low} to {high}, must be from 0 to {size - 1} ({name}={size})"

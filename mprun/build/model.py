@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mprun.build.data import arguments_of
-from mprun.build.user_code import Factory, known_size
+from mprun.build.user_code import Factory
 from mprun.config.components.custom import CustomModelConfig
 from mprun.config.registry import ModelConfig, kind_of
 from mprun.config.rules import auto_channels_last
@@ -32,25 +32,21 @@ def network_builders(config: Any, data: Source) -> Builders:
     builder = config.component.builder
     if isinstance(builder, Mapping):
         builder = builder[config.variant]
-    return [
-        _with_arguments(loaded(one), config, data)
-        for one in ((builder,) if isinstance(builder, str) else builder)
-    ]
-
-
-def _with_arguments(
-    make: Callable[..., nn.Module], config: ModelConfig, data: Source
-) -> Callable[[], nn.Module]:
     needs = {name: _of_the_data(name, config, data) for name in config.component.needs}
-    return partial(make, **arguments_of(make, config) | needs)
+    makers = map(loaded, (builder,) if isinstance(builder, str) else builder)
+    return [partial(make, **arguments_of(make, config) | needs) for make in makers]
 
 
 def _of_the_data(name: str, config: ModelConfig, data: Source) -> int:
     """Return `name` from the configuration, at least the data's value, or else from the data."""
-    if name == "context_length":
-        return _context_length(config, data)
-    given = int(known_size(data, name) if hasattr(data, name) else data.description[name])
     wanted = getattr(config, name, None)
+    if name == "context_length":
+        length = wanted or data.description.get("sequence_length")
+        if not isinstance(length, int):
+            reason = "the data do not define the length of their windows"
+            raise BadInput(f"model.context_length=null: {reason}; set model.context_length=N")
+        return length
+    given = int(getattr(data, name) if hasattr(data, name) else data.description[name])
     if wanted is not None and wanted < given:
         raise BadInput(f"model.{name}={wanted}: must be >= {given}, the value of the data")
     return wanted or given
@@ -86,16 +82,6 @@ def put_channels_last(network: nn.Module) -> nn.Module:
     )
 
 
-def _context_length(config: Any, data: Source) -> int:
-    length = config.context_length or data.description.get("sequence_length")
-    if not isinstance(length, int):
-        raise BadInput(
-            "model.context_length=null: the data do not define the length of their windows; "
-            "set model.context_length=N"
-        )
-    return length
-
-
 class OwnModel:
     """A builder of the user's network, or generator and discriminator, for any number of copies.
 
@@ -126,29 +112,23 @@ class OwnModel:
         # tensors that are no weights.
         with kept_random_state(), torch.device("cpu"):
             networks = self._made()
-        if any(one is old for one in networks for old in self.first) or _parameters(
-            networks
-        ) & _parameters(self.first):
+        again = any(one is old for one in networks for old in self.first)
+        if again or _parameters(networks) & _parameters(self.first):
             raise BadInput(f"{self.factory}: returned a network twice; each call must build one")
-        if list(map(_structure, networks)) != list(map(_structure, self.first)):
+        if _structure(networks) != _structure(self.first):
             raise BadInput(f"{self.factory}: built another network the second time")
         return networks
 
     def _made(self) -> Sequence[nn.Module]:
         made = self.factory(self.data, **self.options)
+        returned = f"{self.factory}: returned a"
         if not self.is_gan:
             made = (made,)
         elif not isinstance(made, tuple | list) or len(made) != 2:
-            raise BadInput(
-                f"{self.factory}: returned a {type(made).__name__}, must be (generator, "
-                "discriminator)"
-            )
+            raise BadInput(f"{returned} {type(made).__name__}, must be (generator, discriminator)")
         for network in made:
             if not isinstance(network, nn.Module):
-                raise BadInput(
-                    f"{self.factory}: returned a {type(network).__name__}, must be a "
-                    "torch.nn.Module"
-                )
+                raise BadInput(f"{returned} {type(network).__name__}, must be a torch.nn.Module")
         return tuple(made)
 
     def _checked(self, networks: Sequence[nn.Module]) -> Sequence[nn.Module]:
@@ -160,18 +140,16 @@ class OwnModel:
                 if isinstance(parameter, nn.UninitializedParameter):
                     raise BadInput(f"{self.factory}: {name} is lazy; give its size")
                 if parameter.is_floating_point() and parameter.dtype is not torch.float32:
-                    raise BadInput(
-                        f"{self.factory}: {name} is {parameter.dtype}; build the network in "
-                        "float32, precision= casts it"
-                    )
+                    use = "build the network in float32, precision= casts it"
+                    raise BadInput(f"{self.factory}: {name} is {parameter.dtype}; {use}")
             for name, value in network.state_dict().items():
                 if not isinstance(value, Tensor):
                     raise BadInput(f"{self.factory}: {name} in its state is no tensor")
         return networks
 
 
-def _structure(network: nn.Module) -> list[tuple[str, torch.Size]]:
-    return [(name, tensor.shape) for name, tensor in network.state_dict().items()]
+def _structure(networks: Sequence[nn.Module]) -> list[dict[str, torch.Size]]:
+    return [{name: t.shape for name, t in network.state_dict().items()} for network in networks]
 
 
 def _parameters(networks: Sequence[nn.Module]) -> set[int]:

@@ -25,15 +25,13 @@ from mprun.precision.torch_update import RULES, has_fused_kernel
 
 def policy_from(config: schema.PrecisionConfig) -> PrecisionPolicy:
     """Return the precision policy that a configuration describes."""
-    policy: PrecisionPolicy = loaded(config.component.builder)(config.name, mode_values(config))
-    return policy
+    return loaded(config.component.builder)(config.name, mode_values(config))
 
 
 def build_loss_scale(config: schema.ScalerConfig, device: torch.device) -> LossScale:
     """Build a fresh loss scale of the configured kind."""
     make = loaded(config.component.builder)
-    scale: LossScale = make(**_set_of(make, config), device=device)
-    return scale
+    return make(**_set_of(make, config), device=device)
 
 
 def _set_of(make: Callable, config: schema.ScalerConfig | schema.OptimConfig) -> dict[str, Any]:
@@ -54,11 +52,6 @@ def adagrad(
     )
 
 
-def update_of(config: schema.OptimConfig) -> str:
-    """Return `update` of a MixedPrecisionOptimizer; torch's implementations are the plain way."""
-    return config.implementation if config.implementation in ("auto", "single_pass") else "plain"
-
-
 def optimizer_maker(
     config: schema.OptimConfig,
     policy: PrecisionPolicy,
@@ -77,40 +70,34 @@ def optimizer_maker(
     """
     implementation = config.implementation
     fused = config.name in RULES and has_fused_kernel(config.name, device)
+    without = "(allowed: auto, foreach, loop)"
     if why := _why_unfused(config, module):
         if implementation in ("fused", "single_pass"):
-            raise BadInput(
-                f"optim.implementation={implementation}: {why} (allowed: auto, foreach, loop)"
-            )
+            raise BadInput(f"optim.implementation={implementation}: {why} {without}")
         fused = False
     if implementation in ("auto", "single_pass"):
         in_16_bits = policy.masters == "none" and policy.param_dtype.itemsize == 2
         implementation = "fused" if fused and not in_16_bits else "foreach"
     elif implementation == "fused" and not fused:
-        raise BadInput(
-            f"optim.implementation=fused: torch {torch.__version__} has no fused "
-            f"{config.name} on {device.type} (allowed: auto, foreach, loop)"
-        )
+        none = f"torch {torch.__version__} has no fused {config.name} on {device.type}"
+        raise BadInput(f"optim.implementation=fused: {none} {without}")
     norm_names = norm_parameter_names(module)
     build = loaded(config.component.builder)
     taken = signature(build).parameters
-    # Of `capturable`: for a fused kernel it only lets a CUDA graph hold it. Otherwise set it only
-    # if needed: the capturable formula rounds differently.
-    capturable = device.type == "cuda" and (skips or implementation == "fused")
-    settings = {
+    how = {
         "fused": implementation == "fused",
         "foreach": implementation == "foreach",
-        "capturable": capturable,
+        # For a fused kernel it only lets a CUDA graph hold it. Otherwise set it only if needed:
+        # the capturable formula rounds differently.
+        "capturable": device.type == "cuda" and (skips or implementation == "fused"),
     }
-    settings = {name: value for name, value in settings.items() if name in taken}
-    settings |= _set_of(build, config)
+    settings = {name: v for name, v in how.items() if name in taken} | _set_of(build, config)
     if "betas" in settings:
         settings["betas"] = tuple(settings["betas"])
 
     def make(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
         groups = parameter_groups(named, norm_names, **arguments_of(parameter_groups, config))
-        built: torch.optim.Optimizer = build(groups, **settings)
-        return built
+        return build(groups, **settings)
 
     return make
 
@@ -119,16 +106,12 @@ def _why_unfused(config: schema.OptimConfig, module: nn.Module) -> str | None:
     """Return what torch's fused kernels refuse in the network; BadInput if all kernels do."""
     for name, layer in module.named_modules():
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
-            for key, bad in (
-                ("name", config.name.startswith("adam")),
-                ("weight_decay", config.weight_decay),
-            ):
-                if bad:
-                    raise BadInput(
-                        f"optim.{key}={getattr(config, key)}: torch has none for sparse gradients, "
-                        f"as {name} has (allowed: sgd or adagrad without weight decay; or "
-                        "sparse=False in the network)"
-                    )
+            allowed = "sgd or adagrad without weight decay; or sparse=False in the network"
+            of_adam = config.name.startswith("adam")
+            if of_adam or config.weight_decay:
+                key = f"name={config.name}" if of_adam else f"weight_decay={config.weight_decay}"
+                none = f"torch has none for sparse gradients, as {name} has"
+                raise BadInput(f"optim.{key}: {none} (allowed: {allowed})")
             return f"{name} has sparse gradients, which no fused kernel takes"
     for name, parameter in module.named_parameters():
         if parameter.is_complex():

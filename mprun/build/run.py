@@ -46,10 +46,8 @@ class Built:
 def build(config: RunConfig, device: torch.device, ranks: Ranks = ALONE) -> Built:
     """Build data, model, optimizer, loss scale and task; raise BadInput if that is impossible.
 
-    ranks: the ranks of which this process is one; a single one takes every micro-batch itself,
-    regardless of `devices` in the configuration.
-
-    It draws the initial weights from the global random state (seed it first).
+    ranks: those of which this process is one; a single one takes every micro-batch itself,
+    regardless of `devices`. It draws the initial weights from the global random state.
     """
     policy = policy_from(config.precision)
     overrides = [DTYPES[name] for name in config.precision.overrides.values()]
@@ -76,11 +74,13 @@ def build(config: RunConfig, device: torch.device, ranks: Ranks = ALONE) -> Buil
         data.share_out(task.numbers, task.accumulate, ranks.rank, ranks.world)
     task.channels_last, _ = uses_channels_last(config, device)
     if task.steps_per_epoch < 1:
-        raise BadInput(
-            f"data.batch_size={config.data.batch_size}: too large, the data have no "
-            f"full step of {task.samples_per_step} {task.sample}s"
-        )
-    steps = _steps(config, task.steps_per_epoch)
+        none = f"the data have no full step of {task.samples_per_step} {task.sample}s"
+        raise BadInput(f"data.batch_size={config.data.batch_size}: too large, {none}")
+    steps, epochs = config.train.steps, config.train.epochs
+    if steps is None:
+        steps = max(1, round((epochs or 0.0) * task.steps_per_epoch))
+        if steps > MAX_STEPS:
+            raise BadInput(f"train.epochs={epochs}: {steps} steps, at most {MAX_STEPS} are allowed")
     lr = schedule_of(config.optim, steps, task.steps_per_epoch)
     optimizers = [learner.optimizer for learner in task.learners.values()]
     rate = LearningRate(lr, optimizers, device)
@@ -107,15 +107,6 @@ def _check_device(
         raise BadInput(f"precision={policy.name} device={config.device}: {reason}")
 
 
-def _steps(config: RunConfig, steps_per_epoch: int) -> int:
-    steps, epochs = config.train.steps, config.train.epochs
-    if steps is None:
-        steps = max(1, round((epochs or 0.0) * steps_per_epoch))
-        if steps > MAX_STEPS:
-            raise BadInput(f"train.epochs={epochs}: {steps} steps, at most {MAX_STEPS} are allowed")
-    return steps
-
-
 def schedule_of(optim: OptimConfig, steps: int, steps_per_epoch: int) -> list[float]:
     """Return the learning rate of each update of a run of `steps` steps."""
     settings = arguments_of(learning_rates, optim)
@@ -129,15 +120,19 @@ def build_step_runner(
     """Build the step runner of a new task; BadInput for a setting impossible on `device`."""
     refuse_on(config, device.type)
     settings = _settings(config, device)
-    reason = _why_no_graph(config, task, rate, device)
-    if reason is not None and config.train.cuda_graph == "on":
-        raise BadInput(f"train.cuda_graph=on: {reason} (allowed here: auto, off)")
+    wanted, reason = config.train.cuda_graph, "train.cuda_graph=off"
+    if wanted != "off":
+        optimizers = [learner.optimizer for learner in task.learners.values()]
+        why = why_no_graph(config, device.type) or why_not_captured(optimizers, rate.constant)
+        if why is not None and wanted == "on":
+            raise BadInput(f"train.cuda_graph=on: {why} (allowed here: auto, off)")
+        reason = why or ""
     compilation = _compilation(config, task.learners)
-    if reason is not None:
+    if reason:
         settings["cuda_graph"] = f"off: {reason}"
         return StepRunner(task, rate, device, compilation=compilation, settings=settings)
     stream = torch.cuda.Stream(device)
-    required = config.train.cuda_graph == "on"
+    required = wanted == "on"
     graph = GraphedStep(
         task,
         CudaRecorder(device, stream),
@@ -150,23 +145,14 @@ def build_step_runner(
     )
 
 
-def _why_no_graph(config: RunConfig, task, rate: LearningRate, device: torch.device) -> str | None:
-    if config.train.cuda_graph == "off":
-        return "train.cuda_graph=off"
-    optimizers = [learner.optimizer for learner in task.learners.values()]
-    return why_no_graph(config, device.type) or why_not_captured(optimizers, rate.constant)
-
-
 def _compilation(config: RunConfig, learners: Mapping[str, TrainState]) -> Compilation | None:
     mode = config.train.compile
     if mode == "off":
         return None
     for learner in learners.values():
         if any(isinstance(module, nn.RNNBase) for module in learner.model.modules()):
-            raise BadInput(
-                f"train.compile={mode}: the network has a recurrent layer, which torch.compile "
-                "passes over (allowed: off)"
-            )
+            why = "the network has a recurrent layer, which torch.compile passes over"
+            raise BadInput(f"train.compile={mode}: {why} (allowed: off)")
     # Casts around modules of another dtype are functions in place of `forward`.
     whole = not config.model.component.own and not config.precision.overrides
     return Compilation(learners.values(), mode, fullgraph=whole)

@@ -17,8 +17,8 @@ from mprun.build.model import (
     put_channels_last,
     uses_channels_last,
 )
-from mprun.build.precision import build_loss_scale, optimizer_maker, update_of
-from mprun.build.user_code import Factory, Trial, known_size
+from mprun.build.precision import build_loss_scale, optimizer_maker
+from mprun.build.user_code import Factory, Trial
 from mprun.config.components import TASKS
 from mprun.config.components.custom import CustomDataConfig, CustomModelConfig
 from mprun.config.registry import kind_of, task_of
@@ -58,8 +58,11 @@ def build_task(
     It draws the initial weights from the global random state. It raises BadInput, or a ValueError
     that names the key, if that is impossible.
     """
-    _check_own_data(config, data, forward_context.device)
-    model, name = config.model, task_of(config.model)
+    device, model, name = forward_context.device, config.model, task_of(config.model)
+    if isinstance(config.data, CustomDataConfig):
+        check_batches(config.data, name, data, device)
+        if data.batches_per_epoch and model.component.in_tanh:
+            check_tanh_images(config.data, getattr(model, "image_size", 0), data)
     common: dict[str, Any] = {
         "eval_in_mode": config.train.eval_arithmetic == "mode",
         "accumulate": config.train.accumulate,
@@ -72,28 +75,20 @@ def build_task(
     casts = _cast_networks(config, builders, data, forward_context)
     if len(builders) > 1:
         return _in_turn(make, config, casts, data, forward_context, ranks, common)
-    scale = build_loss_scale(config.scaler, forward_context.device)
+    scale = build_loss_scale(config.scaler, device)
     keeps_statistics = scale.skips_nonfinite or config.train.accumulate > 1 or ranks.world > 1
     guards = [BatchStatistics(casts[0].module)] if keeps_statistics else []
-    (learner,) = _learners(config, casts, [scale], [guards], forward_context.device, ranks)
-    _check_sizes(config, data)
+    (learner,) = _learners(config, casts, [scale], [guards], device, ranks)
+    if "num_classes" in kind_of(model).sizes and data.num_classes < 2:
+        what = "one class, a classifier needs two; is the folder one level too high?"
+        raise BadInput(f"data.root={config.data.root}: {what}")
+    if (every := config.numerics.shadow_every) and getattr(model, "sampled", False):
+        why = "model.sampled_softmax, whose tables have no second copy for a shadow step"
+        raise BadInput(f"numerics.shadow_every={every}: must be 0 with {why}")
     make = make or Factory("model.task", name)  # imported after the first draw of weights
     made: Task = make(learner, data, policy, forward_context, scale, **common)
     made.guards, made.ranks = guards, ranks
     return made
-
-
-def _check_sizes(config: RunConfig, data: Source) -> None:
-    if "num_classes" in kind_of(config.model).sizes and known_size(data, "num_classes") < 2:
-        raise BadInput(
-            f"data.root={config.data.root}: one class, a classifier needs two; is the "
-            "folder one level too high?"
-        )
-    if config.numerics.shadow_every and getattr(config.model, "sampled", False):
-        raise BadInput(
-            f"numerics.shadow_every={config.numerics.shadow_every}: must be 0 with "
-            "model.sampled_softmax, whose tables have no second copy for a shadow step"
-        )
 
 
 def _in_turn(
@@ -106,23 +101,23 @@ def _in_turn(
     common: dict[str, Any],
 ) -> Task:
     """Build a task of two networks, each with an optimizer: generator and discriminator."""
-    per = config.scaler.per
+    per, device = config.scaler.per, forward_context.device
     count = {"shared": 1, "optimizer": 2}.get(per, 3)
-    made = [build_loss_scale(config.scaler, forward_context.device) for _ in range(count)]
+    made = [build_loss_scale(config.scaler, device) for _ in range(count)]
     # For the discriminator's loss on real and on generated images, and the generator's loss.
     scales = (made[0], made[1] if per == "loss" else made[0], made[-1])
     guard_g, guard_d = (BatchStatistics(cast.module) for cast in casts)
     of_losses: list[LossScale | Sequence[LossScale]] = [scales[2], scales[:2]]
     guards = [[guard_g, guard_d], [guard_d]]
     task = make(
-        *_learners(config, casts, of_losses, guards, forward_context.device, ranks),
+        *_learners(config, casts, of_losses, guards, device, ranks),
         data,
         forward_context.policy,
         forward_context,
         scales,
         (guard_g, guard_d),
         **common,
-        sample_distance=_sample_distance(config, data, forward_context.device),
+        sample_distance=_sample_distance(config, data, device),
     )
     task.ranks = ranks
     return task
@@ -140,11 +135,9 @@ def _cast_networks(
     if len(networks) == 1:
         return [cast_model(networks[0], policy, overrides)]
     matching = [{p: overrides[p] for p in those_that_match(m, overrides)} for m in networks]
-    for pattern in overrides:
-        if not any(pattern in own for own in matching):
-            raise BadInput(
-                f"precision.overrides.{pattern}: matches no module of generator or discriminator"
-            )
+    if missing := [p for p in overrides if not any(p in own for own in matching)]:
+        none = "matches no module of generator or discriminator"
+        raise BadInput(f"precision.overrides.{missing[0]}: {none}")
     pairs = zip(networks, matching, strict=True)
     return [cast_model(network, policy, own) for network, own in pairs]
 
@@ -158,21 +151,15 @@ def _learners(
     ranks: Ranks,
 ) -> list[TrainState]:
     """Build each model's optimizer; scales: of the losses that are propagated through it."""
-    modules = [cast.module for cast in casts]
     skips = config.scaler.kind != "none"
-    parts = zip(casts, scales, guards, _limits(config, modules), strict=True)
+    limits = _limits(config, [cast.module for cast in casts])
     found: list[TrainState] = []
-    for cast, scale, guard, limits in parts:
+    for cast, scale, guard, own in zip(casts, scales, guards, limits, strict=True):
         make = optimizer_maker(config.optim, cast.policy, device, skips, cast.module)
         reduction = _reduction(config, ranks, device)
+        seed = 1009 * config.seed + len(found)
         optimizer = MixedPrecisionOptimizer(
-            cast,
-            make,
-            scale,
-            guards=guard,
-            reduction=reduction,
-            seed=1009 * config.seed + len(found),
-            **limits,
+            cast, make, scale, guards=guard, reduction=reduction, seed=seed, **own
         )
         found.append(TrainState(cast, optimizer))
         if reduction is not None:
@@ -201,8 +188,9 @@ def _limits(config: RunConfig, models: Sequence[nn.Module]) -> list[dict[str, An
     matches is neither clipped nor averaged. A ValueError names a pattern without a match.
     """
     train, optim = config.train, config.optim
-    same = {"update": update_of(optim), "parts": train.accumulate}
-    found: list[dict[str, Any]] = [dict(same) for _ in models]
+    # torch's implementations are the plain way.
+    update = optim.implementation if optim.implementation in ("auto", "single_pass") else "plain"
+    found: list[dict] = [{"update": update, "parts": train.accumulate} for _ in models]
     for key, value, names, patterns, choose in (
         ("clip_norm", train.clip_norm, "clipped", train.clip_modules, clipped_of),
         ("average_decay", optim.average_decay, "averaged", optim.average_modules, averaged_of),
@@ -210,9 +198,8 @@ def _limits(config: RunConfig, models: Sequence[nn.Module]) -> list[dict[str, An
         if value is None:
             continue
         matching = [those_that_match(model, patterns) for model in models]
-        for pattern in patterns:
-            if not any(pattern in own for own in matching):
-                choose(models[0], [pattern])
+        if missing := [one for one in patterns if not any(one in own for own in matching)]:
+            choose(models[0], missing[:1])  # it raises
         for arguments, model, own in zip(found, models, matching, strict=True):
             if own or not patterns:
                 arguments |= {key: value, names: choose(model, own)}
@@ -222,8 +209,7 @@ def _limits(config: RunConfig, models: Sequence[nn.Module]) -> list[dict[str, An
 def clipped_of(model: nn.Module, patterns: Sequence[str]) -> set[str]:
     """Return the weights in modules that match `train.clip_modules`; all without a pattern.
 
-    Raises:
-        ValueError: A pattern matches no module, or no weight is chosen.
+    It raises ValueError if a pattern matches no module, or no weight is chosen.
     """
     return _weights_of(model, patterns, "train.clip_modules")
 
@@ -231,9 +217,8 @@ def clipped_of(model: nn.Module, patterns: Sequence[str]) -> set[str]:
 def averaged_of(model: nn.Module, patterns: Sequence[str]) -> set[str]:
     """Return the weights in modules that match `optim.average_modules`; all without a pattern.
 
-    Raises:
-        ValueError: As for `clipped_of`, or for row tables, whose average would have to move in
-            every row.
+    It raises ValueError as `clipped_of` does, and for row tables: their average would have to move
+    in every row.
     """
     names = _weights_of(model, patterns, "optim.average_modules")
     tables = [t for t in row_tables(model) if any(name.startswith(f"{t}.") for name in names)]
@@ -272,16 +257,6 @@ def _sample_distance(
     return SampleDistance(int(size), int(channels), device)
 
 
-def _check_own_data(config: RunConfig, data: Source, device: torch.device) -> None:
-    """Check a user's source against the needs of the model; skip mprun's sources."""
-    if not isinstance(config.data, CustomDataConfig):
-        return
-    check_batches(config.data, task_of(config.model), data, device)
-    model: Any = config.model
-    if data.batches_per_epoch and model.component.in_tanh:
-        check_tanh_images(config.data, model.image_size, data)
-
-
 def _check_own_network(
     config: RunConfig,
     builders: Builders,
@@ -291,11 +266,10 @@ def _check_own_network(
 ) -> None:
     """Build the networks once more and try them, if they or their data are the user's own.
 
-    It costs one construction and three passes of two samples, and no random number. The run's
-    networks are already built. mprun's LSTM is left out: it takes tokens of any data, and may be
-    large.
+    It costs one construction and three passes of two samples, and no random number. mprun's LSTM is
+    left out: it takes tokens of any data, and may be large.
     """
-    model = config.model
+    model, policy, device = config.model, forward_context.policy, forward_context.device
     of_tokens = kind_of(model).family in ("text", "sentence_pairs")
     if not (model.component.own or (config.data.component.own and not of_tokens)):
         return
@@ -303,13 +277,9 @@ def _check_own_network(
         return  # reported with the batch size
     with kept_random_state():
         networks = [builder() for builder in builders]
-    if uses_channels_last(config, forward_context.device)[0]:
+    if uses_channels_last(config, device)[0]:
         networks = [put_channels_last(network) for network in networks]
-    policy, device, native = (
-        forward_context.policy,
-        forward_context.device,
-        config.cpu_half == "native",
-    )
+    native = config.cpu_half == "native"
     name = f"model={model.name}"
     if isinstance(model, CustomModelConfig):
         name = f"model.factory={model.factory}"
@@ -325,11 +295,10 @@ def _check_recurrent(
     name: str, networks: Sequence[nn.Module], forward_context: ForwardContext
 ) -> None:
     """Refuse a mode in which torch's recurrent layers compute in another dtype."""
+    policy, device = forward_context.policy, forward_context.device
     # One routine casts all recurrent layers of a GPU; native CPU kernels differ.
-    kind = nn.RNNBase if forward_context.device.type == "cuda" else nn.LSTM
+    kind = nn.RNNBase if device.type == "cuda" else nn.LSTM
     layers = [m for network in networks for m in network.modules() if isinstance(m, kind)]
-    if layers:
-        projected = any(layer.proj_size for layer in layers)
-        reason = why_no_lstm(forward_context.policy, forward_context.device, projected)
-        if reason is not None:
-            raise BadInput(f"{name}: {reason}")
+    projected = any(layer.proj_size for layer in layers)
+    if layers and (reason := why_no_lstm(policy, device, projected)) is not None:
+        raise BadInput(f"{name}: {reason}")

@@ -10,7 +10,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,17 +26,10 @@ from mprun.precision.casting import those_that_match
 from mprun.precision.random_states import random_states, restore_random_states
 
 
-def known_size(data: Source, name: str) -> int:
-    """Return `num_classes` of images, `vocab_size` of text, or one of the two sizes of pairs."""
-    size: int = getattr(data, name)
-    return size
-
-
 class Factory:
     """The function named by `name`, package.module:function; BadInput if there is none.
 
-    key: "data.factory" or "model.factory", for messages. Importing it runs the module's code. The
-    current folder is searched first, as with `python -m`.
+    key: "data.factory" or "model.factory", for messages. The current folder is searched first.
     """
 
     def __init__(self, key: str, name: str):
@@ -45,23 +38,20 @@ class Factory:
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         """Call the function; raise BadInput if it does not take these arguments or raises."""
-        self._check_arguments(arguments, options)
+        bind = None
+        with suppress(TypeError, ValueError):  # some compiled functions have no signature
+            bind = inspect.signature(self.function).bind
+        try:
+            if bind is not None:
+                bind(*arguments, **options)
+        except TypeError as error:
+            given = ", ".join([*("data" for _ in arguments), *options])
+            raise BadInput(f"{self}: {error} (it is called with {given})") from None
         with blaming(str(self)):
             return self.function(*arguments, **options)
 
     def __str__(self) -> str:
         return f"{self.key}={self.name}"
-
-    def _check_arguments(self, arguments: tuple, options: Mapping[str, Any]) -> None:
-        try:
-            signature = inspect.signature(self.function)
-        except (TypeError, ValueError):  # some compiled functions have no signature
-            return
-        try:
-            signature.bind(*arguments, **options)
-        except TypeError as error:
-            given = ", ".join([*("data" for _ in arguments), *options])
-            raise BadInput(f"{self}: {error} (it is called with {given})") from None
 
 
 @contextmanager
@@ -96,10 +86,8 @@ def _found(key: str, name: str) -> Callable:
         wanted = module_name.split(".")
         parents = {".".join(wanted[: count + 1]) for count in range(len(wanted))}
         if error.name in parents:
-            raise BadInput(
-                f"{key}={name}: no module named '{error.name}' (looked in {os.getcwd()} and where "
-                "Python looks)"
-            ) from None
+            where = f"(looked in {os.getcwd()} and where Python looks)"
+            raise BadInput(f"{key}={name}: no module named '{error.name}' {where}") from None
         raise BadInput(f"{key}={name}: importing it: {raised(error)}") from error
     except (Exception, SystemExit) as error:
         raise BadInput(f"{key}={name}: importing it: {raised(error)}") from error
@@ -136,10 +124,11 @@ class Trial:
         """Raise BadInput if the networks do not fit the data, or cannot compute in the mode.
 
         First they run in FP32 and eval mode, as in an evaluation; then forward and backward in the
-        mode. forward_context: a context that no run uses, because it counts. overrides: module-name
+        mode. forward_context: one that no run uses, because it counts. overrides: module-name
         pattern -> dtype. It takes one batch of the data and restores every random state.
         """
-        with _random_states_kept(self.device):
+        before = random_states(self.device)
+        try:
             batch = self.data.train_batch(0)
             first = batch[0][:_FEW].clone()
             # The arguments of a network beside its input.
@@ -155,15 +144,16 @@ class Trial:
                 cast_model(network.train(), policy, matching)
             mode = f"in precision={policy.name}"
             audit = Audit(forward_context)
-            try:
-                with audit.watching(step=True), forward_context:
-                    outputs = self._forward(first, more, policy, mode, forward_context.autocast)
-                    total = torch.stack([output.float().sum() for output in outputs]).sum()
-                    with blaming(f"{self.name}: backward {mode}"):
-                        total.backward()
-                audit.check_happened()
-            except Contradiction as error:
-                raise BadInput(f"{self.name} {error}") from error
+            with audit.watching(step=True), forward_context:
+                outputs = self._forward(first, more, policy, mode, forward_context.autocast)
+                total = torch.stack([output.float().sum() for output in outputs]).sum()
+                with blaming(f"{self.name}: backward {mode}"):
+                    total.backward()
+            audit.check_happened()
+        except Contradiction as error:
+            raise BadInput(f"{self.name} {error}") from error
+        finally:
+            restore_random_states(before, self.device)
 
     def _forward(
         self, first: Tensor, more: tuple[Tensor, ...], policy, how: str, autocast
@@ -188,24 +178,21 @@ class Trial:
             # In training the outputs may include logits of auxiliary heads.
             several = isinstance(outputs, tuple) and self.networks[0].training
             for logits in outputs if several else (outputs,):
-                self._expect("forward", logits, (len(first), known_size(self.data, "num_classes")))
+                self._expect("forward", logits, (len(first), self.data.num_classes))
         return [outputs] if isinstance(outputs, Tensor) else list(outputs)
 
     def _language_model(self, tokens: Tensor, call) -> list[Tensor]:
         state, found = None, []
         for what in ("forward(tokens, None)", "forward(tokens, state)"):
             output = call(what, self.networks[0], tokens, state)
+            returned = f"{self.name}: {what} returned"
             if not isinstance(output, tuple | list) or len(output) != 2:
-                raise BadInput(
-                    f"{self.name}: {what} returned {_shape(output)}, must be (logits, state)"
-                )
+                raise BadInput(f"{returned} {_shape(output)}, must be (logits, state)")
             logits, new = output
-            self._expect(what, logits, (*tokens.shape, known_size(self.data, "vocab_size")))
+            self._expect(what, logits, (*tokens.shape, self.data.vocab_size))
             if not isinstance(new, tuple | list) or not all(isinstance(s, Tensor) for s in new):
-                raise BadInput(
-                    f"{self.name}: {what} returned {_shape(new)} as state, must be a tuple of "
-                    "tensors (empty if no state is carried on)"
-                )
+                must = "must be a tuple of tensors (empty if no state is carried on)"
+                raise BadInput(f"{returned} {_shape(new)} as state, {must}")
             if state is not None and [s.shape for s in state] != [s.shape for s in new]:
                 raise BadInput(f"{self.name}: the state changes its shapes from batch to batch")
             state = tuple(part.detach() for part in new)
@@ -217,16 +204,12 @@ class Trial:
         codes = cast(torch.zeros(len(real), self.latent_size, device=self.device))
         images = call("generator", generator, codes)
         if not isinstance(images, Tensor) or images.shape != real.shape:
-            raise BadInput(
-                f"{self.name}: generator of {_shape(codes)} returned {_shape(images)}, the images "
-                f"of the data are {list(real.shape)}"
-            )
+            returned = f"generator of {_shape(codes)} returned {_shape(images)}"
+            raise BadInput(f"{self.name}: {returned}, the images of the data are {[*real.shape]}")
         logits = call("discriminator", discriminator, images)
         if not isinstance(logits, Tensor) or logits.shape != real.shape[:1]:
-            raise BadInput(
-                f"{self.name}: discriminator of {_shape(images)} returned {_shape(logits)}, must "
-                f"be logits [{len(real)}]"
-            )
+            returned = f"discriminator of {_shape(images)} returned {_shape(logits)}"
+            raise BadInput(f"{self.name}: {returned}, must be logits [{len(real)}]")
         return [logits]
 
     def _expect(self, what: str, logits: object, least: tuple[int, ...]) -> None:
@@ -238,19 +221,8 @@ class Trial:
             and logits.shape[-1] >= least[-1]
         )
         if not fits:
-            raise BadInput(
-                f"{self.name}: {what} returned {_shape(logits)}, must be floating logits "
-                f"{list(least)}"
-            )
-
-
-@contextmanager
-def _random_states_kept(device: torch.device) -> Iterator[None]:
-    before = random_states(device)
-    try:
-        yield
-    finally:
-        restore_random_states(before, device)
+            returned = f"{what} returned {_shape(logits)}"
+            raise BadInput(f"{self.name}: {returned}, must be floating logits {list(least)}")
 
 
 def _shape(value: object) -> str:

@@ -9,25 +9,18 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from typing import Any, get_args, get_origin
 
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """The effect of another value of a key, wherever runs are told apart.
+    """The effect of another value of a key, wherever runs are told apart."""
 
-    Attributes:
-        hashed: It can change a number of the run: it is part of `config_hash`.
-        resumable: A continuation of the run may have another value.
-        compared: Runs that differ in it are different experiments, without a verdict between them.
-        told: A run's path and the rows of a sweep's table have it wherever it is set; otherwise
-            only if it is swept.
-    """
-
-    hashed: bool
-    resumable: bool
-    compared: bool
-    told: bool
+    hashed: bool  # it can change a number of the run: it is part of `config_hash`
+    resumable: bool  # a continuation of the run may have another value
+    compared: bool  # runs that differ in it are different experiments, without a verdict
+    told: bool  # a run's path and a sweep's table have it wherever set, else only if swept
 
     def __str__(self) -> str:
         """Return its effect in words, for a key's help."""
@@ -90,29 +83,11 @@ def ranged(
     return setting(default, doc, bounds=given, **more)
 
 
-def count(default: Any, doc: str, **more: Any) -> Any:
-    """Declare a whole number from 1 on."""
-    return ranged(default, doc, at_least=1, **more)
-
-
-def share(default: Any, doc: str, **more: Any) -> Any:
-    """Declare a number from 0 up to but not including 1."""
-    return ranged(default, doc, at_least=0.0, below=1.0, **more)
-
-
-def fraction(default: Any, doc: str, **more: Any) -> Any:
-    """Declare a number above 0 and below 1."""
-    return ranged(default, doc, above=0.0, below=1.0, **more)
-
-
-def from_zero(default: Any, doc: str, **more: Any) -> Any:
-    """Declare a number from 0 on."""
-    return ranged(default, doc, at_least=0.0, **more)
-
-
-def positive(default: Any, doc: str, **more: Any) -> Any:
-    """Declare a number above 0."""
-    return ranged(default, doc, above=0.0, **more)
+count = partial(ranged, at_least=1)  # a whole number from 1 on
+share = partial(ranged, at_least=0.0, below=1.0)  # a number from 0 up to but not including 1
+fraction = partial(ranged, above=0.0, below=1.0)
+from_zero = partial(ranged, at_least=0.0)
+positive = partial(ranged, above=0.0)
 
 
 def one_of(choices: str | tuple, doc: str, default: Any = _FIRST, **more: Any) -> Any:
@@ -141,13 +116,9 @@ _ELSEWHERE: dict[str, dict[str, str | tuple[str, ...]]] = {
         **dict.fromkeys(("accumulate_grad_batches", "grad_accum"), "train.accumulate"),
         **dict.fromkeys(("amp", "fp16", "bf16", "dtype", "mixed_precision"), "precision"),
         **dict.fromkeys(("accelerator", "gpu", "gpus"), "device"),
-        **{
-            "learning_rate": "optim.lr",
-            "num_workers": "data.workers",
-            "arch": "model",
-            "dataset": "data",
-        },
-        **{"optimizer": "optim", "data_dir": "data.root", "loss_scale": "scaler.scale"},
+        **{"learning_rate": "optim.lr", "num_workers": "data.workers", "arch": "model"},
+        **{"dataset": "data", "optimizer": "optim", "data_dir": "data.root"},
+        **{"loss_scale": "scaler.scale"},
         **{"output": "output_dir", "wd": "optim.weight_decay", "bs": "data.batch_size"},
     },
     "device": {"gpu": "cuda"},
@@ -168,11 +139,7 @@ def meant(word: str, known: Iterable[str], key: str = "") -> list[str]:
     """Return the known words that `word` may mean, the likeliest first; at most three.
 
     They are its names from other tools, else words that begin so, else the closest spelling.
-
-    Args:
-        word: the typed word.
-        known: the existing words.
-        key: the key whose value it is; "" for a key.
+    key: the key whose value it is; "" for a key.
     """
     small, names = word.lower(), {name.lower(): name for name in known}
     other = _ELSEWHERE.get(key, {}).get(small, small.partition(":")[0])  # cuda:0 is one of cuda
@@ -218,20 +185,15 @@ def violations(config: Any, prefix: str = "") -> Iterator[str]:
             yield from violations(value, key + ".")
         elif value is not None:
             # OmegaConf does not check the value of an interpolation in place of a container.
-            kind = _container(field.type)
-            if kind is not None and not isinstance(value, kind):
-                yield f"{key}={value}: must be a {'mapping' if kind is dict else 'list'}"
-                continue
-            for item in value if isinstance(value, list) else [value]:
-                reason = _broken(key, item, field.metadata)
-                if reason is not None:
-                    yield f"{key}={item}: {reason}"
-
-
-def _container(annotation: Any) -> type | None:
-    """Return list or dict if a field has that type; None for a plain value."""
-    kinds = [get_origin(part) for part in (annotation, *get_args(annotation))]
-    return next((kind for kind in (list, dict) if kind in kinds), None)
+            kinds = {get_origin(part) for part in (field.type, *get_args(field.type))}
+            for kind, what in ((list, "list"), (dict, "mapping")):
+                if kind in kinds and not isinstance(value, kind):
+                    yield f"{key}={value}: must be a {what}"
+                    break
+            else:
+                for item in value if isinstance(value, list) else [value]:
+                    if (reason := _broken(key, item, field.metadata)) is not None:
+                        yield f"{key}={item}: {reason}"
 
 
 _BOUNDS = {

@@ -1,7 +1,6 @@
 """The meaning of each key, from the schema, for hash, resume, comparison, tables and help.
 
-Keys are dotted, as typed. A key that no schema has (from an older record, the user's code, a group)
-may change a result, as far as is known.
+A key that no schema has (of an older record, the user's code, a group) may change a result.
 """
 
 import dataclasses
@@ -46,15 +45,7 @@ for _key, _field, _owner in _fields(RunConfig):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Meaning:
-    """A key's meaning in the schema, in words.
-
-    Attributes:
-        doc: Its description.
-        kind: Its type.
-        allowed: Its range or its values; "" if the type says all.
-        default: The schema's default; option files may set another.
-        variants: The components with this meaning; none: all of its group.
-    """
+    """A key's meaning in words; `variants`: the components that have it, none: all of its group."""
 
     doc: str
     kind: str
@@ -70,10 +61,7 @@ def meanings(key: str) -> list[Meaning]:
     found: dict[Meaning, list[str]] = {}
     for field, owner in zip(FIELDS[key], _OWNERS[key], strict=True):
         found.setdefault(_meaning(field), []).extend([owner] if owner else readers)
-    return [
-        dataclasses.replace(meaning, variants=tuple(variants))
-        for meaning, variants in found.items()
-    ]
+    return [dataclasses.replace(one, variants=tuple(variants)) for one, variants in found.items()]
 
 
 def _meaning(field: dataclasses.Field) -> Meaning:

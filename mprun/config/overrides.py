@@ -9,16 +9,16 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Glob, Override
 
 from mprun.config.keys import FIELDS
+from mprun.config.registry import COMPONENTS
 from mprun.errors import BadInput
 
 # The mapping from module-name patterns to dtypes: its keys hold dots and stars.
 MAPPING = "precision.overrides"
 # Mappings whose keys no schema knows.
 FREE_MAPPINGS = (MAPPING, "data.options", "model.options")
-# Labels that choose a builder or appear in the record; choosing a group's option sets them.
-_GROUPS = ("model", "data", "optim", "precision", "scaler")
+# Choosing a group's option sets them.
+_CHOSEN_BY_GROUP = (*(f"{group}.name" for group in COMPONENTS), "scaler.kind")
 _SCIENTIFIC = re.compile(r"(?<![^,(])\d+(?:\.\d+)?[eE][+]?\d+(?![^,)])")
-_CHOSEN_BY_GROUP = (*(f"{group}.name" for group in _GROUPS), "scaler.kind")
 
 
 def parse_overrides(overrides: Iterable[str]) -> list[Override]:
@@ -74,12 +74,9 @@ def without(overrides: Iterable[str], *left_out: str) -> list[str]:
 
 def split_launcher(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
     """Return (overrides of Hydra's launcher, which only a sweep has; all the others)."""
-    launcher: list[str] = []
-    others: list[str] = []
-    for text in overrides:
-        key = text.lstrip("+~").partition("=")[0]
-        (launcher if _is_of_launcher(key) else others).append(text)
-    return launcher, others
+    given = list(overrides)
+    launcher = [text for text in given if _is_of_launcher(text.lstrip("+~").partition("=")[0])]
+    return launcher, [text for text in given if text not in launcher]
 
 
 def sweep_values(override: Override, options: list[str]) -> list[str]:
@@ -93,9 +90,8 @@ def sweep_values(override: Override, options: list[str]) -> list[str]:
     elif override.is_discrete_sweep():
         values = list(override.sweep_string_iterator())
     else:
-        raise BadInput(
-            f"{override.input_line}: must be a list, range(), choice() or glob() to sweep over"
-        )
+        must = "must be a list, range(), choice() or glob() to sweep over"
+        raise BadInput(f"{override.input_line}: {must}")
     if not values:
         raise BadInput(f"{override.input_line}: has no value to sweep over")
     key = line_of(override).partition("=")[0]
@@ -147,9 +143,8 @@ def _refuse(override: Override, text: str) -> None:
     if _is_of_launcher(key):
         raise BadInput(f"{key}: only a sweep (-m) has a launcher")
     if re.split(r"[./]", key)[0] == "hydra":
-        raise BadInput(
-            f"{key}: mprun places its own output; use name=, output_root= or output_dir="
-        )
+        use = "use name=, output_root= or output_dir="
+        raise BadInput(f"{key}: mprun places its own output; {use}")
     if override.is_delete():
         raise BadInput(f"{printable(text)}: no key can be left out; set it to another value")
     if key in _CHOSEN_BY_GROUP:

@@ -31,37 +31,26 @@ FOLDERS: list[Path] = []
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Component:
-    """The registered facts of a part of a run; alone those of a precision mode.
-
-    Attributes:
-        config: Its configuration class.
-        builder: `module:attribute` of a function that builds it from the fields of the same name;
-            a mode's takes its name and its values, and returns a `PrecisionPolicy`.
-        rules: Rules that only concern it, beside the ranges of its fields.
-        later: Fields added after its first records, each with the value of runs without it; a hash
-            omits them at these values.
-        own: It is the user's code, about which nothing is known.
-    """
+    """The registered facts of a part of a run; alone those of a precision mode."""
 
     name: str
-    config: type
+    config: type  # its configuration class
+    # `module:attribute` of a function that builds it from the fields of the same name. A mode's
+    # takes its name and its values, and returns a `PrecisionPolicy`.
     builder: Any = ""
-    rules: tuple[Rule, ...] = ()
+    rules: tuple[Rule, ...] = ()  # that only concern it, beside the ranges of its fields
+    # Fields added after its first records, each with the value of runs without it; a hash omits
+    # them at these values.
     later: Mapping[str, Any] = field(default_factory=dict)
-    own: bool = False
+    own: bool = False  # it is the user's code, about which nothing is known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpdateRule(Component):
-    """An optimizer, or a rule of the loss scale; their configurations have keys of all of them.
+    """An optimizer, or a rule of the loss scale: of the keys of its group it reads some alone."""
 
-    Attributes:
-        needs: Keys that it reads and others do not; they must be set.
-        takes: The same, which may be null.
-    """
-
-    needs: tuple[str, ...] = ()
-    takes: tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()  # those that must be set
+    takes: tuple[str, ...] = ()  # those that may be null
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -71,79 +60,49 @@ class UpdateRule(Component):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Network(Component):
-    """A network.
+    """A network; it has a builder for each one trained in turn, or for each `variant`."""
 
-    Attributes:
-        task: The name of its task; None: its configuration has it, in `task`.
-        builder: One text for each network that is trained in turn, or for each value of `variant`.
-        needs: Sizes that it takes from the data beside its configuration. A configuration field of
-            that name takes precedence, and must be at least the data's value.
-        recurrent: It has LSTM or GRU layers.
-        in_tanh: It generates images in [-1, 1], of `model.image_size`, and takes such images.
-        zero_state: The state that it carries on starts as zeros, or there is none.
-        why_no_graph: The reason why its steps cannot be a CUDA graph.
-    """
-
-    task: str | None
+    task: str | None  # None: its configuration has it, in `task`
+    # Sizes that it takes from the data beside its configuration. A configuration field of that
+    # name takes precedence, and must be at least the data's value.
     needs: tuple[str, ...] = ()
-    recurrent: bool = False
+    recurrent: bool = False  # it has LSTM or GRU layers
+    # It generates images in [-1, 1], of `model.image_size`, and takes such images.
     in_tanh: bool = False
-    zero_state: bool = False
-    why_no_graph: str | None = None
+    zero_state: bool = False  # what it carries on starts as zeros, or there is nothing
+    why_no_graph: str | None = None  # the reason why its steps cannot be a CUDA graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource(Component):
-    """A source of data.
+    """A source of data."""
 
-    Attributes:
-        family: Kind of its data: images, boxes (images with objects in them), text, utterances,
-            sentence_pairs.
-        on_disk: Its files are below `data.root`.
-        decodes: Loader processes decode its files during training.
-        several_shapes: Its batches differ in shape.
-        num_classes: Number of classes, if known without its files.
-        most_boxes: Largest number of objects in an image.
-    """
-
-    family: str
-    on_disk: bool = False
-    decodes: bool = False
-    several_shapes: bool = False
-    num_classes: int | None = None
-    most_boxes: int = 0
-    shapes: str = ""
+    family: str  # images, boxes (images with objects in them), text, utterances, sentence_pairs
+    on_disk: bool = False  # its files are below `data.root`
+    decodes: bool = False  # loader processes decode its files during training
+    several_shapes: bool = False  # its batches differ in shape
+    num_classes: int | None = None  # if known without its files
+    most_boxes: int = 0  # largest number of objects in an image
+    shapes: str = ""  # `module:attribute` of the shapes of its batches
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TaskKind:
-    """A task that can be learned.
-
-    Attributes:
-        builder: `module:attribute` of its class.
-        metrics: Metrics of its evaluation.
-        judged: The metric of a verdict if none is set.
-        family: Kind of data that it learns from.
-        learner: The kind of network that learns it, in words.
-        sizes: Sizes that its data source must know.
-        networks: Number of networks trained in turn, each with an optimizer.
-        streams: A batch is a piece of each of several streams, whose state is carried on; ranks
-            share out the streams.
-        overlaps: Gradients can be summed over ranks during the backward pass.
-        of_own_networks: A user's network can learn it by its name.
-    """
+    """A task that can be learned."""
 
     name: str
-    builder: str
-    metrics: tuple[str, ...]
-    judged: str = "loss"
-    family: str = "images"
-    learner: str = ""
-    sizes: tuple[str, ...] = ()
-    networks: int = 1
+    builder: str  # `module:attribute` of its class
+    metrics: tuple[str, ...]  # of its evaluation
+    judged: str = "loss"  # the metric of a verdict if none is set
+    family: str = "images"  # the kind of data that it learns from
+    learner: str = ""  # the kind of network that learns it, in words
+    sizes: tuple[str, ...] = ()  # that its data source must know
+    networks: int = 1  # trained in turn, each with an optimizer
+    # A batch is a piece of each of several streams, whose state is carried on; ranks share out the
+    # streams.
     streams: bool = False
-    overlaps: bool = False
-    of_own_networks: bool = False
+    overlaps: bool = False  # gradients can be summed over ranks during the backward pass
+    of_own_networks: bool = False  # a user's network can learn it by its name
 
 
 @dataclass(slots=True)

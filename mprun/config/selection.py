@@ -2,9 +2,8 @@
 
 Hydra's defaults list says which option files count, in which order and where. The files are read
 once per process and merged as plain values; OmegaConf checks the result against the schema, once.
-Hydra's `compose` takes seven times as long, mostly for the configuration of Hydra itself, which
-mprun does not use. Unusual input raises. `mprun.config.compose` then calls all of Hydra, whose
-answer and errors count.
+Hydra's `compose` takes seven times as long, mostly for its own configuration. Unusual input raises:
+then `mprun.config.compose` calls all of Hydra, whose answer and errors count.
 """
 
 import os
@@ -27,13 +26,10 @@ from omegaconf._utils import get_yaml_loader
 from mprun.config.components import COMPONENTS
 from mprun.config.schema import RunConfig
 
-SCHEMAS: dict[str, type] = {
-    "run_schema": RunConfig,
-    **{
-        f"schema/{group}/{name}": component.config
-        for group, (components, _) in COMPONENTS.items()
-        for name, component in components.items()
-    },
+SCHEMAS: dict[str, type] = {"run_schema": RunConfig} | {
+    f"schema/{group}/{name}": component.config
+    for group, (components, _) in COMPONENTS.items()
+    for name, component in components.items()
 }
 _NO_PACKAGE: dict[str, str | None] = {"package": None}
 
@@ -66,12 +62,11 @@ class _Options(ConfigRepository):
         """Return an option's defaults and whether it has other values, for the defaults list."""
         if not self.config_exists(config_path):
             return None
-        has_values, header, defaults = True, _NO_PACKAGE, []
+        file = _File((0, 0), {"": 0}, _NO_PACKAGE, [])  # a schema's
         if self.schema(config_path) is None:
             file = self.file(config_path)
-            has_values, header, defaults = bool(file.values), file.header, file.defaults
-        config = OmegaConf.create({"": 0} if has_values else {})
-        return ConfigResult("mprun", "file://", config, header, defaults)
+        config = OmegaConf.create({"": 0} if file.values else {})
+        return ConfigResult("mprun", "file://", config, file.header, file.defaults)
 
     def file(self, config_path: str) -> _File:
         """Return an option's file, read again only if it has changed."""
@@ -182,14 +177,12 @@ def _pickled_schema(root: type, parts: tuple[tuple[str, type], ...]) -> bytes:
 
 def _merge(values: dict[str, Any], further: dict[str, Any]) -> None:
     for key, value in further.items():
-        if not isinstance(value, dict):
-            if isinstance(values.get(key), dict):
-                raise Unusual(f"{key}: a value in place of a mapping")
-            values[key] = value
+        if isinstance(value, dict) != isinstance(values.get(key, value), dict):
+            raise Unusual(f"{key}: a mapping in place of a value, or a value in place of one")
+        if isinstance(value, dict):
+            _merge(values.setdefault(key, {}), value)
         else:
-            if not isinstance(values.setdefault(key, {}), dict):
-                raise Unusual(f"{key}: a mapping in place of a value")
-            _merge(values[key], value)
+            values[key] = value
 
 
 @cache

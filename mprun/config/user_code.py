@@ -1,21 +1,20 @@
 """The user's functions that a command may call: those that it names itself.
 
-`data.factory`, `model.factory` and a user's `model.task` are code. They count if they are on this
-command's line or in an option file of the user's `--config-dir`. That file must be in its groups
-data, model or experiment, and not in a run directory. The record of a run is text that anybody may
-have written: a name in it is compared with those, and never imported by itself. Code in
-mprun.models and mprun.tasks belongs to mprun and needs no naming.
+`data.factory`, `model.factory` and a user's `model.task` are code. They count on this command's
+line, or in an option file of the groups data, model and experiment of the user's `--config-dir`
+that is in no run directory. Anybody may have written the record of a run: a name in it is compared
+with those, and never imported by itself. mprun.models and mprun.tasks need no naming.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra.plugins.config_source import ConfigSource
 
 from mprun.config.components import TASKS
+from mprun.config.option_files import folders
 from mprun.config.overrides import parse_overrides, printable
 from mprun.config.registry import kind_of
 from mprun.config.schema import RunConfig
@@ -25,16 +24,11 @@ FACTORY_KEYS = ("data.factory", "model.factory")
 _CODE_KEYS = (*FACTORY_KEYS, "model.task")
 _TASKS = [name for name, task in TASKS.items() if task.of_own_networks]
 _OWN = ("mprun.models.", "mprun.tasks.")
-_HEADER_LENGTH = 512  # characters of a file in which Hydra looks for `# @package`
 
 
 @dataclass(frozen=True, slots=True)
 class Vouched:
-    """Names that this command vouches for.
-
-    typed: key -> the name on the command line. files: (key, name) in the option files of
-    `--config-dir`.
-    """
+    """Names that this command vouches for: by key on its line, (key, name) in option files."""
 
     typed: Mapping[str, str] = field(default_factory=dict)
     files: frozenset[tuple[str, str]] = frozenset()
@@ -90,29 +84,22 @@ def recorded_factories(record: Mapping[str, Any]) -> dict[str, str]:
 
 
 def check_vouched(named: Mapping[str, str], given: Vouched) -> None:
-    """Raise BadInput unless the command vouches for every name that a record holds.
-
-    A name typed for another factory than the recorded one is refused too, because the run would
-    not be the same.
-    """
+    """Raise BadInput unless the command vouches for each name in a record, and for no other."""
     for key, name in given.typed.items():
         if key not in named:
             raise BadInput(f"{key}={printable(name)}: the run has no {key}; leave it out")
         if named[key] != name:
-            raise BadInput(
-                f"{key}={printable(name)}: the run was made with {key}={printable(named[key])}"
-            )
-    unknown = {
-        key: name
+            made = f"the run was made with {key}={printable(named[key])}"
+            raise BadInput(f"{key}={printable(name)}: {made}")
+    unknown = [
+        f"{key}={printable(name)}"
         for key, name in named.items()
         if key not in given.typed and (key, name) not in given.files and not name.startswith(_OWN)
-    }
+    ]
     if unknown:
-        more = " ".join(f"{key}={printable(name)}" for key, name in unknown.items())
-        raise BadInput(
-            f"{next(iter(unknown))}: the run's record names code, which runs only if you name it "
-            f"too; if it is yours, add {more}"
-        )
+        why = "the run's record names code, which runs only if you name it too"
+        key = unknown[0].partition("=")[0]
+        raise BadInput(f"{key}: {why}; if it is yours, add {' '.join(unknown)}")
 
 
 def check_own_code(config: RunConfig) -> Iterator[str]:
@@ -124,18 +111,14 @@ def check_own_code(config: RunConfig) -> Iterator[str]:
         check_form(f"{group}.factory", node.factory)
         for name, value in node.options.items():
             if not name.isidentifier() or not _is_plain(value):
-                yield (
-                    f"{group}.options.{name}={printable(value)}: must be the name of an argument, "
-                    "with a number, text, list or mapping"
-                )
+                must = "must be the name of an argument, with a number, text, list or mapping"
+                yield f"{group}.options.{name}={printable(value)}: {must}"
     model: Any = config.model
     if model.component.own:
         if model.task not in _TASKS:
             if ":" not in model.task:
-                yield (
-                    f"model.task={printable(model.task)}: must be one of {', '.join(_TASKS)}, or "
-                    "of the form package.module:Class"
-                )
+                must = f"must be one of {', '.join(_TASKS)}, or of the form package.module:Class"
+                yield f"model.task={printable(model.task)}: {must}"
             check_form("model.task", model.task)
         for key in ("label_smoothing", "aux_weight"):
             if "num_classes" not in kind_of(model).sizes and getattr(model, key):
@@ -157,29 +140,23 @@ def _is_plain(value: object) -> bool:
 
 
 def _in_files(config_dir: str) -> Iterator[tuple[str, str]]:
-    folder = Path(config_dir)
-    if not folder.is_dir():
-        raise BadInput(f"--config-dir {config_dir}: no such folder")
+    own = folders(config_dir)[-1]
     for group in ("data", "model", "experiment"):
-        for path in sorted((folder / group).rglob("*.yaml")):
-            if _in_a_run(path):
+        for path in sorted((own / group).rglob("*.yaml")):
+            # A run directory above it, as written or after following its links.
+            above = {*path.absolute().parents, *path.resolve().parents}
+            if any((folder / "run.json").exists() for folder in above):
                 continue
             try:
                 text = path.read_text(encoding="utf-8")
                 content = yaml.safe_load(text)
             except (OSError, UnicodeDecodeError, yaml.YAMLError):
                 continue  # composition reports the error if the file is chosen
-            for node, own in _nodes_set(group, _package(text), content):
+            for node, values in _nodes_set(group, _package(text), content):
                 for key in (f"{node}.factory", f"{node}.task"):
-                    name = own.get(key.partition(".")[2]) if isinstance(own, dict) else None
+                    name = values.get(key.partition(".")[2]) if isinstance(values, dict) else None
                     if isinstance(name, str) and _is_code(key, name):
                         yield key, name
-
-
-def _in_a_run(path: Path) -> bool:
-    """Return whether a run directory is above `path`, as written or after following its links."""
-    above = {*path.absolute().parents, *path.resolve().parents}
-    return any((folder / "run.json").exists() for folder in above)
 
 
 def _nodes_set(group: str, package: str | None, content: object) -> list[tuple[str, object]]:
@@ -199,6 +176,6 @@ def _nodes_set(group: str, package: str | None, content: object) -> list[tuple[s
 def _package(text: str) -> str | None:
     """Return the place in a file's `# @package`, as Hydra reads it; None without."""
     try:
-        return ConfigSource._get_header_dict(text[:_HEADER_LENGTH])["package"]
+        return ConfigSource._get_header_dict(text[:512])["package"]  # Hydra reads no more
     except ValueError:
         return ""  # Hydra refuses the file
