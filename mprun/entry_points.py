@@ -44,6 +44,11 @@ def loaded(name: str) -> Any:
     return getattr(found, attribute) if attribute else found
 
 
+def hint_of(verb: str, text: str) -> str:
+    """Return `text`, which names a verb of an extension, or nothing where that is not there."""
+    return text if verb in announced("mprun.verbs") else ""
+
+
 def required(what: str, module: str) -> None:
     """Raise ModuleNotFoundError, in one line, where the module that `what` needs is not there."""
     if not _is_there(module):

@@ -136,7 +136,8 @@ def _wrong(batch: Any, kind: TaskKind, source: Source, device: torch.device) -> 
     for part in batch:
         if part.device.type != torch.device(device).type:
             return f"lies on {part.device}, must be on {device}"
-    return _WRONG.get(kind.family, _wrong_images)(*batch, source, kind.sizes)
+    first, second = batch
+    return _WRONG.get(kind.family, _wrong_images)(first, second, source, kind.sizes)
 
 
 _Sizes = tuple[str, ...]

@@ -79,7 +79,7 @@ def build_task(
     keeps_statistics = scale.skips_nonfinite or config.train.accumulate > 1 or ranks.world > 1
     guards = [BatchStatistics(casts[0].module)] if keeps_statistics else []
     (learner,) = _learners(config, casts, [scale], [guards], device, ranks)
-    if "num_classes" in kind_of(model).sizes and data.num_classes < 2:
+    if any(size == "num_classes" and getattr(data, size) < 2 for size in kind_of(model).sizes):
         what = "one class, a classifier needs two; is the folder one level too high?"
         raise BadInput(f"data.root={config.data.root}: {what}")
     if (every := config.numerics.shadow_every) and getattr(model, "sampled", False):

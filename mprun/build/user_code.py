@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 
 from mprun.config.fields import nearest
-from mprun.data.source import Source
 from mprun.errors import BadInput, MprunError, raised
 from mprun.precision import ForwardContext, PrecisionPolicy, cast_model, ieee_fp32
 from mprun.precision.audit import Audit, Contradiction
@@ -114,7 +113,7 @@ class Trial:
     name: str
     task: str
     networks: Sequence[nn.Module]
-    data: Source
+    data: Any  # a Source, with the sizes that its task needs
     device: torch.device
     latent_size: int = 0
 

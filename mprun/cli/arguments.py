@@ -1,7 +1,6 @@
 """One parser for every verb: argparse, with one line and exit code 2 for its errors.
 
-A verb declares its options and gets its help page from them. The declaration is the only place
-that says what is allowed. Hydra's overrides (key=value) may be anywhere between the options.
+Hydra's overrides (key=value) may be anywhere between the options.
 """
 
 import argparse
@@ -47,9 +46,18 @@ def _wrapped(line: str, width: int) -> str:
     indent = len(line) - len(line.lstrip())
     gap = line.rfind("  ", indent)  # before the last column
     below = gap + 2 if indent <= gap < width - 20 else indent + 2 * (indent > 0)
-    hanging = " " * below
+    return hanging(line, width, below)
+
+
+def hanging(text: str, width: int, below: int, start: str = "") -> str:
+    """Fill `text` to `width` columns behind `start`, its further lines `below` columns in."""
     return textwrap.fill(
-        line, width, subsequent_indent=hanging, break_long_words=False, break_on_hyphens=False
+        text,
+        width,
+        initial_indent=start,
+        subsequent_indent=" " * below,
+        break_long_words=False,
+        break_on_hyphens=False,
     )
 
 
@@ -57,9 +65,9 @@ class Arguments(argparse.ArgumentParser):
     """The command line of `mprun VERB`.
 
     Args:
-        verb: "bench"; "" for mprun itself.
-        what: what the verb does; it goes above the options of its help page.
-        more: examples and exit codes, below the options; both in the form of `filled`.
+        verb: "" for mprun itself.
+        what: what the verb does, above its options; in the form of `filled`.
+        more: examples and exit codes, below them.
         overrides: whether key=value is allowed, as `overrides` of the result.
         verbs: for mprun itself: words that may replace key=value.
     """
@@ -85,12 +93,7 @@ class Arguments(argparse.ArgumentParser):
             self.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="as for a run")
 
     def parse(self, arguments: list[str]) -> argparse.Namespace:
-        """Return the values of the options.
-
-        Raises:
-            BadInput: An option is unknown, a value missing or bad, or a word is no key=value.
-            SystemExit: With code 0, after `--help`.
-        """
+        """Return the values of the options; BadInput, or SystemExit after `--help`."""
         found, unknown = self.parse_known_intermixed_args(self._with_values(arguments))
         if unknown:
             known = [name for action in self._actions for name in action.option_strings]
@@ -150,10 +153,7 @@ def _as_option(word: str) -> list[str]:
 def number(
     flag: str, low: float, high: float, what: str = "a number", *, whole: bool = False
 ) -> Callable[[str], float]:
-    """Return a `type` for add_argument: a number from `low` to `high`, an int if `whole`.
-
-    It raises BadInput that names flag, value and what is allowed.
-    """
+    """Return a `type` for add_argument: a number from `low` to `high`, an int if `whole`."""
 
     def read(text: str) -> float:
         try:

@@ -12,6 +12,7 @@ from mprun.cli.arguments import Arguments
 from mprun.compare import checked_margin, compare, planned_looks
 from mprun.compare.findings import Comparison
 from mprun.compare.wording import console, markdown, results
+from mprun.entry_points import hint_of
 from mprun.errors import DIVERGED, DONE, BadInput
 
 _WHAT = """\
@@ -72,8 +73,8 @@ def main(words: list[str]) -> int:
 
 def parse(words: Sequence[str]) -> Namespace:
     """Parse and check the options; BadInput for an unknown one."""
-    if "--paper" in words:
-        raise BadInput("compare: --paper: was removed; mprun paper RUNS puts runs beside the paper")
+    if "--paper" in words and (hint := hint_of("paper", "mprun paper RUNS does it")):
+        raise BadInput(f"compare: --paper: was removed; {hint}")
     arguments = Arguments("compare", _WHAT, _MORE)
     add = arguments.add_argument
     add("paths", nargs="*", metavar="PATH", help="with --tag: LABEL=PATH[,PATH...], a path a run")

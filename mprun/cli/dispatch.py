@@ -1,9 +1,7 @@
 """The command line: a verb first, or one run (with -m a sweep) of Hydra keys.
 
-A terminal that is closed, full or has lost its reader never ends a run.
-
-torch is only imported once a configuration has been checked, so that help, completion and bad input
-answer at once.
+A terminal that is closed, full or has lost its reader never ends a run. torch is only imported once
+a configuration has been checked, so that help, completion and bad input answer at once.
 """
 
 import argparse
@@ -38,8 +36,7 @@ from mprun.training.signals import Interruption, Stopped
 if TYPE_CHECKING:
     from mprun.config.schema import RunConfig
 
-# verb -> `module:function`, which takes the arguments and returns the exit code; extensions add
-# theirs as entry points of the group `mprun.verbs`.
+# verb -> `module:function`, which takes the arguments and returns the exit code.
 VERBS = {"compare": "mprun.cli.compare:main", "doctor": "mprun.cli.doctor:main"}
 # A full disk, a quota, a read-only or failing file system, a forbidden folder, or an invalid path.
 _OF_THE_SYSTEM = {
@@ -57,19 +54,14 @@ def main(arguments: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if arguments is None else arguments
     with steady_terminal(), Interruption() as interruption:
         code = _ended(arguments, interruption)
-    _leave_ranks(code)
-    return code
-
-
-def _leave_ranks(code: int) -> None:
-    """End one of several ranks at once: a library that waits for lost ranks would hang or abort it,
-    and both would hide how it ended."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
+        # A library that waits for lost ranks would hang or abort, and hide how this one ended.
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError):
                 stream.flush()
         os._exit(code)
+    return code
 
 
 def _ended(arguments: list[str], interruption: Interruption) -> int:
@@ -94,17 +86,13 @@ def _ended(arguments: list[str], interruption: Interruption) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
     except OSError as error:
-        if error.errno not in _OF_THE_SYSTEM:
-            return _bug()
-        place = f": {error.filename}" if error.filename else ""
-        print(_one_line(f"mprun: {error.strerror}{place}"), file=sys.stderr)
-        return _OF_THE_SYSTEM[error.errno]
-    except Exception:  # a bug in mprun: shown with its traceback, exit code 1
-        return _bug()
-
-
-def _bug() -> int:
-    traceback.print_exc()
+        if error.errno in _OF_THE_SYSTEM:
+            place = f": {error.filename}" if error.filename else ""
+            print(_one_line(f"mprun: {error.strerror}{place}"), file=sys.stderr)
+            return _OF_THE_SYSTEM[error.errno]
+        traceback.print_exc()
+    except Exception:
+        traceback.print_exc()
     print("mprun: this is a bug in mprun", file=sys.stderr)
     return BUG
 
@@ -132,26 +120,38 @@ def _dispatch(arguments: list[str]) -> int:
         print(f"mprun: '{arguments[0]}' may be left out", file=sys.stderr)
         arguments = arguments[1:]
     if arguments and (verb := verbs().get(arguments[0])) is not None:
-        code: int = loaded(verb)(arguments[1:])
-        return code
+        return loaded(verb)(arguments[1:])
     if {"--help", "-h"} & set(arguments):
         return _help(arguments)
     options = _arguments().parse(arguments)
-    _check_belonging(options)
+    if (options.resolve or options.package) and options.cfg is None:
+        raise BadInput("--resolve, --package: only with --cfg")
+    if options.jobs is not None and not options.multirun:
+        raise BadInput(f"-j {options.jobs}: only a sweep (-m) runs several processes")
+    if options.stall_after is not None and not options.multirun:
+        raise BadInput(f"--stall-after {options.stall_after:g}: only a sweep (-m) watches its runs")
     if options.version:
         from mprun import __version__
 
         print(f"mprun {__version__}")
         return DONE
+    given, folder = options.overrides, options.config_dir
     if {options.shell_completion, options.cfg, options.info} != {None}:
-        return _show(options)
+        from mprun.cli.help import complete, show_config, show_info
+
+        if options.shell_completion is not None:
+            known = [name for one in _arguments()._actions for name in one.option_strings]
+            return complete(options.shell_completion, verbs(), known)
+        if options.cfg is not None:
+            return show_config(options.cfg, given, folder, options.package)
+        return show_info(options.info, given, folder)
     if options.multirun:
         if place_from() is not None:
             raise BadInput("-m: a sweep starts the ranks of its runs itself; start it once, alone")
         from mprun.sweep import STALL_AFTER_S, sweep
 
         stall_after = STALL_AFTER_S if options.stall_after is None else options.stall_after
-        return sweep(options.overrides, options.config_dir, options.jobs, stall_after, _curves)
+        return sweep(given, folder, options.jobs, stall_after, _curves)
     return _run(options)
 
 
@@ -174,22 +174,10 @@ def _help(arguments: list[str]) -> int:
     options, _ = _arguments().parse_known_args(others)
     asked = [word for word in options.overrides if "=" not in word and not word.startswith("~")]
     if asked and asked[0] in verbs().keys() - {*GROUPS, "compare"}:
-        code: int = loaded(verbs()[asked[0]])(["--help"])
-        return code
+        return loaded(verbs()[asked[0]])(["--help"])
     pages = [key_help(word, verbs(), options.config_dir) for word in asked]
     print("\n".join(pages) or help_text(verbs(), _arguments(), options.config_dir), end="")
     return DONE
-
-
-def _show(options: argparse.Namespace) -> int:
-    from mprun.cli.help import complete, show_config, show_info
-
-    if options.shell_completion is not None:
-        known = [name for one in _arguments()._actions for name in one.option_strings]
-        return complete(options.shell_completion, verbs(), known)
-    if options.cfg is not None:
-        return show_config(options.cfg, options.overrides, options.config_dir, options.package)
-    return show_info(options.info, options.overrides, options.config_dir)
 
 
 def _run(options: argparse.Namespace) -> int:
@@ -209,13 +197,16 @@ def _run(options: argparse.Namespace) -> int:
         )
     if (devices := _to_start(config, place)) > 1:
         return _launched(overrides, devices, config, options.config_dir, place)
-    from mprun.record.run_record import read_record
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if place is not None and again:  # by torchrun
+        from mprun.distributed.group import previous_directory
+        from mprun.record.run_record import read_record
 
-    if place is not None and (before := _restarted(place)) is not None:
-        status = read_record(Path(before), "status")["status"]
-        if status in ("done", "diverged"):  # a result, but torchrun takes it for a failure
-            return STATUS_EXIT_CODE[status]
-        return _resumed((*_lasting(overrides), f"resume={before}"), before, None, place)
+        if (before := previous_directory(place)) is not None:
+            status = read_record(Path(before), "status")["status"]
+            if status in ("done", "diverged"):  # a result, but torchrun takes it for a failure
+                return STATUS_EXIT_CODE[status]
+            return _resumed((*_lasting(overrides), f"resume={before}"), before, None, place)
     from mprun.training.run import start
 
     return start(composed, place)
@@ -244,10 +235,9 @@ def _to_start(config: "RunConfig", place: RankInfo | None) -> int:
     if place is not None:
         return place.devices if place.rank is None else 1
     if config.nodes > 1:
-        raise BadInput(
-            f"nodes={config.nodes}: nothing says which machine this is; start it by srun, or by "
-            f"torchrun --nnodes {config.nodes} --nproc-per-node {config.devices} -m mprun"
-        )
+        by = f"torchrun --nnodes {config.nodes} --nproc-per-node {config.devices} -m mprun"
+        none = f"nodes={config.nodes}: nothing says which machine this is"
+        raise BadInput(f"{none}; start it by srun, or by {by}")
     if config.devices != "auto":
         return int(config.devices)
     from mprun.training.run import resolve_device
@@ -273,24 +263,6 @@ def _launched(
     place: RankInfo | None,
 ) -> int:
     from mprun.distributed.launch import launch
-
-    lasting = _lasting(overrides)
-    _check_room(config, devices)
-    given = {override.partition("=")[0] for override in overrides}
-    own = [] if "devices" in given and config.devices == str(devices) else [f"devices={devices}"]
-    return launch(
-        [*overrides, *own],
-        devices,
-        config_dir=config_dir,
-        place=place,
-        restarts=config.restarts,
-        kept=lasting,
-        module="mprun.sweep.child",
-    )
-
-
-def _check_room(config: "RunConfig", devices: int) -> None:
-    """Raise BadInput for more ranks than this machine can hold."""
     from mprun.sweep.gpus import available_cores
     from mprun.training.run import resolve_device
 
@@ -302,6 +274,17 @@ def _check_room(config: "RunConfig", devices: int) -> None:
         what = f"{most} GPUs"
     if devices > most:
         raise BadInput(f"devices={devices}: this machine has {what} (allowed: 1 to {most}, auto)")
+    given = {override.partition("=")[0] for override in overrides}
+    own = [] if "devices" in given and config.devices == str(devices) else [f"devices={devices}"]
+    return launch(
+        [*overrides, *own],
+        devices,
+        config_dir=config_dir,
+        place=place,
+        restarts=config.restarts,
+        kept=_lasting(overrides),
+        module="mprun.sweep.child",
+    )
 
 
 def _lasting(overrides: tuple[str, ...]) -> tuple[str, ...]:
@@ -309,15 +292,6 @@ def _lasting(overrides: tuple[str, ...]) -> tuple[str, ...]:
     from mprun.config.user_code import is_factory
 
     return tuple(o for o in overrides if is_factory(o) or o.partition("=")[0] in _OF_RANKS)
-
-
-def _restarted(place: RankInfo) -> str | None:
-    """Return the run that torchrun has restarted, or None."""
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
-        return None
-    from mprun.distributed.group import previous_directory
-
-    return previous_directory(place)
 
 
 def _announce(text: str) -> None:
@@ -353,16 +327,6 @@ def _seconds(text: str) -> float:
     if not text.isdecimal() or int(text[:12]) > 10**9:
         raise BadInput(f"--stall-after {text}: must be seconds >= 0 (0: never)")
     return float(text)
-
-
-def _check_belonging(options: argparse.Namespace) -> None:
-    """Raise BadInput for an option without the option that it belongs to."""
-    if (options.resolve or options.package) and options.cfg is None:
-        raise BadInput("--resolve, --package: only with --cfg")
-    if options.jobs is not None and not options.multirun:
-        raise BadInput(f"-j {options.jobs}: only a sweep (-m) runs several processes")
-    if options.stall_after is not None and not options.multirun:
-        raise BadInput(f"--stall-after {options.stall_after:g}: only a sweep (-m) watches its runs")
 
 
 if __name__ == "__main__":

@@ -1,14 +1,10 @@
-"""`mprun doctor`: the facts of this machine, and the effect of each precision mode on it.
-
-It imports torch only to answer, so that help and bad input do not wait for it.
-"""
+"""`mprun doctor`: the facts of this machine, and the effect of each precision mode on it."""
 
 import json
-import os
-import textwrap
 
-from mprun.cli.arguments import Arguments
-from mprun.errors import DONE, BadInput
+from mprun.cli.arguments import Arguments, hanging
+from mprun.config.option_files import folders
+from mprun.errors import DONE
 
 # Keys of --json, in this order and on every machine; "works" is null if it was not tested.
 KEYS = {
@@ -42,14 +38,10 @@ _WHY_EMULATED = (
     "native CPU kernels add some gradients up in 16 bits and, in FP16, take 10 to 60 times "
     "as long (cpu_half=native selects them)"
 )
-_WIDTH = 80
 
 
 def main(arguments: list[str]) -> int:
-    """Print devices, kernels, flags and the effect of each mode here; always exit code 0.
-
-    Raises BadInput for an unknown argument or a missing folder.
-    """
+    """Print devices, kernels, flags and the effect of each mode here; always exit code 0."""
     keys = [f"  {key:<21}{text}" for key, text in KEYS.items()]
     parser = Arguments("doctor", _WHAT, "\n".join(["keys of --json:", *keys]))
     help_json = 'one JSON object instead of the page; "works": null is not tested'
@@ -57,9 +49,8 @@ def main(arguments: list[str]) -> int:
     help_dir = "also the modes of DIR/precision/*.yaml"
     parser.add_argument("--config-dir", metavar="DIR", help=help_dir)
     options = parser.parse(arguments)
-    if options.config_dir is not None and not os.path.isdir(options.config_dir):
-        raise BadInput(f"--config-dir {options.config_dir}: no such folder")
-    from mprun.cli.machine import machine_facts
+    folders(options.config_dir)
+    from mprun.cli.machine import machine_facts  # it imports torch
 
     facts = machine_facts(options.config_dir)
     print(json.dumps(facts, indent=1, allow_nan=False) if options.json else page(facts))
@@ -88,9 +79,8 @@ def _rows(facts: dict) -> list[tuple[str, str]]:
     rows = [(f"GPU {gpu['index']}", _gpu(gpu)) for gpu in facts["gpus"]]
     if facts["why_no_gpu"] is not None:
         rows.append(("device", f"no GPU that torch can use ({facts['why_no_gpu']})"))
-    cores, threads = machine["cpu_count"], machine["threads"]
-    memory = _gib(machine["memory_bytes"])
-    rows.append(("CPU", f"{machine['cpu']}, {cores} cores, {threads} threads, {memory}"))
+    counts = f"{machine['cpu_count']} cores, {machine['threads']} threads"
+    rows.append(("CPU", f"{machine['cpu']}, {counts}, {_gib(machine['memory_bytes'])}"))
     versions = ", ".join(f"{name} {version}" for name, version in machine["packages"].items())
     rows.append(("versions", f"python {machine['python']}, {versions}"))
     commit = f"commit {machine['commit']}" if machine["commit"] else "installed"
@@ -99,24 +89,22 @@ def _rows(facts: dict) -> list[tuple[str, str]]:
     onednn = "oneDNN" if cpu["onednn"] else "no oneDNN"
     units = ", ".join(cpu["units_16_bit"]) or "none"
     rows.append(("CPU kernels", f"{cpu['capability']}, {onednn}, 16-bit units: {units}"))
-    if facts["kernels"]["cuda"] is not None:
-        rows.append(("CUDA", _cuda(facts["kernels"]["cuda"])))
+    if (cuda := facts["kernels"]["cuda"]) is not None:
+        names = ", ".join(f"{'' if cuda[key] else 'no '}{key.upper()}" for key in ("tf32", "bf16"))
+        driver = f"driver {cuda['driver'] or 'unknown'}"
+        rows.append(("CUDA", f"{cuda['version']}, {driver}, cuDNN {cuda['cudnn']}, {names}"))
     graph = _answer(facts["cuda_graph"], "a training step is captured, and replays alike")
+    names, found = facts["ranks"]["backends"], facts["ranks"]["environment"]
+    backends = ", ".join(f"{name} {v}".strip() for name, v in names.items()) or "none"
+    here = "started by nobody" if found is None else f"rank {found['rank']} of {found['world']}"
     return [
         *rows,
         *_by_optimizer("fused updates", facts["fused_updates"], "yes"),
         *_by_optimizer("single pass", facts["single_pass"], "self-test passed"),
         ("CUDA graph", graph),
-        ("several ranks", _ranks(facts["ranks"], len(facts["gpus"]))),
+        ("several ranks", f"{backends}; {len(facts['gpus'])} GPUs; {here}"),
         ("NVML", _nvml(facts["nvml"])),
     ]
-
-
-def _ranks(ranks: dict, gpus: int) -> str:
-    backends = ", ".join(f"{name} {v}".strip() for name, v in ranks["backends"].items()) or "none"
-    found = ranks["environment"]
-    here = "started by nobody" if found is None else f"rank {found['rank']} of {found['world']}"
-    return f"{backends}; {gpus} GPUs; {here}"
 
 
 def _by_optimizer(title: str, answers: dict, yes: str) -> list[tuple[str, str]]:
@@ -145,12 +133,6 @@ def _gpu(gpu: dict) -> str:
     )
 
 
-def _cuda(cuda: dict) -> str:
-    names = ", ".join(f"{'' if cuda[key] else 'no '}{key.upper()}" for key in ("tf32", "bf16"))
-    driver = cuda["driver"] or "unknown"
-    return f"{cuda['version']}, driver {driver}, cuDNN {cuda['cudnn']}, {names}"
-
-
 def _nvml(nvml: dict) -> str:
     if not nvml["works"]:
         return f"no: {nvml['why']}"
@@ -169,12 +151,4 @@ def _gib(size: int) -> str:
 
 
 def _wrapped(start: str, text: str) -> str:
-    """Put `text` after `start`, with its further lines below the first."""
-    return textwrap.fill(
-        text,
-        _WIDTH,
-        initial_indent=start,
-        subsequent_indent=" " * len(start),
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return hanging(text, 80, len(start), start)

@@ -1,7 +1,6 @@
 """`mprun --help`, `--cfg`, `--info` and shell completion: they show options and run nothing.
 
-Hydra is only imported when a configuration is composed: the page and completion do not wait for
-it. The page lists the contents of option files, schema and parser; only examples are typed here.
+Hydra is only imported when a configuration is composed.
 """
 
 import argparse
@@ -12,21 +11,18 @@ import textwrap
 from collections.abc import Collection
 from contextlib import redirect_stdout, suppress
 from io import StringIO
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 
 from mprun.cli.arguments import filled
-from mprun.config.components import NETWORKS, SOURCES
+from mprun.config.components import COMPONENTS
 from mprun.config.fields import did_you_mean, key_called, nearest
 from mprun.config.keys import FIELDS, Meaning, meanings, role_of
 from mprun.config.option_files import conf_dir, named, option_files, values_in_files, what_it_is
 from mprun.entry_points import loaded, source_of
 from mprun.errors import DONE, BadInput
 from mprun.record.console import columns
-
-if TYPE_CHECKING:
-    from mprun.config.compose import Composed
 
 _EXAMPLES = """\
 mprun: what does lower precision do to a training run, compared with FP32?
@@ -67,32 +63,19 @@ BY_OPTION = ("name", "kind")
 def help_text(
     verbs: dict[str, str], parser: argparse.ArgumentParser, config_dir: str | None = None
 ) -> str:
-    """Return the help page.
-
-    Args:
-        verbs: verb -> `module:function`.
-        parser: the parser of the options.
-        config_dir: the user's folder, whose options are listed too.
-    """
+    """Return the help page; verbs: verb -> `module:function`; parser: of the options."""
+    does = [f"  mprun {verb:<14} {_does(verbs[verb])}" for verb in verbs]
     parts = [
-        _EXAMPLES,
-        filled(
-            "\n".join(["Verbs", *(f"  mprun {verb:<14} {_does(verbs[verb])}" for verb in verbs)])
-        ),
-        "",
+        *(_EXAMPLES, filled("\n".join(["Verbs", *does])), ""),
         "Options\n" + parser.format_help().partition("options:\n")[2],
-        "\n".join(["Groups (group=option)", *(_group(name, config_dir) for name in GROUPS), ""]),
-        "\n".join(["Keys (key=value; --cfg job prints all of them)", *_keys(), ""]),
-        _END,
+        *("Groups (group=option)", *(_group(name, config_dir) for name in GROUPS), ""),
+        *("Keys (key=value; --cfg job prints all of them)", *_keys(), "", _END),
     ]
     return "\n".join(parts)
 
 
 def _does(function: str) -> str:
-    """Return what a verb does: the first line of its module, "`mprun VERB`: WHAT.".
-
-    The module is read, not imported, which would cost more than the page.
-    """
+    """Return what a verb does, from the first line of its module, which is not imported."""
     if (path := source_of(function)) is None:
         return "(cannot be imported)"
     with open(path, encoding="utf-8") as file:
@@ -100,11 +83,7 @@ def _does(function: str) -> str:
 
 
 def key_help(word: str, verbs: Collection[str], config_dir: str | None = None) -> str:
-    """Return the meaning of the key `word`, or the keys of the group.
-
-    Raises:
-        BadInput: No key and no group has this name.
-    """
+    """Return the meaning of the key `word`, or the keys of the group; BadInput if it is neither."""
     if word in (*GROUPS, "compare") or any(key.startswith(f"{word}.") for key in FIELDS):
         return _keys_of(word, verbs, config_dir)
     key = word if word in FIELDS else word.rpartition(".")[0]
@@ -120,11 +99,10 @@ def key_help(word: str, verbs: Collection[str], config_dir: str | None = None) -
 def _meaning(key: str, meaning: Meaning, config_dir: str | None) -> str:
     group, _, field = key.rpartition(".")
     files: dict[str, list[str]] = {}
-    for option, value in values_in_files(group, field, config_dir).items() if group else ():
-        files.setdefault("null" if value is None else str(value), []).append(option)
+    if group not in ("", "model", "data"):  # of these an option file is that of one variant
+        for option, value in values_in_files(group, field, config_dir).items():
+            files.setdefault("null" if value is None else str(value), []).append(option)
     in_files = [f"{value} in {', '.join(options)}" for value, options in files.items()]
-    if group in ("model", "data"):  # an option file belongs to one of several variants
-        in_files = []
     rows = {
         f"of {group}": ", ".join(meaning.variants),
         "type": meaning.kind,
@@ -231,13 +209,7 @@ _LISTS = {"--modes": "precision", "--mode": "precision", "--scalers": "scaler"}
 
 
 def complete(request: str, verbs: dict[str, str], options: list[str]) -> int:
-    """Run `-sc install=bash|zsh|fish`, `uninstall=` or `query=`: shell completion.
-
-    Args:
-        request: the value of -sc.
-        verbs: verb -> `module:function`.
-        options: the options of mprun itself.
-    """
+    """Run `-sc install=bash|zsh|fish`, `uninstall=` or `query=`: shell completion."""
     what, _, shell = request.partition("=")
     if what not in ("install", "uninstall", "query"):
         raise BadInput(f"-sc {request}: must be install=SHELL, uninstall=SHELL or query=SHELL")
@@ -257,20 +229,22 @@ def completions(line: str, verbs: dict[str, str], options: list[str]) -> list[st
     """Return the words that the last one of `line` may become; none if it is a path."""
     words = line.split()[1:]
     word = words.pop() if words and not line[-1:].isspace() else ""
-    verb = words[0] if words and words[0] in verbs else None
-    config_dir = next((b for a, b in zip(words, words[1:], strict=False) if a in _DIR), None)
-    if config_dir is not None and not os.path.isdir(config_dir):
-        config_dir = None
+    pairs = zip(words, words[1:], strict=False)
+    config_dir = next((b for a, b in pairs if a in _DIR and os.path.isdir(b)), None)
     before = words[-1] if words else ""
-    found: list[str] = []
-    if before in _LISTS:
-        found = _listed(word, list(option_files(_LISTS[before], config_dir)))
-    elif before in _DIR or before == "--out":
+    if before in (*_DIR, "--out"):
         return []
-    elif word.startswith("-"):
-        found = _options_of(verbs[verb], words[1:]) if verb else options
+    if before in _LISTS:
+        known = _listed(word, list(option_files(_LISTS[before], config_dir)))
+        return [one for one in known if one.startswith(word)]
+    page = _page_of(verbs[words[0]], words[1:]) if words and words[0] in verbs else None
+    if word.startswith("-"):
+        of_verb = set(re.findall(r"^  .*?(--[a-z-]+)", page or "", re.MULTILINE))
+        found = options if page is None else sorted(of_verb)
     else:
-        takes = _taken_by(verbs[verb], words[1:]) if verb else ["KEY=VALUE"]
+        # As the usage of a verb says: `[MODE|RUN|KEY=VALUE ...]`.
+        usage = re.search(r"\[(\S+) \.\.\.\]$", (page or "").partition("\n\n")[0])
+        takes = usage[1].split("|") if usage else ["KEY=VALUE"] * (page is None)
         first = list(option_files("precision", config_dir)) if "MODE" in takes else []
         first += [] if words else list(verbs)
         keys = _overrides(word, words, config_dir) if "KEY=VALUE" in takes else []
@@ -279,11 +253,6 @@ def completions(line: str, verbs: dict[str, str], options: list[str]) -> list[st
 
 
 _DIR = ("--config-dir", "-cd")
-
-
-def _options_of(verb: str, words: list[str]) -> list[str]:
-    """Return the options of a verb, from its help page."""
-    return sorted(set(re.findall(r"^  .*?(--[a-z-]+)", _page_of(verb, words), re.MULTILINE)))
 
 
 def _page_of(verb: str, words: list[str]) -> str:
@@ -297,19 +266,17 @@ def _page_of(verb: str, words: list[str]) -> str:
     return page.getvalue()
 
 
-def _taken_by(verb: str, words: list[str]) -> list[str]:
-    """Return what a verb takes beside options, as its usage says: `[MODE|RUN|KEY=VALUE ...]`."""
-    found = re.search(r"\[(\S+) \.\.\.\]$", _page_of(verb, words).partition("\n\n")[0])
-    return found[1].split("|") if found else []
-
-
 def _overrides(word: str, words: list[str], config_dir: str | None) -> list[str]:
     """Return `model=`, `optim.`, `optim.lr=` and, after `=`, the known values."""
     key, equals, values = word.partition("=")
     if equals:
         return [f"{key}={value}" for value in _listed(values, _values(key, config_dir))]
-    own = {**_fields_of("model", NETWORKS, words, config_dir)}
-    own |= _fields_of("data", SOURCES, words, config_dir)
+    own = {}  # group -> the fields of the option chosen on the line
+    for group in ("model", "data"):
+        chosen = [word.partition("=")[2] for word in words if word.startswith(f"{group}=")]
+        name = named(group, config_dir).get(chosen[-1]) if chosen else None
+        if (component := COMPONENTS[group][0].get(name)) is not None:
+            own[group] = tuple(component.config.__dataclass_fields__)
     found = [f"{group}=" for group in GROUPS]
     for name in FIELDS:
         group, _, last = name.rpartition(".")
@@ -318,15 +285,6 @@ def _overrides(word: str, words: list[str], config_dir: str | None) -> list[str]
             dot = name.find(".", len(word))
             found.append(name[: dot + 1] if dot > 0 else f"{name}=")
     return list(dict.fromkeys(found))
-
-
-def _fields_of(
-    group: str, components: dict[str, Any], words: list[str], config_dir: str | None
-) -> dict[str, tuple[str, ...]]:
-    """Return {group: fields of the option chosen on the line}, or {} without one."""
-    chosen = [word.partition("=")[2] for word in words if word.startswith(f"{group}=")]
-    found = components.get(named(group, config_dir).get(chosen[-1], "")) if chosen else None
-    return {} if found is None else {group: tuple(found.config.__dataclass_fields__)}
 
 
 def _values(key: str, config_dir: str | None) -> list[str]:
@@ -355,12 +313,17 @@ def show_config(what: str, overrides: list[str], config_dir: str | None, package
     from mprun.config.compose import compose_config
 
     composed = compose_config(overrides, config_dir, files=False)
-    if what == "job":
-        print(yaml.safe_dump(_part(composed, package), sort_keys=False), end="")
-        return DONE
-    if what not in ("hydra", "all"):
+    if what in ("hydra", "all"):
+        return _by_hydra(["--cfg", what], overrides, config_dir)
+    if what != "job":
         raise BadInput(f"--cfg {what}: must be one of job, hydra, all")
-    return _by_hydra(["--cfg", what], overrides, config_dir)
+    tree: Any = composed.as_dict()
+    for key in package.split(".") if package else ():
+        if not isinstance(tree, dict) or key not in tree:
+            raise BadInput(f"--package {package}: no such part of the configuration")
+        tree = tree[key]
+    print(yaml.safe_dump(tree, sort_keys=False), end="")
+    return DONE
 
 
 def show_info(what: str, overrides: list[str], config_dir: str | None) -> int:
@@ -371,15 +334,6 @@ def show_info(what: str, overrides: list[str], config_dir: str | None) -> int:
 
     compose_config(overrides, config_dir, files=False)
     return _by_hydra(["--info", what], overrides, config_dir)
-
-
-def _part(composed: "Composed", package: str) -> Any:
-    tree: Any = composed.as_dict()
-    for key in package.split(".") if package else ():
-        if not isinstance(tree, dict) or key not in tree:
-            raise BadInput(f"--package {package}: no such part of the configuration")
-        tree = tree[key]
-    return tree
 
 
 def _by_hydra(flag: list[str], overrides: list[str], config_dir: str | None) -> int:

@@ -16,7 +16,6 @@ from mprun.errors import BadInput
 from mprun.execution.graphed_step import why_no_replay_on
 from mprun.precision import (
     ForwardContext,
-    PrecisionPolicy,
     get_policy,
     pin_math_flags,
     read_math_flags,
@@ -24,27 +23,25 @@ from mprun.precision import (
     why_unsupported,
 )
 from mprun.precision.emulation import PRODUCTS
-from mprun.precision.torch_update import has_fused_kernel
+from mprun.precision.torch_update import RULES, has_fused_kernel
 from mprun.precision.update_choice import why_not_on
 from mprun.record.energy import PowerMeter, meter_of
 from mprun.training.environment import environment
 
-_RULES = ("sgd", "adam", "adamw", "adagrad")
 _NO_SINGLE_PASS = "its kernels need a GPU; a CPU runs torch's fused update in blocks"
 
 
 def machine_facts(config_dir: str | None = None) -> dict:
     """Return the facts that `mprun doctor --json` prints; `mprun.cli.doctor.KEYS` has their keys.
 
-    config_dir: another folder of the user's options, for its modes. It pins this process's numeric
-    flags as a run in FP32 does. On a GPU it compiles and runs small kernels and waits for them; a
-    failure there is an answer and raises nothing.
+    It pins this process's numeric flags as a run in FP32 does. On a GPU it compiles and runs small
+    kernels and waits for them; a failure there is an answer and raises nothing.
     """
     device, why_no_gpu = _device()
     stock = read_math_flags()
     pin_math_flags("ieee")
     flags = read_math_flags()
-    meter = meter_of(device)
+    meter, emulated = meter_of(device), sorted({*PRODUCTS, "gru", "lstm", "rnn"})
     return {
         "device": str(device),
         "why_no_gpu": why_no_gpu,
@@ -52,16 +49,16 @@ def machine_facts(config_dir: str | None = None) -> dict:
         # Before the steps below use its memory.
         "gpus": [] if why_no_gpu else [_gpu(i) for i in range(torch.cuda.device_count())],
         "kernels": {"cpu": _cpu_kernels(), "cuda": _cuda_kernels(device, meter)},
-        "fused_updates": {rule: _asked(partial(_why_not_fused, rule, device)) for rule in _RULES},
+        "fused_updates": {rule: _asked(partial(_why_not_fused, rule, device)) for rule in RULES},
         "single_pass": {
             rule: _on_gpu(device, partial(why_not_on, device, rule), _NO_SINGLE_PASS)
-            for rule in _RULES
+            for rule in RULES
         },
         "cuda_graph": _on_gpu(device, partial(why_no_replay_on, device), "needs a GPU"),
         "ranks": _ranks(),
         "nvml": _nvml(meter),
         "modes": modes(device, config_dir),
-        "emulated_operations": _emulated_operations() if device.type == "cpu" else [],
+        "emulated_operations": emulated if device.type == "cpu" else [],
         "flags": {name: {"pinned": v, "stock": stock[name]} for name, v in flags.items()},
     }
 
@@ -86,12 +83,15 @@ def modes(device: torch.device, config_dir: str | None = None) -> dict[str, dict
 
 
 def _verdict(name: str, device: torch.device, config_dir: str | None) -> tuple[str, str]:
-    try:
-        policy = _policy(name, config_dir)
+    try:  # mprun's mode straight from its file; a user's is checked, as for a run
+        if name in mode_files():
+            policy = get_policy(name)
+        else:
+            composed = compose_config([f"precision={name}"], config_dir, files=False)
+            policy = policy_from(composed.config.precision)
     except BadInput as error:
         return "refused", str(error)
-    refusal = why_unsupported(policy, device)
-    if refusal is not None:
+    if (refusal := why_unsupported(policy, device)) is not None:
         return "refused", refusal
     if not policy.formats:
         tf32 = policy.fp32_math == "tf32"
@@ -99,24 +99,15 @@ def _verdict(name: str, device: torch.device, config_dir: str | None) -> tuple[s
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         no_lstm = _asked(partial(why_no_lstm, policy, device))["why"]
+    kind = ForwardContext(policy, device).kind()
     if device.type == "cpu":
-        kind = ForwardContext(policy, device).kind()
         missing = "; cpu_half=native has no LSTM here" if no_lstm else ""
         return "emulated", f"{kind} products: FP32 sums, rounded once on store{missing}"
     # Tensor Cores came with compute capability 7.0 (NVIDIA Volta).
     cores = torch.cuda.get_device_capability(device) >= (7, 0)
     where = "on Tensor Cores" if cores else "without Tensor Cores (compute capability below 7.0)"
     missing = f"; model=lstm_lm refused: {no_lstm}" if no_lstm else ""
-    kind = ForwardContext(policy, device).kind()
     return "honoured", f"{kind} products {where}, FP32 sums{missing}"
-
-
-def _policy(name: str, config_dir: str | None) -> PrecisionPolicy:
-    """Read mprun's mode straight from its file; check a user's mode, as for a run."""
-    if name in mode_files():
-        return get_policy(name)
-    composed = compose_config([f"precision={name}"], config_dir, files=False)
-    return policy_from(composed.config.precision)
 
 
 def _device() -> tuple[torch.device, str | None]:
@@ -210,10 +201,6 @@ def _nvml(meter: PowerMeter) -> dict:
     # Without the GPU each reading would only repeat that.
     missing = dict(meter.why) if why is None else {}
     return {"works": why is None, "why": why, **values, "missing": missing}
-
-
-def _emulated_operations() -> list[str]:
-    return sorted({*PRODUCTS, "gru", "lstm", "rnn"})
 
 
 def _reason(error: Exception) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 
 from mprun.compare.findings import OUTCOMES, Arm, RunData
 from mprun.config.keys import flat, with_later_keys
+from mprun.entry_points import hint_of
 from mprun.errors import BadInput, Damaged
 from mprun.numerics.post_mortem import read_post_mortem
 from mprun.record.metrics_columns import read_columns
@@ -46,8 +47,8 @@ def load_runs(
     runs, notes = [], []
     for directory in found.values():
         record = read_run_record(directory)
-        if record.get("measured_for") == "advise":
-            notes.append(f"{directory}: left out, measured by mprun advise")
+        if "measured_for" in record:
+            notes.append(f"{directory}: left out, measured by mprun {record['measured_for']}")
         elif "config" in record:
             runs.append(load_run(directory, record))
         else:
@@ -220,7 +221,8 @@ def post_mortems(runs: Iterable[RunData]) -> list[str]:
         try:
             if (found := read_post_mortem(Path(run.path))) is not None:
                 lines = "; ".join(map(str, found["classification"]))
-                notes.append(f"seed {run.seed}: {lines}; see mprun explain {run.path}")
+                see = hint_of("explain", f"; see mprun explain {run.path}")
+                notes.append(f"seed {run.seed}: {lines}{see}")
         except Damaged as error:  # the verdict does not depend on it
             notes.append(f"seed {run.seed}: {error}")
     return notes

@@ -248,14 +248,12 @@ def config_from_record(record: dict, given: Vouched = NOTHING) -> RunConfig:
                 root[group] = OmegaConf.structured(components[name].config)
         config: Any = OmegaConf.to_object(OmegaConf.merge(root, record))
     except (KeyError, TypeError, AttributeError, ValueError, OmegaConfBaseException) as error:
+        where = f"config.yaml: {getattr(error, 'full_key', None) or ''}".rstrip(": ")
         reason = str(error).splitlines()[0]
-        key = getattr(error, "full_key", None)
-        where = f"config.yaml: {key}" if key else "config.yaml"
         raise BadInput(f"{where} does not fit this version of mprun: {reason}") from None
     _fill_compare(config)
     check(config)
-    checked: RunConfig = config
-    return checked
+    return config
 
 
 def _no_interpolation(value: object, key: str = "config.yaml") -> None:

@@ -6,7 +6,7 @@ broken rule as one line that names the key, the value and what is allowed.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -90,13 +90,14 @@ from_zero = partial(ranged, at_least=0.0)
 positive = partial(ranged, above=0.0)
 
 
-def one_of(choices: str | tuple, doc: str, default: Any = _FIRST, **more: Any) -> Any:
+def one_of(choices: str | Collection, doc: str, default: Any = _FIRST, **more: Any) -> Any:
     """Declare one of the words of `choices`, or of its values (or null, if the type allows it).
 
     default: the first of them if not set. doc, more: as for `setting`.
     """
     known = tuple(choices.split()) if isinstance(choices, str) else choices
-    return setting(known[0] if default is _FIRST else default, doc, choices=known, **more)
+    first = next(iter(known), None)
+    return setting(first if default is _FIRST else default, doc, choices=known, **more)
 
 
 def is_label(text: str) -> bool:

@@ -401,7 +401,7 @@ def why_no_graph(config: RunConfig, device: str) -> str | None:
     if world_of(config) != 1:
         return f"devices={config.devices}: ranks exchange gradients in a step"
     if kind_of(config.model).streams and (parts := config.train.accumulate) > 1:
-        return f"train.accumulate={parts} carries a language model's state on inside the step"
+        return f"train.accumulate={parts} with a language model carries its state on in the step"
     if config.data.component.several_shapes:
         return f"data={config.data.name}: batches differ in length, a graph has one shape"
     return None

@@ -365,7 +365,7 @@ class NumericsConfig:
         0, "Also compute the steps divisible by this in FP32, from the same weights; 0: never"
     )
     keep_failure: bool = setting(
-        True, "Keep the state before a failing step, for mprun explain to replay"
+        True, "Keep the state before a failing step, to replay it and find the cause"
     )
 
 

@@ -12,6 +12,7 @@ from itertools import pairwise, takewhile
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from mprun.entry_points import hint_of
 from mprun.errors import Damaged
 from mprun.record.console import markdown_table
 from mprun.record.run_directory import write_json
@@ -189,7 +190,7 @@ def _markdown(content: dict, rows: list[dict]) -> str:
             f"{kept['replayed_from']}: {same})."
         )
     explain = "`mprun explain` on this directory replays that step and looks for the cause."
-    lines += ["", explain, ""]
+    lines += ["", hint_of("explain", explain), ""]
     norms = sorted({name for row in rows for name in row if name.endswith("grad_norm")})
     header, table = ["step", "loss", "loss scale", "skipped", *norms], []
     for row in rows:

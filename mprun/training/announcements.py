@@ -15,6 +15,7 @@ from mprun.config.option_files import option_files
 from mprun.config.overrides import without
 from mprun.config.schema import RunConfig, ScalerConfig
 from mprun.data.source import Source
+from mprun.entry_points import hint_of
 from mprun.errors import MprunError
 from mprun.record.console import DATA_BOUND
 from mprun.record.run_record import Outcome, read_record
@@ -24,9 +25,9 @@ _LONG_ENOUGH_S = 20.0
 
 
 def tell(*lines: str | None) -> None:
-    """Print the lines that are not None."""
+    """Print the lines that are neither None nor empty."""
     for line in lines:
-        if line is not None:
+        if line:
             print(f"mprun: {line}", file=sys.stderr)
 
 
@@ -79,7 +80,7 @@ def tell_ending(directory: Path, source: Source, outcome: Outcome, record: dict)
     done = outcome.status == "done" and "measured_for" not in record
     tell(
         cause,
-        f"to find the cause: mprun explain {directory}" if diverged else None,
+        hint_of("explain", f"to find the cause: mprun explain {directory}") if diverged else None,
         f"to go on: mprun resume={directory}" if outcome.status == "preempted" else None,
         data_bound(source, outcome.data_wait, record["seconds"]),
         replaced_line(record["data"]),

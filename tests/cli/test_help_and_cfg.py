@@ -60,7 +60,7 @@ def test_help_of_a_key(capsys):
     text = page(capsys, "--help", "scaler.growth_interval")
     assert text.startswith("scaler.growth_interval Clean steps since the start")
     assert "type whole number or null" in text and "allowed >= 1 and < 2^31" in text
-    assert "2000 in apex, dynamic," in text and "read by scaler.kind=dynamic" in text
+    assert "2000 in apex, dynamic," in text and "of scaler dynamic" in text
     assert "in the configuration hash; runs that are compared must agree in it" in text
 
 
