@@ -43,7 +43,15 @@ _FLAGS = {
     "--higher-is-better": "the --tag is an accuracy or a score (--margin is then absolute)",
     "--lower-is-better": "the --tag is neither (the default for loss, error, perplexity)",
     "--paired": "runs of --tag are in the order of the same seeds in every label",
+    "--json": "print results.json instead of a table",
+    "--markdown": "print report.md instead of a table",
 }
+_BASELINE = """the runs of this precision mode, or below this path, are the baseline (default: the
+mode that the runs' compare.baseline names, fp32)"""
+_MARGIN = """another margin than compare.margin: relative (0.01 = 1 %%) for losses and distances,
+percentage points for top1 and top5 (the report says so)"""
+_LOOKS = """verdicts at these numbers of seeds, with an error rate of 5 %% (normal noise) over all
+looks"""
 
 # Arguments of `mprun.compare.compare` with the same name; the first ones for runs of mprun.
 JUDGING = ("baseline", "allow", "metric", "margin", "looks", "absolute")
@@ -80,14 +88,12 @@ def parse(words: Sequence[str]) -> Namespace:
     add("paths", nargs="*", metavar="PATH", help="with --tag: LABEL=PATH[,PATH...], a path a run")
     add_judging(arguments)
     add("--tag", metavar="NAME", help="compare this scalar of other tools' logs")
-    what = "with --tag: the step counter, unless it is step, iteration or epoch"
-    add("--step", metavar="COLUMN", help=what)
-    what = "folder of the report (default: compare/ beside the runs)"
-    add("--out", type=Path, metavar="DIR", help=what)
+    step = "with --tag: the step counter, unless it is step, iteration or epoch"
+    add("--step", metavar="COLUMN", help=step)
+    out = "folder of the report (default: compare/ beside the runs)"
+    add("--out", type=Path, metavar="DIR", help=out)
     for flag, what in _FLAGS.items():
         add(flag, action="store_true", help=what)
-    add("--json", action="store_true", help="print results.json instead of a table")
-    add("--markdown", action="store_true", help="print report.md instead of a table")
     options = arguments.parse(list(words))
     if not options.paths:
         arguments.error("needs at least one PATH, e.g. outputs")
@@ -99,20 +105,14 @@ def parse(words: Sequence[str]) -> Namespace:
 def add_judging(arguments: Arguments) -> None:
     """Add the options of JUDGING."""
     add = arguments.add_argument
-    what = "the runs of this precision mode, or below this path, are the baseline (default: the "
-    what += "mode that the runs' compare.baseline names, fp32)"
-    add("--baseline", metavar="MODE|PATH", help=what)
-    what = "compare although these keys differ from the baseline's (the report says so)"
-    add("--allow", type=_keys, default=(), metavar="KEY[,KEY...]", help=what)
+    add("--baseline", metavar="MODE|PATH", help=_BASELINE)
+    allow = "compare although these keys differ from the baseline's (the report says so)"
+    add("--allow", type=_keys, default=(), metavar="KEY[,KEY...]", help=allow)
     add("--metric", metavar="NAME", help="another metric of the evaluation than compare.metric")
-    what = "another margin than compare.margin: relative (0.01 = 1 %%) for losses and distances, "
-    what += "percentage points for top1 and top5 (the report says so)"
-    add("--margin", type=checked_margin, metavar="X", help=what)
-    what = "verdicts at these numbers of seeds, with an error rate of 5 %% (normal noise) over all"
-    what += " looks"
-    add("--looks", type=_looks, default=[], metavar="3,5,10", help=what)
-    what = "the --margin is in the metric's own unit, not relative to the baseline"
-    add("--absolute", action="store_true", help=what)
+    add("--margin", type=checked_margin, metavar="X", help=_MARGIN)
+    add("--looks", type=_looks, default=[], metavar="3,5,10", help=_LOOKS)
+    absolute = "the --margin is in the metric's own unit, not relative to the baseline"
+    add("--absolute", action="store_true", help=absolute)
 
 
 def _keys(text: str) -> tuple[str, ...]:
@@ -138,10 +138,7 @@ def folder_beside(words: Sequence[str]) -> Path:
         common = common.parent
     elif common == Path(common.anchor):
         common = Path.cwd()
-    try:
-        return common.relative_to(Path.cwd())
-    except ValueError:
-        return common
+    return common.relative_to(Path.cwd()) if common.is_relative_to(Path.cwd()) else common
 
 
 def _all_match(comparison: Comparison) -> bool:

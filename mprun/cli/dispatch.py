@@ -15,21 +15,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from mprun import errors
 from mprun.cli.arguments import Arguments, number
 from mprun.distributed.rank_info import RankInfo, completed, place_from
 from mprun.entry_points import announced, loaded
-from mprun.errors import (
-    BAD_INPUT,
-    BUG,
-    DAMAGED,
-    DONE,
-    INTERRUPTED,
-    RESOURCE,
-    STATUS_EXIT_CODE,
-    BadInput,
-    MprunError,
-    needing,
-)
+from mprun.errors import BAD_INPUT, DONE, RESOURCE, BadInput, MprunError, needing
 from mprun.record.console import steady_terminal
 from mprun.training.signals import Interruption, Stopped
 
@@ -72,15 +62,17 @@ def _ended(arguments: list[str], interruption: Interruption) -> int:
         return code
     except MprunError as error:
         # A damaged file is named in full, however long its path.
-        longest = 600 if error.exit_code == DAMAGED else 200
+        longest = 600 if error.exit_code == errors.DAMAGED else 200
         print(_one_line(f"mprun: {error}", longest), file=sys.stderr)
         return error.exit_code
     except SystemExit as ended:  # argparse, after a help page
         return int(ended.code or DONE)
     except Stopped as stopped:
-        return INTERRUPTED if str(stopped) == "SIGINT" else 128 + signal.Signals[str(stopped)]
+        return (
+            errors.INTERRUPTED if str(stopped) == "SIGINT" else 128 + signal.Signals[str(stopped)]
+        )
     except KeyboardInterrupt:
-        return INTERRUPTED
+        return errors.INTERRUPTED
     except BrokenPipeError:
         # `mprun --help | head`: the reader of stdout has closed it, perhaps before the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -94,7 +86,7 @@ def _ended(arguments: list[str], interruption: Interruption) -> int:
     except Exception:
         traceback.print_exc()
     print("mprun: this is a bug in mprun", file=sys.stderr)
-    return BUG
+    return errors.BUG
 
 
 def _one_line(text: str, longest: int = 200) -> str:
@@ -205,7 +197,7 @@ def _run(options: argparse.Namespace) -> int:
         if (before := previous_directory(place)) is not None:
             status = read_record(Path(before), "status")["status"]
             if status in ("done", "diverged"):  # a result, but torchrun takes it for a failure
-                return STATUS_EXIT_CODE[status]
+                return errors.STATUS_EXIT_CODE[status]
             return _resumed((*_lasting(overrides), f"resume={before}"), before, None, place)
     from mprun.training.run import start
 

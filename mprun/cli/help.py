@@ -275,7 +275,7 @@ def _overrides(word: str, words: list[str], config_dir: str | None) -> list[str]
     for group in ("model", "data"):
         chosen = [word.partition("=")[2] for word in words if word.startswith(f"{group}=")]
         name = named(group, config_dir).get(chosen[-1]) if chosen else None
-        if (component := COMPONENTS[group][0].get(name)) is not None:
+        if (component := COMPONENTS[group][0].get(name or "")) is not None:
             own[group] = tuple(component.config.__dataclass_fields__)
     found = [f"{group}=" for group in GROUPS]
     for name in FIELDS:

@@ -85,6 +85,7 @@ def ranged(
 
 count = partial(ranged, at_least=1)  # a whole number from 1 on
 share = partial(ranged, at_least=0.0, below=1.0)  # a number from 0 up to but not including 1
+part = partial(ranged, at_least=0.0, at_most=1.0)
 fraction = partial(ranged, above=0.0, below=1.0)
 from_zero = partial(ranged, at_least=0.0)
 positive = partial(ranged, above=0.0)

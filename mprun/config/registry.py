@@ -198,7 +198,7 @@ network = partial(_registered, "model", Network)
 source = partial(_registered, "data", DataSource)
 optimizer = partial(_registered, "optim", UpdateRule)
 scaler = partial(_registered, "scaler", UpdateRule)
-precision = partial(_registered, "precision", Component)
+precision = partial(_registered, "precision", Component, builder="mprun.precision:build_policy")
 
 
 def task(name: str, **facts: Any) -> None:

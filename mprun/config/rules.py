@@ -200,7 +200,7 @@ def _precision(config: RunConfig) -> Iterator[str]:
         yield f"precision.update.rounding={rounding}: needs {needed} (BF16 weights, no masters)"
     update_dtype = "fp32" if rounding != "nearest" else precision.param_dtype
     if precision.master_dtype is None and precision.grad_dtype != update_dtype:
-        must = f"must be {update_dtype}, in which weights without masters are updated"
+        must = f"must be {update_dtype} without master weights, as their update is"
         yield f"precision.grad_dtype={precision.grad_dtype}: {must}"
     given = f"precision.reduce_dtype={precision.reduce_dtype}"
     if precision.reduce_dtype is not None and config.train.accumulate == 1:

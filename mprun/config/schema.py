@@ -28,6 +28,7 @@ from mprun.config.fields import (
     fraction,
     from_zero,
     one_of,
+    part,
     positive,
     ranged,
     setting,
@@ -54,20 +55,12 @@ class OptimConfig:
 
     name: str = one_of(OPTIMIZERS.keys(), "Which optimizer; optim=OPTION sets it", default="sgd")
     lr: float = positive(0.1, "Learning rate, the highest of its schedule")
-    weight_decay: float = from_zero(
-        0.0, "Weight decay: added to the gradient as L2; decoupled in adamw"
-    )
+    weight_decay: float = from_zero(0.0, "Added to the gradient as L2; decoupled in adamw")
     momentum: float | None = share(None, "Momentum; 0: plain SGD")
     nesterov: bool | None = setting(None, "Nesterov's form of momentum")
-    betas: list[float] | None = share(
-        None, "Decay of the moving averages of the gradient and of its square"
-    )
-    eps: float | None = from_zero(
-        None, "Added to the denominator; 2^-25 and below is 0 if the update is in FP16"
-    )
-    initial_accumulator: float | None = from_zero(
-        None, "Start value of the sum of squared gradients"
-    )
+    betas: list[float] | None = share(None, "Decay of the averages of the gradient and its square")
+    eps: float | None = from_zero(None, "Added to the denominator; up to 2^-25 it is 0 in FP16")
+    initial_accumulator: float | None = from_zero(None, "Start of the sum of squared gradients")
     implementation: str = one_of(
         "auto single_pass fused foreach loop",
         "How the update is computed; single_pass: cast, unscale, update, copy in one pass",
@@ -78,32 +71,20 @@ class OptimConfig:
     )
     warmup_updates: int = from_zero(0, "Updates in which the rate rises linearly to lr; 0: none")
     warmup_epochs: float = from_zero(0.0, "The same in epochs, instead of warmup_updates")
-    final_factor: float = ranged(
-        0.0,
-        "schedule=linear, cosine, polynomial: rate at the end as a share of lr",
-        at_least=0.0,
-        at_most=1.0,
+    final_factor: float = part(
+        0.0, "schedule=linear, cosine, polynomial: rate at the end as a share of lr"
     )
     power: float = positive(1.0, "schedule=polynomial: exponent of the remaining share of the run")
-    milestones: list[float] = fraction(
-        list, "schedule=step: shares of the run at which the rate drops"
-    )
+    milestones: list[float] = fraction(list, "schedule=step: shares of the run at which lr drops")
     gamma: float = fraction(0.1, "schedule=step, epoch_decay: factor of each drop")
-    constant_epochs: float | None = from_zero(
-        None, "schedule=epoch_decay: epochs before the first drop"
-    )
-    bias_lr_factor: float = positive(
-        1.0, "Learning rate of biases over that of weights; Caffe has 2"
-    )
+    constant_epochs: float | None = from_zero(None, "schedule=epoch_decay: epochs before any drop")
+    bias_lr_factor: float = positive(1.0, "Learning rate of biases over that of weights; Caffe: 2")
     decay_bias: bool = setting(True, "Weight decay on biases outside of norm layers")
     decay_norm: bool = setting(True, "Weight decay on gain and shift of norm layers")
     average_decay: float | None = fraction(
-        None,
-        "Evaluate an exponential moving average of the weights, per applied update; null: none",
+        None, "Evaluate an exponential moving average of weights, per applied update; null: none"
     )
-    average_modules: list[str] = setting(
-        list, "With average_decay: module-name patterns to average; without any: all"
-    )
+    average_modules: list[str] = setting(list, "Module-name patterns for average_decay; empty: all")
 
     @property
     def component(self) -> UpdateRule:
@@ -209,37 +190,25 @@ class ScalerConfig:
     growth_factor: float | None = ranged(None, "Factor on the loss scale when it grows", above=1.0)
     backoff_factor: float | None = fraction(None, "Factor on the loss scale when it backs off")
     growth_interval: int | None = count(
-        None,
-        "Clean steps since the start, the last growth or overflow, after which the scale grows",
-        below=2**31,
+        None, "Clean steps since the start, growth or overflow until the scale grows", below=2**31
     )
     hysteresis: int | None = count(
-        None,
-        "Overflows since the last growth until one backs the scale off; 1: the first does",
-        below=2**31,
+        None, "Overflows since the last growth until it backs off; 1: the first does", below=2**31
     )
     min_scale: float | None = positive(None, "Floor of the loss scale, at least 2^-126")
     max_scale: float | None = positive(None, "Ceiling of the loss scale, at most 2^126")
     max_consecutive_skips: int | None = count(
-        None,
-        "Skipped updates in a row, with the scale at its floor, that end the run as diverged",
-        below=2**31,
+        None, "Skips in a row, the scale at its floor, that end a run as diverged", below=2**31
     )
     # Settings of single rules; null: as in torch.amp.
-    growth_delay: int | None = ranged(
-        None,
-        "Further clean steps before the first growth after the start or an overflow; null: 0",
-        at_least=0,
-        below=2**31,
+    growth_delay: int | None = from_zero(
+        None, "More clean steps before a first growth (start, overflow); null: 0", below=2**31
     )
     refill_on_clean_step: bool | None = setting(
         None, "Every clean step restores the hysteresis; null and false: only growth does"
     )
-    tolerance: float | None = ranged(
-        None,
-        "Share of overflows among steps at which the scale backs off; null: 0, at each",
-        at_least=0.0,
-        at_most=1.0,
+    tolerance: float | None = part(
+        None, "Share of overflows among steps at which the scale backs off; null: 0, at each"
     )
     hold_at_floor: bool | None = setting(
         None, "Omit a backoff to min_scale or below; null and false: it stops at min_scale"
@@ -247,17 +216,10 @@ class ScalerConfig:
     log_max: float | None = ranged(
         None, "Target of log2 of the largest scaled gradient, deviations included"
     )
-    beta1: float | None = fraction(
-        None, "Decay of the moving average of log2 of the largest gradient"
-    )
-    beta2: float | None = fraction(
-        None, "Decay of the moving averages behind its standard deviation"
-    )
-    overflow_std_dev: float | None = ranged(
-        None,
-        "Standard deviations kept free below log_max; 3.09: an overflow in 1,000 steps",
-        at_least=0.0,
-        at_most=100.0,
+    beta1: float | None = fraction(None, "Decay of the average of log2 of the largest gradient")
+    beta2: float | None = fraction(None, "Decay of the averages behind its standard deviation")
+    overflow_std_dev: float | None = from_zero(
+        None, "Standard deviations free below log_max; 3.09: 1 overflow in 1,000", at_most=100.0
     )
 
     @property
@@ -291,42 +253,28 @@ class TrainConfig:
     """Length and intervals of a run; all counts are in steps (batches), not updates."""
 
     steps: int | None = count(
-        100,
-        "Length of the run in steps; null if train.epochs is set",
-        at_most=MAX_STEPS,
-        role=LENGTH,
+        100, "Length in steps; null if train.epochs is set", at_most=MAX_STEPS, role=LENGTH
     )
     epochs: float | None = positive(
-        None,
-        "Length of the run in epochs, with train.steps=null; null: train.steps counts",
-        at_most=10_000.0,
-        role=LENGTH,
+        None, "Length in epochs, with train.steps=null", at_most=10_000.0, role=LENGTH
     )
-    log_every: int = count(
-        10, "Steps between two logged records and lines of progress", role=READING
-    )
+    log_every: int = count(10, "Steps between two records and lines of progress", role=READING)
     eval_every: int = from_zero(0, "Steps between two evaluations; 0: only at the end", role=LENGTH)
     checkpoint_every: int = from_zero(
         0, "Steps between two checkpoints; 0: only when a signal stops the run", role=READING
     )
-    keep_checkpoints: int = ranged(
-        2, "Number of newest checkpoints to keep", at_least=2, role=READING
-    )
+    keep_checkpoints: int = ranged(2, "Newest checkpoints that are kept", at_least=2, role=READING)
     clip_norm: float | None = positive(
-        None, "Largest global norm of the unscaled gradients; null: no clipping"
+        None, "Largest global norm of unscaled gradients; null: none"
     )
-    clip_modules: list[str] = setting(
-        list, "With clip_norm: module-name patterns to clip; without any: all"
-    )
+    clip_modules: list[str] = setting(list, "Module-name patterns for clip_norm; empty: all")
     accumulate: int = count(1, "Micro-batches of data.batch_size samples in a step")
     eval_arithmetic: str = one_of(
         "fp32 mode", "Evaluate the master weights in FP32, or in the precision mode's arithmetic"
     )
     # Execution of a step; none of these changes the result, beyond rounding.
     cuda_graph: str = one_of(
-        "auto on off",
-        "Replay whole steps as a CUDA graph; auto: on CUDA if the host is the limit",
-        role=READING,
+        "auto on off", "Replay steps as a CUDA graph; auto: if the host is the limit", role=READING
     )
     compile: str = one_of(
         "off default max-autotune-no-cudagraphs", "torch.compile of image models, by its mode"
@@ -378,12 +326,9 @@ class DistConfig:
         "Gradients are summed during backward (ddp) or after it (flat); auto: ddp on a GPU",
     )
     order: str = one_of(
-        "fast fixed",
-        "Add micro-batches in their order, as on one rank (fixed), or in the fastest order",
+        "fast fixed", "Add micro-batches in their order (fixed), or in the fastest order"
     )
-    bucket_mb: float = positive(
-        25.0, "Size of the gradients summed at a time, in MiB", at_most=4096.0
-    )
+    bucket_mb: float = positive(25.0, "MiB of gradients that are summed at a time", at_most=4096.0)
     timeout_s: float = positive(100.0, "Seconds that a rank waits for the others", at_most=86_400.0)
 
 
@@ -397,50 +342,36 @@ class RunConfig:
     precision: PrecisionConfig = setting(PrecisionConfig, "The precision mode")
     scaler: ScalerConfig = setting(ScalerConfig, "The loss scaler")
     train: TrainConfig = setting(TrainConfig, "Length, intervals and execution of a run")
-    compare: CompareConfig = setting(
-        CompareConfig, "The subject of the verdict, fixed before the runs"
-    )
+    compare: CompareConfig = setting(CompareConfig, "Subject of the verdict, fixed before the runs")
     numerics: NumericsConfig = setting(
         NumericsConfig, "Measurements beside the training", role=LABEL
     )
-    seed: int = ranged(
+    seed: int = from_zero(
         0,
-        "Seed of initial weights, order of the data, augmentation and dropout",
-        at_least=0,
+        "Seed of initial weights, order of data, augmentation and dropout",
         below=2**63,
         role=SEED,
     )
     device: str = one_of("auto cuda cpu", "Where it runs; auto: CUDA if there is one", role=MACHINE)
     devices: str = setting("1", "Ranks on this machine, a GPU each; auto: all GPUs", role=READING)
     nodes: int = count(1, "Machines with so many devices each", at_most=65_536, role=READING)
-    restarts: int = ranged(
-        0,
-        "Number of times to restart lost ranks from the last checkpoint",
-        at_least=0,
-        at_most=1000,
-        role=READING,
+    restarts: int = from_zero(
+        0, "Restarts of lost ranks from the last checkpoint", at_most=1000, role=READING
     )
     dist: DistConfig = setting(
         DistConfig, "How several ranks sum gradients and wait for each other", role=READING
     )
     cpu_half: str = one_of(
         "emulated native",
-        "16-bit operations on a CPU: in FP32 and rounded once, or by torch's CPU kernels",
+        "16-bit operations on a CPU: in FP32, rounded once; or by torch's kernels",
     )
     threads: int | None = count(
-        None,
-        "Threads of the CPU; null: torch's default, under -j its share of the cores",
-        at_most=1024,
-        role=MACHINE,
+        None, "CPU threads; null: torch's, under -j a share", at_most=1024, role=MACHINE
     )
     deterministic: bool = setting(False, "Deterministic kernels, cudnn.benchmark off")
     name: str | None = setting(None, "Free label in the path of the run; null: none", role=LABEL)
-    output_root: str = setting(
-        "outputs", "Folder below which run directories are created", role=LABEL
-    )
+    output_root: str = setting("outputs", "Folder of run directories", role=LABEL)
     output_dir: str | None = setting(
-        None, "Exact directory of the run; null: named from the configuration", role=LABEL
+        None, "Directory of the run; null: by configuration", role=LABEL
     )
-    resume: str | None = setting(
-        None, "Directory of a run to continue from its last checkpoint; null: none", role=LABEL
-    )
+    resume: str | None = setting(None, "Run directory to continue; null: a new run", role=LABEL)

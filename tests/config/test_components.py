@@ -4,6 +4,7 @@ import ast
 import inspect
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -15,7 +16,7 @@ import yaml
 
 import mprun
 from mprun.build.data import arguments_of
-from mprun.config.components import NETWORKS, SOURCES, TASKS
+from mprun.config.components import COMPONENTS, NETWORKS, SOURCES, TASKS
 from mprun.config.option_files import named, option_files
 from mprun.entry_points import loaded
 
@@ -25,6 +26,8 @@ FILES = (
     "perceptrons/components.py",
     "perceptrons/network.py",
     "perceptrons/conf/model/perceptron.yaml",
+    "perceptrons/steps.py",
+    "perceptrons/conf/optim/nadam.yaml",
 )
 
 
@@ -36,6 +39,10 @@ def command(tmp_path):
     for file in FILES:
         (site / file).parent.mkdir(parents=True, exist_ok=True)
         (site / file).write_text(block(file), encoding="utf-8")
+    for group, name in (("scaler", "power"), ("precision", "bits")):
+        option = site / "perceptrons" / "conf" / group / f"{name}.yaml"
+        option.parent.mkdir()
+        option.write_text(f"# Of a stranger\ndefaults: [/schema/{group}/{name}@_here_]\n")
     about.mkdir()
     (about / "METADATA").write_text("Metadata-Version: 2.1\nName: perceptrons\nVersion: 1\n")
     ((group, entries),) = tomllib.loads(block("pyproject.toml"))["project"]["entry-points"].items()
@@ -69,6 +76,50 @@ def test_an_installed_package_adds_a_network(command, tmp_path):
     assert (done := command(*run)).returncode == 0, done.stderr
     record = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
     assert record["status"] == "done"
+
+
+def test_an_installed_package_adds_an_optimizer_a_scaler_and_a_mode(command, tmp_path):
+    own = {"optim": "nadam", "scaler": "power", "precision": "bits"}
+    for group, name in own.items():
+        assert re.search(rf"    {name} .*(Nesterov|stranger)", command("--help", group).stdout)
+    assert "log2 of the loss scale (power)" in command("--help", "scaler").stdout
+    assert "of optim  adam, adamw, nadam" in command("--help", "optim.betas").stdout
+    assert command("--help", "precision.bits").stdout.startswith("precision.bits\n  Bits of")
+    chosen = [f"{group}={name}" for group, name in own.items()]
+    for word, told in (
+        ("optim.momentum=0.9", "optim.momentum=0.9: nadam has no such setting; optim=sgd has it"),
+        ("optim.eps=null", "optim.eps=null: nadam needs a value"),
+        (
+            "scaler.exponent=99",
+            "scaler.exponent=99: must be >= 0 and <= 24 (log2 of the loss scale)",
+        ),
+        ("precision.bits=8", "precision.bits=8: must be one of 16, 32"),
+    ):
+        refused = command(*chosen, word)
+        assert (refused.returncode, refused.stderr) == (2, f"mprun: {told}\n")
+    run = ("model=perceptron", "train.steps=2", "device=cpu", "output_dir=run")
+    assert (done := command(*run, *chosen, "optim.momentum_decay=0.01")).returncode == 0, (
+        done.stderr
+    )
+    record = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
+    assert record["status"] == "done" and record["precision"]["mode"] == "bits"
+    assert record["precision"]["effective_dtypes"]["model"]["parameters"].keys() == {"bfloat16"}
+    assert record["config"]["optim"]["momentum_decay"] == 0.01
+    assert command("resume=run", "train.steps=3").returncode == 0
+    scales = [json.loads(line).get("loss_scale") for line in open(tmp_path / "run/metrics.jsonl")]
+    assert {*scales} - {None} == {1024.0}
+
+
+@pytest.mark.parametrize("group", ["optim", "precision"])
+def test_an_option_with_the_schema_of_another_is_refused(command, tmp_path, group):
+    name = {"optim": "nadam", "precision": "bits"}[group]
+    other = tmp_path / "own" / group / "other.yaml"
+    other.parent.mkdir(parents=True)
+    for text in (f"defaults: [/schema/{group}/{name}@_here_]\nname: sgd", f"name: {name}"):
+        other.write_text(text, encoding="utf-8")
+        done = command("--config-dir", "own", f"{group}=other")
+        if group == "optim" or "schema" in text:
+            assert done.returncode == 2 and "not a value to set" in done.stderr, done.stderr
 
 
 def test_a_package_that_cannot_be_imported_is_named(command, tmp_path):
@@ -120,7 +171,8 @@ def test_whoever_only_reads_records_knows_their_tasks():
 
 
 def test_what_builds_a_component_is_there():
-    for component in (*NETWORKS.values(), *SOURCES.values(), *TASKS.values()):
+    registered = [one for table, _ in COMPONENTS.values() for one in table.values()]
+    for component in (*registered, *TASKS.values()):
         assert builders(component) or component.own
         assert all(callable(loaded(text)) for text in builders(component)), component.name
 

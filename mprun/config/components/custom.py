@@ -10,7 +10,7 @@ from omegaconf import MISSING
 from mprun.config.components.gan import LATENT
 from mprun.config.components.images import AUXILIARY, smoothing
 from mprun.config.components.language import time_reduction
-from mprun.config.fields import count, ranged, setting
+from mprun.config.fields import count, part, ranged, setting
 from mprun.config.registry import DataConfig, ModelConfig, network, source
 
 
@@ -27,7 +27,7 @@ class CustomModelConfig(ModelConfig):
     )
     options: dict[str, Any] = setting(dict, "Keyword arguments of model.factory")
     label_smoothing: float = smoothing()
-    aux_weight: float = ranged(0.0, AUXILIARY, at_least=0.0, at_most=1.0)
+    aux_weight: float = part(0.0, AUXILIARY)
     latent_size: int = count(100, f"With task=gan: {LATENT[0].lower()}{LATENT[1:]}")
     time_reduction: str = time_reduction()
 

@@ -5,7 +5,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mprun.config.fields import READING, count, fraction, one_of, ranged, setting, share
+from mprun.config.fields import (
+    READING,
+    count,
+    fraction,
+    one_of,
+    part,
+    positive,
+    ranged,
+    setting,
+    share,
+)
 from mprun.config.registry import DataConfig, ModelConfig, Rule, network, source, task, task_of
 from mprun.config.schema import RunConfig
 
@@ -31,12 +41,8 @@ TRAIN_FIRST = "Training images, the first of a fixed order; null: all"
 EVAL_FIRST = "Held-out images, the first of a fixed order; null: all"
 
 # Fields that several classes share.
+_pixels = partial(ranged, at_least=8)
 _dropout = partial(share, doc="Dropout probability before the last layer")
-_WIDTH = "Share of the published network's channels and hidden units to build"
-_width = partial(ranged, 1.0, _WIDTH, above=0.0, at_most=4.0)
-_classes = partial(
-    ranged, None, "Outputs of the last layer; null: the number of classes in the data", at_least=2
-)
 smoothing = partial(share, 0.0, "Label smoothing of the cross-entropy, in classification; 0: none")
 prefetch = partial(
     ranged, 2, "Batches in flight per loader process", at_least=1, at_most=64, role=READING
@@ -47,7 +53,7 @@ prefetch = partial(
 class ImagesConfig(DataConfig):
     """The fields of every source of images."""
 
-    image_size: int = ranged(32, SIDE, at_least=8, at_most=512)
+    image_size: int = _pixels(32, SIDE, at_most=512)
     channels: int = one_of((1, 3), "Channels of an image: 1 grey, 3 colour", default=3)
     value_range: str = one_of(
         "standardised mean_subtracted tanh",
@@ -65,15 +71,11 @@ def in_tanh(model: Any, config: RunConfig) -> Iterator[str]:
     """Refuse images of another size or range than the network generates."""
     if isinstance(data := config.data, ImagesConfig):
         if data.image_size != model.image_size:
-            yield (
-                f"model.image_size={model.image_size}: must equal data.image_size "
-                f"({data.image_size})"
-            )
+            size = model.image_size
+            yield f"model.image_size={size}: must equal data.image_size ({data.image_size})"
         if data.value_range != "tanh":
-            yield (
-                f"data.value_range={data.value_range}: must be tanh for {model.name}, "
-                "whose generator ends in tanh"
-            )
+            must = f"must be tanh for {model.name}, whose generator ends in tanh"
+            yield f"data.value_range={data.value_range}: {must}"
 
 
 def _from(pixels: int, called: str) -> tuple[Rule, ...]:
@@ -91,12 +93,23 @@ def _of_one_width(other: str) -> Rule:
 
     def one_width(model: Any, config: RunConfig) -> Iterator[str]:
         if model.width != 1 and model.variant != other:
-            yield (
-                f"model.width={model.width:g}: model.variant={model.variant} is torchvision's, of "
-                f"one width (allowed: 1; model.variant={other} has others)"
-            )
+            variant = f"model.variant={model.variant} is torchvision's, of one width"
+            yield f"model.width={model.width:g}: {variant} (allowed: 1; others with {other})"
 
     return one_width
+
+
+@dataclass(slots=True)
+class ClassifierConfig(ModelConfig):
+    """The fields of every classifier."""
+
+    width: float = positive(
+        1.0, "Share of the published network's channels and hidden units to build", at_most=4.0
+    )
+    num_classes: int | None = ranged(
+        None, "Outputs of the last layer; null: the number of classes in the data", at_least=2
+    )
+    label_smoothing: float = smoothing()
 
 
 _classifier = partial(network, task="classification", needs=("num_classes",))
@@ -111,7 +124,7 @@ _classifier = partial(network, task="classification", needs=("num_classes",))
     rules=(*_from(63, "AlexNet"), _of_one_width("2012")),
     later={"width": 1.0},
 )
-class AlexNetConfig(ModelConfig):
+class AlexNetConfig(ClassifierConfig):
     """`variant` torchvision: one tower, no LRN; 2012: two groups and local response norm."""
 
     variant: str = one_of(
@@ -119,9 +132,6 @@ class AlexNetConfig(ModelConfig):
         "torchvision: one tower, no LRN; 2012: two groups and local response normalisation",
     )
     dropout: float = share(0.5, "Dropout probability before the fully connected layers")
-    width: float = _width()
-    num_classes: int | None = _classes()
-    label_smoothing: float = smoothing()
 
 
 @_classifier(
@@ -133,61 +143,47 @@ class AlexNetConfig(ModelConfig):
     rules=(*_from(32, "ResNet-50"), _of_one_width("preactivation")),
     later={"width": 1.0, "variant": "v1.5"},
 )
-class ResNet50Config(ModelConfig):
+class ResNet50Config(ClassifierConfig):
     """`variant` v1.5: torchvision's, stride 2 in the 3x3 convolution."""
 
     variant: str = one_of(
         "v1.5 preactivation",
         "v1.5: torchvision's; preactivation: BatchNorm and ReLU before each convolution",
     )
-    width: float = _width()
-    num_classes: int | None = _classes()
-    label_smoothing: float = smoothing()
 
 
 @_classifier("vgg16", builder="mprun.models.classifiers:VGG16", rules=_from(32, "VGG-16"))
-class VGG16Config(ModelConfig):
+class VGG16Config(ClassifierConfig):
     """VGG-D, 16 layers with weights, without BatchNorm."""
 
     dropout: float = share(0.5, "Dropout probability after the hidden linear layers")
-    width: float = _width()
-    num_classes: int | None = _classes()
-    label_smoothing: float = smoothing()
-
-
-@dataclass(slots=True)
-class InceptionConfig(ModelConfig):
-    """The fields of all Inceptions."""
-
-    dropout: float = _dropout(0.0)
-    width: float = _width()
-    num_classes: int | None = _classes()
-    label_smoothing: float = smoothing()
 
 
 @_classifier("googlenet", builder="mprun.models.inception:googlenet", rules=_from(32, "GoogLeNet"))
-class GoogLeNetConfig(InceptionConfig):
+class GoogLeNetConfig(ClassifierConfig):
     """Inception v1 as in Caffe: local response normalisation, two auxiliary heads."""
 
     dropout: float = _dropout(0.4)
-    aux_weight: float = ranged(0.3, AUXILIARY, at_least=0.0, at_most=1.0)
+    aux_weight: float = part(0.3, AUXILIARY)
 
 
 @_classifier(
     "inception_v2", builder="mprun.models.inception:inception_v2", rules=_from(32, "Inception v2")
 )
-class InceptionV2Config(InceptionConfig):
+class InceptionV2Config(ClassifierConfig):
     """BN-Inception, which has no auxiliary heads."""
+
+    dropout: float = _dropout(0.0)
 
 
 @_classifier(
     "inception_v3", builder="mprun.models.inception:inception_v3", rules=_from(75, "Inception v3")
 )
-class InceptionV3Config(InceptionConfig):
+class InceptionV3Config(ClassifierConfig):
     """Inception v3 as in torchvision: one auxiliary head."""
 
     dropout: float = _dropout(0.5)
-    aux_weight: float = ranged(0.4, AUXILIARY, at_least=0.0, at_most=1.0)
+    aux_weight: float = part(0.4, AUXILIARY)
 
 
 @source("digits", builder="mprun.data.image_store:DigitsImages", family="images", num_classes=10)
@@ -211,25 +207,17 @@ def _crops(data: "ImageFolderConfig", config: RunConfig) -> Iterator[str]:
     if data.centre_crop is not None and data.augmentation != "centre":
         yield f"data.centre_crop={data.centre_crop}: only data.augmentation=centre reads it"
     if data.resize_to is not None and data.augmentation == "centre":
-        yield (
-            f"data.resize_to={data.resize_to}: data.augmentation=centre resizes to "
-            "data.image_size; use data.centre_crop"
-        )
+        use = "data.augmentation=centre resizes to data.image_size; use data.centre_crop"
+        yield f"data.resize_to={data.resize_to}: {use}"
     if data.resize_to is not None and data.resize_to < data.image_size:
         yield f"data.resize_to={data.resize_to}: must be >= data.image_size ({data.image_size})"
 
 
-_image_files = partial(
-    source,
-    builder="mprun.data.image_folder:ImageFolder",
-    rules=(_crops,),
-    family="images",
-    on_disk=True,
-    decodes=True,
-)
+_BUILDER = "mprun.data.image_folder:ImageFolder"
+_of_files = partial(source, builder=_BUILDER, family="images", on_disk=True, decodes=True)
 
 
-@_image_files("image_folder")
+@_of_files("image_folder", rules=(_crops,))
 class ImageFolderConfig(ImagesConfig):
     """Image files below `root`, decoded by loader processes during training.
 
@@ -238,10 +226,10 @@ class ImageFolderConfig(ImagesConfig):
     image below root, at any depth, without labels (DCGAN).
     """
 
-    image_size: int = ranged(224, SIDE, at_least=8, at_most=1024)
+    image_size: int = _pixels(224, SIDE, at_most=1024)
     layout: str = one_of(
         "classes flat",
-        "classes: one folder per class; flat: all images below root, without labels (DCGAN)",
+        "classes: one folder per class; flat: all below root, without labels (DCGAN)",
     )
     eval_share: float = fraction(0.1, "Share of the files held out if there is only one folder")
     augmentation: str = one_of(
@@ -249,26 +237,19 @@ class ImageFolderConfig(ImagesConfig):
         "resized_crop: RandomResizedCrop; crop: resize, crop at random; centre: the middle",
     )
     flip: bool = setting(True, _FLIP)
-    resize_to: int | None = ranged(
-        None,
-        "Pixels of the shorter side (crop: both) before the crop; null: 8/7 of image_size",
-        at_least=8,
-        at_most=2048,
+    resize_to: int | None = _pixels(
+        None, "Shorter side (crop: both) before the crop; null: 8/7 of image_size", at_most=2048
     )
-    centre_crop: int | None = ranged(
-        None,
-        "augmentation=centre: pixels of the square cut out before resizing; null: the largest",
-        at_least=8,
-        at_most=8192,
+    centre_crop: int | None = _pixels(
+        None, "augmentation=centre: side of the square cut out; null: the largest", at_most=8192
     )
     on_corrupt: str = one_of(
-        "stop skip",
-        "An unreadable file: stop the run, or skip to the next readable image and count it",
+        "stop skip", "An unreadable file: stop the run, or skip to the next image and count it"
     )
     prefetch: int = prefetch()
 
 
-@_image_files("imagenet", num_classes=1000)
+@_of_files("imagenet", rules=(_crops,), num_classes=1000)
 class ImageNetConfig(ImageFolderConfig):
     """ILSVRC12: 1,000 class folders below root/train and root/val, or the original archives."""
 

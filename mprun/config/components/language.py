@@ -3,16 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 
-from mprun.config.fields import (
-    READING,
-    count,
-    from_zero,
-    one_of,
-    positive,
-    ranged,
-    setting,
-    share,
-)
+from mprun.config.fields import READING, count, from_zero, one_of, positive, ranged, setting, share
 from mprun.config.registry import DataConfig, ModelConfig, network, source, task
 from mprun.config.schema import RunConfig
 
@@ -56,10 +47,9 @@ def _sampling(model: "LSTMConfig", config: RunConfig) -> Iterator[str]:
             yield f"model.embedding_gradient_factor={factor:g}: only with model.sampled_softmax"
         return
     if optim.name not in ("sgd", "adagrad") or optim.momentum or optim.weight_decay:
-        yield (
-            f"optim={optim.name} model.sampled_softmax={model.sampled_softmax}: rows are updated "
-            "only where used (allowed: adagrad or sgd without momentum, no weight decay)"
-        )
+        allowed = "adagrad or sgd without momentum, no weight decay"
+        given = f"optim={optim.name} model.sampled_softmax={model.sampled_softmax}"
+        yield f"{given}: rows are updated only where used (allowed: {allowed})"
     if config.train.accumulate != 1:
         yield f"train.accumulate={config.train.accumulate}: must be 1 with model.sampled_softmax"
 
@@ -88,9 +78,7 @@ class LSTMConfig(ModelConfig):
     )
     init_range: float = positive(0.1, "Every parameter starts uniform between minus and plus this")
     forget_bias: float = ranged(0.0, "Added to the forget gates' input bias at the start")
-    pad_to_multiple: int = count(
-        1, "Round sizes up to a multiple of this; 8 suits Tensor Cores in FP16"
-    )
+    pad_to_multiple: int = count(1, "Round sizes up to a multiple of this; Tensor Cores: 8")
     time_reduction: str = time_reduction()
     sampled_softmax: int | None = count(
         None, "Words drawn per step for a sampled softmax, in training only; null: the full softmax"
@@ -112,16 +100,12 @@ def _heads(model: "GPTConfig", config: RunConfig) -> Iterator[str]:
     if kv_heads is not None and heads % kv_heads:
         yield f"model.kv_heads={kv_heads}: must divide model.num_heads ({heads})"
     if model.positions == "rotary" and model.hidden_size // heads % 2:
-        yield (
-            f"model.positions=rotary: rotates pairs of a head's units, but a head has "
-            f"{model.hidden_size // heads} (model.hidden_size / model.num_heads); must be even"
-        )
+        odd = f"{model.hidden_size // heads} (model.hidden_size / model.num_heads)"
+        yield f"model.positions=rotary: rotates pairs of a head's units, of {odd}; must be even"
     length = getattr(config.data, "sequence_length", None)
-    if length and model.context_length is not None and model.context_length < length:
-        yield (
-            f"model.context_length={model.context_length}: must be >= data.sequence_length "
-            f"({length})"
-        )
+    context = model.context_length
+    if length and context is not None and context < length:
+        yield f"model.context_length={context}: must be >= data.sequence_length ({length})"
 
 
 @network(
@@ -216,10 +200,7 @@ class TokenFilesConfig(DataConfig):
 
     sequence_length: int = _sequence(1024)
     vocab_size: int = ranged(
-        50_257,
-        "Number of different tokens; those beyond it are refused",
-        at_least=2,
-        at_most=65_536,
+        50_257, "Different tokens; those beyond are refused", at_least=2, at_most=65_536
     )
     vocab_multiple: int = vocab_multiple(64)
     rotate: bool = setting(
@@ -229,7 +210,5 @@ class TokenFilesConfig(DataConfig):
         None, "Number of first held-out tokens to evaluate; null: all", at_least=32
     )
     cache: str | None = setting(
-        None,
-        "Folder of cached hashes of files; null: mprun in the user's cache folder",
-        role=READING,
+        None, "Folder of cached hashes; null: mprun in the user's cache folder", role=READING
     )
