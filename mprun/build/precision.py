@@ -129,12 +129,6 @@ def norm_parameter_names(module: nn.Module) -> frozenset[str]:
     )
 
 
-def is_bias(name: str) -> bool:
-    """Return whether a parameter's name is that of a bias: bias, bias_ih_l0, in_proj_bias."""
-    own = name.rpartition(".")[2]
-    return own.startswith("bias") or own.endswith("bias")
-
-
 def parameter_groups(
     named: Iterable[tuple[str, Tensor]],
     norm_names: Collection[str],
@@ -155,9 +149,10 @@ def parameter_groups(
     groups: dict[tuple[float, float], list[Tensor]] = {}
     for name, tensor in named:
         factor, decays = 1.0, True
+        own = name.rpartition(".")[2]
         if name in norm_names:
             decays = decay_norm
-        elif is_bias(name):
+        elif own.startswith("bias") or own.endswith("bias"):  # bias_ih_l0, in_proj_bias
             factor, decays = bias_lr_factor, decay_bias
         groups.setdefault((factor, weight_decay if decays else 0.0), []).append(tensor)
     return [

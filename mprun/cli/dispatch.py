@@ -68,9 +68,7 @@ def _ended(arguments: list[str], interruption: Interruption) -> int:
     except SystemExit as ended:  # argparse, after a help page
         return int(ended.code or DONE)
     except Stopped as stopped:
-        return (
-            errors.INTERRUPTED if str(stopped) == "SIGINT" else 128 + signal.Signals[str(stopped)]
-        )
+        return 128 + signal.Signals[str(stopped)]  # INTERRUPTED for SIGINT
     except KeyboardInterrupt:
         return errors.INTERRUPTED
     except BrokenPipeError:
@@ -219,11 +217,7 @@ def _resumed(
 
 
 def _to_start(config: "RunConfig", place: RankInfo | None) -> int:
-    """Return the number of ranks to start on this machine; 1: only this process.
-
-    Raises:
-        BadInput: Nothing says which of several machines this is.
-    """
+    """Return the number of ranks to start on this machine; 1: only this process."""
     if place is not None:
         return place.devices if place.rank is None else 1
     if config.nodes > 1:
@@ -287,10 +281,7 @@ def _lasting(overrides: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _announce(text: str) -> None:
-    """Tell a waiting user at a terminal, before torch is imported, which takes seconds.
-
-    Elsewhere a run that cannot begin is one line on stderr.
-    """
+    """Tell a waiting user at a terminal, before torch is imported, which takes seconds."""
     if sys.stderr.isatty():
         print(_one_line(f"mprun: {text} ..."), file=sys.stderr, flush=True)
 

@@ -51,7 +51,7 @@ class _File:
 _read: dict[str, _File] = {}
 
 
-class _Options(ConfigRepository):
+class OptionFolders(ConfigRepository):
     """The option files of some folders, in the form that Hydra's defaults list needs."""
 
     def __init__(self, folders: list[str]) -> None:
@@ -124,7 +124,7 @@ def select(parsed: list[Override], folders: list[str]) -> tuple[DictConfig, dict
     parsed: command-line overrides as Hydra takes them. folders: of option files, the first counts.
     It raises the errors of Hydra or OmegaConf, or `Unusual`.
     """
-    options = _Options(folders)
+    options = OptionFolders(folders)
     chosen: list[Override] = []
     values: list[Override] = []
     for override in parsed:
@@ -141,7 +141,7 @@ def select(parsed: list[Override], folders: list[str]) -> tuple[DictConfig, dict
     return composed, dict(base.choices)
 
 
-def _base(options: _Options, chosen: list[Override]) -> _Base:
+def _base(options: OptionFolders, chosen: list[Override]) -> _Base:
     found = create_defaults_list(options, "config", chosen, prepend_hydra=False, skip_missing=False)
     schemas: dict[str, Any] = {}
     values: dict[str, Any] = {}

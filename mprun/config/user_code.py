@@ -10,14 +10,12 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import yaml
-from hydra.plugins.config_source import ConfigSource
-
 from mprun.config.components import TASKS
 from mprun.config.option_files import folders
 from mprun.config.overrides import parse_overrides, printable
 from mprun.config.registry import kind_of
 from mprun.config.schema import RunConfig
+from mprun.config.selection import OptionFolders
 from mprun.errors import BadInput
 
 FACTORY_KEYS = ("data.factory", "model.factory")
@@ -141,6 +139,7 @@ def _is_plain(value: object) -> bool:
 
 def _in_files(config_dir: str) -> Iterator[tuple[str, str]]:
     own = folders(config_dir)[-1]
+    options = OptionFolders([str(own)])
     for group in ("data", "model", "experiment"):
         for path in sorted((own / group).rglob("*.yaml")):
             # A run directory above it, as written or after following its links.
@@ -148,34 +147,21 @@ def _in_files(config_dir: str) -> Iterator[tuple[str, str]]:
             if any((folder / "run.json").exists() for folder in above):
                 continue
             try:
-                text = path.read_text(encoding="utf-8")
-                content = yaml.safe_load(text)
-            except (OSError, UnicodeDecodeError, yaml.YAMLError):
+                file = options.file(path.relative_to(own).with_suffix("").as_posix())
+            except Exception:
                 continue  # composition reports the error if the file is chosen
-            for node, values in _nodes_set(group, _package(text), content):
+            for node, values in _nodes_set(group, file.header["package"], file.values):
                 for key in (f"{node}.factory", f"{node}.task"):
                     name = values.get(key.partition(".")[2]) if isinstance(values, dict) else None
                     if isinstance(name, str) and _is_code(key, name):
                         yield key, name
 
 
-def _nodes_set(group: str, package: str | None, content: object) -> list[tuple[str, object]]:
+def _nodes_set(group: str, package: str | None, content: dict) -> list[tuple[str, object]]:
     """Return the nodes of the configuration that an option file sets: (name, content).
 
     An option stands for its group; an experiment sets the whole tree, and must declare that.
     """
-    if not isinstance(content, dict):
-        return []
     if group != "experiment":
         return [(group, content)] if package in (None, group, f"_global_.{group}") else []
-    if package != "_global_":
-        return []
-    return [(node, content.get(node)) for node in ("data", "model")]
-
-
-def _package(text: str) -> str | None:
-    """Return the place in a file's `# @package`, as Hydra reads it; None without."""
-    try:
-        return ConfigSource._get_header_dict(text[:512])["package"]  # Hydra reads no more
-    except ValueError:
-        return ""  # Hydra refuses the file
+    return [(node, content.get(node)) for node in ("data", "model") if package == "_global_"]

@@ -63,9 +63,10 @@ def announce(directory: Path, config: RunConfig, built: Built, record: dict, sta
 def _scale(scaler: ScalerConfig) -> str:
     if scaler.kind == "none":
         return "no loss scale"
-    if scaler.kind == "static":
+    if scaler.scale is not None:
         return f"loss scale {scaler.scale:g}"
-    return f"loss scale from {scaler.init_scale:g} ({scaler.name})"
+    start = "" if scaler.init_scale is None else f"from {scaler.init_scale:g} "
+    return f"loss scale {start}({scaler.name})"
 
 
 def warn(config: RunConfig, built: Built) -> None:
