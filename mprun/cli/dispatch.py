@@ -125,22 +125,20 @@ def _dispatch(arguments: list[str]) -> int:
 
         print(f"mprun {__version__}")
         return DONE
-    given, folder = options.overrides, options.config_dir
     if {options.shell_completion, options.cfg, options.info} != {None}:
-        from mprun.cli.help import complete, show_config, show_info
+        from mprun.cli.help import complete, show
 
-        if options.shell_completion is not None:
-            known = [name for one in _arguments()._actions for name in one.option_strings]
-            return complete(options.shell_completion, verbs(), known)
-        if options.cfg is not None:
-            return show_config(options.cfg, given, folder, options.package)
-        return show_info(options.info, given, folder)
+        if options.shell_completion is None:
+            return show(options)
+        known = [name for one in _arguments()._actions for name in one.option_strings]
+        return complete(options.shell_completion, verbs(), known)
     if options.multirun:
         if place_from() is not None:
             raise BadInput("-m: a sweep starts the ranks of its runs itself; start it once, alone")
         from mprun.sweep import STALL_AFTER_S, sweep
 
         stall_after = STALL_AFTER_S if options.stall_after is None else options.stall_after
+        given, folder = options.overrides, options.config_dir
         return sweep(given, folder, options.jobs, stall_after, _curves)
     return _run(options)
 

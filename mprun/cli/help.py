@@ -270,7 +270,13 @@ def _overrides(word: str, words: list[str], config_dir: str | None) -> list[str]
     """Return `model=`, `optim.`, `optim.lr=` and, after `=`, the known values."""
     key, equals, values = word.partition("=")
     if equals:
-        return [f"{key}={value}" for value in _listed(values, _values(key, config_dir))]
+        fields = FIELDS.get(key, [])
+        known = [str(c) for field in fields for c in field.metadata.get("choices", ())]
+        if key in GROUPS:
+            known = list(option_files(key, config_dir))
+        elif any(field.type is bool for field in fields):
+            known = ["false", "true"]
+        return [f"{key}={value}" for value in _listed(values, list(dict.fromkeys(known)))]
     own = {}  # group -> the fields of the option chosen on the line
     for group in ("model", "data"):
         chosen = [word.partition("=")[2] for word in words if word.startswith(f"{group}=")]
@@ -287,15 +293,6 @@ def _overrides(word: str, words: list[str], config_dir: str | None) -> list[str]
     return list(dict.fromkeys(found))
 
 
-def _values(key: str, config_dir: str | None) -> list[str]:
-    if key in GROUPS:
-        return list(option_files(key, config_dir))
-    fields = FIELDS.get(key, [])
-    if any(field.type is bool for field in fields):
-        return ["false", "true"]
-    return list(dict.fromkeys(str(c) for f in fields for c in f.metadata.get("choices", ())))
-
-
 def _listed(text: str, known: list[str]) -> list[str]:
     """Return each known word after the commas of `text`: sweeps and options take lists."""
     start = text[: text.rfind(",") + 1]
@@ -305,54 +302,38 @@ def _listed(text: str, known: list[str]) -> list[str]:
 _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 
-def show_config(what: str, overrides: list[str], config_dir: str | None, package: str) -> int:
-    """Print the resolved configuration for `--cfg job`, as in a run's config.yaml.
+def show(options: argparse.Namespace) -> int:
+    """Print the configuration for `--cfg`, as in a run's config.yaml, or Hydra's account of it."""
+    flag, what, known = "--info", options.info, _INFO
+    if options.cfg is not None:
+        flag, what, known = "--cfg", options.cfg, ("job", "hydra", "all")
+    if what not in known:
+        raise BadInput(f"{flag} {what}: must be one of {', '.join(known)}")
+    from mprun.config.compose import compose_config, prepare_hydra
 
-    package: dotted key of the part to print, "" for all. Hydra does `--cfg hydra` and `all`.
-    """
-    from mprun.config.compose import compose_config
-
-    composed = compose_config(overrides, config_dir, files=False)
-    if what in ("hydra", "all"):
-        return _by_hydra(["--cfg", what], overrides, config_dir)
-    if what != "job":
-        raise BadInput(f"--cfg {what}: must be one of job, hydra, all")
-    tree: Any = composed.as_dict()
-    for key in package.split(".") if package else ():
-        if not isinstance(tree, dict) or key not in tree:
-            raise BadInput(f"--package {package}: no such part of the configuration")
-        tree = tree[key]
-    print(yaml.safe_dump(tree, sort_keys=False), end="")
-    return DONE
-
-
-def show_info(what: str, overrides: list[str], config_dir: str | None) -> int:
-    """Print Hydra's account of files, defaults lists and search path for `--info WHAT`."""
-    if what not in _INFO:
-        raise BadInput(f"--info {what}: must be one of {', '.join(_INFO)}")
-    from mprun.config.compose import compose_config
-
-    compose_config(overrides, config_dir, files=False)
-    return _by_hydra(["--info", what], overrides, config_dir)
-
-
-def _by_hydra(flag: list[str], overrides: list[str], config_dir: str | None) -> int:
+    composed = compose_config(options.overrides, options.config_dir, files=False)
+    if what == "job":
+        tree: Any = composed.as_dict()
+        for key in options.package.split(".") if options.package else ():
+            if not isinstance(tree, dict) or key not in tree:
+                raise BadInput(f"--package {options.package}: no such part of the configuration")
+            tree = tree[key]
+        print(yaml.safe_dump(tree, sort_keys=False), end="")
+        return DONE
     import hydra
 
-    from mprun.config.compose import prepare_hydra
     from mprun.config.overrides import as_hydra_takes, line_of, parse_overrides
 
+    def not_a_run(config: object) -> None:
+        raise AssertionError("a flag that shows a configuration would have started a run")
+
     prepare_hydra()
-    source = [] if config_dir is None else ["--config-dir", config_dir]
-    lines = [line_of(override) for override in as_hydra_takes(parse_overrides(overrides))]
-    before, sys.argv = sys.argv, ["mprun", *flag, *source, *lines]
+    source = [] if options.config_dir is None else ["--config-dir", options.config_dir]
+    lines = [line_of(override) for override in as_hydra_takes(parse_overrides(options.overrides))]
+    before, sys.argv = sys.argv, ["mprun", flag, what, *source, *lines]
     shown_by = hydra.main(version_base="1.3", config_path=str(conf_dir()), config_name="config")
     try:
-        shown_by(_not_a_run)()
+        shown_by(not_a_run)()
     finally:
         sys.argv = before
     return DONE
-
-
-def _not_a_run(config: object) -> None:
-    raise AssertionError("a flag that shows a configuration would have started a run")

@@ -19,6 +19,7 @@ from markupsafe import Markup
 from mprun.compare import wording as text
 from mprun.compare.findings import Comparison, Group, Row
 from mprun.compare.load import read_run_record, run_directories
+from mprun.entry_points import hint_of
 from mprun.errors import BadInput, needing
 from mprun.numerics.probe_record import GRADIENT_KINDS, ProbeRecord, read_probes
 from mprun.record.metrics import read_metrics
@@ -274,7 +275,8 @@ class ComparedRuns(Comparison):
             MissingExtra: matplotlib or Pillow is not installed.
         """
         if paper:
-            raise BadInput("paper=True: gone; `mprun paper RUNS` compares runs with the paper")
+            hint = hint_of("paper", "; `mprun paper RUNS` compares runs with the paper")
+            raise BadInput(f"paper=True: gone{hint}")
         with needing("notebook"):
             from mprun.compare.report import write_folder
         return write_folder(self, Path(folder))

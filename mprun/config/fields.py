@@ -225,7 +225,7 @@ def allowed(bounds: Mapping[str, float]) -> str:
 
 
 def _exact(bound: float) -> str:
-    power = int(bound).bit_length() - 1
-    if bound == 2**power and power > 20:
-        return f"2^{power}"
+    mantissa, power = math.frexp(bound)
+    if mantissa == 0.5 and abs(power - 1) > 20:
+        return f"2^{power - 1}"
     return f"{bound:,}" if isinstance(bound, int) and bound >= 10_000 else f"{bound:g}"

@@ -14,6 +14,7 @@ conf/scaler, and those of the user's `--config-dir`.
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from omegaconf import MISSING
@@ -116,8 +117,8 @@ class ProductsConfig:
         default="tensor",
     )
     power_of_two: bool = setting(False, "Round FP8 scales down to powers of two")
-    high_precision: list[str] = setting(
-        list, "Products that stay as without FP8: any of output, grad_input, grad_weight"
+    high_precision: list[str] = one_of(
+        "output grad_input grad_weight", "Products that stay as without FP8", default=list
     )
     modules: list[str] = setting(
         lambda: ["*"],
@@ -175,6 +176,10 @@ class PrecisionConfig:
     )
 
 
+# A loss scale and its reciprocal are normal FP32 numbers.
+_scale = partial(ranged, None, at_least=2.0**-126, at_most=2.0**126)
+
+
 @dataclass(slots=True)
 class ScalerConfig:
     """Loss scaler; `kind` is its rule, and fields that the rule does not use stay null."""
@@ -185,8 +190,8 @@ class ScalerConfig:
         "shared optimizer loss",
         "Sharing of loss scales (GANs): one for all, one per optimizer or one per loss",
     )
-    scale: float | None = positive(None, "The loss scale, constant")
-    init_scale: float | None = positive(None, "Loss scale at the start")
+    scale: float | None = _scale("The loss scale, constant")
+    init_scale: float | None = _scale("Loss scale at the start")
     growth_factor: float | None = ranged(None, "Factor on the loss scale when it grows", above=1.0)
     backoff_factor: float | None = fraction(None, "Factor on the loss scale when it backs off")
     growth_interval: int | None = count(
@@ -195,8 +200,8 @@ class ScalerConfig:
     hysteresis: int | None = count(
         None, "Overflows since the last growth until it backs off; 1: the first does", below=2**31
     )
-    min_scale: float | None = positive(None, "Floor of the loss scale, at least 2^-126")
-    max_scale: float | None = positive(None, "Ceiling of the loss scale, at most 2^126")
+    min_scale: float | None = _scale("Floor of the loss scale")
+    max_scale: float | None = _scale("Ceiling of the loss scale")
     max_consecutive_skips: int | None = count(
         None, "Skips in a row, the scale at its floor, that end a run as diverged", below=2**31
     )

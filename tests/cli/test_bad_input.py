@@ -95,7 +95,7 @@ CASES = [
     ("cpu_half=fast", "cpu_half=fast|emulated, native"),
     ("optim.momentum=1", "optim.momentum=1.0|< 1"),
     ("optim=adam optim.betas=[0.9,1.0]", "optim.betas=1.0|< 1"),
-    ("scaler=static scaler.scale=0", "scaler.scale=0.0|> 0"),
+    ("scaler=static scaler.scale=0", "scaler.scale=0.0|>= 2^-126"),
     ("scaler=static scaler.scale=1e-45", "scaler.scale=1e-45|2^-126"),
     ("scaler=static scaler.scale=1e39", "scaler.scale=1e+39|2^126"),
     ("scaler=dynamic scaler.growth_factor=1", "scaler.growth_factor=1.0|> 1"),
