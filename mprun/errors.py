@@ -16,10 +16,8 @@ PREEMPTED, INTERRUPTED = 75, 130
 
 STATUS_EXIT_CODE = {"done": DONE, "failed": BUG, "diverged": DIVERGED, "preempted": PREEMPTED}
 
-
 # From the worst: of several processes' exit codes the first of these says how all ended.
 SEVERITY = (BUG, DAMAGED, RESOURCE, BAD_INPUT, DIVERGED, INTERRUPTED, PREEMPTED)
-
 
 # The signals with which a terminal, a batch system or a person asks a process to stop.
 ASKING = tuple(

@@ -61,9 +61,6 @@ def optimizer_maker(
 ) -> Callable[[list[tuple[str, Tensor]]], torch.optim.Optimizer]:
     """Return a function from the (name, tensor) pairs of `module` to a torch optimizer.
 
-    Biases and the parameters of the module's norm layers get separate groups if the configuration
-    treats them differently from the weights.
-
     implementation "auto" and "single_pass" mean the fused kernel, the base of a CPU's single pass,
     unless the update itself is in 16 bits. A fused kernel would compute that in FP32 registers
     (and torch's fused SGD does not update half parameters on a CPU at all).

@@ -304,9 +304,8 @@ _INFO = ("all", "config", "defaults", "defaults-tree", "plugins", "searchpath")
 
 def show(options: argparse.Namespace) -> int:
     """Print the configuration for `--cfg`, as in a run's config.yaml, or Hydra's account of it."""
-    flag, what, known = "--info", options.info, _INFO
-    if options.cfg is not None:
-        flag, what, known = "--cfg", options.cfg, ("job", "hydra", "all")
+    flag, what = ("--info", options.info) if options.cfg is None else ("--cfg", options.cfg)
+    known = _INFO if options.cfg is None else ("job", "hydra", "all")
     if what not in known:
         raise BadInput(f"{flag} {what}: must be one of {', '.join(known)}")
     from mprun.config.compose import compose_config, prepare_hydra

@@ -25,14 +25,14 @@ def _fields(
     for field in dataclasses.fields(schema):
         if field in known:
             continue
-        key, shared = f"{prefix}{field.name}", field.default_factory
+        key = f"{prefix}{field.name}"
+        base: Any = field.default_factory
         yield key, field, owner
-        known_here = ()
-        if dataclasses.is_dataclass(shared):
-            yield from _fields(shared, f"{key}.")
-            known_here = dataclasses.fields(shared)
+        shared = dataclasses.fields(base) if dataclasses.is_dataclass(base) else ()
+        if shared:
+            yield from _fields(base, f"{key}.")
         for name, component in COMPONENTS[key][0].items() if key in COMPONENTS else ():
-            yield from _fields(component.config, f"{key}.", name, known_here)
+            yield from _fields(component.config, f"{key}.", name, shared)
 
 
 # Key -> its fields: more than one if several components have it, with one role.

@@ -32,8 +32,7 @@ def check(config: RunConfig, *, files: bool = True) -> None:
         *(_numerics, _of_components),
         lambda config: _refused(config, config.device),
         check_own_code,
-        _embedded_data,
-        *([_data_folder] if files else []),
+        lambda config: _data(config, files),
     )
     for rule in rules:
         for line in rule(config):
@@ -326,9 +325,8 @@ def _why_no_overlap(config: RunConfig) -> str | None:
     return None
 
 
-def _embedded_data(config: RunConfig) -> Iterator[str]:
-    data = config.data
-    about = data.component
+def _data(config: RunConfig, files: bool) -> Iterator[str]:
+    data, about = config.data, config.data.component
     if data.root is not None and not (about.on_disk or about.own):
         # Not Path.exists, which raises for a name that is too long.
         if not os.path.exists(data.root):
@@ -338,13 +336,9 @@ def _embedded_data(config: RunConfig) -> Iterator[str]:
     if data.workers and not about.decodes:
         none = f"data.name={data.name} needs no loader process"
         yield f"data.workers={data.workers}: {none} (allowed: 0 or null)"
-
-
-def _data_folder(config: RunConfig) -> Iterator[str]:
-    data = config.data
-    if data.component.on_disk and data.root is None:
+    if files and about.on_disk and data.root is None:
         yield f"data.root=null: data={data.name} needs the folder of its files (docs/recipes.md)"
-    elif data.component.on_disk and not os.path.isdir(data.root or ""):
+    elif files and about.on_disk and not os.path.isdir(data.root or ""):
         yield f"data.root={data.root}: no such folder"
 
 

@@ -1,15 +1,10 @@
 """The options of a run as typed data, and their meaning; imports neither torch nor a model.
 
-The options of networks and data are declared with these, in `mprun.config.components`.
-
 A field declares its meaning (`doc`, printed by `mprun --help KEY` and the page of keys), default,
-allowed values and role, which says what another value means for hash, resume, comparison and tables
-(`mprun.config.fields.Role`). The classes are `slots=True` so that `+group.unknown=1` is an error
-too (OmegaConf sets attributes, and a slotted class refuses unknown ones). A value of `null` means
-"does not apply" or "take it from the model, the data or the mode"; `mprun.config.rules` has the
-rules across fields.
-
-Precision modes and loss scalers are not listed here: they are the files of conf/precision and
+allowed values and role. The classes are `slots=True` so that `+group.unknown=1` is an error too
+(OmegaConf sets attributes). A value of `null` means "does not apply" or "take it from the model,
+the data or the mode". `mprun.config.rules` has the rules across fields, `mprun.config.components`
+the options of networks and data. Modes and loss scalers are the files of conf/precision and
 conf/scaler, and those of the user's `--config-dir`.
 """
 
