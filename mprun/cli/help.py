@@ -237,14 +237,15 @@ def completions(line: str, verbs: dict[str, str], options: list[str]) -> list[st
     if before in _LISTS:
         known = _listed(word, list(option_files(_LISTS[before], config_dir)))
         return [one for one in known if one.startswith(word)]
-    page = _page_of(verbs[words[0]], words[1:]) if words and words[0] in verbs else None
+    verb = verbs[words[0]] if words and words[0] in verbs else None
     if word.startswith("-"):
-        of_verb = set(re.findall(r"^  .*?(--[a-z-]+)", page or "", re.MULTILINE))
-        found = options if page is None else sorted(of_verb)
+        found = options if verb is None else _options_of(verb, words[1:])
     else:
-        # As the usage of a verb says: `[MODE|RUN|KEY=VALUE ...]`.
-        usage = re.search(r"\[(\S+) \.\.\.\]$", (page or "").partition("\n\n")[0])
-        takes = usage[1].split("|") if usage else ["KEY=VALUE"] * (page is None)
+        takes = ["KEY=VALUE"]
+        if verb is not None:  # as its usage says: `[MODE|RUN|KEY=VALUE ...]`
+            usage = _page_of(verb, words[1:]).partition("\n\n")[0]
+            told = re.search(r"\[(\S+) \.\.\.\]$", usage)
+            takes = told[1].split("|") if told else []
         first = list(option_files("precision", config_dir)) if "MODE" in takes else []
         first += [] if words else list(verbs)
         keys = _overrides(word, words, config_dir) if "KEY=VALUE" in takes else []
@@ -253,6 +254,10 @@ def completions(line: str, verbs: dict[str, str], options: list[str]) -> list[st
 
 
 _DIR = ("--config-dir", "-cd")
+
+
+def _options_of(verb: str, words: list[str]) -> list[str]:
+    return sorted(set(re.findall(r"^  .*?(--[a-z-]+)", _page_of(verb, words), re.MULTILINE)))
 
 
 def _page_of(verb: str, words: list[str]) -> str:
