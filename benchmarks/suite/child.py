@@ -4,8 +4,8 @@ import torch
 
 from benchmarks.suite import equality
 from benchmarks.suite.contenders import make
-from mprun.extensions.bench.contender import Contender
-from mprun.extensions.bench.plan import Case
+from mprun.extensions.bench.cases import Case
+from mprun.extensions.bench.measure import Contender
 from mprun.extensions.bench.worker import Worker
 
 

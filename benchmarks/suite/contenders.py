@@ -7,9 +7,9 @@ from importlib.util import find_spec
 import torch
 
 from mprun.errors import BadInput
-from mprun.extensions.bench.contender import Contender
-from mprun.extensions.bench.own import Own
-from mprun.extensions.bench.plan import Case
+from mprun.extensions.bench.cases import Case
+from mprun.extensions.bench.measure import Contender
+from mprun.extensions.bench.runner import RunnerContender
 
 FP32, AMP = ("fp32", "tf32"), ("amp", "amp_bf16")
 FP8 = ("fp8_tensorwise", "fp8_rowwise")
@@ -93,7 +93,7 @@ def make(case: Case, device: torch.device) -> Contender:
     package is missing (see `available`).
     """
     if case.contender in OWN:
-        return Own(case, device)
+        return RunnerContender(case, device)
     if case.contender not in PEERS:
         raise BadInput(f"{case.contender}: no such contender (allowed: {', '.join(CONTENDERS)})")
     maker = _maker(case.contender)

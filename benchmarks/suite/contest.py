@@ -14,8 +14,8 @@ from benchmarks.suite.contenders import CONTENDERS, PEERS, available
 from benchmarks.suite.models import MODES_WITH_PEERS, suite_of
 from mprun.config.registry import task_of
 from mprun.errors import BadInput
+from mprun.extensions.bench.cases import OWN, REFERENCES, BenchGroup, BenchRow, Case, without_device
 from mprun.extensions.bench.contest import Contest
-from mprun.extensions.bench.plan import OWN, REFERENCES, BenchGroup, BenchRow, Case, without_device
 from mprun.extensions.bench.report import markdown, ratio_text
 from mprun.extensions.bench.summary import summarise
 

@@ -36,11 +36,10 @@ from torch import Tensor
 
 from benchmarks.suite.contenders import NEAREST_MODE, SCALES_PER_OPTIMIZER, make
 from mprun.config.registry import task_of
-from mprun.extensions.bench.contender import Contender
+from mprun.extensions.bench.cases import Case
 from mprun.extensions.bench.contest import learns_as_fp32
-from mprun.extensions.bench.measure import first_steps
-from mprun.extensions.bench.own import Own
-from mprun.extensions.bench.plan import Case
+from mprun.extensions.bench.measure import Contender, first_steps
+from mprun.extensions.bench.runner import RunnerContender
 from mprun.extensions.bench.worker import release
 from mprun.precision import get_policy
 
@@ -94,7 +93,7 @@ def rounding_unit(mode: str) -> float:
 
 def weights_of(contender: Contender) -> dict[str, Tensor]:
     """Return the tensors that a contender's optimizers update, by name, masters if it has them."""
-    if not isinstance(contender, Own):
+    if not isinstance(contender, RunnerContender):
         return contender.weights()
     found: dict[str, Tensor] = {}
     for learner, own in contender.task.learners.items():

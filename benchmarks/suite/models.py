@@ -1,7 +1,7 @@
 """The default measurements: models and sizes, as plain data."""
 
+from mprun.extensions.bench.cases import BenchGroup
 from mprun.extensions.bench.contest import CPU_MODES, GPU_MODES
-from mprun.extensions.bench.plan import BenchGroup
 
 # The modes of a suite that are measured when other tools take part: each adds that many processes.
 MODES_WITH_PEERS = ("fp32", "tf32", "fp16_master_scaled", "amp")

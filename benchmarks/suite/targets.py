@@ -6,7 +6,7 @@ Absolute rates are floors for one H200; the ratios are to contenders measured in
 from dataclasses import dataclass
 
 from benchmarks.suite.contenders import AMP, NEAREST_MODE
-from mprun.extensions.bench.plan import OWN
+from mprun.extensions.bench.cases import OWN
 from mprun.extensions.bench.report import number, table
 from mprun.extensions.bench.summary import peak_ratio, ratio, timed_rows
 

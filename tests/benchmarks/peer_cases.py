@@ -5,8 +5,8 @@ import torch
 
 from benchmarks.suite import contenders as registry
 from mprun.config.compose import compose_config
-from mprun.extensions.bench.contender import RotatingSource, rotating_batches
-from mprun.extensions.bench.plan import Case
+from mprun.extensions.bench.cases import Case
+from mprun.extensions.bench.runner import RotatingSource, rotating_batches
 from mprun.precision import pin_math_flags
 
 # Momentum, weight decay and BatchNorm: what SGD can get wrong.

@@ -26,10 +26,10 @@ from benchmarks.suite.peers import amp, loop
 from benchmarks.suite.peers.equipment import plain, tuned
 from benchmarks.suite.peers.task import set_up
 from mprun.config.compose import compose_config
-from mprun.extensions.bench.contender import FIRST_STEPS
+from mprun.extensions.bench.cases import BenchRow, Case
 from mprun.extensions.bench.contest import learns_as_fp32
-from mprun.extensions.bench.own import Own
-from mprun.extensions.bench.plan import BenchRow, Case
+from mprun.extensions.bench.measure import FIRST_STEPS
+from mprun.extensions.bench.runner import RunnerContender
 
 from ..shipped import MODES
 from .peer_cases import MODELS
@@ -287,7 +287,7 @@ def test_twins_differ_from_their_originals_by_the_unit(tiny_network):
 
 def test_what_is_watched_are_the_master_weights():
     case = Case("tiny", MODELS["language_model"], "fp16_master_scaled", "mprun")
-    own = Own(case, CPU)
+    own = RunnerContender(case, CPU)
     before = [tensor.clone() for tensor in weights_of(own).values()]
     found = watched_steps(own, CPU)
     assert {tensor.dtype for tensor in weights_of(own).values()} == {torch.float32}

@@ -12,7 +12,7 @@ from benchmarks.suite.peers.loop import make_tuned_loop
 from benchmarks.suite.peers.peer import SkipCount
 from benchmarks.suite.peers.task import pin_flags, set_up
 from mprun.errors import BadInput
-from mprun.extensions.bench.plan import Case
+from mprun.extensions.bench.cases import Case
 from mprun.precision.policy import read_math_flags
 
 from .peer_cases import MODELS, TOKENS, offered, own_losses
@@ -258,7 +258,7 @@ def test_a_plain_loop_loads_no_package_of_a_peer():
     script = (
         "import sys, torch\n"
         "from benchmarks.suite import contenders as registry\n"
-        "from mprun.extensions.bench.plan import Case\n"
+        "from mprun.extensions.bench.cases import Case\n"
         "for name in registry.PEERS:\n"
         "    registry.available(name, 'fp32', 'reconstruction', torch.device('cpu'))\n"
         "case = Case('', ('model=conv_autoencoder', 'model.width=1'), 'fp32', 'loop')\n"

@@ -5,7 +5,7 @@ import torch
 
 from benchmarks.suite.contenders import PEERS, available
 from benchmarks.suite.equality import compare, rounding_unit, sensitivity, trial_of, watched_steps
-from mprun.extensions.bench.plan import Case
+from mprun.extensions.bench.cases import Case
 from mprun.precision.policy import read_math_flags
 
 from ..helpers import without_waiting

@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from benchmarks.suite.peers.task import PeerTask
 from mprun.data.source import Batch
-from mprun.extensions.bench.contender import Contender
+from mprun.extensions.bench.measure import Contender
 
 
 class SkipCount:

@@ -14,8 +14,8 @@ from mprun.config.registry import task_of
 from mprun.config.schema import RunConfig
 from mprun.data.source import Batch, Source
 from mprun.errors import BadInput
-from mprun.extensions.bench.contender import in_channels_last, rotating_batches
-from mprun.extensions.bench.plan import Case
+from mprun.extensions.bench.cases import Case
+from mprun.extensions.bench.runner import in_channels_last, rotating_batches
 from mprun.precision import pin_math_flags
 
 # The numbers of torch.amp.GradScaler, the defaults of every peer's scaler and of scaler=dynamic.

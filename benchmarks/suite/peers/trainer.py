@@ -24,7 +24,7 @@ from benchmarks.suite.peers.peer import SkipCount
 from benchmarks.suite.peers.problems import Adversaries, Problem
 from benchmarks.suite.peers.task import PeerTask
 from mprun.data.source import Batch
-from mprun.extensions.bench.contender import Contender
+from mprun.extensions.bench.measure import Contender
 
 _ENDLESS = 10**9  # batches; Lightning does not read ahead of a loader with a length
 

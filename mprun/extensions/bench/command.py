@@ -13,7 +13,7 @@ from pathlib import Path
 from mprun.cli.arguments import Arguments, known_modes, names, number
 from mprun.config.compose import compose_config
 from mprun.errors import BUG, DONE, INTERRUPTED, RESOURCE, BadInput
-from mprun.extensions.bench.plan import REFERENCES, BenchGroup, check_overrides
+from mprun.extensions.bench.cases import REFERENCES, BenchGroup, check_overrides
 
 LEAST_BUDGET_S = 20
 _WHAT = """\
@@ -54,7 +54,7 @@ def _scaling(arguments: list[str], devices: str) -> int:
         if getattr(options, name):
             raise BadInput(f"bench --{name.replace('_', '-')}: not with devices={devices}")
     from mprun.extensions.bench.contest import Contest
-    from mprun.extensions.bench.ranks import scaling, worlds
+    from mprun.extensions.bench.scaling import scaling, worlds
     from mprun.training.run import resolve_device
 
     config = compose_config(options.overrides, options.config_dir).config
@@ -120,7 +120,7 @@ def bench(contest: str, options: Namespace, again: list[str], started: float) ->
     """
     if options.host:
         from mprun.extensions.bench import fake_cuda
-        from mprun.extensions.bench.host import host, on_the_fake_device
+        from mprun.extensions.bench.host_side import host, on_the_fake_device
 
         if not fake_cuda.is_fake():
             return on_the_fake_device(again)

@@ -11,7 +11,7 @@ from mprun.build import policy_from
 from mprun.config.compose import compose_config
 from mprun.config.rules import updates_in_16_bits
 from mprun.errors import BadInput
-from mprun.extensions.bench.plan import REFERENCES, BenchGroup, BenchRow, Case, without_device
+from mprun.extensions.bench.cases import REFERENCES, BenchGroup, BenchRow, Case, without_device
 from mprun.extensions.bench.report import markdown
 from mprun.extensions.bench.summary import summarise
 from mprun.precision import why_no_lstm, why_unsupported

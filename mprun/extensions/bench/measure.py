@@ -1,36 +1,100 @@
-"""Windows of steps, timed without a synchronisation inside; warm-up; the ceilings of a device.
+"""What is measured of a contender: windows of steps, warm-up, time by phase; ceilings of a device.
 
 On CUDA a window lies between two events of the current stream (the device's clock), so a contender
 has to leave its work ordered on that stream. The host waits before and after it, never inside. On a
-CPU the time is wall-clock time, with the processor time of the process beside it.
-
-Ceilings are the highest rates of the device. They are measured on random data, because products of
-zeros draw less power and clock higher. A product is 8192^3 on CUDA and 1024^3 on a CPU. A copy
-moves 1 GiB on CUDA and 256 MiB on a CPU, far beyond the caches.
+CPU the time is wall-clock time, with the processor time of the process beside it. Nothing inside a
+window waits for the device.
 """
 
 import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
+from torch import Tensor
 
-from mprun.extensions.bench.contender import FIRST_STEPS, Contender
 from mprun.precision import pin_math_flags
 from mprun.record.energy import PowerMeter
 from mprun.torch_private import scaled_mm
 
+FIRST_STEPS = 20  # their losses, skipped updates and times are kept
 WINDOW_S = 0.3  # minimum; beyond it NVML's counter and torch's launch queue do not matter
 AGREE, IN_A_ROW = 0.02, 3  # warm-up ends when that many windows agree this well
 LEAD_IN = 1  # untimed steps before each window: another process had the caches
-_CEILING_WINDOWS = 5
+_CEILING_WINDOWS, _SPLIT_STEPS = 5, 5
 _T = TypeVar("_T")
 # torch's warning for each wait (c10::cuda::warn_or_error_on_sync).
 _WAITED = "called a synchronizing CUDA operation"
+
+
+class Contender(Protocol):
+    """The base class of a training loop that is advanced from outside.
+
+    Initial weights, batches, loss and optimizer settings come from its `Case`, the same for every
+    contender. Its process takes the first 20 steps on it and calls `prepare`: its first use.
+
+    Attributes:
+        samples_per_step, sample: as in mprun's tasks.
+    """
+
+    samples_per_step: int
+    sample: str
+
+    def settings(self) -> dict:
+        """Return the settings for the report: {"channels_last": True, "optimizer": "fused"}."""
+        ...
+
+    def step(self) -> Tensor:
+        """Train on the next batch; return its loss, 0-dim on the device, detached.
+
+        It never waits for the device.
+        """
+        ...
+
+    def run(self, steps: int) -> Tensor:
+        """Take `steps` training steps, at least 1; return the last loss. A window calls this.
+
+        A contender that owns its loop (a trainer) overrides it: control is handed over once.
+        """
+        for _ in range(steps):
+            loss = self.step()
+        return loss
+
+    def prepare(self) -> None:
+        """Compile, capture, autotune: do all one-time work. It may take real steps."""
+        return
+
+    def skipped(self) -> int:
+        """Return the updates skipped since the beginning; may wait for the device."""
+        return 0
+
+    def replays(self) -> bool:
+        """Return whether steps are now replayed from a CUDA graph."""
+        return False
+
+    def eager_step(self) -> Tensor:
+        """Take a step without replay, for measurements that look inside."""
+        return self.step()
+
+    def running(self) -> AbstractContextManager[Any]:
+        """Return a context around many steps (a stream)."""
+        return nullcontext()
+
+    def defer_wait(self) -> Callable[[], float] | None:
+        """Return a function that gives the seconds waited for data since the last call.
+
+        None: no data are read ahead.
+        """
+        return None
+
+    def look_inside(self, device: torch.device) -> dict:
+        """Return what only the contender can measure; called last, because it may disturb it."""
+        return {}
 
 
 def synchronise(device: torch.device) -> None:
@@ -52,8 +116,7 @@ def first_steps(
 ) -> dict:
     """Return losses and skipped updates of the first 20 steps, and the seconds of each.
 
-    The first steps of a fresh contender contain its compilation, capture and autotuning. So each is
-    timed and waited for.
+    Compilation, capture and autotuning happen in them, so each is timed and waited for.
 
     Args:
         after_each: called after each step, outside of its time.
@@ -135,8 +198,7 @@ def warm_up(
         measure: takes a window.
 
     Returns:
-        The steps of a window to use, the steady step time, the steps taken, whether the windows
-        agreed, and the distance between the last ones (share of the smallest).
+        apart: distance between the last windows, as a share of the smallest.
     """
     started, taken, times = time.perf_counter(), 0, []
     first = measure(contender, device, 1)
@@ -177,6 +239,59 @@ def host_seconds(contender: Contender, device: torch.device, repeats: int = 10) 
     return statistics.median_high(times)
 
 
+def time_split(
+    step: Callable[[], object],
+    data: object,
+    optimizers: Iterable[object],
+    device: torch.device,
+    steps: int = _SPLIT_STEPS,
+) -> dict[str, float]:
+    """Return the seconds per eager step of data, forward, backward and update, and of all of it.
+
+    For a few steps `data.train_batch`, and `backward` and `step` of each optimizer, are wrapped in
+    two marks; forward is the rest: zeroing, casting inputs, the forward pass and the loss. On CUDA
+    marks are events. If the host is slower, idle time counts in the phase where it occurs.
+    """
+    on_device = device.type == "cuda"
+    pairs: list[tuple[str, Any, Any]] = []
+
+    def now() -> Any:
+        if not on_device:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def marked(method: Callable, phase: str) -> Callable:
+        def call(*arguments, **keywords):
+            start = now()
+            try:
+                return method(*arguments, **keywords)
+            finally:
+                pairs.append((phase, start, now()))
+
+        return call
+
+    watched = [(data, "train_batch", "data")]
+    for optimizer in optimizers:
+        watched += [(optimizer, "backward", "backward"), (optimizer, "step", "update")]
+    try:
+        for holder, method, phase in watched:
+            setattr(holder, method, marked(getattr(holder, method), phase))
+        for _ in range(steps):
+            marked(step, "step")()
+    finally:
+        for holder, method, _ in watched:
+            vars(holder).pop(method, None)
+    synchronise(device)
+    sums = dict.fromkeys(("data", "forward", "backward", "update", "step"), 0.0)
+    for phase, start, end in pairs:
+        sums[phase] += start.elapsed_time(end) / 1000 if on_device else end - start
+    inside = sum(sums[name] for name in ("data", "backward", "update"))
+    sums["forward"] = max(0.0, sums["step"] - inside)
+    return {name: seconds / steps for name, seconds in sums.items()}
+
+
 def count_synchronisations(
     work: Callable[[], object], device: torch.device | None = None
 ) -> int | None:
@@ -205,10 +320,11 @@ def count_synchronisations(
 def measure_ceilings(device: torch.device, seconds: float = 6.0, size: int | None = None) -> dict:
     """Measure {"bandwidth": bytes/s, read and written together, "flops": {format: FLOP/s}, ...}.
 
-    A multiply-add is 2 FLOP. Formats: fp32 (TF32 off), tf32 if the GPU has it, fp16, bf16, fp8
-    (E4M3, one scale, fast accumulation) if it has it. Each rate is the median of up to five
-    windows, of fewer if `seconds` in total do not allow five. It leaves the flags of FP32 products
-    at "ieee".
+    They are the highest rates of the device. Data are random, because products of zeros draw less
+    power and clock higher. A product is 8192^3 on CUDA and 1024^3 on a CPU, a multiply-add 2 FLOP;
+    a copy moves 1 GiB and 256 MiB, far beyond the caches. FP8: E4M3, one scale, fast accumulation.
+    Each rate is the median of up to five windows, of fewer if `seconds` in total do not allow five.
+    It leaves the flags of FP32 products at "ieee".
 
     Args:
         size: side of the matrices, for tests.
@@ -240,7 +356,7 @@ def measure_ceilings(device: torch.device, seconds: float = 6.0, size: int | Non
     }
 
 
-def _product_of(a: torch.Tensor, b: torch.Tensor) -> Callable[[], object]:
+def _product_of(a: Tensor, b: Tensor) -> Callable[[], object]:
     """Return a product of two square matrices of one dtype."""
     if a.dtype.itemsize > 1:
         return partial(torch.mm, a, b, out=torch.empty_like(a))
@@ -251,27 +367,22 @@ def _product_of(a: torch.Tensor, b: torch.Tensor) -> Callable[[], object]:
 
 def _formats(device: torch.device) -> list[tuple[str, torch.dtype, str]]:
     """Return (name, dtype of the operands, FP32 flag) of each rate that the device has."""
-    on_gpu = device.type == "cuda"
-    capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
-    modern = capability >= (8, 0)
-    formats = {
-        ("fp32", torch.float32, "ieee"): True,
-        ("tf32", torch.float32, "tf32"): modern,
-        ("fp16", torch.float16, "ieee"): True,
-        ("bf16", torch.bfloat16, "ieee"): modern or not on_gpu,
-        # As in `mprun.precision.why_unsupported`.
-        ("fp8", torch.float8_e4m3fn, "ieee"): capability >= (8, 9),
-    }
-    return [form for form, has in formats.items() if has]
+    fp32, half = ("fp32", torch.float32, "ieee"), ("fp16", torch.float16, "ieee")
+    bf16 = ("bf16", torch.bfloat16, "ieee")
+    if device.type != "cuda":
+        return [fp32, half, bf16]
+    capability = torch.cuda.get_device_capability(device)
+    if capability < (8, 0):
+        return [fp32, half]
+    formats = [fp32, ("tf32", torch.float32, "tf32"), half, bf16]
+    # As in `mprun.precision.why_unsupported`.
+    return formats + [("fp8", torch.float8_e4m3fn, "ieee")] * (capability >= (8, 9))
 
 
 def _median_s(
     work: Callable[[], object], device: torch.device, seconds: float
 ) -> tuple[float, int]:
-    """Return the seconds of one call and the number of windows.
-
-    The seconds are the median over up to five windows of several calls.
-    """
+    """Return the median seconds of one call and the number of windows of several calls."""
 
     def once(count: int) -> float:
         synchronise(device)

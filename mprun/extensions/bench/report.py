@@ -7,7 +7,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from mprun.extensions.bench.plan import OWN
+from mprun.extensions.bench.cases import OWN
 from mprun.plots.panel import GREY, INK, settings, styles, thousands
 from mprun.record.console import markdown_table
 

@@ -22,9 +22,9 @@ from typing import Any
 import torch
 
 from mprun.config.compose import compose_config
+from mprun.extensions.bench.cases import BenchGroup, BenchRow, Case
 from mprun.extensions.bench.child import ChildFailed, ChildProcess, Interrupted, TimeUp
 from mprun.extensions.bench.contest import Contest
-from mprun.extensions.bench.plan import BenchGroup, BenchRow, Case
 from mprun.extensions.bench.report import write_figure
 from mprun.record.run_directory import write_json
 from mprun.training.environment import environment

@@ -13,7 +13,7 @@ import numpy
 from numpy.typing import NDArray
 
 from mprun.execution.graphed_step import DEVICE_LIMITS
-from mprun.extensions.bench.plan import REFERENCES
+from mprun.extensions.bench.cases import REFERENCES
 
 RESAMPLES, CONFIDENCE, SEED = 4000, 0.95, 20171010
 

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from mprun.extensions.bench import measure
-from mprun.extensions.bench.contender import Contender
-from mprun.extensions.bench.own import Own
-from mprun.extensions.bench.plan import OWN, Case, without_device
+from mprun.extensions.bench.cases import OWN, Case, without_device
+from mprun.extensions.bench.measure import Contender
+from mprun.extensions.bench.runner import RunnerContender
 from mprun.precision import read_math_flags
 from mprun.record.energy import PowerMeter, meter_of
 from mprun.record.memory import peak
@@ -35,7 +35,7 @@ class Worker:
 
     def make(self, case: Case, device: torch.device) -> Contender:
         """Build the contender of a case before its first step: pin flags and draw weights."""
-        return Own(case, device)
+        return RunnerContender(case, device)
 
     def watched_steps(self) -> dict:
         """Take the first 20 steps; return the seconds of each and what `Contest.check` needs."""

@@ -12,9 +12,9 @@ import torch
 from mprun.cli import main
 from mprun.config.compose import compose_config
 from mprun.config.option_files import conf_dir
+from mprun.extensions.bench.cases import BenchRow, Case
 from mprun.extensions.bench.command import exit_code, parse
 from mprun.extensions.bench.contest import Contest
-from mprun.extensions.bench.plan import BenchRow, Case
 
 from ...helpers import TINY_LM as TINY
 from ...helpers import refused

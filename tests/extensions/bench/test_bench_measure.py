@@ -6,18 +6,23 @@ import time
 import pytest
 import torch
 
-from mprun.extensions.bench.contender import Contender, RotatingSource, rotating_batches
+from mprun.extensions.bench.cases import Case
 from mprun.extensions.bench.measure import (
+    Contender,
     count_synchronisations,
     first_steps,
     host_seconds,
     measure_ceilings,
     steps_for,
+    time_split,
     warm_up,
     window,
 )
-from mprun.extensions.bench.own import Own, time_split
-from mprun.extensions.bench.plan import Case
+from mprun.extensions.bench.runner import (
+    RotatingSource,
+    RunnerContender,
+    rotating_batches,
+)
 from mprun.extensions.bench.session import Log
 from mprun.extensions.bench.worker import Worker
 from mprun.precision import pin_math_flags, read_math_flags
@@ -49,7 +54,7 @@ class Sleeper(Contender):
 
 def make(mode: str = "fp32", *more: str, contender: str = "mprun", **extra):
     case = Case("tiny", (*TINY, *more), mode, contender, **extra)
-    return Own(case, CPU)
+    return RunnerContender(case, CPU)
 
 
 @pytest.fixture(autouse=True)
@@ -126,7 +131,7 @@ def test_mprun_as_a_contender_takes_the_steps_of_a_run_on_rotating_batches(build
 
 def test_batches_that_are_rotated_lie_as_the_network_wants_them():
     settings = ("model=resnet50", "data.batch_size=2", "train.channels_last=on")
-    own = Own(Case("images", settings, "amp", "mprun"), CPU)
+    own = RunnerContender(Case("images", settings, "amp", "mprun"), CPU)
     held, _ = own.built.data.train_batch(0)
     (images, _), *_ = own.task.load(0)
     assert held.is_contiguous(memory_format=torch.channels_last)
@@ -221,7 +226,7 @@ def test_on_cuda_the_device_and_the_host_agree_on_a_window():
     """A window is far longer than what the host adds: launch of the first step, two waits."""
     device = torch.device("cuda", torch.cuda.current_device())
     case = Case("tiny", (*TINY, "train.cuda_graph=off"), "amp", "mprun")
-    own = Own(case, device)
+    own = RunnerContender(case, device)
     for _ in range(20):
         own.step()
     found = window(own, device, steps_for(warm_up(own, device, 5.0)["step_s"]), meter_of(device))

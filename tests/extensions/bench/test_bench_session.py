@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from benchmarks.suite.contest import Suite
+from mprun.extensions.bench.cases import BenchGroup, Case
 from mprun.extensions.bench.child import ChildFailed, ChildProcess, Interrupted, TimeUp
 from mprun.extensions.bench.command import parse
-from mprun.extensions.bench.plan import BenchGroup, Case
 from mprun.extensions.bench.session import Session
 from mprun.training.signals import Interruption
 

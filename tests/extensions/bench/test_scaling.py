@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from mprun.errors import BadInput
-from mprun.extensions.bench.ranks import worlds
+from mprun.extensions.bench.scaling import worlds
 
 from ...helpers import ONE_CORE, refused
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from mprun.extensions.bench.host import SPARED, host_row, report
-from mprun.extensions.bench.plan import Case
+from mprun.extensions.bench.cases import Case
+from mprun.extensions.bench.host_side import SPARED, host_row, report
 from mprun.precision.rounded_weights import CHUNK
 
 from ...helpers import refused

@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any
 
 from mprun.errors import DONE, INTERRUPTED, RESOURCE, BadInput
 from mprun.extensions.bench import fake_cuda
-from mprun.extensions.bench.plan import REFERENCES, Case
+from mprun.extensions.bench.cases import REFERENCES, Case
 from mprun.record.console import markdown_table
 
 if TYPE_CHECKING:
     import torch
 
-    from mprun.extensions.bench.contender import Contender
     from mprun.extensions.bench.contest import Contest
+    from mprun.extensions.bench.measure import Contender
     from mprun.extensions.bench.worker import Worker
 
 WARM_UP, COUNTED, TIMED = 4, 3, 15  # steps; a graph is recorded during warm-up

@@ -4,7 +4,7 @@ It runs 1, 2, 4, ... N ranks. Each takes micro-batches as large as those of a si
 scaling). Windows with and without the sum of gradients take turns in one run. Their difference is
 exposed: backward could not hide it. Batches lie on the device.
 
-A rank is `python -m mprun.extensions.bench.ranks PARENT FILE WINDOWS OVERRIDE...`; rank 0 writes
+A rank is `python -m mprun.extensions.bench.scaling PARENT FILE WINDOWS OVERRIDE...`; rank 0 writes
 FILE.
 """
 
@@ -94,7 +94,7 @@ def _measured(overrides: tuple[str, ...], world: int, options: Namespace) -> dic
         arguments = [str(file), str(options.windows), *overrides, f"devices={world}"]
         config_dir: str | None = options.config_dir
         code = launch(
-            arguments, world, config_dir=config_dir, module="mprun.extensions.bench.ranks"
+            arguments, world, config_dir=config_dir, module="mprun.extensions.bench.scaling"
         )
         if code != DONE:
             return code
