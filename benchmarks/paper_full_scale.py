@@ -37,8 +37,8 @@ def hours_of(full: Full) -> dict[str, float]:
     options: Namespace = roofline.parse(
         [f"experiment={full.experiment}", "--gpu", GPU, "--mode", MODES]
     )
-    steps, ceilings, refused = roofline.counted_modes(options, ceilings_of(GPU))
-    found = limits(steps, ceilings, refused)
+    steps, refused = roofline.counted_modes(options, ceilings_of(GPU))
+    found = limits(steps, ceilings_of(GPU), refused)
     return {
         mode: float(f"{own['step_s'] * steps_of(full) / 3600:.3g}")
         for mode, own in found["modes"].items()

@@ -48,16 +48,20 @@ class Worker:
         return {"ceilings": measured, "driver": self.meter.driver(), "nvml": self.meter.why}
 
     def limit(self, case: Case, ceilings: dict, name: str) -> dict:
-        """Return the limits of a step under measured ceilings, in samples per second.
+        """Return numbers of `roofline.limits.limit` for a step under measured ceilings.
 
-        See `roofline.limits.limit`. BadInput for a step that cannot be counted.
+        name: name of the device. BadInput for a step that cannot be counted.
         """
         from mprun.extensions.bench.roofline.count import count
-        from mprun.extensions.bench.roofline.limits import measured_limit
+        from mprun.extensions.bench.roofline.limits import Ceilings, limit
 
         torch.set_num_threads(1)
         counted = count(without_device(case.overrides), case.mode, case.config_dir)
-        return measured_limit(counted, ceilings, name)
+        rates = ceilings["flops"], ceilings["bandwidth"]
+        found = limit(counted, Ceilings(name, "measured in this bench", *rates, memory=0.0))
+        kept = ("eager", "fused", "flop_only", "memory_bound_share", "launches")
+        numbers = {key: found[key] for key in kept}
+        return numbers | {"flops": counted.flops, "bytes": counted.bytes()}
 
     def build(self, case: Case, device: str) -> dict:
         """Make the contender."""

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from mprun.errors import BadInput
 from mprun.extensions.bench.measure import _product_of
 from mprun.extensions.bench.roofline.count import count
-from mprun.extensions.bench.roofline.limits import GPUS, Ceilings, limit, measured_limit, why_not
+from mprun.extensions.bench.roofline.limits import GPUS, Ceilings, limit, why_not
 from mprun.precision import get_policy
 from mprun.precision.scaled_products import ScaledProducts, install
 
@@ -184,10 +184,10 @@ def test_what_has_fp8_products():
 
 
 def test_measured_ceilings_without_fp8_are_no_error_of_the_program():
-    known = {"flops": {"bf16": 1e12, "fp32": 1e11}, "bandwidth": 1e11}
+    known = {"bf16": 1e12, "fp32": 1e11}
     with pytest.raises(BadInput, match="no ceiling of FP8 products"):
-        measured_limit(counted("fp8_tensorwise"), known, "toy")
-    more = Ceilings("toy", "", {**known["flops"], "fp8": 2e12}, 1e11, 1e9)
+        limit(counted("fp8_tensorwise"), Ceilings("toy", "", known, 1e11, 0.0))
+    more = Ceilings("toy", "", {**known, "fp8": 2e12}, 1e11, 1e9)
     assert limit(counted("fp8_tensorwise"), more)["eager"] > 0
 
 

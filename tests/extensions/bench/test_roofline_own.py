@@ -9,7 +9,7 @@ import torch
 from mprun.config.compose import compose_config
 from mprun.errors import BadInput
 from mprun.extensions.bench.roofline.count import count
-from mprun.extensions.bench.roofline.operations import FORMATS
+from mprun.extensions.bench.roofline.limits import FORMATS
 from mprun.extensions.bench.roofline.shape_only import shape_source
 from mprun.precision import get_policy
 
@@ -102,7 +102,7 @@ def test_every_mode(mode):
     policy = get_policy(mode)
     # Without FP8 products: with them the largest layer has none of its own, an LSTM or the output.
     plain = replace(policy, products=None).formats
-    wanted = FORMATS[plain[0]] if plain else {"ieee": "fp32", "tf32": "tf32"}[policy.fp32_math]
+    wanted = FORMATS[str(plain[0])] if plain else {"ieee": "fp32", "tf32": "tf32"}[policy.fp32_math]
     small = ("data=synthetic_tokens", "data.batch_size=4")
     if policy.products is None:
         found = count(("model=lstm_lm", *small), mode)

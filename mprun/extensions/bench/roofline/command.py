@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     """Entry point, without the word --roofline; returns the exit code."""
     options = parse(arguments)
     ceilings = ceilings_of(options.gpu)
-    steps, ceilings, refused = counted_modes(options, ceilings)
+    steps, refused = counted_modes(options, ceilings)
     found = limits(steps, ceilings, refused)
     if options.ranks:
         found["ranks"] = on_ranks(steps, found, options.ranks, options.link)
@@ -94,10 +94,8 @@ def _check_ranks(options: Namespace) -> None:
         nodes_of(count, options.link)
 
 
-def counted_modes(
-    options: Namespace, ceilings: Ceilings
-) -> tuple[list["Counted"], Ceilings, list[str]]:
-    """Return (a step of each mode, the ceilings, why modes of the default list are missing).
+def counted_modes(options: Namespace, ceilings: Ceilings) -> tuple[list["Counted"], list[str]]:
+    """Return (a step of each mode, why modes of the default list are missing).
 
     Raises BadInput for a requested mode that the GPU does not have.
     """
@@ -116,7 +114,7 @@ def counted_modes(
             refused.append(f"Without {mode}: {reason}.")
     if not steps:
         raise BadInput(f"--gpu {ceilings.name}: has none of the modes; {refused[0]}")
-    return steps, ceilings, refused
+    return steps, refused
 
 
 def _sets_precision(options: Namespace) -> bool:

@@ -19,8 +19,8 @@ from mprun.config.compose import compose_config
 from mprun.config.schema import DataConfig, RunConfig
 from mprun.errors import BadInput, MprunError, raised
 from mprun.extensions.bench.roofline.cuda_kernels import cuda_kernels
+from mprun.extensions.bench.roofline.limits import FORMATS
 from mprun.extensions.bench.roofline.operations import (
-    FORMATS,
     OperationCosts,
     Write,
     bytes_of,
@@ -256,7 +256,7 @@ class Counter(TorchDispatchMode):
         self.rows.append(OperationCosts(kind, self.phase, form, flops, size, launches))
 
     def _format(self, dtype: torch.dtype) -> str:
-        form = FORMATS.get(dtype, "fp32")
+        form = FORMATS.get(str(dtype), "fp32")
         return "tf32" if form == "fp32" and self.fp32_math == "tf32" else form
 
     def _kind(self, kind: str, args, results) -> str:
@@ -277,7 +277,7 @@ class Counter(TorchDispatchMode):
         places = [*places, len(self.rows) - 1]
         if results.dtype is torch.float32:
             self._casts[storage_key(results)] = results, size, places
-        elif FORMATS.get(results.dtype) == "fp8":
+        elif FORMATS.get(str(results.dtype)) == "fp8":
             for place in places:
                 self.rows[place] = dataclasses.replace(self.rows[place], folded_bytes=0)
             left = size + bytes_of(results)

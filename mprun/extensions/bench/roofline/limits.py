@@ -21,10 +21,9 @@ if TYPE_CHECKING:
 # Seconds per kernel, an assumption: replayed from a CUDA graph, and started one by one.
 GRAPH_LAUNCH_S, EAGER_LAUNCH_S = 1.5e-6, 8e-6
 LAUNCH_SOURCE = "assumed: 1.5 us a kernel in a CUDA graph, 8 us eager"
-# A copy of `operations.FORMATS` without torch.
-_FORMATS = {"torch.float16": "fp16", "torch.bfloat16": "bf16"}
-_FORMATS |= dict.fromkeys(("torch.float8_e4m3fn", "torch.float8_e5m2"), "fp8")
-_RATES = ("eager", "fused", "flop_only")  # of a limit that a table shows
+# Format of products by dtype. Both FP8 formats run at one rate (NVIDIA H100 data sheet).
+FORMATS = {"torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.float32": "fp32"}
+FORMATS |= dict.fromkeys(("torch.float8_e4m3fn", "torch.float8_e5m2"), "fp8")
 # Bytes per parameter and step of SGD with momentum, the write of the gradient and autocast's cast
 # of the weight included: benchmarks/update_bytes.py counts them.
 RECIPES = {
@@ -58,38 +57,30 @@ class Ceilings:
 
 
 def _gpu(
-    name: str,
-    half: float,
-    tf32: float | None,
-    fp32: float,
-    bandwidth: float,
-    gib: float,
-    fp8: float | None = None,
+    name: str, half: float, fp32: float, others: dict[str, float], bandwidth: float, gib: float
 ) -> Ceilings:
-    flops = {"fp16": half, "fp32": fp32}
-    if tf32 is not None:
-        # BF16 Tensor Cores came with TF32 and run at the rate of FP16 (NVIDIA A100 data sheet).
-        flops |= {"bf16": half, "tf32": tf32}
-    if fp8 is not None:
-        flops |= {"fp8": fp8}
+    """Return the ceilings of a GPU; others: the rates of other formats over that of FP16."""
+    flops = {"fp16": half, "fp32": fp32} | {form: half * over for form, over in others.items()}
     source = (
         f"assumed for {name}: FP16 products {half / 1e12:g} TFLOP/s and copies "
         f"{bandwidth / 1e12:g} TB/s as programs reach them; FP32 0.86 of the data sheet"
-        f"{'' if fp8 is None else '; FP8 twice FP16, as there'}"
+        f"{'; FP8 twice FP16, as there' if 'fp8' in others else ''}"
     )
     return Ceilings(name, source, flops, bandwidth, gib * 2**30)
 
 
+# BF16 Tensor Cores came with TF32 and run at the rate of FP16 (NVIDIA A100 data sheet).
+_AMPERE = {"bf16": 1.0, "tf32": 0.5}
+_HOPPER = _AMPERE | {"fp8": 2.0}  # as on the data sheets of H100 and H200: 1,979 and 989.5
 # FP16 rate and bandwidth of H200 are matrix products and copies observed on one (769 to 798
-# TFLOP/s, 4.3 TB/s); those of the others are the ones used to judge published training runs. TF32
-# is half of FP16 on all. FP32 is 0.86 of the data sheet (15.7, 19.5, 67 TFLOP/s), the ratio of an
-# H200: 57.5 of 67, the middle of 55 to 60. FP8 is twice FP16, as on the data sheets of H100 and
-# H200 (1,979 and 989.5 TFLOP/s, dense).
+# TFLOP/s, 4.3 TB/s); those of the others are the ones used to judge published training runs. FP32
+# is 0.86 of the data sheet (15.7, 19.5, 67 TFLOP/s), the ratio of an H200: 57.5 of 67, the middle
+# of 55 to 60.
 GPUS = {
-    "H200": _gpu("H200", 790e12, 395e12, 57.5e12, 4.3e12, 139, fp8=1580e12),
-    "H100": _gpu("H100", 740e12, 370e12, 57.5e12, 3.0e12, 79, fp8=1480e12),
-    "A100": _gpu("A100", 260e12, 130e12, 16.7e12, 1.75e12, 79),
-    "V100": _gpu("V100", 100e12, None, 13.5e12, 0.80e12, 31.5),
+    "H200": _gpu("H200", 790e12, 57.5e12, _HOPPER, 4.3e12, 139),
+    "H100": _gpu("H100", 740e12, 57.5e12, _HOPPER, 3.0e12, 79),
+    "A100": _gpu("A100", 260e12, 16.7e12, _AMPERE, 1.75e12, 79),
+    "V100": _gpu("V100", 100e12, 13.5e12, {}, 0.80e12, 31.5),
 }
 
 
@@ -104,15 +95,12 @@ def ceilings_of(name: str) -> Ceilings:
 
 
 def why_not(policy: PrecisionPolicy, overrides: Sequence[str], ceilings: Ceilings) -> str | None:
-    """Return the reason why this GPU has no such mode, or None.
+    """Return the reason why this GPU has no such mode, or None; overrides: dtypes of modules.
 
     TF32 and BF16 products need compute capability 8.0 (NVIDIA Ampere); V100 has 7.0. FP8 products
     need 8.9, and 9.0 with scales by row: H100 and H200 have both, the others neither.
-
-    Args:
-        overrides: dtype names of module overrides.
     """
-    wanted = [*(_FORMATS[str(dtype)] for dtype in policy.formats), *overrides]
+    wanted = [*(FORMATS[str(dtype)] for dtype in policy.formats), *overrides]
     wanted += ["tf32"] if policy.fp32_math == "tf32" else []
     for form in wanted:
         if form not in ceilings.flops:
@@ -139,10 +127,8 @@ def limit(counted: Counted, ceilings: Ceilings) -> dict[str, Any]:
     """
     lacks = {row.form for row in counted.rows if row.flops} - ceilings.flops.keys()
     if lacks:
-        names = ", ".join(sorted(form.upper() for form in lacks))
-        raise BadInput(
-            f"{ceilings.name}: no ceiling of {names} products, of which the step has some"
-        )
+        names = ", ".join(sorted(lacks)).upper()
+        raise BadInput(f"{ceilings.name}: no ceiling of {names} products, which the step has")
     costs = [(row, row.seconds(ceilings.flops, ceilings.bandwidth)) for row in counted.rows]
     timed = [(row, max(both)) for row, both in costs]
     total = sum(seconds for _, seconds in timed)
@@ -152,8 +138,7 @@ def limit(counted: Counted, ceilings: Ceilings) -> dict[str, Any]:
         for row, seconds in timed
     )
     folds = any(row.folded_bytes is not None for row in counted.rows)
-    launches = sum(row.launches for row in counted.rows)
-    samples = counted.samples
+    launches, samples = sum(row.launches for row in counted.rows), counted.samples
     return {
         "eager": samples / total,
         "fused": samples / folded if folds else None,
@@ -183,34 +168,16 @@ def _kinds(timed: list[tuple[OperationCosts, float]], total: float) -> list[dict
     kinds = []
     for (kind, phase), group in groups.items():
         seconds = sum(s for _, s in group)
-        sums = {n: sum(getattr(r, n) for r, _ in group) for n in ("flops", "bytes", "launches")}
         place = {"kind": kind, "phase": phase, "seconds": seconds, "share": seconds / total}
+        sums = {n: sum(getattr(r, n) for r, _ in group) for n in ("flops", "bytes", "launches")}
         kinds.append(place | sums)
     return sorted(kinds, key=lambda kind: -kind["seconds"])
 
 
-def measured_limit(counted: Counted, ceilings: dict, name: str) -> dict:
-    """Return the limit of a step on a device whose ceilings were measured.
-
-    Args:
-        ceilings: result of `mprun.extensions.bench.measure.measure_ceilings`.
-        name: name of the device.
-    """
-    rates = ceilings["flops"], ceilings["bandwidth"]
-    found = limit(counted, Ceilings(name, "measured in this bench", *rates, memory=0.0))
-    kept = ("eager", "fused", "flop_only", "memory_bound_share", "launches")
-    numbers = {key: found[key] for key in kept}
-    return numbers | {"flops": counted.flops, "bytes": counted.bytes()}
-
-
 def limits(steps: list[Counted], ceilings: Ceilings, refused: list[str]) -> dict[str, Any]:
-    """Return the content of --json: `limit` by mode, and the common numbers.
-
-    Args:
-        refused: why other modes are missing.
-    """
+    """Return the content of --json; refused: why other modes are missing."""
     modes = {step.mode: limit(step, ceilings) for step in steps}
-    bases = {base: modes[base]["eager"] if base in modes else None for base in ("fp32", "tf32")}
+    bases = {base: modes.get(base, {}).get("eager") for base in ("fp32", "tf32")}
     for found in modes.values():
         ratios = {base: rate and found["eager"] / rate for base, rate in bases.items()}
         found["speedup_limit"] = ratios
@@ -256,7 +223,9 @@ def _speed(modes: dict[str, dict], unit: str) -> str:
     rows = [
         [
             mode,
-            *("-" if line[key] is None else three(line[key]) for key in _RATES),
+            three(line["eager"]),
+            "-" if line["fused"] is None else three(line["fused"]),
+            three(line["flop_only"]),
             f"{line['flops_per_sample'] / 1e9:.3g}",
             f"{line['bytes_per_sample'] / 1e6:.3g}",
             f"{line['memory_bound_share']:.0%}",
@@ -286,8 +255,7 @@ def _notes(found: dict[str, Any]) -> list[str]:
     unit, (mode, first) = found["sample"], next(iter(found["modes"].items()))
     graph, eager = three(first["graph_launches"]), three(first["eager_launches"])
     paths = ", ".join(dict.fromkeys(line["update"] for line in found["modes"].values()))
-    seconds = found["update_recipes_s"].items()
-    recipes = ", ".join(f"{name} {value * 1e3:.3g}" for name, value in seconds)
+    recipes = ", ".join(f"{of} {s * 1e3:.3g}" for of, s in found["update_recipes_s"].items())
     return [
         f"Limits from counts, not measurements; ceilings {found['ceilings']['source']}.",
         "limit: each operation takes the longer of its products and its traffic, one after the "

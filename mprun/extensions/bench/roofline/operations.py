@@ -21,10 +21,6 @@ from mprun.torch_private import tree_leaves
 Cost = tuple[str, int, int]
 # (kind, dtype, flops, bytes, launches): work that no dispatcher sees writes its rows with this.
 Write = Callable[[str, torch.dtype, int, int, int], None]
-# Format of products by dtype; the counter knows when FP32 ones run in TF32.
-FORMATS = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
-# Both run at one rate (NVIDIA H100 data sheet).
-FORMATS |= dict.fromkeys((torch.float8_e4m3fn, torch.float8_e5m2), "fp8")
 
 
 @dataclass(frozen=True, slots=True)

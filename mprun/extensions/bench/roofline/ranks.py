@@ -7,15 +7,15 @@ pass goes on; sums that end later make the step longer. This module imports no t
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from mprun.cli.arguments import filled
 from mprun.config.fields import nearest
 from mprun.errors import BadInput
-from mprun.extensions.bench.roofline.limits import three
-from mprun.record.console import columns, markdown_table
+from mprun.extensions.bench.roofline.limits import FORMATS, three
+from mprun.record.console import markdown_table
 
 if TYPE_CHECKING:
     from mprun.extensions.bench.roofline.count import Counted
@@ -23,8 +23,6 @@ if TYPE_CHECKING:
 MOST_RANKS = 65_536
 # Bytes of a number on the wire. BF16 is as long as FP16.
 WIRES = {"fp32": 4, "fp16": 2}
-# Assumed; NCCL expects 8.5 us for a hop of its trees between nodes (src/graph/tuning.cc, LL128).
-_HOP_S = 8e-6
 _LEAST, _MOST = 0.01, 10_000  # GB/s of a link without a name
 
 
@@ -37,7 +35,8 @@ class Link:
         gpus: number of GPUs in a node.
         within: bytes/s of each GPU in a ring inside its node ("bus bandwidth" of nccl-tests).
         between: bytes/s of each GPU between nodes.
-        hop_s: least seconds of a message between two nodes.
+        hop_s: least seconds of a message between two nodes. Assumed; NCCL expects 8.5 us for a hop
+            of its trees (src/graph/tuning.cc, LL128).
     """
 
     name: str
@@ -45,37 +44,26 @@ class Link:
     gpus: int
     within: float
     between: float
-    hop_s: float
-
-
-def _node(name: str, within: float, between: float, source: str) -> Link:
-    return Link(name, source, 8, within, between, _HOP_S)
-
-
-def _single(name: str, rate: float, source: str, hop_s: float = _HOP_S) -> Link:
-    return Link(name, source, 1, rate, rate, hop_s)
+    hop_s: float = 8e-6
 
 
 LINKS = {
     link.name: link
     for link in (
-        _node("nvlink", 400e9, 45e9, "8 H100 or H200 on NVSwitch, between 370 of a ring and 480 "
-              "of NVLink SHARP (NVIDIA/nccl-tests#212); assumed: 0.9 of a 400 Gb/s NIC for each"),
-        _node("nvlink3", 235e9, 24e9, "8 A100 on NVSwitch, NCCL's own limit "
-              "(NVIDIA/nccl src/graph/tuning.cc); 192 GB/s over eight 200 Gb/s NICs "
-              "(NVIDIA/nccl#812)"),
-        _single("100gbe", 11.6e9, "assumed: 0.93 of 100 Gb/s, less headers of TCP; a hop 30 us",
-                30e-6),
-        _single("25gbe", 2.9e9, "assumed: 0.93 of 25 Gb/s, less headers of TCP; a hop 30 us",
-                30e-6),
+        Link("nvlink", "8 H100 or H200 on NVSwitch, between 370 of a ring and 480 of NVLink SHARP "
+             "(NVIDIA/nccl-tests#212); assumed: 0.9 of a 400 Gb/s NIC for each", 8, 400e9, 45e9),
+        Link("nvlink3", "8 A100 on NVSwitch, NCCL's own limit (NVIDIA/nccl src/graph/tuning.cc); "
+             "192 GB/s over eight 200 Gb/s NICs (NVIDIA/nccl#812)", 8, 235e9, 24e9),
+        Link("100gbe", "assumed: 0.93 of 100 Gb/s, less headers of TCP; a hop 30 us",
+             1, 11.6e9, 11.6e9, 30e-6),
+        Link("25gbe", "assumed: 0.93 of 25 Gb/s, less headers of TCP; a hop 30 us",
+             1, 2.9e9, 2.9e9, 30e-6),
     )
 }  # fmt: skip
 
 
 def link_of(name: str) -> Link:
-    """Return the link with a name, in any case of letters, or with a rate.
-
-    The rate is in GB/s from every GPU to the others.
+    """Return the link with a name, in any case of letters, or with GB/s from every GPU to others.
 
     Raises:
         BadInput: an unknown name, a number out of range.
@@ -87,7 +75,7 @@ def link_of(name: str) -> Link:
     except ValueError:
         rate = math.nan
     if _LEAST <= rate <= _MOST:
-        return _single(f"{rate:g}", rate * 1e9, "given; assumed: a hop 8 us")
+        return Link(f"{rate:g}", "given; assumed: a hop 8 us", 1, rate * 1e9, rate * 1e9)
     known = f"{', '.join(LINKS)}, or GB/s of a GPU from {_LEAST:g} to {_MOST:g}"
     raise BadInput(f"--link {name}: unknown{nearest(name.lower(), LINKS)} (allowed: {known})")
 
@@ -104,19 +92,16 @@ def nodes_of(ranks: int, link: Link) -> tuple[int, int]:
 
 
 def ring_s(size: float, ranks: int, rate: float) -> float:
-    """Return the seconds in which a ring sums `size` bytes of each rank, without latency.
+    """Return the seconds in which a ring of `rate` bytes/s sums `size` bytes of each rank.
 
-    The rate is in bytes/s. 2(W-1)/W of the bytes leave each rank: Patarasuk and Yuan, J. Parallel
-    Distrib. Comput. 69 (2009).
+    2(W-1)/W of the bytes leave each rank: Patarasuk and Yuan, J. Parallel Distrib. Comput. 69
+    (2009). Latency comes on top.
     """
     return 2 * (ranks - 1) / ranks * size / rate
 
 
 def transfer_s(size: float, ranks: int, link: Link) -> float:
-    """Return the seconds on the wires.
-
-    Within nodes each GPU gets the sum of a part; then the nodes sum these parts.
-    """
+    """Return the seconds on the wires: each GPU gets its node's sum of a part, nodes sum parts."""
     nodes, gpus = nodes_of(ranks, link)
     return ring_s(size, gpus, link.within) + ring_s(size / gpus, nodes, link.between)
 
@@ -145,11 +130,8 @@ def on_ranks(
     step_s: the limit of one rank. backward_s: time of the last micro-batch, whose gradients
     complete the sums. wire: the wire of the configuration; there are rows for all `WIRES`.
     transfer_s and tree_s together are the time of the sums; ring_s is the latency of a ring instead
-    of tree_s. efficiency: step / (step + exposed sums). flat: step / (step + sums). samples_per_s:
-    of all ranks.
+    of tree_s. flat: efficiency without overlap. samples_per_s: of all ranks.
     """
-    from mprun.extensions.bench.roofline.operations import FORMATS  # here: imports torch
-
     modes = {}
     for step in steps:
         found = limits["modes"][step.mode]
@@ -157,7 +139,7 @@ def on_ranks(
         modes[step.mode] = {
             "step_s": found["step_s"],
             "backward_s": backward / step.micro_batches,
-            "wire": FORMATS[wire] if (wire := step.policy.reduce_dtype) else "fp32",
+            "wire": FORMATS[str(step.policy.reduce_dtype or "torch.float32")],
         }
         modes[step.mode]["rows"] = [
             _row(step, modes[step.mode], count, wire, link) for count in ranks for wire in WIRES
@@ -204,14 +186,14 @@ def as_text(found: dict[str, Any]) -> str:
         f"{found['label']}: {scaling['gradients'] / 1e6:,.2f} M gradients, "
         f"{found['samples_per_step']:,} {unit}s a rank, {gpu}, --link {link['name']}"
     )
-    parts = [_filled(title), "", _sums(next(iter(modes.values()))["rows"])]
+    parts = [filled(title), "", _sums(next(iter(modes.values()))["rows"])]
     for mode, line in modes.items():
         head = (
             f"{mode}: step {three(line['step_s'] * 1e3)} ms, backward "
             f"{three(line['backward_s'] * 1e3)} ms, sums in {line['wire']}"
         )
-        parts += ["", _filled(head), _efficiency(line["rows"], unit)]
-    return "\n".join([*parts, "", *map(_filled, _notes(found)), *map(_filled, found["refused"])])
+        parts += ["", filled(head), _efficiency(line["rows"], unit)]
+    return "\n".join([*parts, "", *map(filled, _notes(found)), *map(filled, found["refused"])])
 
 
 def _sums(rows: list[dict[str, Any]]) -> str:
@@ -273,7 +255,3 @@ def _notes(found: dict[str, Any]) -> list[str]:
         *([f"{tables / 1e6:,.1f} M parameters in row tables are not summed; a run of several ranks "
            "refuses them."] if tables else []),
     ]  # fmt: skip
-
-
-def _filled(text: str) -> str:
-    return textwrap.fill(text, columns(), break_long_words=False, break_on_hyphens=False)
