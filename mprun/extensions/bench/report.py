@@ -1,6 +1,8 @@
 """bench.md and bench.png: tables and bars of a bench, from the plain content of bench.json."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from matplotlib.axes import Axes
@@ -57,17 +59,22 @@ def markdown(bench: dict, beside: Columns = (), more: Mapping[str, str] | None =
     timed = [row for row in rows if row["summary"] is not None]
     held = [row for row in timed if not row["case"]["real_data"]]
     real = [row for row in timed if row["case"]["real_data"]]
+    own = [row for row in held if row["case"]["contender"] in OWN]
+    compared = [row for row in own if row["summary"]["ratios"].keys() & {"fp32", "tf32"}]
     with_peak = [row for row in held if row["details"].get("peak") is not None]
+    metered = [r for r in held if r["summary"]["energy_j"] is not None or _sensors(r)]
+    nvml = "; ".join(sorted(set(bench["nvml"].values())))
+    unreadable = f"Not readable: {nvml}." if held and nvml else ""
     with_host = [row for row in held if "host_s" in row["details"]]
     with_losses = [row for row in rows if "losses" in row["equality"]]
     sections = {
-        "A. Speed, batches that lie on the device": _noted(
-            _of_rows([*_SPEED[:3], *beside, *_SPEED[3:]], held), _RATES
+        "A. Speed, batches that lie on the device": _of_rows(
+            [*_SPEED[:3], *beside, *_SPEED[3:]], held, _RATES
         ),
-        "B. Speed of mprun's modes over FP32 and TF32": _noted(_modes(held), _PUBLISHED),
-        "C. Memory": _noted(_of_rows(_MEMORY, with_peak), _MEMORY_NOTE),
-        "D. Energy": _energy(held, bench),
-        "E. Time of a step": _noted(_of_rows(_TIME, with_host), _TIME_NOTE),
+        "B. Speed of mprun's modes over FP32 and TF32": _of_rows(_OVER, compared, _PUBLISHED),
+        "C. Memory": _of_rows(_MEMORY, with_peak, _MEMORY_NOTE),
+        "D. Energy": _of_rows(_ENERGY, metered) or unreadable,
+        "E. Time of a step": _of_rows(_TIME, with_host, _TIME_NOTE),
         "End to end: mprun with the data source of the configuration": _of_rows(_REAL, real),
         "F. Correctness": _of_rows(_CORRECTNESS, with_losses),
         "Not measured": _missing(bench),
@@ -91,17 +98,12 @@ def significant(value: float) -> str:
 
 
 def ratio_text(row: dict, name: str) -> str:
-    """Return a ratio of the summary with its interval."""
     found = row["summary"]["ratios"].get(name)
     if found is None:
         return "-"
     mark = "" if found["paired"] else "~"
     text = f"{mark}{found['median']:.3f} [{found['low']:.3f}, {found['high']:.3f}]"
     return f"{text} {found['peer']}" if "peer" in found else text
-
-
-def _ratio_to(name: str) -> Cell:
-    return lambda row: ratio_text(row, name)
 
 
 def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
@@ -112,13 +114,10 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
     return markdown_table([header[i] for i in kept], [[line[i] for i in kept] for line in lines])
 
 
-def _of_rows(columns: Columns, rows: Sequence[dict]) -> str:
+def _of_rows(columns: Columns, rows: Sequence[dict], note: str = "") -> str:
     lines = [[*_names(row), *(cell(row) for _, cell in columns)] for row in rows]
-    return table(["model", "mode", "contender", *(header for header, _ in columns)], lines)
-
-
-def _noted(text: str, note: str) -> str:
-    return f"{text}\n\n{note}" if text else ""
+    text = table(["model", "mode", "contender", *(header for header, _ in columns)], lines)
+    return f"{text}\n\n{note}" if text and note else text
 
 
 def _names(row: dict) -> list[str]:
@@ -134,8 +133,8 @@ def _ending(bench: dict) -> str:
     text += f" (budget {bench['options']['budget_s']:g} s), {bench['created']}."
     text += _ENDINGS[bench["ended"]]
     cohorts = {(r["case"]["label"], w["cohort"]) for r in rows for w in r["windows"]}
-    apart = sorted({label for label, _ in cohorts if sum(c[0] == label for c in cohorts) > 1})
-    if apart:
+    counts = Counter(label for label, _ in cohorts)
+    if apart := sorted(label for label, count in counts.items() if count > 1):
         text += (
             f" Memory did not hold all contenders at once: {', '.join(apart)} in several cohorts, "
             "one after the other."
@@ -144,7 +143,6 @@ def _ending(bench: dict) -> str:
 
 
 def _rate(row: dict) -> str:
-    """Return median [quartiles] and n of samples per second, with the unit."""
     rate = row["summary"]["rate"]
     quartiles = f"[{significant(rate['q1'])}, {significant(rate['q3'])}]"
     unit = row["facts"]["build"]["sample"]
@@ -168,40 +166,19 @@ def _notes(row: dict) -> str:
     return "; ".join(notes)
 
 
-def _modes(rows: list[dict]) -> str:
-    own = [row for row in rows if row["case"]["contender"] in OWN]
-    own = [row for row in own if row["summary"]["ratios"].keys() & {"fp32", "tf32"}]
-    return _of_rows([("over FP32", _ratio_to("fp32")), ("over TF32", _ratio_to("tf32"))], own)
+def _peak(row: dict, *names: str) -> str:
+    """Return the first of these peaks that was measured, in MiB."""
+    found = row["details"]["peak"]
+    return _mib(next((found[name] for name in names if name in found), None))
 
 
-def _peak(*names: str) -> Cell:
-    """Show the first of these peaks that was measured, in MiB."""
-
-    def cell(row: dict) -> str:
-        found = row["details"]["peak"]
-        return _mib(next((found[name] for name in names if name in found), None))
-
-    return cell
-
-
-def _kind(name: str) -> Cell:
-    def cell(row: dict) -> str:
-        sizes = row["details"].get("memory_by_kind", {}).get(name)
-        return _mib(sizes and sum(sizes.values()))
-
-    return cell
+def _kind(name: str, row: dict) -> str:
+    sizes = row["details"].get("memory_by_kind", {}).get(name)
+    return _mib(sizes and sum(sizes.values()))
 
 
 def _mib(value: float | None) -> str:
     return "-" if value is None else f"{value / 2**20:,.1f}"
-
-
-def _energy(rows: list[dict], bench: dict) -> str:
-    known = [row for row in rows if row["summary"]["energy_j"] is not None or _sensors(row)]
-    if known or not rows:
-        return _of_rows(_ENERGY, known)
-    reasons = sorted(set(bench["nvml"].values()))
-    return f"Not readable: {'; '.join(reasons)}." if reasons else ""
 
 
 def _sensors(row: dict) -> dict[str, str]:
@@ -211,12 +188,12 @@ def _sensors(row: dict) -> dict[str, str]:
 
 def _step_ms(row: dict) -> str:
     window = row["windows"][-1]
-    return number(1000 * window["seconds"] / window["steps"], ".3g")
+    return f"{1000 * window['seconds'] / window['steps']:.3g}"
 
 
 def _waits(row: dict) -> str:
     found = row["details"].get("synchronisations")
-    return number(found, "g") if isinstance(found, int | float) else "-"
+    return f"{found:g}" if isinstance(found, int | float) else "-"
 
 
 def _split(row: dict) -> str:
@@ -248,18 +225,22 @@ def _missing(bench: dict) -> str:
 
 _SPEED: Columns = (
     ("samples/s", _rate),
-    ("vs FP32", _ratio_to("fp32")),
-    ("vs TF32", _ratio_to("tf32")),
+    ("vs FP32", partial(ratio_text, name="fp32")),
+    ("vs TF32", partial(ratio_text, name="tf32")),
     ("of limit", lambda row: _share(row["summary"]["limit_share"])),
     ("first use s", lambda row: number(row["facts"]["prepare"]["first_use_s"], ".1f")),
     ("notes", _notes),
 )
+_OVER: Columns = (
+    ("over FP32", partial(ratio_text, name="fp32")),
+    ("over TF32", partial(ratio_text, name="tf32")),
+)
 _MEMORY: Columns = (
-    ("peak allocated", _peak("allocated")),
+    ("peak allocated", lambda row: _peak(row, "allocated")),
     ("of FP32", lambda row: number(row["summary"]["peak_ratio"], ".2f")),
-    ("reserved", _peak("reserved")),
-    ("process", _peak("process", "resident")),
-    *((name.replace("_", " "), _kind(name)) for name in _KINDS),
+    ("reserved", lambda row: _peak(row, "reserved")),
+    ("process", lambda row: _peak(row, "process", "resident")),
+    *((name.replace("_", " "), partial(_kind, name)) for name in _KINDS),
     ("all kinds", lambda row: _mib(row["summary"]["memory_bytes"])),
     ("of FP32", lambda row: number(row["summary"]["memory_ratio"], ".2f")),
 )
@@ -316,26 +297,20 @@ def _environment(bench: dict) -> str:
 
 def _flags(rows: list[dict]) -> list[str]:
     """Return the active flags: the common ones once, then those of single modes."""
-    prepared = [row for row in rows if "prepare" in row["facts"]]
-    modes: dict[str, dict] = {r["case"]["mode"]: r["facts"]["prepare"]["flags"] for r in prepared}
-    if not modes:
-        return []
-    first, *others = modes.values()
-    common = {key for key in first if all(flags.get(key) == first[key] for flags in others)}
-    own = {mode: _pairs(flags.keys() - common, flags) for mode, flags in modes.items()}
-    texts = {"all modes": _pairs(common, first)} | own
+    facts = [(row["case"]["mode"], row["facts"]) for row in rows]
+    modes = {mode: own["prepare"]["flags"] for mode, own in facts if "prepare" in own}
+    first = next(iter(modes.values()), {})
+    common = [p for p in first.items() if all(p in flags.items() for flags in modes.values())]
+    groups = {"all modes": common}
+    groups |= {m: [pair for pair in own.items() if pair not in common] for m, own in modes.items()}
+    texts = {who: ", ".join(f"{key}={value}" for key, value in groups[who]) for who in groups}
     return [f"Flags of {who}: {text}" for who, text in texts.items() if text]
 
 
-def _pairs(keys: Iterable[str], flags: dict) -> str:
-    return ", ".join(f"{key}={value}" for key, value in flags.items() if key in keys)
-
-
 def write_figure(path: Path, bench: dict) -> bool:
-    """Draw samples per second of every model, mode and contender as horizontal bars.
+    """Draw samples per second on batches that lie on the device, a bar for each contender.
 
-    It shows only results on batches that lie on the device. Returns False, without a file, if there
-    are none.
+    Returns False, without a file, if there are none.
     """
     groups: dict[str, list[dict]] = {}
     for row in bench["rows"]:
@@ -368,11 +343,9 @@ def _bars(axes: Axes, label: str, rows: list[dict], colours: dict) -> None:
     for position, row in enumerate(rows):
         rate, mode = row["summary"]["rate"], row["case"]["mode"]
         median = rate["median"]
-        below, above = median - rate["q1"], rate["q3"] - median
+        whiskers = [[median - rate["q1"]], [rate["q3"] - median]]
         axes.barh(position, median, height=0.72, color=colours[mode].colour, alpha=0.85)
-        axes.errorbar(
-            median, position, xerr=[[below], [above]], color=GREY, capsize=2.5, linewidth=1
-        )
+        axes.errorbar(median, position, xerr=whiskers, color=GREY, capsize=2.5, linewidth=1)
         versus = row["summary"]["ratios"].get("fp32")
         text = significant(median) + (f"  x{versus['median']:.2f}" if versus else "")
         axes.text(rate["q3"], position, f"  {text}", va="center", fontsize=8, color=INK)

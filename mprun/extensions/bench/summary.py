@@ -1,9 +1,8 @@
 """The numbers of a report from raw windows; works on the plain rows of bench.json.
 
 Every ratio is above 1 if the row is faster than the other one. Intervals are percentile bootstraps
-(Efron and Tibshirani, An Introduction to the Bootstrap, 1993, section 13.3). The seed is fixed, so
-one set of windows always gives the same interval. With fewer than about ten windows the intervals
-are narrower than 95 % coverage requires.
+(Efron and Tibshirani, An Introduction to the Bootstrap, 1993, section 13.3) with a fixed seed. With
+fewer than about ten windows they are narrower than 95 % coverage requires.
 """
 
 from collections.abc import Sequence
@@ -19,10 +18,7 @@ RESAMPLES, CONFIDENCE, SEED = 4000, 0.95, 20171010
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """Return {"median", "q1", "q3", "n"} of at least one value; ValueError for none.
-
-    Quartiles are linear interpolations between order statistics.
-    """
+    """Return {"median", "q1", "q3", "n"} of at least one value; quartiles are interpolated."""
     if not len(values):
         raise ValueError("no values")
     q1, median, q3 = numpy.percentile(numpy.asarray(values, dtype=float), (25, 50, 75)).tolist()
@@ -30,17 +26,10 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 
 def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, Any]:
-    """Return the median of the ratios of paired windows.
+    """Return {"median", "low", "high", "n", "paired"} of the ratios of paired windows.
 
     The windows of a pair followed one another in the same round, so that drift of clock and
-    temperature cancels.
-
-    Returns:
-        {"median", "low", "high", "n", "paired"}. low and high are a bootstrap interval at 95 %, for
-        which pairs are resampled.
-
-    Raises:
-        ValueError: unequal lengths, or no values.
+    temperature cancels. low and high: bootstrap interval at 95 %, for which pairs are resampled.
     """
     if len(numerators) != len(denominators) or not len(numerators):
         raise ValueError(f"{len(numerators)} and {len(denominators)} values make no pairs")
@@ -50,10 +39,7 @@ def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> 
 
 
 def unpaired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, Any]:
-    """Return the ratio of two medians of windows at different times, in the form of `paired_ratio`.
-
-    Each side is resampled separately.
-    """
+    """Return the ratio of two medians of windows at other times, each side resampled separately."""
     above = numpy.asarray(numerators, dtype=float)
     below = numpy.asarray(denominators, dtype=float)
     random = numpy.random.default_rng(SEED)
@@ -76,14 +62,12 @@ def _ratio(median: Any, resampled: NDArray[Any], n: int, paired: bool) -> dict[s
 def summarise(rows: list[dict]) -> None:
     """Put "summary" into each row; None if no window of it was timed.
 
-    rate: samples/s, median, quartiles, n. ratios: to the same contender in "fp32" and "tf32". There
-    is none if one of the two replays a graph and the other's update cannot: see "no_ratio". A ratio
-    pairs windows of the same round; for two rows that were never alive together it has paired:
-    false. limit_share: share of the roofline limit of eager execution. energy_j: joules per sample.
-    memory_bytes: weights, gradients, optimizer state and tensors saved for backward. memory_ratio:
-    the same over FP32's. peak_ratio: peak allocated over FP32's (over TF32's if FP32 was not
-    measured: the same formats). skipped: skipped updates since the beginning. host_us: per step.
-    data_wait: share of the windows' time.
+    rate: samples/s. ratios: to the same contender in "fp32" and "tf32". There is none if one of the
+    two replays a graph and the other's update cannot: see "no_ratio". limit_share: share of the
+    roofline limit of eager execution. energy_j: joules per sample. memory_bytes: weights,
+    gradients, optimizer state and tensors saved for backward; memory_ratio: over FP32's.
+    peak_ratio: peak allocated over FP32's (over TF32's if FP32 was not measured: the same formats).
+    skipped: updates since the beginning. host_us: per step. data_wait: share of the windows' time.
     """
     timed = timed_rows(rows)
     for row in rows:
@@ -101,7 +85,7 @@ def rates(row: dict) -> list[float]:
 
 
 def ratio(row: dict, other: dict) -> dict:
-    """Return how much faster `row` is than `other`, if possible from windows in the same rounds."""
+    """Return how much faster `row` is than `other`, by windows in the same rounds if there are."""
     mine, theirs = _by_round(row), _by_round(other)
     rounds = [place for place in mine if place in theirs]
     if rounds:
@@ -111,9 +95,8 @@ def ratio(row: dict, other: dict) -> dict:
 
 def peak_ratio(row: dict, other: dict | None) -> float | None:
     """Return the peak allocated over that of another row."""
-    if other is None:
-        return None
-    mine, theirs = (r["details"].get("peak", {}).get("allocated") for r in (row, other))
+    both = ({} if r is None else r["details"].get("peak", {}) for r in (row, other))
+    mine, theirs = (peak.get("allocated") for peak in both)
     return mine / theirs if mine and theirs else None
 
 
@@ -143,10 +126,9 @@ def _summary(row: dict, timed: dict[tuple, dict]) -> dict:
 
 
 def _executed_alike(row: dict, other: dict) -> bool:
-    """Return False if one of two rows replays a graph that the other's update cannot have.
+    """Return False if one row replays a graph that the other's update cannot have.
 
-    Their ratio would then compare two ways of execution. (A row that stays eager because its
-    device is the limit would gain nothing from a graph.)
+    A row that stays eager because its device is the limit would gain nothing from a graph.
     """
     facts = [one["facts"].get("prepare", {}) for one in (row, other)]
     if len({bool(fact.get("replays")) for fact in facts}) == 1:
@@ -175,7 +157,7 @@ def _by_round(row: dict) -> dict[tuple[int, int], float]:
 
 
 def _energy(row: dict) -> float | None:
-    """Return joules per sample of one long window or all timed ones; None if not readable."""
+    """Return joules per sample; None if not readable."""
     long = row["details"].get("energy_window")
     windows = [long] if long else row["windows"]
     if any(window["energy_mj"] is None for window in windows):
@@ -184,7 +166,6 @@ def _energy(row: dict) -> float | None:
 
 
 def _data_wait(row: dict) -> float | None:
-    """Return the share of the windows' time that the device waited for data."""
     waits = [window["data_wait_s"] for window in row["windows"]]
     if any(wait is None for wait in waits):
         return None
