@@ -3,7 +3,6 @@
 Contenders of one model start one after the other, each in a separate process. They stay alive
 together as long as memory lasts: a cohort. Then their windows follow one another round robin, so
 that drift of clock and temperature affects all of them alike. Only one of them works at a time.
-Contenders for which memory is too small follow in further cohorts.
 """
 
 import json
@@ -11,18 +10,18 @@ import math
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mprun.config.compose import compose_config
-from mprun.extensions.bench.cases import BenchGroup, BenchRow, Case
+from mprun.extensions.bench.cases import BenchGroup, BenchRow
 from mprun.extensions.bench.child import ChildFailed, ChildProcess, Interrupted, TimeUp
 from mprun.extensions.bench.contest import Contest
 from mprun.extensions.bench.report import write_figure
@@ -43,7 +42,6 @@ ROOM = 1.5  # no other child starts below this ratio of free memory to the last 
 AHEAD = {"cuda": 3, "cpu": 1}  # children that import while another one is prepared
 FORMAT = 1  # version of bench.json
 _REPORT_S = 6.0  # reserve in the budget for tables and figure
-_KINDS = {"refused": "refused", "memory": "failed", "error": "failed"}
 _EMULATED = {"why_not": "emulated on a CPU: no ceiling of its own"}
 _LATE = "not ready within its share of the budget"
 
@@ -67,20 +65,14 @@ class Log:
 
     def write(self, event: str, **content: Any) -> None:
         """Append an event with the seconds since the start."""
-        line = {"event": event, "t": round(self.elapsed(), 3), **content}
+        line = {"event": event, "t": round(time.monotonic() - self.started, 3), **content}
         self.file.write(json.dumps(writable(line), allow_nan=False) + "\n")
         self.file.flush()
 
     def say(self, text: str) -> None:
         """Print a line of progress with the elapsed time."""
-        print(f"[{self.elapsed():4.0f}/{self.budget_s:.0f} s] {text}", file=sys.stderr, flush=True)
-
-    def elapsed(self) -> float:
-        """Return the seconds since the start."""
-        return time.monotonic() - self.started
-
-    def close(self) -> None:
-        self.file.close()
+        elapsed = time.monotonic() - self.started
+        print(f"[{elapsed:4.0f}/{self.budget_s:.0f} s] {text}", file=sys.stderr, flush=True)
 
 
 class Session:
@@ -151,54 +143,51 @@ class Session:
         """End every child."""
         self._end(*self._children)
         self.log.write("end")
-        self.log.close()
+        self.log.file.close()
 
     def _measure_group(self, rows: list[BenchRow], until: float) -> None:
-        self._ask_limits(rows)
+        counted = self._ask_limits(rows)
         waiting = list(rows)
         # Begin another cohort only if there is time for one more child at least.
         while waiting and START_SHARE * (until - time.monotonic()) > self._fastest_s:
             alive = self._admit(waiting, rows, until)
             try:
-                self._collect_limits(rows, until)
+                if "limits" in self._children:
+                    limits = self._collected_limits(counted, until)
+                    for row in rows:
+                        row.limit = limits.get(row.case.mode, _EMULATED)
                 self._measure(alive, until)
             finally:
                 self._end(*(row.key for row in alive))
         self._end("limits", *(row.key for row in rows))
 
-    def _ask_limits(self, rows: list[BenchRow]) -> None:
+    def _ask_limits(self, rows: list[BenchRow]) -> list[str]:
         """Let a separate process count the step of each mode while the children start.
 
         Counting ends before the windows begin, because nothing else may work beside them. A mode
-        that is not counted by then has no limit.
+        that is not counted by then has no limit. Returns the modes.
         """
-        if (ceilings := self.machine.get("ceilings")) is None:
-            return
-        self._children["limits"] = child = self._child("limits")
-        for case in self._counted(rows):
-            child.post("limit", case=case, ceilings=ceilings, name=device_name(self.device))
+        cases = {row.case.mode: row.case for row in rows}
+        modes = [mode for mode in cases if self.device.type == "cuda" or mode == "fp32"]
+        if (ceilings := self.machine.get("ceilings")) is not None:
+            self._children["limits"] = child = self._child("limits")
+            about = {"ceilings": ceilings, "name": device_name(self.device)}
+            for mode in modes:
+                child.post("limit", case=cases[mode], **about)
+        return modes
 
-    def _collect_limits(self, rows: list[BenchRow], until: float) -> None:
-        """Give each row its limit: wait for the counts up to a time, then end the process."""
-        if (child := self._children.get("limits")) is None:
-            return
+    def _collected_limits(self, modes: list[str], until: float) -> dict[str, dict]:
+        """Wait for the counts up to a time, then end the process; return the limits by mode."""
         by = time.monotonic() + LIMITS_SHARE * max(0.0, until - time.monotonic())
-        modes = [case.mode for case in self._counted(rows)]
         found = dict.fromkeys(modes, {"why_not": "not counted within the budget"})
         with suppress(TimeUp):
             for mode in modes:
                 try:
-                    found[mode] = child.take(by)
+                    found[mode] = self._children["limits"].take(by)
                 except ChildFailed as failure:
                     found[mode] = {"why_not": failure.reason}
         self._end("limits")
-        for row in rows:
-            row.limit = found.get(row.case.mode, _EMULATED)
-
-    def _counted(self, rows: list[BenchRow]) -> Iterable[Case]:
-        """Return a case of each mode whose step is counted."""
-        modes = {row.case.mode: row.case for row in rows}
-        return modes.values() if self.device.type == "cuda" else filter(None, [modes.get("fp32")])
+        return found
 
     def _admit(self, waiting: list[BenchRow], rows: list[BenchRow], until: float) -> list[BenchRow]:
         """Start children from the front of `waiting` until memory or time ends.
@@ -296,7 +285,12 @@ class Session:
             if not self._has_time(alive, number, until):
                 break
             for row in alive:
-                self._window(row, number)
+                place = {"cohort": self._cohort, "round": number}
+                steps = row.warm_up["steps_per_window"]
+                if found := self._asked(row, "window", place, steps=steps):
+                    row.add(place | found)
+                    rate, sample = found["samples"] / found["seconds"], row.facts["build"]["sample"]
+                    self.log.say(f"{row.key}: {rate:,.0f} {sample}s/s")
         alive = [row for row in alive if row.key in self._children]
         for position, row in enumerate(alive):
             seconds = min(DETAILS_S, (until - time.monotonic()) / (len(alive) - position + 1))
@@ -314,14 +308,6 @@ class Session:
             return False
         return True
 
-    def _window(self, row: BenchRow, number: int) -> None:
-        place = {"cohort": self._cohort, "round": number}
-        found = self._asked(row, "window", place, steps=row.warm_up["steps_per_window"])
-        if found:
-            row.add(place | found)
-            rate, sample = found["samples"] / found["seconds"], row.facts["build"]["sample"]
-            self.log.say(f"{row.key}: {rate:,.0f} {sample}s/s")
-
     def _asked(self, row: BenchRow, do: str, place: dict | None = None, **request: Any) -> dict:
         """Return the answer and log it with its place; if the child fails, end it, return {}."""
         try:
@@ -336,7 +322,8 @@ class Session:
         """End the child and note why; `timed`: it failed in measurement, not in preparation."""
         self._end(row.key)
         if timed or not row.windows:
-            row.failed(_KINDS[failure.kind], failure.reason, failure.kind)
+            status = "refused" if failure.kind == "refused" else "failed"
+            row.failed(status, failure.reason, failure.kind)
         self.log.write("failed", case=row.key, kind=failure.kind, reason=failure.reason)
         if timed or failure.kind != "memory":
             self.log.say(f"{row.key}: {failure.reason}")
@@ -374,10 +361,9 @@ def run_bench(
     folder: Path,
     started: float,
 ) -> tuple[dict, str]:
-    """Measure everything that fits into the budget; return the contents of bench.json, bench.md.
+    """Measure what fits into the budget and write all files; return bench.json's and bench.md's.
 
-    It writes bench.jsonl, bench.json, bench.md, bench.png and logs/ into `folder` and ends all
-    children. started: the time.monotonic at which the budget began.
+    started: the time.monotonic at which the budget began.
     """
     groups, left_out = plan
     deadline = started + options.budget_s - _REPORT_S
@@ -396,9 +382,8 @@ def run_bench(
         finally:
             session.close()
         # Sort mode by mode for readers; the order of measurement was another.
-        order = [
-            (g.label, real, mode) for g in groups for real in (False, True) for mode in g.modes
-        ]
+        places = product(groups, (False, True))
+        order = [(group.label, real, mode) for group, real in places for mode in group.modes]
         session.rows.sort(key=lambda row: order.index(row.case.place))
         content = {
             "format": FORMAT,

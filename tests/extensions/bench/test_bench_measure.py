@@ -85,7 +85,7 @@ def test_a_loss_that_is_not_finite_can_be_written_as_json(tmp_path):
     assert window(broken, CPU, 1)["loss_is_finite"] is False
     log = Log(tmp_path / "bench.jsonl", 1.0)
     log.write("ready", equality=first_steps(broken, CPU))
-    log.close()
+    log.file.close()
     (line,) = (tmp_path / "bench.jsonl").read_text().splitlines()
     assert json.loads(line, parse_constant=pytest.fail)["equality"]["losses"] == ["nan"] * 20
 
