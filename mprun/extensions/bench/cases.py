@@ -28,9 +28,7 @@ class Case:
     Attributes:
         label: the model and its size: "resnet50 b256".
         overrides: as on mprun's command line, without precision and scaler.
-        mode: an option of the group precision.
-        real_data: train on the source itself, loading included, instead of on batches that lie on
-            the device.
+        real_data: train on the source itself, loading included, not on batches on the device.
         extra: further settings for the contender.
     """
 
@@ -45,13 +43,8 @@ class Case:
     @property
     def key(self) -> str:
         """The name of the case in every file of a bench."""
-        end = ["end to end"] if self.real_data else []
-        return " | ".join([self.label, self.mode, self.contender, *end])
-
-    @property
-    def place(self) -> tuple[str, bool, str]:
-        """The group of the case in a report: (label, real_data, mode)."""
-        return self.label, self.real_data, self.mode
+        end = " | end to end" if self.real_data else ""
+        return f"{self.label} | {self.mode} | {self.contender}{end}"
 
     def config(self, *more: str) -> "RunConfig":
         """Compose the configuration that mprun would run, with further overrides."""
@@ -69,8 +62,7 @@ class BenchGroup:
         modes: the modes to measure, baselines first.
         weight: its share of the time budget, in parts of the sum.
         best_modes: the modes that also measure mprun's best settings; None: all.
-        compile: whether these include torch.compile, which takes a minute or more per mode for a
-            network like ResNet-50.
+        compile: whether these include torch.compile, a minute or more per mode for a ResNet-50.
         cases: the cases from `Contest.plan`, in the order of their turns.
     """
 
@@ -91,9 +83,9 @@ class BenchRow:
         status: measured, failed, refused, unequal or not measured.
         reason: why it has one of the last four, or why a measured case ended early.
         kind: kind of a failure, "memory" or "error".
-        facts: the child's answers about itself, by request.
+        facts: the child's answers to "build" and "prepare".
         equality: losses of the first steps, and the answer of the check.
-        windows: as from `mprun.extensions.bench.measure.window`, each with its cohort and round.
+        windows: as from `measure.window`, each with its cohort and round.
         limit: limit of the roofline, or {"why_not": reason}.
     """
 
@@ -116,8 +108,8 @@ class BenchRow:
         """Note why this case has no results, or no further ones."""
         if self.windows:
             self.reason = f"later: {reason}"
-            return
-        self.status, self.reason, self.kind = status, reason, kind
+        else:
+            self.status, self.reason, self.kind = status, reason, kind
 
     def add(self, window: dict) -> None:
         """Keep a window; with the first one the case counts as measured."""

@@ -47,8 +47,7 @@ def serve(worker: str, descriptor: str, parent: str) -> None:
 
     Args:
         worker: "module:class" of the object whose methods answer.
-        descriptor: descriptor of the pipe.
-        parent: process id of the parent.
+        descriptor, parent: of the pipe; process id.
     """
     if not end_with_parent(int(parent)):
         raise SystemExit(PREEMPTED)
@@ -121,7 +120,12 @@ class ChildProcess:
         try:
             answer = self._pipe.recv()
         except (EOFError, ConnectionResetError):
-            answer = self._died()
+            code = self.process.wait()
+            if code == -signal.SIGKILL:
+                raise ChildFailed("memory", "killed by the system (out of memory?)") from None
+            how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            told = f"the process ended ({how}); see {self.log.name}"
+            raise ChildFailed("error", told) from None
         if isinstance(answer, ChildFailed):
             raise answer
         return answer
@@ -133,10 +137,3 @@ class ChildProcess:
         with suppress(subprocess.TimeoutExpired):  # a driver can hold a dead process for a while
             self.process.wait(_KILLED_WITHIN_S)
         self._pipe.close()
-
-    def _died(self) -> ChildFailed:
-        code = self.process.wait()
-        if code == -signal.SIGKILL:
-            return ChildFailed("memory", "killed by the system (out of memory?)")
-        how = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-        return ChildFailed("error", f"the process ended ({how}); see {self.log.name}")

@@ -33,6 +33,10 @@ Exit codes: 0 done, 2 bad input, 5 nothing measured for lack of memory or time, 
 
 def main(arguments: list[str]) -> int:
     """Entry point of the verb; returns the exit code."""
+    if arguments[:1] == ["--of-a-rank"]:  # of `_scaling`
+        from mprun.extensions.bench.scaling import of_a_rank
+
+        return of_a_rank(arguments[1:])
     if "--roofline" in arguments:
         from mprun.extensions.bench.roofline.command import main as roofline
 
@@ -59,9 +63,9 @@ def _scaling(arguments: list[str], devices: str) -> int:
 
     config = compose_config(options.overrides, options.config_dir).config
     device = resolve_device(config.device)
-    worlds(devices, device)
+    counts = worlds(devices, device)
     groups, _ = Contest().plan(options, device)
-    return scaling(options, devices, groups[0].modes, claimed(options, groups))
+    return scaling(options, config, device, groups[0].modes, counts, claimed(options, groups))
 
 
 def bench_parser(what: str = _WHAT) -> Arguments:
@@ -93,8 +97,7 @@ def bench_parser(what: str = _WHAT) -> Arguments:
 
 
 def parse(arguments: list[str], parser: Arguments | None = None) -> Namespace:
-    """Parse the options and check them against each other and the configuration, without torch;
-    BadInput names an error."""
+    """Parse the options and check them and the configuration, without torch."""
     options = (parser or bench_parser()).parse(arguments)
     if options.modes is not None:
         modes = known_modes("--modes", options.modes, options.config_dir)
@@ -116,7 +119,7 @@ def bench(contest: str, options: Namespace, again: list[str], started: float) ->
     Args:
         contest: "module:class" of the measurement, imported here because it takes seconds.
         again: arguments of `python -m` that run the same command, for --host.
-        started: start in time.monotonic.
+        started: when the budget began, in time.monotonic.
     """
     if options.host:
         from mprun.extensions.bench import fake_cuda

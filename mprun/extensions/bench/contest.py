@@ -28,7 +28,7 @@ class Contest:
     `options` are those of the command line (`mprun.extensions.bench.command.bench_parser`).
 
     Attributes:
-        worker: "module:class" of the `mprun.extensions.bench.worker.Worker` in a child.
+        worker: "module:class" of the `Worker` in a child.
     """
 
     worker = "mprun.extensions.bench.worker:Worker"
@@ -76,19 +76,12 @@ class Contest:
     def others(
         self, group: BenchGroup, case: Case, options: Namespace, device: torch.device
     ) -> dict[str, str | None]:
-        """Return contenders beside mprun in the mode of `case`.
-
-        Each name maps to None, or to the reason why a requested contender is left out.
-        """
+        """Return contenders beside mprun: name -> None, or why a requested one is left out."""
         best = device.type == "cuda" and not options.plain
         return {"mprun+": None} if best and case.mode in (group.best_modes or group.modes) else {}
 
     def turn(self, case: Case) -> int:
-        """Return the sort key of a case: the most informative cases come first.
-
-        These are mprun's defaults in every mode, then its best settings in 16 bits, then those in
-        FP32 and TF32.
-        """
+        """Return the sort key of a case: mprun's defaults, its best settings, those in FP32."""
         if case.contender == "mprun":
             return 0
         return 2 if case.mode in REFERENCES else 1
@@ -100,10 +93,9 @@ class Contest:
     def check(self, rows: Sequence[BenchRow]) -> dict[str, tuple[bool, str]]:
         """Return for each row key whether the row computes the same as the others, and a reason.
 
-        mprun at its best settings is compared with its defaults. A mode that should learn like FP32
-        is compared with FP32. A row fails if its loss is not finite, or, within one mode, if it
-        skips another number of updates. The distance between losses is only reported, because the
-        growth of rounding depends on the model.
+        Best settings are compared with defaults, and modes that should learn like FP32 with FP32. A
+        row fails if its loss is not finite, or if it skips other updates than the same mode. The
+        distance of losses is only reported: the growth of rounding depends on the model.
         """
         own = {row.case.mode: row for row in rows if row.case.contender == "mprun"}
         answers = {}
@@ -138,11 +130,7 @@ def why_not(case: Case, device: torch.device) -> str | None:
 
 
 def learns_as_fp32(case: Case) -> bool:
-    """Return whether the mode loses neither small updates nor small gradients.
-
-    Updates are lost in 16 bits without masters; gradients without loss scaling, in FP16 or in FP8
-    without scales.
-    """
+    """Return whether the mode loses neither small updates nor small gradients."""
     config = case.config()
     policy = policy_from(config.precision)
     unscaled = policy.products is not None and policy.products.granularity == "none"

@@ -299,7 +299,7 @@ def _flags(rows: list[dict]) -> list[str]:
     """Return the active flags: the common ones once, then those of single modes."""
     facts = [(row["case"]["mode"], row["facts"]) for row in rows]
     modes = {mode: own["prepare"]["flags"] for mode, own in facts if "prepare" in own}
-    first = next(iter(modes.values()), {})
+    first: dict = next(iter(modes.values()), {})
     common = [p for p in first.items() if all(p in flags.items() for flags in modes.values())]
     groups = {"all modes": common}
     groups |= {m: [pair for pair in own.items() if pair not in common] for m, own in modes.items()}

@@ -4,19 +4,17 @@ It runs 1, 2, 4, ... N ranks. Each takes micro-batches as large as those of a si
 scaling). Windows with and without the sum of gradients take turns in one run. Their difference is
 exposed: backward could not hide it. Batches lie on the device.
 
-A rank is `python -m mprun.extensions.bench.scaling PARENT FILE WINDOWS OVERRIDE...`; rank 0 writes
-FILE.
+A rank is `mprun bench --of-a-rank FILE WINDOWS OVERRIDE...`; rank 0 writes FILE.
 """
 
 import json
 import os
-import signal
 import statistics
 import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,41 +22,42 @@ import torch
 
 from mprun.config.compose import compose_config
 from mprun.config.registry import kind_of
+from mprun.config.schema import RunConfig
 from mprun.distributed.launch import launch
 from mprun.distributed.rank_info import place_from
-from mprun.errors import ASKING, DONE, INTERRUPTED, BadInput, MprunError, Resource
+from mprun.errors import DONE, BadInput, Resource
 from mprun.record.console import markdown_table
 from mprun.record.run_directory import write_json
 from mprun.training.run import joined, prepare, resolve_device
-from mprun.training.signals import end_with_parent
 
 WARM_UP = 12  # DistributedDataParallel orders its buckets anew in the second step
 WINDOW_S = 0.3
 HEADER = ["mode", "ranks", "samples/s", "a rank", "efficiency", "ms a step", "exposed ms"]
 
 
-def scaling(options: Namespace, devices: str, modes: tuple[str, ...], folder: Path) -> int:
+def scaling(
+    options: Namespace,
+    config: RunConfig,
+    device: torch.device,
+    modes: Sequence[str],
+    counts: Sequence[int],
+    folder: Path,
+) -> int:
     """Measure, write scaling.json and scaling.md into `folder`, print; return the exit code.
 
-    Args:
-        options: options of the bench.
-        devices: a number, or auto.
-        modes: precision modes.
+    options: those of the bench. counts: numbers of ranks, 1 first.
     """
-    config = compose_config(options.overrides, options.config_dir).config
-    device = resolve_device(config.device)
     rows: list[dict[str, Any]] = []
     for mode in modes:
-        for world in worlds(devices, device):
-            overrides = (*options.overrides, f"precision={mode}", *_of(config, world))
-            found = _measured(overrides, world, options)
+        for world in counts:
+            found = _measured((*options.overrides, f"precision={mode}"), config, world, options)
             if isinstance(found, int):
                 return found
             rows.append({"mode": mode} | found)
             print(f"  {mode}, {world} ranks: {found['samples_per_s']:.4g}/s", file=sys.stderr)
             content = {"device": device.type, "overrides": list(options.overrides), "rows": rows}
             write_json(folder / "scaling.json", content)
-    text = markdown_table(HEADER, [_cells(row, rows) for row in rows])
+    text = _table(rows)
     (folder / "scaling.md").write_text(f"{text}\n", encoding="utf-8")
     print(json.dumps(content, indent=1) if options.json else f"{text}\nbench: {folder}")
     return DONE
@@ -76,56 +75,52 @@ def worlds(devices: str, device: torch.device) -> list[int]:
         raise BadInput(
             f"bench devices={devices}: must be a whole number from 1 to {count} here, or auto"
         )
-    powers = [2**power for power in range(most.bit_length()) if 2**power <= most]
-    return sorted({*powers, most})
+    return sorted({*(2**power for power in range(most.bit_length())), most})
 
 
-def _of(config: Any, world: int) -> list[str]:
-    """Return the override that gives each of `world` ranks the work of a single one."""
-    if kind_of(config.model).streams:
-        return [f"data.batch_size={config.data.batch_size * world}"]
-    return [f"train.accumulate={config.train.accumulate * world}"]
-
-
-def _measured(overrides: tuple[str, ...], world: int, options: Namespace) -> dict[str, Any] | int:
+def _measured(
+    overrides: Sequence[str], config: RunConfig, world: int, options: Namespace
+) -> dict[str, Any] | int:
     """Return the measurement of rank 0, or the exit code if the ranks failed."""
+    # Each rank gets the work of a single one.
+    key, single = "train.accumulate", config.train.accumulate
+    if kind_of(config.model).streams:
+        key, single = "data.batch_size", config.data.batch_size
     with tempfile.TemporaryDirectory(prefix="mprun-bench-") as folder:
         file = Path(folder) / "found.json"
-        arguments = [str(file), str(options.windows), *overrides, f"devices={world}"]
-        config_dir: str | None = options.config_dir
-        code = launch(
-            arguments, world, config_dir=config_dir, module="mprun.extensions.bench.scaling"
-        )
+        work = (f"{key}={single * world}", f"devices={world}")
+        words = ["bench", "--of-a-rank", str(file), str(options.windows), *overrides, *work]
+        code = launch(words, world, config_dir=options.config_dir, module="mprun.sweep.child")
         if code != DONE:
             return code
         if not file.exists():
             raise Resource("bench: the ranks ended without a measurement")
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        return found
+        return json.loads(file.read_text(encoding="utf-8"))
 
 
-def _cells(row: dict[str, Any], rows: list[dict[str, Any]]) -> list[str]:
-    alone = next(r for r in rows if r["mode"] == row["mode"] and r["world"] == 1)
-    efficiency = row["samples_per_s"] / row["world"] / alone["samples_per_s"]
-    return [
-        row["mode"],
-        str(row["world"]),
-        f"{row['samples_per_s']:.4g}",
-        f"{row['samples_per_s'] / row['world']:.4g}",
-        f"{100 * efficiency:.1f} %",
-        f"{row['step_ms']:.4g}",
-        f"{row['exposed_ms']:.3g} ({100 * row['exposed_ms'] / row['step_ms']:.1f} %)",
-    ]
+def _table(rows: list[dict[str, Any]]) -> str:
+    alone = {row["mode"]: row["samples_per_s"] for row in rows if row["world"] == 1}
+    lines = []
+    for row in rows:
+        each, exposed = row["samples_per_s"] / row["world"], row["exposed_ms"]
+        lines.append([
+            row["mode"],
+            str(row["world"]),
+            f"{row['samples_per_s']:.4g}",
+            f"{each:.4g}",
+            f"{100 * (each / alone[row['mode']]):.1f} %",
+            f"{row['step_ms']:.4g}",
+            f"{exposed:.3g} ({100 * exposed / row['step_ms']:.1f} %)",
+        ])  # fmt: skip
+    return markdown_table(HEADER, lines)
 
 
 def of_a_rank(arguments: list[str]) -> int:
     """Measure as one rank; return the exit code."""
     file, windows, *overrides = arguments
     config_dir = None
-    if "--config-dir" in overrides:
-        place_of = overrides.index("--config-dir")
-        config_dir = overrides[place_of + 1]
-        overrides = overrides[:place_of]
+    if "--config-dir" in overrides:  # `launch` puts it last
+        *overrides, _, config_dir = overrides
     config = compose_config(overrides, config_dir).config
     device = resolve_device(config.device)
     ranks = joined(config, device, place_from())
@@ -179,23 +174,3 @@ def _in_turns(
                     reduction.muted = muted
             found.append(step())
     return whole, alone
-
-
-def main(arguments: list[str]) -> int:
-    """Run a rank; return its exit code for the launcher to judge."""
-    parent, *rest = arguments
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
-    if not end_with_parent(int(parent)):
-        return INTERRUPTED
-    try:
-        return of_a_rank(rest)
-    except MprunError as error:
-        print(f"mprun: {error}", file=sys.stderr)
-        return error.exit_code
-
-
-if __name__ == "__main__":
-    ended = main(sys.argv[1:])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(ended)  # as `mprun.cli` ends a rank

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from datetime import UTC, datetime
-from itertools import islice, product
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -382,9 +382,14 @@ def run_bench(
         finally:
             session.close()
         # Sort mode by mode for readers; the order of measurement was another.
-        places = product(groups, (False, True))
-        order = [(group.label, real, mode) for group, real in places for mode in group.modes]
-        session.rows.sort(key=lambda row: order.index(row.case.place))
+        labels = [group.label for group in groups]
+        modes = {group.label: group.modes for group in groups}
+
+        def place(row: BenchRow) -> tuple[int, bool, int]:
+            case = row.case
+            return labels.index(case.label), case.real_data, modes[case.label].index(case.mode)
+
+        session.rows.sort(key=place)
         content = {
             "format": FORMAT,
             "ended": ended,

@@ -4,6 +4,7 @@ import gc
 import math
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +65,6 @@ class Worker:
         return numbers | {"flops": counted.flops, "bytes": counted.bytes()}
 
     def build(self, case: Case, device: str) -> dict:
-        """Make the contender."""
         self.case = case
         self._on(device, case.config().threads)
         self.contender = self.make(case, self.device)
@@ -75,7 +75,6 @@ class Worker:
         }
 
     def first_steps(self) -> dict:
-        """Take the first 20 steps; keep the seconds of first use in them."""
         found = self.watched_steps()
         # After compilation and capture every step is as fast as the fastest ones.
         usual = sorted(found["seconds"])[len(found["seconds"]) // 4]
@@ -83,7 +82,6 @@ class Worker:
         return found
 
     def prepare(self) -> dict:
-        """Complete the first use; return the settings, and the bytes that are free afterwards."""
         # Autotuning and the steps before a capture cache memory that others need.
         release(self.device)
         self.contender.prepare()
@@ -98,41 +96,32 @@ class Worker:
         }
 
     def warm_up(self, limit_s: float, steps: int | None = None) -> dict:
-        """See `mprun.extensions.bench.measure.warm_up`."""
         return measure.warm_up(self.contender, self.device, limit_s, steps)
 
     def window(self, steps: int) -> dict:
-        """Time one window."""
         return measure.window(self.contender, self.device, steps, self.meter)
 
     def details(self, step_s: float, seconds: float) -> dict:
-        """Measure everything beside the windows in about `seconds`.
-
-        The order matters: measurements that disturb the step come last.
-        """
+        """Measure everything else in about `seconds`; what disturbs the step comes last."""
         answer: dict[str, Any] = {"skipped": self.contender.skipped()}
-        # For others the timed windows have to suffice: this would cost a third of their time.
+        # For other contenders the windows have to suffice: this would cost a third of their time.
         own = self.case.contender in OWN
         if own and self.meter.energy_mj() is not None and seconds > 2 * ENERGY_S:
             answer["energy_window"] = self.window(measure.steps_for(step_s, ENERGY_S))
         repeats = max(2, min(_REPEATS, math.floor(0.2 * seconds / step_s)))
         answer["host_s"] = measure.host_seconds(self.contender, self.device, repeats)
         answer["peak"] = self._peak(step_s)
-        answer["synchronisations"] = measure.attempt(self._synchronisations)
+        watched = partial(self.contender.run, _WATCHED)
+        counted = measure.attempt(lambda: measure.count_synchronisations(watched, self.device))
+        answer["synchronisations"] = counted / _WATCHED if isinstance(counted, int) else counted
         answer |= self.contender.look_inside(self.device)
         return answer | {"nvml": self.meter.why}
-
-    def _synchronisations(self) -> float | None:
-        """Count synchronisations per step; None on a CPU, which has none."""
-        count = measure.count_synchronisations(lambda: self.contender.run(_WATCHED), self.device)
-        return None if count is None else count / _WATCHED
 
     def _peak(self, step_s: float) -> dict:
         """Return the peak memory of steady steps in bytes; for replayed steps "allocated" is eager.
 
-        A replay allocates nothing, and the peak of its capture includes earlier tensors. The
-        reserved bytes and the driver's count are read before these eager steps, which need as much
-        again beside the graph.
+        A replay allocates nothing, and the peak of its capture includes earlier tensors. Eager
+        steps come after the other readings: they need as much again beside the graph.
         """
         if self.device.type != "cuda":
             return {"resident": peak(self.device)["peak_bytes"]}
@@ -170,7 +159,6 @@ def release(device: torch.device) -> None:
 
 
 def _memory_left(device: torch.device) -> dict[str, int]:
-    """Return the free bytes, and the bytes that this process holds."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return {"free": free, "held": torch.cuda.memory_reserved(device)}
