@@ -28,6 +28,7 @@ from mprun.distributed.rank_info import place_from
 from mprun.errors import DONE, BadInput, Resource
 from mprun.record.console import markdown_table
 from mprun.record.run_directory import write_json
+from mprun.sweep.child import child
 from mprun.training.run import joined, prepare, resolve_device
 
 WARM_UP = 12  # DistributedDataParallel orders its buckets anew in the second step
@@ -90,7 +91,8 @@ def _measured(
         file = Path(folder) / "found.json"
         work = (f"{key}={single * world}", f"devices={world}")
         words = ["bench", "--of-a-rank", str(file), str(options.windows), *overrides, *work]
-        code = launch(words, world, config_dir=options.config_dir, module="mprun.sweep.child")
+        module = "mprun.extensions.bench.scaling"
+        code = launch(words, world, config_dir=options.config_dir, module=module)
         if code != DONE:
             return code
         if not file.exists():
@@ -174,3 +176,7 @@ def _in_turns(
                     reduction.muted = muted
             found.append(step())
     return whole, alone
+
+
+if __name__ == "__main__":
+    raise SystemExit(child(sys.argv[1:]))
