@@ -123,10 +123,11 @@ def bench(contest: str, options: Namespace, again: list[str], started: float) ->
     """
     if options.host:
         from mprun.extensions.bench import fake_cuda
-        from mprun.extensions.bench.host_side import host, on_the_fake_device
 
         if not fake_cuda.is_fake():
-            return on_the_fake_device(again)
+            return fake_cuda.run_again(again)
+        from mprun.extensions.bench.host_side import host
+
         return host(pkgutil.resolve_name(contest)(), options)
     from mprun.extensions.bench.session import run_bench
     from mprun.training.run import resolve_device

@@ -8,26 +8,24 @@ step is the host's. No value, device time or rate is measured here.
 import json
 import pkgutil
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mprun.errors import DONE, INTERRUPTED, RESOURCE, BadInput
+import torch
+
+from mprun.errors import DONE, INTERRUPTED, BadInput
 from mprun.extensions.bench import fake_cuda
 from mprun.extensions.bench.cases import REFERENCES, Case
+from mprun.extensions.bench.contest import Contest
+from mprun.extensions.bench.measure import Contender
+from mprun.extensions.bench.worker import Worker, release
+from mprun.precision.update_choice import take_for_granted
 from mprun.record.console import markdown_table
-
-if TYPE_CHECKING:
-    import torch
-
-    from mprun.extensions.bench.contest import Contest
-    from mprun.extensions.bench.measure import Contender
-    from mprun.extensions.bench.worker import Worker
+from mprun.record.run_directory import write_json
 
 WARM_UP, COUNTED, TIMED = 4, 3, 15  # steps; a graph is recorded during warm-up
 SPARED = 2**30  # bytes of a card outside torch: context, workspaces of cuDNN and cuBLAS
@@ -39,8 +37,6 @@ context and cuDNN's workspaces are not included. Two batches of synthetic images
 as bytes. Launches a step: kernels of torch and of Triton, calls of cuDNN and cuBLAS (each launches
 one or more), copies and fills. Host: median time of a step on this machine's processor, without
 any device time."""
-
-
 # The results of a contender in one mode, eager or replayed: bytes, numbers of one step.
 NUMBERS = (
     "peak",  # allocated in steady steps (replays allocate nothing: None)
@@ -57,42 +53,19 @@ NUMBERS = (
 
 
 def host_row(case: Case, execution: str, **numbers: Any) -> dict[str, Any]:
-    """Return a row of host.json.
+    """Return a row of host.json; execution: "eager" or "replayed"; numbers: some of `NUMBERS`.
 
-    execution is "eager" or "replayed"; numbers that `NUMBERS` lists and nobody passes are None.
     The row's recipe is torch.amp's mode with 16-bit products of the same format.
     """
     precision = case.config().precision
     half = precision.autocast_dtype or precision.param_dtype
     place = {"label": case.label, "mode": case.mode, "contender": case.contender}
-    place["recipe"] = "amp_bf16" if half == "bf16" else "amp"
-    return place | {"execution": execution} | dict.fromkeys(NUMBERS) | numbers
+    place |= {"recipe": "amp_bf16" if half == "bf16" else "amp", "execution": execution}
+    return place | dict.fromkeys(NUMBERS) | numbers
 
 
-def on_the_fake_device(verb: list[str]) -> int:
-    """Run `python -m VERB...` again on the fake device; return its exit code."""
-    with tempfile.TemporaryDirectory(prefix="mprun-fake-cuda-") as folder:
-        try:
-            fake_cuda.build(Path(folder))
-        except RuntimeError as error:
-            raise BadInput(f"bench --host: {error}") from None
-        # More than any card holds: the report says afterwards what fits.
-        environment = fake_cuda.environment(Path(folder), memory_bytes=2**42)
-        child = subprocess.Popen([sys.executable, "-m", *verb], env=environment)
-        while True:
-            try:
-                code = child.wait()
-                return code if code >= 0 else RESOURCE
-            except KeyboardInterrupt:
-                continue  # the child gets it, too, and prints what it has
-
-
-def host(contest: "Contest", options: Namespace) -> int:
+def host(contest: Contest, options: Namespace) -> int:
     """Measure every case of the contest and print the table; runs on the fake device."""
-    import torch
-
-    from mprun.precision.update_choice import take_for_granted
-
     take_for_granted()
     device, worker = torch.device("cuda", 0), pkgutil.resolve_name(contest.worker)()
     groups, left_out = contest.plan(options, device)
@@ -114,18 +87,14 @@ def host(contest: "Contest", options: Namespace) -> int:
     if options.out is not None:
         folder = Path(options.out)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "host.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+        write_json(folder / "host.json", facts)
         (folder / "host.md").write_text(text + "\n", encoding="utf-8")
     print(json.dumps(facts, indent=1) if options.json else text)
     return DONE
 
 
-def _measured(worker: "Worker", case: Case, device: "torch.device") -> list[dict]:
+def _measured(worker: Worker, case: Case, device: torch.device) -> list[dict]:
     """Return the rows of a case: eager, and for mprun also replayed. A failed row says why."""
-    import torch
-
-    from mprun.extensions.bench.worker import release
-
     rows, data, overrides = [], case.config().data, case.overrides
     if data.name == "synthetic_images":
         # They lie on the device: keep as many there as a loader would.
@@ -144,9 +113,7 @@ def _measured(worker: "Worker", case: Case, device: "torch.device") -> list[dict
     return rows
 
 
-def _numbers(contender: "Contender", device: "torch.device", replayed: bool) -> dict[str, Any]:
-    import torch
-
+def _numbers(contender: Contender, device: torch.device, replayed: bool) -> dict[str, Any]:
     with contender.running():
         for _ in range(WARM_UP):
             contender.step()
@@ -179,18 +146,17 @@ def report(rows: list[dict], card: int | None) -> str:
     """Return the table in Markdown and its notes. card: bytes of a card to fit into, or None."""
     header = ["model", "mode", "contender", "", "peak MiB", "of FP32", "of recipe", "reserved MiB"]
     header += ["launches", "Triton", "library", "copies", "waits", "host ms"]
-    header += [] if card is None else [f"fits {card / 2**30:g} GiB"]
-    places = [(row["label"], row["mode"], row["contender"]) for row in rows]
-    peaks = {place: row["peak"] for place, row in zip(places, rows, strict=True) if row["peak"]}
-    lines = []
-    for place, row in zip(places, rows, strict=True):
-        cells = _cells(row, peaks, card) if row["why_not"] is None else [row["why_not"]]
-        line = [*place, row["execution"], *cells]
-        lines.append([*line, *[""] * (len(header) - len(line))])
-    text = f"{markdown_table(header, lines)}\n\n{NOTE}"
+    note = NOTE
     if card is not None:
-        text += f"\nFits: reserved, plus {SPARED / 2**30:g} GiB for memory outside torch."
-    return text
+        header.append(f"fits {card / 2**30:g} GiB")
+        note += f"\nFits: reserved, plus {SPARED / 2**30:g} GiB for memory outside torch."
+    peaks = {(r["label"], r["mode"], r["contender"]): r["peak"] for r in rows if r["peak"]}
+    lines = []
+    for row in rows:
+        cells = _cells(row, peaks, card) if row["why_not"] is None else [row["why_not"]]
+        line = [row["label"], row["mode"], row["contender"], row["execution"], *cells]
+        lines.append([*line, *[""] * (len(header) - len(line))])
+    return f"{markdown_table(header, lines)}\n\n{note}"
 
 
 def _cells(row: dict, peaks: dict[tuple, int], card: int | None) -> list[str]:

@@ -15,8 +15,12 @@ import ctypes
 import os
 import re
 import subprocess
+import sys
 import sysconfig
+import tempfile
 from pathlib import Path
+
+from mprun.errors import RESOURCE, BadInput
 
 SOURCES = ("runtime.c", "libraries.c")
 # Functions that torch may call. Those that the sources do not define get a stub that succeeds.
@@ -84,6 +88,24 @@ def environment(folder: Path, memory_bytes: int | None = None) -> dict[str, str]
     if memory_bytes is not None:
         variables["FAKE_CUDA_MEMORY"] = str(memory_bytes)
     return dict(os.environ) | variables
+
+
+def run_again(verb: list[str]) -> int:
+    """Run `python -m VERB...` again on the fake device; return its exit code."""
+    with tempfile.TemporaryDirectory(prefix="mprun-fake-cuda-") as folder:
+        try:
+            build(Path(folder))
+        except RuntimeError as error:
+            raise BadInput(f"bench --host: {error}") from None
+        # More than any card holds: the report says afterwards what fits.
+        variables = environment(Path(folder), memory_bytes=2**42)
+        child = subprocess.Popen([sys.executable, "-m", *verb], env=variables)
+        while True:
+            try:
+                code = child.wait()
+                return code if code >= 0 else RESOURCE
+            except KeyboardInterrupt:
+                continue  # the child gets it, too, and prints what it has
 
 
 def _stub(name: str) -> str:

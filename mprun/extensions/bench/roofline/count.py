@@ -1,7 +1,7 @@
 """The count of one training step of a configuration: the real task, on tensors without values.
 
-A dispatch mode writes a row for each kernel and finds the work that BatchNorm can fold. The
-single-pass update and recurrent layers, which no dispatcher sees, write their rows themselves.
+A dispatch mode writes a row for each kernel. The single-pass update and recurrent layers, which no
+dispatcher sees, write their rows themselves.
 """
 
 import dataclasses
@@ -53,12 +53,9 @@ class Counted:
         mode: as in a run's record.
         overrides: dtype names of the module overrides.
         samples: samples per step, in units of `sample`.
-        parameters: number of all parameters.
         dense: number of parameters that every update moves (not row tables).
         update: path of the update, "single_pass" or one of torch's implementations.
-        memory: in bytes.
         counted_s: seconds that the count took.
-        micro_batches: number of micro-batches of the step.
         bucket_bytes: bytes of the FP32 gradients that ranks would sum at a time.
     """
 
@@ -79,11 +76,9 @@ class Counted:
 
     @property
     def flops(self) -> int:
-        """FLOPs of the whole step."""
         return sum(row.flops for row in self.rows)
 
     def bytes(self, phases: Sequence[str] = ("forward", "backward", "update")) -> int:
-        """Sum the bytes that these phases read and write."""
         return sum(row.bytes for row in self.rows if row.phase in phases)
 
 
@@ -92,8 +87,7 @@ def count(
 ) -> Counted:
     """Count a training step of `mprun [overrides]` as a GPU would execute it, without a GPU.
 
-    It takes seconds and almost no memory for any size, and reads no data file. The step is in
-    steady state: a language model carries its state on.
+    It takes seconds and almost no memory for any size, and reads no data file.
 
     Args:
         mode: a precision mode that replaces the one of the overrides.
@@ -195,8 +189,7 @@ class Counter(TorchDispatchMode):
     A BatchNorm kernel can fold these: a ReLU (or leaky ReLU) of a BatchNorm's output; its gradient;
     the addition of a residual to such an output (the residual is still read); the addition of the
     two gradients that meet there (one is still read). The kernels that cast a 16-bit tensor to FP8
-    (widen, scale, clamp, narrow) fold into one that reads the first and writes the second. The
-    search for the largest number is a separate pass.
+    (widen, scale, clamp, narrow) fold into one that reads the first and writes the second.
 
     Args:
         fp32_math: "ieee" or "tf32", how FP32 products are computed.
@@ -223,20 +216,14 @@ class Counter(TorchDispatchMode):
         for kind, flops, size in costs(Operation(func, name_of(func), args, kwargs, results)):
             kind = self._kind(kind, args, results)
             folded = self._folded(kind, args, results)
-            form = self._format(next(tensors_in(args)).dtype) if flops else ""
-            self.rows.append(
-                OperationCosts(kind, self.phase, form, flops, size, folded_bytes=folded)
-            )
+            dtype = next(tensors_in(args)).dtype if flops else torch.float32
+            self.write(kind, dtype, flops, size, 1, folded)
             self._follow_cast(kind, args, results)
         return results
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Count everything inside as update, except a backward pass.
-
-        Casts and checks of the gradients count as update. Wrap an optimizer's method as
-        `updating()(method)`.
-        """
+        """Count everything inside as update, except a backward pass."""
         before, self._updating = self._updating, True
         try:
             yield
@@ -245,19 +232,23 @@ class Counter(TorchDispatchMode):
 
     @property
     def phase(self) -> str:
-        """The current phase: "forward", "backward" or "update"."""
         if in_backward():
             return "backward"
         return "update" if self._updating else "forward"
 
-    def write(self, kind: str, dtype: torch.dtype, flops: int, size: int, launches: int) -> None:
-        """Add a row for work that is no operator."""
-        form = self._format(dtype) if flops else ""
-        self.rows.append(OperationCosts(kind, self.phase, form, flops, size, launches))
-
-    def _format(self, dtype: torch.dtype) -> str:
-        form = FORMATS.get(str(dtype), "fp32")
-        return "tf32" if form == "fp32" and self.fp32_math == "tf32" else form
+    def write(
+        self,
+        kind: str,
+        dtype: torch.dtype,
+        flops: int,
+        size: int,
+        launches: int,
+        folded: int | None = None,
+    ) -> None:
+        """Add a row; dtype: that of its products."""
+        form = FORMATS.get(str(dtype), "fp32") if flops else ""
+        form = "tf32" if form == "fp32" and self.fp32_math == "tf32" else form
+        self.rows.append(OperationCosts(kind, self.phase, form, flops, size, launches, folded))
 
     def _kind(self, kind: str, args, results) -> str:
         if kind != "add" or not isinstance(results, Tensor) or results.dim() < 4:
@@ -268,7 +259,7 @@ class Counter(TorchDispatchMode):
         return "gradient add" if self.phase == "backward" else "residual add"
 
     def _follow_cast(self, kind: str, args, results) -> None:
-        """Note the last row if it may belong to an FP8 cast; fold the rows if it ends one."""
+        """Note the last row if it may belong to an FP8 cast; fold its rows if it ends one."""
         if kind not in ("cast", "mul", "clamp_") or not isinstance(results, Tensor):
             return
         _, size, places = self._casts.get(storage_key(args[0]), (None, bytes_of(args[0]), []))
@@ -311,8 +302,7 @@ class CountedPass(SinglePass):
     optimizer state (compensation of roundings included), and writes 16-bit copies of masters.
     """
 
-    def __init__(self, optimizer, write: Write):
-        own = optimizer
+    def __init__(self, own, write: Write):
         super().__init__(own.inner, own.parameters, own.updated, own.is_clipped, own.narrow)
         self._write = write
 

@@ -1,7 +1,4 @@
-"""Tensors without values: their mode, a step's batches, and the memory that they stand for.
-
-The configuration alone determines the batches. Memory is the size of a step's tensors.
-"""
+"""Tensors without values: their mode, a step's batches, and the memory that they stand for."""
 
 import dataclasses
 from collections import Counter
@@ -26,8 +23,7 @@ NO_END = 1 << 40
 def weightless() -> FakeTensorMode:
     """Make a mode in which every new tensor has no values.
 
-    An operator that torch cannot run without values is an error; its fallback would compute with
-    real tensors of full size.
+    An operator that needs values is an error: its fallback would compute with tensors of full size.
     """
     mode = _Weightless(allow_fallback_kernels=False)
     # A dictionary with the one method that the converter calls on its memo.
@@ -42,10 +38,10 @@ class _Weightless(FakeTensorMode):
 
 
 class _Newest(dict):
-    """A replacement for the memo of the mode, with only the newest entry.
+    """A replacement for the memo of the mode: the newest entry, which alone is ever looked up.
 
     The usual memo has weak references to all tensors, so no parameter could change its dtype
-    (torch.utils.swap_tensors). Only the newest entry is ever looked up.
+    (torch.utils.swap_tensors).
     """
 
     def __setitem__(self, key, value):
@@ -58,10 +54,7 @@ _SIZES = ("num_classes", "num_symbols", "vocab_size", "source_vocab_size", "targ
 
 
 class ShapeSource(Source):
-    """A `mprun.data.source.Source` whose batches have only shapes and dtypes.
-
-    Inside a FakeTensorMode its batches of any size take no memory. There is nothing to evaluate.
-    """
+    """A source whose batches have only shapes and dtypes; there is nothing to evaluate."""
 
     sha256 = "shapes only"
     batches_per_epoch = NO_END
@@ -70,11 +63,8 @@ class ShapeSource(Source):
         """Set the shapes. images: the first tensor has images; a 3-dim second one has boxes."""
         self.first, self.second, self.images = first, second, images
         self.samples_per_batch = second.numel() if not images else first[0]
-        self.num_classes = about.get("num_classes", 0)
-        self.vocab_size = about.get("vocab_size", 0)
-        self.source_vocab_size = about.get("source_vocab_size", 0)
-        self.target_vocab_size = about.get("target_vocab_size", 0)
-        self.num_symbols = about.get("num_symbols", 0)
+        for size in _SIZES:
+            setattr(self, size, about.get(size, 0))
         self.description = {"name": "shapes", "train_samples": 0, "eval_samples": 0, **about}
 
     def train_batch(self, index: int) -> tuple[Tensor, Tensor]:
@@ -90,7 +80,6 @@ class ShapeSource(Source):
         return torch.empty(self.first, dtype=first), torch.empty(self.second, dtype=second)
 
     def eval_batches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Return no batches."""
         return iter(())
 
 
@@ -106,20 +95,20 @@ def shape_source(config: schema.RunConfig) -> ShapeSource:
         return _of_own_data(config, data)
     if about.family == "sentence_pairs":
         shape = torch.Size((data.batch_size, data.max_length))
-        return ShapeSource(shape, shape, False, **_vocabularies(config, data))
+        words = _words(config, data, "source_vocab_size", "target_vocab_size")
+        return ShapeSource(shape, shape, False, **words)
     if about.shapes:
         first, second, facts = loaded(about.shapes)(data)
         return ShapeSource(torch.Size(first), torch.Size(second), True, **facts)
     if about.family == "text":
         shape, length = torch.Size((data.sequence_length, data.batch_size)), data.sequence_length
-        words = _vocabulary(config, data)
-        return ShapeSource(shape, shape, False, vocab_size=words, sequence_length=length)
+        words = _words(config, data, "vocab_size")
+        return ShapeSource(shape, shape, False, sequence_length=length, **words)
     size, channels = data.image_size, data.channels
     shape = torch.Size((data.batch_size, channels, size, size))
     sizes = {"num_classes": _classes(config), "channels": channels, "image_size": size}
-    second = shape[:1]
-    if about.family == "boxes":
-        second = torch.Size((data.batch_size, about.most_boxes, 6))
+    boxes = about.family == "boxes"
+    second = torch.Size((data.batch_size, about.most_boxes, 6)) if boxes else shape[:1]
     return ShapeSource(shape, second, True, **sizes)
 
 
@@ -135,11 +124,9 @@ def _of_own_data(config: schema.RunConfig, data: Any) -> ShapeSource:
     first, second = source.train_batch(0)
     kept = ("channels", "image_size", "frequencies")
     about: dict[str, Any] = {k: v for k, v in source.description.items() if k in kept}
-    for key in _SIZES:
-        if isinstance(getattr(source, key, None), int):
-            about[key] = getattr(source, key)
-    images = first.is_floating_point()
-    return ShapeSource(first.shape, second.shape, images, **about)
+    sizes = {key: getattr(source, key, None) for key in _SIZES}
+    about |= {key: size for key, size in sizes.items() if isinstance(size, int)}
+    return ShapeSource(first.shape, second.shape, first.is_floating_point(), **about)
 
 
 def _classes(config: schema.RunConfig) -> int:
@@ -158,35 +145,26 @@ def _classes(config: schema.RunConfig) -> int:
     return classes
 
 
-def _vocabulary(config: schema.RunConfig, data: Any) -> int:
+def _words(config: schema.RunConfig, data: Any, *names: str) -> dict[str, int]:
+    """Return the number of words by the name of their size, padding included."""
     if hasattr(data, "vocab_size"):
-        return _padded_words(data.vocab_size, data)
+        return {"vocab_size": _padded_words(data.vocab_size, data)}
     if not data.component.on_disk:
-        few = dataclasses.replace(data, batch_size=1, sequence_length=1)
-        text: Any = build_data(few, config.seed, torch.device("cpu"))
-        return text.vocab_size
-    return _in_files(config, data, "vocab")
-
-
-def _vocabularies(config: schema.RunConfig, data: Any) -> dict[str, int]:
-    """Return the words of both sides, padding included, by the name of their size."""
-    sides = ("source_vocab", "target_vocab")
-    if not data.component.on_disk:
-        few = dataclasses.replace(data, batch_size=1)
-        names = build_data(few, config.seed, torch.device("cpu"))
-        return {f"{side}_size": getattr(names, f"{side}_size") for side in sides}
-    return {f"{side}_size": _in_files(config, data, side) for side in sides}
-
-
-def _in_files(config: schema.RunConfig, data: Any, name: str) -> int:
-    """Return the data's limit of words, otherwise the model's size."""
-    words = getattr(data, f"{name}_limit") or getattr(config.model, f"{name}_size", None)
-    if words is None:
-        raise BadInput(
-            f"model.{name}_size=null: data={data.name} has its words in files, which a count does "
-            f"not read; give model.{name}_size=N or data.{name}_limit=N"
-        )
-    return _padded_words(words, data)
+        short = {"sequence_length": 1} if hasattr(data, "sequence_length") else {}
+        few = dataclasses.replace(data, batch_size=1, **short)
+        source = build_data(few, config.seed, torch.device("cpu"))
+        return {name: getattr(source, name) for name in names}
+    found = {}
+    for name in names:
+        limit = f"{name.removesuffix('size')}limit"
+        words = getattr(data, limit) or getattr(config.model, name, None)
+        if words is None:
+            raise BadInput(
+                f"model.{name}=null: data={data.name} has its words in files, which a count does "
+                f"not read; give model.{name}=N or data.{limit}=N"
+            )
+        found[name] = _padded_words(words, data)
+    return found
 
 
 def _padded_words(words: int, data: Any) -> int:
@@ -199,11 +177,9 @@ class StepMemory:
     """Bytes by kind, without workspaces, temporary results and the allocator's fragments.
 
     Attributes:
-        parameters, masters, optimizer: as they are held between steps (buffers and averages count
-            as parameters).
+        parameters, masters, optimizer: as held between steps; parameters with buffers and averages.
         gradients: all gradients of a backward pass at once, and the tensors that sum them.
-        activations: the most that is kept for a backward pass at one time, with inputs and without
-            parameters.
+        activations: the most that is kept for a backward pass at one time, inputs included.
     """
 
     parameters: int
@@ -223,7 +199,7 @@ class StepMemory:
 
 
 class SavedTensors:
-    """A counter of the tensors that autograd saves while `watching`, except the `known` ones.
+    """A counter of what autograd saves while `watching`, except `known` tensors.
 
     peak: most bytes at one time. Views of one storage count once.
     """
@@ -235,7 +211,6 @@ class SavedTensors:
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Count every saved tensor for as long as it is held."""
         with torch.autograd.graph.saved_tensors_hooks(
             lambda tensor: _Kept(tensor, self), lambda kept: kept.tensor
         ):
@@ -269,11 +244,9 @@ def held_bytes(learners) -> dict[str, int]:
     held = dict.fromkeys(("parameters", "masters", "optimizer", "gradients"), 0)
     for learner in learners:
         model, optimizer = learner.model, learner.optimizer
-        parameters = list(model.parameters())
+        parameters, averages = list(model.parameters()), optimizer.averages.values()
         state = [v for own in optimizer.state_by_name().values() for v in own.values()]
-        held["parameters"] += _distinct(
-            [*parameters, *model.buffers(), *optimizer.averages.values()]
-        )
+        held["parameters"] += _distinct([*parameters, *model.buffers(), *averages])
         held["masters"] += _distinct(learner.cast.masters.values())
         held["optimizer"] += _distinct(value for value in state if isinstance(value, Tensor))
         held["gradients"] += _distinct(p for p in parameters if p.requires_grad)
