@@ -42,7 +42,7 @@ class Case:
 
     @property
     def key(self) -> str:
-        """The name of the case in every file of a bench."""
+        """Return the name of the case in every file of a bench."""
         end = " | end to end" if self.real_data else ""
         return f"{self.label} | {self.mode} | {self.contender}{end}"
 

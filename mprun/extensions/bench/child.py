@@ -73,10 +73,9 @@ def _failure(error: Exception) -> ChildFailed:
 
 
 class ChildProcess:
-    """A process that answers requests and prints into `log`.
+    """A process that answers requests and prints into `log`; worker: as for `serve`.
 
-    It leads a process group: Ctrl-C reaches only the parent, and loader processes that the child
-    started end with it. worker: see `serve`.
+    It leads a process group: Ctrl-C reaches only the parent, and its loader processes end with it.
     """
 
     def __init__(self, log: Path, interruption: Interruption, worker: str):
@@ -97,7 +96,7 @@ class ChildProcess:
     def ask(self, deadline: float, do: str, **request: Any) -> dict:
         """Return the answer to a request before `deadline` (time.monotonic).
 
-        Raises ChildFailed, TimeUp or Interrupted; after the last two the child is unusable.
+        After TimeUp or Interrupted the child is unusable.
         """
         self.post(do, **request)
         return self.take(deadline)

@@ -2,16 +2,15 @@
 
 On CUDA a window lies between two events of the current stream (the device's clock), so a contender
 has to leave its work ordered on that stream. The host waits before and after it, never inside. On a
-CPU the time is wall-clock time, with the processor time of the process beside it. Nothing inside a
-window waits for the device.
+CPU the time is wall-clock time, with the processor time of the process beside it.
 """
 
 import math
 import statistics
 import time
 import warnings
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
@@ -50,10 +49,7 @@ class Contender(Protocol):
         ...
 
     def step(self) -> Tensor:
-        """Train on the next batch; return its loss, 0-dim on the device, detached.
-
-        It never waits for the device.
-        """
+        """Train on the next batch; return its loss, 0-dim, detached. Never wait for the device."""
         ...
 
     def run(self, steps: int) -> Tensor:
@@ -86,10 +82,7 @@ class Contender(Protocol):
         return nullcontext()
 
     def defer_wait(self) -> Callable[[], float] | None:
-        """Return a function that gives the seconds waited for data since the last call.
-
-        None: no data are read ahead.
-        """
+        """Return a function for the seconds waited for data since the last call; None: no wait."""
         return None
 
     def look_inside(self, device: torch.device) -> dict:
@@ -98,7 +91,6 @@ class Contender(Protocol):
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait for the device (CUDA)."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -116,10 +108,8 @@ def first_steps(
 ) -> dict:
     """Return losses and skipped updates of the first 20 steps, and the seconds of each.
 
-    Compilation, capture and autotuning happen in them, so each is timed and waited for.
-
-    Args:
-        after_each: called after each step, outside of its time.
+    Compilation, capture and autotuning happen in them, so each is timed and waited for. after_each
+    is called outside of a step's time.
     """
     losses, seconds = [], []
     for _ in range(FIRST_STEPS):
@@ -138,10 +128,9 @@ def window(
     """Time `steps` steps, at least 1, after one untimed step.
 
     Returns:
-        steps, samples. seconds: device time on CUDA, otherwise wall-clock time. wall_s: time of
-        the host, waiting included. cpu_s: processor time of all threads. energy_mj: None if it
-        cannot be read. sensors: power_w, sm_clock_mhz, temperature_c: [before, after].
-        data_wait_s: None if the source does not read ahead. loss_is_finite.
+        seconds: device time on CUDA, otherwise wall-clock time. wall_s: time of the host, waiting
+        included. cpu_s: processor time of all threads. sensors: power_w, sm_clock_mhz,
+        temperature_c: [before, after]. energy_mj, data_wait_s: None if there is no such reading.
     """
     meter = meter or PowerMeter(None)
     contender.run(LEAD_IN)
@@ -157,7 +146,7 @@ def window(
     return {
         "steps": steps,
         "samples": steps * contender.samples_per_step,
-        "seconds": wall if seconds is None else seconds,
+        "seconds": seconds if device.type == "cuda" else wall,
         "wall_s": wall,
         "cpu_s": cpu,
         "energy_mj": None if energy is None or energy_after is None else energy_after - energy,
@@ -167,10 +156,11 @@ def window(
     }
 
 
-def _timed(work: Callable[[], _T], device: torch.device) -> tuple[float | None, _T]:
-    """Return the seconds of the device or None, and the result of `work`; on CUDA wait for it."""
+def _timed(work: Callable[[], _T], device: torch.device) -> tuple[float, _T]:
+    """Return the seconds and the result of `work`; on CUDA the device's, and wait for it."""
     if device.type != "cuda":
-        return None, work()
+        before, result = time.perf_counter(), work()
+        return time.perf_counter() - before, result
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     result = work()
@@ -196,9 +186,6 @@ def warm_up(
     Args:
         steps: steps of a window; None: as many as last 0.3 s.
         measure: takes a window.
-
-    Returns:
-        apart: distance between the last windows, as a share of the smallest.
     """
     started, taken, times = time.perf_counter(), 0, []
     first = measure(contender, device, 1)
@@ -262,24 +249,23 @@ def time_split(
         event.record()
         return event
 
-    def marked(method: Callable, phase: str) -> Callable:
-        def call(*arguments, **keywords):
-            start = now()
-            try:
-                return method(*arguments, **keywords)
-            finally:
-                pairs.append((phase, start, now()))
-
-        return call
+    @contextmanager
+    def marked(phase: str) -> Iterator[None]:
+        start = now()
+        try:
+            yield
+        finally:
+            pairs.append((phase, start, now()))
 
     watched = [(data, "train_batch", "data")]
     for optimizer in optimizers:
         watched += [(optimizer, "backward", "backward"), (optimizer, "step", "update")]
     try:
         for holder, method, phase in watched:
-            setattr(holder, method, marked(getattr(holder, method), phase))
+            setattr(holder, method, marked(phase)(getattr(holder, method)))
         for _ in range(steps):
-            marked(step, "step")()
+            with marked("step"):
+                step()
     finally:
         for holder, method, _ in watched:
             vars(holder).pop(method, None)
@@ -299,10 +285,9 @@ def count_synchronisations(
 
     Returns None without calling `work` if there is no GPU or `device` is not one.
 
-    It uses torch.cuda.set_sync_debug_mode("warn"). This mode sees copies to and from memory that is
-    not page-locked, and reads of values (`.item()`, `if tensor`, sizes that depend on values). It
-    sees neither explicit waits (`torch.cuda.synchronize`, `Event.synchronize`) nor waits inside
-    libraries. The previous mode is restored afterwards.
+    torch.cuda.set_sync_debug_mode("warn") sees copies to and from memory that is not page-locked,
+    and reads of values (`.item()`, `if tensor`, sizes that depend on values). It sees neither
+    explicit waits (`torch.cuda.synchronize`, `Event.synchronize`) nor waits inside libraries.
     """
     if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
         return None
@@ -324,10 +309,7 @@ def measure_ceilings(device: torch.device, seconds: float = 6.0, size: int | Non
     power and clock higher. A product is 8192^3 on CUDA and 1024^3 on a CPU, a multiply-add 2 FLOP;
     a copy moves 1 GiB and 256 MiB, far beyond the caches. FP8: E4M3, one scale, fast accumulation.
     Each rate is the median of up to five windows, of fewer if `seconds` in total do not allow five.
-    It leaves the flags of FP32 products at "ieee".
-
-    Args:
-        size: side of the matrices, for tests.
+    It leaves the flags of FP32 products at "ieee". size: side of the matrices, for tests.
     """
     on_gpu = device.type == "cuda"
     size = size or (8192 if on_gpu else 1024)
@@ -342,8 +324,7 @@ def measure_ceilings(device: torch.device, seconds: float = 6.0, size: int | Non
     for name, dtype, fp32_math in formats:
         pin_math_flags(fp32_math)
         a, b = (torch.rand(size, size, device=device).sub_(0.5).to(dtype) for _ in range(2))
-        work = _product_of(a, b)
-        once, windows[name] = _median_s(work, device, each)
+        once, windows[name] = _median_s(_product_of(a, b), device, each)
         flops[name] = 2 * size**3 / once
     pin_math_flags("ieee")
     return {
@@ -386,9 +367,7 @@ def _median_s(
 
     def once(count: int) -> float:
         synchronise(device)
-        before = time.perf_counter()
-        found, _ = _timed(lambda: [work() for _ in range(count)], device)
-        return (time.perf_counter() - before if found is None else found) / count
+        return _timed(lambda: [work() for _ in range(count)], device)[0] / count
 
     work()
     first = once(1)

@@ -47,7 +47,7 @@ _LATE = "not ready within its share of the budget"
 
 
 def writable(value: Any) -> Any:
-    """Make a value fit for JSON, which has no NaN: use "nan", "inf" and "-inf" instead."""
+    """Make a value fit for JSON, which has no NaN: "nan", "inf" and "-inf"."""
     if isinstance(value, dict):
         return {str(key): writable(part) for key, part in value.items()}
     if isinstance(value, list | tuple):
@@ -76,13 +76,9 @@ class Log:
 
 
 class Session:
-    """A measurement of all groups until the end or the deadline.
+    """A measurement of all groups until the end or the deadline (a time of time.monotonic).
 
     `run` raises Interrupted, and TimeUp at the deadline; `close` always ends every child.
-
-    Args:
-        folder: where bench.jsonl and the children's logs go.
-        deadline: a time of time.monotonic.
 
     Attributes:
         rows: every case, measured or not, in order.
@@ -140,7 +136,6 @@ class Session:
             self._measure_group(list(islice(rows, len(group.cases))), until)
 
     def close(self) -> None:
-        """End every child."""
         self._end(*self._children)
         self.log.write("end")
         self.log.file.close()
@@ -309,7 +304,7 @@ class Session:
         return True
 
     def _asked(self, row: BenchRow, do: str, place: dict | None = None, **request: Any) -> dict:
-        """Return the answer and log it with its place; if the child fails, end it, return {}."""
+        """Return the answer and log it with its place; {} if the child fails, which ends it."""
         try:
             found = self._children[row.key].ask(self.deadline, do, **request)
         except ChildFailed as failure:
@@ -347,7 +342,6 @@ class Session:
 
 
 def device_name(device: torch.device) -> str:
-    """Return the device's name for readers."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"CPU: {environment(device)['cpu']}"

@@ -149,14 +149,15 @@ def _run(*command: str) -> str:
     return done.stdout
 
 
-_FIELDS = (
-    "launches driver_launches library_calls copies memsets waits captured stray "
-    "graphs graph_launches replayed allocations modules"
-).split()
+_FIELDS = [
+    name
+    for line in re.findall(r"unsigned long (.*);", (_HERE / "counts.h").read_text())
+    for name in line.split(", ")
+]
 
 
 class Counts(ctypes.Structure):
-    """The fields of counts.h, in the same order; counts.h describes each. `-` gives differences."""
+    """The fields of counts.h, which describes each. `-` gives differences."""
 
     _fields_ = [(name, ctypes.c_ulong) for name in _FIELDS]
 

@@ -80,25 +80,20 @@ def _ranks(text: str) -> list[int]:
 
 
 def _check_ranks(options: Namespace) -> None:
-    if options.ranks is None:
-        if options.link is not None:
-            raise BadInput(f"--link {options.link.name}: goes with --ranks")
-        return
-    given = ",".join(map(str, options.ranks))
-    if options.link is None:
+    given, link = ",".join(map(str, options.ranks or ())), options.link
+    if link is not None and not given:
+        raise BadInput(f"--link {link.name}: goes with --ranks")
+    if given and link is None:
         known = ", ".join(LINKS)
         raise BadInput(f"--ranks {given}: needs --link (allowed: {known}, or GB/s of a GPU)")
-    if options.top:
+    if given and options.top:
         raise BadInput(f"--top {options.top}: not together with --ranks; use one of the two")
-    for count in options.ranks:
-        nodes_of(count, options.link)
+    for count in options.ranks or ():
+        nodes_of(count, link)
 
 
 def counted_modes(options: Namespace, ceilings: Ceilings) -> tuple[list["Counted"], list[str]]:
-    """Return (a step of each mode, why modes of the default list are missing).
-
-    Raises BadInput for a requested mode that the GPU does not have.
-    """
+    """Return (a step of each mode, why default modes are missing); BadInput for a requested one."""
     from mprun.extensions.bench.roofline.count import count
 
     modes = [None] if _sets_precision(options) else options.mode or DEFAULT_MODES

@@ -138,7 +138,7 @@ def count(
 
 
 def _step(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
-    """Return (rows, task, memory) of the second step: the first one has no carried state."""
+    """Return (rows, task, memory) of the second step: the first one carries no state on."""
     counter = Counter(policy.fp32_math)
     seed = torch.random.get_rng_state()
     try:

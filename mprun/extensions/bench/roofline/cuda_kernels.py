@@ -2,16 +2,11 @@
 
 A step is counted on fake CPU tensors: fake CUDA tensors have no backward pass without a driver
 (the engine asks for the device), and meta tensors no autocast. This module corrects the differences
-between CPU and CUDA, for the whole process while a count runs:
-
-autocast   the op lists of CUDA in place of the CPU's (mprun.precision.autocast)
-dropout    one kernel that keeps a byte per number, in place of three
-recurrent  one call per layer stack, in place of its matrix products: nn.LSTM, nn.GRU and nn.RNN as
-           cuDNN computes them, costs by formula
-
-The costs are per layer and direction. T is the number of time steps, B the batch, D the input size,
-H the hidden size, R the recurrent width (the projection, or H without one), G the number of gates
-(LSTM 4, GRU 3, RNN 1) and s the bytes per number:
+between CPU and CUDA, for the whole process while a count runs: the op lists of autocast, dropout as
+one kernel that keeps a byte per number, and nn.LSTM, nn.GRU and nn.RNN as cuDNN computes them, one
+call per layer stack, with costs per layer and direction. T is the number of time steps, B the
+batch, D the input size, H the hidden size, R the recurrent width (the projection, or H without
+one), G the number of gates (LSTM 4, GRU 3, RNN 1) and s the bytes per number:
 
 forward
     one product over all time steps    2 T B D G H FLOP, s (T B D + D G H + T B G H) bytes
@@ -22,10 +17,10 @@ forward
 backward: each product twice, for its input (time step by time step, weights read again) and for its
     weights (over all time steps at once).
 
-So FLOPs are 2 per weight, token and pass, and recurrent weights are read from memory in every time
-step: Appleyard et al., "Optimizing Performance of Recurrent Neural Networks on GPUs", arXiv
-1604.01946, sections 3.1 (the products over all time steps) and 3.2. Persistent kernels, which keep
-the weights of small layers on the chip for the whole sequence, can be faster than this.
+So recurrent weights are read from memory in every time step: Appleyard et al., "Optimizing
+Performance of Recurrent Neural Networks on GPUs", arXiv 1604.01946, sections 3.1 (the products over
+all time steps) and 3.2. Persistent kernels, which keep the weights of small layers on the chip for
+the whole sequence, can be faster than this.
 """
 
 import warnings
@@ -45,8 +40,7 @@ GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}  # matrix products o
 
 @contextmanager
 def cuda_kernels(write: Write) -> Iterator[None]:
-    """Within it operations on CPU tensors are those that CUDA would run; `write` takes the rows of
-    recurrent layers. Not for use while another thread computes."""
+    """Run on CPU tensors what CUDA would run, in every thread; recurrent layers `write` rows."""
     with scoped_library("aten", "IMPL") as library:
         register(library, half_to_float=True)
         with warnings.catch_warnings():
@@ -64,7 +58,7 @@ def _dropout(inputs: Tensor, p: float, train: bool) -> Tensor:
 
 
 class Layer(NamedTuple):
-    """One layer and direction, with the sizes T, B, D, H, R and G of the formulas above."""
+    """One layer and direction, with the sizes T, B, D, H, R and G of above."""
 
     steps: int
     batch: int
@@ -75,12 +69,11 @@ class Layer(NamedTuple):
 
     @property
     def kept(self) -> int:
-        """The count of numbers kept for the backward pass: gates, cells, outputs."""
+        """Return how many numbers are kept for the backward pass: gates, cells, outputs."""
         t, b, _, h, r, g = self
         return t * b * (g * h + (h if g == 4 else 0) + (h if r != h else 0))
 
     def forward(self, write: Write, dtype: torch.dtype) -> None:
-        """Write the rows of the forward pass."""
         t, b, d, h, r, g = self
         gh = g * h
         _product(write, "recurrent input product", dtype, t * b, d, gh)
@@ -91,7 +84,6 @@ class Layer(NamedTuple):
             _product(write, "recurrent projection", dtype, b, h, r, times=t)
 
     def backward(self, write: Write, dtype: torch.dtype, needs_input: bool) -> None:
-        """Write the rows of the backward pass; needs_input adds the gradient of the input."""
         t, b, d, h, r, g = self
         gh = g * h
         if r != h:
@@ -108,11 +100,7 @@ class Layer(NamedTuple):
 
 
 def recurrent_kernel(name: str, write: Write):
-    """Make a stand-in for aten's operator `name` (in GATES) on tensors without values.
-
-    It takes the operator's arguments for padded input and returns its outputs, with gradients where
-    needed. It writes rows in the forward and the backward pass.
-    """
+    """Make a stand-in for aten's operator `name` on padded input without values."""
 
     def kernel(inputs, state, weights, has_biases, layers, dropout, train, both, batch_first):
         states = list(state) if name == "lstm" else [state]
@@ -139,8 +127,6 @@ def recurrent_kernel(name: str, write: Write):
 
 
 class _Recurrent(torch.autograd.Function):
-    """All layers as one node of the graph."""
-
     @staticmethod
     def forward(ctx, shared, inputs: Tensor, *rest: Tensor):
         write, stack, directions, keeps, states = ctx.shared = shared

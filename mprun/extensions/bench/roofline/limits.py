@@ -26,12 +26,8 @@ FORMATS = {"torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.float32": "
 FORMATS |= dict.fromkeys(("torch.float8_e4m3fn", "torch.float8_e5m2"), "fp8")
 # Bytes per parameter and step of SGD with momentum, the write of the gradient and autocast's cast
 # of the weight included: benchmarks/update_bytes.py counts them.
-RECIPES = {
-    "fp32": 24,
-    "torch.amp as documented": 38,
-    "fp16 with masters, one pass": 22,
-    "the same scaled": 24,
-}
+RECIPES = {"fp32": 24, "torch.amp as documented": 38}
+RECIPES |= {"fp16 with masters, one pass": 22, "the same scaled": 24}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +36,8 @@ class Ceilings:
 
     Attributes:
         source: where the rates are from.
-        flops: FLOP/s of large products by number format: "fp8", "fp16", "bf16", "tf32" and "fp32",
-            as far as the GPU has them. A multiply-add is 2.
+        flops: FLOP/s of large products by number format, as far as the GPU has them. A multiply-add
+            is 2.
         bandwidth: bytes/s of a copy, read and written together.
         memory: bytes.
         graph_launch_s, eager_launch_s: least seconds of one kernel.
@@ -116,14 +112,10 @@ def limit(counted: Counted, ceilings: Ceilings) -> dict[str, Any]:
     products and its traffic. fused: the same with ReLUs, residuals and their gradients folded into
     BatchNorm kernels, each FP8 cast in one kernel, and the update of BF16 weights without masters
     in one pass; None if nothing can be folded. flop_only: products at their full rate, traffic
-    free. These three include the update. without_update: eager, only forward and backward.
-    memory_bound_share: part of the eager time in which traffic takes longer than products.
-    step_s, update_s: the eager time, and the part of the update in it. launches: kernels per step.
-    graph_launches, eager_launches: samples per second if every kernel takes only the ceilings'
-    launch time. kinds: rows of one kind and phase, most expensive first.
-
-    Raises:
-        BadInput: the ceilings lack such products (see `why_not`).
+    free. These three include the update. memory_bound_share: part of the eager time in which
+    traffic takes longer than products. step_s, update_s: the eager time, and the update's part.
+    graph_launches, eager_launches: samples per second if a kernel takes its launch time alone.
+    kinds: rows of one kind and phase, most expensive first. BadInput if a ceiling is missing.
     """
     lacks = {row.form for row in counted.rows if row.flops} - ceilings.flops.keys()
     if lacks:
@@ -178,9 +170,8 @@ def limits(steps: list[Counted], ceilings: Ceilings, refused: list[str]) -> dict
     """Return the content of --json; refused: why other modes are missing."""
     modes = {step.mode: limit(step, ceilings) for step in steps}
     bases = {base: modes.get(base, {}).get("eager") for base in ("fp32", "tf32")}
-    for found in modes.values():
-        ratios = {base: rate and found["eager"] / rate for base, rate in bases.items()}
-        found["speedup_limit"] = ratios
+    for mode in modes.values():
+        mode["speedup_limit"] = {b: rate and mode["eager"] / rate for b, rate in bases.items()}
     first = steps[0]
     recipes = {name: size * first.dense / ceilings.bandwidth for name, size in RECIPES.items()}
     return {
@@ -198,19 +189,14 @@ def limits(steps: list[Counted], ceilings: Ceilings, refused: list[str]) -> dict
 
 
 def as_text(found: dict[str, Any], top: int) -> str:
-    """Format `limits` as tables and notes for a terminal. top: operations shown for each mode."""
+    """Format `limits` for a terminal; top: operations shown for each mode."""
     modes, unit = found["modes"], found["sample"]
-    parts = [
+    title = (
         f"{found['label']}: {found['parameters'] / 1e6:,.2f} M parameters, "
-        f"{found['samples_per_step']:,} {unit}s a step, on {found['ceilings']['name']}",
-        "",
-        _speed(modes, unit),
-        "",
-        _memory(modes, found["ceilings"]["memory"]),
-        "",
-        *_notes(found),
-        *found["refused"],
-    ]
+        f"{found['samples_per_step']:,} {unit}s a step, on {found['ceilings']['name']}"
+    )
+    memory = _memory(modes, found["ceilings"]["memory"])
+    parts = [title, "", _speed(modes, unit), "", memory, "", *_notes(found), *found["refused"]]
     for mode, line in modes.items() if top else ():
         kinds = _most_expensive(line["kinds"][:top], unit, found["samples_per_step"])
         parts += ["", f"{mode}: the {top} most expensive", kinds]

@@ -1,4 +1,4 @@
-"""FLOPs and bytes of one operation, by its arguments and results; a `OperationCosts` holds the sum.
+"""FLOPs and bytes of one operation, by its arguments and results.
 
 Rule: a kernel reads each input once and writes each output once; tensors written in place are read,
 too; views, empty tensors and sizes cost nothing. A tensor counts with the memory that it covers: a
@@ -28,11 +28,10 @@ class OperationCosts:
     """`launches` kernels of one kind that together do `flops` and move `bytes`.
 
     Attributes:
-        kind: "convolution", "batch norm backward", "cast", ...
         phase: "forward", "backward" or "update".
         form: number format of the products, "" if there are none.
-        folded_bytes: the bytes left if a neighbouring kernel (BatchNorm, FP8 cast) folds this
-            work; None: none can.
+        folded_bytes: bytes left if a neighbouring kernel (BatchNorm, FP8 cast) folds this work;
+            None: none can.
     """
 
     kind: str
@@ -94,7 +93,6 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def tensors_in(tree: object) -> Iterator[Tensor]:
-    """Iterate over every tensor in nested lists, tuples and mappings."""
     return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
@@ -110,7 +108,6 @@ def costs(operation: Operation) -> Iterator[Cost]:
 
 
 def _traffic(operation: Operation) -> int:
-    """Count bytes by the rule: read, written, and written in place."""
     given = list(operands(operation))
     read = [one.tensor for one in given if one.read and operation.name not in _SHAPED_AFTER]
     in_place = [one.tensor for one in given if one.written]
@@ -154,12 +151,9 @@ def _batch_norm_backward(call: Operation) -> Iterator[Cost]:
 
 
 def _scaled_product(call: Operation) -> Iterator[Cost]:
-    """Count an FP8 product and the copies of its operands.
-
-    cuBLAS takes the left matrix by rows and the right one by columns; other layouts are copied
-    (`mprun.precision.scaled_products`).
-    """
     a, b = call.args[:2]
+    # cuBLAS takes the left matrix by rows, the right one by columns; others are copied
+    # (`mprun.precision.scaled_products`).
     for operand in (a, b.t()):
         if not operand.is_contiguous():
             yield "fp8 transpose", 0, 2 * bytes_of(operand)
@@ -167,13 +161,10 @@ def _scaled_product(call: Operation) -> Iterator[Cost]:
 
 
 def _fused_update(state_lists: Iterable[int]) -> Callable[[Operation], list[Cost]]:
-    """Make the cost of torch's fused optimizers: parameters and state in place, gradients read.
-
-    Gradients are also written if the optimizer unscales them.
-    """
+    """Make the cost of torch's fused optimizers: parameters and state in place, gradients read."""
 
     def cost(call: Operation) -> list[Cost]:
-        unscales = call.kwargs.get("grad_scale") is not None
+        unscales = call.kwargs.get("grad_scale") is not None  # then it writes gradients, too
         state = sum(_total(call.args[number]) for number in state_lists)
         return [("update", 0, 2 * state + _total(call.args[1]) * (2 if unscales else 1))]
 

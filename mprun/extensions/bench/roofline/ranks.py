@@ -1,7 +1,6 @@
 """The cost of several ranks on paper: a counted step and its sum of gradients over named links.
 
-Each rank takes the counted step (weak scaling). Gradients are summed in buckets while the backward
-pass goes on; sums that end later make the step longer. This module imports no torch.
+Each rank takes the counted step (weak scaling). This module imports no torch.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ class Link:
     """A connection of GPUs, with rates that programs reach, not those of the data sheet.
 
     Attributes:
-        source: where the rates are from.
         gpus: number of GPUs in a node.
         within: bytes/s of each GPU in a ring inside its node ("bus bandwidth" of nccl-tests).
         between: bytes/s of each GPU between nodes.
@@ -116,8 +114,8 @@ def latency_s(ranks: int, link: Link) -> tuple[float, float]:
 def exposed_s(summing: float, backward: float, buckets: int) -> float:
     """Return the seconds of `summing` that are left when the backward pass ends.
 
-    Buckets are equal and become ready evenly, the last one when the pass ends. Sums slower than the
-    pass wait only for the first bucket; faster ones end one bucket after the pass.
+    Buckets become ready evenly, the last one when the pass ends. Sums slower than the pass wait
+    only for the first one; faster ones end one bucket after the pass.
     """
     return max(summing / buckets, summing - backward * (buckets - 1) / buckets)
 
@@ -132,18 +130,16 @@ def on_ranks(
     transfer_s and tree_s together are the time of the sums; ring_s is the latency of a ring instead
     of tree_s. flat: efficiency without overlap. samples_per_s: of all ranks.
     """
-    modes = {}
+    modes: dict[str, Any] = {}
     for step in steps:
         found = limits["modes"][step.mode]
         backward = sum(k["seconds"] for k in found["kinds"] if k["phase"] == "backward")
-        modes[step.mode] = {
+        mode = modes[step.mode] = {
             "step_s": found["step_s"],
             "backward_s": backward / step.micro_batches,
             "wire": FORMATS[str(step.policy.reduce_dtype or "torch.float32")],
         }
-        modes[step.mode]["rows"] = [
-            _row(step, modes[step.mode], count, wire, link) for count in ranks for wire in WIRES
-        ]
+        mode["rows"] = [_row(step, mode, count, wire, link) for count in ranks for wire in WIRES]
     first = steps[0]
     return {
         "what": "a cost model on paper, not measurements",
@@ -179,7 +175,7 @@ def _row(step: Counted, mode: dict[str, Any], ranks: int, wire: str, link: Link)
 
 
 def as_text(found: dict[str, Any]) -> str:
-    """Format `limits` with `on_ranks` as "ranks": tables, and notes of at most 80 columns."""
+    """Format `limits` with `on_ranks` as "ranks", with notes of at most 80 columns."""
     scaling, unit = found["ranks"], found["sample"]
     link, modes, gpu = scaling["link"], scaling["modes"], found["ceilings"]["name"]
     title = (
@@ -238,8 +234,7 @@ def _notes(found: dict[str, Any]) -> list[str]:
             f"{link['within'] / 1e9:g} GB/s of each GPU within a node of {link['gpus']}, "
             f"{link['between'] / 1e9:g} GB/s between nodes"
         )
-    tables = found["parameters"] - scaling["gradients"]
-    return [
+    notes = [
         "A model on paper, not measurements: the step is a limit from counts "
         f"({found['ceilings']['source']}), and a slower one hides more.",
         f"Link {link['name']}: {rates}. {link['source'][0].upper()}{link['source'][1:]}.",
@@ -252,6 +247,8 @@ def _notes(found: dict[str, Any]) -> list[str]:
         "buckets become ready evenly. flat: efficiency if sums begin after it (dist.engine=flat).",
         "efficiency: step / (step + exposed). Each rank takes the whole step (weak scaling). "
         "Copies into buckets, stragglers and the loading of data are left out.",
-        *([f"{tables / 1e6:,.1f} M parameters in row tables are not summed; a run of several ranks "
-           "refuses them."] if tables else []),
-    ]  # fmt: skip
+    ]
+    if tables := found["parameters"] - scaling["gradients"]:
+        refused = "are not summed; a run of several ranks refuses them."
+        notes.append(f"{tables / 1e6:,.1f} M parameters in row tables {refused}")
+    return notes

@@ -38,9 +38,9 @@ class _Weightless(FakeTensorMode):
 
 
 class _Newest(dict):
-    """A replacement for the memo of the mode: the newest entry, which alone is ever looked up.
+    """A memo of the newest entry, which alone is ever looked up.
 
-    The usual memo has weak references to all tensors, so no parameter could change its dtype
+    The usual one has weak references to all tensors, so no parameter could change its dtype
     (torch.utils.swap_tensors).
     """
 
@@ -70,9 +70,9 @@ class ShapeSource(Source):
     def train_batch(self, index: int) -> tuple[Tensor, Tensor]:
         """Return a batch without values.
 
-        Images are float32 [batch, channels, height, width] with int64 labels [batch]. Tokens and
-        targets are int64 [time, batch], sentences int64 [batch, words]. Spectrograms are images
-        with targets [batch, any]; boxes are float32 [batch, most, 6].
+        Images: float32 [batch, channels, height, width] with int64 labels [batch], or with float32
+        boxes [batch, most, 6]; spectrograms with targets [batch, any]. Tokens and targets: int64
+        [time, batch]; sentences: int64 [batch, words].
         """
         first = torch.float32 if self.images else torch.int64
         boxes = self.images and len(self.second) == 3
@@ -86,8 +86,7 @@ class ShapeSource(Source):
 def shape_source(config: schema.RunConfig) -> ShapeSource:
     """Return the shapes of a configuration's training batches without reading a file.
 
-    For data=custom the factory is called and gives one batch, on the CPU. BadInput if only the
-    files determine a size.
+    data=custom gives one batch, on the CPU. BadInput if only files determine a size.
     """
     data: Any = config.data
     about = data.component
@@ -217,7 +216,7 @@ class SavedTensors:
             yield
 
     def hold(self, tensor: Tensor, places: int) -> None:
-        """Add `places` of the graph that hold `tensor`: 1, or -1 when one releases it."""
+        """Count one place of the graph that holds `tensor` more, or one less (-1)."""
         key = storage_key(tensor)
         if key in self._known:
             return
