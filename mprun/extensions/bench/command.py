@@ -8,12 +8,11 @@ import pkgutil
 import sys
 import time
 from argparse import Namespace
-from pathlib import Path
 
 from mprun.cli.arguments import Arguments, known_modes, names, number
 from mprun.config.compose import compose_config
 from mprun.errors import BUG, DONE, INTERRUPTED, RESOURCE, BadInput
-from mprun.extensions.bench.cases import REFERENCES, BenchGroup, check_overrides
+from mprun.extensions.bench.cases import REFERENCES, check_overrides
 
 LEAST_BUDGET_S = 20
 _WHAT = """\
@@ -57,15 +56,9 @@ def _scaling(arguments: list[str], devices: str) -> int:
     for name in ("host", "end_to_end", "plain", "steps_per_window"):
         if getattr(options, name):
             raise BadInput(f"bench --{name.replace('_', '-')}: not with devices={devices}")
-    from mprun.extensions.bench.contest import Contest
-    from mprun.extensions.bench.scaling import scaling, worlds
-    from mprun.training.run import resolve_device
+    from mprun.extensions.bench.scaling import scaling
 
-    config = compose_config(options.overrides, options.config_dir).config
-    device = resolve_device(config.device)
-    counts = worlds(devices, device)
-    groups, _ = Contest().plan(options, device)
-    return scaling(options, config, device, groups[0].modes, counts, claimed(options, groups))
+    return scaling(options, devices)
 
 
 def bench_parser(what: str = _WHAT) -> Arguments:
@@ -130,36 +123,13 @@ def bench(contest: str, options: Namespace, again: list[str], started: float) ->
 
         return host(pkgutil.resolve_name(contest)(), options)
     from mprun.extensions.bench.session import run_bench
-    from mprun.training.run import resolve_device
 
-    config = compose_config(options.overrides, options.config_dir).config
-    device, own = resolve_device(config.device), pkgutil.resolve_name(contest)()
-    plan = own.plan(options, device)
-    folder = claimed(options, plan[0])
-    content, text = run_bench(own, options, device, plan, folder, started)
+    content, text, folder = run_bench(pkgutil.resolve_name(contest)(), options, started)
     if options.json:
         print(json.dumps(content, indent=1, allow_nan=False))
     else:
         print(f"{text}\nbench: {folder}")
     return exit_code(content)
-
-
-def claimed(options: Namespace, groups: list[BenchGroup]) -> Path:
-    """Return a new folder for this bench; BadInput if --out exists already."""
-    from mprun.record.run_directory import claim
-
-    if options.out is None:
-        label = groups[0].label if len(groups) == 1 else "suite"
-        return claim(Path("outputs/bench"), "".join(c if c.isalnum() else "_" for c in label))
-    path = Path(options.out)
-    try:
-        path.mkdir(parents=True)
-    except FileExistsError:
-        if not path.is_dir() or any(path.iterdir()):
-            raise BadInput(f"--out {path}: exists and is not empty; use another folder") from None
-    except OSError as error:
-        raise BadInput(f"--out {path}: cannot be made ({error.strerror})") from None
-    return path
 
 
 def exit_code(bench: dict) -> int:

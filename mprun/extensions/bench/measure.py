@@ -25,7 +25,7 @@ FIRST_STEPS = 20  # their losses, skipped updates and times are kept
 WINDOW_S = 0.3  # minimum; beyond it NVML's counter and torch's launch queue do not matter
 AGREE, IN_A_ROW = 0.02, 3  # warm-up ends when that many windows agree this well
 LEAD_IN = 1  # untimed steps before each window: another process had the caches
-_CEILING_WINDOWS, _SPLIT_STEPS = 5, 5
+_CEILING_WINDOWS = 5
 _T = TypeVar("_T")
 # torch's warning for each wait (c10::cuda::warn_or_error_on_sync).
 _WAITED = "called a synchronizing CUDA operation"
@@ -175,23 +175,17 @@ def steps_for(step_s: float, seconds: float = WINDOW_S) -> int:
 
 
 def warm_up(
-    contender: Contender,
-    device: torch.device,
-    limit_s: float,
-    steps: int | None = None,
-    measure: Callable[..., dict] = window,
+    contender: Contender, device: torch.device, limit_s: float, steps: int | None = None
 ) -> dict:
     """Take windows until three in a row agree within 2 %, or for `limit_s` seconds.
 
-    Args:
-        steps: steps of a window; None: as many as last 0.3 s.
-        measure: takes a window.
+    steps: steps of a window; None: as many as last 0.3 s.
     """
     started, taken, times = time.perf_counter(), 0, []
-    first = measure(contender, device, 1)
+    first = window(contender, device, 1)
     count = steps or steps_for(first["seconds"])
     while True:
-        step_s = measure(contender, device, count)["seconds"] / count
+        step_s = window(contender, device, count)["seconds"] / count
         taken += count
         times.append(step_s)
         if steps is None:
@@ -227,11 +221,7 @@ def host_seconds(contender: Contender, device: torch.device, repeats: int = 10) 
 
 
 def time_split(
-    step: Callable[[], object],
-    data: object,
-    optimizers: Iterable[object],
-    device: torch.device,
-    steps: int = _SPLIT_STEPS,
+    step: Callable, data: Any, optimizers: Iterable[Any], device: torch.device, steps: int = 5
 ) -> dict[str, float]:
     """Return the seconds per eager step of data, forward, backward and update, and of all of it.
 

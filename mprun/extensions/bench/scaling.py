@@ -26,6 +26,8 @@ from mprun.config.schema import RunConfig
 from mprun.distributed.launch import launch
 from mprun.distributed.rank_info import place_from
 from mprun.errors import DONE, BadInput, Resource
+from mprun.extensions.bench.contest import Contest
+from mprun.extensions.bench.session import claimed
 from mprun.record.console import markdown_table
 from mprun.record.run_directory import write_json
 from mprun.sweep.child import child
@@ -36,20 +38,18 @@ WINDOW_S = 0.3
 HEADER = ["mode", "ranks", "samples/s", "a rank", "efficiency", "ms a step", "exposed ms"]
 
 
-def scaling(
-    options: Namespace,
-    config: RunConfig,
-    device: torch.device,
-    modes: Sequence[str],
-    counts: Sequence[int],
-    folder: Path,
-) -> int:
-    """Measure, write scaling.json and scaling.md into `folder`, print; return the exit code.
+def scaling(options: Namespace, devices: str) -> int:
+    """Measure, write scaling.json and scaling.md, print; return the exit code.
 
-    options: those of the bench. counts: numbers of ranks, 1 first.
+    devices: a number, or auto.
     """
+    config = compose_config(options.overrides, options.config_dir).config
+    device = resolve_device(config.device)
+    counts = worlds(devices, device)
+    groups, _ = Contest().plan(options, device)
+    folder = claimed(options, groups)
     rows: list[dict[str, Any]] = []
-    for mode in modes:
+    for mode in groups[0].modes:
         for world in counts:
             found = _measured((*options.overrides, f"precision={mode}"), config, world, options)
             if isinstance(found, int):

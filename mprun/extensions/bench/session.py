@@ -21,12 +21,14 @@ from typing import Any
 import torch
 
 from mprun.config.compose import compose_config
+from mprun.errors import BadInput
 from mprun.extensions.bench.cases import BenchGroup, BenchRow
 from mprun.extensions.bench.child import ChildFailed, ChildProcess, Interrupted, TimeUp
 from mprun.extensions.bench.contest import Contest
 from mprun.extensions.bench.report import write_figure
-from mprun.record.run_directory import write_json
+from mprun.record.run_directory import claim, write_json
 from mprun.training.environment import environment
+from mprun.training.run import resolve_device
 from mprun.training.signals import Interruption
 
 CEILINGS_S = 6.0
@@ -347,19 +349,31 @@ def device_name(device: torch.device) -> str:
     return f"CPU: {environment(device)['cpu']}"
 
 
-def run_bench(
-    contest: Contest,
-    options: Namespace,
-    device: torch.device,
-    plan: tuple[list[BenchGroup], list[dict]],
-    folder: Path,
-    started: float,
-) -> tuple[dict, str]:
-    """Measure what fits into the budget and write all files; return bench.json's and bench.md's.
+def claimed(options: Namespace, groups: list[BenchGroup]) -> Path:
+    """Return a new folder for this bench; BadInput if --out exists already."""
+    if options.out is None:
+        label = groups[0].label if len(groups) == 1 else "suite"
+        return claim(Path("outputs/bench"), "".join(c if c.isalnum() else "_" for c in label))
+    path = Path(options.out)
+    try:
+        path.mkdir(parents=True)
+    except FileExistsError:
+        if not path.is_dir() or any(path.iterdir()):
+            raise BadInput(f"--out {path}: exists and is not empty; use another folder") from None
+    except OSError as error:
+        raise BadInput(f"--out {path}: cannot be made ({error.strerror})") from None
+    return path
+
+
+def run_bench(contest: Contest, options: Namespace, started: float) -> tuple[dict, str, Path]:
+    """Measure what fits into the budget; return bench.json's and bench.md's content, the folder.
 
     started: the time.monotonic at which the budget began.
     """
-    groups, left_out = plan
+    config = compose_config(options.overrides, options.config_dir).config
+    device = resolve_device(config.device)
+    groups, left_out = contest.plan(options, device)
+    folder = claimed(options, groups)
     deadline = started + options.budget_s - _REPORT_S
     ended = "complete"
     with Interruption() as interruption:
@@ -403,4 +417,4 @@ def run_bench(
         text = contest.report(content)
         (folder / "bench.md").write_text(text, encoding="utf-8")
         write_figure(folder / "bench.png", content)
-    return content, text
+    return content, text, folder

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from mprun.extensions.bench import measure
 from mprun.extensions.bench.cases import Case
 from mprun.extensions.bench.measure import (
     Contender,
@@ -90,20 +91,26 @@ def test_a_loss_that_is_not_finite_can_be_written_as_json(tmp_path):
     assert json.loads(line, parse_constant=pytest.fail)["equality"]["losses"] == ["nan"] * 20
 
 
-def windows_of(*seconds: float):
-    """Stands for `window`: step times as given, the last one for ever."""
-    times = list(seconds)
+@pytest.fixture
+def windows_of(monkeypatch):
+    """Let windows take step times as given, the last one for ever."""
 
-    def measure(contender, device, steps):
-        step_s = times.pop(0) if len(times) > 1 else times[0]
-        return {"seconds": step_s * steps}
+    def set_times(*seconds: float):
+        times = list(seconds)
 
-    return measure
+        def window(contender, device, steps):
+            step_s = times.pop(0) if len(times) > 1 else times[0]
+            return {"seconds": step_s * steps}
+
+        monkeypatch.setattr(measure, "window", window)
+
+    return set_times
 
 
-def test_warm_up_ends_when_three_windows_agree_within_two_percent():
+def test_warm_up_ends_when_three_windows_agree_within_two_percent(windows_of):
     """After the first step: 0.2, 0.1, 0.101, 0.102; the last three are 2 % apart."""
-    found = warm_up(None, CPU, 60.0, steps=4, measure=windows_of(0.5, 0.2, 0.1, 0.101, 0.102))
+    windows_of(0.5, 0.2, 0.1, 0.101, 0.102)
+    found = warm_up(None, CPU, 60.0, steps=4)
     assert found["steady"] and found["steps"] == 1 + 4 * 4
     assert found["step_s"] == 0.101 and found["apart"] == pytest.approx(0.02)
 
@@ -113,9 +120,10 @@ def test_warm_up_that_never_settles_says_so():
     assert not found["steady"] and found["steps_per_window"] == 1
 
 
-def test_a_window_grows_when_steps_become_shorter():
+def test_a_window_grows_when_steps_become_shorter(windows_of):
     """0.1 s at first, so 3 steps last 0.3 s; 0.01 s later, so it takes 30."""
-    found = warm_up(None, CPU, 60.0, measure=windows_of(0.1, 0.01))
+    windows_of(0.1, 0.01)
+    found = warm_up(None, CPU, 60.0)
     assert found["steps_per_window"] == 30 == steps_for(0.01)
 
 

@@ -217,7 +217,9 @@ class Counter(TorchDispatchMode):
             kind = self._kind(kind, args, results)
             folded = self._folded(kind, args, results)
             dtype = next(tensors_in(args)).dtype if flops else torch.float32
-            self.write(kind, dtype, flops, size, 1, folded)
+            self.write(kind, dtype, flops, size, 1)
+            if folded is not None:
+                self._fold(-1, folded)
             self._follow_cast(kind, args, results)
         return results
 
@@ -236,19 +238,14 @@ class Counter(TorchDispatchMode):
             return "backward"
         return "update" if self._updating else "forward"
 
-    def write(
-        self,
-        kind: str,
-        dtype: torch.dtype,
-        flops: int,
-        size: int,
-        launches: int,
-        folded: int | None = None,
-    ) -> None:
+    def write(self, kind: str, dtype: torch.dtype, flops: int, size: int, launches: int) -> None:
         """Add a row; dtype: that of its products."""
         form = FORMATS.get(str(dtype), "fp32") if flops else ""
         form = "tf32" if form == "fp32" and self.fp32_math == "tf32" else form
-        self.rows.append(OperationCosts(kind, self.phase, form, flops, size, launches, folded))
+        self.rows.append(OperationCosts(kind, self.phase, form, flops, size, launches))
+
+    def _fold(self, place: int, left: int) -> None:
+        self.rows[place] = dataclasses.replace(self.rows[place], folded_bytes=left)
 
     def _kind(self, kind: str, args, results) -> str:
         if kind != "add" or not isinstance(results, Tensor) or results.dim() < 4:
@@ -270,9 +267,8 @@ class Counter(TorchDispatchMode):
             self._casts[storage_key(results)] = results, size, places
         elif FORMATS.get(str(results.dtype)) == "fp8":
             for place in places:
-                self.rows[place] = dataclasses.replace(self.rows[place], folded_bytes=0)
-            left = size + bytes_of(results)
-            self.rows[-1] = dataclasses.replace(self.rows[-1], folded_bytes=left)
+                self._fold(place, 0)
+            self._fold(-1, size + bytes_of(results))
 
     def _folded(self, kind: str, args, results) -> int | None:
         """Return the bytes left if a BatchNorm kernel can fold this kernel, otherwise None."""
