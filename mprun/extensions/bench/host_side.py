@@ -7,9 +7,7 @@ step is the host's. No value, device time or rate is measured here.
 
 import json
 import pkgutil
-import statistics
 import sys
-import time
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +19,7 @@ from mprun.errors import DONE, INTERRUPTED, BadInput
 from mprun.extensions.bench import fake_cuda
 from mprun.extensions.bench.cases import REFERENCES, Case
 from mprun.extensions.bench.contest import Contest
-from mprun.extensions.bench.measure import Contender
+from mprun.extensions.bench.measure import Contender, host_seconds
 from mprun.extensions.bench.worker import Worker, release
 from mprun.precision.update_choice import take_for_granted
 from mprun.record.console import markdown_table
@@ -124,11 +122,7 @@ def _numbers(contender: Contender, device: torch.device, replayed: bool) -> dict
         counted = fake_cuda.counts() - before
         peak = torch.cuda.max_memory_allocated(device)
         reserved = torch.cuda.memory_reserved(device)
-        times = []
-        for _ in range(TIMED):
-            started = time.perf_counter()
-            contender.step()
-            times.append(1000 * (time.perf_counter() - started))
+        host_s = host_seconds(contender, device, TIMED)
     return {
         "peak": None if replayed else peak,
         "reserved": reserved,
@@ -138,7 +132,7 @@ def _numbers(contender: Contender, device: torch.device, replayed: bool) -> dict
         "copies": (counted.copies + counted.memsets) / COUNTED,
         "work": counted.replayed / COUNTED if replayed else None,
         "waits": counted.waits / COUNTED,
-        "host_ms": statistics.median(times),
+        "host_ms": 1000 * host_s,
     }
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from mprun.precision import pin_math_flags
+from mprun.record.async_copy import Moment
 from mprun.record.energy import PowerMeter
 from mprun.torch_private import scaled_mm
 
@@ -158,15 +159,9 @@ def window(
 
 def _timed(work: Callable[[], _T], device: torch.device) -> tuple[float, _T]:
     """Return the seconds and the result of `work`; on CUDA the device's, and wait for it."""
-    if device.type != "cuda":
-        before, result = time.perf_counter(), work()
-        return time.perf_counter() - before, result
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()
-    result = work()
-    end.record()
-    torch.cuda.synchronize(device)
-    return start.elapsed_time(end) / 1000, result
+    start, result, end = Moment(device), work(), Moment(device)
+    synchronise(device)
+    return end.seconds_since(start), result
 
 
 def steps_for(step_s: float, seconds: float = WINDOW_S) -> int:
@@ -229,23 +224,15 @@ def time_split(
     two marks; forward is the rest: zeroing, casting inputs, the forward pass and the loss. On CUDA
     marks are events. If the host is slower, idle time counts in the phase where it occurs.
     """
-    on_device = device.type == "cuda"
-    pairs: list[tuple[str, Any, Any]] = []
-
-    def now() -> Any:
-        if not on_device:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+    pairs: list[tuple[str, Moment, Moment]] = []
 
     @contextmanager
     def marked(phase: str) -> Iterator[None]:
-        start = now()
+        start = Moment(device)
         try:
             yield
         finally:
-            pairs.append((phase, start, now()))
+            pairs.append((phase, start, Moment(device)))
 
     watched = [(data, "train_batch", "data")]
     for optimizer in optimizers:
@@ -262,7 +249,7 @@ def time_split(
     synchronise(device)
     sums = dict.fromkeys(("data", "forward", "backward", "update", "step"), 0.0)
     for phase, start, end in pairs:
-        sums[phase] += start.elapsed_time(end) / 1000 if on_device else end - start
+        sums[phase] += end.seconds_since(start)
     inside = sum(sums[name] for name in ("data", "backward", "update"))
     sums["forward"] = max(0.0, sums["step"] - inside)
     return {name: seconds / steps for name, seconds in sums.items()}

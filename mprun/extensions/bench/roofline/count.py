@@ -203,8 +203,8 @@ class Counter(TorchDispatchMode):
         self._normalised: dict[int, Tensor] = {}
         self._activated: dict[int, Tensor] = {}
         self._residual_shapes: set[torch.Size] = set()
-        # For tensors that may become FP8: the tensor, bytes of its source, places of its rows.
-        self._casts: dict[int, tuple[Tensor, int, list[int]]] = {}
+        # For tensors that may become FP8: the tensor, bytes of its source, its rows.
+        self._casts: dict[int, tuple[Tensor, int, list[OperationCosts]]] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -215,11 +215,9 @@ class Counter(TorchDispatchMode):
         results = func(*args, **kwargs) if schema_of(func).returns else None
         for kind, flops, size in costs(Operation(func, name_of(func), args, kwargs, results)):
             kind = self._kind(kind, args, results)
-            folded = self._folded(kind, args, results)
             dtype = next(tensors_in(args)).dtype if flops else torch.float32
             self.write(kind, dtype, flops, size, 1)
-            if folded is not None:
-                self._fold(-1, folded)
+            self.rows[-1].folded_bytes = self._folded(kind, args, results)
             self._follow_cast(kind, args, results)
         return results
 
@@ -244,9 +242,6 @@ class Counter(TorchDispatchMode):
         form = "tf32" if form == "fp32" and self.fp32_math == "tf32" else form
         self.rows.append(OperationCosts(kind, self.phase, form, flops, size, launches))
 
-    def _fold(self, place: int, left: int) -> None:
-        self.rows[place] = dataclasses.replace(self.rows[place], folded_bytes=left)
-
     def _kind(self, kind: str, args, results) -> str:
         if kind != "add" or not isinstance(results, Tensor) or results.dim() < 4:
             return kind
@@ -259,16 +254,16 @@ class Counter(TorchDispatchMode):
         """Note the last row if it may belong to an FP8 cast; fold its rows if it ends one."""
         if kind not in ("cast", "mul", "clamp_") or not isinstance(results, Tensor):
             return
-        _, size, places = self._casts.get(storage_key(args[0]), (None, bytes_of(args[0]), []))
-        if not places and (kind != "cast" or args[0].element_size() != 2):
+        _, size, rows = self._casts.get(storage_key(args[0]), (None, bytes_of(args[0]), []))
+        if not rows and (kind != "cast" or args[0].element_size() != 2):
             return
-        places = [*places, len(self.rows) - 1]
+        rows = [*rows, self.rows[-1]]
         if results.dtype is torch.float32:
-            self._casts[storage_key(results)] = results, size, places
+            self._casts[storage_key(results)] = results, size, rows
         elif FORMATS.get(str(results.dtype)) == "fp8":
-            for place in places:
-                self._fold(place, 0)
-            self._fold(-1, size + bytes_of(results))
+            for row in rows:
+                row.folded_bytes = 0
+            self.rows[-1].folded_bytes = size + bytes_of(results)
 
     def _folded(self, kind: str, args, results) -> int | None:
         """Return the bytes left if a BatchNorm kernel can fold this kernel, otherwise None."""
@@ -280,9 +275,7 @@ class Counter(TorchDispatchMode):
                 return 0
             case "relu backward" | "leaky_relu_backward":
                 return 0 if storage_key(args[1]) in self._activated else None
-            case "residual add" if any(
-                storage_key(t) in self._normalised for t in tensors_in(args)
-            ):
+            case "residual add" if self._normalised.keys() & map(storage_key, tensors_in(args)):
                 self._normalised[storage_key(results)] = results
                 self._residual_shapes.add(results.shape)
                 return bytes_of(results)

@@ -23,7 +23,7 @@ Cost = tuple[str, int, int]
 Write = Callable[[str, torch.dtype, int, int, int], None]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class OperationCosts:
     """`launches` kernels of one kind that together do `flops` and move `bytes`.
 
