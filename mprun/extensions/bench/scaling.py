@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from mprun.distributed.launch import launch
 from mprun.distributed.rank_info import place_from
 from mprun.errors import DONE, BadInput, Resource
 from mprun.extensions.bench.contest import Contest
+from mprun.extensions.bench.measure import synchronise
 from mprun.extensions.bench.session import claimed
 from mprun.record.console import markdown_table
 from mprun.record.run_directory import write_json
@@ -35,7 +36,6 @@ from mprun.training.run import joined, prepare, resolve_device
 
 WARM_UP = 12  # DistributedDataParallel orders its buckets anew in the second step
 WINDOW_S = 0.3
-HEADER = ["mode", "ranks", "samples/s", "a rank", "efficiency", "ms a step", "exposed ms"]
 
 
 def scaling(options: Namespace, devices: str) -> int:
@@ -114,7 +114,8 @@ def _table(rows: list[dict[str, Any]]) -> str:
             f"{row['step_ms']:.4g}",
             f"{exposed:.3g} ({100 * exposed / row['step_ms']:.1f} %)",
         ])  # fmt: skip
-    return markdown_table(HEADER, lines)
+    header = ["mode", "ranks", "samples/s", "a rank", "efficiency", "ms a step", "exposed ms"]
+    return markdown_table(header, lines)
 
 
 def of_a_rank(arguments: list[str]) -> int:
@@ -130,21 +131,27 @@ def of_a_rank(arguments: list[str]) -> int:
         built = ranks.together(lambda: prepare(config, device, config.threads, ranks))
         task = built.task
         batches = list(task.load(0))
-        reductions = [learner.optimizer.reduction for learner in task.learners.values()]
+        found_in = [learner.optimizer.reduction for learner in task.learners.values()]
+        reductions: list[Any] = [reduction for reduction in found_in if reduction is not None]
 
         def steps(count: int) -> float:
             ranks.together(lambda: None)  # all begin at once
             started = time.perf_counter()
             for _ in range(count):
                 task.compute(iter(batches))
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            synchronise(device)
             return time.perf_counter() - started
 
         with built.stepper.on_stream():
             steps(WARM_UP)
             count = ranks.first(max(1, round(WINDOW_S / (steps(3) / 3))))
-            whole, alone = _in_turns(lambda: steps(count) / count, reductions, int(windows))
+            # Seconds of a step, with and without the sum of gradients.
+            whole: list[float] = []
+            alone: list[float] = []
+            for muted in (False, True) * int(windows):
+                for reduction in reductions:
+                    reduction.muted = muted
+                (alone if muted else whole).append(steps(count) / count)
     if ranks.is_first:
         step_s = statistics.median(whole)
         exposed = statistics.median(a - b for a, b in zip(whole, alone, strict=True))
@@ -161,21 +168,6 @@ def of_a_rank(arguments: list[str]) -> int:
         write_json(Path(file), found)
     ranks.leave(DONE)
     return DONE
-
-
-def _in_turns(
-    step: Callable[[], float], reductions: list[Any], windows: int
-) -> tuple[list[float], list[float]]:
-    """Return the seconds per step with and without the sum of gradients, window by window."""
-    whole: list[float] = []
-    alone: list[float] = []
-    for _ in range(windows):
-        for muted, found in ((False, whole), (True, alone)):
-            for reduction in reductions:
-                if reduction is not None:
-                    reduction.muted = muted
-            found.append(step())
-    return whole, alone
 
 
 if __name__ == "__main__":

@@ -113,7 +113,12 @@ def recurrent_kernel(name: str, write: Write):
         if batch_first:
             inputs = inputs.transpose(0, 1)
         directions = 2 if both else 1
-        stack = _stack(inputs, states[0], weights, GATES[name], layers * directions)
+        (steps, batch), gates = inputs.shape[:2], GATES[name]
+        # Flat weights: w_ih, w_hh, maybe more for each layer and direction.
+        stack = [
+            Layer(steps, batch, w.shape[1], w.shape[0] // gates, states[0].shape[-1], gates)
+            for w in weights[:: len(weights) // (layers * directions)]
+        ]
         shared = (write, stack, directions, train and torch.is_grad_enabled(), len(states))
         outputs, *states = _Recurrent.apply(shared, inputs, *states, *weights)
         if dropout and train:
@@ -147,15 +152,6 @@ class _Recurrent(torch.autograd.Function):
             layer.backward(write, inputs.dtype, needs[0] or number >= directions)
         pairs = zip((inputs, *rest), needs, strict=True)
         return None, *(torch.empty_like(tensor) if need else None for tensor, need in pairs)
-
-
-def _stack(inputs, state, weights, gates: int, count: int) -> list[Layer]:
-    """Read the layers from the flat weights: w_ih, w_hh, maybe more per layer and direction."""
-    steps, batch = inputs.shape[:2]
-    first = weights[:: len(weights) // count]
-    return [
-        Layer(steps, batch, w.shape[1], w.shape[0] // gates, state.shape[-1], gates) for w in first
-    ]
 
 
 def _product(write: Write, kind: str, dtype, m: int, k: int, n: int, times: int = 1) -> None:

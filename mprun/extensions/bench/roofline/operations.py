@@ -76,11 +76,13 @@ _NAMES = {  # kind -> operators with other names
     "layer norm": "native_layer_norm",
 }
 _KINDS = {name: kind for kind, names in _NAMES.items() for name in names.split()}
-_KINDS |= {
-    f"{name}_backward": f"{kind} backward"
-    for kind in ("pooling", "dropout", "layer norm")
-    for name in _NAMES[kind].split()
-}
+for _kind in ("pooling", "dropout", "layer norm"):
+    _KINDS |= {f"{name}_backward": f"{_kind} backward" for name in _NAMES[_kind].split()}
+
+
+# Arguments of fused optimizers that they change: parameters and state.
+_STATE_LISTS: dict[str, tuple[int, ...]] = dict.fromkeys(("_fused_sgd_", "_fused_adagrad_"), (0, 2))
+_STATE_LISTS |= dict.fromkeys(("_fused_adam_", "_fused_adamw_"), (0, 2, 3, 4))
 
 
 def bytes_of(tensor: Tensor) -> int:
@@ -104,14 +106,11 @@ def costs(operation: Operation) -> Iterator[Cost]:
     if name in _SPECIAL:
         yield from _SPECIAL[name](operation)
         return
-    yield _KINDS.get(name, name), flops(operation), _traffic(operation)
-
-
-def _traffic(operation: Operation) -> int:
     given = list(operands(operation))
-    read = [one.tensor for one in given if one.read and operation.name not in _SHAPED_AFTER]
+    read = [one.tensor for one in given if one.read and name not in _SHAPED_AFTER]
     in_place = [one.tensor for one in given if one.written]
-    return _total(read, in_place or operation.result)
+    size = _total(read, in_place or operation.result)
+    yield _KINDS.get(name, name), flops(operation), size
 
 
 def _total(*trees: object) -> int:
@@ -160,15 +159,11 @@ def _scaled_product(call: Operation) -> Iterator[Cost]:
     yield "fp8 product", flops(call), _total(call.args[:4], call.result)
 
 
-def _fused_update(state_lists: Iterable[int]) -> Callable[[Operation], list[Cost]]:
-    """Make the cost of torch's fused optimizers: parameters and state in place, gradients read."""
-
-    def cost(call: Operation) -> list[Cost]:
-        unscales = call.kwargs.get("grad_scale") is not None  # then it writes gradients, too
-        state = sum(_total(call.args[number]) for number in state_lists)
-        return [("update", 0, 2 * state + _total(call.args[1]) * (2 if unscales else 1))]
-
-    return cost
+def _fused_update(call: Operation) -> list[Cost]:
+    """Count torch's fused optimizers: parameters and state in place, gradients read."""
+    unscales = call.kwargs.get("grad_scale") is not None  # then it writes gradients, too
+    state = sum(_total(call.args[number]) for number in _STATE_LISTS[call.name])
+    return [("update", 0, 2 * state + _total(call.args[1]) * (2 if unscales else 1))]
 
 
 def _rows_written(call: Operation) -> list[Cost]:
@@ -211,8 +206,5 @@ _SPECIAL: dict[str, Callable[[Operation], Iterable[Cost]]] = {
         ("nll_loss backward", 0, _total(call.result)),
         ("nll_loss backward", 0, _total(call.args[0]) + 2 * _total(call.args[3])),
     ],
-    "_fused_sgd_": _fused_update((0, 2)),
-    "_fused_adam_": _fused_update((0, 2, 3, 4)),
-    "_fused_adamw_": _fused_update((0, 2, 3, 4)),
-    "_fused_adagrad_": _fused_update((0, 2)),
+    **dict.fromkeys(_STATE_LISTS, _fused_update),
 }
