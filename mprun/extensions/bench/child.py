@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from mprun.errors import PREEMPTED, BadInput, Resource, raised
-from mprun.training.signals import Interruption, end_with_parent
+from mprun.training.signals import end_with_parent
 
 _SERVE = "import sys; from mprun.extensions.bench.child import serve; serve(*sys.argv[1:])"
-_LOOK_EVERY_S = 0.2  # how soon an interruption is noticed
 _KILLED_WITHIN_S = 10.0
 
 
@@ -35,11 +34,7 @@ class ChildFailed(Exception):
 
 
 class TimeUp(Exception):
-    """The deadline came before the answer; the child is still at work."""
-
-
-class Interrupted(Exception):
-    """The user or the system asked to stop."""
+    """The deadline came before the answer; the child is still at work, and so unusable."""
 
 
 def serve(worker: str, descriptor: str, parent: str) -> None:
@@ -78,9 +73,9 @@ class ChildProcess:
     It leads a process group: Ctrl-C reaches only the parent, and its loader processes end with it.
     """
 
-    def __init__(self, log: Path, interruption: Interruption, worker: str):
+    def __init__(self, log: Path, worker: str):
         log.parent.mkdir(parents=True, exist_ok=True)
-        self.log, self.interruption = log, interruption
+        self.log = log
         self._pipe, theirs = Pipe()
         with open(log, "wb") as file, theirs:
             descriptor = theirs.fileno()
@@ -94,10 +89,7 @@ class ChildProcess:
             )
 
     def ask(self, deadline: float, do: str, **request: Any) -> dict:
-        """Return the answer to a request before `deadline` (time.monotonic).
-
-        After TimeUp or Interrupted the child is unusable.
-        """
+        """Return the answer to a request before `deadline` (time.monotonic)."""
         self.post(do, **request)
         return self.take(deadline)
 
@@ -107,15 +99,9 @@ class ChildProcess:
             self._pipe.send((do, request))
 
     def take(self, deadline: float) -> dict:
-        """Return the answer to the oldest open request; raises as `ask`."""
-        ready = False
-        while not ready:
-            left = deadline - time.monotonic()
-            if self.interruption.requested:
-                raise Interrupted(self.interruption.reason)
-            ready = self._pipe.poll(max(0.0, min(left, _LOOK_EVERY_S)))
-            if left <= 0 and not ready:
-                raise TimeUp
+        """Return the answer to the oldest open request; raise ChildFailed or TimeUp."""
+        if not self._pipe.poll(max(0.0, deadline - time.monotonic())):
+            raise TimeUp
         try:
             answer = self._pipe.recv()
         except (EOFError, ConnectionResetError):

@@ -113,12 +113,12 @@ class Contest:
         summarise(bench["rows"])
 
     def report(self, bench: dict) -> str:
-        """bench.md."""
+        """Return the text of bench.md."""
         return markdown(bench)
 
 
 def why_not(case: Case, device: torch.device) -> str | None:
-    """Why nobody can train this case on this device; BadInput where it cannot be configured."""
+    """Return why nobody can train this case here; BadInput if it cannot be configured."""
     config = case.config()
     policy = policy_from(config.precision)
     reason = why_unsupported(policy, device)

@@ -23,13 +23,13 @@ import torch
 from mprun.config.compose import compose_config
 from mprun.errors import BadInput
 from mprun.extensions.bench.cases import BenchGroup, BenchRow
-from mprun.extensions.bench.child import ChildFailed, ChildProcess, Interrupted, TimeUp
+from mprun.extensions.bench.child import ChildFailed, ChildProcess, TimeUp
 from mprun.extensions.bench.contest import Contest
 from mprun.extensions.bench.report import write_figure
 from mprun.record.run_directory import claim, write_json
 from mprun.training.environment import environment
 from mprun.training.run import resolve_device
-from mprun.training.signals import Interruption
+from mprun.training.signals import Interruption, Stopped
 
 CEILINGS_S = 6.0
 CEILINGS_SHARE = 0.4  # the ceilings' largest share of the budget
@@ -80,7 +80,7 @@ class Log:
 class Session:
     """A measurement of all groups until the end or the deadline (a time of time.monotonic).
 
-    `run` raises Interrupted, and TimeUp at the deadline; `close` always ends every child.
+    `run` raises TimeUp at the deadline; `close` always ends every child.
 
     Attributes:
         rows: every case, measured or not, in order.
@@ -95,10 +95,9 @@ class Session:
         device: torch.device,
         folder: Path,
         deadline: float,
-        interruption: Interruption,
     ):
         self.contest, self.options, self.groups, self.device = contest, options, groups, device
-        self.folder, self.deadline, self.interruption = folder, deadline, interruption
+        self.folder, self.deadline = folder, deadline
         self.log = Log(folder / "bench.jsonl", options.budget_s)
         self.log.write("start", options=vars(options))
         self.rows = [BenchRow(case) for group in groups for case in group.cases]
@@ -326,8 +325,7 @@ class Session:
             self.log.say(f"{row.key}: {failure.reason}")
 
     def _child(self, name: str) -> ChildProcess:
-        log = self.folder / "logs" / f"{name}.log"
-        return ChildProcess(log, self.interruption, self.contest.worker)
+        return ChildProcess(self.folder / "logs" / f"{name}.log", self.contest.worker)
 
     def _start(self, row: BenchRow) -> ChildProcess:
         if row.key not in self._children:
@@ -377,15 +375,16 @@ def run_bench(contest: Contest, options: Namespace, started: float) -> tuple[dic
     deadline = started + options.budget_s - _REPORT_S
     ended = "complete"
     with Interruption() as interruption:
-        session = Session(contest, options, groups, device, folder, deadline, interruption)
+        session = Session(contest, options, groups, device, folder, deadline)
         try:
-            session.measure_ceilings()
-            session.run()
+            with interruption.breaks():
+                session.measure_ceilings()
+                session.run()
             if any(row.status == "not measured" for row in session.rows):
                 ended = "deadline"
         except TimeUp:
             ended = "deadline"
-        except Interrupted:
+        except Stopped:
             ended = "interrupted"
         finally:
             session.close()

@@ -113,15 +113,19 @@ def _summary(row: dict, timed: dict[tuple, dict]) -> dict:
             found["no_ratio"] = f"no ratio to {mode}: one is replayed, the other cannot be"
     eager, fp32 = row["limit"].get("eager"), timed.get(_place(row, "fp32"))
     memory, of_fp32 = _all_kinds(row), None if fp32 is None else _all_kinds(fp32)
+    long, waits = details.get("energy_window"), [w["data_wait_s"] for w in row["windows"]]
+    metered = [long] if long else row["windows"]
+    energies, samples = [w["energy_mj"] for w in metered], sum(w["samples"] for w in metered)
+    seconds = sum(window["seconds"] for window in row["windows"])
     return found | {
         "limit_share": None if eager is None else found["rate"]["median"] / eager,
-        "energy_j": _energy(row),
+        "energy_j": None if None in energies else sum(energies) / 1000 / samples,
         "memory_bytes": memory,
         "memory_ratio": memory / of_fp32 if memory and of_fp32 else None,
         "peak_ratio": peak_ratio(row, fp32 or timed.get(_place(row, "tf32"))),
         "skipped": details.get("skipped"),
         "host_us": None if "host_s" not in details else 1e6 * details["host_s"],
-        "data_wait": _data_wait(row),
+        "data_wait": None if None in waits else min(1.0, sum(waits) / seconds),
     }
 
 
@@ -154,19 +158,3 @@ def _place(row: dict, mode: str | None = None) -> tuple:
 def _by_round(row: dict) -> dict[tuple[int, int], float]:
     places = [(window["cohort"], window["round"]) for window in row["windows"]]
     return dict(zip(places, rates(row), strict=True))
-
-
-def _energy(row: dict) -> float | None:
-    """Return joules per sample; None if not readable."""
-    long = row["details"].get("energy_window")
-    windows = [long] if long else row["windows"]
-    if any(window["energy_mj"] is None for window in windows):
-        return None
-    return sum(w["energy_mj"] for w in windows) / 1000 / sum(w["samples"] for w in windows)
-
-
-def _data_wait(row: dict) -> float | None:
-    waits = [window["data_wait_s"] for window in row["windows"]]
-    if any(wait is None for wait in waits):
-        return None
-    return min(1.0, sum(waits) / sum(window["seconds"] for window in row["windows"]))

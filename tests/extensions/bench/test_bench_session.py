@@ -9,10 +9,10 @@ import torch
 
 from benchmarks.suite.contest import Suite
 from mprun.extensions.bench.cases import BenchGroup, Case
-from mprun.extensions.bench.child import ChildFailed, ChildProcess, Interrupted, TimeUp
+from mprun.extensions.bench.child import ChildFailed, ChildProcess, TimeUp
 from mprun.extensions.bench.command import parse
 from mprun.extensions.bench.session import Session
-from mprun.training.signals import Interruption
+from mprun.training.signals import Interruption, Stopped
 
 SCRIPTED = "tests.extensions.bench.scripted_child:Scripted"
 
@@ -24,7 +24,6 @@ class Bench:
         self.folder, self.trace, self.room = folder, folder / "trace", folder / "room"
         self.trace.touch()
         self.room.mkdir()
-        self.interruption = Interruption()
         self.deadline = time.monotonic() + budget_s
         self.cases: list[Case] = []
 
@@ -35,11 +34,9 @@ class Bench:
     def run(self, windows: int = 2, check=lambda rows: {}):
         contest, options = Suite(), parse(["--windows", str(windows)])
         contest.worker, contest.check = SCRIPTED, check
-        groups, more = (
-            [BenchGroup("model", cases=tuple(self.cases))],
-            (self.deadline, self.interruption),
-        )
-        found = Session(contest, options, groups, torch.device("cpu"), self.folder, *more)
+        groups = [BenchGroup("model", cases=tuple(self.cases))]
+        cpu = torch.device("cpu")
+        found = Session(contest, options, groups, cpu, self.folder, self.deadline)
         try:
             found.run()
         finally:
@@ -143,18 +140,18 @@ def test_the_deadline_ends_a_child_that_hangs_and_keeps_what_is_there(tmp_path):
 
 def test_an_interruption_ends_the_bench_at_once(bench):
     bench.add("mprun", hang_at="warm_up")
-    with bench.interruption:
+    with Interruption() as interruption:
         signal.setitimer(signal.ITIMER_REAL, 1.5)
         before = signal.signal(signal.SIGALRM, lambda *_: signal.raise_signal(signal.SIGTERM))
         try:
-            with pytest.raises(Interrupted, match="SIGTERM"):
+            with pytest.raises(Stopped, match="SIGTERM"), interruption.breaks():
                 bench.run()
         finally:
             signal.signal(signal.SIGALRM, before)
 
 
 def test_a_killed_process_counts_as_want_of_memory(tmp_path):
-    child = ChildProcess(tmp_path / "log", Interruption(), SCRIPTED)
+    child = ChildProcess(tmp_path / "log", SCRIPTED)
     child.process.kill()
     with pytest.raises(ChildFailed, match="killed by the system") as failure:
         child.ask(time.monotonic() + 10, "build")

@@ -18,8 +18,6 @@ if TYPE_CHECKING:
     from mprun.extensions.bench.roofline.operations import OperationCosts
     from mprun.precision import PrecisionPolicy
 
-# Seconds per kernel, an assumption: replayed from a CUDA graph, and started one by one.
-GRAPH_LAUNCH_S, EAGER_LAUNCH_S = 1.5e-6, 8e-6
 LAUNCH_SOURCE = "assumed: 1.5 us a kernel in a CUDA graph, 8 us eager"
 # Format of products by dtype. Both FP8 formats run at one rate (NVIDIA H100 data sheet).
 FORMATS = {"torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.float32": "fp32"}
@@ -40,7 +38,7 @@ class Ceilings:
             is 2.
         bandwidth: bytes/s of a copy, read and written together.
         memory: bytes.
-        graph_launch_s, eager_launch_s: least seconds of one kernel.
+        graph_launch_s, eager_launch_s: least seconds of one kernel, an assumption.
     """
 
     name: str
@@ -48,8 +46,8 @@ class Ceilings:
     flops: dict[str, float]
     bandwidth: float
     memory: float
-    graph_launch_s: float = GRAPH_LAUNCH_S
-    eager_launch_s: float = EAGER_LAUNCH_S
+    graph_launch_s: float = 1.5e-6
+    eager_launch_s: float = 8e-6
 
 
 def _gpu(
