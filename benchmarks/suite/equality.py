@@ -180,7 +180,7 @@ def twin_if_it_fits(case: Case, device: torch.device) -> dict | None:
 def check(rows: Sequence) -> dict[str, tuple[bool, str]]:
     """Return for each row key whether the row computes the same as the others, and a reason.
 
-    rows: `plan.Row` of one model with "losses" in their `equality`. Each is compared
+    rows: `cases.BenchRow` of one model with "losses" in their `equality`. Each is compared
     with the plainest contender of its mode (of the nearest mode if it is alone). If its mode should
     learn like FP32, it is also compared with the plainest FP32 one.
     """

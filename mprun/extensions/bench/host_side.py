@@ -35,19 +35,10 @@ context and cuDNN's workspaces are not included. Two batches of synthetic images
 as bytes. Launches a step: kernels of torch and of Triton, calls of cuDNN and cuBLAS (each launches
 one or more), copies and fills. Host: median time of a step on this machine's processor, without
 any device time."""
-# The results of a contender in one mode, eager or replayed: bytes, numbers of one step.
-NUMBERS = (
-    "peak",  # allocated in steady steps (replays allocate nothing: None)
-    "reserved",  # after these steps
-    "launches",
-    "triton",
-    "library",  # calls of cuDNN and cuBLAS
-    "copies",
-    "work",  # pieces of work that a replay launches at once
-    "waits",  # the host's waits for the device
-    "host_ms",
-    "why_not",  # the reason for missing numbers
-)
+# Of one mode, eager or replayed. peak: bytes allocated in steady steps (replays allocate nothing:
+# None). reserved: bytes after these. Of a step: launches, library (calls of cuDNN and cuBLAS), work
+# (pieces that a replay launches at once), waits (of the host for the device), host_ms.
+NUMBERS = "peak reserved launches triton library copies work waits host_ms why_not".split()
 
 
 def host_row(case: Case, execution: str, **numbers: Any) -> dict[str, Any]:

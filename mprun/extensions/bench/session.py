@@ -22,7 +22,7 @@ import torch
 
 from mprun.config.compose import compose_config
 from mprun.errors import BadInput
-from mprun.extensions.bench.cases import BenchGroup, BenchRow
+from mprun.extensions.bench.cases import BenchGroup, BenchRow, Case
 from mprun.extensions.bench.child import ChildFailed, ChildProcess, TimeUp
 from mprun.extensions.bench.contest import Contest
 from mprun.extensions.bench.report import write_figure
@@ -389,14 +389,13 @@ def run_bench(contest: Contest, options: Namespace, started: float) -> tuple[dic
         finally:
             session.close()
         # Sort mode by mode for readers; the order of measurement was another.
-        labels = [group.label for group in groups]
         modes = {group.label: group.modes for group in groups}
+        labels = list(modes)
 
-        def place(row: BenchRow) -> tuple[int, bool, int]:
-            case = row.case
+        def place(case: Case) -> tuple[int, bool, int]:
             return labels.index(case.label), case.real_data, modes[case.label].index(case.mode)
 
-        session.rows.sort(key=place)
+        session.rows.sort(key=lambda row: place(row.case))
         content = {
             "format": FORMAT,
             "ended": ended,

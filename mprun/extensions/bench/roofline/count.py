@@ -41,8 +41,6 @@ from mprun.precision import DTYPES, ForwardContext, PrecisionPolicy
 from mprun.precision.update import Checked, Ready, SinglePass
 from mprun.torch_private import TorchDispatchMode, schema_of, storage_key
 
-_CPU = torch.device("cpu")
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Counted:
@@ -169,7 +167,7 @@ def _step(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
 def _built(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
     """Build the task on shapes; native, because a GPU emulates nothing."""
     chosen = [DTYPES[name] for name in config.precision.overrides.values()]
-    forward_context = ForwardContext(policy, _CPU, native=True, overrides=chosen)
+    forward_context = ForwardContext(policy, torch.device("cpu"), native=True, overrides=chosen)
     # A user's source was checked before, with values.
     plain = DataConfig(name="shapes", batch_size=config.data.batch_size)
     config = dataclasses.replace(config, cpu_half="native", data=plain)

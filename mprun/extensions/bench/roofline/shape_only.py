@@ -131,10 +131,8 @@ def _of_own_data(config: schema.RunConfig, data: Any) -> ShapeSource:
 def _classes(config: schema.RunConfig) -> int:
     data: Any = config.data
     known: int | None = data.component.num_classes or getattr(data, "num_classes", None)
-    if known is not None:
-        return known
-    if "num_classes" not in kind_of(config.model).sizes:
-        return 0
+    if known is not None or "num_classes" not in kind_of(config.model).sizes:
+        return known or 0
     classes = getattr(config.model, "num_classes", None)
     if classes is None:
         raise BadInput(
