@@ -8,8 +8,8 @@ import torch
 
 from mprun.config.compose import compose_config
 from mprun.errors import BadInput
+from mprun.extensions.bench.roofline import FORMATS
 from mprun.extensions.bench.roofline.count import count
-from mprun.extensions.bench.roofline.limits import FORMATS
 from mprun.extensions.bench.roofline.shape_only import shape_source
 from mprun.precision import get_policy
 

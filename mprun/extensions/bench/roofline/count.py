@@ -18,8 +18,8 @@ from mprun.build.task import build_task
 from mprun.config.compose import compose_config
 from mprun.config.schema import DataConfig, RunConfig
 from mprun.errors import BadInput, MprunError, raised
+from mprun.extensions.bench.roofline import FORMATS
 from mprun.extensions.bench.roofline.cuda_kernels import cuda_kernels
-from mprun.extensions.bench.roofline.limits import FORMATS
 from mprun.extensions.bench.roofline.operations import (
     OperationCosts,
     Write,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mprun.config.fields import nearest
 from mprun.errors import BadInput
+from mprun.extensions.bench.roofline import FORMATS
 from mprun.record.console import markdown_table
 
 if TYPE_CHECKING:
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
     from mprun.precision import PrecisionPolicy
 
 LAUNCH_SOURCE = "assumed: 1.5 us a kernel in a CUDA graph, 8 us eager"
-# Format of products by dtype. Both FP8 formats run at one rate (NVIDIA H100 data sheet).
-FORMATS = {"torch.float16": "fp16", "torch.bfloat16": "bf16", "torch.float32": "fp32"}
-FORMATS |= dict.fromkeys(("torch.float8_e4m3fn", "torch.float8_e5m2"), "fp8")
 # Bytes per parameter and step of SGD with momentum, the write of the gradient and autocast's cast
 # of the weight included: benchmarks/update_bytes.py counts them.
 RECIPES = {"fp32": 24, "torch.amp as documented": 38}

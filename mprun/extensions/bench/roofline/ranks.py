@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from mprun.cli.arguments import filled
 from mprun.config.fields import nearest
 from mprun.errors import BadInput
-from mprun.extensions.bench.roofline.limits import FORMATS, three
+from mprun.extensions.bench.roofline import FORMATS
+from mprun.extensions.bench.roofline.limits import three
 from mprun.record.console import markdown_table
 
 if TYPE_CHECKING:
