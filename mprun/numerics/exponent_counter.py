@@ -2,8 +2,7 @@
 
 The mantissa classes of `exponent_shares` make the histogram exact for FP16 at every scale 2^k. Only
 integer operations on the bits of the FP32 value are used. So no rounding mode, flush-to-zero or
-order of summation can change a count, and nothing waits for the device. A `Tally` gathers
-histograms and largest values of many tensors under keys.
+order of summation can change a count, and nothing waits for the device.
 
 Updates round away if w + u is w again in a 16-bit format (paper sections 2 and 3.1). The counts
 tell what FP16 and BF16 would do if they held the weights. With r = round(w), the update u is lost
@@ -24,8 +23,8 @@ from mprun.numerics.exponent_shares import BINS, CLASSES, LostUpdates
 COUNTED = (torch.float32, torch.float16, torch.bfloat16)
 MAGNITUDE, _MANTISSA = 0x7FFFFFFF, 0x7FFFFF
 _SMALLEST_NORMAL = 0x800000
-# The float of an integer n has the exponent field 127 + log2 n. The subnormal n * 2^-149 must get
-# the field of its true exponent, log2 n - 149 + 127, which is 0 or negative.
+# The float of an integer n has the exponent field 127 + log2 n; that of the subnormal n * 2^-149
+# must be 127 + log2 n - 149, which is 0 or negative.
 _SUBNORMAL_SHIFT = 149 << 23
 _ZERO_KEY = -CLASSES * 23
 # On a CPU, working sets that fit into the second-level cache are several times as fast as large
@@ -37,13 +36,8 @@ def exponent_counts(tensors: Sequence[Tensor]) -> Tensor:
     """Count each tensor by exponent and mantissa class: int64 [len(tensors), BINS].
 
     This takes about 3 ns a value on one CPU core, without synchronisation or random numbers.
-    `ExponentCounts(row.cpu().numpy())` reads a row of the result.
-
-    Args:
-        tensors: one or more on one device; float32, float16 or bfloat16, any shape.
-
-    Raises:
-        TypeError: for another dtype.
+    `ExponentCounts(row.cpu().numpy())` reads a row of the result. tensors: one or more on one
+    device, of any shape; TypeError for a dtype that is not in COUNTED.
     """
     for tensor in tensors:
         if tensor.dtype not in COUNTED:
@@ -57,10 +51,8 @@ def _histograms(bins: int, code: Callable[..., Tensor], *columns: Sequence[Tenso
 
     Neighbouring rows that together fit into one chunk share their operations: for the 161
     parameters of ResNet-50 that is a fifth of the calls. Larger rows are processed in chunks.
-
-    Args:
-        code: flat float32 tensors, one of each column -> int32 of the same size.
-        columns: lists of tensors of the same sizes, row by row.
+    code: flat float32 tensors, one of each column -> int32 of the same size. columns: lists of
+    tensors of the same sizes, row by row.
     """
     found: list[Tensor] = []
     for group in _groups(columns[0]):
@@ -97,7 +89,7 @@ def extended(magnitude: Tensor) -> Tensor:
     """Convert int32 bits of an unsigned float32: subnormals get their true exponent.
 
     Bits 23 and above are 127 plus the exponent, which for a subnormal is 0 or negative; zero is
-    below all of them. Larger values have larger integers, equal ones equal integers.
+    below all of them. Larger values have larger integers.
     """
     clamped = magnitude.clamp(max=_SMALLEST_NORMAL)
     # Exact, up to 2^23. For the smallest normal, 1 << 23, this gives 1 << 23 again.
@@ -150,9 +142,9 @@ def sampled(tensor: Tensor, stride: int) -> Tensor:
 class Tally:
     """Merge the tensors added under the same key; nothing waits for the device.
 
-    counts: key -> int64 [BINS], for a sampled tensor times its stride. amax: key -> 0-dim float32
-    over all values, NaN if one is. dtypes, strides: key -> those of its tensors. They are complete
-    after `finish`.
+    counts: key -> int64 [BINS], for a sampled tensor times its stride; complete after `finish`.
+    amax: key -> 0-dim float32 over all values, NaN if one is. dtypes: key -> those of its tensors.
+    strides: key -> the largest.
     """
 
     def __init__(self):
@@ -165,9 +157,9 @@ class Tally:
 
     @torch.no_grad()
     def add(self, key: Hashable, tensor: Tensor) -> None:
-        """Add the current values of `tensor`; ignore empty tensors and other dtypes.
+        """Add the current values of `tensor`, if not empty and of a dtype in COUNTED.
 
-        Only float32, float16 and bfloat16 are counted; for a sparse tensor the values of its rows.
+        Of a sparse tensor the values of its rows are counted.
         """
         if tensor.is_sparse:  # rows are summed in FP32, as in the update
             tensor = tensor.float().coalesce().values().to(tensor.dtype)
@@ -193,9 +185,9 @@ class Tally:
 
     def finish(self) -> None:
         """Count the waiting tensors."""
-        waiting, self._waiting, self._waiting_size = self._waiting, [], 0
-        if waiting:
-            self._count(waiting)
+        if self._waiting:
+            self._count(self._waiting)
+        self._waiting, self._waiting_size = [], 0
 
     @torch.no_grad()
     def _count(self, added: list[tuple[Hashable, Tensor, int]]) -> None:
@@ -222,11 +214,8 @@ def lost_updates(weights: Sequence[Tensor], updates: Sequence[Tensor]) -> Tensor
 
     `read_counts` reads a row. An infinite r (|w| from 65520 on in FP16) loses every finite update.
     If a run's weights are 16 bits wide, a lost update does not show in them: it is one of the
-    zeros.
-
-    Args:
-        weights: one or more, before the update; float32, or 16-bit values, which need no rounding.
-        updates: float32, of the same shapes and on one device.
+    zeros. weights: one or more, before the update; float32, or 16-bit values, which need no
+    rounding. updates: float32, of the same shapes and on one device.
     """
     return _histograms(OUTCOMES, _codes, weights, updates)
 

@@ -10,16 +10,13 @@ A value m * 2^e (1 <= m < 2) is kept as its exponent e and the class of its mant
 This suffices to know exactly what FP16 (round to nearest, ties to even) makes of a value times 2^k,
 for every integer k. Below exponent -25 the value is 0, and so is class 0 at -25. Up to -15 it is
 subnormal, except classes 2 and 3 at -15. Class 3 at 15 is infinite, and so is everything above 15.
-
-The module also holds two further counts: how many updates a 16-bit format would have lost, and
-which part of the wanted updates a 16-bit weight took.
 """
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import asdict, astuple, dataclass, fields
 from operator import add
-from typing import NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 
@@ -54,10 +51,7 @@ def fp16_headroom(value: float) -> int:
 
 
 class ExponentCounts:
-    """A histogram of values over binary exponents and mantissa classes.
-
-    bins: int64 [BINS] from `exponent_counts`; ValueError for another shape.
-    """
+    """A histogram over binary exponents and mantissa classes; bins: from `exponent_counts`."""
 
     __slots__ = ("bins",)
 
@@ -112,7 +106,7 @@ class ExponentCounts:
     def headroom(self) -> int | None:
         """Return the largest k for which no finite element times 2^k overflows FP16.
 
-        It is negative if one overflows at 2^0; None if no finite element is non-zero.
+        None if no finite element is non-zero.
         """
         exponent = max(self.by_exponent(), default=None)
         if exponent is None:
@@ -121,13 +115,8 @@ class ExponentCounts:
         return fp16_headroom(2.0**exponent * (2 - 2.0**-11 if in_class_3 else 1))
 
     def shares(self, log2_scale: int = 0) -> Shares:
-        """Return what rounding to FP16 does to the elements times 2^log2_scale; exact.
-
-        log2_scale: an integer, in addition to the scale that the elements were measured with.
-        """
-        counts, total = self.by_class(), self.nonzero
-        if not total:
-            return Shares(0.0, 0.0, 0.0)
+        """Return what rounding to FP16 does to the elements times 2^log2_scale; exact."""
+        counts, total = self.by_class(), self.nonzero or 1
         exponents = np.arange(LOWEST, HIGHEST + 1) + log2_scale
         underflow = counts[exponents < FP16_LOST].sum() + counts[exponents == FP16_LOST, 0].sum()
         below_normal = counts[exponents < -15].sum() + counts[exponents == -15, :2].sum()
@@ -143,11 +132,9 @@ class ExponentCounts:
         """
         counts, powers = self.by_class(), np.exp2(np.arange(LOWEST, HIGHEST + 1, dtype=np.float64))
         edges = powers[:, None] * _EDGES
-        below = edges[:, 1:] <= limit  # the ends of classes 1 to 3 are exclusive
-        one = edges[:, :1] <= limit
-        most = np.concatenate([one, edges[:, :1] < limit, edges[:, 1:3] <= limit], axis=1)
-        least = np.concatenate([one, below], axis=1)
-        return int(counts[least].sum()), int(counts[most].sum())
+        within = edges <= limit  # the ends of classes 1 to 3 are exclusive
+        most = np.stack([within[:, 0], edges[:, 0] < limit, within[:, 1], within[:, 2]], axis=1)
+        return int(counts[within].sum()), int(counts[most].sum())
 
     def merge(self, other: "ExponentCounts") -> "ExponentCounts":
         """Return the histogram of the elements of both."""
@@ -194,8 +181,15 @@ def merged(parts: Iterable[Part]) -> Part | None:
     return total
 
 
+def json_number(value: float) -> float | str:
+    """Convert a number for JSON, which has no NaN; float() reads these words back."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
+
+
 class Sums:
-    """A dataclass of counts or sums over elements."""
+    """A dataclass of counts or sums over elements; each field has 0 or 0.0 as its default."""
 
     __slots__ = ()
 
@@ -203,16 +197,25 @@ class Sums:
         """Return the sums over the elements of both."""
         return type(self)(*map(add, astuple(self), astuple(other)))  # type: ignore[call-overload]
 
+    def to_json(self) -> dict[str, float | str]:
+        return {name: json_number(value) for name, value in asdict(self).items()}  # type: ignore[call-overload]
+
+    @classmethod
+    def from_json(cls, content: Mapping) -> Self:
+        """Invert `to_json`; KeyError, TypeError or ValueError for anything else."""
+        zeros: dict[str, Any] = {one.name: one.default for one in fields(cls)}  # type: ignore[arg-type]
+        return cls(**{name: type(zeros[name])(value) for name, value in content.items()})
+
 
 FORMATS = ("fp16", "bf16")
 
 
 @dataclass(frozen=True, slots=True)
 class LostUpdates(Sums):
-    """The lost updates of a module or a model, counted over its weights.
+    """The lost updates of a module or a model: how many of its `total` weights have them.
 
-    total: all weights. zero: those whose update is exactly 0. nonfinite: weight or update is NaN or
-    infinite. fp16, bf16: of the others, those whose update rounds away in that format.
+    zero: the update is exactly 0. nonfinite: weight or update is NaN or infinite. fp16, bf16: of
+    the others, those whose update rounds away in that format.
     """
 
     total: int = 0
@@ -230,24 +233,16 @@ class LostUpdates(Sums):
         """Return the part (0 to 1) of the non-zero updates lost in one of FORMATS; 0 without."""
         return getattr(self, format) / self.nonzero if self.nonzero else 0.0
 
-    def to_json(self) -> dict[str, int]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, content: Mapping) -> "LostUpdates":
-        """Invert `to_json`; TypeError or ValueError for anything else."""
-        return cls(**{name: int(count) for name, count in content.items()})
-
 
 @dataclass(frozen=True, slots=True)
 class AppliedUpdates(Sums):
     """The applied updates of 16-bit weights, as sums over the weights of a module or a model.
 
-    A weight is stored in 16 bits and its update rounded with it. Single updates say little about
-    such a store: stochastic rounding leaves most weights unchanged, and is right on average.
-    applied: the change of the weight, including Kahan's compensation, times the sign of the wanted
-    update. wanted: the magnitude of the wanted update, computed by the same rule in float64 from
-    the weight, gradient and state before the step. squares: the square of applied minus wanted.
+    Single updates say little about 16-bit weights: stochastic rounding leaves most of them
+    unchanged, and is right on average. applied: the change of the weight, including Kahan's
+    compensation, times the sign of the wanted update. wanted: the magnitude of the wanted update,
+    computed by the same rule in float64 from the weight, gradient and state before the step.
+    squares: the square of applied minus wanted.
     """
 
     applied: float = 0.0
@@ -261,8 +256,5 @@ class AppliedUpdates(Sums):
 
     @property
     def standard_error(self) -> float:
-        """Return the standard error of `ratio`.
-
-        It assumes independent errors with mean 0, as of stochastic rounding.
-        """
+        """Return the standard error of `ratio`, if errors are independent with mean 0."""
         return math.sqrt(self.squares) / self.wanted if self.wanted else math.nan

@@ -11,7 +11,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -34,28 +34,16 @@ PAUSE_FACTOR = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Suspect:
-    """The loop's view of a run that it ended as diverged.
-
-    kind: "loss" (not finite although the update was applied), "collapse" (of the loss scale) or
-    "evaluation" (its loss is not finite). step: the last step to replay. For "loss" and
-    "evaluation" it is the step of that loss. For "collapse" it is the first skip in the last row of
-    skips at which the scale was as low as at its end.
-    """
-
-    kind: str
-    step: int
-
-
-@dataclass(frozen=True, slots=True)
 class Kept:
-    """The kept state of a failure.
+    """The failure of a run, and what was kept of it.
 
-    kind: as in `Suspect`, or "state": weights or carried LSTM state became non-finite in a step
-    whose own loss was finite. step: the step that went wrong, from 1. replayed_from: steps done
-    when the copy was taken. replayed: steps trained again, including the bad one. compared: how
-    many of them have a recorded loss. first_difference: the first whose loss has other bits, or
-    None. reason: why nothing was kept, or None. folder: relative to the run directory.
+    kind: "loss" (not finite although the update was applied), "collapse" (of the loss scale),
+    "evaluation" (its loss is not finite) or "state" (weights or carried LSTM state became
+    non-finite in a step whose own loss was finite). step: the step that went wrong, from 1.
+    replayed_from: steps done when the copy was taken. replayed: steps trained again, including the
+    bad one. compared: how many of them have a recorded loss. first_difference: the first whose loss
+    has other bits, or None. reason: why nothing was kept, or None. folder: relative to the run
+    directory.
     """
 
     kind: str
@@ -68,15 +56,14 @@ class Kept:
     reason: str | None = None
 
 
-def suspect(cause: str, last_step: int, rows: Sequence[Mapping]) -> Suspect:
-    """Return the suspected step from a run's cause of divergence, last step and newest rows.
+def suspect(cause: str, last_step: int, rows: Sequence[Mapping]) -> Kept:
+    """Return kind and last step to replay from a run's cause of divergence and newest rows.
 
-    rows: mappings with step, loss_scale and found_inf, oldest first.
+    For "collapse" that is the first skip in the last row of skips at which the scale was as low as
+    at its end, else `last_step`. rows: mappings with step, loss_scale and found_inf, oldest first.
     """
-    if "evaluation" in cause:
-        return Suspect("evaluation", last_step)
-    if "collapsed" not in cause:
-        return Suspect("loss", last_step)
+    if "collapsed" not in cause or "evaluation" in cause:
+        return Kept("evaluation" if "evaluation" in cause else "loss", last_step)
     step, floor = last_step, None
     for row in reversed(rows):
         if row["step"] > last_step:
@@ -85,7 +72,7 @@ def suspect(cause: str, last_step: int, rows: Sequence[Mapping]) -> Suspect:
         if row["step"] < step - 1 or not row["found_inf"] or row["loss_scale"] != floor:
             break
         step = row["step"]
-    return Suspect("collapse", step)
+    return Kept("collapse", step)
 
 
 def failure_folder(directory: Path) -> Path:
@@ -108,28 +95,21 @@ def report_failure(
     rows: list[dict],
     *,
     scaler_kind: str,
-    reason: str = "numerics.keep_failure=false",
+    reason: str | None = None,
 ) -> None:
     """Keep what can be kept of a run that ended as diverged, and write its post-mortem.
 
-    The post-mortem reports errors of this function; the run's own end stays as it is.
-
-    Args:
-        keeper: None if none was used, for this `reason`.
-        directory: the run directory.
-        cause: the recorded cause.
-        step: the step at which the run ended.
-        rows: its last steps (`post_mortem.History`).
-        scaler_kind: "none", "static", "dynamic" or "logmax".
+    The post-mortem reports errors of this function; the run's own end stays as it is. Without a
+    keeper, for this `reason`, nothing is kept. The others are as in `write_post_mortem`.
     """
-    found = suspect(cause, step, rows)
-    kept = Kept(found.kind, found.step, reason=reason)
-    if keeper is not None:
-        try:
-            kept = keeper.record(directory, found, {row["step"]: row["loss"] for row in rows})
-        except (MprunError, RuntimeError, OSError) as error:
-            reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            kept = Kept(found.kind, found.step, reason=reason)
+    kept = suspect(cause, step, rows)
+    try:
+        if keeper is not None:
+            kept = keeper.record(directory, kept, {row["step"]: row["loss"] for row in rows})
+            reason = kept.reason
+    except (MprunError, RuntimeError, OSError) as error:
+        reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
+    kept = replace(kept, reason=reason)
     write_post_mortem(directory, cause, step, rows, scaler_kind, asdict(kept))
 
 
@@ -148,13 +128,11 @@ class FailureKeeper:
         self._due = 0.0
         self._ring = PinnedRing(built.device, 1)
         self._unsettled: Sent | None = None
-        size = size_of(built.task.state_dict())
-        room = LARGEST_STATE
+        size, room = size_of(built.task.state_dict()), LARGEST_STATE
         if built.device.type == "cuda":
             room = min(room, torch.cuda.mem_get_info(built.device)[0] // 8)
-        self.reason = None
-        if size > room:
-            self.reason = f"a copy of the state takes {size / 2**20:.0f} MiB, more than is spared"
+        reason = f"a copy of the state takes {size / 2**20:.0f} MiB, more than is spared"
+        self.reason = reason if size > room else None
 
     def keep(self, step: int, skipped: int, *, healthy: bool = True) -> None:
         """Copy the state after `step` steps if it is time; call it where the loop waits.
@@ -176,13 +154,9 @@ class FailureKeeper:
     def keep_if(self, step: int, skipped: Tensor, sound: Callable[[], Tensor]) -> None:
         """Do the same as `keep` without waiting, before the host knows the last steps' results.
 
-        Call it only after a first `keep`.
-
-        Args:
-            step: steps done.
-            skipped: int64, 0-dim, on the device.
-            sound: returns whether no step since the last call diverged and the last one had its
-                update, bool, 0-dim, on the device (from `mprun.training.metric_buffer`).
+        Call it only after a first `keep`. skipped: int64, 0-dim, on the device. sound: returns
+        whether no step since the last call diverged and the last one had its update, bool, 0-dim,
+        on the device (from `mprun.training.metric_buffer`).
         """
         started = time.perf_counter()
         if self.reason is not None or started < self._due:
@@ -201,30 +175,24 @@ class FailureKeeper:
             self.snapshot.settle(chosen != 0, int(skipped))
 
     def _pause(self, started: float) -> None:
-        self.bytes = self.snapshot.bytes
+        self.bytes = size_of(self.snapshot.content()["task"])
         took = time.perf_counter() - started
         self._due = started + max(SHORTEST_PAUSE_S, PAUSE_FACTOR * took)
 
-    def record(self, directory: Path, found: Suspect, losses: Mapping[int, float]) -> Kept:
+    def record(self, directory: Path, found: Kept, losses: Mapping[int, float]) -> Kept:
         """Rewind, train again to the step that went wrong, and save the state before it.
 
         It saves task state, random states, step and the batch of that step below `failure_folder`.
-        It leaves the task in some later state: call it only for a run that has ended.
-
-        Args:
-            directory: the run directory.
-            found: the loop's view of the failure.
-            losses: recorded losses by step, to compare with.
-
-        Raises:
-            Resource: the disk is full.
+        It leaves the task in some later state: call it only for a run that has ended. found: from
+        `suspect`. losses: recorded ones by step, to compare with. Raises Resource if the disk is
+        full.
         """
         self._settle()
         origin = self.snapshot.step
         if origin is None:
-            return Kept(found.kind, found.step, reason=self.reason or "no copy of the state")
+            return replace(found, reason=self.reason or "no copy of the state")
         if origin > found.step - (found.kind != "evaluation"):
-            return Kept(found.kind, found.step, reason="the copy is younger than the failure")
+            return replace(found, reason="the copy is younger than the failure")
         # The steps trained again must not change the run's own count of emulated operations.
         counts = [(e.rerouted, Counter(e.rerouted)) for e in self.built.forward_context.emulations]
         try:
@@ -250,31 +218,23 @@ class FailureKeeper:
             folder=str(path.relative_to(directory)),
         )
 
-    def _rewind(self, found: Suspect) -> tuple[str, list[StepRow]]:
-        """Train from the copy to the step that went wrong, and keep the state before that step.
-
-        Returns the kind of the failure, and the trained steps.
-        """
-        kept, kind, rows = self.snapshot, found.kind, []
+    def _rewind(self, found: Kept) -> tuple[str, list[StepRow]]:
+        """Train up to the bad step and keep the state before it; return kind and trained steps."""
+        task, kept, kind, rows = self.built.task, self.snapshot, found.kind, []
         kept.restore()
         steps = Steps(self.built, kept.step or 0, kept.skipped)
         while steps.step < found.step:
             kept.take(steps.step, int(steps.skipped))
             rows.append(row := steps.advance())
-            if row.diverged or self._went_wrong(found.kind):
+            named = weights(task) | carried(task)
+            named |= buffers(task) if found.kind == "evaluation" else {}
+            if row.diverged or not all_finite(named.values()):
                 if row.step < found.step or kind == "evaluation":
                     kind = "loss" if row.diverged else "state"
                 break
         if kind == "evaluation":  # nothing went wrong before it
             kept.take(steps.step, int(steps.skipped))
         return kind, rows
-
-    def _went_wrong(self, kind: str) -> bool:
-        task = self.built.task
-        tensors = [*weights(task).values(), *carried(task).values()]
-        if kind == "evaluation":
-            tensors += buffers(task).values()
-        return not all_finite(tensors)
 
 
 CPU = torch.device("cpu")
@@ -301,16 +261,14 @@ def _train_again(directory: Path, record: dict, plain: dict, build) -> None:
     if not {"last_step", "cause"} <= record.keys():
         raise Damaged(f"{directory / 'run.json'}: no last_step or cause; not the record of a run")
     last, built, step, skipped = record["last_step"], build(plain), 0, 0
-    folder = directory / "checkpoints"
-    found = checkpoint.load_newest(folder, CPU)
+    found = checkpoint.load_newest(directory / "checkpoints", CPU)
     if found is not None:
-        step, state = found.step, found.state
-        built.task.load_state_dict(state["task"])
-        skipped = state["skipped"]
-        if step < last and all_finite(weights(built.task).values()):
-            restore_random_states(state["random"], built.device)
+        built.task.load_state_dict(found.state["task"])
+        if found.step < last and all_finite(weights(built.task).values()):
+            step, skipped = found.step, found.state["skipped"]
+            restore_random_states(found.state["random"], built.device)
         else:
-            built, step, skipped = build(plain), 0, 0
+            built = build(plain)
     keeper = FailureKeeper(built)
     keeper.snapshot.take(step, skipped)
     before = read_post_mortem(directory)
@@ -325,8 +283,7 @@ def recorded_rows(directory: Path) -> list[dict]:
     for record in read_metrics(directory / "metrics.jsonl"):
         if record["split"] != "train":
             continue
-        # Every step with a skipped update has a record, so a higher count means that this step
-        # skipped.
+        # Every skipped step has a record, so a higher count means that this step skipped.
         row = {name: record[name] for name in ("step", "loss", "loss_scale", "skipped")}
         row["found_inf"] = record["skipped"] > skipped
         row |= {name: value for name, value in record.items() if name.endswith("grad_norm")}

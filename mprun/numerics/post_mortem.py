@@ -18,8 +18,7 @@ from mprun.record.console import markdown_table
 from mprun.record.run_directory import write_json
 
 LAST = 50  # steps
-# A loss that grew by this factor before the end counts as exploding.
-EXPLOSION = 10.0
+EXPLOSION = 10.0  # a loss that grew by this factor before the end counts as exploding
 _FILE = Path("numerics") / "post-mortem.json"
 
 
@@ -39,10 +38,7 @@ class StepRow(NamedTuple):
 
 
 class History:
-    """The newest LAST steps of a run, on the host.
-
-    rows: oldest first. norms: step -> every recorded metric whose name ends in grad_norm.
-    """
+    """The newest LAST steps of a run on the host, oldest first; norms: by step and metric."""
 
     def __init__(self):
         self.rows: deque[StepRow] = deque(maxlen=LAST)
@@ -82,22 +78,23 @@ def explosion(rows: Sequence[Mapping]) -> tuple[float, int] | None:
 def classify(cause: str, rows: Sequence[Mapping], scaler_kind: str, bad_step: int) -> list[str]:
     """Describe what happened, in one line each; the first says what ended the run.
 
-    Args:
-        cause: the recorded cause.
-        rows: the last steps, oldest first (`History`).
-        scaler_kind: "none", "static", "dynamic" or "logmax".
-        bad_step: the step that went wrong, if known, else the last one.
+    rows: the last steps, oldest first (`History`). scaler_kind: "none", "static", "dynamic" or
+    "logmax". bad_step: the step that went wrong, if known, else the last one.
     """
     streak = len(list(takewhile(lambda row: row["found_inf"], reversed(rows))))
     before = rows[: len(rows) - streak] if "collapsed" in cause else rows
     lines = [_ending(cause, rows, streak, bad_step)]
     grown = explosion([row for row in before if row["step"] <= max(bad_step, 1)])
     if grown is not None:
-        factor, steps = grown
-        lines.append(f"exploding loss: grew by {factor:.3g} in {steps} steps before")
-    skips = [row for row in before if row["found_inf"]]
-    if skips:
-        lines.append(_skips_in_words(before, len(skips), scaler_kind))
+        lines.append("exploding loss: grew by {:.3g} in {} steps before".format(*grown))
+    if count := sum(row["found_inf"] for row in before):
+        updates = "1 skipped update" if count == 1 else f"{count} skipped updates"
+        why = "warm-up skips of dynamic scaling: normal"
+        if scaler_kind == "static":
+            why = "the static loss scale is too large for some batches"
+        elif any(later["loss_scale"] > sooner["loss_scale"] for sooner, later in pairwise(before)):
+            why = "dynamic scaling looking for the largest scale: normal"
+        lines.append(f"{updates} before: {why}")
     return lines
 
 
@@ -164,37 +161,24 @@ def plain(value: Any) -> Any:
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _skips_in_words(rows: Sequence[Mapping], count: int, scaler_kind: str) -> str:
-    updates = "1 skipped update" if count == 1 else f"{count} skipped updates"
-    if scaler_kind == "static":
-        return f"{updates} before: the static loss scale is too large for some batches"
-    if any(later["loss_scale"] > sooner["loss_scale"] for sooner, later in pairwise(rows)):
-        return f"{updates} before: dynamic scaling looking for the largest scale: normal"
-    return f"{updates} before: warm-up skips of dynamic scaling: normal"
-
-
 def _markdown(content: dict, rows: list[dict]) -> str:
     kept = content["failure"]
     lines = [f"# Post-mortem: {content['cause']} (step {content['step']})", ""]
     lines += [f"- {line}" for line in content["classification"]]
+    same = (
+        "the same losses, bit for bit" if kept["compared"] else "no recorded loss to compare with"
+    )
+    if kept["first_difference"] is not None:
+        same = f"another loss from step {kept['first_difference']} on"
+    state = f"`{kept['folder']}` (trained again from step {kept['replayed_from']}: {same})"
     if kept["folder"] is None:
-        lines.append(f"- State before step {kept['step']}: not kept ({kept['reason']}).")
-    else:
-        same = "the same losses, bit for bit"
-        if kept["first_difference"] is not None:
-            same = f"another loss from step {kept['first_difference']} on"
-        elif not kept["compared"]:
-            same = "no recorded loss to compare with"
-        lines.append(
-            f"- State before step {kept['step']}: `{kept['folder']}` (trained again from step "
-            f"{kept['replayed_from']}: {same})."
-        )
+        state = f"not kept ({kept['reason']})"
     explain = "`mprun explain` on this directory replays that step and looks for the cause."
-    lines += ["", hint_of("explain", explain), ""]
+    lines += [f"- State before step {kept['step']}: {state}.", "", hint_of("explain", explain), ""]
     norms = sorted({name for row in rows for name in row if name.endswith("grad_norm")})
     header, table = ["step", "loss", "loss scale", "skipped", *norms], []
     for row in rows:
+        start = [str(row["step"]), f"{row['loss']:.6g}", power(row["loss_scale"])]
         measured = [f"{row[name]:.4g}" if name in row else "" for name in norms]
-        end = [power(row["loss_scale"]), "skipped" if row["found_inf"] else "", *measured]
-        table.append([str(row["step"]), f"{row['loss']:.6g}", *end])
+        table.append([*start, "skipped" if row["found_inf"] else "", *measured])
     return "\n".join(lines) + "\n" + markdown_table(header, table) + "\n"

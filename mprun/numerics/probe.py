@@ -5,17 +5,18 @@ Hooks only look: they return nothing, draw no random numbers and run under no_gr
 modes that emulate 16-bit products. They exist only during the probed step.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
+from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from mprun.errors import BadInput
-from mprun.numerics.applied_updates import UpdateMeter
 from mprun.numerics.exponent_counter import (
     OUTCOMES,
     Tally,
@@ -28,7 +29,9 @@ from mprun.numerics.exponent_counter import (
 from mprun.numerics.exponent_shares import BINS, AppliedUpdates, ExponentCounts
 from mprun.numerics.probe_record import KINDS, LearnerProbe, TensorStats
 from mprun.numerics.state import Learner
-from mprun.precision import DTYPE_NAMES
+from mprun.precision import DTYPE_NAMES, MixedPrecisionOptimizer
+from mprun.precision.rounded_weights import COMPENSATION
+from mprun.precision.torch_update import RULES, rule_of
 from mprun.torch_private import DisableTorchFunction, disable_dispatch_modes, tree_leaves
 
 Chosen = dict[str, dict[str, nn.Module]]
@@ -79,11 +82,11 @@ class Probe:
             metrics = task.train_step(index)
         learners, (loss,) = probe.read([metrics["loss"]])
 
-    chosen: the modules to measure, from `chosen_modules`. Only a part of a tensor with more than
-    2^18 values is counted (`sampling_stride`). A probe costs about two training steps of time and a
-    copy of the counted weights; if these are updated in 16 bits, also of their state and gradients
-    (`UpdateMeter`). For row tables (mprun.precision.row_updates) it counts the gradients of the
-    rows that the step uses, not the weights and their updates.
+    Only a part of a tensor with more than 2^18 values is counted (`sampling_stride`). A probe costs
+    about two training steps of time and a copy of the counted weights; if these are updated in 16
+    bits, also of their state and gradients (`UpdateMeter`). For row tables
+    (mprun.precision.row_updates) it counts the gradients of the rows that the step uses, not the
+    weights and their updates.
     """
 
     def __init__(self, task, chosen: Chosen):
@@ -108,15 +111,15 @@ class Probe:
                 optimizer.names, optimizer.parameters, optimizer.updated, strict=True
             ):
                 inside = owner(parameter_name, chosen)
-                if inside is not None:
-                    hook = partial(self._on_gradient, (name, "weight_gradients", inside))
-                    if parameter.requires_grad:  # a script may freeze it
-                        self._handles.append(parameter.register_hook(hook))
-                    stride = sampling_stride(updated)
-                    values = sampled(updated, stride).clone()
-                    amax = largest(updated)
-                    self.tally.add_sample((name, "weights", inside), values, stride, amax)
-                    self.before.append(((name, inside), values, stride, updated))
+                if inside is None:
+                    continue
+                hook = partial(self._on_gradient, (name, "weight_gradients", inside))
+                if parameter.requires_grad:  # a script may freeze it
+                    self._handles.append(parameter.register_hook(hook))
+                stride = sampling_stride(updated)
+                values = sampled(updated, stride).clone()
+                self.tally.add_sample((name, "weights", inside), values, stride, largest(updated))
+                self.before.append(((name, inside), values, stride, updated))
             names = [own for own in optimizer.names if owner(own, chosen) is not None]
             self.meters[name] = UpdateMeter(optimizer, names)
             for table_name, module in optimizer.tables.items():
@@ -171,16 +174,14 @@ class Probe:
                 self.lost[key] = self.lost.get(key, 0) + counts * stride
         for name, meter in self.meters.items():
             for parameter, sums in meter.sums().items():
-                inside = owner(parameter, self.chosen[name])
-                assert inside is not None  # only these are measured
-                self.applied[name, inside] = self.applied.get((name, inside), 0) + sums
+                key = name, owner(parameter, self.chosen[name]) or ""
+                self.applied[key] = self.applied.get(key, 0) + sums
         self.before, self.meters = [], {}
 
     def read(self, scalars: Sequence[Tensor]) -> tuple[dict[str, LearnerProbe], list[float]]:
-        """Return (learner -> measurements, `scalars` as floats).
+        """Return (learner -> measurements, `scalars` as floats); waits for the device once.
 
-        scalars: 0-dim tensors that the host needs too. Only this method waits for the device, in
-        one transfer.
+        scalars: 0-dim tensors that the host needs too.
         """
         tally, keys = self.tally, list(self.tally.counts)
         singles = [x.double() for x in (*(tally.amax[key] for key in keys), *scalars)]
@@ -194,23 +195,22 @@ class Probe:
             dtypes = "+".join(sorted(DTYPE_NAMES[dtype] for dtype in tally.dtypes[key]))
             stats[key] = TensorStats(ExponentCounts(row.numpy()), amax, dtypes, tally.strides[key])
         ends = len(keys) + len(scalars)
-        applied = {
-            key: AppliedUpdates(*values[place : place + 3])
-            for place, key in zip(range(ends, len(values), 3), self.applied, strict=True)
-        }
+        sums = iter(values[ends:])
+        applied = {key: AppliedUpdates(*islice(sums, 3)) for key in self.applied}
         outcomes = zip(self.lost, rows[len(keys) :], strict=True)
         lost = {key: read_counts(row.tolist()) for key, row in outcomes}
+
+        def modules(of: Mapping[Any, Any], *start: str) -> dict[str, Any]:
+            return {m: of[*start, m] for m in self.chosen[start[0]] if (*start, m) in of}
+
         learners = {
             name: LearnerProbe(
                 loss_scale_names(self.task, name),
-                {
-                    kind: {m: stats[name, kind, m] for m in own if (name, kind, m) in stats}
-                    for kind in KINDS
-                },
-                {m: lost[name, m] for m in own if (name, m) in lost},
-                applied_updates={m: applied[name, m] for m in own if (name, m) in applied},
+                {kind: modules(stats, name, kind) for kind in KINDS},
+                modules(lost, name),
+                applied_updates=modules(applied, name),
             )
-            for name, own in self.chosen.items()
+            for name in self.chosen
         }
         return learners, values[len(keys) : ends]
 
@@ -227,3 +227,90 @@ def _plainly() -> Iterator[None]:
     """Disable gradients and the emulation, which would look at every operation."""
     with torch.no_grad(), DisableTorchFunction(), disable_dispatch_modes():
         yield
+
+
+class UpdateMeter:
+    """Compare the step that `optimizer` is about to take with the wanted one, see `AppliedUpdates`.
+
+        meter = UpdateMeter(optimizer, optimizer.names)
+        ...  # the step
+        sums = meter.sums()
+
+    It measures those of the parameters `names` that are updated in 16 bits by SGD without
+    Nesterov's momentum (whose kernels may write to the gradient), Adam, AdamW or Adagrad. These
+    update each number independently, so a part of a large tensor is enough (`sampling_stride`). It
+    costs a copy of that part, of its state and gradient.
+    """
+
+    def __init__(self, optimizer: MixedPrecisionOptimizer, names: Collection[str]):
+        self.optimizer = optimizer
+        # By the updated tensor's id: name, tensor, stride, and float64 copies of the counted part
+        # of the weight (with its compensation) and of the state.
+        self._before: dict[int, tuple[str, Tensor, int, Tensor, dict]] = {}
+        if rule_of(optimizer.inner) is None:
+            return
+        simple = [g["params"] for g in optimizer.inner.param_groups if not g.get("nesterov")]
+        taken = {id(parameter) for group in simple for parameter in group}
+        for name, updated in zip(optimizer.names, optimizer.updated, strict=True):
+            if name in names and id(updated) in taken and updated.dtype.itemsize == 2:
+                stride = sampling_stride(updated)
+                state = dict(optimizer.inner.state.get(updated, {}))
+                state.pop(COMPENSATION, None)
+                kept = {key: _copy(value, updated, stride) for key, value in state.items()}
+                own = self._weight(updated, stride)
+                self._before[id(updated)] = (name, updated, stride, own, kept)
+
+    @torch.no_grad()
+    def sums(self) -> dict[str, Tensor]:
+        """Return name -> float64 [3] on the device, the fields of `AppliedUpdates`; 0 if skipped.
+
+        Call it after the step and before the gradients are cleared.
+        """
+        gradients = self.optimizer.unscaled_gradients() if self._before else {}
+        inner, groups, states = self.optimizer.inner, [], {}
+        measured: list[tuple[str, Tensor, int, Tensor, Tensor]] = []
+        for group in inner.param_groups:
+            copies = []
+            for parameter in group["params"]:
+                held = self._before.get(id(parameter))
+                if held is None or held[0] not in gradients:
+                    continue
+                name, updated, stride, own, state = held
+                copy, gradient = own.clone(), gradients[name]
+                gradient = gradient.to_dense() if gradient.is_sparse else gradient
+                copy.grad = sampled(gradient, stride).double()
+                states[copy] = state
+                copies.append(copy)
+                measured.append((name, updated, stride, own, copy))
+            if copies:
+                groups.append({**group, "params": copies})
+        rule = rule_of(inner)
+        if not groups or rule is None:
+            return {}
+        # Another optimizer of the same type: a copy would include a user's hooks.
+        twin = RULES[rule](groups)
+        twin.state.update(states)
+        twin.step()
+        found = {}
+        for name, updated, stride, own, copy in measured:
+            wanted, applied = copy - own, self._weight(updated, stride) - own
+            squares = (applied - wanted).square().sum() * stride**2
+            sums = [(applied * wanted.sign()).sum() * stride, wanted.abs().sum() * stride, squares]
+            found[name] = torch.stack(sums)
+            if self.optimizer.skips:
+                found[name] = torch.where(self.optimizer.found_inf == 0, found[name], 0)
+        return found
+
+    def _weight(self, updated: Tensor, stride: int) -> Tensor:
+        """Return float64 values, plus what the last rounding took away if that is kept."""
+        values = sampled(updated, stride).double()
+        kept = self.optimizer.inner.state.get(updated, {}).get(COMPENSATION)
+        return values if kept is None else values + sampled(kept, stride).double()
+
+
+def _copy(value: object, updated: Tensor, stride: int) -> object:
+    if not isinstance(value, Tensor):
+        return value
+    if value.shape == updated.shape and value.is_floating_point():
+        return sampled(value, stride).double()
+    return value.clone()

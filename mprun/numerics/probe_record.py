@@ -1,21 +1,8 @@
-"""The files of a run's probes: written whole, read without torch.
+"""The files of a run's probes: written whole, read without torch; and the loss scales they allow.
 
-`RUN/numerics/step-NNNNNNNN.json` holds what was measured at one step (counted from 1), on one line:
-
-    version             1
-    step                the step
-    skipped             whether an update of this step was skipped
-    log2_loss_scale     loss-scale name ("loss_scale", ...) -> log2 of the scale of this step
-    learners            learner ("model"; a GAN has "generator" and "discriminator") ->
-        loss_scales     names of the scales its losses were multiplied by, each once
-        tensors         kind -> module name -> histogram
-        lost_updates    module name -> {total, zero, nonfinite, fp16, bf16}, see LostUpdates
-        applied_updates module name -> {applied, wanted, squares}, see AppliedUpdates
-        shadow          null, or what the FP32 shadow step found:
-            modules     module name -> {dot, own, fp32, difference}, see Agreement
-    loss                {own, fp32}, the loss of the step in both arithmetics; null without a shadow
-
-A probe has tensors and no shadow, a shadow step the reverse, a step that is both has both. Kinds:
+`RUN/numerics/step-NNNNNNNN.json` holds what was measured at one step (counted from 1), on one line.
+docs/reference/run_directory.md lists its fields. A probe has tensors and no shadow, a shadow step
+the reverse, a step that is both has both. Kinds of tensors:
 
     weights                 what the optimizer updates (master weights where there are some), before
                             the update
@@ -26,22 +13,19 @@ A probe has tensors and no shadow, a shadow step the reverse, a step that is bot
                             loss scale, in the dtype of the parameter
     updates                 weights after the step minus weights before it, in FP32
 
-A histogram is {dtype, stride, amax, zeros, inf, nan, classes}: dtype the names of the tensors'
-dtypes, joined by "+"; amax the largest absolute value, infinite or NaN if a value is; classes four
-mappings from binary exponent to count, one per mantissa class (`exponent_shares`). Sums over
-modules are not stored. Numbers that are not finite are the strings "NaN", "Infinity", "-Infinity".
+Several dtypes are joined by "+"; amax is infinite or NaN if a value is; `exponent_shares` explains
+the four classes of a histogram. Sums over modules are not stored. Numbers that are not finite are
+the strings "NaN", "Infinity", "-Infinity".
 
 Of tensors with more than 2^18 values every stride-th one is counted, as often as the stride, so
-that sums over modules weigh each with its size; stride is the largest of the tensors, 1 if all
-values were counted. amax is over all values whatever the stride, but for updates, which are formed
-for the counted weights alone. lost_updates and applied_updates have the stride of the weights.
-lost_updates has no weights of a run that stores them with stochastic rounding or a compensation,
-applied_updates only weights that are updated in 16 bits.
+that sums over modules weigh each with its size; stride is the largest of the tensors. amax is over
+all values whatever the stride, but for updates, which are formed for the counted weights alone.
+lost_updates and applied_updates have the stride of the weights. lost_updates has no weights of a
+run that stores them with stochastic rounding or a compensation, applied_updates only weights that
+are updated in 16 bits.
 
-Which loss scales FP16 can hold the gradients of several probes with, on the host.
-
-Everything is asked in powers of two k: what would become of the gradients of the unscaled loss,
-times 2^k, when they are rounded to FP16?
+Everything about loss scales is asked in powers of two k: what would become of the gradients of the
+unscaled loss, times 2^k, when they are rounded to FP16?
 """
 
 import json
@@ -49,8 +33,8 @@ import math
 import os
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +50,7 @@ from mprun.numerics.exponent_shares import (
     LostUpdates,
     Sums,
     fp16_headroom,
+    json_number,
     merged,
 )
 
@@ -87,10 +72,10 @@ class TensorStats:
 
     @property
     def headroom(self) -> int | None:
-        """Return the largest k for which nothing here overflows FP16 when multiplied by 2^k.
+        """Return the largest k for which nothing here, times 2^k, overflows FP16.
 
-        It uses amax, so it also covers values that were not counted. If a value is not finite, it
-        uses the counted finite ones. None if all are zero.
+        None if all are zero. amax covers values that were not counted; if one is not finite, the
+        counted finite ones decide.
         """
         if not self.amax or not math.isfinite(self.amax):
             return self.counts.headroom
@@ -98,8 +83,7 @@ class TensorStats:
 
     def merge(self, other: "TensorStats") -> "TensorStats":
         """Merge the elements of both; a NaN stays."""
-        larger = max(self.amax, other.amax)
-        amax = math.nan if math.isnan(self.amax + other.amax) else larger
+        amax = max(self.amax, other.amax) if self.amax + other.amax >= 0 else math.nan
         dtypes = sorted({*self.dtype.split("+"), *other.dtype.split("+")})
         stride = max(self.stride, other.stride)
         return TensorStats(self.counts.merge(other.counts), amax, "+".join(dtypes), stride)
@@ -187,15 +171,10 @@ def write_probe(run_dir: Path, record: ProbeRecord) -> Path:
 
 
 def read_probes(run_dir: Path) -> list[ProbeRecord]:
-    """Read all probes of a run by ascending step; an empty list if it has none.
-
-    Raises Damaged for a file that is not a probe record.
-    """
-    folder = run_dir / FOLDER
-    if not folder.is_dir():
-        return []
-    paths = sorted(path for path in folder.iterdir() if _NAME.match(path.name))
-    return sorted((read_probe(path) for path in paths), key=lambda record: record.step)
+    """Read all probes of a run by ascending step; raise Damaged for a file that is not one."""
+    paths = sorted((run_dir / FOLDER).glob("step-*.json"))
+    found = (read_probe(path) for path in paths if _NAME.match(path.name))
+    return sorted(found, key=lambda record: record.step)
 
 
 def read_probe(path: Path) -> ProbeRecord:
@@ -218,6 +197,18 @@ def read_probe(path: Path) -> ProbeRecord:
         raise Damaged(f"{path}: not a probe record ({reason})") from None
 
 
+def tensors_of(
+    records: Iterable[ProbeRecord], kind: str
+) -> Iterator[tuple[tuple[str, str], TensorStats, list[float]]]:
+    """Yield (learner, module), measurement, log2 of the scales its values were multiplied by."""
+    for record in records:
+        for name, learner in record.learners.items():
+            scaled = learner.loss_scales if kind in GRADIENT_KINDS else ()
+            scales = [record.log2_loss_scale[scale] for scale in scaled] or [0.0]
+            for module, stats in learner.tensors.get(kind, {}).items():
+                yield (name, module), stats, scales
+
+
 def drop_later_probes(run_dir: Path, last_step: int) -> None:
     """Remove the files of steps after `last_step`; the resumed run writes them again."""
     for path in (run_dir / FOLDER).glob("step-*.json"):
@@ -231,31 +222,27 @@ def _learner(content: Mapping) -> LearnerProbe:
         counts, amax = ExponentCounts.from_json(found), float(found["amax"])
         return TensorStats(counts, amax, found["dtype"], int(found["stride"]))
 
-    def agreement(found: Mapping) -> Agreement:
-        return Agreement(**{name: float(value) for name, value in found.items()})
-
-    def applied(found: Mapping) -> AppliedUpdates:
-        return AppliedUpdates(**{name: float(value) for name, value in found.items()})
-
     shadow = content["shadow"]
     return LearnerProbe(
         tuple(content["loss_scales"]),
         {kind: _each(stats, modules) for kind, modules in content["tensors"].items()},
         _each(LostUpdates.from_json, content["lost_updates"]),
-        None if shadow is None else _each(agreement, shadow["modules"]),
-        _each(applied, content.get("applied_updates", {})),  # older files have none
+        None if shadow is None else _each(Agreement.from_json, shadow["modules"]),
+        _each(
+            AppliedUpdates.from_json, content.get("applied_updates", {})
+        ),  # older files have none
     )
 
 
 def _to_json(record: ProbeRecord) -> dict:
     loss = None
     if record.loss is not None and record.loss_fp32 is not None:
-        loss = _each(_number, {"own": record.loss, "fp32": record.loss_fp32})
+        loss = _each(json_number, {"own": record.loss, "fp32": record.loss_fp32})
     return {
         "version": VERSION,
         "step": record.step,
         "skipped": record.skipped,
-        "log2_loss_scale": _each(_number, record.log2_loss_scale),
+        "log2_loss_scale": _each(json_number, record.log2_loss_scale),
         "learners": _each(_learner_to_json, record.learners),
         "loss": loss,
     }
@@ -263,30 +250,21 @@ def _to_json(record: ProbeRecord) -> dict:
 
 def _learner_to_json(learner: LearnerProbe) -> dict:
     def plain(stats: TensorStats) -> dict:
-        start = {"dtype": stats.dtype, "stride": stats.stride, "amax": _number(stats.amax)}
+        start = {"dtype": stats.dtype, "stride": stats.stride, "amax": json_number(stats.amax)}
         return start | stats.counts.to_json()
 
-    def sums(found: Agreement | AppliedUpdates) -> dict:
-        return _each(_number, asdict(found))
-
+    shadow = learner.shadow
     return {
         "loss_scales": list(learner.loss_scales),
         "tensors": {kind: _each(plain, modules) for kind, modules in learner.tensors.items()},
-        "lost_updates": _each(LostUpdates.to_json, learner.lost_updates),
-        "applied_updates": _each(sums, learner.applied_updates),
-        "shadow": None if learner.shadow is None else {"modules": _each(sums, learner.shadow)},
+        "lost_updates": _each(Sums.to_json, learner.lost_updates),
+        "applied_updates": _each(Sums.to_json, learner.applied_updates),
+        "shadow": None if shadow is None else {"modules": _each(Sums.to_json, shadow)},
     }
 
 
 def _each(change: Callable[[Any], Any], values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: change(value) for name, value in values.items()}
-
-
-def _number(value: float) -> float | str:
-    """Convert a number for JSON, which has no NaN; float() reads these words back."""
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
 
 
 def _ratio(numerator: float, denominator: float) -> float:
@@ -316,8 +294,8 @@ class Gradients:
     def merge(self, parts: Mapping[tuple[float, float], TensorStats]) -> None:
         """Add all histograms of another object's `parts`."""
         for shifts, stats in parts.items():
-            before = self.parts.get(shifts)
-            self.parts[shifts] = stats if before is None else before.merge(stats)
+            own = self.parts
+            own[shifts] = own[shifts].merge(stats) if shifts in own else stats
 
     @property
     def nonzero(self) -> int:
@@ -346,16 +324,14 @@ class Gradients:
             stats.counts.shares(math.floor(k + low)).underflow * stats.counts.nonzero
             for (low, _), stats in self.parts.items()
         )
-        return lost / self.nonzero if self.nonzero else 0.0
+        return lost / (self.nonzero or 1)
 
     def underflow_of_sum(self, k: int) -> float:
         """Return the lost part of the sum of absolute values, to about 10 %."""
-        lost = total = 0.0
+        lost, total, exponents = 0.0, 0.0, np.arange(LOWEST, HIGHEST + 1)
         for (low, _), stats in self.parts.items():
-            counts = stats.counts.by_class().sum(axis=1)
-            exponents = np.arange(LOWEST, HIGHEST + 1)
             # All mantissas count as 1.5, and 2^-25 itself, the one tie, like the values above it.
-            sums = counts * np.exp2(exponents.astype(np.float64))
+            sums = stats.counts.by_class().sum(axis=1) * np.exp2(exponents.astype(np.float64))
             total += float(sums.sum()) * 2.0**low
             lost += float(sums[exponents + math.floor(k + low) < FP16_LOST].sum()) * 2.0**low
         return lost / total if total else 0.0
@@ -383,8 +359,7 @@ class ScaleRange:
 
     lowest: smallest k that keeps the underflow share of every kind at or below `share`. highest:
     largest k at which nothing overflowed in any probe. headroom: powers of two to leave below that.
-    recommended: the middle of [lowest, highest - headroom] (the upper one of two), or, if that is
-    empty, highest - headroom.
+    recommended: the middle of [lowest, top] (the upper one of two), or, if that is empty, top.
     """
 
     share: float
@@ -409,8 +384,7 @@ def scale_range(kinds: Iterable[Gradients], share: float, headroom: int) -> Scal
     kinds = [kind for kind in kinds if kind.nonzero]
     if not kinds:
         return None
-    # Both are known for non-zero gradients.
-    lowest = max(kind.lowest(share) or 0 for kind in kinds)
+    lowest = max(kind.lowest(share) or 0 for kind in kinds)  # known: the gradients are not 0
     highest = min(kind.highest() or 0 for kind in kinds)
     top = highest - headroom
     # Below is silent underflow, above are skipped updates. The middle is farthest from both,

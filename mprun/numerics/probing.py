@@ -1,7 +1,5 @@
 """Choose the steps of a run to probe and to shadow, and write the results.
 
-TensorBoard gets histograms over exponents for whole models, and scalars per module.
-
 The shadow step takes the same batch from the same weights in FP32, beside the mode's own step. Two
 diverging training curves show that rounding changed something, but not how much: training is
 chaotic, and any difference grows. One step from equal weights shows the effect of rounding on it.
@@ -13,7 +11,7 @@ mode's step, so dropout masks and generator inputs are the same.
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -48,8 +46,7 @@ from mprun.torch_private import foreach_div_
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
-# Prefixes of metric names that tell the learner of a GAN.
-_PREFIX = {"generator": "g_", "discriminator": "d_"}
+_PREFIX = {"generator": "g_", "discriminator": "d_"}  # of metric names in a GAN
 # TensorBoard sorts sections by name and opens the first two: eval and train precede the probes.
 _SECTION = "values_"
 
@@ -62,9 +59,9 @@ class Shadow:
         loss = shadow.run(index, metrics)
         agreements = shadow.read()
 
-    chosen: the modules to compare, from `chosen_modules`. In a GAN the generator is compared
-    against the discriminator as the mode's own step has just updated it. A shadow costs an FP32
-    step, an FP32 copy of the models with gradients, and a copy of the mode's gradients.
+    In a GAN the generator is compared against the discriminator as the mode's own step has just
+    updated it. A shadow costs an FP32 step, an FP32 copy of the models with gradients, and a copy
+    of the mode's gradients.
     """
 
     def __init__(self, task, chosen: Chosen):
@@ -88,7 +85,7 @@ class Shadow:
     def run(self, index: int, metrics: dict[str, Tensor]) -> Tensor:
         """Take the step in FP32 and compare; return its loss as a 0-dim tensor.
 
-        index: that of the task's own step; metrics: the result of that step.
+        index, metrics: of the task's own step.
         """
         afterwards = random_states(self.device)
         restore_random_states(self.random, self.device)
@@ -97,8 +94,8 @@ class Shadow:
                 loss = self.twin.train_step(index)["loss"]
         finally:
             restore_random_states(afterwards, self.device)
-        for name in self.task.learners:
-            clip, factor = self.task.learners[name].optimizer.clip_norm, None
+        for name, learner in self.task.learners.items():
+            clip, factor = learner.optimizer.clip_norm, None
             if clip is not None:
                 norm = metrics[f"{_PREFIX.get(name, '')}grad_norm"]
                 factor = (clip / (norm + 1e-6)).clamp(max=1.0)
@@ -124,14 +121,8 @@ class Shadow:
             gradient, reference = own[parameter].double(), reference.double()
             if factor is not None:
                 gradient = gradient / factor  # undoes the clipping
-            off = gradient - reference
-            pairs = (
-                (gradient, reference),
-                (gradient, gradient),
-                (reference, reference),
-                (off, off),
-            )
-            sums = torch.stack([(one * other).sum() for one, other in pairs])
+            squares = [one.square().sum() for one in (gradient, reference, gradient - reference)]
+            sums = torch.stack([(gradient * reference).sum(), *squares])
             self.sums[name, module] = self.sums.get((name, module), 0) + sums
 
 
@@ -142,8 +133,7 @@ class _Gradients:
     """
 
     def __init__(self, module: nn.Module, own):
-        self.parameters = dict(module.named_parameters())
-        self.own = own
+        self.parameters, self.own = dict(module.named_parameters()), own
         self.gradients: dict[str, Tensor] = {}
         self.one = torch.ones((), device=own.parameters[0].device)
 
@@ -204,7 +194,7 @@ class Probing:
         directory: the run directory.
         writer: a SummaryWriter; None: no TensorBoard.
         every, shadow_every: probe or shadow every n-th step; 0: none.
-        modules: patterns (see `chosen_modules`, which raises BadInput).
+        modules: patterns, as in `chosen_modules`, which raises BadInput.
     """
 
     def __init__(
@@ -223,28 +213,25 @@ class Probing:
 
     def due(self, step: int) -> bool:
         """Return whether to watch step `step` (from 1)."""
-        return self._probes(step) or self._shadows(step)
+        return any(self._looks(step))
 
-    def _probes(self, step: int) -> bool:
-        return self.every > 0 and step % self.every == 0
-
-    def _shadows(self, step: int) -> bool:
-        return self.shadow_every > 0 and step % self.shadow_every == 0
+    def _looks(self, step: int) -> list[bool]:
+        """Return whether to probe and whether to shadow the step."""
+        return [n > 0 and step % n == 0 for n in (self.every, self.shadow_every)]
 
     def watch(self, step: int, index: int, take: Callable[[], Metrics]) -> Metrics:
-        """Take step `step` by `take()` and record its probe; return its metrics.
-
-        index: the argument of the task's `train_step`.
-        """
+        """Take step `step` by `take()` and record its probe; return its metrics."""
         with self.watching(step, index) as watched:
             watched.metrics = take()
         return watched.metrics
 
     @contextmanager
     def watching(self, step: int, index: int = 0) -> "Iterator[Watched]":
-        """Record step `step`, taken inside the block; the block must set its metrics."""
-        watched = Watched(self.task, self.chosen, self._probes(step), self._shadows(step))
-        with watched:
+        """Record step `step`, taken inside the block; the block must set its metrics.
+
+        index: the argument of the task's `train_step`.
+        """
+        with Watched(self.task, self.chosen, *self._looks(step)) as watched:
             yield watched
         record = watched.record(step, index)
         write_probe(self.directory, record)
@@ -255,9 +242,8 @@ class Probing:
 class Watched:
     """One step under a probe, a shadow or both, in a `with` block; `record` returns the result.
 
-    Attributes:
-        metrics: the step's result, to be set inside the block: `loss`, `found_inf` if updates can
-            be skipped, and for a shadow all of them.
+    The block must set `metrics`, the step's result: `loss`, `found_inf` if updates can be skipped,
+    and for a shadow all of them.
     """
 
     def __init__(self, task, chosen: Chosen, probes: bool = True, shadows: bool = False):
@@ -271,8 +257,7 @@ class Watched:
         self.scales = {name: s.scale.clone() for name, s in self.task.loss_scales.items()}
         with ExitStack() as stack:
             for watcher in (self.shadow, self.probe):
-                if watcher is not None:
-                    stack.enter_context(watcher)
+                stack.enter_context(watcher or nullcontext())
             self._stack = stack.pop_all()
         return self
 
@@ -285,40 +270,31 @@ class Watched:
         # Without a shadow the loss itself fills the place, which nobody reads.
         fp32 = loss if self.shadow is None else self.shadow.run(index, self.metrics)
         found_inf = self.metrics.get("found_inf", torch.zeros_like(loss))
-        scalars = [loss, fp32, found_inf, *self.scales.values()]
-        return self._record(step, list(self.scales), scalars, self.probe, self.shadow)
+        return self._record(step, [loss, fp32, found_inf, *self.scales.values()])
 
-    def _record(
-        self,
-        step: int,
-        scales: list[str],
-        scalars: list[Tensor],
-        probe: Probe | None,
-        shadow: Shadow | None,
-    ) -> ProbeRecord:
+    def _record(self, step: int, scalars: list[Tensor]) -> ProbeRecord:
         """Read from the device. scalars: loss, FP32 loss, found_inf, one value of each scale."""
-        if probe is not None:
-            learners, values = probe.read(scalars)
+        if self.probe is not None:
+            learners, values = self.probe.read(scalars)
         else:
             values = torch.stack([scalar.double() for scalar in scalars]).tolist()
             names = self.task.learners
             learners = {name: LearnerProbe(loss_scale_names(self.task, name)) for name in names}
-        if shadow is not None:
-            for name, found in shadow.read().items():
+        losses: Sequence[float | None] = (None, None)
+        if self.shadow is not None:
+            losses = values[:2]
+            for name, found in self.shadow.read().items():
                 learners[name] = replace(learners[name], shadow=found)
-        powers = dict(zip(scales, map(math.log2, values[3:]), strict=True))
-        losses = (None, None) if shadow is None else values[:2]
+        powers = dict(zip(self.scales, map(math.log2, values[3:]), strict=True))
         return ProbeRecord(step, values[2] != 0, powers, learners, *losses)
 
 
 def show_probe(writer: "SummaryWriter", record: ProbeRecord) -> None:
     """Add one probe to the SummaryWriter at its step.
 
-    Every tag begins with `values_`. Histograms `exponents/KIND`: the binary exponents of all
-    non-zero finite values, one bucket each. Scalars KIND_underflow, KIND_overflow (shares in FP16,
-    of the non-zero values), KIND_zeros (share of all), KIND_log2_amax and KIND_headroom (powers of
-    two), lost_updates_fp16 and lost_updates_bf16 (shares), applied_updates (ratio to the wanted
-    ones), shadow_cosine, shadow_norm_ratio and shadow_relative_error, each `/total` and `/MODULE`.
+    Every tag begins with `values_`. Histograms `exponents/KIND` of whole models: the binary
+    exponents of all non-zero finite values, one bucket each. Scalars (`_scalars`), each `/total`
+    and `/MODULE`: shares in FP16 of the non-zero values (zeros: of all), headroom in powers of two.
     For a GAN the learner follows the slash.
     """
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -343,10 +319,10 @@ def _scalars(measured: LearnerProbe) -> Iterator[tuple[str, str, float | None]]:
     """Yield (tag, module or "total", value) of all curves."""
     for kind, modules in measured.tensors.items():
         for name, stats in _with_total(modules):
-            counts, shares = stats.counts, stats.counts.shares()
-            yield f"{kind}_underflow", name, shares.underflow
-            yield f"{kind}_overflow", name, shares.overflow
-            yield f"{kind}_zeros", name, counts.zeros / counts.total
+            underflow, _, overflow = stats.counts.shares()
+            yield f"{kind}_underflow", name, underflow
+            yield f"{kind}_overflow", name, overflow
+            yield f"{kind}_zeros", name, stats.counts.zeros / stats.counts.total
             yield f"{kind}_log2_amax", name, math.log2(stats.amax) if stats.amax else None
             yield f"{kind}_headroom", name, stats.headroom
     for name, lost in _with_total(measured.lost_updates):
@@ -369,8 +345,7 @@ def _histogram(tag: str, stats: TensorStats):
 
     by_exponent = stats.counts.by_exponent()
     lows = np.arange(min(by_exponent), max(by_exponent) + 1.0)
-    counts, middles = np.array([by_exponent.get(int(low), 0) for low in lows]), lows + 0.5
-    sums = [float((counts * middles**power).sum()) for power in (1, 2)]
-    low, high = float(lows[0]), float(lows[-1]) + 1
-    buckets = ((lows + 1).tolist(), counts.tolist())
-    return histogram_raw(tag, low, high, int(counts.sum()), sums[0], sums[1], *buckets)
+    counts, ends = np.array([by_exponent.get(int(low), 0) for low in lows]), (lows + 1).tolist()
+    total, squares = (float((counts * (lows + 0.5) ** power).sum()) for power in (1, 2))
+    sums, buckets = (int(counts.sum()), total, squares), (ends, counts.tolist())
+    return histogram_raw(tag, float(lows[0]), ends[-1], *sums, *buckets)

@@ -24,10 +24,8 @@ if TYPE_CHECKING:
 class Steps:
     """Train a built run one step at a time, eagerly; waits for the device each time.
 
-    Attributes:
-        step: steps done so far.
-        skipped: how many of them had a skipped update, int64, 0-dim.
-        metrics: the result of the last step, still on the device.
+    step: steps done so far. skipped: how many of them had a skipped update, int64, 0-dim. metrics:
+    the result of the last step, still on the device.
     """
 
     def __init__(self, built: Built, step: int, skipped: int):
@@ -70,15 +68,6 @@ def batches_of(task, step: int) -> list[tuple[Tensor, ...]]:
     return [task.data.train_batch(step * count + index) for index in range(count)]
 
 
-def restore(built, kept: dict) -> Steps:
-    """Put a kept state (`FailureKeeper.record`) into a newly built run; return its steps.
-
-    Raises ValueError if the state is of another model or precision mode.
-    """
-    built.task.load_state_dict(kept["task"])
-    return resume_from(built, kept)
-
-
 def resume_from(built, kept: dict) -> Steps:
     """Restore batches and random states of a kept state; the task's own state is in place."""
     use_batch(built, kept)
@@ -111,27 +100,19 @@ class Snapshot:
         self._random: dict = {}
         self._adopt: Callable[[int], None] | None = None
 
-    @property
-    def bytes(self) -> int:
-        """Return the bytes of the copy."""
-        return size_of(self._state)
-
     def take(self, step: int, skipped: int) -> None:
         """Copy the state after `step` steps, `skipped` of them without an update."""
-        self._copy(step, None)
+        self.take_if(None, step)
         self.settle(True, skipped)
 
-    def take_if(self, chosen: Tensor, step: int) -> None:
+    @torch.no_grad()
+    def take_if(self, chosen: Tensor | None, step: int) -> None:
         """Replace the copy by the state after `step` steps if `chosen` (bool, 0-dim) is true.
 
-        The device decides, and the host does not wait. Call `settle` with the value of `chosen`
-        before any other use of this copy. It allocates memory only for tensors of changed form (the
-        carried state of a language model, once) or on the host.
+        The device decides (None: in any case), and the host does not wait. Call `settle` with the
+        value of `chosen` before any other use of this copy. It allocates memory only for tensors of
+        changed form (the carried state of a language model, once) or on the host.
         """
-        self._copy(step, chosen)
-
-    @torch.no_grad()
-    def _copy(self, step: int, chosen: Tensor | None) -> None:
         old = dict(tree_flatten_with_path(self._state)[0])
         new, form = tree_flatten_with_path(self.task.state_dict())
         fresh = {}

@@ -86,9 +86,7 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
     if not tensors:
         return True
     sums = torch.stack([tensor.sum(dtype=torch.float32) for tensor in tensors])
-    if bool(torch.isfinite(sums).all()):
-        return True
-    return not nonfinite(dict(enumerate(tensors)))
+    return bool(torch.isfinite(sums).all()) or not nonfinite(dict(enumerate(tensors)))
 
 
 @torch.no_grad()
@@ -106,10 +104,7 @@ def nonfinite(named: Mapping) -> dict:
     """Return name -> "3 of 400 values are NaN" for every tensor with a non-finite value."""
     found = {}
     for name, tensor in named.items():
-        if not tensor.is_floating_point():
-            continue
-        bad = int((~torch.isfinite(tensor)).sum())
-        if bad:
+        if bad := int((~torch.isfinite(tensor)).sum()) if tensor.is_floating_point() else 0:
             kind = "NaN" if bool(torch.isnan(tensor).any()) else "infinite"
             found[name] = f"{bad} of {tensor.numel()} values are {kind}"
     return found

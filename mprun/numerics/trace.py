@@ -30,11 +30,7 @@ from mprun.torch_private import (
 
 
 class Phase(StrEnum):
-    """The phases of a step, in order.
-
-    The batch is cast, modules run, the loss is computed, its gradients are propagated, gradients
-    are unscaled, weights are updated.
-    """
+    """The phases of a step, in order; in INPUT the batch is cast."""
 
     INPUT = "input"
     FORWARD = "forward"
@@ -56,7 +52,7 @@ class Operation:
 
 
 class Collector:
-    """Base of the observers of a `Trace`; its methods do nothing."""
+    """Base of the observers of a `Trace`: each method does nothing."""
 
     def before(self, operation: Operation) -> Any:
         """Look before the call writes to anything; `after` is given what this returns."""
@@ -76,10 +72,7 @@ class Trace:
 
     An emulated operation is shown as the network calls it, and not again as the emulation computes
     it. There are two modes: the context enters one below its emulations, and the other is silent
-    for that time.
-
-    Attributes:
-        modules: paths of the running modules, the outermost first.
+    for that time. `modules`: paths of the running modules, the outermost first.
     """
 
     def __init__(self, task: Any, collector: Collector):
@@ -177,10 +170,10 @@ _SINGULAR_AT_ZERO = {
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One tensor argument. index: its place in the list argument, None outside lists.
+    """One tensor argument.
 
-    read, written: a tensor that is only overwritten is not read. singular_at_zero: the operation
-    divides by it, or takes its logarithm.
+    index: its place in the list argument, None outside lists. singular_at_zero: the operation
+    divides by it, or takes its logarithm. A tensor that is only overwritten is not read.
     """
 
     index: int | None
@@ -197,13 +190,12 @@ def operands(operation: Operation) -> Iterator[Operand]:
         value = args[position] if position < len(args) else operation.kwargs.get(argument.name)
         written = argument.alias_info is not None and argument.alias_info.is_write
         read = not (written and (name in _OVERWRITING or argument.kwarg_only))
-        how = (read, written, position == _SINGULAR_AT_ZERO.get(name))
-        if isinstance(value, Tensor):
-            yield Operand(None, value, *how)
-        elif isinstance(value, (list, tuple)):
-            for index, entry in enumerate(value):
-                if isinstance(entry, Tensor):
-                    yield Operand(index, entry, *how)
+        singular = position == _SINGULAR_AT_ZERO.get(name)
+        listed = value if isinstance(value, (list, tuple)) else None
+        for index, entry in enumerate([value] if listed is None else listed):
+            if isinstance(entry, Tensor):
+                place = None if listed is None else index
+                yield Operand(place, entry, read, written, singular)
 
 
 def name_of(func: OpOverload) -> str:
@@ -214,11 +206,6 @@ def name_of(func: OpOverload) -> str:
 def in_backward() -> bool:
     """Return whether autograd is running a backward pass."""
     return graph_task() != -1
-
-
-def per_entry(name: str) -> bool:
-    """Return whether entry i of the operation's lists depends on entry i only."""
-    return name.startswith(("_foreach_", "_fused_", "_amp_foreach_"))
 
 
 def floats(tree) -> list[Tensor]:
@@ -245,11 +232,6 @@ def storage_of(tensor: Tensor) -> int:
 def largest_of(tensor: Tensor) -> float:
     """Return the largest absolute value, NaN if there is one."""
     return float(tensor.abs().amax())
-
-
-def largest_finite_of(tensor: Tensor) -> float:
-    """Return the largest absolute value of the finite ones, 0 if none is."""
-    return largest_of(torch.where(torch.isfinite(tensor), tensor, 0))
 
 
 def in_fp32(operation: Operation, place: int) -> float | None:

@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.numerics.applied_updates import UpdateMeter
 from mprun.numerics.exponent_shares import AppliedUpdates
-from mprun.numerics.probe import Probe, chosen_modules
+from mprun.numerics.probe import Probe, UpdateMeter, chosen_modules
 from mprun.numerics.probe_record import read_probes
 from mprun.precision import MixedPrecisionOptimizer, StaticLossScale, cast_model, get_policy
 

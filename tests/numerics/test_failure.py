@@ -5,7 +5,7 @@ import torch
 
 from mprun.errors import Damaged
 from mprun.numerics import failure
-from mprun.numerics.failure import FailureKeeper, Suspect, suspect
+from mprun.numerics.failure import FailureKeeper, Kept, suspect
 from mprun.numerics.post_mortem import read_post_mortem
 from mprun.numerics.state import all_finite, finite_on_device, nonfinite
 from mprun.record import checkpoint
@@ -129,35 +129,35 @@ def test_a_copy_younger_than_the_failure_is_of_no_use(tmp_path, build_run):
     built = build_run(*LM, "precision=fp32", "optim=sgd_plain")
     keeper = FailureKeeper(built)
     keeper.keep(7, 0)
-    kept = keeper.record(tmp_path, Suspect("loss", 7), {})
+    kept = keeper.record(tmp_path, Kept("loss", 7), {})
     assert kept.folder is None and "younger" in kept.reason
 
 
 @pytest.mark.parametrize(
     ("cause", "last", "rows", "expected"),
     [
-        ("non-finite loss", 12, [], Suspect("loss", 12)),
-        ("non-finite evaluation loss", 20, [], Suspect("evaluation", 20)),
+        ("non-finite loss", 12, [], Kept("loss", 12)),
+        ("non-finite evaluation loss", 20, [], Kept("evaluation", 20)),
         # Skips from step 4 on, at the floor of 1 from step 6 on.
         (
             "loss_scale collapsed: 5 skipped updates in a row at its floor",
             8,
             [(3, 4, 0), (4, 4, 1), (5, 2, 1), (6, 1, 1), (7, 1, 1), (8, 1, 1)],
-            Suspect("collapse", 6),
+            Kept("collapse", 6),
         ),
         # A static scale is its own floor; an earlier skip is no part of the row.
         (
             "loss_scale collapsed: 2 skipped updates in a row at its floor",
             8,
             [(5, 8, 1), (6, 8, 0), (7, 8, 1), (8, 8, 1)],
-            Suspect("collapse", 7),
+            Kept("collapse", 7),
         ),
         # Steps without a record are steps without a skip.
         (
             "loss_scale collapsed: 2 skipped updates in a row at its floor",
             40,
             [(20, 8, 1), (39, 8, 1), (40, 8, 1)],
-            Suspect("collapse", 39),
+            Kept("collapse", 39),
         ),
     ],
 )

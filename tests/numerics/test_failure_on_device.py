@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from mprun.numerics.failure import FailureKeeper, Suspect
-from mprun.numerics.replay import Snapshot
+from mprun.numerics.failure import FailureKeeper, Kept
+from mprun.numerics.replay import Snapshot, size_of
 from mprun.record import checkpoint
 from mprun.training.metric_buffer import LATE, MetricBuffer
 
@@ -70,14 +70,14 @@ def test_memory_is_used_again(build_run):
     snapshot = Snapshot(built.task, CPU)
     snapshot.take(1, 0)
     places = {path: leaf.data_ptr() for path, leaf in flat(snapshot.content()["task"]).items()}
-    size = snapshot.bytes
+    size = size_of(snapshot.content()["task"])
     for chosen in (True, False, True):
         trained(built, (1, 2))
         snapshot.take_if(PASSED[chosen], 2)
         snapshot.settle(chosen, 0)
         kept = flat(snapshot.content()["task"])
         assert {path: leaf.data_ptr() for path, leaf in kept.items()} == places
-    assert snapshot.bytes == size
+    assert size_of(snapshot.content()["task"]) == size
 
 
 def test_nothing_is_settled_twice_or_without_a_copy(build_run):
@@ -147,7 +147,7 @@ def test_a_record_knows_which_step_the_copy_is_of(tmp_path, build_run, monkeypat
         if index == 1:
             trace.close(logged=False)
             keeper.keep_if(2, built.stepper.skipped, trace.sound)
-    kept = keeper.record(tmp_path, Suspect("loss", 4), losses)
+    kept = keeper.record(tmp_path, Kept("loss", 4), losses)
     assert (kept.replayed_from, kept.replayed, kept.compared) == (2, 2, 2)
     assert kept.first_difference is None
     (tmp_path / "numerics").mkdir(exist_ok=True)

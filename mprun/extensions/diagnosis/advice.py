@@ -7,7 +7,7 @@ FP16 weights, loss scaling (3.2) where gradients underflow, FP32 where values ex
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from mprun.config.schema import OptimConfig, RunConfig
 from mprun.errors import BadInput
@@ -33,10 +33,10 @@ from mprun.numerics.exponent_shares import (
 from mprun.numerics.probe_record import (
     GRADIENT_KINDS,
     Gradients,
-    LearnerProbe,
     ProbeRecord,
     TensorStats,
     scale_range,
+    tensors_of,
 )
 
 # A lost update is lost again at the next step as long as weight, gradient and rate stay similar.
@@ -65,18 +65,10 @@ def advise(
     *,
     share: float,
 ) -> Advice:
-    """Derive the advice from the probes of one run.
+    """Derive the advice from the probes of one run; BadInput if none can be used.
 
-    Args:
-        records: its probes.
-        layout: the layout of its models.
-        idle: sizes that leave Tensor Cores idle; they are passed on.
-        config: the run's configuration.
-        rates: its learning rate by update.
-        share: underflow share to stay at or below.
-
-    Raises:
-        BadInput: if no probe can be used.
+    idle: sizes that leave Tensor Cores idle; they are passed on. rates: the run's learning rate by
+    update. share: underflow share to stay at or below.
     """
     used = [r for r in records if not r.skipped and any(o.tensors for o in r.learners.values())]
     if not used:
@@ -85,7 +77,7 @@ def advise(
     scaling = _loss_scaling(gradients, share, layout)
     keep, largest = modules_in_fp32(used, layout)
     probed = [rates[min(r.step, len(rates)) - 1] for r in used]
-    dtypes = (own.dtype for kind in GRADIENT_KINDS for _, own in _tensors(used, kind))
+    dtypes = (own.dtype for kind in GRADIENT_KINDS for _, own, _ in tensors_of(used, kind))
     formats = sorted({name for dtype in dtypes for name in dtype.split("+")})
     evidence = Evidence(
         steps=[r.step for r in used],
@@ -101,22 +93,10 @@ def advise(
     return Advice(evidence, masters, scaling, keep, largest, notes, idle, fp8, *modes)
 
 
-def _learners(used: Sequence[ProbeRecord]) -> Iterator[tuple[str, LearnerProbe, ProbeRecord]]:
-    for record in used:
-        for learner, own in record.learners.items():
-            yield learner, own, record
-
-
-def _tensors(used: Sequence[ProbeRecord], kind: str) -> Iterator[tuple[Key, TensorStats]]:
-    for learner, own, _ in _learners(used):
-        for module, stats in own.tensors.get(kind, {}).items():
-            yield (learner, module), stats
-
-
 def _values(used: Sequence[ProbeRecord], kind: str) -> dict[Key, TensorStats]:
     """Merge the tensors of one kind over all probes."""
     found: dict[Key, TensorStats] = {}
-    for key, stats in _tensors(used, kind):
+    for key, stats, _ in tensors_of(used, kind):
         found[key] = found[key].merge(stats) if key in found else stats
     return found
 
@@ -151,9 +131,8 @@ def _reason(stats: TensorStats) -> str | None:
         return "are not finite"
     if stats.headroom is None or stats.headroom >= VALUE_HEADROOM:
         return None
-    if stats.headroom < 0:
-        return f"reach {stats.amax:.4g}, beyond FP16's 65504"
-    return f"reach {stats.amax:.4g}, within {2**VALUE_HEADROOM} times of FP16's 65504"
+    where = "beyond" if stats.headroom < 0 else f"within {2**VALUE_HEADROOM} times of"
+    return f"reach {stats.amax:.4g}, {where} FP16's 65504"
 
 
 def _region(
@@ -203,7 +182,7 @@ def notes_on_naive(used: Sequence[ProbeRecord], layout: Layout, optim: OptimConf
 def _master_weights(used: Sequence[ProbeRecord], layout: Layout) -> MasterWeights:
     by_module: dict[str, LostUpdates] = {}
     applied = AppliedUpdates()
-    for learner, own, _ in _learners(used):
+    for learner, own in (pair for record in used for pair in record.learners.items()):
         applied = applied.merge(own.total_applied())
         for module, lost in own.lost_updates.items():
             name = layout.named((learner, module))
@@ -225,11 +204,9 @@ def _master_weights(used: Sequence[ProbeRecord], layout: Layout) -> MasterWeight
 def _gradients(used: Sequence[ProbeRecord], kind: str, layout: Layout) -> dict[Key, Gradients]:
     """Collect gradients by (learner, module); leave out weights that all modes keep in FP32."""
     found: dict[Key, Gradients] = {}
-    for learner, own, record in _learners(used):
-        scales = [record.log2_loss_scale[name] for name in own.loss_scales] or [0.0]
-        for module, stats in own.tensors.get(kind, {}).items():
-            if kind != "weight_gradients" or (learner, module) not in layout.norms:
-                found.setdefault((learner, module), Gradients()).add(stats, scales)
+    for key, stats, scales in tensors_of(used, kind):
+        if kind != "weight_gradients" or key not in layout.norms:
+            found.setdefault(key, Gradients()).add(stats, scales)
     return found
 
 
@@ -239,8 +216,7 @@ def _loss_scaling(gradients: ByKind, share: float, layout: Layout) -> LossScalin
     for kind, by_module in gradients.items():
         for key, own in by_module.items():
             totals[kind].merge(own.parts)
-            highest = own.highest()
-            if highest is not None:
+            if (highest := own.highest()) is not None:
                 overflows.append((highest, kind, layout.named(key), own.largest))
     found = scale_range(totals.values(), share, SCALE_HEADROOM)
 
@@ -251,11 +227,11 @@ def _loss_scaling(gradients: ByKind, share: float, layout: Layout) -> LossScalin
         worst = _worst((layout.named(key), own.underflow(k)) for key, own in large.items())
         return total.underflow(k), total.underflow_of_sum(k), worst
 
-    recommended = 0 if found is None else found.recommended
-    kinds = []
-    for kind, total in totals.items():
-        shares = (*lost(kind, 0), *lost(kind, recommended))
-        kinds.append(Underflow(kind, total.zero_share, *shares, total.lowest(share)))
+    best = 0 if found is None else found.recommended
+    kinds = [
+        Underflow(kind, own.zero_share, *lost(kind, 0), *lost(kind, best), own.lowest(share))
+        for kind, own in totals.items()
+    ]
     needed = found is not None and (found.lowest > 0 or found.highest < 0)
     return LossScaling(needed, found, kinds, min(overflows)[1:] if overflows else None)
 
@@ -272,9 +248,10 @@ def _modes(
         return [*unscaled, *kept], [], [], unscaled
     scaled = "precision=amp" if amp else "precision=fp16_master_scaled"
     power = scaling.range.recommended
-    static = [scaled, "scaler=static", f"scaler.scale={2.0**power:.17g}", *kept]
-    dynamic = [scaled, "scaler=dynamic", f"scaler.init_scale={2.0**power:.17g}"]
-    dynamic.append(f"scaler.growth_interval={scaling.growth_interval}")
+    scale = f"{2.0**power:.17g}"
+    static = [scaled, "scaler=static", f"scaler.scale={scale}", *kept]
+    growth = f"scaler.growth_interval={scaling.growth_interval}"
+    dynamic = [scaled, "scaler=dynamic", f"scaler.init_scale={scale}", growth]
     if power > 20:  # the ceiling of scaler=dynamic is 2^24
         dynamic.append(f"scaler.max_scale={2.0 ** (power + 4):.17g}")
     if power < -10:  # its floor is 2^-14

@@ -29,11 +29,10 @@ class Finding:
 
     verdict: "operation" (then `event` is the culprit), "data" (the batch holds NaN or infinities),
     "earlier" (something was not finite before the step), "statistics" (the buffers of norm layers,
-    before an evaluation) or "not found".
-    kind, step: of the replayed step (`mprun.numerics.failure.Kept`). reproduced: whether it failed
-    again. details: name -> number of non-finite values, for the subject of the verdict.
-    ramp: largest values by phase and module, in order of execution, up to the culprit.
-    weights: weights that are not finite after the step.
+    before an evaluation) or "not found". kind, step: of `mprun.numerics.failure.Kept`. reproduced:
+    whether it failed again. details: name -> number of non-finite values, for the subject of the
+    verdict. ramp: largest values by phase and module, in order of execution, up to the culprit.
+    weights: those that are not finite after the step.
     """
 
     verdict: str
@@ -63,9 +62,7 @@ class Finding:
 def find_culprit(steps: Steps, kind: str) -> Finding:
     """Replay the next step of `steps` (or an evaluation) and find the culprit; changes the task.
 
-    Args:
-        steps: from a kept state (`mprun.numerics.replay.restore`).
-        kind: the kind of failure (`mprun.numerics.failure.Kept`); "step": any that a step can have.
+    kind: of failure (`mprun.numerics.failure.Kept`); "step": any that a step can have.
     """
     if kind == "evaluation":
         return _find_in_evaluation(steps)
@@ -182,9 +179,7 @@ def place_of(event: Event) -> str:
     """Return the module of an event, or the words for its place outside modules."""
     if event.phase not in (Phase.FORWARD, Phase.BACKWARD):
         return _PHASES[event.phase][1]
-    if event.module == "loss":
-        return "the loss"
-    return f"module {event.module}" if event.module else "the model itself"
+    return {"": "the model itself", "loss": "the loss"}.get(event.module, f"module {event.module}")
 
 
 def reason_of(event: Event) -> str:
@@ -198,10 +193,8 @@ def reason_of(event: Event) -> str:
         of_update = ": the optimizer's denominator and its eps round to 0"
         return f"division by zero{of_update if event.phase == Phase.UPDATE else ''}"
     if event.phase == Phase.UPDATE and event.operation == "_foreach_copy_":
-        return (
-            f"overflow: the master weight, {power(event.largest_input)}, does not fit "
-            f"{dtype}, which {end}"
-        )
+        master = f"the master weight, {power(event.largest_input)}"
+        return f"overflow: {master}, does not fit {dtype}, which {end}"
     wide = math.inf if event.would_be is None else event.would_be
     of_fp16 = " (65504)" if event.dtype is torch.float16 else ""
     if limit < wide < math.inf:

@@ -17,9 +17,12 @@ of two, which have their own bins: the count is exact. A histogram does not dist
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from mprun.extensions.diagnosis.shapes import Key, Layout
-from mprun.numerics.probe_record import ProbeRecord, TensorStats
+from mprun.numerics.probe_record import ProbeRecord, TensorStats, tensors_of
 
 # The effect of outliers: normally distributed values reach 4 deviations. If the largest value is
 # 2^12 times that, E4M3 flushes 3 % of the others (below 4 * 2^(12 - 18.8) = 0.036 deviations); at
@@ -27,14 +30,12 @@ from mprun.numerics.probe_record import ProbeRecord, TensorStats
 FLUSHED_THRESHOLD = 0.1
 _SMALLEST_AMAX = 1e-12  # scales stop there
 _MOST_POWERS = 64  # tried for a loss scale
+# A tensor of one probe, log2 of the smallest and of the largest scale of its losses.
+Part = tuple[TensorStats, float, float]
 
 
-@dataclass(frozen=True, slots=True)
-class Format:
-    """A number format. half: half of its smallest number, values up to which become zero.
-
-    largest: its largest number.
-    """
+class Format(NamedTuple):
+    """A number format: its name, half of its smallest number, its largest number."""
 
     name: str
     half: float
@@ -72,8 +73,8 @@ class Fp8Advice:
     layers: name -> operand -> what is flushed, for all measured layers. excluded: those where a
     tensor-wise scale flushes more than `threshold` of an operand. unmeasured: those where a probe
     lacks an operand. loss_scale: log2 of the smallest loss scale that keeps each output gradient at
-    `threshold` without scales of tensors, and saturates none; None: there is none. overrides: the
-    mode as typed after `mprun`, empty if no layer is left.
+    `threshold` without scales of tensors, and saturates none. overrides: the mode as typed after
+    `mprun`, empty if no layer is left.
     """
 
     threshold: float
@@ -93,29 +94,29 @@ class Fp8Advice:
 
 def fp8_advice(used: Sequence[ProbeRecord], layout: Layout) -> Fp8Advice:
     """Judge the candidate layers of `layout` from the probes of a run."""
-    layers: dict[str, dict[str, Flushed]] = {}
-    gradients: list[list[_Part]] = []
-    unmeasured: list[Key] = []
-    kept: list[Key] = []
-    excluded: list[Key] = []
-    for key in layout.scaled:
-        parts = {operand: list(_parts(used, key, kind)) for operand, (kind, _) in OPERANDS.items()}
-        if not all(parts.values()):
-            unmeasured.append(key)
-            continue
-        found = {operand: _flushed(parts[operand], OPERANDS[operand][1]) for operand in OPERANDS}
-        layers[layout.named(key)] = found
-        gradients.append(parts["output gradient"])
-        above = any(one.most > FLUSHED_THRESHOLD for one in found.values())
-        (excluded if above else kept).append(key)
+    parts: dict[str, dict[Key, list[Part]]] = {operand: {} for operand in OPERANDS}
+    for operand, (kind, _) in OPERANDS.items():
+        for key, stats, scales in tensors_of(used, kind):
+            parts[operand].setdefault(key, []).append((stats, min(scales), max(scales)))
+    measured = [key for key in layout.scaled if all(key in own for own in parts.values())]
+    layers = {
+        key: {o: _flushed(parts[o][key], format) for o, (_, format) in OPERANDS.items()}
+        for key in measured
+    }
+    above = {
+        k: any(o.most > FLUSHED_THRESHOLD for o in found.values()) for k, found in layers.items()
+    }
+    kept = [key for key in measured if not above[key]]
+    excluded = [key for key in measured if above[key]]
+    unmeasured = [key for key in layout.scaled if key not in layers]
 
     def holds(k: int) -> bool:
-        shares = [_flushed(parts, E5M2, k) for parts in gradients]
+        shares = [_flushed(parts["output gradient"][key], E5M2, k) for key in measured]
         return all(one.unscaled <= FLUSHED_THRESHOLD and not one.saturated for one in shares)
 
     return Fp8Advice(
         FLUSHED_THRESHOLD,
-        layers,
+        {layout.named(key): found for key, found in layers.items()},
         list(map(layout.named, excluded)),
         list(map(layout.named, unmeasured)),
         next(filter(holds, range(_MOST_POWERS)), None),
@@ -133,45 +134,17 @@ def _overrides(kept: list[str], left_out: list[str]) -> list[str]:
     return [*mode, f"precision.products.modules=[{','.join(dict.fromkeys(kept))}]"]
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """A tensor of one probe. low, high: log2 of the smallest and largest scale of its losses."""
-
-    stats: TensorStats
-    low: float
-    high: float
-
-
-def _parts(used: Iterable[ProbeRecord], key: Key, kind: str) -> Iterable[_Part]:
-    learner, module = key
-    for record in used:
-        own = record.learners.get(learner)
-        stats = None if own is None else own.tensors.get(kind, {}).get(module)
-        if own is not None and stats is not None:
-            scaled = kind == "activation_gradients"
-            scales = [record.log2_loss_scale[name] for name in own.loss_scales if scaled] or [0.0]
-            yield _Part(stats, min(scales), max(scales))
-
-
-def _flushed(parts: Iterable[_Part], format: Format, log2_scale: int = 0) -> Flushed:
-    """Return parts over all probes, each with its own scale.
-
-    The unscaled parts are at 2^log2_scale times the loss.
-    """
-    least = most = unscaled = saturated = total = 0
-    for part in parts:
-        counts = part.stats.counts
-        own, amax = counts.nonzero, part.stats.amax
-        total += own
-        if math.isfinite(amax):
-            limit = max(amax, _SMALLEST_AMAX) * format.half / format.largest
-            here = counts.up_to(limit)
-            least, most = least + here[0], most + here[1]
-        else:
-            least, most = least + own, most + own
+def _flushed(parts: Iterable[Part], format: Format, log2_scale: int = 0) -> Flushed:
+    """Return parts over all probes; the unscaled ones are at 2^log2_scale times the loss."""
+    found, total = np.zeros(4), 0
+    for stats, low, high in parts:
+        counts, own, amax = stats.counts, stats.counts.nonzero, stats.amax
+        limit = max(amax, _SMALLEST_AMAX) * format.half / format.largest
+        by_tensor = counts.up_to(limit) if math.isfinite(amax) else (own, own)
         # If losses have several scales, the worse one counts.
-        unscaled += counts.up_to(format.half * 2.0 ** (part.high - log2_scale))[1]
-        largest = format.largest * 2.0 ** (part.low - log2_scale)
-        saturated += own - counts.up_to(largest)[0] if not amax <= largest else 0
-    shares = (least, most, unscaled, saturated)
-    return Flushed(*(share / total if total else 0.0 for share in shares))
+        unscaled = counts.up_to(format.half * 2.0 ** (high - log2_scale))[1]
+        largest = format.largest * 2.0 ** (low - log2_scale)
+        saturated = own - counts.up_to(largest)[0] if not amax <= largest else 0
+        found += (*by_tensor, unscaled, saturated)
+        total += own
+    return Flushed(*(found / (total or 1)).tolist())

@@ -54,10 +54,10 @@ class Tried:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The start of the trials: a kept state, or the start of the run.
+    """The start of the trials: the state before the bad step, or the start of the run.
 
-    bad_step: from 1. kept: the state before it; its batch is used even if the trials start earlier.
-    limit: a loss above it is no cure, None if unknown.
+    kept: that state; its batch is used even if the trials start earlier. bad_step: from 1. limit: a
+    loss above it is no cure, None if unknown.
     """
 
     kept: dict
@@ -72,15 +72,9 @@ def find_cures(
     """Return the result of each change, and whether they were tried from the start of the run.
 
     They start there if the loss had grown before the bad step, or if nothing cures that step: the
-    run was damaged earlier.
-
-    Args:
-        build: builds a run from a plain configuration.
-        config: the run's, as plain values.
-        kept: the state before the bad step (`mprun.numerics.failure.kept_state`).
-        finding: the result of replaying that step.
-        rows: the recorded steps of the run (`mprun.numerics.failure.recorded_rows`).
-        options: the available choices (`options_of`).
+    run was damaged earlier. config: the run's, as plain values. kept: the state before the bad step
+    (`mprun.numerics.failure.kept_state`). finding: the result of replaying that step. rows: the
+    steps of the run (`mprun.numerics.failure.recorded_rows`). options: from `options_of`.
     """
     if finding.kind == "evaluation":
         return [], False
@@ -94,15 +88,13 @@ def find_cures(
         found = changes(config, finding, options, exploding=exploding)
         return try_changes(build, found, place)
 
-    before = [row for row in rows if row["step"] <= finding.step][-LAST:]
-    exploding = explosion(before) is not None
-    if exploding and _start_leads_there(build, config, start, rows):
-        return try_from(start, exploding), True
-    tried = try_from(origin, exploding)
-    cured = any(one.cures for one in tried)
-    if not cured and finding.step > 1 and _start_leads_there(build, config, start, rows):
-        return try_from(start, True), True
-    return tried, False
+    exploding = explosion([row for row in rows if row["step"] <= finding.step][-LAST:]) is not None
+    if not (exploding and _start_leads_there(build, config, start, rows)):
+        tried = try_from(origin, exploding)
+        cured = any(one.cures for one in tried) or finding.step == 1
+        if cured or not _start_leads_there(build, config, start, rows):
+            return tried, False
+    return try_from(start, True), True
 
 
 def _start_leads_there(build: Build, config: dict, origin: Origin, rows: list[dict]) -> bool:
@@ -188,10 +180,7 @@ def _proposed(
 
 
 def _modules(config: dict, finding: Finding) -> list[str]:
-    """Return keys of precision.overrides: the culprit's module, its peers, the enclosing module.
-
-    Peers are the modules at the same place in other layers.
-    """
+    """Return keys of precision.overrides: of the culprit, its peers in other layers, its parent."""
     module = finding.module
     if not module:
         return []
@@ -230,8 +219,7 @@ def _scales(scaler: dict, finding: Finding, phase: str | None) -> Iterator[dict[
         if wanted is not None and math.isfinite(wanted):
             lowest = max(1, math.ceil(math.log2(max(wanted, 1.0) / FP16_MAX)) + 1)
         now = scaler["scale"] if kind == "static" else 1.0
-        for powers in (lowest, lowest + 4):
-            yield {**choice, "scaler.scale": now * 2.0**-powers}
+        yield from ({**choice, "scaler.scale": now * 2.0**-n} for n in (lowest, lowest + 4))
     if phase == Phase.UPDATE and kind == "none" and event is not None and event.at_zero:
         yield {**choice, "scaler.scale": 1024.0}
     if kind == "dynamic" and finding.kind == "collapse":
@@ -248,7 +236,7 @@ def _typed(value: str | float | None) -> str:
 
 
 def try_changes(build: Build, changes: list[Change], origin: Origin) -> list[Tried]:
-    """Try every change, in order; those that end far above FP32 do not cure.
+    """Train the bad step and AFTER more with every change, in order.
 
     FP32 as a whole, if listed, goes first. A run that stays finite but ends above 1.5 times the
     loss of FP32 (or of its own start, if that is larger) is not cured.
@@ -256,16 +244,15 @@ def try_changes(build: Build, changes: list[Change], origin: Origin) -> list[Tri
     done: dict[tuple[str, ...], Tried] = {}
     for change in changes:
         if change.overrides == ("precision=fp32",):
-            done[change.overrides] = reference = try_change(build, change, origin)
+            done[change.overrides] = reference = _try(build, change, origin)
             if reference.cures and reference.loss is not None:
                 usual = WORSE * max(abs(reference.loss), (origin.limit or 0.0) / EXPLOSION)
                 limit = usual if origin.limit is None else min(usual, origin.limit)
                 origin = replace(origin, limit=limit)
-    return [done.get(one.overrides) or try_change(build, one, origin) for one in changes]
+    return [done.get(one.overrides) or _try(build, one, origin) for one in changes]
 
 
-def try_change(build: Build, change: Change, origin: Origin) -> Tried:
-    """Train the bad step and AFTER more with the change."""
+def _try(build: Build, change: Change, origin: Origin) -> Tried:
     try:
         steps = start_from(build(change.config), origin)
         return Tried(change.overrides, *survives(steps, origin))
@@ -295,7 +282,7 @@ def survives(steps: Steps, origin: Origin) -> tuple[bool, str, float | None]:
         row = steps.advance()
         if row.diverged:
             return False, f"loss {row.loss:g} at step {row.step}", None
-        if not all_finite([*weights(task).values(), *carried(task).values()]):
+        if not all_finite((weights(task) | carried(task)).values()):
             what = "weights or LSTM state" if carried(task) else "weights"
             return False, f"{what} not finite after step {row.step}", None
         skipped, applied = skipped + row.found_inf, 0 if row.found_inf else applied + 1

@@ -9,6 +9,7 @@ and whose output was not. The step computes the same as without.
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,18 +28,19 @@ from mprun.numerics.trace import (
     has_values,
     in_backward,
     in_fp32,
-    largest_finite_of,
     largest_of,
     operands,
-    per_entry,
     storage_of,
 )
 from mprun.precision import scaled_products
+from mprun.precision.policy import dtype_name
 from mprun.precision.scaled_products import Cast
 from mprun.torch_private import autograd_node, disable_dispatch_modes, schema_of, tree_leaves
 
 _MARK = "mprun.module"
 _RAMPS = 50  # most events with a separate ramp
+# In these operations, entry i of each list depends on entry i of the others alone.
+_PER_ENTRY = ("_foreach_", "_fused_", "_amp_foreach_")
 Output = tuple[int, int | None, Tensor]  # place among the results, place in a list, tensor
 
 
@@ -46,12 +48,12 @@ Output = tuple[int, int | None, Tensor]  # place among the results, place in a l
 class Event:
     """The appearance of a non-finite value (`seen`), or such a value of unknown origin.
 
-    order: of appearance. phase: one of `Phase`. module: path, "" for the model itself. operation:
-    name of the ATen operation, or of an opaque kernel. tensor: "output", "gradient", or a weight's
-    name. dtype: of the result. result: "infinity" or "NaN". count, of: number of its non-finite
-    values, and of all. largest_input: largest finite absolute value read. would_be: largest value
-    of the same operation on the same inputs in FP32, if it can be run. at_zero: the operation
-    divides by, or takes the logarithm of, a tensor that holds a zero.
+    module: path, "" for the model itself. operation: name of the ATen operation, or of an opaque
+    kernel. tensor: "output", "gradient", or a weight's name. dtype: of the result. result:
+    "infinity" or "NaN". count, of: number of its non-finite values, and of all. largest_input:
+    largest finite absolute value read. would_be: largest value of the same operation on the same
+    inputs in FP32, if it can be run. at_zero: the operation divides by, or takes the logarithm of,
+    a tensor that holds a zero.
     """
 
     order: int
@@ -70,12 +72,12 @@ class Event:
 
 
 class Largest(NamedTuple):
-    """The largest absolute value that a module computed in one phase, and its dtype."""
+    """The largest absolute value that a module computed in one phase, and its dtype ("fp16")."""
 
     phase: str
     module: str
     value: float
-    dtype: torch.dtype
+    dtype: str
 
 
 @dataclass(slots=True)
@@ -99,6 +101,7 @@ def _total(parts: Iterable[_Inputs]) -> _Inputs:
 
 
 _Given = tuple[int | None, _Inputs]
+_Place = tuple[str, str, str, str]  # phase, module, operation, tensor of an event
 
 
 class Observation(Collector):
@@ -140,10 +143,8 @@ class Observation(Collector):
 
     def sources_of(self, tensors: Iterable[Tensor]) -> set[int]:
         """Return the orders of the events behind the non-finite values in `tensors`."""
-        found = set()
-        for tensor in tensors:
-            found |= self._tainted.get(storage_of(tensor), (None, set()))[1]
-        return found
+        places = map(storage_of, tensors)
+        return set().union(*(self._tainted[place][1] for place in places if place in self._tainted))
 
     def _name(self, task) -> None:
         for prefix, learner in named_learners(task):
@@ -162,9 +163,16 @@ class Observation(Collector):
         self._claim(inputs, self._module_around())
 
     def leave(self, module: nn.Module, path: str, inputs: tuple, outputs: Any) -> None:
-        if outputs is not None:
-            self._claim(outputs, path)
-            self._look_at_module(module, path, inputs, outputs)
+        if outputs is None:
+            return
+        self._claim(outputs, path)
+        if any(module.children()):
+            return
+        with disable_dispatch_modes():  # the emulated LSTM, for one, shows only here
+            made, read = floats(outputs), (*floats(inputs), *module.parameters(recurse=False))
+            known = {order for order in self.sources_of(made) if self.events[order].seen}
+            place = (Phase.FORWARD, path, type(module).__name__, "output")
+            self._look_at_kernel(place, made, read, known)
 
     def _claim(self, tree, path: str) -> None:
         """Mark autograd's nodes behind these tensors, unless an inner module has marked them."""
@@ -175,47 +183,32 @@ class Observation(Collector):
                 continue
             _marks(node)[_MARK] = path
             if isinstance(node, BackwardCFunction):
-                node.register_hook(self._look_at_node(type(node).__name__, path))
+                node.register_hook(partial(self._look_at_node, type(node).__name__, path))
             todo.extend(before for before, _ in node.next_functions)
 
-    def _look_at_module(self, module: nn.Module, path: str, inputs, outputs) -> None:
-        """Look at a leaf module's output: an opaque kernel (the emulated LSTM) shows only here."""
-        if any(module.children()):
-            return
+    def _look_at_node(self, name: str, path: str, gradients: tuple, outputs: tuple) -> None:
         with disable_dispatch_modes():
-            bad = [t for t in floats(outputs) if not math.isfinite(largest_of(t))]
-            if not bad:
-                return
-            sources = self.sources_of(bad)
-            given = self._inputs((*floats(inputs), *module.parameters(recurse=False)))
-            passed = given.sources
-            if given.finite and not any(self.events[index].seen for index in sources):
-                name = type(module).__name__
-                event = self._event(Phase.FORWARD, path, name, "output", bad[0], given)
-                passed = {event.order}
-            for tensor in bad:
-                self._taint(tensor, passed)
+            made = floats(gradients)
+            for tensor in made:
+                self._note_largest(Phase.BACKWARD, path, tensor)
+            # Tensors saved in forward may not be finite either.
+            known = self._of_module.get(path, set())
+            place = (Phase.BACKWARD, path, name, "gradient")
+            self._look_at_kernel(place, made, floats(outputs), known)
 
-    def _look_at_node(self, name: str, path: str):
-        def look(gradients, outputs) -> None:
-            with disable_dispatch_modes():
-                bad = [t for t in floats(gradients) if not math.isfinite(largest_of(t))]
-                given = self._inputs(floats(outputs))
-                for tensor in floats(gradients):
-                    self._note_largest(Phase.BACKWARD, path, tensor)
-                if not bad:
-                    return
-                # Tensors saved in forward may not be finite either.
-                sources = given.sources | self._of_module.get(path, set())
-                if given.finite and not sources:
-                    event = self._event(Phase.BACKWARD, path, name, "gradient", bad[0], given)
-                    sources = {event.order}
-                for tensor in bad:
-                    self._taint(tensor, sources)
-
-        return look
-
-    # Operations
+    def _look_at_kernel(
+        self, place: _Place, made: list[Tensor], read: Iterable[Tensor], known: set[int]
+    ) -> None:
+        """Look at the results of a kernel whose inside is not shown; `known`: events inside."""
+        bad = [tensor for tensor in made if not math.isfinite(largest_of(tensor))]
+        if not bad:
+            return
+        given = _total(self._input(tensor.detach()) for tensor in read)
+        sources = given.sources | known
+        if given.finite and not sources:
+            sources = {self._event(place, bad[0], given).order}
+        for tensor in bad:
+            self._taint(tensor, sources)
 
     def before(self, operation: Operation) -> list[_Given] | None:
         if not schema_of(operation.func).is_mutable:
@@ -240,7 +233,7 @@ class Observation(Collector):
                 self._note_largest(phase, where, tensor)
                 if not math.isfinite(largest_of(tensor)):
                     kept = self._given(operation) if kept is None else kept
-                    own = index if per_entry(name) else None
+                    own = index if name.startswith(_PER_ENTRY) else None
                     given = _total(one for at, one in kept if own is None or at in (None, own))
                     self._trace_back(phase, where, operation, (place, index, tensor), given)
 
@@ -251,14 +244,14 @@ class Observation(Collector):
         (place, index, tensor), sources = output, given.sources
         if given.finite:
             label = self._label(tensor, operation, index, phase)
-            event = self._event(phase, where, operation.name, label, tensor, given)
+            event = self._event((phase, where, operation.name, label), tensor, given)
             if not schema_of(operation.func).is_mutable:
                 event.would_be = in_fp32(operation, place)
             sources = {event.order}
             if phase == Phase.FORWARD:
                 self._of_module.setdefault(where, set()).add(event.order)
         elif not sources:
-            event = self._event(phase, where, operation.name, "output", tensor, given)
+            event = self._event((phase, where, operation.name, "output"), tensor, given)
             event.seen = False
             sources = {event.order}
         self.reached.setdefault(phase, set()).update(sources)
@@ -272,45 +265,42 @@ class Observation(Collector):
     def _see_cast(self, matrix: Tensor, take: Callable[[], Cast]) -> Cast:
         with disable_dispatch_modes():
             found = take()
-            given = self._input(matrix.detach(), False)
+            given = self._input(matrix.detach())
             self._casts[storage_of(found.values)] = found.values, given
         return found
 
-    def _inputs(self, tensors: Iterable[Tensor]) -> _Inputs:
-        return _total(self._input(tensor.detach(), False) for tensor in tensors)
-
-    def _input(self, tensor: Tensor, singular: bool) -> _Inputs:
+    def _input(self, tensor: Tensor, singular: bool = False) -> _Inputs:
         known = self._casts.get(storage_of(tensor)) if tensor.itemsize == 1 else None
         if known is not None:
             return known[1]
         if not has_values(tensor):
             return _Inputs()
-        largest = largest_of(tensor)
-        finite = math.isfinite(largest)
-        sources = set() if finite else self.sources_of([tensor])
-        at_zero = singular and bool((tensor == 0).any())
-        return _Inputs(finite, largest if finite else largest_finite_of(tensor), at_zero, sources)
+        largest, at_zero = largest_of(tensor), singular and bool((tensor == 0).any())
+        if math.isfinite(largest):
+            return _Inputs(True, largest, at_zero)
+        largest = largest_of(torch.where(torch.isfinite(tensor), tensor, 0))
+        return _Inputs(False, largest, at_zero, self.sources_of([tensor]))
 
-    def _event(self, phase, module, operation, label, tensor: Tensor, given: _Inputs) -> Event:
+    def _event(self, place: _Place, tensor: Tensor, given: _Inputs) -> Event:
         order, bad = len(self.events), int((~torch.isfinite(tensor)).sum())
         result = "NaN" if bool(torch.isnan(tensor).any()) else "infinity"
-        place, size = (order, phase, module, operation, label), (bad, tensor.numel())
-        event = Event(*place, tensor.dtype, result, *size, True, given.largest, None, given.at_zero)
+        found = (tensor.dtype, result, bad, tensor.numel())
+        event = Event(order, *place, *found, True, given.largest, None, given.at_zero)
         self.events.append(event)
         if len(self.ramps) < _RAMPS:
             self.ramps.append(list(self.ramp.values()))
-        self.reached.setdefault(phase, set()).add(order)
+        self.reached.setdefault(event.phase, set()).add(order)
         return event
 
     def _taint(self, tensor: Tensor, sources: set[int]) -> None:
-        # Kept, so that no other tensor takes the same address.
-        known = self._tainted.get(storage_of(tensor), (None, set()))[1]
-        self._tainted[storage_of(tensor)] = (tensor.detach(), known | sources)
+        # The tensor is kept, so that no other one takes the same address.
+        found = sources | self.sources_of([tensor])
+        self._tainted[storage_of(tensor)] = (tensor.detach(), found)
 
     def _note_largest(self, phase: str, where: str, tensor: Tensor) -> None:
         value, known = largest_of(tensor), self.ramp.get((phase, where))
         if known is None or math.isfinite(known.value) and not value <= known.value:
-            self.ramp[phase, where] = Largest(phase, where, value, tensor.dtype)
+            self.ramp[phase, where] = Largest(phase, where, value, dtype_name(tensor.dtype))
 
     def _module_around(self) -> str:
         return self._trace.modules[-1] if self._trace.modules else ""

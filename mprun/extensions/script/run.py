@@ -24,7 +24,6 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
-from dataclasses import asdict
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -36,8 +35,8 @@ from torch import Tensor
 from mprun.config.keys import config_hash
 from mprun.errors import DIVERGED, BadInput, MprunError
 from mprun.extensions.script.watched import Optimizers, ScriptTask
-from mprun.numerics.failure import FailureKeeper, Kept, suspect
-from mprun.numerics.post_mortem import StepRow, write_post_mortem
+from mprun.numerics.failure import FailureKeeper, report_failure
+from mprun.numerics.post_mortem import StepRow
 from mprun.numerics.probe import chosen_modules
 from mprun.numerics.probing import Probing
 from mprun.precision import DTYPE_NAMES, LossScale, PrecisionPolicy
@@ -368,11 +367,9 @@ class Run:
 
     def _diverge(self, step: int, cause: str) -> None:
         rows = self._records.history.up_to(step)
-        found = suspect(cause, step, rows)
         reason = "only the script can take its steps again: run.rewind(), mprun.explain(...)"
-        kept = asdict(Kept(found.kind, found.step, reason=reason))
-        scale = next(iter(self.task.loss_scales.values()))
-        write_post_mortem(self.directory, cause, step, rows, scale.kind, kept)
+        kind = next(iter(self.task.loss_scales.values())).kind
+        report_failure(None, self.directory, cause, step, rows, scaler_kind=kind, reason=reason)
         self._end("diverged", cause, step)
         print(f"diverged at step {step}: {cause} ({self.directory})", file=sys.stderr)
         raise Diverged(DIVERGED)

@@ -2,6 +2,7 @@
 
 import json
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,8 +45,8 @@ class Explanation:
     """The explanation of a failed run.
 
     finding, tried: None and empty for a run that failed with an exception. classification: from the
-    post-mortem. replay: one line about the replayed step. from_start: whether changes were tried
-    from the start of the run instead of its bad step. command: the run's command with the cure.
+    post-mortem. from_start: whether changes were tried from the start of the run instead of its bad
+    step. command: the run's command with the cure.
     """
 
     run: str
@@ -100,15 +101,9 @@ def explain(
 ) -> Explanation:
     """Explain the run in `directory`.
 
-    Args:
-        directory: directory of the run.
-        with_cures: whether to try changes, too.
-        given: the names of the user's code that may be imported, including the run's.
-        config_dir: the user's options, among which a change may be found.
-
-    Raises:
-        BadInput: The run neither diverged nor failed.
-        Damaged: Its record is not whole.
+    given: the names of the user's code that may be imported, including the run's. config_dir: the
+    user's options, among which a change may be found. Raises BadInput if the run neither diverged
+    nor failed, Damaged if its record is not whole.
     """
     if not (directory / "run.json").is_file():
         raise BadInput(f"explain {directory}: no run.json there; pass a run directory")
@@ -135,7 +130,7 @@ def explain(
     from mprun.extensions.diagnosis.first_nonfinite import find_culprit
     from mprun.extensions.diagnosis.interventions import find_cures, options_of
     from mprun.numerics.failure import kept_state, recorded_rows
-    from mprun.numerics.replay import restore
+    from mprun.numerics.replay import resume_from
     from mprun.training.run import prepare, resolve_device
 
     # On a CPU, with a note, if the run's GPU is missing here.
@@ -147,24 +142,20 @@ def explain(
 
     kept = kept_state(directory, record, config, build)
     post_mortem = read_post_mortem(directory) or {"classification": [], "failure": {}}
+    built = build(config)
     try:
-        steps = restore(build(config), kept)
+        built.task.load_state_dict(kept["task"])
+        steps = resume_from(built, kept)
     except (ValueError, KeyError) as error:
         raise Damaged(f"numerics/failure: {error}") from None
     finding = find_culprit(steps, kept["kind"])
     replay = _replay_in_words(finding, post_mortem["failure"], missing)
-    found = Explanation(
-        str(directory), status, cause, post_mortem["classification"], replay, finding
-    )
-    if (
-        not with_cures
-        or not finding.reproduced
-        or finding.verdict not in ("operation", "not found")
-    ):
-        return found
+    start = (str(directory), status, cause, post_mortem["classification"], replay, finding)
+    curable = finding.reproduced and finding.verdict in ("operation", "not found")
+    if not (with_cures and curable):
+        return Explanation(*start)
     rows, options = recorded_rows(directory), options_of(config_dir)
-    tried, from_start = find_cures(build, config, kept, finding, rows, options)
-    found = replace(found, tried=tried, from_start=from_start)
+    found = Explanation(*start, *find_cures(build, config, kept, finding, rows, options))
     cure = found.smallest
     return found if cure is None else replace(found, command=_command(record, cure))
 
@@ -172,13 +163,13 @@ def explain(
 def _replay_in_words(finding: "Finding", failure: dict, without_gpu: bool) -> str:
     what = "the evaluation after step" if finding.kind == "evaluation" else "step"
     note = " (on a CPU: the run's GPU is not here)" if without_gpu else ""
-    text = f"{what} {finding.step} from its kept state{note}: "
-    text += "fails again" if finding.reproduced else "does not fail again"
-    if failure.get("compared"):
-        different = failure["first_difference"]
-        same = "bit-equal to the run's"
-        text += f", its losses {same if different is None else f'other from step {different} on'}"
-    return text
+    again = "fails again" if finding.reproduced else "does not fail again"
+    text = f"{what} {finding.step} from its kept state{note}: {again}"
+    if not failure.get("compared"):
+        return text
+    different = failure["first_difference"]
+    same = "bit-equal to the run's" if different is None else f"other from step {different} on"
+    return f"{text}, its losses {same}"
 
 
 def _command(record: dict, smallest: "Tried") -> str:
@@ -192,8 +183,7 @@ def _command(record: dict, smallest: "Tried") -> str:
         of_mode = mode and (key == "scaler" or key.startswith(("precision.", "scaler.")))
         return key not in left_out and not of_mode
 
-    own = filter(stays, record["overrides"])
-    return shlex.join(["mprun", *own, *smallest.overrides])
+    return shlex.join(["mprun", *filter(stays, record["overrides"]), *smallest.overrides])
 
 
 def as_dict(explanation: Explanation) -> dict:
@@ -222,7 +212,7 @@ def as_dict(explanation: Explanation) -> dict:
     content |= _chosen(finding, "step kind reproduced") | {"in_words": in_words(finding)}
     content |= _chosen(finding, "details weights") | {"culprit": culprit}
     content["ramp"] = [
-        _chosen(one, "phase module") | {"largest": one.value, "dtype": dtype_name(one.dtype)}
+        _chosen(one, "phase module") | {"largest": one.value, "dtype": one.dtype}
         for one in finding.ramp
     ]
     return plain(content)
@@ -237,46 +227,44 @@ def as_text(explanation: Explanation) -> list[str]:
     from mprun.extensions.diagnosis.first_nonfinite import in_words
 
     start = f"{explanation.run}: {explanation.status}: {explanation.cause}"
-    lines = _titled("run", [start, *explanation.classification])
-    lines += _titled("replay", [explanation.replay])
     finding, tried, cure = explanation.finding, explanation.tried, explanation.smallest
-    if finding is None:
-        return lines
-    lines += _titled("culprit", in_words(finding))
-    if finding.ramp:
-        title = "largest absolute values up to there (FP16 ends at 65504, 2^16)"
-        lines += _titled("ramp", [title, *_ramp(finding.ramp)])
-    if not tried:
-        return lines
-    since = "from the start of the run up to" if explanation.from_start else "on"
-    width = max(len(" ".join(one.overrides)) for one in tried)
-    verdicts = {True: "cures", False: "does not cure", None: "-"}
-    outcomes = [
-        f"{' '.join(one.overrides):<{width}}  {verdicts[one.cures]:<13}  {one.result}"
-        for one in tried
-    ]
-    lines += _titled("tried", [f"{since} that step and five more", *outcomes])
+    parts = {"run": [start, *explanation.classification], "replay": [explanation.replay]}
+    if finding is not None:
+        parts |= {"culprit": in_words(finding), "ramp": _ramp(finding.ramp)}
+    if tried:
+        since = "from the start of the run up to" if explanation.from_start else "on"
+        verdicts = {True: "cures        ", False: "does not cure", None: "-            "}
+        rows = [(" ".join(one.overrides), verdicts[one.cures], one.result) for one in tried]
+        parts["tried"] = [f"{since} that step and five more", *_aligned(rows)]
+        fp32 = any(one.overrides == ("precision=fp32",) and one.cures is False for one in tried)
+        fails_too = "; FP32 fails as well: the recipe is at fault, not the precision"
+        parts["cure"] = [f"none of these{fails_too if fp32 else ''}"]
     if cure is not None:
         found = f"{' '.join(cure.overrides)} (the smallest of them)"
-        return lines + _titled("cure", [found, str(explanation.command)])
-    fp32 = any(one.overrides == ("precision=fp32",) and one.cures is False for one in tried)
-    fails_too = "; FP32 fails as well: the recipe is at fault, not the precision"
-    return lines + _titled("cure", [f"none of these{fails_too if fp32 else ''}"])
-
-
-def _titled(title: str, lines: list[str]) -> list[str]:
-    return [f"{title if row == 0 else '':<10}{line}" for row, line in enumerate(lines)]
+        parts["cure"] = [found, str(explanation.command)]
+    return [
+        f"{title if row == 0 else '':<10}{line}"
+        for title, lines in parts.items()
+        for row, line in enumerate(lines)
+    ]
 
 
 def _ramp(ramp: list["Largest"]) -> list[str]:
-    from mprun.precision.policy import dtype_name
+    if not ramp:
+        return []
+    lines, shown = ["largest absolute values up to there (FP16 ends at 65504, 2^16)"], []
+    for one in ramp[-RAMP - 1 :]:
+        dtype = f"{one.dtype}{'' if abs(one.value) <= FP16_MAX else '  beyond FP16'}"
+        shown.append((one.phase, one.module or _OUTSIDE[one.phase], power(one.value), dtype))
+    if (before := len(ramp) - len(shown)) > 0:
+        lines.append(f"... {before} before")
+    return lines + _aligned(shown)
 
-    shown = ramp[-RAMP - 1 :]
-    rows = [(one.phase, one.module or _OUTSIDE[one.phase], power(one.value)) for one in shown]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"... {len(ramp) - len(shown)} before"] if len(ramp) > len(shown) else []
-    for row, one in zip(rows, shown, strict=True):
-        cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        beyond = "" if abs(one.value) <= FP16_MAX else "  beyond FP16"
-        lines.append(f"{cells}  {dtype_name(one.dtype)}{beyond}")
-    return lines
+
+def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    """Return a line for each row, every column but the last as wide as its widest cell."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+    return [
+        "  ".join([*(cell.ljust(n) for cell, n in zip(row, widths, strict=False)), row[-1]])
+        for row in rows
+    ]
