@@ -38,9 +38,8 @@ PRODUCTS = _MATRIX.union(_CONVOLUTION, _CONVOLUTION_BACKWARD, _OTHERS, _ATTENTIO
 def flops(operation: Operation) -> int:
     """Return the floating-point operations of one call, 2 for a multiplication and addition.
 
-    It counts matrix products, convolutions and attention with their gradients, and 0 for everything
-    else (recurrent layers: `recurrent_flops`). See `attention_flops`; attention written as separate
-    products multiplies all pairs.
+    It counts matrix products, convolutions and attention (`attention_flops`) with their gradients,
+    and 0 for everything else (recurrent layers: `recurrent_flops`).
     """
     name, args, result = operation.name, operation.args, operation.result
     if name in _MATRIX:
@@ -53,20 +52,13 @@ def flops(operation: Operation) -> int:
         one = convolution_flops(args[0], args[1], args[2], transposed=args[7])
         return one * (bool(mask[0]) + bool(mask[1]))
     if name in _ATTENTION:
-        causal = _is_causal(operation)
+        order = [argument.name for argument in schema_of(operation.func).arguments]
+        given = dict(zip(order, args, strict=False)) | operation.kwargs
+        causal = bool(given.get("is_causal"))
         if "backward" in name:  # scores again; gradients of values, weights, queries and keys
             return attention_flops(args[1:4], 3, 2, causal=causal)
         return attention_flops(args[:3], 1, 1, causal=causal)
     return 0
-
-
-def _is_causal(operation: Operation) -> bool:
-    """Return whether an attention kernel leaves out the pairs that a causal mask removes."""
-    args = operation.args
-    for place, argument in enumerate(schema_of(operation.func).arguments):
-        if argument.name == "is_causal":
-            return bool(args[place] if place < len(args) else operation.kwargs.get(argument.name))
-    return False
 
 
 def attention_flops(
@@ -75,12 +67,9 @@ def attention_flops(
     """Return the FLOPs of products over all pairs of a query and a key.
 
     With a causal mask only the remaining pairs count, as a fused kernel multiplies them (Dao, arXiv
-    2307.08691, section 3.1); torch's FlopCounterMode counts all pairs.
-
-    Args:
-        tensors: queries, keys, values, ``[batch, heads, tokens, size]`` each.
-        of_keys, of_values: number of products over the size of keys, and of values.
-        causal: query i sees the keys up to i.
+    2307.08691, section 3.1); torch's FlopCounterMode counts all pairs. tensors: queries, keys,
+    values, ``[batch, heads, tokens, size]`` each. of_keys, of_values: number of products over the
+    size of keys, and of values.
     """
     query, key, value = tensors
     queries, keys = query.shape[-2], key.shape[-2]
@@ -101,12 +90,11 @@ def convolution_flops(outputs: Tensor, inputs: Tensor, weight: Tensor, *, transp
 
 
 def recurrent_flops(layer: nn.RNNBase, inputs: Any) -> int:
-    """Return the FLOPs of one forward pass of nn.RNN, nn.LSTM or nn.GRU.
+    """Return the FLOPs of one forward pass of nn.RNN, nn.LSTM or nn.GRU on inputs that it takes.
 
-    Each weight meets each time step once. inputs: [time, batch, features], unbatched or batch-first
-    as the layer takes them, or packed.
+    Each weight meets each time step once.
     """
-    data = getattr(inputs, "data", inputs) if not isinstance(inputs, Tensor) else inputs
+    data = inputs if isinstance(inputs, Tensor) else inputs.data  # packed
     positions = data.numel() // data.shape[-1]
     return 2 * positions * sum(w.numel() for w in layer.parameters() if w.dim() == 2)
 
@@ -122,10 +110,7 @@ _KINDS = (
 def lines(
     operations: Mapping, memory: Mapping, flags: Mapping, mode: str, device: str
 ) -> list[str]:
-    """Return at most ten lines: products, other operations, casts, flags, memory, warnings.
-
-    operations, memory: as in run.json. flags: from `read_math_flags`. device: its type.
-    """
+    """Return at most ten lines; operations, memory: as in run.json; flags: `read_math_flags`."""
     text = [f"step {operations['step']} of {mode} on {device} ran in:"]
     groups: dict[str, list[Mapping]] = {"products": [], "other": [], "update": [], "casts": []}
     for row in operations["rows"]:
@@ -152,7 +137,6 @@ def lines(
 
 
 def flag_line(flags: Mapping, device: str) -> str:
-    """Return the flags that change the numbers of products on this kind of device."""
     library = "cuda.matmul cudnn.conv cudnn.rnn" if device == "cuda" else "mkldnn.matmul"
     fp32 = {name: flags.get(f"{name}.fp32_precision", "?") for name in library.split()}
     same, each = set(fp32.values()), ", ".join(f"{name} {how}" for name, how in fp32.items())
@@ -165,49 +149,40 @@ def flag_line(flags: Mapping, device: str) -> str:
 
 
 def memory_line(memory: Mapping) -> str:
-    """Return every kind with its bytes by dtype, without integers (indices, counters)."""
+    """Return every kind with its bytes by dtype, without integers."""
     parts = []
     for kind in _KINDS:
-        sizes = {
-            _SHORT.get(dtype, dtype): size
-            for dtype, size in memory.get(kind, {}).items()
-            if "int" not in dtype
-        }
-        if sizes:
-            each = " + ".join(f"{name} {_bytes(size)}" for name, size in sizes.items())
-            parts.append(f"{kind.replace('_', ' ')} {each}")
+        floats = [one for one in memory.get(kind, {}).items() if "int" not in one[0]]
+        if floats:
+            each = (f"{_SHORT.get(dtype, dtype)} {_bytes(size)}" for dtype, size in floats)
+            parts.append(f"{kind.replace('_', ' ')} {' + '.join(each)}")
     return ", ".join(parts)
 
 
 def _products(rows: list[Mapping]) -> list[str]:
-    """Return a line for each dtype with its share of the floating-point operations."""
-    if not rows:
-        return ["  products none seen"]
-    flops: Counter[str] = Counter()
-    for row in rows:
-        flops[row["dtype"]] += row.get("flops", 0)
-    total, text, label = flops.total() or 1, [], "products"
-    for dtype, own in flops.most_common():
+    flops = _totals(rows, "dtype", "flops")
+    total, text, label = sum(flops.values()) or 1, [], "products"
+    for dtype, own in flops.items():
         names = list(dict.fromkeys(row["operation"] for row in rows if row["dtype"] == dtype))
         share = f"{100 * own / total:.3g} % of {_count(total)}FLOP"
         text.append(f"  {label:<9}{dtype} {share}: {_some(names)}")
         label = ""
-    return text
+    return text or ["  products none seen"]
 
 
 def _by_dtype(rows: list[Mapping], names: int) -> str:
     parts = []
-    for dtype in _totals(rows, "dtype"):
+    for dtype in [*_totals(rows, "dtype")][:4]:
         own = [row for row in rows if row["dtype"] == dtype]
         parts.append(f"{dtype} {_some(list(_totals(own, 'operation')), names)}")
-    return "; ".join(parts[:4])
+    return "; ".join(parts)
 
 
-def _totals(rows: list[Mapping], key: str) -> dict[str, int]:
-    """Return the elements by the value of a key, the largest first."""
+def _totals(rows: list[Mapping], key: str, what: str = "elements") -> dict[str, int]:
+    """Return the sums by the value of a key, the largest first."""
     totals: Counter[str] = Counter()
     for row in rows:
-        totals[row[key]] += row["elements"]
+        totals[row[key]] += row.get(what, 0)
     return dict(totals.most_common())
 
 

@@ -1,7 +1,6 @@
 """Record which operations ran in which dtype during one training step, and its memory.
 
-The record shows whether the run computed as requested. It counts what was computed, including casts
-(`trace.Trace`).
+The record shows whether the run computed as requested.
 """
 
 import math
@@ -23,7 +22,7 @@ from mprun.numerics.operation_summary import (
     recurrent_flops,
 )
 from mprun.numerics.state import named_modules
-from mprun.numerics.trace import UNWRITTEN, Collector, Operation, Phase, Trace
+from mprun.numerics.trace import UNWRITTEN, Collector, Operation, Phase, Trace, storage_of
 from mprun.precision import PrecisionPolicy, read_math_flags
 from mprun.precision.policy import dtype_name
 from mprun.record.memory import SavedForBackward, memory_by_kind
@@ -43,10 +42,7 @@ _POLES = frozenset(
 
 
 class OperationRow(NamedTuple):
-    """One operation in one dtype in one phase: calls, elements of the results, and FLOPs.
-
-    flops: for a product, 2 for a multiplication and addition; else 0.
-    """
+    """One operation in one dtype in one phase; elements: of the results; flops: of products."""
 
     calls: int = 0
     elements: int = 0
@@ -60,19 +56,15 @@ class FirstStep(Collector):
             metrics = task.train_step(index)
         first.record()
 
-    The step computes the same bits as without. Each operation takes about 10 microseconds more of
-    host time, so only one step is watched.
+    The step computes the same bits. Each operation takes about 10 microseconds more of host time.
 
     The dtype of a row is that of its floating-point operands: "fp16", "fp16+fp32" for both,
     "fp32->fp16" for a cast, "tf32" for an FP32 product under TF32 flags on a GPU, "emulated fp16"
     for a result that the CPU emulation computed in FP32 and rounded. The insides of a fused kernel
     are not seen. Views, allocations and operations without floating-point tensors are not counted.
 
-    Args:
-        task: has `forward_context` and `learners`.
-        policy: the mode's policy; its dtypes are the requested ones.
-        overrides: module-name pattern -> dtype name, as in `precision.overrides`.
-        step: its number, for the record.
+    overrides: module-name pattern -> dtype name, as in `precision.overrides`. step: its number, for
+    the record.
     """
 
     def __init__(
@@ -82,7 +74,7 @@ class FirstStep(Collector):
         self.saved = SavedForBackward(task.learners.values())
         self.rows: dict[tuple[str, str, str], OperationRow] = {}
         # Operation -> modules of FP32 products in the forward pass, without those kept in FP32.
-        self.fp32_modules: dict[str, Counter[str]] = {}
+        self.fp32_modules: dict[str, set[str]] = {}
         self._fp32_patterns = [p for p, dtype in overrides.items() if dtype == "fp32"]
         self._names: dict[str, str] = {}  # path of a module -> name inside its model
         # (operation and module, whether finite 16-bit operands gave an infinite result).
@@ -120,12 +112,8 @@ class FirstStep(Collector):
             rows.append({"phase": phase, "operation": name, "dtype": dtype} | row._asdict())
             if not row.flops:
                 del rows[-1]["flops"]
-        return {
-            "step": self.step,
-            "rows": rows,
-            "not_in_16_bits": self.not_in_16_bits(),
-            "overflowed": self.overflowed(),
-        }
+        start = {"step": self.step, "rows": rows}
+        return start | {"not_in_16_bits": self.not_in_16_bits(), "overflowed": self.overflowed()}
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Return kind -> dtype -> bytes after the step, for run.json (see record.memory)."""
@@ -143,8 +131,8 @@ class FirstStep(Collector):
     def not_in_16_bits(self) -> list[str]:
         """Return unrequested FP32 products of a 16-bit mode, e.g. "addmm in output"; else empty.
 
-        Products of modules that an override keeps in FP32 were requested. Products of a backward
-        pass have no module: they count only if no forward product was in FP32.
+        Products of a backward pass have no module: they count only if no forward product was in
+        FP32.
         """
         if self.policy.half_dtype is None:
             return []
@@ -161,8 +149,8 @@ class FirstStep(Collector):
     def overflowed(self) -> list[str]:
         """Return forward operations with finite operands but an infinite 16-bit result.
 
-        An example is "linalg_vector_norm in norm1". Nothing else shows them if a division turns the
-        result into 0. Reads values of the device.
+        Nothing else shows "linalg_vector_norm in norm1" if a division turns the result into 0.
+        Reads values of the device.
         """
         flags = [flag for _, flag in self._infinite]
         found = torch.stack(flags).tolist() if flags else []
@@ -191,8 +179,14 @@ class FirstStep(Collector):
                 self._add(self._phase(), name, dtype, row)
                 if finite is not None:
                     self._note_overflow(name, finite, results)
-                if name == "_to_copy" and operands:
-                    self._note_weight_copy(operands[0], results)
+                strided = bool(operands) and operands[0].layout is torch.strided
+                if (
+                    name == "_to_copy"
+                    and strided
+                    and storage_of(operands[0]) in self.saved.excluded
+                ):
+                    made = [result.untyped_storage() for result in results]
+                    self.saved.weight_copies |= {(own.data_ptr(), own.nbytes()) for own in made}
 
     def _emulated(self) -> int:
         return sum(e.rerouted.total() for e in self._emulations)
@@ -230,8 +224,7 @@ class FirstStep(Collector):
             modules = self._modules()
             names = [self._names[path] for path in modules]
             if not any(fnmatchcase(own, p) for own in names for p in self._fp32_patterns):
-                label = modules[-1] if modules else ""
-                self.fp32_modules.setdefault(name, Counter())[label] += 1
+                self.fp32_modules.setdefault(name, set()).add((modules or [""])[-1])
 
     def _finite(self, operation: Operation) -> Tensor | None:
         """Return whether all operands are finite, before the call may overwrite them.
@@ -256,14 +249,6 @@ class FirstStep(Collector):
             where = (self._modules() or [""])[-1] or "the step itself"
             self._infinite.append((f"{name} in {where}", infinite & finite))
 
-    def _note_weight_copy(self, source: Tensor, results: list[Tensor]) -> None:
-        if source.layout is not torch.strided:
-            return
-        if source.untyped_storage().data_ptr() in self.saved.excluded:
-            for result in results:
-                storage = result.untyped_storage()
-                self.saved.weight_copies.add((storage.data_ptr(), storage.nbytes()))
-
     def _add_unseen(self) -> None:
         """Add the emulation's work with all modes off (its LSTM), and the FLOPs of fused layers."""
         for emulation, before in zip(self._emulations, self._before, strict=True):
@@ -287,8 +272,7 @@ def _floats(tree: Any) -> list[Tensor]:
 
 
 def _in_tf32(name: str, device: torch.device) -> bool:
-    if device.type != "cuda":
-        return False
     library = "cudnn.conv" if "conv" in name else "cuda.matmul"
     library = "cudnn.rnn" if name in RECURRENT else library
-    return read_math_flags()[f"{library}.fp32_precision"] == "tf32"
+    flag = f"{library}.fp32_precision"
+    return device.type == "cuda" and read_math_flags()[flag] == "tf32"

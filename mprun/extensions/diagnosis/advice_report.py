@@ -26,7 +26,7 @@ class MasterWeights:
 
     share, worst: parts of the non-zero updates, over all probes. needed: in FP16 the share of the
     total, or of a module with 1,000 non-zero updates, is above `threshold`; or 16-bit weights took
-    a smaller part of their updates than 1 - threshold. needed is None if the run stored its weights
+    a smaller part of their updates than 1 - threshold. It is None if the run stored its weights
     with stochastic rounding or a compensation: single updates then say nothing. applied: part of
     the wanted updates that 16-bit weights took; None if weights are updated in FP32.
     """
@@ -44,8 +44,8 @@ class Underflow:
     """One kind of gradients. Shares are parts of the non-zero values; true zeros are separate.
 
     lost, lost_sum: share of values, and of the sum of absolute values, that FP16 makes zero at
-    scale 1. lost_recommended, lost_sum_recommended: the same at the recommended scale. lowest: log2
-    of the smallest scale that keeps `lost` at or below the requested share.
+    scale 1; ..._recommended: at the recommended scale. lowest: log2 of the smallest scale that
+    keeps `lost` at or below the requested share.
     """
 
     kind: str
@@ -93,9 +93,9 @@ class KeepFp32:
 class Evidence:
     """The basis of the advice.
 
-    steps: probed and used. left_out: probed, but their update was skipped. of_steps: length of the
-    whole run. lr: smallest and largest rate of the probed steps; schedule_lr: the same over the
-    run. formats: dtypes of the measured gradients. problems: reasons to doubt the advice.
+    left_out: probed steps whose update was skipped. of_steps: length of the whole run. lr: smallest
+    and largest rate of the probed steps; schedule_lr: the same over the run. formats: dtypes of the
+    measured gradients. problems: reasons to doubt the advice.
     """
 
     steps: list[int]
@@ -142,17 +142,16 @@ class Advice:
 
 
 def as_text(advice: Advice) -> list[str]:
-    """Return lines for the console, without the check and the last line."""
+    """Return lines for the console, without the last one."""
     parts = (_evidence, _masters, _scaling, _fp32, _shapes, _fp8)
     lines = [line for part in parts for line in part(advice)]
     lines += ["use it", f"  {advice.command}"]
     if advice.fp8.command:
         lines += ["or with FP8 products", f"  {advice.fp8.command}"]
-    return lines
+    return lines + (_check(advice.check) if advice.check else [])
 
 
-def check_as_text(check: dict) -> list[str]:
-    """Return the findings of `--check` as lines."""
+def _check(check: dict) -> list[str]:
     lines = [
         f"check: {check['seeds']} seeds of {check['steps']} steps beside FP32 "
         f"({check['metric']} {check['baseline']:.5g}); brief, and no word on a whole run"
@@ -162,9 +161,8 @@ def check_as_text(check: dict) -> list[str]:
         if percent is not None:
             small = abs(percent) < 0.01
             difference = "within 0.01 % of FP32" if small else f"{percent:+.2f} % from FP32"
-        lines.append(f"  {arm['name']}: {arm['overrides']}")
-        lines.append(f"    {difference}, {arm['skipped']} skipped updates")
-        lines.append(f"    {arm['verdict']}")
+        skipped = f"    {difference}, {arm['skipped']} skipped updates"
+        lines += [f"  {arm['name']}: {arm['overrides']}", skipped, f"    {arm['verdict']}"]
     return [*lines, f"  for the report: mprun compare {shlex.quote(check['folder'])}"]
 
 
@@ -184,14 +182,15 @@ def _evidence(advice: Advice) -> list[str]:
 
 
 def _masters(advice: Advice) -> list[str]:
-    found, bias = advice.master_weights, []
+    found = advice.master_weights
+    last = f"  updates that are zero in FP32 too, not counted: {_percent(found.zero_share)}"
     if found.applied is not None:
         part = f"{found.applied:.4g} of their wanted updates (1: all)"
-        bias = [f"  this run's 16-bit weights took {part}"]
+        last = f"  this run's 16-bit weights took {part}"
     if found.needed is None:
         how = "its stores are stochastic or compensated"
-        return [f"1 master weights: cannot be told from this run, {how}", *bias]
-    zero = _percent(found.zero_share)
+        lines = [f"1 master weights: cannot be told from this run, {how}"]
+        return lines if found.applied is None else [*lines, last]
     return [
         f"1 master weights: {'needed' if found.needed else 'not needed at this learning rate'}",
         *(
@@ -201,7 +200,7 @@ def _masters(advice: Advice) -> list[str]:
         ),
         f"  needed above {_percent(found.threshold)}, in total or in one module: weights that lose "
         "their updates stand still",
-        *(bias or [f"  updates that are zero in FP32 too, not counted: {zero}"]),
+        last,
     ]
 
 
@@ -227,28 +226,28 @@ def _scaling(advice: Advice) -> list[str]:
     if scales.fits:
         alone = scales.lowest == scales.top
         span = f" 2^{scales.top} alone" if alone else f"s 2^{scales.lowest} to 2^{scales.top}"
-        lines.append(f"  static scale{span}: at most {share} lost,")
-        lines.append(f"    {spare}; {overflow}")
+        lines += [f"  static scale{span}: at most {share} lost,", f"    {spare}; {overflow}"]
     else:
-        lines.append(f"  no static scale loses at most {share} with {spare}:")
-        lines.append(f"    that takes 2^{scales.lowest} or more; {overflow}")
-        lines.append("    what is left underflows in FP16; BF16 has the range (bf16_master)")
+        lines += [
+            f"  no static scale loses at most {share} with {spare}:",
+            f"    that takes 2^{scales.lowest} or more; {overflow}",
+            "    what is left underflows in FP16; BF16 has the range (bf16_master)",
+        ]
     left = max(found.kinds, key=lambda one: one.lost_recommended)
-    lines.append(
+    return [
+        *lines,
         f"  recommended 2^{scales.recommended} = {2.0**scales.recommended:g}: leaves "
-        f"{_percent(left.lost_recommended)} of {words(left.kind)}"
-        f"{_worst(left.worst_recommended)}"
-    )
-    lines.append(f"  dynamic instead: {' '.join(advice.dynamic[1:4])}")
-    return lines
+        f"{_percent(left.lost_recommended)} of {words(left.kind)}{_worst(left.worst_recommended)}",
+        f"  dynamic instead: {' '.join(advice.dynamic[1:4])}",
+    ]
 
 
 def _fp32(advice: Advice) -> list[str]:
     lines = ["3 keep in FP32"]
     for one in advice.keep_fp32:
         values = " ".join(f"precision.overrides.{p}=fp32" for p in one.patterns)
-        lines.append(f"  {one.module}: {one.reason}")
-        lines.append(f"    {values}{' (precision=amp)' if one.needs_amp else ''}")
+        amp = " (precision=amp)" if one.needs_amp else ""
+        lines += [f"  {one.module}: {one.reason}", f"    {values}{amp}"]
     if not advice.keep_fp32:
         largest = advice.largest_activation
         of = "" if largest is None else f"; largest activation {largest[1]:.3g} in {largest[0]}"
@@ -257,14 +256,14 @@ def _fp32(advice: Advice) -> list[str]:
 
 
 def _shapes(advice: Advice) -> list[str]:
-    found = advice.idle_shapes
+    found = sorted(advice.idle_shapes, key=lambda shape: shape.usual)
     if not found:
         return [f"4 shapes for Tensor Cores: all sizes are multiples of {MULTIPLE}"]
     odd = sum(not shape.usual for shape in found)
     counts = {"to look at": odd, "as usual": len(found) - odd}
     count = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
     lines = [f"4 shapes for Tensor Cores, sizes that are no multiple of {MULTIPLE}: {count}"]
-    for shape in sorted(found, key=lambda shape: shape.usual)[:_SHAPES]:
+    for shape in found[:_SHAPES]:
         module = f"{shape.module}: " if shape.module else ""
         end = f" -> {shape.remedy}" if shape.remedy else " (usual)" if shape.usual else ""
         lines.append(f"  {module}{shape.dimension} {shape.size}{end}")
@@ -278,8 +277,9 @@ def _fp8(advice: Advice) -> list[str]:
     if not count:
         why = f"the probes lack {found.unmeasured[0]}" if found.unmeasured else "there is none"
         return [f"5 FP8 products of linear layers, without that of the output: {why}"]
-    fit = count - len(found.excluded)
-    bound, lines = _percent(found.threshold), []
+    fit, bound = f"{count - len(found.excluded)} of {count}", _percent(found.threshold)
+    head = f"5 FP8 products: tensor-wise scales suit {fit} linear layers"
+    lines = [f"{head}; flushed to zero, worst layer"]
     for operand, (_, format) in OPERANDS.items():
         name, share = found.worst(operand, "most")
         bare, zero = found.worst(operand, "unscaled")
@@ -289,8 +289,6 @@ def _fp8(advice: Advice) -> list[str]:
             f"  {operand} ({format.name.upper()}): at most {_percent(share)} ({name}); "
             f"unscaled {_percent(zero)} ({bare}){over}"
         )
-    head = f"5 FP8 products: tensor-wise scales suit {fit} of {count} linear layers"
-    lines = [f"{head}; flushed to zero, worst layer", *lines]
     for name in found.excluded:
         shares = {operand: one.most for operand, one in found.layers[name].items()}
         above = [f"{o} {_percent(s)}" for o, s in shares.items() if s > found.threshold]
@@ -307,11 +305,9 @@ def _fp8(advice: Advice) -> list[str]:
 
 def _percent(share: float) -> str:
     value = 100 * share
-    if value in (0.0, 100.0):
-        return f"{value:.0f} %"
-    if value < 0.001:
+    if 0 < value < 0.001:
         return "below 0.001 %"
-    if value > 99.9:
+    if 99.9 < value < 100:
         return "above 99.9 %"
     return f"{value:.2g} %" if value < 10 else f"{value:.3g} %"
 
@@ -323,5 +319,4 @@ def _worst(worst: Worst | None) -> str:
 
 
 def words(kind: str) -> str:
-    """Return "weight gradients" for "weight_gradients"."""
     return kind.replace("_", " ")

@@ -1,8 +1,8 @@
 """Compute log-probabilities of the same tokens under the same weights, and their differences.
 
-Reinforcement learning of language models calls this the mismatch of training and inference. It is
-the ratio exp(a - b) of a token's probability under two computations of one policy. Importance
-sampling takes it for a change of the policy (Qi et al., arXiv 2510.26788).
+Reinforcement learning of language models calls the ratio exp(a - b) of a token's probability under
+two computations of one policy the mismatch of training and inference. Importance sampling takes it
+for a change of the policy (Qi et al., arXiv 2510.26788).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mprun.tasks import LanguageModel
 
 
 class Windows(NamedTuple):
-    """tokens, targets: int64 [windows, time], targets one token ahead."""
+    """Both int64 [windows, time], targets one token ahead."""
 
     tokens: Tensor
     targets: Tensor
@@ -30,11 +30,10 @@ class Windows(NamedTuple):
 class Mismatch:
     """The differences between log-probabilities a and b, both in nats.
 
-    tokens, differing, nonfinite: numbers of all tokens, of those where a is not b, and of those
-    where a or b is not finite. The last count as outside of the band and in nothing else.
-    rms, mean, largest: root mean square, bias, largest magnitude of a - b, in nats.
-    ratio_rms: root mean square of exp(a - b) - 1, the probability ratio less one.
-    outside: share of the tokens with |exp(a - b) - 1| above the band.
+    differing, nonfinite: tokens where a is not b, and where a or b is not finite. The last count as
+    outside of the band and in nothing else. rms, mean, largest: root mean square, bias, largest
+    magnitude of a - b, in nats. ratio_rms: root mean square of exp(a - b) - 1, the probability
+    ratio less one. outside: share of the tokens with |exp(a - b) - 1| above the band.
     """
 
     tokens: int
@@ -50,12 +49,8 @@ class Mismatch:
 def held_out_windows(data: Source, tokens: int, length: int | None = None) -> Windows:
     """Return the first windows of the held-out data, at least one and at most `tokens` tokens.
 
-    Args:
-        length: tokens of a window; None: the length of the first held-out batch. Longer batches are
-            cut; the rest is dropped.
-
-    Raises:
-        ValueError: no held-out batch is so long.
+    length: tokens of a window; None: as the first held-out batch. Longer batches are cut, the rest
+    is dropped. Raises ValueError if no batch is so long.
     """
     longest = 0
 
@@ -84,11 +79,11 @@ def log_probs(
     state. Weights are those of an evaluation: averages if the run has them.
 
     Args:
-        batch: windows side by side; the last batch may be smaller.
+        batch: windows side by side.
         pad: tokens appended to each window. For the tokens before them, a causal model computes the
             same; only the shapes of its products change.
         own_format: let the mode decide the format of log-softmax (that of the logits; FP32 under
-            autocast) in place of FP32, to which logits are widened. A sampled softmax is FP32.
+            autocast) in place of FP32. A sampled softmax is FP32.
     """
     time = windows.tokens.shape[1]
     dtype = None if own_format else torch.float32
@@ -126,10 +121,7 @@ def mismatch(a: Tensor, b: Tensor, band: float) -> Mismatch:
 
 
 def by_position(a: Tensor, b: Tensor, band: float, bins: int = 8) -> dict[int, Mismatch]:
-    """Return `mismatch` of consecutive parts of the window, by each part's last position (from 1).
-
-    a, b: [windows, time]. The parts are equally long, or one longer at the beginning.
-    """
+    """Return `mismatch` of consecutive parts of [windows, time], by last position (from 1)."""
     parts = zip(*(side.tensor_split(min(bins, side.shape[1]), 1) for side in (a, b)), strict=True)
     found, last = {}, 0
     for one, other in parts:

@@ -2,10 +2,8 @@
 
 A step overflows at loss scale S if its largest gradient, times S, does not fit FP16. So each step
 has a limit, and overflows at every scale above it. A recorded run shows one side of that limit: a
-skipped update at scale S says "below S", a clean step at scale S says "S or above".
-
-This module also reads the trace of a CSV or JSONL file that another tool's training wrote. It
-imports no torch.
+skipped update at scale S says "below S", a clean step at scale S says "S or above". The trace may
+also come from a CSV or JSONL file that another tool's training wrote.
 """
 
 import csv
@@ -29,12 +27,11 @@ SCAN = 256  # steps examined first for the next overflow
 class OverflowTrace:
     """Per step, the scales at which an overflow is known, assumed or unknown.
 
-    first_step: number of the first step; the entries are consecutive steps.
-    clean: float64 [n], largest scale at which the step itself is known not to overflow; 0: none is.
-    overflow: float64 [n], smallest scale at which the step itself is known to overflow; inf: none.
-    likely_clean, likely_overflow: float64 [n], the same with evidence of other steps (see `carry`).
-    grad_max: float64 [n], largest unscaled gradient magnitude, or None if the trace has none.
-    notes: remarks for the reader on the source of the numbers.
+    first_step: number of the first step; the entries, float64 [n], are consecutive steps. clean:
+    largest scale at which the step itself is known not to overflow; 0: none is. overflow: smallest
+    scale at which it is known to overflow; inf: none. likely_clean, likely_overflow: the same with
+    evidence of other steps (see `carry`). grad_max: largest unscaled gradient magnitude. notes: on
+    the source of the numbers.
     """
 
     first_step: int
@@ -49,10 +46,7 @@ class OverflowTrace:
         return len(self.clean)
 
     def next_overflow(self, scale: float, start: int) -> int:
-        """Return the first index from `start` on that likely overflows at `scale`; else the length.
-
-        Unknown steps count as clean.
-        """
+        """Return the first index from `start` on that likely overflows at `scale`, or the length."""
         width = SCAN
         while start < len(self):
             found = np.flatnonzero(scale >= self.likely_overflow[start : start + width])
@@ -85,21 +79,18 @@ def trace_from_bounds(
     probably_clean: float64 [n], as `clean`, but only for the likely bounds; 0 where unknown.
     """
     low = clean if probably_clean is None else np.maximum(clean, probably_clean)
-    low = np.where(low < overflow, low, clean)
-    likely_clean, likely_overflow = carry(low, overflow)
-    return OverflowTrace(
-        first_step, clean, overflow, likely_clean, likely_overflow, grad_max, notes or []
-    )
+    likely = carry(np.where(low < overflow, low, clean), overflow)
+    return OverflowTrace(first_step, clean, overflow, *likely, grad_max, notes or [])
 
 
 def carry(clean: np.ndarray, overflow: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return (likely_clean, likely_overflow): own bounds, and the tightest of other steps.
 
-    clean, overflow: float64 [n] as in `OverflowTrace`. A bound is carried forward until a later
-    step contradicts it; then the next looser uncontradicted bound is carried. Where there is none
-    yet, the bound is carried backward from later steps, by the same rule. An overflow at a scale
-    that had been clean before, with a clean step next, concerns that step alone and is not carried:
-    one odd batch says nothing about its neighbours.
+    A bound is carried forward until a later step contradicts it; then the next looser
+    uncontradicted bound is carried. Where there is none yet, the bound is carried backward from
+    later steps, by the same rule. An overflow at a scale that had been clean before, with a clean
+    step next, concerns that step alone and is not carried: one odd batch says nothing about its
+    neighbours.
     """
     carried = ~_single_events(clean, overflow)
     ahead = _walk(clean, overflow, carried, range(len(clean)))
@@ -164,14 +155,11 @@ _OTHER_NUMBERS |= {"True": 1.0, "False": 0.0}
 def read_trace_file(path: Path) -> OverflowTrace:
     """Read the trace of a CSV file with a header, or of a file with one JSON object a line.
 
-    Columns: `step`, ascending integers from 0 or 1 or later; missing steps are unknown. And
-    `limit`, the largest loss scale 2^k at which the step does not overflow (0: it overflows at
-    every scale; inf: at none; empty: not known). Or `found_inf`, 0 or 1, with `loss_scale`, the
-    scale of that step (without that column the overflow counts for every scale). Optional
-    `grad_max`: largest unscaled gradient magnitude. Other columns are not read.
-
-    Raises:
-        BadInput: for anything else, naming the line.
+    Columns: `step`, ascending integers; missing steps are unknown. And `limit`, the largest loss
+    scale 2^k at which the step does not overflow (0: it overflows at every scale; inf: at none;
+    empty: not known). Or `found_inf`, 0 or 1, with `loss_scale`, the scale of that step (without
+    that column the overflow counts for every scale). Optional `grad_max`: largest unscaled gradient
+    magnitude. Raises BadInput for anything else, naming the line.
     """
     rows = list(_rows(path))
     if not rows:
@@ -193,12 +181,11 @@ def read_trace_file(path: Path) -> OverflowTrace:
     grad_max = np.full(count, np.nan)
     at = np.array([step - first for step, *_ in found])
     clean[at], overflow[at], grad_max[at] = np.array([known for _, *known in found]).T
+    notes = ["the file has no loss_scale: its overflows are taken to happen at every scale"]
     if "limit" in has:
         notes = ["known: the limit of each step, as the file gives it"]
     elif "loss_scale" in has:
         notes = ["known: whether each step overflowed at its own scale, as the file gives it"]
-    else:
-        notes = ["the file has no loss_scale: its overflows are taken to happen at every scale"]
     if count > len(found):
         notes.append(f"{count - len(found)} steps are not in the file; of these nothing is known")
     known: np.ndarray | None = grad_max
@@ -211,10 +198,7 @@ def read_trace_file(path: Path) -> OverflowTrace:
 
 
 def _known(row: dict[str, Any], has: set[str], before: int) -> tuple[int, float, float, float]:
-    """Return step, `clean` and `overflow` of `OverflowTrace`, and grad_max or NaN.
-
-    Raises ValueError for an invalid number, or for a step that does not come after `before`.
-    """
+    """Return step, `clean` and `overflow` of `OverflowTrace`, and grad_max or NaN."""
     step = _number(row, "step")
     if step is None or step != int(min(step, 2**53)):
         raise ValueError(f"step={row.get('step')}: must be a whole number >= 0")

@@ -1,11 +1,11 @@
 """Find the sizes of a model that leave Tensor Cores idle, and the order of its modules.
 
-Tensor Cores take FP16 operands in multiples of 8: channels of convolutions, features of linear
-layers, hidden and input sizes and the batch of recurrent layers, the vocabulary (NVIDIA, "Training
-With Mixed Precision"; cuBLAS from 11 and cuDNN from 7.6.3 pad odd sizes themselves, at a cost).
+Tensor Cores take FP16 operands in multiples of 8 (NVIDIA, "Training With Mixed Precision"; cuBLAS
+from 11 and cuDNN from 7.6.3 pad odd sizes themselves, at a cost).
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,8 +41,7 @@ class IdleShape:
 class Layout:
     """The modules without modules inside, by learner, in the order of the model's definition.
 
-    leaves: learner -> names. norms and products: (learner, name) of norm layers, and of linear,
-    recurrent and convolution layers. scaled: those whose products can be in FP8, in that order.
+    products: linear, recurrent and convolution layers. scaled: layers whose products can be in FP8.
     """
 
     leaves: dict[str, tuple[str, ...]]
@@ -63,19 +62,17 @@ def layout(task) -> Layout:
         for name, module in learner.model.named_modules()
         if name and not any(module.children())
     }
+    scaled: list[Key] = []
+    for label, learner in task.learners.items():
+        with suppress(ValueError):  # no linear layer except the output's
+            names = chosen_layers(learner.model, ScaledProducts(), {})
+            scaled += [(label, name) for name in names]
     return Layout(
         {label: tuple(name for own, name in leaves if own == label) for label in task.learners},
         frozenset(key for key, module in leaves.items() if isinstance(module, NORM_LAYERS)),
         frozenset(key for key, module in leaves.items() if isinstance(module, _PRODUCTS)),
-        tuple((label, name) for label, own in task.learners.items() for name in _scaled(own.model)),
+        tuple(scaled),
     )
-
-
-def _scaled(model: nn.Module) -> list[str]:
-    try:
-        return chosen_layers(model, ScaledProducts(), {})
-    except ValueError:  # no linear layer except the output's
-        return []
 
 
 def idle_shapes(task, config: RunConfig) -> list[IdleShape]:
@@ -100,31 +97,25 @@ def _of_model(model: nn.Module, prefix: str, config: Any) -> Iterator[IdleShape]
     convolutions = [m for _, m in modules if isinstance(m, _CONVOLUTIONS + _TRANSPOSED)]
     last = next((m for _, m in reversed(modules) if isinstance(m, _PRODUCTS)), None)
     for name, module in modules:
-        for dimension, size in _sizes(module):
+        for dimension, size in _sizes(module).items():
             if size % MULTIPLE:
                 usual = _of_images(module, dimension, size, convolutions, last)
                 remedy = None if usual else _remedy(config, size, module is last)
                 yield IdleShape(prefix + name, dimension, size, usual, remedy)
 
 
-def _sizes(module: nn.Module) -> list[tuple[str, int]]:
+def _sizes(module: nn.Module) -> dict[str, int]:
     match module:
         case nn.Linear():
-            return [
-                ("input features", module.in_features),
-                ("output features", module.out_features),
-            ]
+            return {"input features": module.in_features, "output features": module.out_features}
         case nn.RNNBase():
-            sizes = [("input size", module.input_size), ("hidden size", module.hidden_size)]
-            return sizes + ([("projection size", module.proj_size)] if module.proj_size else [])
+            sizes = {"input size": module.input_size, "hidden size": module.hidden_size}
+            return sizes | {"projection size": module.proj_size}  # 0 without one
     if isinstance(module, _CONVOLUTIONS + _TRANSPOSED):
-        # Each group is a separate product.
-        per_group = "" if module.groups == 1 else " per group"
-        return [
-            (f"input channels{per_group}", module.in_channels // module.groups),
-            (f"output channels{per_group}", module.out_channels // module.groups),
-        ]
-    return []
+        per_group = "" if module.groups == 1 else " per group"  # each a separate product
+        sizes = {"input": module.in_channels, "output": module.out_channels}
+        return {f"{end} channels{per_group}": n // module.groups for end, n in sizes.items()}
+    return {}
 
 
 def _of_images(module, dimension: str, size: int, convolutions: list, last) -> bool:

@@ -11,9 +11,8 @@ from mprun.build.precision import build_loss_scale
 from mprun.cli import main
 from mprun.config.compose import compose_config
 from mprun.errors import BadInput, Damaged
-from mprun.extensions.diagnosis.commands.scaler_replay import OWN, scaler_names
+from mprun.extensions.diagnosis.commands.scaler_replay import OWN, replay, run_trace, scaler_names
 from mprun.extensions.diagnosis.overflow_trace import read_trace_file, trace_from_bounds
-from mprun.extensions.diagnosis.scaler_replay import replay, run_trace
 from mprun.numerics.exponent_counter import exponent_counts
 from mprun.numerics.exponent_shares import ExponentCounts
 from mprun.numerics.probe_record import LearnerProbe, ProbeRecord, TensorStats, write_probe
@@ -122,7 +121,7 @@ def test_clean_stretches_are_passed_exactly(name, make, seed):
 
 
 def test_logmax_needs_gradients():
-    with pytest.raises(ValueError, match="largest gradient"):
+    with pytest.raises(ValueError, match="largest unscaled gradient"):
         replay(LogMaxLossScale(), limits([1.0]))
 
 

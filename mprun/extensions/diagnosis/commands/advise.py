@@ -1,7 +1,4 @@
-"""`mprun advise`: the needs of FP16 and FP8 in this configuration, from a few probed FP32 steps.
-
-With --check it also trains briefly with the advice and without it, beside FP32.
-"""
+"""`mprun advise`: the needs of FP16 and FP8 in this configuration, from a few probed FP32 steps."""
 
 import json
 import math
@@ -15,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Arguments, number
-from mprun.config.compose import Composed, compose_config, config_from_record
+from mprun.config.compose import compose_config, config_from_record
 from mprun.config.overrides import without
 from mprun.config.schema import MAX_STEPS
 from mprun.config.user_code import (
@@ -70,13 +67,12 @@ def main(arguments: list[str]) -> int:
     advice = advise_run(directory, share=options.share, given=given)
     if options.check:
         advice = replace(advice, check=_check(options, given, advice, base, directory))
+    from mprun.extensions.diagnosis.advice_report import as_text
+
     if options.json:
         print(json.dumps(advice.as_dict(), indent=1, allow_nan=False))
-        return DONE
-    from mprun.extensions.diagnosis.advice_report import as_text, check_as_text
-
-    lines = as_text(advice) + (check_as_text(advice.check) if advice.check else [])
-    print("\n".join([*lines, f"run: {directory}"]))
+    else:
+        print("\n".join([*as_text(advice), f"run: {directory}"]))
     return DONE
 
 
@@ -106,30 +102,25 @@ def _options(arguments: list[str]) -> Namespace:
     if len(runs) > 1:
         parser.error(f"{runs[1]}: a second run directory, only one is allowed")
     options.run = Path(runs[0]) if runs else None
-    if options.run is not None:
-        others = [override for override in options.overrides if not is_factory(override)]
-        if others:
-            raise BadInput(f"advise {options.run} {others[0]}: a run has its configuration")
-        if options.every is not None:
-            asked = f"--every {options.every}"
-            raise BadInput(f"{asked}: the probes of {options.run} are already taken")
-        if options.steps is not None and not options.check:
-            raise BadInput(f"--steps {options.steps}: for a run only with --check")
+    if options.run is None:
+        return options
+    for override in options.overrides:
+        if not is_factory(override):
+            raise BadInput(f"advise {options.run} {override}: a run has its configuration")
+    if options.every is not None:
+        asked = f"--every {options.every}"
+        raise BadInput(f"{asked}: the probes of {options.run} are already taken")
+    if options.steps is not None and not options.check:
+        raise BadInput(f"--steps {options.steps}: for a run only with --check")
     return options
 
 
 def advise_run(directory: Path, *, share: float = SHARE, given: Vouched = NOTHING) -> "Advice":
-    """Return advice from the probes of the run in `directory`.
+    """Return advice from the probes of the run in `directory`; BadInput if it has none.
 
-    Args:
-        directory: directory of the run; its model is built again, in FP32 and on a CPU, for its
-            sizes and learning rates.
-        share: accepted underflow share.
-        given: the names of the user's code that may be imported, including the run's.
-
-    Raises:
-        BadInput: The directory has no run or no probe.
-        Damaged: A file is broken.
+    Its model is built again, in FP32 and on a CPU, for its sizes and learning rates. share:
+    accepted underflow share. given: the names of the user's code that may be imported, including
+    the run's.
     """
     record, plain = _read(directory)
     probes = read_probes(directory)
@@ -160,17 +151,25 @@ def advise_run(directory: Path, *, share: float = SHARE, given: Vouched = NOTHIN
     if in_fp8:
         what = "linear layers multiplied in FP8: values that it flushed were gone before the count"
         advice.evidence.problems.append(what)
-    notes, rows = advice.notes, read_metrics(directory / "metrics.jsonl")
+    rows = read_metrics(directory / "metrics.jsonl")
     losses = [row["loss"] for row in rows if row["split"] == "train"]
     if len(losses) > 1 and losses[-1] > 1.5 * abs(losses[0]):
         rose = f"the loss rose from {losses[0]:.4g} to {losses[-1]:.4g} over the measured steps"
-        notes = [*notes, f"{rose}: the advice fits an unstable recipe; fix that first"]
-    return replace(advice, command=command, fp8=fp8, run=str(directory), notes=notes)
+        advice.notes.append(f"{rose}: the advice fits an unstable recipe; fix that first")
+    return replace(advice, command=command, fp8=fp8, run=str(directory))
 
 
 def _measure(options: Namespace, base: list[str]) -> tuple[Path, int]:
     """Train the first steps in FP32 with probes; return (run directory, exit code)."""
-    composed = _in_fp32(options, base)
+    place = [override for override in options.overrides if _key(override) == "output_dir"]
+    dropped = [o for o in options.overrides if o not in base and o not in place]
+    for override in dropped:
+        if _key(override) == "resume":
+            raise BadInput(f"{override}: not with advise; pass the run directory alone")
+    if dropped:
+        compose_config(options.overrides, options.config_dir)  # must still be valid
+        print(f"mprun: advise measures in FP32, without {' '.join(dropped)}", file=sys.stderr)
+    composed = compose_config([*base, *place, *_FP32, "numerics=on"], options.config_dir)
     config = composed.config
 
     from mprun.training.run import attempt, claimed, new_record, prepare, resolve_device
@@ -195,26 +194,10 @@ def _measure(options: Namespace, base: list[str]) -> tuple[Path, int]:
     return directory, code
 
 
-def _in_fp32(options: Namespace, base: list[str]) -> Composed:
-    """Return the given configuration, in FP32 with probes; BadInput for an error in it."""
-    for override in options.overrides:
-        if _key(override) == "resume":
-            raise BadInput(f"{override}: not with advise; pass the run directory alone")
-    place = [override for override in options.overrides if _key(override) == "output_dir"]
-    dropped = [o for o in options.overrides if o not in base and o not in place]
-    if dropped:
-        compose_config(options.overrides, options.config_dir)  # must still be valid
-        print(f"mprun: advise measures in FP32, without {' '.join(dropped)}", file=sys.stderr)
-    return compose_config([*base, *place, *_FP32, "numerics=on"], options.config_dir)
-
-
 def _check(
     options: Namespace, given: Vouched, advice: "Advice", base: list[str], directory: Path
 ) -> dict:
-    """Train FP32, the advised static scale, and scale 1, each with 3 seeds; return the results.
-
-    The runs, one process each, stay below `directory` for `mprun compare`.
-    """
+    """Train FP32, the advised static scale, and scale 1, each with 3 seeds; return the results."""
     from mprun.sweep import sweep
     from mprun.sweep.plan import plan
 
@@ -225,8 +208,7 @@ def _check(
     if options.run is None:
         steps = read_record(directory)["steps"]
     folder = directory / "check"
-    own = {"seed", "train.steps", "train.epochs", "output_root", "name"}
-    common = [override for override in base if _key(override) not in own]
+    common = without(base, "seed", "train.steps", "train.epochs", "output_root", "name")
     common += [f"seed={','.join(map(str, SEEDS))}", f"train.steps={steps}"]
     common.append(f"output_root='{folder}'")
     arms = {"advised scale": advice.static or advice.overrides, "scale 1": advice.unscaled}
@@ -257,15 +239,14 @@ def _judged(directories: list[Path], arms: dict[str, list[str]]) -> dict:
         static = "scaler=static" in overrides
         row = next(row for row in group.rows if (row.arm.runs[0].scaler == "static") == static)
         off = None if not mean or row.mean is None else 100 * (row.mean - mean) / abs(mean)
-        diverged = sum(outcome.diverged is not None for outcome in row.outcomes)
         arm = {"name": name, "overrides": " ".join(overrides), "mean": row.mean}
-        arm |= {"difference_percent": off, "skipped": row.skipped, "diverged": diverged}
+        arm |= {"difference_percent": off, "skipped": row.skipped}
+        arm["diverged"] = sum(outcome.diverged is not None for outcome in row.outcomes)
         found.append(arm | {"verdict": row.verdict.sentence})
     return {"metric": group.metric, "baseline": mean, "arms": found}
 
 
 def _own(overrides: Iterable[str]) -> list[str]:
-    """Return the overrides of the training, without those of precision and output."""
     return without(overrides, "precision", "scaler", "numerics", "output_dir", "resume")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from mprun.cli.arguments import Arguments, number
 from mprun.config.compose import compose_config, config_from_record
@@ -152,12 +152,12 @@ def _configs(options: Namespace, wanted: Iterable[str]) -> dict[str, RunConfig]:
     """Return mode -> the checked configuration in this mode; import no torch."""
     run, own = options.run, options.overrides
     for override in own:
-        key = override.lstrip("+~").partition("=")[0]
+        group = override.lstrip("+~").partition("=")[0].partition(".")[0]
         if run is not None and not is_factory(override):
             raise BadInput(f"mismatch {run} {override}: a run has its configuration")
-        if key.partition(".")[0] in ("precision", "scaler"):
+        if group in ("precision", "scaler"):
             raise BadInput(f"mismatch {override}: a mode is a word alone, as in mprun mismatch amp")
-        if key == "resume":
+        if group == "resume":
             raise BadInput(f"mismatch {override}: pass the run directory alone")
     given = vouched(own, options.config_dir)
     recorded = {} if run is None else _read(run)
@@ -176,7 +176,6 @@ def _configs(options: Namespace, wanted: Iterable[str]) -> dict[str, RunConfig]:
 
 
 def _read(run: Path) -> dict:
-    """Return the configuration of a run directory."""
     if not (run / "run.json").is_file():
         raise BadInput(f"mismatch {run}: no run.json there; pass a run directory")
     read_record(run)  # Damaged if it is no record, or if a link leads out of the run
@@ -189,7 +188,7 @@ def _read(run: Path) -> dict:
 def _computed(
     options: Namespace, sides: list[Side], configs: dict[str, RunConfig]
 ) -> tuple[dict[Side, "Tensor"], dict]:
-    """Return (log-probabilities of each side, [windows, time]; their source, for the record)."""
+    """Return log-probabilities of each side, [windows, time], and their source."""
     import torch
 
     from mprun.extensions.diagnosis.log_probabilities import held_out_windows, log_probs
@@ -231,14 +230,13 @@ def _computed(
         if unused := built.forward_context.missing():
             raise MprunError(f"precision={mode}: no operation ran in {unused}")
         products[mode] = built.forward_context.kind()
-    about: dict[str, Any] = {"run": str(run) if run else None, "step": kept.step if kept else None}
-    about |= {"seed": config.seed, "device": built.device.type, "products": products}
+    about = {"run": run and str(run), "step": kept and kept.step, "seed": config.seed}
+    about |= {"device": built.device.type, "products": products}
     about |= {"data": built.data.description["name"], "windows": most, "window": length}
     return found, about | {"band": options.band, "log_softmax": options.log_softmax}
 
 
 def _put(built: "Built", state: dict, run: Path) -> None:
-    """Put the weights of a checkpoint into a new run, in any mode."""
     from mprun.extensions.diagnosis.interventions import transplant
 
     recorded = read_record(run).get("data", {}).get("sha256")
@@ -276,13 +274,12 @@ def _as_text(about: dict, results: "list[Row]") -> list[str]:
     width = max(len(label(side)) for side in sides)
     for base in dict.fromkeys(row[1] for row in results):
         rows = [row for row in results if row[1] == base]
-        names = "rms nats", "largest", "mean", "ratio rms", "outside"
-        lines += ["", f"against {label(base)}"]
-        lines.append(" " * width + "".join(f"{name:>11}" for name in names))
+        names = ("rms nats", "largest", "mean", "ratio rms", "outside")
+        lines += ["", f"against {label(base)}", _row("", width, names, 11)]
         for side, _, one, _ in rows:
             cells = [f"{value:.3g}" for value in (one.rms, one.largest, one.mean)]
             cells += [f"{100 * value:.3g} %" for value in (one.ratio_rms, one.outside)]
-            lines.append(f"{label(side):<{width}}" + "".join(f"{cell:>11}" for cell in cells))
+            lines.append(_row(label(side), width, cells, 11))
         for side, _, one, _ in rows:
             if one.nonfinite:
                 lines.append(f"{label(side)}: {one.nonfinite} of {one.tokens} tokens not finite")
@@ -291,13 +288,14 @@ def _as_text(about: dict, results: "list[Row]") -> list[str]:
         if any(side.mode == base.mode for side, *_ in rows) and about["device"] == "cpu":
             lines.append("Sums are in FP32, in the order of this CPU's kernels; a GPU has others.")
     lines += ["", f"rms in nats against {label(results[0][1])}, by position up to"]
-    lines.append(" " * width + "".join(f"{last:>7}" for last in results[0][3]))
+    lines.append(_row("", width, results[0][3], 7))
     for side, base, _, parts in results:
         if base == results[0][1]:
-            cells = [_short(part.rms) for part in parts.values()]
-            lines.append(f"{label(side):<{width}}" + "".join(f"{cell:>7}" for cell in cells))
+            rms = [part.rms for part in parts.values()]
+            cells = [f"{value:.1e}".replace("e-0", "e-") if value else "0" for value in rms]
+            lines.append(_row(label(side), width, cells, 7))
     return lines
 
 
-def _short(value: float) -> str:
-    return f"{value:.1e}".replace("e-0", "e-") if value else "0"
+def _row(label: str, width: int, cells: Iterable[object], each: int) -> str:
+    return f"{label:<{width}}" + "".join(f"{cell:>{each}}" for cell in cells)

@@ -1,20 +1,38 @@
-"""`mprun scaler-replay TRACE`: the result of every loss scaler on one overflow trace."""
+"""`mprun scaler-replay TRACE`: the result of every loss scaler on one overflow trace.
+
+The loss scales are those of training, on the CPU. The trace of a recorded run comes from its
+skipped updates, its scales and its probes, which show how far gradients were from overflow.
+"""
 
 import json
 import math
 import sys
 from argparse import Namespace
+from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from mprun.cli.arguments import Arguments, names
 from mprun.config.compose import compose_config, group_options, hydra_session
 from mprun.config.fields import must_be, nearest
 from mprun.config.registry import SCALERS
 from mprun.config.schema import ScalerConfig
-from mprun.errors import DONE, BadInput
-from mprun.extensions.diagnosis.overflow_trace import OverflowTrace, read_trace_file
+from mprun.errors import DONE, BadInput, Damaged
+from mprun.extensions.diagnosis.overflow_trace import (
+    OverflowTrace,
+    read_trace_file,
+    trace_from_bounds,
+)
+from mprun.numerics.probe_record import GRADIENT_KINDS, ProbeRecord, read_probes
 from mprun.record.console import markdown_table
+from mprun.record.metrics import read_metrics
 from mprun.record.run_record import read_record
+
+if TYPE_CHECKING:
+    from mprun.precision import LossScale
 
 OWN = "this run's own"
 MOST_CHANGES = 5000  # of one scaler in the JSON; logmax changes at every step
@@ -50,7 +68,6 @@ def main(arguments: list[str]) -> int:
     import torch
 
     from mprun.build.precision import build_loss_scale
-    from mprun.extensions.diagnosis.scaler_replay import draw_replays, replay
 
     replays, left_out = {}, {}
     for name, config in configs.items():
@@ -111,7 +128,6 @@ def _of_run(directory: Path) -> tuple[OverflowTrace, ScalerConfig | None]:
     import torch
 
     from mprun.build.precision import build_loss_scale
-    from mprun.extensions.diagnosis.scaler_replay import run_trace
 
     try:
         config = ScalerConfig(**record["config"]["scaler"])
@@ -123,7 +139,7 @@ def _of_run(directory: Path) -> tuple[OverflowTrace, ScalerConfig | None]:
 
 
 def scaler_names(config_dir: str | None = None) -> list[str]:
-    """List the options of the group scaler, including `config_dir`, without `none`."""
+    """List the options of the group scaler, without `none`."""
     with hydra_session(config_dir):
         return [name for name in group_options("scaler") if name != "none"]
 
@@ -131,7 +147,7 @@ def scaler_names(config_dir: str | None = None) -> list[str]:
 def _configs(
     chosen: list[str] | None, settings: list[str], config_dir: str | None
 ) -> dict[str, ScalerConfig]:
-    """Return the configuration of each scaler, checked as for a run, with its settings."""
+    """Return the configuration of each scaler with its settings."""
     known = scaler_names(config_dir)
     chosen = known if chosen is None else chosen
     for name in chosen:
@@ -160,7 +176,7 @@ def _key(text: str) -> str:
     return text.partition("=")[0].removeprefix("scaler.")
 
 
-def _print(trace, replays: dict, left_out: dict[str, str]) -> None:
+def _print(trace: OverflowTrace, replays: dict, left_out: dict[str, str]) -> None:
     header = ["scaler", "skipped", "first at steps", "final scale", "min", "max", "end"]
     print(markdown_table(header, [_row(name, found) for name, found in replays.items()]))
     notes = ". ".join(note[:1].upper() + note[1:] for note in trace.notes)
@@ -176,11 +192,10 @@ def _print(trace, replays: dict, left_out: dict[str, str]) -> None:
         print(f"left out: {name} {reason}")
 
 
-def _row(name: str, found) -> list[str]:
+def _row(name: str, found: "Replay") -> list[str]:
     first, count = [str(step) for step in found.skipped[:4].tolist()], len(found.skipped)
     of_them = f" ({found.skipped_known} known)" if found.skipped_known < count else ""
-    scales = (found.final, found.lowest, found.highest)
-    at = found.collapsed_at
+    scales, at = (found.final, found.lowest, found.highest), found.collapsed_at
     end = "whole trace" if at is None else f"collapsed at step {at}"
     first_steps = ", ".join([*first, "..."] if count > 4 else first)
     return [name, f"{count}{of_them}", first_steps, *map(_power, scales), end]
@@ -209,3 +224,301 @@ def _as_json(path: Path, trace, replays: dict, left_out: dict[str, str]) -> dict
 def _power(value: float) -> str:
     mantissa, exponent = math.frexp(value)
     return f"2^{exponent - 1}" if mantissa == 0.5 else f"{value:.6g}"
+
+
+@dataclass(frozen=True, slots=True)
+class Replay:
+    """The course of one loss scale on a trace; steps are numbered as in the trace.
+
+    changes: (step, scale): the scale from this step on, including the first step. skipped: int64,
+    steps whose update it skipped. final: the scale after the last step. lowest, highest: of the
+    scales in use. collapsed_at: the step at which its own rule for giving up became true, where a
+    run and the replay end. steps: replayed ones. known, assumed, unknown: how many of them the
+    trace decides by the step itself, by other steps, or not at all (taken as clean). skipped_known:
+    skipped updates of the first kind.
+    """
+
+    changes: list[tuple[int, float]]
+    skipped: np.ndarray
+    final: float
+    lowest: float
+    highest: float
+    collapsed_at: int | None
+    steps: int
+    known: int
+    assumed: int
+    unknown: int
+    skipped_known: int
+
+
+def replay(scale: "LossScale", trace: OverflowTrace, stop_at_collapse: bool = True) -> Replay:
+    """Run a fresh CPU loss scale (not `none`) over the trace, to its end or its collapse.
+
+    A stretch of clean steps in which only the counters change takes one update and one addition. So
+    100,000 steps take a tenth of a second; logmax, which changes at every step and needs the trace
+    to have `grad_max`, takes some 10 seconds.
+    """
+    import torch
+
+    changes: list[tuple[int, float]] = []
+    skips: list[int] = []
+    first, index, collapsed_at, largest = trace.first_step, 0, None, None
+    overflow, found_inf = trace.likely_overflow.tolist(), (torch.zeros(()), torch.ones(()))
+    while index < len(trace) and not (stop_at_collapse and collapsed_at is not None):
+        value = scale.scale.item()
+        if not changes or changes[-1][1] != value:
+            changes.append((first + index, value))
+        if scale.needs_grad_max and trace.grad_max is not None:
+            largest = torch.tensor(trace.grad_max[index], dtype=torch.float32)
+        overflows = value >= overflow[index]
+        scale.record(found_inf[overflows], largest)
+        scale.update()
+        index += 1
+        if overflows:
+            skips.append(index - 1)
+            if collapsed_at is None and bool(scale.collapsed()):
+                collapsed_at = first + index - 1
+        elif scale.scale.item() == value:
+            index += _count_clean_steps(scale, trace.next_overflow(value, index) - index)
+    starts = np.array([step for step, _ in changes]) - first
+    values, skipped = np.array([value for _, value in changes]), np.array(skips, np.int64)
+    known, likely = trace.decided(np.repeat(values, np.diff(starts, append=index)))
+    return Replay(
+        changes,
+        skipped + first,
+        scale.scale.item(),
+        float(values.min()),
+        float(values.max()),
+        collapsed_at,
+        steps=index,
+        known=int(known.sum()),
+        assumed=int((likely & ~known).sum()),
+        unknown=int((~likely).sum()),
+        skipped_known=int(known[skipped].sum()),
+    )
+
+
+def _count_clean_steps(scale: "LossScale", most: int) -> int:
+    """Pass at most `most` clean steps at which the rule only counts; return how many."""
+    from mprun.precision import DynamicLossScale, LogMaxLossScale
+
+    if isinstance(scale, LogMaxLossScale):
+        return 0
+    if isinstance(scale, DynamicLossScale):
+        # All but the step at which the scale grows.
+        most = min(most, scale.growth_interval - 1 - int(scale.growth_tracker))
+        scale.growth_tracker.add_(most)
+        if scale.tolerance > 0:
+            scale.steps_since_rescale.add_(most)
+    return most
+
+
+def probed_bounds(
+    directory: Path, steps: int, every_dtype: bool
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, int]:
+    """Return (clean, overflow, grad_max, probes) of the steps 1 to `steps` of a run directory.
+
+    clean: float64 [steps], the largest scale (in powers of two from the run's own) at which no
+    probed gradient overflows FP16; 0 without a probe. overflow: twice that, at which one does; inf
+    without a probe. Only gradients in FP16 count; with `every_dtype` all count, as if they were
+    FP16. grad_max: largest unscaled weight gradient of the nearest finite probe before the step
+    (for the first ones, after it); None if no probe was finite.
+    """
+    clean, overflow = np.zeros(steps), np.full(steps, np.inf)
+    largest, probes = np.full(steps, np.nan), 0
+    for probe in read_probes(directory):
+        shown, at = _shown_by(probe, every_dtype), probe.step - 1
+        if 0 <= at < steps and shown is not None:
+            probes += 1
+            clean[at], largest[at] = shown
+            overflow[at] = 2 * clean[at]
+    known = np.flatnonzero(np.isfinite(largest))
+    if not len(known):
+        return clean, overflow, None, probes
+    before = np.searchsorted(known, np.arange(steps), side="right") - 1
+    return clean, overflow, largest[known[np.maximum(before, 0)]], probes
+
+
+def _shown_by(probe: ProbeRecord, every_dtype: bool) -> tuple[float, float] | None:
+    """Return (a scale that is clean but whose double overflows, largest unscaled weight gradient).
+
+    None if the probe cannot tell.
+    """
+    exponents, largest = [], []
+    for learner in probe.learners.values():
+        scales = {probe.log2_loss_scale[name] for name in learner.loss_scales}
+        if len(scales) > 1:
+            return None
+        scale = scales.pop() if scales else 0.0
+        for kind in GRADIENT_KINDS:
+            for stats in learner.tensors.get(kind, {}).values():
+                counts = stats.counts
+                if kind == "weight_gradients":
+                    largest.append(stats.amax / 2.0**scale)
+                if not every_dtype and "fp16" not in stats.dtype.split("+"):
+                    continue
+                if counts.inf or counts.nan:
+                    return None
+                if counts.headroom is not None:
+                    exponents.append(scale + counts.headroom)
+    return (2.0 ** min(exponents), max(largest, default=math.nan)) if exponents else None
+
+
+def run_trace(directory: Path, record: dict[str, Any], own: "LossScale") -> OverflowTrace:
+    """Return the trace of a run directory; `record`: its run.json, `own`: its scaler, fresh.
+
+    Every skipped update is recorded with its scale. Most clean steps are not recorded; running
+    `own` over the skips gives their scale, which must agree with every recorded scale. Probes show
+    how far the gradients were from overflow, for scales other than the run's own. Raises BadInput
+    for a run that cannot show its overflows, Damaged for records that contradict each other.
+    """
+    path = directory / "metrics.jsonl"
+    per = record["config"]["scaler"].get("per", "shared")
+    if per != "shared":
+        raise BadInput(
+            f"{directory}: scaler.per={per} records the overflows of several scales as one; "
+            "use a run with scaler.per=shared"
+        )
+    rows = _train_rows(path)
+    if not rows:
+        raise BadInput(f"{directory}: no step recorded yet")
+    last = rows[-1]["step"]
+    skips = own.skips_nonfinite
+    probably_clean, probed, grad_max, probes = probed_bounds(directory, last, not skips)
+    if not skips and not probes:
+        raise BadInput(
+            f"{directory}: scaler=none skips nothing, so its overflows are not recorded; use a run "
+            "with another scaler, or with numerics=on"
+        )
+    if skips:
+        overflowed = _skipped_steps(path, rows)
+        scales, notes = _scales(rows, overflowed, own)
+        skipped = int(overflowed.sum())
+        clean = np.where(overflowed | np.isnan(scales), 0.0, scales)
+        overflow = np.where(overflowed, scales, np.inf)
+        notes.insert(0, f"known: {last} steps, {skipped} skipped, each at the run's own scale")
+        overflow = np.where((probed > clean) & (probed < overflow), probed, overflow)
+    else:
+        clean, overflow = np.zeros(last), probed
+        notes = [f"{last} steps without a scaler; what its gradients would do in FP16 is assumed"]
+    if probes:
+        notes.append(
+            f"{probes} probes show the scale from which on a probed gradient overflows; gradients "
+            "inside kernels may overflow below it"
+        )
+    if grad_max is not None:
+        notes.append("largest gradient for logmax: of the nearest probe before each step")
+    return trace_from_bounds(1, clean, overflow, grad_max, notes, probably_clean)
+
+
+def _train_rows(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    rows = [row for row in read_metrics(path) if row.get("split") == "train"]
+    for row in rows:
+        whole = isinstance(row.get("step"), int) and isinstance(row.get("skipped"), int)
+        if not whole or row["step"] < 1 or not isinstance(row.get("loss_scale"), float | int):
+            raise Damaged(f"{path}: a record without step, skipped or loss_scale: {row}"[:150])
+    return rows
+
+
+def _skipped_steps(path: Path, rows: list[dict[str, Any]]) -> np.ndarray:
+    """Return bool [last step]: whether its update was skipped; every skip has its own record."""
+    skipped, before = [], 0
+    for row in rows:
+        if row["skipped"] - before not in (0, 1):
+            raise Damaged(f"{path}: step {row['step']}: skipped {row['skipped']} after {before}")
+        if row["skipped"] > before:
+            skipped.append(row["step"] - 1)
+        before = row["skipped"]
+    for a, b in pairwise(row["step"] for row in rows):
+        if b <= a:
+            raise Damaged(f"{path}: step {b} after {a}")
+    overflowed = np.zeros(rows[-1]["step"], bool)
+    overflowed[skipped] = True
+    return overflowed
+
+
+def _scales(
+    rows: list[dict[str, Any]], overflowed: np.ndarray, own: "LossScale"
+) -> tuple[np.ndarray, list[str]]:
+    """Return the scale of each step, float64 [n], NaN where unknown; and notes on it."""
+    recorded = np.full(len(overflowed), np.nan)
+    recorded[[row["step"] - 1 for row in rows]] = [row["loss_scale"] for row in rows]
+    if own.needs_grad_max:
+        return recorded, ["logmax moves at every step: known are the steps with a record alone"]
+    # The scales of `own` if exactly these steps overflow.
+    bound = np.where(overflowed, 0.0, np.inf)
+    changes = replay(own, trace_from_bounds(1, bound, bound), stop_at_collapse=False).changes
+    starts, values = zip(*changes, strict=True)
+    scales = np.repeat(values, np.diff(starts, append=len(bound) + 1))
+    given = np.flatnonzero(~np.isnan(recorded))
+    wrong = given[scales[given] != recorded[given]]
+    if not len(wrong):
+        return scales, []
+    # The scale between two records with equal scales is theirs (a change back shows as a skip).
+    for a, b in pairwise(given.tolist()):
+        if recorded[a] == recorded[b]:
+            recorded[a:b] = recorded[a]
+    note = (
+        f"the recorded scale of step {wrong[0] + 1} is not that of the run's own rule; between two "
+        "records the scale is known where both have the same"
+    )
+    return recorded, [note]
+
+
+_TICKS = 400  # most skipped updates drawn per scaler
+
+
+def draw_replays(replays: dict[str, Replay], trace: OverflowTrace, paths: list[Path]) -> None:
+    """Write one figure to every path, in the format of its ending (.png, .svg).
+
+    Above: the scale of each scaler over steps, a cross where it collapsed. Below: a row for each
+    scaler with a tick at each skipped update.
+    """
+    from mprun.plots.panel import settings
+
+    with settings():
+        figure = _figure(replays, trace)
+        for path in paths:
+            figure.savefig(path, dpi=160)
+
+
+def _figure(replays: dict[str, Replay], trace: OverflowTrace):
+    from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+    from mprun.plots.panel import line_entry, mark_entry, panel, power_of_two, styles, thousands
+
+    looks = styles(replays)
+    entries = [*(line_entry(name, looks[name]) for name in replays), mark_entry("collapsed", "x")]
+    height = 2.4 + 0.13 * len(replays)
+    figure, axes = panel("Loss scale of each scaler on one trace", height, entries)
+    for layer, (name, found) in enumerate(replays.items()):
+        end = trace.first_step + found.steps
+        steps = [step for step, _ in found.changes] + [end]
+        power = np.log2([scale for _, scale in found.changes] + [found.changes[-1][1]])
+        # The first line is the widest, so that equal scales stay visible below each other.
+        wide = 1.2 + 2.4 * (1 - (layer + 1) / len(replays))
+        axes.plot(steps, power, **looks[name].line, linewidth=wide, drawstyle="steps-post")
+        if found.collapsed_at is not None:
+            axes.plot(end, power[-1], "x", color=looks[name].colour, markersize=8, zorder=9)
+    axes.margins(0.03, 0.08)
+    low, high = axes.get_ylim()
+    low = min(low, high - 2)
+    ticks = MaxNLocator(nbins=6, integer=True).tick_values(low, high)
+    axes.set_yticks([tick for tick in ticks if low <= tick <= high])
+    share = 0.13 * len(replays) / height  # part of the height for the rows of skipped updates
+    axes.set_ylim(low - share / (1 - share) * (high - low), high)
+    for number, (name, found) in enumerate(replays.items()):
+        shown = found.skipped
+        if len(shown) > _TICKS:
+            shown = shown[np.linspace(0, len(shown) - 1, _TICKS).astype(int)]
+        height = np.full(len(shown), share * (1 - (number + 0.5) / len(replays)))
+        tick = {"color": looks[name].colour, "markersize": 6, "markeredgewidth": 1.2}
+        axes.plot(shown, height, "|", **tick, transform=axes.get_xaxis_transform())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power_of_two(round(value))))
+    axes.xaxis.set_major_formatter(FuncFormatter(thousands))
+    axes.set_xlabel("step (ticks below: skipped updates, a row for each scaler)")
+    axes.set_ylabel("loss scale")
+    axes.grid()
+    return figure
