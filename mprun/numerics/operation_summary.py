@@ -90,12 +90,10 @@ def convolution_flops(outputs: Tensor, inputs: Tensor, weight: Tensor, *, transp
 
 
 def recurrent_flops(layer: nn.RNNBase, inputs: Any) -> int:
-    """Return the FLOPs of one forward pass of nn.RNN, nn.LSTM or nn.GRU on inputs that it takes.
-
-    Each weight meets each time step once.
-    """
+    """Return the FLOPs of one forward pass of nn.RNN, nn.LSTM or nn.GRU on inputs that it takes."""
     data = inputs if isinstance(inputs, Tensor) else inputs.data  # packed
     positions = data.numel() // data.shape[-1]
+    # Each weight meets each time step once.
     return 2 * positions * sum(w.numel() for w in layer.parameters() if w.dim() == 2)
 
 

@@ -1,7 +1,4 @@
-"""Record which operations ran in which dtype during one training step, and its memory.
-
-The record shows whether the run computed as requested.
-"""
+"""Record which operations ran in which dtype during one training step, and its memory."""
 
 import math
 import threading
@@ -129,11 +126,7 @@ class FirstStep(Collector):
         return "\n".join(text)
 
     def not_in_16_bits(self) -> list[str]:
-        """Return unrequested FP32 products of a 16-bit mode, e.g. "addmm in output"; else empty.
-
-        Products of a backward pass have no module: they count only if no forward product was in
-        FP32.
-        """
+        """Return unrequested FP32 products of a 16-bit mode, e.g. "addmm in output"; else empty."""
         if self.policy.half_dtype is None:
             return []
         found = []
@@ -141,6 +134,7 @@ class FirstStep(Collector):
             where = [module or "the step itself" for module in sorted(modules)]
             more = f" and {len(where) - 3} more" if len(where) > 3 else ""
             found.append(f"{name} in {', '.join(where[:3])}{more}")
+        # In a backward pass they have no module: they count only without one in the forward pass.
         wide = [key for key in self.rows if key[1] in PRODUCTS and key[2] in _FP32]
         if {phase for phase, _, _ in wide} == {"backward"}:
             found += sorted(f"{name} in the backward pass" for _, name, _ in wide)
@@ -227,10 +221,7 @@ class FirstStep(Collector):
                 self.fp32_modules.setdefault(name, set()).add((modules or [""])[-1])
 
     def _finite(self, operation: Operation) -> Tensor | None:
-        """Return whether all operands are finite, before the call may overwrite them.
-
-        None: not a forward operation that can overflow.
-        """
+        """Return whether all operands are finite; None: no forward operation that can overflow."""
         if operation.name in _POLES or self._phase() != "forward":
             return None
         leaves = tree_leaves((operation.args, operation.kwargs))

@@ -61,10 +61,9 @@ class History:
 
 
 def explosion(rows: Sequence[Mapping]) -> tuple[float, int] | None:
-    """Return (factor, steps): the growth of the finite losses; None below EXPLOSION.
+    """Return the last finite loss over the lowest, and the steps since it was twice the lowest.
 
-    factor: the last finite loss over the lowest. steps: since the loss was last at most twice the
-    lowest.
+    None below EXPLOSION.
     """
     applied = [row for row in rows if not row["found_inf"]]
     losses = [(row["step"], row["loss"]) for row in applied if math.isfinite(row["loss"])]
@@ -113,10 +112,7 @@ def _ending(cause: str, rows: Sequence[Mapping], streak: int, bad_step: int) -> 
 def write_post_mortem(
     directory: Path, cause: str, step: int, rows: list[dict], scaler_kind: str, kept: dict
 ) -> list[str]:
-    """Write both files below `directory`; return the classification.
-
-    step: the step at which the run ended. kept: `mprun.numerics.failure.Kept` as a dictionary.
-    """
+    """Write both files and return the classification; kept: `failure.Kept` as a dictionary."""
     lines = classify(cause, rows, scaler_kind, kept["step"])
     content = {"cause": cause, "step": step, "classification": lines, "failure": kept}
     content["rows"] = plain(rows)

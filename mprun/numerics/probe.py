@@ -78,10 +78,6 @@ def owner(parameter: str, chosen: Mapping[str, nn.Module]) -> str | None:
 class Probe:
     """Watch one training step of `task` inside a `with` block; `read` returns the result.
 
-        with Probe(task, chosen) as probe:
-            metrics = task.train_step(index)
-        learners, (loss,) = probe.read([metrics["loss"]])
-
     Only a part of a tensor with more than 2^18 values is counted (`sampling_stride`). A probe costs
     about two training steps of time and a copy of the counted weights; if these are updated in 16
     bits, also of their state and gradients (`UpdateMeter`). For row tables
@@ -179,10 +175,7 @@ class Probe:
         self.before, self.meters = [], {}
 
     def read(self, scalars: Sequence[Tensor]) -> tuple[dict[str, LearnerProbe], list[float]]:
-        """Return (learner -> measurements, `scalars` as floats); waits for the device once.
-
-        scalars: 0-dim tensors that the host needs too.
-        """
+        """Return (learner -> measurements, 0-dim `scalars` as floats); wait for the device once."""
         tally, keys = self.tally, list(self.tally.counts)
         singles = [x.double() for x in (*(tally.amax[key] for key in keys), *scalars)]
         floats = torch.cat([torch.stack(singles), *self.applied.values()])
@@ -231,10 +224,6 @@ def _plainly() -> Iterator[None]:
 
 class UpdateMeter:
     """Compare the step that `optimizer` is about to take with the wanted one, see `AppliedUpdates`.
-
-        meter = UpdateMeter(optimizer, optimizer.names)
-        ...  # the step
-        sums = meter.sums()
 
     It measures those of the parameters `names` that are updated in 16 bits by SGD without
     Nesterov's momentum (whose kernels may write to the gradient), Adam, AdamW or Adagrad. These

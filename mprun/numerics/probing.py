@@ -83,10 +83,7 @@ class Shadow:
                 self.own[name] = {own: value.float() for own, value in gradients.items()}
 
     def run(self, index: int, metrics: dict[str, Tensor]) -> Tensor:
-        """Take the step in FP32 and compare; return its loss as a 0-dim tensor.
-
-        index, metrics: of the task's own step.
-        """
+        """Take step `index` in FP32, compare, and return its loss; metrics: of the own step."""
         afterwards = random_states(self.device)
         restore_random_states(self.random, self.device)
         try:
@@ -190,11 +187,8 @@ Metrics = dict[str, Tensor]
 class Probing:
     """Watch the due steps of `task`; write RUN/numerics and TensorBoard.
 
-    Args:
-        directory: the run directory.
-        writer: a SummaryWriter; None: no TensorBoard.
-        every, shadow_every: probe or shadow every n-th step; 0: none.
-        modules: patterns, as in `chosen_modules`, which raises BadInput.
+    every, shadow_every: probe or shadow every n-th step; 0: none. modules: patterns, as in
+    `chosen_modules`, which raises BadInput.
     """
 
     def __init__(
@@ -227,10 +221,7 @@ class Probing:
 
     @contextmanager
     def watching(self, step: int, index: int = 0) -> "Iterator[Watched]":
-        """Record step `step`, taken inside the block; the block must set its metrics.
-
-        index: the argument of the task's `train_step`.
-        """
+        """Record step `step`, `train_step(index)` inside the block, which must set its metrics."""
         with Watched(self.task, self.chosen, *self._looks(step)) as watched:
             yield watched
         record = watched.record(step, index)

@@ -43,10 +43,7 @@ class Steps:
 
 
 class KeptBatch:
-    """A data source that returns the kept batches for one step.
-
-    batches: one per micro-batch of step `step` (from 0). Everything else comes from the source.
-    """
+    """A data source with the kept batches, one per micro-batch, in place of those of one step."""
 
     def __init__(self, source, step: int, batches: list[tuple[Tensor, ...]], device: torch.device):
         self._source, self._first = source, step * len(batches)

@@ -91,11 +91,9 @@ def all_finite(tensors: Iterable[Tensor]) -> bool:
 
 @torch.no_grad()
 def finite_on_device(tensors: Iterable[Tensor]) -> Tensor:
-    """Return `all_finite` as a 0-dim bool on the device, without waiting.
-
-    It uses the largest magnitude: torch's maximum norm keeps every infinity and NaN.
-    """
+    """Return `all_finite` as a 0-dim bool on the device, without waiting."""
     tensors = [tensor for tensor in tensors if tensor.is_floating_point() and tensor.numel()]
+    # Torch's maximum norm keeps every infinity and NaN.
     return torch.isfinite(largest(tensors, tensors[0].device))
 
 

@@ -214,11 +214,8 @@ def floats(tree) -> list[Tensor]:
 
 
 def has_values(leaf) -> bool:
-    """Return whether the leaf is a tensor of numbers that can overflow; none on "meta" is.
-
-    8-bit values cannot overflow: they were scaled to fit, and mean something only with their
-    factor.
-    """
+    """Return whether the leaf is a tensor of numbers that can overflow; none on "meta" is."""
+    # 8-bit values were scaled to fit, and mean something only with their factor.
     if not isinstance(leaf, Tensor) or leaf.is_meta or leaf.itemsize == 1:
         return False
     return leaf.is_floating_point() and leaf.numel() > 0

@@ -60,10 +60,7 @@ class Finding:
 
 
 def find_culprit(steps: Steps, kind: str) -> Finding:
-    """Replay the next step of `steps` (or an evaluation) and find the culprit; changes the task.
-
-    kind: of failure (`mprun.numerics.failure.Kept`); "step": any that a step can have.
-    """
+    """Replay the next step and find the culprit; kind: as in `Kept`, or "step": any of a step."""
     if kind == "evaluation":
         return _find_in_evaluation(steps)
     task = steps.built.task
@@ -130,10 +127,7 @@ def _sources(seen: Observation, steps: Steps, row: StepRow) -> set[int]:
 
 
 def _blame(finding: Finding, seen: Observation, sources: set[int]) -> bool:
-    """Make the first of these events that was seen to appear the culprit; False if none was.
-
-    Its ramp: the largest values when it appeared, in order of execution, its own module last.
-    """
+    """Make the first of these events that was seen to appear the culprit; False if none was."""
     event = next((seen.events[i] for i in sorted(sources) if seen.events[i].seen), None)
     if event is None:
         return False
@@ -141,7 +135,7 @@ def _blame(finding: Finding, seen: Observation, sources: set[int]) -> bool:
     found = [one for one in ramp if one.phase in (Phase.FORWARD, Phase.LOSS, Phase.BACKWARD)]
     own = [one for one in found if (one.phase, one.module) == (event.phase, event.module)]
     finding.verdict, finding.event = "operation", event
-    finding.ramp = [one for one in found if one not in own] + own
+    finding.ramp = [one for one in found if one not in own] + own  # in order of execution
     return True
 
 

@@ -128,10 +128,7 @@ def options_of(config_dir: str | None = None) -> Options:
 def changes(
     config: dict, finding: Finding, options: Options, *, exploding: bool = False
 ) -> list[Change]:
-    """Return the changes to try, smallest first; only relevant ones that differ from the run.
-
-    exploding: whether the loss grew before the bad step.
-    """
+    """Return the changes to try, smallest first; exploding: the loss grew before the bad step."""
     found = []
     for overrides in _proposed(config, finding, options, exploding):
         changed = copy.deepcopy(config)
@@ -307,9 +304,8 @@ def survives(steps: Steps, origin: Origin) -> tuple[bool, str, float | None]:
 def transplant(built: Built, saved: dict) -> None:
     """Copy the state of a run (`task.state_dict()`) into a task of another precision or scaler.
 
-    Weights come from the saved masters if there are any, rounded if the new dtype is narrower; the
-    same holds for optimizer state. The state of a loss scale is copied if kind and scale are the
-    same.
+    Weights come from the saved masters if there are any, rounded if the new dtype is narrower, as
+    is optimizer state. The state of a loss scale is copied if its kind is the same.
     """
     task = built.task
     for name, learner in task.learners.items():

@@ -46,7 +46,7 @@ class OverflowTrace:
         return len(self.clean)
 
     def next_overflow(self, scale: float, start: int) -> int:
-        """Return the first index from `start` on that likely overflows at `scale`, or the length."""
+        """Return the first index from `start` on that likely overflows, else the length."""
         width = SCAN
         while start < len(self):
             found = np.flatnonzero(scale >= self.likely_overflow[start : start + width])

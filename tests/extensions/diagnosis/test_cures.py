@@ -1,12 +1,17 @@
 """Changes to a failing run: which are tried, and that a state survives the move to another mode."""
 
+import shlex
+
 import pytest
 import torch
 
+from mprun.cli import main
 from mprun.config.compose import compose_config
+from mprun.extensions.diagnosis.commands.explain import command_with
 from mprun.extensions.diagnosis.first_nonfinite import Finding
 from mprun.extensions.diagnosis.interventions import (
     Origin,
+    Tried,
     changes,
     options_of,
     survives,
@@ -44,6 +49,20 @@ def test_a_module_s_overflow_in_fp16_master():
         "precision=bf16_master",
         "precision=fp32",
     ]
+
+
+@pytest.mark.parametrize(
+    ("cure", "left"),
+    [("scaler=dynamic", "optim.lr=0.1"), ("precision=fp32", "optim.lr=0.1"), ("optim.lr=1", "")],
+)
+def test_the_command_with_a_cure_composes(cure, left):
+    """Of a replaced scaler or mode the run's own settings go, too."""
+    scaler = ["scaler=static", "scaler.scale=512"]
+    own = ["precision=fp16_master_scaled", *scaler, "optim.lr=0.1", "output_dir=x"]
+    words = shlex.split(command_with(Tried((cure,), True, ""), {"overrides": own}))
+    assert words[0] == "mprun" and words[-1] == cure and "output_dir=x" not in words
+    assert not left or left in words
+    assert main([*words[1:], "--cfg", "job"]) == 0
 
 
 NONE = "precision.products.input=null precision.products.weight=null "

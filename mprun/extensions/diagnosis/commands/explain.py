@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Arguments
 from mprun.config.compose import config_from_record
+from mprun.config.overrides import without
 from mprun.config.user_code import NOTHING, Vouched, is_factory, vouched
 from mprun.errors import DONE, BadInput, Damaged
 from mprun.numerics.exponent_shares import FP16_MAX
@@ -99,11 +100,10 @@ def explain(
     given: Vouched = NOTHING,
     config_dir: str | None = None,
 ) -> Explanation:
-    """Explain the run in `directory`.
+    """Explain a run; BadInput if it neither diverged nor failed, Damaged if it is not whole.
 
     given: the names of the user's code that may be imported, including the run's. config_dir: the
-    user's options, among which a change may be found. Raises BadInput if the run neither diverged
-    nor failed, Damaged if its record is not whole.
+    user's options, among which a change may be found.
     """
     if not (directory / "run.json").is_file():
         raise BadInput(f"explain {directory}: no run.json there; pass a run directory")
@@ -157,7 +157,7 @@ def explain(
     rows, options = recorded_rows(directory), options_of(config_dir)
     found = Explanation(*start, *find_cures(build, config, kept, finding, rows, options))
     cure = found.smallest
-    return found if cure is None else replace(found, command=_command(record, cure))
+    return found if cure is None else replace(found, command=command_with(cure, record))
 
 
 def _replay_in_words(finding: "Finding", failure: dict, without_gpu: bool) -> str:
@@ -172,18 +172,12 @@ def _replay_in_words(finding: "Finding", failure: dict, without_gpu: bool) -> st
     return f"{text}, its losses {same}"
 
 
-def _command(record: dict, smallest: "Tried") -> str:
+def command_with(cure: "Tried", record: dict) -> str:
     """Return the run's command line with the cure in it."""
-    changed = {override.partition("=")[0] for override in smallest.overrides}
-    left_out = {"output_dir", "resume"} | changed
-    mode = "precision" in changed  # another mode brings its scaler
-
-    def stays(override: str) -> bool:
-        key = override.partition("=")[0].lstrip("+")
-        of_mode = mode and (key == "scaler" or key.startswith(("precision.", "scaler.")))
-        return key not in left_out and not of_mode
-
-    return shlex.join(["mprun", *filter(stays, record["overrides"]), *smallest.overrides])
+    changed = [override.partition("=")[0] for override in cure.overrides]
+    scaler = ["scaler"] if "precision" in changed else []  # another mode brings its own
+    own = without(record["overrides"], "output_dir", "resume", *changed, *scaler)
+    return shlex.join(["mprun", *own, *cure.overrides])
 
 
 def as_dict(explanation: Explanation) -> dict:

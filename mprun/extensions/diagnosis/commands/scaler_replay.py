@@ -340,10 +340,7 @@ def probed_bounds(
 
 
 def _shown_by(probe: ProbeRecord, every_dtype: bool) -> tuple[float, float] | None:
-    """Return (a scale that is clean but whose double overflows, largest unscaled weight gradient).
-
-    None if the probe cannot tell.
-    """
+    """Return (a clean scale whose double overflows, largest unscaled weight gradient) if known."""
     exponents, largest = [], []
     for learner in probe.learners.values():
         scales = {probe.log2_loss_scale[name] for name in learner.loss_scales}
@@ -471,11 +468,7 @@ _TICKS = 400  # most skipped updates drawn per scaler
 
 
 def draw_replays(replays: dict[str, Replay], trace: OverflowTrace, paths: list[Path]) -> None:
-    """Write one figure to every path, in the format of its ending (.png, .svg).
-
-    Above: the scale of each scaler over steps, a cross where it collapsed. Below: a row for each
-    scaler with a tick at each skipped update.
-    """
+    """Write one figure to every path, in the format of its ending (.png, .svg)."""
     from mprun.plots.panel import settings
 
     with settings():
@@ -513,9 +506,9 @@ def _figure(replays: dict[str, Replay], trace: OverflowTrace):
         shown = found.skipped
         if len(shown) > _TICKS:
             shown = shown[np.linspace(0, len(shown) - 1, _TICKS).astype(int)]
-        height = np.full(len(shown), share * (1 - (number + 0.5) / len(replays)))
+        level = np.full(len(shown), share * (1 - (number + 0.5) / len(replays)))
         tick = {"color": looks[name].colour, "markersize": 6, "markeredgewidth": 1.2}
-        axes.plot(shown, height, "|", **tick, transform=axes.get_xaxis_transform())
+        axes.plot(shown, level, "|", **tick, transform=axes.get_xaxis_transform())
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power_of_two(round(value))))
     axes.xaxis.set_major_formatter(FuncFormatter(thousands))
     axes.set_xlabel("step (ticks below: skipped updates, a row for each scaler)")
