@@ -1,4 +1,1 @@
-"""Study the numbers of a run: exponents, lost updates, shadow steps, and records of them.
-
-The package is imported only on demand; reading the files of a run (`probe_record`) needs no torch.
-"""
+"""Study the numbers of a run; reading its files (`probe_record`, `post_mortem`) needs no torch."""

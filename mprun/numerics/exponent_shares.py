@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, astuple, dataclass, fields
 from operator import add
-from typing import Any, NamedTuple, Protocol, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
@@ -166,16 +166,12 @@ class ExponentCounts:
         return cls(bins)
 
 
-class _Mergeable(Protocol):
-    def merge(self, other: Self, /) -> Self: ...
-
-
-Part = TypeVar("Part", bound=_Mergeable)
+Part = TypeVar("Part")
 
 
 def merged(parts: Iterable[Part]) -> Part | None:
-    """Return the merge of all; None if there are none."""
-    total: Part | None = None
+    """Return the merge of all, which have a method `merge`; None if there are none."""
+    total: Any = None
     for part in parts:
         total = part if total is None else total.merge(part)
     return total

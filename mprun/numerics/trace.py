@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Self
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -24,8 +23,6 @@ from mprun.torch_private import (
     TorchDispatchMode,
     graph_task,
     schema_of,
-    tree_leaves,
-    tree_map,
 )
 
 
@@ -208,43 +205,6 @@ def in_backward() -> bool:
     return graph_task() != -1
 
 
-def floats(tree) -> list[Tensor]:
-    """Return the floating-point tensors in nested lists, tuples and dicts, detached."""
-    return [leaf.detach() for leaf in tree_leaves(tree) if has_values(leaf)]
-
-
-def has_values(leaf) -> bool:
-    """Return whether the leaf is a tensor of numbers that can overflow; none on "meta" is."""
-    # 8-bit values were scaled to fit, and mean something only with their factor.
-    if not isinstance(leaf, Tensor) or leaf.is_meta or leaf.itemsize == 1:
-        return False
-    return leaf.is_floating_point() and leaf.numel() > 0
-
-
 def storage_of(tensor: Tensor) -> int:
     """Return an address that differs between tensors in different memory; views share it."""
     return tensor.untyped_storage().data_ptr()
-
-
-def largest_of(tensor: Tensor) -> float:
-    """Return the largest absolute value, NaN if there is one."""
-    return float(tensor.abs().amax())
-
-
-def in_fp32(operation: Operation, place: int) -> float | None:
-    """Return the largest absolute value of the same call on the same inputs in FP32."""
-
-    def widened(value):
-        if isinstance(value, Tensor) and value.is_floating_point():
-            return value if value.itemsize == 1 else value.float()
-        half = value is torch.float16 or value is torch.bfloat16
-        return torch.float32 if half else value
-
-    if torch.Tag.nondeterministic_seeded in operation.func.tags:
-        return None  # would draw the step's random numbers a second time
-    try:
-        wide_args, wide_kwargs = tree_map(widened, (operation.args, operation.kwargs))
-        found = floats(operation.func(*wide_args, **wide_kwargs))
-    except (RuntimeError, NotImplementedError, TypeError):
-        return None  # kernels that demand a 16-bit argument
-    return largest_of(found[place]) if place < len(found) else None

@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mprun.numerics.operation_summary import lines
-from mprun.numerics.operations import FirstStep
+from mprun.numerics.operations import FirstStep, lines
 from mprun.precision import (
     DynamicLossScale,
     ForwardContext,

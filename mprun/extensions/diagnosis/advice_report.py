@@ -1,144 +1,12 @@
-"""The findings of `mprun advise`: as data, from which --json is made, and as about 30 lines."""
+"""The findings of `mprun advise` as about 30 lines."""
 
 import shlex
-from dataclasses import asdict, dataclass, field
 
-from mprun.extensions.diagnosis.fp8 import OPERANDS, Fp8Advice
-from mprun.extensions.diagnosis.shapes import MULTIPLE, IdleShape
-from mprun.numerics.post_mortem import plain
-from mprun.numerics.probe_record import ScaleRange
+from mprun.extensions.diagnosis.advice import Advice, Worst, words
+from mprun.extensions.diagnosis.fp8 import OPERANDS
+from mprun.extensions.diagnosis.shapes import MULTIPLE
 
-GROWTH_INTERVAL = 2000  # of torch, apex and NVIDIA's guide: at most one skip in so many updates
 _SHAPES = 6  # most lines of sizes; the rest is counted
-
-
-@dataclass(frozen=True, slots=True)
-class Worst:
-    """The module with the largest share, and that share (0 to 1)."""
-
-    module: str
-    share: float
-
-
-@dataclass(frozen=True, slots=True)
-class MasterWeights:
-    """The lost updates by format ("fp16", "bf16"): over all weights, and of the worst module.
-
-    share, worst: parts of the non-zero updates, over all probes. needed: in FP16 the share of the
-    total, or of a module with 1,000 non-zero updates, is above `threshold`; or 16-bit weights took
-    a smaller part of their updates than 1 - threshold. It is None if the run stored its weights
-    with stochastic rounding or a compensation: single updates then say nothing. applied: part of
-    the wanted updates that 16-bit weights took; None if weights are updated in FP32.
-    """
-
-    needed: bool | None
-    threshold: float
-    share: dict[str, float]
-    worst: dict[str, Worst | None]
-    zero_share: float
-    applied: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Underflow:
-    """One kind of gradients. Shares are parts of the non-zero values; true zeros are separate.
-
-    lost, lost_sum: share of values, and of the sum of absolute values, that FP16 makes zero at
-    scale 1; ..._recommended: at the recommended scale. lowest: log2 of the smallest scale that
-    keeps `lost` at or below the requested share.
-    """
-
-    kind: str
-    zero_share: float
-    lost: float
-    lost_sum: float
-    worst: Worst | None
-    lost_recommended: float
-    lost_sum_recommended: float
-    worst_recommended: Worst | None
-    lowest: int | None
-
-
-@dataclass(frozen=True, slots=True)
-class LossScaling:
-    """The loss scaling that FP16 needs.
-
-    needed: at scale 1 a kind loses more than the share, or something overflows. range: None if all
-    gradients were zero. limited_by: the module whose gradients overflow first, and their largest
-    value at scale 1.
-    """
-
-    needed: bool
-    range: ScaleRange | None
-    kinds: list[Underflow]
-    limited_by: tuple[str, str, float] | None  # kind, module, largest value
-    growth_interval: int = GROWTH_INTERVAL
-
-
-@dataclass(frozen=True, slots=True)
-class KeepFp32:
-    """A module that FP16 cannot hold.
-
-    patterns: for precision.overrides. They include the reader of the values, because an FP32 module
-    returns its result in FP16. needs_amp: the patterns need autocast, where FP32 results stay FP32.
-    """
-
-    module: str
-    reason: str
-    patterns: tuple[str, ...]
-    needs_amp: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """The basis of the advice.
-
-    left_out: probed steps whose update was skipped. of_steps: length of the whole run. lr: smallest
-    and largest rate of the probed steps; schedule_lr: the same over the run. formats: dtypes of the
-    measured gradients. problems: reasons to doubt the advice.
-    """
-
-    steps: list[int]
-    left_out: list[int]
-    of_steps: int
-    lr: tuple[float, float]
-    schedule_lr: tuple[float, float]
-    formats: list[str]
-    problems: list[str] = field(default_factory=list)
-
-
-@dataclass(frozen=True, slots=True)
-class Advice:
-    """The needs of FP16, and the losses of FP8 products.
-
-    overrides: the advised mode, as typed after `mprun`: `static` if a loss scale is needed, else a
-    mode without one. static, dynamic: the mode with either scaler, empty without a gradient.
-    unscaled: the same mode with scale 1 and nothing kept in FP32.
-    """
-
-    evidence: Evidence
-    master_weights: MasterWeights
-    loss_scaling: LossScaling
-    keep_fp32: list[KeepFp32]
-    largest_activation: tuple[str, float] | None
-    notes: list[str]
-    idle_shapes: list[IdleShape]
-    fp8: Fp8Advice
-    overrides: list[str]
-    static: list[str]
-    dynamic: list[str]
-    unscaled: list[str]
-    command: str = ""
-    run: str = ""
-    check: dict | None = None
-
-    def as_dict(self) -> dict:
-        """Return plain values, non-finite numbers as text."""
-        content = plain(asdict(self))
-        scales = self.loss_scaling.range
-        if scales is not None:
-            content["loss_scaling"]["range"] |= {"top": scales.top, "fits": scales.fits}
-        return content
 
 
 def as_text(advice: Advice) -> list[str]:
@@ -316,7 +184,3 @@ def _worst(worst: Worst | None) -> str:
     if worst is None or worst.share == 0:
         return ""
     return f" (worst: {worst.module} {_percent(worst.share)})"
-
-
-def words(kind: str) -> str:
-    return kind.replace("_", " ")

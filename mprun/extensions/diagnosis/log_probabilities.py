@@ -8,7 +8,6 @@ for a change of the policy (Qi et al., arXiv 2510.26788).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -52,22 +51,19 @@ def held_out_windows(data: Source, tokens: int, length: int | None = None) -> Wi
     length: tokens of a window; None: as the first held-out batch. Longer batches are cut, the rest
     is dropped. Raises ValueError if no batch is so long.
     """
-    longest = 0
-
-    def cut():
-        nonlocal length, longest
-        for batch in data.eval_batches():
-            longest, length = max(longest, len(batch[0])), length or len(batch[0])
-            for parts in zip(*(side.split(length) for side in batch), strict=True):
-                if len(parts[0]) == length:
-                    yield from zip(*(part.unbind(1) for part in parts), strict=True)
-
-    windows = cut()
-    first = next(windows, None)
-    if first is None:
+    found: list[tuple[Tensor, ...]] = []
+    longest = wanted = 0
+    for batch in data.eval_batches():
+        longest, length = max(longest, len(batch[0])), length or len(batch[0])
+        wanted = max(1, tokens // length)
+        for parts in zip(*(side.split(length) for side in batch), strict=True):
+            if len(parts[0]) == length:
+                found += zip(*(part.unbind(1) for part in parts), strict=True)
+        if len(found) >= wanted:
+            break
+    if not found:
         raise ValueError(f"the held-out data have windows of at most {longest} tokens")
-    found = [first, *islice(windows, max(0, tokens // len(first[0]) - 1))]
-    return Windows(*map(torch.stack, zip(*found, strict=True)))
+    return Windows(*map(torch.stack, zip(*found[:wanted], strict=True)))
 
 
 def log_probs(

@@ -24,18 +24,20 @@ from mprun.numerics.trace import (
     Operation,
     Phase,
     Trace,
-    floats,
-    has_values,
     in_backward,
-    in_fp32,
-    largest_of,
     operands,
     storage_of,
 )
 from mprun.precision import scaled_products
 from mprun.precision.policy import dtype_name
 from mprun.precision.scaled_products import Cast
-from mprun.torch_private import autograd_node, disable_dispatch_modes, schema_of, tree_leaves
+from mprun.torch_private import (
+    autograd_node,
+    disable_dispatch_modes,
+    schema_of,
+    tree_leaves,
+    tree_map,
+)
 
 _MARK = "mprun.module"
 _RAMPS = 50  # most events with a separate ramp
@@ -329,3 +331,40 @@ def _computes(node: Node | None) -> bool:
 
 def _marks(node: Node) -> dict[str, str]:
     return node.metadata  # type: ignore[return-value]  # declared as a method, and is a dictionary
+
+
+def floats(tree) -> list[Tensor]:
+    """Return the floating-point tensors in nested lists, tuples and dicts, detached."""
+    return [leaf.detach() for leaf in tree_leaves(tree) if has_values(leaf)]
+
+
+def has_values(leaf) -> bool:
+    """Return whether the leaf is a tensor of numbers that can overflow; none on "meta" is."""
+    # 8-bit values were scaled to fit, and mean something only with their factor.
+    if not isinstance(leaf, Tensor) or leaf.is_meta or leaf.itemsize == 1:
+        return False
+    return leaf.is_floating_point() and leaf.numel() > 0
+
+
+def largest_of(tensor: Tensor) -> float:
+    """Return the largest absolute value, NaN if there is one."""
+    return float(tensor.abs().amax())
+
+
+def in_fp32(operation: Operation, place: int) -> float | None:
+    """Return the largest absolute value of the same call on the same inputs in FP32."""
+
+    def widened(value):
+        if isinstance(value, Tensor) and value.is_floating_point():
+            return value if value.itemsize == 1 else value.float()
+        half = value is torch.float16 or value is torch.bfloat16
+        return torch.float32 if half else value
+
+    if torch.Tag.nondeterministic_seeded in operation.func.tags:
+        return None  # would draw the step's random numbers a second time
+    try:
+        wide_args, wide_kwargs = tree_map(widened, (operation.args, operation.kwargs))
+        found = floats(operation.func(*wide_args, **wide_kwargs))
+    except (RuntimeError, NotImplementedError, TypeError):
+        return None  # kernels that demand a 16-bit argument
+    return largest_of(found[place]) if place < len(found) else None

@@ -15,6 +15,7 @@ from mprun.extensions.diagnosis.advice_report import as_text
 from mprun.extensions.diagnosis.shapes import Layout, idle_shapes
 from mprun.models import ConvAutoencoder
 from mprun.numerics.exponent_shares import AppliedUpdates, ExponentCounts, LostUpdates
+from mprun.numerics.post_mortem import plain
 from mprun.numerics.probe_record import LearnerProbe, ProbeRecord, TensorStats
 from mprun.precision import NoLossScale
 
@@ -207,7 +208,7 @@ def test_what_breaks_fp16_naive_alone():
 
 def test_the_advice_is_plain_data():
     nan = TensorStats(ExponentCounts(), math.nan, "fp32")
-    found = advice_from(probe(activations={"middle": nan}, **GRADIENTS)).as_dict()
+    found = plain(advice_from(probe(activations={"middle": nan}, **GRADIENTS)).as_dict())
     text = json.dumps(found, allow_nan=False)
     assert json.loads(text) == found
     assert found["loss_scaling"]["range"]["top"] == 23

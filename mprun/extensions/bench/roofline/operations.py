@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from mprun.numerics.operation_summary import convolution_flops, flops
+from mprun.numerics.operations import convolution_flops, flops
 from mprun.numerics.trace import Operation, operands
 from mprun.torch_private import tree_leaves
 

@@ -1,6 +1,5 @@
 """`mprun advise`: the needs of FP16 and FP8 in this configuration, from a few probed FP32 steps."""
 
-import json
 import math
 import shlex
 import sys
@@ -24,13 +23,14 @@ from mprun.config.user_code import (
     vouched,
 )
 from mprun.errors import DIVERGED, DONE, BadInput, MprunError
+from mprun.extensions.diagnosis.commands import page, record_of
 from mprun.numerics.probe_record import read_probes
 from mprun.record.metrics import read_metrics
 from mprun.record.run_directory import locked, read_config
-from mprun.record.run_record import read_record
+from mprun.record.run_record import Record, read_record
 
 if TYPE_CHECKING:
-    from mprun.extensions.diagnosis.advice_report import Advice
+    from mprun.extensions.diagnosis.advice import Advice
 
 STEPS, PROBES, SHARE = 60, 12, 0.001
 SEEDS = (0, 1, 2)  # for --check: no verdict with fewer than 3
@@ -63,17 +63,13 @@ def main(arguments: list[str]) -> int:
             return code
     else:
         directory = options.run
-        base = _own(_read(directory)[0].get("overrides", []))
+        base = _own(_recorded(directory).get("overrides", []))
     advice = advise_run(directory, share=options.share, given=given)
     if options.check:
         advice = replace(advice, check=_check(options, given, advice, base, directory))
     from mprun.extensions.diagnosis.advice_report import as_text
 
-    if options.json:
-        print(json.dumps(advice.as_dict(), indent=1, allow_nan=False))
-    else:
-        print("\n".join([*as_text(advice), f"run: {directory}"]))
-    return DONE
+    return page(advice.as_dict(), [*as_text(advice), f"run: {directory}"], options.json)
 
 
 def _options(arguments: list[str]) -> Namespace:
@@ -122,7 +118,7 @@ def advise_run(directory: Path, *, share: float = SHARE, given: Vouched = NOTHIN
     accepted underflow share. given: the names of the user's code that may be imported, including
     the run's.
     """
-    record, plain = _read(directory)
+    record, plain = _recorded(directory), read_config(directory)
     probes = read_probes(directory)
     if not probes:
         raise BadInput(f"advise {directory}: no probes there; train it with numerics=on")
@@ -254,8 +250,5 @@ def _key(override: str) -> str:
     return override.lstrip("+~").partition("=")[0]
 
 
-def _read(directory: Path) -> tuple[dict, dict]:
-    """Return (run.json, configuration) of a run directory."""
-    if not (directory / "run.json").is_file():
-        raise BadInput(f"advise {directory}: no run.json there; pass a run directory or key=value")
-    return read_record(directory), read_config(directory)
+def _recorded(directory: Path) -> Record:
+    return record_of("advise", directory, "a run directory or key=value")

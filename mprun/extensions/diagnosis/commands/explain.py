@@ -1,6 +1,5 @@
 """`mprun explain RUN`: replay the failing step, name the operation, try cures."""
 
-import json
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -11,9 +10,10 @@ from mprun.cli.arguments import Arguments
 from mprun.config.compose import config_from_record
 from mprun.config.overrides import without
 from mprun.config.user_code import NOTHING, Vouched, is_factory, vouched
-from mprun.errors import DONE, BadInput, Damaged
+from mprun.errors import BadInput, Damaged
+from mprun.extensions.diagnosis.commands import page, record_of
 from mprun.numerics.exponent_shares import FP16_MAX
-from mprun.numerics.post_mortem import plain, power, read_post_mortem
+from mprun.numerics.post_mortem import power, read_post_mortem
 from mprun.record.run_directory import read_config
 from mprun.record.run_record import read_record
 
@@ -86,11 +86,7 @@ def main(arguments: list[str]) -> int:
         given=vouched(factories, given.config_dir),
         config_dir=given.config_dir,
     )
-    if given.json:
-        print(json.dumps(as_dict(explanation), indent=1, allow_nan=False))
-    else:
-        print("\n".join(as_text(explanation)))
-    return DONE
+    return page(as_dict(explanation), as_text(explanation), given.json)
 
 
 def explain(
@@ -105,9 +101,7 @@ def explain(
     given: the names of the user's code that may be imported, including the run's. config_dir: the
     user's options, among which a change may be found.
     """
-    if not (directory / "run.json").is_file():
-        raise BadInput(f"explain {directory}: no run.json there; pass a run directory")
-    record = read_record(directory)
+    record = record_of("explain", directory)
     status, cause = record.get("status"), str(record.get("cause"))
     if status == "failed":
         replay = "not replayed: the run ended with an exception"
@@ -181,7 +175,6 @@ def command_with(cure: "Tried", record: dict) -> str:
 
 
 def as_dict(explanation: Explanation) -> dict:
-    """Return plain values, with non-finite numbers as text."""
     from mprun.extensions.diagnosis.first_nonfinite import in_words, reason_of
     from mprun.precision.policy import dtype_name
 
@@ -197,7 +190,7 @@ def as_dict(explanation: Explanation) -> dict:
         "command": explanation.command,
     }
     if finding is None:
-        return plain(content)
+        return content
     event, culprit = finding.event, None
     if event is not None:
         names = "phase module operation tensor dtype result count of largest_input"
@@ -209,7 +202,7 @@ def as_dict(explanation: Explanation) -> dict:
         _chosen(one, "phase module") | {"largest": one.value, "dtype": one.dtype}
         for one in finding.ramp
     ]
-    return plain(content)
+    return content
 
 
 def _chosen(record: object, names: str) -> dict:

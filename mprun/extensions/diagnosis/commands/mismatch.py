@@ -1,6 +1,5 @@
 """`mprun mismatch MODE ... RUN`: log-probabilities of the same weights in modes or batch shapes."""
 
-import json
 from argparse import Namespace
 from collections.abc import Callable, Iterable
 from contextlib import closing
@@ -15,8 +14,8 @@ from mprun.config.option_files import modes
 from mprun.config.registry import task_of
 from mprun.config.schema import MAX_STEPS, RunConfig
 from mprun.config.user_code import is_factory, vouched
-from mprun.errors import DONE, BadInput, Damaged, MprunError
-from mprun.numerics.post_mortem import plain
+from mprun.errors import BadInput, Damaged, MprunError
+from mprun.extensions.diagnosis.commands import page, record_of
 from mprun.record.run_directory import read_config
 from mprun.record.run_record import read_record
 
@@ -75,16 +74,12 @@ def main(arguments: list[str]) -> int:
     for side, base in pairs:
         both = found[side], found[base], options.band
         results.append((side, base, mismatch(*both), by_position(*both)))
-    if options.json:
-        rows = [
-            {**side._asdict(), "against": base._asdict(), **asdict(whole)}
-            | {"positions": [{"up_to": last, **asdict(part)} for last, part in parts.items()]}
-            for side, base, whole, parts in results
-        ]
-        print(json.dumps(plain(about | {"pairs": rows}), indent=1, allow_nan=False))
-    else:
-        print("\n".join(_as_text(about, results)))
-    return DONE
+    rows = [
+        {**side._asdict(), "against": base._asdict(), **asdict(whole)}
+        | {"positions": [{"up_to": last, **asdict(part)} for last, part in parts.items()]}
+        for side, base, whole, parts in results
+    ]
+    return page(about | {"pairs": rows}, _as_text(about, results), options.json)
 
 
 def _options(arguments: list[str]) -> Namespace:
@@ -176,9 +171,7 @@ def _configs(options: Namespace, wanted: Iterable[str]) -> dict[str, RunConfig]:
 
 
 def _read(run: Path) -> dict:
-    if not (run / "run.json").is_file():
-        raise BadInput(f"mismatch {run}: no run.json there; pass a run directory")
-    read_record(run)  # Damaged if it is no record, or if a link leads out of the run
+    record_of("mismatch", run)  # Damaged if it is no record, or if a link leads out of the run
     if not (run / "checkpoints").is_dir():
         hint = "train it with train.checkpoint_every=N"
         raise BadInput(f"mismatch {run}: no checkpoint there; {hint}")

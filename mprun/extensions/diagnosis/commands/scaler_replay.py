@@ -8,6 +8,7 @@ import json
 import math
 import sys
 from argparse import Namespace
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,6 +22,7 @@ from mprun.config.fields import must_be, nearest
 from mprun.config.registry import SCALERS
 from mprun.config.schema import ScalerConfig
 from mprun.errors import DONE, BadInput, Damaged
+from mprun.extensions.diagnosis.commands import page, record_of
 from mprun.extensions.diagnosis.overflow_trace import (
     OverflowTrace,
     read_trace_file,
@@ -29,7 +31,6 @@ from mprun.extensions.diagnosis.overflow_trace import (
 from mprun.numerics.probe_record import GRADIENT_KINDS, ProbeRecord, read_probes
 from mprun.record.console import markdown_table
 from mprun.record.metrics import read_metrics
-from mprun.record.run_record import read_record
 
 if TYPE_CHECKING:
     from mprun.precision import LossScale
@@ -77,10 +78,7 @@ def main(arguments: list[str]) -> int:
         else:
             replays[name] = replay(scale, trace)
     content = _as_json(path, trace, replays, left_out)
-    if given.json:
-        print(json.dumps(content, indent=1, allow_nan=False))
-    else:
-        _print(trace, replays, left_out)
+    page(content, _as_text(trace, replays, left_out), given.json)
     if not given.no_files and replays:
         given.out.mkdir(parents=True, exist_ok=True)
         figures = [given.out / "scaler-replay.png", given.out / "scaler-replay.svg"]
@@ -121,9 +119,7 @@ def _options(arguments: list[str]) -> Namespace:
 
 def _of_run(directory: Path) -> tuple[OverflowTrace, ScalerConfig | None]:
     """Return the trace of a run directory, and the run's scaler if that skips."""
-    if not (directory / "run.json").is_file():
-        raise BadInput(f"{directory}: no run.json there; pass a run directory or a file")
-    record = read_record(directory)
+    record = record_of("scaler-replay", directory, "a run directory or a file")
 
     import torch
 
@@ -176,20 +172,20 @@ def _key(text: str) -> str:
     return text.partition("=")[0].removeprefix("scaler.")
 
 
-def _print(trace: OverflowTrace, replays: dict, left_out: dict[str, str]) -> None:
+def _as_text(trace: OverflowTrace, replays: dict, left_out: dict[str, str]) -> Iterator[str]:
     header = ["scaler", "skipped", "first at steps", "final scale", "min", "max", "end"]
-    print(markdown_table(header, [_row(name, found) for name, found in replays.items()]))
+    yield markdown_table(header, [_row(name, found) for name, found in replays.items()])
     notes = ". ".join(note[:1].upper() + note[1:] for note in trace.notes)
-    print(f"\n{len(trace)} steps. {notes}.")
+    yield f"\n{len(trace)} steps. {notes}."
     partly = {name: found for name, found in replays.items() if found.known < found.steps}
     if partly:
-        print("Decided by the step itself / assumed from other steps / unknown, taken as clean:")
+        yield "Decided by the step itself / assumed from other steps / unknown, taken as clean:"
     for name, found in partly.items():
         counts = (found.known, found.assumed, found.unknown)
-        print(f"  {name}: " + " / ".join(f"{100 * count / found.steps:.4g} %" for count in counts))
-    print("The trace is fixed: other skipped updates would have changed the training after them.")
+        yield f"  {name}: " + " / ".join(f"{100 * count / found.steps:.4g} %" for count in counts)
+    yield "The trace is fixed: other skipped updates would have changed the training after them."
     for name, reason in left_out.items():
-        print(f"left out: {name} {reason}")
+        yield f"left out: {name} {reason}"
 
 
 def _row(name: str, found: "Replay") -> list[str]:
