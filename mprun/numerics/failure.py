@@ -237,9 +237,6 @@ class FailureKeeper:
         return kind, rows
 
 
-CPU = torch.device("cpu")
-
-
 def kept_state(directory: Path, record: dict, plain: dict, build) -> dict:
     """Return the state before the bad step; train again if the run kept none."""
     folder = failure_folder(directory)
@@ -249,7 +246,7 @@ def kept_state(directory: Path, record: dict, plain: dict, build) -> dict:
         post_mortem = read_post_mortem(directory)
         reason = post_mortem["failure"]["reason"] if post_mortem else "no post-mortem"
         raise BadInput(f"explain {directory}: no state before the bad step ({reason})")
-    found = checkpoint.load_newest(folder, CPU)
+    found = checkpoint.load_newest(folder, torch.device("cpu"))
     wanted = {"task", "step", "skipped", "random", "kind", "batch"}
     if found is None or not wanted <= found.state.keys():
         raise Damaged(f"{folder}: not the state before a bad step")
@@ -261,7 +258,7 @@ def _train_again(directory: Path, record: dict, plain: dict, build) -> None:
     if not {"last_step", "cause"} <= record.keys():
         raise Damaged(f"{directory / 'run.json'}: no last_step or cause; not the record of a run")
     last, built, step, skipped = record["last_step"], build(plain), 0, 0
-    found = checkpoint.load_newest(directory / "checkpoints", CPU)
+    found = checkpoint.load_newest(directory / "checkpoints", torch.device("cpu"))
     if found is not None:
         built.task.load_state_dict(found.state["task"])
         if found.step < last and all_finite(weights(built.task).values()):

@@ -346,7 +346,6 @@ def _in_tf32(name: str, device: torch.device) -> bool:
     return device.type == "cuda" and read_math_flags()[flag] == "tf32"
 
 
-_NAMES = 5  # operations named in a line
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _KINDS = (
     "parameters master_weights gradients gradients_in_update optimizer_state buffers activations "
@@ -370,7 +369,7 @@ def lines(
     ]
     if groups["casts"]:
         elements = _totals(groups["casts"], "dtype").items()
-        parts = [f"{name} {_count(total).strip()}" for name, total in elements]
+        parts = [f"{name} {_in_units(total, *_COUNTS).strip()}" for name, total in elements]
         text.append(f"  casts    {', '.join(parts)} elements")
     text.append(f"  flags    {flag_line(flags, device)}")
     text.append(f"  memory   {memory_line(memory)}")
@@ -401,7 +400,9 @@ def memory_line(memory: Mapping) -> str:
     for kind in _KINDS:
         floats = [one for one in memory.get(kind, {}).items() if "int" not in one[0]]
         if floats:
-            each = (f"{_SHORT.get(dtype, dtype)} {_bytes(size)}" for dtype, size in floats)
+            each = (
+                f"{_SHORT.get(dtype, dtype)} {_in_units(size, *_BYTES)}" for dtype, size in floats
+            )
             parts.append(f"{kind.replace('_', ' ')} {' + '.join(each)}")
     return ", ".join(parts)
 
@@ -411,7 +412,7 @@ def _products(rows: list[Mapping]) -> list[str]:
     total, text, label = sum(flops.values()) or 1, [], "products"
     for dtype, own in flops.items():
         names = list(dict.fromkeys(row["operation"] for row in rows if row["dtype"] == dtype))
-        share = f"{100 * own / total:.3g} % of {_count(total)}FLOP"
+        share = f"{100 * own / total:.3g} % of {_in_units(total, *_COUNTS)}FLOP"
         text.append(f"  {label:<9}{dtype} {share}: {_some(names)}")
         label = ""
     return text or ["  products none seen"]
@@ -433,21 +434,16 @@ def _totals(rows: list[Mapping], key: str, what: str = "elements") -> dict[str, 
     return dict(totals.most_common())
 
 
-def _some(names: list[str], most: int = _NAMES) -> str:
+def _some(names: list[str], most: int = 5) -> str:
     more = len(names) - most
     return ", ".join(names[:most] + ([f"{more} more"] if more > 0 else []))
 
 
-def _count(value: float) -> str:
-    """Return "1.2 M"; below 1000 with a trailing blank, for the unit that follows."""
-    return _in_units(value, 1000, ("", "k", "M", "G", "T"))
-
-
-def _bytes(value: float) -> str:
-    return _in_units(value, 1024, ("B", "KiB", "MiB", "GiB"))
+_COUNTS, _BYTES = (1000, ("", "k", "M", "G", "T")), (1024, ("B", "KiB", "MiB", "GiB"))
 
 
 def _in_units(value: float, step: int, units: tuple[str, ...]) -> str:
+    """Return "1.2 M"; a small count ends with a blank, for the unit that follows."""
     power = 0
     while value >= step - 0.5 and power < len(units) - 1:
         value, power = value / step, power + 1

@@ -11,10 +11,7 @@ from enum import StrEnum
 from typing import Any, Self
 
 from torch import Tensor, nn
-from torch.nn.modules.module import (
-    register_module_forward_hook,
-    register_module_forward_pre_hook,
-)
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from mprun.numerics.state import named_modules
 from mprun.torch_private import (
@@ -93,6 +90,11 @@ class Trace:
         self.forward_context.watchers.remove(self._inner)
         for hook in self._hooks:
             hook.remove()
+
+    @property
+    def module(self) -> str:
+        """Return the path of the innermost running module, "" outside of modules."""
+        return self.modules[-1] if self.modules else ""
 
     @property
     def phase(self) -> Phase:

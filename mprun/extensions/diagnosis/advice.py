@@ -14,13 +14,7 @@ from mprun.config.schema import OptimConfig, RunConfig
 from mprun.errors import BadInput
 from mprun.extensions.diagnosis.fp8 import Fp8Advice, fp8_advice
 from mprun.extensions.diagnosis.shapes import IdleShape, Key, Layout
-from mprun.numerics.exponent_shares import (
-    FORMATS,
-    FP16_LOST,
-    AppliedUpdates,
-    LostUpdates,
-    merged,
-)
+from mprun.numerics.exponent_shares import FORMATS, FP16_LOST, AppliedUpdates, LostUpdates, merged
 from mprun.numerics.probe_record import (
     GRADIENT_KINDS,
     Gradients,

@@ -100,14 +100,12 @@ def fp8_advice(used: Sequence[ProbeRecord], layout: Layout) -> Fp8Advice:
             parts[operand].setdefault(key, []).append((stats, min(scales), max(scales)))
     measured = [key for key in layout.scaled if all(key in own for own in parts.values())]
     layers = {
-        key: {o: _flushed(parts[o][key], format) for o, (_, format) in OPERANDS.items()}
+        key: {own: _flushed(parts[own][key], format) for own, (_, format) in OPERANDS.items()}
         for key in measured
     }
-    above = {
-        k: any(o.most > FLUSHED_THRESHOLD for o in found.values()) for k, found in layers.items()
-    }
-    kept = [key for key in measured if not above[key]]
-    excluded = [key for key in measured if above[key]]
+    most = {key: max(one.most for one in found.values()) for key, found in layers.items()}
+    kept = [key for key in measured if most[key] <= FLUSHED_THRESHOLD]
+    excluded = [key for key in measured if most[key] > FLUSHED_THRESHOLD]
     unmeasured = [key for key in layout.scaled if key not in layers]
 
     def holds(k: int) -> bool:

@@ -109,8 +109,7 @@ _Place = tuple[str, str, str, str]  # phase, module, operation, tensor of an eve
 class Observation(Collector):
     """Watch operations inside the block on the task of a built run (`mprun.build.Built`).
 
-    events: in order of appearance. ramp: by (phase, module), in order of execution. ramps: the ramp
-    at the appearance of each of the first events.
+    ramp: by (phase, module), in order of execution. ramps: the ramp at each of the first events.
     """
 
     def __init__(self, built):
@@ -162,7 +161,7 @@ class Observation(Collector):
             self._labels[value.data_ptr()] = name
 
     def enter(self, module: nn.Module, inputs: tuple) -> None:
-        self._claim(inputs, self._module_around())
+        self._claim(inputs, self._trace.module)
 
     def leave(self, module: nn.Module, path: str, inputs: tuple, outputs: Any) -> None:
         if outputs is None:
@@ -304,12 +303,9 @@ class Observation(Collector):
         if known is None or math.isfinite(known.value) and not value <= known.value:
             self.ramp[phase, where] = Largest(phase, where, value, dtype_name(tensor.dtype))
 
-    def _module_around(self) -> str:
-        return self._trace.modules[-1] if self._trace.modules else ""
-
     def _module_now(self) -> str:
         if not in_backward():
-            return self._module_around()
+            return self._trace.module
         node = autograd_node()
         if _computes(node):
             self._where = _marks(node).get(_MARK, "loss")

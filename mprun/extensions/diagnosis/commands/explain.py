@@ -220,8 +220,8 @@ def as_text(explanation: Explanation) -> list[str]:
         parts |= {"culprit": in_words(finding), "ramp": _ramp(finding.ramp)}
     if tried:
         since = "from the start of the run up to" if explanation.from_start else "on"
-        verdicts = {True: "cures        ", False: "does not cure", None: "-            "}
-        rows = [(" ".join(one.overrides), verdicts[one.cures], one.result) for one in tried]
+        verdicts = {True: "cures", False: "does not cure", None: "-"}
+        rows = [(" ".join(o.overrides), f"{verdicts[o.cures]:<13}", o.result) for o in tried]
         parts["tried"] = [f"{since} that step and five more", *_aligned(rows)]
         fp32 = any(one.overrides == ("precision=fp32",) and one.cures is False for one in tried)
         fails_too = "; FP32 fails as well: the recipe is at fault, not the precision"
