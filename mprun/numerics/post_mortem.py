@@ -161,14 +161,14 @@ def _markdown(content: dict, rows: list[dict]) -> str:
     kept = content["failure"]
     lines = [f"# Post-mortem: {content['cause']} (step {content['step']})", ""]
     lines += [f"- {line}" for line in content["classification"]]
-    same = (
-        "the same losses, bit for bit" if kept["compared"] else "no recorded loss to compare with"
-    )
-    if kept["first_difference"] is not None:
-        same = f"another loss from step {kept['first_difference']} on"
-    state = f"`{kept['folder']}` (trained again from step {kept['replayed_from']}: {same})"
-    if kept["folder"] is None:
-        state = f"not kept ({kept['reason']})"
+    state = f"not kept ({kept['reason']})"
+    if kept["folder"] is not None:
+        same = "the same losses, bit for bit"
+        if kept["first_difference"] is not None:
+            same = f"another loss from step {kept['first_difference']} on"
+        elif not kept["compared"]:
+            same = "no recorded loss to compare with"
+        state = f"`{kept['folder']}` (trained again from step {kept['replayed_from']}: {same})"
     explain = "`mprun explain` on this directory replays that step and looks for the cause."
     lines += [f"- State before step {kept['step']}: {state}.", "", hint_of("explain", explain), ""]
     norms = sorted({name for row in rows for name in row if name.endswith("grad_norm")})

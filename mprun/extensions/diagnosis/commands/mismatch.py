@@ -155,7 +155,13 @@ def _configs(options: Namespace, wanted: Iterable[str]) -> dict[str, RunConfig]:
         if group == "resume":
             raise BadInput(f"mismatch {override}: pass the run directory alone")
     given = vouched(own, options.config_dir)
-    recorded = {} if run is None else _read(run)
+    recorded: dict = {}
+    if run is not None:
+        record_of("mismatch", run)  # Damaged if it is no record, or if a link leads out of the run
+        if not (run / "checkpoints").is_dir():
+            hint = "train it with train.checkpoint_every=N"
+            raise BadInput(f"mismatch {run}: no checkpoint there; {hint}")
+        recorded = read_config(run)
     found = {}
     for mode in wanted:
         chosen = compose_config([*([] if run else own), f"precision={mode}"], options.config_dir)
@@ -168,14 +174,6 @@ def _configs(options: Namespace, wanted: Iterable[str]) -> dict[str, RunConfig]:
             raise BadInput(f"mismatch model={config.model.name}: {what}; this one learns {task}")
         found[mode] = config
     return found
-
-
-def _read(run: Path) -> dict:
-    record_of("mismatch", run)  # Damaged if it is no record, or if a link leads out of the run
-    if not (run / "checkpoints").is_dir():
-        hint = "train it with train.checkpoint_every=N"
-        raise BadInput(f"mismatch {run}: no checkpoint there; {hint}")
-    return read_config(run)
 
 
 def _computed(
