@@ -16,7 +16,7 @@ from mprun.extensions.bench.roofline import command as roofline
 from mprun.extensions.bench.roofline.limits import ceilings_of, limits
 from mprun.extensions.paper.rows import ROWS, Full
 
-PATH = Path(__file__).parents[1] / "mprun" / "paper" / "full_scale.json"
+PATH = Path(__file__).parents[1] / "mprun" / "extensions" / "paper" / "full_scale.json"
 GPU, MODES = "H200", "fp32,amp"
 
 

@@ -1,4 +1,5 @@
 """The whole paper: its tables and figures beside our runs (`mprun paper`).
 
-`rows` lists the runs for each result, `outcomes` reads their outcomes, `page` writes the page.
+`rows` has its results and the runs for each, `outcomes` reads their outcomes, `page` writes the
+page.
 """

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 from mprun.cli.arguments import Arguments, names, number
 from mprun.cli.compare import JUDGING, add_judging, folder_beside
@@ -45,6 +44,7 @@ SCALES = ("small", "full")
 _OF_RUNS = (*JUDGING, "json", "markdown", "no_report")
 _OF_NO_RUNS = ("list", "data_root", "jobs", "config_dir", "overrides")
 _PROBES = ("precision=fp32", "numerics=on", "numerics.every=20", "seed=0")
+_NAMES = [*dict.fromkeys([*(row.place for row in ROWS), *(row.key for row in ROWS)])]  # of --only
 
 
 def main(arguments: list[str]) -> int:
@@ -60,7 +60,18 @@ def main(arguments: list[str]) -> int:
         print(_listed(rows, reasons, runs, width))
         return DONE
     code = runs.run(shlex.join(["mprun", "paper", *arguments]))
-    print(f"paper: {_page(options, rows, reasons, runs, arguments).write(options.out)}")
+    with needing("cli"):
+        from mprun.extensions.paper.outcomes import found_of
+        from mprun.extensions.paper.page import Page
+    found = []
+    for row in rows:
+        cells = runs.cells.get(row.key, {})
+        directories = {name: [cell.directory for cell in own] for name, own in cells.items()}
+        probes = runs.probes.get(row.key)
+        found.append(found_of(row, directories, reasons.get(row.key, ""), probes))
+    ended = [cell.directory for cell in runs.plan.cells if look(cell) is State.FINISHED]
+    page = Page(options.scale, found, rows, _facts(ended, arguments), full_hours())
+    print(f"paper: {page.write(options.out)}")
     return code
 
 
@@ -70,8 +81,7 @@ def _asked(row: PaperRow, options: Namespace) -> bool:
 
 def _beside(options: Namespace, arguments: list[str]) -> int:
     """Put existing runs beside the paper; return the exit code."""
-    judging = {name: getattr(options, name) for name in JUDGING}
-    comparison = compare(options.runs, **judging)
+    comparison = compare(options.runs, **{name: getattr(options, name) for name in JUDGING})
     with needing("cli"):
         from mprun.extensions.paper.outcomes import beside
         from mprun.extensions.paper.page import Page, tables, tables_markdown
@@ -81,8 +91,7 @@ def _beside(options: Namespace, arguments: list[str]) -> int:
     rows = [row for row in ROWS if row.key in keys]
     remarks = [*comparison.stamps, *without, *comparison.not_compared, *comparison.notes]
     paths = [Path(run.path) for group in comparison.groups for run in group.every_run]
-    facts = _facts(paths) | {"command": shlex.join(["mprun", "paper", *arguments])}
-    page = Page("given", found, rows, facts, full_hours(), remarks)
+    page = Page("given", found, rows, _facts(paths, arguments), full_hours(), remarks)
     if options.json:
         print(page.json())
     else:
@@ -99,8 +108,7 @@ def _options(arguments: list[str]) -> Namespace:
     parser = Arguments("paper", _WHAT, _MORE)
     add = parser.add_argument
     add("words", nargs="*", metavar="RUNS|KEY=VALUE", help="see above; KEY=VALUE as for a run")
-    known = [*dict.fromkeys(row.place for row in ROWS), *(row.key for row in ROWS)]
-    add("--only", type=names("--only"), metavar="A,B", help=f"of {', '.join(dict.fromkeys(known))}")
+    add("--only", type=names("--only"), metavar="A,B", help=f"of {', '.join(_NAMES)}")
     add("--scale", default="small", metavar="|".join(SCALES), help="embedded data, or the recipes")
     add("--list", action="store_true", help="list the runs, and run nothing")
     what = "full scale: the folder that holds the data of every recipe, a folder each"
@@ -119,8 +127,8 @@ def _options(arguments: list[str]) -> Namespace:
     if options.scale not in SCALES:
         raise BadInput(f"--scale {options.scale}: must be one of {', '.join(SCALES)}")
     for name in options.only or ():
-        if name not in known:
-            raise BadInput(f"--only {name}: must be among {', '.join(dict.fromkeys(known))}")
+        if name not in _NAMES:
+            raise BadInput(f"--only {name}: must be among {', '.join(_NAMES)}")
     if options.data_root is not None and options.scale == "small":
         raise BadInput(f"--data-root {options.data_root}: small runs use embedded data")
     if options.data_root is not None and not options.data_root.is_dir():
@@ -138,8 +146,7 @@ def _sort_words(options: Namespace) -> None:
     options.overrides = [word for word in options.words if word not in options.runs]
     for word in options.overrides:
         if "=" not in word and not word.startswith("~"):
-            known = {row.key for row in ROWS} | {row.place for row in ROWS}
-            hint = f"; did you mean '--only {word}'?" if word in known else ""
+            hint = f"; did you mean '--only {word}'?" if word in _NAMES else ""
             raise BadInput(f"paper: '{word}': neither a path of runs nor key=value{hint}")
     when = "not with RUNS, which have run already" if options.runs else "only with RUNS"
     given = [name for name in (_OF_NO_RUNS if options.runs else _OF_RUNS) if getattr(options, name)]
@@ -198,7 +205,7 @@ class _Runs:
                 own[technique] = planned.cells
                 known |= {cell.directory: cell for cell in planned.cells}
                 swept |= planned.swept
-            if row.is_probed and options.scale == "small":
+            if options.scale == "small" and any(one.is_histogram for one in row.figures):
                 overrides = (*row.overrides, *_PROBES)
                 (cell,) = self._plan(overrides, "probes").cells
                 self.probes[row.key], known[cell.directory] = cell.directory, cell
@@ -206,16 +213,14 @@ class _Runs:
             tuple(known.values()), options.out, frozenset(swept), options.config_dir, None
         )
 
-    def _commands(self, row: PaperRow) -> Mapping[str, tuple[str, ...]]:
-        if self.options.scale == "small":
-            seeds = ",".join(map(str, range(row.seeds)))
-            own = row.commands()
-            return {name: (*overrides, f"seed={seeds}") for name, overrides in own.items()}
-        assert row.full is not None
-        folder = self.options.data_root / row.full.folder
-        recipe = (f"experiment={row.full.experiment}", f"data.root={folder}")
-        full = row._replace(overrides=recipe)
-        return {name: (*own, "seed=0") for name, own in full.commands().items()}
+    def _commands(self, row: PaperRow) -> dict[str, tuple[str, ...]]:
+        """Return technique -> the overrides of its runs."""
+        seeds = ",".join(map(str, range(row.seeds)))
+        if row.full is not None and self.options.scale == "full":
+            folder = self.options.data_root / row.full.folder
+            recipe = (f"experiment={row.full.experiment}", f"data.root={folder}")
+            row, seeds = row._replace(overrides=recipe), "0"
+        return {name: (*own, f"seed={seeds}") for name, own in row.commands().items()}
 
     def _plan(self, overrides: Sequence[str], folder: str) -> Plan:
         own = [*overrides, *self.options.overrides]
@@ -268,32 +273,12 @@ def _listed(
     )
 
 
-def _page(
-    options: Namespace,
-    rows: Sequence[PaperRow],
-    reasons: Mapping[str, str],
-    runs: _Runs,
-    arguments: list[str],
-) -> Any:
-    with needing("cli"):
-        from mprun.extensions.paper.outcomes import found_of
-        from mprun.extensions.paper.page import Page
-    found = []
-    for row in rows:
-        cells = runs.cells.get(row.key, {})
-        directories = {name: [cell.directory for cell in own] for name, own in cells.items()}
-        probes = runs.probes.get(row.key)
-        found.append(found_of(row, directories, reasons.get(row.key, ""), probes))
-    ended = [cell.directory for cell in runs.plan.cells if look(cell) is State.FINISHED]
-    facts = _facts(ended) | {"command": shlex.join(["mprun", "paper", *arguments])}
-    return Page(options.scale, found, rows, facts, full_hours())
-
-
-def _facts(directories: Sequence[Path]) -> dict[str, str]:
-    """Return machine, versions and cost, from the records of the runs."""
+def _facts(directories: Sequence[Path], arguments: list[str]) -> dict[str, str]:
+    """Return the command, and from the records of the runs machine, versions and cost."""
+    command = {"command": shlex.join(["mprun", "paper", *arguments])}
     records = [read_record(directory) for directory in directories]
     if not records:
-        return {}
+        return command
     known = records[0]["environment"]
     packages = known.get("packages") or {}
     machine = known.get("gpu") or f"{known.get('cpu')}, {known.get('cpu_count', '?')} cores"
@@ -303,4 +288,4 @@ def _facts(directories: Sequence[Path]) -> dict[str, str]:
         "versions": ", ".join(f"{name} {version}" for name, version in packages.items()),
         "runs": f"{len(records)}, {seconds / 60:.0f} minutes of runs in all",
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+    } | command

@@ -20,15 +20,12 @@ from mprun.compare.findings import Row as Compared
 from mprun.compare.wording import baseline_name, difference_text, seeds_text, value_text
 from mprun.config.option_files import modes
 from mprun.errors import BadInput
-from mprun.extensions.paper.rows import EQUAL, FAILS, NAIVE, ROWS, PaperArm, PaperRow
+from mprun.extensions.paper.rows import EQUAL, FAILS, NAIVE, ROWS, PaperArm, PaperRow, lstm_text
 from mprun.record.run_record import read_record
 
 YES, NO, UNDECIDED, NOT_RUN = "yes", "no", "undecided", "not run"
 _FAILED = ("diverged", "worse", "likely worse")
 _MODES = ("fp16_naive", "fp16_master", "fp16_master_scaled", "amp")  # BF16 and FP8 came later
-_LSTM_SIZES = ("model.num_layers", "model.hidden_size", "model.projection_size")
-_BIGLSTM = [2, 8192, 1024]
-_DIVERGES_AFTER = 300_000  # iterations, figure 5
 
 
 @dataclass(slots=True)
@@ -39,6 +36,7 @@ class Line:
         value: mean of the judged metric over the seeds that ended, as text.
         shown: mean of `PaperRow.metric`, as text.
         same: whether the outcome is the paper's; empty if the paper has none.
+        found: the compared runs; None: there are none.
     """
 
     arm: PaperArm
@@ -56,6 +54,7 @@ class RowOutcome:
 
     Attributes:
         fp32: mean and deviation of FP32's runs, as text.
+        fp32_shown: their mean of `PaperRow.metric`, as text.
         network, data: the trained network and its data, from the records.
         lines: one for each arm, in the order of the row.
         group: the compared group; None: nothing was compared.
@@ -102,29 +101,23 @@ def found_of(
         why_not: why there is nothing to read.
         probes: directory of the run that counts its tensors.
     """
-    found = _unfilled(row, why_not=why_not, probes=probes)
     folders = sorted({directory.parent for own in directories.values() for directory in own})
     folders = [folder for folder in folders if folder.is_dir()]
-    if why_not or not folders:
-        found.why_not = why_not or "no runs"
-        return found
-    try:
-        comparison = compare(folders)
-    except BadInput as error:
-        found.why_not = str(error)
-        return found
-    of_technique = {
-        str(Path(directory).resolve()): technique
-        for technique, own in directories.items()
-        for directory in own
-    }
-    for group in comparison.groups:
-        rows = {_technique(one, of_technique): one for one in group.every_row}
-        if "FP32" in rows:
-            _fill(found, group, rows)
-            return found
-    found.why_not = "; ".join(comparison.not_compared) or "FP32 has no outcome"
-    return found
+    if not why_not and folders:
+        technique = {run.resolve(): name for name, own in directories.items() for run in own}
+        try:
+            comparison = compare(folders)
+        except BadInput as error:
+            return _outcome(row, str(error), probes)
+        for group in comparison.groups:
+            ran: dict[str, Compared] = {}
+            for one in group.every_row:
+                named = (technique.get(Path(run.path).resolve()) for run in one.arm.runs)
+                ran[next(filter(None, named), "")] = one
+            if "FP32" in ran:
+                return _filled(_outcome(row, "", probes), group, ran)
+        why_not = "; ".join(comparison.not_compared) or "FP32 has no outcome"
+    return _outcome(row, why_not or "no runs", probes)
 
 
 def beside(comparison: Comparison) -> tuple[list[RowOutcome], list[str]]:
@@ -150,7 +143,7 @@ def beside(comparison: Comparison) -> tuple[list[RowOutcome], list[str]]:
 
 def _beside(group: Group, row: PaperRow) -> RowOutcome:
     arms = [arm for arm in row.arms if arm.value or any(_is(arm, own) for own in group.rows)]
-    ran: dict[str | None, Compared] = {"FP32": group.baseline}
+    ran = {"FP32": group.baseline}
     for own in group.rows:
         if _mode(own) not in _MODES:
             continue
@@ -162,8 +155,34 @@ def _beside(group: Group, row: PaperRow) -> RowOutcome:
     titled = row.result._replace(network=f"{group.title}: {row.result.network}")
     differs = tuple(_differences(group, row))
     told = row._replace(result=titled, arms=tuple(arms), differs=differs, tried="")
-    found = _unfilled(told, probes=Path(group.baseline.arm.runs[0].path), slug=group.slug)
-    _fill(found, group, ran)
+    found = _outcome(told, "", Path(group.baseline.arm.runs[0].path))
+    found.slug = group.slug
+    return _filled(found, group, ran)
+
+
+def _outcome(row: PaperRow, why_not: str, probes: Path | None) -> RowOutcome:
+    """Return the outcome of a row without runs."""
+    lines = [Line(arm, same=NOT_RUN if arm.outcome else "") for arm in row.arms]
+    return RowOutcome(row, lines=lines, why_not=why_not, probes=probes)
+
+
+def _filled(found: RowOutcome, group: Group, ran: Mapping[str, Compared]) -> RowOutcome:
+    """Add the runs of a group; ran: technique -> its runs, also those of FP32."""
+    base, found.group = ran["FP32"], group
+    found.fp32 = _with_deviation([outcome.value for outcome in base.outcomes])
+    found.fp32_shown = _mean_of(base, found.row.metric)
+    record = read_record(Path(base.arm.runs[0].path))
+    found.network, found.data = _network(record, group), _data(record, group)
+    for line in found.lines:
+        own = ran.get(line.arm.technique)
+        if own is None:
+            continue
+        line.found, line.verdict = own, own.verdict.name
+        line.value, line.shown = value_text(own.mean), _mean_of(own, found.row.metric)
+        line.difference = difference_text(group, own.verdict)
+        line.same = same_outcome(line.arm.outcome, line.verdict)
+        if line.arm == NAIVE and line.verdict in ("matches", *_FAILED):
+            found.discriminates = line.verdict != "matches"
     return found
 
 
@@ -185,55 +204,13 @@ def _mode(row: Compared) -> str:
 
 def _differences(group: Group, row: PaperRow) -> Iterator[str]:
     """List the differences between the runs of a group and the paper."""
-    keys = group.keys
-    name = keys.get("data.name") or "unknown data"
+    name = group.keys.get("data.name") or "unknown data"
     yield f"data {name} (numbers compare only if that is {row.result.data})"
-    if keys.get("model.name") not in row.models:
+    if group.keys.get("model.name") not in row.models:
         yield "another network: the technique alone is compared"
-    if keys.get("model.name") == "conv_autoencoder" and row.key == "ssd":
-        yield "a stand-in for networks whose gradients underflow in FP16"
-    if row.key == "resnet50" and keys.get("model.variant") != "preactivation":
-        yield "v1.5 (stride 2 in the 3x3 convolution) in place of pre-activation blocks"
-    if row.place == "table1" and (width := keys.get("model.width", 1)) != 1:
-        yield f"{width:g} of the channels"
-    if row.key == "biglstm":
-        if [keys.get(key) for key in _LSTM_SIZES] != _BIGLSTM:
-            yield f"a smaller relative ({_lstm(keys)})"
-        if (steps := group.baseline.arm.runs[0].last_step) < _DIVERGES_AFTER:
-            yield f"{steps:,} steps cannot show what fails after {_DIVERGES_AFTER:,} iterations"
-    if row.key == "dcgan" and group.metric != "sliced_wasserstein":
-        yield "losses of a GAN are no outcome: look at the sample grids"
+    yield from row.seen(group)
     if (baseline := baseline_name(group)) != "FP32":
         yield f"{baseline} is the baseline in place of FP32"
-
-
-def _unfilled(row: PaperRow, **told: Any) -> RowOutcome:
-    lines = [Line(arm, same=NOT_RUN if arm.outcome else "") for arm in row.arms]
-    return RowOutcome(row, lines=lines, **told)
-
-
-def _technique(row: Compared, of_technique: Mapping[str, str]) -> str | None:
-    known = [of_technique.get(str(Path(run.path).resolve())) for run in row.arm.runs]
-    return next((name for name in known if name is not None), None)
-
-
-def _fill(found: RowOutcome, group: Group, rows: Mapping[str | None, Compared]) -> None:
-    base, found.group = rows["FP32"], group
-    found.fp32 = _with_deviation([outcome.value for outcome in base.outcomes])
-    found.fp32_shown = _mean_of(base, found.row.metric)
-    record = read_record(Path(base.arm.runs[0].path))
-    found.network, found.data = _network(record, group), _data(record, group)
-    for line in found.lines:
-        own = rows.get(line.arm.technique)
-        if own is None:
-            continue
-        line.found, line.verdict = own, own.verdict.name
-        line.value, line.shown = value_text(own.mean), _mean_of(own, found.row.metric)
-        line.difference = difference_text(group, own.verdict)
-        line.same = same_outcome(line.arm.outcome, own.verdict.name)
-        if line.arm == NAIVE:
-            decided = own.verdict.name in ("matches", *_FAILED)
-            found.discriminates = own.verdict.name != "matches" if decided else None
 
 
 def same_outcome(published: str, verdict: str) -> str:
@@ -277,13 +254,8 @@ def _network(record: dict[str, Any], group: Group) -> str:
     count = sum(sum(own["parameters"].values()) for own in dtypes.values())
     parts = [str(record.get("choices", {}).get("model") or group.keys.get("model.name"))]
     if group.keys.get("model.name") == "lstm_lm":
-        parts.append(_lstm(group.keys))
+        parts.append(lstm_text(group.keys))
     return ", ".join([*parts, *([f"{count:,} parameters"] if count else [])])
-
-
-def _lstm(keys: Mapping[str, Any]) -> str:
-    layers, hidden, projection = map(keys.get, _LSTM_SIZES)
-    return f"{layers} x {hidden} cells" + (f" with projection {projection}" if projection else "")
 
 
 def _data(record: dict[str, Any], group: Group) -> str:

@@ -7,11 +7,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mprun.compare.curves import curves
+from mprun.compare.gap_growth import TRAINING, evaluation
+from mprun.compare.numerics import (
+    ProbedMode,
+    exponent_shares,
+    numerics_figures,
+    probed_run,
+    share_text,
+)
 from mprun.compare.report import picture, render, samples
-from mprun.extensions.paper.figures import FIGURES, PaperFigure, shares_text
 from mprun.extensions.paper.outcomes import NOT_RUN, RowOutcome
-from mprun.extensions.paper.rows import PaperRow
-from mprun.plots.panel import settings
+from mprun.extensions.paper.rows import PaperFigure, PaperRow
+from mprun.plots.panel import Drawing, settings, styles
 from mprun.record.console import markdown_table
 from mprun.record.run_directory import path_safe
 
@@ -35,6 +43,7 @@ HEADER = (
     "verdict",
     "same outcome?",
 )
+_POINTS = 160  # of a curve
 FULL_HEADER = ("network", "recipe", "data below --data-root", "FP32, h", "AMP, h", "published")
 
 
@@ -43,7 +52,7 @@ class Table:
     """One table of the page as text.
 
     Attributes:
-        notes: by network, the differences from the paper and further remarks.
+        notes: (network, the differences from the paper and further remarks).
     """
 
     title: str
@@ -64,29 +73,31 @@ def tables(found: Sequence[RowOutcome]) -> list[Table]:
 
 def _lines(found: RowOutcome) -> list[list[str]]:
     result = found.row.result
-    metric = f" {result.metric}" if result.metric else ""
-    lines = []
-    for number, line in enumerate(found.lines):
-        arm = line.arm
-        first = number == 0
-        shown = f" ({found.row.metric} {line.shown})" if line.shown else ""
-        base = f" ({found.row.metric} {found.fp32_shown})" if found.fp32_shown else ""
-        judged = f"{found.metric} {found.fp32}{base}" if found.fp32 else ""
-        lines.append(
-            [
-                result.network if first else "",
-                f"{result.fp32}{metric}" if first else "",
-                arm.technique,
-                arm.value or "–",
-                result.difference(arm.value),
-                judged if first else "",
-                f"{line.value}{shown}",
-                line.difference,
-                line.verdict or NOT_RUN,
-                line.same or "–",
-            ]
-        )
-    return lines or [[result.network, f"{result.fp32}{metric}", *[""] * 6, NOT_RUN, NOT_RUN]]
+
+    def ours(value: str, shown: str) -> str:
+        return f"{value} ({found.row.metric} {shown})" if shown else value
+
+    whole_row = [result.network, f"{result.fp32} {result.metric}".rstrip()]
+    if not found.lines:
+        return [[*whole_row, *[""] * 6, NOT_RUN, NOT_RUN]]
+    fp32 = f"{found.metric} {ours(found.fp32, found.fp32_shown)}" if found.fp32 else ""
+    lines = [
+        [
+            *whole_row,
+            line.arm.technique,
+            line.arm.value or "–",
+            result.difference(line.arm.value),
+            fp32,
+            ours(line.value, line.shown),
+            line.difference,
+            line.verdict or NOT_RUN,
+            line.same or "–",
+        ]
+        for line in found.lines
+    ]
+    for line in lines[1:]:
+        line[0] = line[1] = line[5] = ""
+    return lines
 
 
 def _notes(found: RowOutcome) -> list[str]:
@@ -108,26 +119,14 @@ def _notes(found: RowOutcome) -> list[str]:
     return notes
 
 
-def full_lines(
-    rows: Sequence[PaperRow], hours: Mapping[str, Mapping[str, float]]
-) -> list[list[str]]:
-    """Return the cost of each result at the paper's scale.
-
-    Args:
-        rows: rows of the paper.
-        hours: recipe -> mode -> hours on one H200, the limit that `mprun bench --roofline` counts.
-    """
-    lines = []
-    for row in rows:
-        if row.full is None:
-            lines.append([row.result.network, "", row.why_not, "", "", ""])
-            continue
-        own = hours.get(row.full.experiment, {})
-        cost = [f"{own[mode]:.3g}" if mode in own else "" for mode in ("fp32", "amp")]
-        missing = f", {row.full.missing}" if row.full.missing else ""
-        data = f"{row.full.folder}{missing}"
-        lines.append([row.result.network, row.full.experiment, data, *cost, row.full.published])
-    return lines
+def _full_line(row: PaperRow, hours: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Return the cost of a result at the paper's scale."""
+    if row.full is None:
+        return [row.result.network, "", row.why_not, "", "", ""]
+    own = hours.get(row.full.experiment, {})
+    cost = [f"{own[mode]:.3g}" if mode in own else "" for mode in ("fp32", "amp")]
+    data = ", ".join(filter(None, (row.full.folder, row.full.missing)))
+    return [row.result.network, row.full.experiment, data, *cost, row.full.published]
 
 
 @dataclass(slots=True)
@@ -136,7 +135,7 @@ class Page:
 
     Attributes:
         facts: machine, versions, commands: name -> value.
-        hours: as in `full_lines`.
+        hours: recipe -> mode -> hours on one H200, the limit that `mprun bench --roofline` counts.
         remarks: remarks on the runs as a whole, a line each.
     """
 
@@ -150,20 +149,16 @@ class Page:
     def write(self, folder: Path) -> Path:
         """Write the page; return the path of paper.md."""
         folder.mkdir(parents=True, exist_ok=True)
+        every = [(figure, found) for found in self.found for figure in found.row.figures]
         with settings():
-            figures = [
-                self._figure(figure, found, folder)
-                for figure in FIGURES
-                for found in self.found
-                if found.row.key == figure.row
-            ]
+            figures = [_figure(*one, folder) for one in sorted(every, key=lambda one: one[0].key)]
         given = {
             "scale": SCALE[self.scale],
             "tables": tables(self.found),
             "header": HEADER,
             "figures": figures,
             "full_header": FULL_HEADER,
-            "full": full_lines(self.rows, self.hours),
+            "full": [_full_line(row, self.hours) for row in self.rows],
             "facts": self.facts,
             "remarks": self.remarks,
         }
@@ -172,26 +167,6 @@ class Page:
         path = folder / "paper.md"
         path.write_text(_markdown(given), encoding="utf-8")
         return path
-
-    def _figure(self, figure: PaperFigure, found: RowOutcome, folder: Path) -> dict[str, Any]:
-        """Return a figure's content: title, the message of the paper's, and ours if it exists."""
-        drawing = figure.draw(found)
-        name = f"{figure.key}-{found.slug}" if found.slug else figure.key
-        pictures = [] if drawing is None else [picture(drawing, name, folder)]
-        grids = samples(found.group) if figure.key == "fig6" and found.group else []
-        for grid in grids:
-            grid["file"] = f"{name}-{path_safe(grid['what'])}.png"
-            shutil.copyfile(grid["path"], folder / grid["file"])
-        ours = shares_text(found.probes, figure.kind) if figure.kind else ""
-        return {
-            "title": figure.title,
-            "network": found.row.result.network,
-            "shows": figure.shows,
-            "ours": ours,
-            "pictures": pictures,
-            "grids": grids,
-            "none": "" if pictures or grids else found.why_not or "nothing recorded",
-        }
 
     def json(self) -> str:
         """Return the text of paper.json."""
@@ -264,3 +239,55 @@ def tables_markdown(made: Sequence[Table]) -> str:
         parts += [f"## {table.title}", markdown_table(list(HEADER), table.lines)]
         parts.append("\n".join(f"- {name}: {note}" for name, own in table.notes for note in own))
     return "\n\n".join(parts)
+
+
+def _figure(figure: PaperFigure, found: RowOutcome, folder: Path) -> dict[str, Any]:
+    """Return a figure's content: title, the message of the paper's, and ours if it exists."""
+    probes = _probes(found) if figure.is_histogram else None
+    drawing = _drawing(figure, found, probes)
+    name = f"{figure.key}-{found.slug}" if found.slug else figure.key
+    pictures = [] if drawing is None else [picture(drawing, name, folder)]
+    grids = samples(found.group) if not figure.draws and found.group else []
+    for grid in grids:
+        grid["file"] = f"{name}-{path_safe(grid['what'])}.png"
+        shutil.copyfile(grid["path"], folder / grid["file"])
+    return {
+        "title": f"Figure {figure.key.removeprefix('fig')}",
+        "network": found.row.result.network,
+        "shows": figure.shows,
+        "ours": "" if probes is None else _shares_text(probes, figure.draws),
+        "pictures": pictures,
+        "grids": grids,
+        "none": "" if pictures or grids else found.why_not or "nothing recorded",
+    }
+
+
+def _probes(found: RowOutcome) -> ProbedMode | None:
+    """Return the counts of an FP32 run's tensors."""
+    mode = None if found.probes is None else probed_run(found.probes, "fp32", 0)
+    return None if mode is None or mode.damage else mode
+
+
+def _drawing(figure: PaperFigure, found: RowOutcome, probes: ProbedMode | None) -> Drawing | None:
+    if probes is not None:
+        name = f"numerics-{figure.draws.replace('_', '-')}"
+        drawn = numerics_figures([probes], styles(["fp32"]))
+        return next((drawing for drawing in drawn if drawing.name == name), None)
+    if figure.is_histogram or not figure.draws or found.group is None:
+        return None
+    looks = styles(row.arm.label for row in found.group.every_row)
+    metric = found.row.metric or found.metric
+    chosen = TRAINING[0] if figure.draws == "training" else evaluation(metric)
+    return curves(found.group, looks, chosen, _POINTS)
+
+
+def _shares_text(probes: ProbedMode, kind: str) -> str:
+    """Return a histogram's message in numbers: zeros, and values that FP16 would make zero."""
+    if kind not in probes.gradients:
+        return ""
+    shares, zeros = exponent_shares(probes.gradients[kind])
+    below = sum(share for exponent, share in shares.items() if exponent < -24)
+    return (
+        f"Ours: {share_text(zeros / 100)} zeros, {share_text(below / 100)} of all values not zero "
+        f"and below 2^-24 ({len(probes.steps)} probes of an FP32 run)."
+    )
