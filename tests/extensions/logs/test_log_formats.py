@@ -9,6 +9,7 @@ import json
 
 import pytest
 
+from mprun.entry_points import announced
 from mprun.errors import BadInput, Damaged
 from mprun.extensions.logs.external_logs import load_foreign
 from mprun.extensions.logs.log_formats import read_logs
@@ -198,3 +199,42 @@ def test_damage_is_told_with_its_place(tmp_path, name, text, reason):
     (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     with raises_line(Damaged, f"{tmp_path / name}: ", reason):
         read_logs(tmp_path / name, "loss")
+
+
+PACKAGE = """from mprun.extensions.logs.log_formats import LogFormat
+
+
+def read(wanted):
+    if not wanted.text.startswith("# odd"):
+        return None
+    lines = enumerate(wanted.text.splitlines()[1:], start=1)
+    return wanted.of_records([(f"line {n}", {"step": n, "loss": line}) for n, line in lines])
+
+
+ODD = LogFormat("a loss a line", read, lambda entries: [e for e in entries if e.suffix == ".odd"])
+"""
+
+
+def test_an_installed_package_adds_a_format(tmp_path, monkeypatch):
+    entry = tmp_path / "site" / "odd-1.dist-info" / "entry_points.txt"
+    entry.parent.mkdir(parents=True)
+    entry.write_text("[mprun.log_formats]\nodd = odd_logs:ODD\n")
+    (tmp_path / "site" / "odd_logs.py").write_text(PACKAGE)
+    for name, last in (("fp32", "0.25"), ("amp", "0.5")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.odd").write_text(f"# odd\n0.5\n{last}\n")
+    specs = [f"{name}={tmp_path / name}" for name in ("fp32", "amp")]
+    with pytest.raises(BadInput, match="holds no log"):
+        load_foreign(specs, "loss")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    announced.cache_clear()
+    try:
+        group = load_foreign(specs, "loss")
+        assert group.baseline.runs[0].evals["loss"].tolist() == [0.5, 0.25]
+        with raises_line(BadInput, "a.odd: --tag lr: not there; has step, loss"):
+            read_logs(tmp_path / "amp" / "a.odd", "lr")
+        (tmp_path / "amp" / "a.odd").write_text("# odd\nmuch\n")
+        with raises_line(Damaged, "a.odd: line 1: 'much' is not a number"):
+            load_foreign(specs, "loss")
+    finally:
+        announced.cache_clear()
