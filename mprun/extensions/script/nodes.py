@@ -8,16 +8,11 @@ Between its nodes a model computes in its precision mode, with scaled gradients.
 everything is plain torch: parameters are FP32 leaves with unscaled FP32 gradients, and a loss is
 propagated by its `backward()`. A node is a `torch.autograd.Function`, because a tensor hook on a
 view would be lost when the model writes into the view in place.
-
-A backward pass on a CPU needs the emulation, as a forward pass does. The autograd engine gives each
-node the thread state from the start of the pass, so no node can switch the emulation on. It is
-entered around the engine's one entry, which `watch_backward` wraps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -25,34 +20,21 @@ from torch import Tensor
 from torch.autograd.graph import Node as GraphNode
 
 from mprun.precision.loss_scale import LossScale
-from mprun.torch_private import (
-    foreach_copy_,
-    foreach_mul,
-    graph_task,
-    queue_callback,
-    replace_engine,
-    run_engine,
-)
+from mprun.torch_private import foreach_copy_, foreach_mul
 
 _MARK = "mprun.node"  # in the metadata of a node: (what, owner)
 
 
 class Owner(Protocol):
-    """The interface that nodes use of the prepared model that created them.
-
-    Attributes:
-        scale: scale of its gradients; None: they are not scaled.
-    """
+    """The prepared model of a node; scale: that of its gradients, None: they are not scaled."""
 
     scale: LossScale | None
 
     def on_output(self) -> None:
         """Note that a backward pass enters the model."""
-        ...
 
     def on_input(self) -> None:
         """Note that a gradient leaves the model at its inputs."""
-        ...
 
 
 class Node(torch.autograd.Function):
@@ -74,27 +56,24 @@ class Node(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         owner: Owner = ctx.owner
         if owner.scale is None:
-            found = [
-                gradient if gradient is None else gradient.to(dtype)
-                for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
-            ]
+            found = _to(gradients, ctx.dtypes)
         elif ctx.what == "out":
             owner.on_output()
-            factor = owner.scale.scale
-            scaled = _times(gradients, factor, owner, "in")  # towards the model, see `_Factor`
-            found = [
-                gradient if gradient is None else gradient.to(dtype)
-                for gradient, dtype in zip(scaled, ctx.dtypes, strict=True)
-            ]
+            # Towards the model, see `_Factor`.
+            found = _to(_times(gradients, owner.scale.scale, owner, "in"), ctx.dtypes)
         else:
-            wide = [
-                gradient if gradient is None else gradient.to(dtype)
-                for gradient, dtype in zip(gradients, ctx.dtypes, strict=True)
-            ]
+            wide = _to(gradients, ctx.dtypes)
             found = _times(wide, owner.scale.inverse(), owner, "out")
             if ctx.what == "in":
                 owner.on_input()
         return None, None, None, *found
+
+
+def _to(gradients: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> list[Tensor | None]:
+    return [
+        gradient if gradient is None else gradient.to(dtype)
+        for gradient, dtype in zip(gradients, dtypes, strict=True)
+    ]
 
 
 class _Factor(torch.autograd.Function):
@@ -123,10 +102,14 @@ def make_nodes(
         dtype: dtype of the results; None: that of each tensor.
     """
     found: tuple[Tensor, ...] = Node.apply(owner, what, dtype, *tensors)
-    for tensor in found:
+    _mark(found, what, owner)
+    return found
+
+
+def _mark(tensors: Iterable[Tensor], what: str, owner: Owner) -> None:
+    for tensor in tensors:
         if tensor.grad_fn is not None:
             _marks(tensor.grad_fn)[_MARK] = (what, owner)
-    return found
 
 
 def _cast_all(
@@ -152,22 +135,14 @@ def _times(
     """Multiply each by `factor` (float32, 0-dim), rounded once."""
     given = [gradient for gradient in gradients if gradient is not None]
     if torch.is_grad_enabled() and any(gradient.requires_grad for gradient in given):
-        return [
-            gradient if gradient is None else _factored(gradient, factor, owner, what)
-            for gradient in gradients
-        ]
-    if len(given) > 1 and all(gradient.layout is torch.strided for gradient in given):
+        factored = [_Factor.apply(gradient, factor) for gradient in given]
+        _mark(factored, what, owner)
+        products = iter(factored)
+    elif len(given) > 1 and all(gradient.layout is torch.strided for gradient in given):
         products = iter(foreach_mul(given, factor))
     else:
         products = iter([gradient * factor for gradient in given])
     return [None if gradient is None else next(products) for gradient in gradients]
-
-
-def _factored(gradient: Tensor, factor: Tensor, owner: Owner, what: str) -> Tensor:
-    found: Tensor = _Factor.apply(gradient, factor)
-    if found.grad_fn is not None:
-        _marks(found.grad_fn)[_MARK] = (what, owner)
-    return found
 
 
 def refuse_leaks(roots: Iterable[Tensor]) -> None:
@@ -205,37 +180,3 @@ def refuse_leaks(roots: Iterable[Tensor]) -> None:
 
 def _marks(node: GraphNode) -> dict[str, Any]:
     return node.metadata  # type: ignore[return-value]  # declared as a method, but a dictionary
-
-
-def after_this_pass(act: Callable[[], None]) -> None:
-    """Call `act` at the end of the backward pass that runs now.
-
-    It is queued twice, to come after the callback in which DistributedDataParallel ends its
-    reduction.
-    """
-    queue_callback(lambda: queue_callback(act))
-
-
-def watch_backward(
-    around: Callable[[Sequence[Tensor]], AbstractContextManager[Any] | None],
-) -> None:
-    """Let every backward pass of the process run in the context that `around(roots)` returns.
-
-    A pass within a pass, from a recomputing checkpoint, runs in the context of the first. All
-    passes of torch go through the one function wrapped here: `Tensor.backward`,
-    `torch.autograd.grad`, checkpoints.
-    """
-
-    def run(roots: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        context = around(roots) if graph_task() == -1 else None
-        if context is None:
-            return run_engine(roots, *args, **kwargs)
-        with context:
-            return run_engine(roots, *args, **kwargs)
-
-    replace_engine(run)
-
-
-def in_backward() -> bool:
-    """Return whether a backward pass runs in this thread."""
-    return bool(graph_task() != -1)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mprun.extensions.script.prepared_model import PreparedModel, is_sharded, prepared_modules
-from mprun.extensions.script.steps import Scaling, install_hooks, name_scaler, reach, state_of
+from mprun.extensions.script.steps import Scaling, held_by, install_hooks, reach, state_of
 from mprun.precision.casting import matching_modules, those_that_match
 from mprun.precision.emulation import ForwardContext, why_no_lstm, why_unsupported
 from mprun.precision.loss_scale import LossScale, get_loss_scale
@@ -120,7 +120,7 @@ def prepare(
     if scale.scale.device.type != device.type:
         raise ValueError(f"scaler: is on {scale.scale.device}, the model on {device}")
     if isinstance(scaler, str):
-        name_scaler(scale, scaler)
+        Scaling.of(scale).name = scaler
     pin_products(policy.fp32_math)
     forward_context = ForwardContext(policy, device, native=native, overrides=dtypes.values())
     install_hooks()
@@ -136,12 +136,11 @@ def _take_over(optimizer: Optimizer, scale: LossScale) -> None:
     """Let an optimizer share a loss scale from its first step on, and keep its earlier state."""
     if scale.skips_nonfinite:
         Scaling.of(scale).owners.add(optimizer)
-    for group in optimizer.param_groups:
-        for own in group["params"]:
-            for key, value in optimizer.state.get(own, {}).items():
-                # Created before the weights were cast; torch keeps it in their dtype.
-                if isinstance(value, Tensor) and value.shape == own.shape:
-                    optimizer.state[own][key] = value.to(own.dtype)
+    for own in held_by(optimizer):
+        for key, value in optimizer.state.get(own, {}).items():
+            # Created before the weights were cast; torch keeps it in their dtype.
+            if isinstance(value, Tensor) and value.shape == own.shape:
+                optimizer.state[own][key] = value.to(own.dtype)
     state_of(optimizer)
     optimizer.__dict__["backward"] = _backward
 
@@ -250,8 +249,7 @@ def _by_name(model: nn.Module, overrides: Mapping[str, torch.dtype]) -> dict[str
 def _check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
     known = {id(parameter) for model in models for parameter in model.parameters()}
     for optimizer in optimizers:
-        held = [own for group in optimizer.param_groups for own in group["params"]]
-        if not any(id(own) in known for own in held):
+        if known.isdisjoint(map(id, held_by(optimizer))):
             raise ValueError(
                 "optimizer: holds no parameter of the model; build it from model.parameters(), of "
                 "the same model that is prepared"

@@ -26,7 +26,7 @@ from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
 from torch.compiler import is_dynamo_compiling
 from torch.distributed import is_initialized
 
-from mprun.extensions.script.nodes import in_backward, make_nodes
+from mprun.extensions.script.nodes import make_nodes
 from mprun.extensions.script.tensors import Tensors
 from mprun.precision.audit import Audit, is_due
 from mprun.precision.casting import cast_around_modules, cast_tree, dtype_of, matching_modules
@@ -48,6 +48,7 @@ from mprun.torch_private import (
     apply_to_tensors,
     children_of,
     disable_dynamo,
+    graph_task,
     tree_map,
 )
 
@@ -62,24 +63,24 @@ class PreparedModel:
 
     Args:
         model: in FP32; its tensors stay the same objects.
-        arithmetic: the context in which its calls run.
-        scale: loss scale of its gradients.
+        forward_context: the context in which its calls run.
+        loss_scale: loss scale of its gradients.
         overrides: glob pattern over module names -> dtype in which these compute.
         on_pass: called for each backward pass that enters the model.
 
     Attributes:
-        loss_scale: the loss scale.
-        scale: the same; None if it neither scales nor skips.
+        scale: the loss scale; None if it neither scales nor skips.
         is_plain: whether the mode changes nothing in its computation.
         tensors: the stand-ins of its parameters and buffers within a call.
         found_inf: float32, 0-dim: the gradients of the newest backward pass are not finite.
-        audit: audit of its calls and passes.
         calls: number of calls with gradients or in training mode.
         called_in: number of the newest pass at the last call.
         pass_is_due: whether the next pass is audited, like the call before it.
         fed: number of the newest pass in which a gradient has left it at its inputs.
         in_ddp: whether it was called inside DistributedDataParallel.
         has_gradients: a pass has reached it since its last step.
+        graphs: a token for each graph of its calls that is alive, through which a pass could go.
+        stores_half: whether its parameters are 16-bit tensors between two calls as well.
         partners: prepared models that passes have reached together with it since then.
         updated_by: steps of the optimizers that hold its parameters.
     """
@@ -97,21 +98,22 @@ class PreparedModel:
         self,
         model: nn.Module,
         forward_context: ForwardContext,
-        scale: LossScale,
+        loss_scale: LossScale,
         overrides: Mapping[str, torch.dtype],
         on_pass: Callable[[PreparedModel], None],
     ):
-        self.model, self.forward_context, self.loss_scale = model, forward_context, scale
+        self.model, self.forward_context, self.loss_scale = model, forward_context, loss_scale
         self.device_type = forward_context.device.type
         self.overrides, self.on_pass = dict(overrides), on_pass
         self.policy = policy = forward_context.policy
-        self.scale = scale if scale.skips_nonfinite else None
+        self.scale = loss_scale if loss_scale.skips_nonfinite else None
         changes = policy.half_dtype is not None or policy.products is not None
         self.is_plain = not changes and self.scale is None
         self._is_untouched = self.is_plain and policy.fp32_math == "ieee"
         # True if activations are in 16 bits without autocast.
         self._casts = policy.autocast_dtype is None and policy.half_dtype is not None
         self.tensors = Tensors(self, rounds=self._casts and policy.master_dtype is not None)
+        self.stores_half = self._casts and not self.tensors.rounds
         self.found_inf = torch.zeros((), device=forward_context.device)
         self.audit = Audit(forward_context)
         self.audit.written = self.tensors.written
@@ -121,7 +123,7 @@ class PreparedModel:
         self.in_ddp = self.has_gradients = self._guards_step = False
         self.partners: weakref.WeakSet[PreparedModel] = weakref.WeakSet()
         self.updated_by: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
+        self.graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
         self.state = _OUTSIDE
         # By id and key of a place: its name, the place, its key; the tensor left there as seen from
         # outside and from inside; and whether the place holds a tensor from outside.
@@ -162,7 +164,7 @@ class PreparedModel:
             m: torch.float32 if isinstance(m, Loss) else dtype_of(name, m, self.policy, chosen)
             for name, m in named.items()
         }
-        if self._casts and not self.tensors.rounds:
+        if self.stores_half:
             for module, dtype in dtypes.items():
                 apply_to_tensors(module, functools.partial(cast_tree, dtype=dtype), recurse=False)
         if not self.is_plain:
@@ -200,17 +202,13 @@ class PreparedModel:
                 todo += module.children()
         return found
 
-    def masters(self) -> Iterator[Tensor]:
-        """Yield the parameters, including those of modules added after the model was built."""
-        return iter(self.model.parameters())
-
     # Calls
 
     @disable_dynamo(recursive=False)
     def call(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model, or a part of it, from outside."""
         # A checkpoint's recomputation inside the model counts as inside.
-        again = in_backward() and not forward.was_called
+        again = graph_task() != -1 and not forward.was_called
         if not again and is_autocast_enabled(self.device_type):
             self.refuse_autocast()
         if not (forward.module.training or is_grad_enabled()):
@@ -222,8 +220,16 @@ class PreparedModel:
         self._check(audits)
         if audits:
             self.pass_is_due = PreparedModel.is_heard = True
-        self._note_call()
         forward.was_called = True
+        self.calls += 1
+        self.called_in = PreparedModel.pass_number
+        if is_initialized():
+            self.in_ddp = self.in_ddp or active_ddp_module() is not None
+        if self.guard is not None and not self._guards_step and is_grad_enabled():
+            if not self.guard.is_current():
+                self.guard = BatchNormGuard(self.model)
+            self.guard.save()
+            self._guards_step = True
         if self.is_plain:
             with self._in_state(_IN_MODE), self.audit.watching() if audits else nullcontext():
                 return forward.compute_within(args, kwargs)
@@ -264,22 +270,11 @@ class PreparedModel:
         finally:
             self.state = before
 
-    def _note_call(self) -> None:
-        self.calls += 1
-        self.called_in = PreparedModel.pass_number
-        if is_initialized():
-            self.in_ddp = self.in_ddp or active_ddp_module() is not None
-        if self.guard is not None and not self._guards_step and is_grad_enabled():
-            if not self.guard.is_current():
-                self.guard = BatchNormGuard(self.model)
-            self.guard.save()
-            self._guards_step = True
-
     def _evaluate(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute in FP32: with the master weights, or with widened 16-bit weights."""
         with ExitStack() as stack:
             stack.enter_context(self._in_state(_EVALUATING))
-            if self._casts and not self.tensors.rounds:
+            if self.stores_half:
                 args, kwargs = each_tensor((args, kwargs), self._widened)
                 stack.enter_context(self.tensors.widened())
             if self.policy.fp32_math != "ieee":
@@ -307,20 +302,11 @@ class PreparedModel:
         is_half = tensor.is_floating_point() and tensor.dtype.itemsize == 2
         dtype = torch.float32 if is_half else None
         if tensor.grad_fn is not None:
-            self._note_graph(tensor.grad_fn)
-        if self.scale is not None and tensor.grad_fn is not None:
-            return make_nodes(self, "out", dtype, [tensor])[0]
+            metadata: Any = tensor.grad_fn.metadata  # declared as a method, but a dictionary
+            self.graphs.add(metadata.setdefault("mprun.graph", _Graph()))
+            if self.scale is not None:
+                return make_nodes(self, "out", dtype, [tensor])[0]
         return tensor if dtype is None else tensor.to(dtype)
-
-    def _note_graph(self, node: Any) -> None:
-        """Keep track of the graph behind an output while it lives."""
-        token = node.metadata.setdefault("mprun.graph", _Graph())
-        self._graphs.add(token)
-
-    @property
-    def has_graph(self) -> bool:
-        """Return whether a graph is alive that a backward pass could go through."""
-        return len(self._graphs) > 0
 
     # Hooks of inner modules see the same tensors as without a mode: FP32, unscaled
 
@@ -458,16 +444,6 @@ class PreparedModel:
         PreparedModel(made, self.forward_context, self.loss_scale, self.overrides, self.on_pass)
         return made
 
-    def wide_form(self, own: Any, known: dict[int, Any]) -> Any:
-        """Return a 16-bit tensor in FP32, one tensor for all places that hold it."""
-        if not isinstance(own, Tensor) or own.dtype is not self.policy.param_dtype:
-            return own
-        if id(own) not in known:
-            wide: Tensor = own.detach().float()
-            is_parameter = isinstance(own, nn.Parameter)
-            known[id(own)] = nn.Parameter(wide, own.requires_grad) if is_parameter else wide
-        return known[id(own)]
-
     # Refusals
 
     def _check(self, audits: bool) -> None:
@@ -475,7 +451,7 @@ class PreparedModel:
         first, device = self._first, self.forward_context.device.type
         if first.dtype is not self._dtype or first.device.type != device:
             self._refuse_moved(first)
-        for own in self.masters() if audits else ():
+        for own in self.model.parameters() if audits else ():
             if own.is_floating_point() and self._dtype is torch.float32 is not own.dtype:
                 self._refuse_moved(own)
         for name, module in self.model.named_modules() if audits else ():
@@ -551,14 +527,23 @@ class Forward:
         state = {k: v for k, v in kind.__getstate__(self.module).items() if k not in _OWN}
         if self.plain is not None:
             state["forward"] = self.plain
-        if self.shared._casts and not self.shared.tensors.rounds:
-            known: dict[int, Any] = {}
-            for name in PLACES:
-                wide = {k: self.shared.wide_form(own, known) for k, own in state[name].items()}
-                state[name] = wide
-            if FLAT_WEIGHTS in state:
-                flat = [self.shared.wide_form(own, known) for own in state[FLAT_WEIGHTS]]
-                state[FLAT_WEIGHTS] = flat
+        if not self.shared.stores_half:
+            return state
+        known: dict[int, Any] = {}
+
+        def wide(own: Any) -> Any:
+            """Return a 16-bit tensor in FP32, one tensor for all places that hold it."""
+            if not isinstance(own, Tensor) or own.dtype is not self.shared.policy.param_dtype:
+                return own
+            if id(own) not in known:
+                form: Tensor = own.detach().float()
+                is_parameter = isinstance(own, nn.Parameter)
+                known[id(own)] = nn.Parameter(form, own.requires_grad) if is_parameter else form
+            return known[id(own)]
+
+        state |= {name: {k: wide(own) for k, own in state[name].items()} for name in PLACES}
+        if FLAT_WEIGHTS in state:
+            state[FLAT_WEIGHTS] = [wide(own) for own in state[FLAT_WEIGHTS]]
         return state
 
 

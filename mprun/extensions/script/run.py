@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
+from dataclasses import asdict, fields
 from enum import Enum
 from pathlib import Path
 from types import TracebackType
@@ -33,6 +34,7 @@ import torch
 from torch import Tensor
 
 from mprun.config.keys import config_hash
+from mprun.config.schema import ScalerConfig
 from mprun.errors import DIVERGED, BadInput, MprunError
 from mprun.extensions.script.watched import Optimizers, ScriptTask
 from mprun.numerics.failure import FailureKeeper, report_failure
@@ -57,11 +59,6 @@ _RESERVED = frozenset(
 _MOST_CONFIG = 200_000  # characters; a record takes no more
 # Keys of an optimizer's group that decide how it computes, not what.
 _HOW = ("params", "foreach", "fused", "capturable", "differentiable", "initial_lr")
-_SCALER = (
-    *("scale", "growth_factor", "backoff_factor", "growth_interval", "hysteresis", "min_scale"),
-    *("max_scale", "max_consecutive_skips", "growth_delay", "refill_on_clean_step", "tolerance"),
-    *("hold_at_floor", "log_max", "beta1", "beta2", "overflow_std_dev"),
-)
 
 
 class Diverged(SystemExit):
@@ -122,10 +119,9 @@ class Run:
             seed = operator.index(given)
         if type(seed) is not int or seed < 0:
             raise ValueError(f"seed={seed!r}: must be an integer of at least 0")
-        if type(log_every) is not int or log_every < 1:
-            raise ValueError(f"log_every={log_every!r}: must be an integer of at least 1")
-        if type(probe_every) is not int or probe_every < 0:
-            raise ValueError(f"probe_every={probe_every!r}: must be an integer of at least 0")
+        for key, every, least in (("log_every", log_every, 1), ("probe_every", probe_every, 0)):
+            if type(every) is not int or every < least:
+                raise ValueError(f"{key}={every!r}: must be an integer of at least {least}")
         if not isinstance(config, Mapping):
             raise ValueError(f"config: must be a mapping, not a {type(config).__name__}")
         if margin is not None and not 0 < margin < (math.inf if higher_is_better else 0.5):
@@ -396,6 +392,7 @@ class Run:
     ) -> dict[str, Any]:
         """Return the parts of config.yaml that a script's run has."""
         first = next(iter(self.task.prepared.values()))
+        overrides = first.models[0].overrides
         known = script is not None and script.is_file()
         source = script.read_bytes() if script is not None and known else b""
         shapes = {n: list(p.shape) for n, p in self._parameters().items()}
@@ -413,7 +410,11 @@ class Run:
             },
             "model": {"parameters": hashlib.sha256(_canonical(shapes)).hexdigest()},
             "optim": {n: _settings(o.optimizer) for n, o in self.task.prepared.items()},
-            "precision": _precision(first.policy, first.models[0].overrides),
+            "precision": {
+                "name": first.policy.name,
+                **policy_values(first.policy),
+                "overrides": {pattern: DTYPE_NAMES[d] for pattern, d in overrides.items()},
+            },
             "scaler": _scaler(first.scaler_name, first.scale, len(self.task.loss_scales)),
         }
 
@@ -481,24 +482,14 @@ def _mode(policy: PrecisionPolicy, overrides: Mapping[str, torch.dtype]) -> str:
     return "+".join([policy.name, *changed])
 
 
-def _precision(policy: PrecisionPolicy, overrides: Mapping[str, torch.dtype]) -> dict[str, Any]:
-    named = {pattern: DTYPE_NAMES[dtype] for pattern, dtype in overrides.items()}
-    return {"name": policy.name, **policy_values(policy), "overrides": named}
-
-
 def _scaler(name: str, scale: LossScale, count: int) -> dict[str, Any]:
-    values: dict[str, Any] = {"name": name, "kind": scale.kind}
-    values["per"] = "shared" if count == 1 else "optimizer"
+    values = {"name": name, "kind": scale.kind, "per": "shared" if count == 1 else "optimizer"}
     if scale.kind == "none":
         return values
-    if scale.kind == "static":
-        return values | {
-            "scale": float(scale.scale),
-            "max_consecutive_skips": scale.max_consecutive_skips,
-        }
-    values["init_scale"] = float(scale.scale)
-    own = {key: getattr(scale, key) for key in _SCALER if key != "scale" and hasattr(scale, key)}
-    return values | own
+    known = [field.name for field in fields(ScalerConfig)]
+    own = {key: getattr(scale, key) for key in known if key != "scale" and hasattr(scale, key)}
+    first = "scale" if scale.kind == "static" else "init_scale"
+    return values | {first: float(scale.scale)} | own
 
 
 def _settings(inner: torch.optim.Optimizer) -> Any:

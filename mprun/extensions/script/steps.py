@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import cache
 from types import FrameType
 from typing import Any
 
@@ -27,16 +28,29 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from mprun.extensions.script.nodes import after_this_pass, refuse_leaks, watch_backward
+from mprun.extensions.script.nodes import refuse_leaks
 from mprun.extensions.script.prepared_model import PreparedModel
 from mprun.precision.emulation import ForwardContext, HalfEmulation
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.optimizer import Update
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.rounded_weights import RoundedWeights, choose_narrow
-from mprun.precision.torch_update import host_decides, initialise_state, is_fused, step_unless
-from mprun.precision.update import by_dtype, check_and_unscale, largest
-from mprun.torch_private import SCALES_ITSELF, DisableTorchFunction, dispatch_modes, graph_task
+from mprun.precision.torch_update import (
+    host_decides,
+    initialise_state,
+    is_fused,
+    put_back_where,
+)
+from mprun.precision.update import ByTorch, Ready, by_dtype, check_and_unscale, largest
+from mprun.torch_private import (
+    SCALES_ITSELF,
+    DisableTorchFunction,
+    dispatch_modes,
+    graph_task,
+    queue_callback,
+    replace_engine,
+    run_engine,
+)
 
 _WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer")  # call the step of the wrapped one
 _MOST_REPEATS = 60  # of a closure: a scale of 2^24 has then become 2^-36
@@ -47,12 +61,15 @@ class Scaling:
 
     The scale moves once each of them has stepped, or at the latest when one begins again, as
     torch.amp.GradScaler.update does once in an iteration.
+
+    Attributes:
+        name: name of the loss scale in records; empty: its kind.
     """
 
     _all: weakref.WeakKeyDictionary[LossScale, Scaling] = weakref.WeakKeyDictionary()
 
     def __init__(self, scale: LossScale):
-        self._scale = weakref.ref(scale)
+        self._scale, self.name = weakref.ref(scale), ""
         self.owners: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
@@ -71,7 +88,6 @@ class Scaling:
         return scale
 
     def begin(self, optimizer: Optimizer) -> None:
-        """Begin a step of an optimizer."""
         self.owners.add(optimizer)
         if optimizer in self._stepped:
             self.move()
@@ -115,9 +131,7 @@ class OptimizerSteps:
         self._found_in: weakref.WeakKeyDictionary[PreparedModel, Tensor] = (
             weakref.WeakKeyDictionary()
         )
-        self._kept: list[tuple[Tensor, Tensor | None]] = []
-        self._tells = False  # the optimizer's kernels skip by themselves
-        self._undo: list[tuple[Tensor, Tensor]] = []
+        self._undo = ExitStack()  # closed after the step
         self._keeps_state = False
         self.watchers: list[Callable[[], None]] = []
 
@@ -139,24 +153,24 @@ class OptimizerSteps:
 
     @property
     def scale(self) -> LossScale:
-        """The loss scale of its first model."""
+        """Return the loss scale of its first model."""
         return self.models[0].loss_scale
 
     @property
     def scaler_name(self) -> str:
         """Return the name of the loss scale in records."""
-        return _scaler_names.get(self.scale, self.scale.kind)
+        return Scaling.of(self.scale).name or self.scale.kind
 
     @property
     def module(self) -> nn.Module:
-        """Its model, or a list of several."""
+        """Return its model, or a list of several."""
         if len(self.models) == 1:
             return self.models[0].model
         return nn.ModuleList(model.model for model in self.models)
 
     def named(self) -> dict[str, Tensor]:
         """Return name -> parameter, for those of its models' parameters that it holds."""
-        held = {id(own) for group in self.optimizer.param_groups for own in group["params"]}
+        held = set(map(id, held_by(self.optimizer)))
         found: dict[str, Tensor] = {}
         for number, model in enumerate(self.models):
             prefix = f"{number}." if len(self.models) > 1 else ""
@@ -166,15 +180,17 @@ class OptimizerSteps:
         return found
 
     def refresh(self) -> None:
-        """Find its models again if its groups have changed."""
+        """Look for its models if its groups have changed."""
         groups = [group["params"] for group in self.optimizer.param_groups]
         key = PreparedModel.built, [(len(group), id(group[0]) if group else 0) for group in groups]
         if key == self._key:
             return
         self._key = key
-        owners = {id(own): model for model in PreparedModel.alive for own in model.masters()}
-        found = [owners.get(id(own)) for group in groups for own in group]
-        self.models = [model for model in dict.fromkeys(found) if model is not None]
+        owners = {
+            id(own): model for model in PreparedModel.alive for own in model.model.parameters()
+        }
+        found = [owners[id(own)] for group in groups for own in group if id(own) in owners]
+        self.models = [*dict.fromkeys(found)]
         self._is_plain = all(model.is_plain for model in self.models)
         if self.models:
             self._untouched = Update(self.scale.scale, None, None)
@@ -196,12 +212,15 @@ class OptimizerSteps:
 
     def begin(self, frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note that a step begins in `frame`; a step within it (of a base class) does not count."""
-        above: FrameType | None = frame.f_back if self._frame is not None else None
-        while above is not None:
-            if above is self._frame:
-                return None
-            above = above.f_back
-        self._frame = None  # the previous step has raised
+        if self._frame is not None:
+            above = frame.f_back
+            while above is not None:
+                if above is self._frame:
+                    return None
+                above = above.f_back
+            self._frame = None  # the previous step has raised
+            with torch.no_grad():
+                self._undo.close()
         self.refresh()
         fed = self._newly_fed()
         self._concerned = self.models or fed
@@ -212,7 +231,10 @@ class OptimizerSteps:
         _refuse_alone(self.models)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         if closure is None and self.models and not _has_gradients(self.optimizer):
-            self._refuse_no_gradients()
+            raise RuntimeError(
+                "no gradients: no backward pass has reached the parameters of this optimizer since "
+                "they were cleared; call loss.backward() before optimizer.step()"
+            )
         self._found, result = None, None
         if not self._is_plain or fed:
             result = self._before(args, kwargs, closure, fed)
@@ -244,7 +266,6 @@ class OptimizerSteps:
         fed: list[PreparedModel],
     ) -> Any:
         """Keep the coming step from moving anything if gradients are not finite."""
-        self._put_back()
         scaled = [model for model in self._concerned if model.scale is not None]
         for scaling in _scalings(scaled):
             scaling.begin(self.optimizer)
@@ -271,11 +292,7 @@ class OptimizerSteps:
     def _after(self) -> None:
         """Put gradients back, and let the loss scales move."""
         concerned, found = self._concerned, self._found
-        self._put_back()
-        if found is not None:
-            for own, before in self._undo:
-                own.copy_(torch.where(found != 0, before, own))
-        self._undo = []
+        self._undo.close()
         scale = concerned[0].loss_scale.scale
         if found is not None:  # copies: both are about to change in place
             self.last = Update(scale.clone(), found.clone(), None)
@@ -294,12 +311,6 @@ class OptimizerSteps:
         for model in PreparedModel.alive:
             model.tensors.forget()  # `.data` counts no versions
 
-    def _refuse_no_gradients(self) -> None:
-        raise RuntimeError(
-            "no gradients: no backward pass has reached the parameters of this optimizer since "
-            "they were cleared; call loss.backward() before optimizer.step()"
-        )
-
     def _newly_fed(self) -> list[PreparedModel]:
         """Return models whose inputs have received gradients since the last step."""
         seen, self._seen = self._seen, PreparedModel.pass_number
@@ -313,13 +324,8 @@ class OptimizerSteps:
         found = torch.stack(flags).amax()
         if fed or not self.models:
             # Parameters before a model overflow with it, but no check of a pass includes them.
-            owned = {id(own) for model in self.models for own in model.masters()}
-            others = [
-                own.grad
-                for group in self.optimizer.param_groups
-                for own in group["params"]
-                if own.grad is not None and id(own) not in owned
-            ]
+            owned = {id(own) for model in self.models for own in model.model.parameters()}
+            others = [own.grad for own in held_by(self.optimizer) if id(own) not in owned]
             if not self.models:
                 found = torch.zeros_like(found)
             check_finite(others, found)
@@ -334,36 +340,33 @@ class OptimizerSteps:
             self._found_in.pop(model, None)
             return
         found = self._found_in.setdefault(model, torch.zeros_like(model.found_inf))
-        inside = {id(own) for own in model.masters()}
-        groups = self.optimizer.param_groups
-        mine = [own.grad for group in groups for own in group["params"] if id(own) in inside]
+        inside = {id(own) for own in model.model.parameters()}
+        mine = [own.grad for own in held_by(self.optimizer) if id(own) in inside]
         check_finite(mine, found.zero_())
 
     def _prepare_skip(self, found: Tensor) -> None:
         optimizer = self.optimizer
         if is_fused(optimizer):
             initialise_state(optimizer)
-            optimizer.found_inf = found.clone()  # type: ignore[attr-defined]
-            self._tells = True
+            optimizer.found_inf = found.clone()  # type: ignore[attr-defined]  # its kernels skip
+            self._undo.callback(optimizer.__dict__.pop, "found_inf", None)
         elif found.device.type == "cpu" or host_decides(optimizer):
             if found.item():
                 self._hide_gradients()
         else:
-            self._undo = [(own, own.clone()) for own in _on_device(optimizer)]
+            self._undo.enter_context(put_back_where(found, _on_device(optimizer)))
 
     def _hide_gradients(self) -> None:
         """Hide the gradients: torch's optimizers then change nothing, not even counters."""
-        self._kept = [(p, p.grad) for group in self.optimizer.param_groups for p in group["params"]]
-        for own, _ in self._kept:
+        hidden = [(own, own.grad) for own in held_by(self.optimizer)]
+        for own, _ in hidden:
             own.grad = None
 
-    def _put_back(self) -> None:
-        for own, gradient in self._kept:
-            own.grad = gradient
-        self._kept = []
-        if self._tells:
-            self.optimizer.__dict__.pop("found_inf", None)
-            self._tells = False
+        def show() -> None:
+            for own, gradient in hidden:
+                own.grad = gradient
+
+        self._undo.callback(show)
 
     # 16-bit weights without a master copy
 
@@ -378,24 +381,12 @@ class OptimizerSteps:
 
     def _step_in_chunks(self, narrow: RoundedWeights) -> None:
         """Take the step here, in FP32, chunk by chunk; the following step has no gradients."""
-        optimizer, found = self.optimizer, self._found
-        everything = [own for group in optimizer.param_groups for own in group["params"]]
-        gradients = [own.grad for own in everything]
+        optimizer = self.optimizer
+        everything = held_by(optimizer)
         self._frame = sys._getframe()
         try:
-            for places in narrow.chunks(everything):
-                chunk = [everything[place] for place in places]
-                with narrow.in_fp32(chunk, found) as wide:
-                    for tensor, place in zip(wide, places, strict=True):
-                        gradient = gradients[place]
-                        tensor.grad = None if gradient is None else gradient.to(tensor.dtype)
-                    if found is None:
-                        optimizer.step()
-                    else:
-                        step_unless(optimizer, found)
-                for place in places:
-                    everything[place].grad = gradients[place]
-            narrow.count(found)
+            update = ByTorch(optimizer, everything, everything, (), narrow)
+            update.apply(Ready([own.grad for own in everything], None, self._found), None)
         finally:
             self._frame = None
         self._hide_gradients()
@@ -436,8 +427,7 @@ class OptimizerSteps:
         if "narrow" in loaded:
             narrow.load_state_dict(loaded["narrow"])
         numbers = [number for group in loaded["param_groups"] for number in group["params"]]
-        held = [own for group in self.optimizer.param_groups for own in group["params"]]
-        for number, own in zip(numbers, held, strict=True):
+        for number, own in zip(numbers, held_by(self.optimizer), strict=True):
             if own not in narrow:
                 continue
             for key, value in loaded["state"].get(number, {}).items():
@@ -460,7 +450,6 @@ class _NoGradScaler:
 
 
 _ATTRIBUTE = "_mprun_steps"  # of an optimizer; a weak dictionary would take a microsecond
-_scaler_names: weakref.WeakKeyDictionary[LossScale, str] = weakref.WeakKeyDictionary()
 
 
 def state_of(optimizer: Optimizer) -> OptimizerSteps:
@@ -483,9 +472,9 @@ def state_of(optimizer: Optimizer) -> OptimizerSteps:
     )
 
 
-def name_scaler(scale: LossScale, name: str) -> None:
-    """Set the name of a loss scale in records."""
-    _scaler_names[scale] = name
+def held_by(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer, in the order of its groups."""
+    return [own for group in optimizer.param_groups for own in group["params"]]
 
 
 def check_finite(tensors: Iterable[Tensor | None], found_inf: Tensor) -> None:
@@ -496,11 +485,10 @@ def check_finite(tensors: Iterable[Tensor | None], found_inf: Tensor) -> None:
 
 
 def _steps_of(optimizer: Optimizer) -> OptimizerSteps:
-    steps = optimizer.__dict__.get(_ATTRIBUTE)
+    steps: OptimizerSteps | None = optimizer.__dict__.get(_ATTRIBUTE)
     if steps is None:
         steps = optimizer.__dict__[_ATTRIBUTE] = OptimizerSteps(optimizer)
-    found: OptimizerSteps = steps
-    return found
+    return steps
 
 
 def _scalings(models: Iterable[PreparedModel]) -> list[Scaling]:
@@ -513,10 +501,7 @@ def _grad_max(models: Iterable[PreparedModel], scale: LossScale) -> Tensor | Non
     if not scale.needs_grad_max:
         return None
     own = [
-        parameter.grad
-        for model in models
-        if model.loss_scale is scale
-        for parameter in model.masters()
+        p.grad for model in models if model.loss_scale is scale for p in model.model.parameters()
     ]
     return largest(own, scale.scale.device)
 
@@ -548,8 +533,7 @@ def _on_device(optimizer: Optimizer) -> list[Tensor]:
     """Return the tensors that a step can change: parameters and their state."""
     return [
         value
-        for group in optimizer.param_groups
-        for own in group["params"]
+        for own in held_by(optimizer)
         for value in (own, *optimizer.state[own].values())
         if isinstance(value, Tensor) and value.device == own.device
     ]
@@ -590,11 +574,12 @@ def reach(model: PreparedModel) -> None:
     task = graph_task()
     if task != _Pass.task:
         _Pass.task, _Pass.models = task, []
-        after_this_pass(_end_pass)
+        # Twice, to come after the callback in which DistributedDataParallel ends its reduction.
+        queue_callback(lambda: queue_callback(_end_pass))
     if model in _Pass.models:
         return
     _Pass.models.append(model)
-    if model.has_gradients and all(own.grad is None for own in model.masters()):
+    if model.has_gradients and all(own.grad is None for own in model.model.parameters()):
         # Gradients were cleared without a step. A script that only steps if they are finite would
         # never let the scale move.
         model.loss_scale.record(model.found_inf, torch.zeros_like(model.found_inf))
@@ -609,10 +594,24 @@ def _end_pass() -> None:
         for model in _Pass.models:
             model.partners.update(_Pass.models)
             model.found_inf.zero_()
-            check_finite([own.grad for own in model.masters()], model.found_inf)
+            check_finite([own.grad for own in model.model.parameters()], model.found_inf)
             for steps in [*model.updated_by]:
                 steps.look_at(model)
     _Pass.task, _Pass.models = -1, []
+
+
+def _run_pass(roots: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
+    """Run a backward pass as the engine's one entry, through which all passes of torch go.
+
+    A CPU needs the emulation in it, as in a forward pass. The engine gives each node the thread
+    state from the start of the pass, so no node can switch the emulation on. A pass within a pass,
+    from a recomputing checkpoint, runs in the context of the first.
+    """
+    context = _around_pass(roots) if graph_task() == -1 else None
+    if context is None:
+        return run_engine(roots, *args, **kwargs)
+    with context:
+        return run_engine(roots, *args, **kwargs)
 
 
 def _around_pass(roots: Sequence[Tensor]) -> AbstractContextManager[Any] | None:
@@ -646,7 +645,7 @@ def _running(models: Sequence[PreparedModel], audited: Sequence[PreparedModel]) 
         for model in models:
             stack.callback(model.tensors.forget)
             if (
-                model.has_graph
+                model.graphs
                 and model.forward_context.emulations
                 and not known.issuperset(model.forward_context.half_dtypes)
             ):
@@ -665,14 +664,9 @@ def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, A
     _steps_of(optimizer).end(sys._getframe(1))
 
 
-_installed = False
-
-
+@cache
 def install_hooks() -> None:
     """Install the hooks around backward passes and steps of this process, once."""
-    global _installed
-    if not _installed:
-        _installed = True
-        register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_after_step)
-        watch_backward(_around_pass)
+    register_optimizer_step_pre_hook(_before_step)
+    register_optimizer_step_post_hook(_after_step)
+    replace_engine(_run_pass)

@@ -2,8 +2,6 @@
 
     with tensors.inside(audits):       # parameters and buffers as the mode computes with them
         outputs = forward(...)         # its writes are written back to the FP32 ones
-    with tensors.widened():            # 16-bit parameters without masters, in FP32
-        ...
 
 There is no table of weights: the tensors that modules hold when a call begins are cast. So layers
 that were added, tied or parametrized later are included.
@@ -11,13 +9,15 @@ that were added, tied or parametrized later are included.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import is_available, is_initialized
+from torch.utils.hooks import RemovableHandle
 
 from mprun.extensions.script.nodes import Owner, make_nodes
 from mprun.precision.casting import flat_weights
@@ -33,7 +33,6 @@ from mprun.torch_private import (
 _BUCKET = 2**22  # elements that are cast by one node
 Key = tuple[int, torch.dtype]  # id of a tensor, and the dtype in which its module computes
 Part = tuple[nn.Module, torch.dtype, tuple[nn.Module | None, ...]]
-Place = tuple[dict[str, Any], str]
 
 
 class _Held(NamedTuple):
@@ -46,22 +45,6 @@ class _Held(NamedTuple):
     version: int
     is_parameter: bool
 
-    def has_changed(self, now: Any) -> bool:
-        """Return whether something was written, as far as torch tells."""
-        return now is not self.inside or version_of(now) != self.version
-
-
-class _Watching(NamedTuple):
-    """The handle of one hook among those that watch gradients."""
-
-    watchers: list[Callable[[Tensor], None]]
-    hook: Callable[[Tensor], None]
-
-    def remove(self) -> None:
-        """Remove the hook."""
-        if self.hook in self.watchers:
-            self.watchers.remove(self.hook)
-
 
 class Tensors:
     """Parameters and buffers of a model, outside a call and within it.
@@ -71,23 +54,20 @@ class Tensors:
         rounds: the mode computes in 16 bits with copies of FP32 parameters.
 
     Attributes:
+        changes: whether any tensor gets a stand-in.
         parts: the modules, the dtypes in which they compute, and their children.
         written: names of the parameters that calls have written to.
     """
 
     def __init__(self, owner: Owner, rounds: bool):
         self.owner, self.rounds = owner, rounds
+        self.changes = rounds or owner.scale is not None
         self.parts: list[Part] = []
         self.written: set[str] = set()
         # Version and address, the stand-in, the tensor itself; valid while nothing has moved.
         self._cache: dict[Key, tuple[tuple[int, int], Tensor, Tensor]] = {}
         self._moving: set[tuple[int, str]] = set()  # places that calls write to
-        self._watchers: dict[int, list[Callable[[Tensor], None]]] = {}
-
-    @property
-    def changes(self) -> bool:
-        """Return whether any tensor gets a stand-in."""
-        return self.rounds or self.owner.scale is not None
+        self._watchers: dict[int, OrderedDict[int, Callable[[Tensor], None]]] = {}
 
     def dtypes(self) -> dict[int, torch.dtype]:
         """Return id of each parameter -> dtype in which the mode computes with it."""
@@ -108,22 +88,37 @@ class Tensors:
         if not self.changes:
             return own.register_hook(hook)
         self.forget()
-        watchers = self._watchers.setdefault(id(own), [])
-        watchers.append(hook)
-        return _Watching(watchers, hook)
+        watchers = self._watchers.setdefault(id(own), OrderedDict())  # a dict takes no weakref
+        handle = RemovableHandle(watchers)
+        watchers[handle.id] = hook
+        return handle
 
-    @contextmanager
-    def inside(self, audits: bool) -> Iterator[None]:
+    def inside(self, audits: bool) -> AbstractContextManager[None]:
         """Let the modules hold the tensors that the mode computes with.
 
         Args:
             audits: detect writes by value, which waits for the device.
         """
+        return self._holding(self._made(), audits) if self.changes else nullcontext()
+
+    def widened(self) -> AbstractContextManager[None]:
+        """Let the modules hold FP32 tensors with the values of their 16-bit ones; what a call
+        writes into them is dropped."""
+        with torch.inference_mode(False):  # inference tensors count no versions
+            found = {
+                (id(own), dtype): own.detach().float()
+                for module, dtype, _ in self.parts
+                for own in (*parameters_of(module).values(), *buffers_of(module).values())
+                if own is not None and own.is_floating_point() and own.dtype.itemsize == 2
+            }
+        return self._holding(found, None)
+
+    @contextmanager
+    def _holding(self, found: Mapping[Key, Tensor], audits: bool | None) -> Iterator[None]:
         held: list[_Held] = []
         flat: list[tuple[dict[str, Any], dict[str, Any]]] = []
         try:
-            if self.changes:
-                self._put(self._made(), held, flat)
+            self._put(found, held, flat)
             yield
         finally:
             with torch.no_grad():
@@ -132,47 +127,23 @@ class Tensors:
             for attributes, weights in flat:
                 attributes.update(weights)
 
-    @contextmanager
-    def widened(self) -> Iterator[None]:
-        """Let the modules hold FP32 tensors with the values of their 16-bit ones."""
-        with torch.inference_mode(False):  # inference tensors count no versions
-            found = {
-                (id(own), dtype): own.detach().float()
-                for module, dtype, _ in self.parts
-                for own in (*parameters_of(module).values(), *buffers_of(module).values())
-                if own is not None and own.is_floating_point() and own.dtype.itemsize == 2
-            }
-        held: list[_Held] = []
-        flat: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        try:
-            self._put(found, held, flat)
-            yield
-        finally:
-            for one in held:
-                one.place[one.key] = one.own
-            for attributes, weights in flat:
-                attributes.update(weights)
-
     def _put(
         self,
-        found: dict[Key, Tensor],
+        found: Mapping[Key, Tensor],
         held: list[_Held],
         flat: list[tuple[dict[str, Any], dict[str, Any]]],
     ) -> None:
         for module, dtype, _ in self.parts:
             for place in places_of(module):
+                is_parameter = place is parameters_of(module)
                 for key, own in place.items():
-                    now = None if own is None else found.get((id(own), dtype))
-                    if own is not None and now is not None:
-                        is_parameter = place is parameters_of(module)
+                    if own is not None and (now := found.get((id(own), dtype))) is not None:
                         held.append(_Held(place, key, own, now, version_of(now), is_parameter))
                         place[key] = now
             if isinstance(module, nn.RNNBase):
                 before = [*flat_weights_of(module)]
                 flat.append((module.__dict__, flat_weights(before)))
-                inside = [
-                    own if own is None else found.get((id(own), dtype), own) for own in before
-                ]
+                inside = [found.get((id(own), dtype), own) for own in before]
                 module.__dict__.update(flat_weights(inside))
                 if any(own is not None and own.is_cuda for own in inside):
                     module.flatten_parameters()  # for cuDNN, which otherwise does it at each call
@@ -185,7 +156,8 @@ class Tensors:
             for own in (*parameters_of(module).values(), *buffers_of(module).values()):
                 if own is None or (id(own), dtype) in found:
                     continue
-                key, casts = (id(own), dtype), self._casts(own, dtype)
+                key = id(own), dtype
+                casts = self.rounds and own.is_floating_point() and own.dtype is not dtype
                 if not (own.requires_grad and torch.is_grad_enabled()):
                     if casts:
                         found[key] = own.detach().to(dtype)
@@ -201,19 +173,20 @@ class Tensors:
                 made = make_nodes(self.owner, "weight", wanted, [own for _, own in bucket])
                 for (key, own), tensor in zip(bucket, made, strict=True):
                     setattr(tensor, IS_PARAMETER, True)
-                    for watcher in self._watchers.get(id(own), ()):
+                    for watcher in self._watchers.get(id(own), {}).values():
                         tensor.register_hook(watcher)
                     found[key], self._cache[key] = tensor, (_state_of(own), tensor, own)
         return found
 
-    def _casts(self, own: Tensor, dtype: torch.dtype) -> bool:
-        return self.rounds and own.is_floating_point() and own.dtype is not dtype
-
-    def _take_back(self, one: _Held, audits: bool) -> None:
-        """Put the FP32 tensor back, with the values that the call wrote into its stand-in."""
+    def _take_back(self, one: _Held, audits: bool | None) -> None:
+        """Put the tensor back, with the values that the call wrote into its stand-in; audits None:
+        without them."""
         now, one.place[one.key] = one.place[one.key], one.own
+        if audits is None:
+            return
         own, place = one.own, (id(one.place), one.key)
-        written = one.has_changed(now) or place in self._moving
+        # As far as torch tells.
+        written = now is not one.inside or version_of(now) != one.version or place in self._moving
         if not (written or audits):
             return
         if now is None or now.shape != own.shape:

@@ -55,7 +55,7 @@ class ScriptOptimizer:
         self.names, self.updated = [*named], [*named.values()]
         inside: dict[int, PreparedModel] = {}
         for model in steps.models:
-            inside |= dict.fromkeys(map(id, model.masters()), model)
+            inside |= dict.fromkeys(map(id, model.model.parameters()), model)
         self.parameters = [_Inside(inside[id(own)], own) for own in self.updated]
         self.loss_scales = (steps.scale,)
         self.skips = steps.scale.skips_nonfinite
@@ -161,59 +161,38 @@ class ScriptTask:
         self._scale_names = [(o, names[o.scale]) for o in self.prepared.values()]
         self.metrics: dict[str, Tensor] = {}
         self.task, self.data = self, None
-        self._one = first if len(self.prepared) == 1 else None
-        self._steps = self._taken()
-
-    def _taken(self) -> int:
-        if self._one is not None:
-            return self._one.steps
-        return sum(optimizer.steps for optimizer in self.prepared.values())
+        self._steps = sum(optimizer.steps for optimizer in self.prepared.values())
 
     def ended(
         self, loss: Tensor | float, metrics: Mapping[str, Tensor | float] = NO_METRICS
     ) -> dict[str, Tensor]:
-        """Return the metrics of the step that the script has just taken, on the device.
+        """Return the metrics of the step that the script has just taken, on the device: also loss
+        scales by name, and whether an optimizer skipped its update.
 
         Raises:
             RuntimeError: no optimizer took a step.
         """
-        one, before = self._one, self._steps
-        taken = self._taken() if one is None else one.steps
-        if taken != before + 1:
-            self._refuse(taken - before)
-        self._steps = taken
-        found = {"loss": self._scalar("loss", loss)}
-        if one is not None and (last := one.last) is not None:
-            found["loss_scale"] = last.loss_scale
-            if last.found_inf is not None:
-                found["found_inf"] = last.found_inf
-        else:
-            found |= self._of_several()
-        if metrics:
-            found |= {name: self._scalar(name, value) for name, value in metrics.items()}
-        self.metrics = found
-        return found
-
-    def _refuse(self, steps: int) -> None:
-        if steps == 0:
-            raise RuntimeError("no optimizer.step() since the last step; it comes before this call")
-        if self._one is not None:
-            raise RuntimeError(
-                f"{steps} calls of optimizer.step() since the last step, one is expected; call "
-                "run.step(loss) after each"
-            )
-
-    def _of_several(self) -> dict[str, Tensor]:
-        """Return loss scales by name, and whether one of the optimizers skipped its update."""
-        found, flags = dict[str, Tensor](), []
+        steps, scales, flags = 0, dict[str, Tensor](), []
         for optimizer, name in self._scale_names:
+            steps += optimizer.steps
             if (last := optimizer.last) is not None:
-                found[name] = last.loss_scale
+                scales[name] = last.loss_scale
                 if last.found_inf is not None:
                     flags.append(last.found_inf)
+        if (taken := steps - self._steps) == 0:
+            raise RuntimeError("no optimizer.step() since the last step; it comes before this call")
+        if taken > 1 and len(self._scale_names) == 1:
+            raise RuntimeError(
+                f"{taken} calls of optimizer.step() since the last step, one is expected; call "
+                "run.step(loss) after each"
+            )
+        self._steps = steps
         if flags:
-            found["found_inf"] = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
-        return found
+            scales["found_inf"] = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+        self.metrics = {"loss": self._scalar("loss", loss), **scales}
+        if metrics:
+            self.metrics |= {name: self._scalar(name, value) for name, value in metrics.items()}
+        return self.metrics
 
     def audit(self) -> dict[str, Any]:
         """Return what the models really computed so far, for run.json."""
