@@ -124,25 +124,21 @@ class RunPart(RunCallback):
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Record the step after its last micro-batch."""
-        if self.recording is None or not self.recording.open:
+        if not self.open:
             return
         self._sum = self._sum + self._loss_of(trainer, outputs)
         taken = _taken(trainer)
         if taken == self._taken:
             return
         self._taken, loss, self._sum = taken, self._sum, 0.0
-        if not self.recording.step(loss):
+        if not self.record(loss):
             trainer.should_stop = True
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Record the metrics that were logged in validation."""
-        recording = self.recording
-        if recording is None or not recording.open or trainer.sanity_checking:
+        if not self.open or trainer.sanity_checking:
             return
-        if self.metric not in trainer.callback_metrics:
-            logged = ", ".join(trainer.callback_metrics) or "nothing"
-            raise ValueError(f"metric={self.metric!r}: not logged in validation, but {logged}")
-        if not recording.evaluate({self.metric: trainer.callback_metrics[self.metric]}):
+        if not self.record_metric(trainer.callback_metrics, "logged in validation"):
             trainer.should_stop = True
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:

@@ -18,8 +18,14 @@ from mprun.extensions.script.run import Diverged, Run
 class RunCallback:
     """The part of a callback that all trainers share: every training becomes a run directory.
 
+    Its end, divergence included, is returned instead of raised. The first of several processes
+    writes it, with the losses of that process; all processes learn when it ends.
+
     Attributes:
-        recording: the recording of the newest training.
+        run: the run of the newest training; None in a process that writes none.
+        open: whether it still takes steps.
+        steps: number of steps recorded so far.
+        evaluated: step of the newest evaluation.
     """
 
     def __init__(
@@ -33,62 +39,40 @@ class RunCallback:
         super().__init__()
         self.folder, self.metric, self.seed = folder, metric, seed
         self.config, self.settings = dict(config or {}), settings
-        self.recording: Recording | None = None
+        self.run: Run | None = None
+        self.open = False
         self._sum: Any = 0.0
 
     def begin(self, optimizers: Sequence[Optimizer], config: dict[str, Any], seed: int) -> None:
         """Open the run."""
-        self._sum = 0.0
-        self.recording = Recording(
-            self.folder,
-            optimizers,
-            config=config | self.config,
-            seed=seed,
-            metric=self.metric,
-            **self.settings,
-        )
-
-    def end(self, error: BaseException | None = None) -> None:
-        """Close the run as "done", or with the status of an exception."""
-        if self.recording is not None:
-            self.recording.end(error)
-
-
-class Recording:
-    """A run directory that returns its end, divergence included, instead of raising it.
-
-    The first of several processes writes it, with the losses of that process. All processes learn
-    when it ends.
-
-    Args:
-        folder, optimizers, settings: as in `mprun.Run`.
-
-    Attributes:
-        run: the written run; None in a process that writes none.
-        open: whether it still takes steps.
-        steps: number of steps recorded so far.
-        evaluated: step of the newest evaluation.
-    """
-
-    def __init__(self, folder: str | Path, optimizers: Sequence[Optimizer], **settings: Any):
+        config |= self.config
         together = is_available() and is_initialized() and get_world_size() > 1
-        is_first = not together or get_rank() == 0
-        self.run = Run(folder, optimizers, **settings) if is_first else None
-        self.open, self.steps = True, 0
-        self.evaluated: int | None = None
-        self._every: int = settings.get("log_every", 50)
         self._device = state_of(optimizers[0]).forward_context.device if together else None
+        self.run = None
+        if not together or get_rank() == 0:
+            given: dict[str, Any] = {"config": config, "seed": seed, "metric": self.metric}
+            self.run = Run(self.folder, optimizers, **given | self.settings)
+        self.open, self.steps, self._sum = True, 0, 0.0
+        self.evaluated: int | None = None
 
-    def step(self, loss: Tensor | float) -> bool:
+    def record(self, loss: Tensor | float) -> bool:
         """Record a taken step; return False if the run has ended."""
         self.steps += 1
         # A run notices divergence only when it reads its records.
-        return self._told(lambda run: run.step(loss), self.steps % self._every == 0)
+        may_end = self.steps % self.settings.get("log_every", 50) == 0
+        return self._told(lambda run: run.step(loss), may_end)
 
-    def evaluate(self, metrics: dict[str, Any]) -> bool:
-        """Record an evaluation; return False if the run has ended."""
+    def record_metric(self, metrics: Mapping[str, Any], wanted: str) -> bool:
+        """Record an evaluation; return False if the run has ended.
+
+        Raises:
+            ValueError: the metric is not among `metrics`; wanted: what should have been done.
+        """
+        if self.metric not in metrics:
+            found = ", ".join(metrics) or "nothing"
+            raise ValueError(f"metric={self.metric!r}: not {wanted}, but {found}")
         self.evaluated = self.steps
-        return self._told(lambda run: run.evaluate(**metrics), True)
+        return self._told(lambda run: run.evaluate(**{self.metric: metrics[self.metric]}), True)
 
     def end(self, error: BaseException | None = None) -> None:
         """Close the run as "done", or with the status of an exception."""

@@ -144,10 +144,7 @@ class MprunRun(RunCallback, TrainerCallback):
     @property
     def unevaluated(self) -> bool:
         """True if steps were taken since the last evaluation."""
-        recording = self.recording
-        if recording is None or not recording.open:
-            return False
-        return recording.evaluated != recording.steps
+        return self.open and self.evaluated != self.steps
 
     def add(self, loss: Tensor) -> None:
         """Add the loss of a micro-batch, divided by the number of micro-batches."""
@@ -169,7 +166,7 @@ class MprunRun(RunCallback, TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Record the step; a divergence stops the training."""
         loss, self._sum = self._sum, 0.0
-        if self.recording is not None and not self.recording.step(loss):
+        if self.open and not self.record(loss):
             control.should_training_stop = True
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -178,12 +175,7 @@ class MprunRun(RunCallback, TrainerCallback):
         Raises:
             ValueError: the evaluation lacks the metric.
         """
-        if self.recording is None or not self.recording.open:
-            return
-        metrics = kwargs["metrics"]
-        if self.metric not in metrics:
-            raise ValueError(f"metric={self.metric!r}: not evaluated, but {', '.join(metrics)}")
-        if not self.recording.evaluate({self.metric: metrics[self.metric]}):
+        if self.open and not self.record_metric(kwargs["metrics"], "evaluated"):
             control.should_training_stop = True
 
 

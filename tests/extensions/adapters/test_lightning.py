@@ -516,7 +516,7 @@ def recorded(folder, mode, seed, **settings):
     L.seed_everything(seed, verbose=False)
     run = MprunRun(folder, log_every=2, **settings)
     trainer(mode, max_epochs=5, callbacks=[run]).fit(Learner(), loader(), loader(2))
-    return run.recording.run
+    return run.run
 
 
 def test_two_fits_are_compared(tmp_path, monkeypatch):
@@ -542,7 +542,7 @@ def test_a_divergence_ends_the_fit_and_is_recorded(tmp_path, monkeypatch):
     run = MprunRun(tmp_path, log_every=1)
     own = trainer("fp32", max_epochs=5, callbacks=[run])
     own.fit(Broken(), loader(), loader(2))
-    assert run.recording.run.status == "diverged"
+    assert run.run.status == "diverged"
     assert own.global_step < 6
 
 
@@ -554,7 +554,7 @@ def test_a_failed_fit_is_recorded_as_failed(tmp_path):
     run = MprunRun(tmp_path, seed=0)
     with pytest.raises(OSError, match="disk"):
         trainer("amp", callbacks=[run]).fit(Failing(), loader())
-    assert (run.recording.run.status, run.recording.run.cause) == ("failed", "OSError: disk")
+    assert (run.run.status, run.run.cause) == ("failed", "OSError: disk")
 
 
 @pytest.mark.slow

@@ -233,8 +233,8 @@ def test_trainings_are_compared(tmp_path):
         for seed in (0, 1, 2):
             run = MprunRun(tmp_path / "runs", log_every=2, config={"layers": 2})
             trained(tmp_path, mode, callbacks=[run], seed=seed, max_steps=12)
-            assert (run.recording.run.status, run.recording.run.steps) == ("done", 12)
-            assert run.recording.evaluated == 12
+            assert (run.run.status, run.run.steps) == ("done", 12)
+            assert run.evaluated == 12
     found = mprun.compare(tmp_path / "runs").columns()
     assert [*found["mode"]] == ["fp32", "fp16_master_scaled"] and [*found["runs"]] == [3, 3]
     assert found["verdict"][0] == "baseline" and "invalid" not in found["verdict"][1]
@@ -250,7 +250,7 @@ def test_a_divergence_ends_the_training_and_is_recorded(tmp_path):
     given = {"train_dataset": data(), "eval_dataset": data(8), "callbacks": [run]}
     own = Broken(gpt2(), arguments(tmp_path), precision="fp32", **given)
     own.train()
-    assert run.recording.run.status == "diverged"
+    assert run.run.status == "diverged"
     assert own.state.global_step < 6
 
 
@@ -275,7 +275,7 @@ def test_a_training_that_is_broken_off_is_recorded_as_such(error, ends, tmp_path
     given = {"train_dataset": data(), "callbacks": [run]}
     with pytest.raises(type(error)):
         Failing(gpt2(), arguments(tmp_path), precision="amp", **given).train()
-    assert (run.recording.run.status, run.recording.run.cause) == ends
+    assert (run.run.status, run.run.cause) == ends
 
 
 @pytest.mark.slow
