@@ -42,7 +42,6 @@ _SEED = re.compile(r"seed[ =_-]?(\d+)", re.IGNORECASE)
 _LOWER = ("loss losses error err perplexity ppl nll bpb bpc mse mae rmse wer cer fid kl").split()
 _HIGHER = ("acc accuracy top score reward return auc precision recall bleu psnr ssim").split()
 _FEWEST_STEPS = 3  # with fewer steps, equal values prove no copy and the common steps make no curve
-_Taken = list[tuple[int | None, Log]]  # the seed from the command line, and the log
 
 
 def load_foreign(
@@ -71,13 +70,13 @@ def load_foreign(
     notes: list[str] = []
     arms = {label: Arm(label, label, []) for label in taken}
     for label, logs in taken.items():
-        names = [log.name for _, log in logs]
+        names = [log.name for log in logs]
         more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
         count = "1 run" if len(names) == 1 else f"{len(names)} runs"
         notes.append(f"{label} is {count}: {', '.join(names[:_MOST_NAMED])}{more}")
-        runs = [_run(log, tag, label, seed or 0, notes) for seed, log in logs]
+        runs = [_run(log, tag, label, notes) for log in logs]
         arms[label].runs = _without_copies(runs, tag, notes)
-    every = [log for logs in taken.values() for _, log in logs]
+    every = [log for logs in taken.values() for log in logs]
     counts = sorted({log.steps for log in every} - {"step", "Step", ""})
     if counts:
         notes.append(f"steps are what the logs call {', '.join(counts)}")
@@ -91,7 +90,7 @@ def load_foreign(
             "by LABEL=seed0:PATH, or say --paired if runs are listed in the order of the same seeds"
         )
     if by_seed:
-        told = (f"{label} {', '.join(str(n) for n, _ in logs)}" for label, logs in taken.items())
+        told = (f"{label} {', '.join(str(x.seed) for x in logs)}" for label, logs in taken.items())
         how = "by their place in the list (--paired)" if by_seed == "listed" else "in every path"
         notes.append(f"seeds are told {how}, and runs with equal ones paired: {'; '.join(told)}")
     others = [arm for label, arm in arms.items() if label != baseline]
@@ -116,9 +115,9 @@ def _refuse_unknown_direction(tag: str) -> None:
         )
 
 
-def _taken(specs: Sequence[str], tag: str, step: str | None) -> dict[str, _Taken]:
+def _taken(specs: Sequence[str], tag: str, step: str | None) -> dict[str, list[Log]]:
     """Return label -> its runs, in the order in which they are listed."""
-    taken: dict[str, _Taken] = {}
+    taken: dict[str, list[Log]] = {}
     for spec in specs:
         label, _, listed = spec.partition("=")
         if not label or not listed:
@@ -132,11 +131,13 @@ def _taken(specs: Sequence[str], tag: str, step: str | None) -> dict[str, _Taken
             logs = _logs_at(named[2] if named else part, tag, step, below)
             if named and len(logs) > 1:
                 raise BadInput(f"{part}: holds {len(logs)} runs ({_names(logs)}); one has a seed")
-            taken[label] += [(int(named[1]) if named else None, log) for log in logs]
+            if named:
+                logs[0].seed = int(named[1])
+            taken[label] += logs
         _refuse_parts(label, below)
     if len(taken) < 2:
         raise BadInput(f"{specs[0]}: needs a baseline and at least one other LABEL=PATH")
-    every = [log for logs in taken.values() for _, log in logs]
+    every = [log for logs in taken.values() for log in logs]
     _refuse_same(every)
     # Places in a list begin at 1, epochs at 0 or 1.
     by_kind = {(log.steps == "", "epoch" in log.steps.lower()): log for log in every}
@@ -205,39 +206,38 @@ def _refuse_same(logs: Iterable[Log]) -> None:
         seen.add(key)
 
 
-def _name_seeds(taken: dict[str, _Taken], paired: bool) -> Literal["named", "listed", ""]:
-    """Set the numbers of the runs, by seed if all name theirs; return how, "" if not by seed.
+def _name_seeds(taken: dict[str, list[Log]], paired: bool) -> Literal["named", "listed", ""]:
+    """Set the seeds of the runs, or their places; return where seeds are told, "" if nowhere.
 
     Nothing is guessed: if one run has no seed, or two runs of a label share one, no run has a seed.
     """
-    given = [seed is not None for logs in taken.values() for seed, _ in logs]
+    given = [log.seed is not None for logs in taken.values() for log in logs]
     if any(given) and not all(given):
         raise BadInput("LABEL=seed0:PATH: give the seed of every run, or of none")
-    named = {label: [_named_seed(*one) for one in logs] for label, logs in taken.items()}
-    told = all(None not in seeds for seeds in named.values())
-    for label, seeds in named.items():
-        if len(set(seeds)) < len(seeds):
+    told = True
+    for label, logs in taken.items():
+        for log in logs:
+            if log.seed is None and (found := _SEED.findall(log.name)):
+                log.seed = int(found[-1])
+        seeds = {log.seed for log in logs}
+        told = told and None not in seeds
+        if len(seeds) < len(logs):
             if any(given):
                 raise BadInput(f"{label}: a seed is given to two runs; every run must have its own")
             told = False
-    if paired and not told:
-        counts = {label: len(logs) for label, logs in taken.items()}
-        if len(set(counts.values())) > 1:
-            text = ", ".join(f"{label} has {count}" for label, count in counts.items())
-            raise BadInput(
-                f"--paired: needs as many runs in every label ({text}); name the seeds by "
-                "LABEL=seed0:PATH, or leave --paired out"
-            )
-    for label, logs in taken.items():
-        numbers = named[label] if told else range(len(logs))
-        taken[label] = [(n, log) for n, (_, log) in zip(numbers, logs, strict=True)]
-    return "named" if told else "listed" if paired else ""
-
-
-def _named_seed(given: int | None, log: Log) -> int | None:
-    """Return the seed from the command line, else the last one in the log's name."""
-    found = _SEED.findall(log.name)
-    return given if given is not None else int(found[-1]) if found else None
+    counts = {label: len(logs) for label, logs in taken.items()}
+    if paired and not told and len(set(counts.values())) > 1:
+        text = ", ".join(f"{label} has {count}" for label, count in counts.items())
+        raise BadInput(
+            f"--paired: needs as many runs in every label ({text}); name the seeds by "
+            "LABEL=seed0:PATH, or leave --paired out"
+        )
+    if told:
+        return "named"
+    for logs in taken.values():
+        for place, log in enumerate(logs):
+            log.seed = place
+    return "listed" if paired else ""
 
 
 def _baseline(labels: list[str]) -> str:
@@ -316,7 +316,7 @@ def _last_step(run: RunData) -> float:
     return float(run.evals["step"][-1])
 
 
-def _run(log: Log, tag: str, label: str, seed: int, notes: list[str]) -> RunData:
+def _run(log: Log, tag: str, label: str, notes: list[str]) -> RunData:
     steps, values = log.points.T
     # A resumed run may have written steps twice: the last value counts.
     order = np.argsort(steps, kind="stable")
@@ -348,7 +348,7 @@ def _run(log: Log, tag: str, label: str, seed: int, notes: list[str]) -> RunData
         path=log.name,
         mode=label,
         scaler="none",
-        seed=seed,
+        seed=log.seed or 0,
         status="done",
         cause=None,
         last_step=int(steps[-1]),

@@ -43,6 +43,7 @@ class Log:
     points: np.ndarray  # float64 [points, 2]: step and value, in the order of the file
     steps: str  # the name of the step count: "step", "epoch"; "" for places in a list
     named: bool = True  # whether the log itself says that the values belong to the tag
+    seed: int | None = None  # as the command line or a name tells it, which no log does
 
     @property
     def name(self) -> str:
@@ -392,12 +393,15 @@ def _mlperf(wanted: Wanted) -> list[Log] | None:
 def _plain_numbers(wanted: Wanted) -> list[Log] | None:
     """Read "timestamp value step" (MLflow) or "step value" lines; None if it is anything else."""
     rows = [line.split() for line in wanted.text.splitlines() if line.strip()]
+    try:
+        table = [[float(cell) for cell in row] for row in rows]
+    except ValueError:
+        return None
     widths = {len(row) for row in rows}
-    if widths not in ({2}, {3}) or not all(_is_number(cell) for row in rows for cell in row):
+    # The first of three is a time since 1970.
+    if widths not in ({2}, {3}) or (widths == {3} and table[0][0] < 1e9):
         return None
-    if widths == {3} and float(rows[0][0]) < 1e9:  # not a time since 1970
-        return None
-    points = [[float(row[-1]), float(row[1])] if len(row) == 3 else row for row in rows]
+    points = [(row[-1], row[1]) for row in table] if widths == {3} else table
     named = str(wanted.path).endswith(f"/{wanted.tag}")
     return [Log(wanted.path, "", _table(points), "step", named)]
 
@@ -422,14 +426,6 @@ def _words(wanted: Wanted) -> list[Log] | None:
 def _words_before_numbers(text: str) -> list[str]:
     names = re.findall(rf"([A-Za-z][\w/.@ -]*?)\s*[:=]\s*{_NUMBER}", text[:100_000])
     return [name for name in dict.fromkeys(names) if name.lower() not in _STEPS]
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
 
 
 def _listed(names: Sequence[str]) -> str:

@@ -22,7 +22,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.extensions.script.prepared_model import PreparedModel, is_sharded, prepared_modules
+from mprun.extensions.script.prepared_model import (
+    PreparedModel,
+    chosen_dtypes,
+    is_sharded,
+    prepared_modules,
+)
 from mprun.extensions.script.steps import Scaling, held_by, install_hooks, reach, state_of
 from mprun.precision.casting import matching_modules, those_that_match
 from mprun.precision.emulation import ForwardContext, why_no_lstm, why_unsupported
@@ -104,15 +109,16 @@ def prepare(
     Raises:
         ValueError: An argument is wrong; the message names it, the error and the allowed values.
     """
-    given = [model] if isinstance(model, nn.Module) else _listed("model", model, nn.Module)
-    models = [_uncompiled(one) for one in given]
-    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else []
-    if optimizer is not None and not optimizers:
-        optimizers = _listed("optimizer", optimizer, Optimizer)
-    policy = precision if isinstance(precision, PrecisionPolicy) else _policy(precision)
+    given = _listed("model", model, nn.Module)
+    models = [getattr(one, UNCOMPILED, one) for one in given]  # those in objects of torch.compile
+    optimizers = [] if optimizer is None else _listed("optimizer", optimizer, Optimizer)
+    policy = get_policy(precision) if isinstance(precision, str) else precision
+    if not isinstance(policy, PrecisionPolicy):
+        raise ValueError(f"precision={precision!r}: must be the name of a mode, or a policy")
     device = _device_of(models)
     dtypes = _dtypes(models, overrides or {})
-    _check(models, policy, device, dtypes, native)
+    own = [(one, {p: dtypes[p] for p in those_that_match(one, dtypes)}) for one in models]
+    _check(own, policy, device, native)
     _check_optimizers(optimizers, models)
     if scaler is None:
         scaler = usual_scaler(policy.name) if isinstance(precision, str) else "none"
@@ -124,9 +130,8 @@ def prepare(
     pin_products(policy.fp32_math)
     forward_context = ForwardContext(policy, device, native=native, overrides=dtypes.values())
     install_hooks()
-    for one in models:
-        own = {pattern: dtypes[pattern] for pattern in those_that_match(one, dtypes)}
-        PreparedModel(one, forward_context, scale, own, reach)
+    for one, overrides in own:
+        PreparedModel(one, forward_context, scale, overrides, reach)
     for each in optimizers:
         _take_over(each, scale)
     return model if optimizer is None else (model, optimizer)
@@ -157,7 +162,8 @@ def _backward(loss: Tensor, *, retain_graph: bool | None = None) -> None:
 
 def _listed(name: str, given: Any, kind: type) -> list[Any]:
     """Return one or several models or optimizers as a list."""
-    found = [*given] if isinstance(given, Sequence) else [given]
+    several = isinstance(given, Sequence) and not isinstance(given, kind)
+    found = [*given] if several else [given]
     wanted = f"torch.{'optim' if kind is Optimizer else 'nn'}.{kind.__name__}"
     for one in found:
         if not isinstance(one, kind):
@@ -167,18 +173,6 @@ def _listed(name: str, given: Any, kind: type) -> list[Any]:
     if not found:
         raise ValueError(f"{name}: is an empty list, must hold a {wanted}")
     return found
-
-
-def _policy(precision: Any) -> PrecisionPolicy:
-    if not isinstance(precision, str):
-        raise ValueError(f"precision={precision!r}: must be the name of a mode, or a policy")
-    return get_policy(precision)
-
-
-def _uncompiled(model: nn.Module) -> nn.Module:
-    """Return the module inside an object from torch.compile, else the object."""
-    inside = getattr(model, UNCOMPILED, model)
-    return inside if isinstance(inside, nn.Module) else model
 
 
 def _device_of(models: Sequence[nn.Module]) -> torch.device:
@@ -209,41 +203,36 @@ def _dtypes(
 
 
 def _check(
-    models: Sequence[nn.Module],
+    prepared: Sequence[tuple[nn.Module, Mapping[str, torch.dtype]]],
     policy: PrecisionPolicy,
     device: torch.device,
-    overrides: Mapping[str, torch.dtype],
     native: bool,
 ) -> None:
     """Raise ValueError for models that cannot be in this mode, before anything is changed."""
-    for model in models:
+    for model, _ in prepared:
         _refuse_unpreparable(model)
-    reason = why_unsupported(policy, device, overrides.values())
-    recurrent = [m for model in models for m in model.modules() if isinstance(m, nn.RNNBase)]
+    reason = why_unsupported(
+        policy, device, [dtype for _, own in prepared for dtype in own.values()]
+    )
+    modules = [module for model, _ in prepared for module in model.modules()]
+    recurrent = [module for module in modules if isinstance(module, nn.RNNBase)]
     if reason is None and recurrent and (device.type == "cuda" or native):
         projected = any(layer.proj_size for layer in recurrent)
         reason = why_no_lstm(policy, device, projected)
     if reason is not None:
         raise ValueError(f"precision={policy.name!r}: {reason}")
-    modules = [module for model in models for module in model.modules()]
     if len(set(modules)) < len(modules):
         raise ValueError("model: two of them share a module; make one module that holds both")
-    if policy.products is not None:
-        for model in models:
-            try:
-                chosen_layers(model, policy.products, _by_name(model, overrides))
-            except ValueError as error:
-                raise ValueError(
-                    f"precision={policy.name!r}: {type(model).__name__} has no nn.Linear beside "
-                    "its output layer whose products could run in FP8; choose another mode"
-                ) from error
-
-
-def _by_name(model: nn.Module, overrides: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-    found: dict[str, torch.dtype] = {}
-    for pattern in those_that_match(model, overrides):
-        found |= dict.fromkeys(matching_modules(model, pattern, "overrides"), overrides[pattern])
-    return found
+    for model, own in prepared:
+        if policy.products is None:
+            break
+        try:
+            chosen_layers(model, policy.products, chosen_dtypes(model, own))
+        except ValueError as error:
+            raise ValueError(
+                f"precision={policy.name!r}: {type(model).__name__} has no nn.Linear beside its "
+                "output layer whose products could run in FP8; choose another mode"
+            ) from error
 
 
 def _check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:

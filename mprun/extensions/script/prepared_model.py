@@ -156,10 +156,7 @@ class PreparedModel:
             plain[module] = known.plain if isinstance(known, Forward) else known
             if plain[module] is not None:
                 module.__dict__["forward"] = plain[module]
-        chosen: dict[str, torch.dtype] = {}
-        for pattern, dtype in self.overrides.items():
-            names = matching_modules(self.model, pattern, "overrides")
-            chosen |= dict.fromkeys(names, dtype)
+        chosen = chosen_dtypes(self.model, self.overrides)
         dtypes = {
             m: torch.float32 if isinstance(m, Loss) else dtype_of(name, m, self.policy, chosen)
             for name, m in named.items()
@@ -279,7 +276,7 @@ class PreparedModel:
                 stack.enter_context(self.tensors.widened())
             if self.policy.fp32_math != "ieee":
                 stack.enter_context(ieee_fp32())
-            return forward.compute_plainly(args, kwargs)
+            return forward.plainly(*args, **kwargs)
 
     def _widened(self, tensor: Tensor) -> Tensor:
         # A state created like the parameters, such as an LSTM's, has their 16-bit dtype.
@@ -448,11 +445,11 @@ class PreparedModel:
 
     def _check(self, audits: bool) -> None:
         """Raise RuntimeError if the model is no longer the one that was prepared."""
-        first, device = self._first, self.forward_context.device.type
-        if first.dtype is not self._dtype or first.device.type != device:
+        first = self._first
+        if first.dtype is not self._dtype or first.device.type != self.device_type:
             self._refuse_moved(first)
-        for own in self.model.parameters() if audits else ():
-            if own.is_floating_point() and self._dtype is torch.float32 is not own.dtype:
+        for own in self.model.parameters() if audits and not self.stores_half else ():
+            if own.is_floating_point() and own.dtype is not torch.float32:
                 self._refuse_moved(own)
         for name, module in self.model.named_modules() if audits else ():
             if is_sharded(module):
@@ -471,9 +468,9 @@ class PreparedModel:
 
     def _refuse_moved(self, now: Tensor) -> None:
         raise RuntimeError(
-            f"the model was prepared on {self.forward_context.device.type} in {self._dtype} and is "
-            f"now on {now.device.type} in {now.dtype}; move and cast it before mprun.prepare, "
-            "whose mode decides on the dtype of each operation"
+            f"the model was prepared on {self.device_type} in {self._dtype} and is now on "
+            f"{now.device.type} in {now.dtype}; move and cast it before mprun.prepare, whose mode "
+            "decides on the dtype of each operation"
         )
 
 
@@ -502,7 +499,7 @@ class Forward:
         if self.shared.state == _IN_MODE:
             return self.compute_within(args, kwargs)
         if self.shared.state == _EVALUATING:
-            return self.compute_plainly(args, kwargs)
+            return self.plainly(*args, **kwargs)
         return self.shared.call(self, args, kwargs)
 
     def compute_within(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -511,11 +508,9 @@ class Forward:
 
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute in the mode."""
-        if self.inside is not None:
-            return self.inside(*args, **kwargs)
-        return self.compute_plainly(args, kwargs)
+        return (self.plainly if self.inside is None else self.inside)(*args, **kwargs)
 
-    def compute_plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def plainly(self, *args: Any, **kwargs: Any) -> Any:
         """Compute without the mode."""
         if self.plain is not None:
             return self.plain(*args, **kwargs)
@@ -570,6 +565,14 @@ def prepared_modules(model: nn.Module) -> dict[str, PreparedModel]:
     """Return module name -> prepared model, for all modules that belong to one."""
     found = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
     return {name: own.shared for name, own in found.items() if isinstance(own, Forward)}
+
+
+def chosen_dtypes(model: nn.Module, overrides: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
+    """Return module name -> dtype; raise ValueError if a pattern matches no module."""
+    found: dict[str, torch.dtype] = {}
+    for pattern, dtype in overrides.items():
+        found |= dict.fromkeys(matching_modules(model, pattern, "overrides"), dtype)
+    return found
 
 
 def is_sharded(module: nn.Module) -> bool:

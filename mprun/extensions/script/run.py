@@ -7,9 +7,8 @@
             run.step(loss)
         run.evaluate(loss=held_out_loss)
 
-It leaves the same directory as a run of `mprun`: `mprun compare`, its report, TensorBoard and
-`mprun scaler-replay` read it. Commands that take steps again (`mprun resume=`, `mprun explain`)
-cannot, because only the script can take its steps; `mprun.explain` does so in the script.
+It leaves the same directory as a run of `mprun`. Commands that take steps again (`mprun resume=`,
+`mprun explain`) cannot use it: only the script can take its steps, in `mprun.explain`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ from mprun.numerics.failure import FailureKeeper, report_failure
 from mprun.numerics.post_mortem import StepRow
 from mprun.numerics.probe import chosen_modules
 from mprun.numerics.probing import Probing
-from mprun.precision import DTYPE_NAMES, LossScale, PrecisionPolicy
+from mprun.precision import DTYPE_NAMES, LossScale
 from mprun.precision.policy import policy_values, usual_scaler
 from mprun.record import memory
 from mprun.record.run_directory import Heartbeat, claim, locked, path_safe
@@ -138,9 +137,10 @@ class Run:
         self._final: dict[str, float] = {}
         self._extra: dict[str, float] = {}
         first = next(iter(self.task.prepared.values()))
-        mode = _mode(first.policy, first.models[0].overrides)
-        usual = usual_scaler(first.policy.name)
-        scaler = first.scaler_name
+        changed = first.models[0].overrides.items()
+        named = [f"{pattern}={DTYPE_NAMES[dtype]}" for pattern, dtype in changed]
+        mode = "+".join([first.policy.name, *named])
+        usual, scaler = usual_scaler(first.policy.name), first.scaler_name
         script = Path(sys.argv[0]) if sys.argv and sys.argv[0] else None
         name = name or _name_of(script)
         values = self._configuration(dict(config), seed, script, data)
@@ -313,12 +313,9 @@ class Run:
         self._heartbeat = Heartbeat(self.directory)
         self._probing: Probing | None = None
         if probe_every:
+            writer = self._records.board.writer
             self._probing = Probing(
-                self.task,
-                self.directory,
-                self._records.board.writer,
-                every=probe_every,
-                modules=modules,
+                self.task, self.directory, writer, every=probe_every, modules=modules
             )
         self._watching: Any = None
         self._evaluated = time.perf_counter()
@@ -381,8 +378,7 @@ class Run:
         self.status, self.cause = status, cause
         self._records.close()
         computed = {"emulated": self.task.forward_context.rerouted(), "audit": self.task.audit()}
-        results = found.results("step") | computed
-        self._record.end(status, cause, results, steps=max(1, self.steps))
+        self._record.end(status, cause, found.results("step") | computed, steps=max(1, self.steps))
         atexit.unregister(self._at_exit)
         self._lock.__exit__(None, None, None)
         print(f"run: {self.directory}", file=sys.stderr)
@@ -392,20 +388,17 @@ class Run:
     ) -> dict[str, Any]:
         """Return the parts of config.yaml that a script's run has."""
         first = next(iter(self.task.prepared.values()))
-        overrides = first.models[0].overrides
-        known = script is not None and script.is_file()
-        source = script.read_bytes() if script is not None and known else b""
+        overrides, context = first.models[0].overrides, self.task.forward_context
+        file = script if script is not None and script.is_file() else None
         shapes = {n: list(p.shape) for n, p in self._parameters().items()}
-        native = (
-            bool(self.task.forward_context.half_dtypes) and not self.task.forward_context.emulations
-        )
+        native = context.half_dtypes and not context.emulations and context.device.type == "cpu"
         return {
             "seed": seed,
-            "device": self.task.device.type,
-            "cpu_half": "native" if native and self.task.device.type == "cpu" else "emulated",
+            "device": context.device.type,
+            "cpu_half": "native" if native else "emulated",
             "script": {
-                "file": script.name if script is not None and known else None,
-                "sha256": hashlib.sha256(source).hexdigest() if known else None,
+                "file": file and file.name,
+                "sha256": file and hashlib.sha256(file.read_bytes()).hexdigest(),
                 **{str(k): _plain(v) for k, v in config.items() if not _of_arm(k, v, seed)},
             },
             "model": {"parameters": hashlib.sha256(_canonical(shapes)).hexdigest()},
@@ -475,11 +468,6 @@ def _name_of(script: Path | None) -> str:
     # "main.py" tells nothing; its folder does.
     folder = script.resolve().parent.name
     return f"{folder}-{script.stem}" if script.stem in ("main", "train", "run") else script.stem
-
-
-def _mode(policy: PrecisionPolicy, overrides: Mapping[str, torch.dtype]) -> str:
-    changed = [f"{pattern}={DTYPE_NAMES[dtype]}" for pattern, dtype in overrides.items()]
-    return "+".join([policy.name, *changed])
 
 
 def _scaler(name: str, scale: LossScale, count: int) -> dict[str, Any]:

@@ -50,13 +50,12 @@ class ScriptOptimizer:
     update_reason = "the script's own optimizer"
 
     def __init__(self, steps: OptimizerSteps):
-        self._steps, self.inner = steps, steps.optimizer
-        named = steps.named()
-        self.names, self.updated = [*named], [*named.values()]
-        inside: dict[int, PreparedModel] = {}
+        self._steps, self.inner, self.named = steps, steps.optimizer, steps.named()
+        self.names, self.updated = [*self.named], [*self.named.values()]
+        inside: dict[int, tuple[PreparedModel, torch.dtype]] = {}
         for model in steps.models:
-            inside |= dict.fromkeys(map(id, model.model.parameters()), model)
-        self.parameters = [_Inside(inside[id(own)], own) for own in self.updated]
+            inside |= {key: (model, dtype) for key, dtype in model.tensors.dtypes().items()}
+        self.parameters = [_Inside(own, *inside[id(own)]) for own in self.updated]
         self.loss_scales = (steps.scale,)
         self.skips = steps.scale.skips_nonfinite
         self.observed = False
@@ -77,17 +76,16 @@ class ScriptOptimizer:
 
     def unscaled_gradients(self) -> dict[str, Tensor]:
         """Return copies of the gradients as the last step used them, by parameter name."""
-        pairs = zip(self.names, self.updated, strict=True)
-        return {name: own.grad.detach().clone() for name, own in pairs if own.grad is not None}
+        held = self.named.items()
+        return {name: own.grad.detach().clone() for name, own in held if own.grad is not None}
 
     def state_by_name(self) -> dict[str, dict[Any, Any]]:
         """Return the optimizer's state by parameter name, without copies."""
-        pairs = zip(self.names, self.updated, strict=True)
-        return {name: self.inner.state.get(own, {}) for name, own in pairs}
+        return {name: self.inner.state.get(own, {}) for name, own in self.named.items()}
 
     def load_state_by_name(self, saved: Mapping[str, Mapping[str, Any]]) -> None:
         """Restore a state from copies; entries that have appeared since are removed."""
-        for name, own in zip(self.names, self.updated, strict=True):
+        for name, own in self.named.items():
             self.inner.state.pop(own, None)
             for key, value in saved[name].items():
                 copy = value.clone() if isinstance(value, Tensor) else value
@@ -102,12 +100,12 @@ class ScriptOptimizer:
         return elements_by_dtype((own.dtype, own.numel()) for own in self.updated)
 
 
-class _Inside:
+class _Inside(NamedTuple):
     """A parameter as its model computes with it; it exists only during a call."""
 
-    def __init__(self, model: PreparedModel, master: Tensor):
-        self.model, self.master = model, master
-        self.dtype = model.tensors.dtypes()[id(master)]
+    master: Tensor
+    model: PreparedModel
+    dtype: torch.dtype
 
     @property
     def requires_grad(self) -> bool:
@@ -334,11 +332,10 @@ def _settings(group: Mapping[str, Any]) -> dict[str, Any]:
 def _by_name(given: Optimizers) -> dict[str, OptimizerSteps]:
     if isinstance(given, Mapping):
         named = dict(given)
+    elif isinstance(given, Optimizer) or len(given) == 1:
+        named = {"model": given if isinstance(given, Optimizer) else given[0]}
     else:
-        several = [*given] if isinstance(given, Sequence) else [given]
-        named = {f"model{number}": one for number, one in enumerate(several)}
-        if len(several) == 1:
-            named = {"model": several[0]}
+        named = {f"model{number}": one for number, one in enumerate(given)}
     if not named:
         raise ValueError("optimizer: none given")
     return {name: state_of(one) for name, one in named.items()}
