@@ -391,6 +391,16 @@ def test_a_refused_model_can_still_be_prepared_once():
             prepared("amp", again)
 
 
+@pytest.mark.parametrize("mode", WITHOUT_MASTERS)
+def test_a_first_layer_in_fp32_is_no_moved_model(mode):
+    first = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = sgd(first.parameters())
+    model, _ = mprun.prepare(first, optimizer, mode, overrides={"0": "fp32"})
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    assert model[0].weight.dtype is F32 and model[1].weight.dtype is not F32
+
+
 def test_overrides_keep_modules_in_fp32():
     model, optimizer = prepared("fp16_master", overrides={"head": "fp32"})
     seen = {}
