@@ -177,5 +177,4 @@ def _seed(given: int | None) -> int:
 
 
 def _taken(trainer: Any) -> list[int]:
-    """Return the steps of each optimizer so far."""
     return [state_of(optimizer).steps for optimizer in trainer.optimizers]

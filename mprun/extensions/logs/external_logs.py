@@ -30,7 +30,7 @@ from mprun.compare.findings import Arm, RunData
 from mprun.compare.grouping import ProtoGroup
 from mprun.compare.load import search
 from mprun.errors import BadInput
-from mprun.extensions.logs.log_formats import Log, logs_in, read_logs
+from mprun.extensions.logs.log_formats import Log, listed, logs_in, read_logs
 
 _BASELINES = ("fp32", "baseline")
 _DRAWN = 500
@@ -70,10 +70,8 @@ def load_foreign(
     notes: list[str] = []
     arms = {label: Arm(label, label, []) for label in taken}
     for label, logs in taken.items():
-        names = [log.name for log in logs]
-        more = f" and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
-        count = "1 run" if len(names) == 1 else f"{len(names)} runs"
-        notes.append(f"{label} is {count}: {', '.join(names[:_MOST_NAMED])}{more}")
+        count = "1 run" if len(logs) == 1 else f"{len(logs)} runs"
+        notes.append(f"{label} is {count}: {listed([log.name for log in logs], _MOST_NAMED)}")
         runs = [_run(log, tag, label, notes) for log in logs]
         arms[label].runs = _without_copies(runs, tag, notes)
     every = [log for logs in taken.values() for log in logs]
@@ -173,8 +171,7 @@ def _logs_at(given: str, tag: str, step: str | None, below: dict[Path, list[Path
 
 
 def _names(logs: Iterable[Log]) -> str:
-    names = [log.run or log.name for log in logs]
-    return ", ".join(names[:_MOST_NAMED]) + (", ..." if len(names) > _MOST_NAMED else "")
+    return listed([log.run or log.name for log in logs], _MOST_NAMED)
 
 
 def _refuse_parts(label: str, below: dict[Path, list[Path]]) -> None:

@@ -29,7 +29,6 @@ _STEPS = (
     *("timesteps", "total_timesteps", "time/total_timesteps", "epoch", "epoch_num"),
 )
 _SPLITS = ("split", "phase", "stage", "mode")  # fields that tell training from evaluation records
-_MOST_TAGS_SHOWN = 10
 _NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)\b"
 Row = tuple[str, dict[str, Any]]  # its place ("line 3"), name -> cell
 
@@ -53,15 +52,11 @@ class Log:
 
 @dataclass
 class Wanted:
-    """The curve that is looked for in a log, and what is raised if it is not there.
+    """The curve that is looked for in a log, and what is raised if it is not there."""
 
-    path: a file, or a folder from `logs_in`. tag: the scalar. step: the name of the step count, if
-    it is not a usual one.
-    """
-
-    path: Path
-    tag: str
-    step: str | None = None
+    path: Path  # a file, or a folder from `logs_in`
+    tag: str  # the scalar
+    step: str | None = None  # the name of the step count, if it is not a usual one
 
     @cached_property
     def text(self) -> str:
@@ -85,7 +80,7 @@ class Wanted:
             if len(found) > 1:
                 raise BadInput(
                     f"{self.path}: --tag {self.tag}: is of several values of {key!r} "
-                    f"({_listed(found)}); must be of one, in a file of its own"
+                    f"({listed(found)}); must be of one, in a file of its own"
                 )
         names = [name for name in told[0][1] if all(name in row for _, row in told)]
         return self.of_columns(told, self.steps(names), {self.tag: ("", True)})
@@ -117,18 +112,18 @@ class Wanted:
             if found is not None:
                 return found
             raise BadInput(
-                f"{self.path}: no column 'step' or 'epoch'; has {_listed(names)}; say with "
+                f"{self.path}: no column 'step' or 'epoch'; has {listed(names)}; say with "
                 "--step COLUMN which one counts the steps"
             )
         if self.step not in names:
-            raise BadInput(f"{self.path}: --step {self.step}: not there; has {_listed(names)}")
+            raise BadInput(f"{self.path}: --step {self.step}: not there; has {listed(names)}")
         return self.step
 
     def no_tag(self, known: Iterable[str]) -> BadInput:
         """Return the error that names the existing tags."""
         names = list(known)
         return BadInput(
-            f"{self.path}: --tag {self.tag}: not there; has {_listed(names)}"
+            f"{self.path}: --tag {self.tag}: not there; has {listed(names)}"
             f"{nearest(self.tag, names)}"
         )
 
@@ -142,18 +137,14 @@ class Wanted:
 
 
 class LogFormat(NamedTuple):
-    """A form in which tools write scalars.
+    """A form in which tools write scalars."""
 
-    Attributes:
-        name: the form and its tools, in words.
-        read: returns every run of a log, at least one; None if the log is in another form.
-        logs_in: takes a folder's entries, in natural order, and returns the logs among them; their
-            parent, if the folder itself is the log.
-    """
-
-    name: str
+    name: str  # the form and its tools, in words
+    # Returns every run of a log, at least one; None if the log is in another form.
     read: Callable[[Wanted], list[Log] | None]
-    logs_in: Callable[[list[Path]], list[Path]] = lambda entries: []
+    # Takes a folder's entries, in natural order, and returns the logs among them; their parent, if
+    # the folder itself is the log.
+    logs_in: Callable[[list[Path]], list[Path]] | None = None
 
 
 def formats() -> tuple[LogFormat, ...]:
@@ -183,7 +174,7 @@ def read_logs(path: Path, tag: str, step: str | None = None) -> list[Log]:
 def logs_in(folder: Path) -> list[Path]:
     """Return the logs in the folder itself: those of the first format that has some."""
     entries = sorted(folder.iterdir(), key=lambda entry: natural_order(entry.name))
-    found = (form.logs_in(entries) for form in formats())
+    found = (form.logs_in(entries) for form in formats() if form.logs_in is not None)
     return next(filter(None, found), [])
 
 
@@ -366,7 +357,7 @@ def _records_of_columns(path: Path, content: dict, tag: str, step: str | None) -
         counted = counted if isinstance(column, dict) else ""
         for name in [step] if step else [n for n in _STEPS if n in content and n != tag]:
             if name not in content:
-                raise BadInput(f"{path}: --step {name}: not there; has {_listed(list(content))}")
+                raise BadInput(f"{path}: --step {name}: not there; has {listed(list(content))}")
             steps = content[name]
             steps, counted = (steps.values() if isinstance(steps, dict) else steps), name
             break
@@ -428,10 +419,10 @@ def _words_before_numbers(text: str) -> list[str]:
     return [name for name in dict.fromkeys(names) if name.lower() not in _STEPS]
 
 
-def _listed(names: Sequence[str]) -> str:
-    shown = ", ".join(names[:_MOST_TAGS_SHOWN]) or "none"
-    more = len(names) - _MOST_TAGS_SHOWN
-    return f"{shown} and {more} more" if more > 0 else shown
+def listed(names: Sequence[str], most: int = 10) -> str:
+    """Return the first names as text, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(names[:most]) or "none") + more
 
 
 def _table(points: list) -> np.ndarray:

@@ -30,51 +30,32 @@ _MODES = ("fp16_naive", "fp16_master", "fp16_master_scaled", "amp")  # BF16 and 
 
 @dataclass(slots=True)
 class Line:
-    """One technique: our result beside the paper's.
-
-    Attributes:
-        value: mean of the judged metric over the seeds that ended, as text.
-        shown: mean of `PaperRow.metric`, as text.
-        same: whether the outcome is the paper's; empty if the paper has none.
-        found: the compared runs; None: there are none.
-    """
+    """One technique: our result beside the paper's, as text."""
 
     arm: PaperArm
-    value: str = ""
-    shown: str = ""
+    value: str = ""  # mean of the judged metric over the seeds that ended
+    shown: str = ""  # mean of `PaperRow.metric`
     difference: str = ""
     verdict: str = ""
-    same: str = ""
+    same: str = ""  # whether the outcome is the paper's; empty if the paper has none
     found: Compared | None = None
 
 
 @dataclass(slots=True)
 class RowOutcome:
-    """A row with its runs.
-
-    Attributes:
-        fp32: mean and deviation of FP32's runs, as text.
-        fp32_shown: their mean of `PaperRow.metric`, as text.
-        network, data: the trained network and its data, from the records.
-        lines: one for each arm, in the order of the row.
-        group: the compared group; None: nothing was compared.
-        why_not: why nothing was compared.
-        discriminates: None: FP16 without masters is not decided.
-        probes: directory of the run that counted its tensors; None: no run did.
-        slug: slug of the group if existing runs are judged; otherwise empty.
-    """
+    """A row with its runs."""
 
     row: PaperRow
-    fp32: str = ""
-    fp32_shown: str = ""
-    network: str = ""
-    data: str = ""
-    lines: list[Line] = field(default_factory=list)
-    group: Group | None = None
-    why_not: str = ""
-    discriminates: bool | None = None
-    probes: Path | None = None
-    slug: str = ""
+    fp32: str = ""  # mean and deviation of FP32's runs
+    fp32_shown: str = ""  # their mean of `PaperRow.metric`
+    network: str = ""  # that was trained, from the records
+    data: str = ""  # that it was trained on
+    lines: list[Line] = field(default_factory=list)  # in the order of the row's arms
+    group: Group | None = None  # None: nothing was compared
+    why_not: str = ""  # why nothing was compared
+    discriminates: bool | None = None  # None: FP16 without masters is not decided
+    probes: Path | None = None  # directory of the run that counted its tensors
+    slug: str = ""  # that of the group if existing runs are judged
 
     @property
     def key(self) -> str:

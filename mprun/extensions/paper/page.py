@@ -49,14 +49,11 @@ FULL_HEADER = ("network", "recipe", "data below --data-root", "FP32, h", "AMP, h
 
 @dataclass(slots=True)
 class Table:
-    """One table of the page as text.
-
-    Attributes:
-        notes: (network, the differences from the paper and further remarks).
-    """
+    """One table of the page as text."""
 
     title: str
     lines: list[list[str]] = field(default_factory=list)
+    # (network, the differences from the paper and further remarks)
     notes: list[tuple[str, list[str]]] = field(default_factory=list)
 
 
@@ -131,20 +128,15 @@ def _full_line(row: PaperRow, hours: Mapping[str, Mapping[str, float]]) -> list[
 
 @dataclass(slots=True)
 class Page:
-    """The content of the page.
-
-    Attributes:
-        facts: machine, versions, commands: name -> value.
-        hours: recipe -> mode -> hours on one H200, the limit that `mprun bench --roofline` counts.
-        remarks: remarks on the runs as a whole, a line each.
-    """
+    """The content of the page."""
 
     scale: str
     found: list[RowOutcome]
     rows: Sequence[PaperRow]
-    facts: Mapping[str, str]
+    facts: Mapping[str, str]  # machine, versions, commands: name -> value
+    # Recipe -> mode -> hours on one H200, the limit that `mprun bench --roofline` counts.
     hours: Mapping[str, Mapping[str, float]]
-    remarks: Sequence[str] = ()
+    remarks: Sequence[str] = ()  # on the runs as a whole, a line each
 
     def write(self, folder: Path) -> Path:
         """Write the page; return the path of paper.md."""

@@ -18,29 +18,17 @@ EQUAL, FAILS = "equal", "fails"
 
 
 class Published(NamedTuple):
-    """One row of a table, or the curves of a figure: one run a column, no interval.
+    """One row of a table, or the curves of a figure: one run a column, no interval."""
 
-    Attributes:
-        network: the paper's name for the network.
-        place: the table or figure.
-        metric: metric of the columns, with its unit; empty: the paper has no number.
-        fp32: result of the FP32 run, as printed.
-        unscaled: result of mixed precision without loss scaling, a number or words.
-        scaled: result of mixed precision with loss scaling.
-        scale: the loss scale; empty: none was needed.
-        data: the training data.
-        scope: size, schedule and how it was measured.
-    """
-
-    network: str
-    place: str
-    metric: str
-    fp32: str
-    unscaled: str
-    scaled: str = ""
-    scale: str = ""
+    network: str  # the paper's name
+    place: str  # the table or figure
+    metric: str  # that of the columns, with its unit; empty: the paper has no number
+    fp32: str  # result of the FP32 run, as printed
+    unscaled: str  # result of mixed precision without loss scaling, a number or words
+    scaled: str = ""  # result with loss scaling
+    scale: str = ""  # the loss scale; empty: none was needed
     data: str = "ILSVRC12"
-    scope: str = ""
+    scope: str = ""  # size, schedule and how it was measured
 
     def difference(self, value: str) -> str:
         """Return the difference to FP32 in points, as in `mprun compare`: positive is worse."""
@@ -53,33 +41,23 @@ class Published(NamedTuple):
 
 
 class PaperArm(NamedTuple):
-    """A technique that a row tests, beside FP32.
+    """A technique that a row tests, beside FP32."""
 
-    Attributes:
-        technique: a short description.
-        overrides: the overrides of the technique, after those of the row.
-        outcome: EQUAL or FAILS, the paper's outcome for this technique; empty: it has none.
-        value: the paper's value, as printed.
-    """
-
-    technique: str
-    overrides: tuple[str, ...]
-    outcome: str = ""
-    value: str = ""
+    technique: str  # a short description
+    overrides: tuple[str, ...]  # after those of the row
+    outcome: str = ""  # EQUAL or FAILS, that of the paper; empty: it has none
+    value: str = ""  # the paper's value, as printed
 
 
 class PaperFigure(NamedTuple):
     """A figure of the paper that the runs of a row redraw.
 
-    Attributes:
-        key: "fig3".
-        shows: the message of the paper's figure, in words.
-        draws: the curve ("training", "evaluation") or the tensors of the histogram
-            ("weight_gradients", "activation_gradients"); empty: sample grids.
+    draws is the curve ("training", "evaluation"), or the tensors of the histogram
+    ("weight_gradients", "activation_gradients"); empty: sample grids.
     """
 
-    key: str
-    shows: str
+    key: str  # "fig3"
+    shows: str  # the message of the paper's figure, in words
     draws: str = ""
 
     @property
@@ -89,21 +67,13 @@ class PaperFigure(NamedTuple):
 
 
 class Full(NamedTuple):
-    """The result at the paper's scale.
+    """The result at the paper's scale."""
 
-    Attributes:
-        experiment: the recipe.
-        folder: folder of the data below --data-root.
-        samples: samples (words of text) per epoch if the recipe counts epochs; 0: it counts steps.
-        published: how long others trained, with the source.
-        missing: what a user has to provide beside the data.
-    """
-
-    experiment: str
-    folder: str
-    samples: int = 0
-    published: str = ""
-    missing: str = ""
+    experiment: str  # the recipe
+    folder: str  # that of the data below --data-root
+    samples: int = 0  # samples (words of text) per epoch if the recipe counts epochs; 0: steps
+    published: str = ""  # how long others trained, with the source
+    missing: str = ""  # what a user has to provide beside the data
 
 
 def _nothing(group: Group) -> Iterator[str]:
@@ -111,38 +81,21 @@ def _nothing(group: Group) -> Iterator[str]:
 
 
 class PaperRow(NamedTuple):
-    """One result of the paper and the runs that stand for it.
+    """One result of the paper and the runs that stand for it; differences are a phrase each."""
 
-    Attributes:
-        key: name of the row for `--only`.
-        result: the paper's result.
-        overrides: overrides of every run, the experiment first. Empty: there is nothing to run.
-        arms: the techniques beside FP32, each with its outcome in the paper.
-        seeds: number of seeds, from 0.
-        differs: differences from the paper's training, a phrase each.
-        full: None: the data are not public.
-        why_not: why there are no runs.
-        tried: if the outcome differs from the paper's or is undecided: further attempts to see it.
-        metric: a metric shown beside the judged one; empty: none.
-        models: `model.name` of our networks whose runs, of any size, are put beside it.
-        always: differences from the paper's training at any size, a phrase each.
-        seen: differences of existing runs from the paper's training, a phrase each.
-        figures: the figures that its runs redraw.
-    """
-
-    key: str
+    key: str  # its name for `--only`
     result: Published
-    overrides: tuple[str, ...] = ()
-    arms: tuple[PaperArm, ...] = ()
-    seeds: int = 3
-    differs: tuple[str, ...] = ()
-    full: Full | None = None
-    why_not: str = ""
-    tried: str = ""
-    metric: str = ""
-    models: tuple[str, ...] = ()
-    always: tuple[str, ...] = ()
-    seen: Callable[[Group], Iterator[str]] = _nothing
+    overrides: tuple[str, ...] = ()  # of every run, the experiment first; empty: nothing to run
+    arms: tuple[PaperArm, ...] = ()  # the techniques beside FP32
+    seeds: int = 3  # number of seeds, from 0
+    differs: tuple[str, ...] = ()  # differences from the paper's training
+    full: Full | None = None  # None: the data are not public
+    why_not: str = ""  # why there are no runs
+    tried: str = ""  # further attempts to see an outcome that differs or is undecided
+    metric: str = ""  # a metric shown beside the judged one
+    models: tuple[str, ...] = ()  # `model.name` of runs, of any size, that are put beside it
+    always: tuple[str, ...] = ()  # differences from the paper's training at any size
+    seen: Callable[[Group], Iterator[str]] = _nothing  # differences of existing runs
     figures: tuple[PaperFigure, ...] = ()
 
     @property

@@ -151,7 +151,6 @@ def _take_over(optimizer: Optimizer, scale: LossScale) -> None:
 
 
 def _backward(loss: Tensor, *, retain_graph: bool | None = None) -> None:
-    """Propagate a loss, as `loss.backward()` does."""
     warnings.warn(
         "optimizer.backward(loss) will be removed in the next release; call loss.backward()",
         DeprecationWarning,

@@ -67,22 +67,6 @@ class PreparedModel:
         loss_scale: loss scale of its gradients.
         overrides: glob pattern over module names -> dtype in which these compute.
         on_pass: called for each backward pass that enters the model.
-
-    Attributes:
-        scale: the loss scale; None if it neither scales nor skips.
-        is_plain: whether the mode changes nothing in its computation.
-        tensors: the stand-ins of its parameters and buffers within a call.
-        found_inf: float32, 0-dim: the gradients of the newest backward pass are not finite.
-        calls: number of calls with gradients or in training mode.
-        called_in: number of the newest pass at the last call.
-        pass_is_due: whether the next pass is audited, like the call before it.
-        fed: number of the newest pass in which a gradient has left it at its inputs.
-        in_ddp: whether it was called inside DistributedDataParallel.
-        has_gradients: a pass has reached it since its last step.
-        graphs: a token for each graph of its calls that is alive, through which a pass could go.
-        stores_half: whether its parameters are 16-bit tensors between two calls as well.
-        partners: prepared models that passes have reached together with it since then.
-        updated_by: steps of the optimizers that hold its parameters.
     """
 
     alive: weakref.WeakSet[PreparedModel] = weakref.WeakSet()
@@ -106,21 +90,29 @@ class PreparedModel:
         self.device_type = forward_context.device.type
         self.overrides, self.on_pass = dict(overrides), on_pass
         self.policy = policy = forward_context.policy
+        # None if it neither scales nor skips.
         self.scale = loss_scale if loss_scale.skips_nonfinite else None
         changes = policy.half_dtype is not None or policy.products is not None
-        self.is_plain = not changes and self.scale is None
+        self.is_plain = not changes and self.scale is None  # it computes as without the mode
         self._is_untouched = self.is_plain and policy.fp32_math == "ieee"
         # True if activations are in 16 bits without autocast.
         self._casts = policy.autocast_dtype is None and policy.half_dtype is not None
         self.tensors = Tensors(self, rounds=self._casts and policy.master_dtype is not None)
+        # Its parameters are 16-bit tensors between two calls as well.
         self.stores_half = self._casts and not self.tensors.rounds
+        # float32, 0-dim: the gradients of the newest backward pass are not finite.
         self.found_inf = torch.zeros((), device=forward_context.device)
         self.audit = Audit(forward_context)
         self.audit.written = self.tensors.written
-        self.calls = self.fed = 0
-        self.called_in = -1
-        self.pass_is_due = False
-        self.in_ddp = self.has_gradients = self._guards_step = False
+        self.calls = 0  # with gradients or in training mode
+        self.called_in = -1  # number of the newest pass at the last call
+        self.fed = 0  # number of the newest pass in which a gradient has left it at its inputs
+        self.pass_is_due = False  # the next pass is audited, like the call before it
+        self.in_ddp = False  # it was called inside DistributedDataParallel
+        self.has_gradients = False  # a pass has reached it since its last step
+        self._guards_step = False
+        # Models that passes have reached together with it since then; steps of the optimizers that
+        # hold its parameters; a token for each graph of its calls that is alive.
         self.partners: weakref.WeakSet[PreparedModel] = weakref.WeakSet()
         self.updated_by: weakref.WeakSet[Any] = weakref.WeakSet()
         self.graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
@@ -238,7 +230,6 @@ class PreparedModel:
 
     @contextmanager
     def _in_mode(self, audits: bool) -> Iterator[None]:
-        """Compute as the mode says."""
         if any(tuple(children_of(m).values()) != children for m, _, children in self.tensors.parts):
             self._build()
         with ExitStack() as stack:
@@ -479,20 +470,17 @@ class _Graph:
 
 
 class Forward:
-    """The `forward` of a module of a prepared model.
-
-    Attributes:
-        plain: the instance's previous `forward`; None: the method of its class.
-        inside: the function that computes in the mode; None: the one that computes outside.
-        was_called: whether code outside the model has called it.
-        around: computes in its place while hooks are called.
-    """
+    """The `forward` of a module of a prepared model."""
 
     def __init__(self, shared: PreparedModel, module: nn.Module, plain: Any, inside: Any):
+        # plain: the instance's previous `forward`; None: the method of its class.
         self.shared, self.module, self.plain = shared, module, plain
+        # The function that computes in the mode; None: the one that computes outside.
         self.inside = None if inside is plain else inside
-        self.was_called = False
-        self.around: Callable[..., Any] | None = None
+        self.was_called = False  # by code outside the model
+        self.around: Callable[..., Any] | None = (
+            None  # computes in its place while hooks are called
+        )
         functools.update_wrapper(self, type(module).forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -581,7 +569,6 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def _is_metric(module: nn.Module) -> bool:
-    """Return whether a module comes from torchmetrics."""
     return any(kind.__module__.startswith("torchmetrics.") for kind in type(module).__mro__)
 
 

@@ -305,7 +305,6 @@ class Run:
                 self.__exit__(type(error) if error is not None else None, error, None)
 
     def _open(self, probe_every: int, modules: list[str]) -> None:
-        """Prepare the records before step 1."""
         self._buffer = MetricBuffer(self.task.device, loss_scales=self.task.loss_scales)
         self._records = _Records(self.directory, self._buffer)
         self._keeper = FailureKeeper(self.task)
@@ -339,7 +338,6 @@ class Run:
         watching.__exit__(None, None, None)
 
     def _log_step(self, wait: bool = False) -> None:
-        """Record the step just taken."""
         groups = next(iter(self.task.prepared.values())).optimizer.param_groups
         self._records.extra[self.steps] = {"lr": float(groups[0]["lr"])} | self._extra
         self._flush(logged=True, wait=wait)
@@ -481,7 +479,6 @@ def _scaler(name: str, scale: LossScale, count: int) -> dict[str, Any]:
 
 
 def _settings(inner: torch.optim.Optimizer) -> Any:
-    """Return class and initial settings of a torch optimizer."""
     groups = [
         {key: _plain(value) for key, value in group.items() if key not in _HOW}
         for group in inner.param_groups

@@ -61,15 +61,13 @@ class Scaling:
 
     The scale moves once each of them has stepped, or at the latest when one begins again, as
     torch.amp.GradScaler.update does once in an iteration.
-
-    Attributes:
-        name: name of the loss scale in records; empty: its kind.
     """
 
     _all: weakref.WeakKeyDictionary[LossScale, Scaling] = weakref.WeakKeyDictionary()
 
     def __init__(self, scale: LossScale):
-        self._scale, self.name = weakref.ref(scale), ""
+        self._scale = weakref.ref(scale)
+        self.name = ""  # of the loss scale in records; empty: its kind
         self.owners: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 

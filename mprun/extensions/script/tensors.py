@@ -10,7 +10,7 @@ that were added, tied or parametrized later are included.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from mprun.extensions.script.nodes import Owner, make_nodes
 from mprun.precision.casting import flat_weights
+from mprun.precision.rounded_weights import packed
 from mprun.torch_private import (
     IS_PARAMETER,
     buffers_of,
@@ -30,7 +31,7 @@ from mprun.torch_private import (
     version_of,
 )
 
-_BUCKET = 2**22  # elements that are cast by one node
+_BUCKET = 2**22  # elements that one node casts
 Key = tuple[int, torch.dtype]  # id of a tensor, and the dtype in which its module computes
 Part = tuple[nn.Module, torch.dtype, tuple[nn.Module | None, ...]]
 
@@ -52,18 +53,13 @@ class Tensors:
     Args:
         owner: owner of the nodes.
         rounds: the mode computes in 16 bits with copies of FP32 parameters.
-
-    Attributes:
-        changes: whether any tensor gets a stand-in.
-        parts: the modules, the dtypes in which they compute, and their children.
-        written: names of the parameters that calls have written to.
     """
 
     def __init__(self, owner: Owner, rounds: bool):
         self.owner, self.rounds = owner, rounds
-        self.changes = rounds or owner.scale is not None
-        self.parts: list[Part] = []
-        self.written: set[str] = set()
+        self.changes = rounds or owner.scale is not None  # any tensor gets a stand-in
+        self.parts: list[Part] = []  # modules, dtypes in which they compute, their children
+        self.written: set[str] = set()  # names of the parameters that calls have written to
         # Version and address, the stand-in, the tensor itself; valid while nothing has moved.
         self._cache: dict[Key, tuple[tuple[int, int], Tensor, Tensor]] = {}
         self._moving: set[tuple[int, str]] = set()  # places that calls write to
@@ -169,9 +165,13 @@ class Tensors:
                     else:
                         missing.setdefault(dtype if casts else None, []).append((key, own))
         for wanted, pairs in missing.items():
-            for bucket in _buckets(pairs):
-                made = make_nodes(self.owner, "weight", wanted, [own for _, own in bucket])
-                for (key, own), tensor in zip(bucket, made, strict=True):
+            # If processes sum gradients during the pass each parameter gets a node: the sums would
+            # wait for the last of a group.
+            most = 1 if is_available() and is_initialized() else _BUCKET
+            sizes = (own.numel() if own.layout is torch.strided else most for _, own in pairs)
+            for places in packed(sizes, most):
+                made = make_nodes(self.owner, "weight", wanted, [pairs[n][1] for n in places])
+                for (key, own), tensor in zip([pairs[n] for n in places], made, strict=True):
                     setattr(tensor, IS_PARAMETER, True)
                     for watcher in self._watchers.get(id(own), {}).values():
                         tensor.register_hook(watcher)
@@ -206,23 +206,3 @@ def _state_of(own: Tensor) -> tuple[int, int]:
 def _differs(now: Tensor, own: Tensor) -> Tensor:
     rounded = own.to(now.dtype)
     return (now != rounded) & ~(now.isnan() & rounded.isnan())
-
-
-def _buckets(pairs: Sequence[tuple[Key, Tensor]]) -> Iterator[list[tuple[Key, Tensor]]]:
-    """Yield groups of parameters that share a node.
-
-    If processes sum gradients during the pass each parameter gets a node: the sums would wait for
-    the last of a group.
-    """
-    limit = 1 if is_available() and is_initialized() else _BUCKET
-    found: list[tuple[Key, Tensor]] = []
-    size = 0
-    for pair in pairs:
-        numel = pair[1].numel() if pair[1].layout is torch.strided else limit
-        if found and size + numel > limit:
-            yield found
-            found, size = [], 0
-        found.append(pair)
-        size += numel
-    if found:
-        yield found
