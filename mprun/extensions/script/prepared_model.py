@@ -344,9 +344,6 @@ class PreparedModel:
     @contextmanager
     def _attributes_inside(self, audits: bool) -> Iterator[None]:
         """Let attributes hold the mode's tensors, and afterwards those seen from outside."""
-        if not (self._casts or self.scale is not None) or not is_grad_enabled():
-            yield
-            return
         given = []
         self._come.clear()
         for _, place, key in self._places(audits):
@@ -369,8 +366,6 @@ class PreparedModel:
     @disable_dynamo
     def _let_out(self, audits: bool) -> None:
         """Convert the tensors that the call has left in attributes for the outside."""
-        if not (self._casts or self.scale is not None) or not is_grad_enabled():
-            return
         for name, place, key in self._places(audits):
             inner = place[key]
             if (id(place), key) in self._come or not _has_graph(inner):
@@ -383,8 +378,10 @@ class PreparedModel:
                 self.audit.left.add(name)
 
     def _places(self, audits: bool) -> list[tuple[str, Any, Any]]:
-        """Return (name, place, key) of attributes that hold tensors; without `audits` only those
-        known to have held some."""
+        """Return (name, place, key) of attributes that hold tensors which differ outside; without
+        `audits` only those known to have held some."""
+        if not (self._casts or self.scale is not None) or not is_grad_enabled():
+            return []
         if not audits:
             found = [*self._known.values()]
             return [(n, p, k) for n, p, k in found if (k in p if type(p) is dict else k < len(p))]
