@@ -148,8 +148,9 @@ class LogFormat(NamedTuple):
 
 
 def formats() -> tuple[LogFormat, ...]:
-    """Return every format in the order of trial, those of installed packages first."""
-    return (*map(loaded, announced("mprun.log_formats").values()), *FORMATS)
+    """Return every format in the order of trial: those without text, installed ones, the others."""
+    installed = map(loaded, announced("mprun.log_formats").values())
+    return (*_NO_TEXT, *installed, *FORMATS)
 
 
 def read_logs(path: Path, tag: str, step: str | None = None) -> list[Log]:
@@ -429,9 +430,11 @@ def _table(points: list) -> np.ndarray:
     return np.array(points, dtype=np.float64).reshape(-1, 2)
 
 
-FORMATS = (
+_NO_TEXT = (
     LogFormat("run folders of MLflow", _mlflow, _mlflow_in),
     LogFormat("event files of torch, TensorFlow, Keras; one run a folder", _events, _events_in),
+)
+FORMATS = (
     LogFormat("JSON: Hugging Face's state, records, a list a name (Keras)", _json, _states_in),
     LogFormat('":::MLLOG" lines of MLPerf', _mlperf),
     LogFormat(

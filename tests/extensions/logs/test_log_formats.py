@@ -15,6 +15,7 @@ from mprun.extensions.logs.external_logs import load_foreign
 from mprun.extensions.logs.log_formats import read_logs
 
 from ...helpers import raises_line
+from .test_foreign import write_events
 
 MEGATRON = (
     " [2026-01-01 00:00:0{s}] iteration        {s}/     100 | consumed samples:           32 | "
@@ -233,6 +234,8 @@ def test_an_installed_package_adds_a_format(tmp_path, monkeypatch):
         assert group.baseline.runs[0].evals["loss"].tolist() == [0.5, 0.25]
         with raises_line(BadInput, "a.odd: --tag lr: not there; has step, loss"):
             read_logs(tmp_path / "amp" / "a.odd", "lr")
+        [event_file] = write_events(tmp_path / "tb", {"loss": [(1, 0.5)]}).iterdir()
+        assert read_logs(event_file, "loss")[0].points.tolist() == [[1, 0.5]]
         (tmp_path / "amp" / "a.odd").write_text("# odd\nmuch\n")
         with raises_line(Damaged, "a.odd: line 1: 'much' is not a number"):
             load_foreign(specs, "loss")
