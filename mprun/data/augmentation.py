@@ -1,18 +1,7 @@
 """Transformations of an image between its file and the network: crops, mirroring, value ranges.
 
-`Augmentation` transforms whole files, as PIL images in loader processes:
-
-``resized_crop``: torchvision's ``RandomResizedCrop`` (area 8 to 100 %, sides 3:4 to 4:3, ten tries,
-then the middle) and mirror, as in PyTorch's ImageNet example. Evaluation resizes the shorter side
-and takes the middle. ``crop``: the whole image resized to a square, whatever its aspect ratio, as
-Caffe prepares ImageNet; a random crop and mirror in training, the middle in evaluation.
-``centre``: the middle of the image resized; mirror in training (DCGAN).
-
-For the same box the pixels are, bit for bit, those of torchvision's ``resized_crop``, ``resize``
-and ``center_crop`` on PIL images: bilinear, with PIL's antialiasing.
-
-`PaddedCrop` transforms small images that lie on the device as bytes: it draws on the host and
-applies the draws on the device.
+`Augmentation` transforms PIL images in loader processes, `PaddedCrop` small images that lie on the
+device as bytes.
 """
 
 import math
@@ -23,6 +12,8 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
+
+from mprun.data.source import sent
 
 # Per channel, in units of pixel values: mean and standard deviation of the ImageNet training images
 # from PyTorch's examples (there divided by 255), and the means that BVLC's Caffe subtracts, here in
@@ -35,25 +26,16 @@ LUMA = (0.299, 0.587, 0.114)
 
 
 def normalise(images: Tensor, offset: Tensor, divisor: Tensor) -> Tensor:
-    """Return (x - offset) / divisor in the layout and the dtype that networks take.
+    """Return (x - offset) / divisor, contiguous float32 ``[batch, channels, height, width]``.
 
-    Each operation rounds once, so every device gives the same bits.
-
-    Args:
-        images: uint8 ``[batch, height, width, channels]``.
-        offset: float32 ``[channels, 1, 1]`` in units of pixel values, on the device of the images.
-        divisor: Like ``offset``.
-
-    Returns:
-        Contiguous float32 ``[batch, channels, height, width]``.
+    ``images`` are uint8 ``[batch, height, width, channels]``, offset and divisor float32
+    ``[channels, 1, 1]`` in units of pixel values, on the same device. Each operation rounds once,
+    so every device gives the same bits.
     """
-    batch, height, width, channels = images.shape
-    values = torch.empty(
-        (batch, channels, height, width), dtype=torch.float32, device=images.device
-    )
+    channels_first = images.permute(0, 3, 1, 2)
     # One transposing copy: three times as fast on a CPU as `.float()` of the permuted bytes.
-    values.copy_(images.permute(0, 3, 1, 2))
-    return values.sub_(offset).div_(divisor)
+    values = torch.empty(channels_first.shape, dtype=torch.float32, device=images.device)
+    return values.copy_(channels_first).sub_(offset).div_(divisor)
 
 
 def offset_and_divisor(value_range: str, mean: Tensor, std: Tensor) -> tuple[Tensor, Tensor]:
@@ -62,14 +44,11 @@ def offset_and_divisor(value_range: str, mean: Tensor, std: Tensor) -> tuple[Ten
     ``standardised``: (x - mean) / std; ``mean_subtracted``: x - mean; ``tanh``: 0 ... 255 mapped to
     -1 ... 1. ``mean`` and ``std`` are float32 ``[channels]`` in units of pixel values.
     """
-    half = torch.full_like(mean, 127.5)
-    ranges = {
-        "standardised": (mean, std),
-        "mean_subtracted": (mean, torch.ones_like(mean)),
-        "tanh": (half, half),
-    }
-    offset, divisor = ranges[value_range]
-    return offset[:, None, None], divisor[:, None, None]
+    if value_range == "tanh":
+        mean = std = torch.full_like(mean, 127.5)
+    elif value_range == "mean_subtracted":
+        std = torch.ones_like(mean)
+    return mean[:, None, None], std[:, None, None]
 
 
 def imagenet_constants(
@@ -97,11 +76,8 @@ class PaddedCrop:
 
     This equals torchvision's ``RandomCrop(size, padding)`` and ``RandomHorizontalFlip``: zeros
     (black) around the image, a crop of the old size with an even chance for each offset, then the
-    mirror. The draw for an image is a pure function of (seed, epoch, position in the epoch): entry
-    ``position`` of a PCG64 stream.
-
-    An epoch's draws (24 bytes a sample) are made at once and lie on ``device``. A batch then costs
-    a slice and a gather, and the host does not wait.
+    mirror. The draw for an image is entry ``position`` (in the epoch) of the PCG64 stream of (seed,
+    epoch). An epoch's draws, 24 bytes a sample, are made at once and lie on ``device``.
     """
 
     def __init__(
@@ -114,12 +90,8 @@ class PaddedCrop:
     def __call__(self, images: Tensor, epoch: int, start: int) -> Tensor:
         """Augment ``images`` (uint8 ``[batch, channels, h, w]``) as positions ``start`` on."""
         if epoch != self._epoch:
-            draws = torch.from_numpy(draw(self._seed, epoch, self._n, self._padding, self._flip))
-            if self._device.type == "cuda":
-                # From pinned memory the copy does not make the host wait.
-                draws = draws.pin_memory()
-            self._draws = draws.to(self._device, non_blocking=True)
-            self._epoch = epoch
+            draws = draw(self._seed, epoch, self._n, self._padding, self._flip)
+            self._draws, self._epoch = sent(torch.from_numpy(draws), self._device), epoch
         batch, channels, height, width = images.shape
         down, right, mirrored = self._draws[:, start : start + batch, None]
         columns = torch.arange(width, device=self._device)
@@ -153,10 +125,10 @@ Box = tuple[int, int, int, int]  # left, top, right, bottom
 def draws(seed: int, epoch: int, first: int, count: int) -> np.ndarray:
     """Draw uniform numbers in [0, 1), float64 ``[count, DRAWS]``, for the samples from ``first``.
 
-    Row k belongs to the sample at place ``first + k`` in the order of this epoch, whatever the
-    batch size. The rows are a stretch of one PCG64 stream keyed by (seed, epoch). NumPy guarantees
-    the stream and its ``advance``, but not its distributions (NEP 19), so the 53 highest bits are
-    taken here. Costs 30 us and 0.3 us a sample.
+    Row k belongs to the sample at place ``first + k`` of this epoch, whatever the batch size: a
+    stretch of one PCG64 stream keyed by (seed, epoch). NumPy guarantees the stream and its
+    ``advance``, but not its distributions (NEP 19), so the 53 highest bits are taken here. Costs 30
+    us and 0.3 us a sample.
     """
     stream = np.random.PCG64(np.random.SeedSequence([seed, epoch, _STREAM]))
     stream.advance(first * DRAWS)
@@ -176,11 +148,7 @@ def random_resized_box(width: int, height: int, draw: np.ndarray) -> Box:
             top = int(draw[_TOP] * (height - h + 1))
             left = int(draw[_LEFT] * (width - w + 1))
             return left, top, left + w, top + h
-    w, h = width, height
-    if width / height < RATIO[0]:
-        h = round(w / RATIO[0])
-    elif width / height > RATIO[1]:
-        w = round(h * RATIO[1])
+    w, h = min(width, round(height * RATIO[1])), min(height, round(width / RATIO[0]))
     left, top = (width - w) // 2, (height - h) // 2
     return left, top, left + w, top + h
 
@@ -195,13 +163,18 @@ def centre_box(width: int, height: int, size: int) -> Box:
 class Augmentation:
     """Transform a decoded image to one of ``image_size`` x ``image_size`` pixels.
 
-    ``resize_to`` (``resized_crop``: pixels of the shorter side in evaluation; ``crop``: of both
-    sides) is 8/7 of ``image_size`` if None. ``centre_crop`` (``centre``): pixels of the square
-    that is cut from the middle before resizing; None, or more than the image has, means its
-    shorter side. One channel is PIL's ``convert("L")`` (ITU-R 601 luma) of the decoded image.
+    ``resized_crop``: torchvision's ``RandomResizedCrop`` (area 8 to 100 %, sides 3:4 to 4:3, ten
+    tries, then the middle) and mirror, as in PyTorch's ImageNet example. Evaluation resizes the
+    shorter side to ``resize_to`` pixels and takes the middle. ``crop``: the whole image resized to
+    a square of ``resize_to``, whatever its aspect ratio, as Caffe prepares ImageNet; a random crop
+    and mirror in training, the middle in evaluation. ``centre``: a square of ``centre_crop`` pixels
+    from the middle, resized; mirror in training (DCGAN).
 
-    Raises:
-        ValueError: ``resize_to`` is below ``image_size``.
+    ``resize_to`` None is 8/7 of ``image_size``; below that it raises ``ValueError``.
+    ``centre_crop`` None, or more than the image has, means its shorter side. One channel is PIL's
+    ``convert("L")`` (ITU-R 601 luma). For the same box the pixels are, bit for bit, those of
+    torchvision's ``resized_crop``, ``resize`` and ``center_crop`` on PIL images: bilinear, with
+    PIL's antialiasing.
     """
 
     kind: str  # resized_crop, crop or centre
@@ -218,22 +191,19 @@ class Augmentation:
             )
 
     @property
-    def resized(self) -> int:
-        """Return the pixels of a side before the crop."""
+    def resized(self) -> int:  # pixels of a side before the crop
         return self.resize_to or round(self.image_size * 8 / 7)
 
     def train(self, image: Image.Image, draw: np.ndarray) -> Image.Image:
         """Make a training sample from an RGB image; ``draw`` is its row of `draws`."""
         image = self._channels(image)
-        size = self.image_size
+        size, resized = self.image_size, self.resized
         if self.kind == "resized_crop":
             # Crop first: PIL's resize with a box would let the filter see beyond its edges.
             image = _resize(image.crop(random_resized_box(*image.size, draw)), size, size)
         elif self.kind == "crop":
-            places = self.resized - size + 1
-            left, top = int(draw[_LEFT] * places), int(draw[_TOP] * places)
-            image = _resize(image, self.resized, self.resized)
-            image = image.crop((left, top, left + size, top + size))
+            left, top = (int(draw[at] * (resized - size + 1)) for at in (_LEFT, _TOP))
+            image = _resize(image, resized, resized).crop((left, top, left + size, top + size))
         else:
             image = self._centre(image)
         if self.flip and draw[_FLIP] < 0.5:
@@ -248,12 +218,8 @@ class Augmentation:
         if self.kind == "crop":
             image = _resize(image, self.resized, self.resized)
         else:
-            width, height = image.size
-            longer = int(self.resized * max(width, height) / min(width, height))
-            if width <= height:
-                image = _resize(image, self.resized, longer)
-            else:
-                image = _resize(image, longer, self.resized)
+            shorter = min(image.size)
+            image = _resize(image, *(int(self.resized * side / shorter) for side in image.size))
         return image.crop(centre_box(*image.size, self.image_size))
 
     def _channels(self, image: Image.Image) -> Image.Image:

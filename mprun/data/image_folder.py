@@ -281,11 +281,12 @@ class ImageFolder(LoadedSource):
         A place ("train/17": split and number in it) is the same wherever the data lie.
         ``ImageReader.most_replaced`` limits their number.
         """
-        splits = {"train": self._train, "held_out": self._held_out}
+        feeds = [("train", self._train)]
+        feeds += [("held_out", feed) for feed in self._eval_feeds.values()]
         return {
             f"{split}/{number}": name
-            for split, loader in splits.items()
-            for number, name in loader.replaced.items()
+            for split, feed in feeds
+            for number, name in feed.loader.replaced.items()
         }
 
     def _float(self, images: Tensor) -> Tensor:

@@ -1,11 +1,10 @@
 """Sources that read their samples during training, by loader processes.
 
-A `BatchLoader` lets processes read the batches of a `Reader` ahead. A `DeviceFeed` brings them to
-the device and notes how long it waited for them. A `LoadedSource` has both for each split.
+A `BatchLoader` reads the batches of a `Reader` ahead, a `DeviceFeed` brings them to the device, and
+a `LoadedSource` has both for each split.
 """
 
 import atexit
-import itertools
 import multiprocessing.util  # noqa: F401 - must register its exit function before ours
 import os
 import signal
@@ -25,7 +24,6 @@ from multiprocessing import (
 )
 from multiprocessing.connection import wait
 from multiprocessing.process import BaseProcess
-from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -48,8 +46,8 @@ _open: "weakref.WeakSet[BatchLoader]" = weakref.WeakSet()
 def default_workers(device: torch.device) -> int:
     """Return the default number of loader processes for the cores this process may use.
 
-    On CUDA it is all cores, up to 16: the host has little else to do. On a CPU training itself
-    needs the cores: one process, or none on a single core.
+    On CUDA all cores, up to 16: the host has little else to do. On a CPU, whose cores train, one
+    process, or none on a single core.
     """
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # the ranks share the cores
     cores = max(1, available_cores() // ranks)
@@ -63,16 +61,39 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+class Numbers:
+    """Ascending batch numbers: of every ``parts`` those in ``own``, below ``last`` (None: no end).
+
+    They are the share of a rank, by default all. Iteration begins at ``first``, one of them.
+    """
+
+    def __init__(self, own: range = range(1), parts: int = 1, last: int | None = None) -> None:
+        self.own, self.parts, self.last, self.first = own, parts, last, own.start
+
+    def __iter__(self) -> Iterator[int]:
+        number = self._if_below(self.first)
+        while number is not None:
+            yield number
+            number = self.after(number)
+
+    def after(self, number: int) -> int | None:
+        """Return the number after ``number``; None at the end."""
+        step, place = divmod(number, self.parts)
+        within = place + 1 in self.own
+        return self._if_below(number + 1 if within else (step + 1) * self.parts + self.own.start)
+
+    def _if_below(self, number: int) -> int | None:
+        return number if self.last is None or number < self.last else None
+
+
 class BatchLoader:
     """Batches of ``reader`` by number, read ahead by ``workers`` processes (0: by the caller).
 
     The processes stay until ``close()``; each has one torch thread and up to ``prefetch`` batches
-    in flight. A request for the next number takes the next batch. The last two are kept, so that
-    asking again is free. Any other number starts reading there. A number always gives the same
-    batch, whatever the workers and earlier requests.
-
-    ``last``: the end of the numbers, exclusive (evaluation); None: no end. ``pin_memory``: read
-    into page-locked memory. Batches may be handed out more than once: do not write to them.
+    in flight. A request for the next of ``numbers`` takes the next batch. The last two are kept, so
+    that asking again is free. Any other number starts reading there. A number always gives the same
+    batch, whatever the workers and earlier requests. Batches may be handed out more than once: do
+    not write to them. ``pin_memory``: read into page-locked memory.
 
     ``replaced``: files that ``on_corrupt="skip"`` replaced so far in the requested batches, number
     in the split -> name.
@@ -85,11 +106,11 @@ class BatchLoader:
 
     def __init__(
         self,
-        reader: Any,
+        reader: Reader,
         workers: int,
         prefetch: int = 2,
         *,
-        last: int | None = None,
+        numbers: Numbers | None = None,
         pin_memory: bool = False,
         stall_after: float = STALL_AFTER_S,
     ) -> None:
@@ -97,27 +118,18 @@ class BatchLoader:
             raise ValueError(f"workers={workers} is not allowed: 0 or more")
         if prefetch < 1:
             raise ValueError(f"prefetch={prefetch} is not allowed: 1 or more")
-        self.reader, self.workers, self.last = reader, workers, last
+        self.reader, self.workers, self.numbers = reader, workers, numbers or Numbers()
         self.replaced: dict[int, str] = {}
         self._prefetch, self._pin_memory = prefetch, pin_memory
         self._stall_after = stall_after
         self._recent: OrderedDict[int, ReadBatch] = OrderedDict()
         self._keep = _KEPT
-        self._numbers = _Numbers(last)
         self._loader: DataLoader | None = None
         self._iterator: Iterator[ReadBatch | Exception] = iter(())
         self._processes: list[BaseProcess] = []
-        self._next = -1
+        self._next: int | None = -1  # None: at the end
         if workers:
-            start_fork_server()  # imports torch while the caller builds the model
-
-    def like(self, reader: Any, last: int) -> "BatchLoader":
-        """Return a loader of another reader's batches, with as many processes."""
-        settings: dict[str, Any] = {
-            "pin_memory": self._pin_memory,
-            "stall_after": self._stall_after,
-        }
-        return BatchLoader(reader, self.workers, self._prefetch, last=last, **settings)
+            _start_fork_server()  # imports torch while the caller builds the model
 
     def batch(self, number: int) -> ReadBatch:
         """Return batch ``number``; waits until it is read.
@@ -136,7 +148,13 @@ class BatchLoader:
                 batch = batch._replace(
                     images=batch.images.pin_memory(), labels=batch.labels.pin_memory()
                 )
-        self._count_replaced(batch)
+        self.replaced |= batch.replaced
+        most = self.reader.most_replaced
+        if len(self.replaced) > most:
+            raise DamagedData(
+                f"{list(batch.replaced.values())[-1]}: cannot be used, nor can {most} others of "
+                f"{self.reader.samples}; data.on_corrupt=skip replaces no more than {most}"
+            )
         self._recent[number] = batch
         while len(self._recent) > self._keep:
             self._recent.popitem(last=False)
@@ -171,18 +189,20 @@ class BatchLoader:
                 raise self._lost(f"{type(error).__name__}: {error}") from None
             else:
                 break
-        self._next = number + 1
+        self._next = self.numbers.after(number)
         if isinstance(batch, Exception):
             raise batch
         return ReadBatch(*batch)
 
     def _start(self, number: int) -> None:
-        if self.last is None and self._next >= 0:
-            self._keep = min(max(self._keep, self._next - number), _KEPT_AT_MOST)
+        numbers, following = self.numbers, self._next
+        if numbers.last is None and following is not None and following >= 0:
+            back = (following - number) * len(numbers.own) // numbers.parts
+            self._keep = min(max(self._keep, back), _KEPT_AT_MOST)
         # A hit between misses would leave the processes behind, which then restart once more.
         self._recent.clear()
-        self._numbers.first = number
-        if self._loader is not None and self._next == self.last:
+        numbers.first = number
+        if self._loader is not None and following is None:
             try:
                 self._iterator = iter(self._loader)  # the next evaluation: the same processes
                 return
@@ -196,7 +216,7 @@ class BatchLoader:
             self._loader = DataLoader(
                 _Readings(self.reader),
                 batch_size=None,
-                sampler=self._numbers,
+                sampler=numbers,
                 num_workers=self.workers,
                 prefetch_factor=self._prefetch,
                 collate_fn=_as_it_is,
@@ -237,17 +257,8 @@ class BatchLoader:
             f"shared memory (/dev/shm): {why}"
         )
 
-    def _count_replaced(self, batch: ReadBatch) -> None:
-        self.replaced |= batch.replaced
-        most = self.reader.most_replaced
-        if len(self.replaced) > most:
-            raise DamagedData(
-                f"{list(batch.replaced.values())[-1]}: cannot be used, nor can {most} others of "
-                f"{self.reader.samples}; data.on_corrupt=skip replaces no more than {most}"
-            )
 
-
-def start_fork_server() -> None:
+def _start_fork_server() -> None:
     """Start the process from which loader processes are forked, if it does not run yet."""
     resource_tracker.ensure_running()  # it would unblock the signals below
     # The started process inherits the blocked signals; those that arrive meanwhile come later.
@@ -257,18 +268,6 @@ def start_fork_server() -> None:
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
-
-
-class _Numbers:
-    """Batch numbers from ``first``, up to ``last`` or for ever."""
-
-    def __init__(self, last: int | None):
-        self.first, self._last = 0, last
-
-    def __iter__(self) -> Iterator[int]:
-        if self._last is None:
-            return itertools.count(self.first)
-        return iter(range(self.first, self._last))
 
 
 class _Readings(Dataset):
@@ -310,14 +309,11 @@ def _close_open() -> None:
         loader.close()
 
 
-class _OnDevice(NamedTuple):
-    images: Tensor
-    labels: Tensor
-    copied: torch.cuda.Event
+_OnDevice = tuple[Tensor, Tensor, torch.cuda.Event]  # images, labels, both are copied
 
 
 class DeviceFeed:
-    """``batch(number)``: uint8 images and int64 labels of a loader's batch on ``device``.
+    """``batch(number)``: images and labels of a loader's batch on ``device``.
 
     On CUDA the next batch is fetched from the loader, which had a whole step to read it. It is
     copied from pinned memory on a separate stream while the device works on this batch. No call
@@ -325,22 +321,19 @@ class DeviceFeed:
     """
 
     def __init__(self, loader: BatchLoader, device: torch.device) -> None:
-        self._loader, self.device = loader, device
+        self.loader, self.device = loader, device
         self._waited = 0.0
         self._gaps: list[tuple[float, torch.cuda.Event, torch.cuda.Event]] = []
-        # The batch after the last one requested, or the error in its place.
-        self._ahead: tuple[int, _OnDevice | MprunError | OSError] | None = None
+        # The batch after the last one requested, or the error in its place, by number.
+        self._ahead: dict[int, _OnDevice | MprunError | OSError] = {}
         self._copies = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def batch(self, number: int) -> tuple[Tensor, Tensor]:
-        """Return images uint8 ``[batch, height, width, channels]`` and labels.
-
-        It raises the loader's errors.
-        """
+        """Return images and labels as the reader makes them; raise the loader's errors."""
         if self._copies is not None:
             return self._cuda_batch(number)
         started = time.perf_counter()
-        read = self._loader.batch(number)
+        read = self.loader.batch(number)
         self._waited += time.perf_counter() - started
         return read.images, read.labels
 
@@ -364,62 +357,49 @@ class DeviceFeed:
 
     def close(self) -> None:
         """Drop the batch read ahead and end the loader's processes; it can be asked again."""
-        self._ahead = None
-        self._loader.close()
+        self._ahead.clear()
+        self.loader.close()
 
     def _cuda_batch(self, number: int) -> tuple[Tensor, Tensor]:
         stream = torch.cuda.current_stream(self.device)
         idle_from, idle_to = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         idle_from.record(stream)  # the device reaches it at the end of the last step
         started = time.perf_counter()
-        ahead, self._ahead = self._ahead, None
-        here = ahead[1] if ahead is not None and ahead[0] == number else self._copy(number)
+        here = self._ahead.pop(number, None)
+        self._ahead.clear()
         if isinstance(here, Exception):
             raise here
-        if number + 1 != self._loader.last:
+        images, labels, copied = here or self._copy(number)
+        following = self.loader.numbers.after(number)
+        if following is not None:
             try:
-                self._ahead = number + 1, self._copy(number + 1)
+                self._ahead[following] = self._copy(following)
             except (MprunError, OSError) as error:
-                self._ahead = number + 1, error  # raised if the next batch is requested
+                self._ahead[following] = error  # raised if the next batch is requested
         blocked = time.perf_counter() - started
-        stream.wait_event(here.copied)
+        stream.wait_event(copied)
         idle_to.record(stream)
         self._gaps.append((blocked, idle_from, idle_to))
         # Their memory belongs to the other stream, which must not reuse it before this one is done.
-        here.images.record_stream(stream)
-        here.labels.record_stream(stream)
-        return here.images, here.labels
+        images.record_stream(stream)
+        labels.record_stream(stream)
+        return images, labels
 
     def _copy(self, number: int) -> _OnDevice:
-        read = self._loader.batch(number)
+        read = self.loader.batch(number)
         with torch.cuda.stream(self._copies):
             images = read.images.to(self.device, non_blocking=True)
             labels = read.labels.to(self.device, non_blocking=True)
             copied = torch.cuda.Event()
             copied.record(self._copies)
-        return _OnDevice(images, labels, copied)
-
-
-class _Share:
-    """One rank's part of a reader's batches: of every ``parts`` batches, the numbers ``own``."""
-
-    def __init__(self, reader: Any, own: range, parts: int) -> None:
-        self._reader, self._own, self._parts = reader, own, parts
-        self.where, self.samples = reader.where, reader.samples
-        self.most_replaced = reader.most_replaced
-
-    def read(self, number: int, *, shared: bool = False) -> ReadBatch:
-        step, place = divmod(number, len(self._own))
-        batch: ReadBatch = self._reader.read(step * self._parts + self._own[place], shared=shared)
-        return batch
+        return images, labels, copied
 
 
 class LoadedSource(Source):
     """A training and a held-out split, read by ``workers`` processes each (0: by the caller).
 
     The processes start with the first batch and end with ``close()``; neither their number nor
-    ``prefetch`` changes a sample. ``_float`` turns the readers' batches into float images on the
-    device.
+    ``prefetch`` changes a sample.
     """
 
     def __init__(
@@ -430,61 +410,49 @@ class LoadedSource(Source):
         device: torch.device,
         prefetch: int = 2,
     ) -> None:
-        pinned = device.type == "cuda"
-        self._train = BatchLoader(train, workers, prefetch, pin_memory=pinned)
-        self._eval_count = len(held_out)
-        self._held_out = BatchLoader(
-            held_out, workers, prefetch, last=self._eval_count, pin_memory=pinned
-        )
-        self._train_feed = DeviceFeed(self._train, device)
-        self._eval_feed = DeviceFeed(self._held_out, device)
-        # A single rank takes all batches.
-        self._own, self._parts = range(1), 1
-        self._shared_feed = self._eval_feed, self._eval_count
+        self._held_out, self._device = held_out, device
+        self._settings = workers, prefetch
+        self._train = self._feed(train, Numbers())
+        self._eval_feeds: dict[tuple[int, int], DeviceFeed] = {}  # (rank, world) -> its batches
         self.batches_per_epoch, self.samples_per_batch = len(train), train.batch_size
-        self.defer_wait = self._train_feed.defer_wait
+        self.defer_wait = self._train.defer_wait
 
     def train_batch(self, index: int) -> Batch:
         """Return batch ``index`` of the run; raise ``ValueError`` if it is negative."""
-        images, labels = self._train_feed.batch(self._place(checked_index(index)))
+        numbers = self._train.loader.numbers
+        if checked_index(index) % numbers.parts not in numbers.own:
+            raise ValueError(f"index={index} is not allowed: a batch of another rank")
+        images, labels = self._train.batch(index)
         return self._float(images), labels
 
     def eval_batches(self) -> Iterator[Batch]:
         """Yield the held-out split in its own order; the last batch may be smaller."""
-        return self._evaluated(self._eval_feed, self._eval_count)
+        return self.eval_share(0, 1)
 
     def share_out(self, own: range, parts: int, rank: int, world: int) -> None:
-        train, held_out, feed = self._train, self._held_out, self._eval_feed
-        self._own, self._parts = own, parts
-        self._train_feed.close()  # batches read before have other numbers
-        train.reader = _Share(train.reader, own, parts)
-        count = len(range(rank, self._eval_count, world))
-        if count:
-            reader = _Share(held_out.reader, range(rank, rank + 1), world)
-            loader = held_out.like(reader, last=count)
-            feed = DeviceFeed(loader, self._train_feed.device)
-        self._shared_feed = feed, count
+        self._train.close()  # batches read before are others
+        self._train.loader.numbers = Numbers(own, parts)
 
     def eval_share(self, rank: int, world: int) -> Iterator[Batch]:
-        return self._evaluated(*self._shared_feed)
-
-    def _evaluated(self, feed: DeviceFeed, count: int) -> Iterator[Batch]:
-        for number in range(count):
+        numbers = Numbers(range(rank, rank + 1), world, last=len(self._held_out))
+        # Each share has processes of its own, which stay for the next evaluation.
+        if (rank, world) not in self._eval_feeds:
+            self._eval_feeds[rank, world] = self._feed(self._held_out, numbers)
+        feed = self._eval_feeds[rank, world]
+        for number in numbers:
             images, labels = feed.batch(number)
             yield self._float(images), labels
         feed.defer_wait()  # drop it: only training reports its waiting
 
-    def _place(self, index: int) -> int:
-        """Return the number of batch ``index`` in the reader of this rank's part."""
-        step, number = divmod(index, self._parts)
-        if number not in self._own:
-            raise ValueError(f"index={index} is not allowed: a batch of another rank")
-        return step * len(self._own) + number - self._own.start
-
     def close(self) -> None:
         """End the loader processes; the source can be asked again."""
-        for feed in (self._train_feed, self._eval_feed, self._shared_feed[0]):
+        for feed in (self._train, *self._eval_feeds.values()):
             feed.close()
+
+    def _feed(self, reader: Reader, numbers: Numbers) -> DeviceFeed:
+        pinned = self._device.type == "cuda"
+        loader = BatchLoader(reader, *self._settings, numbers=numbers, pin_memory=pinned)
+        return DeviceFeed(loader, self._device)
 
     @abstractmethod
     def _float(self, images: Tensor) -> Tensor:

@@ -1,9 +1,7 @@
 """The interface of data sources, and the order and the random states of their samples.
 
-Tasks and the loop rely on `Source` alone. A source that reads its samples during training has a
-`Reader`, which gives batches on the CPU by number, in any process. The order of samples is a pure
-function of seed and epoch. A sample's random state is set from its identity, not from earlier
-draws.
+Tasks and the loop rely on `Source` alone. The order of samples is a pure function of seed and
+epoch, and a sample's random state one of its identity.
 """
 
 import random
@@ -11,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
+from types import MethodType
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -34,22 +33,17 @@ class Source(Protocol):
     here, for the others to inherit.
 
     Attributes:
-        batches_per_epoch: Training batches; the tail that fills none is dropped.
-        samples_per_batch: Images or tokens of a training batch.
-        sha256: Hash of the content, hex.
-        description: Plain values for the record, among them ``name``, ``train_samples`` and
-            ``eval_samples``.
-        workers: Processes that read ahead for training; None: the source does not read ahead.
+        description: For the record, with ``name``, ``train_samples`` and ``eval_samples``.
         defer_wait: Returns a function for the seconds that the device waited for the training
             batches handed out since the last call. Call that function once the device has used
             them. None: there is nothing to wait for.
     """
 
-    batches_per_epoch: int
-    samples_per_batch: int
-    sha256: str
+    batches_per_epoch: int  # the tail that fills none is dropped
+    samples_per_batch: int  # images or tokens of a training batch
+    sha256: str  # of the content, hex
     description: Description
-    workers: int | None = None
+    workers: int | None = None  # processes that read ahead; None: it does not read ahead
     defer_wait: Callable[[], Callable[[], float]] | None = None
 
     def train_batch(self, index: int) -> Batch:
@@ -86,27 +80,19 @@ class Source(Protocol):
 
 def completed(source: Any) -> Source:
     """Return the user's source, with defaults for the members that it lacks."""
-    names = ("workers", "defer_wait", "share_out", "eval_share", "replaced_files", "close")
-    whole = all(hasattr(source, name) for name in names)
+    whole = all(hasattr(source, name) for name in vars(Source) if not name.startswith("_"))
     return source if whole else cast(Source, _Completed(source))
 
 
 class _Completed:
     def __init__(self, source: Any) -> None:
         self._source = source
-        self.workers = getattr(source, "workers", None)
-        self.defer_wait = getattr(source, "defer_wait", None)
-        self.replaced_files = getattr(source, "replaced_files", lambda: None)
-        self.close = getattr(source, "close", lambda: None)
-
-    def share_out(self, own: range, parts: int, rank: int, world: int) -> None:
-        pass
-
-    def eval_share(self, rank: int, world: int) -> Iterator[Batch]:
-        return islice(self._source.eval_batches(), rank, None, world)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._source, name)
+        if hasattr(self._source, name) or not hasattr(Source, name):
+            return getattr(self._source, name)
+        default = getattr(Source, name)
+        return MethodType(default, self) if callable(default) else default
 
 
 class DataError(ValueError):
@@ -120,12 +106,9 @@ class DamagedData(Damaged, DataError):
 def permutation(seed: int, epoch: int, n: int) -> Tensor:
     """Return a permutation of 0 ... n-1, int64 ``[n]`` on the CPU, the same on every machine.
 
-    It sorts n keys of a PCG64 stream keyed by (seed, epoch). NumPy guarantees the streams of its
-    bit generators across releases, but not its ``permutation`` (NEP 19); torch guarantees neither.
-    Costs about 0.1 s for a million samples, once an epoch.
-
-    Raises:
-        ValueError: An argument is negative.
+    It sorts n keys of a PCG64 stream keyed by (seed, epoch); a negative one raises ``ValueError``.
+    NumPy guarantees the streams of its bit generators across releases, but not its ``permutation``
+    (NEP 19); torch guarantees neither. Costs about 0.1 s for a million samples, once an epoch.
     """
     keys = _stream(seed, epoch).random_raw(n)
     return torch.from_numpy(np.argsort(keys, kind="stable"))
@@ -143,8 +126,7 @@ def _stream(seed: int, epoch: int) -> np.random.PCG64:
 class EpochOrder:
     """The samples of each training batch: a fresh permutation per epoch, tail dropped.
 
-    ``batches_per_epoch`` is ``n // batch_size``. One epoch's permutation is kept on ``device``, so
-    that a batch costs a slice; another epoch computes it again.
+    One epoch's permutation is kept on ``device``, so that a batch costs a slice.
     """
 
     def __init__(self, seed: int, n: int, batch_size: int, device: torch.device) -> None:
@@ -163,49 +145,41 @@ class EpochOrder:
         """Return the samples of the run's batch ``index``, int64 ``[batch_size]`` on the device."""
         epoch, batch = divmod(checked_index(index), self.batches_per_epoch)
         if epoch != self._epoch:
-            order = permutation(self._seed, epoch, self._n)
-            if self._device.type == "cuda":
-                # From pinned memory the copy does not make the host wait.
-                order = order.pin_memory()
-            self._order = order.to(self._device, non_blocking=True)
+            self._order = sent(permutation(self._seed, epoch, self._n), self._device)
             self._epoch = epoch
         start = batch * self._batch_size
         return self._order[start : start + self._batch_size]
 
 
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """Copy from the CPU to ``device``; from pinned memory, so that the host does not wait."""
+    return (values.pin_memory() if device.type == "cuda" else values).to(device, non_blocking=True)
+
+
 class ReadBatch(NamedTuple):
-    """A batch on the CPU.
+    """A batch on the CPU, with the names of unusable samples that others replace in it."""
 
-    Attributes:
-        images: ``[batch, ...]``, as the reader makes them.
-        labels: int64 ``[batch]``; for images with boxes float32 ``[batch, most, 6]``.
-        replaced: Number in the split -> name in messages, for each unusable sample that another
-            one replaces here.
-    """
-
-    images: Tensor
-    labels: Tensor
-    replaced: dict[int, str]
+    images: Tensor  # [batch, ...], as the reader makes them
+    labels: Tensor  # int64 [batch]; for images with boxes float32 [batch, most, 6]
+    replaced: dict[int, str]  # number in the split -> name in messages
 
 
 class Reader(ABC):
-    """Batches of a split of ``samples``, a pure function of the split, ``seed`` and the number.
+    """Batches of a split by number, on the CPU, in any process.
 
     With a ``seed`` they are training batches in the order of ``EpochOrder``, and numbers count over
-    all epochs. Without one they are the split in its own order, ``len(reader)`` batches, the last
-    one maybe smaller. ``where``: the split's name or folder, for messages. ``most_replaced`` limits
-    how many different samples may be replaced.
+    all epochs. Without one they are the split in its own order, the last one maybe smaller.
+    ``where`` names the split or its folder in messages.
     """
 
-    most_replaced = 0
+    most_replaced = 0  # different samples of the split
 
     def __init__(self, samples: int, where: str, batch_size: int, seed: int | None) -> None:
         self.batch_size, self.samples, self.where = batch_size, samples, where
         cpu = torch.device("cpu")
         self._order = None if seed is None else EpochOrder(seed, samples, batch_size, cpu)
 
-    def __len__(self) -> int:
-        """Return the number of batches of an epoch."""
+    def __len__(self) -> int:  # batches of an epoch
         if self._order is not None:
             return self._order.batches_per_epoch
         return -(-self.samples // self.batch_size)
@@ -223,9 +197,7 @@ class Reader(ABC):
     def read(self, number: int, *, shared: bool = False) -> ReadBatch:
         """Read batch ``number``; ``shared``: into shared memory, which is free to send.
 
-        Raises:
-            ValueError: The number is out of range.
-            DamagedData: A sample cannot be used; the message names it.
+        Raises ``ValueError`` out of range, and ``DamagedData`` naming a sample that is unusable.
         """
 
 
@@ -251,8 +223,8 @@ def kept_random_state() -> Iterator[None]:
 def seed_sample(*key: int) -> None:
     """Seed Python's, NumPy's and torch's global CPU generators as a pure function of `key`.
 
-    Keys are integers >= 0, hashed by NumPy's SeedSequence, whose output NumPy guarantees across
-    releases (NEP 19). GPU generators are left alone. Costs about 20 us.
+    Keys are integers >= 0, hashed by NumPy's SeedSequence, which NumPy keeps across releases (NEP
+    19). GPU generators are left alone. Costs about 20 us.
     """
     words = np.random.SeedSequence(key).generate_state(6)
     np.random.seed(words[:2])

@@ -13,7 +13,7 @@ from PIL import Image
 from mprun.data.augmentation import Augmentation
 from mprun.data.image_files import find_images
 from mprun.data.image_folder import ImageReader
-from mprun.data.loader import BatchLoader, available_cores, default_workers
+from mprun.data.loader import BatchLoader, Numbers, available_cores, default_workers
 from mprun.data.source import DamagedData
 from mprun.errors import Resource
 
@@ -73,7 +73,7 @@ def test_any_number_of_processes_gives_the_same_bytes(folder, loaders, workers):
     assert all(equal(loader.batch(number), expected[number]) for number in range(10))
     again = loaders(readers(folder)[0], workers, prefetch=1)
     assert all(equal(again.batch(number), expected[number]) for number in (7, 8, 9, 2, 3))
-    walk = loaders(held_out, workers, last=len(held_out))
+    walk = loaders(held_out, workers, numbers=Numbers(last=len(held_out)))
     assert all(equal(walk.batch(number), held_out.read(number)) for number in range(2))
 
 
@@ -137,7 +137,7 @@ def test_evaluation_keeps_its_processes_and_can_be_left_early(folder, loaders):
     held_out = readers(folder)[1]
     held_out.batch_size = 2
     assert len(held_out) == 5
-    loader = loaders(held_out, 2, last=5)
+    loader = loaders(held_out, 2, numbers=Numbers(last=5))
     before = pids()
     expected = [held_out.read(number) for number in range(5)]
     assert all(equal(loader.batch(number), expected[number]) for number in range(5))
@@ -154,7 +154,7 @@ def test_evaluation_keeps_its_processes_and_can_be_left_early(folder, loaders):
 @pytest.mark.slow
 def test_a_process_lost_between_evaluations_is_replaced(folder, loaders):
     held_out = readers(folder)[1]
-    loader = loaders(held_out, 1, last=2)
+    loader = loaders(held_out, 1, numbers=Numbers(last=2))
     before = pids()
     first = loader.batch(0), loader.batch(1)
     (pid,) = pids() - before
