@@ -3,7 +3,6 @@
 import hashlib
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, SupportsIndex
 
 import torch
@@ -25,26 +24,70 @@ from mprun.errors import MprunError, raised
 _TRAINING, _HELD_OUT, _HASHED = 20171014, 20171015, 20171016
 
 
-@dataclass(frozen=True, slots=True)
-class Items:
-    """A map-style data set; `source` is its name in messages."""
+class DatasetReader(Reader):
+    """Batches of a map-style data set, uint8 or float32 ``[batch, channels, height, width]``.
 
-    dataset: Any
-    source: str
-    num_classes: int
+    ``where`` names it in messages. It can be pickled if the data set can. An item that cannot be
+    used ends the run.
+    """
 
-    def __len__(self) -> int:
-        return len(self.dataset)
+    like: tuple[torch.Size, torch.dtype]  # of every image
 
-    def item(self, index: int, *key: int) -> tuple[Tensor, int]:
-        """Read image and label of item ``index`` with the random state of (key, index).
+    def __init__(
+        self, where: str, dataset: Any, num_classes: int, batch_size: int, seed: int | None
+    ) -> None:
+        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+            raise ValueError(
+                f"{where}={type(dataset).__name__} is not allowed: a data set with __len__ and "
+                "__getitem__"
+            )
+        if not len(dataset):
+            raise DataError(f"{where}: no item")
+        super().__init__(len(dataset), where, batch_size, seed)
+        self.dataset, self.num_classes, self.seed = dataset, num_classes, seed
 
-        The image is uint8 or float32.
+    def read(self, number: int, *, shared: bool = False) -> ReadBatch:
+        """Read batch ``number``; raise ``DamagedData`` naming an item."""
+        chosen = self.places(number)
+        key = (_HELD_OUT,) if self.seed is None else (_TRAINING, self.seed, number // len(self))
+        with kept_random_state():
+            pairs = [self._item(index, *key) for index in chosen]
+        for index, (image, _) in zip(chosen, pairs, strict=True):
+            if (image.shape, image.dtype) != self.like:
+                shape, dtype = self.like
+                raise DamagedData(
+                    f"{self.where}[{index}]: image {image.dtype} {list(image.shape)}, train[0] is "
+                    f"{dtype} {list(shape)}; all must be alike"
+                )
+        images = torch.stack([image for image, _ in pairs])
+        if shared:
+            images.share_memory_()
+        return ReadBatch(images, torch.tensor([label for _, label in pairs]), {})
 
-        Raises:
-            DamagedData: The item cannot be used; the message names it.
-        """
-        what = f"{self.source}[{index}]"
+    def sha256_of(self, count: int) -> str:
+        """Hash the length and ``count`` evenly spaced items, as they are delivered."""
+        digest = hashlib.sha256(f"{self.samples}\n".encode())
+        with kept_random_state():
+            for number in range(count):
+                image, label = self._item(number * self.samples // count, _HASHED)
+                digest.update(f"{image.dtype} {list(image.shape)} {label}\n".encode())
+                digest.update(image.contiguous().numpy().data)
+        return digest.hexdigest()
+
+    def sample(self) -> Tensor:
+        """Return image 0; raise DataError if a second reading with the same state differs."""
+        with kept_random_state():
+            image, again = (self._item(0, _HASHED)[0] for _ in range(2))
+        if image.shape != again.shape or not torch.equal(image, again):
+            raise DataError(
+                f"{self.where}[0]: differs when it is read again; random augmentation must draw "
+                "from the global generators of torch, NumPy or random"
+            )
+        return image
+
+    def _item(self, index: int, *key: int) -> tuple[Tensor, int]:
+        """Read an image, uint8 or float32, and its label with the random state of (key, index)."""
+        what = f"{self.where}[{index}]"
         seed_sample(*key, index)
         try:
             item = self.dataset[index]
@@ -55,59 +98,6 @@ class Items:
         if not isinstance(item, tuple | list) or len(item) != 2:
             raise DamagedData(f"{what}: {type(item).__name__}, must be (image, label)")
         return _image(item[0], what), _label(item[1], self.num_classes, what)
-
-    def sha256_of(self, count: int) -> str:
-        """Hash the length and ``count`` evenly spaced items, as they are delivered."""
-        digest = hashlib.sha256(f"{len(self)}\n".encode())
-        with kept_random_state():
-            for number in range(count):
-                image, label = self.item(number * len(self) // count, _HASHED)
-                digest.update(f"{image.dtype} {list(image.shape)} {label}\n".encode())
-                digest.update(image.contiguous().numpy().data)
-        return digest.hexdigest()
-
-    def sample(self) -> Tensor:
-        """Return image 0; raise DataError if a second reading with the same state differs."""
-        with kept_random_state():
-            image, again = (self.item(0, _HASHED)[0] for _ in range(2))
-        if image.shape != again.shape or not torch.equal(image, again):
-            raise DataError(
-                f"{self.source}[0]: differs when it is read again; random augmentation must draw "
-                "from the global generators of torch, NumPy or random"
-            )
-        return image
-
-
-class DatasetReader(Reader):
-    """Batches of items, uint8 or float32 ``[batch, channels, height, width]``, all like ``like``.
-
-    It can be pickled if the data set can. An item that cannot be used ends the run.
-    """
-
-    def __init__(self, split: Items, like: Tensor, batch_size: int, seed: int | None) -> None:
-        super().__init__(len(split), split.source, batch_size, seed)
-        self.split, self.seed = split, seed
-        self._like = like.shape, like.dtype
-
-    def read(self, number: int, *, shared: bool = False) -> ReadBatch:
-        """Read batch ``number``; raise ``DamagedData`` naming an item."""
-        chosen = self.places(number)
-        key = (_HELD_OUT,) if self.seed is None else (_TRAINING, self.seed, number // len(self))
-        with kept_random_state():
-            pairs = [self._alike(index, *self.split.item(index, *key)) for index in chosen]
-        images = torch.stack([image for image, _ in pairs])
-        if shared:
-            images.share_memory_()
-        return ReadBatch(images, torch.tensor([label for _, label in pairs]), {})
-
-    def _alike(self, index: int, image: Tensor, label: int) -> tuple[Tensor, int]:
-        if (image.shape, image.dtype) != self._like:
-            shape, dtype = self._like
-            raise DamagedData(
-                f"{self.split.source}[{index}]: image {image.dtype} {list(image.shape)}, train[0] "
-                f"is {dtype} {list(shape)}; all must be alike"
-            )
-        return image, label
 
 
 def _image(image: object, what: str) -> Tensor:
@@ -129,10 +119,8 @@ def _label(label: SupportsIndex, num_classes: int, what: str) -> int:
     except TypeError:
         raise DamagedData(f"{what}: label {label!r:.60}, must be an integer") from None
     if not 0 <= number < num_classes:
-        raise DamagedData(
-            f"{what}: label {number}, must be from 0 to {num_classes - 1} "
-            f"(num_classes={num_classes})"
-        )
+        most = f"{num_classes - 1} (num_classes={num_classes})"
+        raise DamagedData(f"{what}: label {number}, must be from 0 to {most}")
     return number
 
 
@@ -148,12 +136,11 @@ class DatasetSource(LoadedSource):
     there as bytes and become ``(image - offset) / divisor``, by default 0 to 1; floating ones stay
     unchanged.
 
-    The training items have a fresh permutation for each (seed, epoch), and the tail that fills no
-    batch is dropped. The held-out items come in their own order. Around each ``__getitem__`` the
-    global generators of Python, NumPy and torch (CPU) are seeded from (seed, epoch, index), for
-    held-out items from the index alone, and restored afterwards. Random augmentation that draws
-    from them is therefore the same for any worker count and resume point. Augmentation that draws
-    from elsewhere is refused.
+    The training items have a fresh permutation for each (seed, epoch), without the tail that fills
+    no batch; the held-out items come in their own order. Around each ``__getitem__`` the global
+    generators of Python, NumPy and torch (CPU) are seeded from (seed, epoch, index), for held-out
+    items from the index alone, and restored afterwards. So random augmentation that draws from them
+    is the same for any worker count and resume point; any other is refused.
 
     ``workers`` processes read ahead, and as many for the held-out items; 0: the calling thread
     reads. They need picklable data sets, and end with ``close()``.
@@ -183,20 +170,24 @@ class DatasetSource(LoadedSource):
     ) -> None:
         if num_classes < 1:
             raise ValueError(f"num_classes={num_classes} is not allowed: 1 or more")
-        splits = {"train": train, "held_out": held_out}
-        items = {name: _items(name, split, num_classes) for name, split in splits.items()}
-        image = items["train"].sample()
+        reader = DatasetReader("train", train, num_classes, batch_size, seed)
+        eval_reader = DatasetReader("held_out", held_out, num_classes, batch_size, None)
+        image = reader.sample()
+        reader.like = eval_reader.like = image.shape, image.dtype
         channels, height, width = image.shape
         device = torch.device(device)
         self._offset = _per_channel("offset", offset, channels, device)
         self._divisor = _per_channel("divisor", divisor, channels, device)
-        reader = DatasetReader(items["train"], image, batch_size, seed)
-        eval_reader = DatasetReader(items["held_out"], image, batch_size, None)
         super().__init__(reader, eval_reader, workers, device)
         self.num_classes = num_classes
-        counts = {name: min(HASHED_ITEMS, len(split)) for name, split in items.items()}
-        self.sha256 = sha256 or _sha256(items, counts)
-        covers = " and ".join(f"{counts[name]} of {len(items[name])} {name}" for name in items)
+        covers = "as stated by the factory"
+        if not sha256:
+            counts = {split: min(HASHED_ITEMS, split.samples) for split in (reader, eval_reader)}
+            hashes = " ".join(split.sha256_of(count) for split, count in counts.items())
+            sha256 = hashlib.sha256(hashes.encode()).hexdigest()
+            said = [f"{count} of {split.samples} {split.where}" for split, count in counts.items()]
+            covers = f"{' and '.join(said)} items"
+        self.sha256 = sha256
         self.description = {
             "name": type(train).__name__,
             "train_samples": len(train),
@@ -205,7 +196,7 @@ class DatasetSource(LoadedSource):
             "channels": channels,
             "image_height": height,
             "image_width": width,
-            "sha256_covers": "as stated by the factory" if sha256 else f"{covers} items",
+            "sha256_covers": covers,
         }
         if height == width:
             self.description["image_size"] = height
@@ -217,26 +208,10 @@ class DatasetSource(LoadedSource):
         return images.clone() if images.device.type == "cpu" else images
 
 
-def _items(name: str, split, num_classes: int) -> Items:
-    if not (hasattr(split, "__len__") and hasattr(split, "__getitem__")):
-        raise ValueError(
-            f"{name}={type(split).__name__} is not allowed: a data set with __len__ and __getitem__"
-        )
-    if not len(split):
-        raise DataError(f"{name}: no item")
-    return Items(split, name, num_classes)
-
-
 def _per_channel(name: str, values, channels: int, device: torch.device) -> Tensor:
-    """Return the values as float32 ``[1 or channels, 1, 1]`` on the device."""
     tensor = torch.tensor(values, dtype=torch.float32, device=device).reshape(-1, 1, 1)
     if len(tensor) not in (1, channels):
         raise ValueError(
             f"{name}={values} is not allowed: one number or {channels}, one for each channel"
         )
     return tensor
-
-
-def _sha256(items: dict[str, Items], counts: dict[str, int]) -> str:
-    parts = [items[name].sha256_of(count) for name, count in counts.items()]
-    return hashlib.sha256(" ".join(parts).encode()).hexdigest()
