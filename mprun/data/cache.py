@@ -32,6 +32,7 @@ _ABANDONED_S = 3600
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 Key = Mapping[str, str | int | bool | None]
+Blocks = Iterable[np.ndarray | bytes | str]  # a str is a line
 
 
 class Cache:
@@ -56,7 +57,7 @@ class Cache:
             folder = (base if base.is_absolute() else Path.home() / ".cache") / "mprun" / what
         self.folder = Path(folder)
 
-    def made(self, key: Key, blocks: Callable[[], Iterable[np.ndarray | bytes]]) -> Path:
+    def made(self, key: Key, blocks: Callable[[], Blocks]) -> Path:
         """Return the entry of ``key``; store it from ``blocks()`` if there is none."""
         return self.find(key) or self.store(key, blocks())
 
@@ -77,7 +78,7 @@ class Cache:
         print(f"mprun: {path}: damaged, made again", file=sys.stderr)
         return None
 
-    def store(self, key: Key, blocks: Iterable[np.ndarray | bytes]) -> Path:
+    def store(self, key: Key, blocks: Blocks) -> Path:
         """Write the ``blocks`` one after the other as the entry of ``key``; return its path.
 
         An error, of ``blocks`` too, leaves nothing behind.
@@ -157,13 +158,15 @@ def _sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _write(path: Path, blocks: Iterable[np.ndarray | bytes]) -> tuple[int, str]:
+def _write(path: Path, blocks: Blocks) -> tuple[int, str]:
     """Replace ``path`` by ``blocks`` at once, synced; return size in bytes and SHA-256 (hex)."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     size, digest = 0, hashlib.sha256()
     try:
         with open(temporary, "wb") as file:
             for block in blocks:
+                if isinstance(block, str):
+                    block = f"{block}\n".encode()
                 content = block.data if isinstance(block, np.ndarray) else block
                 size += file.write(content)
                 digest.update(content)

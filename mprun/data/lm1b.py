@@ -1,18 +1,15 @@
 """The One Billion Word benchmark (Chelba et al., arXiv 1312.3005), shard by shard."""
 
-import hashlib
-import sys
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Unpack
-
-import numpy as np
 
 from mprun.data.cache import Cache
 from mprun.data.source import DamagedData
 from mprun.data.text import EncodedText
 from mprun.data.token_streams import Sizes
-from mprun.data.vocabulary import WordIds, read_words, text_blocks, word_blocks
+from mprun.data.vocabulary import text_blocks, text_lines, word_blocks
 
 TRAINING_SHARDS = 99
 _CORPUS = "1-billion-word-language-modeling-benchmark-r13output"
@@ -25,16 +22,12 @@ _VOCABULARIES = ("1b_word_vocab.txt", "vocab-2016-09-10.txt")
 def find_shards(root: str | Path, eval_split: str) -> tuple[list[Path], Path]:
     """Find all training shards in the order of their numbers, and the held-out one.
 
-    Shard 00000-of-00100 is no training shard: it is the held-out text.
-
-    Raises:
-        DamagedData: A folder or a shard is missing.
+    ``DamagedData`` names a folder or a shard that is missing.
     """
     folder = _corpus_folder(Path(root))
-    shards = [
-        folder / _TRAINING / f"news.en-{number:05}-of-00100"
-        for number in range(1, TRAINING_SHARDS + 1)
-    ]
+    # Shard 00000-of-00100 is the held-out text.
+    numbers = range(1, TRAINING_SHARDS + 1)
+    shards = [folder / _TRAINING / f"news.en-{number:05}-of-00100" for number in numbers]
     missing = [path for path in shards if not path.is_file()]
     if missing:
         raise DamagedData(
@@ -51,9 +44,7 @@ def find_shards(root: str | Path, eval_split: str) -> tuple[list[Path], Path]:
 def find_vocabulary(root: str | Path, named: str | Path | None) -> Path:
     """Return the file ``named``, or one of a conventional name in ``root`` or the corpus' folder.
 
-    Raises:
-        ValueError: ``named`` is no file.
-        DamagedData: No file was found.
+    It raises ``ValueError`` if ``named`` is no file, and ``DamagedData`` if none was found.
     """
     if named is not None:
         if not Path(named).is_file():
@@ -73,13 +64,12 @@ def find_vocabulary(root: str | Path, named: str | Path | None) -> Path:
 def read_vocabulary(path: Path, sha256: str, required: tuple[str, ...]) -> tuple[str, ...]:
     """Read a vocabulary file in UTF-8: one word a line, alone or followed by its count.
 
-    Raises:
-        DamagedData: The file cannot be read, its hash is not ``sha256`` (hex), a line has another
-            form or repeats a word, or one of ``required`` is missing. The message names file and
-            line.
+    ``DamagedData`` names file and line if it cannot be read, its hash is not ``sha256`` (hex), a
+    line has another form or repeats a word, or one of ``required`` is missing.
     """
     words: dict[str, None] = {}
-    for number, text in enumerate(_vocabulary_lines(path, sha256), 1):
+    lines = chain.from_iterable(text_lines(path, text_blocks(path, sha256)))
+    for number, text in enumerate(lines, 1):
         fields = text.split()
         if not 1 <= len(fields) <= 2 or not all(count.isdecimal() for count in fields[1:]):
             raise DamagedData(f"{path}: line {number} is not a word, or a word and its count")
@@ -90,20 +80,6 @@ def read_vocabulary(path: Path, sha256: str, required: tuple[str, ...]) -> tuple
     if missing:
         raise DamagedData(f"{path}: without {' and '.join(missing)}, which the text needs")
     return tuple(words)
-
-
-def _vocabulary_lines(path: Path, sha256: str) -> list[str]:
-    try:
-        content = path.read_bytes()
-        lines = content.decode("utf-8").removeprefix("\ufeff").split("\n")
-    except OSError as error:
-        raise DamagedData(f"{path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        line = content.count(b"\n", 0, error.start) + 1
-        raise DamagedData(f"{path}: not UTF-8 at byte {error.start}, line {line}") from error
-    if hashlib.sha256(content).hexdigest() != sha256:
-        raise DamagedData(f"{path}: changed while it was read")
-    return lines if lines[-1] else lines[:-1]
 
 
 def _corpus_folder(root: Path) -> Path:
@@ -139,8 +115,7 @@ class Lm1b(EncodedText):
     ``eval_tokens`` of the held-out shard, None for all.
 
     Each shard is encoded once, into the folder ``cache`` (`Cache`; 3.3 GB in all). An interrupted
-    preparation continues where it stopped. Memory holds one block of a shard and, while shards are
-    encoded, the vocabulary.
+    preparation continues where it stopped.
 
     Raises:
         ValueError: An argument is out of range.
@@ -165,18 +140,23 @@ class Lm1b(EncodedText):
         kept = Cache(cache)
         hashes = {path: kept.content_sha256(path) for path in (source, *shards, held_out)}
 
-        def checked_words() -> Iterator[bytes]:
-            for word in read_vocabulary(source, hashes[source], (SENTENCE, UNKNOWN)):
-                yield f"{word}\n".encode()
+        def blocks(path: Path) -> Iterator[list[str]]:
+            texts = text_blocks(path, hashes[path])
+            return chain([[SENTENCE]], word_blocks(texts, SENTENCE))
 
-        words = kept.made({"kind": "words", "vocabulary": hashes[source]}, checked_words)
+        def words() -> tuple[str, ...]:
+            return read_vocabulary(source, hashes[source], (SENTENCE, UNKNOWN))
+
         super().__init__(
             "lm1b",
             f"{len(shards)} training shards, {held_out.name}, {source.name}",
-            hashes.values(),
+            hashes,
+            [*shards, held_out],
+            blocks,
             words,
-            SENTENCE,
-            _encoded_shards(kept, hashes, words),
+            UNKNOWN,
+            {"vocabulary": hashes[source]},
+            cache=kept,
             vocab_multiple=vocab_multiple,
             eval_split=eval_split,
             rotate=False,
@@ -185,25 +165,3 @@ class Lm1b(EncodedText):
             eval_tokens=eval_tokens,
             **sizes,
         )
-
-
-def _encoded_shards(cache: Cache, hashes: dict[Path, str], words: Path) -> list[Path]:
-    """Return the token files of all shards; make those that the cache lacks."""
-    ids, tokens = None, []
-    (_, vocabulary), *shards = hashes.items()
-    for number, (path, sha256) in enumerate(shards, 1):
-        key = {"kind": "tokens", "vocabulary": vocabulary, "source": sha256}
-        entry = cache.find(key)
-        if entry is None:
-            if sys.stderr.isatty() or number % 10 == 0:
-                print(f"mprun: encoding shard {number} of {len(shards)}", file=sys.stderr)
-            ids = ids or WordIds(read_words(words), UNKNOWN)
-            entry = cache.store(key, _encoded(path, sha256, ids))
-        tokens.append(entry)
-    return tokens
-
-
-def _encoded(path: Path, sha256: str, ids: WordIds) -> Iterator[np.ndarray]:
-    """Yield the ids of a shard, ``<S>`` at the beginning and after each sentence."""
-    yield from ids.encoded([[SENTENCE]])
-    yield from ids.encoded(word_blocks(text_blocks(path, sha256), SENTENCE))

@@ -1,28 +1,22 @@
-"""Text as streams of words: folders of text files, and CPython's own documentation.
-
-Files (WikiText, Penn Treebank, plain text) are encoded once into a cache and read from there. The
-documentation fits into memory and needs no download.
-"""
+"""Text as streams of words: folders of text files, and CPython's own documentation."""
 
 import hashlib
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator
-from functools import cached_property, partial
 from pathlib import Path
 from typing import Unpack
 
-import numpy as np
 import torch
 
 from mprun.data.cache import Cache, Key
 from mprun.data.source import DamagedData, DataError
-from mprun.data.token_streams import EVAL_STREAMS, Sizes, StreamOptions, TokenStreams
+from mprun.data.token_streams import Sizes, StreamOptions, TokenStreams
 from mprun.data.vocabulary import (
     END_OF_LINE,
     UNKNOWN,
     WordIds,
     build_vocabulary,
-    joined_words,
     read_words,
     text_blocks,
     word_blocks,
@@ -39,9 +33,8 @@ _NAMES = {
 def find_text_files(root: str | Path, splits: tuple[str, ...]) -> dict[str, Path]:
     """Find the one file of each of ``splits`` ("train", "valid", "test") in the folder ``root``.
 
-    Raises:
-        DamagedData: A split has no file or several, or the files' names follow different patterns,
-            which may be different texts.
+    It raises ``DamagedData`` if a split has no file or several, or if the names follow different
+    patterns, which may be different texts.
     """
     root = Path(root)
     try:
@@ -79,60 +72,66 @@ def _pattern(name: str, split: str) -> str | None:
 
 
 class EncodedText(TokenStreams):
-    """`TokenStreams` of encoded words, with their vocabulary.
+    """Streams of the words of text files, which are encoded once into a cache.
 
     ``vocab_size`` is the number of entries padded to ``vocab_multiple``; the padding ids never
-    occur. ``sha256`` covers the contents of the text's files.
+    occur. The files are read block by block, and afterwards only the cache. So memory grows with
+    the different words of a text, not with its length.
 
     Args:
-        name: Name of the source in the record.
-        files: Description of its files in the record.
-        hashes: SHA-256 (hex) of the contents of the files.
-        words: The file of the vocabulary, one word a line.
-        marker: The word that stands for the end of a line.
-        tokens: Encoded files; the last one is the held-out split ``eval_split``.
-        options: The options of `TokenStreams`.
+        name, files: The source and its files in the record.
+        hashes: SHA-256 (hex) of the contents of all files, which ``sha256`` covers.
+        texts: Files to encode; the last one is the held-out split ``eval_split``.
+        blocks: Reads such a file as lists of words.
+        vocabulary: Makes the vocabulary, by ids; ``key`` names what it depends on.
+        unknown: The entry for words outside the vocabulary.
     """
 
     def __init__(
         self,
         name: str,
         files: str,
-        hashes: Iterable[str],
-        words: Path,
-        marker: str,
-        tokens: list[Path],
+        hashes: dict[Path, str],
+        texts: list[Path],
+        blocks: Callable[[Path], Iterable[list[str]]],
+        vocabulary: Callable[[], Iterable[str]],
+        unknown: str,
+        key: Key,
         *,
+        cache: Cache,
         vocab_multiple: int,
         eval_split: str,
         **options: Unpack[StreamOptions],
     ) -> None:
+        self._words = cache.made({**key, "kind": "words"}, vocabulary)
+        ids, tokens = None, []
+        for number, path in enumerate(texts, 1):
+            own: Key = {**key, "kind": "tokens", "source": hashes[path]}
+            entry = cache.find(own)
+            if entry is None:
+                if len(texts) > 2 and (sys.stderr.isatty() or number % 10 == 0):
+                    print(f"mprun: encoding shard {number} of {len(texts)}", file=sys.stderr)
+                ids = ids or WordIds(self.vocabulary, unknown)
+                entry = cache.store(own, ids.encoded(blocks(path)))
+            tokens.append(entry)
         super().__init__(tokens[:-1], tokens[-1], **options)
-        self._words, self._marker = words, marker
-        entries = words.read_bytes().count(b"\n")
+        entries = self._words.read_bytes().count(b"\n")
         self.vocab_size = -(-entries // vocab_multiple) * vocab_multiple
-        self.sha256 = hashlib.sha256("".join(hashes).encode()).hexdigest()
+        self.sha256 = hashlib.sha256("".join(hashes.values()).encode()).hexdigest()
         self.description = {
             "name": name,
             "files": files,
-            "train_samples": self.train_tokens,
-            "eval_samples": self.eval_tokens,
+            **self.description,
             "eval_split": eval_split,
-            "eval_streams": EVAL_STREAMS,
-            "sequence_length": self._sequence_length,
             "vocab_entries": entries,
             "vocab_size": self.vocab_size,
             "rotate": self._rotate,
         }
 
-    @cached_property
+    @property
     def vocabulary(self) -> tuple[str, ...]:
-        """Return all entries, in the order of their ids."""
+        """Read all entries, in the order of their ids."""
         return read_words(self._words)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ``ids``: words joined by blanks, lines ended by line breaks."""
-        return joined_words([self.vocabulary[i] for i in ids], self._marker)
 
 
 class Text(EncodedText):
@@ -152,11 +151,7 @@ class Text(EncodedText):
 
     Batches are those of `TokenStreams`: each epoch starts elsewhere (``rotate``) or at the first
     word. Evaluation runs over the first ``eval_tokens`` of ``eval_split`` ("valid" or "test"),
-    None for all.
-
-    The files are read block by block and encoded once, into the folder ``cache`` (`Cache`);
-    afterwards only the cache is read. So memory grows with the different words of a text, not with
-    its length.
+    None for all. ``cache`` is the folder of `Cache`.
 
     Raises:
         ValueError: An argument is out of range.
@@ -170,42 +165,33 @@ class Text(EncodedText):
         root: str | Path,
         *,
         vocab_limit: int | None,
-        vocab_multiple: int,
         lower: bool,
         eval_split: str,
+        vocab_multiple: int,
         cache: str | Path | None,
         **options: Unpack[StreamOptions],
     ) -> None:
         kept = Cache(cache)
-        files = find_text_files(root, ("train", eval_split))
-        hashes = {path: kept.content_sha256(path) for path in files.values()}
-        train, held_out = files["train"], files[eval_split]
+        texts = [*find_text_files(root, ("train", eval_split)).values()]
+        hashes = {path: kept.content_sha256(path) for path in texts}
 
         def blocks(path: Path) -> Iterator[list[str]]:
             return word_blocks(text_blocks(path, hashes[path], lower=lower), END_OF_LINE)
 
-        def ranked_words() -> Iterator[bytes]:
-            special = (UNKNOWN, END_OF_LINE)
-            for word in build_vocabulary(blocks(train), special, vocab_limit):
-                yield f"{word}\n".encode()
+        def vocabulary() -> tuple[str, ...]:
+            return build_vocabulary(blocks(texts[0]), (UNKNOWN, END_OF_LINE), vocab_limit)
 
-        def encoded(path: Path) -> Iterator[np.ndarray]:
-            yield from WordIds(read_words(words), UNKNOWN).encoded(blocks(path))
-
-        # Words depend on the training split alone, so both held-out splits share them.
-        key: Key = {"train": hashes[train], "lower": lower, "vocab_limit": vocab_limit}
-        words = kept.made({**key, "kind": "words"}, ranked_words)
-        tokens = [
-            kept.made({**key, "kind": "tokens", "source": hashes[path]}, partial(encoded, path))
-            for path in (train, held_out)
-        ]
         super().__init__(
             "text",
-            f"{train.name}, {held_out.name}",
-            hashes.values(),
-            words,
-            END_OF_LINE,
-            tokens,
+            ", ".join(path.name for path in texts),
+            hashes,
+            texts,
+            blocks,
+            vocabulary,
+            UNKNOWN,
+            # Words depend on the training split alone, so both held-out splits share them.
+            {"train": hashes[texts[0]], "lower": lower, "vocab_limit": vocab_limit},
+            cache=kept,
             vocab_multiple=vocab_multiple,
             eval_split=eval_split,
             **options,
@@ -220,14 +206,10 @@ class DocsText(TokenStreams):
     """The topics of ``pydoc_data.topics``, sorted by name; about half a million characters.
 
     The last 10 % of the text, from the start of a line on, is held out; the vocabulary is made
-    from the rest. ``level="word"``: each line is lower-cased and split into runs of letters,
-    digits and underscores, and single other characters. Blanks are dropped, and each line that is
-    not blank ends in ``<eos>``. ``level="char"``: every character is a token, case kept. Ids are in
-    order of falling frequency after ``<unk>`` (0) and, for words, ``<eos>`` (1).
-
-    ``vocab_limit`` caps the number of entries, these two included, None for no cap; tokens outside
-    are ``<unk>``. ``vocab_size`` is the number of entries padded to ``vocab_multiple``; the padding
-    ids never occur.
+    from the rest, as that of `Text`. ``level="word"``: each line is lower-cased and split into runs
+    of letters, digits and underscores, and single other characters. Blanks are dropped, and each
+    line that is not blank ends in ``<eos>``. ``level="char"``: every character is a token, case
+    kept, and there is no ``<eos>``.
 
     The text differs between Python versions: compare only runs of equal ``sha256`` (of the whole
     text in UTF-8).
@@ -245,41 +227,23 @@ class DocsText(TokenStreams):
         **sizes: Unpack[Sizes],
     ) -> None:
         text = load_text()
-        split: Callable[[str], list[str]] = _split_words if level == "word" else list
+        split: Callable[[str], list[str]] = split_words if level == "word" else list
         special = (UNKNOWN, END_OF_LINE) if level == "word" else (UNKNOWN,)
-        train_text, held_out_text = split_text(text)
-        train, held_out = split(train_text), split(held_out_text)
-        self.level = level
-        self.vocabulary: tuple[str, ...] = build_vocabulary([train], special, vocab_limit)
+        train, held_out = map(split, split_text(text))
+        self.vocabulary = build_vocabulary([train], special, vocab_limit)
         self.vocab_size = -(-len(self.vocabulary) // vocab_multiple) * vocab_multiple
-        self._ids = WordIds(self.vocabulary, UNKNOWN)
-        super().__init__([self._encode(train)], self._encode(held_out), **sizes)
+        ids = WordIds(self.vocabulary, UNKNOWN)
+        tokens = [torch.from_numpy(block) for block in ids.encoded([train, held_out])]
+        super().__init__(tokens[:1], tokens[1], **sizes)
         self.sha256 = hashlib.sha256(text.encode()).hexdigest()
         self.description = {
             "name": "docs_text",
             "origin": "pydoc_data.topics",
             "level": level,
-            "train_samples": len(train),
-            "eval_samples": len(held_out),
-            "eval_streams": EVAL_STREAMS,
-            "sequence_length": self._sequence_length,
+            **self.description,
             "vocab_entries": len(self.vocabulary),
             "vocab_size": self.vocab_size,
         }
-
-    def encode(self, text: str) -> torch.Tensor:
-        """Return the token ids of ``text``, int64 ``[tokens]`` on the CPU."""
-        return self._encode(_split_words(text) if self.level == "word" else text)
-
-    def decode(self, ids: Iterable[int]) -> str:
-        """Return the text of ``ids``: exact for characters, words joined as in `EncodedText`."""
-        tokens = [self.vocabulary[i] for i in ids]
-        if self.level == "char":
-            return "".join(tokens)
-        return joined_words(tokens, END_OF_LINE)
-
-    def _encode(self, tokens: Iterable[str]) -> torch.Tensor:
-        return torch.tensor([self._ids[token] for token in tokens], dtype=torch.int64)
 
 
 def load_text() -> str:
@@ -305,7 +269,8 @@ def split_text(text: str) -> tuple[str, str]:
     return text[:cut], text[cut:]
 
 
-def _split_words(text: str) -> list[str]:
+def split_words(text: str) -> list[str]:
+    """Return the words of `DocsText`."""
     tokens = []
     for line in text.lower().splitlines():
         words = _WORD.findall(line)

@@ -9,7 +9,7 @@ import torch
 
 from mprun.data.cache import Cache
 from mprun.data.source import DamagedData
-from mprun.data.token_streams import EVAL_STREAMS, StreamOptions, TokenFile, TokenStreams
+from mprun.data.token_streams import StreamOptions, TokenFile, TokenStreams
 
 _NAMES = {"train": ("train.bin", "*_train_*.bin"), "val": ("val.bin", "*_val_*.bin")}
 # karpathy/llm.c, dev/data/data_common.py: 256 int32; the first are magic, version and number of
@@ -41,20 +41,16 @@ class TokenFiles(TokenStreams):
         cache: str | Path | None,
         **options: Unpack[StreamOptions],
     ) -> None:
-        kept = Cache(cache)
         train, held_out = (_found(Path(root), split) for split in _NAMES)
         opened = [Uint16File(path, vocab_size) for path in (*train, *held_out)]
         super().__init__(opened[: len(train)], opened[len(train) :], **options)
-        hashes = "".join(kept.content_sha256(file.path) for file in opened)
+        hashes = "".join(map(Cache(cache).content_sha256, (*train, *held_out)))
         self.sha256 = hashlib.sha256(f"{len(train)} {hashes}".encode()).hexdigest()
         self.vocab_size = -(-vocab_size // vocab_multiple) * vocab_multiple
         self.description = {
             "name": "token_files",
             "files": ", ".join(files[0].name for files in (train, held_out)),
-            "train_samples": self.train_tokens,
-            "eval_samples": self.eval_tokens,
-            "eval_streams": EVAL_STREAMS,
-            "sequence_length": self._sequence_length,
+            **self.description,
             "vocab_entries": vocab_size,
             "vocab_size": self.vocab_size,
             "rotate": self._rotate,

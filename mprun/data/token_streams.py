@@ -22,6 +22,7 @@ from mprun.data.source import (
     DamagedData,
     DataError,
     Source,
+    checked_index,
     permutation,
     rotation,
 )
@@ -133,12 +134,16 @@ class TokenStreams(Source):
         self._block = max(1, BLOCK_TOKENS // self.samples_per_batch)  # batches
         self._loaded = (-1, -1)
         self._columns = torch.empty(0)
+        self.description = {
+            "train_samples": self.train_tokens,
+            "eval_samples": self.eval_tokens,
+            "eval_streams": EVAL_STREAMS,
+            "sequence_length": sequence_length,
+        }
 
     def train_batch(self, index: int) -> Batch:
         """Return batch ``index`` of the run; raise ``ValueError`` if it is negative."""
-        if index < 0:
-            raise ValueError(f"index={index} is not allowed: 0 or more")
-        epoch, batch = divmod(index, self.batches_per_epoch)
+        epoch, batch = divmod(checked_index(index), self.batches_per_epoch)
         block, batch = divmod(batch, self._block)
         if (epoch, block) != self._loaded:
             self._columns = self._training_columns(epoch, block * self._block)
@@ -287,14 +292,7 @@ class TokenSource(TokenStreams):
         for tokens in (train, held_out):
             digest.update(np.ascontiguousarray(tokens, "<i8").data)
         self.sha256 = digest.hexdigest()
-        self.description = {
-            "name": "TokenSource",
-            "train_samples": len(train),
-            "eval_samples": len(held_out),
-            "eval_streams": EVAL_STREAMS,
-            "sequence_length": self._sequence_length,
-            "vocab_size": vocab_size,
-        }
+        self.description = {"name": "TokenSource", **self.description, "vocab_size": vocab_size}
 
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -338,10 +336,5 @@ class SyntheticTokens(TokenStreams):
         super().__init__([train], held_out, **sizes)
         self.vocab_size = vocab_size
         self.sha256 = hashlib.sha256(tokens.numpy().data).hexdigest()
-        self.description = {
-            "name": "synthetic_tokens",
-            "train_samples": train_tokens,
-            "eval_samples": eval_tokens,
-            "sequence_length": self._sequence_length,
-            "vocab_size": vocab_size,
-        }
+        about = {"name": "synthetic_tokens", **self.description, "vocab_size": vocab_size}
+        self.description = about

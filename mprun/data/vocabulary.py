@@ -216,12 +216,6 @@ def _bytes(words: Iterable[str]) -> int:
     return sum(map(sys.getsizeof, words))
 
 
-def joined_words(words: Iterable[str], line_end: str) -> str:
-    """Join ``words`` by blanks, with a line break for each ``line_end``."""
-    text = " ".join("\n" if word == line_end else word for word in words)
-    return text.replace(" \n", "\n").replace("\n ", "\n")
-
-
 def read_words(path: Path) -> tuple[str, ...]:
     """Read the vocabulary in a cached file, one word a line."""
     return tuple(path.read_text(encoding="utf-8").split("\n")[:-1])

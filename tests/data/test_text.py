@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from mprun.data import DataError, SyntheticTokens
-from mprun.data.text import load_text, split_text
+from mprun.data.text import load_text, split_text, split_words
 from mprun.data.token_streams import EVAL_STREAMS, TokenStreams
 
 from ..helpers import configured, raises_line
@@ -49,32 +49,28 @@ def test_split_is_at_a_line_near_90_percent_and_loses_nothing():
     assert 0 <= len(train) - int(0.9 * len(text)) < 200
 
 
-def test_characters_round_trip_exactly():
-    source = docs()
-    train, held_out = split_text(load_text())
-    assert source.decode(source.encode(train).tolist()) == train
-    # Held-out characters that training never saw come back as <unk>, all others as they are.
-    back = source.decode(source.encode(held_out[:5000]).tolist())
+def held_out_tokens(source) -> list[str]:
+    """The held-out tokens as the streams deliver them, but for the first ones and the last."""
+    streams = torch.cat([tokens for tokens, _ in source.eval_batches()]).t().flatten()
+    return [source.vocabulary[i] for i in streams.tolist()]
+
+
+@pytest.mark.parametrize("level", ["char", "word"])
+def test_tokens_are_those_of_the_text(level):
+    source = docs(level)
+    train, held_out = map(split_words if level == "word" else list, split_text(load_text()))
     known = set(source.vocabulary)
-    assert back == "".join(c if c in known else "<unk>" for c in held_out[:5000])
+    assert known - {"<unk>"} == set(train)
+    # Held-out tokens that training never saw are <unk>, all others as they are.
+    wanted = [token if token in known else "<unk>" for token in held_out]
+    assert held_out_tokens(source) == wanted[(len(wanted) - 1) % EVAL_STREAMS : -1]
 
 
 def test_words_by_hand():
-    source = docs("word")
     text = "The if statement, x_1 = 2:\n\n   is NOT  qqzzqq\n"
-    ids = source.encode(text).tolist()
-    assert source.decode(ids) == "the if statement , x_1 = 2 :\nis not <unk>\n".replace(
-        "x_1", "x_1" if "x_1" in source.vocabulary else "<unk>"
-    )
-    assert ids.count(1) == 2
-    assert ids[-2:] == [0, 1]
-
-
-def test_word_round_trip_is_stable():
-    source = docs("word")
-    once = source.encode(split_text(load_text())[0])
-    assert 0 not in once
-    assert torch.equal(source.encode(source.decode(once.tolist())), once)
+    wanted = "the if statement , x_1 = 2 : <eos> is not qqzzqq <eos>"
+    assert split_words(text) == wanted.split()
+    assert docs("word").vocabulary[:2] == ("<unk>", "<eos>")
 
 
 @pytest.mark.parametrize(
@@ -96,8 +92,8 @@ def test_training_batches_against_the_text_itself():
         tokens, targets = source.train_batch(index)
         assert tokens.shape == targets.shape == (50, 4)
         for column in range(4):
-            piece = source.decode([*tokens[:, column].tolist(), targets[-1, column].item()])
-            assert piece in ring
+            piece = [*tokens[:, column].tolist(), targets[-1, column].item()]
+            assert "".join(source.vocabulary[i] for i in piece) in ring
 
 
 @pytest.mark.parametrize("sequence_length", [1, 5, 7, 100])

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from mprun.data import DataError, vocabulary
-from mprun.data.vocabulary import WordIds, build_vocabulary, joined_words
+from mprun.data.vocabulary import WordIds, build_vocabulary
 
 SPECIAL = ("<unk>", "<eos>")
 SHORT = [f"w{n:02d}" for n in range(100)]
@@ -87,7 +87,3 @@ def test_many_words_are_encoded():
     wanted = rng.integers(2, len(words), 200_000)
     (found,) = WordIds(words, "<unk>").encoded([[words[i] for i in wanted.tolist()]])
     assert np.array_equal(found, wanted)
-
-
-def test_words_as_text():
-    assert joined_words(["a", "b", "<eos>", "<eos>", "a", "<eos>"], "<eos>") == "a b\n\na\n"
