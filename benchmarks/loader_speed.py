@@ -92,7 +92,7 @@ def ours(folder: Path, workers: int) -> tuple[Iterator[Tensor], Callable]:
 
 def our_bytes(folder: Path, workers: int) -> tuple[Iterator[Tensor], Callable]:
     """Return the same before normalisation."""
-    images = find_images(str(folder), layout="classes", eval_share=0.1, imagenet=False).train
+    images = find_images(str(folder), layout="classes", eval_share=0.1).train
     reader = ImageReader(images, Augmentation("resized_crop", SIZE), BATCH, seed=0)
     loader = BatchLoader(reader, workers, PREFETCH)
     return (loader.batch(index).images for index in itertools.count()), loader.close

@@ -17,9 +17,8 @@ import torch
 
 from mprun.data.augmentation import PaddedCrop, offset_and_divisor
 from mprun.data.cache import load_arrays, store_arrays
-from mprun.data.image_files import Images, find_images
+from mprun.data.image_files import Images, find_images, printable, read_file
 from mprun.data.image_folder import decode_rgb
-from mprun.data.image_listing import ImageSplit, printable
 from mprun.data.image_store import ImageStore, Serving
 from mprun.data.source import Batch, DamagedData, permutation
 
@@ -80,7 +79,7 @@ def read_python_batches(folder: str, md5: dict[str, str] = MD5) -> Cifar10Files:
     parts = []
     for name, expected in md5.items():
         path = os.path.join(folder, name)
-        content = _read(path)
+        content = read_file(path)
         found = hashlib.md5(content, usedforsecurity=False).hexdigest()
         if found != expected:
             raise DamagedData(f"{printable(path)}: MD5 is {found}, that of CIFAR-10 is {expected}")
@@ -93,7 +92,7 @@ def read_binary_batches(folder: str) -> Cifar10Files:
     parts = []
     for name in MD5:
         path = os.path.join(folder, f"{name}.bin")
-        content = np.frombuffer(_read(path), np.uint8)
+        content = np.frombuffer(read_file(path), np.uint8)
         wanted = IMAGES_PER_FILE * (1 + PIXEL_BYTES)
         if len(content) != wanted:
             raise DamagedData(f"{printable(path)}: {len(content)} bytes, must be {wanted}")
@@ -104,7 +103,7 @@ def read_binary_batches(folder: str) -> Cifar10Files:
 
 def read_class_folders(root: str) -> Cifar10Files:
     """Decode images in class folders, 6 to 10 s for 60,000 files, and keep them in the cache."""
-    images = find_images(root, layout="classes", eval_share=0.1, imagenet=False)
+    images = find_images(root, layout="classes", eval_share=0.1)
     if len(images.classes) != CLASSES:
         raise DamagedData(
             f"{printable(images.train.source)}: {len(images.classes)} classes, CIFAR-10 has "
@@ -131,18 +130,14 @@ def _cached_pixels(images: Images) -> np.ndarray:
     # One thread: two were slower, because most of the work is in Python.
     places = [(split, i) for split in (images.train, images.held_out) for i in range(len(split))]
     for row, (split, i) in zip(pixels, places, strict=True):
-        row[:] = _decoded(split, i)
+        image = decode_rgb(split.read(i), split.name(i))
+        if image.size != (SIZE, SIZE):
+            width, height = image.size
+            raise DamagedData(f"{split.name(i)}: {width} x {height} pixels, CIFAR-10 has 32 x 32")
+        row[:] = np.asarray(image).transpose(2, 0, 1)
     if images.sha256_of == "content":
         store_arrays(key, [pixels])
     return pixels
-
-
-def _decoded(split: ImageSplit, i: int) -> np.ndarray:
-    image = decode_rgb(split.read(i), split.name(i))
-    if image.size != (SIZE, SIZE):
-        width, height = image.size
-        raise DamagedData(f"{split.name(i)}: {width} x {height} pixels, CIFAR-10 has 32 x 32")
-    return np.asarray(image).transpose(2, 0, 1)
 
 
 def _from_pickle(content: bytes, shown: str) -> Part:
@@ -196,14 +191,6 @@ def _joined(parts: list[Part], origin: str) -> Cifar10Files:
 
 def _is(folder: str, name: str) -> bool:
     return os.path.basename(os.path.abspath(folder)) == name and os.path.isdir(folder)
-
-
-def _read(path: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            return file.read()
-    except OSError as error:
-        raise DamagedData(f"{printable(path)}: cannot be read: {error.strerror}") from error
 
 
 def _nothing_found(root: str) -> str:

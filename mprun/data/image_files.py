@@ -1,24 +1,136 @@
-"""The images that a folder offers for training and those that it holds out."""
+"""The image files below a folder: which there are, how they are split, and one split's content.
+
+Images are files with one of torchvision's extensions in any case. Decoding decides on their format,
+so a PNG file named .jpg is read as a PNG. Names that begin with a dot are ignored (among them the
+._ files of macOS). Files without an extension or with one of ``SIDE_EXTENSIONS`` are ignored and
+counted. Any other file is refused by name: it is more likely an image in an unknown format or an
+unfinished download than meant to be left out. Links are followed; a link to a folder that encloses
+it is ignored.
+"""
 
 import hashlib
 import os
-from dataclasses import dataclass
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from itertools import permutations
 
 import numpy as np
 
-from mprun.data.image_listing import ImageSplit, list_images, printable
-from mprun.data.imagenet_archives import CLASSES, find_archived_images
 from mprun.data.source import DamagedData
 
-__all__ = ["HELD_OUT_FOLDERS", "ImageSplit", "Images", "find_images"]
-
-# The first of these that exists is the held-out split.
-HELD_OUT_FOLDERS = ("val", "valid", "validation", "test")
+# No photograph is nearly as large; the limit keeps a misnamed film or disk image out of memory.
+MAX_FILE_BYTES = 256 * 2**20
 # Up to this size the content is hashed; reading more would delay every start of a run.
 CONTENT_HASH_BYTES = 256 * 2**20
+# The first of these that exists is the held-out split.
+HELD_OUT_FOLDERS = ("val", "valid", "validation", "test")
+# torchvision.datasets.folder.IMG_EXTENSIONS
+IMAGE_EXTENSIONS = frozenset(
+    (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
+)
+SIDE_EXTENSIONS = frozenset(
+    (
+        *("", ".txt", ".md", ".rst", ".log", ".csv", ".tsv", ".json", ".jsonl", ".xml", ".yaml"),
+        *(".yml", ".toml", ".ini", ".cfg", ".html", ".htm", ".pdf", ".py", ".sh", ".ipynb"),
+        *(".mat", ".db", ".md5", ".sha1", ".sha256", ".zip", ".tar", ".gz", ".tgz", ".bz2"),
+        *(".xz", ".zst", ".7z", ".rar"),
+    )
+)
 
-_WHOLE = ""  # the folder of images that are not split yet
+Row = tuple[bytes, int, int, int]  # name, size in bytes, label, start in the archive
+
+
+@dataclass(slots=True, eq=False)
+class ImageSplit:
+    """The names, sizes and labels of images, without their content.
+
+    ``source`` is the folder that the names are relative to or, if ``archived``, an archive.
+    ``table`` has a row for each image (`image_table`): "name" as the file system spells it, "size"
+    in bytes, "label" and "start", the image's first byte in the archive. "label" indexes
+    ``classes``; without labels it is 0 and ``classes`` is empty. So forking or pickling a split
+    costs one array, not a million objects.
+    """
+
+    source: str
+    table: np.ndarray
+    classes: tuple[str, ...]
+    archived: bool = False
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    @property
+    def labels(self) -> np.ndarray:
+        """Return the labels, int64 ``[n]``."""
+        return self.table["label"]
+
+    def name(self, i: int) -> str:
+        """Name image ``i`` for messages: ``root/train/n01440764/x.JPEG``, ``archive.tar:member``.
+
+        The name is one printable line, whatever characters the file system allows.
+        """
+        separator = b":" if self.archived else os.fsencode(os.sep)
+        return printable(os.fsencode(self.source) + separator + self.table["name"][i])
+
+    def taken(self, order: np.ndarray) -> "ImageSplit":
+        """Return the images ``order`` (int64, or bool ``[n]``), in that order."""
+        return replace(self, table=self.table[order])
+
+    def read(self, i: int) -> bytes:
+        """Read the encoded content of image ``i``, never empty; fork and spawn are safe.
+
+        Raises:
+            DamagedData: The file or its folder is gone, it is unreadable or empty, or the archive
+                ends before it; the message names the file.
+        """
+        name, size, _, start = self.table[i].item()
+        source = os.fsencode(self.source)
+        try:
+            # Opening it each time costs about 5 us, and leaves no descriptor to share or close.
+            path = source if self.archived else os.path.join(source, name)
+            with open(path, "rb", buffering=0) as file:
+                content = os.pread(file.fileno(), size, start) if self.archived else file.readall()
+        except FileNotFoundError:
+            gone = self.name(i) if os.path.exists(source) else printable(source)
+            raise DamagedData(f"{gone}: is gone") from None
+        except OSError as error:
+            raise DamagedData(f"{self.name(i)}: cannot be read: {error.strerror}") from error
+        if self.archived and len(content) != size:
+            raise DamagedData(f"{self.name(i)}: the archive ends within it")
+        if not content:
+            raise DamagedData(f"{self.name(i)}: an empty file (0 bytes)")
+        return content
+
+
+def image_table(rows: Sequence[Row]) -> np.ndarray:
+    """Make the ``table`` of an ``ImageSplit``."""
+    width = max((len(row[0]) for row in rows), default=1)
+    numbers = [(column, np.int64) for column in ("size", "label", "start")]
+    return np.array(rows, [("name", f"S{width}"), *numbers])
+
+
+def printable(path: str | bytes) -> str:
+    """Return ``path`` on one line, undecodable bytes and control characters as escapes."""
+    text = os.fsencode(path).decode("utf-8", "backslashreplace")
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def too_large(name: str) -> str:
+    """Return the message for a file over ``MAX_FILE_BYTES``."""
+    return f"{name}: larger than {MAX_FILE_BYTES // 2**20} MiB, which no image should be"
+
+
+def read_file(path: str, most: int = MAX_FILE_BYTES) -> bytes:
+    """Read a file of up to ``most`` bytes; ``DamagedData`` says why it cannot be used."""
+    try:
+        with open(path, "rb") as file:
+            content = file.read(most + 1)
+    except OSError as error:
+        raise DamagedData(f"{printable(path)}: cannot be read: {error.strerror}") from error
+    if len(content) > most:
+        raise DamagedData(f"{printable(path)}: larger than {most // 2**20} MiB")
+    return content
 
 
 @dataclass(slots=True)
@@ -29,7 +141,7 @@ class Images:
     path below root with the content (``sha256_of`` "content"). Above 256 MiB in all, the size in
     bytes replaces the content ("names and sizes"). The hash depends neither on where root lies nor
     on ``eval_share``. ``split_rule`` describes how files were split; ``ignored`` counts the files
-    in the folders that are no images (``mprun.data.image_listing``).
+    in the folders that are no images.
     """
 
     train: ImageSplit
@@ -41,9 +153,7 @@ class Images:
     ignored: int
 
 
-def find_images(
-    root: str, *, layout: str, eval_share: float, imagenet: bool, on_corrupt: str = "stop"
-) -> Images:
+def find_images(root: str, *, layout: str, eval_share: float, on_corrupt: str = "stop") -> Images:
     """Find the images below ``root``; order and labels depend on their names alone.
 
     ``layout="classes"``: one folder per class, class names sorted and numbered from 0, within a
@@ -57,62 +167,151 @@ def find_images(
     ``layout="flat"``: every image at any depth, without labels. root/train and a held-out folder
     are the splits if both exist, otherwise the rule of hashes splits all files.
 
-    ``imagenet``: split folders of 1,000 class folders each, or the original archives.
-
     With ``on_corrupt="skip"`` files that are empty or unreadable stay in the splits, for the reader
     to skip; otherwise they are refused here.
 
     Raises:
-        ValueError: An argument is wrong.
         DamagedData: A file or folder cannot be used; the message names it.
     """
-    flat, skip = layout == "flat", on_corrupt == "skip"
-    if imagenet and flat:
-        raise ValueError("layout='flat' is not allowed: ImageNet has classes")
-    parts, rule, ignored = _listed(os.path.abspath(root), flat, imagenet, skip)
-    if _WHOLE in parts:
+    root, flat, skip = os.path.abspath(root), layout == "flat", on_corrupt == "skip"
+    folders = split_folders(root)
+    has_train = "train" in folders
+    others = folders[has_train:]
+    if not folders or (flat and not (has_train and others)):
+        whole, ignored = _list_images(root, "", flat, skip)
         rule = f"SHA-256 of the path below {eval_share:g}"
         if not flat:
             rule += ", one file of each class stays in training"
-        train, held_out = _split_by_hash(parts[_WHOLE], eval_share)
-    else:
-        train, held_out = parts.values()
-    sha256, sha256_of = _sha256(parts, skip)
-    return Images(train, held_out, train.classes, sha256, sha256_of, rule, ignored)
-
-
-def _listed(
-    root: str, flat: bool, imagenet: bool, skip: bool
-) -> tuple[dict[str, ImageSplit], str, int]:
-    """Return folder -> images (both splits, or all of them unsplit), the rule, and ignored."""
-    names = ("train", *HELD_OUT_FOLDERS)
-    folders = [name for name in names if os.path.isdir(os.path.join(root, name))]
-    has_train = "train" in folders
-    held_out_folder = next(iter(folders[has_train:]), None)
-    if imagenet and not folders:
-        train, held_out = find_archived_images(root)
-        return {"train": train, "val": held_out}, "the training and the validation archive", 0
-    if not folders or (flat and not (has_train and held_out_folder)):
-        whole, ignored = list_images(root, _WHOLE, flat, skip)
-        return {_WHOLE: whole}, "", ignored
+        train, held_out = _split_by_hash(whole, eval_share)
+        return Images(train, held_out, whole.classes, *hashed({"": whole}, skip), rule, ignored)
     if not has_train:
+        missing = printable(os.path.join(root, "train"))
+        raise DamagedData(f"{missing}: no such folder, but {others[0]}/ is beside it")
+    if not others:
+        wanted = ", ".join(f"{name}/" for name in HELD_OUT_FOLDERS)
         raise DamagedData(
-            f"{printable(os.path.join(root, 'train'))}: no such folder, but {held_out_folder}/ is "
-            "beside it"
+            f"{printable(root)}: has train/ but no held-out split; looked for {wanted}"
         )
-    if held_out_folder is None:
-        raise DamagedData(
-            f"{printable(root)}: has train/ but no held-out split; looked for "
-            f"{', '.join(name + '/' for name in HELD_OUT_FOLDERS)}"
-        )
-    train, ignored = list_images(root, "train", flat, skip)
-    held_out, ignored_too = list_images(root, held_out_folder, flat, skip)
-    parts = {"train": train, held_out_folder: held_out}
-    _check_classes(root, parts, imagenet)
-    return parts, f"folders train and {held_out_folder}", ignored + ignored_too
+    listed = {folder: _list_images(root, folder, flat, skip) for folder in folders[:2]}
+    parts = {folder: split for folder, (split, _) in listed.items()}
+    _check_classes(root, parts)
+    train, held_out = parts.values()
+    ignored = sum(count for _, count in listed.values())
+    rule = f"folders train and {others[0]}"
+    return Images(train, held_out, train.classes, *hashed(parts, skip), rule, ignored)
 
 
-def _check_classes(root: str, parts: dict[str, ImageSplit], imagenet: bool) -> None:
+def split_folders(root: str) -> list[str]:
+    """Return which of train and the held-out folders exist in ``root``, in this order."""
+    names = ("train", *HELD_OUT_FOLDERS)
+    return [name for name in names if os.path.isdir(os.path.join(root, name))]
+
+
+def _list_images(root: str, top: str, flat: bool, skip: bool) -> tuple[ImageSplit, int]:
+    """List the images below root/``top``, and count the ignored files.
+
+    The images are those in its class folders, by class name, folder and file name; with ``flat``
+    those at any depth, by folder and file name, without classes.
+    """
+    rows: list[Row] = []
+    empty = "no images in it, at any depth" if flat else "an empty class folder (no images in it)"
+    try:
+        classes, ignored = ((), 0) if flat else _classes(os.path.normpath(os.path.join(root, top)))
+        for label, name in enumerate(classes or [""]):
+            folder = os.path.join(top, name) if name else top
+            images, passed_over = _tree(root, folder, skip)
+            if not images:
+                path = os.path.normpath(os.path.join(root, folder))
+                raise DamagedData(f"{printable(path)}: {empty}")
+            rows += [(image, size, label, 0) for image, size in images]
+            ignored += passed_over
+    except OSError as error:
+        where = printable(error.filename)
+        raise DamagedData(f"{where}: cannot be listed: {error.strerror}") from error
+    return ImageSplit(root, image_table(rows), classes), ignored
+
+
+def _classes(path: str) -> tuple[tuple[str, ...], int]:
+    """Return the class folders in ``path``, sorted, and the number of ignored files."""
+    folders, beside, ignored = _entries(path)
+    if not folders:
+        hint = "; without labels: data.layout=flat" if beside else ""
+        found = "images but no class folders" if beside else "no class folders and no images"
+        raise DamagedData(f"{printable(path)}: {found} in it{hint}")
+    if beside:
+        first = printable(min(image.path for image in beside))
+        raise DamagedData(f"{first}: an image beside the class folders, not in one of them")
+    return tuple(sorted(entry.name for entry in folders)), ignored
+
+
+def _tree(root: str, top: str, skip: bool) -> tuple[list[tuple[bytes, int]], int]:
+    """Return path and size of the images below root/``top``, and the number of other files."""
+    above, folder = set(), top
+    while folder:
+        folder = os.path.dirname(folder)
+        above.add(_identity(os.path.join(root, folder)))
+    found, ignored = [], 0
+    pending = [(top, frozenset(above))]
+    while pending:
+        folder, enclosing = pending.pop()
+        path = os.path.join(root, folder)
+        identity = _identity(path)
+        if identity in enclosing:
+            continue
+        folders, images, passed_over = _entries(path)
+        found += [(folder, image.name, _size(image, skip)) for image in images]
+        pending += [(os.path.join(folder, one.name), enclosing | {identity}) for one in folders]
+        ignored += passed_over
+    paths = [
+        (os.fsencode(os.path.join(folder, name)), size) for folder, name, size in sorted(found)
+    ]
+    return paths, ignored
+
+
+def _identity(path: str) -> tuple[int, int]:
+    found = os.stat(path)
+    return found.st_dev, found.st_ino
+
+
+def _entries(path: str) -> tuple[list[os.DirEntry], list[os.DirEntry], int]:
+    """Return the folders and the images in ``path``, and the number of side files."""
+    folders, images, ignored = [], [], 0
+    with os.scandir(path) as entries:
+        for entry in entries:
+            extension = os.path.splitext(entry.name)[1].lower()
+            if entry.name.startswith("."):
+                pass
+            elif entry.is_dir():
+                folders.append(entry)
+            elif extension in IMAGE_EXTENSIONS:
+                images.append(entry)
+            elif extension in SIDE_EXTENSIONS:
+                ignored += 1
+            else:
+                raise DamagedData(
+                    f"{printable(entry.path)}: neither an image of a known format nor a side file "
+                    "such as .txt; move it elsewhere"
+                )
+    return folders, images, ignored
+
+
+def _size(entry: os.DirEntry, skip: bool) -> int:
+    try:
+        found = entry.stat()
+    except OSError as error:
+        dangling = entry.is_symlink()
+        what = "a link to nothing" if dangling else f"cannot be read: {error.strerror}"
+        raise DamagedData(f"{printable(entry.path)}: {what}") from error
+    if not stat.S_ISREG(found.st_mode):
+        raise DamagedData(f"{printable(entry.path)}: not a regular file")
+    if found.st_size > MAX_FILE_BYTES:
+        raise DamagedData(too_large(printable(entry.path)))
+    if found.st_size == 0 and not skip:
+        raise DamagedData(f"{printable(entry.path)}: an empty file (0 bytes)")
+    return found.st_size
+
+
+def _check_classes(root: str, parts: dict[str, ImageSplit]) -> None:
     # First the classes of the held-out split that training lacks.
     for other, folder in permutations(parts):
         unknown = sorted(set(parts[folder].classes) - set(parts[other].classes))
@@ -122,11 +321,6 @@ def _check_classes(root: str, parts: dict[str, ImageSplit], imagenet: bool) -> N
                 f"{printable(os.path.join(root, folder, unknown[0]))}: a class{more} that is not "
                 f"in {printable(os.path.join(root, other))}"
             )
-    if imagenet and len(parts["train"].classes) != CLASSES:
-        raise DamagedData(
-            f"{printable(os.path.join(root, 'train'))}: {len(parts['train'].classes)} classes, "
-            f"ImageNet has {CLASSES}"
-        )
 
 
 def _split_by_hash(whole: ImageSplit, eval_share: float) -> tuple[ImageSplit, ImageSplit]:
@@ -145,7 +339,8 @@ def _split_by_hash(whole: ImageSplit, eval_share: float) -> tuple[ImageSplit, Im
     return whole.taken(~held_out), whole.taken(held_out)
 
 
-def _sha256(parts: dict[str, ImageSplit], skip: bool) -> tuple[str, str]:
+def hashed(parts: dict[str, ImageSplit], skip: bool) -> tuple[str, str]:
+    """Return ``sha256`` and ``sha256_of`` (`Images`) of a data set's folders or archives."""
     sizes = sum(int(split.table["size"].sum()) for split in parts.values())
     whole_content = sizes <= CONTENT_HASH_BYTES
     digest = hashlib.sha256()
@@ -153,31 +348,23 @@ def _sha256(parts: dict[str, ImageSplit], skip: bool) -> tuple[str, str]:
     def add(part: bytes) -> None:
         digest.update(b"%d:" % len(part) + part)
 
-    for name in next(iter(parts.values())).classes:
-        add(os.fsencode(name))
+    for wanted in next(iter(parts.values())).classes:
+        add(os.fsencode(wanted))
     for folder, split in parts.items():
         for i in range(len(split)):
-            add(_path(folder, split, i))
-            if whole_content:
-                add(_content(split, i, skip))
-            else:
+            name = split.table["name"][i]
+            if split.archived:  # the path after extraction into class folders
+                parent = os.path.join(folder, split.classes[split.labels[i]])
+                name = os.path.join(os.fsencode(parent), os.path.basename(name))
+            add(name)
+            if not whole_content:
                 digest.update(b"%d\n" % split.table["size"][i])
+                continue
+            try:
+                content = split.read(i)
+            except DamagedData:
+                if not skip:
+                    raise
+                content = b""
+            add(content)
     return digest.hexdigest(), "content" if whole_content else "names and sizes"
-
-
-def _path(folder: str, split: ImageSplit, i: int) -> bytes:
-    """Return the path below root; for archives, the path after extraction into class folders."""
-    name = split.relative_name(i)
-    if not split.archived:
-        return name
-    parent = os.path.join(folder, split.classes[split.labels[i]])
-    return os.path.join(os.fsencode(parent), os.path.basename(name))
-
-
-def _content(split: ImageSplit, i: int, skip: bool) -> bytes:
-    try:
-        return split.read(i)
-    except DamagedData:
-        if not skip:
-            raise
-        return b""

@@ -41,8 +41,8 @@ from PIL import Image, ImageFile
 from torch import Tensor
 
 from mprun.data.augmentation import Augmentation, draws, imagenet_constants, normalise
-from mprun.data.image_files import find_images
-from mprun.data.image_listing import ImageSplit
+from mprun.data.image_files import ImageSplit, find_images
+from mprun.data.imagenet_archives import find_imagenet
 from mprun.data.loader import LoadedSource, default_workers
 from mprun.data.source import DamagedData, ReadBatch, Reader
 from mprun.errors import BadInput
@@ -74,7 +74,9 @@ def decode_rgb(content: bytes, name: str) -> Image.Image:
     _silence_pillow()
     try:
         image = Image.open(io.BytesIO(content), formats=FORMATS)
-        _check_size(image, name)
+        width, height = image.size
+        if width * height > MAX_PIXELS:
+            raise DamagedData(f"{name}: {_TOO_MANY_PIXELS} ({width} x {height})")
         image.load()
         return _rgb(image, name)
     except Image.UnidentifiedImageError:
@@ -89,26 +91,16 @@ def decode_rgb(content: bytes, name: str) -> Image.Image:
         raise DamagedData(f"{name}: cannot be decoded: {reason}") from error
 
 
-def _check_size(image: Image.Image, name: str) -> None:
-    width, height = image.size
-    if width * height > MAX_PIXELS:
-        raise DamagedData(f"{name}: {_TOO_MANY_PIXELS} ({width} x {height})")
-
-
 def _rgb(image: Image.Image, name: str) -> Image.Image:
     if image.mode == "F":
         raise DamagedData(f"{name}: floating-point pixels, whose range is not known")
     if image.mode in _WIDE_GRAY:
-        return _from_wide_gray(image, name)
+        values = np.asarray(image).astype(np.int64)
+        if values.min() < 0 or values.max() > 65535:
+            raise DamagedData(f"{name}: gray values outside 0 ... 65535")
+        image = Image.fromarray(((values + 128) // 257).astype(np.uint8))
     # Copying an RGB image would cost 0.1 ms for a photograph of 500 x 400.
     return image if image.mode == "RGB" else image.convert("RGB")
-
-
-def _from_wide_gray(image: Image.Image, name: str) -> Image.Image:
-    values = np.asarray(image).astype(np.int64)
-    if values.min() < 0 or values.max() > 65535:
-        raise DamagedData(f"{name}: gray values outside 0 ... 65535")
-    return Image.fromarray(((values + 128) // 257).astype(np.uint8)).convert("RGB")
 
 
 def _silence_pillow() -> None:
@@ -155,7 +147,11 @@ class ImageReader(Reader):
 
     def read(self, number: int, *, shared: bool = False) -> ReadBatch:
         """Read batch ``number``; raise ``DamagedData`` naming a file."""
-        chosen, chances = self._samples(number)
+        chosen = self.places(number)
+        chances: Iterable[np.ndarray | None] = itertools.repeat(None, len(chosen))
+        if self.seed is not None:
+            epoch, batch = divmod(number, len(self))
+            chances = draws(self.seed, epoch, batch * self.batch_size, self.batch_size)
         size, channels = self.augmentation.image_size, self.augmentation.channels
         images = torch.empty((len(chosen), size, size, channels), dtype=torch.uint8)
         if shared:
@@ -170,14 +166,6 @@ class ImageReader(Reader):
             row[:] = np.frombuffer(image.tobytes(), np.uint8)
             used.append(place)
         return ReadBatch(images, torch.from_numpy(self.split.labels[used]), replaced)
-
-    def _samples(self, number: int) -> tuple[list[int], Iterable[np.ndarray | None]]:
-        """Return places in the split, and each sample's random numbers (None in evaluation)."""
-        chosen = self.places(number)
-        if self.seed is None:
-            return chosen, [None] * len(chosen)
-        epoch, batch = divmod(number, len(self))
-        return chosen, draws(self.seed, epoch, batch * self.batch_size, self.batch_size)
 
     def _readable(self, sample: int, replaced: dict[int, str]) -> tuple[int, Image.Image]:
         """Return place and image of ``sample``, or of the first usable file after it."""
@@ -249,9 +237,8 @@ class ImageFolder(LoadedSource):
         device = torch.device(device)
         geometry = Augmentation(augmentation, image_size, channels, flip, resize_to, centre_crop)
         self._offset, self._divisor = imagenet_constants(value_range, channels, device)
-        found = find_images(
-            root, layout=layout, eval_share=eval_share, imagenet=imagenet, on_corrupt=on_corrupt
-        )
+        find = find_imagenet if imagenet else find_images
+        found = find(root, layout=layout, eval_share=eval_share, on_corrupt=on_corrupt)
         train = ImageReader(found.train, geometry, batch_size, seed=seed, on_corrupt=on_corrupt)
         held_out = ImageReader(
             found.held_out, geometry, batch_size, seed=None, on_corrupt=on_corrupt

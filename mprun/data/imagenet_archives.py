@@ -1,6 +1,7 @@
-"""ILSVRC12, read in place from its original tar archives; nothing is ever extracted.
+"""ILSVRC12, in class folders or read in place from its original tar archives.
 
-The members' offsets are listed and checked once; `ImageSplit` reads each image at its offset.
+Nothing is ever extracted: the members' offsets are listed and checked once, and `ImageSplit` reads
+each image at its offset.
 """
 
 import gzip
@@ -16,12 +17,18 @@ from typing import BinaryIO, NamedTuple, cast
 import numpy as np
 
 from mprun.data.cache import load_arrays, store_arrays
-from mprun.data.image_listing import (
+from mprun.data.image_files import (
     IMAGE_EXTENSIONS,
     MAX_FILE_BYTES,
+    Images,
     ImageSplit,
+    Row,
+    find_images,
+    hashed,
     image_table,
     printable,
+    read_file,
+    split_folders,
     too_large,
 )
 from mprun.data.source import DamagedData
@@ -47,12 +54,11 @@ def list_members(path: str, inside: Member | None = None) -> list[Member]:
     ``inside``: a member of ``path`` that is a tar itself and is listed instead. Folders are
     ignored. A member costs 25 us, nearly all of it ``tarfile``'s parsing, and one random read.
 
-    Raises:
-        DamagedData: The archive is no tar or ends early, or has more than 10 million members. Or a
-            member is a link, device or sparse file, has an absolute path or "..", a repeated name
-            or headers of more than a MiB. The message names archive and member.
+    ``DamagedData`` names an archive that is no tar, ends early or has more than 10 million members,
+    or a member that is a link, device or sparse file, has an absolute path or "..", a repeated name
+    or headers of more than a MiB.
     """
-    shown = member_name(path, inside) if inside else printable(path)
+    shown = _member_name(path, inside) if inside else printable(path)
     members: dict[str, Member] = {}
     try:
         with open(path, "rb", buffering=0) as file:
@@ -78,11 +84,8 @@ def entries(file: BinaryIO, start: int, size: int) -> Iterator[tarfile.TarInfo]:
     """Yield the members of an uncompressed tar in its order, in bounded memory.
 
     The tar is bytes ``start : start + size`` of ``file``. tarfile takes a damaged header for the
-    end of the archive, so that members would be missing; here it is an error.
-
-    Raises:
-        tarfile.TarError: A header is invalid, or a member has headers of more than
-            ``MAX_HEADER_BYTES``.
+    end of the archive, so that members would be missing; here it raises ``tarfile.TarError``, as do
+    headers of more than ``MAX_HEADER_BYTES`` for a member.
     """
     headers = _Headers(file, start, size)
     try:
@@ -104,8 +107,7 @@ def entries(file: BinaryIO, start: int, size: int) -> Iterator[tarfile.TarInfo]:
         raise tarfile.ReadError(f"no valid header at byte {tar.offset}")
 
 
-def member_name(path: str, member: Member) -> str:
-    """Name ``member`` of the archive ``path`` for messages."""
+def _member_name(path: str, member: Member) -> str:
     return f"{printable(path)}:{printable(member.name)}"
 
 
@@ -154,18 +156,26 @@ _EDGE_BYTES = 64 * 2**10
 _CLASS_TAR = re.compile(r"n\d{8}\.tar")
 
 
-def find_archived_images(root: str) -> tuple[ImageSplit, ImageSplit]:
-    """Find ``(training, validation)`` of the archives in ``root``; images are read in place.
+def find_imagenet(root: str, *, layout: str, eval_share: float, on_corrupt: str = "stop") -> Images:
+    """Find ImageNet below ``root``: `find_images` with 1,000 classes or, without it, the archives.
 
-    The classes are the WordNet ids that name the members of the training archive, sorted. So the
-    labels are those of ``ImageFolder`` on the extracted archives. Validation labels come from the
-    development kit, an archive or an unpacked folder in ``root``. The members' offsets are listed
-    once and kept (``mprun.data.cache``). For the 1.3 million of ImageNet this takes half a minute
-    and as many random reads.
+    The archives' classes are the WordNet ids that name the members of the training archive, sorted.
+    So the labels are those of the extracted archives. Validation labels come from the development
+    kit, an archive or an unpacked folder in ``root``. The members' offsets are listed once and kept
+    (``mprun.data.cache``). For the 1.3 million of ImageNet this takes half a minute and as many
+    random reads.
 
     Raises:
-        DamagedData: An archive or member is missing or cannot be used; the message names it.
+        ValueError: ``layout`` is "flat".
+        DamagedData: A file or folder cannot be used; the message names it.
     """
+    if layout == "flat":
+        raise ValueError("layout='flat' is not allowed: ImageNet has classes")
+    root = os.path.abspath(root)
+    if split_folders(root):
+        found = find_images(root, layout=layout, eval_share=eval_share, on_corrupt=on_corrupt)
+        _check_classes(os.path.join(root, "train"), found.classes)
+        return found
     train_path, validation_path = (os.path.join(root, name) for name in (TRAIN, VALIDATION))
     if not (os.path.isfile(train_path) or os.path.isfile(validation_path)):
         raise DamagedData(f"{printable(root)}: no ImageNet here; {WHERE_FILES_GO}")
@@ -176,32 +186,29 @@ def find_archived_images(root: str) -> tuple[ImageSplit, ImageSplit]:
     }
     tables = load_arrays(key)
     if tables is None:
-        tables = [_list_train(train_path), _list_validation(validation_path)]
+        tables = [
+            _list_train(train_path),
+            image_table(
+                [_row(validation_path, image, 0) for image in list_members(validation_path)]
+            ),
+        ]
         store_arrays(key, tables)
-    train = ImageSplit(train_path, tables[0], (), archived=True)
-    firsts = np.unique(train.labels, return_index=True)[1].tolist()
-    classes = tuple(train.relative_name(i).partition(b".tar/")[0].decode() for i in firsts)
-    if len(classes) != CLASSES:
-        raise DamagedData(
-            f"{printable(train_path)}: {len(classes)} classes, ImageNet has {CLASSES}"
-        )
-    train.classes = classes
+    _, firsts = np.unique(tables[0]["label"], return_index=True)
+    names = tables[0]["name"][firsts].tolist()
+    classes = tuple(name.partition(b".tar/")[0].decode() for name in names)
+    _check_classes(train_path, classes)
+    train = ImageSplit(train_path, tables[0], classes, archived=True)
     held_out = ImageSplit(validation_path, tables[1], classes, archived=True)
-    wnids = _validation_wnids(root)
-    if len(wnids) != len(held_out):
-        raise DamagedData(
-            f"{printable(validation_path)}: {len(held_out)} images, but "
-            f"{DEVKIT_FOLDER}/{GROUND_TRUTH} has {len(wnids)} lines"
-        )
-    label_of = {wnid: label for label, wnid in enumerate(classes)}
-    unknown = sorted(set(wnids) ^ set(classes))
-    if unknown:
-        raise DamagedData(
-            f"{printable(validation_path)}: class {unknown[0]} has images in one of training and "
-            "validation only"
-        )
-    held_out.labels[:] = [label_of[wnid] for wnid in wnids]
-    return train, held_out.taken(np.argsort(held_out.labels, kind="stable"))
+    held_out.labels[:] = _validation_labels(root, validation_path, len(held_out), classes)
+    held_out = held_out.taken(np.argsort(held_out.labels, kind="stable"))
+    content = hashed({"train": train, "val": held_out}, on_corrupt == "skip")
+    rule = "the training and the validation archive"
+    return Images(train, held_out, classes, *content, rule, 0)
+
+
+def _check_classes(path: str, classes: tuple[str, ...]) -> None:
+    if len(classes) != CLASSES:
+        raise DamagedData(f"{printable(path)}: {len(classes)} classes, ImageNet has {CLASSES}")
 
 
 def _fingerprint(path: str) -> str:
@@ -223,32 +230,28 @@ def _list_train(path: str) -> np.ndarray:
     rows = []
     for label, archive in enumerate(list_members(path)):
         if not _CLASS_TAR.fullmatch(archive.name):
-            raise DamagedData(f"{member_name(path, archive)}: not the archive of a class")
+            raise DamagedData(f"{_member_name(path, archive)}: not the archive of a class")
         members = list_members(path, archive)
         if not members:
-            raise DamagedData(f"{member_name(path, archive)}: an empty class (no images in it)")
+            raise DamagedData(f"{_member_name(path, archive)}: an empty class (no images in it)")
         for member in members:
             inside = member._replace(name=f"{archive.name}/{member.name}")
             rows.append(_row(path, inside, label))
     return image_table(rows)
 
 
-def _list_validation(path: str) -> np.ndarray:
-    return image_table([_row(path, image, 0) for image in list_members(path)])
-
-
-def _row(path: str, image: Member, label: int) -> tuple[bytes, int, int, int]:
+def _row(path: str, image: Member, label: int) -> Row:
     """Make a row of a table; raise DamagedData for a member that can be no image."""
     if os.path.splitext(image.name)[1].lower() not in IMAGE_EXTENSIONS:
-        raise DamagedData(f"{member_name(path, image)}: not an image by its name")
+        raise DamagedData(f"{_member_name(path, image)}: not an image by its name")
     if image.size > MAX_FILE_BYTES:
-        raise DamagedData(too_large(member_name(path, image)))
+        raise DamagedData(too_large(_member_name(path, image)))
     if image.size == 0:
-        raise DamagedData(f"{member_name(path, image)}: an empty file (0 bytes)")
+        raise DamagedData(f"{_member_name(path, image)}: an empty file (0 bytes)")
     return os.fsencode(image.name), image.size, label, image.start
 
 
-def _validation_wnids(root: str) -> list[str]:
+def _validation_labels(root: str, archive: str, images: int, classes: tuple[str, ...]) -> list[int]:
     """Return the class of each validation image in the order of file names."""
     # Imported here because only archives need it.
     from scipy.io import loadmat
@@ -258,51 +261,52 @@ def _validation_wnids(root: str) -> list[str]:
     try:
         synsets = loadmat(io.BytesIO(meta), squeeze_me=True)["synsets"]
         # ILSVRC2012_ID, WNID, words, gloss, num_children: the classes are the leaves.
-        wnids = {int(row[0]): str(row[1]) for row in synsets if int(row[4]) == 0}
+        wnid_of = {int(row[0]): str(row[1]) for row in synsets if int(row[4]) == 0}
     except Exception as error:
         # scipy reports a damaged file by a dozen kinds of exceptions.
         raise DamagedData(f"{where}/{META}: cannot be read as the table of classes") from error
     try:
-        return [wnids[int(line)] for line in ground_truth.split()]
+        wnids = [wnid_of[int(line)] for line in ground_truth.split()]
     except (ValueError, KeyError) as error:
         raise DamagedData(f"{where}/{GROUND_TRUTH}: {error} is not the number of a class") from None
+    if len(wnids) != images:
+        raise DamagedData(
+            f"{printable(archive)}: {images} images, but {DEVKIT_FOLDER}/{GROUND_TRUTH} has "
+            f"{len(wnids)} lines"
+        )
+    unknown = sorted(set(wnids) ^ set(classes))
+    if unknown:
+        raise DamagedData(
+            f"{printable(archive)}: class {unknown[0]} has images in one of training and "
+            "validation only"
+        )
+    label_of = {wnid: label for label, wnid in enumerate(classes)}
+    return [label_of[wnid] for wnid in wnids]
 
 
 def _read_devkit(root: str) -> list[bytes]:
     wanted = (GROUND_TRUTH, META)
     folder, archive = os.path.join(root, DEVKIT_FOLDER), os.path.join(root, DEVKIT)
     if os.path.isdir(folder):
-        return [_read_small(os.path.join(folder, name)) for name in wanted]
+        return [read_file(os.path.join(folder, name), MAX_DEVKIT_BYTES) for name in wanted]
+    shown = printable(archive)
     if not os.path.isfile(archive):
-        raise DamagedData(f"{printable(archive)}: no such file; {WHERE_FILES_GO}")
+        raise DamagedData(f"{shown}: no such file; {WHERE_FILES_GO}")
     found = {}
     try:
         with gzip.open(archive) as file:
             tar = file.read(MAX_UNPACKED_BYTES + 1)
         if len(tar) > MAX_UNPACKED_BYTES:
-            raise DamagedData(
-                f"{printable(archive)}: unpacks to more than {MAX_UNPACKED_BYTES // 2**20} MiB"
-            )
+            raise DamagedData(f"{shown}: unpacks to more than {MAX_UNPACKED_BYTES // 2**20} MiB")
         for member in entries(io.BytesIO(tar), 0, len(tar)):
             name = member.name.removeprefix("./").removeprefix(f"{DEVKIT_FOLDER}/")
             if name in wanted:
                 if member.size > MAX_DEVKIT_BYTES or _fault(member, name, len(tar)):
-                    raise DamagedData(f"{printable(archive)}:{name}: no regular file of its size")
+                    raise DamagedData(f"{shown}:{name}: no regular file of its size")
                 found[name] = tar[member.offset_data :][: member.size]
     except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
-        raise DamagedData(f"{printable(archive)}: cannot be read: {error}") from error
+        raise DamagedData(f"{shown}: cannot be read: {error}") from error
     for name in wanted:
         if name not in found:
-            raise DamagedData(f"{printable(archive)}:{DEVKIT_FOLDER}/{name}: missing")
+            raise DamagedData(f"{shown}:{DEVKIT_FOLDER}/{name}: missing")
     return [found[name] for name in wanted]
-
-
-def _read_small(path: str) -> bytes:
-    try:
-        with open(path, "rb") as file:
-            content = file.read(MAX_DEVKIT_BYTES + 1)
-    except OSError as error:
-        raise DamagedData(f"{printable(path)}: cannot be read: {error.strerror}") from error
-    if len(content) > MAX_DEVKIT_BYTES:
-        raise DamagedData(f"{printable(path)}: larger than {MAX_DEVKIT_BYTES // 2**20} MiB")
-    return content

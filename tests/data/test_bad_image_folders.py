@@ -9,16 +9,15 @@ from pathlib import Path
 import pytest
 
 from mprun.data.image_files import find_images
+from mprun.data.imagenet_archives import find_imagenet
 from mprun.data.source import DamagedData
 
 from ..helpers import raises_line
 from .made_images import class_folders, encoded, split_folders, write
 
 
-def find(root, layout="classes", eval_share=0.3, imagenet=False, **options):
-    return find_images(
-        str(root), layout=layout, eval_share=eval_share, imagenet=imagenet, **options
-    )
+def find(root, layout="classes", eval_share=0.3, make=find_images, **options):
+    return make(str(root), layout=layout, eval_share=eval_share, **options)
 
 
 def refused(message, root, **options):
@@ -165,9 +164,9 @@ def test_files_and_folders_that_vanish(tmp_path):
 
 def test_imagenet_needs_a_thousand_classes(tmp_path):
     with raises_line(ValueError, "layout='flat' is not allowed: ImageNet"):
-        find(tmp_path, layout="flat", imagenet=True)
+        find(tmp_path, layout="flat", make=find_imagenet)
     archives = (f"ILSVRC2012_{name}" for name in ("img_train.tar", "img_val.tar", "devkit_t12.tar"))
     with raises_line(DamagedData, f"{tmp_path}: no ImageNet here; needs train/", *archives):
-        find(tmp_path, imagenet=True)
+        find(tmp_path, make=find_imagenet)
     split_folders(tmp_path, {"n00000001": 1, "n00000002": 1})
-    refused(f"{tmp_path}/train: 2 classes, ImageNet has 1000", tmp_path, imagenet=True)
+    refused(f"{tmp_path}/train: 2 classes, ImageNet has 1000", tmp_path, make=find_imagenet)

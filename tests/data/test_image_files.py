@@ -11,16 +11,13 @@ import pytest
 from torchvision.datasets import ImageFolder
 from torchvision.datasets.folder import IMG_EXTENSIONS
 
-from mprun.data import image_listing
-from mprun.data.image_files import find_images
+from mprun.data.image_files import IMAGE_EXTENSIONS, find_images
 
 from .made_images import class_folders, encoded, split_folders, write
 
 
-def find(root, layout="classes", eval_share=0.3, imagenet=False, **options):
-    return find_images(
-        str(root), layout=layout, eval_share=eval_share, imagenet=imagenet, **options
-    )
+def find(root, layout="classes", eval_share=0.3, **options):
+    return find_images(str(root), layout=layout, eval_share=eval_share, **options)
 
 
 def names(split):
@@ -28,7 +25,7 @@ def names(split):
 
 
 def test_extensions_are_those_of_torchvision():
-    assert image_listing.IMAGE_EXTENSIONS == set(IMG_EXTENSIONS)
+    assert IMAGE_EXTENSIONS == set(IMG_EXTENSIONS)
 
 
 def test_order_and_labels_are_those_of_torchvision(tmp_path):

@@ -12,8 +12,7 @@ import pytest
 from scipy.io import savemat
 
 from mprun.data import imagenet_archives
-from mprun.data.image_files import find_images
-from mprun.data.imagenet_archives import Member, list_members
+from mprun.data.imagenet_archives import Member, find_imagenet, list_members
 from mprun.data.source import DamagedData
 
 from ..helpers import raises_line
@@ -83,7 +82,7 @@ def replace(path: Path, content: bytes) -> None:
 
 
 def find(root):
-    return find_images(str(root), layout="classes", eval_share=0.1, imagenet=True)
+    return find_imagenet(str(root), layout="classes", eval_share=0.1)
 
 
 def refused(root, message):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from mprun.data.augmentation import Augmentation
+from mprun.data.augmentation import Augmentation, draws
 from mprun.data.image_files import find_images
 from mprun.data.image_folder import ImageReader
 from mprun.data.loader import BatchLoader, Numbers, available_cores, default_workers
@@ -26,9 +26,7 @@ CPU = torch.device("cpu")
 
 def readers(root, *, on_corrupt="stop", seed=3, augmentation="resized_crop"):
     """Training and evaluation readers of the folder; 24 and 10 images unless made otherwise."""
-    found = find_images(
-        str(root), layout="classes", eval_share=0.1, imagenet=False, on_corrupt=on_corrupt
-    )
+    found = find_images(str(root), layout="classes", eval_share=0.1, on_corrupt=on_corrupt)
     geometry = Augmentation(augmentation, 16)
     return (
         ImageReader(found.train, geometry, BATCH, seed=seed, on_corrupt=on_corrupt),
@@ -177,7 +175,7 @@ def test_closing_ends_the_processes_and_a_closed_loader_can_be_asked_again(folde
 def test_a_damaged_file_arrives_as_one_line_with_its_own_batch(tmp_path, loaders, capfd):
     make_folder(tmp_path)
     train = readers(tmp_path)[0]
-    order = [name for n in range(4) for name in train._samples(n)[0]]
+    order = [place for n in range(4) for place in train.places(n)]
     path = train.split.name(order[2 * BATCH + 1])
     os.truncate(path, 300)
     for workers in (0, 2):
@@ -193,12 +191,12 @@ def test_skip_takes_the_next_usable_image_with_its_own_label_and_the_same_crop(t
     make_folder(tmp_path)
     reader = readers(tmp_path, on_corrupt="skip")[0]
     whole = [reader.read(number) for number in range(4)]
-    places = [reader._samples(number)[0] for number in range(4)]
+    places = [reader.places(number) for number in range(4)]
     # The last of the split and the one before: both give way to the first.
     gone = [len(reader.split) - 2, len(reader.split) - 1]
     for place in gone:
         Path(reader.split.name(place)).write_bytes(b"no image")
-    chances = [reader._samples(number)[1] for number in range(4)]
+    chances = [draws(3, 0, number * BATCH, BATCH) for number in range(4)]
     first = Image.open(reader.split.name(0)).convert("RGB")
     for workers in (0, 2):
         loader = loaders(readers(tmp_path, on_corrupt="skip")[0], workers)
@@ -261,7 +259,7 @@ def test_a_killed_process_is_a_lost_resource(folder, loaders):
 def test_a_read_that_never_ends_is_a_lost_resource(tmp_path, loaders):
     make_folder(tmp_path)
     reader = readers(tmp_path)[0]
-    path = reader.split.name(reader._samples(1)[0][0])
+    path = reader.split.name(reader.places(1)[0])
     os.unlink(path)
     os.mkfifo(path)  # opening it waits for a writer that never comes
     before = pids()

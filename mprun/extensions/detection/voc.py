@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 
 from mprun.data.augmentation import CAFFE_MEAN, imagenet_constants, normalise
+from mprun.data.image_files import MAX_FILE_BYTES, ImageSplit, image_table, printable, too_large
 from mprun.data.image_folder import decode_rgb
-from mprun.data.image_listing import MAX_FILE_BYTES, ImageSplit, image_table, printable, too_large
 from mprun.data.loader import LoadedSource, default_workers
 from mprun.data.source import (
     DamagedData,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mprun.data.image_listing import printable
+from mprun.data.image_files import printable
 from mprun.data.loader import LoadedSource, default_workers
 from mprun.data.source import DamagedData, DataError, ReadBatch, Reader
 from mprun.errors import BadInput

@@ -84,7 +84,7 @@ def test_held_out_images_and_boxes(root):
 
 def test_difficult_objects_are_left_out_of_training_or_learned_from(root):
     def objects(difficult):
-        split = voc(root, difficult=difficult)._train.reader.split
+        split = voc(root, difficult=difficult)._train.loader.reader.split
         return (split.targets[:, :, 4] >= 0).sum(1).tolist(), split.targets[:, :, 5].max()
 
     assert objects(False) == ([2, 1, 2, 1, 1, 0], 0)
