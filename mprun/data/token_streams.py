@@ -17,15 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mprun.data.source import (
-    Batch,
-    DamagedData,
-    DataError,
-    Source,
-    checked_index,
-    permutation,
-    rotation,
-)
+from mprun.data.source import Batch, DamagedData, DataError, Source, permutation, rotation
 
 # Fixed, so that the metric does not depend on the training batch size; a multiple of 8 for Tensor
 # Cores.
@@ -143,7 +135,9 @@ class TokenStreams(Source):
 
     def train_batch(self, index: int) -> Batch:
         """Return batch ``index`` of the run; raise ``ValueError`` if it is negative."""
-        epoch, batch = divmod(checked_index(index), self.batches_per_epoch)
+        if index < 0:
+            raise ValueError(f"index={index} is not allowed: 0 or more")
+        epoch, batch = divmod(index, self.batches_per_epoch)
         block, batch = divmod(batch, self._block)
         if (epoch, block) != self._loaded:
             self._columns = self._training_columns(epoch, block * self._block)

@@ -1,6 +1,6 @@
 """DCGAN: a discriminator step on real and generated images, then a generator step."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -24,13 +24,12 @@ class GAN(Task):
     graphs of all. The loss works on logits in every mode, because the gradient of a sigmoid
     followed by BCE does not fit FP16.
 
-    Each optimizer has a separate flag to skip its update. `found_inf` says that at least one
-    skipped. The schedule of both then stands still, so that they keep the same learning rate.
+    Each optimizer skips its update by itself. `found_inf` says that at least one did; the schedule
+    of both then stands still, so that they keep the same learning rate.
 
     Args:
-        loss_scales: for real, fake and generator loss, in this order. The same object may be used
-            several times (one shared scale, one per optimizer, or one per loss). Each is updated
-            once per step.
+        loss_scales: for real, fake and generator loss. The same object may stand several times
+            (one shared scale, one per optimizer, or one per loss); each is updated once per step.
         sample_distance: adds the metric sliced_wasserstein to an evaluation; None saves its time.
     """
 
@@ -49,25 +48,18 @@ class GAN(Task):
         eval_in_mode: bool = False,
         sample_distance: SampleDistance | None = None,
     ):
-        self.g, self.d, self.data = generator, discriminator, data
-        self.policy, self.forward_context = policy, forward_context
-        self.guards, self.accumulate = guards, accumulate
-        self.latent_size, self.eval_in_mode = latent_size, eval_in_mode
-        self.sample_distance = sample_distance
+        super().__init__(data, policy, forward_context, accumulate, eval_in_mode)
+        self.g, self.d, self.guards = generator, discriminator, guards
+        self.latent_size, self.sample_distance = latent_size, sample_distance
         self.learners = {"generator": generator, "discriminator": discriminator}
         names = ("loss_scale", "loss_scale_fake", "loss_scale_generator")
         self.loss_scales = {}
         for name, scale in zip(names, loss_scales, strict=True):
             if all(scale is not other for other in self.loss_scales.values()):
                 self.loss_scales[name] = scale
-        self.samples_per_step = data.samples_per_batch * accumulate
-        self.steps_per_epoch = data.batches_per_epoch // accumulate
         self.device = forward_context.device
         codes = torch.randn(64, latent_size, generator=torch.Generator().manual_seed(GRID_SEED))
         self.fixed_codes = codes.to(self.device)
-
-    def load(self, step: int) -> Iterator[Batch]:
-        return self.image_batches(step, self.policy.param_dtype)
 
     def compute(self, batches: Iterable[Batch], measure: bool = False) -> dict[str, Tensor]:
         """Update D, then G."""
@@ -135,8 +127,7 @@ class GAN(Task):
     def evaluate(self) -> dict[str, float]:
         """Return losses on the held-out images and as many generated ones (64 codes, repeated).
 
-        With `sample_distance` it adds sliced_wasserstein between the held-out images and as many
-        generated ones from fixed, distinct codes.
+        sliced_wasserstein is between the held-out images and as many of fixed, distinct codes.
         """
         rows, count = [], 0
         with (
@@ -157,10 +148,7 @@ class GAN(Task):
         return values
 
     def samples(self) -> Tensor:
-        """Return 64 images from fixed codes, float32 [64, channels, size, size] in [0, 1].
-
-        Non-finite values are black.
-        """
+        """Return 64 images from fixed codes, float32 in [0, 1]; non-finite values are black."""
         with self.g.evaluating(self.forward_context, self.eval_in_mode) as generator:
             images = generator(self._eval_inputs(self.fixed_codes)).float()
         return images.add(1).div(2).nan_to_num(0).clamp(0, 1)

@@ -6,8 +6,8 @@ are projected onto random directions. On each the distance of two equally large 
 difference of their sorted values. The differences to that code are:
 
 - A separate generator draws positions of patches and directions once, for both sets, every image
-  and every run; the authors draw for every image. So equal sets are at distance 0, the order of the
-  images does not matter, and only the images distinguish runs.
+  and every run; the authors draw for every image. So equal sets are at distance 0, and the order of
+  the images does not matter. The global random state is neither read nor changed.
 - Both sets are centred and scaled with mean and standard deviation (per channel and level) of the
   real set. The authors scale each set by itself, which hides a wrong brightness or contrast and
   divides by zero if all generated patches are equal.
@@ -39,12 +39,7 @@ _CHUNK = 32
 class SampleDistance:
     """Sliced Wasserstein distance of images [n, channels, size, size] to real ones.
 
-    A separate generator draws positions and directions: the global random state is neither read nor
-    changed.
-
-    Args:
-        image_size: pixels, at least 16 (ValueError otherwise); the pyramid halves it while it is
-            even.
+    The pyramid halves the size while it is even; below 16 pixels it raises ValueError.
     """
 
     def __init__(
@@ -70,9 +65,8 @@ class SampleDistance:
             inside = torch.arange(PATCH)
             inside = (inside[:, None] * size + inside).flatten()
             self.pixels.append((corners[:, None] + inside).to(device))
-        drawn = torch.randn(
-            directions, channels * PATCH**2, generator=generator, dtype=torch.float64
-        )
+        shape = directions, channels * PATCH**2
+        drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
         drawn /= drawn.norm(dim=1, keepdim=True)
         self.directions = drawn.float().to(device)
 
@@ -84,13 +78,10 @@ class SampleDistance:
 
     @torch.no_grad()
     def by_level(self, real: Iterable[Tensor], generated: Iterable[Tensor]) -> list[float]:
-        """Return the distances of the levels, finest first, in standard deviations.
+        """Return the distances of the levels, finest first, in standard deviations of real patches.
 
-        These are standard deviations of the real patches. Products are in FP32, means in float64.
-        It waits for the device once.
-
-        Args:
-            real, generated: batches of float images, as many in both; ValueError otherwise.
+        Both take batches of float images, equally many (ValueError otherwise). Products are in
+        FP32, means in float64. It waits for the device once.
         """
         with ieee_fp32():
             distances: list[Tensor] = []
@@ -135,16 +126,12 @@ def pyramid_levels(image_size: int) -> int:
 def laplacian_pyramid(images: Tensor, levels: int) -> list[Tensor]:
     """Build Burt and Adelson's pyramid: differences of neighbouring sizes, and the smallest image.
 
-    Args:
-        images: [n, channels, h, w], h and w divisible by 2^(levels - 1).
-
-    Returns:
-        Level k is [n, channels, h / 2^k, w / 2^k]; `levels[k] + up(levels[k + 1])`, from the last
-        one up, restores the images.
+    For images [n, channels, h, w] level k is [n, channels, h / 2^k, w / 2^k], which must be whole;
+    `levels[k] + up(levels[k + 1])`, from the last one up, restores the images.
     """
     bands = []
     for _ in range(levels - 1):
-        smaller = _down(images)
+        smaller = _blur(images)[:, :, ::2, ::2]
         bands.append(images - _up(smaller))
         images = smaller
     return [*bands, images]
@@ -153,12 +140,8 @@ def laplacian_pyramid(images: Tensor, levels: int) -> list[Tensor]:
 def sliced_wasserstein(a: Tensor, b: Tensor, directions: Tensor) -> Tensor:
     """Return the mean over directions of the projections' 1-D Wasserstein distance (order 1).
 
-    Args:
-        a, b: [points, dimension], equally many points of equal weight.
-        directions: [count, dimension] of length 1.
-
-    Returns:
-        A 0-dim float64 tensor; NaN if a value is NaN.
+    `a` and `b` are [points, dimension], equally many points of equal weight, `directions` [count,
+    dimension] of length 1. The result is 0-dim float64, NaN if a value is NaN.
     """
     total = torch.zeros((), dtype=torch.float64, device=a.device)
     for chunk in directions.split(_CHUNK):
@@ -172,16 +155,8 @@ def _standardised(real: Tensor, generated: Tensor) -> tuple[Tensor, Tensor]:
     """Scale [n, channels, 49] to [n, channels * 49], both by the real set's mean and deviation."""
     std, mean = torch.std_mean(real.double(), dim=(0, 2), keepdim=True, correction=0)
     std = torch.where(std > 0, std, 1.0)  # a constant channel is not scaled
-
-    def scaled(patches: Tensor) -> Tensor:
-        return ((patches - mean) / std).float().flatten(1)
-
-    return scaled(real), scaled(generated)
-
-
-def _down(images: Tensor) -> Tensor:
-    """Blur, then take every second pixel."""
-    return _blur(images)[:, :, ::2, ::2]
+    ours, theirs = (((patches - mean) / std).float().flatten(1) for patches in (real, generated))
+    return ours, theirs
 
 
 def _up(images: Tensor) -> Tensor:

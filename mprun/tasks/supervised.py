@@ -1,7 +1,6 @@
 """The supervised step, and its three tasks: classification, reconstruction, language modelling.
 
-`Supervised.compute` is the paper's training step from top to bottom. The tasks prepare batches
-differently, and add a loss and an evaluation.
+`Supervised.compute` is the paper's training step from top to bottom.
 """
 
 import math
@@ -14,20 +13,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mprun.data.source import Batch, Source
-from mprun.distributed.ranks import seed_micro_batch
 from mprun.precision import ForwardContext, LossScale, PrecisionPolicy
 from mprun.tasks.task import Task, TrainState, as_row, shared
 
 
 class Supervised(Task):
-    """A task with one model and one loss.
-
-    Args:
-        learner: the model with its optimizer, which has `parts` equal to `accumulate`.
-        data: source of the batches.
-        accumulate: micro-batches of an update, over all ranks.
-        eval_in_mode: evaluate in the mode's arithmetic instead of FP32.
-    """
+    """A task with one model and one loss; the optimizer has `parts` equal to `accumulate`."""
 
     def __init__(
         self,
@@ -40,16 +31,9 @@ class Supervised(Task):
         accumulate: int = 1,
         eval_in_mode: bool = False,
     ):
-        self.learner, self.data = learner, data
-        self.policy, self.forward_context, self.loss_scale = policy, forward_context, loss_scale
-        self.accumulate, self.eval_in_mode = accumulate, eval_in_mode
-        self.learners = {"model": learner}
-        self.loss_scales = {"loss_scale": loss_scale}
-        self.samples_per_step = data.samples_per_batch * accumulate
-        self.steps_per_epoch = data.batches_per_epoch // accumulate
-
-    def load(self, step: int) -> Iterator[Any]:
-        return self.image_batches(step, self.policy.param_dtype)
+        super().__init__(data, policy, forward_context, accumulate, eval_in_mode)
+        self.learner, self.loss_scale = learner, loss_scale
+        self.learners, self.loss_scales = {"model": learner}, {"loss_scale": loss_scale}
 
     def compute(self, batches: Iterable[Any], measure: bool = False) -> dict[str, Tensor]:
         """Update once from the micro-batches."""
@@ -152,15 +136,11 @@ class Reconstruction(Supervised):
 
 
 class Tokens(NamedTuple):
-    """A micro-batch: int64 [time, batch] twice.
-
-    Attributes:
-        fresh: the state starts from zero before it.
-    """
+    """A micro-batch: int64 [time, batch] twice."""
 
     tokens: Tensor
     targets: Tensor
-    fresh: bool
+    fresh: bool  # the state starts from zero before it
 
 
 class LanguageModel(Supervised):
@@ -173,10 +153,9 @@ class LanguageModel(Supervised):
         sampled: the model returns the losses of the tokens itself, like `SampledLSTM`. In training
             they come from a sample of the words, so the training loss is lower than the full one.
             In evaluation they cover all words.
-        time_reduction: "mean": the gradient is that of the mean over all tokens. "sum": it is that
-            of the sum over time, averaged over the streams of a batch (sequence_length times as
-            large), as in the published recipes (Zaremba et al.; the code behind bigLSTM). The
-            reported loss is the mean in both cases.
+        time_reduction: the propagated loss is the "mean" over all tokens or, as in the published
+            recipes (Zaremba et al.; the code behind bigLSTM), the "sum" over time, averaged over
+            the streams of a batch. The reported loss is the mean in both cases.
     """
 
     sample = "token"
@@ -189,8 +168,6 @@ class LanguageModel(Supervised):
         **named: Any,
     ):
         super().__init__(*arguments, **named)
-        if time_reduction not in ("mean", "sum"):
-            raise ValueError(f"time_reduction={time_reduction!r}: must be 'mean' or 'sum'")
         self.sampled, self.time_reduction = sampled, time_reduction
         self.hidden: tuple[Tensor, ...] | None = None
         self._before: tuple[Tensor, ...] | None = None  # the step that is being taken
@@ -212,10 +189,9 @@ class LanguageModel(Supervised):
     def numbers(self) -> range:
         return range(self.accumulate)
 
-    def _seed_part(self, number: int) -> None:
+    def _seed_part(self, *number: int) -> None:
         # When ranks split the streams, each rank needs its own random numbers.
-        own = [self.ranks.rank] if self.ranks.world > 1 else []
-        seed_micro_batch(self.forward_context.device, self.seed, self.step, number, *own)
+        super()._seed_part(*number, *([self.ranks.rank] if self.ranks.world > 1 else []))
 
     def compute(self, batches: Iterable[Tokens], measure: bool = False) -> dict[str, Tensor]:
         self._before = self.hidden
@@ -266,10 +242,8 @@ class LanguageModel(Supervised):
     def state_dict(self) -> dict:
         hidden = self.hidden
         if hidden is not None and self.ranks.world > 1:  # [layers, streams, ...]
-            hidden = tuple(
-                self.ranks.gather(part.transpose(0, 1).contiguous()).transpose(0, 1).contiguous()
-                for part in hidden
-            )
+            turned = [self.ranks.gather(part.transpose(0, 1).contiguous()) for part in hidden]
+            hidden = tuple(part.transpose(0, 1).contiguous() for part in turned)
         return super().state_dict() | {"hidden": hidden}
 
     def load_state_dict(self, state: dict) -> None:
@@ -288,13 +262,11 @@ def cross_entropy(
     label_smoothing: float = 0.0,
     ignored: int = -100,
 ) -> Tensor:
-    """Return the mean over [n, classes] logits, computed in `dtype`.
+    """Return the mean over [n, classes] logits whose label is not `ignored`, computed in `dtype`.
 
-    The bits are those of casting the logits first. Rows whose label is `ignored` do not count.
-
-    CUDA's softmax reads FP16 and computes in FP32, and its backward writes FP16. So neither the
-    logits nor their gradient exist in FP32, which for a large vocabulary would be most of the
-    memory.
+    The bits are those of casting the logits first. CUDA's softmax reads FP16 and computes in FP32,
+    and its backward writes FP16. So neither the logits nor their gradient exist in FP32, which for
+    a large vocabulary would be most of the memory.
     """
     if label_smoothing:
         logits = logits.to(dtype)

@@ -29,54 +29,54 @@ T = TypeVar("T", bound=Callable[..., Any])
 class Task(ABC):
     """A learning task with model, optimizer, data and a readable training step.
 
-    Attributes:
-        sample: the unit of throughput, "image", "token", "utterance".
-        channels_last: images are in NHWC order; set by the code that builds the networks so.
-        learners: the trained models with their optimizers, by name.
-        loss_scales: by their names in the records.
-        guards: guarded BatchNorm statistics of the trained models.
+    Args:
         accumulate: micro-batches of an update, over all ranks.
-        ranks: the group of ranks, with this process.
-        seed: seed of the random numbers if an update has several micro-batches.
-        step: the current step, from 0; the caller of `compute` sets it.
-        on_evaluated: called with the number of held-out samples that an evaluation took so far.
+        eval_in_mode: evaluate in the mode's arithmetic instead of FP32.
     """
 
-    sample = "image"
-    channels_last = False
-    data: Source
-    policy: PrecisionPolicy
-    eval_in_mode: bool
-    learners: dict[str, "TrainState"]
-    loss_scales: dict[str, LossScale]
-    samples_per_step: int
-    steps_per_epoch: int
-    forward_context: ForwardContext
-    guards: "Sequence[BatchStatistics]" = ()
+    sample = "image"  # the unit of throughput, or "token", "utterance"
+    channels_last = False  # images are in NHWC order; set by the code that builds the networks so
+    learners: dict[str, "TrainState"]  # the trained models, by name
+    loss_scales: dict[str, LossScale]  # by their names in the records
+    guards: "Sequence[BatchStatistics]" = ()  # of the trained models
     accumulate = 1
     ranks: Ranks = ALONE
-    seed = 0
-    step = 0
+    seed = 0  # of the random numbers if an update has several micro-batches
+    step = 0  # the current one; the caller of `compute` sets it
+    # Called with the number of held-out samples that an evaluation took so far.
     on_evaluated: Callable[[int], None] | None = None
+
+    def __init__(
+        self,
+        data: Source,
+        policy: PrecisionPolicy,
+        forward_context: ForwardContext,
+        accumulate: int,
+        eval_in_mode: bool,
+    ):
+        self.data, self.policy, self.forward_context = data, policy, forward_context
+        self.accumulate, self.eval_in_mode = accumulate, eval_in_mode
+        self.samples_per_step = data.samples_per_batch * accumulate
+        self.steps_per_epoch = data.batches_per_epoch // accumulate
 
     def train_step(self, step: int, measure: bool = False) -> dict[str, Tensor]:
         """Update each learner once by `compute(load(step), measure)`, without synchronisation."""
         self.step = step
         return self.compute(self.load(step), measure)
 
-    @abstractmethod
     def load(self, step: int) -> Iterator[Any]:
-        """Load this rank's micro-batches of `step` (from 0) one by one; the host's part."""
+        """Load this rank's micro-batches of `step` (from 0); the host's part.
+
+        Each is read only after the use of the one before. By default they are images in the dtype
+        of the parameters, and in NHWC order in memory if `channels_last` is set.
+        """
+        return self.image_batches(step, self.policy.param_dtype)
 
     def image_batches(self, step: int, dtype: torch.dtype | None) -> Iterator[Batch]:
-        """Load images; each batch is read only after the use of the one before.
+        """Load images in `dtype`; None: as they are.
 
-        The images are in NHWC order in memory if `channels_last` is set.
-
-        Args:
-            dtype: the step's dtype of the images; None: as they are. A batch belongs only to the
-                caller, and the source's FP32 images are released after the cast. In a mode with
-                16-bit parameters they would take twice the memory that backward keeps of them.
+        A batch belongs only to the caller, and the source's FP32 images are released after the
+        cast: they would take twice the memory that backward keeps in a mode of 16-bit parameters.
         """
         for number in self.numbers:
             index = step * self.accumulate + number
@@ -97,8 +97,8 @@ class Task(ABC):
     ) -> Iterator[Any]:
         """Iterate over the micro-batches, each with a separate seed.
 
-        After each, its BatchNorm statistics are put aside (`mean_statistics`), and the next one
-        starts from those of the step. So the result does not depend on which rank takes it.
+        Each starts from the step's BatchNorm statistics, and its own are put aside
+        (`mean_statistics`). So the result does not depend on which rank takes it.
         """
         left = iter(batches)
         for number in self.numbers:
@@ -118,9 +118,9 @@ class Task(ABC):
                 guard.take_mean(self.ranks.gather)
 
     def draws_in_parts(self) -> bool:
-        """Return whether the last micro-batch drew on a GPU from a separate seed.
+        """Return, after a step, whether its last micro-batch drew on a GPU from a separate seed.
 
-        A captured step has only one seed. Call it after a step.
+        A captured step has only one seed.
         """
         device = self.forward_context.device
         if not self.in_parts or device.type != "cuda":
@@ -134,8 +134,8 @@ class Task(ABC):
             return values[0]
         return self.ranks.gather(torch.stack(values)).mean()
 
-    def _seed_part(self, number: int) -> None:
-        seed_micro_batch(self.forward_context.device, self.seed, self.step, number)
+    def _seed_part(self, *number: int) -> None:
+        seed_micro_batch(self.forward_context.device, self.seed, self.step, *number)
 
     @abstractmethod
     def compute(self, batches: Iterable[Any], measure: bool = False) -> dict[str, Tensor]:
@@ -151,14 +151,10 @@ class Task(ABC):
         """Return metrics of the whole held-out split; always `loss`."""
 
     def held_out(self) -> Iterator[Batch]:
-        """Iterate over the held-out batches in order, for `evaluate`.
-
-        If `evaluate` is `shared`, these are the batches of this rank, otherwise all.
-        """
+        """Iterate over the held-out batches: all, or this rank's if `evaluate` is `shared`."""
         shares = getattr(type(self).evaluate, "shares_held_out", False)
-        ranks, done = self.ranks if shares else ALONE, 0
+        ranks, done, data = self.ranks if shares else ALONE, 0, self.data
         whole = ranks.world == 1
-        data = self.data
         for batch in data.eval_batches() if whole else data.eval_share(ranks.rank, ranks.world):
             yield batch
             done += self.samples_of(batch) * ranks.world
@@ -214,11 +210,8 @@ class BatchStatistics(BatchNormGuard):
     def take_mean(self, gather: Callable[[Tensor], Tensor]) -> None:
         """Set the statistics to the mean of those that the micro-batches of all ranks left.
 
-        Each micro-batch updates them from their values at the start of the step, so the mean does
-        not depend on the number of ranks. Integers (counts of batches) are those of the first.
-
-        Args:
-            gather: `[parts, n]` of this rank -> `[parts, n]` of all, in the order of micro-batches.
+        Integers (counts of batches) are those of the first. `gather` makes `[parts, n]` of all
+        ranks, in the order of micro-batches, from those of this rank.
         """
         made, self.parts = self.parts, []
         for flat, *own in zip(self.flat, *made, strict=True):
@@ -232,15 +225,11 @@ class BatchStatistics(BatchNormGuard):
 
 @dataclass(slots=True)
 class TrainState:
-    """A model in its policy's dtypes, and the optimizer that updates it.
-
-    Attributes:
-        network: the callable of a training step: the model, or its form by torch.compile, which
-            shares the model's tensors.
-    """
+    """A model in its policy's dtypes, and the optimizer that updates it."""
 
     cast: CastModel
     optimizer: MixedPrecisionOptimizer
+    # What a step calls: the model, or its form by torch.compile, which shares the model's tensors.
     network: Callable[..., Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -260,11 +249,11 @@ class TrainState:
 
     @contextmanager
     def evaluating(self, forward_context: ForwardContext, in_mode: bool) -> Iterator[nn.Module]:
-        """Provide the model in eval mode without gradients.
+        """Provide the model in eval mode without gradients, with averaged weights if there are any.
 
-        By default it has the master weights in full FP32 arithmetic in any mode, so that the metric
-        measures what was learned; `in_mode` evaluates in the mode's arithmetic. Averaged weights
-        replace the weights. Model, flags and random state are restored afterwards.
+        By default it has the master weights in full FP32 arithmetic, so that the metric measures
+        what was learned; `in_mode` evaluates in the mode's arithmetic. Model, flags and random
+        state are restored afterwards.
         """
         self.model.eval()
         try:
