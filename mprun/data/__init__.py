@@ -1,19 +1,10 @@
 """Sources that yield batches, all of one shape: `mprun.data.source.Source` is their interface."""
 
-from mprun.data.dataset_source import DatasetSource
-from mprun.data.image_store import DigitsImages, SyntheticImages, load_digits
-from mprun.data.source import DataError, permutation
-from mprun.data.text import DocsText
-from mprun.data.token_streams import SyntheticTokens, TokenSource
-
-__all__ = [
-    "DataError",
-    "DatasetSource",
-    "DigitsImages",
-    "DocsText",
-    "SyntheticImages",
-    "SyntheticTokens",
-    "TokenSource",
-    "load_digits",
-    "permutation",
-]
+from mprun.data.dataset_source import DatasetSource as DatasetSource
+from mprun.data.image_store import DigitsImages as DigitsImages
+from mprun.data.image_store import SyntheticImages as SyntheticImages
+from mprun.data.image_store import load_digits as load_digits
+from mprun.data.source import DataError as DataError
+from mprun.data.source import permutation as permutation
+from mprun.data.token_streams import SyntheticTokens as SyntheticTokens
+from mprun.data.token_streams import TokenSource as TokenSource

@@ -1,8 +1,4 @@
-"""A cache on disk of slow products of data, found again by their inputs.
-
-It holds encoded text, which a source reads from there, and arrays (decoded pixels, places within
-archives), which only save time.
-"""
+"""A cache on disk: encoded text, which is read from there, and arrays, which only save time."""
 
 import errno
 import hashlib
@@ -40,9 +36,8 @@ class Cache:
 
     ``key`` names an entry's inputs (hashes of contents, options). The hash of the key is the file's
     name, ``key["kind"]`` its ending. The JSON header beside it holds the format version, the key,
-    the size and the SHA-256 of the entry. An entry is used if all of these agree. Entries of up to
-    ``REMEMBERED_ABOVE`` bytes are hashed each time. A larger one is hashed once, and again whenever
-    its size, modification time or change time differs; a bit that flips on the disk goes unnoticed.
+    the size and the SHA-256 of the entry, which is used if all of these agree. In entries of more
+    than ``REMEMBERED_ABOVE`` bytes a bit that flips on the disk goes unnoticed.
 
     Entries are written under a temporary name, synced and renamed, the header last. Processes that
     make the same entry at the same time replace each other's by equal ones.
@@ -81,16 +76,16 @@ class Cache:
     def store(self, key: Key, blocks: Blocks) -> Path:
         """Write the ``blocks`` one after the other as the entry of ``key``; return its path.
 
-        An error, of ``blocks`` too, leaves nothing behind.
-
-        Raises:
-            DataError: The folder cannot be written.
-            Resource: The disk is full.
+        An error, of ``blocks`` too, leaves nothing behind: ``DataError`` if the folder cannot be
+        written, ``Resource`` if the disk is full.
         """
         path = self._path(key)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._remove_abandoned(path)
+            for left in self.folder.glob(f".{path.stem}.*"):
+                with suppress(FileNotFoundError):  # another process was faster
+                    if time.time() - left.stat().st_mtime > _ABANDONED_S:
+                        left.unlink()
             size, sha256 = _write(path, blocks)
             header = {"format": FORMAT, "key": key, "bytes": size, "sha256": sha256}
             _write(path.with_suffix(".json"), [json.dumps(header, indent=1).encode()])
@@ -124,25 +119,15 @@ class Cache:
             raise DamagedData(f"{path}: {error.strerror}") from error
         newest = max(status.st_mtime_ns, status.st_ctime_ns)
         if abs(time.time_ns() - newest) > _SETTLED_NS:
-            try:
+            with suppress(OSError):  # the next start hashes again
                 memory.parent.mkdir(parents=True, exist_ok=True)
                 _write(memory, [json.dumps({**state, "sha256": sha256}, indent=1).encode()])
-            except OSError:
-                pass  # the next start hashes again
         return sha256
 
     def _path(self, key: Key) -> Path:
         canonical = json.dumps({"format": FORMAT, **key}, sort_keys=True)
         name = hashlib.sha256(canonical.encode()).hexdigest()[:32]
         return self.folder / f"{name}.{key['kind']}"
-
-    def _remove_abandoned(self, path: Path) -> None:
-        for left in self.folder.glob(f".{path.stem}.*"):
-            try:
-                if time.time() - left.stat().st_mtime > _ABANDONED_S:
-                    left.unlink()
-            except FileNotFoundError:
-                pass  # another process was faster
 
 
 def _json(path: Path) -> dict | None:
@@ -205,7 +190,6 @@ def store_arrays(key: Key, arrays: Iterable[np.ndarray]) -> None:
 
 
 def _npy(array: np.ndarray) -> bytes:
-    """Encode an array in NumPy's .npy format."""
     stream = io.BytesIO()
     np.lib.format.write_array(stream, array, allow_pickle=False)
     return stream.getvalue()

@@ -1,8 +1,4 @@
-"""CIFAR-10 below a folder, in any layout, decoded once and held on the device as bytes.
-
-The layouts are torchvision's pickles, which are read without running code in them, the binary
-files, or class folders.
-"""
+"""CIFAR-10 below a folder, in any layout, decoded once and held on the device as bytes."""
 
 import codecs
 import hashlib
@@ -58,10 +54,8 @@ def read_cifar10(root: str) -> Cifar10Files:
     """Read CIFAR-10 below ``root``, in the first layout found there.
 
     Layouts: cifar-10-batches-py/ or cifar-10-batches-bin/, in ``root`` or ``root`` itself, or class
-    folders of 32x32 images in train/ and test/ (val, valid, validation).
-
-    Raises:
-        DamagedData: The data cannot be used; the message names the file or folder.
+    folders of 32x32 images in train/ and test/ (val, valid, validation). ``DamagedData`` names a
+    file or folder that cannot be used.
     """
     for folder in (os.path.join(root, PYTHON_FOLDER), root):
         if os.path.isfile(os.path.join(folder, "data_batch_1")) or _is(folder, PYTHON_FOLDER):
@@ -194,16 +188,12 @@ def _is(folder: str, name: str) -> bool:
 
 
 def _nothing_found(root: str) -> str:
-    archives = [
-        name
-        for name in sorted(os.listdir(root))
-        if name.startswith("cifar") and name.endswith(_ARCHIVES)
-    ]
-    if archives:
-        return (
-            f"{printable(os.path.join(root, archives[0]))}: an archive, which mprun does not "
-            "unpack; unpack it and set data.root to the folder that comes of it"
-        )
+    for name in sorted(os.listdir(root)):
+        if name.startswith("cifar") and name.endswith(_ARCHIVES):
+            return (
+                f"{printable(os.path.join(root, name))}: an archive, which mprun does not unpack; "
+                "unpack it and set data.root to the folder that comes of it"
+            )
     return (
         f"{printable(root)}: no CIFAR-10 here; needs {PYTHON_FOLDER}/, {BINARY_FOLDER}/, or train/ "
         "and test/ with 10 class folders each"
@@ -220,22 +210,16 @@ SPLIT_SEED = 20171010
 class Cifar10(ImageStore):
     """50,000 training and 10,000 held-out RGB images of 32x32 px in 10 classes, below ``root``.
 
-    Krizhevsky (2009), in any of the layouts of ``mprun.data.cifar10``; class folders may
-    hold other numbers of images. A batch is ``(images float32 [batch, 3, image_size, image_size],
-    labels int64 [batch])``; the last evaluation batch may be smaller.
-
-    ``augmentation`` "padded_crop" (training only): 4 black pixels around the image, before
-    normalisation, then a random crop of 32x32, as torchvision's ``RandomCrop(32, padding=4)``;
-    or "none". ``flip`` mirrors half of the training images. Sizes other than 32 are resized
-    bilinearly on the device, after both.
-
-    ``value_range``: "standardised", (v / 255 - mean) / deviation per channel with the published
-    figures; "mean_subtracted", v - 255 * mean, v in 0 ... 255; "tanh", v mapped to [-1, 1].
+    Krizhevsky (2009), in any layout of ``read_cifar10``; class folders may hold other numbers of
+    images. An image takes 3,072 bytes on ``device``. ``augmentation`` "padded_crop" is `PaddedCrop`
+    by 4 pixels, or "none"; ``flip`` mirrors half of the training images. Sizes other than 32 are
+    resized bilinearly on the device, after both. ``value_range`` is that of `offset_and_divisor`
+    with the published figures.
 
     ``train_size`` and ``eval_size`` take the first images of a shuffle that is the same for all
     seeds; None takes all. Class folders have another order (by class and name), so they give other
-    images and another ``sha256`` than the original files. An image takes 3,072 bytes on ``device``.
-    ``sha256`` is over the pixels and labels that are used, in that order.
+    images and another ``sha256`` than the original files: it is over the pixels and labels that are
+    used, in that order.
 
     Raises:
         ValueError: More images are asked for than there are.
@@ -253,8 +237,8 @@ class Cifar10(ImageStore):
         eval_size: int | None,
         **serving: Unpack[Serving],
     ) -> None:
-        constants = (255 * torch.tensor(MEAN), 255 * torch.tensor(DEVIATION))
-        normalisation = offset_and_divisor(serving["value_range"], *constants)
+        figures = (255 * torch.tensor(MEAN), 255 * torch.tensor(DEVIATION))
+        normalisation = offset_and_divisor(serving["value_range"], *figures)
         files = read_cifar10(root)
         train = _first(files.train, train_size, "train_size", 0)
         held_out = _first(files.held_out, eval_size, "eval_size", 1)

@@ -1,8 +1,6 @@
 """Small images held as bytes on the device and turned into float batches there.
 
-`ImageStore` serves them. Two sources need no files: handwritten digits, which are real images
-without a download, and random images with nothing to learn. The content of the random ones depends
-neither on the run's seed nor on the device.
+Two sources need no files: handwritten digits, which are real images, and random ones.
 """
 
 import hashlib
@@ -39,11 +37,8 @@ class ImageStore(Source):
     for; the last evaluation batch may be smaller. ``sha256`` is over the stored images and labels.
 
     Args:
-        train: Images uint8 ``[n, channels or 1, h, w]`` and labels int64 ``[n]``.
-        held_out: The same for evaluation.
+        train, held_out: Images uint8 ``[n, channels or 1, h, w]`` and labels int64 ``[n]``.
         maximum: The largest value that an image may have.
-        image_size: Pixels of a side, 8 or more.
-        channels: A multiple of the stored ones.
         value_range: ``standardised`` (mean 0, standard deviation 1 over the stored training split),
             ``mean_subtracted`` (0 ... maximum mapped to 0 ... 255, minus the mean of that split) or
             ``tanh`` (0 ... maximum mapped to -1 ... 1).
@@ -73,7 +68,7 @@ class ImageStore(Source):
         augment: Augment | None = None,
     ) -> None:
         device = torch.device(device)
-        self._order = EpochOrder(seed, len(train[0]), batch_size, device)
+        order = self._order = EpochOrder(seed, len(train[0]), batch_size, device)
         self.description = {
             "name": name,
             "train_samples": len(train[0]),
@@ -83,17 +78,18 @@ class ImageStore(Source):
             "channels": channels,
             "value_range": value_range,
         }
-        self._offset: Tensor | float
-        self._divisor: Tensor | float
+        self._constants: tuple[Tensor | float, ...]
         if normalisation is not None:
-            self._offset, self._divisor = (part.to(device) for part in normalisation)
+            self._constants = tuple(part.to(device) for part in normalisation)
         else:
-            offset, divisor = _offset_and_divisor(value_range, train[0], maximum)
-            self._offset, self._divisor = offset, divisor
+            offset, divisor = self._constants = _constants(value_range, train[0], maximum)
             self.description |= {"offset": offset, "divisor": divisor}
         self.num_classes = num_classes
-        self.batches_per_epoch, self.samples_per_batch = self._order.batches_per_epoch, batch_size
-        self.sha256 = _sha256(*train, *held_out)
+        self.batches_per_epoch, self.samples_per_batch = order.batches_per_epoch, batch_size
+        digest = hashlib.sha256()
+        for tensor in (*train, *held_out):
+            digest.update(tensor.contiguous().numpy().data)
+        self.sha256 = digest.hexdigest()
         self._train = tuple(part.to(device) for part in train)
         self._held_out = tuple(part.to(device) for part in held_out)
         self._image_size, self._channels, self._augment = image_size, channels, augment
@@ -116,7 +112,8 @@ class ImageStore(Source):
             yield self._float(images[part]), labels[part]
 
     def _float(self, images: Tensor) -> Tensor:
-        values = images.float().sub_(self._offset).div_(self._divisor)
+        offset, divisor = self._constants
+        values = images.float().sub_(offset).div_(divisor)
         size = (self._image_size, self._image_size)
         if values.shape[-2:] != size:
             values = F.interpolate(values, size, mode="bilinear", align_corners=False)
@@ -125,18 +122,11 @@ class ImageStore(Source):
         return values
 
 
-def _offset_and_divisor(value_range: str, images: Tensor, maximum: int) -> tuple[float, float]:
+def _constants(value_range: str, images: Tensor, maximum: int) -> tuple[float, float]:
     if value_range == "tanh":
         return maximum / 2, maximum / 2
     std, mean = torch.std_mean(images.double(), correction=0)
     return float(mean), maximum / 255 if value_range == "mean_subtracted" else float(std)
-
-
-def _sha256(*tensors: Tensor) -> str:
-    digest = hashlib.sha256()
-    for tensor in tensors:
-        digest.update(tensor.contiguous().numpy().data)
-    return digest.hexdigest()
 
 
 EVAL_SAMPLES = 360
@@ -148,14 +138,8 @@ SPLIT_SEED = 20171010
 class DigitsImages(ImageStore):
     """1,797 digits of 8x8 px in 10 classes, split 1,437 for training and 360 held out.
 
-    They are enlarged bilinearly to ``image_size`` px, batch by batch on ``device``; the gray
-    channel is repeated if ``channels`` is more than 1. The images are those of
-    ``sklearn.datasets.load_digits`` (UCI optical recognition of handwritten digits, test part);
-    digits.LICENSE beside this file names their origin.
-
-    Raises:
-        ValueError: There are fewer training images than a batch takes.
-        DataError: The installed file of images is damaged.
+    The images are those of ``sklearn.datasets.load_digits`` (UCI optical recognition of handwritten
+    digits, test part); digits.LICENSE beside this file names their origin.
     """
 
     def __init__(self, image_size: int, **serving: Unpack[Serving]) -> None:
@@ -178,7 +162,10 @@ _DIGITS = Path(__file__).with_name("digits.npz")
 
 
 def load_digits() -> Batch:
-    """Read all digits: uint8 ``[1797, 1, 8, 8]``, values 0 ... 16, labels int64 ``[1797]``."""
+    """Read all digits: uint8 ``[1797, 1, 8, 8]``, values 0 ... 16, labels int64 ``[1797]``.
+
+    It raises ``DataError`` if the installed file is damaged.
+    """
     try:
         with open(_DIGITS, "rb") as file, np.load(file, allow_pickle=False) as digits:
             images, labels = (torch.from_numpy(digits[name]) for name in ("images", "labels"))
@@ -193,11 +180,10 @@ CONTENT_SEED = 20171010
 
 
 class SyntheticImages(ImageStore):
-    """Uniform random bytes as images with uniform random labels.
+    """Uniform random bytes as images with uniform random labels, nothing to learn.
 
-    Values and batches are like those of ``DigitsImages``, but stored at full size: ``channels *
-    image_size**2`` bytes a sample on the device. The content comes from a fixed CPU generator; the
-    seed sets only the order.
+    They are stored at full size: ``channels * image_size**2`` bytes a sample on the device. The
+    content comes from a fixed CPU generator; the seed sets only the order.
     """
 
     def __init__(

@@ -1,7 +1,6 @@
 """The words of a text file: read block by block, counted into a vocabulary, turned into ids.
 
-Blocks keep memory independent of the file and of the length of its lines. A dictionary of the
-different words counts them and looks them up.
+Blocks keep memory independent of the file and of the length of its lines.
 """
 
 import gzip
@@ -14,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import numpy as np
 
@@ -34,8 +33,8 @@ def text_blocks(
     """Yield the UTF-8 text of ``path`` in pieces that end in a blank, the last in a line break.
 
     Lines end in LF or CRLF; a last line without an end gets one. A byte order mark is dropped.
-    ``lower`` lower-cases the text. ``block`` is in bytes, 3 or more. A file that ends in ``.gz`` is
-    read through gzip; positions in messages are then those in its text.
+    ``block`` is in bytes, 3 or more. A file that ends in ``.gz`` is read through gzip; positions in
+    messages are then those in its text.
 
     Raises:
         DamagedData: The file is gone or unreadable, is not UTF-8, has NUL bytes, a word of more
@@ -47,7 +46,9 @@ def text_blocks(
     rest, last, words = b"", b"\n", False
     try:
         with open(path, "rb", buffering=0) as raw:
-            file = _hashed(raw, digest, path.suffix == ".gz")
+            file: Any = io.BufferedReader(_Hashed(raw, digest), BLOCK)
+            if path.suffix == ".gz":
+                file = gzip.GzipFile(fileobj=file)
             while read := file.read(block):
                 last = read[-1:]
                 if position == 0 and not rest and read.startswith(_BYTE_ORDER_MARK):
@@ -74,9 +75,7 @@ def text_blocks(
         raise DamagedData(f"{path}: no words, " + ("empty lines only" if position else "0 bytes"))
 
 
-class _Hashed(io.RawIOBase):
-    """A file whose content also goes into a digest as it is read."""
-
+class _Hashed(io.RawIOBase):  # its content also goes into a digest as it is read
     def __init__(self, raw: io.RawIOBase, digest: Any) -> None:
         self._raw, self._digest = raw, digest
 
@@ -87,11 +86,6 @@ class _Hashed(io.RawIOBase):
         count = self._raw.readinto(buffer)
         self._digest.update(buffer[:count])
         return count
-
-
-def _hashed(raw: io.RawIOBase, digest: Any, compressed: bool) -> BinaryIO:
-    file = io.BufferedReader(_Hashed(raw, digest), BLOCK)
-    return cast(BinaryIO, gzip.GzipFile(fileobj=file) if compressed else file)
 
 
 def _cut(path: Path, data: bytes, position: int) -> int:
@@ -126,8 +120,7 @@ def _decoded(path: Path, data: bytes, position: int, lines: int, lower: bool) ->
 def text_lines(path: Path, texts: Iterable[str]) -> Iterator[list[str]]:
     """Yield the lines of ``texts`` (from ``text_blocks``), without their ends, in lists.
 
-    Raises:
-        DamagedData: A line has more than ``LONGEST_LINE`` characters; the message names ``path``.
+    ``DamagedData`` names ``path`` if a line has more than ``LONGEST_LINE`` characters.
     """
     rest, before = "", 0
     for text in texts:
@@ -139,13 +132,9 @@ def text_lines(path: Path, texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def word_blocks(texts: Iterable[str], marker: str) -> Iterator[list[str]]:
-    """Yield the words of ``texts`` (from ``text_blocks``) in lists, ``marker`` after every line.
-
-    ``str.split()`` decides on the words.
-    """
-    separator = f" {marker} "
+    """Yield the words of ``texts`` (from ``text_blocks``) in lists, ``marker`` after every line."""
     for text in texts:
-        yield text.replace("\n", separator).split()
+        yield text.replace("\n", f" {marker} ").split()
 
 
 class WordIds(dict[str, int]):
@@ -178,11 +167,9 @@ def build_vocabulary(
 ) -> tuple[str, ...]:
     """Return ``special``, then the words in ``blocks`` by falling count, ties by alphabet.
 
-    There are at most ``limit`` entries in all, None for no limit. Memory is bounded.
-
-    Raises:
-        DataError: There are more than ``MAX_ENTRIES`` without a limit, the entries take more than
-            ``MAX_ENTRY_BYTES``, or all different words more than ``MAX_COUNTED_BYTES``.
+    There are at most ``limit`` entries in all, None for no limit. Memory is bounded: ``DataError``
+    if there are more than ``MAX_ENTRIES``, if they take more than ``MAX_ENTRY_BYTES``, or if all
+    different words take more than ``MAX_COUNTED_BYTES``.
     """
     counts: Counter[str] = Counter()
     size = 0

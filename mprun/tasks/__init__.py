@@ -1,17 +1,10 @@
 """The learning tasks; `Task` is their interface."""
 
-from mprun.tasks.gan import GAN
-from mprun.tasks.sample_distance import SampleDistance
-from mprun.tasks.supervised import Classification, LanguageModel, Reconstruction
-from mprun.tasks.task import BatchStatistics, Task, TrainState
-
-__all__ = [
-    "GAN",
-    "BatchStatistics",
-    "Classification",
-    "LanguageModel",
-    "TrainState",
-    "Reconstruction",
-    "SampleDistance",
-    "Task",
-]
+from mprun.tasks.gan import GAN as GAN
+from mprun.tasks.sample_distance import SampleDistance as SampleDistance
+from mprun.tasks.supervised import Classification as Classification
+from mprun.tasks.supervised import LanguageModel as LanguageModel
+from mprun.tasks.supervised import Reconstruction as Reconstruction
+from mprun.tasks.task import BatchStatistics as BatchStatistics
+from mprun.tasks.task import Task as Task
+from mprun.tasks.task import TrainState as TrainState
