@@ -5,6 +5,7 @@ a `LoadedSource` has both for each split.
 """
 
 import atexit
+import math
 import multiprocessing.util  # noqa: F401 - must register its exit function before ours
 import os
 import signal
@@ -13,8 +14,8 @@ import time
 import warnings
 import weakref
 from abc import abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from multiprocessing import (
     active_children,
     forkserver,
@@ -62,28 +63,24 @@ def available_cores() -> int:
 
 
 class Numbers:
-    """Ascending batch numbers: of every ``parts`` those in ``own``, below ``last`` (None: no end).
+    """The batches that a rank takes: of every ``parts`` those in ``own``, below ``last``.
 
-    They are the share of a rank, by default all. Iteration begins at ``first``, one of them.
+    Iteration begins at ``first``, which is one of them.
     """
 
-    def __init__(self, own: range = range(1), parts: int = 1, last: int | None = None) -> None:
+    def __init__(self, own: range = range(1), parts: int = 1, last: float = math.inf) -> None:
         self.own, self.parts, self.last, self.first = own, parts, last, own.start
 
     def __iter__(self) -> Iterator[int]:
-        number = self._if_below(self.first)
-        while number is not None:
+        number = self.first
+        while number < self.last:
             yield number
             number = self.after(number)
 
-    def after(self, number: int) -> int | None:
-        """Return the number after ``number``; None at the end."""
+    def after(self, number: int) -> int:
+        """Return the number after ``number``, whether or not it is below ``last``."""
         step, place = divmod(number, self.parts)
-        within = place + 1 in self.own
-        return self._if_below(number + 1 if within else (step + 1) * self.parts + self.own.start)
-
-    def _if_below(self, number: int) -> int | None:
-        return number if self.last is None or number < self.last else None
+        return number + 1 if place + 1 in self.own else (step + 1) * self.parts + self.own.start
 
 
 class BatchLoader:
@@ -91,12 +88,9 @@ class BatchLoader:
 
     The processes stay until ``close()``; each has one torch thread and up to ``prefetch`` batches
     in flight. A request for the next of ``numbers`` takes the next batch. The last two are kept, so
-    that asking again is free. Any other number starts reading there. A number always gives the same
-    batch, whatever the workers and earlier requests. Batches may be handed out more than once: do
-    not write to them. ``pin_memory``: read into page-locked memory.
-
-    ``replaced``: files that ``on_corrupt="skip"`` replaced so far in the requested batches, number
-    in the split -> name.
+    that asking again is free. Any other number starts reading there. Batches may be handed out more
+    than once: do not write to them. ``pin_memory``: read into page-locked memory. ``replaced``:
+    that of all requested batches.
 
     The processes are started from a fork server, a fresh process. A fork of this process would copy
     CUDA's state and the locks of existing threads (TensorBoard's, OpenMP's). That can hang it, and
@@ -122,21 +116,19 @@ class BatchLoader:
         self.replaced: dict[int, str] = {}
         self._prefetch, self._pin_memory = prefetch, pin_memory
         self._stall_after = stall_after
-        self._recent: OrderedDict[int, ReadBatch] = OrderedDict()
+        self._recent: dict[int, ReadBatch] = {}
         self._keep = _KEPT
         self._loader: DataLoader | None = None
         self._iterator: Iterator[ReadBatch | Exception] = iter(())
         self._processes: list[BaseProcess] = []
-        self._next: int | None = -1  # None: at the end
+        self._next = -1
         if workers:
             _start_fork_server()  # imports torch while the caller builds the model
 
     def batch(self, number: int) -> ReadBatch:
-        """Return batch ``number``; waits until it is read.
+        """Wait for batch ``number`` and return it.
 
-        Raises:
-            DamagedData: A file cannot be used; the message names it.
-            Resource: A process is lost or stalled.
+        It raises the reader's errors, and ``Resource`` if a process is lost or stalled.
         """
         if number in self._recent:
             return self._recent[number]
@@ -145,9 +137,8 @@ class BatchLoader:
         else:
             batch = self.reader.read(number)
             if self._pin_memory:
-                batch = batch._replace(
-                    images=batch.images.pin_memory(), labels=batch.labels.pin_memory()
-                )
+                images, labels = batch.images.pin_memory(), batch.labels.pin_memory()
+                batch = ReadBatch(images, labels, batch.replaced)
         self.replaced |= batch.replaced
         most = self.reader.most_replaced
         if len(self.replaced) > most:
@@ -157,7 +148,7 @@ class BatchLoader:
             )
         self._recent[number] = batch
         while len(self._recent) > self._keep:
-            self._recent.popitem(last=False)
+            del self._recent[next(iter(self._recent))]
         return batch
 
     def close(self) -> None:
@@ -195,19 +186,17 @@ class BatchLoader:
         return ReadBatch(*batch)
 
     def _start(self, number: int) -> None:
-        numbers, following = self.numbers, self._next
-        if numbers.last is None and following is not None and following >= 0:
-            back = (following - number) * len(numbers.own) // numbers.parts
+        numbers = self.numbers
+        if numbers.last == math.inf and self._next >= 0:
+            back = (self._next - number) * len(numbers.own) // numbers.parts
             self._keep = min(max(self._keep, back), _KEPT_AT_MOST)
         # A hit between misses would leave the processes behind, which then restart once more.
         self._recent.clear()
         numbers.first = number
-        if self._loader is not None and following is None:
-            try:
+        if self._loader is not None and self._next >= numbers.last:
+            with suppress(RuntimeError):  # a process is lost; start new ones
                 self._iterator = iter(self._loader)  # the next evaluation: the same processes
                 return
-            except RuntimeError:
-                pass  # a process is lost; start new ones
         self._stop()
         before = set(active_children())
         with warnings.catch_warnings():
@@ -371,7 +360,7 @@ class DeviceFeed:
             raise here
         images, labels, copied = here or self._copy(number)
         following = self.loader.numbers.after(number)
-        if following is not None:
+        if following < self.loader.numbers.last:
             try:
                 self._ahead[following] = self._copy(following)
             except (MprunError, OSError) as error:

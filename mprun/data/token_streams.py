@@ -1,7 +1,7 @@
 """Token sequences served as parallel contiguous streams, for state carried across batches.
 
-`TokenStreams` reads them piece by piece, from files of any size or from memory. It is the base of
-the user's tokens, of random ones, and of the texts of `mprun.data.text` and `mprun.data.lm1b`.
+`TokenStreams` reads them piece by piece, from files of any size or from memory. Its sources here
+are the user's tokens, files of encoded tokens (nanoGPT's and llm.c's), and random tokens.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mprun.data.cache import Cache
 from mprun.data.source import Batch, DamagedData, DataError, Source, permutation, rotation
 
 # Fixed, so that the metric does not depend on the training batch size; a multiple of 8 for Tensor
@@ -49,21 +50,18 @@ class TokenStreams(Source):
 
     Batches are ``(tokens, targets)``, both int64 ``[time, batch]``, targets one token ahead.
     Column b of a batch continues column b of the batch before, so that an LSTM's state can be
-    carried from one batch to the next within an epoch. Reset it when
-    ``index % batches_per_epoch == 0``. Batches are views of about ``BLOCK_TOKENS`` tokens that one
-    read per stream fetched: do not write to them.
+    carried across batches; reset it when ``index % batches_per_epoch == 0``. Batches are views of
+    about ``BLOCK_TOKENS`` tokens that one read per stream fetched: do not write to them.
 
     Training: each epoch takes the sequence as a ring from another start and cuts it into
-    ``batch_size`` equal streams. The rest that fills no batch is dropped, a different piece in each
-    epoch. One stream passes from the end of the text to its beginning. Evaluation:
-    ``EVAL_STREAMS`` streams whatever the batch size, chunks of ``sequence_length``, the last one
-    shorter. The first tokens of the held-out sequence, fewer than ``EVAL_STREAMS``, are left out
-    so that the streams are equally long.
+    ``batch_size`` equal streams. The rest that fills no batch is dropped. One stream passes from
+    the end of the text to its beginning. Evaluation: ``EVAL_STREAMS`` streams whatever the batch
+    size, chunks of ``sequence_length``, the last one shorter. The first tokens, fewer than
+    ``EVAL_STREAMS``, are left out so that the streams are equally long.
 
-    A sequence is an integer tensor ``[tokens]``, held on the CPU as int64, or a file of
-    little-endian int32. Files are read with ``pread``: mapped pages would count as memory of the
-    process. They stay open, so that deleting or replacing a folder changes nothing. A `TokenFile`
-    is a file in another format.
+    A sequence is an integer tensor ``[tokens]`` or a file of little-endian int32; a `TokenFile` is
+    a file in another format. Files are read with ``pread``: mapped pages would count as memory of
+    the process. They stay open, so that deleting or replacing a folder changes nothing.
 
     Args:
         train: The parts of the training sequence, in order.
@@ -84,7 +82,7 @@ class TokenStreams(Source):
     def __init__(
         self,
         train: Sequence["Path | Tensor | TokenFile"],
-        held_out: "Path | Tensor | Sequence[TokenFile]",
+        held_out: "Path | Tensor | list[TokenFile]",
         batch_size: int,
         sequence_length: int,
         seed: int,
@@ -95,15 +93,13 @@ class TokenStreams(Source):
         overlap: int = 0,
         eval_tokens: int | None = None,
     ) -> None:
-        for name, value, least in (
-            ("batch_size", batch_size, 1),
-            ("sequence_length", sequence_length, 1),
-            ("seed", seed, 0),
-        ):
-            if value < least:
-                raise ValueError(f"{name}={value} is not allowed: {least} or more")
+        for name, value in {"batch_size": batch_size, "sequence_length": sequence_length}.items():
+            if value < 1:
+                raise ValueError(f"{name}={value} is not allowed: 1 or more")
+        if seed < 0:
+            raise ValueError(f"seed={seed} is not allowed: 0 or more")
         self._parts = [_opened(part, overlap) for part in train]
-        several = [held_out] if isinstance(held_out, Path | Tensor) else held_out
+        several = held_out if isinstance(held_out, list) else [held_out]
         self._eval_ring = _Ring([_opened(part) for part in several])
         self.train_tokens = sum(map(len, self._parts))
         self.eval_tokens = min(self._eval_ring.tokens, eval_tokens or self._eval_ring.tokens)
@@ -113,10 +109,8 @@ class TokenStreams(Source):
                 f"their product is at most {self.train_tokens}, the number of training tokens"
             )
         if self.eval_tokens <= EVAL_STREAMS:
-            raise DataError(
-                f"{self.eval_tokens} held-out tokens are too few: more than {EVAL_STREAMS} are "
-                "needed"
-            )
+            few = f"{self.eval_tokens} held-out tokens are too few"
+            raise DataError(f"{few}: more than {EVAL_STREAMS} are needed")
         self.samples_per_batch = batch_size * sequence_length
         self._batch_size, self._sequence_length, self._seed = batch_size, sequence_length, seed
         self._rotate, self._shuffle_files = rotate, shuffle_files
@@ -127,6 +121,7 @@ class TokenStreams(Source):
         self._loaded = (-1, -1)
         self._columns = torch.empty(0)
         self.description = {
+            "name": "",  # stands first
             "train_samples": self.train_tokens,
             "eval_samples": self.eval_tokens,
             "eval_streams": EVAL_STREAMS,
@@ -145,7 +140,7 @@ class TokenStreams(Source):
         return self._chunk(self._columns, batch * self._sequence_length)
 
     def eval_batches(self) -> Iterator[Batch]:
-        """Yield the held-out sequence from its beginning; the last batch may be shorter in time."""
+        """Yield the held-out sequence; the last batch may be shorter in time."""
         stride, left_out = divmod(self.eval_tokens - 1, EVAL_STREAMS)
         step = self._sequence_length
         block = max(1, BLOCK_TOKENS // (EVAL_STREAMS * step)) * step
@@ -286,7 +281,7 @@ class TokenSource(TokenStreams):
         for tokens in (train, held_out):
             digest.update(np.ascontiguousarray(tokens, "<i8").data)
         self.sha256 = digest.hexdigest()
-        self.description = {"name": "TokenSource", **self.description, "vocab_size": vocab_size}
+        self.description |= {"name": "TokenSource", "vocab_size": vocab_size}
 
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -307,22 +302,106 @@ def _checked(name: str, tokens: object, vocab_size: int) -> Tensor:
     return tokens
 
 
+_NAMES = {"train": ("train.bin", "*_train_*.bin"), "val": ("val.bin", "*_val_*.bin")}
+# karpathy/llm.c, dev/data/data_common.py: 256 int32; the first are magic, version and number of
+# tokens. Read as tokens, the magic number begins with 55,432, beyond GPT-2's vocabulary.
+_HEADER_BYTES, _MAGIC, _VERSION = 1024, 20240520, 1
+
+
+class TokenFiles(TokenStreams):
+    """The tokens of ``train.bin`` and ``val.bin`` below ``root``, as nanoGPT prepares them.
+
+    They hold little-endian uint16 and nothing else. llm.c's files work too: ``*_train_*.bin`` in
+    the order of their names and ``*_val_*.bin``, with a header each. They are read in place, piece
+    by piece. ``vocab_size`` is padded to ``vocab_multiple``; a token that is not below the unpadded
+    size ends the run when it is read. ``sha256`` covers every file, in order.
+
+    Raises:
+        ValueError: An argument is out of range.
+        DataError: There are too few tokens.
+        DamagedData: Files are missing, cut short or hold other tokens.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        vocab_size: int,
+        vocab_multiple: int,
+        cache: str | Path | None,
+        **options: Unpack[StreamOptions],
+    ) -> None:
+        train, held_out = (_found(Path(root), split) for split in _NAMES)
+        opened: list[TokenFile] = [Uint16File(path, vocab_size) for path in (*train, *held_out)]
+        super().__init__(opened[: len(train)], opened[len(train) :], **options)
+        hashes = "".join(map(Cache(cache).content_sha256, (*train, *held_out)))
+        self.sha256 = hashlib.sha256(f"{len(train)} {hashes}".encode()).hexdigest()
+        self.vocab_size = -(-vocab_size // vocab_multiple) * vocab_multiple
+        self.description |= {
+            "name": "token_files",
+            "files": f"{train[0].name}, {held_out[0].name}",
+            "vocab_entries": vocab_size,
+            "vocab_size": self.vocab_size,
+            "rotate": self._rotate,
+        }
+
+
+class Uint16File(TokenFile):
+    """An open file of uint16 tokens below ``vocab_size``, with llm.c's header or without."""
+
+    dtype = torch.uint16
+
+    def __init__(self, path: Path, vocab_size: int) -> None:
+        super().__init__(path)
+        self.vocab_size = vocab_size
+        header = np.zeros(3, "<i4")
+        if self.bytes >= _HEADER_BYTES:
+            self._read_bytes(header, 0)
+        if header[0] == _MAGIC:
+            self.start = _HEADER_BYTES
+        rest = self.bytes - self.start
+        if rest % 2:
+            raise DamagedData(f"{path}: an odd number of bytes ({self.bytes}), tokens have two")
+        self.tokens = rest // 2
+        if self.start and (header[1] != _VERSION or header[2] != self.tokens):
+            raise DamagedData(
+                f"{path}: {self.tokens} tokens, its header (version {header[1]}) says {header[2]}"
+            )
+        if not self.tokens:
+            raise DamagedData(f"{path}: no token")
+
+    def read_into(self, row: np.ndarray, position: int) -> None:
+        super().read_into(row, position)
+        if len(row) and (most := row.max()) >= self.vocab_size:
+            place = position + int(row.argmax())
+            raise DamagedData(
+                f"{self.path}: token {most} at place {place}, must be below "
+                f"data.vocab_size={self.vocab_size}"
+            )
+
+
+def _found(root: Path, split: str) -> list[Path]:
+    try:
+        found = [sorted(root.glob(pattern)) for pattern in _NAMES[split]]
+    except OSError as error:
+        raise DamagedData(f"{root}: {error.strerror}") from error
+    if len(kinds := [files for files in found if files]) == 1:
+        return kinds[0]
+    many = "both" if kinds else "neither"
+    raise DamagedData(f"{root}: has {many} of {' and '.join(_NAMES[split])}, must have one")
+
+
 CONTENT_SEED = 20171010
 
 
 class SyntheticTokens(TokenStreams):
     """Uniform random tokens: the best possible loss is ``log(vocab_size)``.
 
-    The content comes from a fixed CPU generator, whatever the run's seed and device; the seed sets
-    only the starts of the epochs.
+    The content comes from a fixed CPU generator; the seed sets only the starts of the epochs.
     """
 
     def __init__(
-        self,
-        vocab_size: int,
-        train_tokens: int,
-        eval_tokens: int,
-        **sizes: Unpack[Sizes],
+        self, vocab_size: int, train_tokens: int, eval_tokens: int, **sizes: Unpack[Sizes]
     ) -> None:
         generator = torch.Generator().manual_seed(CONTENT_SEED)
         tokens = torch.randint(vocab_size, (train_tokens + eval_tokens,), generator=generator)
@@ -330,5 +409,4 @@ class SyntheticTokens(TokenStreams):
         super().__init__([train], held_out, **sizes)
         self.vocab_size = vocab_size
         self.sha256 = hashlib.sha256(tokens.numpy().data).hexdigest()
-        about = {"name": "synthetic_tokens", **self.description, "vocab_size": vocab_size}
-        self.description = about
+        self.description |= {"name": "synthetic_tokens", "vocab_size": vocab_size}

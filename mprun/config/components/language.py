@@ -178,7 +178,7 @@ class TextConfig(DataConfig):
     cache: str | None = cache()
 
 
-@_text("lm1b", builder="mprun.data.lm1b:Lm1b", on_disk=True)
+@_text("lm1b", builder="mprun.data.text:Lm1b", on_disk=True)
 class Lm1bConfig(DataConfig):
     """One Billion Word: shards of shuffled sentences and the conventional vocabulary file."""
 
@@ -194,7 +194,7 @@ class Lm1bConfig(DataConfig):
     cache: str | None = cache()
 
 
-@_text("token_files", builder="mprun.data.token_files:TokenFiles", on_disk=True)
+@_text("token_files", builder="mprun.data.token_streams:TokenFiles", on_disk=True)
 class TokenFilesConfig(DataConfig):
     """Files of uint16 tokens below `root`, already encoded: nanoGPT's or llm.c's."""
 
