@@ -57,12 +57,14 @@ def read_cifar10(root: str) -> Cifar10Files:
     folders of 32x32 images in train/ and test/ (val, valid, validation). ``DamagedData`` names a
     file or folder that cannot be used.
     """
-    for folder in (os.path.join(root, PYTHON_FOLDER), root):
-        if os.path.isfile(os.path.join(folder, "data_batch_1")) or _is(folder, PYTHON_FOLDER):
-            return read_python_batches(folder)
-    for folder in (os.path.join(root, BINARY_FOLDER), root):
-        if os.path.isfile(os.path.join(folder, "data_batch_1.bin")) or _is(folder, BINARY_FOLDER):
-            return read_binary_batches(folder)
+    for name, first, read in (
+        (PYTHON_FOLDER, "data_batch_1", read_python_batches),
+        (BINARY_FOLDER, "data_batch_1.bin", read_binary_batches),
+    ):
+        for folder in (os.path.join(root, name), root):
+            named = os.path.basename(os.path.abspath(folder)) == name and os.path.isdir(folder)
+            if named or os.path.isfile(os.path.join(folder, first)):
+                return read(folder)
     if os.path.isdir(os.path.join(root, "train")):
         return read_class_folders(root)
     raise DamagedData(_nothing_found(root))
@@ -99,18 +101,12 @@ def read_class_folders(root: str) -> Cifar10Files:
     """Decode images in class folders, 6 to 10 s for 60,000 files, and keep them in the cache."""
     images = find_images(root, layout="classes", eval_share=0.1)
     if len(images.classes) != CLASSES:
-        raise DamagedData(
-            f"{printable(images.train.source)}: {len(images.classes)} classes, CIFAR-10 has "
-            f"{CLASSES}"
-        )
+        found = f"{printable(images.train.source)}: {len(images.classes)} classes"
+        raise DamagedData(f"{found}, CIFAR-10 has {CLASSES}")
     pixels = _cached_pixels(images)
     train, held_out = np.split(pixels, [len(images.train)])
-    return Cifar10Files(
-        Part(train, images.train.labels),
-        Part(held_out, images.held_out.labels),
-        "class folders",
-        images.ignored,
-    )
+    parts = Part(train, images.train.labels), Part(held_out, images.held_out.labels)
+    return Cifar10Files(*parts, "class folders", images.ignored)
 
 
 def _cached_pixels(images: Images) -> np.ndarray:
@@ -181,10 +177,6 @@ def _part(pixels: np.ndarray, labels: np.ndarray, shown: str) -> Part:
 def _joined(parts: list[Part], origin: str) -> Cifar10Files:
     train = Part(*(np.concatenate(column) for column in zip(*parts[:-1], strict=True)))
     return Cifar10Files(train, parts[-1], origin, 0)
-
-
-def _is(folder: str, name: str) -> bool:
-    return os.path.basename(os.path.abspath(folder)) == name and os.path.isdir(folder)
 
 
 def _nothing_found(root: str) -> str:

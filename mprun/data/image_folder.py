@@ -31,6 +31,7 @@ pixel.
 import io
 import itertools
 import logging
+import math
 import re
 import warnings
 from collections.abc import Iterable
@@ -71,12 +72,13 @@ def decode_rgb(content: bytes, name: str) -> Image.Image:
         )
     if not content:
         raise DamagedData(f"{name}: an empty file (0 bytes)")
-    _silence_pillow()
+    # Silent from now on in this process: `warnings.catch_warnings` would not be thread-safe.
+    if _SILENT not in warnings.filters:
+        warnings.filterwarnings("ignore", module=_SILENT[3].pattern)
     try:
         image = Image.open(io.BytesIO(content), formats=FORMATS)
-        width, height = image.size
-        if width * height > MAX_PIXELS:
-            raise DamagedData(f"{name}: {_TOO_MANY_PIXELS} ({width} x {height})")
+        if math.prod(image.size) > MAX_PIXELS:
+            raise DamagedData(f"{name}: {_TOO_MANY_PIXELS} ({image.width} x {image.height})")
         image.load()
         return _rgb(image, name)
     except Image.UnidentifiedImageError:
@@ -103,15 +105,6 @@ def _rgb(image: Image.Image, name: str) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-def _silence_pillow() -> None:
-    """Ignore warnings from Pillow's modules in this process, from now on.
-
-    ``warnings.catch_warnings`` would not be thread-safe.
-    """
-    if _SILENT not in warnings.filters:
-        warnings.filterwarnings("ignore", module=_SILENT[3].pattern)
-
-
 # At most a thousandth of a split may be replaced, or three files of a small one.
 _SHARE_REPLACED, _FEW_REPLACED = 1000, 3
 
@@ -119,16 +112,13 @@ _SHARE_REPLACED, _FEW_REPLACED = 1000, 3
 class ImageReader(Reader):
     """Batches of images, uint8 ``[batch, image_size, image_size, channels]``.
 
-    With a ``seed`` they get random augmentation. For the sample at place p of an epoch it depends
-    on (seed, epoch, p) alone.
+    With a ``seed`` they get random augmentation, which depends on (seed, epoch, place in the epoch)
+    alone. ``on_corrupt="skip"``: the next usable file of the split (after the last the first)
+    replaces an unusable one, with its own label and the replaced file's crop. At most
+    ``most_replaced`` different files may be replaced: a thousandth of the split, three in a small
+    one. With "stop" an unusable file raises ``DamagedData``.
 
-    ``on_corrupt="skip"``: the next usable file of the split (after the last the first) replaces an
-    unusable one, with its own label and the replaced file's crop. At most ``most_replaced``
-    different files may be replaced: a thousandth of the split, three in a small one. With "stop"
-    an unusable file raises ``DamagedData``.
-
-    An instance can be pickled and holds no open file. An image costs decoding, one crop, one resize
-    and one copy of the bytes; nothing is computed in floating point.
+    An instance can be pickled and holds no open file. Nothing is computed in floating point.
     """
 
     def __init__(
@@ -174,6 +164,8 @@ class ImageReader(Reader):
             name = self.split.name(place)
             try:
                 image = decode_rgb(self.split.read(place), name)
+                replaced |= tried
+                return place, image
             except DamagedData as error:
                 tried[place] = name
                 if not self.skips:
@@ -183,9 +175,6 @@ class ImageReader(Reader):
                         f"{error}; nor can {len(tried) - 1} before it be used; data.on_corrupt="
                         f"skip replaces no more than {self.most_replaced} files"
                     ) from None
-            else:
-                replaced |= tried
-                return place, image
         raise AssertionError("the last one that is tried ends the run")
 
 
@@ -194,18 +183,9 @@ class ImageFolder(LoadedSource):
 
     A batch is ``(images float32 [batch, channels, image_size, image_size], labels int64 [batch])``
     on ``device``; the last evaluation batch may be smaller. Images travel as bytes, channels last,
-    and are normalised on the device (``normalise``). ``mprun.data.augmentation`` documents
-    ``augmentation``, ``flip``, ``resize_to`` and ``centre_crop``. Order and augmentation depend on
-    (seed, epoch, place in the epoch) alone.
-
-    ``workers`` processes read ahead, ``prefetch`` batches each; 0: the calling thread reads on
-    request; None: ``default_workers``. Evaluation has as many separate ones. They start with the
-    first batch and end with ``close()``; neither their number nor ``prefetch`` changes a sample.
-
-    ``on_corrupt="skip"`` replaces an unusable file by the next usable image of the split
-    (``ImageReader``); ``replaced_files()`` lists them. With "stop" such a file raises
-    ``DamagedData``, as do more than a thousandth of a split (three files of a small one) with
-    "skip".
+    and are normalised on the device (``normalise``). ``Augmentation`` documents ``augmentation``,
+    ``flip``, ``resize_to`` and ``centre_crop``, ``ImageReader`` ``on_corrupt`` and
+    ``LoadedSource`` ``workers`` (None: ``default_workers``) and ``prefetch``.
 
     Raises:
         ValueError: There are fewer training images than a batch takes.
@@ -239,9 +219,9 @@ class ImageFolder(LoadedSource):
         self._offset, self._divisor = imagenet_constants(value_range, channels, device)
         find = find_imagenet if imagenet else find_images
         found = find(root, layout=layout, eval_share=eval_share, on_corrupt=on_corrupt)
-        train = ImageReader(found.train, geometry, batch_size, seed=seed, on_corrupt=on_corrupt)
-        held_out = ImageReader(
-            found.held_out, geometry, batch_size, seed=None, on_corrupt=on_corrupt
+        train, held_out = (
+            ImageReader(split, geometry, batch_size, seed=own, on_corrupt=on_corrupt)
+            for split, own in ((found.train, seed), (found.held_out, None))
         )
         workers = default_workers(device) if workers is None else workers
         super().__init__(train, held_out, workers, device, prefetch)
@@ -266,7 +246,6 @@ class ImageFolder(LoadedSource):
         """Return the files that ``on_corrupt="skip"`` replaced so far, each once: place -> name.
 
         A place ("train/17": split and number in it) is the same wherever the data lie.
-        ``ImageReader.most_replaced`` limits their number.
         """
         feeds = [("train", self._train)]
         feeds += [("held_out", feed) for feed in self._eval_feeds.values()]

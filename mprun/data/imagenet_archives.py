@@ -59,33 +59,37 @@ def list_members(path: str, inside: Member | None = None) -> list[Member]:
     or headers of more than a MiB.
     """
     shown = _member_name(path, inside) if inside else printable(path)
-    members: dict[str, Member] = {}
     try:
         with open(path, "rb", buffering=0) as file:
             start, size = inside[1:] if inside else (0, os.fstat(file.fileno()).st_size)
-            for entry in entries(file, start, size):
-                if entry.isdir():
-                    continue
-                name = entry.name.removeprefix("./")
-                fault = "a name that comes twice" if name in members else _fault(entry, name, size)
-                if fault:
-                    raise DamagedData(f"{shown}:{printable(name)}: {fault} in an archive")
-                members[name] = Member(name, start + entry.offset_data, entry.size)
-                if len(members) > MAX_MEMBERS:
-                    raise DamagedData(f"{shown}: more than {MAX_MEMBERS:,} members")
+            return _members(file, start, size, shown)
     except OSError as error:
         raise DamagedData(f"{shown}: cannot be read: {error.strerror}") from error
+
+
+def _members(file: BinaryIO, start: int, size: int, shown: str) -> list[Member]:
+    members: dict[str, Member] = {}
+    try:
+        for entry in _entries(file, start, size):
+            if entry.isdir():
+                continue
+            name = entry.name.removeprefix("./")
+            fault = "a name that comes twice" if name in members else _fault(entry, name, size)
+            if fault:
+                raise DamagedData(f"{shown}:{printable(name)}: {fault} in an archive")
+            members[name] = Member(name, start + entry.offset_data, entry.size)
+            if len(members) > MAX_MEMBERS:
+                raise DamagedData(f"{shown}: more than {MAX_MEMBERS:,} members")
     except tarfile.TarError as error:
         raise DamagedData(f"{shown}: a damaged tar archive: {error}") from error
     return sorted(members.values())
 
 
-def entries(file: BinaryIO, start: int, size: int) -> Iterator[tarfile.TarInfo]:
-    """Yield the members of an uncompressed tar in its order, in bounded memory.
+def _entries(file: BinaryIO, start: int, size: int) -> Iterator[tarfile.TarInfo]:
+    """Yield the members of a tar, bytes ``start : start + size`` of ``file``, in bounded memory.
 
-    The tar is bytes ``start : start + size`` of ``file``. tarfile takes a damaged header for the
-    end of the archive, so that members would be missing; here it raises ``tarfile.TarError``, as do
-    headers of more than ``MAX_HEADER_BYTES`` for a member.
+    tarfile takes a damaged header for the end of the archive, so that members would be missing;
+    here it raises ``tarfile.TarError``, as do headers of more than ``MAX_HEADER_BYTES``.
     """
     headers = _Headers(file, start, size)
     try:
@@ -292,21 +296,19 @@ def _read_devkit(root: str) -> list[bytes]:
     shown = printable(archive)
     if not os.path.isfile(archive):
         raise DamagedData(f"{shown}: no such file; {WHERE_FILES_GO}")
-    found = {}
     try:
         with gzip.open(archive) as file:
             tar = file.read(MAX_UNPACKED_BYTES + 1)
-        if len(tar) > MAX_UNPACKED_BYTES:
-            raise DamagedData(f"{shown}: unpacks to more than {MAX_UNPACKED_BYTES // 2**20} MiB")
-        for member in entries(io.BytesIO(tar), 0, len(tar)):
-            name = member.name.removeprefix("./").removeprefix(f"{DEVKIT_FOLDER}/")
-            if name in wanted:
-                if member.size > MAX_DEVKIT_BYTES or _fault(member, name, len(tar)):
-                    raise DamagedData(f"{shown}:{name}: no regular file of its size")
-                found[name] = tar[member.offset_data :][: member.size]
-    except (OSError, EOFError, zlib.error, tarfile.TarError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DamagedData(f"{shown}: cannot be read: {error}") from error
+    if len(tar) > MAX_UNPACKED_BYTES:
+        raise DamagedData(f"{shown}: unpacks to more than {MAX_UNPACKED_BYTES // 2**20} MiB")
+    members = _members(io.BytesIO(tar), 0, len(tar), shown)
+    places = {one.name.removeprefix(f"{DEVKIT_FOLDER}/"): one for one in members}
     for name in wanted:
-        if name not in found:
+        if name not in places:
             raise DamagedData(f"{shown}:{DEVKIT_FOLDER}/{name}: missing")
-    return [found[name] for name in wanted]
+        if places[name].size > MAX_DEVKIT_BYTES:
+            most = MAX_DEVKIT_BYTES // 2**20
+            raise DamagedData(f"{shown}:{DEVKIT_FOLDER}/{name}: larger than {most} MiB")
+    return [tar[places[name].start :][: places[name].size] for name in wanted]

@@ -19,8 +19,7 @@ from torch import Tensor
 from mprun.errors import Damaged
 
 Batch = tuple[Tensor, Tensor]
-# Text and numbers, as run.json records them.
-Description = dict[str, str | int | float]
+Description = dict[str, str | int | float]  # as run.json records it
 
 
 class Source(Protocol):
@@ -29,8 +28,7 @@ class Source(Protocol):
     ``train_batch(index)`` counts batches over the whole run, so that the epoch is
     ``index // batches_per_epoch``. Its result depends on the seed and the index alone, never on
     earlier calls, worker counts or global random state. Image sources also have ``num_classes``,
-    text sources ``vocab_size``. Members that matter only to sources that read ahead have defaults
-    here, for the others to inherit.
+    text sources ``vocab_size``. Members with defaults here matter to sources that read ahead.
 
     Attributes:
         description: For the record, with ``name``, ``train_samples`` and ``eval_samples``.
@@ -48,11 +46,9 @@ class Source(Protocol):
 
     def train_batch(self, index: int) -> Batch:
         """Return batch ``index`` of the run; raise ``ValueError`` if it is negative."""
-        ...
 
     def eval_batches(self) -> Iterator[Batch]:
         """Yield the held-out split in a fixed order; the last batch may be smaller."""
-        ...
 
     def share_out(self, own: range, parts: int, rank: int, world: int) -> None:
         """Restrict reading ahead to the batches of one rank.
