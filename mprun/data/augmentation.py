@@ -59,11 +59,10 @@ def imagenet_constants(
     A single channel gets their luma.
     """
     means = CAFFE_MEAN if value_range == "mean_subtracted" else IMAGENET_MEAN
-    constants = [
-        [sum(a * b for a, b in zip(LUMA, values, strict=True))] if channels == 1 else values
-        for values in (means, IMAGENET_STD)
-    ]
-    mean, std = torch.tensor(constants, dtype=torch.float32, device=device)
+    figures: list = [means, IMAGENET_STD]
+    if channels == 1:
+        figures = [[sum(a * b for a, b in zip(LUMA, one, strict=True))] for one in figures]
+    mean, std = torch.tensor(figures, dtype=torch.float32, device=device)
     return offset_and_divisor(value_range, mean, std)
 
 

@@ -248,7 +248,6 @@ class BatchLoader:
 
 
 def _start_fork_server() -> None:
-    """Start the process from which loader processes are forked, if it does not run yet."""
     resource_tracker.ensure_running()  # it would unblock the signals below
     # The started process inherits the blocked signals; those that arrive meanwhile come later.
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
@@ -327,20 +326,17 @@ class DeviceFeed:
         return read.images, read.labels
 
     def defer_wait(self) -> Callable[[], float]:
-        """Return a function for the seconds that the device waited for batches since the last call.
+        """Return `Source.defer_wait`'s function for the batches since the last call.
 
-        On a CPU that is the time that ``batch`` took. On CUDA it is, for each batch, the time that
-        the device was idle, but at most the host's wait for the loader. Call the function once the
-        device has finished the steps that use the batches.
+        On a CPU the wait is the time that ``batch`` took. On CUDA it is, for each batch, the time
+        that the device was idle, but at most the host's wait for the loader.
         """
         waited, self._waited = self._waited, 0.0
         gaps, self._gaps = self._gaps, []
 
         def seconds() -> float:
-            return waited + sum(
-                min(blocked, idle_from.elapsed_time(idle_to) / 1000)
-                for blocked, idle_from, idle_to in gaps
-            )
+            idle = [(blocked, start.elapsed_time(end) / 1000) for blocked, start, end in gaps]
+            return waited + sum(map(min, idle))
 
         return seconds
 
@@ -392,12 +388,7 @@ class LoadedSource(Source):
     """
 
     def __init__(
-        self,
-        train: Reader,
-        held_out: Reader,
-        workers: int,
-        device: torch.device,
-        prefetch: int = 2,
+        self, train: Reader, held_out: Reader, workers: int, device: torch.device, prefetch: int = 2
     ) -> None:
         self._held_out, self._device = held_out, device
         self._settings = workers, prefetch

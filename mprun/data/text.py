@@ -25,11 +25,7 @@ from mprun.data.vocabulary import (
 )
 
 _PATTERNS = ("wiki.{}.tokens", "wiki.{}.raw", "ptb.{}.txt", "{}.txt", "{}.tokens")
-_NAMES = {
-    "train": ("train",),
-    "valid": ("valid", "validation", "val", "dev"),
-    "test": ("test",),
-}
+_NAMES = {"train": ["train"], "valid": ["valid", "validation", "val", "dev"], "test": ["test"]}
 
 
 def find_text_files(root: str | Path, splits: tuple[str, ...]) -> dict[str, Path]:
@@ -43,34 +39,29 @@ def find_text_files(root: str | Path, splits: tuple[str, ...]) -> dict[str, Path
         present = sorted(entry.name for entry in root.iterdir() if entry.is_file())
     except OSError as error:
         raise DamagedData(f"{root}: {error.strerror}") from error
-    found = {split: _one(root, split, present) for split in splits}
-    patterns = {_pattern(path.name, split) for split, path in found.items()}
+    found, patterns = {}, set()
+    for split in splits:
+        known = {pattern.format(name): pattern for pattern in _PATTERNS for name in _NAMES[split]}
+        candidates = [name for name in present if name in known]
+        if not candidates:
+            raise DamagedData(f"{root}: no {split} split, {_wanted(split, present)}")
+        if len(candidates) > 1:
+            names = ", ".join(candidates)
+            raise DamagedData(f"{root}: several files of the {split} split, leave one: {names}")
+        found[split] = root / candidates[0]
+        patterns.add(known[candidates[0]])
     if len(patterns) > 1:
         names = " and ".join(path.name for path in found.values())
         raise DamagedData(f"{root}: {names} are named as parts of different texts")
     return found
 
 
-def _one(root: Path, split: str, present: list[str]) -> Path:
-    candidates = [name for name in present if _pattern(name, split) is not None]
-    if len(candidates) == 1:
-        return root / candidates[0]
+def _wanted(split: str, present: list[str]) -> str:
     wanted = ", ".join(pattern.format(split) for pattern in _PATTERNS)
-    if candidates:
-        raise DamagedData(
-            f"{root}: several files of the {split} split, leave one: {', '.join(candidates)}"
-        )
     others = ", ".join(_NAMES[split][1:])
     also = f" (or {others} for {split})" if others else ""
     listed = ", ".join(present[:5]) + (", ..." if len(present) > 5 else "")
-    raise DamagedData(
-        f"{root}: no {split} split, which is one of {wanted}{also}; found {listed or 'no file'}"
-    )
-
-
-def _pattern(name: str, split: str) -> str | None:
-    """Return the pattern by which ``name`` is a file of ``split``, or None."""
-    return next((p for p in _PATTERNS for alias in _NAMES[split] if p.format(alias) == name), None)
+    return f"which is one of {wanted}{also}; found {listed or 'no file'}"
 
 
 class EncodedText(TokenStreams):
@@ -343,7 +334,6 @@ class Lm1b(EncodedText):
         )
 
 
-HELD_OUT_SHARE = 0.1
 _WORD = re.compile(r"\w+|[^\w\s]")
 
 
@@ -357,19 +347,11 @@ class DocsText(TokenStreams):
     kept, and there is no ``<eos>``.
 
     The text differs between Python versions: compare only runs of equal ``sha256`` (of the whole
-    text in UTF-8).
-
-    Raises:
-        ValueError: An argument is out of range.
-        DataError: This Python comes without ``pydoc_data``.
+    text in UTF-8). A Python without ``pydoc_data`` raises ``DataError``.
     """
 
     def __init__(
-        self,
-        level: str,
-        vocab_limit: int | None,
-        vocab_multiple: int,
-        **sizes: Unpack[Sizes],
+        self, level: str, vocab_limit: int | None, vocab_multiple: int, **sizes: Unpack[Sizes]
     ) -> None:
         text = load_text()
         split: Callable[[str], list[str]] = split_words if level == "word" else list
@@ -391,11 +373,7 @@ class DocsText(TokenStreams):
 
 
 def load_text() -> str:
-    """Return all topics joined by newlines, in the order of their names.
-
-    Raises:
-        DataError: This Python comes without ``pydoc_data``, as in some distributions.
-    """
+    """Return all topics joined by newlines; DataError if this Python lacks ``pydoc_data``."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -408,7 +386,7 @@ def load_text() -> str:
 
 def split_text(text: str) -> tuple[str, str]:
     """Split into training and held-out text: the last 10 %, from the next start of a line on."""
-    position = int(len(text) * (1 - HELD_OUT_SHARE))
+    position = int(len(text) * 0.9)
     cut = text.find("\n", position) + 1 or position
     return text[:cut], text[cut:]
 

@@ -64,8 +64,7 @@ class TokenStreams(Source):
     the process. They stay open, so that deleting or replacing a folder changes nothing.
 
     Args:
-        train: The parts of the training sequence, in order.
-        held_out: The held-out sequence, or its files.
+        train, held_out: The parts of each sequence, in order.
         rotate: Each epoch turns the training sequence to a start drawn from (seed, epoch).
         shuffle_files: Each epoch permutes the parts of ``train`` by (seed, epoch). With neither,
             each epoch starts at the first token.
@@ -255,7 +254,7 @@ class _Ring:
 class TokenSource(TokenStreams):
     """The user's tokens: two sequences of ids, integer ``[tokens]``, 0 to below ``vocab_size``.
 
-    Batches are those of `TokenStreams`, int64 ``[time, batch]`` on ``device``. ``sha256`` covers
+    Batches are int64 ``[time, batch]`` on ``device``, as those of `TokenStreams`. ``sha256`` covers
     every token. Both sequences are held as int64 in memory, 8 bytes a token.
 
     Raises:

@@ -8,13 +8,12 @@ difference of their sorted values. The differences to that code are:
 - A separate generator draws positions of patches and directions once, for both sets, every image
   and every run; the authors draw for every image. So equal sets are at distance 0, and the order of
   the images does not matter. The global random state is neither read nor changed.
-- Both sets are centred and scaled with mean and standard deviation (per channel and level) of the
-  real set. The authors scale each set by itself, which hides a wrong brightness or contrast and
-  divides by zero if all generated patches are equal.
+- Both sets are centred and scaled by the real set, per channel and level. The authors scale each
+  set by itself, which hides a wrong brightness or contrast and divides by zero if all generated
+  patches are equal.
 - An image and level has 64 patches, and there are 128 directions (the authors: 128 and 512). This
   takes a fifth of the time and shows the same differences.
-- Pixel values are not rounded to bytes, and the result is not multiplied by 1,000: its unit is one
-  standard deviation of the real patches of a level.
+- Pixel values are not rounded to bytes; the unit is one standard deviation of the real patches.
 
 docs/sample_metric.md measures how useful the number is.
 """

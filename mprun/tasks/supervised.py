@@ -66,18 +66,12 @@ class Supervised(Task):
 class Classification(Supervised):
     """Cross-entropy on labelled images; metrics loss (nats), top1 and top5 (percent).
 
-    Args:
-        aux_weight: weight of the propagated losses of auxiliary heads. A network with such heads
-            returns a tuple in training: its logits, then theirs. The reported loss is that of the
-            first logits alone.
+    A network with auxiliary heads returns a tuple in training: its logits, then theirs, whose
+    losses are propagated times `aux_weight` and not reported.
     """
 
     def __init__(
-        self,
-        *arguments: Any,
-        label_smoothing: float = 0.0,
-        aux_weight: float = 0.0,
-        **named: Any,
+        self, *arguments: Any, label_smoothing: float = 0.0, aux_weight: float = 0.0, **named: Any
     ):
         super().__init__(*arguments, **named)
         self.label_smoothing, self.aux_weight = label_smoothing, aux_weight
@@ -150,9 +144,8 @@ class LanguageModel(Supervised):
     from zero in each epoch and in each evaluation (Zaremba et al., arXiv 1409.2329).
 
     Args:
-        sampled: the model returns the losses of the tokens itself, like `SampledLSTM`. In training
-            they come from a sample of the words, so the training loss is lower than the full one.
-            In evaluation they cover all words.
+        sampled: the model returns the losses of the tokens itself, like `SampledLSTM`: in training
+            those of a sample of the words, which are lower than the full ones of an evaluation.
         time_reduction: the propagated loss is the "mean" over all tokens or, as in the published
             recipes (Zaremba et al.; the code behind bigLSTM), the "sum" over time, averaged over
             the streams of a batch. The reported loss is the mean in both cases.
@@ -161,11 +154,7 @@ class LanguageModel(Supervised):
     sample = "token"
 
     def __init__(
-        self,
-        *arguments: Any,
-        sampled: bool = False,
-        time_reduction: str = "mean",
-        **named: Any,
+        self, *arguments: Any, sampled: bool = False, time_reduction: str = "mean", **named: Any
     ):
         super().__init__(*arguments, **named)
         self.sampled, self.time_reduction = sampled, time_reduction
