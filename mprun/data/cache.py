@@ -40,9 +40,8 @@ class Cache:
     than ``REMEMBERED_ABOVE`` bytes a bit that flips on the disk goes unnoticed.
 
     Entries are written under a temporary name, synced and renamed, the header last. Processes that
-    make the same entry at the same time replace each other's by equal ones.
-
-    ``folder`` None stands for ``mprun/<what>`` in $XDG_CACHE_HOME or ~/.cache.
+    make the same entry at the same time replace each other's by equal ones. ``folder`` None stands
+    for ``mprun/<what>`` in $XDG_CACHE_HOME or ~/.cache.
     """
 
     def __init__(self, folder: str | Path | None, what: str = "text") -> None:

@@ -211,11 +211,7 @@ class Cifar10(ImageStore):
     ``train_size`` and ``eval_size`` take the first images of a shuffle that is the same for all
     seeds; None takes all. Class folders have another order (by class and name), so they give other
     images and another ``sha256`` than the original files: it is over the pixels and labels that are
-    used, in that order.
-
-    Raises:
-        ValueError: More images are asked for than there are.
-        DamagedData: A file cannot be used; the message names it.
+    used, in that order. ``ValueError`` if there are fewer, ``DamagedData`` names an unusable file.
     """
 
     def __init__(

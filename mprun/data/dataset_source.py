@@ -27,8 +27,7 @@ _TRAINING, _HELD_OUT, _HASHED = 20171014, 20171015, 20171016
 class DatasetReader(Reader):
     """Batches of a map-style data set, uint8 or float32 ``[batch, channels, height, width]``.
 
-    ``where`` names it in messages. It can be pickled if the data set can. An item that cannot be
-    used ends the run.
+    It can be pickled if the data set can.
     """
 
     like: tuple[torch.Size, torch.dtype]  # of every image
@@ -37,10 +36,8 @@ class DatasetReader(Reader):
         self, where: str, dataset: Any, num_classes: int, batch_size: int, seed: int | None
     ) -> None:
         if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-            raise ValueError(
-                f"{where}={type(dataset).__name__} is not allowed: a data set with __len__ and "
-                "__getitem__"
-            )
+            given = f"{where}={type(dataset).__name__} is not allowed"
+            raise ValueError(f"{given}: a data set with __len__ and __getitem__")
         if not len(dataset):
             raise DataError(f"{where}: no item")
         super().__init__(len(dataset), where, batch_size, seed)
@@ -143,10 +140,8 @@ class DatasetSource(LoadedSource):
     is the same for any worker count and resume point; any other is refused.
 
     ``workers`` processes read ahead, and as many for the held-out items; 0: the calling thread
-    reads. They need picklable data sets, and end with ``close()``.
-
-    ``sha256`` covers up to 64 items of each split, evenly spaced, as they are delivered, and both
-    lengths. A value that you give is recorded unchecked.
+    reads. They need picklable data sets, and end with ``close()``. ``sha256`` covers up to 64 items
+    of each split, evenly spaced, and both lengths. A value that you give is recorded unchecked.
 
     Raises:
         ValueError: An argument is out of range.
@@ -211,7 +206,6 @@ class DatasetSource(LoadedSource):
 def _per_channel(name: str, values, channels: int, device: torch.device) -> Tensor:
     tensor = torch.tensor(values, dtype=torch.float32, device=device).reshape(-1, 1, 1)
     if len(tensor) not in (1, channels):
-        raise ValueError(
-            f"{name}={values} is not allowed: one number or {channels}, one for each channel"
-        )
+        allowed = f"one number or {channels}, one for each channel"
+        raise ValueError(f"{name}={values} is not allowed: {allowed}")
     return tensor

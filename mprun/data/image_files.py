@@ -80,9 +80,8 @@ class ImageSplit:
     def read(self, i: int) -> bytes:
         """Read the encoded content of image ``i``, never empty; fork and spawn are safe.
 
-        Raises:
-            DamagedData: The file or its folder is gone, it is unreadable or empty, or the archive
-                ends before it; the message names the file.
+        ``DamagedData`` names a file that is gone, with its folder or alone, unreadable or empty, or
+        behind the end of its archive.
         """
         name, size, _, start = self.table[i].item()
         source = os.fsencode(self.source)
@@ -140,8 +139,7 @@ class Images:
     ``sha256`` (hex) is over the class names and, file by file in the order of the listing, the
     path below root with the content (``sha256_of`` "content"). Above 256 MiB in all, the size in
     bytes replaces the content ("names and sizes"). The hash depends neither on where root lies nor
-    on ``eval_share``. ``split_rule`` describes how files were split; ``ignored`` counts the files
-    in the folders that are no images.
+    on ``eval_share``. ``ignored`` counts the files that are no images.
     """
 
     train: ImageSplit
@@ -164,14 +162,11 @@ def find_images(root: str, *, layout: str, eval_share: float, on_corrupt: str = 
     their range. So no file changes sides when others come or go, with one exception: if this would
     hold out a whole class, the file of the highest hash stays in training.
 
-    ``layout="flat"``: every image at any depth, without labels. root/train and a held-out folder
-    are the splits if both exist, otherwise the rule of hashes splits all files.
+    ``layout="flat"``: every image at any depth, without labels, by folder and file name. root/train
+    and a held-out folder are the splits if both exist, otherwise the rule of hashes splits them.
 
-    With ``on_corrupt="skip"`` files that are empty or unreadable stay in the splits, for the reader
-    to skip; otherwise they are refused here.
-
-    Raises:
-        DamagedData: A file or folder cannot be used; the message names it.
+    ``DamagedData`` names a file or folder that cannot be used. With ``on_corrupt="skip"`` files
+    that are empty or unreadable stay in the splits, for the reader to skip.
     """
     root, flat, skip = os.path.abspath(root), layout == "flat", on_corrupt == "skip"
     folders = split_folders(root)
@@ -208,11 +203,7 @@ def split_folders(root: str) -> list[str]:
 
 
 def _list_images(root: str, top: str, flat: bool, skip: bool) -> tuple[ImageSplit, int]:
-    """List the images below root/``top``, and count the ignored files.
-
-    The images are those in its class folders, by class name, folder and file name; with ``flat``
-    those at any depth, by folder and file name, without classes.
-    """
+    """List the images below root/``top`` (`find_images`), and count the ignored files."""
     rows: list[Row] = []
     empty = "no images in it, at any depth" if flat else "an empty class folder (no images in it)"
     try:
@@ -317,9 +308,9 @@ def _check_classes(root: str, parts: dict[str, ImageSplit]) -> None:
         unknown = sorted(set(parts[folder].classes) - set(parts[other].classes))
         if unknown:
             more = f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else ""
+            first, there = (os.path.join(root, folder, unknown[0]), os.path.join(root, other))
             raise DamagedData(
-                f"{printable(os.path.join(root, folder, unknown[0]))}: a class{more} that is not "
-                f"in {printable(os.path.join(root, other))}"
+                f"{printable(first)}: a class{more} that is not in {printable(there)}"
             )
 
 
@@ -332,10 +323,8 @@ def _split_by_hash(whole: ImageSplit, eval_share: float) -> tuple[ImageSplit, Im
         members = np.flatnonzero(whole.labels == label)
         held_out[members[hashes[members].argmax()]] = False
     if not held_out.any():
-        raise DamagedData(
-            f"{printable(whole.source)}: {len(whole)} images are too few, eval_share="
-            f"{eval_share:g} holds none of them out"
-        )
+        few = f"{len(whole)} images are too few, eval_share={eval_share:g} holds none of them out"
+        raise DamagedData(f"{printable(whole.source)}: {few}")
     return whole.taken(~held_out), whole.taken(held_out)
 
 

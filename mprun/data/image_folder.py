@@ -61,9 +61,8 @@ logging.getLogger("PIL").setLevel(logging.INFO)
 def decode_rgb(content: bytes, name: str) -> Image.Image:
     """Decode ``content`` to a loaded PIL image of mode RGB.
 
-    Raises:
-        DamagedData: The image cannot be decoded in full; the message begins with ``name``.
-        BadInput: Pillow is set to accept truncated files.
+    ``DamagedData``, which begins with ``name``, if it cannot be decoded in full; ``BadInput`` if
+    Pillow is set to accept truncated files.
     """
     if ImageFile.LOAD_TRUNCATED_IMAGES:
         raise BadInput(
@@ -105,10 +104,6 @@ def _rgb(image: Image.Image, name: str) -> Image.Image:
     return image if image.mode == "RGB" else image.convert("RGB")
 
 
-# At most a thousandth of a split may be replaced, or three files of a small one.
-_SHARE_REPLACED, _FEW_REPLACED = 1000, 3
-
-
 class ImageReader(Reader):
     """Batches of images, uint8 ``[batch, image_size, image_size, channels]``.
 
@@ -133,7 +128,7 @@ class ImageReader(Reader):
         super().__init__(len(split), split.source, batch_size, seed)
         self.split, self.augmentation, self.seed = split, augmentation, seed
         self.skips = on_corrupt == "skip"
-        self.most_replaced = max(_FEW_REPLACED, len(split) // _SHARE_REPLACED)
+        self.most_replaced = max(3, len(split) // 1000)
 
     def read(self, number: int, *, shared: bool = False) -> ReadBatch:
         """Read batch ``number``; raise ``DamagedData`` naming a file."""
@@ -146,12 +141,11 @@ class ImageReader(Reader):
         images = torch.empty((len(chosen), size, size, channels), dtype=torch.uint8)
         if shared:
             images.share_memory_()
-        rows = images.numpy().reshape(len(chosen), -1)
+        rows, augment = images.numpy().reshape(len(chosen), -1), self.augmentation
         used: list[int] = []
         replaced: dict[int, str] = {}
         for row, sample, chance in zip(rows, chosen, chances, strict=True):
             place, image = self._readable(sample, replaced)
-            augment = self.augmentation
             image = augment.evaluation(image) if chance is None else augment.train(image, chance)
             row[:] = np.frombuffer(image.tobytes(), np.uint8)
             used.append(place)

@@ -170,9 +170,8 @@ def load_digits() -> Batch:
         with open(_DIGITS, "rb") as file, np.load(file, allow_pickle=False) as digits:
             images, labels = (torch.from_numpy(digits[name]) for name in ("images", "labels"))
     except Exception as error:  # a damaged archive makes NumPy raise many types
-        raise DataError(
-            f"{_DIGITS}: the digits cannot be read ({error}): install mprun again"
-        ) from error
+        reason = f"the digits cannot be read ({error}): install mprun again"
+        raise DataError(f"{_DIGITS}: {reason}") from error
     return images[:, None], labels.to(torch.int64)
 
 

@@ -165,13 +165,10 @@ def find_imagenet(root: str, *, layout: str, eval_share: float, on_corrupt: str 
 
     The archives' classes are the WordNet ids that name the members of the training archive, sorted.
     So the labels are those of the extracted archives. Validation labels come from the development
-    kit, an archive or an unpacked folder in ``root``. The members' offsets are listed once and kept
-    (``mprun.data.cache``). For the 1.3 million of ImageNet this takes half a minute and as many
-    random reads.
+    kit, an archive or an unpacked folder in ``root``. Listing the members' offsets takes half a
+    minute for ImageNet's 1.3 million, and as many random reads; they are kept in the cache.
 
-    Raises:
-        ValueError: ``layout`` is "flat".
-        DamagedData: A file or folder cannot be used; the message names it.
+    ``layout`` "flat" raises ``ValueError``, and ``DamagedData`` names what cannot be used.
     """
     if layout == "flat":
         raise ValueError("layout='flat' is not allowed: ImageNet has classes")
@@ -183,19 +180,12 @@ def find_imagenet(root: str, *, layout: str, eval_share: float, on_corrupt: str 
     train_path, validation_path = (os.path.join(root, name) for name in (TRAIN, VALIDATION))
     if not (os.path.isfile(train_path) or os.path.isfile(validation_path)):
         raise DamagedData(f"{printable(root)}: no ImageNet here; {WHERE_FILES_GO}")
-    key = {
-        "of": "imagenet tables",
-        "train": _fingerprint(train_path),
-        "validation": _fingerprint(validation_path),
-    }
+    prints = [_fingerprint(path) for path in (train_path, validation_path)]
+    key = {"of": "imagenet tables", "train": prints[0], "validation": prints[1]}
     tables = load_arrays(key)
     if tables is None:
-        tables = [
-            _list_train(train_path),
-            image_table(
-                [_row(validation_path, image, 0) for image in list_members(validation_path)]
-            ),
-        ]
+        images = [_row(validation_path, image, 0) for image in list_members(validation_path)]
+        tables = [_list_train(train_path), image_table(images)]
         store_arrays(key, tables)
     _, firsts = np.unique(tables[0]["label"], return_index=True)
     names = tables[0]["name"][firsts].tolist()
@@ -238,9 +228,8 @@ def _list_train(path: str) -> np.ndarray:
         members = list_members(path, archive)
         if not members:
             raise DamagedData(f"{_member_name(path, archive)}: an empty class (no images in it)")
-        for member in members:
-            inside = member._replace(name=f"{archive.name}/{member.name}")
-            rows.append(_row(path, inside, label))
+        inside = [one._replace(name=f"{archive.name}/{one.name}") for one in members]
+        rows += [_row(path, member, label) for member in inside]
     return image_table(rows)
 
 
@@ -273,17 +262,14 @@ def _validation_labels(root: str, archive: str, images: int, classes: tuple[str,
         wnids = [wnid_of[int(line)] for line in ground_truth.split()]
     except (ValueError, KeyError) as error:
         raise DamagedData(f"{where}/{GROUND_TRUTH}: {error} is not the number of a class") from None
+    shown = printable(archive)
     if len(wnids) != images:
-        raise DamagedData(
-            f"{printable(archive)}: {images} images, but {DEVKIT_FOLDER}/{GROUND_TRUTH} has "
-            f"{len(wnids)} lines"
-        )
+        lines = f"{DEVKIT_FOLDER}/{GROUND_TRUTH} has {len(wnids)} lines"
+        raise DamagedData(f"{shown}: {images} images, but {lines}")
     unknown = sorted(set(wnids) ^ set(classes))
     if unknown:
-        raise DamagedData(
-            f"{printable(archive)}: class {unknown[0]} has images in one of training and "
-            "validation only"
-        )
+        only = "has images in one of training and validation only"
+        raise DamagedData(f"{shown}: class {unknown[0]} {only}")
     label_of = {wnid: label for label, wnid in enumerate(classes)}
     return [label_of[wnid] for wnid in wnids]
 

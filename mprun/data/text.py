@@ -210,10 +210,8 @@ def find_shards(root: str | Path, eval_split: str) -> tuple[list[Path], Path]:
     shards = [folder / _TRAINING / f"news.en-{number:05}-of-00100" for number in numbers]
     missing = [path for path in shards if not path.is_file()]
     if missing:
-        raise DamagedData(
-            f"{missing[0]}: no such file; {len(missing)} of {TRAINING_SHARDS} training shards "
-            "are missing"
-        )
+        many = f"{len(missing)} of {TRAINING_SHARDS} training shards are missing"
+        raise DamagedData(f"{missing[0]}: no such file; {many}")
     number = _HELD_OUT_SHARD[eval_split]
     held_out = folder / _HELD_OUT / f"news.en.heldout-{number:05}-of-00050"
     if not held_out.is_file():
@@ -266,9 +264,8 @@ def _corpus_folder(root: Path) -> Path:
     for folder in (root, root / _CORPUS):
         if (folder / _TRAINING).is_dir():
             return folder
-    raise DamagedData(
-        f"{root}: no folder {_TRAINING}, here or in {_CORPUS}: unpack the corpus there"
-    )
+    where = f"no folder {_TRAINING}, here or in {_CORPUS}"
+    raise DamagedData(f"{root}: {where}: unpack the corpus there")
 
 
 class Lm1b(EncodedText):

@@ -313,12 +313,8 @@ class TokenFiles(TokenStreams):
     They hold little-endian uint16 and nothing else. llm.c's files work too: ``*_train_*.bin`` in
     the order of their names and ``*_val_*.bin``, with a header each. They are read in place, piece
     by piece. ``vocab_size`` is padded to ``vocab_multiple``; a token that is not below the unpadded
-    size ends the run when it is read. ``sha256`` covers every file, in order.
-
-    Raises:
-        ValueError: An argument is out of range.
-        DataError: There are too few tokens.
-        DamagedData: Files are missing, cut short or hold other tokens.
+    size raises ``DamagedData`` when it is read, as does a missing file at the start. ``sha256``
+    covers every file, in order.
     """
 
     def __init__(

@@ -94,9 +94,8 @@ def _cut(path: Path, data: bytes, position: int) -> int:
     while len(data) - cut > LONGEST_WORD:
         following = _after_last_blank(data, cut, cut + LONGEST_WORD + 1)
         if not following:
-            raise DamagedData(
-                f"{path}: a word of more than {LONGEST_WORD} bytes at byte {position + cut}"
-            )
+            at = position + cut
+            raise DamagedData(f"{path}: a word of more than {LONGEST_WORD} bytes at byte {at}")
         cut = following
     return _after_last_blank(data, cut, len(data)) or cut
 

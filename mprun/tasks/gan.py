@@ -28,8 +28,7 @@ class GAN(Task):
     of both then stands still, so that they keep the same learning rate.
 
     Args:
-        loss_scales: for real, fake and generator loss. The same object may stand several times
-            (one shared scale, one per optimizer, or one per loss); each is updated once per step.
+        loss_scales: for real, fake and generator loss; the same object may stand several times.
         sample_distance: adds the metric sliced_wasserstein to an evaluation; None saves its time.
     """
 

@@ -141,9 +141,8 @@ class Task(ABC):
     def compute(self, batches: Iterable[Any], measure: bool = False) -> dict[str, Tensor]:
         """Run the step on the device alone, so that it can be captured.
 
-        Returns:
-            0-dim device tensors by metric name: always `loss` and `loss_scale`; `found_inf` if
-            updates can be skipped; `grad_norm` if gradients are clipped or `measure` is True.
+        The result is 0-dim device tensors by metric name: always `loss` and `loss_scale`;
+        `found_inf` if updates can be skipped; `grad_norm` if clipped or `measure` is True.
         """
 
     @abstractmethod
@@ -180,10 +179,7 @@ class Task(ABC):
 
 
 def shared(evaluate: T) -> T:
-    """Mark an `evaluate` whose result comes from `Ranks.mean`: the ranks split its batches.
-
-    Without the mark every rank evaluates all batches.
-    """
+    """Mark an `evaluate` whose result comes from `Ranks.mean`: the ranks split its batches."""
     evaluate.shares_held_out = True  # type: ignore[attr-defined]
     return evaluate
 
