@@ -194,7 +194,7 @@ class Record(dict[str, Any]):
     @classmethod
     def new(cls, directory: Path, **fields: Any) -> "Record":
         """Return the record of a run that has not begun; writes nothing."""
-        return cls(directory, {"status": "running", **fields, "created": _now(), "attempts": 0})
+        return cls(directory, {"status": "running", **fields, "created": now(), "attempts": 0})
 
     def begin(self, config: dict[str, Any], **fields: Any) -> None:
         """Write config.yaml and the start of an attempt: what is known before its first step."""
@@ -214,7 +214,7 @@ class Record(dict[str, Any]):
         """
         if results is not None:
             results = {**results, "seconds": round(time.perf_counter() - self._began, 3)}
-        self.update({"status": status, "cause": cause, **(results or {}), "ended": _now()}, **more)
+        self.update({"status": status, "cause": cause, **(results or {}), "ended": now()}, **more)
         write_json(self.directory / "run.json", self)
 
 
@@ -252,5 +252,6 @@ def _in_words(error: Exception) -> str:
     return f"{where.strip('.`')}: {what}" if where else f"not the record of a run ({what})"
 
 
-def _now() -> str:
+def now() -> str:
+    """Return the time as text, to the second."""
     return datetime.now(UTC).isoformat(timespec="seconds")

@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import NoReturn, TypeAlias
 
 from mprun.errors import (
@@ -41,15 +42,11 @@ GRACE_S = 10.0  # between SIGTERM and SIGKILL of a process that hangs
 
 @dataclass(frozen=True, slots=True)
 class ProcessEnd:
-    """The end of a process.
-
-    code: exit code in subprocess's convention. hung_s: the limit of silence that it exceeded and
-    was killed for. cause: further knowledge of the cause.
-    """
+    """The end of a process; its code is in subprocess's convention."""
 
     code: int
-    hung_s: float | None = None
-    cause: str | None = None
+    hung_s: float | None = None  # the limit of silence that it was killed for
+    cause: str | None = None  # further knowledge of the cause
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,8 +64,8 @@ class AttemptOutcome:
 
 def attempts_of(cell: Cell) -> int:
     """Return how often the run of a cell has been started."""
-    record: dict = record_of(cell.directory) or {}
-    return record.get("attempts", 0)
+    record = record_of(cell.directory)
+    return 0 if record is None else record.get("attempts", 0)
 
 
 def exit_code(codes: list[int]) -> int:
@@ -83,19 +80,19 @@ def settle(cell: Cell, ended: ProcessEnd, attempts_before: int) -> AttemptOutcom
     attempts_before: `attempts` in run.json before the process was started.
     """
     code = ended.code if ended.code >= 0 else RESOURCE
+    silent = AttemptOutcome(_without_record(cell, ended), code)
     record = record_of(cell.directory)
     if record is None or record.get("attempts", 0) <= attempts_before:
-        # The process ended before its first step.
-        return AttemptOutcome(_without_record(cell, ended), code)
+        return silent  # it ended before its first step
     if record["status"] == "running" or ended.hung_s is not None:
         try:
             with locked(cell.directory):
                 record = record_of(cell.directory) or record
-                _correct(cell, record, ended)
+                _correct(record, ended, silent.words)
         except BadInput:
             return AttemptOutcome("in use by another process", again=True)
         except OSError:  # a full disk must not end the sweep as well
-            return AttemptOutcome(_without_record(cell, ended), code)
+            return silent
     if ended.hung_s is None and record["status"] != "failed":
         code = STATUS_EXIT_CODE[record["status"]]
     return AttemptOutcome(outcome_words(record), code)
@@ -110,13 +107,12 @@ def failed_elsewhere(cell: Cell) -> AttemptOutcome | None:
     return AttemptOutcome(words, BUG if words.startswith("failed") else RESOURCE)
 
 
-def _correct(cell: Cell, record: Record, ended: ProcessEnd) -> None:
-    if record["status"] == "running":
-        if ended.code == -signal.SIGTERM and ended.hung_s is None:
-            # Between the first record and the first step: interrupted, as a step later.
-            record.end("preempted", "SIGTERM")
-        else:
-            record.end("failed", _without_record(cell, ended).removeprefix("failed: "))
+def _correct(record: Record, ended: ProcessEnd, words: str) -> None:
+    if record["status"] == "running" and ended == ProcessEnd(-signal.SIGTERM):
+        # Between the first record and the first step: interrupted, as a step later.
+        record.end("preempted", "SIGTERM")
+    elif record["status"] == "running":
+        record.end("failed", words.removeprefix("failed: "))
     elif record["status"] == "preempted" and ended.hung_s is not None:
         # The process was slow, not dead: it has written a checkpoint after all.
         record.end("preempted", f"hung: no progress for {ended.hung_s:g} s, stopped")
@@ -130,7 +126,9 @@ def _without_record(cell: Cell, ended: ProcessEnd) -> str:
     if ended.code in (PREEMPTED, INTERRUPTED, -signal.SIGTERM):
         return "stopped before its first step"
     if ended.code < 0:
-        return f"killed by {_signal_name(-ended.code)}"
+        number = -ended.code
+        known = number in set(signal.Signals)  # others are real-time signals
+        return f"killed by {signal.Signals(number).name if known else f'signal {number}'}"
     return f"failed: {last_line(cell) or f'exit code {ended.code}'}"
 
 
@@ -151,120 +149,6 @@ def printed_lines(log: Path) -> list[str]:
     except OSError:
         return []
     return [line.strip() for line in lines if line.strip()]
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:  # a real-time signal
-        return f"signal {number}"
-
-
-class Attempt:
-    """Run `cell` in a separate process, from its checkpoint if it was interrupted.
-
-    The process has its own process group: Ctrl-C reaches the sweep alone, and the run's children
-    can be killed with it. A process without a heartbeat for `stall_after` seconds (0: never) is
-    killed. `environment`: variables for the process in addition to those of this one.
-    """
-
-    def __init__(
-        self,
-        cell: Cell,
-        config_dir: str | None,
-        stall_after: float,
-        start: "Start | None" = None,
-        environment: Mapping[str, str] | None = None,
-    ):
-        self.cell, self.config_dir, self.stall_after = cell, config_dir, stall_after
-        self.start, self.environment = start or start_child, environment or {}
-        self._begin()
-
-    def _begin(self, resume: bool = True) -> None:
-        self.process: subprocess.Popen | Fork | None = None
-        self.hung_s: float | None = None  # the limit of silence that it was killed for
-        self.stopped, self.kill_at = False, 0.0
-        state = look(self.cell)
-        if state in (State.IN_USE, State.FINISHED):
-            return
-        self.resumed = resume and state is State.RESUMABLE
-        self.attempts_before = attempts_of(self.cell) if self.resumed else 0
-        if self.resumed:
-            keep_log(self.cell)
-            # Hydra does not parse `resume=`, so the path needs no quotes. A record vouches for no
-            # code; the sweep's command line does. The run may have had more GPUs than the cell now.
-            devices = f"devices={self.cell.devices}"
-            arguments = [f"resume={self.cell.directory}", devices, *self.cell.factories]
-        else:
-            try:
-                put_aside(self.cell)
-            except BadInput:  # another process was faster
-                return
-            quoted = str(self.cell.directory).replace("'", "\\'")
-            arguments = [*self.cell.overrides, f"output_dir='{quoted}'"]
-            if self.config_dir is not None:
-                arguments += ["--config-dir", self.config_dir]
-        arguments = [str(os.getpid()), *arguments]
-        self.process = self.start(arguments, self.cell.log, self.environment)
-        self.pulse = Pulse(self.cell.directory)
-
-    @property
-    def begun(self) -> bool:
-        """Return whether there is a process (a launcher's attempt may wait in a queue)."""
-        return self.process is not None
-
-    def poll(self) -> AttemptOutcome | None:
-        """Return how the attempt ended, or None while it goes on; kill it if it hangs."""
-        if self.process is None:
-            return AttemptOutcome("in use by another process", again=True)
-        code = self.process.poll()
-        if code is None:
-            self._watch()
-            return None
-        # Loader processes that outlive a killed run would keep its memory and its lock.
-        self.kill()
-        if self._refused(code):
-            self._begin(resume=False)
-            return self.poll() if not self.begun else None
-        if self._of_another(code):
-            return AttemptOutcome("", again=True)
-        outcome = settle(self.cell, ProcessEnd(code, self.hung_s), self.attempts_before)
-        if not outcome.again:
-            with suppress(OSError):  # a full disk must not end the sweep as well
-                keep_log(self.cell)
-        return outcome
-
-    def stop(self) -> None:
-        """Ask the run, once, to write a checkpoint and end."""
-        if self.process is not None and not self.stopped:
-            self.stopped = True
-            self.process.terminate()
-
-    def kill(self, number: int = signal.SIGKILL) -> None:
-        """Kill the process and its children now."""
-        with suppress(ProcessLookupError, PermissionError):
-            if self.process is not None:
-                os.killpg(self.process.pid, number)
-
-    def _watch(self) -> None:
-        if self.hung_s is not None:
-            if time.monotonic() >= self.kill_at:
-                self.kill()
-        elif self.stall_after and self.pulse.silent_s() > self.stall_after:
-            self.hung_s, self.kill_at = self.stall_after, time.monotonic() + GRACE_S
-            self.kill(signal.SIGTERM)
-
-    def _refused(self, code: int) -> bool:
-        """Return whether the run could not be continued: other torch, no whole checkpoint, ..."""
-        refused = self.resumed and code in (BAD_INPUT, DAMAGED)
-        return refused and not self.stopped and look(self.cell) is State.RESUMABLE
-
-    def _of_another(self, code: int) -> bool:
-        """Return whether another process has claimed the cell since `look` found it free."""
-        if code != BAD_INPUT or not self.cell.directory.exists():
-            return False
-        record = record_of(self.cell.directory)
-        return record is None or record["status"] != "failed"
 
 
 def start_child(
@@ -363,3 +247,110 @@ def quickest_start() -> Start:
 
     import_all()
     return Fork
+
+
+class Attempt:
+    """Run `cell` in a separate process, from its checkpoint if it was interrupted.
+
+    The process has its own process group: Ctrl-C reaches the sweep alone, and the run's children
+    can be killed with it. A process without a heartbeat for `stall_after` seconds (0: never) is
+    killed. `environment`: variables for the process in addition to those of this one.
+    """
+
+    def __init__(
+        self,
+        cell: Cell,
+        config_dir: str | None,
+        stall_after: float,
+        start: Start = start_child,
+        environment: Mapping[str, str] = MappingProxyType({}),
+    ):
+        self.cell, self.config_dir, self.stall_after = cell, config_dir, stall_after
+        self.start, self.environment = start, environment
+        self._begin()
+
+    def _begin(self, resume: bool = True) -> None:
+        self.process: subprocess.Popen | Fork | None = None
+        self.hung_s: float | None = None  # the limit of silence that it was killed for
+        self.stopped, self.kill_at = False, 0.0
+        state = look(self.cell)
+        if state in (State.IN_USE, State.FINISHED):
+            return
+        self.resumed = resume and state is State.RESUMABLE
+        self.attempts_before = attempts_of(self.cell) if self.resumed else 0
+        if self.resumed:
+            keep_log(self.cell)
+            # Hydra does not parse `resume=`, so the path needs no quotes. A record vouches for no
+            # code; the sweep's command line does. The run may have had more GPUs than the cell now.
+            devices = f"devices={self.cell.devices}"
+            arguments = [f"resume={self.cell.directory}", devices, *self.cell.factories]
+        else:
+            try:
+                put_aside(self.cell)
+            except BadInput:  # another process was faster
+                return
+            quoted = str(self.cell.directory).replace("'", "\\'")
+            arguments = [*self.cell.overrides, f"output_dir='{quoted}'"]
+            if self.config_dir is not None:
+                arguments += ["--config-dir", self.config_dir]
+        arguments = [str(os.getpid()), *arguments]
+        self.process = self.start(arguments, self.cell.log, self.environment)
+        self.pulse = Pulse(self.cell.directory)
+
+    @property
+    def begun(self) -> bool:
+        """Return whether there is a process (a launcher's attempt may wait in a queue)."""
+        return self.process is not None
+
+    def poll(self) -> AttemptOutcome | None:
+        """Return how the attempt ended, or None while it goes on; kill it if it hangs."""
+        if self.process is None:
+            return AttemptOutcome("in use by another process", again=True)
+        code = self.process.poll()
+        if code is None:
+            self._watch()
+            return None
+        # Loader processes that outlive a killed run would keep its memory and its lock.
+        self.kill()
+        if self._refused(code):
+            self._begin(resume=False)
+            return self.poll() if not self.begun else None
+        if self._of_another(code):
+            return AttemptOutcome("", again=True)
+        outcome = settle(self.cell, ProcessEnd(code, self.hung_s), self.attempts_before)
+        if not outcome.again:
+            with suppress(OSError):  # a full disk must not end the sweep as well
+                keep_log(self.cell)
+        return outcome
+
+    def stop(self) -> None:
+        """Ask the run, once, to write a checkpoint and end."""
+        if self.process is not None and not self.stopped:
+            self.stopped = True
+            self.process.terminate()
+
+    def kill(self, number: int = signal.SIGKILL) -> None:
+        """Kill the process and its children now."""
+        with suppress(ProcessLookupError, PermissionError):
+            if self.process is not None:
+                os.killpg(self.process.pid, number)
+
+    def _watch(self) -> None:
+        if self.hung_s is not None:
+            if time.monotonic() >= self.kill_at:
+                self.kill()
+        elif self.stall_after and self.pulse.silent_s() > self.stall_after:
+            self.hung_s, self.kill_at = self.stall_after, time.monotonic() + GRACE_S
+            self.kill(signal.SIGTERM)
+
+    def _refused(self, code: int) -> bool:
+        """Return whether the run could not be continued: other torch, no whole checkpoint, ..."""
+        refused = self.resumed and code in (BAD_INPUT, DAMAGED)
+        return refused and not self.stopped and look(self.cell) is State.RESUMABLE
+
+    def _of_another(self, code: int) -> bool:
+        """Return whether another process has claimed the cell since `look` found it free."""
+        if code != BAD_INPUT or not self.cell.directory.exists():
+            return False
+        record = record_of(self.cell.directory)
+        return record is None or record["status"] != "failed"

@@ -1,4 +1,4 @@
-"""Cells handed to a Hydra launcher: one folder of files between the sweep and its workers.
+"""Cells handed to a Hydra launcher, by a folder of files between the sweep and its workers.
 
     jobs.json      the cells to run
     alive          locked by the sweep while it lives
@@ -7,8 +7,7 @@
     driver.log     the launcher's output
 
 The launcher prints, and blocks while its jobs run, so it has a separate process, this module's.
-Its workers are reused (joblib) or told to end early (submitit). The run itself is neither: each
-worker starts a process for it.
+Its workers are reused (joblib) or told to end early (submitit), so each starts a process for a run.
 """
 
 import fcntl
@@ -88,11 +87,10 @@ class Batch:
             os.killpg(self.driver.pid, signal.SIGKILL)
 
     def over(self) -> bool:
-        """Return whether the launcher has ended."""
-        if self.driver.poll() is None:
-            return False
-        self.alive.close()
-        return True
+        """Return whether the launcher has ended; the runs that it left behind then end, too."""
+        if self.driver.poll() is not None:
+            self.alive.close()
+        return self.alive.closed
 
     def close(self) -> None:
         """Wait until the launcher has cleaned up; all jobs have ended."""
@@ -125,14 +123,19 @@ class Job:
     def poll(self) -> AttemptOutcome | None:
         """Return how the attempt ended, or None while it waits or goes on."""
         over = self.batch.over()  # before the file is read: a worker writes it last
-        found: dict[str, Any] = read_json(self.path) if self.begun else {"state": "waiting"}
-        if found["state"] == "ended":
-            return AttemptOutcome(found["words"], found["code"], found["again"])
-        if not over:
+        said: dict[str, Any] = read_json(self.path) if self.begun else {"state": "waiting"}
+        if said["state"] == "ended":
+            return AttemptOutcome(said["words"], said["code"], said["again"])
+        # The worker may be gone while the run still saves.
+        if not over or look(self.cell) is State.IN_USE:
             return None
-        if look(self.cell) is State.IN_USE:  # the worker is gone, but the run still saves
-            return None
-        return self._lost(found["state"])
+        cause = f"launcher: {self.batch.last_line()}"
+        if said["state"] == "running":
+            return settle(self.cell, ProcessEnd(RESOURCE, cause=cause), self.attempts_before)
+        # Some launchers drop waiting jobs when a worker dies: try again. A launcher that never
+        # started any job is broken.
+        launched = any(job.begun for job in self.batch.jobs)
+        return AttemptOutcome(f"failed: {cause}", RESOURCE, again=launched)
 
     def stop(self) -> None:
         """Ask all runs of the batch to write a checkpoint and end."""
@@ -141,15 +144,6 @@ class Job:
     def kill(self) -> None:
         """Kill the whole batch now."""
         self.batch.kill()
-
-    def _lost(self, state: str) -> AttemptOutcome:
-        cause = f"launcher: {self.batch.last_line()}"
-        if state == "running":
-            return settle(self.cell, ProcessEnd(RESOURCE, cause=cause), self.attempts_before)
-        # Some launchers drop waiting jobs when a worker dies: try again. A launcher that never
-        # started any job is broken.
-        launched = any(job.begun for job in self.batch.jobs)
-        return AttemptOutcome(f"failed: {cause}", RESOURCE, again=launched)
 
 
 def _visible_devices(launcher: ChosenLauncher) -> str | None:
@@ -165,7 +159,7 @@ def _visible_devices(launcher: ChosenLauncher) -> str | None:
 
 
 def drive(words: list[str]) -> int:
-    """Run all jobs of a batch's folder, the only word, in the launcher's process; blocks."""
+    """Run all jobs of a batch's folder, the only word, in the launcher's process."""
     (folder,) = words
     jobs = read_json(Path(folder) / "jobs.json")
     launch(jobs["launcher"], folder, len(jobs["cells"]), partial(run_job, Path(folder)))
@@ -173,10 +167,7 @@ def drive(words: list[str]) -> int:
 
 
 def run_job(folder: Path, config: DictConfig) -> None:
-    """Run the cell of `folder`/jobs.json that has Hydra's job number, and write how it ended.
-
-    config: Hydra's, unused.
-    """
+    """Run the cell of `folder`/jobs.json that has Hydra's job number, and write how it ended."""
     jobs = read_json(folder / "jobs.json")
     number = HydraConfig.get().job.num
     os.chdir(jobs["working_folder"])

@@ -34,8 +34,7 @@ def _count() -> int:
     try:
         pynvml.nvmlInit()
         try:
-            count: int = pynvml.nvmlDeviceGetCount()
-            return count
+            return int(pynvml.nvmlDeviceGetCount())
         finally:
             pynvml.nvmlShutdown()  # runs are forks of this process
     except pynvml.NVMLError:  # no driver, or a container with the driver but without NVML
@@ -48,10 +47,9 @@ def available_cores() -> int:
 
 
 class Gpus:
-    """Give each cell its own GPUs while it runs; a cell on the CPU needs none.
+    """Give each cell its own of the GPUs `names` while it runs.
 
-    Args:
-        names: from `visible_gpus`. Without any, no cell gets or needs one.
+    A cell on the CPU needs none; without any GPU no cell does.
     """
 
     def __init__(self, names: Iterable[str]):

@@ -3,6 +3,7 @@
 import fcntl
 import os
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -52,8 +53,8 @@ class State(Enum):
 def data_places(config: dict) -> tuple[tuple[str, str | None], ...]:
     """Return key -> path of the data that a configuration reads."""
     data = config.get("data")
-    data = data if isinstance(data, dict) else {}
-    return tuple((key, data[key]) for key in _DATA_PLACES if key in data)
+    known = data if isinstance(data, dict) else {}
+    return tuple((key, known[key]) for key in _DATA_PLACES if key in known)
 
 
 def look(cell: Cell) -> State:
@@ -70,13 +71,8 @@ def look(cell: Cell) -> State:
     # The lock first: a run that ends in between releases it after its last record.
     in_use = _in_use(cell.directory)
     record = record_of(cell.directory)
-    if record is not None and record.get("config_hash") != cell.config_hash:
-        raise BadInput(
-            f"{cell.directory}: holds a run of another configuration; use name= for "
-            "a separate sweep"
-        )
     if record is not None:
-        _check_same_places(cell, record)
+        _check_same(cell, record)
     if in_use:
         return State.IN_USE
     if record is None:
@@ -137,31 +133,32 @@ def keep_log(cell: Cell) -> None:
         return
     kept = cell.directory / "console.log"
     if not kept.exists():
-        cell.log.rename(kept)
+        cell.log.rename(kept)  # works on a full disk
         return
     with open(kept, "ab") as file:
         file.write(cell.log.read_bytes())
     cell.log.unlink()
 
 
-def _check_same_places(cell: Cell, record: dict) -> None:
-    config = record.get("config")
-    recorded = dict(data_places(config)) if isinstance(config, dict) else {}
-    for key, place in cell.data_places:
+def _check_same(cell: Cell, record: dict) -> None:
+    """Raise BadInput unless the run has the cell's configuration and data."""
+    if record.get("config_hash") != cell.config_hash:
+        raise BadInput(
+            f"{cell.directory}: holds a run of another configuration; use name= for "
+            "a separate sweep"
+        )
+    recorded = dict(data_places(record.get("config", {})))
+    for key, here in cell.data_places:
         there = recorded.get(key)
-        if _resolved(there) != _resolved(place):
+        if os.path.realpath(str(there)) != os.path.realpath(str(here)):
             raise BadInput(
                 f"{cell.directory}: holds a run {_DATA_PLACES[key]} {_shown(there)}, not in "
-                f"{_shown(place)}; use name= for a separate sweep"
+                f"{_shown(here)}; use name= for a separate sweep"
             )
 
 
-def _resolved(place: object) -> str | None:
-    return None if place is None else os.path.realpath(str(place))
-
-
-def _shown(place: object) -> str:
-    text = "null" if place is None else str(place)
+def _shown(path: object) -> str:
+    text = "null" if path is None else str(path)
     return "".join(character if character.isprintable() else "?" for character in text)
 
 
@@ -177,9 +174,7 @@ def _in_use(directory: Path) -> bool:
 
 def is_held(lock: Path) -> bool:
     """Return whether a process holds the lock file; raise FileNotFoundError if it is missing."""
-    try:
-        with open(lock, "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    with open(lock, "rb") as file, suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         return False
-    except BlockingIOError:
-        return True
+    return True

@@ -1,7 +1,4 @@
-"""A table over the runs of a sweep: the effect of each precision mode on the result.
-
-It is made from their run.json; this module imports no torch.
-"""
+"""A table over the runs of a sweep: the effect of each precision mode on the result."""
 
 import math
 import statistics
@@ -31,18 +28,11 @@ def short(text: str, length: int) -> str:
     return text if len(text) <= length else text[: length - 3] + "..."
 
 
-# Groups that never separate rows: the mode has its own column.
-_OWN_COLUMN = {"precision", "scaler"}
-
-
-def _group(overrides: Iterable[str], swept: Iterable[str]) -> tuple[str, ...]:
-    """Return the overrides that separate rows: the experiment, and swept keys except the seed."""
-    told = []
-    for override in overrides:
-        key = override.lstrip("+").partition("=")[0]
-        if key not in _OWN_COLUMN and (is_told(key) or (key in swept and key != "seed")):
-            told.append(override)
-    return tuple(sorted(told))
+def _separates(override: str, swept: Iterable[str]) -> bool:
+    """Return whether rows differ in an override: of the experiment, or swept, except the seed."""
+    key = override.lstrip("+").partition("=")[0]
+    own_column = key in ("precision", "scaler")
+    return not own_column and (is_told(key) or (key in swept and key != "seed"))
 
 
 def table(records: list[dict], swept: Iterable[str] = (), width: int | None = None) -> str:
@@ -54,10 +44,9 @@ def table(records: list[dict], swept: Iterable[str] = (), width: int | None = No
     and peak memory of an emulated mode are marked, and left out if every mode is emulated.
 
     Args:
-        records: the run.json of every run; "newest": the last record (step, loss) of a run without
-            an outcome, {} if it has none.
+        records: the run.json of every run, with "newest", its last record, if it has no outcome.
         swept: keys that separate runs even if they do not change the experiment (device).
-        width: width of the terminal in characters; columns that do not fit are left out, first the
+        width: of the terminal, in characters; columns that do not fit are left out, first the
             losses of single seeds, whose mean stays.
     """
     if not records:
@@ -76,14 +65,16 @@ def table(records: list[dict], swept: Iterable[str] = (), width: int | None = No
     ]
     groups: dict[tuple[str, ...], list[dict]] = {}
     for record in records:
-        groups.setdefault(_group(record["overrides"], swept), []).append(record)
+        group = tuple(sorted(text for text in record["overrides"] if _separates(text, swept)))
+        groups.setdefault(group, []).append(record)
     everywhere = set.intersection(*map(set, groups))
     rows = []
     for group, own in groups.items():
         shown = [text for text in group if text not in everywhere]
         rows += [[" ".join([label, *shown]), *row] for label, *row in _rows(own, seeds, baseline)]
     peak = f"peak MiB: {next(filter(None, measures), 'peak memory')}; "
-    modes = [_half_products(r) for r in records if r["precision"]["mode"] != "fp32"]
+    precisions = [record["precision"] for record in records]
+    modes = [p.get("half_products") for p in precisions if p["mode"] != "fp32"]
     known = [half_products for half_products in modes if half_products is not None]
     if known and all("emulated" in half_products for half_products in known):
         header, *rows = [[*row[:-3], row[-2]] for row in (header, *rows)]
@@ -108,7 +99,7 @@ def _fitting(header: list[str], rows: list[list[str]], width: int) -> str:
 
 
 def _is_of(baseline: str, record: dict) -> bool:
-    """Return whether a run has the baseline's mode and that mode's usual scaler."""
+    """Return whether a run has the baseline's mode and its usual scaler."""
     precision = record["precision"]
     usual = precision.get("usual_scaler") or precision["scaler"]  # earlier versions lack it
     return precision["mode"] == baseline and precision["scaler"] == usual
@@ -137,7 +128,8 @@ def _cells(
     losses = {seed: _loss(record) for seed, record in by_seed.items() if _is_outcome(record)}
     memory = [record.get("memory", {}) for record in own]
     speeds = [record.get("throughput", {}).get("samples_per_s") for record in own]
-    mark = " (emulated)" if any("emulated" in (_half_products(r) or "") for r in own) else ""
+    products = [record["precision"].get("half_products") or "" for record in own]
+    mark = " (emulated)" if any("emulated" in text for text in products) else ""
     return [
         *(_loss_text(by_seed[seed]) if seed in by_seed else "" for seed in seeds),
         _number(statistics.fmean(losses.values())) if losses else "",
@@ -148,11 +140,6 @@ def _cells(
         _of_known("{:.1f}", _most_mib, [m.get("saved_for_backward_bytes") for m in memory]),
         _of_known(f"{{:.0f}}{mark}", _most_mib, [m.get("peak_bytes") for m in memory]),
     ]
-
-
-def _half_products(record: dict) -> str | None:
-    """Return how 16-bit products were computed, "none" without any; None: not recorded."""
-    return record["precision"].get("half_products")
 
 
 def _most_mib(counts: list[float]) -> float:

@@ -1,8 +1,7 @@
-"""The runs of a sweep: composed, checked and named before anything is written.
+"""The runs of a sweep, and Hydra's launcher for them: checked before anything is written.
 
-Hydra's launchers for them are chosen, checked and instantiated here too. mprun itself decides on
-the runs, their directories and their outcomes. Hydra's sweeper would run everything again, and
-would raise on the first run that failed. Source:
+mprun itself decides on the runs, their directories and their outcomes. Hydra's sweeper would run
+everything again, and would raise on the first run that failed. Source:
 https://hydra.cc/docs/plugins/joblib_launcher/, .../submitit_launcher/.
 """
 
@@ -17,7 +16,6 @@ from pathlib import Path
 from hydra import compose
 from hydra._internal.callbacks import Callbacks
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext
@@ -63,13 +61,10 @@ def checked_launcher(overrides: list[str]) -> ChosenLauncher | None:
     """
     if not overrides:
         return None
-    chosen = {}
-    for text in overrides:
-        key, value = _parsed(text)
-        name = key.removeprefix("hydra.launcher.")
-        if name in _FIXED:
+    chosen = dict(map(_parsed, overrides))
+    for key in chosen:
+        if key.removeprefix("hydra.launcher.") in _FIXED:
             raise BadInput(f"{key}: mprun sets it (one process a run, files where it looks)")
-        chosen[key] = value
     launcher = chosen.get("hydra/launcher")
     if launcher is None:
         raise BadInput(f"{overrides[0]}: needs hydra/launcher={'|'.join(LAUNCHERS)}")
@@ -93,9 +88,9 @@ def launch(overrides: list[str], folder: str, runs: int, run: Callable[[DictConf
     run: can be pickled; finds its number in `HydraConfig.get().job.num`. folder: absolute path for
     all of the launcher's files.
     """
-    place = "'" + folder.replace("'", "\\'") + "'"
+    quoted = folder.replace("'", "\\'")
     with hydra_session(None):
-        config = _composed([*overrides, *_QUIET, f"hydra.sweep.dir={place}"])
+        config = _composed([*overrides, *_QUIET, f"hydra.sweep.dir='{quoted}'"])
         context = HydraContext(config_loader=loader(), callbacks=Callbacks())
         launcher: Launcher = Plugins.instance().instantiate_launcher(
             hydra_context=context, task_function=run, config=config
@@ -165,32 +160,29 @@ def plan(overrides: list[str], config_dir: str | None) -> Plan:
     if "output_root" in swept:
         raise BadInput("output_root: one value; all runs of a sweep are in one folder")
     with hydra_session(config_dir):
-        values = [_values(o, text) for o, text in zip(parsed, overrides, strict=True)]
+        values = [
+            sweep_values(o, group_options(o.key_or_group)) if o.is_sweep_override() else [text]
+            for o, text in zip(parsed, overrides, strict=True)
+        ]
     count = math.prod(map(len, values))
     if count > MOST_RUNS:
         raise BadInput(f"-m: {count:,} runs; must be at most {MOST_RUNS:,} in one sweep")
     if count > 200:  # a second or more
         print(f"mprun: checking the configurations of {count:,} runs", file=sys.stderr)
     composed = [compose_config(combination, config_dir) for combination in product(*values)]
-    for nodes in (one.config.nodes for one in composed):
-        if nodes > 1:
-            raise BadInput(
-                f"nodes={nodes}: a run of a sweep uses one machine (allowed: 1); for several "
-                "machines start it by srun or torchrun, without -m"
-            )
+    if (nodes := max(one.config.nodes for one in composed)) > 1:
+        raise BadInput(
+            f"nodes={nodes}: a run of a sweep uses one machine (allowed: 1); for several "
+            "machines start it by srun or torchrun, without -m"
+        )
     output_root = Path(composed[0].config.output_root)
     cells = [_cell(one, output_root, swept) for one in composed]
     directories = {cell.directory for cell in cells}
     if len(directories) < len(cells):
         raise BadInput("-m: two runs of the sweep are the same; leave out the repeated value")
-    root = _common_folder(directories) or output_root
-    return Plan(tuple(cells), root, swept, config_dir, launcher)
-
-
-def _common_folder(directories: set[Path]) -> Path | None:
-    """Return the parent folder that all share, or None."""
     parents = {directory.parent for directory in directories}
-    return parents.pop() if len(parents) == 1 else None
+    root = parents.pop() if len(parents) == 1 else output_root
+    return Plan(tuple(cells), root, swept, config_dir, launcher)
 
 
 def _cell(composed: Composed, output_root: Path, swept: frozenset[str]) -> Cell:
@@ -208,8 +200,3 @@ def _cell(composed: Composed, output_root: Path, swept: frozenset[str]) -> Cell:
         factories=as_overrides(plain),
         data_places=data_places(plain),
     )
-
-
-def _values(override: Override, text: str) -> list[str]:
-    swept = override.is_sweep_override()
-    return sweep_values(override, group_options(override.key_or_group)) if swept else [text]

@@ -1,7 +1,4 @@
-"""The loop of a sweep: start waiting cells, watch running ones, stop when asked.
-
-Signals that ask it to stop are noted at once; the loop obeys them.
-"""
+"""The loop of a sweep: start waiting cells, watch running ones, stop when asked."""
 
 import os
 import shlex
@@ -10,10 +7,11 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
-from mprun.errors import ASKING, DONE, INTERRUPTED, PREEMPTED, BadInput, MprunError
+from mprun.errors import DONE, INTERRUPTED, PREEMPTED, BadInput, MprunError
 from mprun.record.console import columns
 from mprun.record.run_directory import is_at
 from mprun.sweep.attempt import Attempt, Start, exit_code, failed_elsewhere, quickest_start
@@ -22,33 +20,18 @@ from mprun.sweep.gpus import Gpus, available_cores, visible_gpus
 from mprun.sweep.jobs import Cell, State, look
 from mprun.sweep.plan import Plan, plan
 from mprun.sweep.status_page import Board
+from mprun.training.signals import Interruption
 
 
-class StopRequest:
-    """Note signals while active: the first one of `ASKING` sets `reason`.
+class StopRequest(Interruption):
+    """Note signals while active: the first sets `reason`, a second SIGINT sets `insisted`."""
 
-    A second SIGINT sets `insisted`. SIGHUP stays ignored if it was (nohup).
-    """
-
-    def __init__(self):
-        self.reason: str | None = None
-        self.insisted = False
-        self._before: dict[int, Any] = {}
+    insisted = False
 
     @property
     def exit_code(self) -> int:
         """Return INTERRUPTED for Ctrl-C, PREEMPTED for any other signal."""
         return INTERRUPTED if self.reason == "SIGINT" else PREEMPTED
-
-    def __enter__(self) -> "StopRequest":
-        for number in ASKING:
-            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
-                self._before[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, *exception) -> None:
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
 
     def _note(self, number: int, frame) -> None:
         if self.reason is None:
@@ -69,14 +52,13 @@ def sweep(
     stall_after: float = STALL_AFTER_S,
     curves: Callable[[list[Path], Path], Path] | None = None,
 ) -> int:
-    """Run all cells, `jobs` (None: 1) at a time, and print the table.
+    """Run all cells, at most `jobs` (None: 1) at a time, and print the table.
 
     Each run has its own GPUs; if they do not suffice, fewer runs go at a time.
 
     Args:
         overrides: with several values for the keys that differ between cells.
         config_dir: folder of the user's option files.
-        jobs: runs at a time, at most.
         stall_after: seconds without a heartbeat after which a run is killed; 0: never.
         curves: writes the mean curves of the runs in some folders below a root, and returns where.
             With it the next commands are printed; without it the caller continues.
@@ -87,7 +69,10 @@ def sweep(
     planned = plan(overrides, config_dir)
     if planned.launcher and jobs is not None:
         raise BadInput(f"-j {jobs}: not with a launcher, which has its own number of jobs")
-    board = Board(planned, _command(overrides, jobs, config_dir))
+    command = ["mprun", "-m", *overrides]
+    for flag, value in (("-j", jobs), ("--config-dir", config_dir)):
+        command += [] if value is None else [flag, str(value)]
+    board = Board(planned, shlex.join(command))
     stop = run_planned(planned, board, jobs, stall_after)
     print(board.table(columns(1000, sys.stdout) if sys.stdout.isatty() else None))
     print(f"sweep: {planned.root}", flush=True)
@@ -122,8 +107,7 @@ def run_planned(
     for cell in finished:
         board.finished(cell)
     with StopRequest() as stop:
-        loop = _Loop(planned, jobs or 1, gpus, stall_after, board, stop)
-        codes = loop.run(waiting)
+        codes = _Loop(board, jobs or 1, gpus, stall_after, stop).run(waiting)
     board.write(now=True)
     asked = stop.reason is not None
     return SweepEnd(stop.exit_code if asked else exit_code(codes), asked)
@@ -140,38 +124,22 @@ def _say_next(planned: Plan, curves: Callable[[list[Path], Path], Path]) -> None
         print(f"mprun: no curves: {error}", file=sys.stderr)
 
 
-def _command(overrides: list[str], jobs: int | None, config_dir: str | None) -> str:
-    """Return the command line to repeat this sweep."""
-    command = ["mprun", "-m", *overrides]
-    for flag, value in (("-j", jobs), ("--config-dir", config_dir)):
-        command += [] if value is None else [flag, str(value)]
-    return shlex.join(command)
-
-
 class _Loop:
     """Start attempts while there is room, until every cell has had one."""
 
-    def __init__(
-        self,
-        planned: Plan,
-        jobs: int,
-        gpus: Gpus,
-        stall_after: float,
-        board: Board,
-        stop: StopRequest,
-    ):
-        self.plan, self.jobs, self.gpus, self.stall_after = planned, jobs, gpus, stall_after
-        self.board, self.stop = board, stop
+    def __init__(self, board: Board, jobs: int, gpus: Gpus, stall_after: float, stop: StopRequest):
+        self.board, self.plan, self.jobs, self.gpus = board, board.plan, jobs, gpus
+        self.stall_after, self.stop = stall_after, stop
         self.waiting: deque[Cell] = deque()
         self.running: list[Attempt | Job] = []
         self.codes: list[int] = []
         self.look_again = 0.0
-        self.told = False
+        self.announced = False  # whether the user has been told of the stop
         self.elsewhere: set[Cell] = set()  # cells that another process has had
         self.batch: Batch | None = None
         self.start: Start | None = None  # the way to start a run, chosen at the first one
         # A single run at a time shows its progress directly.
-        self.console = _Console() if jobs == 1 and not planned.launcher else None
+        self.console = _Console() if jobs == 1 and not self.plan.launcher else None
 
     def run(self, cells: list[Cell]) -> list[int]:
         """Run the cells; return the exit codes of all attempts."""
@@ -192,7 +160,9 @@ class _Loop:
         return self.codes
 
     def _start(self) -> None:
-        room = self._room()
+        room = self.jobs - len(self.running)
+        if self.plan.launcher:
+            room = 0 if self.running else len(self.waiting)
         if room < 1:
             return
         ready: dict[Cell, dict[str, str]] = {}  # with their additional environment variables
@@ -242,11 +212,6 @@ class _Loop:
         each = available_cores() // (self.jobs * int(cell.devices))
         return {"OMP_NUM_THREADS": str(max(1, each))}
 
-    def _room(self) -> int:
-        if self.plan.launcher:
-            return 0 if self.running else len(self.waiting)
-        return self.jobs - len(self.running)
-
     def _collect(self) -> None:
         for attempt in list(self.running):
             cell = attempt.cell
@@ -273,18 +238,15 @@ class _Loop:
 
     def _end_all(self) -> None:
         self.waiting.clear()
-        if not self.told:
-            self.told = True
+        if not self.announced:
+            self.announced = True
             print(
                 f"mprun: {self.stop.reason}: stopping {len(self.running)} runs at their next step"
                 " (Ctrl-C again: kill them)",
                 file=sys.stderr,
             )
         for attempt in self.running:
-            if self.stop.insisted:
-                attempt.kill()
-            else:
-                attempt.stop()
+            attempt.kill() if self.stop.insisted else attempt.stop()
 
 
 class _Console:
@@ -296,19 +258,17 @@ class _Console:
     def follow(self, path: Path) -> None:
         if self.file is None or not is_at(self.file, path):
             self.close()
-            try:
+            with suppress(FileNotFoundError):
                 self.file = open(path, "rb")  # noqa: SIM115 - until the run has ended
-            except FileNotFoundError:
-                return
-        _copy(self.file)
+        self._copy()
 
     def close(self) -> None:
         if self.file is not None:
-            _copy(self.file)
+            self._copy()
             self.file.close()
             self.file = None
 
-
-def _copy(file: BinaryIO) -> None:
-    sys.stderr.write(file.read().decode("utf-8", "replace"))
-    sys.stderr.flush()
+    def _copy(self) -> None:
+        if self.file is not None:
+            sys.stderr.write(self.file.read().decode("utf-8", "replace"))
+            sys.stderr.flush()

@@ -9,12 +9,13 @@ import statistics
 import sys
 import time
 from contextlib import suppress
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from pathlib import Path
 
 from mprun.config.keys import flat
 from mprun.errors import DIVERGED, DONE, PREEMPTED
 from mprun.record.console import markdown_table
+from mprun.record.run_record import now
 from mprun.sweep.attempt import AttemptOutcome, last_line
 from mprun.sweep.jobs import OUTCOMES, Cell, outcome_words, record_of
 from mprun.sweep.mode_table import short, table, without_record
@@ -35,11 +36,11 @@ class Board:
         names = sorted(self._name(cell) for cell in planned.cells)
         digest = hashlib.sha256("\n".join(names).encode()).hexdigest()[:8]
         self.path = planned.root / f"sweep-{digest}.md"
-        self.told = planned.swept - {"precision", "seed"}  # shown beside a cell's mode and seed
+        self.shown = planned.swept - {"precision", "seed"}  # shown beside a cell's mode and seed
         self.words: dict[Cell, str] = {}  # "waiting": in a launcher's queue
         self.since: dict[Cell, float] = {}
         self.seconds: dict[Cell, float] = {}
-        self.started = _now()
+        self.started = now()
         self.written = -math.inf
         self.at_once = 1  # most runs seen running at the same time
 
@@ -65,8 +66,7 @@ class Board:
         """Report the end of an attempt: its outcome and loss, the number ended, the time left."""
         self.words[cell] = outcome.words
         cause = short(outcome.words, _LONGEST)
-        words = [] if outcome.code == DONE else [cause]
-        words += _results(self._record(cell) or {})
+        words = ([] if outcome.code == DONE else [cause]) + _results(self._record(cell) or {})
         if cell in self.since:
             self.seconds[cell] = time.monotonic() - self.since[cell]
             words.append(_clock(self.seconds[cell]))
@@ -81,8 +81,8 @@ class Board:
 
     def table(self, width: int | None = None) -> str:
         """Return the mode table over all cells that have been started."""
-        records = [found for cell in self.plan.cells if (found := self._record(cell)) is not None]
-        return table(records, self.plan.swept, width)
+        records = map(self._record, self.plan.cells)
+        return table([record for record in records if record is not None], self.plan.swept, width)
 
     def write(self, now: bool = False) -> None:
         """Rewrite the file if something has happened or the shown progress is old."""
@@ -101,7 +101,7 @@ class Board:
         header = ["run", "status", "step", "loss", "seconds"]
         return (
             f"# Sweep of {len(rows)} runs\n\n    {self.command}\n\n"
-            f"started {self.started}, updated {_now()}\n\n"
+            f"started {self.started}, updated {now()}\n\n"
             f"{markdown_table(header, rows)}\n\n{self.table()}\n"
         )
 
@@ -114,27 +114,23 @@ class Board:
         if seconds is None and self.words.get(cell) == "running":
             seconds = time.monotonic() - self.since[cell]
         seconds = self.seconds.get(cell) if seconds is None else seconds
+        before = outcome_words(record) if record.get("status") in OUTCOMES else "waiting"
         return [
             self._name(cell),
-            short(self._status(cell, record), 120),
+            short(self.words.get(cell, before), 120),
             "" if step is None else f"{step}/{record.get('steps', '?')}",
             "" if loss is None else f"{float(loss):.4f}",
             "" if seconds is None else f"{seconds:.0f}",
         ]
 
-    def _status(self, cell: Cell, record: dict) -> str:
-        if cell in self.words:
-            return self.words[cell]
-        return outcome_words(record) if record.get("status") in OUTCOMES else "waiting"
-
     def _record(self, cell: Cell) -> dict | None:
-        words = self.words.get(cell, "")
-        if (record := record_of(cell.directory)) is not None:
-            if record["status"] in OUTCOMES:
-                return record
-            return record | {"newest": _last_record(cell.directory / "metrics.jsonl")}
-        ended = words.startswith(("failed", "killed", "hung"))
-        return without_record(cell, words) if ended else None
+        if (record := record_of(cell.directory)) is None:
+            words = self.words.get(cell, "")
+            ended = words.startswith(("failed", "killed", "hung"))
+            return without_record(cell, words) if ended else None
+        if record["status"] in OUTCOMES:
+            return record
+        return record | {"newest": _last_record(cell.directory / "metrics.jsonl")}
 
     def _name(self, cell: Cell) -> str:
         return cell.directory.relative_to(self.plan.root).as_posix()
@@ -155,11 +151,11 @@ class Board:
     def _say(self, count: str, cell: Cell, words: str) -> None:
         """Print a line about a cell that fits the terminal; its overrides are cut first."""
         width = shutil.get_terminal_size().columns
-        own = [text for text in cell.overrides if text.partition("=")[0] in self.told]
+        swept = [text for text in cell.overrides if text.partition("=")[0] in self.shown]
         ends = f"{count}{cell.mode} ", f"s{cell.seed}: {words}"
         room = width - len("".join(ends)) - 1
-        told = f"{short(' '.join(own), room)} " if own and room >= _SHORTEST else ""
-        print(short(told.join(ends), width), file=sys.stderr, flush=True)
+        shown = f"{short(' '.join(swept), room)} " if swept and room >= _SHORTEST else ""
+        print(short(shown.join(ends), width), file=sys.stderr, flush=True)
 
 
 def _last_record(path: Path) -> dict:
@@ -188,7 +184,3 @@ def _results(record: dict) -> list[str]:
 
 def _clock(seconds: float) -> str:
     return str(timedelta(seconds=round(seconds)))
-
-
-def _now() -> str:
-    return datetime.now(UTC).isoformat(timespec="seconds")

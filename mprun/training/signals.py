@@ -9,7 +9,7 @@ import time
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Self
 
 from mprun.errors import ASKING, PREEMPTED
 
@@ -67,7 +67,7 @@ class Interruption:
         finally:
             del stopped  # the traceback holds this frame; only the handler may keep it alive
 
-    def __enter__(self) -> "Interruption":
+    def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # no other may set handlers
             for number in ASKING:
                 ignored = signal.getsignal(number) == signal.SIG_IGN
