@@ -38,15 +38,10 @@ class Moment:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """A copy under way.
+    """A copy under way."""
 
-    Attributes:
-        values: float32 [n], or numbers that are already on the host.
-        arrived: the moment at which the copy and all work before it are done.
-    """
-
-    values: Tensor | list[float]
-    arrived: Moment
+    values: Tensor | list[float]  # float32 [n], or numbers that are already on the host
+    arrived: Moment  # the copy and all work before it are done
 
     def read(self) -> list[float]:
         """Return the numbers; waits for this copy alone. Call it before its slot is reused."""

@@ -1,9 +1,9 @@
 """Checkpoints: complete, atomic, verified; resuming from one is bit-exact on a CPU.
 
 A checkpoint is a directory `step-NNNNNNNN/` with `state.pt` (tensors and plain values only) and
-`manifest.json`. The manifest holds the step, SHA-256 and size of state.pt, whether all its numbers
-are finite, and the sizes and hashes of matching files. A single rename gives the checkpoint its
-name, after all of it is on the disk. The hash finds accidents, not attackers.
+`manifest.json`: the step, SHA-256 and size of state.pt, whether all its numbers are finite, and the
+sizes and hashes of matching files. A single rename gives the checkpoint its name, after all of it
+is on the disk. The hash finds accidents, not attackers.
 """
 
 import hashlib
@@ -26,12 +26,12 @@ _NAME = re.compile(r"step-(\d{8,})$")
 
 
 class Checkpoint(NamedTuple):
-    """A whole checkpoint. warnings: a line for each newer checkpoint that is not whole."""
+    """A whole checkpoint."""
 
     step: int
     state: dict[str, Any]
     manifest: dict[str, Any]
-    warnings: list[str]
+    warnings: list[str]  # a line for each newer checkpoint that is not whole
 
 
 def save(folder: Path, step: int, state: dict, keep: int, **belonging: Any) -> Path:
@@ -50,20 +50,22 @@ def save(folder: Path, step: int, state: dict, keep: int, **belonging: Any) -> P
             torch.save(state, file)
         sha256 = _sha256(path)
         manifest = {"step": step, "sha256": sha256, "bytes": path.stat().st_size}
-        manifest |= {"finite": all(map(_is_finite, _tensors(state))), **belonging}
+        manifest |= {"finite": all(bool(t.isfinite().all()) for t in _tensors(state)), **belonging}
         with synced(temporary / "manifest.json") as file:
             file.write(json.dumps(manifest).encode())
         if final.exists():
             shutil.rmtree(final)
         os.replace(temporary, final)
-        _sync_folder(folder)
+        descriptor = os.open(folder, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
     except (OSError, RuntimeError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         # torch.save reports a full disk as a RuntimeError with the OSError behind it.
         raise Resource(f"checkpoint {final} could not be written: {_root_cause(error)}") from error
     _hash_of(final / "state.pt", sha256)
     kept: Counter[bool] = Counter()
-    for number, old in reversed(_found(folder)):
+    for number, old in reversed(_all_in(folder)):
         # Bad checkpoints only help to find out what happened; at most `keep` of them stay.
         good = kept[True] < keep and _is_good(old, number)
         if kept[True] < keep and kept[good] < keep:
@@ -74,13 +76,9 @@ def save(folder: Path, step: int, state: dict, keep: int, **belonging: Any) -> P
 
 
 def load_newest(folder: Path, map_location: torch.device) -> Checkpoint | None:
-    """Return the newest whole checkpoint; None if there is none.
-
-    Raises:
-        Damaged: there are checkpoints, but none is whole.
-    """
+    """Return the newest whole checkpoint, None without any; raise Damaged if none is whole."""
     warnings: list[str] = []
-    for step, path in reversed(_found(folder)):
+    for step, path in reversed(_all_in(folder)):
         try:
             manifest = _checked(path, step)
             state = _load(path / "state.pt", map_location)
@@ -100,15 +98,8 @@ def _tensors(tree: object) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def _is_finite(tensor: torch.Tensor) -> bool:
-    floats = tensor.is_floating_point() or tensor.is_complex()
-    return not floats or bool(torch.isfinite(tensor).all())
-
-
-def _found(folder: Path) -> list[tuple[int, Path]]:
-    if not folder.is_dir():
-        return []
-    matches = [(_NAME.match(path.name), path) for path in folder.iterdir()]
+def _all_in(folder: Path) -> list[tuple[int, Path]]:
+    matches = [(_NAME.match(path.name), path) for path in folder.glob("step-*")]
     return sorted((int(match[1]), path) for match, path in matches if match)
 
 
@@ -153,8 +144,8 @@ _HASHES: dict[tuple[int, int, int, int], str] = {}  # by inode, device, size and
 
 def _hash_of(path: Path, known: str | None = None) -> str:
     """Return the SHA-256 of a file, cached while it does not change; rotation asks often."""
-    found = path.stat()
-    key = (found.st_ino, found.st_dev, found.st_size, found.st_mtime_ns)
+    stat = path.stat()
+    key = (stat.st_ino, stat.st_dev, stat.st_size, stat.st_mtime_ns)
     if key not in _HASHES:
         _HASHES[key] = known or _sha256(path)
     return _HASHES[key]
@@ -163,14 +154,6 @@ def _hash_of(path: Path, known: str | None = None) -> str:
 def _sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _root_cause(error: BaseException) -> str:

@@ -55,7 +55,7 @@ def steady_terminal() -> Iterator[None]:
     before, hook = (sys.stdin, sys.stdout, sys.stderr), threading.excepthook
     sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - until the end
     sys.stderr = cast(TextIO, _Steady(sys.stderr or open(2, "w", closefd=False)))  # noqa: SIM115
-    threading.excepthook = _tell_of_thread
+    threading.excepthook = _print_of_thread
     try:
         yield
     finally:
@@ -63,7 +63,7 @@ def steady_terminal() -> Iterator[None]:
         threading.excepthook = hook
 
 
-def _tell_of_thread(args: threading.ExceptHookArgs) -> None:
+def _print_of_thread(args: threading.ExceptHookArgs) -> None:
     """Print a thread's error in one line; TensorBoard's writer, say, raises it in its next call."""
     name = args.thread.name if args.thread is not None else "a thread"
     print(f"mprun: {name}: {args.exc_value}", file=sys.stderr)
@@ -74,20 +74,18 @@ def columns(most: int = 80, stream: TextIO | None = None) -> int:
 
     COLUMNS comes first, then the terminal's current width, then 80.
     """
-    found = shutil.get_terminal_size((80, 24)).columns
+    width = shutil.get_terminal_size((80, 24)).columns
     if stream is not None and not os.environ.get("COLUMNS"):
         with suppress(OSError, ValueError):  # OSError: no terminal; ValueError: closed
-            found = os.get_terminal_size(stream.fileno()).columns or 80
-    return max(30, min(most, found))
+            width = os.get_terminal_size(stream.fileno()).columns or 80
+    return max(30, min(most, width))
 
 
 class Progress:
     """Show step, loss, scale, skipped updates, throughput and the time left.
 
-    It also shows the share of time spent waiting for data, if above a tenth. On a terminal a line
-    fits the width: the least important parts are left out.
-
-    seconds: least time between two plain lines when there is no terminal.
+    A line fits the width of a terminal: the least important parts are left out. Without a terminal
+    lines are at least `seconds` apart.
     """
 
     def __init__(self, total: int, sample: str, stream: TextIO | None = None, seconds: float = 5.0):
@@ -161,7 +159,6 @@ class Progress:
         return columns(1000, self.stream) - 1
 
     def _room(self) -> int:
-        """Return the columns for a line's text; without a terminal nothing is too long."""
         return self._width() - _LEAST_BAR * self.drawn if self.terminal else 1000
 
     def _draw(self, text: str) -> None:

@@ -19,12 +19,7 @@ _SENSORS = {  # name -> (function, arguments, divisor to our unit)
 
 
 class PowerMeter:
-    """The sensors of one GPU.
-
-    Args:
-        uuid: UUID from torch, with or without "GPU-" in front; None: no GPU, every reading is
-            None.
-    """
+    """The sensors of one GPU, by torch's UUID, with or without "GPU-" in front; None: none."""
 
     def __init__(self, uuid: str | None):
         self.why: dict[str, str] = {}
@@ -43,11 +38,8 @@ class PowerMeter:
 
     def sample(self) -> dict[str, float]:
         """Return the readable ones of power_w, sm_clock_mhz and temperature_c."""
-        read = {
-            name: (self._read(name, function, *arguments), unit)
-            for name, (function, arguments, unit) in _SENSORS.items()
-        }
-        return {name: value / unit for name, (value, unit) in read.items() if value is not None}
+        read = {name: self._read(name, call, *more) for name, (call, more, _) in _SENSORS.items()}
+        return {name: n / _SENSORS[name][2] for name, n in read.items() if n is not None}
 
     def process_bytes(self) -> int | None:
         """Return the GPU memory of this process as the driver counts it, context included.

@@ -17,11 +17,10 @@ class SavedForBackward(torch.autograd.graph.saved_tensors_hooks):
 
     Each storage counts once, parameters and buffers not at all. That leaves activations and, under
     autocast, the 16-bit copies of the weights. If a step has several backward passes, memory that
-    a later pass reuses counts once. The hooks return every tensor unchanged, so the step computes
-    the same numbers.
+    a later pass reuses counts once. The step computes the same numbers.
 
-    weight_copies: (address, bytes) of storages that are casts of parameters. The code that watches
-    the casts adds them. Tensors saved there count as copies of weights, not as activations.
+    weight_copies: (address, bytes) of storages that are casts of parameters, added by the code that
+    watches the casts. Tensors saved there count as copies of weights, not as activations.
     """
 
     def __init__(self, learners):

@@ -1,7 +1,4 @@
-"""The records of a run: metrics.jsonl, its TensorBoard view, and grids of generated images.
-
-The grids are samples/step-NNNNNNNN.png in the run directory.
-"""
+"""The records of a run: metrics.jsonl, its TensorBoard view, and grids of generated images."""
 
 import hashlib
 import json
@@ -35,7 +32,8 @@ class MetricsFile:
 
     def write(self, record: dict[str, Any]) -> None:
         """Append one record."""
-        line = _line(record).encode()
+        plain = {key: _to_json(value) for key, value in record.items()}
+        line = f"{_ENCODER.encode(plain)}\n".encode()
         self.file.write(line)
         self.file.flush()
         self.bytes += len(line)
@@ -95,10 +93,8 @@ class TensorBoardView:
     """Mirror records as scalars `train/...` and `eval/...` in the run directory itself.
 
     Each event wakes the writer's thread, which would double the time of a short step. The training
-    records of up to two seconds are therefore handed over together.
-
-    Attributes:
-        writer: a SummaryWriter; None if TensorBoard is not installed: then nothing is written.
+    records of up to two seconds are therefore handed over together. Without TensorBoard `writer` is
+    None, and nothing is written.
     """
 
     TOGETHER_S: ClassVar = 2.0
@@ -165,11 +161,6 @@ class TensorBoardView:
             self.writer.close()
 
 
-def _line(record: dict[str, Any]) -> str:
-    plain = {key: _to_json(value) for key, value in record.items()}
-    return _ENCODER.encode(plain) + "\n"
-
-
 def _to_json(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
@@ -177,9 +168,9 @@ def _to_json(value: Any) -> Any:
 
 
 def write_sample_grid(directory: Path, step: int, images) -> Path:
-    """Write images, float tensor [n, channels, height, width] in [0, 1], as a grid of 8 columns.
+    """Write images, float [n, 1 or 3, height, width] in [0, 1], as samples/step-NNNNNNNN.png.
 
-    The file appears whole or not at all. It has 1 or 3 channels of 8 bits, rounded.
+    The grid has 8 columns, its numbers 8 bits, rounded. The file appears whole or not at all.
     """
     # Imported here: reading records must need neither torch nor Pillow.
     from PIL import Image

@@ -1,10 +1,9 @@
 """The columns of a metrics.jsonl that a comparison needs.
 
-A comparison needs a few columns of every record and all columns of a few hundred. msgspec checks
-each line and takes the few columns out of it (100,000 records in about 0.1 s, a tenth of json's
-time). The lines to be drawn are parsed in full. If msgspec finds a line that `MetricsFile` cannot
-have written, json reads the whole file again. json is the reference: it also accepts bare NaN and
-Infinity, and it names the faulty line.
+It needs a few columns of every record, which msgspec checks and decodes (100,000 records in about
+0.1 s, a tenth of json's time), and all columns of a few hundred, which are parsed in full. If
+msgspec finds a line that `MetricsFile` cannot have written, json reads the whole file again: it
+also accepts bare NaN and Infinity, and the faulty line is named.
 """
 
 import json
@@ -18,6 +17,7 @@ import msgspec
 import numpy as np
 
 from mprun.errors import Damaged
+from mprun.record.run_record import in_words
 
 # `MetricsFile`'s words for the numbers that JSON lacks.
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -33,14 +33,12 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
 
 @dataclass(slots=True)
 class MetricsColumns:
-    """The part of one metrics.jsonl that a comparison needs; counts, ranges and steps are exact.
+    """The part of one metrics.jsonl that a comparison needs; counts, ranges and steps are exact."""
 
-    evals: column -> float64 [evaluations]: "step", "updates", then the metrics.
-    train: column -> float64 [at most 500]: "step", "updates", "skipped", then all other columns,
-    NaN where a record lacks one. The records are evenly thinned and include the first and last.
-    """
-
+    # column -> float64 [evaluations]: "step", "updates", then the metrics
     evals: dict[str, np.ndarray]
+    # column -> float64 [at most 500]: "step", "updates", "skipped", then all other columns, NaN
+    # where a record lacks one; evenly thinned, the first and the last included
     train: dict[str, np.ndarray]
     records: int  # train records in the file
     last_step: int  # step of the newest record, 0 if there is none
@@ -53,9 +51,8 @@ class MetricsColumns:
     nonfinite_step: int | None  # first step with a non-finite loss whose update was applied
 
 
+# The fields that every record must have, and the loss scale of a train record.
 class _Train(msgspec.Struct, tag_field="split", tag="train", gc=False):
-    """The fields that every train record must have, and its loss scale."""
-
     step: _Count
     updates: _Count
     skipped: _Count
@@ -64,8 +61,6 @@ class _Train(msgspec.Struct, tag_field="split", tag="train", gc=False):
 
 
 class _Eval(msgspec.Struct, tag_field="split", tag="eval", gc=False):
-    """The fields that every evaluation's record must have."""
-
     step: _Count
     updates: _Count
 
@@ -76,11 +71,7 @@ _decoder = msgspec.json.Decoder(_Train | _Eval)
 
 
 def read_columns(path: Path, missing_ok: bool = False) -> MetricsColumns:
-    """Read a metrics.jsonl; a torn last line is left out.
-
-    Args:
-        path: The file.
-        missing_ok: Treat a missing file as empty.
+    """Read a metrics.jsonl, with `missing_ok` a missing one as empty; leave out a torn last line.
 
     Raises:
         Damaged: A line is no JSON object or lacks a field that every record has, or the steps do
@@ -124,21 +115,15 @@ def _parsed(path: Path, lines: list[bytes]) -> _Records:
 
 
 def _parsed_line(path: Path, number: int, line: bytes) -> _Train | _Eval | None:
-    if not line:
-        return None
-    record = parsed_json(path, number, line)
+    record = parsed_json(path, number, line) if line else {"split": ""}
     if not isinstance(record, dict) or not isinstance(record.get("split"), str):
         raise Damaged(f"{path}: line {number} is not a record of a run")
-    kind = {"train": _Train, "eval": _Eval}.get(record["split"])
-    if kind is None:
+    if record["split"] not in ("train", "eval"):
         return None
-    for key in ("step", "updates", "skipped") if kind is _Train else ("step", "updates"):
-        value = record.get(key)
-        if type(value) is not int or not 0 <= value <= _MOST:
-            raise Damaged(f"{path}: line {number}: {key} is {value}, not a count")
-    if kind is _Train and _number(record.get("loss")) is None:
-        raise Damaged(f"{path}: line {number}: loss is {record.get('loss')}, not a number")
-    return kind(**{key: record.get(key) for key in kind.__struct_fields__})
+    try:
+        return msgspec.convert(record, _Train | _Eval)
+    except msgspec.ValidationError as error:
+        raise Damaged(f"{path}: line {number}: {in_words(error)}") from None
 
 
 def _columns(path: Path, lines: list[bytes], records: _Records) -> MetricsColumns:
@@ -160,6 +145,8 @@ def _columns(path: Path, lines: list[bytes], records: _Records) -> MetricsColumn
     was_skipped = np.diff(skipped, prepend=0) > 0
     skip_steps = step[was_skipped]
     applied = np.flatnonzero(~np.isfinite(losses) & ~was_skipped)
+    scales = _numbers([record.loss_scale for record in train])
+    known = scales[~np.isnan(scales)]
     drawn = [json.loads(lines[i]) for i in _evenly(at, DRAWN_RECORDS)]
     return MetricsColumns(
         evals=_arrays(evals, ("step", "updates"), _NO_METRIC),
@@ -171,15 +158,9 @@ def _columns(path: Path, lines: list[bytes], records: _Records) -> MetricsColumn
         skipped=int(skipped[-1]) if count else 0,
         skip_steps=_evenly(skip_steps, DRAWN_SKIPS),
         longest_skip_streak=_longest_streak(skip_steps),
-        scale_range=_range(_numbers([record.loss_scale for record in train])),
+        scale_range=(float(known.min()), float(known.max())) if len(known) else None,
         nonfinite_step=int(step[applied[0]]) if len(applied) else None,
     )
-
-
-def _range(values: np.ndarray) -> tuple[float, float] | None:
-    """Return the least and the largest of the values that are not NaN."""
-    known = values[~np.isnan(values)]
-    return (float(known.min()), float(known.max())) if len(known) else None
 
 
 def _number(value: Any) -> float | None:

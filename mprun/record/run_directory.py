@@ -1,8 +1,7 @@
 """A run directory: claimed once, never silently reused, every file written whole.
 
 A reader cannot know who made a directory. The directory is therefore data: nothing outside it is
-read, written or removed through it. Its lock file carries the training loop's heartbeat, which
-other processes can see.
+read, written or removed through it. Its lock file carries the training loop's heartbeat.
 """
 
 import errno
@@ -46,9 +45,7 @@ def run_name(
     Example: ("resnet50-digits_32", "amp-optim.lr=0.05-s0").
 
     Args:
-        config: The run's configuration.
         choices: The chosen file of each group.
-        overrides: As they were given.
         swept: Keys that differ between several runs. The name always has them; a value that a
             file name cannot hold is followed by its hash.
         told: Whether a key describes a run, so that the name has it without a sweep, too.
@@ -62,7 +59,7 @@ def run_name(
         for key, value in _pairs(overrides)
         if key not in _IN_PATH and (key in swept or told(key))
     ]
-    texts = [_told_apart(text) if key in swept else text for key, text in pairs]
+    texts = [_distinct(text) if key in swept else text for key, text in pairs]
     ends = [config["name"] or "", f"s{config['seed']}"]
     name = _joined([choices["precision"], *texts, *ends])
     if len(name) > _LONGEST and swept:
@@ -111,7 +108,8 @@ def _making(key: str, path: Path) -> Iterator[None]:
         ) from None
 
 
-class locked:
+@contextmanager
+def locked(directory: Path) -> Iterator[None]:
     """Hold a run directory; a second process that wants it is refused.
 
     Files that killed processes left half written are removed.
@@ -120,26 +118,18 @@ class locked:
         BadInput: It is in use.
         Damaged: It holds a link that leads out of it, or something other than files and folders.
     """
-
-    def __init__(self, directory: Path):
-        self.directory = directory
-
-    def __enter__(self):
-        refuse_strange(self.directory)
-        self.file = open(self.directory / ".lock", "a", encoding="utf-8")
+    refuse_strange(directory)
+    with open(directory / ".lock", "a", encoding="utf-8") as file:
         try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             # A sweep may have moved the directory in between, and the locked file with it.
-            held = is_at(self.file, self.directory / ".lock")
+            held = is_at(file, directory / ".lock")
         except BlockingIOError:
             held = False
         if not held:
-            self.file.close()
-            raise BadInput(f"{self.directory}: in use by another process")
-        _remove_leftovers(self.directory)
-
-    def __exit__(self, *exception):
-        self.file.close()
+            raise BadInput(f"{directory}: in use by another process")
+        _remove_leftovers(directory)
+        yield
 
 
 def is_at(file, path: Path) -> bool:
@@ -175,12 +165,7 @@ def _remove_leftovers(directory: Path) -> None:
 
 
 def content_of(path: Path, most: int) -> bytes:
-    """Return the content of a file.
-
-    Raises:
-        Damaged: It is not a regular file, or larger than `most` bytes.
-        FileNotFoundError: It does not exist.
-    """
+    """Return the content of a file; raise Damaged unless it is one of at most `most` bytes."""
     # O_NONBLOCK: opening a pipe would wait for its writer.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
         found = os.fstat(file.fileno())
@@ -263,7 +248,7 @@ def _joined(parts: list[str]) -> str:
     return "-".join(str(part) for part in parts if part)
 
 
-def _told_apart(text: str) -> str:
+def _distinct(text: str) -> str:
     safe = _only_safe(text)
     return safe if safe == text else f"{safe}-{_short_hash(text)}"
 

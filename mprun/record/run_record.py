@@ -75,7 +75,7 @@ class Throughput(TypedDict, total=False):
     samples_per_s: float | None
     windows: _Count
     sample: str
-    data_wait: float
+    data_wait: float  # share of the time; absent if the source does not read ahead
 
 
 class AuditRecord(TypedDict, total=False):
@@ -133,27 +133,16 @@ class RunRecord(TypedDict, total=False):
 
 @dataclass(slots=True)
 class Outcome:
-    """The end of a run, and its results.
+    """The end of a run, and its results."""
 
-    Attributes:
-        status: done, diverged or preempted.
-        step: the last step, from 1.
-        data_wait: share of the time that the device waited for data; None: the source does not
-            read ahead.
-        memory: the peak in bytes, and what measured it.
-        first_step: what was counted in the first step, as fields of the record.
-    """
-
-    status: str
-    step: int
+    status: str  # done, diverged or preempted
+    step: int  # the last one, from 1
     cause: str | None = None
     skipped: int = 0
     final: dict[str, float] = field(default_factory=dict)
-    samples_per_s: float | None = None
-    windows: int = 0
-    data_wait: float | None = None
+    throughput: dict = field(default_factory=dict)
     memory: dict = field(default_factory=dict)
-    first_step: dict = field(default_factory=dict)
+    first_step: dict = field(default_factory=dict)  # what was counted in it, as fields of run.json
 
     def diverged(self, step: int, cause: str) -> bool:
         """Note that the run diverged; return False: it does not go on."""
@@ -166,19 +155,14 @@ class Outcome:
         interrupted = self.status == "preempted" and self.cause == "SIGINT"
         return INTERRUPTED if interrupted else STATUS_EXIT_CODE[self.status]
 
-    def results(self, sample: str) -> dict[str, Any]:
-        """Return the fields of the record; sample: the unit of the throughput."""
+    def results(self) -> dict[str, Any]:
+        """Return the fields of the record."""
         return {
             "last_step": self.step,
             "skipped": self.skipped,
             "updates": self.step - self.skipped,
             "final": {k: v if math.isfinite(v) else str(v) for k, v in self.final.items()},
-            "throughput": {
-                "samples_per_s": self.samples_per_s,
-                "windows": self.windows,
-                "sample": sample,
-                **({} if self.data_wait is None else {"data_wait": self.data_wait}),
-            },
+            "throughput": self.throughput,
             "memory": self.memory,
             **self.first_step,
         }
@@ -218,12 +202,8 @@ class Record(dict[str, Any]):
         write_json(self.directory / "run.json", self)
 
 
-def read_record(directory: Path, *needed: str) -> "Record":
-    """Read run.json.
-
-    Args:
-        directory: The run directory.
-        needed: Fields that must be there ("steps", "environment.device").
+def read_record(directory: Path, *needed: str) -> Record:
+    """Read run.json; the fields `needed` ("steps", "environment.device") must be there.
 
     Raises:
         Damaged: It is not JSON, or a field is missing or contradicts `RunRecord`.
@@ -235,7 +215,7 @@ def read_record(directory: Path, *needed: str) -> "Record":
         record: dict[str, Any] = msgspec.json.decode(content_of(path, MOST_JSON))
         msgspec.convert(record, RunRecord)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Damaged(f"{path}: {_in_words(error)}") from None
+        raise Damaged(f"{path}: {in_words(error)}") from None
     for key in needed:
         found: Any = record
         for name in key.split("."):
@@ -245,7 +225,7 @@ def read_record(directory: Path, *needed: str) -> "Record":
     return Record(directory, record)
 
 
-def _in_words(error: Exception) -> str:
+def in_words(error: Exception) -> str:
     """Put the key first: "environment.threads: Expected `int`, got `str`"."""
     text = str(error) or "nested too deeply"
     what, _, where = text.partition(" - at `$")

@@ -83,7 +83,7 @@ def tell_ending(directory: Path, source: Source, outcome: Outcome, record: dict)
         cause,
         hint_of("explain", f"to find the cause: mprun explain {directory}") if diverged else None,
         f"to go on: mprun resume={directory}" if outcome.status == "preempted" else None,
-        data_bound(source, outcome.data_wait, record["seconds"]),
+        data_bound(source, outcome.throughput.get("data_wait"), record["seconds"]),
         replaced_line(record["data"]),
         f"next: {_next(directory, record)}" if done else None,
     )

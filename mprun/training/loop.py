@@ -111,7 +111,7 @@ class Loop:
             self.probing = Probing(
                 built.task,
                 directory,
-                self.logger.board.writer,
+                self.logger.tensorboard.writer,
                 every=numerics.every,
                 shadow_every=numerics.shadow_every,
                 modules=numerics.modules,
@@ -259,8 +259,7 @@ class Loop:
             kept = {key: outcome.memory[key] - self.keeper.bytes for key in memory.OF_CUDA}
             outcome.memory |= kept
         outcome.memory |= {"saved_for_backward_bytes": self.saved_bytes}
-        outcome.samples_per_s, outcome.windows = self.logger.throughput()
-        outcome.data_wait = self.logger.data_wait()
+        outcome.throughput = self.logger.throughput(self.built.task.sample)
         if outcome.status == "diverged" and outcome.cause is not None:
             report_failure(
                 self.keeper,

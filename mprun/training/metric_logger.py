@@ -6,7 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from mprun.numerics.post_mortem import History, StepRow
 from mprun.record.console import Progress
@@ -22,24 +22,20 @@ EARLY_STEPS = 20
 
 
 class Records:
-    """Write the intervals read from the buffer as records below `directory`.
+    """Write the intervals read from the buffer as records below `directory`."""
 
-    Attributes:
-        samples_per_step: samples that the throughput counts for a step.
-        history: the newest steps that were read.
-        diverged_at: the step of a divergence, once `flush` has returned its cause.
-    """
-
-    samples_per_step: float = 1
+    samples_per_step: float = 1  # as the throughput counts them
+    steps_per_epoch: int | None = None  # None: the records have no epoch
+    progress: Progress | None = None
 
     def __init__(self, directory: Path, buffer: MetricBuffer, start: int = 0):
         self.directory, self.buffer = directory, buffer
         self.metrics = MetricsFile(directory / "metrics.jsonl")
-        self.board = TensorBoardView(directory, purge_step=start + 1 if start else None)
-        self.history = History()
+        self.tensorboard = TensorBoardView(directory, purge_step=start + 1 if start else None)
+        self.history = History()  # the newest steps that were read
         self.speeds: list[float] = []
         self.waits: list[tuple[float, float]] = []  # seconds waited for data, seconds in all
-        self.diverged_at = start
+        self.diverged_at = start  # the step, once `flush` has returned the cause of a divergence
         buffer.restart_clock()
 
     def flush(self, logged: bool, wait: bool) -> str | None:
@@ -62,44 +58,29 @@ class Records:
 
         Read everything up to `step` before: the record has the number of skipped updates.
         """
-        record = {
-            "split": "eval",
-            "step": step,
-            "updates": step - self.buffer.host_skipped,
-            "skipped": self.buffer.host_skipped,
-            **self._place(step),
-            **values,
-            "seconds": seconds,
-        }
-        self._write(record)
+        head = self._head("eval", step, self.buffer.host_skipped)
+        self._write({**head, **values, "seconds": seconds})
 
-    def throughput(self) -> tuple[float | None, int]:
-        """Return median samples/s and number of the windows, without the first, the warm-up."""
+    def throughput(self, sample: str) -> dict[str, Any]:
+        """Return run.json's field, over all windows but the first, the warm-up.
+
+        sample: name of what is counted.
+        """
         windows = self.speeds[1:] or self.speeds
-        return (statistics.median(windows), len(windows)) if windows else (None, 0)
-
-    def data_wait(self) -> float | None:
-        """Return the share of time that the device waited for data, over the same windows."""
-        return _share(self.waits[1:] or self.waits) if self.waits else None
+        median = statistics.median(windows) if windows else None
+        found = {"samples_per_s": median, "windows": len(windows), "sample": sample}
+        return found | ({"data_wait": _share(self.waits[1:] or self.waits)} if self.waits else {})
 
     def close(self) -> None:
         self.metrics.sync()
         self.metrics.close()
-        self.board.close()
-
-    def _place(self, step: int) -> dict[str, float]:
-        """Return further fields that locate `step` in the training."""
-        return {}
+        self.tensorboard.close()
+        if self.progress is not None:
+            self.progress.close()
 
     def _extra(self, row: StepRow) -> dict[str, float]:
         """Return the fields of a training record that do not come from the device."""
         return {}
-
-    def _show(self, step: int, record: dict) -> None:
-        """Show that an interval was recorded."""
-
-    def _tell_divergence(self, row: StepRow) -> None:
-        """Report a step whose loss is not finite although its update was applied."""
 
     def _write_interval(self, interval: LogInterval) -> str | None:
         rows, newest = interval.rows, interval.rows[-1]
@@ -113,10 +94,11 @@ class Records:
                 self._write(self._record(row) | extra)
             if diverged:
                 self.diverged_at = row.step
-                self._tell_divergence(row)
+                if self.progress is not None:
+                    self.progress.note(f"diverged at step {row.step}: loss {row.loss}")
                 return "non-finite loss"
-        if interval.logged:
-            self._show(newest.step, self._record(newest) | window)
+        if interval.logged and self.progress is not None:
+            self.progress.show(newest.step, self._record(newest) | window)
         if interval.collapsed is None:
             return None
         self.diverged_at = newest.step
@@ -132,32 +114,30 @@ class Records:
         self.waits.append((interval.waited, interval.seconds))
         return {"samples_per_s": speed, "data_wait": _share(self.waits[-1:])}
 
-    def _record(self, row: StepRow) -> dict:
-        return {
-            "split": "train",
-            "step": row.step,
-            "updates": row.step - row.skipped,
-            "skipped": row.skipped,
-            **self._place(row.step),
-            "loss": row.loss,
-            "loss_scale": row.loss_scale,
-            **self._extra(row),
-        }
+    def _head(self, split: str, step: int, skipped: int) -> dict[str, Any]:
+        head = {"split": split, "step": step, "updates": step - skipped, "skipped": skipped}
+        if self.steps_per_epoch is not None:
+            head["epoch"] = round(step / self.steps_per_epoch, 4)
+        return head
+
+    def _record(self, row: StepRow) -> dict[str, Any]:
+        head = self._head("train", row.step, row.skipped)
+        return {**head, "loss": row.loss, "loss_scale": row.loss_scale, **self._extra(row)}
 
     def _write(self, record: dict) -> None:
         self.metrics.write(record)
-        self.board.write(record)
+        self.tensorboard.write(record)
 
 
 class MetricLogger(Records):
-    """The records of a built run, and its progress.
+    """The records of a built run that goes on after step `start`, and its progress."""
 
-    start: the step after which the run goes on.
-    """
+    progress: Progress
 
     def __init__(self, directory: Path, built: Built, buffer: MetricBuffer, start: int):
         self.task, self.rate = built.task, built.rate
         self.samples_per_step = built.task.samples_per_step
+        self.steps_per_epoch = built.task.steps_per_epoch
         self.progress = Progress(built.steps, built.task.sample)
         self.progress.step = start
         self.held_out = int(built.data.description["eval_samples"])
@@ -181,28 +161,15 @@ class MetricLogger(Records):
         samples = self.task.samples()
         if samples is not None:
             samples = samples.cpu()
-            self.board.images("eval/samples", samples, step)
+            self.tensorboard.images("eval/samples", samples, step)
             write_sample_grid(self.directory, step, samples)
         shown = "  ".join(f"{key} {value:.5g}" for key, value in values.items())
         self.progress.note(f"eval at step {step}: {shown}")
         self.buffer.restart_clock()
         return values
 
-    def close(self) -> None:
-        super().close()
-        self.progress.close()
-
-    def _place(self, step: int) -> dict[str, float]:
-        return {"epoch": round(step / self.task.steps_per_epoch, 4)}
-
     def _extra(self, row: StepRow) -> dict[str, float]:
         return {"lr": self.rate.at(row.step - 1, row.skipped - int(row.found_inf))}
-
-    def _show(self, step: int, record: dict) -> None:
-        self.progress.show(step, record)
-
-    def _tell_divergence(self, row: StepRow) -> None:
-        self.progress.note(f"diverged at step {row.step}: loss {row.loss}")
 
 
 def _share(windows: list[tuple[float, float]]) -> float:

@@ -267,7 +267,7 @@ def _attempt(
             raise Resource(f"{error.strerror or error} ({error.filename or directory})") from error
         with _memory_as_resource():
             raise
-    results = outcome.results(task.sample) | {"emulated": built.forward_context.rerouted()}
+    results = outcome.results() | {"emulated": built.forward_context.rerouted()}
     end(outcome.status, outcome.cause, results)
     if outcome.status != "preempted":
         _write_hyperparameters(directory, config, record)

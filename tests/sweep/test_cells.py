@@ -282,7 +282,7 @@ def test_a_cell_of_another_process_is_waited_for(cell, record, code, words, capf
 
     def finish():
         put(cell, last_step=20, **record)
-        lock.__exit__()
+        lock.__exit__(None, None, None)
 
     timer = threading.Timer(1.5, finish)
     timer.start()

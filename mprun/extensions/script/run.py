@@ -312,7 +312,7 @@ class Run:
         self._heartbeat = Heartbeat(self.directory)
         self._probing: Probing | None = None
         if probe_every:
-            writer = self._records.board.writer
+            writer = self._records.tensorboard.writer
             self._probing = Probing(
                 self.task, self.directory, writer, every=probe_every, modules=modules
             )
@@ -370,13 +370,12 @@ class Run:
             return
         self._stop_watching(None)
         step, skipped = self.steps if step is None else step, self._buffer.host_skipped
-        speed, windows = self._records.throughput()
-        peak = memory.higher({}, self.task.device)
-        found = Outcome(status, step, cause, skipped, self._final, speed, windows, memory=peak)
+        speed, peak = self._records.throughput("step"), memory.higher({}, self.task.device)
+        found = Outcome(status, step, cause, skipped, self._final, speed, peak)
         self.status, self.cause = status, cause
         self._records.close()
         computed = {"emulated": self.task.forward_context.rerouted(), "audit": self.task.audit()}
-        self._record.end(status, cause, found.results("step") | computed, steps=max(1, self.steps))
+        self._record.end(status, cause, found.results() | computed, steps=max(1, self.steps))
         atexit.unregister(self._at_exit)
         self._lock.__exit__(None, None, None)
         print(f"run: {self.directory}", file=sys.stderr)
