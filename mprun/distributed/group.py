@@ -28,15 +28,7 @@ from torch import Tensor
 
 from mprun.distributed.rank_info import RankInfo
 from mprun.distributed.ranks import Ranks
-from mprun.errors import (
-    BUG,
-    INTERRUPTED,
-    RESOURCE,
-    BadInput,
-    MprunError,
-    RankFailed,
-    Resource,
-)
+from mprun.errors import BUG, INTERRUPTED, RESOURCE, BadInput, MprunError, RankFailed, Resource
 
 T = TypeVar("T")
 
@@ -48,9 +40,6 @@ _OF_OTHERS = (
     *("gloo", "nccl", "tcpstore", "connection", "socket"),
     *("timed out", "timeout", "watchdog"),
 )
-
-
-_DIRECTORY = "mprun/directory"
 
 
 def store_of(place: RankInfo, host: bool, timeout_s: float) -> dist.TCPStore:
@@ -77,16 +66,23 @@ class RankGroup(Ranks):
     """This process as one of several ranks.
 
     Args:
-        place: this rank's place.
-        device: the device it computes on.
         timeout_s: how long a rank waits for the others before it gives up.
 
     Raises:
+        BadInput: this machine has too few GPUs.
         Resource: the ranks do not meet.
     """
 
     def __init__(self, place: RankInfo, device: torch.device, timeout_s: float):
         assert place.rank is not None
+        if device.type == "cuda":
+            count = torch.cuda.device_count()
+            if place.local_rank >= count:
+                raise BadInput(
+                    f"devices={place.devices}: rank {place.rank} needs GPU {place.local_rank}, but "
+                    f"this machine shows {count} (allowed: 1 to {count})"
+                )
+            torch.cuda.set_device(place.local_rank)
         self.rank, self.world, self.place, self.device = place.rank, place.world, place, device
         self.timeout_s = timeout_s
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -191,28 +187,19 @@ class RankGroup(Ranks):
         All ranks learn of it after the same step. Call it once a step: the exchange then has a
         whole step to finish before it is waited for.
         """
-        agreed = self._agreed()
+        agreed = 0
+        if self._stop is not None:
+            before, work = self._stop
+            work.wait()
+            agreed = int(before)
         flag = torch.tensor(signal_number)
-        work = dist.all_reduce(flag, dist.ReduceOp.MAX, self.host, async_op=True)
-        self._stop = flag, work
+        self._stop = flag, dist.all_reduce(flag, dist.ReduceOp.MAX, self.host, async_op=True)
         return agreed
 
-    def _agreed(self) -> int:
-        if self._stop is None:
-            return 0
-        flag, work = self._stop
-        self._stop = None
-        work.wait()
-        return int(flag)
-
     def check_equal(self, state: Callable[[], Sequence[int]], step: int) -> None:
-        """Compare the state of all ranks, as in `Ranks.check_equal`.
-
-        Raises:
-            Resource: some rank differs from rank 0; the message names the ranks.
-        """
-        found = self.all_of(tuple(state()))
-        other = [rank for rank, one in enumerate(found) if one != found[0]]
+        """Raise Resource, which names the ranks, if the state of some differs from rank 0's."""
+        states = self.all_of(tuple(state()))
+        other = [rank for rank, one in enumerate(states) if one != states[0]]
         if other:
             raise Resource(
                 f"step {step}: ranks {', '.join(map(str, other))} have other weights, scales or "
@@ -237,13 +224,12 @@ class RankGroup(Ranks):
     def found(self, directory: Path) -> None:
         """Tell the launcher the run's directory."""
         if self.rank == 0:
-            self.whole_store.set(_DIRECTORY, str(directory))
+            self.whole_store.set("mprun/directory", str(directory))
 
     def fail(self, code: int, text: str) -> None:
         """Record why this rank ends, unless another rank recorded a failure before."""
-        word = json.dumps([self.rank, code, text])
         with suppress(RuntimeError):
-            self.store.compare_set("failed", "", word)
+            self.store.compare_set("failed", "", json.dumps([self.rank, code, text]))
 
     def explained(self, error: BaseException) -> BaseException:
         """Return the error of the rank that caused this one, or `error` itself.
@@ -272,7 +258,7 @@ class RankGroup(Ranks):
         except BaseException as error:
             found = self.explained(error)
             if not isinstance(found, RankFailed):
-                self.fail(_code_of(found), _in_words(found))
+                self.fail(*_failure(found))
             if found is error:
                 raise
             raise found from error
@@ -287,24 +273,17 @@ class RankGroup(Ranks):
                 time.sleep(0.1)
 
 
-def _code_of(error: BaseException) -> int:
-    if isinstance(error, MprunError):
-        return error.exit_code
-    if isinstance(error, OSError | MemoryError | torch.OutOfMemoryError):
-        return RESOURCE
-    if isinstance(error, KeyboardInterrupt):  # carries the signal's name
-        number = getattr(signal, str(error) or "SIGINT", signal.SIGINT)
-        return INTERRUPTED if number == signal.SIGINT else 128 + number
-    return BUG
-
-
-def _in_words(error: BaseException) -> str:
+def _failure(error: BaseException) -> tuple[int, str]:
+    """Return the exit code that an error ends its rank with, and its text."""
     text = str(error).partition("\n")[0]
-    if isinstance(error, KeyboardInterrupt):
-        return f"stopped by {text or 'SIGINT'}"
     if isinstance(error, MprunError):
-        return text
-    return f"{type(error).__name__}: {text}"
+        return error.exit_code, text
+    if isinstance(error, KeyboardInterrupt):  # carries the signal's name
+        number = getattr(signal, text or "SIGINT", signal.SIGINT)
+        code = INTERRUPTED if number == signal.SIGINT else 128 + number
+        return code, f"stopped by {text or 'SIGINT'}"
+    ran_out = isinstance(error, OSError | MemoryError | torch.OutOfMemoryError)
+    return RESOURCE if ran_out else BUG, f"{type(error).__name__}: {text}"
 
 
 def failure_of(store: dist.Store, wait_s: float = 0.0) -> tuple[int, int, str] | None:
@@ -357,27 +336,14 @@ class RankLog:
                 self.path.parent.rmdir()  # succeeds for the last rank
 
 
-def join(place: RankInfo, device: torch.device, timeout_s: float) -> RankGroup:
-    """Meet the other ranks.
-
-    Raises:
-        BadInput: this machine has too few GPUs.
-        Resource: they do not meet.
-    """
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if place.local_rank >= count:
-            raise BadInput(
-                f"devices={place.devices}: rank {place.rank} needs GPU {place.local_rank}, but "
-                f"this machine shows {count} (allowed: 1 to {count})"
-            )
-        torch.cuda.set_device(place.local_rank)
-    return RankGroup(place, device, timeout_s)
-
-
 def previous_directory(place: RankInfo) -> str | None:
     """Return the directory of the attempt that torchrun restarted; None: this is the first."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not place.served:
         return None
-    store = store_of(place, False, START_S)
-    return store.get(_DIRECTORY).decode() if store.check([_DIRECTORY]) else None
+    return directory_in(store_of(place, False, START_S))
+
+
+def directory_in(store: dist.Store) -> str | None:
+    """Return the run's directory if its rank 0 has told it."""
+    key = "mprun/directory"
+    return store.get(key).decode() if store.check([key]) else None

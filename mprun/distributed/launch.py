@@ -24,17 +24,9 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, sta
 from torch.distributed.elastic.multiprocessing.api import PContext
 
 from mprun.data.loader import available_cores
-from mprun.distributed.group import failure_of, silent_ranks, store_of
+from mprun.distributed.group import START_S, directory_in, failure_of, silent_ranks, store_of
 from mprun.distributed.rank_info import RankInfo
-from mprun.errors import (
-    ASKING,
-    DONE,
-    INTERRUPTED,
-    PREEMPTED,
-    RESOURCE,
-    SEVERITY,
-    MprunError,
-)
+from mprun.errors import ASKING, DONE, INTERRUPTED, PREEMPTED, RESOURCE, SEVERITY, MprunError
 from mprun.record.run_directory import locked
 from mprun.record.run_record import read_record
 
@@ -108,10 +100,10 @@ class _Asked:
 
 def _once(
     module: str, arguments: list[str], place: RankInfo, asked: _Asked
-) -> tuple[int, Path | None]:
+) -> tuple[int, str | None]:
     """Run one attempt; return its exit code and its directory."""
     hosts = place.node == 0
-    store = store_of(place, hosts, 300.0)
+    store = store_of(place, hosts, START_S)
     place = replace(place, port=store.port, served=True)
     threads = str(max(1, available_cores() // place.devices))
     environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
@@ -137,12 +129,17 @@ def _once(
             started.close(signal.SIGKILL, timeout=5)
         own = dist.PrefixStore("mprun/0", store)
         code, cause = _judged(codes, own, place, asked.number)
-        _tell_unheard(Path(folder), cause)
-    directory = _directory(store)
+        if cause is not None:
+            _print_unheard(Path(folder))
+    directory = directory_in(store)
     if cause is not None:
         print(f"mprun: {cause}", file=sys.stderr)
         if directory is not None and hosts:
-            _correct(directory, cause)
+            # Its rank could not know the cause, or had no time to write it.
+            with suppress(MprunError, OSError), locked(Path(directory)):
+                record = read_record(Path(directory))
+                if record["status"] in ("running", "failed"):
+                    record.end("failed", cause)
     return code, directory
 
 
@@ -209,25 +206,9 @@ def _judged(
     return next((code for code in SEVERITY if code in ended), max(ended)), None
 
 
-def _tell_unheard(folder: Path, cause: str | None) -> None:
+def _print_unheard(folder: Path) -> None:
     """After a failure, print what the ranks wrote before they had their own log."""
-    if cause is None:
-        return
     for log in sorted(folder.rglob("*.log")):
         lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
         for line in lines[-3:]:
             print(f"  {log.parent.name}: {line}", file=sys.stderr)
-
-
-def _directory(store: dist.Store) -> Path | None:
-    if not store.check(["mprun/directory"]):
-        return None
-    return Path(store.get("mprun/directory").decode())
-
-
-def _correct(directory: Path, cause: str) -> None:
-    """Write the cause into run.json, which its rank could not know or had no time to write."""
-    with suppress(MprunError, OSError), locked(directory):
-        record = read_record(directory)
-        if record["status"] in ("running", "failed"):
-            record.end("failed", cause)

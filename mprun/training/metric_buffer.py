@@ -1,12 +1,12 @@
 """The metrics of the steps since the last record, kept on the device until they are read.
 
-A training step leaves a few numbers on the device. At the end of an interval of steps, one copy
-sends them to the host. On CUDA they are read at the end of the next interval, when they have long
-arrived. So no step waits for the device, and the device always has an interval of work ahead.
+At the end of an interval of steps, one copy sends their numbers to the host. On CUDA they are read
+at the end of the next interval, when they have long arrived. So no step waits for the device, and
+the device always has an interval of work ahead.
 """
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,23 +25,14 @@ Waited = Callable[[], float]
 
 @dataclass(frozen=True, slots=True)
 class LogInterval:
-    """Consecutive steps that the device has finished.
-
-    Attributes:
-        metrics: metrics of the newest step.
-        logged: whether to record the newest step.
-        seconds: time that the device took (on a CPU the host).
-        waited: seconds of it that the device waited for data; None: the source does not read ahead.
-        collapsed: name of the loss scale that has collapsed by the end of the interval, and its
-            skips in a row; or None.
-    """
+    """Consecutive steps that the device has finished."""
 
     rows: list[StepRow]
-    metrics: dict[str, float]
-    logged: bool
-    seconds: float
-    waited: float | None
-    collapsed: tuple[str, int] | None
+    metrics: dict[str, float]  # of the newest step
+    logged: bool  # whether to record the newest step
+    seconds: float  # that the device took (on a CPU the host)
+    waited: float | None  # seconds of it spent waiting for data; None: no reading ahead
+    collapsed: tuple[str, int] | None  # a loss scale that has collapsed, and its skips in a row
 
 
 class _Unread(NamedTuple):
@@ -96,52 +87,43 @@ class MetricBuffer:
         `close` reads the metrics that are recorded for the newest step alone. They must not be
         overwritten before the next step.
         """
-        found_inf = metrics.get("found_inf")
-        if not self.late:
-            self._add_of_host(metrics, found_inf)
-        elif found_inf is None:
-            self.rows.append(metrics["loss"].clone())
-        else:
-            self.rows.append(torch.stack((metrics["loss"], metrics["loss_scale"], found_inf)))
+        numbers = [metrics["loss"]]
+        if "found_inf" in metrics:
+            numbers += metrics["loss_scale"], metrics["found_inf"]
+        if self.late:
+            self.rows.append(torch.stack(numbers))
+        else:  # on a CPU reading is cheaper than a copy
+            self.rows += [number.item() for number in numbers]
         self.steps.append(step)
         self.last = metrics
-
-    def _add_of_host(self, metrics: dict[str, Tensor], found_inf: Tensor | None) -> None:
-        """Keep the numbers themselves on a CPU, where reading is cheaper than a copy."""
-        if found_inf is None:
-            self.rows.append(metrics["loss"].item())
-        else:
-            self.rows += metrics["loss"].item(), metrics["loss_scale"].item(), found_inf.item()
 
     @torch.no_grad()
     def close(self, logged: bool) -> None:
         """End the interval and send its numbers to the host; no synchronisation.
 
-        Without any step it does nothing. On CUDA at most one other interval may be unread.
+        On CUDA at most one other interval may be unread.
         """
         if not self.rows:
             return
         names = [name for name in self.last if name != "found_inf"]
-        # n or n * 3 numbers, the newest metrics, and two for each loss scale.
         newest = [self.last[name] for name in names]
         flags = [(scale.collapsed(), scale.consecutive_skips) for scale in self.scales.values()]
+        # n or n * 3 numbers, the newest metrics, and two for each loss scale.
         if self.late:
             rows, scales = torch.stack(self.rows), [torch.stack(pair).float() for pair in flags]
             self._sound = rows, scales
             last = torch.stack([metric.float() for metric in newest])
             values = torch.cat([rows.flatten().float(), last, *scales])
         waited = None if self.defer_wait is None else self.defer_wait()
-        sent = self.ring.send(values) if self.late else self._sent_of_host(newest, flags)
+        if self.late:
+            sent = self.ring.send(values)
+        else:
+            numbers = (*newest, *(number for pair in flags for number in pair))
+            host = [*self.rows, *(float(number.item()) for number in numbers)]
+            sent = Sent(host, Moment(self.device))
         self.unread.append(_Unread(self.steps, names, logged, self.began, sent, waited))
         self.began = sent.arrived
         self.steps, self.rows, self.last = [], [], {}
-
-    def _sent_of_host(
-        self, newest: Sequence[Tensor], flags: Sequence[tuple[Tensor, Tensor]]
-    ) -> Sent:
-        numbers = (*newest, *(number for pair in flags for number in pair))
-        values = [*self.rows, *(float(number.item()) for number in numbers)]
-        return Sent(values, Moment(self.device))
 
     def read(self, wait: bool = False) -> Iterator[LogInterval]:
         """Yield closed intervals, oldest first; without `wait` those that had time to arrive."""
@@ -156,7 +138,7 @@ class MetricBuffer:
         update. Only for intervals that are read late; others show it in their rows.
         """
         rows, scales = self._sound
-        if rows.dim() == 1:
+        if rows.shape[1] == 1:
             return torch.isfinite(rows).all()
         skipped = rows[:, 2] != 0
         good = (torch.isfinite(rows[:, 0]) | skipped).all() & ~skipped[-1]

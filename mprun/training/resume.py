@@ -22,23 +22,16 @@ from mprun.precision.random_states import restore_random_states
 from mprun.record import checkpoint
 from mprun.record.metrics import MetricsFile, drop_later_grids, read_metrics, truncate_metrics
 from mprun.record.run_directory import locked, read_config
-from mprun.record.run_record import read_record
+from mprun.record.run_record import Record, read_record
 from mprun.training.loop import Start
 from mprun.training.run import attempt, follow, joined, prepare, resolve_device
 
 # State is read on the host and copied into existing tensors: no second model on the GPU.
-CPU = torch.device("cpu")
+_CPU = torch.device("cpu")
 # The fields of run.json that a continuation reads.
 _NEEDED = (
-    "status",
-    "steps",
-    "attempts",
-    "choices",
-    "config_hash",
-    "precision.mode",
-    "environment.device",
-    "environment.threads",
-    "environment.packages.torch",
+    *("status", "steps", "attempts", "choices", "config_hash", "precision.mode"),
+    *("environment.device", "environment.threads", "environment.packages.torch"),
 )
 
 
@@ -55,12 +48,9 @@ def resume(
 
     place: place of this process among the ranks of the run; None: it is the only one.
     """
-    given = vouched(composed_overrides, config_dir)
     directory = _run_directory(path)
     with nullcontext() if place is not None and place.rank else locked(directory):
-        record = read_record(directory, *_NEEDED)
-        config = _continued(directory, record, composed_overrides, given)
-        plain = asdict(config)
+        record, config = _read(directory, composed_overrides, config_dir)
         device = resolve_device(record["environment"]["device"])
         _check_same_stack(record["environment"])
         ranks = joined(config, device, place)
@@ -83,7 +73,7 @@ def resume(
             start = ranks.first(start)
         if not ranks.is_first:
             return follow(directory, config, built, start)
-        record["config_hash"] = config_hash(plain)
+        record["config_hash"] = config_hash(asdict(config))
         drop_later_grids(directory, start.step)
         drop_later_probes(directory, start.step)
         return attempt(config, built, record, start)
@@ -97,66 +87,60 @@ def continued(
     Raises:
         BadInput, Damaged: as `resume` does.
     """
-    directory = _run_directory(path)
-    record = read_record(directory, *_NEEDED)
-    return _continued(
-        directory, record, composed_overrides, vouched(composed_overrides, config_dir)
-    )
+    return _read(_run_directory(path), composed_overrides, config_dir)[1]
 
 
-def _continued(
-    directory: Path, record: dict, overrides: tuple[str, ...], given: Vouched
-) -> RunConfig:
+def _read(
+    directory: Path, overrides: tuple[str, ...], config_dir: str | None
+) -> tuple[Record, RunConfig]:
+    given, record = vouched(overrides, config_dir), read_record(directory, *_NEEDED)
     plain = read_config(directory)
     _check_unchanged(directory, plain, record)
     if isinstance(plain.get("train"), dict):
         # Runs older than this setting used NCHW; "auto" may choose otherwise.
         plain["train"].setdefault("channels_last", "off")
-    return _checked(_with_overrides(plain, overrides), overrides, given)
+    return record, _checked(_with_overrides(plain, overrides), overrides, given)
 
 
 def _start(directory: Path, built: Built, config: RunConfig) -> Start:
     """Restore state and records from the newest checkpoint; return where the run goes on."""
     metrics, ranks = directory / "metrics.jsonl", built.task.ranks
-    found = checkpoint.load_newest(directory / "checkpoints", CPU)
-    if found is None:
+    newest = checkpoint.load_newest(directory / "checkpoints", _CPU)
+    if newest is None:
         if ranks.is_first:
             print("mprun: no checkpoint yet: starting again at step 1", file=sys.stderr)
             truncate_metrics(metrics, 0, MetricsFile.EMPTY)
         return Start()
-    for line in found.warnings:
+    for line in newest.warnings:
         print(f"mprun: warning: {line}; using the one before", file=sys.stderr)
-    step, every = found.step, config.train.eval_every
+    step, every = newest.step, config.train.eval_every
+    over = BadInput(
+        f"resume={directory}: already at step {step} of {built.steps}; give a larger train.steps"
+    )
     if step > built.steps:
-        raise _over(directory, step, built.steps)
+        raise over
     place = f"{directory / 'checkpoints'}: step {step}"
     try:
-        skipped = found.state["skipped"]
-        if found.state["step"] != step or type(skipped) is not int or not 0 <= skipped <= step:
-            raise ValueError(f"skipped {skipped} of {found.state['step']} updates")
-        built.task.load_state_dict(found.state["task"])
-        restore_random_states(found.state["random"], built.device)
+        skipped = newest.state["skipped"]
+        if newest.state["step"] != step or type(skipped) is not int or not 0 <= skipped <= step:
+            raise ValueError(f"skipped {skipped} of {newest.state['step']} updates")
+        built.task.load_state_dict(newest.state["task"])
+        restore_random_states(newest.state["random"], built.device)
     except Exception as error:  # of any type: the file may hold anything
         raise Damaged(f"{place}: not the state of this run ({raised(error)})") from error
     if not ranks.is_first:  # writes no records; rank 0 decides how the run goes on
         return Start(step, skipped)
-    truncate_metrics(metrics, step, found.manifest.get("metrics"))
+    truncate_metrics(metrics, step, newest.manifest.get("metrics"))
     records = read_metrics(metrics)
     # Each step with a skipped update has a record.
     if skipped != max((one["skipped"] for one in records if one["split"] == "train"), default=0):
         raise Damaged(f"{place}: {skipped} skipped updates, but metrics.jsonl has another number")
     # An attempt that ended in the evaluation of this step left no record of it.
     due = step == built.steps or (every > 0 and step % every == 0)
-    newest = [one["step"] for one in records if one["split"] == "eval"][-1:]
-    if step == built.steps and newest == [step]:
-        raise _over(directory, step, built.steps)
-    return Start(step, skipped, evaluate_first=due and newest != [step])
-
-
-def _over(directory: Path, step: int, steps: int) -> BadInput:
-    return BadInput(
-        f"resume={directory}: already at step {step} of {steps}; give a larger train.steps"
-    )
+    evaluated = [one["step"] for one in records if one["split"] == "eval"][-1:] == [step]
+    if step == built.steps and evaluated:
+        raise over
+    return Start(step, skipped, evaluate_first=due and not evaluated)
 
 
 def _run_directory(path: str) -> Path:

@@ -6,7 +6,7 @@ import re
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -55,17 +55,17 @@ def start(composed: Composed, place: RankInfo | None = None) -> int:
 
     def begun() -> Built:
         built = prepare(config, device, config.threads, ranks)
-        _look_at_data(built)
+        _check_data(built)
         if config.deterministic and device.type == "cuda":
-            _look_for_nondeterminism(built)
+            _check_determinism(built)
         return built
 
-    def place_of_run() -> str:
+    def claimed_by_first() -> str:
         return str(claimed(composed, composed.overrides)) if ranks.is_first else ""
 
     with ranks.watched():
         built = ranks.together(begun)
-        directory = Path(ranks.first(ranks.together(place_of_run)))
+        directory = Path(ranks.first(ranks.together(claimed_by_first)))
     ranks.found(directory)
     if not ranks.is_first:
         return follow(directory, config, built)
@@ -83,12 +83,12 @@ def joined(config: RunConfig, device: torch.device, place: RankInfo | None) -> R
     """
     if place is None:
         return ALONE
-    from mprun.distributed.group import join
+    from mprun.distributed.group import RankGroup
 
     config.devices, config.nodes = str(place.devices), place.nodes
     for line in why_not_on(config, place.world):
         raise BadInput(line)
-    ranks = join(place, device, config.dist.timeout_s)
+    ranks = RankGroup(place, device, config.dist.timeout_s)
     with ranks.watched():
         if len(set(ranks.all_of(config_hash(asdict(config))))) > 1:
             raise BadInput(
@@ -107,10 +107,8 @@ def follow(directory: Path, config: RunConfig, built: Built, start: Start = BEGI
 
     log, code = RankLog(directory, built.task.ranks.rank), BUG
     try:
-        with Interruption() as interruption, TemporaryDirectory(prefix="mprun-") as own:
-            with closing(built.data), built.stepper.on_stream(), _heard(built):
-                outcome = train(built, config, Path(own), interruption, start)
-        code = outcome.exit_code
+        with Interruption() as stop, TemporaryDirectory(prefix="mprun-") as own, _used(built):
+            code = train(built, config, Path(own), stop, start).exit_code
         built.task.ranks.leave(code)
         return code
     finally:
@@ -119,13 +117,12 @@ def follow(directory: Path, config: RunConfig, built: Built, start: Start = BEGI
 
 
 @contextmanager
-def _heard(built: Built) -> Iterator[None]:
-    """Tell the other ranks of an error inside; with one rank this does nothing."""
-    if built.task.ranks.world == 1:
-        yield
-        return
-    with built.task.ranks.watched(), _memory_as_resource():
-        yield
+def _used(built: Built) -> Iterator[None]:
+    """Enclose the training of what was built; other ranks, if any, hear of an error inside."""
+    alone = built.task.ranks.world == 1
+    with closing(built.data), built.stepper.on_stream(), built.task.ranks.watched():
+        with nullcontext() if alone else _memory_as_resource():
+            yield
 
 
 def claimed(composed: Composed, named: tuple[str, ...], prefix: str = "") -> Path:
@@ -148,7 +145,7 @@ def new_record(directory: Path, composed: Composed) -> Record:
     )
 
 
-def _look_at_data(built: Built) -> None:
+def _check_data(built: Built) -> None:
     """Read the first batch of a source that reads ahead, before anything is written."""
     if built.data.defer_wait is not None:
         try:
@@ -158,10 +155,10 @@ def _look_at_data(built: Built) -> None:
             raise
 
 
-def _look_for_nondeterminism(built: Built) -> None:
+def _check_determinism(built: Built) -> None:
     """Take a step and undo it: only a kernel itself reports that it is not deterministic.
 
-    Runs before anything is written. Costs a step, and meanwhile the memory of a second state.
+    Costs a step, and meanwhile the memory of a second state.
     """
     before = Snapshot(built.task, built.device)
     before.take(0, 0)
@@ -248,7 +245,7 @@ def _attempt(
         )
 
     try:
-        with closing(built.data), built.stepper.on_stream(), _heard(built):
+        with _used(built):
             outcome = train(built, config, directory, interruption, start)
         built.stepper.check_happened()
     except BaseException as error:
@@ -260,7 +257,7 @@ def _attempt(
         if stopped:
             tell(f"to go on: mprun resume={directory}")
         tell(replaced_line(record["data"]))
-        _print_place(directory)
+        _print_directory(directory)
         if config.deterministic and "deterministic" in str(error):
             raise BadInput(_nondeterministic(error)) from error
         if isinstance(error, OSError):
@@ -272,12 +269,12 @@ def _attempt(
     if outcome.status != "preempted":
         _write_hyperparameters(directory, config, record)
     tell_ending(directory, built.data, outcome, record)
-    _print_place(directory)
+    _print_directory(directory)
     task.ranks.leave(outcome.exit_code)
     return outcome.exit_code
 
 
-def _print_place(directory: Path) -> None:
+def _print_directory(directory: Path) -> None:
     """Print the last line of a run on stdout; a closed stdout does not fail the run."""
     try:
         print(f"run: {directory}", flush=True)
@@ -332,13 +329,9 @@ def resolve_device(name: str) -> torch.device:
 
 def _write_hyperparameters(directory: Path, config: RunConfig, record: dict) -> None:
     # Five values: TensorBoard's table shows only its first five columns.
-    values = {
-        "lr": config.optim.lr,
-        "model": record["choices"].get("model"),
-        "precision": record["precision"]["mode"],
-        "scaler": config.scaler.name,
-        "seed": config.seed,
-    }
+    values = {"lr": config.optim.lr, "model": record["choices"].get("model")}
+    values |= {"precision": record["precision"]["mode"], "scaler": config.scaler.name}
+    values["seed"] = config.seed
     final = record["final"] or ("loss",)  # diverged before its evaluation
     view = TensorBoardView(directory)
     view.hyperparameters(values, [*(f"eval/{metric}" for metric in final), "train/skipped"])
