@@ -32,14 +32,11 @@ class CudaRecorder:
 
     Sharing is safe: recordings never replay at the same time, and no recording reads what another
     leaves in the pool. Only its output is read, and that is kept.
-
-    Attributes:
-        seconds: time that captures took so far.
     """
 
     def __init__(self, device: torch.device, stream: torch.cuda.Stream):
         self.device, self.stream = device, stream
-        self.seconds = 0.0
+        self.seconds = 0.0  # that captures took so far
         self._pool = torch.cuda.graph_pool_handle()
 
     def warm(self, function: Callable[[], Any]) -> tuple[Any, str | None]:
@@ -92,7 +89,9 @@ class CudaRecorder:
                     torch.empty(needed, dtype=torch.uint8, device=self.device)
                 output = function()
         except Exception as error:
-            first = _first(error)
+            first: BaseException = error  # ending a broken capture raises another one
+            while first.__context__ is not None:
+                first = first.__context__
             self._recover()
             if isinstance(first, torch.OutOfMemoryError):
                 raise first from None
@@ -123,13 +122,6 @@ class CudaRecorder:
         # Same seed and offset, in a state outside any capture.
         generator = torch.cuda.default_generators[index]
         generator.graphsafe_set_state(generator.clone_state())
-
-
-def _first(error: BaseException) -> BaseException:
-    """Return the error that broke the capture; ending a broken capture raises another one."""
-    while error.__context__ is not None:
-        error = error.__context__
-    return error
 
 
 def why_not_captured(

@@ -1,13 +1,10 @@
 """A training step that is recorded once and then replayed: forward, backward, update, loss scale.
 
 A recorded step reads its batches and the carried state at fixed addresses. Work that depends on
-the step's number or on the host stays outside the recording. That is loading and its decisions,
-the copy into fixed inputs, the learning rate (a tensor that the optimizers read), and a language
-model's state at the start of an epoch. A replay saves time only if the device waits for the host,
-which is measured first.
-
-`why_no_replay_on` tests that a replay computes the same as the eager step on this machine. It finds
-a driver, a torch or a kernel that is a little too old before a run relies on replays.
+the step's number or on the host stays outside the recording: loading and its decisions, the copy
+into fixed inputs, the learning rate (a tensor that the optimizers read), and a language model's
+state at the start of an epoch. A replay saves time only if the device waits for the host, which is
+measured first.
 """
 
 import copy
@@ -48,8 +45,8 @@ class HostBound:
     """Time steps one by one on an idle device: the host's part, and the device's.
 
     Host: from the first launch to the last. Device: from the first launch until it is idle again.
-    These few steps wait for the device before they begin and never inside. (CUDA holds up a host
-    that launches more than about a thousand kernels ahead; a single step seldom does.)
+    A step waits for the device before it begins and never inside. (CUDA holds up a host that
+    launches more than about a thousand kernels ahead; a single step seldom does.)
     """
 
     def __init__(self, device: torch.device):
@@ -97,7 +94,12 @@ class FixedInputs:
     """
 
     def __init__(self, task: Task, batches: Sequence[tuple]):
-        self.batches = [_copied(batch) for batch in batches]
+        self.batches: list[tuple] = [
+            Tokens(batch.tokens.clone(), batch.targets.clone(), fresh=False)
+            if isinstance(batch, Tokens)
+            else tuple(part.clone() for part in batch)
+            for batch in batches
+        ]
         self._model: LanguageModel | None = None
         self._state: tuple[Tensor, ...] = ()
         if isinstance(task, LanguageModel):
@@ -142,12 +144,6 @@ class FixedInputs:
 def is_fresh(batches: Sequence[tuple]) -> bool:
     """Return whether the carried state starts anew with these micro-batches."""
     return any(isinstance(batch, Tokens) and batch.fresh for batch in batches)
-
-
-def _copied(batch: tuple) -> tuple:
-    if isinstance(batch, Tokens):
-        return Tokens(batch.tokens.clone(), batch.targets.clone(), fresh=False)
-    return tuple(part.clone() for part in batch)
 
 
 def _tensors(batches: Sequence[tuple]) -> list[Tensor]:
@@ -201,7 +197,7 @@ class GraphedStep:
         """Take step `index` (from 0) like `task.train_step`; the caller owns the result."""
         self.task.step = index
         batches = list(self.task.load(index))
-        if self.off is None and self.eager >= WARM_UP and self._is_decided():
+        if not self.is_eager and self._is_decided():
             metrics = self._replayed(batches, measure)
             if metrics is not None:
                 self.replayed += 1
@@ -309,13 +305,8 @@ _REPLAYS = 3
 def why_no_replay_on(device: torch.device) -> str | None:
     """Return why recorded steps are unreliable on `device`, None: they are reliable.
 
-    It waits for the device.
-
-    Args:
-        device: a CUDA device, by its index.
-
-    Raises:
-        torch.OutOfMemoryError: which proves nothing about replays.
+    It finds a driver, a torch or a kernel that is a little too old before a run relies on replays,
+    and waits for the device. torch.OutOfMemoryError, which it may raise, proves nothing.
     """
     stream = torch.cuda.Stream(device)
     with torch.cuda.stream(stream):  # which also makes `device` the current one
@@ -326,61 +317,61 @@ def difference(recorder: CudaRecorder, device: torch.device) -> str | None:
     """Describe how steps recorded by `recorder` differ from eager ones; None: in no bit."""
     with torch.random.fork_rng(devices=[]):  # the random state belongs to the caller
         layer, inputs = nn.Linear(_WIDTH, _WIDTH), torch.randn(_BATCH, _WIDTH)
-    eager, recorded = (
-        _Training(copy.deepcopy(layer).to(device), inputs.to(device)) for _ in range(2)
+    (eager, expected), (recorded, weights) = (
+        _training(copy.deepcopy(layer).to(device), inputs.to(device)) for _ in range(2)
     )
     for _ in range(WARM_UP + _REPLAYS):
-        expected = eager.step()
+        wanted = eager()
     for _ in range(WARM_UP - 1):
-        recorded.step()
-    waits = recorder.warm(recorded.step)[1]
+        recorded()
+    waits = recorder.warm(recorded)[1]
     if waits is not None:
         return waits
-    before = recorded.on_host()
+    before = _on_host(weights)
     try:
-        replay = recorder.record(recorded.step)
+        replay = recorder.record(recorded)
     except CannotCapture as error:
         return f"a step cannot be captured ({error})"
     for _ in range(_REPLAYS):
         loss = replay()
-    after, wanted = recorded.on_host(), eager.on_host()
+    after = _on_host(weights)
     if all(map(torch.equal, after, before)):
         return "a replay leaves the weights as they were"
-    if not all(map(torch.equal, after, wanted)):
+    if not all(map(torch.equal, after, _on_host(expected))):
         return "replayed steps end with other weights than eager ones"
-    if loss.item() != expected.item():
-        return f"replayed steps end with the loss {loss.item()!r}, eager ones {expected.item()!r}"
+    if loss.item() != wanted.item():
+        return f"replayed steps end with the loss {loss.item()!r}, eager ones {wanted.item()!r}"
     return None
 
 
-class _Training:
-    """The training of one linear layer as in an FP16 run: masters, loss scale, skipped updates."""
+def _training(layer: nn.Linear, inputs: Tensor) -> tuple[Callable[[], Tensor], list[Tensor]]:
+    """Return the step of an FP16 run (masters, loss scale, skipped updates), and its weights.
 
-    def __init__(self, layer: nn.Linear, inputs: Tensor):
-        policy, device = get_policy("fp16_master_scaled"), inputs.device
-        fused = has_fused_kernel("sgd", device)
-        cast = cast_model(layer, policy)
-        self._layer, self._inputs = layer, policy.cast_inputs(inputs)
-        self._arithmetic = ForwardContext(policy, device)
-        self._scale = DynamicLossScale(1024.0, device=device)
-        self._optimizer = MixedPrecisionOptimizer(
-            cast,
-            lambda named: SGD([p for _, p in named], lr=1.0, momentum=0.5, fused=fused),
-            self._scale,
-            update="auto",
-        )
-        self._weights = [*layer.parameters(), *cast.masters.values()]
+    The step returns its loss, float32, 0-dim.
+    """
+    policy, device = get_policy("fp16_master_scaled"), inputs.device
+    fused = has_fused_kernel("sgd", device)
+    cast, inputs = cast_model(layer, policy), policy.cast_inputs(inputs)
+    forward_context, scale = ForwardContext(policy, device), DynamicLossScale(1024.0, device=device)
+    optimizer = MixedPrecisionOptimizer(
+        cast,
+        lambda named: SGD([p for _, p in named], lr=1.0, momentum=0.5, fused=fused),
+        scale,
+        update="auto",
+    )
 
-    def on_host(self) -> list[Tensor]:
-        """Return copies of weights and masters; the CPU, which is not under test, compares them."""
-        return [tensor.detach().cpu().clone() for tensor in self._weights]
-
-    def step(self) -> Tensor:
-        """Take one training step; return its loss, float32, 0-dim."""
-        self._optimizer.zero_grad()
-        with self._arithmetic:
-            loss = self._layer(self._inputs).float().square().mean()
-            self._optimizer.backward(loss)
-        self._optimizer.step()
-        self._scale.update()
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        with forward_context:
+            loss = layer(inputs).float().square().mean()
+            optimizer.backward(loss)
+        optimizer.step()
+        scale.update()
         return loss.detach()
+
+    return step, [*layer.parameters(), *cast.masters.values()]
+
+
+def _on_host(tensors: list[Tensor]) -> list[Tensor]:
+    """Return copies; the CPU, which is not under test, compares them."""
+    return [tensor.detach().cpu().clone() for tensor in tensors]

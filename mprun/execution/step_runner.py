@@ -1,7 +1,6 @@
 """The one place that every training step goes through, and the learning rate that it gets.
 
-Eager and compiled steps are taken here, recorded ones in `graphed_step`. Schedules are tables by
-the number of applied updates; a skipped update does not advance them.
+Schedules are tables by the number of applied updates; a skipped update does not advance them.
 """
 
 import math
@@ -154,14 +153,11 @@ class Compilation:
     Args:
         mode: mode of torch.compile ("default", "max-autotune-no-cudagraphs").
         fullgraph: raise an error for a part that cannot be compiled, instead of leaving it eager.
-
-    Attributes:
-        seconds: time of the first compiled step, None before.
     """
 
     def __init__(self, learners: Iterable[TrainState], mode: str, *, fullgraph: bool):
         self.learners, self.mode, self.fullgraph = list(learners), mode, fullgraph
-        self.seconds: float | None = None
+        self.seconds: float | None = None  # of the first compiled step
 
     def first_step(self, step: Callable[[], Any]) -> Any:
         """Install the compiled networks and take the step that compiles them.
@@ -207,11 +203,6 @@ class StepRunner:
         settings: choices made beforehand, for the record: "cuda_graph" (why it is off, if `graph`
             is None), "channels_last" and "autotune".
 
-    Attributes:
-        skipped: steps with a skipped update so far, int64, 0-dim, on the device.
-        audit: audit of the steps taken, see `Audit`. It does not see compiled and replayed steps,
-            which run no single operations.
-
     The first step is eager and uncompiled, so that it can be watched operation by operation. The
     second step compiles the networks; a graph is captured a few steps later.
     """
@@ -230,12 +221,14 @@ class StepRunner:
         self.task, self.rate, self.graph, self.compilation = task, rate, graph, compilation
         self.stream, self.settings = stream, dict(settings)
         self.taken = 0
+        # Steps with a skipped update so far; counted on the device.
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         parameters = {
             f"{label}.{name}": parameter
             for label, learner in task.learners.items()
             for name, parameter in learner.model.named_parameters()
         }
+        # It does not see compiled and replayed steps, which run no single operations.
         self.audit = Audit(task.forward_context, parameters)
         self._watched_at = 1  # the number of the next step that the audit watches
 
@@ -253,10 +246,10 @@ class StepRunner:
             MprunError: the data source raised it, or the step contradicts the mode.
         """
         self.taken += 1
-        if self.taken != self._watched_at:
-            return self._advance(self._take, index, measure)
-        self._watched_at = 1 + next_due(self.taken - 1)
-        if not self._is_eager():
+        watched = self.taken == self._watched_at
+        if watched:
+            self._watched_at = 1 + next_due(self.taken - 1)
+        if not watched or not self._is_eager():
             return self._advance(self._take, index, measure)
         try:
             with self.audit.watching(step=True):
@@ -296,8 +289,7 @@ class StepRunner:
         Around a whole training it makes all work of the run one sequence: steps, evaluations,
         checkpoints and metrics need no further waiting, and memory is allocated for one stream.
         `step` enters it by itself if the caller did not. The two streams then wait for each other
-        at every change, which again gives one sequence. That also covers memory that one stream
-        allocates and the other frees.
+        at every change, which also covers memory that one allocates and the other frees.
         """
         if self.stream is None:
             yield
@@ -331,14 +323,14 @@ class StepRunner:
 
     def audit_result(self) -> dict[str, Any]:
         """Return the audit of the watched steps, and which steps it cannot watch; for run.json."""
-        found = self.audit.result()
-        found["optimizers"] = sorted({type(own.inner).__name__ for own in self.rate.optimizers})
+        result = self.audit.result()
+        result["optimizers"] = sorted({type(own.inner).__name__ for own in self.rate.optimizers})
         unseen = []
         if self.graph is not None and self.graph.replayed:
             unseen.append("replayed steps (CUDA graph)")
         if self.compilation is not None and self.compilation.seconds is not None:
             unseen.append(f"compiled steps (train.compile={self.compilation.mode})")
-        return found | ({"not_watched": ", ".join(unseen)} if unseen else {})
+        return result | ({"not_watched": ", ".join(unseen)} if unseen else {})
 
     @property
     def description(self) -> dict[str, str | float | int]:

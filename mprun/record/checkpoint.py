@@ -65,7 +65,7 @@ def save(folder: Path, step: int, state: dict, keep: int, **belonging: Any) -> P
         raise Resource(f"checkpoint {final} could not be written: {_root_cause(error)}") from error
     _hash_of(final / "state.pt", sha256)
     kept: Counter[bool] = Counter()
-    for number, old in reversed(_all_in(folder)):
+    for number, old in reversed(all_in(folder)):
         # Bad checkpoints only help to find out what happened; at most `keep` of them stay.
         good = kept[True] < keep and _is_good(old, number)
         if kept[True] < keep and kept[good] < keep:
@@ -78,7 +78,7 @@ def save(folder: Path, step: int, state: dict, keep: int, **belonging: Any) -> P
 def load_newest(folder: Path, map_location: torch.device) -> Checkpoint | None:
     """Return the newest whole checkpoint, None without any; raise Damaged if none is whole."""
     warnings: list[str] = []
-    for step, path in reversed(_all_in(folder)):
+    for step, path in reversed(all_in(folder)):
         try:
             manifest = _checked(path, step)
             state = _load(path / "state.pt", map_location)
@@ -98,7 +98,8 @@ def _tensors(tree: object) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def _all_in(folder: Path) -> list[tuple[int, Path]]:
+def all_in(folder: Path) -> list[tuple[int, Path]]:
+    """Return step and path of every checkpoint, the oldest first."""
     matches = [(_NAME.match(path.name), path) for path in folder.glob("step-*")]
     return sorted((int(match[1]), path) for match, path in matches if match)
 

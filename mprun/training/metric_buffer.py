@@ -92,8 +92,8 @@ class MetricBuffer:
             numbers += metrics["loss_scale"], metrics["found_inf"]
         if self.late:
             self.rows.append(torch.stack(numbers))
-        else:  # on a CPU reading is cheaper than a copy
-            self.rows += [number.item() for number in numbers]
+        else:
+            self.rows += _read_on_host(numbers)
         self.steps.append(step)
         self.last = metrics
 
@@ -118,9 +118,8 @@ class MetricBuffer:
         if self.late:
             sent = self.ring.send(values)
         else:
-            numbers = (*newest, *(number for pair in flags for number in pair))
-            host = [*self.rows, *(float(number.item()) for number in numbers)]
-            sent = Sent(host, Moment(self.device))
+            others = _read_on_host([*newest, *(number for pair in flags for number in pair)])
+            sent = Sent([*self.rows, *others], Moment(self.device))
         self.unread.append(_Unread(self.steps, names, logged, self.began, sent, waited))
         self.began = sent.arrived
         self.steps, self.rows, self.last = [], [], {}
@@ -165,3 +164,8 @@ class MetricBuffer:
         waited = None if unread.waited is None else unread.waited()
         metrics = dict(zip(names, values, strict=False))
         return LogInterval(rows, metrics, unread.logged, seconds, waited, collapsed)
+
+
+def _read_on_host(numbers: list[Tensor]) -> list[float]:
+    """Read the numbers of a CPU, where this is cheaper than a copy."""
+    return [float(number.item()) for number in numbers]

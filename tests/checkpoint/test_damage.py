@@ -57,7 +57,7 @@ def flip_a_bit(path, position=None):
 
 
 def newest(run):
-    return checkpoint._found(run / "checkpoints")[-1][1]
+    return checkpoint.all_in(run / "checkpoints")[-1][1]
 
 
 def test_a_flipped_bit_anywhere_in_the_state_is_noticed(run):
@@ -90,7 +90,7 @@ def test_a_cut_file_or_a_foreign_manifest_is_noticed(run):
 
 
 def test_a_missing_file_or_one_of_another_step_is_noticed(run):
-    found = [path for _, path in checkpoint._found(run / "checkpoints")]
+    found = [path for _, path in checkpoint.all_in(run / "checkpoints")]
     (found[2] / "state.pt").unlink()
     shutil.copy(found[0] / "state.pt", found[1] / "state.pt")
     step, _, _, warnings = loaded(run)
@@ -105,7 +105,7 @@ class Evil:
 def test_a_checkpoint_names_no_code(run, tmp_path, monkeypatch):
     """Its manifest is right, so only the way of reading stands between the file and the canary."""
     monkeypatch.chdir(tmp_path)
-    for _, path in checkpoint._found(run / "checkpoints"):
+    for _, path in checkpoint.all_in(run / "checkpoints"):
         step = int(path.name.removeprefix("step-"))
         checkpoint.save(run / "checkpoints", step, {"task": Evil()}, keep=9)
     with pytest.raises(Damaged):
@@ -126,7 +126,7 @@ def test_resume_falls_back_says_so_and_ends_the_same(run, finished, capsys):
 
 
 def damage_state(run):
-    for _, path in checkpoint._found(run / "checkpoints"):
+    for _, path in checkpoint.all_in(run / "checkpoints"):
         flip_a_bit(path / "state.pt")
 
 
@@ -258,7 +258,7 @@ def test_a_checkpoint_appears_once_it_is_on_the_disk_and_then_its_name_is(tmp_pa
 def test_rotation_keeps_the_newest(tmp_path):
     for step in (2, 9, 10, 11, 100):
         checkpoint.save(tmp_path, step, {"x": torch.ones(1)}, keep=2)
-    assert [step for step, _ in checkpoint._found(tmp_path)] == [11, 100]
+    assert [step for step, _ in checkpoint.all_in(tmp_path)] == [11, 100]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step-00000011", "step-00000100"]
 
 
@@ -271,12 +271,12 @@ def test_what_is_damaged_or_not_finite_is_not_counted_as_kept(tmp_path):
         flip_a_bit(tmp_path / f"step-{step:08}" / "state.pt")
     checkpoint.save(tmp_path, 5, {"task": torch.tensor([1.0, math.nan])}, keep=9)
     checkpoint.save(tmp_path, 6, ones, keep=2)
-    steps = [step for step, _ in checkpoint._found(tmp_path)]
+    steps = [step for step, _ in checkpoint.all_in(tmp_path)]
     # Good: 6 and 2. Of the others the two newest stay, for whoever wants to know what happened.
     assert steps == [2, 4, 5, 6]
     for step in (7, 8):
         checkpoint.save(tmp_path, step, ones, keep=2)
-    assert [step for step, _ in checkpoint._found(tmp_path)] == [7, 8]
+    assert [step for step, _ in checkpoint.all_in(tmp_path)] == [7, 8]
 
 
 def test_what_killed_processes_left_is_removed_and_nothing_else(run, finished):

@@ -131,7 +131,7 @@ def test_schedule_accumulation_and_epoch_ends(more, tmp_path):
 def keep_until(source, target, step) -> None:
     """A copy of a run as a kill after `step` would leave it, in the middle of a line."""
     shutil.copytree(source, target)
-    for number, path in checkpoint._found(target / "checkpoints"):
+    for number, path in checkpoint.all_in(target / "checkpoints"):
         if number > step:
             shutil.rmtree(path)
     with open(target / "metrics.jsonl", "a", encoding="utf-8") as file:
