@@ -53,8 +53,8 @@ class FlatReduction:
                 raise BadInput("sparse gradients are not summed over ranks (allowed: devices=1)")
         if self.fixed or not self._kept:
             self._kept.append(tensors)
-            return
-        self._kept = [added(self._kept[0], tensors)]
+        else:
+            self._kept = [added(self._kept[0], tensors)]
 
     @torch.no_grad()
     def total(self) -> list[Tensor | None]:
@@ -62,21 +62,20 @@ class FlatReduction:
         if self.muted:
             return kept[0]
         likes = self._likes(kept)
-        places = [place for place, like in enumerate(likes) if like is not None]
-        whole: list[Tensor | None] = [None] * len(likes)
+        whole: list[Tensor | None] = [None] * len(kept[0])
         # Flattening a bucket overlaps with the all-reduce of the buckets before it.
         begun = []
-        for bucket in self._buckets(places, likes):
+        for bucket in self._buckets(likes):
             rows = [self._flattened(bucket, own, likes) for own in kept]
             flat = self._in_order(rows) if self.fixed else rows[0]
             begun.append((bucket, flat, None if self.fixed else self.group.sum(flat)))
         for bucket, flat, work in begun:
             if work is not None:
                 work.wait()
-            sizes = [_like(likes, place).numel() for place in bucket]
-            for place, part in zip(bucket, flat.split(sizes), strict=True):
-                like = _like(likes, place)
-                whole[place] = part.as_strided(like.shape, like.stride(), part.storage_offset())
+            parts = flat.split([likes[number].numel() for number in bucket])
+            for number, part in zip(bucket, parts, strict=True):
+                like = likes[number]
+                whole[number] = part.as_strided(like.shape, like.stride(), part.storage_offset())
         return whole
 
     def clear(self) -> None:
@@ -93,8 +92,8 @@ class FlatReduction:
             total.add_(part)
         return total
 
-    def _likes(self, kept: list[list[Tensor | None]]) -> list[Tensor | None]:
-        """Return one gradient of this rank for each parameter, None where no rank has one.
+    def _likes(self, kept: list[list[Tensor | None]]) -> dict[int, Tensor]:
+        """Return a gradient of this rank for each parameter that has one on some rank.
 
         The ranks agree once on which parameters have gradients; it must not change afterwards.
         """
@@ -102,40 +101,39 @@ class FlatReduction:
         has = [like is not None for like in likes]
         if self._used is None:
             self._used = [any(ranks) for ranks in zip(*self.group.all_of(has), strict=True)]
-        for place, (own, used) in enumerate(zip(has, self._used, strict=True)):
+        for number, (own, used) in enumerate(zip(has, self._used, strict=True)):
             if own and not used:
                 raise MprunError(
-                    f"parameter {place} has a gradient for the first time after the first step; "
+                    f"parameter {number} has a gradient for the first time after the first step; "
                     "on several ranks the same parameters must be used in every step"
                 )
             if used and not own:
                 raise MprunError(
-                    f"parameter {place} has no gradient on rank {self.group.rank}, but some rank "
+                    f"parameter {number} has no gradient on rank {self.group.rank}, but some rank "
                     "had one in the first step; all ranks must use the same parameters in every "
                     "step"
                 )
-        return likes
+        return {number: like for number, like in enumerate(likes) if like is not None}
 
-    def _buckets(self, places: list[int], likes: list[Tensor | None]) -> Iterator[list[int]]:
+    def _buckets(self, likes: dict[int, Tensor]) -> Iterator[list[int]]:
         """Yield consecutive parameters of one dtype, the last first, as backward finishes."""
         bucket: list[int] = []
         size, dtype = 0, None
-        for place in reversed(places):
-            like = _like(likes, place)
+        for number, like in reversed(likes.items()):
             if bucket and (like.dtype is not dtype or size >= self.bucket_bytes):
                 yield bucket
                 bucket, size = [], 0
-            bucket.append(place)
+            bucket.append(number)
             size, dtype = size + like.numel() * like.element_size(), like.dtype
         if bucket:
             yield bucket
 
     def _flattened(
-        self, bucket: list[int], own: list[Tensor | None], likes: list[Tensor | None]
+        self, bucket: list[int], own: list[Tensor | None], likes: dict[int, Tensor]
     ) -> Tensor:
         parts = []
-        for place in bucket:
-            like, tensor = _like(likes, place), own[place]
+        for number in bucket:
+            like, tensor = likes[number], own[number]
             if tensor is None:
                 parts.append(like.new_zeros(like.numel()))
                 continue
@@ -143,9 +141,3 @@ class FlatReduction:
                 tensor = torch.empty_like(like).copy_(tensor)
             parts.append(in_memory_order(tensor))
         return torch.cat(parts)
-
-
-def _like(likes: list[Tensor | None], place: int) -> Tensor:
-    like = likes[place]
-    assert like is not None
-    return like

@@ -1,9 +1,9 @@
 """Starting, watching and ending the ranks of one run on this machine.
 
-`torch.distributed.elastic.multiprocessing`, which also starts torchrun's workers, starts the
-processes, each in its own session. torchrun's agent above them is left out. It turns every exit
-code into 1, restarts a run that diverged, and gives the other ranks 30 s. Its restart does not find
-the store of the first attempt (torch 2.15, issues 135712 and 167288).
+`torch.distributed.elastic.multiprocessing` starts each in its own session. torchrun's agent above
+it is left out. It turns every exit code into 1, restarts a run that diverged, and gives the other
+ranks 30 s. Its restart does not find the store of the first attempt (torch 2.15, issues 135712 and
+167288).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Gradients of several ranks summed during backward, by torch's DistributedDataParallel.
 
-DDP decides when a bucket of gradients is complete; a communication hook (torch docs: DDP
-Communication Hooks) then sums it. DDP's own reduction would average FP16 gradients in FP16, times
-the loss scale. The hook casts and unscales each bucket as the mode says, adds the gradients of the
-earlier micro-batches, and sums in that dtype. The `.grad` that DDP then writes is not used.
+DDP's own reduction would average FP16 gradients in FP16, times the loss scale. A communication hook
+(torch docs: DDP Communication Hooks) therefore sums each complete bucket: it casts and unscales it
+as the mode says, adds the gradients of the earlier micro-batches, and sums in that dtype. The
+`.grad` that DDP then writes is not used.
 """
 
 # No postponed annotations: DDP inspects the annotations of its hook.
@@ -25,16 +25,11 @@ Sent = Callable[[int, Tensor], Tensor]
 
 
 class OverlappedReduction(FlatReduction):
-    """A `FlatReduction` that sums the last micro-batch of this rank during its backward pass.
-
-    Args:
-        group: a `mprun.distributed.group.Group`.
-        bucket_bytes: size of the gradients summed at a time.
-    """
+    """A `FlatReduction` that sums the last micro-batch of this rank during its backward pass."""
 
     def __init__(self, group: Any, *, bucket_bytes: int):
         super().__init__(group, fixed=False, bucket_bytes=bucket_bytes)
-        self._place: dict[int, int] = {}  # id of a parameter -> its number
+        self._number: dict[int, int] = {}  # id of a parameter -> its number
         self._sent: Sent | None = None
         self._sums: list[Tensor | None] = []
 
@@ -56,17 +51,17 @@ class OverlappedReduction(FlatReduction):
 
     def begin(self, parameters: Sequence[Tensor], sent: Sent) -> None:
         """Begin a backward pass that ends with the sum over all ranks."""
-        self._place = {id(parameter): place for place, parameter in enumerate(parameters)}
+        self._number = {id(parameter): number for number, parameter in enumerate(parameters)}
         self._sent, self._sums = sent, [None] * len(parameters)
 
     def total(self) -> list[Tensor | None]:
         if self._sent is None:
             return super().total()
         summed, self._sums, self._sent, self._kept = self._sums, [], None, []
-        without = [place for place, tensor in enumerate(summed) if tensor is None]
+        without = sum(tensor is None for tensor in summed)
         if without:  # DDP sums a bucket only once all of its gradients are there
             raise BadInput(
-                f"dist.engine=ddp: {len(without)} of {len(summed)} parameters have no gradient in "
+                f"dist.engine=ddp: {without} of {len(summed)} parameters have no gradient in "
                 "this step; use dist.engine=flat"
             )
         return summed
@@ -78,27 +73,27 @@ class OverlappedReduction(FlatReduction):
     def begun(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Begin to sum one bucket; return the future that DDP puts into `.grad`."""
         buffer = bucket.buffer()
-        if self._sent is None:  # a backward pass outside a step
-            return _done(buffer)
-        places = [self._place.get(id(p)) for p in bucket.parameters()]
-        first = next((place for place in places if place is not None), None)
-        if first is None:
-            return _done(buffer)
+        numbers = [self._number.get(id(p)) for p in bucket.parameters()]
+        first = next((number for number in numbers if number is not None), None)
+        if self._sent is None or first is None:  # outside a step, or nothing of it
+            done: torch.futures.Future[Tensor] = torch.futures.Future()
+            done.set_result(buffer)
+            return done
         flat = self._sent(first, buffer)
         if flat is buffer:
             flat = buffer.clone()
         offset = 0
-        for place, parameter in zip(places, bucket.parameters(), strict=True):
+        for number, parameter in zip(numbers, bucket.parameters(), strict=True):
             begin, offset = offset, offset + parameter.numel()
-            if place is None:
+            if number is None:
                 continue
             # The bucket has the memory order of the parameter. `bucket.gradients()` takes it for
             # contiguous (torch 2.15), which mixes up the values of a layout like NHWC.
             own = flat[begin:offset].as_strided(parameter.shape, _strides(parameter))
-            before = self._kept[0][place] if self._kept else None
+            before = self._kept[0][number] if self._kept else None
             if before is not None:
                 own.add_(before)
-            self._sums[place] = own
+            self._sums[number] = own
         work = dist.all_reduce(flat, group=self.group.tensors, async_op=True)
         assert work is not None
         return work.get_future().then(lambda _: buffer)
@@ -114,9 +109,3 @@ def _hook(
     reduction: OverlappedReduction, bucket: dist.GradBucket
 ) -> torch.futures.Future[torch.Tensor]:
     return reduction.begun(bucket)
-
-
-def _done(buffer: Tensor) -> torch.futures.Future[Tensor]:
-    future: torch.futures.Future[Tensor] = torch.futures.Future()
-    future.set_result(buffer)
-    return future

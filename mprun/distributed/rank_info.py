@@ -12,28 +12,20 @@ from mprun.errors import BadInput
 
 # Ports that no service uses by convention; each job of a cluster takes one.
 _FIRST_PORT, _PORTS = 20_000, 40_000
-_NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_PORT")
 
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """The position of a rank among all ranks, or of a machine whose ranks are not yet started.
+    """The position of a rank among all ranks, or of a machine whose ranks are not yet started."""
 
-    Attributes:
-        rank: 0 ... world-1; None: this process has to start the ranks of machine `node`.
-        devices: ranks on each machine.
-        address, port: where all ranks find each other.
-        served: whether a launcher (torchrun or mprun's own) answers at that port.
-    """
-
-    rank: int | None
+    rank: int | None  # 0 ... world-1; None: this process has to start the ranks of machine `node`
     local_rank: int
     node: int
     nodes: int
-    devices: int
-    address: str
+    devices: int  # ranks on each machine
+    address: str  # where all ranks find each other, at `port`
     port: int
-    served: bool
+    served: bool  # whether a launcher (torchrun or mprun's own) answers there
 
     @property
     def world(self) -> int:
@@ -47,11 +39,15 @@ class RankInfo:
 
     def environment(self, rank: int) -> dict[str, str]:
         """Return the variables that torchrun would set for rank `rank` of this machine."""
-        own = replace(self, rank=self.node * self.devices + rank, local_rank=rank)
-        numbers = (own.rank, own.world, own.local_rank, own.devices, own.port)
-        found = {name: str(number) for name, number in zip(_NUMBERS, numbers, strict=True)}
-        served = str(self.served)
-        return found | {"MASTER_ADDR": self.address, "TORCHELASTIC_USE_AGENT_STORE": served}
+        return {
+            "RANK": str(self.node * self.devices + rank),
+            "WORLD_SIZE": str(self.world),
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": str(self.devices),
+            "MASTER_ADDR": self.address,
+            "MASTER_PORT": str(self.port),
+            "TORCHELASTIC_USE_AGENT_STORE": str(self.served),
+        }
 
 
 def completed(
@@ -88,11 +84,7 @@ def completed(
 
 
 def place_from(environ: Mapping[str, str] = os.environ) -> RankInfo | None:
-    """Return the place of this process; None: the environment names no ranks.
-
-    Raises:
-        BadInput: the variables contradict each other.
-    """
+    """Return the place of this process; None: the environment names no ranks."""
     if "RANK" in environ or "LOCAL_RANK" in environ or "TORCHELASTIC_RUN_ID" in environ:
         return _of_torchrun(environ)
     # A batch script sees the number of tasks, but only steps that srun starts are ranks.
@@ -155,11 +147,7 @@ def _of_slurm(environ: Mapping[str, str]) -> RankInfo | None:
 
 
 def first_host(hosts: str) -> str:
-    """Return the first machine of SLURM's list: `gpu[003-010,012],login` gives `gpu003`.
-
-    Raises:
-        BadInput: the list names none.
-    """
+    """Return the first machine of SLURM's list: `gpu[003-010,012],login` gives `gpu003`."""
     found = re.match(r"([^,\[\]]+)(?:\[(\d+)[^\]]*\])?", hosts)
     if found is None:
         raise BadInput(f"SLURM_JOB_NODELIST={hosts!r}: names no machine; set MASTER_ADDR")

@@ -27,14 +27,10 @@ class Ranks:
     """The only rank of a run on one process, and the base of a rank among several.
 
     All ranks must call the methods that exchange something in the same order.
-
-    Attributes:
-        rank: 0 ... world-1.
-        world: number of ranks, W.
     """
 
-    rank: int = 0
-    world: int = 1
+    rank: int = 0  # 0 ... world-1
+    world: int = 1  # number of ranks, W
 
     @property
     def is_first(self) -> bool:
@@ -42,11 +38,7 @@ class Ranks:
         return self.rank == 0
 
     def micro_batches(self, count: int) -> range:
-        """Return the micro-batches that this rank takes of the `count` of an update.
-
-        Raises:
-            ValueError: the ranks do not divide them.
-        """
+        """Return which of an update's `count` micro-batches this rank takes; W must divide it."""
         if count % self.world:
             raise ValueError(f"{self.world} ranks do not divide {count} micro-batches")
         own = count // self.world
@@ -64,9 +56,10 @@ class Ranks:
     def mean(self, rows: Sequence[Tensor], count: int) -> list[float]:
         """Return the mean over the held-out samples of all ranks, the same on each.
 
+        It adds in the order of batches and waits for the device.
+
         Args:
-            rows: sums over each of this rank's held-out batches, float64 `[n]`; they are added in
-                the order of batches. Waits for the device.
+            rows: sums over each of this rank's held-out batches, float64 `[n]`.
             count: samples in them.
         """
         total = rows[0].clone()
@@ -75,10 +68,7 @@ class Ranks:
         return (total / count).tolist()
 
     def in_order(self, batches: Sequence[Tensor]) -> Tensor:
-        """Concatenate the held-out batches `[n, ...]` of all ranks to `[N, ...]`, in their order.
-
-        Several ranks wait for the device here.
-        """
+        """Concatenate the held-out batches `[n, ...]` of all ranks to `[N, ...]`, in order."""
         return torch.cat(list(batches))
 
     def first(self, value: T) -> T:
@@ -109,10 +99,7 @@ class Ranks:
         return signal_number
 
     def check_equal(self, state: Callable[[], Sequence[int]], step: int) -> None:
-        """Check that `state` gives the same numbers on all ranks after `step`.
-
-        A single rank does not call `state`.
-        """
+        """Check that `state`, not called by a single rank, is the same on all after `step`."""
 
     def leave(self, code: int) -> None:
         """End the exchange; the run has ended with this exit code."""

@@ -1,7 +1,6 @@
-"""One attempt at a cell: continue it or start it, watch it, report its end.
+"""One attempt at a cell: continue it or start it, watch it for a hang, report its end.
 
-The process has its own process group. It is watched for a hang, and ended by SIGTERM or SIGKILL. If
-run.json still says `running` when the process is gone, it is corrected.
+If run.json still says `running` when the process is gone, it is corrected.
 """
 
 import os
@@ -51,15 +50,11 @@ class ProcessEnd:
 
 @dataclass(frozen=True, slots=True)
 class AttemptOutcome:
-    """The end of one attempt at a cell.
-
-    code: an exit code of mprun, RESOURCE for a killed process. again: another process has the cell,
-    so this attempt does not count.
-    """
+    """The end of one attempt at a cell."""
 
     words: str
-    code: int = DONE
-    again: bool = False
+    code: int = DONE  # an exit code of mprun, RESOURCE for a killed process
+    again: bool = False  # another process has the cell, so this attempt does not count
 
 
 def attempts_of(cell: Cell) -> int:
@@ -159,7 +154,6 @@ def start_child(
     Only a run's stderr is logged: its stdout is the name of its directory. environment: variables
     in addition to those of this process.
     """
-    log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "wb") as file:
         return subprocess.Popen(
             [sys.executable, "-m", module, *arguments],
@@ -178,7 +172,6 @@ class Fork:
     """
 
     def __init__(self, arguments: list[str], log: Path, environment: Mapping[str, str]):
-        log.parent.mkdir(parents=True, exist_ok=True)
         sys.stdout.flush()
         sys.stderr.flush()
         self.code: int | None = None
@@ -238,8 +231,7 @@ def quickest_start() -> Start:
     """Return the quickest way to start runs: forks of this process, after the imports they need.
 
     If torch is already loaded, it is `start_child`: torch may hold threads and a CUDA context,
-    which a fork does not get. It is on systems other than Linux, too: their libraries do not
-    survive a fork.
+    which a fork does not get. Libraries of systems other than Linux do not survive a fork.
     """
     if sys.platform != "linux" or "torch" in sys.modules:
         return start_child
@@ -253,8 +245,7 @@ class Attempt:
     """Run `cell` in a separate process, from its checkpoint if it was interrupted.
 
     The process has its own process group: Ctrl-C reaches the sweep alone, and the run's children
-    can be killed with it. A process without a heartbeat for `stall_after` seconds (0: never) is
-    killed. `environment`: variables for the process in addition to those of this one.
+    can be killed with it. It is killed if it has no heartbeat for `stall_after` seconds (0: never).
     """
 
     def __init__(
@@ -271,7 +262,7 @@ class Attempt:
 
     def _begin(self, resume: bool = True) -> None:
         self.process: subprocess.Popen | Fork | None = None
-        self.hung_s: float | None = None  # the limit of silence that it was killed for
+        self.hung_s: float | None = None  # as in ProcessEnd
         self.stopped, self.kill_at = False, 0.0
         state = look(self.cell)
         if state in (State.IN_USE, State.FINISHED):
@@ -293,14 +284,9 @@ class Attempt:
             arguments = [*self.cell.overrides, f"output_dir='{quoted}'"]
             if self.config_dir is not None:
                 arguments += ["--config-dir", self.config_dir]
-        arguments = [str(os.getpid()), *arguments]
-        self.process = self.start(arguments, self.cell.log, self.environment)
+        self.cell.log.parent.mkdir(parents=True, exist_ok=True)
+        self.process = self.start([str(os.getpid()), *arguments], self.cell.log, self.environment)
         self.pulse = Pulse(self.cell.directory)
-
-    @property
-    def begun(self) -> bool:
-        """Return whether there is a process (a launcher's attempt may wait in a queue)."""
-        return self.process is not None
 
     def poll(self) -> AttemptOutcome | None:
         """Return how the attempt ended, or None while it goes on; kill it if it hangs."""
@@ -314,7 +300,7 @@ class Attempt:
         self.kill()
         if self._refused(code):
             self._begin(resume=False)
-            return self.poll() if not self.begun else None
+            return self.poll() if self.process is None else None
         if self._of_another(code):
             return AttemptOutcome("", again=True)
         outcome = settle(self.cell, ProcessEnd(code, self.hung_s), self.attempts_before)
@@ -345,8 +331,8 @@ class Attempt:
 
     def _refused(self, code: int) -> bool:
         """Return whether the run could not be continued: other torch, no whole checkpoint, ..."""
-        refused = self.resumed and code in (BAD_INPUT, DAMAGED)
-        return refused and not self.stopped and look(self.cell) is State.RESUMABLE
+        refused = self.resumed and code in (BAD_INPUT, DAMAGED) and not self.stopped
+        return refused and look(self.cell) is State.RESUMABLE
 
     def _of_another(self, code: int) -> bool:
         """Return whether another process has claimed the cell since `look` found it free."""

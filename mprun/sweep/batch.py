@@ -76,13 +76,8 @@ class Batch:
         self.driver = start_child(words, self.folder / "driver.log", {}, __name__)
         self.jobs = [Job(self, number, cell) for number, cell in enumerate(cells)]
 
-    def stop(self) -> None:
-        """Tell the workers to end their runs and to start no others."""
-        (self.folder / "stop").touch()
-
     def kill(self) -> None:
         """Kill the launcher now; its workers' runs end with them."""
-        self.stop()
         with suppress(ProcessLookupError):
             os.killpg(self.driver.pid, signal.SIGKILL)
 
@@ -100,11 +95,6 @@ class Batch:
             self.kill()
             self.driver.wait()
         self.alive.close()
-
-    def last_line(self) -> str:
-        """Return the last line that the launcher printed."""
-        lines = printed_lines(self.folder / "driver.log")
-        return lines[-1] if lines else f"exit code {self.driver.returncode}"
 
 
 class Job:
@@ -129,7 +119,9 @@ class Job:
         # The worker may be gone while the run still saves.
         if not over or look(self.cell) is State.IN_USE:
             return None
-        cause = f"launcher: {self.batch.last_line()}"
+        printed = printed_lines(self.batch.folder / "driver.log")
+        code = f"exit code {self.batch.driver.returncode}"
+        cause = f"launcher: {printed[-1] if printed else code}"
         if said["state"] == "running":
             return settle(self.cell, ProcessEnd(RESOURCE, cause=cause), self.attempts_before)
         # Some launchers drop waiting jobs when a worker dies: try again. A launcher that never
@@ -138,11 +130,12 @@ class Job:
         return AttemptOutcome(f"failed: {cause}", RESOURCE, again=launched)
 
     def stop(self) -> None:
-        """Ask all runs of the batch to write a checkpoint and end."""
-        self.batch.stop()
+        """Ask all runs of the batch to write a checkpoint and end, and start no others."""
+        (self.batch.folder / "stop").touch()
 
     def kill(self) -> None:
         """Kill the whole batch now."""
+        self.stop()
         self.batch.kill()
 
 

@@ -43,11 +43,7 @@ class Cell:
 class State(Enum):
     """The state of a cell, which decides how the sweep treats it."""
 
-    NEW = "new"
-    IN_USE = "in use"
-    FINISHED = "finished"
-    RESUMABLE = "resumable"
-    ABANDONED = "abandoned"
+    NEW, IN_USE, FINISHED, RESUMABLE, ABANDONED = range(5)
 
 
 def data_places(config: dict) -> tuple[tuple[str, str | None], ...]:
@@ -80,9 +76,8 @@ def look(cell: Cell) -> State:
     if record["status"] in OUTCOMES:
         return State.FINISHED
     # "running" without a process: the machine or the whole sweep was killed.
-    if record["status"] not in ("preempted", "running"):
-        return State.ABANDONED
-    kept = any(cell.directory.glob("checkpoints/step-*"))
+    stopped = record["status"] in ("preempted", "running")
+    kept = stopped and any(cell.directory.glob("checkpoints/step-*"))
     return State.RESUMABLE if kept else State.ABANDONED
 
 
@@ -105,11 +100,7 @@ def outcome_words(record: dict) -> str:
 
 
 def put_aside(cell: Cell) -> None:
-    """Move the directory of an interrupted or failed attempt to another name.
-
-    Raises:
-        BadInput: another process uses it.
-    """
+    """Rename the directory of an interrupted or failed attempt; raise BadInput if it is in use."""
     keep_log(cell)
     if not cell.directory.exists():
         return

@@ -158,7 +158,7 @@ def _loss_text(record: dict) -> str:
     """Return the final loss, or the newest with its step if the run has no outcome, or ""."""
     if _is_outcome(record):
         return _number(_loss(record))
-    newest = record.get("newest", {})
+    newest = record.get("newest")
     return f"{_number(newest['loss'])} (step {newest['step']})" if newest else ""
 
 
@@ -172,7 +172,7 @@ def _of_known(
 
 def _statuses(records: list[dict]) -> str:
     """Describe how the runs of one row ended, with counts if they ended differently."""
-    steps = [r.get("last_step", 0) for r in records if r["status"] == "diverged"]
+    steps = {r.get("last_step", 0) for r in records if r["status"] == "diverged"}
     span = "-".join(map(str, sorted({min(steps), max(steps)}))) if steps else ""
     ways = Counter(
         f"diverged at step {span}" if r["status"] == "diverged" else outcome_words(r)

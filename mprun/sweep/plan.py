@@ -54,11 +54,7 @@ class ChosenLauncher:
 
 
 def checked_launcher(overrides: list[str]) -> ChosenLauncher | None:
-    """Return the launcher that `overrides` choose and configure; None without overrides.
-
-    Raises:
-        BadInput: it is unknown, not installed, or an override is wrong.
-    """
+    """Return the launcher that `overrides` choose and configure; None without overrides."""
     if not overrides:
         return None
     chosen = dict(map(_parsed, overrides))
@@ -126,30 +122,23 @@ def _composed(overrides: list[str]) -> DictConfig:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """A sweep before it starts.
-
-    root: the folder that holds all cells. swept: keys with several values. launcher: Hydra's; None:
-    this process starts the runs itself.
-    """
+    """A sweep before it starts."""
 
     cells: tuple[Cell, ...]
-    root: Path
-    swept: frozenset[str]
+    root: Path  # the folder that holds all cells
+    swept: frozenset[str]  # keys with several values
     config_dir: str | None
-    launcher: ChosenLauncher | None
+    launcher: ChosenLauncher | None  # None: this process starts the runs itself
 
 
 MOST_RUNS = 10_000
 
 
 def plan(overrides: list[str], config_dir: str | None) -> Plan:
-    """Compose and check every cell; writes nothing.
+    """Compose and check every cell; write nothing.
 
     A cell has the directory that a single run of the same configuration would have, plus the swept
     keys in its name. A finished run there counts as the cell's.
-
-    Raises:
-        BadInput: a cell cannot run.
     """
     of_launcher, overrides = split_launcher(overrides)
     launcher = checked_launcher(of_launcher)

@@ -217,7 +217,7 @@ class _Loop:
             cell = attempt.cell
             if self.console is not None:
                 self.console.follow(cell.log)
-            if attempt.begun and self.board.words.get(cell) == "waiting":
+            if isinstance(attempt, Job) and attempt.begun and self.board.words[cell] == "waiting":
                 self.board.started_run(cell)
             outcome = attempt.poll()
             if outcome is None:

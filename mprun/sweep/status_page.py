@@ -22,7 +22,7 @@ from mprun.sweep.mode_table import short, table, without_record
 from mprun.sweep.plan import Plan
 
 _EVERY_S = 10.0  # longest time between two updates of the runs' progress in the file
-_TAIL_BYTES = 8192  # end of metrics.jsonl that is read for its last record
+_TAIL_BYTES = 8192  # of metrics.jsonl, read for its last record
 _IN_USE = "in use by another process"
 # Characters in a line about a cell: at least for its overrides, at most for its end.
 _SHORTEST, _LONGEST = 10, 30
@@ -70,7 +70,7 @@ class Board:
         if cell in self.since:
             self.seconds[cell] = time.monotonic() - self.since[cell]
             words.append(_clock(self.seconds[cell]))
-        ended = sum(self._is_over(one) for one in self.plan.cells)
+        ended = len(self.plan.cells) - len(self._unfinished())
         if (left := self._left()) is not None:
             words.append(f"ETA {_clock(left)}")
         self._say(f"[{ended}/{len(self.plan.cells)}] ", cell, ", ".join(words))
@@ -135,12 +135,13 @@ class Board:
     def _name(self, cell: Cell) -> str:
         return cell.directory.relative_to(self.plan.root).as_posix()
 
-    def _is_over(self, cell: Cell) -> bool:
-        return self.words.get(cell, "waiting") not in ("waiting", "running", _IN_USE)
+    def _unfinished(self) -> list[Cell]:
+        states = ("waiting", "running", _IN_USE)
+        return [cell for cell in self.plan.cells if self.words.get(cell, "waiting") in states]
 
     def _left(self) -> float | None:
         """Estimate the seconds until the last cell ends from those that ended; None: unknown."""
-        rest = [cell for cell in self.plan.cells if not self._is_over(cell)]
+        rest = self._unfinished()
         if not self.seconds or not rest:
             return None
         each, now = statistics.fmean(self.seconds.values()), time.monotonic()
