@@ -300,7 +300,7 @@ class Attempt:
         self.kill()
         if self._refused(code):
             self._begin(resume=False)
-            return self.poll() if self.process is None else None
+            return None
         if self._of_another(code):
             return AttemptOutcome("", again=True)
         outcome = settle(self.cell, ProcessEnd(code, self.hung_s), self.attempts_before)

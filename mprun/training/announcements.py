@@ -20,11 +20,11 @@ from mprun.errors import MprunError
 from mprun.record.console import DATA_BOUND
 from mprun.record.run_record import Outcome, read_record
 
-_NAMED, _TOLD = 20, 3  # files in run.json, files on the console
+_NAMED, _PRINTED = 20, 3  # files in run.json, files on the console
 _LONG_ENOUGH_S = 20.0
 
 
-def tell(*lines: str | None) -> None:
+def say(*lines: str | None) -> None:
     """Print the lines that are neither None nor empty."""
     for line in lines:
         if line:
@@ -44,16 +44,16 @@ def announce(directory: Path, config: RunConfig, built: Built, record: dict, sta
         how = "emulated" if config.cpu_half == "emulated" else "by native kernels"
         of_fp8 = "" if config.precision.products.input is None else ", those in FP8 emulated"
         name += f" ({half} products {how}{of_fp8})"
-    threads = torch.get_num_threads()
-    place = f"cpu, {threads} thread{'s' * (threads != 1)}"
     if device.type == "cuda":
-        place = torch.cuda.get_device_name(device)
-    steps = f"steps {start + 1:,} to {built.steps:,}"
+        machine = torch.cuda.get_device_name(device)
+    else:
+        threads = torch.get_num_threads()
+        machine = f"cpu, {threads} thread{'s' * (threads != 1)}"
     for what, text in {
         "model": f"{choices.get('model')}, {size:,} parameters",
         "data": f"{choices.get('data')}, {data}",
         "mode": f"{name}, {_scale(config.scaler)}",
-        "device": f"{place}; {steps}",
+        "device": f"{machine}; steps {start + 1:,} to {built.steps:,}",
         "run": folder,
         "watch": f"tensorboard --logdir {folder}",
     }.items():
@@ -69,17 +69,12 @@ def _scale(scaler: ScalerConfig) -> str:
     return f"loss scale {start}({scaler.name})"
 
 
-def warn(config: RunConfig, built: Built) -> None:
-    """Warn of what the user may not expect, before step 1."""
-    tell(*_about_precision(config, built), *_about_data(config, built))
-
-
-def tell_ending(directory: Path, source: Source, outcome: Outcome, record: dict) -> None:
+def say_ending(directory: Path, source: Source, outcome: Outcome, record: dict) -> None:
     """Print the cause unless the run succeeded, notes on its data, and the next command."""
     cause = f"{outcome.status} at step {outcome.step}: {outcome.cause}" if outcome.cause else None
     diverged = outcome.status == "diverged"
     done = outcome.status == "done" and "measured_for" not in record
-    tell(
+    say(
         cause,
         hint_of("explain", f"to find the cause: mprun explain {directory}") if diverged else None,
         f"to go on: mprun resume={directory}" if outcome.status == "preempted" else None,
@@ -113,7 +108,8 @@ def _next(directory: Path, record: dict) -> str:
     return shlex.join(["mprun", *kept, f"precision={'amp' if mode == 'fp32' else 'fp32'}"])
 
 
-def _about_precision(config: RunConfig, built: Built) -> Iterator[str]:
+def notes(config: RunConfig, built: Built) -> Iterator[str]:
+    """Yield lines about what the user may not expect, before step 1."""
     policy, optim, scaler = config.precision, config.optim, config.scaler
     numerics, steps = config.numerics, config.train.steps
     if numerics.enabled and steps is not None and numerics.every > steps:
@@ -130,9 +126,6 @@ def _about_precision(config: RunConfig, built: Built) -> Iterator[str]:
             f"scaler={scaler.name} changes nothing in {policy.name} but rounding: "
             "FP32 gradients do not underflow"
         )
-
-
-def _about_data(config: RunConfig, built: Built) -> Iterator[str]:
     ignored = built.data.description.get("ignored_files")
     if ignored:
         yield f"data.root={config.data.root}: {ignored} files are no images and were ignored"
@@ -156,9 +149,10 @@ def data_bound(source: Source, share: float | None, seconds: float) -> str | Non
     workers, cores = source.workers, len(os.sched_getaffinity(0))
     if workers is None:
         return line
+    cure = f"more data.workers (now {workers}, {cores} cores) or"
     if workers >= cores:
-        return f"{line}; data.workers={workers} on {cores} cores: smaller files would help"
-    return f"{line}; more data.workers (now {workers}, {cores} cores) or smaller files would help"
+        cure = f"data.workers={workers} on {cores} cores:"
+    return f"{line}; {cure} smaller files would help"
 
 
 def replaced(source: Source, earlier: dict) -> dict:
@@ -168,23 +162,19 @@ def replaced(source: Source, earlier: dict) -> dict:
     even if it has moved: `replaced_places` holds the place of every file in its split,
     `replaced_files` the names of the first ones.
     """
-    found = source.replaced_files()
-    if found is None:
+    files = source.replaced_files()
+    if files is None:
         return {}
     known = list(dict.fromkeys(earlier.get("replaced_places", [])))
-    new = {place: name for place, name in found.items() if place not in known}
-    names = [*earlier.get("replaced_files", []), *new.values()]
-    places = [*known, *new]
-    first = names[:_NAMED]
-    return {"replaced": len(places), "replaced_files": first, "replaced_places": places}
+    new = {place: name for place, name in files.items() if place not in known}
+    names, places = [*earlier.get("replaced_files", []), *new.values()], [*known, *new]
+    return {"replaced": len(places), "replaced_files": names[:_NAMED], "replaced_places": places}
 
 
 def replaced_line(data: dict) -> str | None:
     """Return a line if files were replaced, else None."""
-    count = data.get("replaced")
-    if not count:
+    if not (count := data.get("replaced")):
         return None
-    names = ", ".join(data["replaced_files"][:_TOLD])
-    more = f" and {count - _TOLD} more (run.json)" if count > _TOLD else ""
-    files = "file" if count == 1 else "files"
-    return f"data.on_corrupt=skip: {count} {files} replaced by the next usable one: {names}{more}"
+    names, files = ", ".join(data["replaced_files"][:_PRINTED]), f"{count} file{'s' * (count > 1)}"
+    more = f" and {count - _PRINTED} more (run.json)" if count > _PRINTED else ""
+    return f"data.on_corrupt=skip: {files} replaced by the next usable one: {names}{more}"

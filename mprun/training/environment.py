@@ -5,6 +5,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,29 +44,24 @@ def number_formats(
     return {
         "scaler": scaler,
         "half_products": forward_context.kind(),
-        "effective_dtypes": _effective_dtypes(learners),
+        "effective_dtypes": {name: _elements(learner) for name, learner in learners.items()},
         "update": updates(learners),
         "flags": read_math_flags(),
     }
 
 
-def _effective_dtypes(learners: Mapping[str, Learner]) -> dict:
-    """Count the elements of each dtype in parameters, masters and optimizer state, by learner."""
+def _elements(learner: Learner) -> dict[str, dict[str, int]]:
+    """Count the elements of each dtype in parameters, masters and optimizer state."""
+    optimizer, buffers = learner.optimizer, learner.model.buffers()
+    states = optimizer.state_by_name().values()
+    tensors = (v for state in states for v in state.values() if isinstance(v, Tensor) and v.dim())
     return {
-        name: {
-            "parameters": _count(learner.model.parameters()),
-            "gradients": learner.optimizer.gradient_dtypes(),
-            "gradients_in_update": learner.optimizer.update_dtypes(),
-            "master_weights": _count(learner.optimizer.masters.values()),
-            "optimizer_state": _count(
-                value
-                for state in learner.optimizer.state_by_name().values()
-                for value in state.values()
-                if isinstance(value, Tensor) and value.dim()
-            ),
-            "norm_statistics": _count(b for b in learner.model.buffers() if b.dim()),
-        }
-        for name, learner in learners.items()
+        "parameters": _count(learner.model.parameters()),
+        "gradients": optimizer.gradient_dtypes(),
+        "gradients_in_update": optimizer.update_dtypes(),
+        "master_weights": _count(optimizer.masters.values()),
+        "optimizer_state": _count(tensors),
+        "norm_statistics": _count(buffer for buffer in buffers if buffer.dim()),
     }
 
 
@@ -84,8 +80,6 @@ def _count(tensors: Iterable[Tensor]) -> dict[str, int]:
 def _commit() -> dict:
     """Return commit and dirty flag of the checkout that the code runs from, None if installed."""
     root = Path(__file__).resolve().parents[2]
-    if not (root / ".git").exists():
-        return {"commit": None, "dirty": None}
 
     def git(*words: str) -> str:
         command = ["git", "-C", str(root), *words]
@@ -93,17 +87,16 @@ def _commit() -> dict:
             command, stderr=subprocess.PIPE, text=True, timeout=10
         ).strip()
 
-    try:
-        return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
-    except (OSError, subprocess.SubprocessError):
-        return {"commit": None, "dirty": None}
+    with suppress(OSError, subprocess.SubprocessError):
+        if (root / ".git").exists():
+            return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain"))}
+    return {"commit": None, "dirty": None}
 
 
 def _version(package: str) -> str | None:
-    try:
+    with suppress(metadata.PackageNotFoundError):
         return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
+    return None
 
 
 def _cpu_name() -> str:

@@ -1,8 +1,7 @@
 """The training loop: steps, records, evaluations, checkpoints, and the ways a run can end.
 
-On a GPU neither a step nor the loop waits for the device between evaluations and checkpoints. The
-metrics of the steps are read an interval later (`metric_buffer`). A divergence is therefore noticed
-up to an interval late.
+On a GPU the loop waits for the device only at evaluations and checkpoints. The metrics of the steps
+are read an interval later (`metric_buffer`), so a divergence is noticed up to an interval late.
 """
 
 import math
@@ -32,16 +31,11 @@ from mprun.training.signals import Interruption, Stopped
 
 
 class Start(NamedTuple):
-    """The point where a run begins or goes on.
-
-    Attributes:
-        skipped: updates skipped before `step`.
-        evaluate_first: begin with the evaluation of `step`, which an earlier attempt did not end.
-    """
+    """The point where a run begins or goes on."""
 
     step: int = 0
-    skipped: int = 0
-    evaluate_first: bool = False
+    skipped: int = 0  # updates skipped before `step`
+    evaluate_first: bool = False  # evaluate after `step`, which an earlier attempt did not end
 
 
 BEGINNING = Start()
@@ -127,13 +121,9 @@ class Loop:
     def due(self, step: int) -> Due:
         """Return the actions due after `step`; the last step has every action that is enabled."""
         train, last = self.config.train, step == self.built.steps
-
-        def now(every: int) -> bool:
-            return every > 0 and (last or step % every == 0)
-
-        return Due(
-            last or now(train.log_every), now(train.checkpoint_every), last or now(train.eval_every)
-        )
+        intervals = (train.log_every, train.checkpoint_every, train.eval_every)
+        log, save, evaluate = (every > 0 and (last or step % every == 0) for every in intervals)
+        return Due(last or log, save, last or evaluate)
 
     def advance(self, index: int) -> None:
         """Take step `index` (from 0), probed if it is due, without waiting for the device."""
@@ -187,12 +177,12 @@ class Loop:
 
     def _state_in_short(self) -> list[int]:
         """Return the skipped updates, each loss scale's bits, and a sum of each learner's bits."""
-        task, found = self.built.task, [self.buffer.host_skipped]
-        found += [int(scale.scale.view(torch.int32)) for scale in task.loss_scales.values()]
+        task, numbers = self.built.task, [self.buffer.host_skipped]
+        numbers += [int(scale.scale.view(torch.int32)) for scale in task.loss_scales.values()]
         for learner in task.learners.values():
             tensors = (*learner.optimizer.updated, *learner.model.buffers())
-            found.append(int(sum(bits_of(tensor) for tensor in tensors)))
-        return found
+            numbers.append(int(sum(bits_of(tensor) for tensor in tensors)))
+        return numbers
 
     def stop(self) -> None:
         """Note that the run was asked to stop."""
@@ -255,12 +245,13 @@ class Loop:
         outcome.skipped = self.buffer.host_skipped
         outcome.memory = memory.higher(outcome.memory, device)
         if self.keeper is not None and device.type == "cuda":
-            # The copies for `mprun explain` are not part of the mode's memory.
-            kept = {key: outcome.memory[key] - self.keeper.bytes for key in memory.OF_CUDA}
-            outcome.memory |= kept
-        outcome.memory |= {"saved_for_backward_bytes": self.saved_bytes}
+            for key in memory.OF_CUDA:
+                # The copies for `mprun explain` are not part of the mode's memory.
+                outcome.memory[key] -= self.keeper.bytes
+        outcome.memory["saved_for_backward_bytes"] = self.saved_bytes
         outcome.throughput = self.logger.throughput(self.built.task.sample)
         if outcome.status == "diverged" and outcome.cause is not None:
+            reason = "numerics.keep_failure=false"
             report_failure(
                 self.keeper,
                 self.directory,
@@ -268,9 +259,7 @@ class Loop:
                 outcome.step,
                 self.logger.history.up_to(outcome.step),
                 scaler_kind=self.config.scaler.kind,
-                reason="numerics.keep_failure=false"
-                if self.ranks.world == 1
-                else "the run had several ranks",
+                reason=reason if self.ranks.world == 1 else "the run had several ranks",
             )
         return outcome
 

@@ -46,7 +46,7 @@ def resume(
     Only keys whose role allows it may be overridden; everything else comes from the run itself. The
     user has to name their own code again: the directory may come from anywhere.
 
-    place: place of this process among the ranks of the run; None: it is the only one.
+    place: of this process among the ranks of the run; None: it is the only one.
     """
     directory = _run_directory(path)
     with nullcontext() if place is not None and place.rank else locked(directory):
@@ -82,11 +82,7 @@ def resume(
 def continued(
     composed_overrides: tuple[str, ...], path: str, config_dir: str | None = None
 ) -> RunConfig:
-    """Return the configuration that `resume` would continue with; writes nothing.
-
-    Raises:
-        BadInput, Damaged: as `resume` does.
-    """
+    """Return the configuration that `resume` would continue with, or raise its error."""
     return _read(_run_directory(path), composed_overrides, config_dir)[1]
 
 
@@ -193,15 +189,15 @@ def _check_same_data(path: str, record: dict, built) -> None:
     raise BadInput(f"resume={path}: the data are not those that the run began with ({change})")
 
 
-def _in_short() -> str:
+def _allowed() -> str:
     """Return the keys that may be overridden, in a shell's braces to fit on one line."""
     groups: dict[str, list[str]] = {}
     for key in resumable_keys():
         group, _, field = key.rpartition(".")
         groups.setdefault(group, []).append(field)
-    own = groups.pop("")
+    top = groups.pop("")
     short = [f"{group}.{{{','.join(fields)}}}" for group, fields in groups.items()]
-    return " ".join([*short, *(key for key in own if key not in groups)])
+    return " ".join([*short, *(key for key in top if key not in groups)])
 
 
 def _checked(plain: dict, overrides: tuple[str, ...], given: Vouched) -> RunConfig:
@@ -223,7 +219,7 @@ def _with_overrides(plain: dict, overrides: tuple[str, ...]) -> dict:
             continue
         if not role_of(key).resumable:
             raise BadInput(
-                f"{override}: a resumed run keeps its configuration (allowed: {_in_short()})"
+                f"{override}: a resumed run keeps its configuration (allowed: {_allowed()})"
             )
         group, _, field = key.rpartition(".")
         # Hydra's grammar, as for a new run: YAML takes "off" for false.

@@ -32,7 +32,7 @@ from mprun.record.metrics import TensorBoardView
 from mprun.record.run_directory import claim, claim_exactly, locked, run_name
 from mprun.record.run_record import Record
 from mprun.torch_private import DYNAMO
-from mprun.training.announcements import announce, replaced, replaced_line, tell, tell_ending, warn
+from mprun.training.announcements import announce, notes, replaced, replaced_line, say, say_ending
 from mprun.training.environment import environment, number_formats
 from mprun.training.loop import BEGINNING, Start, train
 from mprun.training.signals import Interruption
@@ -70,7 +70,7 @@ def start(composed: Composed, place: RankInfo | None = None) -> int:
     if not ranks.is_first:
         return follow(directory, config, built)
     with locked(directory):
-        warn(config, built)
+        say(*notes(config, built))
         return attempt(config, built, new_record(directory, composed))
 
 
@@ -255,8 +255,8 @@ def _attempt(
             cause = str(error) if plain else f"{type(error).__name__}: {error}"
             end("preempted" if stopped else "failed", cause)
         if stopped:
-            tell(f"to go on: mprun resume={directory}")
-        tell(replaced_line(record["data"]))
+            say(f"to go on: mprun resume={directory}")
+        say(replaced_line(record["data"]))
         _print_directory(directory)
         if config.deterministic and "deterministic" in str(error):
             raise BadInput(_nondeterministic(error)) from error
@@ -268,7 +268,7 @@ def _attempt(
     end(outcome.status, outcome.cause, results)
     if outcome.status != "preempted":
         _write_hyperparameters(directory, config, record)
-    tell_ending(directory, built.data, outcome, record)
+    say_ending(directory, built.data, outcome, record)
     _print_directory(directory)
     task.ranks.leave(outcome.exit_code)
     return outcome.exit_code

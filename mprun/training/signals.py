@@ -22,14 +22,11 @@ class Stopped(KeyboardInterrupt):
 
 
 class Interruption:
-    """Handle the signals of `ASKING` while active: set `reason` and answer at once on stderr.
+    """Handle the signals of `ASKING` while active: set `reason`, `answer` at once on stderr.
 
     The run stops at the next step boundary. Within `breaks` it stops at once, by `Stopped`, which
     is raised again if foreign code (a compiler, a destructor) swallows it. A second SIGINT stops
     at once anywhere. Ignored signals stay ignored (SIGHUP, by nohup), except SIGINT and SIGTERM.
-
-    Args:
-        answer: Text printed behind the signal's name.
     """
 
     def __init__(self, answer: str = "stopping after this step; again stops at once"):
