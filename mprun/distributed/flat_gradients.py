@@ -85,7 +85,6 @@ class FlatReduction:
         return values if self.muted else self.group.largest(values)
 
     def _in_order(self, rows: list[Tensor]) -> Tensor:
-        """Add the rows of all ranks one after the other."""
         parts = self.group.gather(torch.stack(rows)).unbind()
         total = parts[0].clone()
         for part in parts[1:]:

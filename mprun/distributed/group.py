@@ -112,29 +112,25 @@ class RankGroup(Ranks):
         return torch.cat(parts)
 
     def mean(self, rows: Sequence[Tensor], count: int) -> list[float]:
-        # Ranks take every W-th batch: the first ones may have one more.
-        own = torch.stack(list(rows)) if rows else None
-        said = self.all_of((len(rows), 0 if own is None else own.shape[1], count))
-        sizes, widths, counts = zip(*said, strict=True)
-        most, width = max(sizes), max(widths)
-        padded = torch.zeros(most, width, dtype=torch.float64, device=self.device)
-        if own is not None:
-            padded[: len(own)] = own
-        table = self.gather(padded).reshape(self.world, most, width)
-        whole = [table[i % self.world, i // self.world] for i in range(sum(sizes))]
-        return super().mean(whole, sum(counts))
+        return super().mean(self._all(rows, torch.float64), sum(self.all_of(count)))
 
     def in_order(self, batches: Sequence[Tensor]) -> Tensor:
-        # As for `mean`: ranks take every W-th batch, and the last one may be smaller.
+        return super().in_order(self._all(batches, torch.float32))
+
+    def _all(self, batches: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+        """Return the held-out batches of all ranks, which take every W-th; the last may be smaller.
+
+        It waits for the device.
+        """
         said = self.all_of([tuple(batch.shape) for batch in batches])
-        shapes = [own[place] for place in range(len(said[0])) for own in said if place < len(own)]
-        table = torch.zeros(len(said[0]), *shapes[0], device=self.device)
-        for place, batch in enumerate(batches):
-            table[place, : len(batch)] = batch
+        shapes = [own[i] for i in range(len(said[0])) for own in said if i < len(own)]
+        table = torch.zeros(len(said[0]), *shapes[0], dtype=dtype, device=self.device)
+        for row, batch in zip(table, batches, strict=False):
+            row[: len(batch)] = batch
         table = self.gather(table).unflatten(0, (self.world, -1))
-        return super().in_order(
-            [table[i % self.world, i // self.world, : shape[0]] for i, shape in enumerate(shapes)]
-        )
+        return [
+            table[i % self.world, i // self.world, : shape[0]] for i, shape in enumerate(shapes)
+        ]
 
     def sum(self, tensor: Tensor) -> Any:
         """Begin to sum a tensor over the ranks, in place, in the library's order."""

@@ -56,9 +56,8 @@ def launch(
         module: module that a rank runs; its first argument is this process's id.
     """
     place = place or RankInfo(None, 0, 0, 1, devices, "127.0.0.1", 0, served=True)
-    arguments = list(overrides)
-    if config_dir is not None:
-        arguments += ["--config-dir", config_dir]
+    options = [] if config_dir is None else ["--config-dir", config_dir]
+    arguments = [*overrides, *options]
     with _Asked() as asked:
         while True:
             code, directory = _once(module, arguments, place, asked)
@@ -67,9 +66,7 @@ def launch(
             restarts -= 1
             print(f"mprun: restarting the ranks ({restarts} restarts left)", file=sys.stderr)
             if directory is not None:
-                arguments = [f"resume={directory}", *kept]
-                if config_dir is not None:
-                    arguments += ["--config-dir", config_dir]
+                arguments = [f"resume={directory}", *kept, *options]
 
 
 class _Asked:

@@ -225,7 +225,6 @@ class GraphedStep:
         return compute()
 
     def _is_decided(self) -> bool:
-        """Return whether to record or replay this step."""
         if self.clock is None or self._recordings:
             return True
         if not self.clock.enough:

@@ -181,7 +181,6 @@ def _fitted(parts: list[tuple[int, str]], room: int) -> str:
 
 
 def _broken(line: str, width: int) -> str:
-    """Wrap a line; the further lines are indented by four more columns."""
     indent = " " * (len(line) - len(line.lstrip()) + 4)
     return textwrap.fill(
         line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False

@@ -3,6 +3,7 @@
 import resource
 import sys
 from collections import Counter
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -38,12 +39,10 @@ class SavedForBackward(torch.autograd.graph.saved_tensors_hooks):
         return self
 
     def _count(self, tensor: Tensor) -> Tensor:
-        for part in _parts(tensor):
-            storage = part.untyped_storage()
-            address, size = storage.data_ptr(), storage.nbytes()
+        for address, dtype, size in _storages([tensor]):
             if address not in self.excluded:
                 kind = "weight_copies" if (address, size) in self.weight_copies else "activations"
-                self.storages[address] = (kind, _dtype_name(part), size)
+                self.storages[address] = (kind, dtype, size)
         return tensor
 
     @property
@@ -71,53 +70,48 @@ def memory_by_kind(learners) -> dict[str, dict[str, int]]:
         *("parameters", "master_weights", "gradients", "gradients_in_update"),
         *("optimizer_state", "weight_average", "buffers"),
     )
-    found: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
+    held: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
     for learner in learners:
         optimizer = learner.optimizer
-        found["parameters"] += learner.model.parameters()
-        found["master_weights"] += optimizer.masters.values()
+        held["parameters"] += learner.model.parameters()
+        held["master_weights"] += optimizer.masters.values()
         for own, updated in zip(optimizer.parameters, optimizer.updated, strict=True):
             # A single pass leaves gradients on the model's parameters and makes no others.
             if own.grad is not None or updated.grad is not None:
                 gradient = updated.grad if own.grad is None else own.grad
                 # torch gives a dense gradient the shape and dtype of its parameter.
-                found["gradients"].append(gradient if gradient.is_sparse else own)
+                held["gradients"].append(gradient if gradient.is_sparse else own)
             if updated.grad is not None and updated.grad.dtype is not own.dtype:
-                found["gradients_in_update"].append(updated.grad)
+                held["gradients_in_update"].append(updated.grad)
         for row in optimizer.rows:
             if row.table.gathered is not None:
-                found["gradients"].append(row.table.gathered.leaves[row.key])
+                held["gradients"].append(row.table.gathered.leaves[row.key])
         for state in optimizer.state_by_name().values():
-            found["optimizer_state"] += [v for v in state.values() if isinstance(v, Tensor)]
-        found["weight_average"] += optimizer.averages.values()
-        found["buffers"] += learner.model.buffers()
-    by_dtype = {kind: _bytes_by_dtype(tensors) for kind, tensors in found.items()}
+            held["optimizer_state"] += [v for v in state.values() if isinstance(v, Tensor)]
+        held["weight_average"] += optimizer.averages.values()
+        held["buffers"] += learner.model.buffers()
+    by_dtype = {kind: _bytes_by_dtype(tensors) for kind, tensors in held.items()}
     return {kind: sizes for kind, sizes in by_dtype.items() if sizes}
 
 
 def _bytes_by_dtype(tensors: list[Tensor]) -> dict[str, int]:
     storages: dict[int, tuple[str, int]] = {}
-    for part in (part for tensor in tensors for part in _parts(tensor)):
-        storage = part.untyped_storage()
-        storages.setdefault(storage.data_ptr(), (_dtype_name(part), storage.nbytes()))
+    for address, dtype, size in _storages(tensors):
+        storages.setdefault(address, (dtype, size))
     sizes: Counter[str] = Counter()
     for dtype, size in storages.values():
         sizes[dtype] += size
     return dict(+sizes)
 
 
-def _parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the dense tensors that hold its memory: indices and values if it is sparse.
-
-    Layouts other than strided and sparse COO are not counted.
-    """
-    if tensor.is_sparse:
-        return sparse_indices(tensor), sparse_values(tensor)
-    return (tensor,) if tensor.layout is torch.strided else ()
-
-
-def _dtype_name(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _storages(tensors: Iterable[Tensor]) -> Iterator[tuple[int, str, int]]:
+    """Yield (address, dtype, bytes) of the memory of strided and sparse COO tensors."""
+    for tensor in tensors:
+        parts = (sparse_indices(tensor), sparse_values(tensor)) if tensor.is_sparse else (tensor,)
+        for part in parts:
+            if part.layout is torch.strided:
+                storage = part.untyped_storage()
+                yield storage.data_ptr(), str(part.dtype).removeprefix("torch."), storage.nbytes()
 
 
 def reset_peak(device: torch.device) -> None:

@@ -173,7 +173,6 @@ def _number(value: Any) -> float | None:
 
 
 def _numbers(values: list[Any]) -> np.ndarray:
-    """Return the values as float64, NaN for those that are not numbers."""
     if not set(map(type, values)) <= {float, int}:
         values = [_number(value) for value in values]
     return np.array(values, dtype=np.float64)  # None becomes NaN
@@ -191,7 +190,6 @@ def _ascending(
 
 
 def _longest_streak(steps: np.ndarray) -> int:
-    """Return the length of the longest run of consecutive integers in ascending `steps`."""
     if not len(steps):
         return 0
     ends = np.flatnonzero(np.diff(steps) != 1)

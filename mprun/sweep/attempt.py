@@ -17,20 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn, TypeAlias
 
-from mprun.errors import (
-    ASKING,
-    BAD_INPUT,
-    BUG,
-    DAMAGED,
-    DIVERGED,
-    DONE,
-    INTERRUPTED,
-    PREEMPTED,
-    RESOURCE,
-    SEVERITY,
-    STATUS_EXIT_CODE,
-    BadInput,
-)
+from mprun import errors
 from mprun.record.run_directory import Pulse, locked
 from mprun.record.run_record import Record
 from mprun.sweep.child import child
@@ -53,7 +40,7 @@ class AttemptOutcome:
     """The end of one attempt at a cell."""
 
     words: str
-    code: int = DONE  # an exit code of mprun, RESOURCE for a killed process
+    code: int = errors.DONE  # an exit code of mprun, errors.RESOURCE for a killed process
     again: bool = False  # another process has the cell, so this attempt does not count
 
 
@@ -64,9 +51,9 @@ def attempts_of(cell: Cell) -> int:
 
 
 def exit_code(codes: list[int]) -> int:
-    """Return the exit code of a sweep: DONE if every cell has an outcome, else the worst."""
-    failed = set(codes) - {DIVERGED}  # a divergence is an outcome
-    return next((code for code in SEVERITY if code in failed), DONE)
+    """Return the exit code of a sweep: errors.DONE if every cell has an outcome, else the worst."""
+    failed = set(codes) - {errors.DIVERGED}  # a divergence is an outcome
+    return next((code for code in errors.SEVERITY if code in failed), errors.DONE)
 
 
 def settle(cell: Cell, ended: ProcessEnd, attempts_before: int) -> AttemptOutcome:
@@ -74,7 +61,7 @@ def settle(cell: Cell, ended: ProcessEnd, attempts_before: int) -> AttemptOutcom
 
     attempts_before: `attempts` in run.json before the process was started.
     """
-    code = ended.code if ended.code >= 0 else RESOURCE
+    code = ended.code if ended.code >= 0 else errors.RESOURCE
     silent = AttemptOutcome(_without_record(cell, ended), code)
     record = record_of(cell.directory)
     if record is None or record.get("attempts", 0) <= attempts_before:
@@ -84,12 +71,12 @@ def settle(cell: Cell, ended: ProcessEnd, attempts_before: int) -> AttemptOutcom
             with locked(cell.directory):
                 record = record_of(cell.directory) or record
                 _correct(record, ended, silent.words)
-        except BadInput:
+        except errors.BadInput:
             return AttemptOutcome("in use by another process", again=True)
         except OSError:  # a full disk must not end the sweep as well
             return silent
     if ended.hung_s is None and record["status"] != "failed":
-        code = STATUS_EXIT_CODE[record["status"]]
+        code = errors.STATUS_EXIT_CODE[record["status"]]
     return AttemptOutcome(outcome_words(record), code)
 
 
@@ -99,7 +86,7 @@ def failed_elsewhere(cell: Cell) -> AttemptOutcome | None:
     if record is None or record["status"] != "failed":
         return None
     words = outcome_words(record)
-    return AttemptOutcome(words, BUG if words.startswith("failed") else RESOURCE)
+    return AttemptOutcome(words, errors.BUG if words.startswith("failed") else errors.RESOURCE)
 
 
 def _correct(record: Record, ended: ProcessEnd, words: str) -> None:
@@ -118,7 +105,7 @@ def _without_record(cell: Cell, ended: ProcessEnd) -> str:
         return f"failed: {ended.cause}"
     if ended.hung_s is not None:
         return f"hung: no progress for {ended.hung_s:g} s, killed"
-    if ended.code in (PREEMPTED, INTERRUPTED, -signal.SIGTERM):
+    if ended.code in (errors.PREEMPTED, errors.INTERRUPTED, -signal.SIGTERM):
         return "stopped before its first step"
     if ended.code < 0:
         number = -ended.code
@@ -199,10 +186,10 @@ class Fork:
 
 def _become_child(arguments: list[str], log: int, environment: Mapping[str, str]) -> NoReturn:
     """Run `child` in the forked child and exit, without returning to parent code."""
-    code = BUG
+    code = errors.BUG
     try:
         os.setpgid(0, 0)
-        for number in ASKING:  # the handlers of a new process
+        for number in errors.ASKING:  # the handlers of a new process
             if signal.getsignal(number) != signal.SIG_IGN:
                 signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -278,7 +265,7 @@ class Attempt:
         else:
             try:
                 put_aside(self.cell)
-            except BadInput:  # another process was faster
+            except errors.BadInput:  # another process was faster
                 return
             quoted = str(self.cell.directory).replace("'", "\\'")
             arguments = [*self.cell.overrides, f"output_dir='{quoted}'"]
@@ -331,12 +318,12 @@ class Attempt:
 
     def _refused(self, code: int) -> bool:
         """Return whether the run could not be continued: other torch, no whole checkpoint, ..."""
-        refused = self.resumed and code in (BAD_INPUT, DAMAGED) and not self.stopped
+        refused = self.resumed and code in (errors.BAD_INPUT, errors.DAMAGED) and not self.stopped
         return refused and look(self.cell) is State.RESUMABLE
 
     def _of_another(self, code: int) -> bool:
         """Return whether another process has claimed the cell since `look` found it free."""
-        if code != BAD_INPUT or not self.cell.directory.exists():
+        if code != errors.BAD_INPUT or not self.cell.directory.exists():
             return False
         record = record_of(self.cell.directory)
         return record is None or record["status"] != "failed"

@@ -87,7 +87,6 @@ def table(records: list[dict], swept: Iterable[str] = (), width: int | None = No
 
 
 def _fitting(header: list[str], rows: list[list[str]], width: int) -> str:
-    """Return the table without the columns that do not fit on a line."""
     text = markdown_table(header, rows)
     for dropped in ("loss, seed", "saved MiB", "skipped", "peak MiB"):
         if text.find("\n") <= width:

@@ -114,7 +114,6 @@ def run_planned(
 
 
 def _say_next(planned: Plan, curves: Callable[[list[Path], Path], Path]) -> None:
-    """Print the commands that come after a sweep, one a line."""
     folders = sorted({cell.directory.parent for cell in planned.cells})
     print(f"verdicts: {shlex.join(['mprun', 'compare', *map(str, folders)])}", file=sys.stderr)
     try:

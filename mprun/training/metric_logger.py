@@ -106,7 +106,6 @@ class Records:
         return f"{name} collapsed: {skips} skipped updates in a row at its floor"
 
     def _window(self, interval: LogInterval) -> dict[str, float]:
-        """Return the speed of the interval, and its share of waiting for data."""
         speed = len(interval.rows) * self.samples_per_step / interval.seconds
         self.speeds.append(speed)
         if interval.waited is None:

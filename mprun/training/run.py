@@ -275,7 +275,6 @@ def _attempt(
 
 
 def _print_directory(directory: Path) -> None:
-    """Print the last line of a run on stdout; a closed stdout does not fail the run."""
     try:
         print(f"run: {directory}", flush=True)
     except OSError:
