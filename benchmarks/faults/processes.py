@@ -175,7 +175,7 @@ def _cache_of_compiler(folder: Path) -> Callable[[], None]:
 _CAPTURING = """
 import pathlib, sys, time
 from mprun.cli import main
-from mprun.execution import CudaRecorder
+from mprun.execution.cuda_graph import CudaRecorder
 record = CudaRecorder.record
 def slowly(self, function):
     def body():

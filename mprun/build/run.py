@@ -16,15 +16,9 @@ from mprun.data import DataError
 from mprun.data.source import DamagedData, Source
 from mprun.distributed.ranks import ALONE, Ranks
 from mprun.errors import BadInput
-from mprun.execution import (
-    Compilation,
-    CudaRecorder,
-    GraphedStep,
-    HostBound,
-    StepRunner,
-    why_not_captured,
-)
-from mprun.execution.step_runner import LearningRate, learning_rates
+from mprun.execution.cuda_graph import CudaRecorder, why_not_captured
+from mprun.execution.graphed_step import GraphedStep, HostBound
+from mprun.execution.step_runner import Compilation, LearningRate, StepRunner, learning_rates
 from mprun.precision import DTYPES, ForwardContext, PrecisionPolicy, why_no_lstm, why_unsupported
 from mprun.tasks import Task, TrainState
 

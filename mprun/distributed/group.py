@@ -151,17 +151,14 @@ class RankGroup(Ranks):
         return found
 
     def first(self, value: T) -> T:
-        """Return rank 0's value."""
         found: list[Any] = [value]
         dist.broadcast_object_list(found, 0, self.host)
         return found[0]
 
     def together(self, work: Callable[[], T]) -> T:
-        """Do `work` on all ranks; an error on one rank ends all of them.
+        """Return the result of `work`; an error on one rank ends all of them.
 
-        Raises:
-            BadInput, MprunError: the lowest rank that failed raises its own error, every other
-                rank a RankFailed that quotes it.
+        The lowest rank that failed raises its own error, every other a RankFailed that quotes it.
         """
         result, failed = None, None
         try:
@@ -180,8 +177,7 @@ class RankGroup(Ranks):
     def stops(self, signal_number: int) -> int:
         """Post this rank's signal; return the signal that any rank posted one step ago, 0: none.
 
-        All ranks learn of it after the same step. Call it once a step: the exchange then has a
-        whole step to finish before it is waited for.
+        Call it once a step: the exchange then has a whole step to finish before it is waited for.
         """
         agreed = 0
         if self._stop is not None:
@@ -218,7 +214,6 @@ class RankGroup(Ranks):
                 self.store.set(f"beat/{self.rank}", f"{step} {time.time():.1f}")
 
     def found(self, directory: Path) -> None:
-        """Tell the launcher the run's directory."""
         if self.rank == 0:
             self.whole_store.set("mprun/directory", str(directory))
 
@@ -228,10 +223,7 @@ class RankGroup(Ranks):
             self.store.compare_set("failed", "", json.dumps([self.rank, code, text]))
 
     def explained(self, error: BaseException) -> BaseException:
-        """Return the error of the rank that caused this one, or `error` itself.
-
-        An error that only says that the ranks lost contact becomes the failed rank's error.
-        """
+        """Return the failed rank's error for one that only says that the ranks lost contact."""
         if isinstance(error, MprunError) or not isinstance(error, RuntimeError | OSError):
             return error
         if not any(word in str(error).lower() for word in _OF_OTHERS):

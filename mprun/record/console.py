@@ -136,9 +136,9 @@ class Progress:
             self._print(text)
 
     def evaluation(self) -> None:
-        """Note that an evaluation begins; `note` reports its end."""
+        """Note that an evaluation begins; a short one needs no line."""
         if not self.drawn:
-            self.printed = time.monotonic()  # a short evaluation needs no line
+            self.printed = time.monotonic()
 
     def note(self, text: str) -> None:
         """Print separate lines above the bar."""

@@ -31,7 +31,6 @@ class MetricsFile:
         self.bytes, self._hash = len(written), hashlib.sha256(written)
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append one record."""
         plain = {key: _to_json(value) for key, value in record.items()}
         line = f"{_ENCODER.encode(plain)}\n".encode()
         self.file.write(line)
@@ -43,11 +42,9 @@ class MetricsFile:
         """Return size and SHA-256 of the file so far, for a checkpoint's manifest."""
         return {"bytes": self.bytes, "sha256": self._hash.hexdigest()}
 
-    def sync(self) -> None:
-        """Force the records onto the disk."""
-        os.fsync(self.file.fileno())
-
     def close(self) -> None:
+        """Force the records onto the disk and close the file."""
+        os.fsync(self.file.fileno())
         self.file.close()
 
 

@@ -29,9 +29,8 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 _Number = float | Literal["nan", "inf", "-inf"]
 
 
+# Parts of `RunRecord`, below.
 class Precision(TypedDict, total=False):
-    """The mode's name, and its effect on the device."""
-
     mode: str
     usual_scaler: str | None
     scaler: str
@@ -42,8 +41,6 @@ class Precision(TypedDict, total=False):
 
 
 class Environment(TypedDict, total=False):
-    """The machine and the packages of the run."""
-
     device: Literal["cpu", "cuda"]
     threads: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
     packages: dict[str, str | None]
@@ -62,17 +59,13 @@ class Data(TypedDict, total=False):
 
 
 class Memory(TypedDict, total=False):
-    """The run's memory in bytes."""
-
     peak_bytes: _Count | None
     measure: str
     saved_for_backward_bytes: _Count | None
 
 
 class Throughput(TypedDict, total=False):
-    """The throughput of training, without evaluations."""
-
-    samples_per_s: float | None
+    samples_per_s: float | None  # of training, without evaluations
     windows: _Count
     sample: str
     data_wait: float  # share of the time; absent if the source does not read ahead

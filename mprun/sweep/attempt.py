@@ -21,7 +21,7 @@ from mprun import errors
 from mprun.record.run_directory import Pulse, locked
 from mprun.record.run_record import Record
 from mprun.sweep.child import child
-from mprun.sweep.jobs import Cell, State, keep_log, look, outcome_words, put_aside, record_of
+from mprun.sweep.jobs import Cell, State, keep_log, outcome_words, put_aside, record_of, state_of
 
 GRACE_S = 10.0  # between SIGTERM and SIGKILL of a process that hangs
 
@@ -56,7 +56,7 @@ def exit_code(codes: list[int]) -> int:
     return next((code for code in errors.SEVERITY if code in failed), errors.DONE)
 
 
-def settle(cell: Cell, ended: ProcessEnd, attempts_before: int) -> AttemptOutcome:
+def outcome_of(cell: Cell, ended: ProcessEnd, attempts_before: int) -> AttemptOutcome:
     """Return how the process of a cell ended; correct a run.json that still says `running`.
 
     attempts_before: `attempts` in run.json before the process was started.
@@ -251,7 +251,7 @@ class Attempt:
         self.process: subprocess.Popen | Fork | None = None
         self.hung_s: float | None = None  # as in ProcessEnd
         self.stopped, self.kill_at = False, 0.0
-        state = look(self.cell)
+        state = state_of(self.cell)
         if state in (State.IN_USE, State.FINISHED):
             return
         self.resumed = resume and state is State.RESUMABLE
@@ -290,7 +290,7 @@ class Attempt:
             return None
         if self._of_another(code):
             return AttemptOutcome("", again=True)
-        outcome = settle(self.cell, ProcessEnd(code, self.hung_s), self.attempts_before)
+        outcome = outcome_of(self.cell, ProcessEnd(code, self.hung_s), self.attempts_before)
         if not outcome.again:
             with suppress(OSError):  # a full disk must not end the sweep as well
                 keep_log(self.cell)
@@ -319,10 +319,10 @@ class Attempt:
     def _refused(self, code: int) -> bool:
         """Return whether the run could not be continued: other torch, no whole checkpoint, ..."""
         refused = self.resumed and code in (errors.BAD_INPUT, errors.DAMAGED) and not self.stopped
-        return refused and look(self.cell) is State.RESUMABLE
+        return refused and state_of(self.cell) is State.RESUMABLE
 
     def _of_another(self, code: int) -> bool:
-        """Return whether another process has claimed the cell since `look` found it free."""
+        """Return whether another process has claimed the cell since it was found free."""
         if code != errors.BAD_INPUT or not self.cell.directory.exists():
             return False
         record = record_of(self.cell.directory)

@@ -34,13 +34,13 @@ from mprun.sweep.attempt import (
     AttemptOutcome,
     ProcessEnd,
     attempts_of,
+    outcome_of,
     printed_lines,
-    settle,
     start_child,
 )
 from mprun.sweep.child import with_parent
-from mprun.sweep.jobs import Cell, State, is_held, look
-from mprun.sweep.plan import ChosenLauncher, Plan, launch
+from mprun.sweep.jobs import Cell, State, is_held, state_of
+from mprun.sweep.plan import Plan, launch
 
 _CLOSE_S = 60.0  # a launcher has nothing left to do by then
 
@@ -48,9 +48,7 @@ _CLOSE_S = 60.0  # a launcher has nothing left to do by then
 class Batch:
     """Start the launcher for `cells`; `jobs` are their attempts."""
 
-    def __init__(
-        self, planned: Plan, launcher: ChosenLauncher, cells: list[Cell], stall_after: float
-    ):
+    def __init__(self, planned: Plan, cells: list[Cell], stall_after: float):
         parent = planned.root.resolve() / ".launcher"
         parent.mkdir(parents=True, exist_ok=True)
         name = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{os.getpid()}"
@@ -62,14 +60,14 @@ class Batch:
         write_json(
             self.folder / "jobs.json",
             {
-                "launcher": list(launcher.overrides),
+                "launcher": planned.launcher_overrides,
                 "cells": [asdict(cell) | {"directory": str(cell.directory)} for cell in cells],
                 "config_dir": planned.config_dir,
                 "stall_after": stall_after,
                 "working_folder": os.getcwd(),
                 # On a cluster other machines may not see the lock.
-                "ends_with_sweep": launcher.name != "submitit_slurm",
-                "visible_devices": _visible_devices(launcher),
+                "ends_with_sweep": planned.launcher != "submitit_slurm",
+                "visible_devices": _visible_devices(planned),
             },
         )
         words = [str(os.getpid()), str(self.folder)]
@@ -117,13 +115,13 @@ class Job:
         if said["state"] == "ended":
             return AttemptOutcome(said["words"], said["code"], said["again"])
         # The worker may be gone while the run still saves.
-        if not over or look(self.cell) is State.IN_USE:
+        if not over or state_of(self.cell) is State.IN_USE:
             return None
         printed = printed_lines(self.batch.folder / "driver.log")
         code = f"exit code {self.batch.driver.returncode}"
         cause = f"launcher: {printed[-1] if printed else code}"
         if said["state"] == "running":
-            return settle(self.cell, ProcessEnd(RESOURCE, cause=cause), self.attempts_before)
+            return outcome_of(self.cell, ProcessEnd(RESOURCE, cause=cause), self.attempts_before)
         # Some launchers drop waiting jobs when a worker dies: try again. A launcher that never
         # started any job is broken.
         launched = any(job.begun for job in self.batch.jobs)
@@ -139,14 +137,15 @@ class Job:
         self.batch.kill()
 
 
-def _visible_devices(launcher: ChosenLauncher) -> str | None:
+def _visible_devices(planned: Plan) -> str | None:
     """Return CUDA_VISIBLE_DEVICES for the runs, None: the launcher's value stays.
 
     submitit_local hides every GPU unless gpus_per_node is set; device=auto would then silently use
     the CPU.
     """
-    asked = any(o.startswith("hydra.launcher.gpus_per_node=") for o in launcher.overrides)
-    if launcher.name != "submitit_local" or asked:
+    overrides = planned.launcher_overrides
+    asked = any(text.startswith("hydra.launcher.gpus_per_node=") for text in overrides)
+    if planned.launcher != "submitit_local" or asked:
         return None
     return os.environ.get("CUDA_VISIBLE_DEVICES", "all")
 

@@ -53,7 +53,7 @@ def data_places(config: dict) -> tuple[tuple[str, str | None], ...]:
     return tuple((key, known[key]) for key in _DATA_PLACES if key in known)
 
 
-def look(cell: Cell) -> State:
+def state_of(cell: Cell) -> State:
     """Return the state of a cell on disk.
 
     Raises:

@@ -45,16 +45,8 @@ _QUIET = ("hydra/job_logging=disabled", "hydra.output_subdir=null", "hydra.sweep
 _FIXED = ("_target_", "submitit_folder", "tasks_per_node", "nodes")
 
 
-@dataclass(frozen=True, slots=True)
-class ChosenLauncher:
-    """One of LAUNCHERS with the overrides that choose and configure it."""
-
-    name: str
-    overrides: tuple[str, ...]
-
-
-def checked_launcher(overrides: list[str]) -> ChosenLauncher | None:
-    """Return the launcher that `overrides` choose and configure; None without overrides."""
+def checked_launcher(overrides: list[str]) -> str | None:
+    """Return which of LAUNCHERS the overrides choose and configure; None without overrides."""
     if not overrides:
         return None
     chosen = dict(map(_parsed, overrides))
@@ -75,7 +67,7 @@ def checked_launcher(overrides: list[str]) -> ChosenLauncher | None:
         _check_values(overrides)
     if launcher == "submitit_slurm" and shutil.which("sbatch") is None:
         raise BadInput("hydra/launcher=submitit_slurm: no sbatch here; run it where SLURM is")
-    return ChosenLauncher(launcher, tuple(overrides))
+    return str(launcher)
 
 
 def launch(overrides: list[str], folder: str, runs: int, run: Callable[[DictConfig], None]) -> None:
@@ -128,7 +120,8 @@ class Plan:
     root: Path  # the folder that holds all cells
     swept: frozenset[str]  # keys with several values
     config_dir: str | None
-    launcher: ChosenLauncher | None  # None: this process starts the runs itself
+    launcher: str | None  # one of LAUNCHERS; None: this process starts the runs itself
+    launcher_overrides: tuple[str, ...] = ()  # that choose and configure it
 
 
 MOST_RUNS = 10_000
@@ -171,7 +164,7 @@ def plan(overrides: list[str], config_dir: str | None) -> Plan:
         raise BadInput("-m: two runs of the sweep are the same; leave out the repeated value")
     parents = {directory.parent for directory in directories}
     root = parents.pop() if len(parents) == 1 else output_root
-    return Plan(tuple(cells), root, swept, config_dir, launcher)
+    return Plan(tuple(cells), root, swept, config_dir, launcher, tuple(of_launcher))
 
 
 def _cell(composed: Composed, output_root: Path, swept: frozenset[str]) -> Cell:

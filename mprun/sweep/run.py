@@ -17,9 +17,9 @@ from mprun.record.run_directory import is_at
 from mprun.sweep.attempt import Attempt, Start, exit_code, failed_elsewhere, quickest_start
 from mprun.sweep.batch import Batch, Job
 from mprun.sweep.gpus import Gpus, available_cores, visible_gpus
-from mprun.sweep.jobs import Cell, State, look
+from mprun.sweep.jobs import Cell, State, state_of
 from mprun.sweep.plan import Plan, plan
-from mprun.sweep.status_page import Board
+from mprun.sweep.status_page import StatusPage
 from mprun.training.signals import Interruption
 
 
@@ -72,12 +72,12 @@ def sweep(
     command = ["mprun", "-m", *overrides]
     for flag, value in (("-j", jobs), ("--config-dir", config_dir)):
         command += [] if value is None else [flag, str(value)]
-    board = Board(planned, shlex.join(command))
-    stop = run_planned(planned, board, jobs, stall_after)
-    print(board.table(columns(1000, sys.stdout) if sys.stdout.isatty() else None))
+    page = StatusPage(planned, shlex.join(command))
+    stop = run_planned(planned, page, jobs, stall_after)
+    print(page.table(columns(1000, sys.stdout) if sys.stdout.isatty() else None))
     print(f"sweep: {planned.root}", flush=True)
     if curves is not None and stop.code != DONE:
-        print(f"to go on: {board.command}", file=sys.stderr)
+        print(f"to go on: {page.command}", file=sys.stderr)
     if curves is not None and not stop.asked:
         _say_next(planned, curves)
     return stop.code
@@ -91,10 +91,10 @@ class SweepEnd(NamedTuple):
 
 
 def run_planned(
-    planned: Plan, board: Board, jobs: int | None = None, stall_after: float = STALL_AFTER_S
+    planned: Plan, page: StatusPage, jobs: int | None = None, stall_after: float = STALL_AFTER_S
 ) -> SweepEnd:
-    """Run the cells without an outcome, `jobs` (None: 1) at a time, and report on `board`."""
-    finished = [cell for cell in planned.cells if look(cell) is State.FINISHED]
+    """Run the cells without an outcome, `jobs` (None: 1) at a time, and report on `page`."""
+    finished = [cell for cell in planned.cells if state_of(cell) is State.FINISHED]
     waiting = [cell for cell in planned.cells if cell not in finished]
     # A launcher places its jobs itself.
     gpus = Gpus([] if planned.launcher else visible_gpus())
@@ -105,10 +105,10 @@ def run_planned(
         print(f"mprun: -j {jobs}: {gpus.in_words(waiting)}", file=sys.stderr)
         jobs = at_once
     for cell in finished:
-        board.finished(cell)
+        page.finished(cell)
     with StopRequest() as stop:
-        codes = _Loop(board, jobs or 1, gpus, stall_after, stop).run(waiting)
-    board.write(now=True)
+        codes = _Loop(page, jobs or 1, gpus, stall_after, stop).run(waiting)
+    page.write(now=True)
     asked = stop.reason is not None
     return SweepEnd(stop.exit_code if asked else exit_code(codes), asked)
 
@@ -126,8 +126,10 @@ def _say_next(planned: Plan, curves: Callable[[list[Path], Path], Path]) -> None
 class _Loop:
     """Start attempts while there is room, until every cell has had one."""
 
-    def __init__(self, board: Board, jobs: int, gpus: Gpus, stall_after: float, stop: StopRequest):
-        self.board, self.plan, self.jobs, self.gpus = board, board.plan, jobs, gpus
+    def __init__(
+        self, page: StatusPage, jobs: int, gpus: Gpus, stall_after: float, stop: StopRequest
+    ):
+        self.page, self.plan, self.jobs, self.gpus = page, page.plan, jobs, gpus
         self.stall_after, self.stop = stall_after, stop
         self.waiting: deque[Cell] = deque()
         self.running: list[Attempt | Job] = []
@@ -150,7 +152,7 @@ class _Loop:
                 elif self.waiting and time.monotonic() >= self.look_again:
                     self._start()
                 self._collect()
-                self.board.write()
+                self.page.write()
                 time.sleep(_POLL_S)
         except BaseException:
             for attempt in self.running:
@@ -170,31 +172,31 @@ class _Loop:
                 break
             if not self.gpus.has_room(cell):  # a later cell may need fewer
                 continue
-            state = look(cell)
+            state = state_of(cell)
             if state is State.IN_USE:
-                self.board.in_use(cell)
+                self.page.in_use(cell)
                 self.elsewhere.add(cell)
                 continue
             self.waiting.remove(cell)
             outcome = failed_elsewhere(cell) if cell in self.elsewhere else None
             if state is State.FINISHED:
-                self.board.finished(cell)
+                self.page.finished(cell)
             elif outcome is not None:
                 # The other sweep's attempt counts: the cell would fail here, too.
                 self.codes.append(outcome.code)
-                self.board.ended(cell, outcome)
+                self.page.ended(cell, outcome)
             else:
                 ready[cell] = self.gpus.take(cell)
         if not ready:
             self.look_again = time.monotonic() + _LOOK_AGAIN_S
         elif self.plan.launcher:
-            self.batch = Batch(self.plan, self.plan.launcher, list(ready), self.stall_after)
+            self.batch = Batch(self.plan, list(ready), self.stall_after)
             self.running = list(self.batch.jobs)
-            self.board.words |= dict.fromkeys(ready, "waiting")
+            self.page.words |= dict.fromkeys(ready, "waiting")
         else:
             for cell, environment in ready.items():
                 environment |= self._share_of_cores(cell)
-                self.board.started_run(cell)
+                self.page.started_run(cell)
                 self.start = self.start or quickest_start()
                 self.running.append(
                     Attempt(cell, self.plan.config_dir, self.stall_after, self.start, environment)
@@ -216,8 +218,8 @@ class _Loop:
             cell = attempt.cell
             if self.console is not None:
                 self.console.follow(cell.log)
-            if isinstance(attempt, Job) and attempt.begun and self.board.words[cell] == "waiting":
-                self.board.started_run(cell)
+            if isinstance(attempt, Job) and attempt.begun and self.page.words[cell] == "waiting":
+                self.page.started_run(cell)
             outcome = attempt.poll()
             if outcome is None:
                 continue
@@ -230,9 +232,9 @@ class _Loop:
                 self.console.close()
             if not outcome.again:
                 self.codes.append(outcome.code)
-                self.board.ended(cell, outcome)
+                self.page.ended(cell, outcome)
             else:
-                self.board.words.pop(cell, None)
+                self.page.words.pop(cell, None)
                 self.waiting.append(cell)
 
     def _end_all(self) -> None:

@@ -28,7 +28,7 @@ _IN_USE = "in use by another process"
 _SHORTEST, _LONGEST = 10, 30
 
 
-class Board:
+class StatusPage:
     """The file `sweep-XXXXXXXX.md` in the sweep's root, named after its cells."""
 
     def __init__(self, planned: Plan, command: str):

@@ -55,7 +55,7 @@ def train(
             return loop.finish()
         for index in range(start.step, built.steps):
             loop.advance(index)
-            if not loop.settle(index + 1):
+            if not loop.after_step(index + 1):
                 break
     except Stopped:
         loop.stop()
@@ -69,14 +69,6 @@ def train(
     finally:
         loop.logger.close()
     return loop.finish()
-
-
-class Due(NamedTuple):
-    """The actions due after a step."""
-
-    log: bool
-    save: bool
-    evaluate: bool
 
 
 class Loop:
@@ -118,12 +110,12 @@ class Loop:
             self.keeper.keep(start.step, start.skipped)
         memory.reset_peak(built.device)
 
-    def due(self, step: int) -> Due:
-        """Return the actions due after `step`; the last step has every action that is enabled."""
+    def due(self, step: int) -> tuple[bool, bool, bool]:
+        """Return whether to log, save, evaluate after `step`; the last has all that is enabled."""
         train, last = self.config.train, step == self.built.steps
         intervals = (train.log_every, train.checkpoint_every, train.eval_every)
         log, save, evaluate = (every > 0 and (last or step % every == 0) for every in intervals)
-        return Due(last or log, save, last or evaluate)
+        return last or log, save, last or evaluate
 
     def advance(self, index: int) -> None:
         """Take step `index` (from 0), probed if it is due, without waiting for the device."""
@@ -134,7 +126,7 @@ class Loop:
             take = partial(self._left_at_once, self._first_step)
         elif index == self.start + 1 and self.built.stepper.compilation is not None:
             take = partial(self._left_at_once, take)  # the step that compiles
-        measure = self.due(index + 1).log
+        measure, _, _ = self.due(index + 1)
         if self.probing is not None and self.probing.due(index + 1):
             metrics = self.probing.watch(index + 1, index, partial(take, index, measure))
         else:
@@ -142,20 +134,20 @@ class Loop:
         self.buffer.add(index + 1, metrics)
         self.outcome.step = index + 1
 
-    def settle(self, step: int) -> bool:
+    def after_step(self, step: int) -> bool:
         """Run everything due after `step`; return False when the run is over."""
-        due, asked = self.due(step), self._asked()
-        if not (any(due) or asked):
+        (log, save, evaluate), asked = self.due(step), self._asked()
+        if not (log or save or evaluate or asked):
             return True
         # Wait before evaluating or saving: the state has to be known to be sound.
-        if not self.log(step, due.log, wait=due.evaluate or due.save or asked):
+        if not self.log(step, log, wait=evaluate or save or asked):
             return False
-        if due.evaluate and not self.evaluate(step):
+        if evaluate and not self.evaluate(step):
             return False
-        if due.evaluate or due.save:
+        if evaluate or save:
             self.ranks.check_equal(self._state_in_short, step)
         stops = asked and step < self.built.steps
-        if due.save or stops:
+        if save or stops:
             self.save(step)
         if stops:
             self.stop()

@@ -72,7 +72,6 @@ class Records:
         return found | ({"data_wait": _share(self.waits[1:] or self.waits)} if self.waits else {})
 
     def close(self) -> None:
-        self.metrics.sync()
         self.metrics.close()
         self.tensorboard.close()
         if self.progress is not None:

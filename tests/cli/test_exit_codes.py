@@ -20,7 +20,7 @@ from mprun.cli import main
 from mprun.config.compose import compose_config
 from mprun.config.keys import config_hash
 from mprun.distributed.ranks import Ranks
-from mprun.execution import Compilation
+from mprun.execution.step_runner import Compilation
 from mprun.record.console import Progress
 from mprun.training.announcements import _next
 from mprun.training.loop import train

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class CallRecorder:
-    """As `mprun.execution.CudaRecorder`, for any device."""
+    """As `mprun.execution.cuda_graph.CudaRecorder`, for any device."""
 
     def __init__(self) -> None:
         self.seconds = 0.0

@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from mprun.cli import main
-from mprun.execution import GraphedStep, StepRunner
+from mprun.execution.graphed_step import GraphedStep
+from mprun.execution.step_runner import StepRunner
 from mprun.precision import get_policy
 from mprun.training.metric_logger import MetricLogger
 from mprun.training.signals import Stopped

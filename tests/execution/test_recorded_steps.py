@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from mprun.errors import BadInput
-from mprun.execution import GraphedStep, StepRunner
 from mprun.execution.cuda_graph import CannotCapture
-from mprun.execution.graphed_step import WARM_UP, pays
+from mprun.execution.graphed_step import WARM_UP, GraphedStep, pays
+from mprun.execution.step_runner import StepRunner
 
 from ..helpers import assert_same_bits, raises_line
 from .call_recorder import CallRecorder

@@ -12,7 +12,7 @@ from mprun.build.precision import optimizer_maker
 from mprun.config.compose import compose_config
 from mprun.config.rules import auto_channels_last
 from mprun.errors import BadInput
-from mprun.execution import why_not_captured
+from mprun.execution.cuda_graph import why_not_captured
 from mprun.precision.torch_update import has_fused_kernel
 from mprun.precision.update_choice import torch_path
 

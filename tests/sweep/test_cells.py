@@ -14,11 +14,11 @@ from mprun.cli import main
 from mprun.errors import DIVERGED, PREEMPTED, BadInput
 from mprun.record.run_directory import Pulse, locked, write_json
 from mprun.sweep import run
-from mprun.sweep.attempt import AttemptOutcome, ProcessEnd, exit_code, settle
+from mprun.sweep.attempt import AttemptOutcome, ProcessEnd, exit_code, outcome_of
 from mprun.sweep.batch import cell_of
-from mprun.sweep.jobs import Cell, State, look, put_aside, record_of
+from mprun.sweep.jobs import Cell, State, put_aside, record_of, state_of
 from mprun.sweep.plan import Plan, plan
-from mprun.sweep.status_page import Board
+from mprun.sweep.status_page import StatusPage
 from mprun.training.loop import Heartbeat
 
 RECORD = {
@@ -57,33 +57,33 @@ def put(cell, **record):
     ],
 )
 def test_the_state_of_a_cell(cell, status, checkpoint, expected):
-    assert look(cell) is State.NEW
+    assert state_of(cell) is State.NEW
     put(cell, status=status)
     if checkpoint:
         (cell.directory / "checkpoints" / "step-00000010").mkdir(parents=True)
-    assert look(cell) is expected
+    assert state_of(cell) is expected
     with locked(cell.directory):
-        assert look(cell) is State.IN_USE
-    assert look(cell) is expected
+        assert state_of(cell) is State.IN_USE
+    assert state_of(cell) is expected
 
 
 def test_a_directory_just_claimed_is_in_use(cell):
     cell.directory.mkdir(parents=True)
-    assert look(cell) is State.IN_USE  # no lock yet
+    assert state_of(cell) is State.IN_USE  # no lock yet
     (cell.directory / ".lock").touch()
-    assert look(cell) is State.ABANDONED
+    assert state_of(cell) is State.ABANDONED
 
 
 def test_what_is_no_run_of_this_cell(cell):
     put(cell, config_hash="0")
     with pytest.raises(BadInput, match="another configuration; use name="):
-        look(cell)
+        state_of(cell)
     (cell.directory / "run.json").write_text("{")
-    assert look(cell) is State.ABANDONED
+    assert state_of(cell) is State.ABANDONED
     put_aside(cell)
     cell.directory.write_text("a file")
     with pytest.raises(BadInput, match="not a folder"):
-        look(cell)
+        state_of(cell)
 
 
 FOLDER_OF_IMAGES = ["device=cpu", "model=resnet50", "data=image_folder"]
@@ -110,10 +110,10 @@ def test_a_run_on_data_elsewhere_is_not_this_cells(key, group, words, tmp_path, 
     config = {"data": dict(here.data_places)}
     for status in ("done", "preempted", "failed"):
         put(here, status=status, config=config)
-        assert look(here) is look(linked) is not State.NEW
+        assert state_of(here) is state_of(linked) is not State.NEW
         message = f"{here.directory}: holds a run {words} A, not in B; use name= for a separate"
         with pytest.raises(BadInput, match=message) as caught:
-            look(there)
+            state_of(there)
         assert "\n" not in str(caught.value)
     # Before anything is started or written.
     before = sorted(tmp_path.rglob("*"))
@@ -194,14 +194,14 @@ def test_a_lock_on_a_moved_directory_is_none(cell, monkeypatch):
 def test_the_end_of_a_process_in_words(cell, ended, printed, outcome):
     cell.log.parent.mkdir(parents=True)
     cell.log.write_text(printed)
-    assert settle(cell, ended, attempts_before=0) == outcome
+    assert outcome_of(cell, ended, attempts_before=0) == outcome
     # The same with a record that still says `running`: it says how the run ended from now on.
     put(cell)
     if ended.code == -signal.SIGTERM:
-        assert settle(cell, ended, attempts_before=0) == AttemptOutcome("preempted", 75)
+        assert outcome_of(cell, ended, attempts_before=0) == AttemptOutcome("preempted", 75)
         assert record_of(cell.directory)["cause"] == "SIGTERM"
         return
-    assert settle(cell, ended, attempts_before=0) == outcome
+    assert outcome_of(cell, ended, attempts_before=0) == outcome
     record = record_of(cell.directory)
     assert record["status"] == "failed" and record["ended"]
     assert outcome.words.removeprefix("failed: ") == record["cause"]
@@ -209,26 +209,26 @@ def test_the_end_of_a_process_in_words(cell, ended, printed, outcome):
 
 def test_a_record_is_believed_where_it_is_complete(cell):
     put(cell, status="failed", cause="RuntimeError: no")
-    assert settle(cell, ProcessEnd(1), 0) == AttemptOutcome("failed: RuntimeError: no", 1)
+    assert outcome_of(cell, ProcessEnd(1), 0) == AttemptOutcome("failed: RuntimeError: no", 1)
     put(cell, status="diverged", last_step=12)
-    assert settle(cell, ProcessEnd(3), 0) == AttemptOutcome("diverged at step 12", 3)
+    assert outcome_of(cell, ProcessEnd(3), 0) == AttemptOutcome("diverged at step 12", 3)
     put(cell, status="done")
-    assert settle(cell, ProcessEnd(0), 0) == AttemptOutcome("done", 0)
+    assert outcome_of(cell, ProcessEnd(0), 0) == AttemptOutcome("done", 0)
     put(cell, status="preempted", cause="SIGTERM")
-    assert settle(cell, ProcessEnd(75), 0) == AttemptOutcome("preempted", 75)
+    assert outcome_of(cell, ProcessEnd(75), 0) == AttemptOutcome("preempted", 75)
     # A hang that ended with a checkpoint after all can be continued, and says that it hung.
     words = "hung: no progress for 30 s, stopped"
-    assert settle(cell, ProcessEnd(75, hung_s=30.0), 0) == AttemptOutcome(words, 75)
+    assert outcome_of(cell, ProcessEnd(75, hung_s=30.0), 0) == AttemptOutcome(words, 75)
     assert record_of(cell.directory)["status"] == "preempted"
     # A continuation that wrote nothing ended by itself.
     cell.log.write_text("mprun: out of memory: 9 GB\n")
-    assert settle(cell, ProcessEnd(5), attempts_before=1) == AttemptOutcome(
+    assert outcome_of(cell, ProcessEnd(5), attempts_before=1) == AttemptOutcome(
         "failed: out of memory: 9 GB", 5
     )
     # Somebody else's by now.
     put(cell, status="running")
     with locked(cell.directory):
-        assert settle(cell, ProcessEnd(-9), 0).again
+        assert outcome_of(cell, ProcessEnd(-9), 0).again
 
 
 @pytest.mark.parametrize(
@@ -311,7 +311,7 @@ def planned(root, modes, seeds, *more) -> Plan:
 def test_the_line_of_an_ended_cell_fits_the_terminal(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("COLUMNS", "80")
     sweep = planned(tmp_path, ["fp16_master_scaled"], 6, "optim.lr=0.0" + "1" * 30, "name=x")
-    board = Board(sweep, "mprun -m ...")
+    board = StatusPage(sweep, "mprun -m ...")
     first, second, third, fourth, fifth, _ = sweep.cells
     for one in (first, second):
         board.started_run(one)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mprun.execution import GraphedStep
+from mprun.execution.graphed_step import GraphedStep
 from mprun.tasks.supervised import Classification
 
 from ..execution.call_recorder import CallRecorder

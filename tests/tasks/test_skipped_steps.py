@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from mprun.execution import StepRunner
-from mprun.execution.step_runner import LearningRate
+from mprun.execution.step_runner import LearningRate, StepRunner
 from mprun.training.metric_buffer import MetricBuffer
 
 from ..helpers import TINY_AUTOENCODER, TINY_LM, assert_same_bits

@@ -18,10 +18,10 @@ from mprun.extensions.paper.rows import ROWS, PaperRow
 from mprun.record.console import columns, markdown_table
 from mprun.record.run_record import read_record
 from mprun.sweep.gpus import available_cores
-from mprun.sweep.jobs import Cell, State, look
+from mprun.sweep.jobs import Cell, State, state_of
 from mprun.sweep.plan import Plan, plan
 from mprun.sweep.run import run_planned
-from mprun.sweep.status_page import Board
+from mprun.sweep.status_page import StatusPage
 
 _WHAT = """\
   mprun paper                   every result of the paper that this machine can show, small
@@ -244,14 +244,14 @@ class _Runs:
         already = f", {finished} finished already" if finished else ""
         total = len(self.plan.cells)
         print(f"paper: {total} runs in {self.plan.root}{already}", file=sys.stderr)
-        ended = run_planned(self.plan, Board(self.plan, command), jobs)
+        ended = run_planned(self.plan, StatusPage(self.plan, command), jobs)
         if ended.asked:
             print(f"to go on: {command}", file=sys.stderr)
         return ended.code
 
     def finished(self, cells: Sequence[Cell]) -> int:
         """Count the cells that have an outcome."""
-        return sum(look(cell) is State.FINISHED for cell in cells)
+        return sum(state_of(cell) is State.FINISHED for cell in cells)
 
 
 def _listed(
