@@ -21,12 +21,9 @@ from mprun.precision.update import in_memory_order
 
 
 class FlatReduction:
-    """Sum gradients over the ranks after backward; see `mprun.precision.reduction.Reduction`.
+    """Sum gradients over a RankGroup after backward; see `mprun.precision.reduction.Reduction`.
 
-    Args:
-        group: a `mprun.distributed.group.Group`.
-        fixed: add in the order of micro-batches.
-        bucket_bytes: size of the gradients summed at a time.
+    fixed: add in the order of micro-batches. bucket_bytes: size of the gradients summed at a time.
     """
 
     overlaps = False

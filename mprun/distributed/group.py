@@ -43,11 +43,7 @@ _OF_OTHERS = (
 
 
 def store_of(place: RankInfo, host: bool, timeout_s: float) -> dist.TCPStore:
-    """Connect to the key-value store at the place's port; with `host` this process serves it.
-
-    Raises:
-        Resource: nobody answers there in time, or the port is taken.
-    """
+    """Connect to the key-value store at the place's port; with `host` this process serves it."""
     try:
         return dist.TCPStore(
             place.address,
@@ -63,14 +59,9 @@ def store_of(place: RankInfo, host: bool, timeout_s: float) -> dist.TCPStore:
 
 
 class RankGroup(Ranks):
-    """This process as one of several ranks.
+    """This process as one of several ranks, which waits `timeout_s` for the others.
 
-    Args:
-        timeout_s: how long a rank waits for the others before it gives up.
-
-    Raises:
-        BadInput: this machine has too few GPUs.
-        Resource: the ranks do not meet.
+    Raises BadInput if this machine has too few GPUs, Resource if the ranks do not meet.
     """
 
     def __init__(self, place: RankInfo, device: torch.device, timeout_s: float):

@@ -48,8 +48,7 @@ def launch(
     """Run on `devices` ranks of this machine; return the exit code of the worst rank.
 
     Args:
-        overrides: the run's overrides.
-        place: place of this machine among several; None: it is the only one.
+        place: of this machine among several; None: it is the only one.
         restarts: how often lost ranks are restarted from the last checkpoint. A run that diverged,
             or that bad input or damaged files ended, is not restarted.
         kept: overrides that are passed to a restart as well.

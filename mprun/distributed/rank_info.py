@@ -56,9 +56,6 @@ def completed(
     """Add the environment's numbers of ranks to the overrides; return both with the place.
 
     Where one process was started for all devices of a machine, the place is the machine's.
-
-    Raises:
-        BadInput: the overrides contradict the environment.
     """
     if place is None:
         return tuple(overrides), None

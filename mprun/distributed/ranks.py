@@ -56,11 +56,8 @@ class Ranks:
     def mean(self, rows: Sequence[Tensor], count: int) -> list[float]:
         """Return the mean over the held-out samples of all ranks, the same on each.
 
-        It adds in the order of batches and waits for the device.
-
-        Args:
-            rows: sums over each of this rank's held-out batches, float64 `[n]`.
-            count: samples in them.
+        It adds in the order of batches and waits for the device. rows: sums over each of this
+        rank's held-out batches, float64 `[n]`. count: samples in them.
         """
         total = rows[0].clone()
         for row in rows[1:]:

@@ -59,9 +59,7 @@ class CudaRecorder:
         return result, None
 
     def record(self, function: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Capture `function`, which is called once and computes nothing yet.
-
-        The current stream must be `stream`.
+        """Capture `function`, called once on `stream`, the current one; it computes nothing yet.
 
         Returns:
             A function that replays it on the current stream and returns its output: the same
@@ -133,10 +131,7 @@ def why_not_captured(
     is kept on the host. (Adagrad counts its steps there, but only for lr_decay, which is 0 here; a
     replay does not count.) Adam and AdamW count steps for their bias correction, on the device if
     fused or capturable. Fused kernels and the single pass take the rate as a tensor; foreach and
-    loop implementations read its value on the host.
-
-    Args:
-        constant_rate: the learning rate never changes, so the graph may contain its number.
+    loop implementations read its value on the host, and a graph may contain a `constant_rate`.
     """
     for optimizer in optimizers:
         inner = optimizer.inner

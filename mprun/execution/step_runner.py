@@ -89,10 +89,9 @@ class LearningRate:
     """Apply a table of rates (one per update) to optimizers.
 
     The schedule follows applied updates: step number minus skipped updates. On CUDA only the device
-    knows that count, so a varying rate is looked up there and the optimizers read a float32 tensor.
-    A fused kernel would take a plain number in float64. The tensor is therefore used in every mode,
-    and for replayed and eager steps alike. A constant rate is a plain number, and so are the rates
-    on a CPU and of optimizers without a fused kernel.
+    knows that count, so a varying rate is looked up there and the optimizers read a float32 tensor,
+    in every mode and in replayed and eager steps alike: a fused kernel would take a plain number in
+    float64. Constant rates, those on a CPU and without a fused kernel are plain numbers.
     """
 
     def __init__(
@@ -162,8 +161,7 @@ class Compilation:
     def first_step(self, step: Callable[[], Any]) -> Any:
         """Install the compiled networks and take the step that compiles them.
 
-        Raises:
-            BadInput: the compiler fails (it needs a C++ compiler on a CPU, Triton on a GPU).
+        Raises BadInput if that fails (it needs a C++ compiler on a CPU, Triton on a GPU).
         """
         # fallback_random: the same dropout masks as in the uncompiled network.
         options = compile_options(self.mode) | {"fallback_random": True}
@@ -235,11 +233,7 @@ class StepRunner:
     def step(self, index: int, measure: bool = False) -> dict[str, Tensor]:
         """Set the rate, take step `index` (from 0), count a skipped update; no synchronisation.
 
-        Args:
-            measure: also compute the gradient norm.
-
-        Returns:
-            0-dim device tensors by metric name.
+        Returns 0-dim device tensors by metric name, with `measure` the gradient norm, too.
 
         Raises:
             BadInput: train.compile or a required CUDA graph turns out to be impossible.
@@ -306,10 +300,9 @@ class StepRunner:
             outside.wait_stream(self.stream)
 
     def give_back_cache(self) -> None:
-        """Return unused memory to the device if steps are replayed; waits for the device.
+        """Return what an evaluation took to the device, and wait for it, if steps are replayed.
 
-        Call it after an evaluation: replayed steps use only the graph's own pool, so memory that
-        the evaluation took would stay reserved, and no step could use it.
+        Replayed steps use only the graph's own pool; the memory would stay reserved, unused.
         """
         if self.graph is not None and self.graph.replayed:
             torch.cuda.empty_cache()

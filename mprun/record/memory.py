@@ -134,10 +134,9 @@ def peak(device: torch.device) -> dict[str, int | str]:
     """Return the peak bytes and the name of their measure.
 
     On CUDA, peak_bytes is the allocator's maximum over the tensors. It counts a captured graph's
-    tensors during the capture, but not in replays, which allocate nothing. reserved_bytes, which
-    the allocator took from the device, always includes them. On a CPU, peak_bytes is the resident
-    set of the whole process. It includes Python and torch (some 300 to 500 MB) and the emulation's
-    temporary FP32 copies.
+    tensors during the capture, but not in replays, which allocate nothing; reserved_bytes, which
+    the allocator took from the device, always does. On a CPU, peak_bytes is the resident set of the
+    process, with Python and torch (300 to 500 MB) and the emulation's temporary FP32 copies.
     """
     if device.type == "cuda":
         return {

@@ -41,8 +41,7 @@ def run_name(
 ) -> tuple[str, str]:
     """Return (folder, run) of a run's path: what it trains, and its mode with the overrides.
 
-    Both parts have at most 200 characters.
-    Example: ("resnet50-digits_32", "amp-optim.lr=0.05-s0").
+    Both parts have at most 200 characters: ("resnet50-digits_32", "amp-optim.lr=0.05-s0").
 
     Args:
         choices: The chosen file of each group.
@@ -110,9 +109,7 @@ def _making(key: str, path: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(directory: Path) -> Iterator[None]:
-    """Hold a run directory; a second process that wants it is refused.
-
-    Files that killed processes left half written are removed.
+    """Hold a run directory, and remove files that killed processes left half written.
 
     Raises:
         BadInput: It is in use.

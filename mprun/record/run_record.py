@@ -187,7 +187,6 @@ class Record(dict[str, Any]):
         """Write the end of an attempt, whatever way it ended and whoever says so.
 
         results: fields of a run that came to its own end, which then has its seconds, too.
-        more: fields of any end.
         """
         if results is not None:
             results = {**results, "seconds": round(time.perf_counter() - self._began, 3)}

@@ -54,11 +54,9 @@ def data_places(config: dict) -> tuple[tuple[str, str | None], ...]:
 
 
 def state_of(cell: Cell) -> State:
-    """Return the state of a cell on disk.
+    """Return the state of a cell on disk; raise BadInput if its directory has something else.
 
-    Raises:
-        BadInput: something else has its directory, for instance a run on data in another folder:
-            their content is known only once they are read.
+    A run on data in another folder is something else: their content is known only once read.
     """
     if not cell.directory.exists():
         return State.NEW

@@ -41,13 +41,12 @@ def table(records: list[dict], swept: Iterable[str] = (), width: int | None = No
     The baseline is the mode that compare.baseline of the first record names, FP32 without one.
     The difference compares the mean losses over the seeds that baseline and mode share, as in
     `compare`. A run without an outcome is in no mean; its newest loss is shown with its step. Speed
-    and peak memory of an emulated mode are marked, and left out if every mode is emulated.
+    and peak memory of an emulated mode are marked, and left out if every mode is emulated. Columns
+    that do not fit into `width` characters are left out, first the losses of single seeds.
 
     Args:
         records: the run.json of every run, with "newest", its last record, if it has no outcome.
         swept: keys that separate runs even if they do not change the experiment (device).
-        width: of the terminal, in characters; columns that do not fit are left out, first the
-            losses of single seeds, whose mean stays.
     """
     if not records:
         return "no run has started"

@@ -71,10 +71,9 @@ def checked_launcher(overrides: list[str]) -> str | None:
 
 
 def launch(overrides: list[str], folder: str, runs: int, run: Callable[[DictConfig], None]) -> None:
-    """Call `run` once for each of `runs` jobs, where and when the launcher decides; blocks.
+    """Call `run`, which can be pickled, for each of `runs` jobs, where the launcher decides.
 
-    run: can be pickled; finds its number in `HydraConfig.get().job.num`. folder: absolute path for
-    all of the launcher's files.
+    folder: absolute path for all of the launcher's files.
     """
     quoted = folder.replace("'", "\\'")
     with hydra_session(None):

@@ -52,19 +52,15 @@ def sweep(
     stall_after: float = STALL_AFTER_S,
     curves: Callable[[list[Path], Path], Path] | None = None,
 ) -> int:
-    """Run all cells, at most `jobs` (None: 1) at a time, and print the table.
+    """Run all cells and print the table; return 0 if every cell has an outcome, else the worst code.
 
-    Each run has its own GPUs; if they do not suffice, fewer runs go at a time.
+    At most `jobs` (None: 1) runs go at a time, and fewer if they have too few GPUs.
 
     Args:
         overrides: with several values for the keys that differ between cells.
-        config_dir: folder of the user's option files.
         stall_after: seconds without a heartbeat after which a run is killed; 0: never.
         curves: writes the mean curves of the runs in some folders below a root, and returns where.
             With it the next commands are printed; without it the caller continues.
-
-    Returns:
-        0 if every cell has an outcome, else the exit code of the worst.
     """
     planned = plan(overrides, config_dir)
     if planned.launcher and jobs is not None:

@@ -159,8 +159,7 @@ def replaced(source: Source, earlier: dict) -> dict:
     """Return run.json's fields about files that data.on_corrupt=skip replaced; {}: none possible.
 
     earlier: the fields of the attempt that this one continues. A file that both met counts once,
-    even if it has moved: `replaced_places` holds the place of every file in its split,
-    `replaced_files` the names of the first ones.
+    even if it has moved: `replaced_places` has its place in its split.
     """
     files = source.replaced_files()
     if files is None:

@@ -84,8 +84,7 @@ class MetricBuffer:
     def add(self, step: int, metrics: dict[str, Tensor]) -> None:
         """Keep copies of the metrics of `step` (from 1) on the device; no synchronisation.
 
-        `close` reads the metrics that are recorded for the newest step alone. They must not be
-        overwritten before the next step.
+        Those recorded for the newest step alone must not be overwritten before the next step.
         """
         numbers = [metrics["loss"]]
         if "found_inf" in metrics:

@@ -39,12 +39,9 @@ class Records:
         buffer.restart_clock()
 
     def flush(self, logged: bool, wait: bool) -> str | None:
-        """End the buffer's interval and write the intervals that arrived.
+        """End the buffer's interval and write those that arrived, with `wait` all of them.
 
-        wait: wait for the device and write all intervals.
-
-        Returns:
-            The cause of a divergence, or None. Nothing after a divergence is written.
+        Return the cause of a divergence, or None. Nothing after a divergence is written.
         """
         self.buffer.close(logged)
         for interval in self.buffer.read(wait):

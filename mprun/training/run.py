@@ -179,11 +179,9 @@ def _nondeterministic(error: BaseException) -> str:
 def prepare(
     config: RunConfig, device: torch.device, threads: int | None, ranks: Ranks = ALONE
 ) -> Built:
-    """Pin flags, seed every generator and build the run; writes no file.
+    """Pin flags, seed every generator and build the run; write no file.
 
-    Raises:
-        BadInput: the configuration cannot be built.
-        Resource: memory does not suffice.
+    Raises BadInput if the configuration cannot be built, Resource if memory does not suffice.
     """
     if threads is not None:
         torch.set_num_threads(threads)

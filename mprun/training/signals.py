@@ -99,10 +99,8 @@ def end_with_parent(parent: int, grace_s: float | None = None) -> bool:
 
     Other systems only get the return value. Source: prctl(2), PR_SET_PDEATHSIG.
 
-    Args:
-        parent: process id.
-        grace_s: seconds after the parent's end at which the process exits, whatever it waits for;
-            None: it takes the time that it needs.
+    grace_s: seconds after the parent's end at which the process exits, whatever it waits for; None:
+    it takes the time that it needs.
     """
     if grace_s is not None:
         threading.Thread(target=_end_after, args=(parent, grace_s), daemon=True).start()

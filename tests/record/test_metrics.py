@@ -16,7 +16,6 @@ def write(path, records):
     file = MetricsFile(path)
     for record in records:
         file.write(record)
-    file.sync()
     file.close()
 
 

@@ -106,7 +106,7 @@ def test_the_rate_reads_a_count_of_the_host_alone():
 def test_the_loop_itself_reads_nothing():
     """Between two records: `train` and what it does in every step, without what these call."""
     source = (ROOT / "training/loop.py").read_text(encoding="utf-8")
-    parts = {"train", "due", "now", "advance", "settle", "log"}
+    parts = {"train", "due", "advance", "after_step", "log"}
     assert parts <= {n.name for n in ast.walk(ast.parse(source)) if isinstance(n, ast.FunctionDef)}
     assert host_reads(source, lambda name: name in parts) == []
 
