@@ -32,7 +32,7 @@ from mprun.errors import BUG, INTERRUPTED, RESOURCE, BadInput, MprunError, RankF
 
 T = TypeVar("T")
 
-START_S = 300.0  # for all ranks to import, build and meet
+_START_S = 300.0  # for all ranks to import, build and meet
 _BEAT_S = 1.0
 _SILENT_S = 3.0  # a rank this far behind the newest beat counts as silent
 # Words of the RuntimeErrors that torch.distributed's libraries raise for a lost or waiting rank.
@@ -42,16 +42,12 @@ _OF_OTHERS = (
 )
 
 
-def store_of(place: RankInfo, host: bool, timeout_s: float) -> dist.TCPStore:
+def store_of(place: RankInfo, host: bool) -> dist.TCPStore:
     """Connect to the key-value store at the place's port; with `host` this process serves it."""
     try:
+        start = timedelta(seconds=_START_S)
         return dist.TCPStore(
-            place.address,
-            place.port,
-            None,
-            host,
-            timeout=timedelta(seconds=timeout_s),
-            wait_for_workers=False,
+            place.address, place.port, None, host, timeout=start, wait_for_workers=False
         )
     except (RuntimeError, OSError) as error:
         text = str(error).partition("\n")[0]
@@ -78,10 +74,10 @@ class RankGroup(Ranks):
         self.timeout_s = timeout_s
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         hosts = self.rank == 0 and not place.served
-        self.whole_store = store_of(place, hosts, START_S)
+        self.whole_store = store_of(place, hosts)
         self.store = dist.PrefixStore(f"mprun/{attempt}", self.whole_store)
         self.backend = "nccl" if device.type == "cuda" else "gloo"
-        start, wait = timedelta(seconds=START_S), timedelta(seconds=timeout_s)
+        start, wait = timedelta(seconds=_START_S), timedelta(seconds=timeout_s)
         try:
             dist.init_process_group(
                 "gloo", store=self.store, rank=self.rank, world_size=self.world, timeout=start
@@ -319,7 +315,7 @@ def previous_directory(place: RankInfo) -> str | None:
     """Return the directory of the attempt that torchrun restarted; None: this is the first."""
     if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not place.served:
         return None
-    return directory_in(store_of(place, False, START_S))
+    return directory_in(store_of(place, False))
 
 
 def directory_in(store: dist.Store) -> str | None:

@@ -24,7 +24,7 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, sta
 from torch.distributed.elastic.multiprocessing.api import PContext
 
 from mprun.data.loader import available_cores
-from mprun.distributed.group import START_S, directory_in, failure_of, silent_ranks, store_of
+from mprun.distributed.group import directory_in, failure_of, silent_ranks, store_of
 from mprun.distributed.rank_info import RankInfo
 from mprun.errors import ASKING, DONE, INTERRUPTED, PREEMPTED, RESOURCE, SEVERITY, MprunError
 from mprun.record.run_directory import locked
@@ -99,7 +99,7 @@ def _once(
 ) -> tuple[int, str | None]:
     """Run one attempt; return its exit code and its directory."""
     hosts = place.node == 0
-    store = store_of(place, hosts, START_S)
+    store = store_of(place, hosts)
     place = replace(place, port=store.port, served=True)
     threads = str(max(1, available_cores() // place.devices))
     environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}

@@ -73,8 +73,7 @@ class CudaRecorder:
         held = torch.cuda.memory_allocated(self.device)
         needed = torch.cuda.max_memory_allocated(self.device) - held  # the eager steps' need
         watched = torch.cuda.get_sync_debug_mode()
-        if watched:
-            torch.cuda.set_sync_debug_mode("default")  # a capture begins with a wait, once
+        torch.cuda.set_sync_debug_mode("default")  # a capture begins with a wait, once
         try:
             # "thread_local": threads that read data or write metrics may query an event during the
             # capture, which "global" would treat as an error.
@@ -96,8 +95,7 @@ class CudaRecorder:
             line = str(first).partition("\n")[0]
             raise CannotCapture(f"{type(first).__name__}: {line}") from error
         finally:
-            if watched:
-                torch.cuda.set_sync_debug_mode(watched)
+            torch.cuda.set_sync_debug_mode(watched)
         # A replay has no use for the cached memory of eager steps, nor for their gradients.
         torch.cuda.empty_cache()
         self.seconds += time.perf_counter() - started

@@ -52,7 +52,7 @@ def sweep(
     stall_after: float = STALL_AFTER_S,
     curves: Callable[[list[Path], Path], Path] | None = None,
 ) -> int:
-    """Run all cells and print the table; return 0 if every cell has an outcome, else the worst code.
+    """Run all cells and print the table; return 0 if every cell has an outcome, or the worst code.
 
     At most `jobs` (None: 1) runs go at a time, and fewer if they have too few GPUs.
 

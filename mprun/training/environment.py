@@ -23,6 +23,15 @@ _PACKAGES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard", "
 
 def environment(device: torch.device) -> dict:
     """Return versions, source commit and machine as plain values."""
+    gpu = {}
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        gpu = {
+            "gpu": torch.cuda.get_device_name(device),
+            "compute_capability": f"{major}.{minor}",
+            "cuda": torch.version.cuda,
+            "cudnn": torch.backends.cudnn.version(),
+        }
     return {
         "mprun": __version__,
         **_commit(),
@@ -33,7 +42,7 @@ def environment(device: torch.device) -> dict:
         "cpu_count": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "device": device.type,
-        **(_cuda(device) if device.type == "cuda" else {}),
+        **gpu,
     }
 
 
@@ -105,13 +114,3 @@ def _cpu_name() -> str:
             if line.startswith("model name"):
                 return line.partition(":")[2].strip()
     return platform.processor()
-
-
-def _cuda(device: torch.device) -> dict:
-    major, minor = torch.cuda.get_device_capability(device)
-    return {
-        "gpu": torch.cuda.get_device_name(device),
-        "compute_capability": f"{major}.{minor}",
-        "cuda": torch.version.cuda,
-        "cudnn": torch.backends.cudnn.version(),
-    }

@@ -275,7 +275,7 @@ def _attempt(
 def _print_directory(directory: Path) -> None:
     try:
         print(f"run: {directory}", flush=True)
-    except OSError:
+    except OSError:  # a closed stdout does not fail the run
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - Python flushes stdout at exit
 
 

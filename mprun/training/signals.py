@@ -22,16 +22,15 @@ class Stopped(KeyboardInterrupt):
 
 
 class Interruption:
-    """Handle the signals of `ASKING` while active: set `reason`, `answer` at once on stderr.
+    """Handle the signals of `ASKING` while active: set `reason`, answer at once on stderr.
 
     The run stops at the next step boundary. Within `breaks` it stops at once, by `Stopped`, which
     is raised again if foreign code (a compiler, a destructor) swallows it. A second SIGINT stops
     at once anywhere. Ignored signals stay ignored (SIGHUP, by nohup), except SIGINT and SIGTERM.
     """
 
-    def __init__(self, answer: str = "stopping after this step; again stops at once"):
+    def __init__(self) -> None:
         self.reason: str | None = None
-        self.answer = answer
         self._breaks = False
         self._raised: weakref.ref[Stopped] | None = None
         self._before: dict[int, Any] = {}  # handlers, by signal
@@ -84,7 +83,8 @@ class Interruption:
         name = signal.Signals(number).name
         again = self.reason == "SIGINT" and name == "SIGINT"
         self.reason = name
-        answer = "stopping" if self._breaks or again else self.answer
+        later = "stopping after this step; again stops at once"
+        answer = "stopping" if self._breaks or again else later
         # Not by sys.stderr, whose buffer may be in use at this moment.
         with suppress(OSError):
             os.write(2, f"mprun: {name}: {answer}\n".encode())
