@@ -73,10 +73,9 @@ class _Asked:
 
     def __init__(self) -> None:
         self.number, self.times = 0, 0
-        self._before: dict[int, object] = {}
+        self._before = {number: signal.getsignal(number) for number in ASKING}
 
     def __enter__(self) -> _Asked:
-        self._before = {number: signal.getsignal(number) for number in ASKING}
         self.listen()
         return self
 
@@ -88,7 +87,7 @@ class _Asked:
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)  # type: ignore[arg-type]
+            signal.signal(number, handler)
 
     def _note(self, number: int, frame: object) -> None:
         self.number, self.times = number, self.times + 1

@@ -84,14 +84,10 @@ def claim_exactly(path: Path) -> Path:
     """Make and return exactly `path`; BadInput if it exists."""
     with _making("output_dir", path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
-    with _making("output_dir", path):
-        try:
-            path.mkdir()
-        except FileExistsError:
-            raise BadInput(
-                f"output_dir={path}: exists already; use another directory or resume={path}"
-            ) from None
-    return path
+    with _making("output_dir", path), suppress(FileExistsError):
+        path.mkdir()
+        return path
+    raise BadInput(f"output_dir={path}: exists already; use another directory or resume={path}")
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 from mprun.errors import DONE, INTERRUPTED, PREEMPTED, BadInput, MprunError
 from mprun.record.console import columns
@@ -69,44 +69,15 @@ def sweep(
     for flag, value in (("-j", jobs), ("--config-dir", config_dir)):
         command += [] if value is None else [flag, str(value)]
     page = StatusPage(planned, shlex.join(command))
-    stop = run_planned(planned, page, jobs, stall_after)
+    loop = SweepLoop(page, jobs, stall_after)
+    code = loop.run()
     print(page.table(columns(1000, sys.stdout) if sys.stdout.isatty() else None))
     print(f"sweep: {planned.root}", flush=True)
-    if curves is not None and stop.code != DONE:
+    if curves is not None and code != DONE:
         print(f"to go on: {page.command}", file=sys.stderr)
-    if curves is not None and not stop.asked:
+    if curves is not None and loop.stop.reason is None:
         _say_next(planned, curves)
-    return stop.code
-
-
-class SweepEnd(NamedTuple):
-    """The end of a sweep: its exit code, and whether it was asked to stop before its end."""
-
-    code: int
-    asked: bool
-
-
-def run_planned(
-    planned: Plan, page: StatusPage, jobs: int | None = None, stall_after: float = STALL_AFTER_S
-) -> SweepEnd:
-    """Run the cells without an outcome, `jobs` (None: 1) at a time, and report on `page`."""
-    finished = [cell for cell in planned.cells if state_of(cell) is State.FINISHED]
-    waiting = [cell for cell in planned.cells if cell not in finished]
-    # A launcher places its jobs itself.
-    gpus = Gpus([] if planned.launcher else visible_gpus())
-    at_once = gpus.at_once(waiting)
-    already = f", {len(finished) if waiting else 'all'} finished already" if finished else ""
-    print(f"sweep of {len(planned.cells)} runs in {planned.root}{already}", file=sys.stderr)
-    if at_once < min(jobs or 1, len(waiting)):
-        print(f"mprun: -j {jobs}: {gpus.in_words(waiting)}", file=sys.stderr)
-        jobs = at_once
-    for cell in finished:
-        page.finished(cell)
-    with StopRequest() as stop:
-        codes = _Loop(page, jobs or 1, gpus, stall_after, stop).run(waiting)
-    page.write(now=True)
-    asked = stop.reason is not None
-    return SweepEnd(stop.exit_code if asked else exit_code(codes), asked)
+    return code
 
 
 def _say_next(planned: Plan, curves: Callable[[list[Path], Path], Path]) -> None:
@@ -119,15 +90,30 @@ def _say_next(planned: Plan, curves: Callable[[list[Path], Path], Path]) -> None
         print(f"mprun: no curves: {error}", file=sys.stderr)
 
 
-class _Loop:
-    """Start attempts while there is room, until every cell has had one."""
+class SweepLoop:
+    """Start attempts at the cells without an outcome while there is room, and report on `page`.
+
+    jobs: runs at a time, at most; None: 1.
+    """
 
     def __init__(
-        self, page: StatusPage, jobs: int, gpus: Gpus, stall_after: float, stop: StopRequest
+        self, page: StatusPage, jobs: int | None = None, stall_after: float = STALL_AFTER_S
     ):
-        self.page, self.plan, self.jobs, self.gpus = page, page.plan, jobs, gpus
-        self.stall_after, self.stop = stall_after, stop
-        self.waiting: deque[Cell] = deque()
+        self.page, self.plan, self.stall_after = page, page.plan, stall_after
+        self.stop = StopRequest()
+        # A launcher places its jobs itself.
+        self.gpus = Gpus([] if self.plan.launcher else visible_gpus())
+        finished = [cell for cell in self.plan.cells if state_of(cell) is State.FINISHED]
+        self.waiting = deque(cell for cell in self.plan.cells if cell not in finished)
+        count, at_once = len(self.waiting), self.gpus.at_once(self.waiting)
+        already = f", {len(finished) if count else 'all'} finished already" if finished else ""
+        print(f"sweep of {len(self.plan.cells)} runs in {self.plan.root}{already}", file=sys.stderr)
+        self.jobs = jobs or 1
+        if at_once < min(self.jobs, count):
+            print(f"mprun: -j {jobs}: {self.gpus.in_words(self.waiting)}", file=sys.stderr)
+            self.jobs = at_once
+        for cell in finished:
+            page.finished(cell)
         self.running: list[Attempt | Job] = []
         self.codes: list[int] = []
         self.look_again = 0.0
@@ -136,25 +122,26 @@ class _Loop:
         self.batch: Batch | None = None
         self.start: Start | None = None  # the way to start a run, chosen at the first one
         # A single run at a time shows its progress directly.
-        self.console = _Console() if jobs == 1 and not self.plan.launcher else None
+        self.console = _Console() if self.jobs == 1 and not self.plan.launcher else None
 
-    def run(self, cells: list[Cell]) -> list[int]:
-        """Run the cells; return the exit codes of all attempts."""
-        self.waiting.extend(cells)
+    def run(self) -> int:
+        """Run the cells; return the exit code of the sweep."""
         try:
-            while self.waiting or self.running:
-                if self.stop.reason is not None:
-                    self._end_all()
-                elif self.waiting and time.monotonic() >= self.look_again:
-                    self._start()
-                self._collect()
-                self.page.write()
-                time.sleep(_POLL_S)
+            with self.stop:
+                while self.waiting or self.running:
+                    if self.stop.reason is not None:
+                        self._end_all()
+                    elif self.waiting and time.monotonic() >= self.look_again:
+                        self._start()
+                    self._collect()
+                    self.page.write()
+                    time.sleep(_POLL_S)
         except BaseException:
             for attempt in self.running:
                 attempt.stop()
             raise
-        return self.codes
+        self.page.write(now=True)
+        return exit_code(self.codes) if self.stop.reason is None else self.stop.exit_code
 
     def _start(self) -> None:
         room = self.jobs - len(self.running)

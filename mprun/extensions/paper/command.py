@@ -20,7 +20,7 @@ from mprun.record.run_record import read_record
 from mprun.sweep.gpus import available_cores
 from mprun.sweep.jobs import Cell, State, state_of
 from mprun.sweep.plan import Plan, plan
-from mprun.sweep.run import run_planned
+from mprun.sweep.run import SweepLoop
 from mprun.sweep.status_page import StatusPage
 
 _WHAT = """\
@@ -244,10 +244,11 @@ class _Runs:
         already = f", {finished} finished already" if finished else ""
         total = len(self.plan.cells)
         print(f"paper: {total} runs in {self.plan.root}{already}", file=sys.stderr)
-        ended = run_planned(self.plan, StatusPage(self.plan, command), jobs)
-        if ended.asked:
+        loop = SweepLoop(StatusPage(self.plan, command), jobs)
+        code = loop.run()
+        if loop.stop.reason is not None:
             print(f"to go on: {command}", file=sys.stderr)
-        return ended.code
+        return code
 
     def finished(self, cells: Sequence[Cell]) -> int:
         """Count the cells that have an outcome."""
