@@ -146,10 +146,7 @@ class TensorBoardView:
         """
         from torch.utils.tensorboard.summary import hparams
 
-        plain = {
-            k: v if isinstance(v, (int, float, str, bool)) else str(v) for k, v in values.items()
-        }
-        for summary in hparams(plain, dict.fromkeys(tags)):
+        for summary in hparams(values, dict.fromkeys(tags)):
             self.writer.file_writer.add_summary(summary)
 
     def close(self) -> None:

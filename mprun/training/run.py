@@ -326,7 +326,7 @@ def resolve_device(name: str) -> torch.device:
 
 def _write_hyperparameters(directory: Path, config: RunConfig, record: dict) -> None:
     # Five values: TensorBoard's table shows only its first five columns.
-    values = {"lr": config.optim.lr, "model": record["choices"].get("model")}
+    values = {"lr": config.optim.lr, "model": str(record["choices"].get("model"))}
     values |= {"precision": record["precision"]["mode"], "scaler": config.scaler.name}
     values["seed"] = config.seed
     final = record["final"] or ("loss",)  # diverged before its evaluation
