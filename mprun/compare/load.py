@@ -126,7 +126,7 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
     if ended and not metrics.exists():
         raise Damaged(f"{metrics}: missing, though the run is recorded as {record['status']}")
     try:
-        columns = read_columns(metrics, missing_ok=True)
+        columns = read_columns(metrics)
     except OSError as error:
         raise BadInput(f"{metrics}: cannot be read ({error.strerror})") from None
     if ended and columns.last_step < record.get("last_step", 0):

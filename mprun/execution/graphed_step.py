@@ -11,7 +11,7 @@ import copy
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -207,7 +207,9 @@ class GraphedStep:
 
     def _eager(self, batches: list[tuple], measure: bool) -> dict[str, Tensor]:
         def compute(measure: bool = measure) -> dict[str, Tensor]:
-            return self.task.compute(_handed_over(batches), measure)
+            # Out of the list, so that a step can release each one.
+            handed_over = (batches.pop(0) for _ in range(len(batches)))
+            return self.task.compute(handed_over, measure)
 
         if self.off is not None or self._recordings:
             return compute()
@@ -289,12 +291,6 @@ class GraphedStep:
         self.off, self._recordings, self._inputs = reason, {}, None
         with suppress(OSError):
             print(f"mprun: no CUDA graph: {reason}; steps stay eager", file=sys.stderr)
-
-
-def _handed_over(batches: list[tuple]) -> Iterator[tuple]:
-    """Yield the batches and remove them from the list, so that a step can release each one."""
-    while batches:
-        yield batches.pop(0)
 
 
 _WIDTH, _BATCH = 64, 32

@@ -71,7 +71,7 @@ def truncate_metrics(path: Path, last_step: int, so_far: dict[str, Any] | None) 
     """
     data = path.read_bytes() if path.exists() else b""
     if so_far is None:
-        read_columns(path, missing_ok=True)  # each line a record, steps in order
+        read_columns(path)  # each line a record, steps in order
         lines = complete_lines(data)
         size = sum(len(line) + 1 for line in lines if json.loads(line)["step"] <= last_step)
     else:

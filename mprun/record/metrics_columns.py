@@ -70,14 +70,14 @@ _Records = list[_Train | _Eval | None]
 _decoder = msgspec.json.Decoder(_Train | _Eval)
 
 
-def read_columns(path: Path, missing_ok: bool = False) -> MetricsColumns:
-    """Read a metrics.jsonl, with `missing_ok` a missing one as empty; leave out a torn last line.
+def read_columns(path: Path) -> MetricsColumns:
+    """Read a metrics.jsonl, a missing one as empty; leave out a torn last line.
 
     Raises:
         Damaged: A line is no JSON object or lacks a field that every record has, or the steps do
             not ascend; the message names the line's number.
     """
-    data = b"" if missing_ok and not path.exists() else path.read_bytes()
+    data = path.read_bytes() if path.exists() else b""
     lines = complete_lines(data)
     try:
         # msgspec does not check the encoding of fields it skips; `MetricsFile` writes ASCII.
