@@ -70,7 +70,7 @@ class RankGroup(Ranks):
                     f"this machine shows {count} (allowed: 1 to {count})"
                 )
             torch.cuda.set_device(place.local_rank)
-        self.rank, self.world, self.place, self.device = place.rank, place.world, place, device
+        self.rank, self.world, self.device = place.rank, place.world, device
         self.timeout_s = timeout_s
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         hosts = self.rank == 0 and not place.served

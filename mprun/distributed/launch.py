@@ -140,25 +140,25 @@ def _once(
 
 def _watched(started: PContext, asked: _Asked) -> dict[int, int | None]:
     """Wait for the ranks; return their exit codes, negative after a signal, None: still alive."""
-    codes: dict[int, int | None] = {}
-    passed_on, kill_at = 0, float("inf")
     pids = started.pids()
-    while len(codes) < len(pids) and time.monotonic() < kill_at:
+    codes: dict[int, int | None] = dict.fromkeys(pids)
+    passed_on, kill_at = 0, float("inf")
+    while None in codes.values() and time.monotonic() < kill_at:
         for rank, pid in pids.items():
-            if rank not in codes and (code := _ended(pid)) is not None:
-                codes[rank] = code
-                if code != DONE and kill_at == float("inf"):
-                    kill_at = time.monotonic() + GRACE_S
+            if codes[rank] is None:
+                codes[rank] = _ended(pid)
+        if kill_at == float("inf") and set(codes.values()) - {None, DONE}:
+            kill_at = time.monotonic() + GRACE_S
         if asked.times > passed_on:
             passed_on = asked.times
             if passed_on > 2:  # neither the first nor the second time was enough
                 break
             for rank, pid in pids.items():
-                if rank not in codes:
+                if codes[rank] is None:
                     with suppress(ProcessLookupError):
                         os.kill(pid, asked.number)
         time.sleep(_POLL_S)
-    return {rank: codes.get(rank) for rank in pids}
+    return codes
 
 
 def _ended(pid: int) -> int | None:
