@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
         directories = {name: [cell.directory for cell in own] for name, own in cells.items()}
         probes = runs.probes.get(row.key)
         found.append(found_of(row, directories, reasons.get(row.key, ""), probes))
-    ended = [cell.directory for cell in runs.plan.cells if look(cell) is State.FINISHED]
+    ended = [cell.directory for cell in runs.plan.cells if state_of(cell) is State.FINISHED]
     page = Page(options.scale, found, rows, _facts(ended, arguments), full_hours())
     print(f"paper: {page.write(options.out)}")
     return code
