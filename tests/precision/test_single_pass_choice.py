@@ -79,8 +79,8 @@ def test_plain_is_plain():
 @pytest.mark.parametrize(
     ("overrides", "reason"),
     [
-        (["precision=fp16_naive"], "no master weights"),
-        (["precision=bf16_naive"], "no master weights"),
+        (["precision=fp16_naive"], "updates in 16 bits operation"),
+        (["precision=bf16_naive"], "updates in 16 bits operation"),
         (["precision=fp16_master", "precision.grad_dtype=fp16"], "unscaled in 16 bits"),
     ],
 )

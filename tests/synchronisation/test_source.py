@@ -60,7 +60,7 @@ PARTS = {
     "data/source.py": {"indices", "checked_index"},
     "data/token_streams.py": {"train_batch", "_chunk"},
     "numerics/failure.py": {"keep_if", "_pause"},
-    "numerics/replay.py": {"take_if", "_copy", "_fits"},
+    "numerics/replay.py": {"take_if", "_fits"},
     "numerics/state.py": {"finite_on_device"},
 }
 PARTS = with_extensions("PARTS", PARTS)
