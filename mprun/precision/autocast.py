@@ -8,10 +8,10 @@ Sources: ATen/autocast_mode.h (the lists), ATen/autocast_mode.cpp (cat, binary_c
 torch documentation, "CUDA Ops that can autocast to float16".
 """
 
-import functools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -54,6 +54,7 @@ _HALF_TO_FLOAT = ("softmax", "log_softmax")
 _NEVER = frozenset({"_cudnn_rnn", "cudnn_convolution", "cudnn_convolution_transpose"})
 # On both lists, but not alike.
 _OTHERWISE = frozenset({"binary_cross_entropy", "grid_sampler"})
+_half_to_float = False
 _held: weakref.WeakValueDictionary[str, torch.library.Library] = weakref.WeakValueDictionary()
 
 
@@ -66,41 +67,40 @@ def cuda_lists() -> torch.library.Library:
     library = _held.get("lists")
     if library is None:
         library = _held["lists"] = torch.library.Library("aten", "IMPL")
-        register(library)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*[Oo]verriding a previously registered")
+            for name, kernel in _kernels():
+                library.impl(name, kernel, _KEY)
     return library
 
 
-def register(library: torch.library.Library, *, half_to_float: bool = False) -> None:
-    """Register with `library` the kernels of all operations that CUDA's autocast treats otherwise.
+@contextmanager
+def half_to_float() -> Iterator[None]:
+    """Follow CUDA's lists, with CUDA's softmax kernel, which reads float16 and writes float32.
 
-    half_to_float: use CUDA's softmax kernel, which reads float16 and writes float32. A CPU only has
-    it for tensors without values.
+    A CPU only has it for tensors without values. Process-wide.
     """
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*[Oo]verriding a previously registered")
-        for name, on_cuda in _differences():
-            kernel: Callable[..., Any] = torch.library.fallthrough_kernel
-            if on_cuda:
-                banned = name == "binary_cross_entropy"
-                kernel = _banned if banned else _under(name, half_to_float)
-            library.impl(name, kernel, _KEY)
+    global _half_to_float
+    before, lists = _half_to_float, cuda_lists()
+    _half_to_float = True
+    try:
+        yield
+    finally:
+        _half_to_float = before
+        del lists  # held until here
 
 
-@functools.cache
-def _differences() -> tuple[tuple[str, bool], ...]:
-    """(name of an operator, whether CUDA's autocast knows it) wherever CUDA and CPU differ.
-
-    Asked of torch once: while a library is held, its kernels look like the CPU's own.
-    """
-    found = []
+def _kernels() -> Iterator[tuple[str, Callable[..., Any]]]:
+    """(name of an operator, its kernel under autocast) wherever CUDA and CPU differ."""
     for full in operator_names():
         name = full.removeprefix("aten::")
         if name == full or name in _NEVER:
             continue
         on_cuda, on_cpu = has_kernel(full, "AutocastCUDA"), has_kernel(full, _KEY)
-        if on_cuda != on_cpu or (on_cuda and name in _OTHERWISE):
-            found.append((name, on_cuda))
-    return tuple(found)
+        if on_cpu and not on_cuda:
+            yield name, torch.library.fallthrough_kernel
+        elif on_cuda and (not on_cpu or name in _OTHERWISE):
+            yield name, _banned if name == "binary_cross_entropy" else _under(name)
 
 
 def _banned(*args: Any, **kwargs: Any) -> Tensor:
@@ -110,7 +110,7 @@ def _banned(*args: Any, **kwargs: Any) -> Tensor:
     )
 
 
-def _under(name: str, half_to_float: bool) -> Callable[..., Any]:
+def _under(name: str) -> Callable[..., Any]:
     packet, _, overload = name.partition(".")
     operator = getattr(getattr(torch.ops.aten, packet), overload or "default")
 
@@ -124,7 +124,7 @@ def _under(name: str, half_to_float: bool) -> Callable[..., Any]:
                     kwargs["dtype"] = asked
                 if asked is None and half in (torch.float16, torch.bfloat16):
                     kwargs["dtype"] = F32
-                    if half_to_float and packet in _HALF_TO_FLOAT and half is torch.float16:
+                    if _half_to_float and packet in _HALF_TO_FLOAT and half is torch.float16:
                         return getattr(torch.ops.aten, f"_{packet}")(*args, True)
                 return operator(*args, **kwargs)
             dtype = target((args, kwargs))

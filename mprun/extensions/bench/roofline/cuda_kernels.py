@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from mprun.extensions.bench.roofline.operations import Write
-from mprun.precision.autocast import register
+from mprun.precision.autocast import half_to_float
 from mprun.torch_private import scoped_library
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}  # matrix products of a time step
@@ -41,8 +41,7 @@ GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}  # matrix products o
 @contextmanager
 def cuda_kernels(write: Write) -> Iterator[None]:
     """Run on CPU tensors what CUDA would run, in every thread; recurrent layers `write` rows."""
-    with scoped_library("aten", "IMPL") as library:
-        register(library, half_to_float=True)
+    with half_to_float(), scoped_library("aten", "IMPL") as library:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".*[Oo]verriding a previously registered")
             library.impl("dropout", _dropout, "AutogradCPU")
