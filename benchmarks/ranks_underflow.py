@@ -17,7 +17,7 @@ from torch import Tensor
 from mprun.build import build
 from mprun.config.compose import compose_config
 from mprun.precision import pin_math_flags
-from mprun.precision.reduction import factors
+from mprun.precision.gradients import factors
 from mprun.record.console import markdown_table
 
 RANKS, SCALES = (2, 8, 64, 1024), (1, 1024, 65536)

@@ -21,7 +21,7 @@ from mprun.precision.update import in_memory_order
 
 
 class FlatReduction:
-    """Sum gradients over a RankGroup after backward; see `mprun.precision.reduction.Reduction`.
+    """Sum gradients over a RankGroup after backward; see `mprun.precision.gradients.Reduction`.
 
     fixed: add in the order of micro-batches. bucket_bytes: size of the gradients summed at a time.
     """

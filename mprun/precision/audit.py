@@ -58,13 +58,6 @@ class Audit(TorchDispatchMode):
         forward_context: that of the arm.
         parameters: name -> parameter, checked for writes around each entry; none for a model that
             checks this itself. A write through `.data` is not seen.
-
-    Attributes:
-        products: (phase, dtype) -> number of products.
-        left: places where tensors left the model beside its outputs, "module.attribute".
-        written: parameters that a call of the model wrote to, by name.
-        optimizers: classes of the optimizers that updated its parameters.
-        watched: number of calls and passes, or of steps.
     """
 
     def __init__(
@@ -72,11 +65,12 @@ class Audit(TorchDispatchMode):
     ):
         super().__init__()
         self.forward_context, self.parameters = forward_context, parameters or {}
-        self.products: Counter[tuple[str, torch.dtype]] = Counter()
+        self.products: Counter[tuple[str, torch.dtype]] = Counter()  # by (phase, dtype)
+        # Places where tensors left the model beside its outputs, "module.attribute".
         self.left: set[str] = set()
-        self.written: set[str] = set()
-        self.optimizers: set[str] = set()
-        self.watched = 0
+        self.written: set[str] = set()  # names of parameters that a call of the model wrote to
+        self.optimizers: set[str] = set()  # classes of those that updated its parameters
+        self.watched = 0  # calls and passes, or steps
         policy = forward_context.policy
         self._wanted = dict.fromkeys((*forward_context.half_dtypes, *policy.formats))
         wide = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -91,10 +85,8 @@ class Audit(TorchDispatchMode):
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)
-        now = [version_of(own) for own in self.parameters.values()]
-        for name, version, before in zip(self.parameters, now, self._versions, strict=True):
-            if version != before:
-                self.written.add(name)
+        pairs = zip(self.parameters.items(), self._versions, strict=True)
+        self.written |= {name for (name, own), before in pairs if version_of(own) != before}
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None

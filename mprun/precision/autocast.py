@@ -127,23 +127,20 @@ def _under(name: str) -> Callable[..., Any]:
                     if _half_to_float and packet in _HALF_TO_FLOAT and half is torch.float16:
                         return getattr(torch.ops.aten, f"_{packet}")(*args, True)
                 return operator(*args, **kwargs)
-            dtype = target((args, kwargs))
-            return operator(*_cast(args, dtype), **_cast(kwargs, dtype))
-
-    def target(given: Any) -> torch.dtype | None:
-        if packet in _LOWER:
-            return torch.get_autocast_dtype("cpu")
-        if packet in _WIDEST:
-            widest = any(isinstance(t, Tensor) and t.dtype is F32 for t in tree_leaves(given))
-            return F32 if widest else None
-        return F32
+            if packet in _WIDEST:
+                dtypes = (getattr(leaf, "dtype", None) for leaf in tree_leaves((args, kwargs)))
+                if F32 not in dtypes:
+                    return operator(*args, **kwargs)
+            dtype = torch.get_autocast_dtype("cpu") if packet in _LOWER else F32
+            args, kwargs = _cast((args, kwargs), dtype)
+            return operator(*args, **kwargs)
 
     return kernel
 
 
-def _cast(tree: Any, dtype: torch.dtype | None) -> Any:
+def _cast(tree: Any, dtype: torch.dtype) -> Any:
     def one(value: Any) -> Any:
-        fits = isinstance(value, Tensor) and value.is_floating_point() and dtype is not None
+        fits = isinstance(value, Tensor) and value.is_floating_point()
         return value.to(dtype) if fits and value.dtype is not torch.float64 else value
 
     return tree_map(one, tree)

@@ -63,9 +63,6 @@ class ForwardContext:
     Args:
         native: emulate nothing on a CPU either; autocast then follows torch's lists for a CPU.
         overrides: the dtypes of the policy's module overrides; their 16-bit ones are emulated too.
-
-    Attributes:
-        watchers: modes entered after the emulations, so that they see an operation before them.
     """
 
     def __init__(
@@ -85,6 +82,7 @@ class ForwardContext:
         follows = self.emulations and policy.autocast_dtype is not None
         self._lists = cuda_lists() if follows else None  # for as long as this lives
         self._entered: list[ExitStack] = []
+        # Entered after the emulations, so that they see an operation before them.
         self.watchers: list[TorchDispatchMode] = []
 
     def __enter__(self) -> ForwardContext:

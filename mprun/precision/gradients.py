@@ -8,6 +8,9 @@ A policy needs one of these ways, chosen when the optimizer is built:
                           pass that reads them once
     SummedBeforeUnscaled  added up as backward computed them, scaled, in the dtype of the exchange
 
+The last is how data-parallel training sums: torch's DistributedDataParallel in the
+parameters' dtype, its `fp16_compress_hook` always in FP16. M micro-batches count as M ranks.
+
 A gradient is in `.grad` from backward until it is taken, then in a sum until `ready` returns it.
 Nothing here waits for the device.
 """
@@ -15,14 +18,15 @@ Nothing here waits for the device.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from mprun.precision.loss_scale import LossScale
-from mprun.precision.reduction import Reduction, factors
+from mprun.precision.policy import DIVIDE
 from mprun.precision.row_updates import RowUpdate
 from mprun.precision.update import (
     Gradients,
@@ -275,9 +279,8 @@ class LeftForOnePass(Unscaled):
 class SummedBeforeUnscaled(Unscaled):
     """Gradients added up scaled, as backward computed them, in the dtype that ranks exchange.
 
-    M micro-batches count as M ranks, summed in order, one addition after the other. A ring adds
-    each part of a tensor in another order, which starts at another rank. With more than two ranks
-    its bits differ from these, its errors do not.
+    Ranks are summed in order. A ring adds each part of a tensor in another order, which starts at
+    another rank. With more than two ranks its bits differ from these, its errors do not.
     """
 
     dtype: torch.dtype  # of the sum and of its terms
@@ -346,3 +349,54 @@ def added(known: Gradients, new: Gradients) -> Gradients:
     for group in groups.values():
         foreach_add_([one for one, _ in group], [other for _, other in group])
     return sums
+
+
+def factors(ranks: int, divide: str) -> tuple[int, int]:
+    """Return the divisors of gradients before and after their sum; the product is `ranks`.
+
+    Each addition in 16 bits rounds. Divided before, small gradients underflow, more of them with
+    more ranks; divided after, large ones overflow.
+
+    "split": about the square root before, in powers of two, as torch's FSDP divides FP16 gradients
+    (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, `_get_gradient_divide_factors`).
+
+    Raises:
+        ValueError: `divide` is another word.
+    """
+    if divide not in DIVIDE:
+        raise ValueError(f"divide={divide!r}: must be one of {', '.join(DIVIDE)}")
+    if divide != "split":
+        return (ranks, 1) if divide == "before" else (1, ranks)
+    before = 1
+    while ranks % before == 0 and ranks / before > before:
+        before *= 2
+    return (before, ranks // before) if ranks % before == 0 else (1, ranks)
+
+
+class Reduction(Protocol):
+    """The sum over the micro-batches of a step, of this rank and of all others.
+
+    `mprun.distributed` defines the ranks, and how they exchange tensors.
+    """
+
+    # Whether the next backward pass ends with the sum (`begin`): its gradients must not be added.
+    overlaps: bool
+
+    def overlap(self, last: bool) -> bool:
+        """Set `overlaps` for the next backward pass, the `last` one of a step; return its value."""
+
+    def begin(self, parameters: Sequence[Tensor], sent: Callable[[int, Tensor], Tensor]) -> None:
+        """Begin such a pass. `sent`: number of a parameter, and a flat tensor of gradients of its
+        kind as backward computes them -> the tensor to sum."""
+
+    def add(self, tensors: list[Tensor | None]) -> None:
+        """Add one loss's gradients, a tensor or None for each parameter; it may write to them."""
+
+    def total(self) -> list[Tensor | None]:
+        """Return the sum over all losses of all ranks, bit-equal on each; begin the next sum."""
+
+    def clear(self) -> None:
+        """Forget the added gradients."""
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Return the elementwise maximum over the ranks, in the shape and dtype of `values`."""

@@ -30,13 +30,13 @@ from mprun.precision.casting import CastModel
 from mprun.precision.gradients import (
     Gathering,
     LeftForOnePass,
+    Reduction,
     SummedBeforeUnscaled,
     Unscaled,
     Untouched,
 )
 from mprun.precision.loss_scale import LossScale, NoLossScale
 from mprun.precision.policy import PrecisionPolicy
-from mprun.precision.reduction import Reduction
 from mprun.precision.rounded_weights import choose_narrow
 from mprun.precision.row_updates import RowUpdate, row_tables
 from mprun.precision.torch_update import initialise_state

@@ -27,7 +27,6 @@ from mprun.precision.scaled_products import FORMAT_NAMES, FORMATS, GRANULARITIES
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 DIVIDE = ("after", "before", "split")  # where a sum over ranks is divided
-ROUNDINGS = ("nearest", "stochastic", "kahan")
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | FORMAT_NAMES
 
 
@@ -50,7 +49,7 @@ class PrecisionPolicy:
     fp32_math: "ieee" or "tf32", how FP32 products are computed on CUDA.
     reduce_dtype: dtype in which gradients are summed over ranks, scaled as backward computed them.
         None: in grad_dtype, unscaled. The micro-batches of an update count as ranks.
-    reduce_divide: where that sum is divided, see `mprun.precision.reduction.factors`.
+    reduce_divide: where that sum is divided, see `mprun.precision.gradients.factors`.
     rounding: how 16-bit weights without a master copy are stored. "nearest": the update computes in
         their dtype; "stochastic", "kahan": after an update in FP32, see
         `mprun.precision.rounded_weights`.
@@ -101,7 +100,7 @@ class PrecisionPolicy:
 _WORDS = {
     "fp32_math": ("ieee", "tf32"),
     "reduce_divide": DIVIDE,
-    "rounding": ROUNDINGS,
+    "rounding": ("nearest", "stochastic", "kahan"),
     "granularity": GRANULARITIES,
 }
 _FREE = ("power_of_two", "high_precision", "modules")

@@ -46,21 +46,18 @@ class AddressTable:
     def put(self, addresses: list[int]) -> Tensor:
         """Return the table with these addresses, in the order of the current stream."""
         if is_capturing(self.device):
-            return self._put_captured(addresses)
+            pinned = self._spares.pop() if self._spares else self._pinned()
+            pinned.copy_(torch.tensor(addresses, dtype=torch.int64))
+            table = torch.empty_like(self._table)
+            table.copy_(pinned, non_blocking=True)
+            self._captured.append((pinned, table))
+            return table
         if addresses != self._known:
             source = torch.tensor(addresses, dtype=torch.int64)
             source = source.pin_memory() if self.device.type == "cuda" else source
             self._table.copy_(source, non_blocking=True)
             self._known = addresses
         return self._table
-
-    def _put_captured(self, addresses: list[int]) -> Tensor:
-        pinned = self._spares.pop() if self._spares else self._pinned()
-        pinned.copy_(torch.tensor(addresses, dtype=torch.int64))
-        table = torch.empty_like(self._table)
-        table.copy_(pinned, non_blocking=True)
-        self._captured.append((pinned, table))
-        return table
 
     def _pinned(self) -> Tensor:
         return torch.empty(self._table.numel(), dtype=torch.int64, pin_memory=True)
@@ -170,52 +167,41 @@ class KernelUpdate(SinglePass):
         keys = None if self.narrow is None else self.narrow.keys()
         with self._on_device():
             for launch in plan.launches:
-                self._launch(launch, plan.tensors, table, ready, clip, keys)
+                kind, group = launch.kind, self.inner.param_groups[launch.kind.group]
+                clips = clip is not None and kind.clipped
+                beta1, beta2 = group.get("betas", (0.0, 0.0))
+                update_kernel[(len(launch.chunks),)](
+                    table,
+                    plan.tensors,
+                    launch.chunks,
+                    self._rate(group),
+                    self._one if ready.inverse is None else ready.inverse,
+                    clip if clips else self._one,
+                    self._zero if ready.found_inf is None else ready.found_inf,
+                    self._zero if launch.logarithms is None else launch.logarithms,
+                    self._zero if keys is None else keys,
+                    float(group["weight_decay"]),
+                    float(group.get("momentum", 0.0)),
+                    1.0 - beta1,
+                    float(beta2),
+                    1.0 - beta2,
+                    float(group.get("eps", 0.0)),
+                    RULE=self.rule,
+                    GRADIENT=_TYPES[kind.gradient_dtype],
+                    COPY=_TYPES[kind.copy_dtype or torch.float32],
+                    HAS_COPY=kind.copy_dtype is not None,
+                    UNSCALE=ready.inverse is not None,
+                    CLIP=clips,
+                    DECAYS=group["weight_decay"] != 0,
+                    MOMENTUM=group.get("momentum", 0.0) != 0,
+                    NESTEROV=bool(group.get("nesterov")),
+                    NARROW=kind.narrow,
+                    ALIGNED=kind.aligned,
+                    BLOCK=BLOCK,
+                    **_LAUNCH,
+                )
         if self.narrow is not None:
             self.narrow.count(ready.found_inf)
-
-    def _launch(
-        self,
-        launch: _Launch,
-        tensors: Tensor,
-        table: Tensor,
-        ready: Ready,
-        clip: Tensor | None,
-        keys: Tensor | None,
-    ) -> None:
-        kind, group = launch.kind, self.inner.param_groups[launch.kind.group]
-        clips = clip is not None and kind.clipped
-        beta1, beta2 = group.get("betas", (0.0, 0.0))
-        update_kernel[(len(launch.chunks),)](
-            table,
-            tensors,
-            launch.chunks,
-            self._rate(group),
-            self._one if ready.inverse is None else ready.inverse,
-            clip if clips else self._one,
-            self._zero if ready.found_inf is None else ready.found_inf,
-            self._zero if launch.logarithms is None else launch.logarithms,
-            self._zero if keys is None else keys,
-            float(group["weight_decay"]),
-            float(group.get("momentum", 0.0)),
-            1.0 - beta1,
-            float(beta2),
-            1.0 - beta2,
-            float(group.get("eps", 0.0)),
-            RULE=self.rule,
-            GRADIENT=_TYPES[kind.gradient_dtype],
-            COPY=_TYPES[kind.copy_dtype or torch.float32],
-            HAS_COPY=kind.copy_dtype is not None,
-            UNSCALE=ready.inverse is not None,
-            CLIP=clips,
-            DECAYS=group["weight_decay"] != 0,
-            MOMENTUM=group.get("momentum", 0.0) != 0,
-            NESTEROV=bool(group.get("nesterov")),
-            NARROW=kind.narrow,
-            ALIGNED=kind.aligned,
-            BLOCK=BLOCK,
-            **_LAUNCH,
-        )
 
     def _count_step(self, steps: list[Tensor], found_inf: Tensor | None) -> None:
         if not steps:

@@ -97,16 +97,12 @@ def _why_slower(plain: ByTorch, gains: bool) -> str | None:
 
 
 def _why_not(plain: ByTorch, dtypes: Sequence[torch.dtype]) -> str | None:
-    rule, device = rule_of(plain.inner), plain.updated[0].device.type
+    updated, narrow = plain.updated, plain.narrow
+    rule, device = rule_of(plain.inner), updated[0].device.type
     if rule is None:
         return f"{type(plain.inner).__name__}: only SGD, Adam, AdamW and Adagrad have one"
     if device not in ("cpu", "cuda"):
         return f"there is none for {device}"
-    return _why_not_of_weights(plain, dtypes) or _why_not_of_settings(plain.inner, rule, device)
-
-
-def _why_not_of_weights(plain: ByTorch, dtypes: Sequence[torch.dtype]) -> str | None:
-    updated, narrow = plain.updated, plain.narrow
     if any(tensor.is_complex() for tensor in updated):
         return "a weight is complex"
     if narrow is not None and narrow.state_dtype is not None:
@@ -119,7 +115,7 @@ def _why_not_of_weights(plain: ByTorch, dtypes: Sequence[torch.dtype]) -> str | 
         return "a parameter has gaps between its values"
     if not all(map(same_order, plain.parameters, updated)):
         return "a parameter lies in memory in another order than its master"
-    return None
+    return _why_not_of_settings(plain.inner, rule, device)
 
 
 def _why_not_of_settings(inner: Optimizer, rule: str, device: str) -> str | None:

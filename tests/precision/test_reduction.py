@@ -21,10 +21,9 @@ from mprun.precision import (
     get_loss_scale,
     get_policy,
 )
-from mprun.precision.gradients import SummedBeforeUnscaled
+from mprun.precision.gradients import SummedBeforeUnscaled, factors
 from mprun.precision.loss_scale import NoLossScale, StaticLossScale
 from mprun.precision.policy import DIVIDE, build_policy
-from mprun.precision.reduction import factors
 
 from ..helpers import assert_same_bits, making, network
 

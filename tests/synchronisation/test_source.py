@@ -44,7 +44,7 @@ WHOLE = {
     "precision/gradients.py": set(),
     "precision/row_updates.py": set(),
     # Settings of the optimizer: numbers of the host.
-    "precision/single_pass_triton.py": {"_launch", "_rate"},
+    "precision/single_pass_triton.py": {"write", "_rate"},
     # Of optimizers that no configuration names.
     "precision/torch_update.py": {"_step_on_host"},
     "precision/autocast.py": set(),
