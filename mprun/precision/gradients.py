@@ -354,14 +354,13 @@ def added(known: Gradients, new: Gradients) -> Gradients:
 def factors(ranks: int, divide: str) -> tuple[int, int]:
     """Return the divisors of gradients before and after their sum; the product is `ranks`.
 
+    ValueError unless `divide` is one of `DIVIDE`.
+
     Each addition in 16 bits rounds. Divided before, small gradients underflow, more of them with
     more ranks; divided after, large ones overflow.
 
     "split": about the square root before, in powers of two, as torch's FSDP divides FP16 gradients
     (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, `_get_gradient_divide_factors`).
-
-    Raises:
-        ValueError: `divide` is another word.
     """
     if divide not in DIVIDE:
         raise ValueError(f"divide={divide!r}: must be one of {', '.join(DIVIDE)}")

@@ -416,11 +416,7 @@ SCALES: dict[str, Callable[..., LossScale]] = {
 
 
 def get_loss_scale(name: str, device: torch.device | str = "cpu") -> LossScale:
-    """Return a loss scale that comes with mprun (conf/scaler), by name: "dynamic", "apex".
-
-    Raises:
-        ValueError: There is no such file.
-    """
+    """Return a loss scale of conf/scaler by name, such as "apex"; ValueError if there is none."""
     values = option("scaler", name)
     own = {key: value for key, value in values.items() if key not in ("name", "kind")}
     return SCALES[values["kind"]](**own, device=device)

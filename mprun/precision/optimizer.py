@@ -236,8 +236,7 @@ class MixedPrecisionOptimizer:
     def step(self, measure_norm: bool = False) -> Update:
         """Clip, update the master weights and copy them to the model, or skip the update.
 
-        Args:
-            measure_norm: compute the gradient norm even if nothing is clipped.
+        measure_norm: compute the gradient norm even if nothing is clipped.
         """
         gathering, update = self._stages
         ready, clip = gathering.ready(), None  # reduced and unscaled
@@ -309,13 +308,10 @@ class MixedPrecisionOptimizer:
 
     @torch.no_grad()
     def load_state_dict(self, saved: dict) -> None:
-        """Restore bit for bit, dtypes included.
+        """Restore bit for bit, dtypes included; ValueError names what does not fit.
 
         torch's Optimizer.load_state_dict casts state to the parameter's dtype, and so loses FP32
         momentum of FP16 parameters. This one copies tensor by tensor.
-
-        Raises:
-            ValueError: Something does not fit; the message names it.
         """
         masters, state = self.masters, self.state_by_name()
         if saved["masters"].keys() != masters.keys() or saved["state"].keys() != state.keys():

@@ -161,8 +161,8 @@ def _dotted(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return {"update": {"rounding": "kahan"}} as {"update.rounding": "kahan"}."""
     found: dict[str, Any] = {}
     for key, value in values.items():
-        inner = value if isinstance(value, Mapping) else None
-        found |= {key: value} if inner is None else {f"{key}.{k}": v for k, v in inner.items()}
+        is_group = isinstance(value, Mapping)
+        found |= {f"{key}.{k}": v for k, v in value.items()} if is_group else {key: value}
     return found
 
 
@@ -189,11 +189,8 @@ def usual_scaler(name: str) -> str:
 
 
 def option(group: str, name: str, folder: Path | None = None) -> dict[str, Any]:
-    """Return the values of an option file: conf/GROUP/NAME.yaml, or `name`.yaml in `folder`.
-
-    Raises:
-        ValueError: There is no such file.
-    """
+    """Return the values of conf/GROUP/NAME.yaml, or of `name`.yaml in `folder`; ValueError if there
+    is no such file."""
     if folder is None:
         inside = Path(__file__).resolve().parents[1] / "conf"  # of an installed package
         folder = (inside if inside.is_dir() else inside.parents[1] / "conf") / group
@@ -259,15 +256,14 @@ def ieee_fp32() -> Iterator[None]:
 
 def read_math_flags() -> dict[str, str | bool]:
     """Return the flags in force now, as torch reports them."""
-    flags: dict[str, str | bool] = {
-        f"{name}.fp32_precision": _backend(name).fp32_precision for name in _FP32_PRODUCTS
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    return {
+        **{f"{name}.fp32_precision": _backend(name).fp32_precision for name in _FP32_PRODUCTS},
+        **{f"cuda.matmul.{name}": bool(getattr(matmul, name)) for name in _REDUCTIONS},
+        "cudnn.benchmark": cudnn.benchmark,
+        "cudnn.deterministic": cudnn.deterministic,
+        "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
     }
-    for name in _REDUCTIONS:
-        flags[f"cuda.matmul.{name}"] = bool(getattr(torch.backends.cuda.matmul, name))
-    flags["cudnn.benchmark"] = torch.backends.cudnn.benchmark
-    flags["cudnn.deterministic"] = torch.backends.cudnn.deterministic
-    flags["deterministic_algorithms"] = torch.are_deterministic_algorithms_enabled()
-    return flags
 
 
 def _pin_fp32_products(fp32_math: str) -> None:

@@ -263,10 +263,9 @@ def chosen_layers(
 ) -> list[str]:
     """Return the names of the layers of `model` that compute in FP8.
 
-    chosen: name of a module -> dtype in which it is to compute instead; FP32 leaves it alone.
+    ValueError if a pattern matches no layer, or none is left.
 
-    Raises:
-        ValueError: A pattern matches no layer, or no layer is left.
+    chosen: name of a module -> dtype in which it is to compute instead; FP32 leaves it alone.
     """
     linears = {
         name: module
