@@ -16,9 +16,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from mprun.distributed.flat_gradients import FlatReduction
 from mprun.distributed.group import RankGroup
 from mprun.distributed.rank_info import RankInfo
+from mprun.distributed.reduction import FlatReduction
 
 
 def rank(number: int, world: int, port: int, mib: float, rounds: int) -> None:

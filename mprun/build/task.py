@@ -43,7 +43,7 @@ from mprun.precision.row_updates import row_tables
 from mprun.tasks import BatchStatistics, SampleDistance, Task, TrainState
 
 if TYPE_CHECKING:
-    from mprun.distributed.flat_gradients import FlatReduction
+    from mprun.distributed.reduction import FlatReduction
 
 
 def build_task(
@@ -171,13 +171,11 @@ def _reduction(config: RunConfig, ranks: Ranks, device: torch.device) -> "FlatRe
     """Return the sum over ranks of one optimizer's gradients; None for a single rank."""
     if ranks.world == 1:
         return None
+    from mprun.distributed.reduction import FlatReduction, OverlappedReduction
+
     bucket_bytes = int(config.dist.bucket_mb * 2**20)
     if engine_of(config, device.type)[0] == "ddp":
-        from mprun.distributed.overlapped import OverlappedReduction
-
         return OverlappedReduction(ranks, bucket_bytes=bucket_bytes)
-    from mprun.distributed.flat_gradients import FlatReduction
-
     return FlatReduction(ranks, fixed=config.dist.order == "fixed", bucket_bytes=bucket_bytes)
 
 

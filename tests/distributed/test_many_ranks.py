@@ -9,9 +9,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from mprun.distributed.flat_gradients import FlatReduction
-from mprun.distributed.overlapped import OverlappedReduction
 from mprun.distributed.ranks import Ranks
+from mprun.distributed.reduction import FlatReduction, OverlappedReduction
 from mprun.precision import get_loss_scale
 
 from ..helpers import mixed
