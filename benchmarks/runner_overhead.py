@@ -28,7 +28,7 @@ from torch.nn import functional as F
 
 from mprun.build import build
 from mprun.config.compose import compose_config
-from mprun.training.loop import train
+from mprun.training.loop import Loop
 from mprun.training.signals import Interruption
 
 CASES = {
@@ -105,7 +105,7 @@ def with_runner(built, config) -> float:
     built.task.evaluate = timed
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stderr(io.StringIO()):
         started = time.process_time()
-        train(built, config, Path(folder), Interruption())
+        Loop(built, config, Path(folder), Interruption()).train()
         return time.process_time() - started - sum(evaluation)
 
 

@@ -41,38 +41,8 @@ class Start(NamedTuple):
 BEGINNING = Start()
 
 
-def train(
-    built: Built,
-    config: RunConfig,
-    directory: Path,
-    interruption: Interruption,
-    start: Start = BEGINNING,
-) -> Outcome:
-    """Train from `start` to the end, recording into `directory`."""
-    loop = Loop(built, config, directory, interruption, start)
-    try:
-        if start.evaluate_first and not loop.evaluate(start.step):
-            return loop.finish()
-        for index in range(start.step, built.steps):
-            loop.advance(index)
-            if not loop.after_step(index + 1):
-                break
-    except Stopped:
-        loop.stop()
-        loop.save_what_is_whole()
-    except (Damaged, Resource):
-        # Data failed in an evaluation, or before the step changed anything: keep the work so far.
-        # Not with several micro-batches: the first ones have changed BatchNorm's statistics.
-        if config.train.accumulate == 1 and loop.ranks.world == 1:
-            loop.save_what_is_whole()
-        raise
-    finally:
-        loop.logger.close()
-    return loop.finish()
-
-
 class Loop:
-    """The parts of `train`: a step, and everything between two steps. Close `logger` at the end."""
+    """The training of a built run from `start` on, recorded into `directory`."""
 
     def __init__(
         self,
@@ -83,6 +53,7 @@ class Loop:
         start: Start = BEGINNING,
     ):
         self.built, self.config, self.directory, self.start = built, config, directory, start.step
+        self.evaluate_first = start.evaluate_first
         self.interruption, self.ranks = interruption, built.task.ranks
         built.stepper.skipped.fill_(start.skipped)
         self.buffer = MetricBuffer(
@@ -109,6 +80,29 @@ class Loop:
         if self.keeper is not None:
             self.keeper.keep(start.step, start.skipped)
         memory.reset_peak(built.device)
+
+    def train(self) -> Outcome:
+        """Train to the end."""
+        try:
+            if self.evaluate_first and not self.evaluate(self.start):
+                return self.finish()
+            for index in range(self.start, self.built.steps):
+                self.advance(index)
+                if not self.after_step(index + 1):
+                    break
+        except Stopped:
+            self.stop()
+            self.save_what_is_whole()
+        except (Damaged, Resource):
+            # Data failed in an evaluation, or before the step changed anything: keep the work so
+            # far. Not with several micro-batches: the first ones have changed BatchNorm's
+            # statistics.
+            if self.config.train.accumulate == 1 and self.ranks.world == 1:
+                self.save_what_is_whole()
+            raise
+        finally:
+            self.logger.close()
+        return self.finish()
 
     def due(self, step: int) -> tuple[bool, bool, bool]:
         """Return whether to log, save, evaluate after `step`; the last has all that is enabled."""

@@ -34,7 +34,7 @@ from mprun.record.run_record import Record
 from mprun.torch_private import DYNAMO
 from mprun.training.announcements import announce, notes, replaced, replaced_line, say, say_ending
 from mprun.training.environment import environment, number_formats
-from mprun.training.loop import BEGINNING, Start, train
+from mprun.training.loop import BEGINNING, Loop, Start
 from mprun.training.signals import Interruption
 
 
@@ -108,7 +108,7 @@ def follow(directory: Path, config: RunConfig, built: Built, start: Start = BEGI
     log, code = RankLog(directory, built.task.ranks.rank), BUG
     try:
         with Interruption() as stop, TemporaryDirectory(prefix="mprun-") as own, _used(built):
-            code = train(built, config, Path(own), stop, start).exit_code
+            code = Loop(built, config, Path(own), stop, start).train().exit_code
         built.task.ranks.leave(code)
         return code
     finally:
@@ -206,70 +206,66 @@ def prepare(
 def attempt(config: RunConfig, built: Built, record: Record, start: Start = BEGINNING) -> int:
     """Train from `start` on and keep run.json true whatever happens; return the exit code."""
     with Interruption() as interruption:
-        return _attempt(config, built, record, start, interruption)
-
-
-def _attempt(
-    config: RunConfig, built: Built, record: Record, start: Start, interruption: Interruption
-) -> int:
-    directory, task = record.directory, built.task
-    earlier = record.get("data", {})  # from the attempt before this one
-    watched = [record["audit"]] if "audit" in record else []
-    numbers = number_formats(task.learners, built.forward_context, config.scaler.name)
-    record.begin(
-        asdict(config),
-        steps=built.steps,
-        steps_per_epoch=task.steps_per_epoch,
-        sample=task.sample,
-        samples_per_step=task.samples_per_step,
-        # It has the mode's name; the mode's file may be gone by now.
-        precision=record["precision"] | numbers,
-        data={"sha256": built.data.sha256, **built.data.description},
-        environment=environment(built.device),
-        ranks=_described(config, built),
-    )
-    if task.ranks.world > 1:
-        task.ranks.found(directory)
-    announce(directory, config, built, record, start.step)
-
-    def end(status: str, cause: str | None, results: dict | None = None) -> None:
-        record.end(
-            status,
-            cause,
-            results,
-            data=record["data"] | replaced(built.data, earlier),
-            execution=built.stepper.description,
-            audit=combined([*watched, built.stepper.audit_result()]),
+        directory, task = record.directory, built.task
+        earlier = record.get("data", {})  # from the attempt before this one
+        watched = [record["audit"]] if "audit" in record else []
+        numbers = number_formats(task.learners, built.forward_context, config.scaler.name)
+        record.begin(
+            asdict(config),
+            steps=built.steps,
+            steps_per_epoch=task.steps_per_epoch,
+            sample=task.sample,
+            samples_per_step=task.samples_per_step,
+            # It has the mode's name; the mode's file may be gone by now.
+            precision=record["precision"] | numbers,
+            data={"sha256": built.data.sha256, **built.data.description},
+            environment=environment(built.device),
+            ranks=_described(config, built),
         )
+        if task.ranks.world > 1:
+            task.ranks.found(directory)
+        announce(directory, config, built, record, start.step)
 
-    try:
-        with _used(built):
-            outcome = train(built, config, directory, interruption, start)
-        built.stepper.check_happened()
-    except BaseException as error:
-        stopped = isinstance(error, KeyboardInterrupt)  # a second SIGINT, or one between steps
-        with suppress(OSError):  # on a full disk, report the first error
-            plain = stopped or isinstance(error, RankFailed)
-            cause = str(error) if plain else f"{type(error).__name__}: {error}"
-            end("preempted" if stopped else "failed", cause)
-        if stopped:
-            say(f"to go on: mprun resume={directory}")
-        say(replaced_line(record["data"]))
+        def end(status: str, cause: str | None, results: dict | None = None) -> None:
+            record.end(
+                status,
+                cause,
+                results,
+                data=record["data"] | replaced(built.data, earlier),
+                execution=built.stepper.description,
+                audit=combined([*watched, built.stepper.audit_result()]),
+            )
+
+        try:
+            with _used(built):
+                outcome = Loop(built, config, directory, interruption, start).train()
+            built.stepper.check_happened()
+        except BaseException as error:
+            stopped = isinstance(error, KeyboardInterrupt)  # a second SIGINT, or one between steps
+            with suppress(OSError):  # on a full disk, report the first error
+                plain = stopped or isinstance(error, RankFailed)
+                cause = str(error) if plain else f"{type(error).__name__}: {error}"
+                end("preempted" if stopped else "failed", cause)
+            if stopped:
+                say(f"to go on: mprun resume={directory}")
+            say(replaced_line(record["data"]))
+            _print_directory(directory)
+            if config.deterministic and "deterministic" in str(error):
+                raise BadInput(_nondeterministic(error)) from error
+            if isinstance(error, OSError):
+                raise Resource(
+                    f"{error.strerror or error} ({error.filename or directory})"
+                ) from error
+            with _memory_as_resource():
+                raise
+        results = outcome.results() | {"emulated": built.forward_context.rerouted()}
+        end(outcome.status, outcome.cause, results)
+        if outcome.status != "preempted":
+            _write_hyperparameters(directory, config, record)
+        say_ending(directory, built.data, outcome, record)
         _print_directory(directory)
-        if config.deterministic and "deterministic" in str(error):
-            raise BadInput(_nondeterministic(error)) from error
-        if isinstance(error, OSError):
-            raise Resource(f"{error.strerror or error} ({error.filename or directory})") from error
-        with _memory_as_resource():
-            raise
-    results = outcome.results() | {"emulated": built.forward_context.rerouted()}
-    end(outcome.status, outcome.cause, results)
-    if outcome.status != "preempted":
-        _write_hyperparameters(directory, config, record)
-    say_ending(directory, built.data, outcome, record)
-    _print_directory(directory)
-    task.ranks.leave(outcome.exit_code)
-    return outcome.exit_code
+        task.ranks.leave(outcome.exit_code)
+        return outcome.exit_code
 
 
 def _print_directory(directory: Path) -> None:

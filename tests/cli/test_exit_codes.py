@@ -23,7 +23,7 @@ from mprun.distributed.ranks import Ranks
 from mprun.execution.step_runner import Compilation
 from mprun.record.console import Progress
 from mprun.training.announcements import _next
-from mprun.training.loop import train
+from mprun.training.loop import Loop
 from mprun.training.signals import Interruption, Stopped
 
 from ..helpers import LM, TINY_AUTOENCODER, TINY_LM, record_of, refused, rows_of, run
@@ -148,7 +148,7 @@ def test_a_signal_in_the_last_step_of_several_ranks_leaves_a_run_that_is_done(
     built.task.ranks = Two()
     with Interruption() as interruption:
         os.kill(os.getpid(), signal.SIGTERM)
-        outcome = train(built, config, tmp_path, interruption)
+        outcome = Loop(built, config, tmp_path, interruption).train()
     assert (outcome.status, outcome.step, bool(outcome.final)) == (status, 1, status == "done")
 
 
@@ -163,10 +163,10 @@ def test_a_parser_without_a_descriptor_does_not_blame_the_command_line(monkeypat
 
 @pytest.mark.parametrize("text", ["can't start new thread", "could not create a primitive"])
 def test_memory_that_ends_while_training_is_5(text, tmp_path, monkeypatch, capsys):
-    def train(*_):
+    def advance(*_):
         raise RuntimeError(text)
 
-    monkeypatch.setattr("mprun.training.run.train", train)
+    monkeypatch.setattr("mprun.training.loop.Loop.advance", advance)
     assert run(tmp_path / "r", *TINY_LM, "train.steps=1") == 5
     assert capsys.readouterr().err.endswith(f"mprun: out of memory: {text}\n")
     assert record_of(tmp_path / "r")["status"] == "failed"

@@ -16,7 +16,7 @@ from mprun.config.compose import compose_config
 from mprun.errors import Damaged
 from mprun.record.metrics import MetricsFile
 from mprun.record.metrics_columns import _columns, _decoded, _parsed, complete_lines, read_columns
-from mprun.training.loop import train as train_run
+from mprun.training.loop import Loop
 from mprun.training.signals import Interruption
 
 from ..helpers import TINY_LM
@@ -293,7 +293,7 @@ def test_what_the_trainer_writes_is_read_by_msgspec(tmp_path):
     overrides = [*TINY_LM, "precision=amp", "scaler.init_scale=16777216", "train.steps=25"]
     overrides.append("train.eval_every=15")
     config = compose_config(overrides).config
-    train_run(build(config, torch.device("cpu")), config, tmp_path, interruption=Interruption())
+    Loop(build(config, torch.device("cpu")), config, tmp_path, Interruption()).train()
     columns = decoded(tmp_path / "metrics.jsonl")
     assert_equal(columns, parsed(tmp_path / "metrics.jsonl"))
     assert columns.evals["step"].tolist() == [15, 25] and columns.last_step == 25

@@ -8,7 +8,7 @@ from mprun.numerics import failure
 from mprun.numerics.failure import FailureKeeper
 from mprun.record.async_copy import Moment, PinnedRing
 from mprun.record.metrics import read_metrics
-from mprun.training.loop import train
+from mprun.training.loop import Loop
 from mprun.training.run import prepare
 from mprun.training.signals import Interruption
 
@@ -19,14 +19,14 @@ CUDA = torch.device("cuda")
 
 
 def run_train(tmp_path, overrides, steps=16, before=None):
-    """(outcome, built, records) of `train`; `before(built)` is called first."""
+    """(outcome, built, records) of training; `before(built)` is called first."""
     overrides = [*overrides, "device=cuda", f"train.steps={steps}", "train.checkpoint_every=0"]
     config = compose_config(overrides).config
     built = prepare(config, CUDA, 1)
     if before is not None:
         before(built)
     with built.stepper.on_stream():
-        outcome = train(built, config, tmp_path, Interruption())
+        outcome = Loop(built, config, tmp_path, Interruption()).train()
     return outcome, built, read_metrics(tmp_path / "metrics.jsonl")
 
 
