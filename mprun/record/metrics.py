@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from mprun.errors import Damaged
-from mprun.record.metrics_columns import NON_FINITE, complete_lines, parsed_json, read_columns
+from mprun.record.metrics_columns import NON_FINITE, complete_lines, parsed_json
 from mprun.record.run_directory import replacing
 
 _ENCODER = json.JSONEncoder(allow_nan=False)  # `json.dumps` would build one for each record
@@ -61,27 +61,22 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def truncate_metrics(path: Path, last_step: int, so_far: dict[str, Any] | None) -> None:
+def truncate_metrics(path: Path, last_step: int, so_far: dict[str, Any]) -> None:
     """Drop the records after `last_step`; the resumed run writes them again, bit-equal.
 
-    so_far: the result of `MetricsFile.so_far` at that step; None: an earlier version's checkpoint.
+    so_far: the result of `MetricsFile.so_far` at that step.
 
     Raises:
         Damaged: The records up to that step are not those that the run wrote.
     """
     data = path.read_bytes() if path.exists() else b""
-    if so_far is None:
-        read_columns(path)  # each line a record, steps in order
-        lines = complete_lines(data)
-        size = sum(len(line) + 1 for line in lines if json.loads(line)["step"] <= last_step)
-    else:
-        try:
-            size = so_far["bytes"]
-            whole = hashlib.sha256(data[:size]).hexdigest() == so_far["sha256"]
-        except (LookupError, TypeError):
-            whole = False
-        if not whole:
-            raise Damaged(f"{path}: changed since the checkpoint of step {last_step}")
+    try:
+        size = so_far["bytes"]
+        whole = hashlib.sha256(data[:size]).hexdigest() == so_far["sha256"]
+    except (LookupError, TypeError):
+        whole = False
+    if not whole:
+        raise Damaged(f"{path}: changed since the checkpoint of step {last_step}")
     with open(path, "ab") as file:
         file.truncate(size)
 

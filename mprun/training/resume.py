@@ -30,7 +30,7 @@ from mprun.training.run import attempt, follow, joined, prepare, resolve_device
 _CPU = torch.device("cpu")
 # The fields of run.json that a continuation reads.
 _NEEDED = (
-    *("status", "steps", "attempts", "choices", "config_hash", "precision.mode"),
+    *("status", "steps", "attempts", "choices", "config", "config_hash", "precision.mode"),
     *("environment.device", "environment.threads", "environment.packages.torch"),
 )
 
@@ -92,9 +92,6 @@ def _read(
     given, record = vouched(overrides, config_dir), read_record(directory, *_NEEDED)
     plain = read_config(directory)
     _check_unchanged(directory, plain, record)
-    if isinstance(plain.get("train"), dict):
-        # Runs older than this setting used NCHW; "auto" may choose otherwise.
-        plain["train"].setdefault("channels_last", "off")
     return record, _checked(_with_overrides(plain, overrides), overrides, given)
 
 
@@ -126,7 +123,7 @@ def _start(directory: Path, built: Built, config: RunConfig) -> Start:
         raise Damaged(f"{place}: not the state of this run ({raised(error)})") from error
     if not ranks.is_first:  # writes no records; rank 0 decides how the run goes on
         return Start(step, skipped)
-    truncate_metrics(metrics, step, newest.manifest.get("metrics"))
+    truncate_metrics(metrics, step, newest.manifest.get("metrics", {}))
     records = read_metrics(metrics)
     # Each step with a skipped update has a record.
     if skipped != max((one["skipped"] for one in records if one["split"] == "train"), default=0):
@@ -152,9 +149,7 @@ def _run_directory(path: str) -> Path:
 
 def _check_unchanged(directory: Path, plain: dict, record: dict) -> None:
     """Raise Damaged unless the configurations in config.yaml and run.json are the run's own."""
-    recorded = record.get("config")
-    if recorded is None:
-        return  # a run of an earlier version
+    recorded = record["config"]
     if config_hash(recorded) != record["config_hash"]:
         raise Damaged(f"{directory / 'run.json'}: config does not match config_hash")
     there, here = flat(recorded), flat(plain)
