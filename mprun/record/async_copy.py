@@ -15,14 +15,11 @@ class Moment:
     """
 
     def __init__(self, device: torch.device):
-        self.event: torch.cuda.Event | None = None
-        self.time = 0.0
+        self.event, self.time = None, time.perf_counter()
         if device.type == "cuda":
             # blocking: a waiting host leaves its core to the loader processes.
             self.event = torch.cuda.Event(enable_timing=True, blocking=True)
             self.event.record(torch.cuda.current_stream(device))
-        else:
-            self.time = time.perf_counter()
 
     def wait(self) -> None:
         """Wait until the device has reached this point."""
@@ -58,21 +55,17 @@ class PinnedRing:
     """
 
     def __init__(self, device: torch.device, slots: int):
-        self.device = device
-        self.buffers = [self._buffer(0) for _ in range(slots)]
-        self._turn = 0
+        self.device, self._turn = device, 0
+        self.buffers = [torch.empty(0)] * slots
 
     @torch.no_grad()
     def send(self, values: Tensor) -> Sent:
         """Start the copy of a float32 vector [n] on the device; no synchronisation."""
         size, slot = len(values), self._turn % len(self.buffers)
         if len(self.buffers[slot]) < size:
-            self.buffers[slot] = self._buffer(size)
+            pinned = self.device.type == "cuda"
+            self.buffers[slot] = torch.empty(size, dtype=torch.float32, pin_memory=pinned)
         self._turn += 1
         target = self.buffers[slot][:size]
         target.copy_(values, non_blocking=True)
         return Sent(target, Moment(self.device))
-
-    def _buffer(self, size: int) -> Tensor:
-        pinned = self.device.type == "cuda"
-        return torch.empty(size, dtype=torch.float32, pin_memory=pinned)

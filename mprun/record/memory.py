@@ -2,7 +2,7 @@
 
 import resource
 import sys
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -66,11 +66,7 @@ def memory_by_kind(learners) -> dict[str, dict[str, int]]:
     weight_average, buffers (norm statistics). Absent kinds are left out. The gradients of a row
     table are those of the rows that the step used.
     """
-    kinds = (
-        *("parameters", "master_weights", "gradients", "gradients_in_update"),
-        *("optimizer_state", "weight_average", "buffers"),
-    )
-    held: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
+    held: dict[str, list[Tensor]] = defaultdict(list)
     for learner in learners:
         optimizer = learner.optimizer
         held["parameters"] += learner.model.parameters()
@@ -95,12 +91,11 @@ def memory_by_kind(learners) -> dict[str, dict[str, int]]:
 
 
 def _bytes_by_dtype(tensors: list[Tensor]) -> dict[str, int]:
-    storages: dict[int, tuple[str, int]] = {}
-    for address, dtype, size in _storages(tensors):
-        storages.setdefault(address, (dtype, size))
+    seen: set[int] = set()
     sizes: Counter[str] = Counter()
-    for dtype, size in storages.values():
-        sizes[dtype] += size
+    for address, dtype, size in _storages(tensors):
+        sizes[dtype] += size * (address not in seen)
+        seen.add(address)
     return dict(+sizes)
 
 

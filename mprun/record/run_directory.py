@@ -59,12 +59,12 @@ def run_name(
         if key not in _IN_PATH and (key in swept or told(key))
     ]
     texts = [_distinct(text) if key in swept else text for key, text in pairs]
-    ends = [config["name"] or "", f"s{config['seed']}"]
-    name = _joined([choices["precision"], *texts, *ends])
+    ends = [*([config["name"]] if config["name"] else []), f"s{config['seed']}"]
+    name = "-".join([choices["precision"], *texts, *ends])
     if len(name) > _LONGEST and swept:
         # The swept keys stay readable; a hash stands for all the rest.
         kept = [text for (key, _), text in zip(pairs, texts, strict=True) if key in swept]
-        name = _joined([choices["precision"], *kept, *ends, _short_hash(name)])
+        name = "-".join([choices["precision"], *kept, *ends, _short_hash(name)])
     return path_safe(folder), path_safe(name)
 
 
@@ -121,7 +121,10 @@ def locked(directory: Path) -> Iterator[None]:
             held = False
         if not held:
             raise BadInput(f"{directory}: in use by another process")
-        _remove_leftovers(directory)
+        for pattern in (".*", "*/.*", "*/*/.*"):
+            for path in list(directory.glob(pattern)):
+                if _TEMPORARY.fullmatch(path.name) and not path.is_symlink():
+                    shutil.rmtree(path) if path.is_dir() else path.unlink()
         yield
 
 
@@ -148,13 +151,6 @@ def refuse_strange(directory: Path) -> None:
                     folders.append(entry.path)
                 elif not entry.is_file():
                     raise Damaged(f"{entry.path}: neither a file nor a folder")
-
-
-def _remove_leftovers(directory: Path) -> None:
-    for path in [path for depth in (".*", "*/.*", "*/*/.*") for path in directory.glob(depth)]:
-        # `exists`: removing a leftover folder also removed the leftovers in it.
-        if _TEMPORARY.fullmatch(path.name) and not path.is_symlink() and path.exists():
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def content_of(path: Path, most: int) -> bytes:
@@ -235,10 +231,6 @@ def _pairs(overrides: tuple[str, ...]):
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")
         yield key, value
-
-
-def _joined(parts: list[str]) -> str:
-    return "-".join(str(part) for part in parts if part)
 
 
 def _distinct(text: str) -> str:

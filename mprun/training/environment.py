@@ -50,11 +50,15 @@ def number_formats(
     learners: Mapping[str, Learner], forward_context: ForwardContext, scaler: str
 ) -> dict[str, Any]:
     """Return the mode's effect on this device, for `precision` of run.json."""
+    optimizers = {name: learner.optimizer for name, learner in learners.items()}
     return {
         "scaler": scaler,
         "half_products": forward_context.kind(),
         "effective_dtypes": {name: _elements(learner) for name, learner in learners.items()},
-        "update": updates(learners),
+        "update": {
+            name: {"path": one.update_path, "reason": one.update_reason}
+            for name, one in optimizers.items()
+        },
         "flags": read_math_flags(),
     }
 
@@ -71,14 +75,6 @@ def _elements(learner: Learner) -> dict[str, dict[str, int]]:
         "master_weights": _count(optimizer.masters.values()),
         "optimizer_state": _count(tensors),
         "norm_statistics": _count(buffer for buffer in buffers if buffer.dim()),
-    }
-
-
-def updates(learners: Mapping[str, Learner]) -> dict:
-    """Return each learner's update path, and the reason for it."""
-    return {
-        name: {"path": learner.optimizer.update_path, "reason": learner.optimizer.update_reason}
-        for name, learner in learners.items()
     }
 
 

@@ -10,7 +10,7 @@ from mprun.config.compose import compose_config
 from mprun.errors import BadInput
 from mprun.precision import StaticLossScale, get_policy
 from mprun.record.memory import memory_by_kind
-from mprun.training.environment import updates
+from mprun.training.environment import number_formats
 
 from ..helpers import making, mixed, one_step
 
@@ -95,7 +95,7 @@ def test_a_run_says_what_it_used_and_keeps_no_cast_gradients(build_run, implemen
         *SMALL, "precision=fp16_master_scaled", f"optim.implementation={implementation}"
     )
     built.task.train_step(0)
-    own = updates(built.task.learners)["model"]
+    own = number_formats(built.task.learners, built.forward_context, "none")["update"]["model"]
     single = implementation != "fused"
     assert (own["path"] == "single_pass") == single and own["reason"]
     memory = memory_by_kind(built.task.learners.values())
