@@ -209,14 +209,6 @@ def tensors_of(
                 yield (name, module), stats, scales
 
 
-def drop_later_probes(run_dir: Path, last_step: int) -> None:
-    """Remove the files of steps after `last_step`; the resumed run writes them again."""
-    for path in (run_dir / FOLDER).glob("step-*.json"):
-        match = _NAME.match(path.name)
-        if match and int(match[1]) > last_step:
-            path.unlink()
-
-
 def _learner(content: Mapping) -> LearnerProbe:
     def stats(found: Mapping) -> TensorStats:
         counts, amax = ExponentCounts.from_json(found), float(found["amax"])
