@@ -37,13 +37,13 @@ class Moment:
 class Sent:
     """A copy under way."""
 
-    values: Tensor | list[float]  # float32 [n], or numbers that are already on the host
+    values: Tensor  # [n], on the host
     arrived: Moment  # the copy and all work before it are done
 
     def read(self) -> list[float]:
         """Return the numbers; waits for this copy alone. Call it before its slot is reused."""
         self.arrived.wait()
-        return self.values if isinstance(self.values, list) else self.values.tolist()
+        return self.values.tolist()
 
 
 class PinnedRing:

@@ -8,7 +8,7 @@ the device always has an interval of work ahead.
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -71,7 +71,7 @@ class MetricBuffer:
         self.ring = PinnedRing(device, self.late + 1)
         self.unread: deque[_Unread] = deque()
         self.steps: list[int] = []
-        self.rows: list[Any] = []  # tensors, on a CPU their values
+        self.rows: list[Tensor] = []
         self.last: dict[str, Tensor] = {}
         self.restart_clock()
 
@@ -89,10 +89,7 @@ class MetricBuffer:
         numbers = [metrics["loss"]]
         if "found_inf" in metrics:
             numbers += metrics["loss_scale"], metrics["found_inf"]
-        if self.late:
-            self.rows.append(torch.stack(numbers))
-        else:
-            self.rows += _read_on_host(numbers)
+        self.rows.append(torch.stack(numbers))
         self.steps.append(step)
         self.last = metrics
 
@@ -107,18 +104,13 @@ class MetricBuffer:
         names = [name for name in self.last if name != "found_inf"]
         newest = [self.last[name] for name in names]
         flags = [(scale.collapsed(), scale.consecutive_skips) for scale in self.scales.values()]
-        # n or n * 3 numbers, the newest metrics, and two for each loss scale.
-        if self.late:
-            rows, scales = torch.stack(self.rows), [torch.stack(pair).float() for pair in flags]
-            self._sound = rows, scales
-            last = torch.stack([metric.float() for metric in newest])
-            values = torch.cat([rows.flatten().float(), last, *scales])
+        rows, scales = torch.stack(self.rows), [torch.stack(pair) for pair in flags]
+        self._sound = rows, scales
+        # n or n * 3 numbers, the newest metrics, and two for each loss scale; a CPU, which copies
+        # nothing, keeps a script's FP64.
+        values = torch.cat([rows.flatten(), torch.stack(newest), *scales])
         waited = None if self.defer_wait is None else self.defer_wait()
-        if self.late:
-            sent = self.ring.send(values)
-        else:
-            others = _read_on_host([*newest, *(number for pair in flags for number in pair)])
-            sent = Sent([*self.rows, *others], Moment(self.device))
+        sent = self.ring.send(values.float()) if self.late else Sent(values, Moment(self.device))
         self.unread.append(_Unread(self.steps, names, logged, self.began, sent, waited))
         self.began = sent.arrived
         self.steps, self.rows, self.last = [], [], {}
@@ -133,7 +125,7 @@ class MetricBuffer:
         """Return whether the interval closed last is sound: bool, 0-dim, on the device.
 
         In a sound interval no step diverged, no loss scale collapsed, and the last step had its
-        update. Only for intervals that are read late; others show it in their rows.
+        update.
         """
         rows, scales = self._sound
         if rows.shape[1] == 1:
@@ -163,8 +155,3 @@ class MetricBuffer:
         waited = None if unread.waited is None else unread.waited()
         metrics = dict(zip(names, values, strict=False))
         return LogInterval(rows, metrics, unread.logged, seconds, waited, collapsed)
-
-
-def _read_on_host(numbers: list[Tensor]) -> list[float]:
-    """Read the numbers of a CPU, where this is cheaper than a copy."""
-    return [float(number.item()) for number in numbers]
