@@ -6,8 +6,6 @@ device's work. A store that every rank stays connected to holds what must surviv
 rank failed, and when each was last heard.
 """
 
-from __future__ import annotations
-
 import faulthandler
 import json
 import os

@@ -6,8 +6,6 @@ ranks 30 s. Its restart does not find the store of the first attempt (torch 2.15
 167288).
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import signal
@@ -18,6 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Self
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
@@ -75,7 +74,7 @@ class _Asked:
         self.number, self.times = 0, 0
         self._before = {number: signal.getsignal(number) for number in ASKING}
 
-    def __enter__(self) -> _Asked:
+    def __enter__(self) -> Self:
         self.listen()
         return self
 

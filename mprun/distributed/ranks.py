@@ -7,8 +7,6 @@ depend on its number, not on the rank. The same configuration is therefore the s
 number of ranks that divides M.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path

@@ -128,11 +128,10 @@ class TensorBoardView:
             self.writer.file_writer.add_summary(summary, record["step"], written)
         self._waiting.clear()
 
-    def images(self, tag: str, images, step: int) -> None:
-        """Add a grid of images, float [n, channels, height, width] in [0, 1]."""
-        from torchvision.utils import make_grid
-
-        self.writer.add_image(tag, make_grid(images, nrow=8), step)
+    def image(self, tag: str, image, step: int) -> None:
+        """Add an image, float [channels, height, width] in [0, 1]."""
+        if self.writer is not None:
+            self.writer.add_image(tag, image, step)
 
     def hyperparameters(self, values: dict[str, Any], tags: Iterable[str]) -> None:
         """Add an entry to the HPARAMS page, in this same run (add_hparams would make another).
@@ -156,27 +155,28 @@ def _to_json(value: Any) -> Any:
     return value
 
 
-def write_sample_grid(directory: Path, step: int, images) -> Path:
+def write_sample_grid(directory: Path, step: int, images):
     """Write images, float [n, 1 or 3, height, width] in [0, 1], as samples/step-NNNNNNNN.png.
 
     The grid has 8 columns, its numbers 8 bits, rounded. The file appears whole or not at all.
+    Returns the grid as floats.
     """
     # Imported here: reading records must need neither torch nor Pillow.
     from PIL import Image
     from torchvision.utils import make_grid
 
-    grid = make_grid(images, nrow=8).mul(255).add(0.5).clamp(0, 255)
-    pixels = grid.permute(1, 2, 0).byte().cpu().numpy()
+    grid = make_grid(images, nrow=8)
+    pixels = grid.mul(255).add(0.5).clamp(0, 255).permute(1, 2, 0).byte().numpy()
     path = directory / "samples" / f"step-{step:08}.png"
     path.parent.mkdir(exist_ok=True)
     with replacing(path) as file:
         Image.fromarray(pixels).save(file, format="PNG")
-    return path
+    return grid
 
 
-def drop_later_grids(directory: Path, last_step: int) -> None:
-    """Remove the grids after `last_step`; the resumed run makes them again."""
-    for path in (directory / "samples").glob("step-*.png"):
+def drop_later(directory: Path, last_step: int) -> None:
+    """Remove grids and probes after `last_step`; the resumed run makes them again."""
+    for path in [*directory.glob("samples/step-*.png"), *directory.glob("numerics/step-*.json")]:
         number = path.stem.removeprefix("step-")
         if number.isdecimal() and int(number) > last_step:
             path.unlink()

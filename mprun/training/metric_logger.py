@@ -155,9 +155,8 @@ class MetricLogger(Records):
         self.write_evaluation(step, values, time.perf_counter() - started)
         samples = self.task.samples()
         if samples is not None:
-            samples = samples.cpu()
-            self.tensorboard.images("eval/samples", samples, step)
-            write_sample_grid(self.directory, step, samples)
+            grid = write_sample_grid(self.directory, step, samples.cpu())
+            self.tensorboard.image("eval/samples", grid, step)
         shown = "  ".join(f"{key} {value:.5g}" for key, value in values.items())
         self.progress.note(f"eval at step {step}: {shown}")
         self.buffer.restart_clock()

@@ -17,10 +17,9 @@ from mprun.config.user_code import Vouched, is_factory, vouched
 from mprun.data.source import DamagedData
 from mprun.distributed.rank_info import RankInfo
 from mprun.errors import BadInput, Damaged, raised
-from mprun.numerics.probe_record import drop_later_probes
 from mprun.precision.random_states import restore_random_states
 from mprun.record import checkpoint
-from mprun.record.metrics import MetricsFile, drop_later_grids, read_metrics, truncate_metrics
+from mprun.record.metrics import MetricsFile, drop_later, read_metrics, truncate_metrics
 from mprun.record.run_directory import locked, read_config
 from mprun.record.run_record import Record, read_record
 from mprun.training.loop import Start
@@ -74,8 +73,7 @@ def resume(
         if not ranks.is_first:
             return follow(directory, config, built, start)
         record["config_hash"] = config_hash(asdict(config))
-        drop_later_grids(directory, start.step)
-        drop_later_probes(directory, start.step)
+        drop_later(directory, start.step)
         return attempt(config, built, record, start)
 
 

@@ -196,8 +196,9 @@ def test_a_grid_is_rounded_and_whole(tmp_path, channels):
     images = torch.zeros(3, channels, 4, 4)
     images[1] = 127.4 / 255
     images[2] = 127.6 / 255
-    path = write_sample_grid(tmp_path, 7, images)
-    assert path.name == "step-00000007.png" and grids(tmp_path) == [path.name]
+    write_sample_grid(tmp_path, 7, images)
+    path = tmp_path / "samples" / "step-00000007.png"
+    assert grids(tmp_path) == [path.name]
     with Image.open(path) as image:
         values = [image.getpixel((4 + 6 * index, 4)) for index in range(3)]
     assert values == [(0, 0, 0), (127, 127, 127), (128, 128, 128)]
