@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mprun.compare.findings import OUTCOMES, Arm, RunData
-from mprun.config.keys import flat, with_later_keys
+from mprun.config.keys import flat
 from mprun.entry_points import hint_of
 from mprun.errors import BadInput, Damaged
 from mprun.numerics.post_mortem import read_post_mortem
@@ -148,7 +148,7 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
             last_step=record.get("last_step", columns.last_step),
             skipped=record.get("skipped", columns.skipped),
             scale_range=None if precision["scaler"] == "none" else columns.scale_range,
-            keys=with_later_keys(flat(record["config"])) | about_data,
+            keys=flat(record["config"]) | about_data,
             usual_scaler=precision.get("usual_scaler"),
             sample=record.get("sample", "sample"),
             samples_per_s=record.get("throughput", {}).get("samples_per_s"),
