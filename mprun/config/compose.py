@@ -251,7 +251,6 @@ def config_from_record(record: dict, given: Vouched = NOTHING) -> RunConfig:
         where = f"config.yaml: {getattr(error, 'full_key', None) or ''}".rstrip(": ")
         reason = str(error).splitlines()[0]
         raise BadInput(f"{where} does not fit this version of mprun: {reason}") from None
-    _fill_compare(config)
     check(config)
     return config
 

@@ -117,40 +117,6 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return keys
 
 
-# Keys added later, each with the value of runs without it: a hash omits them at these values.
-_LATER: dict[str, Any] = {
-    "precision.reduce_dtype": None,
-    "precision.reduce_divide": "after",
-    "precision.products.input": None,
-    "precision.products.weight": None,
-    "precision.products.grad_output": None,
-    "precision.products.granularity": "tensor",
-    "precision.products.power_of_two": False,
-    "precision.products.high_precision": [],
-    "precision.products.modules": ["*"],
-    "precision.update.rounding": "nearest",
-    "precision.update.state_dtype": None,
-    "compare.baseline": "fp32",
-}
-# The same, with the keys that every hash has.
-_ADDED_LATER = _LATER | {
-    "train.compile": "off",
-    "train.channels_last": "auto",
-    "train.autotune": "auto",
-}
-_NEITHER = object()
-
-
-def with_later_keys(keys: dict[str, Any]) -> dict[str, Any]:
-    """Add to a recorded configuration's flat keys those that mprun did not have yet."""
-    return _ADDED_LATER | _later_of(keys.get("model.name")) | keys
-
-
-def _later_of(name: str | None) -> dict[str, Any]:
-    network = NETWORKS.get(name or "")
-    return {f"model.{key}": value for key, value in network.later.items()} if network else {}
-
-
 def kind_recorded(name: str | None, own_task: str | None) -> TaskKind:
     """Return the registered facts of a record's task, by its `model.name` and `model.task`."""
     network = NETWORKS.get(name or "")
@@ -159,19 +125,5 @@ def kind_recorded(name: str | None, own_task: str | None) -> TaskKind:
 
 def config_hash(config: dict[str, Any]) -> str:
     """Return the SHA-256 (hex) of all values in a configuration that can change a number."""
-    model = config.get("model") or {}
-    later = _LATER | _later_of(model.get("name"))
-    hashed = _hashed(config, later)
+    hashed = {key: value for key, value in flat(config).items() if role_of(key).hashed}
     return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
-
-
-def _hashed(tree: dict[str, Any], later: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found = {}
-    for key, value in tree.items():
-        own = f"{prefix}{key}"
-        if not role_of(own).hashed or later.get(own, _NEITHER) == value:
-            continue
-        found[key] = _hashed(value, later, f"{own}.") if isinstance(value, dict) else value
-        if found[key] == {} and any(name.startswith(f"{own}.") for name in later):
-            del found[key]  # a group added later
-    return found

@@ -9,8 +9,8 @@ entry point of the group `mprun.components`, which names a module that registers
 files are in a folder `conf` beside that module (docs/extend.md).
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -39,9 +39,6 @@ class Component:
     # takes its name and its values, and returns a `PrecisionPolicy`.
     builder: Any = ""
     rules: tuple[Rule, ...] = ()  # that only concern it, beside the ranges of its fields
-    # Fields added after its first records, each with the value of runs without it; a hash omits
-    # them at these values.
-    later: Mapping[str, Any] = field(default_factory=dict)
     own: bool = False  # it is the user's code, about which nothing is known
 
 

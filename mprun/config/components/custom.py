@@ -14,7 +14,7 @@ from mprun.config.fields import count, part, ranged, setting
 from mprun.config.registry import DataConfig, ModelConfig, network, source
 
 
-@network("custom", task=None, own=True, later={"aux_weight": 0.0})
+@network("custom", task=None, own=True)
 class CustomModelConfig(ModelConfig):
     """The user's own network: `factory` is package.module:function (docs/own_data.md)."""
 

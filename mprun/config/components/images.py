@@ -122,7 +122,6 @@ _classifier = partial(network, task="classification", needs=("num_classes",))
         "2012": "mprun.models.classifiers:AlexNet2012",
     },
     rules=(*_from(63, "AlexNet"), _of_one_width("2012")),
-    later={"width": 1.0},
 )
 class AlexNetConfig(ClassifierConfig):
     """`variant` torchvision: one tower, no LRN; 2012: two groups and local response norm."""
@@ -141,7 +140,6 @@ class AlexNetConfig(ClassifierConfig):
         "preactivation": "mprun.models.classifiers:PreActivationResNet50",
     },
     rules=(*_from(32, "ResNet-50"), _of_one_width("preactivation")),
-    later={"width": 1.0, "variant": "v1.5"},
 )
 class ResNet50Config(ClassifierConfig):
     """`variant` v1.5: torchvision's, stride 2 in the 3x3 convolution."""
