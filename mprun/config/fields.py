@@ -6,6 +6,7 @@ broken rule as one line that names the key, the value and what is allowed.
 
 import dataclasses
 import math
+import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -103,8 +104,7 @@ def one_of(choices: str | Collection, doc: str, default: Any = _FIRST, **more: A
 
 def is_label(text: str) -> bool:
     """Return whether a file name and a table can hold `text` as it is."""
-    plain = set("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789._-")
-    return 0 < len(text) <= 64 and set(text) <= plain and not text.startswith((".", "-"))
+    return re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9._-]{0,63}", text) is not None
 
 
 # Names in other tools -> names here: keys (""), and values of a key. The nearest comes first.

@@ -55,13 +55,13 @@ def named(group: str, config_dir: str | None = None) -> dict[str, str]:
     for option, path in option_files(group, config_dir).items():
         schema = re.search(rf"/schema/{group}/(\w+)", _text_of(path))
         built: str = schema[1] if schema else option
-        found[option] = _mapping_in(path).get("name", built)
+        found[option] = mapping_in(path).get("name", built)
     return found
 
 
 def values_in_files(group: str, field: str, config_dir: str | None = None) -> dict[str, Any]:
     """Return option -> the value of `field` in its file, for files that set one."""
-    contents = {name: _mapping_in(path) for name, path in option_files(group, config_dir).items()}
+    contents = {name: mapping_in(path) for name, path in option_files(group, config_dir).items()}
     return {name: content[field] for name, content in contents.items() if field in content}
 
 
@@ -123,7 +123,7 @@ def _mode(name: str, files: dict[str, Path]) -> Mode:
     """Read a mode, which may build on another one in its defaults list."""
     registered = MODES[name].config if name in MODES else PrecisionConfig
     values, scaler = mode_values(registered()), "none"
-    content = _mapping_in(files[name])
+    content = mapping_in(files[name])
     for entry in content.get("defaults") or ():
         if isinstance(entry, dict):
             chosen = [str(o) for key, o in entry.items() if key.startswith("override /scaler")]
@@ -135,7 +135,7 @@ def _mode(name: str, files: dict[str, Path]) -> Mode:
     return Mode(name, values | own, scaler)
 
 
-def _mapping_in(path: Path) -> dict[str, Any]:
+def mapping_in(path: Path) -> dict[str, Any]:
     """Return the mapping in an option's file; {} for a file that composition will refuse."""
     try:
         content = yaml.load(_text_of(path), Loader=_LOADER)

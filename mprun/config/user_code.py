@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mprun.config.components import TASKS
-from mprun.config.option_files import folders
+from mprun.config.keys import flat
+from mprun.config.option_files import folders, mapping_in
 from mprun.config.overrides import parse_overrides, printable
 from mprun.config.registry import kind_of
 from mprun.config.schema import RunConfig
-from mprun.config.selection import OptionFolders
 from mprun.errors import BadInput
 
 FACTORY_KEYS = ("data.factory", "model.factory")
@@ -139,29 +139,13 @@ def _is_plain(value: object) -> bool:
 
 def _in_files(config_dir: str) -> Iterator[tuple[str, str]]:
     own = folders(config_dir)[-1]
-    options = OptionFolders([str(own)])
     for group in ("data", "model", "experiment"):
-        for path in sorted((own / group).rglob("*.yaml")):
+        for path in (own / group).rglob("*.yaml"):
             # A run directory above it, as written or after following its links.
             above = {*path.absolute().parents, *path.resolve().parents}
             if any((folder / "run.json").exists() for folder in above):
                 continue
-            try:
-                file = options.file(path.relative_to(own).with_suffix("").as_posix())
-            except Exception:
-                continue  # composition reports the error if the file is chosen
-            for node, values in _nodes_set(group, file.header["package"], file.values):
-                for key in (f"{node}.factory", f"{node}.task"):
-                    name = values.get(key.partition(".")[2]) if isinstance(values, dict) else None
-                    if isinstance(name, str) and _is_code(key, name):
-                        yield key, name
-
-
-def _nodes_set(group: str, package: str | None, content: dict) -> list[tuple[str, object]]:
-    """Return the nodes of the configuration that an option file sets: (name, content).
-
-    An option stands for its group; an experiment sets the whole tree, and must declare that.
-    """
-    if group != "experiment":
-        return [(group, content)] if package in (None, group, f"_global_.{group}") else []
-    return [(node, content.get(node)) for node in ("data", "model") if package == "_global_"]
+            content = mapping_in(path)
+            for key, value in flat(content if group == "experiment" else {group: content}).items():
+                if key in _CODE_KEYS and isinstance(value, str) and _is_code(key, value):
+                    yield key, value

@@ -119,8 +119,8 @@ def test_an_option_of_the_user_names_a_factory(tmp_path):
     [
         ("data/x.yaml", "factory: 'a:b'", "data"),
         ("data/deeper/x.yaml", "factory: 'a:b'", "data"),
-        ("model/x.yaml", "# @package _global_.model\nfactory: 'a:b'", "model"),
-        ("experiment/deeper/x.yaml", "\n# @package _global_\nmodel: {factory: 'a:b'}", "model"),
+        ("model/x.yaml", "factory: 'a:b'", "model"),
+        ("experiment/deeper/x.yaml", "model: {factory: 'a:b'}", "model"),
         # No option files, or of no group that has a factory.
         ("x.yaml", "data: {factory: 'a:b'}", None),
         ("data.yaml", "factory: 'a:b'", None),
@@ -128,16 +128,10 @@ def test_an_option_of_the_user_names_a_factory(tmp_path):
         ("optim/x.yaml", "data: {factory: 'a:b'}", None),
         ("run/config.yaml", "data: {factory: 'a:b'}", None),
         ("run/data/x.yaml", "factory: 'a:b'", None),
-        # Hydra puts the name into another place, or into none.
+        # The name belongs to another key, or to none.
         ("data/x.yaml", "data: {factory: 'a:b'}", None),
         ("data/x.yaml", "model: {factory: 'a:b'}", None),
-        ("data/x.yaml", "# @package model\nfactory: 'a:b'", None),
-        ("data/x.yaml", "# @package _global_\ndata: {factory: 'a:b'}", None),
         ("experiment/x.yaml", "factory: 'a:b'", None),
-        ("experiment/x.yaml", "data: {factory: 'a:b'}", None),
-        ("experiment/x.yaml", "data: {}\n# @package _global_\nmodel: {factory: 'a:b'}", None),
-        ("experiment/x.yaml", f"{' ' * 512}\n# @package _global_\ndata: {{factory: 'a:b'}}", None),
-        ("data/x.yaml", "# @package\nfactory: 'a:b'", None),
         ("data/x.yaml", "[a]", None),
     ],
 )
