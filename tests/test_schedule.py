@@ -78,11 +78,3 @@ def test_warm_up_in_epochs_is_warm_up_in_updates():
     assert_equal(
         rates(4, "cosine", warmup_epochs=1, steps_per_epoch=8), [1 / 8, 1 / 4, 3 / 8, 1 / 2]
     )
-
-
-def test_what_cannot_be():
-    with pytest.raises(ValueError, match="schedule='exponential'.*epoch_decay"):
-        rates(4, "exponential")
-    for further in ({"schedule": "epoch_decay"}, {"schedule": "cosine", "warmup_epochs": 1.0}):
-        with pytest.raises(ValueError, match="steps_per_epoch"):
-            rates(4, **further)

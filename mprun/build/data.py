@@ -7,7 +7,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from mprun.build.user_code import Factory, blaming
+from mprun.build.user_code import Factory, blaming, shape_of
 from mprun.config.components.custom import CustomDataConfig
 from mprun.config.registry import DataConfig, TaskKind, kind_called
 from mprun.data.source import Source, completed, kept_random_state
@@ -146,14 +146,15 @@ _Sizes = tuple[str, ...]
 def _wrong_tokens(tokens: Tensor, targets: Tensor, source: Source, sizes: _Sizes) -> str | None:
     alike = tokens.dtype is targets.dtype is torch.int64 and tokens.shape == targets.shape
     if not alike or tokens.dim() != 2:
-        return f"is {_text(tokens)} and {_text(targets)}, must be int64 [time, batch] twice"
+        return f"is {shape_of(tokens)} and {shape_of(targets)}, must be int64 [time, batch] twice"
     return _outside("token", torch.cat([tokens, targets]), source, *sizes)
 
 
 def _wrong_pairs(sources: Tensor, targets: Tensor, source: Source, sizes: _Sizes) -> str | None:
     for tokens in (sources, targets):
         if tokens.dtype is not torch.int64 or tokens.dim() != 2 or len(tokens) != len(sources):
-            return f"is {_text(sources)} and {_text(targets)}, must be int64 [batch, words] twice"
+            both = f"{shape_of(sources)} and {shape_of(targets)}"
+            return f"is {both}, must be int64 [batch, words] twice"
     found = zip((sources, targets), sizes, strict=True)
     wrong = [_outside("token", tokens, source, size) for tokens, size in found]
     if not bool((sources != 0).any(1).all()):
@@ -165,9 +166,9 @@ def _wrong_utterances(
     features: Tensor, targets: Tensor, source: Source, sizes: _Sizes
 ) -> str | None:
     if features.dtype is not torch.float32 or features.dim() != 4 or features.shape[1] != 1:
-        return f"has features {_text(features)}, must be float32 [batch, 1, frequencies, time]"
+        return f"has features {shape_of(features)}, must be float32 [batch, 1, frequencies, time]"
     if targets.dtype is not torch.int64 or targets.dim() != 2 or targets.shape[1] < 2:
-        return f"has targets {_text(targets)}, must be int64 [batch, 2 + most symbols]"
+        return f"has targets {shape_of(targets)}, must be int64 [batch, 2 + most symbols]"
     frames, lengths, symbols = targets[:, 0], targets[:, 1], targets[:, 2:]
     inside = torch.arange(symbols.shape[1]) < lengths[:, None].cpu()
     for what, values, least, most in (
@@ -184,11 +185,11 @@ def _wrong_utterances(
 def _wrong_images(images: Tensor, labels: Tensor, source: Source, sizes: _Sizes) -> str | None:
     """Check images and labels; sizes: number of classes, if labels are learned."""
     if images.dtype is not torch.float32 or images.dim() != 4:
-        return f"has images {_text(images)}, must be float32 [batch, channels, height, width]"
+        return f"has images {shape_of(images)}, must be float32 [batch, channels, height, width]"
     if not sizes:
         return None
     if labels.dtype is not torch.int64 or labels.shape != images.shape[:1]:
-        return f"has labels {_text(labels)}, must be int64 [batch]"
+        return f"has labels {shape_of(labels)}, must be int64 [batch]"
     return _outside("label", labels, source, *sizes)
 
 
@@ -205,7 +206,3 @@ def _outside(what: str, values: Tensor, source: Source, name: str) -> str | None
     if 0 <= low and high < size:
         return None
     return f"has {what}s from {low} to {high}, must be from 0 to {size - 1} ({name}={size})"
-
-
-def _text(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -61,16 +61,12 @@ def blaming(what: str) -> Iterator[None]:
     except (MprunError, Contradiction):
         raise
     except Exception as error:
-        if is_out_of_memory(error):
+        text = str(error)
+        # On a CPU torch raises a plain RuntimeError where memory runs out.
+        of_cpu = "DefaultCPUAllocator" in text or "Storage size calculation overflowed" in text
+        if of_cpu or isinstance(error, torch.OutOfMemoryError | MemoryError):
             raise
         raise BadInput(f"{what}: {raised(error)}") from error
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether memory ran out; on a CPU torch raises a plain RuntimeError for it."""
-    text = str(error)
-    of_cpu = "DefaultCPUAllocator" in text or "Storage size calculation overflowed" in text
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or of_cpu
 
 
 def _found(key: str, name: str) -> Callable:
@@ -163,7 +159,7 @@ class Trial:
             return tensor if policy is None else policy.cast_inputs(tensor)
 
         def call(what: str, network: nn.Module, *inputs):
-            with autocast(), blaming(f"{self.name}: {what} of {_shape(inputs[0])} {how}"):
+            with autocast(), blaming(f"{self.name}: {what} of {shape_of(inputs[0])} {how}"):
                 return network(*inputs)
 
         if self.task == "language_model":
@@ -186,12 +182,12 @@ class Trial:
             output = call(what, self.networks[0], tokens, state)
             returned = f"{self.name}: {what} returned"
             if not isinstance(output, tuple | list) or len(output) != 2:
-                raise BadInput(f"{returned} {_shape(output)}, must be (logits, state)")
+                raise BadInput(f"{returned} {shape_of(output)}, must be (logits, state)")
             logits, new = output
             self._expect(what, logits, (*tokens.shape, self.data.vocab_size))
             if not isinstance(new, tuple | list) or not all(isinstance(s, Tensor) for s in new):
                 must = "must be a tuple of tensors (empty if no state is carried on)"
-                raise BadInput(f"{returned} {_shape(new)} as state, {must}")
+                raise BadInput(f"{returned} {shape_of(new)} as state, {must}")
             if state is not None and [s.shape for s in state] != [s.shape for s in new]:
                 raise BadInput(f"{self.name}: the state changes its shapes from batch to batch")
             state = tuple(part.detach() for part in new)
@@ -203,11 +199,11 @@ class Trial:
         codes = cast(torch.zeros(len(real), self.latent_size, device=self.device))
         images = call("generator", generator, codes)
         if not isinstance(images, Tensor) or images.shape != real.shape:
-            returned = f"generator of {_shape(codes)} returned {_shape(images)}"
+            returned = f"generator of {shape_of(codes)} returned {shape_of(images)}"
             raise BadInput(f"{self.name}: {returned}, the images of the data are {[*real.shape]}")
         logits = call("discriminator", discriminator, images)
         if not isinstance(logits, Tensor) or logits.shape != real.shape[:1]:
-            returned = f"discriminator of {_shape(images)} returned {_shape(logits)}"
+            returned = f"discriminator of {shape_of(images)} returned {shape_of(logits)}"
             raise BadInput(f"{self.name}: {returned}, must be logits [{len(real)}]")
         return [logits]
 
@@ -220,11 +216,12 @@ class Trial:
             and logits.shape[-1] >= least[-1]
         )
         if not fits:
-            returned = f"{what} returned {_shape(logits)}"
+            returned = f"{what} returned {shape_of(logits)}"
             raise BadInput(f"{self.name}: {returned}, must be floating logits {list(least)}")
 
 
-def _shape(value: object) -> str:
+def shape_of(value: object) -> str:
+    """Return `float32 [2, 3]` for a tensor, the type of anything else."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     return f"a {type(value).__name__}"

@@ -8,11 +8,10 @@ from argparse import Namespace
 from collections.abc import Sequence
 from pathlib import Path
 
-from mprun.cli.arguments import Arguments
+from mprun.cli.arguments import Arguments, names
 from mprun.compare import checked_margin, compare, planned_looks
 from mprun.compare.findings import Comparison
 from mprun.compare.wording import console, markdown, results
-from mprun.entry_points import hint_of
 from mprun.errors import DIVERGED, DONE, BadInput
 
 _WHAT = """\
@@ -81,8 +80,6 @@ def main(words: list[str]) -> int:
 
 def parse(words: Sequence[str]) -> Namespace:
     """Parse and check the options; BadInput for an unknown one."""
-    if "--paper" in words and (hint := hint_of("paper", "mprun paper RUNS does it")):
-        raise BadInput(f"compare: --paper: was removed; {hint}")
     arguments = Arguments("compare", _WHAT, _MORE)
     add = arguments.add_argument
     add("paths", nargs="*", metavar="PATH", help="with --tag: LABEL=PATH[,PATH...], a path a run")
@@ -107,16 +104,12 @@ def add_judging(arguments: Arguments) -> None:
     add = arguments.add_argument
     add("--baseline", metavar="MODE|PATH", help=_BASELINE)
     allow = "compare although these keys differ from the baseline's (the report says so)"
-    add("--allow", type=_keys, default=(), metavar="KEY[,KEY...]", help=allow)
+    add("--allow", type=names("--allow"), default=(), metavar="KEY[,KEY...]", help=allow)
     add("--metric", metavar="NAME", help="another metric of the evaluation than compare.metric")
     add("--margin", type=checked_margin, metavar="X", help=_MARGIN)
     add("--looks", type=_looks, default=[], metavar="3,5,10", help=_LOOKS)
     absolute = "the --margin is in the metric's own unit, not relative to the baseline"
     add("--absolute", action="store_true", help=absolute)
-
-
-def _keys(text: str) -> tuple[str, ...]:
-    return tuple(key for key in text.split(",") if key)
 
 
 def _looks(text: str) -> list[int]:

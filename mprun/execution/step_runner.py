@@ -22,15 +22,13 @@ from mprun.precision.torch_update import is_fused
 from mprun.tasks.task import Task, TrainState
 from mprun.torch_private import COMPILERS, compile_options
 
-SCHEDULES = ("constant", "linear", "cosine", "polynomial", "step", "epoch_decay")
-
 
 def learning_rates(
     lr: float,
     total_updates: int,
     *,
     schedule: str,
-    steps_per_epoch: int | None = None,
+    steps_per_epoch: int = 1,
     warmup_updates: int = 0,
     warmup_epochs: float = 0.0,
     final_factor: float = 0.0,
@@ -51,18 +49,8 @@ def learning_rates(
     Args:
         warmup_updates: linear rise from lr / warmup_updates to lr.
         warmup_epochs: the same, in epochs of steps_per_epoch updates, if warmup_updates is 0.
-
-    Raises:
-        ValueError: the schedule is unknown, or it counts epochs without steps_per_epoch.
     """
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule={schedule!r}: must be one of {', '.join(SCHEDULES)}")
-    needs_epochs = warmup_epochs or schedule == "epoch_decay"
-    if steps_per_epoch is None and needs_epochs:
-        raise ValueError("steps_per_epoch=None: warmup_epochs and epoch_decay need it")
-    epoch = steps_per_epoch or 1
-    if warmup_epochs and not warmup_updates:
-        warmup_updates = round(warmup_epochs * epoch)
+    warmup_updates = warmup_updates or round(warmup_epochs * steps_per_epoch)
 
     def factor(update: int) -> float:
         t = (update - warmup_updates) / max(1, total_updates - warmup_updates)
@@ -76,7 +64,7 @@ def learning_rates(
             case "step":
                 return gamma ** sum(update >= share * total_updates for share in milestones)
             case "epoch_decay":
-                drops = math.floor(update / epoch - constant_epochs) + 1
+                drops = math.floor(update / steps_per_epoch - constant_epochs) + 1
                 return gamma ** max(0, drops)
         return 1.0
 

@@ -99,7 +99,8 @@ def _fitting(header: list[str], rows: list[list[str]], width: int) -> str:
 def _is_of(baseline: str, record: dict) -> bool:
     """Return whether a run has the baseline's mode and its usual scaler."""
     precision = record["precision"]
-    usual = precision.get("usual_scaler") or precision["scaler"]  # earlier versions lack it
+    # A run without a record has no usual one.
+    usual = precision.get("usual_scaler", precision["scaler"])
     return precision["mode"] == baseline and precision["scaler"] == usual
 
 

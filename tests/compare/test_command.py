@@ -53,11 +53,6 @@ def test_verdicts_of_a_study_are_printed_and_left(runs, capsys):
     assert compared(capsys, "outputs")["groups"][0]["modes"] == group["modes"]
 
 
-def test_the_paper_is_another_command_now(runs, capsys):
-    refused(capsys, "compare", "outputs", "--paper", says="mprun paper RUNS")
-    assert not (runs.parent / "compare").exists() and not (runs / "compare").exists()
-
-
 def test_check_tells_whether_every_mode_matches(runs, capsys):
     assert main(["compare", "outputs", "--no-report", "--check"]) == 3
     for path in (*runs.glob("fp16*"), *runs.glob("bf16*")):
