@@ -67,7 +67,13 @@ def test_dcgan_s_samples_come_closer_to_the_data_than_noise(precision, tmp_path)
     begun = trained(tmp_path / "begun", *command, "train.steps=1")[-1]["sliced_wasserstein"]
     ended = trained(tmp_path / "ended", *command)[-1]["sliced_wasserstein"]
     data = compose_config(["model=dcgan"]).config.data
-    digits = DigitsImages(data.image_size, 360, seed=0, device="cpu", value_range=data.value_range)
+    digits = DigitsImages(
+        data.image_size,
+        batch_size=360,
+        seed=0,
+        device="cpu",
+        value_range=data.value_range,
+    )
     (real, _), *_ = digits.eval_batches()
     noise = torch.rand(real.shape, generator=torch.Generator().manual_seed(0)) * 2 - 1
     of_noise = SampleDistance(data.image_size, 3, "cpu")([real], [noise])
