@@ -9,7 +9,7 @@ from questions.answer import Answer
 
 def energy_counter(device: torch.device) -> Answer:
     """Find out whether NVML's energy counter (mJ since the driver was loaded) works."""
-    from mprun.extensions.bench.energy import meter_of
+    from mprun.record.energy import meter_of
 
     meter = meter_of(device)
     before = meter.energy_mj()
