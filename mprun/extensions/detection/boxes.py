@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torchvision.ops import nms
 
 # Columns behind the box: of a target and a detection, of a target (`canvases`), of a detection.
 CLASS, DIFFICULT, SCORE = 4, 5, 5
@@ -78,24 +80,24 @@ def rows(table: Tensor, places: Tensor) -> Tensor:
     return table.gather(1, places[..., None].expand(*places.shape, table.shape[2]))
 
 
-def suppress(boxes: Tensor, valid: Tensor, threshold: float) -> Tensor:
-    """Apply non-maximum suppression; return which boxes stay, bool ``[..., k]``.
+@torch.library.custom_op("mprun::unsuppressed", mutates_args=())
+def unsuppressed(boxes: Tensor, scores: Tensor, threshold: float, most: int) -> Tensor:
+    """Return the places of the boxes ``[batch, n, 4]`` that suppression leaves, by falling score.
 
-    A box goes if an earlier box that stays overlaps it by more than ``threshold``. It waits for the
-    device after each round. There are as many rounds as the longest chain of such boxes has, k at
-    most.
-
-    Args:
-        boxes: ``[..., k, 4]`` by falling score.
-        valid: bool ``[..., k]``; the others neither stay nor suppress.
+    They are int64 ``[batch, most]``, -1 where there are no more. A score of minus infinity means no
+    box. Only the device knows how many are left: the host waits for each row. For torch this is one
+    operation with a static shape.
     """
-    beats = (overlaps(boxes, boxes) > threshold).triu(1)
-    keep = valid
-    for _ in range(boxes.shape[-2]):
-        before, keep = keep, valid & ~(beats & keep[..., :, None]).any(-2)
-        if torch.equal(before, keep):
-            break
-    return keep
+    chosen = torch.full((len(boxes), most), -1, device=boxes.device)
+    for row, own, score in zip(chosen, boxes, scores, strict=True):
+        kept = nms(own, score, threshold)[:most]
+        row[: len(kept)] = torch.where(score[kept] > -torch.inf, kept, -1)
+    return chosen
+
+
+@unsuppressed.register_fake
+def _(boxes: Tensor, scores: Tensor, threshold: float, most: int) -> Tensor:
+    return boxes.new_empty((len(boxes), most), dtype=torch.int64)
 
 
 def best_detections(
@@ -110,11 +112,13 @@ def best_detections(
         threshold: threshold of suppression, in each class.
     """
     found = []
-    # One image after the other: all pairs of candidates of all classes are looked at.
     for own, of_classes in zip(boxes, scores, strict=True):
         values, places = of_classes.t().topk(min(k, len(of_classes)))
         candidates = rows(own.transpose(0, 1), places)
-        keep = suppress(candidates, values > least, threshold)
+        wanted = torch.where(values > least, values, -torch.inf)
+        left = unsuppressed(candidates, wanted, threshold, values.shape[1])
+        # Column 0 takes the places -1.
+        keep = F.pad(torch.zeros_like(values), (1, 0)).scatter(1, left + 1, 1.0)[:, 1:] > 0
         score, chosen = torch.where(keep, values, -1.0).flatten().topk(min(most, values.numel()))
         names = (chosen // values.shape[1]).to(boxes.dtype)
         names = torch.where(score > 0, names, -1.0)

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torchvision.models import vgg16
-from torchvision.ops import nms
 
 from mprun.extensions.detection.boxes import (
     CLASS,
@@ -32,6 +31,7 @@ from mprun.extensions.detection.boxes import (
     learned_from,
     overlaps,
     rows,
+    unsuppressed,
 )
 from mprun.extensions.detection.weights import load_weights, start_normal
 from mprun.models.classifiers import vgg_layers
@@ -297,26 +297,6 @@ def drawn(
     order = torch.where(positive & (chance >= last), 2 + chance, order)
     order, places = order.topk(count)
     return places, order >= 0
-
-
-@torch.library.custom_op("mprun::unsuppressed", mutates_args=())
-def unsuppressed(boxes: Tensor, scores: Tensor, threshold: float, most: int) -> Tensor:
-    """Return the places of the boxes ``[batch, n, 4]`` that suppression leaves, by falling score.
-
-    They are int64 ``[batch, most]``, -1 where there are no more. A score of minus infinity means no
-    box. Only the device knows how many are left: the host waits for each image. For torch this is
-    one operation with a static shape.
-    """
-    chosen = torch.full((len(boxes), most), -1, device=boxes.device)
-    for row, own, score in zip(chosen, boxes, scores, strict=True):
-        kept = nms(own, score, threshold)[:most]
-        row[: len(kept)] = torch.where(score[kept] > -torch.inf, kept, -1)
-    return chosen
-
-
-@unsuppressed.register_fake
-def _(boxes: Tensor, scores: Tensor, threshold: float, most: int) -> Tensor:
-    return boxes.new_empty((len(boxes), most), dtype=torch.int64)
 
 
 def _mean(

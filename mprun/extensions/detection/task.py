@@ -9,10 +9,11 @@ be found.
 """
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mprun.data.source import Batch
-from mprun.extensions.detection.boxes import CLASS, DIFFICULT, SCORE
+from mprun.extensions.detection.boxes import CLASS, DIFFICULT, SCORE, overlaps
 from mprun.tasks.supervised import Supervised
 from mprun.tasks.task import as_row, shared
 
@@ -80,14 +81,11 @@ def _best_objects(detections: np.ndarray, targets: np.ndarray) -> tuple[np.ndarr
     overlap = np.zeros(detections.shape[:2])
     for first in range(0, len(targets), _CHUNK):
         part = slice(first, first + _CHUNK)
-        one = detections[part, :, None].astype(np.float64)
-        other = targets[part, None].astype(np.float64)
-        corner = np.maximum(one[..., :2], other[..., :2])
-        sides = np.minimum(one[..., 2:4], other[..., 2:4]) - corner
-        common = sides.clip(0).prod(-1)
-        area = sum((box[..., 2:4] - box[..., :2]).prod(-1) for box in (one, other)) - common
-        same = (one[..., CLASS] == other[..., CLASS]) & (other[..., CLASS] >= 0) & (area > 0)
-        ratio = np.where(same, common / np.where(same, area, 1), -1)
+        one, other = detections[part], targets[part]
+        boxes = (torch.from_numpy(own[..., :CLASS]).double() for own in (one, other))
+        classes = other[:, None, :, CLASS]
+        same = (one[:, :, None, CLASS] == classes) & (classes >= 0)
+        ratio = np.where(same, overlaps(*boxes).numpy(), -1)
         best[part] = ratio.argmax(2)
         overlap[part] = ratio.max(2)
     return best, overlap

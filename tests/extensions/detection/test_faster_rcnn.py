@@ -14,13 +14,12 @@ from torchvision.ops import nms, roi_align, roi_pool
 
 from mprun.extensions.bench.roofline.count import count
 from mprun.extensions.detection import faster_rcnn
-from mprun.extensions.detection.boxes import by_box
+from mprun.extensions.detection.boxes import by_box, unsuppressed
 from mprun.extensions.detection.canvases import digit_canvases
 from mprun.extensions.detection.faster_rcnn import (
     RegionPool,
     anchors,
     drawn,
-    unsuppressed,
 )
 
 from ...execution.trained import SMALL
@@ -328,14 +327,14 @@ def test_boxes_and_losses_are_fp32_in_every_mode(build_run, mode, monkeypatch):
 
         monkeypatch.setattr(faster_rcnn, name, call)
 
-    for name in ("nms", "roi_pool", "encode", "decode", "overlaps", "_mean"):
+    for name in ("unsuppressed", "roi_pool", "encode", "decode", "overlaps", "_mean"):
         spied(name)
     built = build_run(*SMALL["two_stages"], f"precision={mode}", "train.eval_arithmetic=mode")
     assert built.task.evaluate()["loss"] > 0
     loss = built.task.train_step(0)["loss"]
     assert loss.dtype == torch.float32 and loss.isfinite()
     assert {name for name, _ in seen} == {
-        "nms", "roi_pool", "encode", "decode", "overlaps", "_mean"
+        "unsuppressed", "roi_pool", "encode", "decode", "overlaps", "_mean"
     }  # fmt: skip
     floats = {torch.float32, torch.bool}
     assert all(dtypes <= floats for _, dtypes in seen)

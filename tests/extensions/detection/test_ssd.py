@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mprun.extensions.detection.boxes import decode, encode, overlaps, suppress
+from mprun.extensions.detection.boxes import decode, encode, overlaps
 from mprun.extensions.detection.ssd import L2Norm, MultiBox
 from mprun.precision import cast_model, get_policy
 
@@ -30,26 +30,6 @@ def test_offsets_by_hand_and_back():
     expected = torch.tensor([2.5, 5.0, -5 * math.log(2), 5 * math.log(2)])
     torch.testing.assert_close(encode(box, reference, (10, 5)), expected)
     torch.testing.assert_close(decode(expected, reference, (10, 5)), box)
-
-
-def test_suppression_is_torchvision_s():
-    from torchvision.ops import nms
-
-    generator = torch.Generator().manual_seed(0)
-    kept = 0
-    for _ in range(20):
-        corner = torch.rand(5, 60, 2, generator=generator)
-        boxes = torch.cat(
-            [corner, corner + 0.01 + 0.6 * torch.rand(5, 60, 2, generator=generator)], 2
-        )
-        valid = torch.rand(5, 60, generator=generator) < 0.9
-        found = suppress(boxes, valid, 0.45)
-        for own, there, keep in zip(boxes, valid, found, strict=True):
-            places = there.nonzero()[:, 0]
-            chosen = nms(own[places], torch.linspace(1, 0.5, len(places)), 0.45)
-            assert torch.equal(places[chosen].sort().values, keep.nonzero()[:, 0])
-            kept += len(chosen)
-    assert 0.1 < kept / (20 * 5 * 60) < 0.85
 
 
 @pytest.mark.parametrize("mode", ["fp16_master", "fp16_naive", "amp"])
