@@ -174,6 +174,7 @@ class DatasetSource(LoadedSource):
         self._offset = _per_channel("offset", offset, channels, device)
         self._divisor = _per_channel("divisor", divisor, channels, device)
         super().__init__(reader, eval_reader, workers, device)
+        self.workers = None  # for the advice on data.workers, which does not set it
         self.num_classes = num_classes
         covers = "as stated by the factory"
         if not sha256:

@@ -44,7 +44,7 @@ from torch import Tensor
 from mprun.data.augmentation import Augmentation, draws, imagenet_constants, normalise
 from mprun.data.image_files import ImageSplit, find_images
 from mprun.data.imagenet_archives import find_imagenet
-from mprun.data.loader import LoadedSource, default_workers
+from mprun.data.loader import LoadedSource
 from mprun.data.source import DamagedData, ReadBatch, Reader
 from mprun.errors import BadInput
 
@@ -179,7 +179,7 @@ class ImageFolder(LoadedSource):
     on ``device``; the last evaluation batch may be smaller. Images travel as bytes, channels last,
     and are normalised on the device (``normalise``). ``Augmentation`` documents ``augmentation``,
     ``flip``, ``resize_to`` and ``centre_crop``, ``ImageReader`` ``on_corrupt`` and
-    ``LoadedSource`` ``workers`` (None: ``default_workers``) and ``prefetch``.
+    ``LoadedSource`` ``workers`` and ``prefetch``.
 
     Raises:
         ValueError: There are fewer training images than a batch takes.
@@ -217,9 +217,7 @@ class ImageFolder(LoadedSource):
             ImageReader(split, geometry, batch_size, seed=own, on_corrupt=on_corrupt)
             for split, own in ((found.train, seed), (found.held_out, None))
         )
-        workers = default_workers(device) if workers is None else workers
         super().__init__(train, held_out, workers, device, prefetch)
-        self.workers = workers
         self.num_classes = max(1, len(found.classes))
         self.sha256 = found.sha256
         self.description = {

@@ -13,7 +13,6 @@ import threading
 import time
 import warnings
 import weakref
-from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing import (
@@ -383,15 +382,21 @@ class DeviceFeed:
 class LoadedSource(Source):
     """A training and a held-out split, read by ``workers`` processes each (0: by the caller).
 
-    The processes start with the first batch and end with ``close()``; neither their number nor
-    ``prefetch`` changes a sample.
+    The processes start with the first batch and end with ``close()``; neither their number (None:
+    `default_workers`) nor ``prefetch`` changes a sample.
     """
 
     def __init__(
-        self, train: Reader, held_out: Reader, workers: int, device: torch.device, prefetch: int = 2
+        self,
+        train: Reader,
+        held_out: Reader,
+        workers: int | None,
+        device: torch.device | str,
+        prefetch: int = 2,
     ) -> None:
-        self._held_out, self._device = held_out, device
-        self._settings = workers, prefetch
+        self._held_out, self._device = held_out, torch.device(device)
+        self.workers = default_workers(self._device) if workers is None else workers
+        self._settings = self.workers, prefetch
         self._train = self._feed(train, Numbers())
         self._eval_feeds: dict[tuple[int, int], DeviceFeed] = {}  # (rank, world) -> its batches
         self.batches_per_epoch, self.samples_per_batch = len(train), train.batch_size
@@ -434,6 +439,6 @@ class LoadedSource(Source):
         loader = BatchLoader(reader, *self._settings, numbers=numbers, pin_memory=pinned)
         return DeviceFeed(loader, self._device)
 
-    @abstractmethod
     def _float(self, images: Tensor) -> Tensor:
         """Turn the readers' images into the float images that a network takes."""
+        return images

@@ -26,7 +26,7 @@ from torch import Tensor
 from mprun.data.augmentation import CAFFE_MEAN, imagenet_constants, normalise
 from mprun.data.image_files import MAX_FILE_BYTES, ImageSplit, image_table, printable, too_large
 from mprun.data.image_folder import decode_rgb
-from mprun.data.loader import LoadedSource, default_workers
+from mprun.data.loader import LoadedSource
 from mprun.data.source import (
     DamagedData,
     DataError,
@@ -280,10 +280,8 @@ class Voc(LoadedSource):
         train = VocSplit(folder, [(year, "trainval") for year in YEARS[years]], difficult)
         train.targets[:, :, DIFFICULT] = 0
         held_out = VocSplit(folder, [("2007", "test")], difficult=True)
-        workers = default_workers(device) if workers is None else workers
         reader = partial(VocReader, image_size, augmentation, batch_size)
         super().__init__(reader(train, seed), reader(held_out, None), workers, device, prefetch)
-        self.workers = workers
         self.num_classes = len(CLASSES)
         content = [(split.images.table, split.sizes, split.targets) for split in (train, held_out)]
         every = (part.tobytes() for parts in content for part in parts)

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from mprun.data.image_files import printable
-from mprun.data.loader import LoadedSource, default_workers
+from mprun.data.loader import LoadedSource
 from mprun.data.source import DamagedData, DataError, ReadBatch, Reader
 from mprun.errors import BadInput
 
@@ -231,7 +230,6 @@ class SpeechManifest(LoadedSource):
         seed: int,
         device: torch.device | str,
     ) -> None:
-        device = torch.device(device)
         spectrogram = spectrogram_of(sample_rate, window_ms, hop_ms)
         characters = _characters(root, alphabet, alphabet_file)
         codes = {character: code for code, character in enumerate(characters, start=1)}
@@ -247,10 +245,8 @@ class SpeechManifest(LoadedSource):
             train = [one for one in train if _seconds(one, sample_rate) <= max_seconds]
             if not train:
                 raise ValueError(f"max_seconds={max_seconds:g}: no utterance is as short")
-        workers = default_workers(device) if workers is None else workers
         reader = partial(UtteranceReader, spectrogram, codes, root, batch_size)
         super().__init__(reader(train, seed), reader(held_out, None), workers, device, prefetch)
-        self.workers = workers
         self.num_symbols = len(codes) + 1
         self.sha256 = digest.hexdigest()
         self.description = {
@@ -263,9 +259,6 @@ class SpeechManifest(LoadedSource):
             "left_out": len(splits[0]) - len(train),
             "sha256_of": "manifests, alphabet, sizes of files",
         }
-
-    def _float(self, features: Tensor) -> Tensor:
-        return features
 
 
 def spectrogram_of(sample_rate: int, window_ms: float, hop_ms: float) -> Spectrogram:
