@@ -24,7 +24,14 @@ import torch
 from torch import Tensor
 
 from mprun.data.augmentation import CAFFE_MEAN, imagenet_constants, normalise
-from mprun.data.image_files import MAX_FILE_BYTES, ImageSplit, image_table, printable, too_large
+from mprun.data.image_files import (
+    MAX_FILE_BYTES,
+    ImageSplit,
+    image_table,
+    printable,
+    read_file,
+    too_large,
+)
 from mprun.data.image_folder import decode_rgb
 from mprun.data.loader import LoadedSource
 from mprun.data.source import (
@@ -63,20 +70,14 @@ class _NoDoctype(ElementTree.TreeBuilder):
 
 def read_annotation(path: str) -> Objects:
     """Read the objects of an annotation file; DamagedData names the file and the fault."""
-    shown = printable(path)
+    content = read_file(path, MAX_ANNOTATION_BYTES)
+    parser = ElementTree.XMLParser(target=_NoDoctype())
     try:
-        with open(path, "rb") as file:
-            content = file.read(MAX_ANNOTATION_BYTES + 1)
-        if len(content) > MAX_ANNOTATION_BYTES:
-            raise ValueError(f"more than {MAX_ANNOTATION_BYTES:,} bytes")
-        parser = ElementTree.XMLParser(target=_NoDoctype())
         parser.feed(content)
         return _objects(parser.close())
-    except OSError as error:
-        raise DamagedData(f"{shown}: cannot be read: {error.strerror}") from error
     except (ElementTree.ParseError, ValueError, LookupError) as error:
         reason = " ".join(str(error).split())
-        raise DamagedData(f"{shown}: not an annotation of VOC: {reason}") from None
+        raise DamagedData(f"{printable(path)}: not an annotation of VOC: {reason}") from None
 
 
 def _objects(root: ElementTree.Element) -> Objects:

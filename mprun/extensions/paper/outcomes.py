@@ -32,13 +32,16 @@ _MODES = ("fp16_naive", "fp16_master", "fp16_master_scaled", "amp")  # BF16 and 
 class Line:
     """One technique: our result beside the paper's, as text."""
 
-    arm: PaperArm
-    value: str = ""  # mean of the judged metric over the seeds that ended
+    technique: str
+    overrides: tuple[str, ...]
+    paper: str
+    same_outcome: str  # whether it is the paper's; empty if the paper has none
+    verdict: str = NOT_RUN
+    mean: str = ""  # of the judged metric over the seeds that ended
     shown: str = ""  # mean of `PaperRow.metric`
     difference: str = ""
-    verdict: str = ""
-    same: str = ""  # whether the outcome is the paper's; empty if the paper has none
-    found: Compared | None = None
+    seeds: Sequence[int] = ()
+    values: Sequence[str] = ()
 
 
 @dataclass(slots=True)
@@ -143,7 +146,10 @@ def _beside(group: Group, row: PaperRow) -> RowOutcome:
 
 def _outcome(row: PaperRow, why_not: str, probes: Path | None) -> RowOutcome:
     """Return the outcome of a row without runs."""
-    lines = [Line(arm, same=NOT_RUN if arm.outcome else "") for arm in row.arms]
+    lines = [
+        Line(arm.technique, arm.overrides, arm.value, NOT_RUN if arm.outcome else "")
+        for arm in row.arms
+    ]
     return RowOutcome(row, lines=lines, why_not=why_not, probes=probes)
 
 
@@ -154,15 +160,16 @@ def _filled(found: RowOutcome, group: Group, ran: Mapping[str, Compared]) -> Row
     found.fp32_shown = _mean_of(base, found.row.metric)
     record = read_record(Path(base.arm.runs[0].path))
     found.network, found.data = _network(record, group), _data(record, group)
-    for line in found.lines:
-        own = ran.get(line.arm.technique)
+    for arm, line in zip(found.row.arms, found.lines, strict=True):
+        own = ran.get(arm.technique)
         if own is None:
             continue
-        line.found, line.verdict = own, own.verdict.name
-        line.value, line.shown = value_text(own.mean), _mean_of(own, found.row.metric)
+        line.verdict, line.seeds = own.verdict.name, own.verdict.seeds
+        line.mean, line.shown = value_text(own.mean), _mean_of(own, found.row.metric)
         line.difference = difference_text(group, own.verdict)
-        line.same = same_outcome(line.arm.outcome, line.verdict)
-        if line.arm == NAIVE and line.verdict in ("matches", *_FAILED):
+        line.same_outcome = same_outcome(arm.outcome, line.verdict)
+        line.values = [str(outcome.value) for outcome in own.outcomes]
+        if arm == NAIVE and line.verdict in ("matches", *_FAILED):
             found.discriminates = line.verdict != "matches"
     return found
 

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +25,9 @@ from mprun.record.run_directory import path_safe
 
 SCALE = {
     "small": "Embedded data, networks reduced until a CPU trains them: numbers are not comparable "
-    "with the paper's, outcomes are. The paper has one run per number and no interval.",
-    "full": "The recipes on the paper's data, as far as those are public. The paper has one run "
-    "per number and no interval.",
-    "given": "Existing runs: outcomes compare with the paper's, numbers only on the same data. The "
-    "paper has one run per number and no interval.",
+    "with the paper's, outcomes are.",
+    "full": "The recipes on the paper's data, as far as those are public.",
+    "given": "Existing runs: outcomes compare with the paper's, numbers only on the same data.",
 }
 HEADER = (
     "network",
@@ -81,14 +79,14 @@ def _lines(found: RowOutcome) -> list[list[str]]:
     lines = [
         [
             *whole_row,
-            line.arm.technique,
-            line.arm.value or "–",
-            result.difference(line.arm.value),
+            line.technique,
+            line.paper or "–",
+            result.difference(line.paper),
             fp32,
-            ours(line.value, line.shown),
+            ours(line.mean, line.shown),
             line.difference,
-            line.verdict or NOT_RUN,
-            line.same or "–",
+            line.verdict,
+            line.same_outcome or "–",
         ]
         for line in found.lines
     ]
@@ -145,7 +143,7 @@ class Page:
         with settings():
             figures = [_figure(*one, folder) for one in sorted(every, key=lambda one: one[0].key)]
         given = {
-            "scale": SCALE[self.scale],
+            "scale": f"{SCALE[self.scale]} The paper has one run per number and no interval.",
             "tables": tables(self.found),
             "header": HEADER,
             "figures": figures,
@@ -172,22 +170,7 @@ class Page:
                 "fp32": one.fp32,
                 "not_run": one.why_not,
                 "discriminates": one.discriminates,
-                "techniques": [
-                    {
-                        "technique": line.arm.technique,
-                        "overrides": line.arm.overrides,
-                        "paper": line.arm.value,
-                        "mean": line.value,
-                        "difference": line.difference,
-                        "verdict": line.verdict or NOT_RUN,
-                        "same_outcome": line.same,
-                        "seeds": [] if line.found is None else line.found.verdict.seeds,
-                        "values": []
-                        if line.found is None
-                        else [str(outcome.value) for outcome in line.found.outcomes],
-                    }
-                    for line in one.lines
-                ],
+                "techniques": [asdict(line) for line in one.lines],
             }
             for one in self.found
         }

@@ -234,11 +234,7 @@ def _by_eye(group: Group) -> Iterator[str]:
 
 ROWS = (
     _classifier(
-        "alexnet",
-        "AlexNet",
-        "56.77",
-        "56.93",
-        (f"{_EIGHTH} and hidden units, 64 px", _AVERAGED),
+        "alexnet", "AlexNet", "56.77", "56.93", (f"{_EIGHTH} and hidden units, 64 px", _AVERAGED)
     ),
     _classifier(
         "vgg",
@@ -307,13 +303,7 @@ ROWS = (
         "ssd",
         _SSD,
         ("experiment=paper_ssd",),
-        (
-            _unscaled(FAILS, "diverges"),
-            _static(8, EQUAL, "77.1"),
-            _static(256),
-            DYNAMIC,
-            NAIVE,
-        ),
+        (_unscaled(FAILS, "diverges"), _static(8, EQUAL, "77.1"), _static(256), DYNAMIC, NAIVE),
         seeds=5,
         differs=(
             _CANVASES,

@@ -156,7 +156,7 @@ def test_half_of_the_images_are_mirrored_and_nothing_else(root):
         (annotation(size=(0, 40)), "an image of 0 x 40 pixels"),
         ("<annotation/>", "no size/width in annotation"),
         ("<a>" * 9, "not an annotation"),
-        ("x" * 2_000_000, "more than 1,048,576 bytes"),
+        ("x" * 2_000_000, "larger than 1 MiB"),
     ],
 )
 def test_a_damaged_annotation_is_refused_in_one_line(root, text, said):

@@ -57,7 +57,7 @@ def found_of(*groups):
 
 def told(found):
     """(technique, the paper's value, verdict, same outcome) of each line."""
-    return [(line.arm.technique, line.arm.value, line.verdict, line.same) for line in found.lines]
+    return [(line.technique, line.paper, line.verdict, line.same_outcome) for line in found.lines]
 
 
 def cells(found):
@@ -118,7 +118,7 @@ def test_alexnet_is_another_row():
     [made] = found_of(group(keys, [("amp", 97.0, MATCH)], "top1", 97.0, 1.0))
     # AMP is no technique of the paper's, which then was not run.
     assert told(made) == [
-        ("FP32 masters, no scale", "56.93", "", "not run"),
+        ("FP32 masters, no scale", "56.93", "not run", "not run"),
         ("amp", "", "matches", ""),
     ]
     assert "v1.5" not in "; ".join(made.row.differs) and "256x256" in made.row.result.scope
@@ -132,7 +132,7 @@ def test_bigger_language_models_need_more_steps_than_ours():
     # BF16 came after the paper.
     assert told(big) == [
         ("FP32 masters, no scale", "diverges after 300K iterations", "matches", ""),
-        ("FP32 masters, scale 128", "matches FP32", "", "not run"),
+        ("FP32 masters, scale 128", "matches FP32", "not run", "not run"),
         ("FP16 weights, no masters", "", "worse", ""),
     ]
     differs = "; ".join(big.row.differs)
@@ -182,12 +182,12 @@ def test_what_the_paper_does_not_have():
     modes = [("fp16_naive", None, lost), ("fp16_master_scaled", 0.2, MATCH)]
     scaling, masters = found_of(group(keys, modes))
     assert scaling.row.place == "table2" and "stand-in" in "; ".join(scaling.row.differs)
-    assert told(scaling)[0] == ("FP32 masters, no scale", "diverges", "", "not run")
+    assert told(scaling)[0] == ("FP32 masters, no scale", "diverges", "not run", "not run")
     assert told(scaling)[2:] == [
         ("FP32 masters, dynamic scale", "", "matches", ""),
         ("FP16 weights, no masters", "", "diverged", ""),
     ]
-    assert masters.lines[1].value == "" and masters.lines[1].same == "yes"
+    assert masters.lines[1].mean == "" and masters.lines[1].same_outcome == "yes"
     made = Comparison([group({}, modes), group({"model.name": "gpt"}, [])])
     found, without = beside(made)
     assert found == [] and "has no such network" in without[0] and "has no gpt" in without[1]
@@ -195,7 +195,7 @@ def test_what_the_paper_does_not_have():
 
 def test_a_group_without_the_paper_s_modes_says_so():
     [made] = found_of(group(RESNET, [("amp_bf16", 0.5, MATCH)]))
-    assert told(made) == [("FP32 masters, no scale", "76.04", "", "not run")]
+    assert told(made) == [("FP32 masters, no scale", "76.04", "not run", "not run")]
     changed = group(RESNET, [("fp16_master+norm_dtype=fp16", 0.5, MATCH)])
     [made] = found_of(changed)
     assert told(made)[1] == ("fp16_master+norm_dtype=fp16", "", "matches", "")
