@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,7 @@ class PrecisionPart:
         overrides: Mapping[str, str] | None = None,
     ):
         super().__init__()
-        self._mode = precision
-        self._settings: dict[str, Any] = {"scaler": scaler, "overrides": overrides}
+        self._prepare = partial(prepare, precision=precision, scaler=scaler, overrides=overrides)
         self._prepared: Any = None
 
     def convert_module(self, module: Any) -> Any:
@@ -57,7 +57,7 @@ class PrecisionPart:
                 f"strategy: is a {type(strategy).__name__}; must be of one device, or DDP"
             )
         module.to(strategy.root_device)
-        self._prepared = prepare(module, precision=self._mode, **self._settings)
+        self._prepared = self._prepare(module)
         return module
 
     def connect(self, model: Any, optimizers: list[Any], lr_schedulers: list[Any]) -> Any:
@@ -97,12 +97,10 @@ class RunPart(RunCallback):
         folder: str | Path,
         metric: str = "val_loss",
         *,
-        config: Mapping[str, Any] | None = None,
-        seed: int | None = None,
         loss: str | None = None,
         **settings: Any,
     ):
-        super().__init__(folder, metric, config, seed, settings)
+        super().__init__(folder, metric, **settings)
         self.loss = loss
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
@@ -117,7 +115,10 @@ class RunPart(RunCallback):
             "hparams": dict(getattr(pl_module, "hparams", {})),
             "trainer": {name: getattr(trainer, name) for name in _SETTINGS},
         }
-        self.begin(trainer.optimizers, config, _seed(self.seed))
+        seed = os.environ.get("PL_GLOBAL_SEED") if self.seed is None else self.seed
+        if seed is None:
+            raise ValueError("seed=None: call seed_everything(...) before, or give it")
+        self.begin(trainer.optimizers, config, int(seed))
         self._taken = _taken(trainer)
 
     def on_train_batch_end(
@@ -167,13 +168,6 @@ _SETTINGS = (
     *("max_steps", "max_epochs", "accumulate_grad_batches"),
     *("gradient_clip_val", "gradient_clip_algorithm"),
 )
-
-
-def _seed(given: int | None) -> int:
-    known = os.environ.get("PL_GLOBAL_SEED")
-    if given is None and known is None:
-        raise ValueError("seed=None: call seed_everything(...) before, or give it")
-    return int(known or 0) if given is None else given
 
 
 def _taken(trainer: Any) -> list[int]:

@@ -32,9 +32,10 @@ class RunCallback:
         self,
         folder: str | Path,
         metric: str,
-        config: Mapping[str, Any] | None,
-        seed: int | None,
-        settings: dict[str, Any],
+        *,
+        config: Mapping[str, Any] | None = None,
+        seed: int | None = None,
+        **settings: Any,
     ):
         super().__init__()
         self.folder, self.metric, self.seed = folder, metric, seed

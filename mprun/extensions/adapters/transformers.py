@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -51,15 +52,19 @@ class PrecisionPart(_Base):
         overrides: Mapping[str, str] | None = None,
         **kwargs: Any,
     ):
-        self._mode = precision
-        self._settings: dict[str, Any] = {"scaler": scaler, "overrides": overrides}
+        self._prepare = partial(prepare, precision=precision, scaler=scaler, overrides=overrides)
         self._prepared: Any = None
         super().__init__(*args, **kwargs)
         self.add_callback(_Skips())
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator like the Trainer; refuse ways to spread the model except DDP."""
-        _refuse(self.args)
+        for name in _REFUSED:
+            if getattr(self.args, name, None):
+                raise ValueError(
+                    f"TrainingArguments({name}=True): must be unset beside precision=, which says "
+                    "what runs in which dtype"
+                )
         super().create_accelerator_and_postprocess()
         kind, mixed = self.accelerator.distributed_type, self.accelerator.mixed_precision
         name = getattr(kind, "value", kind)
@@ -78,7 +83,7 @@ class PrecisionPart(_Base):
             ValueError: `mprun.prepare` refuses the model or the optimizer.
         """
         if self._prepared is not self.model:  # DDP wraps it later
-            prepare(self.model, self.optimizer, self._mode, **self._settings)
+            self._prepare(self.model, self.optimizer)
             self._prepared = self.model
         super().create_optimizer(*args, **kwargs)
         state_of(self.optimizer)  # from now on its state has the loss scale
@@ -130,16 +135,8 @@ class MprunRun(RunCallback, TrainerCallback):
         settings: other settings of `mprun.Run`, for instance `data`, `margin`, `probe_every`.
     """
 
-    def __init__(
-        self,
-        folder: str | Path,
-        metric: str = "eval_loss",
-        *,
-        config: Mapping[str, Any] | None = None,
-        seed: int | None = None,
-        **settings: Any,
-    ):
-        super().__init__(folder, metric, config, seed, settings)
+    def __init__(self, folder: str | Path, metric: str = "eval_loss", **settings: Any):
+        super().__init__(folder, metric, **settings)
 
     @property
     def unevaluated(self) -> bool:
@@ -197,12 +194,3 @@ _SETTINGS = (
 )
 _DISTRIBUTED = ("NO", "MULTI_GPU", "MULTI_CPU")  # the two are DDP
 _REFUSED = ("fp16", "bf16", "fp16_full_eval", "bf16_full_eval", "tf32", "torch_compile")
-
-
-def _refuse(args: Any) -> None:
-    for name in _REFUSED:
-        if getattr(args, name, None):
-            raise ValueError(
-                f"TrainingArguments({name}=True): must be unset beside precision=, which says what "
-                "runs in which dtype"
-            )
