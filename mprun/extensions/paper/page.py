@@ -152,10 +152,14 @@ class Page:
             "facts": self.facts,
             "remarks": self.remarks,
         }
-        (folder / "paper.html").write_text(render("paper_page.html", **given), encoding="utf-8")
+        given |= {
+            "tables_text": tables_markdown(given["tables"]),
+            "full_text": markdown_table(list(FULL_HEADER), given["full"]),
+        }
         (folder / "paper.json").write_text(self.json() + "\n", encoding="utf-8")
-        path = folder / "paper.md"
-        path.write_text(_markdown(given), encoding="utf-8")
+        for ending in ("html", "md"):
+            path = folder / f"paper.{ending}"
+            path.write_text(render(f"paper_page.{ending}", **given) + "\n", encoding="utf-8")
         return path
 
     def json(self) -> str:
@@ -177,34 +181,6 @@ class Page:
         known = {"scale": self.scale, "facts": dict(self.facts), "rows": rows}
         known |= {"remarks": self.remarks} if self.remarks else {}
         return json.dumps(known | {"hours_on_h200": self.hours}, indent=1)
-
-
-def _markdown(given: Mapping[str, Any]) -> str:
-    parts = ["# Mixed Precision Training: the paper's results beside ours", given["scale"]]
-    parts.append(tables_markdown(given["tables"]))
-    if given["remarks"]:
-        parts += ["## Remarks", "\n".join(f"- {remark}" for remark in given["remarks"])]
-    if given["figures"]:
-        parts.append("## Figures")
-    for figure in given["figures"]:
-        parts.append(f"### {figure['title']}: {figure['network']}")
-        said = [f"- The paper's: {figure['shows']}"]
-        said += [f"- {figure['ours']}"] if figure["ours"] else []
-        said += [f"- Ours: not drawn ({figure['none']})."] if figure["none"] else []
-        parts.append("\n".join(said))
-        for one in figure["pictures"]:
-            parts.append(f"![{figure['title']}]({one['file']})\n\n{one['caption']}")
-        for grid in figure["grids"]:
-            parts.append(f"![samples]({grid['file']})\n\n{grid['what']}")
-    parts += [
-        "## At the paper's scale",
-        "Hours on one H200: the limit that `mprun bench --roofline` counts for the whole recipe, "
-        "without evaluation; a run takes longer.",
-        markdown_table(list(FULL_HEADER), given["full"]),
-        "## How it was made",
-        "\n".join(f"- {name}: {value}" for name, value in given["facts"].items()),
-    ]
-    return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def tables_markdown(made: Sequence[Table]) -> str:
