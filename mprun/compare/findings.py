@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from mprun.config.keys import kind_recorded
+from mprun.record.metrics_columns import MetricsColumns
 
 # All verdicts, in the order in which a table explains them.
 VERDICTS = (
@@ -22,31 +23,16 @@ OUTCOMES = ("done", "diverged")  # a failed, preempted or running run has no out
 Curve = tuple[np.ndarray, np.ndarray]  # x ascending, y; float64 [records]
 
 
-@dataclass(slots=True)
-class RunData:
-    """One run, as far as a comparison needs it.
-
-    evals: column -> float64 array [evaluations]; always "step" and "updates", then the metrics.
-    train: column -> float64 array [records], thinned for drawing: "step", "updates", "skipped",
-    "loss", "loss_scale" and, if recorded, "grad_norm".
-    """
+@dataclass(slots=True, kw_only=True)
+class RunData(MetricsColumns):
+    """One run, as far as a comparison needs it; scale_range is None without loss scaling."""
 
     path: str
     mode: str  # precision mode as recorded, e.g. "fp16_master"
     scaler: str
     seed: int
     status: str  # done, diverged, failed, preempted, running
-    cause: str | None
-    last_step: int
-    evals: dict[str, np.ndarray]
-    train: dict[str, np.ndarray]
-    first_losses: np.ndarray  # float64, losses of steps 1 to 20, as far as recorded
-    last_losses: np.ndarray  # float64, losses of the last tenth of the train records, all of them
-    skipped: int = 0
-    skip_steps: np.ndarray = field(default_factory=lambda: np.empty(0))  # steps, for drawing
-    longest_skip_streak: int = 0  # consecutive skipped updates
-    scale_range: tuple[float, float] | None = None  # exact; None: no loss scaling
-    nonfinite_step: int | None = None  # first applied step whose loss is not finite
+    cause: str | None = None
     keys: dict[str, Any] = field(default_factory=dict)  # flat configuration: "optim.lr" -> 0.1
     choices: dict[str, Any] = field(default_factory=dict)  # Hydra group -> option
     usual_scaler: str | None = None  # the mode's default one; None: not recorded
@@ -74,7 +60,7 @@ def is_gan(keys: dict[str, Any]) -> bool:
 
 @dataclass(slots=True)
 class Arm:
-    """All runs of one precision mode (and scaler) in a group, one per seed, seeds ascending."""
+    """The runs of one precision mode (and scaler) that have an outcome, by ascending seed."""
 
     label: str  # "amp", "amp (static)", "fp32 optim.lr=0.05"
     mode: str

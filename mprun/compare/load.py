@@ -8,6 +8,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +20,9 @@ from mprun.numerics.post_mortem import read_post_mortem
 from mprun.record.metrics_columns import read_columns
 from mprun.record.run_record import read_record
 
-# Fields with the same name here and in run.json, or here and in the columns of metrics.jsonl.
-_RECORDED = ("seed", "status", "choices", "config_hash", "created")
-_MEASURED = (
-    *("evals", "train", "first_losses", "last_losses"),
-    *("skip_steps", "longest_skip_streak", "nonfinite_step"),
-)
+# Fields with the same name here and in run.json, which every record and which some have.
+_RECORDED = ("seed", "status", "choices", "config_hash", "created", "environment")
+_OPTIONAL = ("cause", "sample", "last_step", "skipped")
 # The folder that `mprun compare --tensorboard` writes beside the runs.
 SUMMARY_FOLDER = "_summary"
 
@@ -75,12 +73,11 @@ def run_directories(path: Path) -> list[Path]:
     """Return the run directories at or below `path`, as `search` sorts them; BadInput if none."""
     if not path.exists():
         raise BadInput(f"{path}: no such file or directory")
-    found = []
-    if path.is_dir():
-        found = [*search(path, lambda folder: [folder] * (folder / "run.json").is_file())]
+    if not path.is_dir():
+        raise BadInput(f"{path}: not a folder; give a run directory or a folder that holds runs")
+    found = [*search(path, lambda folder: [folder] * (folder / "run.json").is_file())]
     if not found:
-        problem = "no run there" if path.is_dir() else "not a folder"
-        raise BadInput(f"{path}: {problem}; give a run directory or a folder that holds runs")
+        raise BadInput(f"{path}: no run there; give a run directory or a folder that holds runs")
     return found
 
 
@@ -134,23 +131,24 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
             f"{metrics}: ends at step {columns.last_step}, the run at {record['last_step']}"
         )
     try:
-        precision, environment = record["precision"], record["environment"]
-        memory, data = record.get("memory", {}), record.get("data") or {}
+        precision, memory = record["precision"], record.get("memory", {})
+        data = record.get("data") or {}
+        measured = {field.name: getattr(columns, field.name) for field in fields(columns)}
+        if precision["scaler"] == "none":
+            measured["scale_range"] = None
         # Equal names do not mean equal data: hash and size of its content are keys too.
         about_data = {f"data.{k}": data[k] for k in ("sha256", "eval_samples") if k in data}
+        pictures = directory.glob("samples/step-*.png")
+        samples = [str(path) for path in pictures if path.stem[5:].isdecimal()]
         return RunData(
             path=str(directory),
             mode=precision["mode"],
             scaler=precision["scaler"],
-            **{name: record[name] for name in _RECORDED},
-            **{name: getattr(columns, name) for name in _MEASURED},
-            cause=record.get("cause"),
-            last_step=record.get("last_step", columns.last_step),
-            skipped=record.get("skipped", columns.skipped),
-            scale_range=None if precision["scaler"] == "none" else columns.scale_range,
+            **measured
+            | {name: record[name] for name in _RECORDED}
+            | {name: record[name] for name in _OPTIONAL if name in record},
             keys=flat(record["config"]) | about_data,
             usual_scaler=precision.get("usual_scaler"),
-            sample=record.get("sample", "sample"),
             samples_per_s=record.get("throughput", {}).get("samples_per_s"),
             peak_bytes=memory.get("peak_bytes"),
             memory_measure=memory.get("measure", ""),
@@ -158,8 +156,7 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
             flags=precision.get("flags", {}),
             half_products=precision.get("half_products") or "",
             audit=record.get("audit") or {},
-            environment=environment,
-            sample_grid=_newest_samples(directory),
+            sample_grid=max(samples, key=natural_order, default=None),
         )
     except KeyError as error:
         raise Damaged(f"{directory / 'run.json'}: no {error.args[0]!r}") from None
@@ -196,12 +193,6 @@ def read_run_record(directory: Path) -> dict[str, Any]:
         raise BadInput(f"{directory / 'run.json'}: cannot be read ({error.strerror})") from None
 
 
-def _newest_samples(directory: Path) -> str | None:
-    """Return the path of the samples/step-NNNNNNNN.png with the highest step."""
-    found = [path for path in directory.glob("samples/step-*.png") if path.stem[5:].isdecimal()]
-    return max(map(str, found), key=natural_order, default=None)
-
-
 def missing_seeds(runs: Iterable[RunData]) -> list[str]:
     """Return "seed 3: failed (out of memory)" for each run without an outcome."""
     notes = []
@@ -215,7 +206,7 @@ def missing_seeds(runs: Iterable[RunData]) -> list[str]:
 def post_mortems(runs: Iterable[RunData]) -> list[str]:
     """Return why each diverged run ended, if it left a post-mortem, and how to find the cause."""
     notes = []
-    for run in sorted(runs, key=lambda run: run.seed):
+    for run in runs:
         if run.status != "diverged" or run.foreign:
             continue
         try:
@@ -297,16 +288,13 @@ def audit_notes(runs: Sequence[RunData]) -> list[str]:
     """Return notes on seeds that disagree, tensors that left a model and written parameters."""
     notes = []
     watched = [run for run in runs if run.audit.get("watched")]
-    shares = [_shares([run.audit]) for run in watched]
-    dtypes = {dtype for one in shares for dtype in one}
-    by_dtype = [[one.get(dtype, 0.0) for one in shares] for dtype in dtypes]
+    shares = {run.seed: _shares([run.audit]) for run in watched}
+    by_dtype = [[one.get(d, 0.0) for one in shares.values()] for d in set().union(*shares.values())]
     if any(max(own) - min(own) > _ALIKE for own in by_dtype):
         seeds: dict[str, list[str]] = {}
-        for run, one in zip(watched, shares, strict=True):
-            seeds.setdefault(_shares_text(one), []).append(str(run.seed))
-        told = (
-            f"{text} (seed{'s' * (len(own) > 1)} {', '.join(own)})" for text, own in seeds.items()
-        )
+        for seed, one in shares.items():
+            seeds.setdefault(_shares_text(one), []).append(str(seed))
+        told = [f"{text} (seed{'s' * (len(s) > 1)} {', '.join(s)})" for text, s in seeds.items()]
         notes.append(f"the seeds computed their products differently: {'; '.join(told)}")
     for name, what in _AUDITED.items():
         found = sorted({one for run in watched for one in run.audit.get(name, ())})

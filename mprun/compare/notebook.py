@@ -19,11 +19,10 @@ from markupsafe import Markup
 from mprun.compare import wording as text
 from mprun.compare.findings import Comparison, Group, Row
 from mprun.compare.load import read_run_record, run_directories
-from mprun.entry_points import hint_of
 from mprun.errors import BadInput, needing
 from mprun.numerics.probe_record import GRADIENT_KINDS, ProbeRecord, read_probes
 from mprun.record.metrics import read_metrics
-from mprun.record.run_directory import read_config
+from mprun.record.metrics_columns import NO_METRIC
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -87,7 +86,7 @@ class _Frames(ABC):
 
 
 class RecordedRun(_Frames):
-    """One run directory; its files are read on first use.
+    """One run directory; metrics.jsonl is read on first use, the probes whenever asked for.
 
     Attributes:
         path: The run directory.
@@ -109,12 +108,10 @@ class RecordedRun(_Frames):
         self.status: str | None = self.record.get("status")
         self.cause: str | None = self.record.get("cause")
 
-    @cached_property
+    @property
     def config(self) -> dict[str, Any]:
         """Return the resolved configuration, nested; empty if none was recorded."""
-        if "config" in self.record:
-            return self.record["config"]
-        return read_config(self.path) if (self.path / "config.yaml").is_file() else {}
+        return self.record.get("config", {})
 
     @property
     def last_step(self) -> int:
@@ -130,13 +127,12 @@ class RecordedRun(_Frames):
         if final is not None:
             return {name: float(value) for name, value in final.items()}
         columns = self.columns("evals")
-        names = [name for name in columns if name not in _NO_METRIC]
-        return {name: float(columns[name][-1]) for name in names}
+        return {name: float(own[-1]) for name, own in columns.items() if name not in NO_METRIC}
 
     def columns(self, part: Part) -> Columns:
         """Return the data of a part without pandas: name -> array [rows]."""
         if part == "probes":
-            return _columns([row for probe in self._probes for row in _probe_rows(probe)])
+            return _columns([row for probe in read_probes(self.path) for row in _probe_rows(probe)])
         if part not in ("train", "evals"):
             raise BadInput(f"columns {part!r}: must be train, evals or probes")
         split = part.removesuffix("s")
@@ -149,10 +145,6 @@ class RecordedRun(_Frames):
         path = self.path / "metrics.jsonl"
         return read_metrics(path) if path.exists() else []
 
-    @cached_property
-    def _probes(self) -> list[ProbeRecord]:
-        return read_probes(self.path)
-
     @property
     def _summary(self) -> dict[str, Any]:
         """Return the run's row in a table of several runs."""
@@ -161,10 +153,8 @@ class RecordedRun(_Frames):
         return {"run": str(self.path), **told, **ended}
 
     def __repr__(self) -> str:
-        found = self._summary
-        cells = _texts(found)
-        metrics = ", ".join(f"{name} {cells[name]}" for name in self.metrics)
-        line = f"<run {found['run']}: {self.mode}, seed {self.seed}, {self.status} at step "
+        metrics = ", ".join(f"{name} {text}" for name, text in _texts(self.metrics).items())
+        line = f"<run {self.path}: {self.mode}, seed {self.seed}, {self.status} at step "
         return f"{line}{self.last_step}{metrics and f'; {metrics}'}>"
 
     def _repr_html_(self) -> str:
@@ -254,14 +244,15 @@ class ComparedRuns(Comparison):
 
     def columns(self) -> Columns:
         """Return the data of `verdicts` without pandas: name -> array [rows]."""
-        rows = [_verdict_row(group, row) for group in self.groups for row in group.every_row]
-        return _columns(rows)
+        return _columns(
+            [_verdict_row(group, row) for group in self.groups for row in group.every_row]
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of results.json (`mprun compare --json`), in JSON's own types."""
         return text.results(self)
 
-    def write(self, folder: str | Path, *, paper: bool = False) -> Path:
+    def write(self, folder: str | Path) -> Path:
         """Write report.html, report.md, results.json and figures, as `mprun compare` does.
 
         Args:
@@ -271,12 +262,9 @@ class ComparedRuns(Comparison):
             The path of report.html.
 
         Raises:
-            BadInput: The folder holds something else, or cannot be created; or `paper` is set.
+            BadInput: The folder holds something else, or cannot be created.
             MissingExtra: matplotlib or Pillow is not installed.
         """
-        if paper:
-            hint = hint_of("paper", "; `mprun paper RUNS` compares runs with the paper")
-            raise BadInput(f"paper=True: gone{hint}")
         with needing("notebook"):
             from mprun.compare.report import write_folder
         return write_folder(self, Path(folder))
@@ -308,23 +296,13 @@ class ComparedRuns(Comparison):
 
 def _verdict_row(group: Group, row: Row) -> dict[str, Any]:
     verdict = row.verdict
-    low, high = row.scale_range or (None, None)
-    found = {
-        "group": group.title,
-        "mode": row.arm.label,
-        "verdict": verdict.name,
-        "metric": group.metric,
-        "mean": row.mean,
-        **text.shown(group, verdict),
-        "unit": text.unit(group),
-        "level": verdict.level,
-        "method": verdict.method,
-        "runs": len(verdict.seeds or row.outcomes),
-        "diverged": sum(outcome.diverged is not None for outcome in row.outcomes),
-        "skipped": row.skipped,
-        "lowest_scale": low,
-        "highest_scale": high,
-    }
+    found: dict[str, Any] = {"group": group.title, "mode": row.arm.label, "verdict": verdict.name}
+    found |= {"metric": group.metric, "mean": row.mean, **text.shown(group, verdict)}
+    found |= {"unit": text.unit(group), "level": verdict.level, "method": verdict.method}
+    found["runs"] = len(verdict.seeds or row.outcomes)
+    found["diverged"] = sum(outcome.diverged is not None for outcome in row.outcomes)
+    found["skipped"] = row.skipped
+    found["lowest_scale"], found["highest_scale"] = row.scale_range or (None, None)
     for name in ("samples_per_s", "speedup", "peak_bytes", "memory_ratio", "saved_ratio"):
         found[name] = getattr(row, name)
     found |= {"emulated": row.emulated, "sentence": verdict.sentence}
@@ -348,10 +326,6 @@ def _figures(group: Group) -> list[Markup]:
             for drawing in group_figures(group, looks, _POINTS)
             if drawing.name in _FIGURES
         ]
-
-
-# Keys of an evaluation's record that are not metrics.
-_NO_METRIC = ("split", "step", "updates", "skipped", "epoch", "seconds")
 
 
 def _probe_rows(probe: ProbeRecord) -> Iterator[dict[str, Any]]:

@@ -9,7 +9,7 @@ also accepts bare NaN and Infinity, and the faulty line is named.
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -25,13 +25,13 @@ DRAWN_RECORDS = 500
 DRAWN_SKIPS = 2000
 FIRST_STEPS = 20
 # The keys of an evaluation's record that are not metrics.
-_NO_METRIC = ("split", "step", "updates", "skipped", "epoch", "seconds")
+NO_METRIC = ("split", "step", "updates", "skipped", "epoch", "seconds")
 # float64 holds every whole number up to this one.
 _MOST = 2**53
 _Count = Annotated[int, msgspec.Meta(ge=0, le=_MOST)]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, kw_only=True)
 class MetricsColumns:
     """The part of one metrics.jsonl that a comparison needs; counts, ranges and steps are exact."""
 
@@ -40,15 +40,15 @@ class MetricsColumns:
     # column -> float64 [at most 500]: "step", "updates", "skipped", then all other columns, NaN
     # where a record lacks one; evenly thinned, the first and the last included
     train: dict[str, np.ndarray]
-    records: int  # train records in the file
     last_step: int  # step of the newest record, 0 if there is none
     first_losses: np.ndarray  # float64; steps 1, 2, ... up to 20, until the first missing step
     last_losses: np.ndarray  # float64; the last tenth of the train records, rounded up
-    skipped: int  # skipped updates
-    skip_steps: np.ndarray  # int64, steps with a skipped update, at most 2,000, evenly thinned
-    longest_skip_streak: int  # consecutive steps whose update was skipped
-    scale_range: tuple[float, float] | None  # range of loss_scale over all train records
-    nonfinite_step: int | None  # first step with a non-finite loss whose update was applied
+    skipped: int = 0  # skipped updates
+    # int64, steps with a skipped update, at most 2,000, evenly thinned
+    skip_steps: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
+    longest_skip_streak: int = 0  # consecutive steps whose update was skipped
+    scale_range: tuple[float, float] | None = None  # of loss_scale over all train records
+    nonfinite_step: int | None = None  # first step with a non-finite loss whose update was applied
 
 
 # The fields that every record must have, and the loss scale of a train record.
@@ -149,9 +149,8 @@ def _columns(path: Path, lines: list[bytes], records: _Records) -> MetricsColumn
     known = scales[~np.isnan(scales)]
     drawn = [json.loads(lines[i]) for i in _evenly(at, DRAWN_RECORDS)]
     return MetricsColumns(
-        evals=_arrays(evals, ("step", "updates"), _NO_METRIC),
+        evals=_arrays(evals, ("step", "updates"), NO_METRIC),
         train=_arrays(drawn, ("step", "updates", "skipped"), ("split",)),
-        records=count,
         last_step=int(max([*step[-1:], *eval_steps[-1:]], default=0)),
         first_losses=losses[: gapless.sum()],
         last_losses=losses[count - -(-count // 10) :],

@@ -186,9 +186,6 @@ def test_a_comparison_is_what_the_command_prints_and_writes(study, capsys):
     assert written == found.to_dict()
     with raises_line(BadInput, "holds other files"):
         found.write(study)
-    with raises_line(BadInput, "mprun paper RUNS"):
-        found.write(study.parent / "other", paper=True)
-    assert not (study.parent / "other").exists()
 
 
 def test_verdicts_hold_the_numbers_of_the_table(study):

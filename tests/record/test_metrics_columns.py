@@ -165,7 +165,7 @@ def test_what_the_columns_hold(tmp_path):
     records.append(evaluation(60, 4, loss=2.0, top1=75.0))
     write(path, records)
     columns = read_columns(path)
-    assert columns.records == 27 and columns.last_step == 60 and columns.skipped == 4
+    assert columns.last_step == 60 and columns.skipped == 4
     assert columns.first_losses.tolist() == [10.0 - s for s in range(1, 21)]
     assert columns.last_losses.tolist() == [2.0, 1.5, 1.25]  # ceil(27 / 10) records
     assert columns.skip_steps.tolist() == [31, 32, 33, 40]
@@ -205,7 +205,7 @@ def test_no_records_and_evaluations_alone(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b"")
     empty = read_columns(path)
-    assert empty.records == 0 and empty.scale_range is None and empty.last_losses.size == 0
+    assert empty.scale_range is None and empty.last_losses.size == 0
     assert empty.evals["step"].size == 0 and empty.train["step"].size == 0
     path.write_bytes(b'{"split": "tr')  # killed in its first line
     assert_equal(read_columns(path), empty)
