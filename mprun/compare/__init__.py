@@ -13,6 +13,7 @@ itself is callable: `mprun.compare(paths)` is this function however the package 
 import inspect
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
@@ -83,44 +84,32 @@ def compare(
     places = [str(path) for path in _several(paths)]
     if not places:
         raise BadInput("compare: needs at least one PATH, e.g. outputs")
-    mode = path = None
-    if isinstance(baseline, str) and "/" not in baseline and not Path(baseline).exists():
-        mode = baseline
-    elif baseline is not None:
-        path = Path(baseline)
+    if isinstance(baseline, str) and ("/" in baseline or Path(baseline).exists()):
+        baseline = Path(baseline)
     asked: dict[str, Any] = {
-        "--baseline": path or mode,
+        "--baseline": baseline,
         "--allow": tuple(map(str, _several(allow))),
         "--metric": metric,
         "--margin": None if margin is None else checked_margin(margin),
+        "--absolute": absolute,
         "--tag": tag,
+        "--higher-is-better": higher_is_better,
+        "--lower-is-better": lower_is_better,
+        "--paired": paired,
+        "--step": step,
     }
-    _check_belonging(
-        asked,
-        of_logs={
-            "--higher-is-better": higher_is_better,
-            "--lower-is-better": lower_is_better,
-            "--paired": paired,
-            "--step": step,
-        },
-        needing_margin={"--higher-is-better": higher_is_better, "--absolute": absolute},
-    )
+    _refuse_contradictions(asked)
     plan = planned_looks(looks) if looks else []
     if tag is None:
-        runs, notes = load_runs(places, path)
+        runs, notes = load_runs(places, baseline if isinstance(baseline, Path) else None)
         there = sorted({run.mode for run in runs})
-        if mode is not None and mode not in there:
+        if isinstance(baseline, str) and baseline not in there:
             raise BadInput(
-                f"--baseline {mode}: no such path, and no run of such a mode; there are runs of "
-                f"{', '.join(there)}"
+                f"--baseline {baseline}: no such path, and no run of such a mode; there are runs "
+                f"of {', '.join(there)}"
             )
-        protos, refused = group_runs(
-            runs,
-            allow=asked["--allow"],
-            baseline_path=path,
-            baseline_mode=mode,
-            judged_otherwise=metric is not None or margin is not None,
-        )
+        judged_otherwise = metric is not None or margin is not None
+        protos, refused = group_runs(runs, asked["--allow"], baseline, judged_otherwise)
     else:
         reader = announced("mprun.readers").get("tag")
         if reader is None:
@@ -164,21 +153,16 @@ def _several(given: Any) -> list[Any]:
     return [given] if isinstance(given, (str, Path)) else list(given)
 
 
-def _check_belonging(
-    asked: dict[str, Any], of_logs: dict[str, Any], needing_margin: dict[str, bool]
-) -> None:
-    """Raise BadInput for options that contradict each other.
-
-    of_logs: options for other tools' logs only. needing_margin: options that need a margin.
-    """
+def _refuse_contradictions(asked: dict[str, Any]) -> None:
+    """Raise BadInput for options that contradict each other."""
     foreign = asked["--tag"] is not None
-    for flag, given in of_logs.items():
-        if given and not foreign:
+    for flag in ("--higher-is-better", "--lower-is-better", "--paired", "--step"):
+        if asked[flag] and not foreign:
             raise BadInput(f"{flag}: only with --tag; a run of mprun knows its metrics and seeds")
-    if of_logs["--higher-is-better"] and of_logs["--lower-is-better"]:
+    if asked["--higher-is-better"] and asked["--lower-is-better"]:
         raise BadInput("--higher-is-better, --lower-is-better: give one of the two")
-    for flag, given in needing_margin.items():
-        if given and asked["--margin"] is None:
+    for flag in ("--higher-is-better", "--absolute"):
+        if asked[flag] and asked["--margin"] is None:
             raise BadInput(f"{flag}: needs --margin, in the unit of the metric")
     if foreign and (asked["--baseline"] or asked["--allow"] or asked["--metric"]):
         raise BadInput("--tag: foreign logs have no --baseline, --allow or --metric")
@@ -186,26 +170,21 @@ def _check_belonging(
 
 def checked_margin(given: str | float) -> float:
     """Return the margin as a number; raise BadInput unless it is above 0 and finite."""
-    try:
-        value = float(given)
-    except ValueError:
-        value = float("nan")
-    if not 0 < value < float("inf"):
-        raise BadInput(f"--margin {given}: must be a number above 0, e.g. 0.01 for 1 %")
-    return value
+    with suppress(ValueError):
+        if 0 < (value := float(given)) < float("inf"):
+            return value
+    raise BadInput(f"--margin {given}: must be a number above 0, e.g. 0.01 for 1 %")
 
 
 def planned_looks(given: Iterable[str | int]) -> list[int]:
     """Return the planned numbers of seeds; raise BadInput for an invalid plan."""
     given = list(given)
-    try:
+    with suppress(ValueError):
         plan = [int(part) for part in given]
-    except ValueError:
-        plan = []
-    if len(plan) < 2 or plan[0] < 3 or plan != sorted(set(plan)):
-        problem = "must be two or more numbers of seeds, ascending from 3, e.g. 3,5,10"
-        raise BadInput(f"--looks {','.join(map(str, given))}: {problem}")
-    return plan
+        if len(plan) > 1 and plan[0] >= 3 and plan == sorted(set(plan)):
+            return plan
+    problem = "must be two or more numbers of seeds, ascending from 3, e.g. 3,5,10"
+    raise BadInput(f"--looks {','.join(map(str, given))}: {problem}")
 
 
 def _stamps(asked: dict[str, Any], runs: "list[RunData]", groups: "Sequence[Group]") -> list[str]:

@@ -81,9 +81,8 @@ class SeedGroup:
 def group_runs(
     runs: Sequence[RunData],
     allow: Sequence[str] = (),
-    baseline_path: Path | None = None,
+    baseline: str | Path | None = None,
     judged_otherwise: bool = False,
-    baseline_mode: str | None = None,
 ) -> tuple[list[ProtoGroup], list[str]]:
     """Return groups with a baseline and other arms, and a line per cell without a baseline.
 
@@ -94,10 +93,10 @@ def group_runs(
         allow: keys (or groups of keys: "optim") in which the arms of a group may nevertheless
             differ. Of several FP32 configurations the baseline is the one that most other runs
             agree with.
-        baseline_path: runs below it are the baseline of their group, whatever their mode.
+        baseline: the runs of this mode, or those below this path, are the baseline of their
+            group, whatever compare.baseline says.
         judged_otherwise: the command line sets metric or margin, so the runs may differ in
             compare.metric and compare.margin.
-        baseline_mode: runs of this mode are the baseline, whatever compare.baseline says.
 
     Raises:
         BadInput: an allowed key that no run has, or several configurations that could be the
@@ -105,37 +104,34 @@ def group_runs(
     """
     _check_allowed(allow, runs)
     ignored = ["compare.metric", "compare.margin"] if judged_otherwise else []
-    ignored += ["compare.baseline"] if baseline_path or baseline_mode else []
-    cells = cells_of(runs, baseline_path, ignored, baseline_mode)
+    ignored += ["compare.baseline"] if baseline else []
+    cells = cells_of(runs, baseline, ignored)
     groups: list[ProtoGroup] = []
     rest: list[SeedGroup] = []  # without a baseline
     lone: list[str] = []
     for family in families(cells, allow):
-        baseline = _baseline(family, allow)
-        if baseline is None:
+        base = _baseline(family, allow)
+        if base is None:
             rest += family
         elif len(family) == 1:
-            lone.append(f"{_runs_text(baseline, ' alone')}: nothing to compare it with")
-        elif not any(run.status in OUTCOMES for run in baseline.runs):
-            title, missing = title_of(baseline.first), "; ".join(missing_seeds(baseline.runs))
-            what = f"the baseline {baseline.first.mode} has no run with an outcome"
+            lone.append(f"{_runs_text(base.runs, ' alone')}: nothing to compare it with")
+        elif not any(run.status in OUTCOMES for run in base.runs):
+            title, missing = title_of(base.first), "; ".join(missing_seeds(base.runs))
+            what = f"the baseline {base.first.mode} has no run with an outcome"
             lone.append(f"{title}: not compared, {what} ({missing})")
         else:
-            groups.append(_group(baseline, family))
+            groups.append(_group(base, family))
     name_groups(groups)
     return groups, [*_why_not(rest, [cell for cell in cells if cell.is_baseline]), *lone]
 
 
 def cells_of(
-    runs: Sequence[RunData],
-    baseline_path: Path | None,
-    ignored: Sequence[str],
-    baseline_mode: str | None = None,
+    runs: Sequence[RunData], baseline: str | Path | None = None, ignored: Sequence[str] = ()
 ) -> list[SeedGroup]:
     """Return the cells of all runs, ordered by their first run; `ignored` keys separate none."""
     cells: dict[tuple, SeedGroup] = {}
     for run in runs:
-        given = is_below(Path(run.path), baseline_path)
+        given = isinstance(baseline, Path) and is_below(Path(run.path), baseline)
         own = {key: value for key, value in run.keys.items() if of_arm(key)}
         left_out = {*own, *ignored, *filter(is_no_key, run.keys)}
         shared = {key: value for key, value in run.keys.items() if key not in left_out}
@@ -143,7 +139,8 @@ def cells_of(
         # FP32 computes nothing in 16 bits, so such a key does not define an arm there.
         telling = {key: own[key] for key in own if not (plain_fp32 and key in _ARM_KEYS)}
         key = (run.mode, run.scaler, canonical(telling), canonical(shared), given)
-        wanted = baseline_mode or run.keys.get("compare.baseline", BASELINE)
+        wanted = run.keys.get("compare.baseline", BASELINE)
+        wanted = baseline if isinstance(baseline, str) else wanted
         may_be = plain_fp32 if wanted == BASELINE else run.mode == wanted
         cell = cells.setdefault(key, SeedGroup([], shared, own, given or may_be, given, wanted))
         cell.runs.append(run)
@@ -233,7 +230,7 @@ def _matches(key: str, allowed: Sequence[str]) -> bool:
 def _check_allowed(allow: Sequence[str], runs: Sequence[RunData]) -> None:
     known = sorted({key for run in runs for key in run.keys})
     for one in allow:
-        if not any(_matches(key, (one,)) for key in known):
+        if not any(_matches(key, [one]) for key in known):
             raise BadInput(f"--allow {one}: no run has this key{nearest(one, known)}")
         if is_no_key(one) or of_arm(one) or of_arm(f"{one}."):
             raise BadInput(f"--allow {one}: may differ anyway; leave it out")
@@ -281,10 +278,12 @@ def _group(baseline: SeedGroup, family: list[SeedGroup]) -> ProtoGroup:
     others = sorted((cell for cell in family if cell is not baseline), key=rank)
     arms = [_arm(cell, baseline, family) for cell in others]
     own = _arm(baseline, baseline, family)
-    keys, every = baseline.first.keys, [run for cell in family for run in cell.runs]
-    no_keys = {key for run in every for key in differences(keys, run.keys)}
-    no_keys.update(filter(is_no_key, keys))
-    common = {key: value for key, value in keys.items() if key not in no_keys}
+    every = [run.keys for cell in family for run in cell.runs]
+    common = {
+        key: value
+        for key, value in baseline.first.keys.items()
+        if not is_no_key(key) and same(*(keys.get(key, _NOT_RECORDED) for keys in every))
+    }
     return ProtoGroup(title_of(baseline.first), "", own, arms, common, group_notes(own, arms))
 
 
@@ -306,22 +305,21 @@ def _arm(cell: SeedGroup, baseline: SeedGroup, rivals: list[SeedGroup]) -> Arm:
 def _why_not(rest: list[SeedGroup], baselines: list[SeedGroup]) -> Iterator[str]:
     """Yield a line for each configuration without a baseline, with all of its modes."""
     for family in families(rest):
-        runs = [run for cell in family for run in cell.runs]
-        cell = SeedGroup(runs, family[0].shared, {}, wanted=family[-1].wanted)
-        what = _runs_text(cell)
-        if not baselines and cell.wanted == BASELINE:
+        what = _runs_text([run for cell in family for run in cell.runs])
+        wanted, shared = family[-1].wanted, family[0].shared
+        if not baselines and wanted == BASELINE:
             yield f"{what}: not compared, no FP32 runs (precision=fp32, scaler=none) were given"
             continue
         if not baselines:
-            yield f"compare.baseline={cell.wanted}: no run of that mode, so not compared: {what}"
+            yield f"compare.baseline={wanted}: no run of that mode, so not compared: {what}"
             continue
-        every = [(differences(other.shared, cell.shared), other) for other in baselines]
+        every = [(differences(other.shared, shared), other) for other in baselines]
         found, best = min(every, key=lambda one: len(one[0]))
         # The keys come first: as an error this line is cut in the middle.
         name = "FP32" if best.first.mode == BASELINE else best.first.mode
         line = (
             f"{pairs_text(found)}: not as in the nearest {name} runs ({best.first.path}), so not "
-            f"compared: {what}; run it with precision={cell.wanted}"
+            f"compared: {what}; run it with precision={wanted}"
         )
         hopeless = len(found) > _MOST_KEYS or not found.keys().isdisjoint(_NEVER_ALLOWED)
         allowed = ",".join(key for key in found if key not in _SAID_BY)
@@ -340,11 +338,11 @@ def pairs_text(differences: dict[str, tuple[Any, Any]]) -> str:
     return ", ".join(shown) + (f" and {more} more keys" if more else "")
 
 
-def _runs_text(cell: SeedGroup, word: str = "") -> str:
+def _runs_text(runs: list[RunData], word: str = "") -> str:
     """Return title, modes and count: "lstm_lm-docs_words: amp (2 runs, e.g. outputs/x)"."""
-    modes = ", ".join(dict.fromkeys(run.mode for run in cell.runs))
-    runs = "1 run" if len(cell.runs) == 1 else f"{len(cell.runs)} runs"
-    return f"{title_of(cell.first)}: {modes}{word} ({runs}, e.g. {cell.first.path})"
+    modes = ", ".join(dict.fromkeys(run.mode for run in runs))
+    count = "1 run" if len(runs) == 1 else f"{len(runs)} runs"
+    return f"{title_of(runs[0])}: {modes}{word} ({count}, e.g. {runs[0].path})"
 
 
 def title_of(run: RunData) -> str:
@@ -366,10 +364,10 @@ def name_groups(groups: list[ProtoGroup]) -> None:
             for key in alike[0].keys
             if not of_arm(key) and not same(*(group.keys.get(key) for group in alike))
         ]
+        more = [f"and {len(varied) - 3} more keys"] if len(varied) > 3 else []
         for group in alike:
-            shown = [f"{key}={setting_text(group.keys.get(key))}" for key in varied]
-            more = [f"and {len(shown) - 3} more keys"] if len(shown) > 3 else []
-            group.title = " ".join([title, *shown[:3], *more])
+            shown = [f"{key}={setting_text(group.keys.get(key))}" for key in varied[:3]]
+            group.title = " ".join([title, *shown, *more])
     taken: set[str] = set()
     for group in groups:
         base = re.sub(r"[^A-Za-z0-9._-]+", "-", group.title).strip("-.")[:80] or "group"

@@ -79,17 +79,11 @@ def write_summaries(comparison: Comparison, root: Path) -> Path:
     on. With several groups they are `<slug>/eval <metric>`, ..., `variation/<slug> eval <metric>
     lowest`. Non-finite points are left out. Only event files that this module wrote are deleted.
     """
-    sections = [
-        _Section(
-            group.title,
-            group.slug,
-            group.metric,
-            [row.arm for row in group.every_row],
-            group.baseline.arm.reference,
-            group_markdown(comparison, group),
-        )
-        for group in comparison.groups
-    ]
+    sections = []
+    for group in comparison.groups:
+        arms, told = [row.arm for row in group.every_row], group_markdown(comparison, group)
+        named = group.title, group.slug, group.metric
+        sections.append(_Section(*named, arms, arms[0].reference, told))
     return _write_sections(sections, root)
 
 
@@ -99,7 +93,7 @@ def write_means(folders: Sequence[Path], root: Path) -> Path:
     A mode without a finished run is drawn as far as its runs have come. Errors: see `load_runs`.
     """
     groups, baselines = [], []
-    for family in grouping.families(grouping.cells_of(load_runs(folders)[0], None, ())):
+    for family in grouping.families(grouping.cells_of(load_runs(folders)[0])):
         family.sort(key=lambda cell: (not cell.is_baseline, cell.first.mode != grouping.BASELINE))
         first, arms = family[0].first, []
         for cell in family:
@@ -110,16 +104,10 @@ def write_means(folders: Sequence[Path], root: Path) -> Path:
         groups.append(grouping.ProtoGroup(title, "", arms[0], arms[1:], first.keys))
         baselines.append(arms[0].reference if family[0].is_baseline else None)
     grouping.name_groups(groups)
-    sections = [
-        _Section(
-            group.title,
-            group.slug,
-            str(group.keys.get("compare.metric", "loss")),
-            [group.baseline, *group.arms],
-            baseline,
-        )
-        for group, baseline in zip(groups, baselines, strict=True)
-    ]
+    sections = []
+    for group, baseline in zip(groups, baselines, strict=True):
+        named = group.title, group.slug, str(group.keys.get("compare.metric", "loss"))
+        sections.append(_Section(*named, [group.baseline, *group.arms], baseline))
     return _write_sections(sections, root)
 
 

@@ -1,5 +1,7 @@
 """Which runs are compared with which, what the arms are called, and what is refused."""
 
+import random
+
 import pytest
 
 from mprun.compare.grouping import group_runs
@@ -13,7 +15,7 @@ from .run_folders import write_run, write_study
 def grouped(folder, baseline=None, **options):
     runs, notes = load_runs([folder], baseline)
     assert notes == []
-    return group_runs(runs, baseline_path=baseline, **options)
+    return group_runs(runs, baseline=baseline, **options)
 
 
 def labels(group):
@@ -187,6 +189,17 @@ def test_a_given_baseline_may_be_any_mode_even_fp32_against_fp32(tmp_path):
     # A folder that is no single arm is refused.
     with raises_line(BadInput, "--baseline: ", "precision.name ", "give one configuration"):
         grouped(tmp_path / "old", tmp_path / "new")
+
+
+def test_the_order_of_runs_changes_nothing(tmp_path):
+    write_study(tmp_path, {"fp32": [1.0] * 12, "amp": [1.0] * 12})
+    runs, _ = load_runs([tmp_path])
+    [expected], _ = group_runs(runs)
+    for seed in range(20):
+        random.Random(seed).shuffle(runs)
+        [group], _ = group_runs(runs)
+        for arm, other in ((expected.baseline, group.baseline), (expected.arms[0], group.arms[0])):
+            assert [run.path for run in arm.runs] == [run.path for run in other.runs]
 
 
 def test_runs_without_an_outcome_are_named(tmp_path):
