@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from mprun.compare.findings import OUTCOMES, Arm, Outcome, Question, RunData
+from mprun.compare.findings import Arm, Outcome, Question, RunData
 from mprun.errors import BadInput
 
 MOST_SKIPS_IN_A_ROW = 50
@@ -128,26 +128,25 @@ _LARGEST = 1e100  # sums of squares overflow beyond it: treated as infinite
 
 
 def outcomes(arm: Arm, baseline: Arm, question: Question) -> list[Outcome]:
-    """Return the outcome of each ended run of `arm`, seeds ascending; `arm` may be the baseline.
+    """Return the outcome of each run of `arm`, seeds ascending; `arm` may be the baseline.
 
     The value is the mean of the metric over the last evaluations (for a foreign log over the judged
     steps), for a perplexity the geometric mean: the exponential of the mean loss. A value that is
     not finite counts as diverged. BadInput: see `judge`.
     """
-    runs = ended_runs(arm)
-    reasons = divergences(runs, ended_runs(baseline), gan=question.gan)
+    reasons = divergences(arm.runs, baseline.runs, gan=question.gan)
     return [
         Outcome(run.seed, math.nan, *reason) if reason is not None else _outcome(run, question)
-        for run, reason in zip(runs, reasons, strict=True)
+        for run, reason in zip(arm.runs, reasons, strict=True)
     ]
 
 
 def refuse_other_lengths(arm: Arm, baseline: Arm, window: int) -> None:
-    """Raise BadInput unless the last evaluations of all ended runs were at the same steps.
+    """Raise BadInput unless the last evaluations of all runs were at the same steps.
 
     Foreign logs are judged at common steps. Call it only if no run diverged.
     """
-    runs = [run for run in ended_runs(baseline) + ended_runs(arm) if not run.foreign]
+    runs = [run for run in baseline.runs + arm.runs if not run.foreign]
     texts = [", ".join(f"{step:.0f}" for step in run.evals["step"][-window:]) for run in runs]
     for run, text in zip(runs, texts, strict=True):
         if text != texts[0]:
@@ -155,11 +154,6 @@ def refuse_other_lengths(arm: Arm, baseline: Arm, window: int) -> None:
                 f"{run.path}: evaluated last at step {text or 'none'}, {runs[0].path} at step "
                 f"{texts[0] or 'none'}: must be the same, runs of different length are not compared"
             )
-
-
-def ended_runs(arm: Arm) -> list[RunData]:
-    """Return the runs of `arm` that have an outcome, seeds ascending."""
-    return sorted((run for run in arm.runs if run.status in OUTCOMES), key=lambda run: run.seed)
 
 
 def _outcome(run: RunData, question: Question) -> Outcome:
@@ -228,10 +222,9 @@ def curve_facts(own: RunData, base: RunData, question: Question) -> dict[str, An
     none, or no %), largest, largest_step, end (mean over the last tenth). Without common finite
     values there is only `steps`.
     """
-    name, nothing = question.metric if own.foreign else "loss", np.empty(0)
     columns = (run.evals if run.foreign else run.train for run in (own, base))
-    curves = ([of.get("step", nothing), of.get(name, nothing)] for of in columns)
-    (steps, ours), (base_steps, theirs) = curves
+    names, nothing = ("step", question.metric if own.foreign else "loss"), np.empty(0)
+    (steps, ours), (base_steps, theirs) = ([of.get(n, nothing) for n in names] for of in columns)
     steps, at, base_at = np.intersect1d(steps, base_steps, return_indices=True)
     ours, theirs = ours[at], theirs[base_at]
     identical = np.array_equal(ours, theirs, equal_nan=True)

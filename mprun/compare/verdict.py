@@ -16,7 +16,6 @@ from mprun.compare import equivalence
 from mprun.compare.divergence import (
     baseline_progress,
     curve_facts,
-    ended_runs,
     facts_text,
     outcomes,
     refuse_other_lengths,
@@ -69,8 +68,8 @@ def judge(arm: Arm, baseline: Arm, question: Question) -> tuple[Verdict, list[Ou
     beforehand = _beforehand(own, base, baseline, question)
     more = list(dict.fromkeys(arm.left_out + baseline.left_out))
     if beforehand is not None:
-        seeds, base_seeds = ([outcome.seed for outcome in every] for every in (own, base))
-        return Verdict(*beforehand, seeds=seeds, baseline_seeds=base_seeds, left_out=more), own
+        seeds, base_seeds = ([outcome.seed for outcome in every] for every in ends)
+        return Verdict(*beforehand, None, seeds, base_seeds, left_out=more), own
     refuse_other_lengths(arm, baseline, question.window)
     values = _values(question, arms, ends, question.by_seed)
     verdict = (_at_looks if question.looks else _at_all_seeds)(values)
@@ -130,7 +129,7 @@ def _beforehand(
             "samples; runs with compare.metric=sliced_wasserstein are judged "
             "(docs/sample_metric.md)."
         )
-    unlearned = baseline_progress(ended_runs(baseline), question.metric, gan=question.gan)
+    unlearned = baseline_progress(baseline.runs, question.metric, gan=question.gan)
     if unlearned is None:
         return None
     return "invalid baseline", (
@@ -234,16 +233,16 @@ def _at_looks(values: _Values) -> Verdict:
             break
     verdict.look, verdict.needed = look, None
     verdict.sentence += f" Look at {look} seeds of the plan {', '.join(map(str, plan))}"
-    rest = _seeds_text(available - look) if available > look else ""
+    rest = _seeds_text(available - look)
     if verdict.name in CONCLUSIVE:
-        verdict.sentence += f"; it stands, {rest} not used" if rest else ""
+        spare = f"; it stands, {rest} not used"
     elif later:
         verdict.needed = later[0] - available
         verdict.sentence += f"; the next needs {_seeds_text(verdict.needed)} more"
-        verdict.sentence += f", {rest} waiting for it" if rest else ""
+        spare = f", {rest} waiting for it"
     else:
-        verdict.sentence += f"; {rest} beyond it not used" if rest else ""
-    verdict.sentence += "."
+        spare = f"; {rest} beyond it not used"
+    verdict.sentence += (spare if available > look else "") + "."
     return verdict
 
 
@@ -302,8 +301,8 @@ def _strange(values: _Values) -> str:
         (values.own, values.own_seeds, "this mode", mode),
         (values.base, values.base_seeds, baseline.reference, baseline),
     ]
-    for shown, _, whose, _ in arms if baseline.foreign else ():
-        if len(set(shown)) == 1:
+    for shown, _, whose, _ in arms:
+        if baseline.foreign and len(set(shown)) == 1:
             text += (
                 f" All {len(shown)} runs of {whose} ended with the same value: such a test says "
                 "nothing of other runs."
@@ -379,10 +378,9 @@ def assess(
     question = _question(proto, metric, margin, higher_is_better, absolute)
     question.looks = looks
     rows = [_row(arm, base, *judge(arm, base, question)) for arm in proto.arms]
-    verdict = Verdict("baseline", "", baseline_seeds=[])
     # Use the mean of the runs behind the differences, if they are the same for all modes.
     compared = {tuple(row.verdict.baseline_seeds) for row in rows if row.verdict.method}
-    verdict.seeds = list(compared.pop()) if len(compared) == 1 else []
+    verdict = Verdict("baseline", "", seeds=[*compared.pop()] if len(compared) == 1 else [])
     group = Group(
         **asdict(question),
         title=proto.title,
@@ -415,9 +413,9 @@ def _question(
     of_script = keys.get("compare.higher_is_better")
     accuracy = higher if foreign else of_script or metric in HIGHER_IS_BETTER
     if margin is None and keys.get("compare.metric") == metric:
-        if not foreign and "compare.margin" not in keys:
+        if "compare.margin" not in keys:
             raise BadInput("compare.margin: the runs differ in it; give --margin")
-        margin = keys.get("compare.margin")
+        margin = keys["compare.margin"]
     if margin is None:
         margin = default_margin(metric, keys.get("data.name"))
     relative = not (accuracy or absolute or (metric in IN_POINTS and not foreign))
@@ -438,26 +436,24 @@ def _question(
 
 
 def _row(arm: Arm, baseline: Arm, verdict: Verdict, own: list[Outcome]) -> Row:
-    ended, base = ended_runs(arm), ended_runs(baseline)
     # Only the compared seeds, so that means and difference agree.
     used = set(verdict.seeds) or {outcome.seed for outcome in own}
     finite = [o.value for o in own if math.isfinite(o.value) and o.seed in used]
-    costs = _costs(ended)
+    costs = _costs(arm.runs)
     # Ratios need the same device and the same probing on both sides.
-    alike = len({_device(run) for run in (*ended, *base)}) == 1
+    alike = len({_device(run) for run in (*arm.runs, *baseline.runs)}) == 1
     speedup, memory_ratio, saved_ratio = (
         one / other if alike and one is not None and other else None
-        for one, other in zip(costs, _costs(base), strict=True)
+        for one, other in zip(costs, _costs(baseline.runs), strict=True)
     )
-    ranges = [run.scale_range for run in ended if run.scale_range]
-    reached = (min(low for low, _ in ranges), max(high for _, high in ranges)) if ranges else None
+    ends = [end for run in arm.runs for end in run.scale_range or ()]
     return Row(
-        arm=arm,
-        verdict=verdict,
-        outcomes=own,
+        arm,
+        verdict,
+        own,
         mean=statistics.fmean(finite) if finite else None,
-        skipped=None if arm.foreign else sum(run.skipped for run in ended),
-        scale_range=reached,
+        skipped=None if arm.foreign else sum(run.skipped for run in arm.runs),
+        scale_range=(min(ends), max(ends)) if ends else None,
         samples_per_s=costs[0],
         speedup=speedup,
         peak_bytes=costs[1],
@@ -500,9 +496,9 @@ def _first_distance(own: RunData, other: RunData) -> float | None:
 
 def _check_first_steps(row: Row, baseline: Arm) -> None:
     """Set the row's distance over the first steps at equal seeds, the median over the seeds."""
-    pairs = [(run, other) for run in row.arm.runs for other in baseline.runs]
-    found = [_first_distance(*pair) for pair in pairs if pair[0].seed == pair[1].seed]
-    medians = [distance for distance in found if distance is not None]
+    by_seed = {run.seed: run for run in baseline.runs}
+    pairs = [(run, by_seed[run.seed]) for run in row.arm.runs if run.seed in by_seed]
+    medians = [found for pair in pairs if (found := _first_distance(*pair)) is not None]
     if not medians:
         return
     row.first_steps = statistics.median(medians)
