@@ -5,11 +5,12 @@ A curve is the mean over the seeds of a mode; the baseline also has a band of it
 
 import math
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 from matplotlib.transforms import blended_transform_factory
 
 from mprun.compare.equivalence import FEWEST_SEEDS
@@ -26,7 +27,6 @@ from mprun.plots.panel import (
     mark_entry,
     panel,
     power_of_two,
-    series,
     thousands,
 )
 
@@ -74,13 +74,9 @@ def curves(group: Group, styles: dict[str, Style], plot: Plot, points: int) -> D
     known = [(row.arm.label, b.mean[np.isfinite(b.mean)]) for row, b in found]
     told = "; ".join(f"{label} from {mean[0]:.3g} to {mean[-1]:.3g}" for label, mean in known)
     x, means = found[0][1].x, {_number(group, row): b.mean for row, b in found}
-    return Drawing(
-        plot.name,
-        caption + _binning(longest, len(x)),
-        f"{plot.title}, mean over seeds: {told}.",
-        figure,
-        live_values(axes, x, means),
-    )
+    caption += _binning(longest, len(x))
+    label = f"{plot.title}, mean over seeds: {told}."
+    return Drawing(plot.name, caption, label, figure, live_values(axes, x, means))
 
 
 def _number(group: Group, row: Row) -> int:
@@ -89,9 +85,9 @@ def _number(group: Group, row: Row) -> int:
 
 
 def _inks(group: Group, styles: dict[str, Style]) -> dict[str, dict[str, Any]]:
-    """Return for each mode the options of all that is drawn of it."""
+    """Return for each mode its colour, and the name by which a page's script finds its drawing."""
     return {
-        row.arm.label: {"color": styles[row.arm.label].colour, **series(number)}
+        row.arm.label: {"color": styles[row.arm.label].colour, "gid": f"series-{number}"}
         for number, row in enumerate(group.every_row)
     }
 
@@ -145,14 +141,14 @@ def _set_y(axes: Axes, limits: tuple[float, float], logarithmic: bool) -> None:
         # Label the minor ticks if the axis spans less than two decades.
         few = limits[1] / limits[0] < 100
         axes.set_yscale("log")
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+        axes.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
         axes.yaxis.set_minor_formatter(
-            FuncFormatter(lambda v, _: f"{v:g}" if few and f"{v:.0e}"[0] in "25" else "")
+            lambda v, _: f"{v:g}" if few and f"{v:.0e}"[0] in "25" else ""
         )
         axes.tick_params(axis="y", which="minor", labelsize=8)
     axes.set_ylim(*limits)
     axes.margins(x=0.02)
-    axes.xaxis.set_major_formatter(FuncFormatter(thousands))
+    axes.xaxis.set_major_formatter(thousands)
     axes.grid()
 
 
@@ -243,13 +239,10 @@ def difference_rows(
     caption += " A cross marks where a run diverged." if ended else ""
     longest = max(len(plot.curve_of(run)[0]) for run in group.every_run)
     x, means = found[0][1].x, {_number(group, row): b.mean for row, b, _ in found}
-    return Drawing(
-        "difference" + "-training" * (not plot.of_evals),
-        caption + _binning(longest, len(x)),
-        f"{title}. {'; '.join(texts)}.",
-        figure,
-        live_values(axes, x, means, suffix, y=False),
-    )
+    caption += _binning(longest, len(x))
+    name = "difference" + "-training" * (not plot.of_evals)
+    live = live_values(axes, x, means, suffix, y=False)
+    return Drawing(name, caption, f"{title}. {'; '.join(texts)}.", figure, live)
 
 
 def _draw_trend(axes: Axes, rows: "_Rows", place: int, gap: Gap) -> None:
@@ -263,13 +256,13 @@ def _draw_trend(axes: Axes, rows: "_Rows", place: int, gap: Gap) -> None:
 
 def _set_rows(axes: Axes, rows: "_Rows", count: int) -> None:
     """Set the limits for `count` rows, and the ticks of each."""
-    ticks = [(rows.y(place, value), value) for place in range(count) for value in rows.ticks]
-    axes.set_yticks([y for y, _ in ticks], [f"{v:+g}" if v else "0" for _, v in ticks])
+    places = [rows.y(place, value) for place in range(count) for value in rows.ticks]
+    axes.set_yticks(places, [f"{value:+g}" if value else "0" for value in rows.ticks] * count)
     axes.tick_params(axis="y", labelsize=7.5, left=False, pad=3)
     axes.spines["left"].set_visible(False)
     axes.set_ylim(count, 0)
     axes.margins(x=0.02)
-    axes.xaxis.set_major_formatter(FuncFormatter(thousands))
+    axes.xaxis.set_major_formatter(thousands)
     axes.grid(axis="x")
 
 
@@ -318,10 +311,9 @@ class _Rows:
 def _row_text(row: Row, b: Band, margin: float, suffix: str, of_evals: bool) -> str:
     lost, runs = sum(bool(outcome.diverged) for outcome in row.outcomes), len(row.outcomes)
     parts = [f"diverged in {lost} of {runs} runs"] if lost else []
-    known = b.mean[np.isfinite(b.mean)]
-    if len(known) and lost < runs:
-        last = float(known[-1])
-        parts.append(f"ends at {signed(last, margin, [last])} {suffix}".rstrip())
+    known = b.mean[np.isfinite(b.mean)].tolist()
+    if known and lost < runs:
+        parts.append(f"ends at {signed(known[-1], margin, known[-1:])} {suffix}".rstrip())
     parts += ["grows"] if row.gap and row.grows and row.gap.of_evals == of_evals else []
     return f"{row.arm.label}: {', '.join(parts)}"
 
@@ -357,8 +349,8 @@ def loss_scale(group: Group, styles: dict[str, Style], points: int) -> Drawing |
     """Draw the loss scale of one seed per mode and its skipped updates; None if no mode scales."""
     traces = []
     for row in group.every_row:
-        scaled = [run for run in row.arm.runs if run.scale_range and len(_scale(run)[0])]
-        traces += [(row, run) for run in sorted(scaled, key=lambda run: run.seed)[:1]]
+        scaled = (run for run in row.arm.runs if run.scale_range and len(_scale(run)[0]))
+        traces += [(row, run) for run in islice(scaled, 1)]
     if not traces:
         return None
     lines = _lines(group, styles)
@@ -378,19 +370,16 @@ def loss_scale(group: Group, styles: dict[str, Style], points: int) -> Drawing |
         drawn = _every(x[corner], 2 * points), _every(power[corner], 2 * points)
         axes.plot(*drawn, drawstyle="steps-post", **lines[row.arm.label])
     _skip_rows(axes, traces, _inks(group, styles))
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power_of_two(round(value))))
-    axes.xaxis.set_major_formatter(FuncFormatter(thousands))
+    axes.yaxis.set_major_formatter(lambda value, _: power_of_two(round(value)))
+    axes.xaxis.set_major_formatter(thousands)
     axes.set(xlabel="step", ylabel="loss scale")
     axes.grid()
     which = ", ".join(f"{row.arm.label} seed {run.seed}" for row, run in traces)
     skipped = ", ".join(f"{row.arm.label} {row.skipped}" for row, _ in traces)
-    return Drawing(
-        "loss-scale",
-        f"One run per mode ({which}). Skipped updates over all seeds: {skipped}.",
-        f"Loss scale over steps of {which}. Skipped updates over all seeds: {skipped}.",
-        figure,
-        live_values(axes, at, values, y=False),
-    )
+    skipped = f"Skipped updates over all seeds: {skipped}."
+    caption, label = f"One run per mode ({which}).", f"Loss scale over steps of {which}."
+    texts = f"{caption} {skipped}", f"{label} {skipped}"
+    return Drawing("loss-scale", *texts, figure, live_values(axes, at, values, y=False))
 
 
 def _scale(run: RunData) -> Curve:

@@ -108,17 +108,15 @@ def permutation_p(
     119-130).
     """
     tests = {"matches": ((1, -margin), (-1, margin)), "worse": ((1, margin),)}
-    found, least = [], 0.0
+    weights = _signs(len(own)) if paired else _labels(len(own), len(base))
+    found = []
     for sign, shift in tests.get(name, ((-1, -margin),)):
-        x = sign * (np.asarray(own) - shift)
-        y = sign * np.asarray(base)
+        x, y = sign * (np.asarray(own) - shift), sign * np.asarray(base)
         values = x - y if paired else np.concatenate([x, y])
-        weights = _signs(len(x)) if paired else _labels(len(x), len(y))
         sums = weights @ values
         # The first sum is the observed one; equal sums may differ by rounding.
         found.append(float(np.mean(sums >= sums[0] - 1e-12 * np.abs(values).sum())))
-        least = 1 / len(weights)
-    return max(found), least
+    return max(found), 1 / len(weights)
 
 
 @lru_cache(maxsize=64)

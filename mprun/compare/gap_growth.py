@@ -17,6 +17,7 @@ from mprun.compare.findings import Band, Curve, Gap, Group, Row, RunData, curve,
 from mprun.compare.verdict import GAN_LOSSES, pairing
 from mprun.compare.wording import baseline_name, seeds_text, signed, unit
 
+_Values = dict[int, np.ndarray]  # seed -> float64 [points]
 POINTS = 60  # points of a gap that is tested and recorded; more records are averaged into them
 FEWEST_POINTS = 3  # points needed in the last half
 
@@ -60,32 +61,31 @@ def differences(group: Group, plot: Plot, points: int) -> list[tuple[Row, Band, 
     needs three seeds that still run. Two seeds in all give their range, one gives none. Differences
     are in percent of the baseline's mean there, if the verdict is relative or on another quantity.
     """
-    x, by_row = _by_seed(group, plot, points)
+    x, base, others = _by_seed(group, plot, points)
     found, relative = [], group.relative or not plot.of_evals
-    for row, own in zip(group.rows, by_row[1:], strict=True):
-        method, seeds, base_seeds = pairing(list(own), list(by_row[0]), group.by_seed)
+    for row, own in zip(group.rows, others, strict=True):
+        method, seeds, base_seeds = pairing(list(own), list(base), group.by_seed)
         if seeds and base_seeds:
-            arms = np.stack([own[s] for s in seeds]), np.stack([by_row[0][s] for s in base_seeds])
+            arms = np.stack([own[s] for s in seeds]), np.stack([base[s] for s in base_seeds])
             pairs = zip(arms[0].T, arms[1].T, strict=True)
             at_points = [_difference(*pair, method, relative) for pair in pairs]
             found.append((row, Band(x, *np.array(at_points).reshape(-1, 3).T), method))
     return found
 
 
-def _by_seed(
-    group: Group, plot: Plot, points: int
-) -> tuple[np.ndarray, list[dict[int, np.ndarray]]]:
-    """Return x [points], and per row seed -> judged values [points], lower is better."""
-    sign = -1 if plot.of_evals and group.higher_is_better else 1
+def _by_seed(group: Group, plot: Plot, points: int) -> tuple[np.ndarray, _Values, list[_Values]]:
+    """Return x [points], and the judged values of the baseline and of every other row."""
     x = grid([plot.curve_of(run) for run in group.every_run], points)
-    by_row = [
-        {run.seed: sign * on_grid(*plot.curve_of(run), x) for run in row.arm.runs}
-        for row in group.every_row
-    ]
-    if plot.of_evals and group.as_logarithm:
+
+    def judged(run: RunData) -> np.ndarray:
+        """Return the values of a run at x; lower is better."""
+        values = on_grid(*plot.curve_of(run), x)
         with np.errstate(all="ignore"):
-            by_row = [{seed: np.log(y) for seed, y in own.items()} for own in by_row]
-    return x, by_row
+            values = np.log(values) if plot.of_evals and group.as_logarithm else values
+        return -values if plot.of_evals and group.higher_is_better else values
+
+    base, *others = ({run.seed: judged(run) for run in row.arm.runs} for row in group.every_row)
+    return x, base, others
 
 
 def _difference(
@@ -122,21 +122,14 @@ def follow_gaps(group: Group) -> None:
         late = [2 * plots[0].curve_of(run)[0] >= run.last_step for run in group.baseline.arm.runs]
         plots = plots if all(at.sum() >= FEWEST_POINTS for at in late) else plots[1:]
     for plot in plots[:1]:
-        base, *others = _by_seed(group, plot, POINTS)[1]
+        _, base, others = _by_seed(group, plot, POINTS)
         values = {row.arm.label: own for row, own in zip(group.rows, others, strict=True)}
         for row, band, _ in differences(group, plot, POINTS):
             if np.isfinite(band.mean).any():
                 row.gap = _gap(group, row, plot, band, values[row.arm.label], base)
 
 
-def _gap(
-    group: Group,
-    row: Row,
-    plot: Plot,
-    band: Band,
-    own: dict[int, np.ndarray],
-    base: dict[int, np.ndarray],
-) -> Gap:
+def _gap(group: Group, row: Row, plot: Plot, band: Band, own: _Values, base: _Values) -> Gap:
     evaluated = plot.of_evals and not group.baseline.arm.foreign
     of = f"{plot.ylabel} of the evaluations" if evaluated else plot.ylabel
     in_unit = unit(group) if plot.of_evals else "%"

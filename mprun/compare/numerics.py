@@ -13,7 +13,6 @@ from typing import cast
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import FuncFormatter
 
 from mprun.compare.findings import Group
 from mprun.errors import Damaged
@@ -41,9 +40,12 @@ _HEIGHT, _LEFT = 2.3, 0.82  # inches; the percents on the axis are long
 _LOWEST_SHOWN = -64  # smaller values are counted in this bin
 _FLOOR = 1e-4  # percent; a smaller share is not drawn
 _ZERO_WIDTH = 4  # exponents that the column of zeros takes, with a gap of two beside it
-# (from, to, name) as powers of two: 2^-25 is rounded to 0, larger values are not; 65520 = 2^16 - 16
-# and more become infinite.
-_RANGES = ((None, -25, "to 0"), (-25, -14, "subnormal"), (-14, 16, "normal"), (16, None, "inf"))
+# (from, to, name, shade) as powers of two: 2^-25 is rounded to 0, larger values are not;
+# 65520 = 2^16 - 16 and more become infinite.
+_RANGES = (
+    *((-math.inf, -25, "to 0", 0.26), (-25, -14, "subnormal", 0.13)),
+    *((-14, 16, "normal", 0), (16, math.inf, "inf", 0.26)),
+)
 
 
 @dataclass(slots=True)
@@ -105,7 +107,7 @@ def probed_modes(group: Group) -> list[ProbedMode]:
     """
     found = []
     for row in group.every_row:
-        runs = sorted((run for run in row.arm.runs if not run.foreign), key=lambda run: run.seed)
+        runs = (run for run in row.arm.runs if not run.foreign)
         probed = (probed_run(Path(run.path), row.arm.label, run.seed) for run in runs)
         if (mode := next(filter(None, probed), None)) is not None:
             found.append(mode)
@@ -114,9 +116,7 @@ def probed_modes(group: Group) -> list[ProbedMode]:
 
 def probed_run(directory: Path, label: str, seed: int) -> ProbedMode | None:
     """Read the probes of the run in `directory`, under this label; None if there are none."""
-    # Most runs have none: this takes one look at the file system for each.
-    folder = directory / FOLDER
-    paths = sorted(folder.glob("step-*.json")) if folder.is_dir() else []
+    paths = sorted((directory / FOLDER).glob("step-*.json"))
     if not paths:
         return None
     mode = ProbedMode(label, seed, len(paths))
@@ -224,7 +224,12 @@ def _histogram(modes: list[ProbedMode], styles: dict[str, Style], kind: str) -> 
     entries = [line_entry(name, styles[name]) for name in found]
     figure, axes = panel(f"{words.capitalize()} by size", _HEIGHT, entries, left=_LEFT)
     _set_percents(axes, (start, right), "absolute value, without loss scale", "% of the values")
-    _mark_ranges(axes, left, right)
+    for low, high, name, shade in _RANGES:
+        low, high = max(low, left - 1), min(high, right)
+        axes.axvspan(low, high, color=GREY, alpha=shade, linewidth=0)
+        axes.text((low + high) / 2, 150, name, ha="center", va="center", fontsize=7.5)
+    for power in (-25, -14, 16):
+        axes.axvline(power, color=GREY, linewidth=0.8)
     # The baseline comes first and is drawn last.
     for number, (label, (shares, zeros)) in reversed(list(enumerate(found.items()))):
         x = range(left, right + 1)
@@ -255,16 +260,6 @@ def _course(shares: dict[int, float], zeros: float) -> str:
     return f"{share_text(zeros / 100)} zeros, {below} below {power_of_two(-25)}, {ends}"
 
 
-def _mark_ranges(axes: Axes, left: int, right: int) -> None:
-    for (low, high, name), alpha in zip(_RANGES, (0.26, 0.13, 0, 0.26), strict=True):
-        low = left - 1 if low is None else max(low, left - 1)
-        high = right if high is None else high
-        axes.axvspan(low, high, color=GREY, alpha=alpha, linewidth=0)
-        axes.text((low + high) / 2, 150, name, ha="center", va="center", fontsize=7.5)
-    for power in (-25, -14, 16):
-        axes.axvline(power, color=GREY, linewidth=0.8)
-
-
 def _scales(modes: list[ProbedMode], styles: dict[str, Style]) -> Drawing | None:
     """Draw underflow and overflow over the loss scale, for the first mode with gradients."""
     mode = next((mode for mode in modes if mode.known_gradients()), None)
@@ -288,8 +283,20 @@ def _scales(modes: list[ProbedMode], styles: dict[str, Style]) -> Drawing | None
             axes.plot(range(low, high + 1), y, **style.line, linewidth=1.6)
     for label, place in marks.items():
         axes.plot([place], [2 * _FLOOR], "^", color=styles[label].colour, markersize=8)
-    _mark_usable(axes, usable, low, high)
-    told = _usable_text(usable)
+    # What happens beyond the usable scales.
+    axes.text(low + 0.4, 150, "← rounded to 0", va="center", fontsize=8, color=INK)
+    axes.text(high - 0.4, 150, "infinite →", ha="right", va="center", fontsize=8, color=INK)
+    every = 4 if high - low < 50 else 8
+    ticks = range(-(-low // every) * every, high + 1, every)
+    axes.set_xticks(ticks, list(map(power_of_two, ticks)))
+    limit = f"at most {share_text(ACCEPTED)} of the non-zero values become 0"
+    lowest, highest = power_of_two(usable.lowest), power_of_two(usable.highest)
+    told = f"No scale holds them: {limit} only from {lowest} on, and above {highest} something "
+    told += "overflows."
+    if usable.fits:
+        axes.axvspan(usable.lowest, usable.highest, color=GREY, alpha=0.22, linewidth=0)
+        told = f"From a scale of {lowest} on, {limit}; up to {highest} nothing that was probed "
+        told += "overflows."
     caption = f"{told} A scale above leaves infinite gradients and skipped updates."
     if any("fp16" in stats.dtype.split("+") for stats in mode.tensors.values()):
         caption += f" What {mode.label} itself lost in FP16 at its own scale is not counted."
@@ -297,29 +304,10 @@ def _scales(modes: list[ProbedMode], styles: dict[str, Style]) -> Drawing | None
     return Drawing(f"{PREFIX}scales", caption, f"{label} {told}", figure)
 
 
-def _mark_usable(axes: Axes, usable: ScaleRange, low: int, high: int) -> None:
-    """Mark the usable scales, and what happens beyond them, on an axis of powers of two."""
-    if usable.fits:
-        axes.axvspan(usable.lowest, usable.highest, color=GREY, alpha=0.22, linewidth=0)
-    axes.text(low + 0.4, 150, "← rounded to 0", va="center", fontsize=8, color=INK)
-    axes.text(high - 0.4, 150, "infinite →", ha="right", va="center", fontsize=8, color=INK)
-    step = 4 if high - low < 50 else 8
-    ticks = range(-(-low // step) * step, high + 1, step)
-    axes.set_xticks(ticks, list(map(power_of_two, ticks)))
-
-
-def _usable_text(usable: ScaleRange) -> str:
-    limit = f"at most {share_text(ACCEPTED)} of the non-zero values become 0"
-    low, high = power_of_two(usable.lowest), power_of_two(usable.highest)
-    if usable.fits:
-        return f"From a scale of {low} on, {limit}; up to {high} nothing that was probed overflows."
-    return f"No scale holds them: {limit} only from {low} on, and above {high} something overflows."
-
-
 def _set_percents(axes: Axes, frame: tuple[float, float], xlabel: str, ylabel: str) -> None:
     """Set a logarithmic axis of percents, and the limits of x to `frame`."""
     axes.set(xlim=frame, ylim=(_FLOOR, 300), yscale="log", xlabel=xlabel, ylabel=ylabel)
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}" if v <= 100 else ""))
+    axes.yaxis.set_major_formatter(lambda v, _: f"{v:g}" if v <= 100 else "")
     axes.yaxis.minorticks_off()
 
 

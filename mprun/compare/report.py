@@ -39,11 +39,6 @@ _LEVELS: list[tuple[int, tuple[str, ...] | None]] = [
 ]
 
 
-def _powers(plain: str) -> Markup:
-    """Show powers such as "2^9" with a superscript."""
-    return Markup(re.sub(r"\b2\^(-?[\d.]+)", r"2<sup>\1</sup>", str(escape(plain))))
-
-
 def _two_lines(plain: str) -> Markup:
     """Put the part in brackets on a second line, in a fainter colour."""
     first, bracket, rest = escape(plain).partition(" (")
@@ -53,7 +48,9 @@ def _two_lines(plain: str) -> Markup:
 
 _TEMPLATES = text.templates()
 _TEMPLATES.filters |= {
-    "powers": _powers,
+    "powers": lambda plain: Markup(
+        re.sub(r"\b2\^(-?[\d.]+)", r"2<sup>\1</sup>", str(escape(plain)))
+    ),
     "two_lines": _two_lines,
     "lines": lambda plain: Markup("<br>").join(plain.split("\n")),
     "capital": lambda plain: plain[:1].upper() + plain[1:],
@@ -72,8 +69,8 @@ _TEMPLATES.globals |= {
 def write_folder(comparison: Comparison, folder: Path) -> Path:
     """Write report.html, report.md, results.json and the figures; return the page's path.
 
-    An earlier comparison in `folder` is replaced. BadInput if the folder holds something else or
-    cannot be created.
+    An earlier comparison in `folder` is replaced. The same comparison gives the same bytes.
+    BadInput if the folder holds something else or cannot be created.
     """
     if folder.exists() and not folder.is_dir():
         raise BadInput(f"--out {folder}: must be a folder")
@@ -84,7 +81,9 @@ def write_folder(comparison: Comparison, folder: Path) -> Path:
         raise BadInput(f"--out {folder}: cannot be made ({error.strerror})") from None
     for name in earlier:  # perhaps of other groups
         (folder / name).unlink(missing_ok=True)
-    report = write_report(comparison, folder)
+    report = folder / "report.html"
+    with settings():
+        report.write_text(_Report(comparison, folder).fitting_page(), encoding="utf-8")
     (folder / "report.md").write_text(text.markdown(comparison) + "\n", encoding="utf-8")
     # The figures of a page that `mprun paper` wrote are not listed.
     own = (folder.glob(f"{group.slug}-*.png") for group in comparison.groups)
@@ -110,18 +109,6 @@ def _earlier_figures(folder: Path) -> list[str]:
     raise BadInput(f"--out {folder}: holds other files; choose an empty or a new folder")
 
 
-def write_report(comparison: Comparison, folder: Path) -> Path:
-    """Write report.html and `<slug>-<figure>.png` into `folder`; return the page's path.
-
-    The same comparison gives the same bytes.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "report.html"
-    with settings():
-        path.write_text(_Report(comparison, folder).fitting_page(), encoding="utf-8")
-    return path
-
-
 def render(template: str, **given: Any) -> Markup:
     """Render a page, or a part of one, from `templates/`; the arguments are escaped."""
     return Markup(_TEMPLATES.get_template(template).render(**given).strip())
@@ -138,18 +125,16 @@ class _Report:
             label: style.colour.replace(INK, "currentColor") for label, style in self.looks.items()
         }
         self.probes = {group.slug: probed_modes(group) for group in comparison.groups}
-        self.full: dict[str, list[dict[str, Any]]] = {}
 
     def fitting_page(self) -> Markup:
         """Return the page with as many points and figures as fit; write the PNG files."""
         groups = self.comparison.groups
-        for group in groups:
-            self.full[group.slug] = self._pictures(group, _POINTS, None, png=True)
-        for points, kept in _LEVELS:
+        for level in _LEVELS:
             sections: list[Markup] = []
             for group in groups:
-                sections.append(self._section(group, points, kept))
-                if len(groups) * len(sections[0]) > LIMIT:  # one section tells the size of all
+                sections.append(self._section(group, *level))
+                # One section tells the size of all, but the first level writes every PNG file.
+                if len(groups) * len(sections[0]) > LIMIT and level is not _LEVELS[0]:
                     break
             else:
                 page = self._page(sections)
@@ -164,22 +149,15 @@ class _Report:
         given |= {"script": Markup(script), "script_hash": f"sha256-{digest}", "facts_of": _facts}
         return render("report.html", several=len(sections) > 1, **given)
 
-    def _pictures(
-        self, group: Group, points: int, kept: tuple[str, ...] | None, png: bool = False
-    ) -> list[dict[str, Any]]:
-        """Return a group's figures as the page needs them; figures not kept have no SVG."""
-        pictures, folder = [], self.folder if png else None
+    def _section(
+        self, group: Group, points: int, kept: tuple[str, ...] | None, details: bool = True
+    ) -> Markup:
+        """Return the part of a group; figures that are not kept have no SVG."""
+        pictures, folder = [], self.folder if (points, kept) == _LEVELS[0] else None
         for drawing in group_figures(group, self.looks, points, self.probes[group.slug]):
             has_room = kept is None or drawing.name in kept
             shown = picture(drawing, f"{group.slug}-{drawing.name}", folder, svg=has_room)
             pictures.append({**shown, "of_probes": drawing.name.startswith(PREFIX)})
-        return pictures
-
-    def _section(
-        self, group: Group, points: int, kept: tuple[str, ...] | None, details: bool = True
-    ) -> Markup:
-        full = (points, kept) == _LEVELS[0]
-        pictures = self.full[group.slug] if full else self._pictures(group, points, kept)
         alike, differing = _environment(group)
         methods = {row.verdict.method for row in group.rows if row.verdict.method}
         how = {"paired": "paired by seed", "Welch": "unpaired (Welch)"}

@@ -5,6 +5,7 @@ Every output formats numbers with these functions, and every table is made by `f
 
 import json
 import math
+import re
 import textwrap
 from collections.abc import Container, Iterable, Sequence
 from dataclasses import asdict
@@ -31,9 +32,9 @@ def mean_text(group: Group, row: Row) -> str:
     ended = [o.seed for o in row.outcomes if o.diverged is None and o.seed in used]
     if not text or len(ended) == len(row.outcomes):
         return text
-    if not group.by_seed:
-        return f"{text} ({len(ended)} of {len(row.outcomes)} runs)"
-    return f"{text} (seed{'s' if len(ended) > 1 else ''} {seeds_text(ended)})"
+    of_all = f"{len(ended)} of {len(row.outcomes)} runs"
+    seeds = f"seed{'s' * (len(ended) > 1)} {seeds_text(ended)}"
+    return f"{text} ({seeds if group.by_seed else of_all})"
 
 
 def unit(group: Group) -> str:
@@ -146,11 +147,10 @@ def seeds_text(seeds: Iterable[int]) -> str:
     """Join neighbouring seeds: [0, 1, 2, 5] -> "0-2, 5"."""
     spans: list[list[int]] = []
     for seed in sorted(seeds):
-        if spans and seed == spans[-1][1] + 1:
-            spans[-1][1] = seed
-        else:
-            spans.append([seed, seed])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in spans)
+        if not spans or seed != spans[-1][-1] + 1:
+            spans.append([])
+        spans[-1].append(seed)
+    return ", ".join("-".join(map(str, dict.fromkeys((own[0], own[-1])))) for own in spans)
 
 
 def decimals_for(margin: float) -> int:
@@ -241,8 +241,8 @@ def _counted_text(group: Group, row: Row) -> str:
 
 def costs_shown(group: Group) -> bool:
     """Return whether speed and peak memory are those of the baseline and of some mode."""
-    modes = [row.emulated for row in group.rows if row.arm.runs]
-    return not group.baseline.emulated and not (modes and all(modes))
+    modes = [row.emulated for row in group.rows if row.arm.runs] or [False]
+    return not group.baseline.emulated and not all(modes)
 
 
 def marked(row: Row, text: str) -> str:
@@ -349,9 +349,8 @@ def console(comparison: Comparison) -> str:
         parts.append(f"{group.title}{_wrapped(how)}\n\n{_table(group)}\n{_wrapped(said)}")
     if comparison.not_compared:
         parts.append("not compared:" + _wrapped(comparison.not_compared))
-    if comparison.notes:
-        parts.append(_wrapped([f"note: {line}" for line in comparison.notes], indent="")[1:])
-    return "\n\n".join(parts) or "nothing was compared"
+    parts.append(_wrapped([f"note: {line}" for line in comparison.notes], indent="")[1:])
+    return "\n\n".join(filter(None, parts)) or "nothing was compared"
 
 
 def gap_lines(rows: Iterable[Row]) -> list[str]:
@@ -388,9 +387,8 @@ def _table(group: Group) -> str:
     for row in rows:  # the line is too short for the seeds of a mean; a sentence names them
         row["mean"] = row["mean"].partition(" (")[0]
     found = filled(rows, heads | {"kept for backward": "", "products": ""})
-    return "\n".join(
-        f"  {line}" for line in aligned(found, {"verdict", "mode", "difference", "scale"})
-    )
+    lines = aligned(found, {"verdict", "mode", "difference", "scale"})
+    return "\n".join(f"  {line}" for line in lines)
 
 
 def _wrapped(lines: Iterable[str], indent: str = "  ") -> str:
@@ -411,9 +409,7 @@ def _list(lines: Iterable[str]) -> str:
 
 def _plain(text: str) -> str:
     """Escape the characters in a label or note that Markdown would take for markup."""
-    for character in "\\`*<[":
-        text = text.replace(character, "\\" + character)
-    return " ".join(text.split())
+    return " ".join(re.sub(r"([\\`*<[])", r"\\\1", text).split())
 
 
 def results(comparison: Comparison) -> dict[str, Any]:
@@ -458,11 +454,10 @@ def _row_results(group: Group, row: Row) -> dict[str, Any]:
 def _gap_results(gap: Gap) -> dict[str, Any]:
     found = asdict(gap)
     del found["of_evals"]
-    curves = zip(("step", "mean", "mean_low", "mean_high"), found.pop("band").values(), strict=True)
-    return found | {
-        name: [float(f"{value:.6g}") if math.isfinite(value) else None for value in values]
-        for name, values in curves
-    }
+    names = ("step", "mean", "mean_low", "mean_high")
+    for name, values in zip(names, found.pop("band").values(), strict=True):
+        found[name] = [float(f"{v:.6g}") if math.isfinite(v) else None for v in values]
+    return found
 
 
 def _fields(of: Any, names: str) -> dict[str, Any]:

@@ -159,15 +159,13 @@ def panel(title: str, height: float, entries: list | None = None, note: str = ""
     entries = entries or []
     longest = max((len(entry.get_label()) for entry in entries), default=0)
     columns = 3 if longest <= 16 else 2 if longest <= 30 else 1
-    rows = -(-len(entries) // columns)
-    below = _BOTTOM + _LINE * (rows + (1 if note else 0))
+    below = _BOTTOM + _LINE * (-(-len(entries) // columns) + bool(note))
     total = _TOP + height + below
     figure = Figure(figsize=(_WIDTH, total))
     FigureCanvasAgg(figure)
-    axes = figure.add_axes(
-        (left / _WIDTH, below / total, (_WIDTH - left - _RIGHT) / _WIDTH, height / total)
-    )
-    axes.set_title(title, x=(0.08 - left) / (_WIDTH - left - _RIGHT))
+    width = _WIDTH - left - _RIGHT
+    axes = figure.add_axes((left / _WIDTH, below / total, width / _WIDTH, height / total))
+    axes.set_title(title, x=(0.08 - left) / width)
     if entries:
         legend = figure.legend(
             handles=entries,
@@ -194,11 +192,6 @@ def line_entry(label: str, style: Style, **line: Any) -> Line2D:
     entry = Line2D([], [], **{**style.line, "linewidth": 2, **line}, label=label)
     entry.set_gid((entry.get_gid() or "").replace("series", "legend") or None)
     return entry
-
-
-def series(number: int) -> dict[str, Any]:
-    """Return the options by which a page's script finds all that is drawn of a group's mode."""
-    return {"gid": f"series-{number}"}
 
 
 def live_values(
@@ -247,20 +240,17 @@ def mark_entry(label: str, marker: str) -> Line2D:
 def rows_panel(title: str, labels: list[str], xlabel: str, note: str = ""):
     """Make (figure, axes, y): a row per label, of any length, above the row's drawing at `y`."""
     figure, axes = panel(title, 0.43 * len(labels) + 0.08, note=note, left=0.16)
-    axes.set_ylim(len(labels) + 0.05, -0.1)
-    axes.set_yticks([])
+    axes.set(xlabel=xlabel, ylim=(len(labels) + 0.05, -0.1), yticks=[])
     axes.spines["left"].set_visible(False)
     axes.grid(axis="x")
-    axes.set_xlabel(xlabel)
+    beside = {"transform": axes.get_yaxis_transform(), "va": "center", "zorder": 5}
     for row, label in enumerate(labels):
-        axes.text(
-            0.004, row + 0.24, label, transform=axes.get_yaxis_transform(), va="center", zorder=5
-        )
+        axes.text(0.004, row + 0.24, label, **beside)
     return figure, axes, [row + 0.68 for row in range(len(labels))]
 
 
 def thousands(value: float, _=None) -> str:
-    """Format a tick label with separated thousands; for `FuncFormatter`."""
+    """Format a tick label with separated thousands."""
     return f"{value:,.0f}" if value == round(value) else f"{value:g}"
 
 

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from mprun.compare.report import write_report
+from mprun.compare.report import write_folder
 
 from .made_comparison import comparison, gan_group, group
 
@@ -47,7 +47,7 @@ def browse(folder, *arguments: str) -> subprocess.CompletedProcess:
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
     folder = tmp_path_factory.mktemp("browser")
-    return folder, write_report(comparison(group(), gan_group(folder)), folder / "out")
+    return folder, write_folder(comparison(group(), gan_group(folder)), folder / "out")
 
 
 def test_the_browser_shows_tables_figures_and_images_and_logs_nothing(page):

@@ -7,7 +7,7 @@ import pytest
 
 from mprun.compare import compare
 from mprun.compare.numerics import exponent_shares, numerics_figures, overflow, probed_modes
-from mprun.compare.report import LIMIT, render, write_report
+from mprun.compare.report import LIMIT, render, write_folder
 from mprun.numerics.exponent_shares import AppliedUpdates, ExponentCounts, LostUpdates
 from mprun.numerics.post_mortem import write_post_mortem
 from mprun.numerics.probe_record import (
@@ -157,7 +157,7 @@ def test_the_tables(probed_group):
 
 def test_a_page_with_probes(probed_group, tmp_path):
     (tmp_path / "runs" / "fp32-s0" / "numerics" / "step-00000010.json").write_text("{")
-    text = write_report(comparison(probed_group), tmp_path / "out").read_text(encoding="utf-8")
+    text = write_folder(comparison(probed_group), tmp_path / "out").read_text(encoding="utf-8")
     # A damaged probe is told, and the rest shown.
     assert "fp32, seed 0: " in text and "not a probe record" in text
     assert "What FP16 loses of amp" in text

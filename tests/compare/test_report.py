@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from mprun.compare.findings import VERDICTS, Arm, Comparison, Row, Verdict
-from mprun.compare.report import LIMIT, write_report
+from mprun.compare.report import LIMIT, write_folder
 from mprun.compare.wording import answer
 from mprun.plots.panel import MARKS
 
@@ -19,7 +19,7 @@ from .made_comparison import Page, comparison, gan_group, group
 
 
 def written(a_comparison: Comparison, folder) -> tuple[str, Page]:
-    text = write_report(a_comparison, folder).read_text(encoding="utf-8")
+    text = write_folder(a_comparison, folder).read_text(encoding="utf-8")
     return text, Page(text)
 
 
@@ -134,7 +134,7 @@ def test_every_configuration_value_is_escaped(tmp_path):
 @pytest.mark.slow
 def test_the_same_comparison_gives_the_same_files(tmp_path):
     for name in ("a", "b"):
-        write_report(comparison(group(steps=400)), tmp_path / name)
+        write_folder(comparison(group(steps=400)), tmp_path / name)
     files = sorted(path.name for path in (tmp_path / "a").iterdir())
     assert files == sorted(path.name for path in (tmp_path / "b").iterdir())
     assert {"report.html", "resnet50-digits_32-loss-steps.png"} <= set(files)
