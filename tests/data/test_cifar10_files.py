@@ -86,53 +86,23 @@ def test_pickled_batches_are_checked_by_md5_before_they_are_read(tmp_path):
 LAST = encoded(1, size=(32, 32))
 
 
-class Calls:
-    """Pickles to a call of `function`."""
-
-    def __init__(self, function, *arguments):
-        self.call = function, arguments
+class MakesFolder:
+    """Pickles to a call that makes the folder CANARY."""
 
     def __reduce__(self):
-        return self.call
+        return os.mkdir, ("CANARY",)
 
 
-@pytest.mark.parametrize("where", ["alone", "in a batch"])
-@pytest.mark.parametrize(
-    ("function", "arguments", "named"),
-    [
-        (os.mkdir, ("CANARY",), "posix.mkdir"),
-        (exec, ("import os; os.mkdir('CANARY')",), "__builtin__.exec"),
-        (np.save, ("CANARY", 1), "numpy.save"),
-    ],
-)
-def test_a_pickle_runs_nothing(tmp_path, monkeypatch, where, function, arguments, named):
+def test_a_pickle_of_another_md5_runs_nothing(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    call = Calls(function, *arguments)
-    batch = call if where == "alone" else {"data": call, "labels": [1]}
-    _, _, md5 = python_batches(tmp_path, {"data_batch_2": pickle.dumps(batch, protocol=2)})
-    with pytest.raises(DamagedData, match=f"data_batch_2: .*{named}, which is not allowed"):
+    batch = pickle.dumps({"data": MakesFolder(), "labels": [1]}, protocol=2)
+    _, _, md5 = python_batches(tmp_path)
+    write(tmp_path / "data_batch_2", batch)
+    with raises_line(DamagedData, f"{tmp_path}/data_batch_2: MD5 is "):
         read_python_batches(str(tmp_path), md5)
-    assert not list(tmp_path.glob("CANARY*"))
-    # The canary is alive: plain unpickling does it.
-    pickle.loads(pickle.dumps(batch))
-    assert list(tmp_path.glob("CANARY*"))
-
-
-@pytest.mark.parametrize(
-    ("batch", "message"),
-    [
-        ({"data": np.zeros((3, 3072), np.uint8)}, "labels"),
-        ({"data": np.zeros((3, 3072), np.uint8), "labels": [1, 2]}, "2 labels, but pixels"),
-        ({"data": np.zeros((2, 3000), np.uint8), "labels": [1, 2]}, "2 labels, but pixels"),
-        ({"data": np.zeros((2, 3072), np.uint8), "labels": [1, 10]}, "one outside 0 ... 9"),
-        ({"data": np.zeros((2, 3072)), "labels": [1, 2]}, "data are not bytes"),
-        ([1, 2], "not a batch of CIFAR-10"),
-    ],
-)
-def test_pickles_of_something_else(tmp_path, batch, message):
-    _, _, md5 = python_batches(tmp_path, {"test_batch": pickle.dumps(batch, protocol=2)})
-    with pytest.raises(DamagedData, match=f"{tmp_path}/test_batch: .*{message}"):
-        read_python_batches(str(tmp_path), md5)
+    assert not (tmp_path / "CANARY").exists()
+    pickle.loads(batch)  # the canary is alive
+    assert (tmp_path / "CANARY").exists()
 
 
 def test_binary_batches(tmp_path):
