@@ -8,6 +8,7 @@ import os
 import secrets
 import sys
 import time
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -169,26 +170,17 @@ def _write(path: Path, blocks: Blocks) -> tuple[int, str]:
 
 def load_arrays(key: Key) -> list[np.ndarray] | None:
     """Return the arrays stored under ``key``; None if they are missing or damaged."""
-    arrays = []
-    try:
-        path = Cache(None, "images").find({"kind": "arrays", **key})
-        if path is None:
-            return None
-        with open(path, "rb") as file:
-            while file.tell() < path.stat().st_size:
-                arrays.append(np.lib.format.read_array(file, allow_pickle=False))
-    except (OSError, ValueError, RuntimeError):  # RuntimeError: there is no home folder
-        return None
-    return arrays
+    # RuntimeError: there is no home folder.
+    with suppress(OSError, ValueError, zipfile.BadZipFile, RuntimeError):
+        if path := Cache(None, "images").find({"kind": "npz", **key}):
+            with np.load(path, allow_pickle=False) as arrays:
+                return list(arrays.values())
+    return None
 
 
 def store_arrays(key: Key, arrays: Iterable[np.ndarray]) -> None:
     """Keep ``arrays`` (of plain dtypes) under ``key`` if the cache folder is writable."""
-    with suppress(DataError, Resource, RuntimeError):
-        Cache(None, "images").store({"kind": "arrays", **key}, map(_npy, arrays))
-
-
-def _npy(array: np.ndarray) -> bytes:
     stream = io.BytesIO()
-    np.lib.format.write_array(stream, array, allow_pickle=False)
-    return stream.getvalue()
+    np.savez(stream, *arrays)
+    with suppress(DataError, Resource, RuntimeError):
+        Cache(None, "images").store({"kind": "npz", **key}, [stream.getvalue()])

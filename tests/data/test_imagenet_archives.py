@@ -112,7 +112,7 @@ def test_the_same_data_set_as_the_extracted_archives(root, tmp_path):
 
 def test_the_index_is_kept_and_made_again_where_it_or_an_archive_changes(root, tmp_path):
     first = find(root)
-    (kept,) = (tmp_path / "cache/mprun/images").glob("*.arrays")
+    (kept,) = (tmp_path / "cache/mprun/images").glob("*.npz")
     content = kept.read_bytes()
     written = kept.stat().st_mtime_ns
     # The devkit may be a folder as well.
@@ -130,7 +130,7 @@ def test_the_index_is_kept_and_made_again_where_it_or_an_archive_changes(root, t
     images["ILSVRC2012_val_00000001.JPEG"] = CONTENT[7]
     replace(root / VALIDATION, tar_bytes(images))
     assert find(root).sha256 != first.sha256
-    assert len(list(kept.parent.glob("*.arrays"))) == 2
+    assert len(list(kept.parent.glob("*.npz"))) == 2
 
 
 @pytest.mark.parametrize("missing", [TRAIN, VALIDATION, f"{DEVKIT}.tar.gz"])
