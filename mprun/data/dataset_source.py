@@ -43,7 +43,7 @@ class DatasetReader(Reader):
         super().__init__(len(dataset), where, batch_size, seed)
         self.dataset, self.num_classes, self.seed = dataset, num_classes, seed
 
-    def read(self, number: int, *, shared: bool = False) -> ReadBatch:
+    def read(self, number: int) -> ReadBatch:
         """Read batch ``number``; raise ``DamagedData`` naming an item."""
         chosen = self.places(number)
         key = (_HELD_OUT,) if self.seed is None else (_TRAINING, self.seed, number // len(self))
@@ -57,8 +57,6 @@ class DatasetReader(Reader):
                     f"{dtype} {list(shape)}; all must be alike"
                 )
         images = torch.stack([image for image, _ in pairs])
-        if shared:
-            images.share_memory_()
         return ReadBatch(images, torch.tensor([label for _, label in pairs]), {})
 
     def sha256_of(self, count: int) -> str:

@@ -130,7 +130,7 @@ class ImageReader(Reader):
         self.skips = on_corrupt == "skip"
         self.most_replaced = max(3, len(split) // 1000)
 
-    def read(self, number: int, *, shared: bool = False) -> ReadBatch:
+    def read(self, number: int) -> ReadBatch:
         """Read batch ``number``; raise ``DamagedData`` naming a file."""
         chosen = self.places(number)
         chances: Iterable[np.ndarray | None] = itertools.repeat(None, len(chosen))
@@ -139,8 +139,6 @@ class ImageReader(Reader):
             chances = draws(self.seed, epoch, batch * self.batch_size, self.batch_size)
         size, channels = self.augmentation.image_size, self.augmentation.channels
         images = torch.empty((len(chosen), size, size, channels), dtype=torch.uint8)
-        if shared:
-            images.share_memory_()
         rows, augment = images.numpy().reshape(len(chosen), -1), self.augmentation
         used: list[int] = []
         replaced: dict[int, str] = {}

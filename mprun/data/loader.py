@@ -27,7 +27,7 @@ from multiprocessing.process import BaseProcess
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, get_worker_info
+from torch.utils.data import DataLoader, Dataset
 
 from mprun.data.source import Batch, DamagedData, ReadBatch, Reader, Source, checked_index
 from mprun.errors import ASKING, MprunError, Resource
@@ -265,7 +265,7 @@ class _Readings(Dataset):
 
     def __getitem__(self, number: int) -> ReadBatch | Exception:
         try:
-            return self._reader.read(number, shared=get_worker_info() is not None)
+            return self._reader.read(number)
         except (MprunError, OSError, MemoryError) as error:
             return error
 

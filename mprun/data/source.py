@@ -190,10 +190,10 @@ class Reader(ABC):
         return list(range(start, min(start + self.batch_size, self.samples)))
 
     @abstractmethod
-    def read(self, number: int, *, shared: bool = False) -> ReadBatch:
-        """Read batch ``number``; ``shared``: into shared memory, which is free to send.
+    def read(self, number: int) -> ReadBatch:
+        """Read batch ``number``; raise ``DamagedData`` naming an unusable sample.
 
-        Raises ``ValueError`` out of range, and ``DamagedData`` naming a sample that is unusable.
+        A number out of range raises ``ValueError``.
         """
 
 

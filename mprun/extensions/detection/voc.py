@@ -200,14 +200,11 @@ class VocReader(Reader):
         self.split, self.image_size, self.seed = split, image_size, seed
         self.augmentation = augmentation
 
-    def read(self, number: int, *, shared: bool = False) -> ReadBatch:
+    def read(self, number: int) -> ReadBatch:
         places = self.places(number)
         size = self.image_size
         images = torch.empty((len(places), size, size, 3), dtype=torch.uint8)
         targets = torch.from_numpy(self.split.targets[places])
-        if shared:
-            images.share_memory_()
-            targets.share_memory_()
         with kept_random_state():
             for row, place in enumerate(places):
                 image = self.split.image(place)

@@ -179,15 +179,12 @@ class UtteranceReader(Reader):
         super().__init__(len(utterances), where, batch_size, seed)
         self.utterances, self.spectrogram, self.codes = utterances, spectrogram, codes
 
-    def read(self, number: int, *, shared: bool = False) -> ReadBatch:
+    def read(self, number: int) -> ReadBatch:
         chosen = [self.utterances[place] for place in self.places(number)]
         rate = self.spectrogram.sample_rate
         spectra = [self.spectrogram.of(read_wav(one.audio, rate)) for one in chosen]
         longest = max(spectrum.shape[1] for spectrum in spectra)
-        features = torch.empty(len(chosen), 1, self.spectrogram.frequencies, longest)
-        if shared:
-            features.share_memory_()
-        features.zero_()
+        features = torch.zeros(len(chosen), 1, self.spectrogram.frequencies, longest)
         targets = torch.zeros(len(chosen), 2 + max(len(one.text) for one in chosen)).long()
         parts = zip(features.numpy(), targets, chosen, spectra, strict=True)
         for row, target, one, spectrum in parts:
