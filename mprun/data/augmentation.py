@@ -13,7 +13,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn import functional as F
 
-from mprun.data.source import sent
+from mprun.data.source import sent, stream
 
 # Per channel, in units of pixel values: mean and standard deviation of the ImageNet training images
 # from PyTorch's examples (there divided by 255), and the means that BVLC's Caffe subtracts, here in
@@ -104,7 +104,7 @@ class PaddedCrop:
 
 def draw(seed: int, epoch: int, n: int, padding: int, flip: bool) -> np.ndarray:
     """Draw rows and columns to skip in the padded image, and 1 to mirror: int64 ``[3, n]``."""
-    bits = np.random.PCG64(np.random.SeedSequence([seed, epoch, _STREAM])).random_raw(n)
+    bits = stream(seed, epoch, _STREAM).random_raw(n)
     low, high = bits & np.uint64(2**31 - 1), (bits >> np.uint64(31)) & np.uint64(2**31 - 1)
     offsets = np.uint64(2 * padding + 1)
     down, right = (low * offsets) >> np.uint64(31), (high * offsets) >> np.uint64(31)
@@ -129,9 +129,9 @@ def draws(seed: int, epoch: int, first: int, count: int) -> np.ndarray:
     ``advance``, but not its distributions (NEP 19), so the 53 highest bits are taken here. Costs 30
     us and 0.3 us a sample.
     """
-    stream = np.random.PCG64(np.random.SeedSequence([seed, epoch, _STREAM]))
-    stream.advance(first * DRAWS)
-    raw = stream.random_raw(count * DRAWS).reshape(count, DRAWS)
+    bits = stream(seed, epoch, _STREAM)
+    bits.advance(first * DRAWS)
+    raw = bits.random_raw(count * DRAWS).reshape(count, DRAWS)
     return (raw >> np.uint64(11)) * 2.0**-53
 
 
@@ -169,11 +169,10 @@ class Augmentation:
     and mirror in training, the middle in evaluation. ``centre``: a square of ``centre_crop`` pixels
     from the middle, resized; mirror in training (DCGAN).
 
-    ``resize_to`` None is 8/7 of ``image_size``; below that it raises ``ValueError``.
-    ``centre_crop`` None, or more than the image has, means its shorter side. One channel is PIL's
-    ``convert("L")`` (ITU-R 601 luma). For the same box the pixels are, bit for bit, those of
-    torchvision's ``resized_crop``, ``resize`` and ``center_crop`` on PIL images: bilinear, with
-    PIL's antialiasing.
+    ``resize_to`` is at least ``image_size``; None is 8/7 of it. ``centre_crop`` None, or more than
+    the image has, means its shorter side. One channel is PIL's ``convert("L")`` (ITU-R 601 luma).
+    For the same box the pixels are, bit for bit, those of torchvision's ``resized_crop``,
+    ``resize`` and ``center_crop`` on PIL images: bilinear, with PIL's antialiasing.
     """
 
     kind: str  # resized_crop, crop or centre
@@ -182,12 +181,6 @@ class Augmentation:
     flip: bool = True
     resize_to: int | None = None
     centre_crop: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.resize_to is not None and self.resize_to < self.image_size:
-            raise ValueError(
-                f"resize_to={self.resize_to} is not allowed: image_size ({self.image_size}) or more"
-            )
 
     @property
     def resized(self) -> int:  # pixels of a side before the crop

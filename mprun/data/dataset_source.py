@@ -14,6 +14,7 @@ from mprun.data.source import (
     DataError,
     ReadBatch,
     Reader,
+    at_least,
     kept_random_state,
     seed_sample,
 )
@@ -161,8 +162,7 @@ class DatasetSource(LoadedSource):
         divisor: float | Sequence[float] = 255.0,
         sha256: str | None = None,
     ) -> None:
-        if num_classes < 1:
-            raise ValueError(f"num_classes={num_classes} is not allowed: 1 or more")
+        at_least(1, num_classes=num_classes)
         reader = DatasetReader("train", train, num_classes, batch_size, seed)
         eval_reader = DatasetReader("held_out", held_out, num_classes, batch_size, None)
         image = reader.sample()

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from mprun.data.source import Batch, DamagedData, ReadBatch, Reader, Source, checked_index
+from mprun.data.source import Batch, DamagedData, ReadBatch, Reader, Source, at_least
 from mprun.errors import ASKING, MprunError, Resource
 
 MOST_WORKERS = 16
@@ -107,10 +107,8 @@ class BatchLoader:
         pin_memory: bool = False,
         stall_after: float = STALL_AFTER_S,
     ) -> None:
-        if workers < 0:
-            raise ValueError(f"workers={workers} is not allowed: 0 or more")
-        if prefetch < 1:
-            raise ValueError(f"prefetch={prefetch} is not allowed: 1 or more")
+        at_least(0, workers=workers)
+        at_least(1, prefetch=prefetch)
         self.reader, self.workers, self.numbers = reader, workers, numbers or Numbers()
         self.replaced: dict[int, str] = {}
         self._prefetch, self._pin_memory = prefetch, pin_memory
@@ -405,7 +403,8 @@ class LoadedSource(Source):
     def train_batch(self, index: int) -> Batch:
         """Return batch ``index`` of the run; raise ``ValueError`` if it is negative."""
         numbers = self._train.loader.numbers
-        if checked_index(index) % numbers.parts not in numbers.own:
+        at_least(0, index=index)
+        if index % numbers.parts not in numbers.own:
             raise ValueError(f"index={index} is not allowed: a batch of another rank")
         images, labels = self._train.batch(index)
         return self._float(images), labels

@@ -106,17 +106,18 @@ def permutation(seed: int, epoch: int, n: int) -> Tensor:
     NumPy guarantees the streams of its bit generators across releases, but not its ``permutation``
     (NEP 19); torch guarantees neither. Costs about 0.1 s for a million samples, once an epoch.
     """
-    keys = _stream(seed, epoch).random_raw(n)
+    keys = stream(seed, epoch).random_raw(n)
     return torch.from_numpy(np.argsort(keys, kind="stable"))
 
 
 def rotation(seed: int, epoch: int, n: int) -> int:
     """Return a start in 0 ... n-1, a pure function of (seed, epoch)."""
-    return int(_stream(seed, epoch).random_raw()) % n
+    return int(stream(seed, epoch).random_raw()) % n
 
 
-def _stream(seed: int, epoch: int) -> np.random.PCG64:
-    return np.random.PCG64(np.random.SeedSequence([seed, epoch]))
+def stream(*key: int) -> np.random.PCG64:
+    """Return the random bits of ``key``, integers of 0 or more."""
+    return np.random.PCG64(np.random.SeedSequence(key))
 
 
 class EpochOrder:
@@ -130,8 +131,7 @@ class EpochOrder:
             raise ValueError(
                 f"batch_size={batch_size} is not allowed: 1 to {n}, the size of the training split"
             )
-        if seed < 0:
-            raise ValueError(f"seed={seed} is not allowed: 0 or more")
+        at_least(0, seed=seed)
         self.batches_per_epoch = n // batch_size
         self._seed, self._n, self._batch_size, self._device = seed, n, batch_size, device
         self._epoch = -1
@@ -139,7 +139,8 @@ class EpochOrder:
 
     def indices(self, index: int) -> Tensor:
         """Return the samples of the run's batch ``index``, int64 ``[batch_size]`` on the device."""
-        epoch, batch = divmod(checked_index(index), self.batches_per_epoch)
+        at_least(0, index=index)
+        epoch, batch = divmod(index, self.batches_per_epoch)
         if epoch != self._epoch:
             self._order = sent(permutation(self._seed, epoch, self._n), self._device)
             self._epoch = epoch
@@ -184,7 +185,8 @@ class Reader(ABC):
         """Return the samples of batch ``number``; raise ``ValueError`` if it is out of range."""
         if self._order is not None:
             return self._order.indices(number).tolist()
-        start = checked_index(number) * self.batch_size
+        at_least(0, index=number)
+        start = number * self.batch_size
         if start >= self.samples:
             raise ValueError(f"index={number} is not allowed: below {len(self)}")
         return list(range(start, min(start + self.batch_size, self.samples)))
@@ -197,11 +199,11 @@ class Reader(ABC):
         """
 
 
-def checked_index(index: int) -> int:
-    """Return ``index``; raise ``ValueError`` if it is negative."""
-    if index < 0:
-        raise ValueError(f"index={index} is not allowed: 0 or more")
-    return index
+def at_least(least: int, **values: int) -> None:
+    """Raise ``ValueError`` that names the first of ``values`` below ``least``."""
+    for name, value in values.items():
+        if value < least:
+            raise ValueError(f"{name}={value} is not allowed: {least} or more")
 
 
 @contextmanager

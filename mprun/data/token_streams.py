@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from mprun.data.cache import Cache
-from mprun.data.source import Batch, DamagedData, DataError, Source, permutation, rotation
+from mprun.data.source import Batch, DamagedData, DataError, Source, at_least, permutation, rotation
 
 # Fixed, so that the metric does not depend on the training batch size; a multiple of 8 for Tensor
 # Cores.
@@ -92,11 +92,8 @@ class TokenStreams(Source):
         overlap: int = 0,
         eval_tokens: int | None = None,
     ) -> None:
-        for name, value in {"batch_size": batch_size, "sequence_length": sequence_length}.items():
-            if value < 1:
-                raise ValueError(f"{name}={value} is not allowed: 1 or more")
-        if seed < 0:
-            raise ValueError(f"seed={seed} is not allowed: 0 or more")
+        at_least(1, batch_size=batch_size, sequence_length=sequence_length)
+        at_least(0, seed=seed)
         self._parts = [_opened(part, overlap) for part in train]
         several = held_out if isinstance(held_out, list) else [held_out]
         self._eval_ring = _Ring([_opened(part) for part in several])
@@ -129,8 +126,7 @@ class TokenStreams(Source):
 
     def train_batch(self, index: int) -> Batch:
         """Return batch ``index`` of the run; raise ``ValueError`` if it is negative."""
-        if index < 0:
-            raise ValueError(f"index={index} is not allowed: 0 or more")
+        at_least(0, index=index)
         epoch, batch = divmod(index, self.batches_per_epoch)
         block, batch = divmod(batch, self._block)
         if (epoch, block) != self._loaded:
@@ -270,8 +266,7 @@ class TokenSource(TokenStreams):
         vocab_size: int,
         **sizes: Unpack[Sizes],
     ) -> None:
-        if vocab_size < 2:
-            raise ValueError(f"vocab_size={vocab_size} is not allowed: 2 or more")
+        at_least(2, vocab_size=vocab_size)
         train = _checked("train_tokens", train_tokens, vocab_size)
         held_out = _checked("held_out_tokens", held_out_tokens, vocab_size)
         super().__init__([train], held_out, **sizes)

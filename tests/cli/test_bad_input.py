@@ -160,6 +160,10 @@ CASES = [
     ("model=dcgan data.image_size=48", "model.image_size=48|32, 64, 128"),
     ("model=resnet50 data.channels=1", "data.channels=1|3"),
     ("model=resnet50 model.num_classes=5", "model.num_classes=5|10"),
+    (
+        "model=resnet50 data=image_folder data.root=. data.resize_to=223",
+        "data.resize_to=223: must be >= data.image_size (224)",
+    ),
     # override grammar
     ("optim.lr=[1", "optim.lr=[1|key=value"),
     ("'optim.lr=${'", "optim.lr=|key=value"),

@@ -127,8 +127,3 @@ def test_numbers_are_the_high_bits_of_the_documented_stream():
 def test_centre_box_rounds_halves_to_even_as_torchvision_does():
     assert centre_box(13, 10, 8) == (2, 1, 10, 9)  # 2.5 -> 2
     assert centre_box(15, 10, 8) == (4, 1, 12, 9)  # 3.5 -> 4
-
-
-def test_a_crop_larger_than_what_it_is_cut_from():
-    with pytest.raises(ValueError, match="resize_to=31 is not allowed"):
-        Augmentation("crop", 32, resize_to=31)

@@ -57,7 +57,7 @@ PARTS = {
     "record/async_copy.py": {"send"},
     "data/loader.py": {"batch", "_cuda_batch", "_copy"},
     "data/image_store.py": {"train_batch", "_float"},
-    "data/source.py": {"indices", "checked_index"},
+    "data/source.py": {"indices", "at_least"},
     "data/token_streams.py": {"train_batch", "_chunk"},
     "numerics/failure.py": {"keep_if", "_pause"},
     "numerics/replay.py": {"take_if", "_fits"},
