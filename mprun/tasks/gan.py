@@ -67,7 +67,7 @@ class GAN(Task):
         self.d.optimizer.zero_grad()
         sizes, d_losses, g_losses = [], [], []
         fake = None
-        for real, _ in self.each_part(batches, self.guards):
+        for real, _ in self.each_part(batches):
             sizes.append(len(real))
             with self.forward_context:
                 with torch.set_grad_enabled(not self.in_parts):
@@ -80,7 +80,7 @@ class GAN(Task):
         # D's weight gradients are not needed here; its BatchNorm statistics move once more.
         self.d.model.requires_grad_(False)
         guard_d.save()
-        for size in self.each_part(sizes, self.guards):
+        for size in self.each_part(sizes):
             with self.forward_context:
                 if self.in_parts or fake is None:
                     fake = self._made(size)

@@ -40,7 +40,7 @@ class Supervised(Task):
         optimizer = self.learner.optimizer
         optimizer.zero_grad()
         losses = []
-        for batch in self.each_part(batches, self.guards):
+        for batch in self.each_part(batches):
             with self.forward_context:
                 loss, propagated = self.loss(batch)
                 del batch  # backward keeps what it needs: autocast's 16-bit copy of images
@@ -105,9 +105,7 @@ class Classification(Supervised):
 class Reconstruction(Supervised):
     """Mean squared error per pixel of a reconstructed image; the only metric is loss."""
 
-    def load(self, step: int) -> Iterator[Batch]:
-        """Load as for every task, but in FP32: the images are also the target."""
-        return self.image_batches(step, None)
+    casts_images = False  # they are also the target
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         images, dtype = batch[0], self.policy.loss_dtype

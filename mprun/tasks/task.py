@@ -35,6 +35,7 @@ class Task(ABC):
     """
 
     sample = "image"  # the unit of throughput, or "token", "utterance"
+    casts_images = True  # images are loaded in the dtype of the parameters
     channels_last = False  # images are in NHWC order; set by the code that builds the networks so
     learners: dict[str, "TrainState"]  # the trained models, by name
     loss_scales: dict[str, LossScale]  # by their names in the records
@@ -67,17 +68,12 @@ class Task(ABC):
     def load(self, step: int) -> Iterator[Any]:
         """Load this rank's micro-batches of `step` (from 0); the host's part.
 
-        Each is read only after the use of the one before. By default they are images in the dtype
-        of the parameters, and in NHWC order in memory if `channels_last` is set.
-        """
-        return self.image_batches(step, self.policy.param_dtype)
-
-    def image_batches(self, step: int, dtype: torch.dtype | None) -> Iterator[Batch]:
-        """Load images in `dtype`; None: as they are.
-
+        Each is read only after the use of the one before. By default they are images, in the dtype
+        of the parameters if `casts_images`, and in NHWC order in memory if `channels_last` is set.
         A batch belongs only to the caller, and the source's FP32 images are released after the
         cast: they would take twice the memory that backward keeps in a mode of 16-bit parameters.
         """
+        dtype = self.policy.param_dtype if self.casts_images else None
         for number in self.numbers:
             index = step * self.accumulate + number
             yield _laid_out(self.data.train_batch(index), self.channels_last, dtype)
@@ -92,9 +88,7 @@ class Task(ABC):
         """True if an update consists of several micro-batches, on one or more ranks."""
         return self.accumulate > 1 or self.ranks.world > 1
 
-    def each_part(
-        self, batches: Iterable[Any], guards: "Iterable[BatchStatistics]"
-    ) -> Iterator[Any]:
+    def each_part(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Iterate over the micro-batches, each with a separate seed.
 
         Each starts from the step's BatchNorm statistics, and its own are put aside
@@ -108,7 +102,7 @@ class Task(ABC):
                     learner.sum_at_once(number == self.numbers[-1])
             yield next(left)
             if self.in_parts:
-                for guard in guards:
+                for guard in self.guards:
                     guard.end_part()
 
     def mean_statistics(self, guards: "Iterable[BatchStatistics]") -> None:

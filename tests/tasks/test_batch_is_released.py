@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from mprun.execution.graphed_step import GraphedStep
+from mprun.precision import get_policy
 from mprun.tasks.supervised import Classification
 
 from ..execution.call_recorder import CallRecorder
@@ -70,7 +71,7 @@ def test_the_layout_is_that_of_a_batch_put_in_order_and_then_cast():
         images = torch.randn(2, channels, 4, 4)
         source = SimpleNamespace(train_batch=lambda index, images=images: (images, None))
         task = Classification.__new__(Classification)
-        task.data, task.channels_last = source, True
-        ((taken, _),) = task.image_batches(0, torch.float16)
+        task.data, task.channels_last, task.policy = source, True, get_policy("fp16_naive")
+        ((taken, _),) = task.load(0)
         expected = images.contiguous(memory_format=torch.channels_last).half()
         assert torch.equal(taken, expected) and taken.stride() == expected.stride()
