@@ -105,14 +105,12 @@ class BatchLoader:
         *,
         numbers: Numbers | None = None,
         pin_memory: bool = False,
-        stall_after: float = STALL_AFTER_S,
     ) -> None:
         at_least(0, workers=workers)
         at_least(1, prefetch=prefetch)
         self.reader, self.workers, self.numbers = reader, workers, numbers or Numbers()
         self.replaced: dict[int, str] = {}
         self._prefetch, self._pin_memory = prefetch, pin_memory
-        self._stall_after = stall_after
         self._recent: dict[int, ReadBatch] = {}
         self._keep = _KEPT
         self._loader: DataLoader | None = None
@@ -135,7 +133,7 @@ class BatchLoader:
             batch = self.reader.read(number)
             if self._pin_memory:
                 images, labels = batch.images.pin_memory(), batch.labels.pin_memory()
-                batch = ReadBatch(images, labels, batch.replaced)
+                batch = batch._replace(images=images, labels=labels)
         self.replaced |= batch.replaced
         most = self.reader.most_replaced
         if len(self.replaced) > most:
@@ -166,10 +164,11 @@ class BatchLoader:
                     raise self._lost(str(error)) from None
                 if "timed out" not in str(error):
                     raise
-                if time.monotonic() - waiting_since > self._stall_after:
-                    self._stop(gently=False)
+                if time.monotonic() - waiting_since > STALL_AFTER_S:
+                    self._kill()
+                    self._stop()
                     raise Resource(
-                        f"{self.reader.where}: no batch for {self._stall_after:g} s from "
+                        f"{self.reader.where}: no batch for {STALL_AFTER_S:g} s from "
                         f"{self.workers} loader processes; does the file system still answer?"
                     ) from None
             except (ConnectionError, EOFError, FileNotFoundError) as error:
@@ -180,7 +179,7 @@ class BatchLoader:
         self._next = self.numbers.after(number)
         if isinstance(batch, Exception):
             raise batch
-        return ReadBatch(*batch)
+        return batch
 
     def _start(self, number: int) -> None:
         numbers = self.numbers
@@ -219,9 +218,7 @@ class BatchLoader:
             self._iterator = iter(self._loader)
         self._processes = [child for child in active_children() if child not in before]
 
-    def _stop(self, *, gently: bool = True) -> None:
-        if not gently:
-            self._kill()
+    def _stop(self) -> None:
         # When no reference is left, torch asks the processes to end and waits for them.
         self._iterator, self._loader = iter(()), None
         self._next = -1
@@ -237,7 +234,8 @@ class BatchLoader:
                 process.join()
 
     def _lost(self, why: str) -> Resource:
-        self._stop(gently=False)
+        self._kill()
+        self._stop()
         return Resource(
             f"data.workers={self.workers}: a loader process is lost, killed or out of memory or of "
             f"shared memory (/dev/shm): {why}"

@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from mprun.data import loader as loader_module
 from mprun.data.augmentation import Augmentation, draws
 from mprun.data.image_files import find_images
 from mprun.data.image_folder import ImageReader
@@ -256,14 +257,15 @@ def test_a_killed_process_is_a_lost_resource(folder, loaders):
 
 
 @pytest.mark.slow
-def test_a_read_that_never_ends_is_a_lost_resource(tmp_path, loaders):
+def test_a_read_that_never_ends_is_a_lost_resource(tmp_path, loaders, monkeypatch):
     make_folder(tmp_path)
     reader = readers(tmp_path)[0]
     path = reader.split.name(reader.places(1)[0])
     os.unlink(path)
     os.mkfifo(path)  # opening it waits for a writer that never comes
     before = pids()
-    loader = loaders(reader, 1, stall_after=0.5)
+    monkeypatch.setattr(loader_module, "STALL_AFTER_S", 0.5)
+    loader = loaders(reader, 1)
     loader.batch(0)
     with pytest.raises(Resource, match=f"{tmp_path}: no batch for 0.5 s"):
         loader.batch(1)
