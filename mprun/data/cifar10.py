@@ -99,9 +99,9 @@ def read_binary_batches(folder: str) -> Cifar10Files:
 def read_class_folders(root: str) -> Cifar10Files:
     """Decode images in class folders, 6 to 10 s for 60,000 files, and keep them in the cache."""
     images = find_images(root, layout="classes", eval_share=0.1)
-    if len(images.classes) != CLASSES:
-        found = f"{printable(images.train.source)}: {len(images.classes)} classes"
-        raise DamagedData(f"{found}, CIFAR-10 has {CLASSES}")
+    if (count := len(images.train.classes)) != CLASSES:
+        where = printable(images.train.source)
+        raise DamagedData(f"{where}: {count} classes, CIFAR-10 has {CLASSES}")
     pixels = _cached_pixels(images)
     train, held_out = np.split(pixels, [len(images.train)])
     parts = Part(train, images.train.labels), Part(held_out, images.held_out.labels)

@@ -144,7 +144,6 @@ class Images:
 
     train: ImageSplit
     held_out: ImageSplit
-    classes: tuple[str, ...]
     sha256: str
     sha256_of: str
     split_rule: str
@@ -178,7 +177,7 @@ def find_images(root: str, *, layout: str, eval_share: float, on_corrupt: str = 
         if not flat:
             rule += ", one file of each class stays in training"
         train, held_out = _split_by_hash(whole, eval_share)
-        return Images(train, held_out, whole.classes, *hashed({"": whole}, skip), rule, ignored)
+        return Images(train, held_out, *hashed({"": whole}, skip), rule, ignored)
     if not has_train:
         missing = printable(os.path.join(root, "train"))
         raise DamagedData(f"{missing}: no such folder, but {others[0]}/ is beside it")
@@ -193,7 +192,7 @@ def find_images(root: str, *, layout: str, eval_share: float, on_corrupt: str = 
     train, held_out = parts.values()
     ignored = sum(count for _, count in listed.values())
     rule = f"folders train and {others[0]}"
-    return Images(train, held_out, train.classes, *hashed(parts, skip), rule, ignored)
+    return Images(train, held_out, *hashed(parts, skip), rule, ignored)
 
 
 def split_folders(root: str) -> list[str]:

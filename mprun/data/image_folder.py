@@ -216,7 +216,7 @@ class ImageFolder(LoadedSource):
             for split, own in ((found.train, seed), (found.held_out, None))
         )
         super().__init__(train, held_out, workers, device, prefetch)
-        self.num_classes = max(1, len(found.classes))
+        self.num_classes = max(1, len(found.train.classes))
         self.sha256 = found.sha256
         self.description = {
             "name": "imagenet" if imagenet else "image_folder",

@@ -175,7 +175,7 @@ def find_imagenet(root: str, *, layout: str, eval_share: float, on_corrupt: str 
     root = os.path.abspath(root)
     if split_folders(root):
         found = find_images(root, layout=layout, eval_share=eval_share, on_corrupt=on_corrupt)
-        _check_classes(os.path.join(root, "train"), found.classes)
+        _check_classes(os.path.join(root, "train"), found.train.classes)
         return found
     train_path, validation_path = (os.path.join(root, name) for name in (TRAIN, VALIDATION))
     if not (os.path.isfile(train_path) or os.path.isfile(validation_path)):
@@ -197,7 +197,7 @@ def find_imagenet(root: str, *, layout: str, eval_share: float, on_corrupt: str 
     held_out = held_out.taken(np.argsort(held_out.labels, kind="stable"))
     content = hashed({"train": train, "val": held_out}, on_corrupt == "skip")
     rule = "the training and the validation archive"
-    return Images(train, held_out, classes, *content, rule, 0)
+    return Images(train, held_out, *content, rule, 0)
 
 
 def _check_classes(path: str, classes: tuple[str, ...]) -> None:

@@ -39,7 +39,7 @@ def test_order_and_labels_are_those_of_torchvision(tmp_path):
         assert list(split.classes) == expected.classes == sorted(counts)
         assert list(zip(names(split), split.labels.tolist(), strict=True)) == expected.samples
         assert split.labels.dtype == np.int64
-    assert found.classes == found.train.classes
+    assert found.train.classes == found.held_out.classes
     assert found.split_rule == "folders train and val"
 
 
@@ -111,7 +111,7 @@ def test_flat_takes_any_depth_and_has_no_labels(tmp_path):
         "x/2.png",
         "x/y/z/3.JPG",
     ]
-    assert found.classes == found.train.classes == ()
+    assert found.train.classes == found.held_out.classes == ()
     assert not found.train.labels.any() and found.train.labels.dtype == np.int64
     assert found.ignored == 1
 
@@ -136,7 +136,7 @@ def test_hidden_and_side_files_are_passed_over(tmp_path):
         write(tmp_path / ("train/a" if n % 2 else "train") / name, b"text")
     found = find(tmp_path)
     assert (len(found.train), found.ignored) == (2, 4)
-    assert found.classes == ("a",)
+    assert found.train.classes == ("a",)
 
 
 def test_the_hash_is_of_names_and_content_wherever_they_lie(tmp_path):

@@ -99,7 +99,7 @@ def test_the_same_data_set_as_the_extracted_archives(root, tmp_path):
         # Class number c belongs to WNIDS[1000 - c].
         write(extracted / "val" / WNIDS[1000 - (n * 3 % 1000 + 1)] / name, content)
     here, there = find(root), find(extracted)
-    assert here.classes == there.classes == tuple(sorted(WNIDS))
+    assert here.train.classes == there.train.classes == tuple(sorted(WNIDS))
     assert (here.sha256, here.sha256_of) == (there.sha256, "content")
     for archived, plain in ((here.train, there.train), (here.held_out, there.held_out)):
         assert (archived.labels == plain.labels).all() and archived.labels.dtype == np.int64
