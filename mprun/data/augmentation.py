@@ -116,6 +116,7 @@ SCALE, RATIO, TRIES = (0.08, 1.0), (3 / 4, 4 / 3), 10
 # Random numbers of a training sample: mirror, top, left, one spare, then (area, sides) a try.
 DRAWS = 4 + 2 * TRIES
 _FLIP, _TOP, _LEFT, _FIRST_TRY = 0, 1, 2, 4
+BILINEAR = Image.Resampling.BILINEAR
 _LOG_RATIO = math.log(RATIO[0]), math.log(RATIO[1])
 
 Box = tuple[int, int, int, int]  # left, top, right, bottom
@@ -192,10 +193,11 @@ class Augmentation:
         size, resized = self.image_size, self.resized
         if self.kind == "resized_crop":
             # Crop first: PIL's resize with a box would let the filter see beyond its edges.
-            image = _resize(image.crop(random_resized_box(*image.size, draw)), size, size)
+            image = image.crop(random_resized_box(*image.size, draw)).resize((size, size), BILINEAR)
         elif self.kind == "crop":
             left, top = (int(draw[at] * (resized - size + 1)) for at in (_LEFT, _TOP))
-            image = _resize(image, resized, resized).crop((left, top, left + size, top + size))
+            image = image.resize((resized, resized), BILINEAR)
+            image = image.crop((left, top, left + size, top + size))
         else:
             image = self._centre(image)
         if self.flip and draw[_FLIP] < 0.5:
@@ -208,10 +210,11 @@ class Augmentation:
         if self.kind == "centre":
             return self._centre(image)
         if self.kind == "crop":
-            image = _resize(image, self.resized, self.resized)
+            image = image.resize((self.resized, self.resized), BILINEAR)
         else:
             shorter = min(image.size)
-            image = _resize(image, *(int(self.resized * side / shorter) for side in image.size))
+            width, height = (int(self.resized * side / shorter) for side in image.size)
+            image = image.resize((width, height), BILINEAR)
         return image.crop(centre_box(*image.size, self.image_size))
 
     def _channels(self, image: Image.Image) -> Image.Image:
@@ -220,10 +223,4 @@ class Augmentation:
     def _centre(self, image: Image.Image) -> Image.Image:
         size = min(self.centre_crop or min(image.size), *image.size)
         image = image.crop(centre_box(*image.size, size))
-        return _resize(image, self.image_size, self.image_size)
-
-
-def _resize(image: Image.Image, width: int, height: int) -> Image.Image:
-    if image.size == (width, height):
-        return image
-    return image.resize((width, height), Image.Resampling.BILINEAR)
+        return image.resize((self.image_size, self.image_size), BILINEAR)

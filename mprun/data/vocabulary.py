@@ -49,7 +49,7 @@ def text_blocks(
             file: Any = io.BufferedReader(_Hashed(raw, digest), BLOCK)
             if path.suffix == ".gz":
                 file = gzip.GzipFile(fileobj=file)
-            while read := file.read(block):
+            while read := file.read(block) or (b"" if last == b"\n" else b"\n"):
                 last = read[-1:]
                 if position == 0 and not rest and read.startswith(_BYTE_ORDER_MARK):
                     position, read = len(_BYTE_ORDER_MARK), read[len(_BYTE_ORDER_MARK) :]
@@ -61,10 +61,6 @@ def text_blocks(
                 position += cut
                 lines += data.count(b"\n")
                 yield text
-        if last != b"\n":
-            text = _decoded(path, rest + b"\n", position, lines, lower)
-            words = words or bool(text.strip())
-            yield text
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DamagedData(f"{path}: no whole gzip file ({error})") from error
     except OSError as error:
