@@ -69,8 +69,6 @@ def decode_rgb(content: bytes, name: str) -> Image.Image:
             "PIL.ImageFile.LOAD_TRUNCATED_IMAGES=True: the missing part of a truncated image "
             "would be trained on as gray (allowed: False)"
         )
-    if not content:
-        raise DamagedData(f"{name}: an empty file (0 bytes)")
     # Silent from now on in this process: `warnings.catch_warnings` would not be thread-safe.
     if _SILENT not in warnings.filters:
         warnings.filterwarnings("ignore", module=_SILENT[3].pattern)
