@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from mprun.entry_points import hint_of
 from mprun.errors import Damaged
+from mprun.numerics.exponent_shares import json_number
 from mprun.record.console import markdown_table
 from mprun.record.run_directory import write_json
 
@@ -149,12 +150,12 @@ def power(value: float) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Convert nested values for JSON: non-finite numbers as text, tuples as lists."""
+    """Convert nested values for JSON: non-finite numbers by `json_number`, tuples as lists."""
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [plain(item) for item in value]
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    return json_number(value) if isinstance(value, float) else value
 
 
 def _markdown(content: dict, rows: list[dict]) -> str:
