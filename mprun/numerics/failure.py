@@ -25,6 +25,7 @@ from mprun.precision.random_states import restore_random_states
 from mprun.record import checkpoint
 from mprun.record.async_copy import PinnedRing, Sent
 from mprun.record.metrics import read_metrics
+from mprun.record.metrics_columns import read_columns
 
 LARGEST_STATE = 2**30  # bytes; a larger copy would take memory that the run may need
 # A copy is taken at most once a second, and only after 200 times the duration of the last one: at
@@ -275,11 +276,17 @@ def _train_again(directory: Path, record: dict, plain: dict, build) -> None:
 
 
 def recorded_rows(directory: Path) -> list[dict]:
-    """Return the recorded training steps, in the form of `post_mortem.History`."""
-    rows, skipped = [], 0
-    for record in read_metrics(directory / "metrics.jsonl"):
+    """Return the recorded training steps, in the form of `post_mortem.History`.
+
+    Raises Damaged for records that the run cannot have written.
+    """
+    path, rows, skipped = directory / "metrics.jsonl", [], 0
+    read_columns(path)  # each line a record, steps in order
+    for record in read_metrics(path) if path.exists() else ():
         if record["split"] != "train":
             continue
+        if not isinstance(record.get("loss_scale"), float | int):
+            raise Damaged(f"{path}: step {record['step']} has no loss_scale")
         # Every skipped step has a record, so a higher count means that this step skipped.
         row = {name: record[name] for name in ("step", "loss", "loss_scale", "skipped")}
         row["found_inf"] = record["skipped"] > skipped

@@ -10,8 +10,7 @@ import csv
 import json
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,24 +22,31 @@ from mprun.numerics.exponent_shares import FP16_MAX
 SCAN = 256  # steps examined first for the next overflow
 
 
-@dataclass(slots=True)
 class OverflowTrace:
     """Per step, the scales at which an overflow is known, assumed or unknown.
 
     first_step: number of the first step; the entries, float64 [n], are consecutive steps. clean:
     largest scale at which the step itself is known not to overflow; 0: none is. overflow: smallest
     scale at which it is known to overflow; inf: none. likely_clean, likely_overflow: the same with
-    evidence of other steps (see `carry`). grad_max: largest unscaled gradient magnitude. notes: on
-    the source of the numbers.
+    evidence of other steps (see `carry`), and with probably_clean, as `clean`, 0 where unknown.
+    grad_max: largest unscaled gradient magnitude. notes: on the source of the numbers.
     """
 
-    first_step: int
-    clean: np.ndarray
-    overflow: np.ndarray
-    likely_clean: np.ndarray
-    likely_overflow: np.ndarray
-    grad_max: np.ndarray | None
-    notes: list[str]
+    def __init__(
+        self,
+        first_step: int,
+        clean: np.ndarray,
+        overflow: np.ndarray,
+        grad_max: np.ndarray | None = None,
+        notes: Sequence[str] = (),
+        probably_clean: np.ndarray | float = 0.0,
+    ):
+        self.first_step, self.clean, self.overflow = first_step, clean, overflow
+        self.grad_max, self.notes = grad_max, notes
+        low = np.maximum(clean, probably_clean)
+        self.likely_clean, self.likely_overflow = carry(
+            np.where(low < overflow, low, clean), overflow
+        )
 
     def __len__(self) -> int:
         return len(self.clean)
@@ -64,23 +70,6 @@ class OverflowTrace:
         known = (scales <= self.clean[steps]) | (scales >= self.overflow[steps])
         likely = (scales <= self.likely_clean[steps]) | (scales >= self.likely_overflow[steps])
         return known, known | likely
-
-
-def trace_from_bounds(
-    first_step: int,
-    clean: np.ndarray,
-    overflow: np.ndarray,
-    grad_max: np.ndarray | None = None,
-    notes: list[str] | None = None,
-    probably_clean: np.ndarray | None = None,
-) -> OverflowTrace:
-    """Build a trace from what each step shows of itself; see `OverflowTrace` and `carry`.
-
-    probably_clean: float64 [n], as `clean`, but only for the likely bounds; 0 where unknown.
-    """
-    low = clean if probably_clean is None else np.maximum(clean, probably_clean)
-    likely = carry(np.where(low < overflow, low, clean), overflow)
-    return OverflowTrace(first_step, clean, overflow, *likely, grad_max, notes or [])
 
 
 def carry(clean: np.ndarray, overflow: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -148,8 +137,7 @@ def _walk(
 
 MAX_STEPS = 10_000_000
 _WANTED = "step and found_inf (0 or 1) or limit (largest scale without overflow)"
-_OTHER_NUMBERS = {"Infinity": math.inf, "inf": math.inf, "true": 1.0, "false": 0.0}
-_OTHER_NUMBERS |= {"True": 1.0, "False": 0.0}
+_WORDS = {"true": 1.0, "false": 0.0, "True": 1.0, "False": 0.0}
 
 
 def read_trace_file(path: Path) -> OverflowTrace:
@@ -177,8 +165,7 @@ def read_trace_file(path: Path) -> OverflowTrace:
     count = found[-1][0] - first + 1
     if count > MAX_STEPS:
         raise BadInput(f"{path}: {count} steps; at most {MAX_STEPS} are allowed")
-    clean, overflow = np.zeros(count), np.full(count, np.inf)
-    grad_max = np.full(count, np.nan)
+    clean, overflow, grad_max = np.zeros(count), np.full(count, np.inf), np.full(count, np.nan)
     at = np.array([step - first for step, *_ in found])
     clean[at], overflow[at], grad_max[at] = np.array([known for _, *known in found]).T
     notes = ["the file has no loss_scale: its overflows are taken to happen at every scale"]
@@ -194,7 +181,7 @@ def read_trace_file(path: Path) -> OverflowTrace:
         if "limit" in has and (np.isfinite(clean) & (clean > 0)).all():
             notes.append("largest gradient for logmax: 65504 / limit (the file has no grad_max)")
             known = FP16_MAX / clean
-    return trace_from_bounds(first, clean, overflow, known, notes)
+    return OverflowTrace(first, clean, overflow, known, notes)
 
 
 def _known(row: dict[str, Any], has: set[str], before: int) -> tuple[int, float, float, float]:
@@ -272,7 +259,7 @@ def _number(row: dict[str, Any], name: str) -> float | None:
     if value is None or value == "":
         return None
     try:
-        number = float(_OTHER_NUMBERS.get(value, value) if isinstance(value, str) else value)
+        number = float(_WORDS.get(value, value) if isinstance(value, str) else value)
     except (TypeError, ValueError):
         number = math.nan
     if not number >= 0:

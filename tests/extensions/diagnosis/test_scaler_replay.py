@@ -12,7 +12,7 @@ from mprun.cli import main
 from mprun.config.compose import compose_config
 from mprun.errors import BadInput, Damaged
 from mprun.extensions.diagnosis.commands.scaler_replay import OWN, replay, run_trace, scaler_names
-from mprun.extensions.diagnosis.overflow_trace import read_trace_file, trace_from_bounds
+from mprun.extensions.diagnosis.overflow_trace import OverflowTrace, read_trace_file
 from mprun.numerics.exponent_counter import exponent_counts
 from mprun.numerics.exponent_shares import ExponentCounts
 from mprun.numerics.probe_record import LearnerProbe, ProbeRecord, TensorStats, write_probe
@@ -34,7 +34,7 @@ def build_preset(name, **changes):
 def limits(values, grad_max=None):
     """A trace whose every step has a known limit."""
     values = np.asarray(values, float)
-    return trace_from_bounds(1, values, np.nextafter(values, np.inf), grad_max)
+    return OverflowTrace(1, values, np.nextafter(values, np.inf), grad_max)
 
 
 def test_torch_by_hand():
@@ -132,7 +132,7 @@ def bounds(*steps):
     """Steps as (scale, found_inf) of a run, None for a step of which nothing is known."""
     clean = [0.0 if s is None or s[1] else s[0] for s in steps]
     overflow = [s[0] if s is not None and s[1] else math.inf for s in steps]
-    return trace_from_bounds(1, np.array(clean), np.array(overflow))
+    return OverflowTrace(1, np.array(clean), np.array(overflow))
 
 
 def test_an_overflow_is_carried_until_a_clean_step_contradicts_it():
@@ -344,7 +344,8 @@ def made_run(tmp_path, rows, scaler=None):
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
     for step, scale, skipped in rows:
         metrics.write(
-            {"split": "train", "step": step, "skipped": skipped, "loss_scale": scale, "loss": 1.0}
+            {"split": "train", "step": step, "updates": step - skipped, "skipped": skipped}
+            | {"loss_scale": scale, "loss": 1.0}
         )
     metrics.close()
     return {"config": {"scaler": scaler or {"name": "torch", "kind": "dynamic"}}}
@@ -370,7 +371,7 @@ def test_runs_without_an_answer_are_refused(tmp_path):
     record = made_run(tmp_path, [(1, 64.0, 0), (4, 32.0, 2)])
     with pytest.raises(BadInput, match="scaler=none"):
         run_trace(tmp_path, record, NoLossScale())
-    with pytest.raises(Damaged, match="skipped 2 after 0"):
+    with pytest.raises(Damaged, match="2 skipped updates, 1 of them recorded"):
         run_trace(tmp_path, record, DynamicLossScale(64.0))
     record["config"]["scaler"]["per"] = "loss"
     with pytest.raises(BadInput, match="scaler.per=loss"):

@@ -23,14 +23,9 @@ from mprun.config.registry import SCALERS
 from mprun.config.schema import ScalerConfig
 from mprun.errors import DONE, BadInput, Damaged
 from mprun.extensions.diagnosis.commands import page, record_of
-from mprun.extensions.diagnosis.overflow_trace import (
-    OverflowTrace,
-    read_trace_file,
-    trace_from_bounds,
-)
-from mprun.numerics.probe_record import GRADIENT_KINDS, ProbeRecord, read_probes
+from mprun.extensions.diagnosis.overflow_trace import OverflowTrace, read_trace_file
+from mprun.numerics.probe_record import GRADIENT_KINDS, ProbeRecord, read_probes, tensors_of
 from mprun.record.console import markdown_table
-from mprun.record.metrics import read_metrics
 
 if TYPE_CHECKING:
     from mprun.precision import LossScale
@@ -198,13 +193,12 @@ def _row(name: str, found: "Replay") -> list[str]:
 
 
 def _as_json(path: Path, trace, replays: dict, left_out: dict[str, str]) -> dict:
-    scalers = {}
-    for name, found in replays.items():
-        scalers[name] = {
+    scalers = {
+        name: {
             "skipped": len(found.skipped),
             "skipped_known": found.skipped_known,
             "skip_steps": found.skipped.tolist(),
-            "scale_changes": [list(change) for change in found.changes[:MOST_CHANGES]],
+            "scale_changes": found.changes[:MOST_CHANGES],
             "scale_changes_left_out": max(0, len(found.changes) - MOST_CHANGES),
             "final_scale": found.final,
             "min_scale": found.lowest,
@@ -213,6 +207,8 @@ def _as_json(path: Path, trace, replays: dict, left_out: dict[str, str]) -> dict
             "steps": found.steps,
             "decided": {kind: getattr(found, kind) for kind in ("known", "assumed", "unknown")},
         }
+        for name, found in replays.items()
+    }
     place = {"trace": str(path), "first_step": trace.first_step, "steps": len(trace)}
     return {**place, "notes": trace.notes, "scalers": scalers, "left_out": left_out}
 
@@ -338,22 +334,17 @@ def probed_bounds(
 def _shown_by(probe: ProbeRecord, every_dtype: bool) -> tuple[float, float] | None:
     """Return (a clean scale whose double overflows, largest unscaled weight gradient) if known."""
     exponents, largest = [], []
-    for learner in probe.learners.values():
-        scales = {probe.log2_loss_scale[name] for name in learner.loss_scales}
-        if len(scales) > 1:
-            return None
-        scale = scales.pop() if scales else 0.0
-        for kind in GRADIENT_KINDS:
-            for stats in learner.tensors.get(kind, {}).values():
-                counts = stats.counts
-                if kind == "weight_gradients":
-                    largest.append(stats.amax / 2.0**scale)
-                if not every_dtype and "fp16" not in stats.dtype.split("+"):
-                    continue
-                if counts.inf or counts.nan:
-                    return None
-                if counts.headroom is not None:
-                    exponents.append(scale + counts.headroom)
+    for kind in GRADIENT_KINDS:
+        for _, stats, scales in tensors_of([probe], kind):
+            scale, counts = scales[0], stats.counts
+            if kind == "weight_gradients":
+                largest.append(stats.amax / 2.0**scale)
+            if not every_dtype and "fp16" not in stats.dtype.split("+"):
+                continue
+            if len(set(scales)) > 1 or counts.inf or counts.nan:
+                return None
+            if counts.headroom is not None:
+                exponents.append(scale + counts.headroom)
     return (2.0 ** min(exponents), max(largest, default=math.nan)) if exponents else None
 
 
@@ -365,14 +356,15 @@ def run_trace(directory: Path, record: dict[str, Any], own: "LossScale") -> Over
     how far the gradients were from overflow, for scales other than the run's own. Raises BadInput
     for a run that cannot show its overflows, Damaged for records that contradict each other.
     """
-    path = directory / "metrics.jsonl"
+    from mprun.numerics.failure import recorded_rows
+
     per = record["config"]["scaler"].get("per", "shared")
     if per != "shared":
         raise BadInput(
             f"{directory}: scaler.per={per} records the overflows of several scales as one; "
             "use a run with scaler.per=shared"
         )
-    rows = _train_rows(path)
+    rows = recorded_rows(directory)
     if not rows:
         raise BadInput(f"{directory}: no step recorded yet")
     last = rows[-1]["step"]
@@ -384,9 +376,11 @@ def run_trace(directory: Path, record: dict[str, Any], own: "LossScale") -> Over
             "with another scaler, or with numerics=on"
         )
     if skips:
-        overflowed = _skipped_steps(path, rows)
+        overflowed, skipped = np.zeros(last, bool), rows[-1]["skipped"]
+        overflowed[[row["step"] - 1 for row in rows if row["found_inf"]]] = True
+        if (found := int(overflowed.sum())) != skipped:  # every skip has its own record
+            raise Damaged(f"{directory}: {skipped} skipped updates, {found} of them recorded")
         scales, notes = _scales(rows, overflowed, own)
-        skipped = int(overflowed.sum())
         clean = np.where(overflowed | np.isnan(scales), 0.0, scales)
         overflow = np.where(overflowed, scales, np.inf)
         notes.insert(0, f"known: {last} steps, {skipped} skipped, each at the run's own scale")
@@ -401,35 +395,7 @@ def run_trace(directory: Path, record: dict[str, Any], own: "LossScale") -> Over
         )
     if grad_max is not None:
         notes.append("largest gradient for logmax: of the nearest probe before each step")
-    return trace_from_bounds(1, clean, overflow, grad_max, notes, probably_clean)
-
-
-def _train_rows(path: Path) -> list[dict[str, Any]]:
-    if not path.exists():
-        return []
-    rows = [row for row in read_metrics(path) if row.get("split") == "train"]
-    for row in rows:
-        whole = isinstance(row.get("step"), int) and isinstance(row.get("skipped"), int)
-        if not whole or row["step"] < 1 or not isinstance(row.get("loss_scale"), float | int):
-            raise Damaged(f"{path}: a record without step, skipped or loss_scale: {row}"[:150])
-    return rows
-
-
-def _skipped_steps(path: Path, rows: list[dict[str, Any]]) -> np.ndarray:
-    """Return bool [last step]: whether its update was skipped; every skip has its own record."""
-    skipped, before = [], 0
-    for row in rows:
-        if row["skipped"] - before not in (0, 1):
-            raise Damaged(f"{path}: step {row['step']}: skipped {row['skipped']} after {before}")
-        if row["skipped"] > before:
-            skipped.append(row["step"] - 1)
-        before = row["skipped"]
-    for a, b in pairwise(row["step"] for row in rows):
-        if b <= a:
-            raise Damaged(f"{path}: step {b} after {a}")
-    overflowed = np.zeros(rows[-1]["step"], bool)
-    overflowed[skipped] = True
-    return overflowed
+    return OverflowTrace(1, clean, overflow, grad_max, notes, probably_clean)
 
 
 def _scales(
@@ -442,7 +408,7 @@ def _scales(
         return recorded, ["logmax moves at every step: known are the steps with a record alone"]
     # The scales of `own` if exactly these steps overflow.
     bound = np.where(overflowed, 0.0, np.inf)
-    changes = replay(own, trace_from_bounds(1, bound, bound), stop_at_collapse=False).changes
+    changes = replay(own, OverflowTrace(1, bound, bound), stop_at_collapse=False).changes
     starts, values = zip(*changes, strict=True)
     scales = np.repeat(values, np.diff(starts, append=len(bound) + 1))
     given = np.flatnonzero(~np.isnan(recorded))
