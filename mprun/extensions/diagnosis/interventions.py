@@ -32,19 +32,14 @@ PATIENCE = 40
 LONGEST_CONTROL_S = 60.0
 Build = Callable[[dict], Built]  # builds from a plain configuration; raises BadInput
 Options = Mapping[str, dict[str, dict]]  # "scaler=static" -> {"scaler": its values}
-
-
-@dataclass(frozen=True, slots=True)
-class Change:
-    """A configuration with one thing changed. overrides: as typed after `mprun`."""
-
-    overrides: tuple[str, ...]
-    config: dict
+# Overrides as typed after `mprun` -> the plain configuration that they change to.
+Changes = dict[tuple[str, ...], dict]
+FP32 = ("precision=fp32",)
 
 
 @dataclass(frozen=True, slots=True)
 class Tried:
-    """The result of a change. cures: None if it could not be tried."""
+    """The result of a change, its overrides as typed. cures: None if it could not be tried."""
 
     overrides: tuple[str, ...]
     cures: bool | None
@@ -85,8 +80,7 @@ def find_cures(
     start = replace(origin, from_start=True)
 
     def try_from(place: Origin, exploding: bool) -> list[Tried]:
-        found = changes(config, finding, options, exploding=exploding)
-        return try_changes(build, found, place)
+        return try_changes(build, changes(config, finding, options, exploding=exploding), place)
 
     exploding = explosion([row for row in rows if row["step"] <= finding.step][-LAST:]) is not None
     if not (exploding and _start_leads_there(build, config, start, rows)):
@@ -127,9 +121,9 @@ def options_of(config_dir: str | None = None) -> Options:
 
 def changes(
     config: dict, finding: Finding, options: Options, *, exploding: bool = False
-) -> list[Change]:
+) -> Changes:
     """Return the changes to try, smallest first; exploding: the loss grew before the bad step."""
-    found = []
+    found: Changes = {}
     for overrides in _proposed(config, finding, options, exploding):
         changed = copy.deepcopy(config)
         for key, value in overrides.items():
@@ -139,8 +133,7 @@ def changes(
             else:
                 reduce(dict.__getitem__, groups, changed)[field] = value
         if changed != config:
-            typed = tuple(f"{key}={_typed(value)}" for key, value in overrides.items())
-            found.append(Change(typed, changed))
+            found[tuple(f"{key}={_typed(value)}" for key, value in overrides.items())] = changed
     return found
 
 
@@ -232,31 +225,29 @@ def _typed(value: str | float | None) -> str:
     return value if isinstance(value, str) else repr(value).removesuffix(".0")
 
 
-def try_changes(build: Build, changes: list[Change], origin: Origin) -> list[Tried]:
+def try_changes(build: Build, changes: Changes, origin: Origin) -> list[Tried]:
     """Train the bad step and AFTER more with every change, in order.
 
     FP32 as a whole, if listed, goes first. A run that stays finite but ends above 1.5 times the
     loss of FP32 (or of its own start, if that is larger) is not cured.
     """
     done: dict[tuple[str, ...], Tried] = {}
-    for change in changes:
-        if change.overrides == ("precision=fp32",):
-            done[change.overrides] = reference = _try(build, change, origin)
-            if reference.cures and reference.loss is not None:
-                usual = WORSE * max(abs(reference.loss), (origin.limit or 0.0) / EXPLOSION)
-                limit = usual if origin.limit is None else min(usual, origin.limit)
-                origin = replace(origin, limit=limit)
-    return [done.get(one.overrides) or _try(build, one, origin) for one in changes]
+    if FP32 in changes:
+        done[FP32] = reference = _try(build, FP32, changes[FP32], origin)
+        if reference.cures and reference.loss is not None:
+            usual = WORSE * max(abs(reference.loss), (origin.limit or 0.0) / EXPLOSION)
+            limit = usual if origin.limit is None else min(usual, origin.limit)
+            origin = replace(origin, limit=limit)
+    return [done.get(own) or _try(build, own, config, origin) for own, config in changes.items()]
 
 
-def _try(build: Build, change: Change, origin: Origin) -> Tried:
+def _try(build: Build, overrides: tuple[str, ...], config: dict, origin: Origin) -> Tried:
     try:
-        steps = start_from(build(change.config), origin)
-        return Tried(change.overrides, *survives(steps, origin))
+        return Tried(overrides, *survives(start_from(build(config), origin), origin))
     except BadInput as error:
-        return Tried(change.overrides, None, f"does not apply: {error}")
+        return Tried(overrides, None, f"does not apply: {error}")
     except (MprunError, RuntimeError, ValueError) as error:
-        return Tried(change.overrides, None, f"could not run: {str(error).partition(chr(10))[0]}")
+        return Tried(overrides, None, f"could not run: {str(error).partition(chr(10))[0]}")
 
 
 def start_from(built: Built, origin: Origin) -> Steps:

@@ -35,7 +35,7 @@ def finding(phase, module="", tensor="output", kind="loss", operation="addmm", *
 
 def tried(*overrides, of):
     config = compose_config(overrides).as_dict()
-    return [" ".join(change.overrides) for change in changes(config, of, OPTIONS)]
+    return [" ".join(overrides) for overrides in changes(config, of, OPTIONS)]
 
 
 def test_a_module_s_overflow_in_fp16_master():

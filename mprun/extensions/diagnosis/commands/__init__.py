@@ -1,10 +1,14 @@
 """The verbs, a file each, and what they share: the record that they read, the page they print."""
 
 import json
-from collections.abc import Iterable
+from argparse import Namespace
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
+from mprun.cli.arguments import Arguments
+from mprun.config.fields import must_be
+from mprun.config.user_code import is_factory
 from mprun.errors import DONE, BadInput
 from mprun.numerics.post_mortem import plain
 from mprun.record.run_record import Record, read_record
@@ -15,6 +19,28 @@ def record_of(verb: str, directory: Path, instead: str = "a run directory") -> R
     if not (directory / "run.json").is_file():
         raise BadInput(f"{verb} {directory}: no run.json there; pass {instead}")
     return read_record(directory)
+
+
+def split_words(options: Namespace, parser: Arguments, known: Collection[str] = ()) -> None:
+    """Split `options.words` into `overrides`, `named` (those of `known`) and `run`.
+
+    run: a path, None without one. BadInput for a second run, or for an override beside a run that
+    does not name the user's code.
+    """
+    options.overrides = [word for word in options.words if "=" in word and not Path(word).is_dir()]
+    others = [word for word in options.words if word not in options.overrides]
+    options.named = [word for word in others if word in known]
+    runs = [word for word in others if word not in known]
+    for word in runs:
+        if known and not Path(word).exists():
+            allowed = must_be(word, known, "precision")
+            raise BadInput(f"{parser.verb} {word}: neither a folder nor a mode; {allowed}")
+    if len(runs) > 1:
+        parser.error(f"{runs[1]}: a second run directory, only one is allowed")
+    options.run = Path(runs[0]) if runs else None
+    for override in options.overrides if runs else ():
+        if not is_factory(override):
+            raise BadInput(f"{parser.verb} {runs[0]} {override}: a run has its configuration")
 
 
 def page(content: dict[str, Any], lines: Iterable[str], as_json: bool) -> int:

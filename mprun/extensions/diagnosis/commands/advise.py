@@ -14,16 +14,9 @@ from mprun.cli.arguments import Arguments, number
 from mprun.config.compose import compose_config, config_from_record
 from mprun.config.overrides import without
 from mprun.config.schema import MAX_STEPS
-from mprun.config.user_code import (
-    NOTHING,
-    Vouched,
-    check_vouched,
-    is_factory,
-    recorded_factories,
-    vouched,
-)
+from mprun.config.user_code import NOTHING, Vouched, check_vouched, recorded_factories, vouched
 from mprun.errors import DIVERGED, DONE, BadInput, MprunError
-from mprun.extensions.diagnosis.commands import page, record_of
+from mprun.extensions.diagnosis.commands import page, record_of, split_words
 from mprun.numerics.probe_record import read_probes
 from mprun.record.metrics import read_metrics
 from mprun.record.run_directory import locked, read_config
@@ -93,16 +86,9 @@ def _options(arguments: list[str]) -> Namespace:
     add("--json", action="store_true", help="everything as JSON")
     add("--config-dir", metavar="DIR", help="your options, as for a run")
     options = parser.parse(arguments)
-    options.overrides = [word for word in options.words if "=" in word and not Path(word).is_dir()]
-    runs = [word for word in options.words if word not in options.overrides]
-    if len(runs) > 1:
-        parser.error(f"{runs[1]}: a second run directory, only one is allowed")
-    options.run = Path(runs[0]) if runs else None
+    split_words(options, parser)
     if options.run is None:
         return options
-    for override in options.overrides:
-        if not is_factory(override):
-            raise BadInput(f"advise {options.run} {override}: a run has its configuration")
     if options.every is not None:
         asked = f"--every {options.every}"
         raise BadInput(f"{asked}: the probes of {options.run} are already taken")

@@ -1,17 +1,17 @@
 """`mprun explain RUN`: replay the failing step, name the operation, try cures."""
 
 import shlex
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Arguments
+from mprun.compare.wording import aligned
 from mprun.config.compose import config_from_record
 from mprun.config.overrides import without
-from mprun.config.user_code import NOTHING, Vouched, is_factory, vouched
+from mprun.config.user_code import NOTHING, Vouched, vouched
 from mprun.errors import BadInput, Damaged
-from mprun.extensions.diagnosis.commands import page, record_of
+from mprun.extensions.diagnosis.commands import page, record_of, split_words
 from mprun.numerics.exponent_shares import FP16_MAX
 from mprun.numerics.post_mortem import power, read_post_mortem
 from mprun.record.run_directory import read_config
@@ -76,14 +76,13 @@ def main(arguments: list[str]) -> int:
     own = "your options that name the run's data.factory, model.factory"
     add("--config-dir", metavar="DIR", help=own)
     given = parser.parse(arguments)
-    factories = [word for word in given.words if is_factory(word)]
-    paths = [word for word in given.words if word not in factories]
-    if len(paths) != 1:
-        parser.error(f"{len(paths)} run directories, needs one")
+    split_words(given, parser)
+    if given.run is None:
+        parser.error("needs a run directory")
     explanation = explain(
-        Path(paths[0]),
+        given.run,
         with_cures=not given.no_cures,
-        given=vouched(factories, given.config_dir),
+        given=vouched(given.overrides, given.config_dir),
         config_dir=given.config_dir,
     )
     return page(as_dict(explanation), as_text(explanation), given.json)
@@ -212,6 +211,7 @@ def _chosen(record: object, names: str) -> dict:
 def as_text(explanation: Explanation) -> list[str]:
     """Return the lines for the console."""
     from mprun.extensions.diagnosis.first_nonfinite import in_words
+    from mprun.extensions.diagnosis.interventions import FP32
 
     start = f"{explanation.run}: {explanation.status}: {explanation.cause}"
     finding, tried, cure = explanation.finding, explanation.tried, explanation.smallest
@@ -222,8 +222,8 @@ def as_text(explanation: Explanation) -> list[str]:
         since = "from the start of the run up to" if explanation.from_start else "on"
         verdicts = {True: "cures", False: "does not cure", None: "-"}
         rows = [(" ".join(o.overrides), f"{verdicts[o.cures]:<13}", o.result) for o in tried]
-        parts["tried"] = [f"{since} that step and five more", *_aligned(rows)]
-        fp32 = any(one.overrides == ("precision=fp32",) and one.cures is False for one in tried)
+        parts["tried"] = [f"{since} that step and five more", *aligned(rows)]
+        fp32 = any(one.overrides == FP32 and one.cures is False for one in tried)
         fails_too = "; FP32 fails as well: the recipe is at fault, not the precision"
         parts["cure"] = [f"none of these{fails_too if fp32 else ''}"]
     if cure is not None:
@@ -245,13 +245,4 @@ def _ramp(ramp: list["Largest"]) -> list[str]:
         shown.append((one.phase, one.module or _OUTSIDE[one.phase], power(one.value), dtype))
     if (before := len(ramp) - len(shown)) > 0:
         lines.append(f"... {before} before")
-    return lines + _aligned(shown)
-
-
-def _aligned(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    """Return a line for each row, every column but the last as wide as its widest cell."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
-    return [
-        "  ".join([*(cell.ljust(n) for cell, n in zip(row, widths, strict=False)), row[-1]])
-        for row in rows
-    ]
+    return lines + aligned(shown)

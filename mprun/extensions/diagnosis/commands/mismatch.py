@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from mprun.cli.arguments import Arguments, number
 from mprun.config.compose import compose_config, config_from_record
-from mprun.config.fields import must_be
 from mprun.config.option_files import modes
 from mprun.config.registry import task_of
 from mprun.config.schema import MAX_STEPS, RunConfig
-from mprun.config.user_code import is_factory, vouched
+from mprun.config.user_code import vouched
 from mprun.errors import BadInput, Damaged, MprunError
-from mprun.extensions.diagnosis.commands import page, record_of
+from mprun.extensions.diagnosis.commands import page, record_of, split_words
 from mprun.record.run_directory import read_config
 from mprun.record.run_record import read_record
 
@@ -104,19 +103,8 @@ def _options(arguments: list[str]) -> Namespace:
     add("--json", action="store_true", help="everything as JSON")
     add("--config-dir", metavar="DIR", help="your modes and options, as for a run")
     options = parser.parse(arguments)
-    known = list(modes(options.config_dir))
-    options.overrides = [word for word in options.words if "=" in word and not Path(word).is_dir()]
-    others = [word for word in options.words if word not in options.overrides]
-    named = [word for word in others if word in known]
-    runs = [word for word in others if word not in known]
-    for word in runs:
-        if not Path(word).exists():
-            allowed = must_be(word, known, "precision")
-            raise BadInput(f"mismatch {word}: neither a folder nor a mode; {allowed}")
-    if len(runs) > 1:
-        parser.error(f"{runs[1]}: a second run directory, only one is allowed")
-    options.run = Path(runs[0]) if runs else None
-    options.sides = _sides(parser, named, options.batch or [BATCH], options.pad or [0])
+    split_words(options, parser, list(modes(options.config_dir)))
+    options.sides = _sides(parser, options.named, options.batch or [BATCH], options.pad or [0])
     return options
 
 
@@ -148,8 +136,6 @@ def _configs(options: Namespace, wanted: Iterable[str]) -> dict[str, RunConfig]:
     run, own = options.run, options.overrides
     for override in own:
         group = override.lstrip("+~").partition("=")[0].partition(".")[0]
-        if run is not None and not is_factory(override):
-            raise BadInput(f"mismatch {run} {override}: a run has its configuration")
         if group in ("precision", "scaler"):
             raise BadInput(f"mismatch {override}: a mode is a word alone, as in mprun mismatch amp")
         if group == "resume":
