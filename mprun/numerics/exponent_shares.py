@@ -66,8 +66,6 @@ class ExponentCounts:
     def __eq__(self, other: object) -> bool:
         return isinstance(other, ExponentCounts) and bool((self.bins == other.bins).all())
 
-    __hash__ = None  # type: ignore[assignment]  # how Python itself says "not hashable"
-
     def __repr__(self) -> str:
         return f"ExponentCounts.from_json({self.to_json()})"
 
@@ -184,6 +182,11 @@ def json_number(value: float) -> float | str:
     return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
 
 
+def ratio(numerator: float, denominator: float) -> float:
+    """Return the quotient, NaN for a denominator of 0."""
+    return numerator / denominator if denominator else math.nan
+
+
 class Sums:
     """A dataclass of counts or sums over elements; each field has 0 or 0.0 as its default."""
 
@@ -227,7 +230,7 @@ class LostUpdates(Sums):
 
     def share(self, format: str) -> float:
         """Return the part (0 to 1) of the non-zero updates lost in one of FORMATS; 0 without."""
-        return getattr(self, format) / self.nonzero if self.nonzero else 0.0
+        return getattr(self, format) / (self.nonzero or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,9 +251,4 @@ class AppliedUpdates(Sums):
     @property
     def ratio(self) -> float:
         """Return applied / wanted: 1 without bias, 0 for weights that stand still; NaN if 0 / 0."""
-        return self.applied / self.wanted if self.wanted else math.nan
-
-    @property
-    def standard_error(self) -> float:
-        """Return the standard error of `ratio`, if errors are independent with mean 0."""
-        return math.sqrt(self.squares) / self.wanted if self.wanted else math.nan
+        return ratio(self.applied, self.wanted)

@@ -12,7 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from mprun.numerics.state import named_modules
-from mprun.numerics.trace import UNWRITTEN, Collector, Operation, Phase, Trace, storage_of
+from mprun.numerics.trace import (
+    UNWRITTEN,
+    Collector,
+    Operation,
+    Phase,
+    Trace,
+    storage_of,
+    tensors_in,
+)
 from mprun.precision import PrecisionPolicy, read_math_flags
 from mprun.precision.policy import dtype_name
 from mprun.record.memory import SavedForBackward, memory_by_kind
@@ -24,10 +32,8 @@ _CASTS = {"_to_copy", "copy_", "copy"}
 _FP32 = ("fp32", "tf32")
 # Operations that are infinite without an overflow: at 0, or by their arguments.
 _POLES = frozenset(
-    """
-    atanh div fill_ full_like log log10 log1p log2 logit masked_fill masked_fill_ reciprocal rsqrt
-    where
-    """.split()
+    "atanh div fill_ full_like log log10 log1p log2 logit masked_fill masked_fill_ reciprocal "
+    "rsqrt where".split()
 )
 
 
@@ -186,8 +192,8 @@ class FirstStep(Collector):
             rows.append({"phase": phase, "operation": name, "dtype": dtype} | row._asdict())
             if not row.flops:
                 del rows[-1]["flops"]
-        start = {"step": self.step, "rows": rows}
-        return start | {"not_in_16_bits": self.not_in_16_bits(), "overflowed": self.overflowed()}
+        doubts = {"not_in_16_bits": self.not_in_16_bits(), "overflowed": self.overflowed()}
+        return {"step": self.step, "rows": rows} | doubts
 
     def memory(self) -> dict[str, dict[str, int]]:
         """Return kind -> dtype -> bytes after the step, for run.json (see record.memory)."""
@@ -244,20 +250,18 @@ class FirstStep(Collector):
             emulated, finite = kept
             dtype = self._dtype(name, operands, results, self._emulated() > emulated)
             # In-place operations on lists of tensors (the optimizer's) return nothing.
-            changed = results or [t for t in tree_leaves(args[:1]) if isinstance(t, Tensor)]
+            changed = results or tensors_in(args[:1])
             row = OperationRow(1, sum(t.numel() for t in changed), flops(operation))
             with self._lock:
                 self._add(self._phase(), name, dtype, row)
                 if finite is not None:
                     self._note_overflow(name, finite, results)
-                strided = bool(operands) and operands[0].layout is torch.strided
-                if (
-                    name == "_to_copy"
-                    and strided
-                    and storage_of(operands[0]) in self.saved.excluded
-                ):
+                if name == "_to_copy" and any(map(self._is_weight, operands)):
                     made = [result.untyped_storage() for result in results]
                     self.saved.weight_copies |= {(own.data_ptr(), own.nbytes()) for own in made}
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        return tensor.layout is torch.strided and storage_of(tensor) in self.saved.excluded
 
     def _emulated(self) -> int:
         return sum(e.rerouted.total() for e in self._emulations)
@@ -335,8 +339,7 @@ class FirstStep(Collector):
 
 
 def _floats(tree: Any) -> list[Tensor]:
-    leaves = tree_leaves(tree)
-    return [leaf for leaf in leaves if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+    return [tensor for tensor in tensors_in(tree) if tensor.is_floating_point()]
 
 
 def _in_tf32(name: str, device: torch.device) -> bool:
@@ -365,7 +368,7 @@ def lines(
         groups["products" if row["operation"] in PRODUCTS else kind].append(row)
     text += _products(groups["products"])[:3]
     text += [
-        f"  {kind:<9}{_by_dtype(groups[kind], 3)}" for kind in ("other", "update") if groups[kind]
+        f"  {kind:<9}{_by_dtype(groups[kind])}" for kind in ("other", "update") if groups[kind]
     ]
     if groups["casts"]:
         elements = _totals(groups["casts"], "dtype").items()
@@ -418,11 +421,12 @@ def _products(rows: list[Mapping]) -> list[str]:
     return text or ["  products none seen"]
 
 
-def _by_dtype(rows: list[Mapping], names: int) -> str:
+def _by_dtype(rows: list[Mapping]) -> str:
+    """Return the dtypes with the most elements, each with its largest operations."""
     parts = []
     for dtype in [*_totals(rows, "dtype")][:4]:
         own = [row for row in rows if row["dtype"] == dtype]
-        parts.append(f"{dtype} {_some(list(_totals(own, 'operation')), names)}")
+        parts.append(f"{dtype} {_some(list(_totals(own, 'operation')), 3)}")
     return "; ".join(parts)
 
 

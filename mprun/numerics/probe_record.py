@@ -14,12 +14,11 @@ the reverse, a step that is both has both. Kinds of tensors:
     updates                 weights after the step minus weights before it, in FP32
 
 Several dtypes are joined by "+"; amax is infinite or NaN if a value is; `exponent_shares` explains
-the four classes of a histogram. Sums over modules are not stored. Numbers that are not finite are
-the strings "NaN", "Infinity", "-Infinity".
+the four classes of a histogram. Sums over modules are not stored.
 
 Of tensors with more than 2^18 values every stride-th one is counted, as often as the stride, so
-that sums over modules weigh each with its size; stride is the largest of the tensors. amax is over
-all values whatever the stride, but for updates, which are formed for the counted weights alone.
+that sums over modules weigh each with its size. amax is over all values whatever the stride, but
+for updates, which are formed for the counted weights alone.
 lost_updates and applied_updates have the stride of the weights. lost_updates has no weights of a
 run that stores them with stochastic rounding or a compensation, applied_updates only weights that
 are updated in 16 bits.
@@ -52,6 +51,7 @@ from mprun.numerics.exponent_shares import (
     fp16_headroom,
     json_number,
     merged,
+    ratio,
 )
 
 VERSION = 1
@@ -105,17 +105,17 @@ class Agreement(Sums):
     @property
     def cosine(self) -> float:
         """Return the cosine: 1 if both point the same way; NaN if one of them is zero."""
-        return _ratio(self.dot, math.sqrt(self.own) * math.sqrt(self.fp32))
+        return ratio(self.dot, math.sqrt(self.own) * math.sqrt(self.fp32))
 
     @property
     def norm_ratio(self) -> float:
         """Return own norm / FP32 norm."""
-        return _ratio(math.sqrt(self.own), math.sqrt(self.fp32))
+        return ratio(math.sqrt(self.own), math.sqrt(self.fp32))
 
     @property
     def relative_error(self) -> float:
         """Return norm of the difference / FP32 norm."""
-        return _ratio(math.sqrt(self.difference), math.sqrt(self.fp32))
+        return ratio(math.sqrt(self.difference), math.sqrt(self.fp32))
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,9 +172,20 @@ def write_probe(run_dir: Path, record: ProbeRecord) -> Path:
 
 def read_probes(run_dir: Path) -> list[ProbeRecord]:
     """Read all probes of a run by ascending step; raise Damaged for a file that is not one."""
-    paths = sorted((run_dir / FOLDER).glob("step-*.json"))
-    found = (read_probe(path) for path in paths if _NAME.match(path.name))
-    return sorted(found, key=lambda record: record.step)
+    return [read_probe(path) for _, path in sorted(_files(run_dir))]
+
+
+def drop_later_probes(run_dir: Path, last_step: int) -> None:
+    """Remove the files of steps after `last_step`; the resumed run writes them again."""
+    for step, path in _files(run_dir):
+        if step > last_step:
+            path.unlink()
+
+
+def _files(run_dir: Path) -> list[tuple[int, Path]]:
+    """Return the step and the path of every probe."""
+    found = ((_NAME.match(path.name), path) for path in (run_dir / FOLDER).glob("step-*.json"))
+    return [(int(match[1]), path) for match, path in found if match]
 
 
 def read_probe(path: Path) -> ProbeRecord:
@@ -220,9 +231,7 @@ def _learner(content: Mapping) -> LearnerProbe:
         {kind: _each(stats, modules) for kind, modules in content["tensors"].items()},
         _each(LostUpdates.from_json, content["lost_updates"]),
         None if shadow is None else _each(Agreement.from_json, shadow["modules"]),
-        _each(
-            AppliedUpdates.from_json, content.get("applied_updates", {})
-        ),  # older files have none
+        _each(AppliedUpdates.from_json, content["applied_updates"]),
     )
 
 
@@ -259,10 +268,6 @@ def _each(change: Callable[[Any], Any], values: Mapping[str, Any]) -> dict[str, 
     return {name: change(value) for name, value in values.items()}
 
 
-def _ratio(numerator: float, denominator: float) -> float:
-    return numerator / denominator if denominator else math.nan
-
-
 # Any FP32 value (exponents -149 to 127) measured at a scale of 2^-126 to 2^126 fits.
 _SMALLEST, _LARGEST = -300, 300
 
@@ -286,8 +291,8 @@ class Gradients:
     def merge(self, parts: Mapping[tuple[float, float], TensorStats]) -> None:
         """Add all histograms of another object's `parts`."""
         for shifts, stats in parts.items():
-            own = self.parts
-            own[shifts] = own[shifts].merge(stats) if shifts in own else stats
+            known = self.parts.get(shifts)
+            self.parts[shifts] = stats if known is None else known.merge(stats)
 
     @property
     def nonzero(self) -> int:
@@ -298,7 +303,7 @@ class Gradients:
     def zero_share(self) -> float:
         """Return the part (0 to 1) of all elements that are exactly 0; no scale changes these."""
         total = sum(stats.counts.total for stats in self.parts.values())
-        return sum(stats.counts.zeros for stats in self.parts.values()) / total if total else 0.0
+        return sum(stats.counts.zeros for stats in self.parts.values()) / (total or 1)
 
     @property
     def finite(self) -> bool:
@@ -337,12 +342,8 @@ class Gradients:
 
     def highest(self) -> int | None:
         """Return the largest k at which nothing overflows; None without a gradient."""
-        found = [
-            math.floor(stats.headroom - high)
-            for (_, high), stats in self.parts.items()
-            if stats.headroom is not None
-        ]
-        return min(found, default=None)
+        known = [(stats.headroom, high) for (_, high), stats in self.parts.items()]
+        return min((math.floor(k - high) for k, high in known if k is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -100,7 +100,7 @@ class Shadow:
         return loss
 
     def read(self) -> dict[str, dict[str, Agreement]]:
-        """Return TrainState -> module -> agreement; waits for the device, in one transfer."""
+        """Return learner -> module -> agreement; waits for the device, in one transfer."""
         found: dict[str, dict[str, Agreement]] = {name: {} for name in self.chosen}
         rows = torch.stack(list(self.sums.values())).tolist() if self.sums else []
         for (name, module), row in zip(self.sums, rows, strict=True):
@@ -258,26 +258,21 @@ class Watched:
     def record(self, step: int, index: int = 0) -> ProbeRecord:
         """Return the record of step `step`; index: the argument of the task's `train_step`."""
         loss = self.metrics["loss"]
-        # Without a shadow the loss itself fills the place, which nobody reads.
-        fp32 = loss if self.shadow is None else self.shadow.run(index, self.metrics)
-        found_inf = self.metrics.get("found_inf", torch.zeros_like(loss))
-        return self._record(step, [loss, fp32, found_inf, *self.scales.values()])
-
-    def _record(self, step: int, scalars: list[Tensor]) -> ProbeRecord:
-        """Read from the device. scalars: loss, FP32 loss, found_inf, one value of each scale."""
+        scalars = [self.metrics.get("found_inf", torch.zeros_like(loss)), *self.scales.values()]
+        if self.shadow is not None:
+            scalars += [loss, self.shadow.run(index, self.metrics)]
         if self.probe is not None:
             learners, values = self.probe.read(scalars)
         else:
             values = torch.stack([scalar.double() for scalar in scalars]).tolist()
             names = self.task.learners
             learners = {name: LearnerProbe(loss_scale_names(self.task, name)) for name in names}
-        losses: Sequence[float | None] = (None, None)
         if self.shadow is not None:
-            losses = values[:2]
             for name, found in self.shadow.read().items():
                 learners[name] = replace(learners[name], shadow=found)
-        powers = dict(zip(self.scales, map(math.log2, values[3:]), strict=True))
-        return ProbeRecord(step, values[2] != 0, powers, learners, *losses)
+        found_inf, *rest = values
+        powers = {name: math.log2(scale) for name, scale in zip(self.scales, rest, strict=False)}
+        return ProbeRecord(step, found_inf != 0, powers, learners, *rest[len(powers) :])
 
 
 def show_probe(writer: "SummaryWriter", record: ProbeRecord) -> None:

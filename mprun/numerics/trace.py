@@ -20,6 +20,7 @@ from mprun.torch_private import (
     TorchDispatchMode,
     graph_task,
     schema_of,
+    tree_leaves,
 )
 
 
@@ -195,6 +196,11 @@ def operands(operation: Operation) -> Iterator[Operand]:
             if isinstance(entry, Tensor):
                 place = None if listed is None else index
                 yield Operand(place, entry, read, written, singular)
+
+
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors in nested lists, tuples and dicts."""
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def name_of(func: OpOverload) -> str:

@@ -7,8 +7,8 @@ and whose output was not. The step computes the same as without.
 """
 
 import math
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -27,17 +27,12 @@ from mprun.numerics.trace import (
     in_backward,
     operands,
     storage_of,
+    tensors_in,
 )
 from mprun.precision import scaled_products
 from mprun.precision.policy import dtype_name
 from mprun.precision.scaled_products import Cast
-from mprun.torch_private import (
-    autograd_node,
-    disable_dispatch_modes,
-    schema_of,
-    tree_leaves,
-    tree_map,
-)
+from mprun.torch_private import autograd_node, disable_dispatch_modes, schema_of, tree_map
 
 _MARK = "mprun.module"
 _RAMPS = 50  # most events with a separate ramp
@@ -82,24 +77,23 @@ class Largest(NamedTuple):
     dtype: str
 
 
-@dataclass(slots=True)
-class _Inputs:
+class _Inputs(NamedTuple):
     """The known facts on one tensor that is read, or on several."""
 
     finite: bool = True
     largest: float = 0.0
     at_zero: bool = False
-    sources: set[int] = field(default_factory=set)
+    sources: Set[int] = frozenset()
 
 
 def _total(parts: Iterable[_Inputs]) -> _Inputs:
-    total = _Inputs()
-    for part in parts:
-        total.finite &= part.finite
-        total.largest = max(total.largest, part.largest)
-        total.at_zero |= part.at_zero
-        total.sources |= part.sources
-    return total
+    parts = list(parts)
+    return _Inputs(
+        all(part.finite for part in parts),
+        max((part.largest for part in parts), default=0.0),
+        any(part.at_zero for part in parts),
+        set().union(*(part.sources for part in parts)),
+    )
 
 
 _Given = tuple[int | None, _Inputs]
@@ -118,7 +112,7 @@ class Observation(Collector):
         self.ramp: dict[tuple[str, str], Largest] = {}
         self.ramps: list[list[Largest]] = []
         self.reached: dict[str, set[int]] = {}
-        self._tainted: dict[int, tuple[Tensor, set[int]]] = {}
+        self._tainted: dict[int, tuple[Tensor, Set[int]]] = {}
         self._labels: dict[int, str] = {}
         self._where = ""
         self._of_module: dict[str, set[int]] = {}
@@ -177,7 +171,7 @@ class Observation(Collector):
 
     def _claim(self, tree, path: str) -> None:
         """Mark autograd's nodes behind these tensors, unless an inner module has marked them."""
-        todo: list[Any] = [leaf.grad_fn for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
+        todo: list[Any] = [tensor.grad_fn for tensor in tensors_in(tree)]
         while todo:
             node = todo.pop()
             if not _computes(node) or _MARK in _marks(node):
@@ -293,7 +287,7 @@ class Observation(Collector):
         self.reached.setdefault(event.phase, set()).add(order)
         return event
 
-    def _taint(self, tensor: Tensor, sources: set[int]) -> None:
+    def _taint(self, tensor: Tensor, sources: Set[int]) -> None:
         # The tensor is kept, so that no other one takes the same address.
         found = sources | self.sources_of([tensor])
         self._tainted[storage_of(tensor)] = (tensor.detach(), found)
@@ -331,15 +325,14 @@ def _marks(node: Node) -> dict[str, str]:
 
 def floats(tree) -> list[Tensor]:
     """Return the floating-point tensors in nested lists, tuples and dicts, detached."""
-    return [leaf.detach() for leaf in tree_leaves(tree) if has_values(leaf)]
+    return [tensor.detach() for tensor in tensors_in(tree) if has_values(tensor)]
 
 
-def has_values(leaf) -> bool:
-    """Return whether the leaf is a tensor of numbers that can overflow; none on "meta" is."""
+def has_values(tensor: Tensor) -> bool:
+    """Return whether the tensor has numbers that can overflow; none on "meta" has."""
     # 8-bit values were scaled to fit, and mean something only with their factor.
-    if not isinstance(leaf, Tensor) or leaf.is_meta or leaf.itemsize == 1:
-        return False
-    return leaf.is_floating_point() and leaf.numel() > 0
+    usual = tensor.is_floating_point() and tensor.itemsize > 1
+    return usual and not tensor.is_meta and tensor.numel() > 0
 
 
 def largest_of(tensor: Tensor) -> float:
