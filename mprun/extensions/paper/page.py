@@ -142,7 +142,7 @@ class Page:
         every = [(figure, found) for found in self.found for figure in found.row.figures]
         with settings():
             figures = [_figure(*one, folder) for one in sorted(every, key=lambda one: one[0].key)]
-        given = {
+        given: dict[str, Any] = {
             "scale": f"{SCALE[self.scale]} The paper has one run per number and no interval.",
             "tables": tables(self.found),
             "header": HEADER,
