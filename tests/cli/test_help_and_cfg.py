@@ -73,7 +73,7 @@ def test_help_of_a_key_that_data_sources_differ_in(capsys):
 def test_help_of_every_key_group_and_verb(capsys, monkeypatch):
     """With a range where there is one, in 80 columns."""
     # Each page reads the same option files: for all pages once.
-    monkeypatch.setattr(option_files, "_mapping_in", cache(option_files._mapping_in))
+    monkeypatch.setattr(option_files, "_text_of", cache(option_files._text_of))
     for key, fields in FIELDS.items():
         assert main(["--help", key]) == 0
         text = capsys.readouterr().out
