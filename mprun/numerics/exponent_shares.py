@@ -20,6 +20,8 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 
+from mprun.record.run_directory import json_number
+
 LOWEST, HIGHEST = -149, 127  # exponents of FP32, subnormals by their true exponent
 CLASSES = 4
 # Bin 0: zeros. Bins 4 * (e + 150) + class: values. Then infinities in one bin and NaN in three.
@@ -173,13 +175,6 @@ def merged(parts: Iterable[Part]) -> Part | None:
     for part in parts:
         total = part if total is None else total.merge(part)
     return total
-
-
-def json_number(value: float) -> float | str:
-    """Convert a number for JSON, which has no NaN; float() reads these words back."""
-    if math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
 
 
 def ratio(numerator: float, denominator: float) -> float:

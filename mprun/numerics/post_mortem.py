@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 
 from mprun.entry_points import hint_of
 from mprun.errors import Damaged
-from mprun.numerics.exponent_shares import json_number
 from mprun.record.console import markdown_table
-from mprun.record.run_directory import write_json
+from mprun.record.run_directory import json_number, write_json
 
 LAST = 50  # steps
 EXPLOSION = 10.0  # a loss that grew by this factor before the end counts as exploding

@@ -49,10 +49,10 @@ from mprun.numerics.exponent_shares import (
     LostUpdates,
     Sums,
     fp16_headroom,
-    json_number,
     merged,
     ratio,
 )
+from mprun.record.run_directory import json_number
 
 VERSION = 1
 KINDS = ("weights", "inputs", "activations", "activation_gradients", "weight_gradients", "updates")

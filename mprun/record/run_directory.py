@@ -8,6 +8,7 @@ import errno
 import fcntl
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
@@ -181,6 +182,13 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
     with synced(temporary) as file:
         yield file
     os.replace(temporary, path)
+
+
+def json_number(value: float) -> float | str:
+    """Convert a number for JSON, which has no NaN; float() reads these words back."""
+    if math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
 
 
 def write_json(path: Path, content: dict) -> None:
