@@ -56,6 +56,17 @@ def matching_modules(model: nn.Module, pattern: str, key: str) -> list[str]:
     return matched
 
 
+def chosen_dtypes(
+    model: nn.Module, overrides: Mapping[str, torch.dtype], key: str
+) -> dict[str, torch.dtype]:
+    """Return module name -> dtype of the last pattern of `overrides` that matches it; see
+    `matching_modules`."""
+    chosen: dict[str, torch.dtype] = {}
+    for pattern, dtype in overrides.items():
+        chosen |= dict.fromkeys(matching_modules(model, pattern, key), dtype)
+    return chosen
+
+
 NORM_LAYERS = (BatchOrInstanceNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm)
 # Module name -> dtype of its override.
 _Chosen = Mapping[str, torch.dtype]
@@ -191,9 +202,7 @@ def cast_model(
             dtype.
     """
     overrides = overrides or {}
-    chosen: dict[str, torch.dtype] = {}
-    for pattern, dtype in overrides.items():
-        chosen |= dict.fromkeys(matching_modules(model, pattern, "precision.overrides"), dtype)
+    chosen = chosen_dtypes(model, overrides, "precision.overrides")
     _refuse_without_effect(model, policy, chosen, overrides)
     forwards = [(m.__dict__, m.__dict__.get("forward", _NOTHING)) for m in model.modules()]
     cast = CastModel(model, policy, {})

@@ -33,6 +33,25 @@ def rule_of(optimizer: Optimizer) -> str | None:
     return next((rule for rule, kind in RULES.items() if type(optimizer) is kind), None)
 
 
+def held_by(optimizer: Optimizer) -> list[Tensor]:
+    """Return the parameters of an optimizer, in the order of its groups."""
+    return [own for group in optimizer.param_groups for own in group["params"]]
+
+
+def moved_by(optimizer: Optimizer) -> list[Tensor]:
+    """Return the tensors that a step can change: parameters, and their state on the same device.
+
+    Adagrad keeps its step counter on the host, where only lr_decay needs it. Undoing it would make
+    the host wait for the device.
+    """
+    return [
+        value
+        for own in held_by(optimizer)
+        for value in (own, *optimizer.state[own].values())
+        if isinstance(value, Tensor) and value.device == own.device
+    ]
+
+
 def initialise_state(optimizer: Optimizer) -> None:
     """Create the state tensors that SGD, Adam, AdamW and Adagrad would create on a first step.
 
@@ -73,16 +92,7 @@ def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
         optimizer.step()
         del optimizer.found_inf  # type: ignore[attr-defined]
         return
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    # Adagrad keeps its step counter on the host, where only lr_decay needs it. Undoing it would
-    # make the host wait for the device.
-    tensors = [
-        value
-        for parameter in parameters
-        for value in (parameter, *optimizer.state[parameter].values())
-        if isinstance(value, Tensor) and value.device == parameter.device
-    ]
-    with put_back_where(found_inf, tensors):
+    with put_back_where(found_inf, moved_by(optimizer)):
         optimizer.step()
 
 

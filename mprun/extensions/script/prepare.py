@@ -14,7 +14,6 @@ computation of a call, steps.py that of a step.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
@@ -22,14 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.extensions.script.prepared_model import (
-    PreparedModel,
-    chosen_dtypes,
-    is_sharded,
-    prepared_modules,
-)
-from mprun.extensions.script.steps import Scaling, held_by, install_hooks, reach, state_of
-from mprun.precision.casting import matching_modules, those_that_match
+from mprun.extensions.script.prepared_model import PreparedModel, is_sharded, prepared_modules
+from mprun.extensions.script.steps import Scaling, install_hooks, reach, state_of
+from mprun.precision.casting import chosen_dtypes, matching_modules, those_that_match
 from mprun.precision.emulation import ForwardContext, why_no_lstm, why_unsupported
 from mprun.precision.loss_scale import LossScale, get_loss_scale
 from mprun.precision.policy import (
@@ -42,6 +36,7 @@ from mprun.precision.policy import (
 )
 from mprun.precision.row_updates import row_tables
 from mprun.precision.scaled_products import chosen_layers
+from mprun.precision.torch_update import held_by
 from mprun.torch_private import UNCOMPILED
 
 Model = TypeVar("Model", bound=nn.Module | Sequence[nn.Module])
@@ -147,16 +142,6 @@ def _take_over(optimizer: Optimizer, scale: LossScale) -> None:
             if isinstance(value, Tensor) and value.shape == own.shape:
                 optimizer.state[own][key] = value.to(own.dtype)
     state_of(optimizer)
-    optimizer.__dict__["backward"] = _backward
-
-
-def _backward(loss: Tensor, *, retain_graph: bool | None = None) -> None:
-    warnings.warn(
-        "optimizer.backward(loss) will be removed in the next release; call loss.backward()",
-        DeprecationWarning,
-        stacklevel=2,
-    )
-    loss.backward(retain_graph=retain_graph)
 
 
 def _listed(name: str, given: Any, kind: type) -> list[Any]:
@@ -226,7 +211,7 @@ def _check(
         if policy.products is None:
             break
         try:
-            chosen_layers(model, policy.products, chosen_dtypes(model, own))
+            chosen_layers(model, policy.products, chosen_dtypes(model, own, "overrides"))
         except ValueError as error:
             raise ValueError(
                 f"precision={policy.name!r}: {type(model).__name__} has no nn.Linear beside its "

@@ -29,7 +29,13 @@ from torch.distributed import is_initialized
 from mprun.extensions.script.nodes import make_nodes
 from mprun.extensions.script.tensors import Tensors
 from mprun.precision.audit import Audit, is_due
-from mprun.precision.casting import cast_around_modules, cast_tree, dtype_of, matching_modules
+from mprun.precision.casting import (
+    CastModel,
+    cast_around_modules,
+    cast_tree,
+    chosen_dtypes,
+    dtype_of,
+)
 from mprun.precision.emulation import ForwardContext, Losses
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.optimizer import BatchNormGuard
@@ -148,7 +154,7 @@ class PreparedModel:
             plain[module] = known.plain if isinstance(known, Forward) else known
             if plain[module] is not None:
                 module.__dict__["forward"] = plain[module]
-        chosen = chosen_dtypes(self.model, self.overrides)
+        chosen = chosen_dtypes(self.model, self.overrides, "overrides")
         dtypes = {
             m: torch.float32 if isinstance(m, Loss) else dtype_of(name, m, self.policy, chosen)
             for name, m in named.items()
@@ -264,7 +270,7 @@ class PreparedModel:
             stack.enter_context(self._in_state(_EVALUATING))
             if self.stores_half:
                 args, kwargs = each_tensor((args, kwargs), self._widened)
-                stack.enter_context(self.tensors.widened())
+                stack.enter_context(CastModel(self.model, self.policy, {}).in_fp32())
             if self.policy.fp32_math != "ieee":
                 stack.enter_context(ieee_fp32())
             return forward.plainly(*args, **kwargs)
@@ -475,9 +481,8 @@ class Forward:
         # The function that computes in the mode; None: the one that computes outside.
         self.inside = None if inside is plain else inside
         self.was_called = False  # by code outside the model
-        self.around: Callable[..., Any] | None = (
-            None  # computes in its place while hooks are called
-        )
+        # Computes in its place while hooks are called.
+        self.around: Callable[..., Any] | None = None
         functools.update_wrapper(self, type(module).forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -550,14 +555,6 @@ def prepared_modules(model: nn.Module) -> dict[str, PreparedModel]:
     """Return module name -> prepared model, for all modules that belong to one."""
     found = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
     return {name: own.shared for name, own in found.items() if isinstance(own, Forward)}
-
-
-def chosen_dtypes(model: nn.Module, overrides: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-    """Return module name -> dtype; raise ValueError if a pattern matches no module."""
-    found: dict[str, torch.dtype] = {}
-    for pattern, dtype in overrides.items():
-        found |= dict.fromkeys(matching_modules(model, pattern, "overrides"), dtype)
-    return found
 
 
 def is_sharded(module: nn.Module) -> bool:

@@ -36,9 +36,11 @@ from mprun.precision.optimizer import Update
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.rounded_weights import RoundedWeights, choose_narrow
 from mprun.precision.torch_update import (
+    held_by,
     host_decides,
     initialise_state,
     is_fused,
+    moved_by,
     put_back_where,
 )
 from mprun.precision.update import ByTorch, Ready, by_dtype, check_and_unscale, largest
@@ -228,7 +230,8 @@ class OptimizerSteps:
             return None
         _refuse_alone(self.models)
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None and self.models and not _has_gradients(self.optimizer):
+        has_gradients = any(own.grad is not None for own in held_by(self.optimizer))
+        if closure is None and self.models and not has_gradients:
             raise RuntimeError(
                 "no gradients: no backward pass has reached the parameters of this optimizer since "
                 "they were cleared; call loss.backward() before optimizer.step()"
@@ -352,7 +355,7 @@ class OptimizerSteps:
             if found.item():
                 self._hide_gradients()
         else:
-            self._undo.enter_context(put_back_where(found, _on_device(optimizer)))
+            self._undo.enter_context(put_back_where(found, moved_by(optimizer)))
 
     def _hide_gradients(self) -> None:
         """Hide the gradients: torch's optimizers then change nothing, not even counters."""
@@ -470,11 +473,6 @@ def state_of(optimizer: Optimizer) -> OptimizerSteps:
     )
 
 
-def held_by(optimizer: Optimizer) -> list[Tensor]:
-    """Return the parameters of an optimizer, in the order of its groups."""
-    return [own for group in optimizer.param_groups for own in group["params"]]
-
-
 def check_finite(tensors: Iterable[Tensor | None], found_inf: Tensor) -> None:
     """Set `found_inf` (float32, 0-dim) to 1 if a value is not finite; read each value once."""
     one = torch.ones_like(found_inf)
@@ -525,24 +523,6 @@ def _repeated(closure: Callable[[], Any], models: Sequence[PreparedModel]) -> Ca
         )
 
     return finite
-
-
-def _on_device(optimizer: Optimizer) -> list[Tensor]:
-    """Return the tensors that a step can change: parameters and their state."""
-    return [
-        value
-        for own in held_by(optimizer)
-        for value in (own, *optimizer.state[own].values())
-        if isinstance(value, Tensor) and value.device == own.device
-    ]
-
-
-def _has_gradients(optimizer: Optimizer) -> bool:
-    for group in optimizer.param_groups:
-        for own in group["params"]:
-            if own.grad is not None:
-                return True
-    return False
 
 
 def _refuse_alone(models: Sequence[PreparedModel]) -> None:

@@ -95,24 +95,13 @@ class Tensors:
         Args:
             audits: detect writes by value, which waits for the device.
         """
-        return self._holding(self._made(), audits) if self.changes else nullcontext()
-
-    def widened(self) -> AbstractContextManager[None]:
-        """Let the modules hold FP32 tensors with the values of their 16-bit ones; what a call
-        writes into them is dropped."""
-        with torch.inference_mode(False):  # inference tensors count no versions
-            found = {
-                (id(own), dtype): own.detach().float()
-                for module, dtype, _ in self.parts
-                for own in (*parameters_of(module).values(), *buffers_of(module).values())
-                if own is not None and own.is_floating_point() and own.dtype.itemsize == 2
-            }
-        return self._holding(found, None)
+        return self._holding(audits) if self.changes else nullcontext()
 
     @contextmanager
-    def _holding(self, found: Mapping[Key, Tensor], audits: bool | None) -> Iterator[None]:
+    def _holding(self, audits: bool) -> Iterator[None]:
         held: list[_Held] = []
         flat: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        found = self._made()
         try:
             self._put(found, held, flat)
             yield
@@ -178,12 +167,9 @@ class Tensors:
                     found[key], self._cache[key] = tensor, (_state_of(own), tensor, own)
         return found
 
-    def _take_back(self, one: _Held, audits: bool | None) -> None:
-        """Put the tensor back, with the values that the call wrote into its stand-in; audits None:
-        without them."""
+    def _take_back(self, one: _Held, audits: bool) -> None:
+        """Put the tensor back, with the values that the call wrote into its stand-in."""
         now, one.place[one.key] = one.place[one.key], one.own
-        if audits is None:
-            return
         own, place = one.own, (id(one.place), one.key)
         # As far as torch tells.
         written = now is not one.inside or version_of(now) != one.version or place in self._moving
