@@ -28,7 +28,7 @@ from mprun.build import build
 from mprun.config.compose import compose_config
 from mprun.config.option_files import modes
 from mprun.errors import BadInput
-from mprun.models import SampledLSTM
+from mprun.models.lstm import SampledLSTM
 from mprun.numerics.operations import FirstStep
 from mprun.precision import get_policy, pin_math_flags
 from mprun.record import memory

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 
-from mprun.models import GPT
+from mprun.models.gpt import GPT
 
 
 class Times(nn.Module):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mprun.models import AlexNet2012, alexnet, resnet50
+from mprun.models.classifiers import AlexNet2012, alexnet, resnet50
 
 from .learning import assert_learns
 

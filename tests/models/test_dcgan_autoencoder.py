@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.models import ConvAutoencoder, Discriminator, Generator
+from mprun.models.dcgan import ConvAutoencoder, Discriminator, Generator
 
 from .learning import assert_learns
 

@@ -9,8 +9,7 @@ from torch.nn import functional as F
 from mprun.build.data import arguments_of
 from mprun.config.compose import compose_config
 from mprun.distributed.ranks import Ranks
-from mprun.models import GPT
-from mprun.models.gpt import manual_attention
+from mprun.models.gpt import GPT, manual_attention
 
 WORDS, LENGTH = 11, 9
 VARIANTS = {

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mprun.models import LocalResponseNorm
+from mprun.models.classifiers import LocalResponseNorm
 
 
 @pytest.mark.parametrize(

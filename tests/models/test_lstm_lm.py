@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mprun.models import LSTMLanguageModel
+from mprun.models.lstm import LSTMLanguageModel
 
 from ..helpers import configured
 from .learning import assert_learns

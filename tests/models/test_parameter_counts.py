@@ -5,9 +5,12 @@ from functools import partial
 import pytest
 import torch
 
-from mprun import models
 from mprun.build.data import arguments_of
 from mprun.config.compose import compose_config
+from mprun.models.classifiers import VGG16, AlexNet2012, PreActivationResNet50, alexnet, resnet50
+from mprun.models.dcgan import Discriminator, Generator
+from mprun.models.inception import googlenet, inception_v2, inception_v3
+from mprun.models.lstm import LSTMLanguageModel
 
 
 def parameters(module):
@@ -18,28 +21,28 @@ def lstm_lm(name, vocabulary):
     """The network that a configuration describes."""
     config = compose_config([f"model={name}"], files=False).config.model
     with torch.device("meta"):
-        return models.LSTMLanguageModel(
-            **arguments_of(models.LSTMLanguageModel, config) | {"vocab_size": vocabulary}
+        return LSTMLanguageModel(
+            **arguments_of(LSTMLanguageModel, config) | {"vocab_size": vocabulary}
         )
 
 
 @pytest.mark.parametrize(
     ("build", "published"),
     [
-        (models.alexnet, 61_100_840),  # torchvision's documentation
-        (models.AlexNet2012, 60_965_224),  # Caffe's bvlc_alexnet
-        (models.resnet50, 25_557_032),  # torchvision's documentation
+        (alexnet, 61_100_840),  # torchvision's documentation
+        (AlexNet2012, 60_965_224),  # Caffe's bvlc_alexnet
+        (resnet50, 25_557_032),  # torchvision's documentation
         # v1.5 without the norms of its shortcuts, 2 x (256 + 512 + 1024 + 2048); the other norms
         # stand elsewhere and are as large. fb.resnet.torch has as many.
-        (models.PreActivationResNet50, 25_549_352),
-        (models.VGG16, 138_357_544),  # torchvision's documentation
-        (partial(models.googlenet, aux_weight=0.0), 6_998_552),  # Caffe's bvlc_googlenet, deployed
-        (models.googlenet, 13_378_280),  # and trained
-        (models.inception_v2, 11_194_984),
-        (partial(models.inception_v3, aux_weight=0.0), 23_834_568),
-        (models.inception_v3, 27_161_264),  # torchvision's documentation
-        (models.Generator, 3_576_704),  # PyTorch examples, nc=3
-        (models.Discriminator, 2_765_568),
+        (PreActivationResNet50, 25_549_352),
+        (VGG16, 138_357_544),  # torchvision's documentation
+        (partial(googlenet, aux_weight=0.0), 6_998_552),  # Caffe's bvlc_googlenet, deployed
+        (googlenet, 13_378_280),  # and trained
+        (inception_v2, 11_194_984),
+        (partial(inception_v3, aux_weight=0.0), 23_834_568),
+        (inception_v3, 27_161_264),  # torchvision's documentation
+        (Generator, 3_576_704),  # PyTorch examples, nc=3
+        (Discriminator, 2_765_568),
     ],
 )
 def test_published_counts(build, published):
@@ -49,7 +52,7 @@ def test_published_counts(build, published):
 
 def test_dcgan_128_px_adds_one_stage_of_standard_width():
     with torch.device("meta"):
-        generator, discriminator = models.Generator(128), models.Discriminator(128)
+        generator, discriminator = Generator(128), Discriminator(128)
     # One more stage: 1024 filters at 4x4, so the code meets 1024 instead of 512 filters, a
     # 1024 x 512 x 16 kernel comes on top, and one BatchNorm of 1024.
     assert parameters(generator) == 3_576_704 + 100 * 512 * 16 + 1024 * 512 * 16 + 2 * 1024

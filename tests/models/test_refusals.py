@@ -4,7 +4,9 @@ from functools import partial
 
 import pytest
 
-from mprun import models
+from mprun.models.classifiers import LocalResponseNorm
+from mprun.models.dcgan import Discriminator, Generator
+from mprun.models.lstm import LogUniformSampler, LSTMLanguageModel
 
 
 @pytest.mark.parametrize(
@@ -13,14 +15,14 @@ from mprun import models
         *(
             (partial(kind, size), f"image_size={size}")
             for size in (8, 48, 0)
-            for kind in (models.Generator, models.Discriminator)
+            for kind in (Generator, Discriminator)
         ),
-        *((partial(models.LocalResponseNorm, size), f"size={size}") for size in (0, 4)),
-        (partial(models.LogUniformSampler, 10, 0), "count"),
-        (partial(models.LogUniformSampler, 10, 11), "count"),
-        (partial(models.LogUniformSampler, 2**24, 5), "vocabulary"),
+        *((partial(LocalResponseNorm, size), f"size={size}") for size in (0, 4)),
+        (partial(LogUniformSampler, 10, 0), "count"),
+        (partial(LogUniformSampler, 10, 11), "count"),
+        (partial(LogUniformSampler, 2**24, 5), "vocabulary"),
         (
-            partial(models.LSTMLanguageModel, 11, 6, 8, 2, projection_size=8),
+            partial(LSTMLanguageModel, 11, 6, 8, 2, projection_size=8),
             "projection_size=8.*below hidden_size=8",
         ),
     ],

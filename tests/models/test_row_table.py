@@ -5,7 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn import functional as F
 
-from mprun.models import RowTable, SampledSoftmax
+from mprun.models.lstm import RowTable, SampledSoftmax
 from mprun.precision.emulation import HalfEmulation
 
 

@@ -9,8 +9,7 @@ import torch
 from scipy.stats import chisquare
 from torch.nn import functional as F
 
-from mprun.models import LogUniformSampler, RowTable, SampledSoftmax
-from mprun.models.lstm import BLOCK
+from mprun.models.lstm import BLOCK, LogUniformSampler, RowTable, SampledSoftmax
 
 CPU = torch.device("cpu")
 

@@ -6,7 +6,8 @@ import torchvision
 from torch import nn
 from torch.nn import functional as F
 
-from mprun.models import VGG16, PreActivationResNet50, googlenet, inception_v2, inception_v3
+from mprun.models.classifiers import VGG16, PreActivationResNet50
+from mprun.models.inception import googlenet, inception_v2, inception_v3
 
 INCEPTION = {"googlenet": googlenet, "inception_v2": inception_v2, "inception_v3": inception_v3}
 

@@ -4,7 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from mprun import models
+from mprun.models.classifiers import LocalResponseNorm
+from mprun.models.lstm import LSTMLanguageModel
 from mprun.precision import ForwardContext, cast_model, get_policy
 
 from ..helpers import mixed
@@ -157,7 +158,7 @@ def test_statistics_follow_the_norm_layer_and_counters_stay_integers():
 @pytest.mark.parametrize("mode", OF_ANY_NETWORK)
 def test_local_response_norm_counts_as_a_norm_layer(mode):
     policy = get_policy(mode)
-    net = nn.Sequential(nn.Conv2d(3, 8, 1), models.LocalResponseNorm(3, 2.0), probe := Probe())
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), LocalResponseNorm(3, 2.0), probe := Probe())
     inner = []
     original = net[1].forward
     net[1].forward = lambda x: inner.append(x.dtype) or original(x)
@@ -172,7 +173,7 @@ def test_local_response_norm_counts_as_a_norm_layer(mode):
 @SOME
 def test_an_lstm_kept_in_fp32(mode):
     policy = get_policy(mode)
-    model = models.LSTMLanguageModel(16, 8, 8, 2)
+    model = LSTMLanguageModel(16, 8, 8, 2)
     cast_model(model, policy, {"lstm": F32})
     forward_context = ForwardContext(policy, CPU)
     with forward_context:

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from mprun.build.task import clipped_of
-from mprun.models import RowTable
+from mprun.models.lstm import RowTable
 from mprun.precision import StaticLossScale
 
 from .. import helpers

@@ -7,7 +7,7 @@ from torch.utils._pytree import tree_map
 
 from mprun.build.precision import norm_parameter_names, optimizer_maker, parameter_groups
 from mprun.config.schema import OptimConfig
-from mprun.models import LSTMLanguageModel
+from mprun.models.lstm import LSTMLanguageModel
 from mprun.precision import NoLossScale, StaticLossScale, get_policy
 
 from .. import helpers

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mprun.models import RowTable
+from mprun.models.lstm import RowTable
 from mprun.precision import DynamicLossScale, StaticLossScale, cast_model, get_policy
 from mprun.precision.row_updates import RowUpdate
 

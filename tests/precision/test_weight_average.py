@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mprun.build.task import averaged_of
-from mprun.models import RowTable
+from mprun.models.lstm import RowTable
 from mprun.precision import DynamicLossScale, ForwardContext
 from mprun.tasks import TrainState
 

@@ -8,7 +8,9 @@ two differ on purpose (torch lets a skipped step move the running statistics).
 import pytest
 import torch
 
-from mprun import models
+from mprun.models.classifiers import resnet50
+from mprun.models.dcgan import ConvAutoencoder
+from mprun.models.lstm import LSTMLanguageModel
 
 from .test_fp32_equals_bare_loop import (
     AUTOENCODER,
@@ -38,7 +40,7 @@ def test_resnet50(build_run):
     words += ["optim=sgd", "data.batch_size=8", "train.clip_norm=5"]
     built = build_run("model=resnet50", *words)
     losses, scales, found_inf = trained(built, 4)
-    model = models.resnet50(10)
+    model = resnet50(10)
     optimizer = torch.optim.SGD(model.parameters(), 0.02, 0.9, weight_decay=1e-4, fused=True)
     expected = bare_loop(model, optimizer, digits(32, 8), of_classes, 4, scaler, clip=5.0)
     assert not found_inf.any()
@@ -50,7 +52,7 @@ def test_lstm_lm(build_run):
     words, scaler = scaling(1024.0, 2)
     built = build_run(*LM, *words, "train.clip_norm=null")
     losses, scales, found_inf = trained(built)
-    model = models.LSTMLanguageModel(50, 24, 24, 2)
+    model = LSTMLanguageModel(50, 24, 24, 2)
     optimizer = torch.optim.SGD(model.parameters(), 1.0, fused=True)
     expected = bare_loop(model, optimizer, tokens(), of_words, scaler=scaler)
     assert not found_inf.any()
@@ -62,7 +64,7 @@ def test_skipped_steps_too(build_run):
     words, scaler = scaling(2.0**24, 3)
     built = build_run(*AUTOENCODER, *words, "data.batch_size=2")
     losses, scales, found_inf = trained(built, 12)
-    model = models.ConvAutoencoder(32, 32, 8, 1)
+    model = ConvAutoencoder(32, 32, 8, 1)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3, fused=True)
     expected = bare_loop(model, optimizer, one_channel(2), of_pixels, 12, scaler)
     assert 0 < found_inf.sum() < 12

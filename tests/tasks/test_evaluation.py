@@ -5,7 +5,8 @@ import torch
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
-from mprun import models
+from mprun.models.classifiers import resnet50
+from mprun.models.dcgan import ConvAutoencoder
 from mprun.precision import read_math_flags
 
 from ..helpers import TINY_GAN, TINY_LM, assert_same_bits
@@ -59,7 +60,7 @@ def test_the_metric_is_that_of_the_masters_in_fp32(build_run, mode):
     batches = [images for images, _ in task.data.eval_batches()]
 
     def total_with(weights):
-        reference = models.ConvAutoencoder(32, 32, 4, 1)
+        reference = ConvAutoencoder(32, 32, 4, 1)
         reference.load_state_dict(weights)
         with torch.no_grad():
             pairs = [(reference(images).double(), images.double()) for images in batches]
@@ -88,7 +89,7 @@ def test_evaluation_uses_running_statistics(build_run):
         "model=resnet50", "data=synthetic_images", "data.batch_size=8", "data.eval_size=8"
     ).task
     task.train_step(0)
-    reference = models.resnet50(10)
+    reference = resnet50(10)
     reference.load_state_dict(task.learner.model.state_dict())
     images, labels = next(iter(task.data.eval_batches()))
     with torch.no_grad():

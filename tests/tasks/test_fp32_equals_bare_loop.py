@@ -6,8 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mprun import models
 from mprun.data import DigitsImages
+from mprun.models.classifiers import alexnet, resnet50
+from mprun.models.dcgan import ConvAutoencoder
+from mprun.models.lstm import LSTMLanguageModel
 from mprun.precision.emulation import HalfEmulation
 
 from ..helpers import assert_same_bits, configured
@@ -101,7 +103,7 @@ def assert_same(built, losses, model, expected):
 def test_alexnet(build_run):
     built = build_run("model=alexnet", "optim=sgd_alexnet", "data=digits_64", "data.batch_size=4")
     losses, *_ = trained(built)
-    model = models.alexnet(10)
+    model = alexnet(10)
     optimizer = torch.optim.SGD(model.parameters(), 0.01, 0.9, weight_decay=5e-4, fused=True)
     # Dropout draws from the same random state.
     assert_same(built, losses, model, bare_loop(model, optimizer, digits(64), of_classes))
@@ -114,7 +116,7 @@ def test_resnet50(build_run, implementation):
         "model=resnet50", "optim=sgd", "data.batch_size=4", f"optim.implementation={implementation}"
     )
     losses, *_ = trained(built)
-    model = models.resnet50(10)
+    model = resnet50(10)
     # Without `fused`: torch's own default, the loop over the parameters on a CPU.
     chosen = {"fused": True} if implementation == "fused" else {}
     optimizer = torch.optim.SGD(model.parameters(), 0.02, 0.9, weight_decay=1e-4, **chosen)
@@ -127,7 +129,7 @@ def test_resnet50(build_run, implementation):
 def test_lstm_lm(build_run, projection):
     built = build_run(*LM, f"model.projection_size={projection}", "train.clip_norm=0.5")
     losses, *_ = trained(built)
-    model = models.LSTMLanguageModel(50, 24, 24, 2, projection)
+    model = LSTMLanguageModel(50, 24, 24, 2, projection)
     optimizer = torch.optim.SGD(model.parameters(), 1.0, fused=True)
     assert_same(built, losses, model, bare_loop(model, optimizer, tokens(), of_words, clip=0.5))
 
@@ -136,7 +138,7 @@ def test_lstm_lm(build_run, projection):
 def test_conv_autoencoder_in_one_or_in_several_micro_batches(build_run, parts):
     built = build_run(*AUTOENCODER, f"train.accumulate={parts}")
     losses, *_ = trained(built)
-    model = models.ConvAutoencoder(32, 32, 8, 1)
+    model = ConvAutoencoder(32, 32, 8, 1)
     optimizer = torch.optim.Adam(model.parameters(), 1e-3, fused=True)
     expected = bare_loop(model, optimizer, one_channel(), of_pixels, parts=parts)
     assert_same(built, losses, model, expected)

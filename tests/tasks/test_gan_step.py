@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mprun import models
 from mprun.data import DigitsImages
+from mprun.models.dcgan import Discriminator, Generator
 from mprun.precision.emulation import HalfEmulation
 
 from ..helpers import assert_same_bits
@@ -40,7 +40,7 @@ def test_a_step_is_that_of_a_bare_loop(build_run, overrides):
     rows = [task.train_step(step) for step in range(STEPS)]
 
     torch.manual_seed(0)
-    networks = models.Generator(32, 100, 8, 3), models.Discriminator(32, 8, 3)
+    networks = Generator(32, 100, 8, 3), Discriminator(32, 8, 3)
     generator, discriminator = networks
     g_optimizer, d_optimizer = (
         torch.optim.Adam(network.parameters(), 2e-4, (0.5, 0.999), fused=True)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mprun import models
+from mprun.models.dcgan import ConvAutoencoder
 from mprun.precision import why_unsupported
 
 from ..helpers import without_waiting
@@ -93,7 +93,7 @@ def test_amp_equals_autocast_and_grad_scaler(build_run):
     torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic = False, True
     rows = [built.task.train_step(step) for step in range(steps)]
     torch.manual_seed(0)
-    model = models.ConvAutoencoder(64, 32, 8, 1).cuda()
+    model = ConvAutoencoder(64, 32, 8, 1).cuda()
     optimizer = torch.optim.Adam(model.parameters(), 1e-3, fused=True)
     scaler = torch.amp.GradScaler("cuda", init_scale=1024.0, growth_interval=2)
     losses, scales = [], []

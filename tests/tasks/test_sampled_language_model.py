@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from mprun.cli import main
 from mprun.errors import BadInput
-from mprun.models import LSTMLanguageModel
+from mprun.models.lstm import LSTMLanguageModel
 from mprun.numerics.operations import FirstStep
 from mprun.precision import get_policy
 from mprun.record import checkpoint

@@ -14,7 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from mprun.extensions.bench.roofline.count import count
 from mprun.extensions.bench.roofline.limits import GPUS, limit
-from mprun.models import AlexNet2012
+from mprun.models.classifiers import AlexNet2012
 
 IMAGENET = ("data=synthetic_images", "data.image_size=224", "data.num_classes=1000")
 MODELS = {

@@ -13,7 +13,7 @@ from mprun.errors import BadInput
 from mprun.extensions.diagnosis.advice import advise
 from mprun.extensions.diagnosis.advice_report import as_text
 from mprun.extensions.diagnosis.shapes import Layout, idle_shapes
-from mprun.models import ConvAutoencoder
+from mprun.models.dcgan import ConvAutoencoder
 from mprun.numerics.exponent_shares import AppliedUpdates, ExponentCounts, LostUpdates
 from mprun.numerics.post_mortem import plain
 from mprun.numerics.probe_record import LearnerProbe, ProbeRecord, TensorStats

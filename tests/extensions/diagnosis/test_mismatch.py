@@ -15,7 +15,7 @@ from mprun.extensions.diagnosis.log_probabilities import (
     log_probs,
     mismatch,
 )
-from mprun.models import GPT
+from mprun.models.gpt import GPT
 from mprun.precision import pin_math_flags
 
 from ...helpers import TINY_GPT, TINY_LM, refused
