@@ -133,10 +133,11 @@ class CastModel:
                     # cuDNN's weights move into one buffer; other code may know their addresses.
                     moves = isinstance(module, nn.RNNBase) and own.is_cuda
                     form = weights[name].clone() if moves else weights[name]
-                elif _has_other_form(form):
-                    # Always one layout, unlike in training: kernels differ by a rounding.
-                    plain = form.detach().float().contiguous()
-                    form = plain.requires_grad_(form.requires_grad)
+                elif form.is_floating_point() and form.layout is torch.strided:
+                    if form.dtype.itemsize < 4 or not form.is_contiguous():
+                        # Always one layout, unlike in training: kernels differ by a rounding.
+                        plain = form.detach().float().contiguous()
+                        form = plain.requires_grad_(form.requires_grad)
                 if form is not own:
                     found[id(own)] = form
         return found
@@ -162,12 +163,6 @@ def _put(place: dict[str, Any], values: Mapping[str, Any]) -> None:
 def _version(tensor: Tensor) -> int:
     """How often it was written to; inference tensors do not count."""
     return -2 if tensor.is_inference() else version_of(tensor)
-
-
-def _has_other_form(own: Tensor) -> bool:
-    if not own.is_floating_point() or own.layout is not torch.strided:
-        return False
-    return own.dtype.itemsize < 4 or not own.is_contiguous()
 
 
 def flat_weights(weights: Iterable[Any]) -> dict[str, Any]:

@@ -369,14 +369,12 @@ class Losses(TorchFunctionMode):
         if self.loss_dtype is not None and func in _LOSSES:
             args, kwargs = _each_tensor((args, kwargs or {}), self._widened)
         elif func in _ATTENTIONS:
-            args, kwargs = self._as_query(args, kwargs or {})
+            query = args[0] if args else kwargs["query"]
+            if query.dtype.itemsize == 2 and not torch.is_autocast_enabled(query.device.type):
+                args, kwargs = _each_tensor(
+                    (args, kwargs or {}), lambda t: t.to(query.dtype) if t.dtype is F32 else t
+                )
         return func(*args, **(kwargs or {}))
-
-    def _as_query(self, args: Args, kwargs: Kwargs) -> Any:
-        query = args[0] if args else kwargs["query"]
-        if query.dtype.itemsize != 2 or torch.is_autocast_enabled(query.device.type):
-            return args, kwargs
-        return _each_tensor((args, kwargs), lambda t: t.to(query.dtype) if t.dtype is F32 else t)
 
     def _widened(self, tensor: Tensor) -> Tensor:
         half = tensor.dtype in (torch.float16, torch.bfloat16)

@@ -1,17 +1,7 @@
 """From the losses of a step to its gradients: propagate, reduce, unscale.
 
-A policy needs one of these ways, chosen when the optimizer is built:
-
-    Untouched             neither cast nor scaled: they stay in `.grad`, where autograd adds them up
-    Unscaled              after each loss: cast to the dtype of the update, unscaled, checked, added
-    LeftForOnePass        the same, but gradients of a single loss stay in `.grad`, scaled, for a
-                          pass that reads them once
-    SummedBeforeUnscaled  added up as backward computed them, scaled, in the dtype of the exchange
-
-The last is how data-parallel training sums: torch's DistributedDataParallel in the
-parameters' dtype, its `fp16_compress_hook` always in FP16. M micro-batches count as M ranks.
-
-A gradient is in `.grad` from backward until it is taken, then in a sum until `ready` returns it.
+A policy needs one of the ways below, chosen when the optimizer is built. A gradient is in `.grad`
+from backward until it is taken, then in a sum until `ready` returns it.
 Nothing here waits for the device.
 """
 
@@ -278,6 +268,9 @@ class LeftForOnePass(Unscaled):
 @dataclass(eq=False)
 class SummedBeforeUnscaled(Unscaled):
     """Gradients added up scaled, as backward computed them, in the dtype that ranks exchange.
+
+    So data-parallel training sums: torch's DistributedDataParallel in the parameters' dtype, its
+    `fp16_compress_hook` always in FP16. M micro-batches count as M ranks.
 
     Ranks are summed in order. A ring adds each part of a tensor in another order, which starts at
     another rank. With more than two ranks its bits differ from these, its errors do not.

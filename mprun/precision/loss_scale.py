@@ -86,13 +86,13 @@ class LossScale(ABC):
             setattr(self, name, torch.full(shape, value, dtype=dtype, device=self._one.device))
         self._fields += values
 
-    def backward(self, loss: Tensor, retain_graph: bool | None = None) -> None:
+    def backward(self, loss: Tensor) -> None:
         """Propagate `loss` (0-dim, floating point) in float32, times the scale.
 
         Backward starts from the scale instead of from 1. That gives the same bits as a multiplied
         loss, with three operations fewer on the device.
         """
-        loss.float().backward(self.scale, retain_graph)
+        loss.float().backward(self.scale)
 
     def inverse(self) -> Tensor:
         """Return 1/scale, float32, 0-dim; computed in float64, rounded once, as torch.amp does."""
@@ -158,8 +158,8 @@ class NoLossScale(LossScale):
     def __init__(self, device: torch.device | str = "cpu"):
         super().__init__(1.0, 1, device)
 
-    def backward(self, loss: Tensor, retain_graph: bool | None = None) -> None:
-        loss.backward(retain_graph=retain_graph)
+    def backward(self, loss: Tensor) -> None:
+        loss.backward()
 
     def update(self) -> None:
         """Clear `found_inf`; nothing is counted, because nothing was skipped."""

@@ -112,7 +112,10 @@ def build_policy(name: str, values: Mapping[str, Any]) -> PrecisionPolicy:
     Raises:
         ValueError: A value is not an allowed dtype or word.
     """
-    flat = _dotted(values)
+    flat: dict[str, Any] = {}  # {"update": {"rounding": "kahan"}} as {"update.rounding": "kahan"}
+    for key, value in values.items():
+        is_group = isinstance(value, Mapping)
+        flat |= {f"{key}.{k}": v for k, v in value.items()} if is_group else {key: value}
     found: dict[str, Any] = {}
     products: dict[str, Any] = {}
     for key, value in flat.items():
@@ -155,15 +158,6 @@ def _word(value: Any) -> Any:
     if isinstance(value, torch.dtype):
         return DTYPE_NAMES[value]
     return list(value) if isinstance(value, tuple) else value
-
-
-def _dotted(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return {"update": {"rounding": "kahan"}} as {"update.rounding": "kahan"}."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        is_group = isinstance(value, Mapping)
-        found |= {f"{key}.{k}": v for k, v in value.items()} if is_group else {key: value}
-    return found
 
 
 def get_policy(name: str, folder: Path | None = None) -> PrecisionPolicy:

@@ -56,7 +56,18 @@ class RowUpdate:
     """
 
     def __init__(self, name: str, table: RowTable, key: str, optimizer: Optimizer):
-        _check_rule(optimizer)
+        rule = type(optimizer).__name__
+        if not isinstance(optimizer, (SGD, Adagrad)):
+            raise ValueError(
+                f"{rule}: row tables need Adagrad or SGD, whose unused rows do not move"
+            )
+        for setting in ("momentum", "weight_decay", "lr_decay"):
+            for group in optimizer.param_groups:
+                if group.get(setting):
+                    raise ValueError(
+                        f"{rule}: {setting}={group[setting]:g} would move unused rows of row "
+                        "tables (allowed: 0)"
+                    )
         self.name, self.table, self.key = name, table, key
         self.tensor = table.tensors()[key]
         self._optimizer = optimizer
@@ -112,16 +123,3 @@ class RowUpdate:
             rows.sub_(gradient * lr)
         else:
             rows.add_(gradient, alpha=-lr)
-
-
-def _check_rule(optimizer: Optimizer) -> None:
-    name = type(optimizer).__name__
-    if not isinstance(optimizer, (SGD, Adagrad)):
-        raise ValueError(f"{name}: row tables need Adagrad or SGD, whose unused rows do not move")
-    for setting in ("momentum", "weight_decay", "lr_decay"):
-        for group in optimizer.param_groups:
-            if group.get(setting):
-                raise ValueError(
-                    f"{name}: {setting}={group[setting]:g} would move unused rows of row tables "
-                    "(allowed: 0)"
-                )

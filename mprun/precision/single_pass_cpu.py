@@ -10,7 +10,6 @@ for bit: the kernels are the same, and they work element by element.
 """
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -243,30 +242,32 @@ class BlockedUpdate(SinglePass):
                 self.inner.param_groups[group],
                 clipped,
                 in_fp32,
-                [_Block(pieces, buffer, wide) for pieces in self._in_blocks(weights)],
+                self._in_blocks(weights, buffer, wide),
                 None if wide is not None or any(w.has_copy for w in weights) else _Block(weights),
                 [weight.step for weight in weights if weight.step is not None],
             )
             for (group, clipped, in_fp32), weights in kinds.items()
         ]
 
-    def _in_blocks(self, weights: list[Weight]) -> list[list[Weight]]:
-        """Return pieces of the weights, in order, together in one block while they fit."""
-        pieces = [piece for weight in weights for piece in self._pieces(weight)]
-        sizes = [_aligned(piece.master.numel()) for piece in pieces]
-        return [[pieces[n] for n in places] for places in packed(sizes, self.block)]
-
-    def _pieces(self, weight: Weight) -> Iterator[Weight]:
-        """Split the weight into pieces of a block."""
-        kept = [] if weight.kept is None else [weight.kept]
-        tensors = (weight.own, weight.master, *kept, *weight.state)
-        if weight.master.numel() <= self.block:
-            yield weight
-            return
-        parts = [in_memory_order(tensor).split(self.block) for tensor in tensors]
-        for part, (own, master, *state) in enumerate(zip(*parts, strict=True)):
-            rest = None if weight.kept is None else state.pop(0)
-            yield replace(weight, own=own, master=master, state=state, kept=rest, part=part)
+    def _in_blocks(
+        self, weights: list[Weight], buffer: Tensor, wide: Tensor | None
+    ) -> list[_Block]:
+        """Return blocks of the weights, in order: several small ones, or a piece of a large one."""
+        pieces: list[Weight] = []
+        for weight in weights:
+            if weight.master.numel() <= self.block:
+                pieces.append(weight)
+                continue
+            kept = [] if weight.kept is None else [weight.kept]
+            tensors = (weight.own, weight.master, *kept, *weight.state)
+            parts = [in_memory_order(tensor).split(self.block) for tensor in tensors]
+            for part, (own, master, *state) in enumerate(zip(*parts, strict=True)):
+                rest = None if weight.kept is None else state.pop(0)
+                pieces.append(
+                    replace(weight, own=own, master=master, state=state, kept=rest, part=part)
+                )
+        places = packed([_aligned(piece.master.numel()) for piece in pieces], self.block)
+        return [_Block([pieces[n] for n in one], buffer, wide) for one in places]
 
 
 def _aligned(numel: int) -> int:

@@ -114,7 +114,12 @@ def prepare(
     dtypes = _dtypes(models, overrides or {})
     own = [(one, {p: dtypes[p] for p in those_that_match(one, dtypes)}) for one in models]
     _check(own, policy, device, native)
-    _check_optimizers(optimizers, models)
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    if any(known.isdisjoint(map(id, held_by(each))) for each in optimizers):
+        raise ValueError(
+            "optimizer: holds no parameter of the model; build it from model.parameters(), of the "
+            "same model that is prepared"
+        )
     if scaler is None:
         scaler = usual_scaler(policy.name) if isinstance(precision, str) else "none"
     scale = scaler if isinstance(scaler, LossScale) else get_loss_scale(scaler, device)
@@ -217,16 +222,6 @@ def _check(
                 f"precision={policy.name!r}: {type(model).__name__} has no nn.Linear beside its "
                 "output layer whose products could run in FP8; choose another mode"
             ) from error
-
-
-def _check_optimizers(optimizers: Sequence[Optimizer], models: Sequence[nn.Module]) -> None:
-    known = {id(parameter) for model in models for parameter in model.parameters()}
-    for optimizer in optimizers:
-        if known.isdisjoint(map(id, held_by(optimizer))):
-            raise ValueError(
-                "optimizer: holds no parameter of the model; build it from model.parameters(), of "
-                "the same model that is prepared"
-            )
 
 
 def _refuse_unpreparable(model: nn.Module) -> None:

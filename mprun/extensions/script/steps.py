@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -133,7 +133,6 @@ class OptimizerSteps:
         )
         self._undo = ExitStack()  # closed after the step
         self._keeps_state = False
-        self.watchers: list[Callable[[], None]] = []
 
     @property
     def optimizer(self) -> Optimizer:
@@ -252,8 +251,6 @@ class OptimizerSteps:
             self.last = self._untouched
         else:
             self._after()
-        for watcher in self.watchers:
-            watcher()
         if self.steps == 1:
             for model in self._concerned:
                 if model.calls:
@@ -585,10 +582,7 @@ def _run_pass(roots: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
     state from the start of the pass, so no node can switch the emulation on. A pass within a pass,
     from a recomputing checkpoint, runs in the context of the first.
     """
-    context = _around_pass(roots) if graph_task() == -1 else None
-    if context is None:
-        return run_engine(roots, *args, **kwargs)
-    with context:
+    with (_around_pass(roots) if graph_task() == -1 else None) or nullcontext():
         return run_engine(roots, *args, **kwargs)
 
 
