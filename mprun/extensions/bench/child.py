@@ -36,6 +36,8 @@ class ChildFailed(Exception):
 class TimeUp(Exception):
     """The deadline came before the answer; the child is still at work, and so unusable."""
 
+    reason = "no time within the budget"
+
 
 def serve(worker: str, descriptor: str, parent: str) -> None:
     """Answer requests in a child until the parent ends it.

@@ -173,6 +173,4 @@ def _mib(value: int | None) -> str:
 
 
 def _count(value: float | None) -> str:
-    if value is None:
-        return ""
-    return f"{value:.0f}" if value == round(value) else f"{value:.1f}"
+    return "" if value is None else f"{value:.1f}".removesuffix(".0")

@@ -12,7 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ _T = TypeVar("_T")
 _WAITED = "called a synchronizing CUDA operation"
 
 
-class Contender(Protocol):
+class Contender:
     """The base class of a training loop that is advanced from outside.
 
     Initial weights, batches, loss and optimizer settings come from its `Case`, the same for every
@@ -47,11 +47,11 @@ class Contender(Protocol):
 
     def settings(self) -> dict:
         """Return the settings for the report: {"channels_last": True, "optimizer": "fused"}."""
-        ...
+        raise NotImplementedError
 
     def step(self) -> Tensor:
         """Train on the next batch; return its loss, 0-dim, detached. Never wait for the device."""
-        ...
+        raise NotImplementedError
 
     def run(self, steps: int) -> Tensor:
         """Take `steps` training steps, at least 1; return the last loss. A window calls this.
@@ -158,7 +158,7 @@ def window(
 
 
 def _timed(work: Callable[[], _T], device: torch.device) -> tuple[float, _T]:
-    """Return the seconds and the result of `work`; on CUDA the device's, and wait for it."""
+    """Return the seconds of `work`, on CUDA the device's, and its result; wait for it."""
     start, result, end = Moment(device), work(), Moment(device)
     synchronise(device)
     return end.seconds_since(start), result
@@ -176,24 +176,24 @@ def warm_up(
 
     steps: steps of a window; None: as many as last 0.3 s.
     """
-    started, taken, times = time.perf_counter(), 0, []
-    first = window(contender, device, 1)
-    count = steps or steps_for(first["seconds"])
+    started, taken = time.perf_counter(), 1
+    last: list[float] = []
+    first_s = window(contender, device, 1)["seconds"]
+    count = steps or steps_for(first_s)
     while True:
         step_s = window(contender, device, count)["seconds"] / count
         taken += count
-        times.append(step_s)
         if steps is None:
             # The first steps are slow: windows that took 0.3 s at first may take less now.
             count = max(count, steps_for(step_s))
-        last = times[-IN_A_ROW:]
+        last = [*last, step_s][-IN_A_ROW:]
         apart = max(last) / min(last) - 1
         steady = len(last) == IN_A_ROW and apart <= AGREE
         if steady or time.perf_counter() - started >= limit_s:
             return {
                 "steps_per_window": count,
                 "step_s": statistics.median_high(last),
-                "steps": taken + 1,
+                "steps": taken,
                 "seconds": time.perf_counter() - started,
                 "steady": steady,
                 "apart": apart,
@@ -255,22 +255,19 @@ def time_split(
     return {name: seconds / steps for name, seconds in sums.items()}
 
 
-def count_synchronisations(
-    work: Callable[[], object], device: torch.device | None = None
-) -> int | None:
+def count_synchronisations(work: Callable[[], object], device: torch.device) -> int | None:
     """Call `work` and count the operations in it that made the host wait for a GPU.
 
-    Returns None without calling `work` if there is no GPU or `device` is not one.
+    Returns None without calling `work` on a CPU.
 
     torch.cuda.set_sync_debug_mode("warn") sees copies to and from memory that is not page-locked,
     and reads of values (`.item()`, `if tensor`, sizes that depend on values). It sees neither
     explicit waits (`torch.cuda.synchronize`, `Event.synchronize`) nor waits inside libraries.
     """
-    if not torch.cuda.is_available() or (device is not None and device.type != "cuda"):
+    if device.type != "cuda":
         return None
     before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings(record=True) as seen:
-        warnings.simplefilter("always")
+    with warnings.catch_warnings(record=True, action="always") as seen:
         torch.cuda.set_sync_debug_mode("warn")
         try:
             work()
@@ -292,14 +289,13 @@ def measure_ceilings(device: torch.device, seconds: float = 6.0, size: int | Non
     size = size or (8192 if on_gpu else 1024)
     formats = _formats(device)
     each = seconds / (1 + len(formats))
-    windows = {}
     source = torch.rand(2**28 if on_gpu else 2**26, device=device)
     copied, copy = source.nbytes, partial(torch.empty_like(source).copy_, source)
-    once, windows["copy"] = _median_s(copy, device, each)
-    bandwidth, flops = 2 * copied / once, {}  # read and written
+    once, count = _median_s(copy, device, each)
+    bandwidth, flops, windows = 2 * copied / once, {}, {"copy": count}  # read and written
     del source, copy
-    for name, dtype, fp32_math in formats:
-        pin_math_flags(fp32_math)
+    for name, dtype in formats.items():
+        pin_math_flags("tf32" if name == "tf32" else "ieee")
         a, b = (torch.rand(size, size, device=device).sub_(0.5).to(dtype) for _ in range(2))
         once, windows[name] = _median_s(_product_of(a, b), device, each)
         flops[name] = 2 * size**3 / once
@@ -323,18 +319,19 @@ def _product_of(a: Tensor, b: Tensor) -> Callable[[], object]:
     return partial(fp8, a, b.t(), one, one)
 
 
-def _formats(device: torch.device) -> list[tuple[str, torch.dtype, str]]:
-    """Return (name, dtype of the operands, FP32 flag) of each rate that the device has."""
-    fp32, half = ("fp32", torch.float32, "ieee"), ("fp16", torch.float16, "ieee")
-    bf16 = ("bf16", torch.bfloat16, "ieee")
-    if device.type != "cuda":
-        return [fp32, half, bf16]
-    capability = torch.cuda.get_device_capability(device)
-    if capability < (8, 0):
-        return [fp32, half]
-    formats = [fp32, ("tf32", torch.float32, "tf32"), half, bf16]
-    # As in `mprun.precision.why_unsupported`.
-    return formats + [("fp8", torch.float8_e4m3fn, "ieee")] * (capability >= (8, 9))
+def _formats(device: torch.device) -> dict[str, torch.dtype]:
+    """Return the dtype of the operands for each rate that the device has."""
+    on_gpu = device.type == "cuda"
+    capability = torch.cuda.get_device_capability(device) if on_gpu else (0, 0)
+    formats = {"fp32": torch.float32}
+    if capability >= (8, 0):
+        formats["tf32"] = torch.float32
+    formats["fp16"] = torch.float16
+    if capability >= (8, 0) or not on_gpu:
+        formats["bf16"] = torch.bfloat16
+    if capability >= (8, 9):  # as in `mprun.precision.why_unsupported`
+        formats["fp8"] = torch.float8_e4m3fn
+    return formats
 
 
 def _median_s(

@@ -60,9 +60,6 @@ def markdown(bench: dict, beside: Columns = (), more: Mapping[str, str] | None =
     held = [row for row in timed if not row["case"]["real_data"]]
     real = [row for row in timed if row["case"]["real_data"]]
     own = [row for row in held if row["case"]["contender"] in OWN]
-    compared = [row for row in own if row["summary"]["ratios"].keys() & {"fp32", "tf32"}]
-    with_peak = [row for row in held if row["details"].get("peak") is not None]
-    metered = [r for r in held if r["summary"]["energy_j"] is not None or _sensors(r)]
     nvml = "; ".join(sorted(set(bench["nvml"].values())))
     unreadable = f"Not readable: {nvml}." if held and nvml else ""
     with_host = [row for row in held if "host_s" in row["details"]]
@@ -71,9 +68,9 @@ def markdown(bench: dict, beside: Columns = (), more: Mapping[str, str] | None =
         "A. Speed, batches that lie on the device": _of_rows(
             [*_SPEED[:3], *beside, *_SPEED[3:]], held, _RATES
         ),
-        "B. Speed of mprun's modes over FP32 and TF32": _of_rows(_OVER, compared, _PUBLISHED),
-        "C. Memory": _of_rows(_MEMORY, with_peak, _MEMORY_NOTE),
-        "D. Energy": _of_rows(_ENERGY, metered) or unreadable,
+        "B. Speed of mprun's modes over FP32 and TF32": _of_rows(_OVER, own, _PUBLISHED),
+        "C. Memory": _of_rows(_MEMORY, held, _MEMORY_NOTE),
+        "D. Energy": _of_rows(_ENERGY, held) or unreadable,
         "E. Time of a step": _of_rows(_TIME, with_host, _TIME_NOTE),
         "End to end: mprun with the data source of the configuration": _of_rows(_REAL, real),
         "F. Correctness": _of_rows(_CORRECTNESS, with_losses),
@@ -87,9 +84,9 @@ def markdown(bench: dict, beside: Columns = (), more: Mapping[str, str] | None =
     return "\n\n".join(parts) + "\n"
 
 
-def number(value: float | None, form: str) -> str:
-    """Return the value in a format, or a dash if it was not measured."""
-    return "-" if value is None else format(value, form)
+def number(value: float | None, form: str, times: float = 1, unit: str = "") -> str:
+    """Return `times` the value in a format, or a dash if it was not measured."""
+    return "-" if value is None else f"{times * value:{form}}{unit}"
 
 
 def significant(value: float) -> str:
@@ -115,7 +112,9 @@ def table(header: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
 
 
 def _of_rows(columns: Columns, rows: Sequence[dict], note: str = "") -> str:
-    lines = [[*_names(row), *(cell(row) for _, cell in columns)] for row in rows]
+    """Return a table of the rows in which something was measured, and the note; "" without any."""
+    found = [(_names(row), [cell(row) for _, cell in columns]) for row in rows]
+    lines = [[*names, *cells] for names, cells in found if {*cells} - {"-"}]
     text = table(["model", "mode", "contender", *(header for header, _ in columns)], lines)
     return f"{text}\n\n{note}" if text and note else text
 
@@ -149,10 +148,6 @@ def _rate(row: dict) -> str:
     return f"{significant(rate['median'])} {quartiles} {unit}s/s, n={rate['n']}"
 
 
-def _share(value: float | None) -> str:
-    return "-" if value is None else f"{100 * value:.0f} %"
-
-
 def _notes(row: dict) -> str:
     notes = []
     if not row["warm_up"].get("steady", True):
@@ -168,7 +163,7 @@ def _notes(row: dict) -> str:
 
 def _peak(row: dict, *names: str) -> str:
     """Return the first of these peaks that was measured, in MiB."""
-    found = row["details"]["peak"]
+    found = row["details"].get("peak", {})
     return _mib(next((found[name] for name in names if name in found), None))
 
 
@@ -177,8 +172,8 @@ def _kind(name: str, row: dict) -> str:
     return _mib(sizes and sum(sizes.values()))
 
 
-def _mib(value: float | None) -> str:
-    return "-" if value is None else f"{value / 2**20:,.1f}"
+_share = partial(number, form=".0f", times=100, unit=" %")
+_mib = partial(number, form=",.1f", times=2**-20)
 
 
 def _sensors(row: dict) -> dict[str, str]:
@@ -307,17 +302,17 @@ def _flags(rows: list[dict]) -> list[str]:
     return [f"Flags of {who}: {text}" for who, text in texts.items() if text]
 
 
-def write_figure(path: Path, bench: dict) -> bool:
+def write_figure(path: Path, bench: dict) -> None:
     """Draw samples per second on batches that lie on the device, a bar for each contender.
 
-    Returns False, without a file, if there are none.
+    Nothing is written if there are none.
     """
     groups: dict[str, list[dict]] = {}
     for row in bench["rows"]:
         if row["summary"] is not None and not row["case"]["real_data"]:
             groups.setdefault(row["case"]["label"], []).append(row)
     if not groups:
-        return False
+        return
     heights = [_ROW * len(rows) + _FRAME for rows in groups.values()]
     colours = styles([row["case"]["mode"] for rows in groups.values() for row in rows])
     note = "median of windows, whiskers: quartiles; x: ratio to FP32 of the same contender"
@@ -329,7 +324,6 @@ def write_figure(path: Path, bench: dict) -> bool:
         for axes, (label, rows) in zip(panels, groups.items(), strict=True):
             _bars(axes, label, rows, colours)
         figure.savefig(path, dpi=160)
-    return True
 
 
 def _bars(axes: Axes, label: str, rows: list[dict], colours: dict) -> None:

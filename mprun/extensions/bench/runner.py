@@ -24,9 +24,9 @@ BATCHES = 4  # a single batch and its results would stay in a cache
 _PREPARED_STEPS = 12  # a graph is captured after fewer
 
 
-def rotating_batches(source: Source, count: int = BATCHES) -> list[Batch]:
-    """Return the first `count` training batches, held on the device."""
-    batches = (source.train_batch(index) for index in range(count))
+def rotating_batches(source: Source) -> list[Batch]:
+    """Return the first training batches, held on the device."""
+    batches = (source.train_batch(index) for index in range(BATCHES))
     return [(first.clone(), second.clone()) for first, second in batches]
 
 
@@ -92,11 +92,11 @@ class RunnerContender(Contender):
                 break
             except BadInput as error:
                 key = str(error).partition("=")[0]
-                refused = [setting for setting in best if setting.partition("=")[0] == key]
-                if not refused:
+                refused = next((one for one in best if one.startswith(f"{key}=")), None)
+                if refused is None:
                     raise
-                self.left_out[refused[0]] = str(error)
-                best = [setting for setting in best if setting not in refused]
+                self.left_out[refused] = str(error)
+                best.remove(refused)
         self.task = self.built.task
         if not case.real_data:
             batches = rotating_batches(self.built.data)

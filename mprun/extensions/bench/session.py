@@ -22,7 +22,7 @@ import torch
 
 from mprun.config.compose import compose_config
 from mprun.errors import BadInput
-from mprun.extensions.bench.cases import BenchGroup, BenchRow, Case
+from mprun.extensions.bench.cases import BenchGroup, BenchRow
 from mprun.extensions.bench.child import ChildFailed, ChildProcess, TimeUp
 from mprun.extensions.bench.contest import Contest
 from mprun.extensions.bench.report import write_figure
@@ -120,9 +120,8 @@ class Session:
             self.machine = child.ask(by, "ceilings", **request)
             log.say(f"copy {self.machine['ceilings']['bandwidth'] / 1e9:,.0f} GB/s")
         except (ChildFailed, TimeUp) as error:
-            reason = error.reason if isinstance(error, ChildFailed) else "no time within the budget"
-            log.say(f"ceilings: {reason}")
-            self.machine = {"why_not": reason}
+            log.say(f"ceilings: {error.reason}")
+            self.machine = {"why_not": error.reason}
         finally:
             child.end()
         log.write("ceilings", **self.machine)
@@ -389,13 +388,10 @@ def run_bench(contest: Contest, options: Namespace, started: float) -> tuple[dic
         finally:
             session.close()
         # Sort mode by mode for readers; the order of measurement was another.
-        modes = {group.label: group.modes for group in groups}
-        labels = list(modes)
-
-        def place(case: Case) -> tuple[int, bool, int]:
-            return labels.index(case.label), case.real_data, modes[case.label].index(case.mode)
-
-        session.rows.sort(key=lambda row: place(row.case))
+        places = [
+            (g.label, real, mode) for g in groups for real in (False, True) for mode in g.modes
+        ]
+        session.rows.sort(key=lambda r: places.index((r.case.label, r.case.real_data, r.case.mode)))
         content = {
             "format": FORMAT,
             "ended": ended,

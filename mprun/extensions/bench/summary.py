@@ -19,44 +19,33 @@ RESAMPLES, CONFIDENCE, SEED = 4000, 0.95, 20171010
 
 def spread(values: Sequence[float]) -> dict[str, float]:
     """Return {"median", "q1", "q3", "n"} of at least one value; quartiles are interpolated."""
-    if not len(values):
-        raise ValueError("no values")
-    q1, median, q3 = numpy.percentile(numpy.asarray(values, dtype=float), (25, 50, 75)).tolist()
+    q1, median, q3 = numpy.percentile(values, (25, 50, 75)).tolist()
     return {"median": median, "q1": q1, "q3": q3, "n": len(values)}
 
 
-def paired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, Any]:
-    """Return {"median", "low", "high", "n", "paired"} of the ratios of paired windows.
+def ratio_of(above: Sequence[float], below: Sequence[float], *, paired: bool) -> dict[str, Any]:
+    """Return {"median", "low", "high", "n", "paired"}: a ratio of windows, its interval at 95 %.
 
-    The windows of a pair followed one another in the same round, so that drift of clock and
-    temperature cancels. low and high: bootstrap interval at 95 %, for which pairs are resampled.
+    paired: the windows of a pair followed one another in the same round, so that drift of clock and
+    temperature cancels, and pairs are resampled. Otherwise it is the ratio of two medians of
+    windows at other times, each side resampled separately.
     """
-    if len(numerators) != len(denominators) or not len(numerators):
-        raise ValueError(f"{len(numerators)} and {len(denominators)} values make no pairs")
-    ratios = numpy.asarray(numerators, dtype=float) / numpy.asarray(denominators, dtype=float)
-    resampled = _medians(ratios, numpy.random.default_rng(SEED))
-    return _ratio(numpy.median(ratios), resampled, len(ratios), paired=True)
-
-
-def unpaired_ratio(numerators: Sequence[float], denominators: Sequence[float]) -> dict[str, Any]:
-    """Return the ratio of two medians of windows at other times, each side resampled separately."""
-    above = numpy.asarray(numerators, dtype=float)
-    below = numpy.asarray(denominators, dtype=float)
     random = numpy.random.default_rng(SEED)
-    resampled = _medians(above, random) / _medians(below, random)
-    ratio = numpy.median(above) / numpy.median(below)
-    return _ratio(ratio, resampled, min(len(above), len(below)), paired=False)
 
+    def resampled(values: NDArray[Any]) -> NDArray[Any]:
+        draws = random.integers(0, len(values), (RESAMPLES, len(values)))
+        return numpy.median(values[draws], axis=1)
 
-def _medians(values: NDArray[Any], random: numpy.random.Generator) -> NDArray[Any]:
-    draws = random.integers(0, len(values), (RESAMPLES, len(values)))
-    return numpy.median(values[draws], axis=1)
-
-
-def _ratio(median: Any, resampled: NDArray[Any], n: int, paired: bool) -> dict[str, Any]:
+    upper, lower = numpy.asarray(above, dtype=float), numpy.asarray(below, dtype=float)
+    if paired:
+        middle, medians = numpy.median(upper / lower), resampled(upper / lower)
+    else:
+        middle = numpy.median(upper) / numpy.median(lower)
+        medians = resampled(upper) / resampled(lower)
     tail = (1 - CONFIDENCE) / 2
-    low, high = numpy.quantile(resampled, (tail, 1 - tail)).tolist()
-    return {"median": float(median), "low": low, "high": high, "n": n, "paired": paired}
+    low, high = numpy.quantile(medians, (tail, 1 - tail)).tolist()
+    found = {"median": float(middle), "low": low, "high": high}
+    return found | {"n": min(len(upper), len(lower)), "paired": paired}
 
 
 def summarise(rows: list[dict]) -> None:
@@ -88,9 +77,11 @@ def ratio(row: dict, other: dict) -> dict:
     """Return how much faster `row` is than `other`, by windows in the same rounds if there are."""
     mine, theirs = _by_round(row), _by_round(other)
     rounds = [place for place in mine if place in theirs]
-    if rounds:
-        return paired_ratio([mine[r] for r in rounds], [theirs[r] for r in rounds])
-    return unpaired_ratio(list(mine.values()), list(theirs.values()))
+    return ratio_of(
+        [mine[place] for place in rounds or mine],
+        [theirs[place] for place in rounds or theirs],
+        paired=bool(rounds),
+    )
 
 
 def peak_ratio(row: dict, other: dict | None) -> float | None:

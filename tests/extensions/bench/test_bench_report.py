@@ -100,8 +100,8 @@ def test_the_tables_hold_every_row_or_say_why_not():
 
 def test_the_figure_needs_something_that_was_timed(tmp_path):
     path = tmp_path / "bench.png"
-    assert not write_figure(path, bench([row("amp", "loop", [])]))
+    write_figure(path, bench([row("amp", "loop", [])]))
     assert not path.exists()
     rows = [row("fp32", "mprun", [1.0, 2.0]), row("amp", "mprun", [4.0, 4.1], label="LM b16")]
-    assert write_figure(path, bench(rows))
+    write_figure(path, bench(rows))
     assert path.read_bytes().startswith(b"\x89PNG")

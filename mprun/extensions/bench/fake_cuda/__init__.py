@@ -18,6 +18,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 
 from mprun.errors import RESOURCE, BadInput
@@ -100,12 +101,10 @@ def run_again(verb: list[str]) -> int:
         # More than any card holds: the report says afterwards what fits.
         variables = environment(Path(folder), memory_bytes=2**42)
         child = subprocess.Popen([sys.executable, "-m", *verb], env=variables)
-        while True:
-            try:
-                code = child.wait()
-                return code if code >= 0 else RESOURCE
-            except KeyboardInterrupt:
-                continue  # the child gets it, too, and prints what it has
+        while child.returncode is None:
+            with suppress(KeyboardInterrupt):  # the child gets it, too, and prints what it has
+                child.wait()
+        return child.returncode if child.returncode >= 0 else RESOURCE
 
 
 def _stub(name: str) -> str:
@@ -149,23 +148,20 @@ def _run(*command: str) -> str:
     return done.stdout
 
 
-_FIELDS = [
-    name
-    for line in re.findall(r"unsigned long (.*);", (_HERE / "counts.h").read_text())
-    for name in line.split(", ")
-]
-
-
 class Counts(ctypes.Structure):
     """The fields of counts.h, which describes each. `-` gives differences."""
 
-    _fields_ = [(name, ctypes.c_ulong) for name in _FIELDS]
+    _fields_ = [
+        (name, ctypes.c_ulong)
+        for line in re.findall(r"unsigned long (.*);", (_HERE / "counts.h").read_text())
+        for name in line.split(", ")
+    ]
 
     def as_dict(self) -> dict[str, int]:
-        return {name: getattr(self, name) for name in _FIELDS}
+        return {name: getattr(self, name) for name, *_ in self._fields_}
 
     def __sub__(self, other: "Counts") -> "Counts":
-        return Counts(*(getattr(self, name) - getattr(other, name) for name in _FIELDS))
+        return Counts(*(getattr(self, name) - getattr(other, name) for name, *_ in self._fields_))
 
 
 def is_fake() -> bool:

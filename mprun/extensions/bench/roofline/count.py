@@ -104,9 +104,8 @@ def count(
     policy = policy_from(config.precision)
     source = shape_source(config)
     try:
-        with warnings.catch_warnings():
-            # torch warns about fake tensors, never about the step.
-            warnings.simplefilter("ignore")
+        # torch warns about fake tensors, never about the step.
+        with warnings.catch_warnings(action="ignore"):
             rows, task, memory = _step(config, policy, source)
     except MprunError:
         raise

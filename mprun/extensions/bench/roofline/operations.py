@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mprun.numerics.operations import convolution_flops, flops
-from mprun.numerics.trace import Operation, operands
+from mprun.numerics.trace import UNWRITTEN, Operation, operands
 from mprun.torch_private import tree_leaves
 
 # (kind, FLOPs, bytes) of one kernel
@@ -48,12 +48,9 @@ class OperationCosts:
         return products, self.bytes / bytes_per_s
 
 
-_FREE = set(
-    """
-    empty empty_like empty_strided new_empty new_empty_strided _unsafe_view _reshape_alias
-    lift_fresh lift resize_ set_ is_same_size _has_compatible_shallow_copy_type
-    sym_size sym_numel sym_stride sym_storage_offset _local_scalar_dense
-    """.split()
+_FREE = UNWRITTEN.union(
+    "_unsafe_view _reshape_alias lift_fresh lift set_ is_same_size sym_size sym_numel sym_stride "
+    "sym_storage_offset _has_compatible_shallow_copy_type _local_scalar_dense".split()
 )
 # They shape a tensor after their argument, which is not read.
 _SHAPED_AFTER = set(
@@ -159,21 +156,21 @@ def _scaled_product(call: Operation) -> Iterator[Cost]:
     yield "fp8 product", flops(call), _total(call.args[:4], call.result)
 
 
-def _fused_update(call: Operation) -> list[Cost]:
+def _fused_update(call: Operation) -> Iterator[Cost]:
     """Count torch's fused optimizers: parameters and state in place, gradients read."""
     unscales = call.kwargs.get("grad_scale") is not None  # then it writes gradients, too
     state = sum(_total(call.args[number]) for number in _STATE_LISTS[call.name])
-    return [("update", 0, 2 * state + _total(call.args[1]) * (2 if unscales else 1))]
+    yield "update", 0, 2 * state + _total(call.args[1]) * (2 if unscales else 1)
 
 
-def _rows_written(call: Operation) -> list[Cost]:
-    return [("row update", 0, _total(call.args[2]) + 2 * _total(call.args[3]))]
+def _rows_written(call: Operation) -> Iterator[Cost]:
+    yield "row update", 0, _total(call.args[2]) + 2 * _total(call.args[3])
 
 
-def _rows_read(call: Operation) -> list[Cost]:
+def _rows_read(call: Operation) -> Iterator[Cost]:
     """Count as many rows of the table as there are ids."""
     ids = call.args[1 if call.name == "embedding" else 2]
-    return [(call.name, 0, _total(ids) + 2 * _total(call.result))]
+    yield call.name, 0, _total(ids) + 2 * _total(call.result)
 
 
 _SPECIAL: dict[str, Callable[[Operation], Iterable[Cost]]] = {
