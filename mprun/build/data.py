@@ -89,7 +89,7 @@ def check_batches(config: CustomDataConfig, task: str, source: Source, device) -
     kind = kind_called(task)
     for size in kind.sizes:
         if type(getattr(source, size, None)) is not int:
-            raise BadInput(f"{name}: its source has no {size}, which a {kind.learner} needs")
+            raise BadInput(f"{name}: its source has no {size}, which a {kind.network_kind} needs")
     if source.batches_per_epoch < 1:
         return  # reported with the batch size, once the model is known
     with kept_random_state():

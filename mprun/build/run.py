@@ -20,7 +20,7 @@ from mprun.execution.cuda_graph import CudaRecorder, why_not_captured
 from mprun.execution.graphed_step import GraphedStep, HostBound
 from mprun.execution.step_runner import Compilation, LearningRate, StepRunner, learning_rates
 from mprun.precision import DTYPES, ForwardContext, PrecisionPolicy, why_no_lstm, why_unsupported
-from mprun.tasks import Task, TrainState
+from mprun.tasks import Learner, Task
 
 
 @dataclass(slots=True)
@@ -139,7 +139,7 @@ def build_step_runner(
     )
 
 
-def _compilation(config: RunConfig, learners: Mapping[str, TrainState]) -> Compilation | None:
+def _compilation(config: RunConfig, learners: Mapping[str, Learner]) -> Compilation | None:
     mode = config.train.compile
     if mode == "off":
         return None

@@ -40,7 +40,7 @@ from mprun.precision import (
 )
 from mprun.precision.casting import matching_modules, those_that_match
 from mprun.precision.row_updates import row_tables
-from mprun.tasks import BatchStatistics, SampleDistance, Task, TrainState
+from mprun.tasks import BatchStatistics, Learner, SampleDistance, Task
 
 if TYPE_CHECKING:
     from mprun.distributed.reduction import FlatReduction
@@ -149,11 +149,11 @@ def _learners(
     guards: Sequence[Sequence[BatchStatistics]],
     device: torch.device,
     ranks: Ranks,
-) -> list[TrainState]:
+) -> list[Learner]:
     """Build each model's optimizer; scales: of the losses that are propagated through it."""
     skips = config.scaler.kind != "none"
     limits = _limits(config, [cast.module for cast in casts])
-    found: list[TrainState] = []
+    found: list[Learner] = []
     for cast, scale, guard, own in zip(casts, scales, guards, limits, strict=True):
         make = optimizer_maker(config.optim, cast.policy, device, skips, cast.module)
         reduction = _reduction(config, ranks, device)
@@ -161,7 +161,7 @@ def _learners(
         optimizer = MixedPrecisionOptimizer(
             cast, make, scale, guards=guard, reduction=reduction, seed=seed, **own
         )
-        found.append(TrainState(cast, optimizer))
+        found.append(Learner(cast, optimizer))
         if reduction is not None:
             found[-1].network = reduction.wrapped(cast.module)
     return found

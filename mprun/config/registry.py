@@ -92,7 +92,7 @@ class TaskKind:
     metrics: tuple[str, ...]  # of its evaluation
     judged: str = "loss"  # the metric of a verdict if none is set
     family: str = "images"  # the kind of data that it learns from
-    learner: str = ""  # the kind of network that learns it, in words
+    network_kind: str = ""  # in words, for messages
     sizes: tuple[str, ...] = ()  # that its data source must know
     networks: int = 1  # trained in turn, each with an optimizer
     # A batch is a piece of each of several streams, whose state is carried on; ranks share out the

@@ -19,7 +19,7 @@ from mprun.execution.graphed_step import GraphedStep
 from mprun.precision import MixedPrecisionOptimizer
 from mprun.precision.audit import Audit, Contradiction, next_due
 from mprun.precision.torch_update import is_fused
-from mprun.tasks.task import Task, TrainState
+from mprun.tasks.task import Learner, Task
 from mprun.torch_private import COMPILERS, compile_options
 
 
@@ -142,7 +142,7 @@ class Compilation:
         fullgraph: raise an error for a part that cannot be compiled, instead of leaving it eager.
     """
 
-    def __init__(self, learners: Iterable[TrainState], mode: str, *, fullgraph: bool):
+    def __init__(self, learners: Iterable[Learner], mode: str, *, fullgraph: bool):
         self.learners, self.mode, self.fullgraph = list(learners), mode, fullgraph
         self.seconds: float | None = None  # of the first compiled step
 

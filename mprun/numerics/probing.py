@@ -155,7 +155,7 @@ class _Gradients:
 def _twin(task, device: torch.device):
     """Return the same task in FP32 on copies of its models; it shares the data."""
     # Imported here: probing a script must not need mprun's tasks and their dependencies.
-    from mprun.tasks import GAN, BatchStatistics, LanguageModel, TrainState
+    from mprun.tasks import GAN, BatchStatistics, LanguageModel, Learner
 
     policy = get_policy("fp32")
     twin = copy.copy(task)
@@ -167,7 +167,7 @@ def _twin(task, device: torch.device):
         gradients = _Gradients(model, learner.optimizer)
         # It has the methods of an optimizer that a training step calls.
         optimizer = cast(MixedPrecisionOptimizer, gradients)
-        twin.learners[name] = TrainState(CastModel(model, policy, {}), optimizer)
+        twin.learners[name] = Learner(CastModel(model, policy, {}), optimizer)
     if isinstance(task, GAN):
         twin.g, twin.d = twin.learners["generator"], twin.learners["discriminator"]
         twin.guards = BatchStatistics(twin.g.model), BatchStatistics(twin.d.model)

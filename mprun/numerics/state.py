@@ -14,7 +14,7 @@ from mprun.precision.update import largest
 
 
 class Learner(Protocol):
-    """The parts of a task's learner that are used here (`mprun.tasks.TrainState`)."""
+    """The parts of a task's learner that are used here (`mprun.tasks.Learner`)."""
 
     @property
     def model(self) -> nn.Module: ...

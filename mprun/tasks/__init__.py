@@ -6,5 +6,5 @@ from mprun.tasks.supervised import Classification as Classification
 from mprun.tasks.supervised import LanguageModel as LanguageModel
 from mprun.tasks.supervised import Reconstruction as Reconstruction
 from mprun.tasks.task import BatchStatistics as BatchStatistics
+from mprun.tasks.task import Learner as Learner
 from mprun.tasks.task import Task as Task
-from mprun.tasks.task import TrainState as TrainState

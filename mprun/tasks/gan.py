@@ -9,7 +9,7 @@ from torch.nn import functional as F
 from mprun.data.source import Batch, Source
 from mprun.precision import ForwardContext, LossScale, PrecisionPolicy
 from mprun.tasks.sample_distance import SampleDistance
-from mprun.tasks.task import BatchStatistics, Task, TrainState, as_row, shared
+from mprun.tasks.task import BatchStatistics, Learner, Task, as_row, shared
 
 # The same codes at every evaluation and in every run, so that samples can be compared.
 GRID_SEED, SAMPLE_SEED = 2018, 2019
@@ -34,8 +34,8 @@ class GAN(Task):
 
     def __init__(
         self,
-        generator: TrainState,
-        discriminator: TrainState,
+        generator: Learner,
+        discriminator: Learner,
         data: Source,
         policy: PrecisionPolicy,
         forward_context: ForwardContext,

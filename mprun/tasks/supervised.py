@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from mprun.data.source import Batch, Source
 from mprun.precision import ForwardContext, LossScale, PrecisionPolicy
-from mprun.tasks.task import Task, TrainState, as_row, shared
+from mprun.tasks.task import Learner, Task, as_row, shared
 
 
 class Supervised(Task):
@@ -22,7 +22,7 @@ class Supervised(Task):
 
     def __init__(
         self,
-        learner: TrainState,
+        learner: Learner,
         data: Source,
         policy: PrecisionPolicy,
         forward_context: ForwardContext,

@@ -37,7 +37,7 @@ class Task(ABC):
     sample = "image"  # the unit of throughput, or "token", "utterance"
     casts_images = True  # images are loaded in the dtype of the parameters
     channels_last = False  # images are in NHWC order; set by the code that builds the networks so
-    learners: dict[str, "TrainState"]  # the trained models, by name
+    learners: dict[str, "Learner"]  # the trained models, by name
     loss_scales: dict[str, LossScale]  # by their names in the records
     guards: "Sequence[BatchStatistics]" = ()  # of the trained models
     accumulate = 1
@@ -214,7 +214,7 @@ class BatchStatistics(BatchNormGuard):
 
 
 @dataclass(slots=True)
-class TrainState:
+class Learner:
     """A model in its policy's dtypes, and the optimizer that updates it."""
 
     cast: CastModel

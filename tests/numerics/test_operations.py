@@ -17,7 +17,7 @@ from mprun.precision import (
     get_policy,
     pin_math_flags,
 )
-from mprun.tasks.task import TrainState
+from mprun.tasks.task import Learner
 
 from ..helpers import TINY_GAN, TINY_GPT, TINY_LM, assert_same_bits, making, record_of, run
 
@@ -55,7 +55,7 @@ class SmallTask:
         kind = {"fused": True} if self.policy.master_dtype else {"foreach": True}
         make = making(torch.optim.SGD, lr=0.1, momentum=0.9, **kind)
         optimizer = MixedPrecisionOptimizer(cast, make, self.scale)
-        self.learners = {"model": TrainState(cast, optimizer)}
+        self.learners = {"model": Learner(cast, optimizer)}
         self.forced_fp32 = forced_fp32
         self.inputs = torch.randn(BATCH, CHANNELS, SIZE, SIZE)
         self.labels = torch.arange(BATCH)

@@ -19,7 +19,7 @@ from mprun.numerics.probe import Probe, chosen_modules, owner
 from mprun.numerics.probe_record import KINDS, read_probes
 from mprun.precision import ForwardContext
 from mprun.precision.loss_scale import NoLossScale
-from mprun.tasks import Classification, TrainState
+from mprun.tasks import Classification, Learner
 
 from ..helpers import assert_same_bits, making, mixed, numbers_of, refused, run, without_waiting
 from .small_runs import SMALL, watched_steps
@@ -143,7 +143,7 @@ def classifier(inplace: bool) -> Classification:
     scale = NoLossScale()
     cast, optimizer = mixed(model, "fp32", making(torch.optim.SGD, 0.1), scale)
     forward_context = ForwardContext(cast.policy, torch.device("cpu"))
-    learner = TrainState(cast, optimizer)
+    learner = Learner(cast, optimizer)
     return Classification(learner, Blobs(), cast.policy, forward_context, scale)
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from mprun.errors import BadInput
 from mprun.precision.emulation import ForwardContext
-from mprun.tasks import TrainState
+from mprun.tasks import Learner
 
 from ..helpers import mixed
 
@@ -50,5 +50,5 @@ def test_frozen_layers_are_evaluated_unrounded():
     assert model[0].weight.dtype is torch.float16
     assert not torch.equal(model[0].weight.float(), original)
     forward_context = ForwardContext(cast.policy, torch.device("cpu"))
-    with TrainState(cast, optimizer).evaluating(forward_context, False) as copy:
+    with Learner(cast, optimizer).evaluating(forward_context, False) as copy:
         assert torch.equal(copy[0].weight, original)

@@ -9,7 +9,7 @@ from torch import nn
 from mprun.build.task import averaged_of
 from mprun.models.lstm import RowTable
 from mprun.precision import DynamicLossScale, ForwardContext
-from mprun.tasks import TrainState
+from mprun.tasks import Learner
 
 from ..helpers import assert_same_bits, making, mixed, one_step
 
@@ -37,7 +37,7 @@ def learner_of(mode, patterns=("body",), network=Network, decay=DECAY):
     model = network()
     average = {"average_decay": decay, "averaged": averaged_of(model, patterns)}
     rule = making(torch.optim.SGD, 0.25, foreach=True)
-    return TrainState(*mixed(model, mode, rule, DynamicLossScale(256.0), **average))
+    return Learner(*mixed(model, mode, rule, DynamicLossScale(256.0), **average))
 
 
 def step(learner, index, spoil=1.0):

@@ -26,7 +26,7 @@ task(
     # Table 1 of the paper. The held-out loss of a small classifier varies by a quarter from seed to
     # seed, so no affordable number of seeds decides about 1 % of it.
     judged="top1",
-    learner="classifier",
+    network_kind="classifier",
     sizes=("num_classes",),
     overlaps=True,
     of_own_networks=True,

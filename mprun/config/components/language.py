@@ -12,7 +12,7 @@ task(
     builder="mprun.tasks.supervised:LanguageModel",
     metrics=("loss", "perplexity"),
     family="text",
-    learner="language model",
+    network_kind="language model",
     sizes=("vocab_size",),
     streams=True,
     overlaps=True,

@@ -12,7 +12,7 @@ task(
     builder="mprun.extensions.speech.task:Speech",
     metrics=("loss", "cer"),
     family="utterances",
-    learner="speech recogniser",
+    network_kind="speech recogniser",
     sizes=("num_symbols",),
     overlaps=True,
 )

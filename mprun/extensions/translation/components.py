@@ -14,7 +14,7 @@ task(
     builder="mprun.extensions.translation.task:Translation",
     metrics=("loss", "perplexity", "bleu"),
     family="sentence_pairs",
-    learner="translation model",
+    network_kind="translation model",
     sizes=("source_vocab_size", "target_vocab_size"),
 )
 
