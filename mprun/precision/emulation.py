@@ -203,7 +203,7 @@ class HalfEmulation(TorchDispatchMode):
                kernel; recurrent layers to `emulated_recurrent`; cells, and layers over a packed
                sequence, through their matrix products (states rounded each step, but weight
                gradients added up over the time steps in 16 bits)
-    native     operations whose 16-bit CPU kernel gives the same result: element-wise functions,
+    native     operations whose 16-bit CPU kernel gives the same result: element-wise arithmetic,
                sums, batch norm with float32 parameters, pooling, and operations that move numbers
     refused    operations without a 16-bit kernel on CUDA: NotImplementedError, as there
 
@@ -467,9 +467,13 @@ _NATIVE = _names(
     (leaky_relu|softplus|softshrink)_backward
     """
 )
-# Element-wise, but the native 16-bit kernel rounds in between.
+# Element-wise, but the native 16-bit kernel rounds in between, or approximates the function less
+# closely (erf: to 5 units in FP16, 255 in BF16) or by other code than in FP32, which depends on the
+# CPU. Limits are numbers that CUDA's kernels take in FP32, and may lie beyond the format.
 _COARSE = _names(
-    """
+    r"""
+    a?(cos|sin|tan) (cos|sin|tan)h erfc? exp expm1 gelu(_backward)? lgamma log(10|1p|2)? sqrt
+    clamp(_max|_min)? clip hardtanh
     digamma hypot ldexp log_sigmoid_backward logit(_backward)? mvlgamma polygamma pow rsqrt
     sigmoid_backward special_(entr|i0e|i1|i1e|xlog1py) xlogy
     """
