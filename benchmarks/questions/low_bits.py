@@ -2,12 +2,12 @@
 
 import torch
 
-from mprun.precision.rounded_weights import random_bits, round_stochastically
+from mprun.precision.rounded_weights import Piece, RoundedWeights
 from mprun.precision.scaled_products import ScaledProducts, cast, decoded, product
 from questions.answer import Answer
 
 _SIZES = ((2048, 768, 3072), (12_288, 768, 768), (768, 12_288, 3072))  # n, k, m of GPT-2
-_KEY = 20261123
+_SEED = 20261123
 
 
 def fp8_products(device: torch.device) -> Answer:
@@ -65,10 +65,12 @@ def stochastic_rounding(device: torch.device) -> Answer:
     wide[:3] = torch.tensor([float("inf"), float("nan"), -0.0])
     found = {}
     for place in (torch.device("cpu"), device):
-        key = torch.tensor(_KEY, dtype=torch.int32, device=place)
         own = torch.empty(numel, dtype=torch.bfloat16, device=place)
-        round_stochastically(own, wide.to(place), key, 2**21)
-        bits = random_bits(numel, key, 2**21).cpu()
+        rule = torch.optim.SGD([own], 0.1)
+        narrow = RoundedWeights(rule, ["weight"], [own], "stochastic", seed=_SEED)
+        piece = Piece(0, 2**21, own, wide.to(place, copy=True))
+        bits = narrow.random_bits([piece])[0].cpu()
+        narrow.store([piece])
         found[place.type] = (bits, own.cpu().view(torch.int16))
     (bits, stored), (other_bits, other) = found["cpu"], found[device.type]
     numbers = {

@@ -17,10 +17,10 @@ bytes more. Only one chunk of weights at a time is then in FP32.
 
 from __future__ import annotations
 
-import zlib
+import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,17 +30,32 @@ from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.torch_update import initialise_state, put_back_where, rule_of
 
 COMPENSATION = "compensation"  # in the state of a weight
-# Numbers that are widened and rounded at a time: 32 MiB in FP32. A larger weight is one chunk.
+# Numbers that are widened at a time: 32 MiB in FP32. A larger weight is one chunk.
 CHUNK = 2**23
+# Numbers that are rounded at a time: their random bits take about 16 bytes each to make.
+STORED = 2**21
 _32_BITS = 0xFFFFFFFF
+_IN_BLOCK = 8  # numbers that a block of random bits serves
+
+
+class Piece(NamedTuple):
+    """Numbers of a weight that are stored together, all in the same order in memory."""
+
+    number: int  # of the weight
+    start: int  # place of the first of them in the memory of the weight, a multiple of 8
+    own: Tensor  # BF16, to be written
+    wide: Tensor  # FP32, to be rounded; stochastic rounding writes to it
+    kept: Tensor | None = None  # BF16, gets the rounding error
 
 
 class RoundedWeights:
     """The weights of one optimizer that live in BF16 alone.
 
-    Random bits are a hash of seed, number of the update, name of the parameter and place of the
-    number in memory. So they are the same on every device and for any split into blocks, and they
-    leave other random draws alone. A skipped step does not count as an update.
+    Random bits are Philox4x32-10 of a counter: its key is the seed, its counter the number of the
+    update, a hash of 64 bits of the parameter's name, and the number's place in memory. So no two
+    numbers share bits, in no two updates, parameters or seeds. The bits are the same on every
+    device and for any split into blocks, and they leave other random draws alone. A skipped step
+    does not count as an update.
 
     Args:
         inner: the optimizer that updates the weights, among others.
@@ -48,10 +63,11 @@ class RoundedWeights:
         rounding: "stochastic" or "kahan"; "nearest" if only the state is narrow.
         state_dtype: dtype in which state of `inner` with the shape of its weight is kept between
             updates; None: FP32.
-        seed: seed of the run.
+        seed: seed of the run and of this optimizer in it; its lowest 64 bits count.
 
     Attributes:
         updates: number of applied updates, int64, 0-dim.
+        streams: int64 [1 + weights], the bits of the seed and of each name's hash.
     """
 
     def __init__(
@@ -70,9 +86,10 @@ class RoundedWeights:
                 raise ValueError(f"{name}: has gaps between its values; make it contiguous")
         device = self.weights[0].device
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
-        # Any numbers will do that differ between names.
-        of_names = [zlib.crc32(name.encode()) ^ (seed * 0x9E3779B1 & _32_BITS) for name in names]
-        self._names = torch.tensor(of_names, dtype=torch.int64, device=device)
+        hashes = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names]
+        bits = [0, *(int.from_bytes(own, "little", signed=True) for own in hashes)]
+        self.streams = torch.tensor(bits, dtype=torch.int64, device=device)
+        self._set_seed(seed)
         self._number = {id(weight): number for number, weight in enumerate(self.weights)}
 
     def initialise_state(self) -> None:
@@ -92,12 +109,9 @@ class RoundedWeights:
         """Return the index of a weight among these; None if it is not one of them."""
         return self._number.get(id(weight))
 
-    def keys(self) -> Tensor | None:
-        """Return this update's keys, int32 [weights], one a weight; None without random bits."""
-        if self.rounding != "stochastic":
-            return None
-        mixed = self._names + self.updates * 0x85EBCA6B
-        return _hashed((mixed & _32_BITS).to(torch.int32))
+    def _set_seed(self, seed: int) -> None:
+        self._seed = seed % 2**64
+        self.streams[0] = (self._seed ^ 2**63) - 2**63  # as a signed number
 
     def chunks(self, updated: Sequence[Tensor]) -> list[list[int]]:
         """Return places in `updated`, one list for each group that is updated together.
@@ -164,45 +178,64 @@ class RoundedWeights:
     def _store_all(
         self, chosen: Sequence[Tensor], wide: Mapping[int, Tensor], found_inf: Tensor | None
     ) -> None:
-        keys = self.keys()
+        pieces: list[Piece] = []
+        most = min(CHUNK, STORED)
         for weight in chosen:
             if weight.dtype is torch.float32:  # only its state is narrow
                 continue
-            key = None if keys is None else keys[self.number(weight)]
             kept = self.inner.state[weight].get(COMPENSATION)
             tensors = [weight.detach(), wide[id(weight)], *([] if kept is None else [kept])]
-            # Rounding needs a multiple of the memory that it rounds.
-            flat = [tensor.as_strided((tensor.numel(),), (1,)).split(CHUNK) for tensor in tensors]
-            for number, (own, new, *rest) in enumerate(zip(*flat, strict=True)):
-                with put_back_where(found_inf, [own, *rest]):
-                    self.store(own, new, key, rest[0] if rest else None, number * CHUNK)
+            flat = [tensor.as_strided((tensor.numel(),), (1,)).split(most) for tensor in tensors]
+            for part, split in enumerate(zip(*flat, strict=True)):
+                pieces.append(Piece(self._number[id(weight)], part * most, *split))
+        # Rounding needs a multiple of the memory that it rounds.
+        for places in packed([piece.own.numel() for piece in pieces], most):
+            group = [pieces[place] for place in places]
+            written = [t for piece in group for t in (piece.own, piece.kept) if t is not None]
+            with put_back_where(found_inf, written):
+                self.store(group)
 
     def count(self, found_inf: Tensor | None = None) -> None:
         """Count an update, unless `found_inf` is not 0."""
         self.updates.add_(1 if found_inf is None else (found_inf == 0).long())
 
-    def store(
-        self, own: Tensor, wide: Tensor, key: Tensor | None, kept: Tensor | None, start: int = 0
-    ) -> None:
-        """Round `wide` into `own`; both have the same order in memory.
-
-        Args:
-            key: one of `keys`, for stochastic rounding.
-            kept: receives the rounding error.
-            start: place of the first number in the memory of the whole weight, an even one.
-        """
-        if key is not None:
-            round_stochastically(own, wide, key, start)
+    def store(self, pieces: Sequence[Piece]) -> None:
+        """Round `wide` into `own`, and the error into `kept` if there is one."""
+        if self.rounding == "stochastic" and pieces:
+            for piece, bits in zip(pieces, self.random_bits(pieces), strict=True):
+                round_stochastically(piece.own, piece.wide, bits)
             return
-        own.copy_(wide)
-        if kept is not None:
-            kept.copy_(wide - own)
+        for _, _, own, wide, kept in pieces:
+            own.copy_(wide)
+            if kept is not None:
+                kept.copy_(wide - own)
 
-    def state_dict(self) -> dict[str, Tensor]:
-        return {"updates": self.updates}
+    def random_bits(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        """Return this update's random bits of each piece: int32 [numel], 0 to 65535.
 
-    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        All pieces at once: the hundred operations then cost their time, not their calls.
+        """
+        places, names = [], []
+        for piece in pieces:
+            start, count = piece.start // _IN_BLOCK, -(-piece.own.numel() // _IN_BLOCK)
+            places.append(torch.arange(start, start + count, device=self.streams.device))
+            names.append(self.streams[1 + piece.number].expand(count))
+        name = torch.cat(names)
+        counter = [torch.cat(places), self.updates, name, name >> 32]
+        words = torch.stack(philox([own & _32_BITS for own in counter], self._seed), 1)
+        # Of each word the lower half first: bytes of an int32 are in that order everywhere here.
+        halves = words.to(torch.int32).view(torch.int16).flatten()
+        bits = halves.to(torch.int32).bitwise_and_(0xFFFF)
+        parts = bits.split([len(own) * _IN_BLOCK for own in places])
+        return [part[: piece.own.numel()] for part, piece in zip(parts, pieces, strict=True)]
+
+    def state_dict(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"updates": self.updates}
+        return state | {"seed": self._seed} if self.rounding == "stochastic" else state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.updates.copy_(state["updates"])
+        self._set_seed(state.get("seed", self._seed))
 
 
 def choose_narrow(
@@ -254,43 +287,38 @@ def _is_like(value: Any, weight: Tensor, key: str) -> bool:
     return is_own and value.shape == weight.shape
 
 
-def round_stochastically(own: Tensor, wide: Tensor, key: Tensor, start: int = 0) -> None:
+def round_stochastically(own: Tensor, wide: Tensor, bits: Tensor) -> None:
     """Round FP32 to BF16, up with the probability (wide - below) / (above - below).
 
     16 random bits are added below the kept ones, then the bits below are cut off. The share of
     the 65,536 equally likely sums that carry is the number's distance from the lower neighbour.
     Numbers that BF16 holds stay, so do infinity and NaN. `own` (BF16, dense) is written to; `wide`
-    has its shape and order in memory. key (int32, 0-dim), start: see `RoundedWeights.store`.
+    has its shape and order in memory. bits: int32 [numel], see `RoundedWeights.random_bits`.
     """
     numel = wide.numel()
     flat = wide.as_strided((numel,), (1,))
     # A NaN in which only the lowest bits are set would become a number.
-    bits = flat.nan_to_num(nan=float("nan"), posinf=float("inf"), neginf=float("-inf"))
-    bits = bits.view(torch.int32)
-    bits += random_bits(numel, key, start)
+    wide = flat.nan_to_num(nan=float("nan"), posinf=float("inf"), neginf=float("-inf"))
+    sums = wide.view(torch.int32).add_(bits)
     # The upper half of each number; bytes of an int32 are in little-endian order everywhere here.
-    own.as_strided((numel,), (1,)).view(torch.int16).copy_(bits.view(torch.int16)[1::2])
+    own.as_strided((numel,), (1,)).view(torch.int16).copy_(sums.view(torch.int16)[1::2])
 
 
-def random_bits(numel: int, key: Tensor, start: int = 0) -> Tensor:
-    """Return numbers `start` ... of the sequence of `key`: int32 [numel], 0 to 65535.
+def philox(counter: Sequence[Tensor], key: int) -> list[Tensor]:
+    """Compute Philox4x32-10: four words of 32 random bits from four of a counter and 64 of a key.
 
-    Each 32-bit hash of key and index gives two ("lowbias32", Wellons, hash-prospector).
+    Words are int64. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, in the
+    form of Random123, which is that of Triton's `tl.philox` too.
     """
-    first, last = start // 2, start // 2 + (numel + 1) // 2
-    pairs = torch.arange(first, last, dtype=torch.int32, device=key.device)
-    pairs ^= key
-    _hashed(pairs)
-    return pairs.view(torch.int16)[:numel].to(torch.int32).bitwise_and_(0xFFFF)
-
-
-def _hashed(x: Tensor) -> Tensor:
-    """Permute 32 bits, in place: int32, with torch's shifts that fill in the sign."""
-    for shift, mask, factor in ((16, 0xFFFF, 0x7FEB352D), (15, 0x1FFFF, 0x846CA68B - 2**32)):
-        x ^= (x >> shift).bitwise_and_(mask)
-        x *= factor
-    x ^= (x >> 16).bitwise_and_(0xFFFF)
-    return x
+    c0, c1, c2, c3 = counter
+    k0, k1 = key & _32_BITS, key >> 32
+    for _ in range(10):
+        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # of 64 bits, whose sign an int64 makes up
+        c0 = ((p1 >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(_32_BITS)
+        c2 = ((p0 >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(_32_BITS)
+        c1, c3 = p1, p0  # the lower halves
+        k0, k1 = (k0 + 0x9E3779B9) & _32_BITS, (k1 + 0xBB67AE85) & _32_BITS
+    return [c0, c1 & _32_BITS, c2, c3 & _32_BITS]
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mprun.precision.rounded_weights import packed, widen
+from mprun.precision.rounded_weights import Piece, packed, widen
 from mprun.precision.update import (
     Checked,
     Gradients,
@@ -122,7 +122,6 @@ class BlockedUpdate(SinglePass):
         self._plan(gradients)
         unscale, factor = (1.0 if number is None else float(number) for number in (inverse, clip))
         narrow = self.narrow
-        keys = None if narrow is None else narrow.keys()
         for part in self._parts:
             if part.steps:
                 foreach_add_(part.steps, 1)
@@ -137,9 +136,7 @@ class BlockedUpdate(SinglePass):
                     widen(wide, piece.own, piece.kept)
                 self._run(block, gradients, factors, settings, direct)
                 if narrow is not None:
-                    for piece, wide in block.narrow:
-                        key, start = None if keys is None else keys[piece.narrow], piece.part or 0
-                        narrow.store(piece.own, wide, key, piece.kept, start * self.block)
+                    narrow.store([self._stored(piece, wide) for piece, wide in block.narrow])
         if narrow is not None:
             narrow.count()
 
@@ -179,6 +176,11 @@ class BlockedUpdate(SinglePass):
             return gradient
         flat = in_memory_order(in_order_of(self.updated[index], gradient))
         return flat[part * self.block : (part + 1) * self.block]
+
+    def _stored(self, weight: Weight, wide: Tensor) -> Piece:
+        assert weight.narrow is not None
+        start = (weight.part or 0) * self.block
+        return Piece(weight.narrow, start, weight.own, wide, weight.kept)
 
     def _settings(self, group: dict, unscale: float) -> tuple[dict[str, Any], list[float]]:
         """Return the arguments of the fused kernel, and the factors of the gradients before it.

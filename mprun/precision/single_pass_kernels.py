@@ -108,13 +108,15 @@ def _nearest(wide):
 
 
 @triton.jit
-def _random_bits(offsets, key):
-    """Compute `rounded_weights.random_bits`: 0 to 65535, two from each hash."""
-    x = (offsets // 2).to(tl.uint32) ^ key
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (x >> 15)) * 0x846CA68B
-    x = x ^ (x >> 16)
-    return tl.where(offsets % 2 == 0, x & 0xFFFF, x >> 16)
+def _random_bits(block, streams, updates, weight, BLOCK: tl.constexpr):
+    """Compute `RoundedWeights.random_bits` of a block: uint32 [BLOCK], eight from each counter."""
+    place = (block * (BLOCK // 8) + tl.arange(0, BLOCK // 8)).to(tl.uint32)
+    update, name = tl.load(updates), tl.load(streams + 1 + weight)
+    update, lower, upper = place * 0 + update.to(tl.uint32), name.to(tl.uint32), (name >> 32)
+    lower, upper = place * 0 + lower, place * 0 + upper.to(tl.uint32)
+    one, two, three, four = tl.philox(tl.load(streams), place, update, lower, upper)
+    words = tl.interleave(tl.interleave(one, three), tl.interleave(two, four))
+    return tl.interleave(words & 0xFFFF, words >> 16)
 
 
 @triton.jit
@@ -138,7 +140,8 @@ def update_kernel(
     clip,
     found_inf,
     logarithms,
-    keys,
+    streams,
+    updates,
     weight_decay,
     momentum,
     beta1_rest,
@@ -167,7 +170,7 @@ def update_kernel(
     *_rest: 1 - beta.
 
     NARROW: how a BF16 weight without a master is stored, "stochastic" or "kahan", see
-    `rounded_weights`; "no": there is none. keys: int32, one for each of those weights.
+    `rounded_weights`; "no": there is none. streams, updates: see `RoundedWeights`.
     """
     # From the end: the cache still holds the values that the check read last.
     program = tl.num_programs(0) - 1 - tl.program_id(0)
@@ -220,8 +223,8 @@ def update_kernel(
         master = master - tl.div_rn(rate, correction1) * tl.div_rn(first, deviation)
 
     if NARROW == "stochastic":
-        key = tl.load(keys + tl.load(tensors + row * COLUMNS + 6)).to(tl.uint32, bitcast=True)
-        stored = (_bits(master) + _random_bits(offsets, key)) >> 16
+        block, weight = tl.load(chunks + 2 * program + 1), tl.load(tensors + row * COLUMNS + 6)
+        stored = (_bits(master) + _random_bits(block, streams, updates, weight, BLOCK)) >> 16
         tl.store(masters, stored.to(tl.uint16), mask=writes)
     elif NARROW == "kahan":
         stored = _nearest(master)

@@ -164,7 +164,6 @@ class KernelUpdate(SinglePass):
         known = checked[1] if checked is not None and checked[0] is ready else None
         plan, table, _ordered = known or self._prepare(ready.gradients)
         self._count_step(plan.steps, ready.found_inf)
-        keys = None if self.narrow is None else self.narrow.keys()
         with self._on_device():
             for launch in plan.launches:
                 kind, group = launch.kind, self.inner.param_groups[launch.kind.group]
@@ -179,7 +178,8 @@ class KernelUpdate(SinglePass):
                     clip if clips else self._one,
                     self._zero if ready.found_inf is None else ready.found_inf,
                     self._zero if launch.logarithms is None else launch.logarithms,
-                    self._zero if keys is None else keys,
+                    self._zero if self.narrow is None else self.narrow.streams,
+                    self._zero if self.narrow is None else self.narrow.updates,
                     float(group["weight_decay"]),
                     float(group.get("momentum", 0.0)),
                     1.0 - beta1,

@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 from torch.optim import SGD, Adam  # noqa: E402
 
 from mprun.precision import LogMaxLossScale, MixedPrecisionOptimizer  # noqa: E402
-from mprun.precision.rounded_weights import RoundedWeights, widen  # noqa: E402
+from mprun.precision.rounded_weights import Piece, RoundedWeights, widen  # noqa: E402
 from mprun.precision.single_pass_cpu import BlockedUpdate  # noqa: E402
 from mprun.precision.single_pass_triton import KernelUpdate  # noqa: E402
 from mprun.precision.torch_update import initialise_state  # noqa: E402
@@ -166,19 +166,13 @@ def store(rule, rounding):
 
 
 def store_notices():
-    """Random bits of the next update."""
-    keys = RoundedWeights.keys
-    numbers = iter(range(100))
-
-    def others(self):
-        self.updates += next(numbers)
-        return keys(self)
-
-    RoundedWeights.keys = others
+    """Random bits of the next place, which torch's operations are made to take."""
+    random_bits = RoundedWeights.random_bits
+    RoundedWeights.random_bits = lambda *args: [own.roll(1) for own in random_bits(*args)]
     try:
         found = store_difference(MixedPrecisionOptimizer, CPU, "sgd", "stochastic")
     finally:
-        RoundedWeights.keys = keys
+        RoundedWeights.random_bits = random_bits
     assert found is not None and "stochastic store" in found, found
 
 
@@ -200,11 +194,9 @@ def store_by_hand(rounding):
             gradients[0][: len(special)] = torch.tensor(special)
         single.write(Ready(gradients, None, torch.ones(())), None)  # skipped
         single.write(Ready(gradients, None, torch.zeros(())), None)
-        keys = other.keys()
         for number, gradient in enumerate(gradients):
             wide = widen(torch.empty_like(gradient), expected[number], rests[number]) - gradient
-            key = None if keys is None else keys[number]
-            other.store(expected[number], wide, key, rests[number])
+            other.store([Piece(number, 0, expected[number], wide, rests[number])])
         other.count()
         for number, (weight, theirs) in enumerate(zip(weights, expected, strict=True)):
             # Of a NaN not its payload.

@@ -1,9 +1,11 @@
 """BF16 weights updated in FP32: stochastic rounding, Kahan's compensation, narrow state."""
 
 import copy
+import hashlib
 import math
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -16,16 +18,25 @@ from mprun.precision import (
     get_policy,
     rounded_weights,
 )
-from mprun.precision.rounded_weights import RoundedWeights, random_bits, round_stochastically
+from mprun.precision.rounded_weights import Piece, RoundedWeights, philox
 
 from ..helpers import assert_same_bits, making, mixed, one_step
 
-KEY = torch.tensor(20261123, dtype=torch.int32)
+
+def of(*names, seed=20261123):
+    """Weights of these names, all of one number: only their names and number matter."""
+    weights = [torch.zeros(1, dtype=torch.bfloat16) for _ in names]
+    return RoundedWeights(torch.optim.SGD(weights, 0.1), names, weights, "stochastic", seed=seed)
 
 
-def rounded(wide, key=KEY, start=0):
+def drawn(narrow, numel, start=0, number=0):
+    nothing = torch.empty(numel)
+    return narrow.random_bits([Piece(number, start, nothing, nothing)])[0]
+
+
+def rounded(wide):
     own = torch.empty_like(wide, dtype=torch.bfloat16)
-    round_stochastically(own, wide, key, start)
+    of("a").store([Piece(0, 0, own, wide)])
     return own
 
 
@@ -53,33 +64,101 @@ def test_what_is_in_bf16_stays():
     assert rounded(nan).isnan().all()
 
 
+# DEShawResearch/random123, tests/kat_vectors, "philox4x32 10": counter, key, result.
+KNOWN = """
+00000000 00000000 00000000 00000000 00000000 00000000   6627e8d5 e169c58d bc57ac4c 9b00dbd8
+ffffffff ffffffff ffffffff ffffffff ffffffff ffffffff   408f276d 41c83b0e a20bc7c6 6d5451fd
+243f6a88 85a308d3 13198a2e 03707344 a4093822 299f31d0   d16cfe09 94fdcceb 5001e420 24126ea1
+"""
+
+
+def by_hand(counter, key, width=32):
+    """Philox4xW-10 in Python's integers, after the paper's section 3.3 and Random123's header."""
+    factors, raised = {
+        32: ((0xD2511F53, 0xCD9E8D57), (0x9E3779B9, 0xBB67AE85)),
+        64: (
+            (0xD2E7470EE14C6C93, 0xCA5A826395121157),
+            (0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B),
+        ),
+    }[width]
+    c, k, words = list(counter), list(key), 2**width
+    for _ in range(10):
+        (high0, low0), (high1, low1) = (
+            divmod(f * c[n], words) for f, n in zip(factors, (0, 2), strict=True)
+        )
+        c = [high1 ^ c[1] ^ k[0], low1, high0 ^ c[3] ^ k[1], low0]
+        k = [(own + more) % words for own, more in zip(k, raised, strict=True)]
+    return c
+
+
+def test_philox_gives_the_published_vectors():
+    for line in KNOWN.strip().splitlines():
+        numbers = [int(word, 16) for word in line.split()]
+        counter, key, expected = numbers[:4], numbers[4:6], numbers[6:]
+        words = philox([torch.tensor([word]) for word in counter], key[0] | key[1] << 32)
+        assert [int(word) for word in words] == expected == by_hand(counter, key)
+
+
+def test_philox_of_another_width_is_numpys():
+    """numpy has that of 64 bits; `by_hand` holds for both."""
+    numbers = np.random.default_rng(0).integers(0, 2**64, 6, dtype=np.uint64).tolist()
+    counter, key = numbers[:4], numbers[4:]
+    before = np.array([counter[0] - 1, *counter[1:]], dtype=np.uint64)  # it adds 1 first
+    numpys = np.random.Philox(counter=before, key=np.array(key, dtype=np.uint64))
+    assert numpys.random_raw(4).tolist() == by_hand(counter, key, 64)
+    words = [number % 2**32 for number in numbers]
+    own = philox([torch.tensor([word]) for word in words[:4]], words[4] | words[5] << 32)
+    assert [int(word) for word in own] == by_hand(words[:4], words[4:])
+
+
+def test_random_bits_are_those_of_their_seed_name_update_and_place():
+    narrow, seed, name = of("a", "layer.weight", seed=-7), 2**64 - 7, b"layer.weight"
+    narrow.updates += 5
+    hashed = int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "little")
+    for place in (0, 1, 12345):
+        counter = [place // 8, 5, hashed % 2**32, hashed >> 32]
+        word = by_hand(counter, [seed % 2**32, seed >> 32])[place % 8 // 2]
+        expected = word >> 16 if place % 2 else word & 0xFFFF
+        assert drawn(narrow, place + 3, number=1)[place] == expected
+
+
 def test_random_bits_are_uniform_and_of_their_place():
-    bits = random_bits(1 << 18, KEY)
+    narrow = of("a", "b")
+    bits = drawn(narrow, 1 << 18)
     counts = torch.bincount(bits >> 8, minlength=256).double()
     expected = (1 << 18) / 256
     chi_square = ((counts - expected) ** 2 / expected).sum().item()
     assert abs(chi_square - 255) < 4.5 * math.sqrt(2 * 255)
-    assert torch.equal(random_bits(1000, KEY, 5000), bits[5000:6000])
-    # By hand: "lowbias32" of key ^ 0 in Python's integers.
-    x = int(KEY)
-    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
-        x = ((x ^ x >> shift) * factor) % 2**32
-    x ^= x >> 16
-    assert bits[:2].tolist() == [x & 0xFFFF, x >> 16]
+    assert torch.equal(drawn(narrow, 1000, 5000), bits[5000:6000])
+    weights = ((0, 1000), (1, 3), (0, 17))
+    pieces = [Piece(n, 8 * n, torch.empty(size), None) for n, size in weights]
+    for piece, own in zip(pieces, narrow.random_bits(pieces), strict=True):
+        assert torch.equal(own, drawn(narrow, len(piece.own), piece.start, piece.number))
 
 
-def test_other_updates_and_names_have_other_bits():
-    weights = [torch.zeros(4096, dtype=torch.bfloat16) for _ in range(2)]
-    inner = torch.optim.SGD(weights, 0.1)
-    keys = []
-    for seed in (0, 1):
-        narrow = RoundedWeights(inner, ["a", "b"], weights, "stochastic", seed=seed)
+def test_no_streams_overlap():
+    """Keys that differ in low bits, such as seeds in a row, gave the same bits in swapped places
+    where the place was mixed into the key."""
+    streams = []
+    for seed in (0, 1, 2, 3):
+        narrow = of("a", "b", seed=seed)
         for _ in range(3):
-            keys += narrow.keys()
+            streams += [drawn(narrow, 4096, number=number) for number in (0, 1)]
             narrow.count()
-    drawn = torch.stack([random_bits(4096, key) for key in keys]).float()
-    # Correlations of independent draws have the deviation 1/64; 66 of them.
-    assert torch.corrcoef(drawn).fill_diagonal_(0).abs().max() < 5 / 64
+    every = torch.stack(streams)
+    # Correlations of independent draws have the deviation 1/64; 276 of them.
+    assert torch.corrcoef(every.float()).fill_diagonal_(0).abs().max() < 5 / 64
+    # Blocks of 128 bits: with 12,288 of them a pair of equal ones has a chance of 2^-101.
+    blocks = every.view(-1, 8)
+    assert len(blocks.unique(dim=0)) == len(blocks)
+
+
+def test_a_loaded_state_brings_the_seed_of_its_run():
+    saved, other = of("a", seed=2**64 - 1), of("a", seed=4)
+    saved.count()
+    assert not torch.equal(drawn(other, 64), drawn(saved, 64))
+    other.load_state_dict(saved.state_dict())
+    assert torch.equal(drawn(other, 64), drawn(saved, 64))
 
 
 def trained(mode, update, rule, steps=4, skip=None, scale=None, **settings):

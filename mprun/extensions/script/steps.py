@@ -369,7 +369,8 @@ class OptimizerSteps:
     # 16-bit weights without a master copy
 
     def _make_narrow(self) -> None:
-        narrow = choose_narrow(self.optimizer, self.named(), self.policy)
+        seed = torch.initial_seed()  # of the script; a loaded state brings that of its run
+        narrow = choose_narrow(self.optimizer, self.named(), self.policy, seed)
         if narrow is None:
             return
         if self.narrow is not None:

@@ -49,7 +49,7 @@ def by_hand(mode, steps=6, **options):
     )
     guards = [BatchNormGuard(model)] if scale.skips_nonfinite else []
     make = making(torch.optim.SGD, 0.1, momentum=0.9)
-    cast, optimizer = mixed(model, mode, make, scale, guards=guards)
+    cast, optimizer = mixed(model, mode, make, scale, guards=guards, seed=torch.initial_seed())
     torch.manual_seed(3)
     losses = []
     for images, labels in batches(steps):
@@ -64,6 +64,15 @@ def by_hand(mode, steps=6, **options):
         losses.append(loss.item())
     with cast.in_fp32():
         return losses, {name: own.clone() for name, own in model.state_dict().items()}
+
+
+def test_random_bits_are_those_of_the_seed_of_the_script():
+    seeds = []
+    for seed in (7, 8):
+        torch.manual_seed(seed)
+        _, optimizer = prepared("bf16_stochastic", nn.Linear(4, 4))
+        seeds.append(optimizer.state_dict()["narrow"]["seed"])
+    assert seeds == [7, 8]
 
 
 @pytest.mark.parametrize(
