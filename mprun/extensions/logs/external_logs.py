@@ -315,20 +315,7 @@ def _last_step(run: RunData) -> float:
 
 def _run(log: Log, tag: str, label: str, notes: list[str]) -> RunData:
     steps, values = log.points.T
-    # A resumed run may have written steps twice: the last value counts.
-    order = np.argsort(steps, kind="stable")
-    steps, values = steps[order], values[order]
-    newest = np.append(steps[1:] != steps[:-1], True)
-    again = ~newest[:-1] & (values[1:] != values[:-1])
-    if again.sum() > newest.sum() / 2:
-        raise BadInput(
-            f"{log.name}: {int(again.sum())} of {int(newest.sum())} steps are written again, with "
-            "another value: several runs in one log? Give each a file or a folder of its own"
-        )
-    if not newest.all():
-        twice = int((~newest).sum())
-        notes.append(f"{log.name}: {twice} steps written twice; the last value counts")
-    steps, values = steps[newest], values[newest]
+    notes += [note for note in log.notes if note not in notes]
     written = _written(values)
     steps, values = steps[written], values[written]
     strange = int((~np.isfinite(values)).sum())

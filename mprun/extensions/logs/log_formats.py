@@ -4,12 +4,16 @@
 adds its own by an entry point of the group `mprun.log_formats` that names a `LogFormat`.
 """
 
+import ast
 import csv
+import gzip
 import json
 import logging
 import re
+import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +33,21 @@ _STEPS = (
     *("timesteps", "total_timesteps", "time/total_timesteps", "epoch", "epoch_num"),
 )
 _SPLITS = ("split", "phase", "stage", "mode")  # fields that tell training from evaluation records
-_NUMBER = r"[-+]?(?:\d+\.?\d*(?:[eE][-+]?\d+)?|\.\d+(?:[eE][-+]?\d+)?|nan|inf(?:inity)?)\b"
+# A number in a text, maybe with marks of thousands.
+_EXPONENT = r"(?:[eE][-+]?\d+)?"
+_NUMBER = rf"[-+]?(?:\d+(?:[.,'’]\d+)*\.?{_EXPONENT}|[.,]\d+{_EXPONENT}|nan|inf(?:inity)?)\b"
+# How a whole number is written, by its decimal mark; the other mark groups thousands, as blanks and
+# apostrophes do.
+_WRITTEN = {
+    decimal: re.compile(
+        rf"[-+]?(?=[{decimal}\d])(?:[1-9]\d{{0,2}}(?P<by>[{thousands}'’ \u00a0\u202f])\d{{3}}"
+        rf"(?:(?P=by)\d{{3}})*|\d*)(?:[{decimal}]\d*)?{_EXPONENT}"
+    )
+    for decimal, thousands in (".,", ",.")
+}
+# What Python prints for a number that is none of its literals: nan, np.float64(0.5), tensor(0.5).
+_PRINTED = re.compile(r"(?:[\w.]*float\d*|tensor)\(([^(),]*)[^()]*\)|(?<![\w'])(-?(?:nan|inf))\b")
+_EMPTY, _NOT_FINITE = ("", None), ("nan", "inf", "infinity")
 Row = tuple[str, dict[str, Any]]  # its place ("line 3"), name -> cell
 
 
@@ -42,6 +60,8 @@ class Log:
     points: np.ndarray  # float64 [points, 2]: step and value, in the order of the file
     steps: str  # the name of the step count: "step", "epoch"; "" for places in a list
     named: bool = True  # whether the log itself says that the values belong to the tag
+    places: Sequence[str] = ()  # that of each point in the file, such as "line 3", if it has one
+    notes: list[str] = field(default_factory=list)  # what was read by a rule, a line each
     seed: int | None = None  # as the command line or a name tells it, which no log does
 
     @property
@@ -58,15 +78,38 @@ class Wanted:
     tag: str  # the scalar
     step: str | None = None  # the name of the step count, if it is not a usual one
 
+    notes: list[str] = field(default_factory=list)  # what was read by a rule, a line each
+
     @cached_property
     def text(self) -> str:
-        """Return the content of the file; raise Damaged if it is not text, BadInput without it."""
+        """Return the content of the file, unpacked if it ends in .gz; every line ends in "\\n".
+
+        Raises Damaged if it is no text or a broken archive, BadInput if it cannot be read.
+        """
+        opened = gzip.open if self.path.suffix == ".gz" else open
         try:
-            return self.path.read_text(encoding="utf-8-sig")
+            with opened(self.path, "rt", encoding="utf-8-sig") as file:
+                return file.read()
         except UnicodeDecodeError as error:
             raise Damaged(f"{self.path}: not a text file ({error})") from None
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise Damaged(f"{self.path}: not a whole gzip archive ({error})") from None
         except OSError as error:
             raise BadInput(f"{self.path}: cannot be read ({error.strerror})") from None
+
+    def lines(self) -> list[str]:
+        """Return the lines of the file without one that is cut off, which is noted.
+
+        A writer that is killed leaves a last line without its end, in which "0.0" was to be 0.034.
+        """
+        *lines, last = self.text.split("\n")
+        if last.strip():
+            self.note_cut(len(lines) + 1)
+        return lines
+
+    def note_cut(self, number: int) -> None:
+        """Note that the last line is left out."""
+        self.notes.append(f"line {number} does not end: it may be cut off, and is left out")
 
     def of_records(self, rows: list[Row]) -> list[Log]:
         """Return the one run of records, which may be of several kinds."""
@@ -94,15 +137,52 @@ class Wanted:
         """
         logs = []
         for name, (run, named) in values.items():
-            points = [
-                [self._number(where, row[key]) for key in (steps, name)]
-                for where, row in rows
-                if row[name] not in ("", None)
-            ]
-            if not points:
+            told = [number for number, (_, row) in enumerate(rows) if row[name] not in _EMPTY]
+            if not told:
                 raise BadInput(f"{self.path}: column {name!r} is empty")
-            logs.append(Log(self.path, run, _table(points), steps, named))
+            after = [row for row in rows[told[-1] + 1 :] if row[1][steps] not in _EMPTY]
+            places = [rows[number][0] for number in told]
+            cells = [
+                (where, rows[number][1][key])
+                for key in (steps, name)
+                for where, number in zip(places, told, strict=True)
+            ]
+            numbers = self._numbers(cells + [(where, row[steps]) for where, row in after])
+            points = np.array(numbers[: len(cells)], np.float64).reshape(2, -1).T
+            # The table of a single run must have a value in its last rows, too, or there was one
+            # that its writer left out, as some do with nan. In one of several runs they end there.
+            if after and not run:
+                counted, end = points[:, 0], max(numbers[len(cells) :])
+                if end - counted[-1] > np.diff(counted, prepend=counted[0]).max():
+                    raise BadInput(
+                        f"{self.path}: {after[0][0]}: from here to step {end:g} {name!r} has no "
+                        "value; cut these rows off, or write nan where it was not finite"
+                    )
+            logs.append(Log(self.path, run, points, steps, named, places))
         return logs
+
+    def _numbers(self, cells: Sequence[tuple[str, Any]]) -> list[float]:
+        """Return cells, each with its place, as numbers.
+
+        A comma is the decimal mark or one of thousands, whichever all cells allow. BadInput if they
+        allow both and the numbers differ, Damaged if they allow neither.
+        """
+        with suppress(ValueError):
+            return [_plain(cell) for _, cell in cells]
+        ways = [_read([cell for _, cell in cells], decimal) for decimal in _WRITTEN]
+        whole = [way for way in ways if len(way) == len(cells)]
+        if not whole:
+            where, cell = cells[max(map(len, ways))]
+            raise Damaged(f"{self.path}: {where}: {cell!r} is not a number")
+        for (where, cell), one, other in zip(cells, whole[0], whole[-1], strict=True):
+            if one != other and one == one:
+                raise BadInput(
+                    f"{self.path}: {where}: {cell!r} is {one:.10g} or {other:.10g}, and no other "
+                    "number tells which; write it without marks of thousands, with a point"
+                )
+        example = "1,234.5" if whole[0] is ways[0] else "1.234,5"
+        self.notes.append(f"numbers are read as written like {example}")
+        return whole[0]
 
     def steps(self, names: Sequence[str]) -> str:
         """Return the name of the column that counts the steps."""
@@ -127,13 +207,29 @@ class Wanted:
             f"{nearest(self.tag, names)}"
         )
 
-    def _number(self, where: str, cell: Any) -> float:
+
+def _plain(cell: Any) -> float:
+    try:
+        if isinstance(cell, bool):
+            raise ValueError
+        return float(cell)
+    except (TypeError, OverflowError):
+        raise ValueError from None
+
+
+def _read(cells: Iterable[Any], decimal: str) -> list[float]:
+    """Return the first cells as numbers, up to one that is none with this decimal mark."""
+    numbers = []
+    for cell in cells:
         try:
-            if isinstance(cell, bool):
-                raise ValueError
-            return float(cell)
-        except (TypeError, ValueError, OverflowError):
-            raise Damaged(f"{self.path}: {where}: {cell!r} is not a number") from None
+            if isinstance(cell, str) and _WRITTEN[decimal].fullmatch(cell):
+                cell = re.sub(rf"[^\deE+{decimal}-]", "", cell).replace(decimal, ".")
+            elif isinstance(cell, str) and cell.lower().lstrip("+-") not in _NOT_FINITE:
+                break
+            numbers.append(_plain(cell))
+        except ValueError:
+            break
+    return numbers
 
 
 class LogFormat(NamedTuple):
@@ -163,13 +259,64 @@ def read_logs(path: Path, tag: str, step: str | None = None) -> list[Log]:
     """
     wanted = Wanted(path, tag, step)
     for form in formats():
+        wanted.notes.clear()
         found = form.read(wanted)
         if found is not None:
-            if not all(np.isfinite(log.points[:, 0]).all() for log in found):
-                raise Damaged(f"{path}: {found[0].steps}: steps must be finite numbers")
+            for log in found:
+                if not np.isfinite(log.points[:, 0]).all():
+                    raise Damaged(f"{path}: {log.steps}: steps must be finite numbers")
+                log.notes += [f"{path}: {note}" for note in dict.fromkeys(wanted.notes)]
+                _order(log)
             return found
     first = [cell.strip() for cell in wanted.text.partition("\n")[0].split(",")]
     raise wanted.no_tag(_words_before_numbers(wanted.text) or filter(None, first))
+
+
+def _order(log: Log) -> None:
+    """Let the steps of a log rise; a note says what was written again.
+
+    A run that was resumed goes back to the step of its checkpoint: what it wrote from there on
+    counts, and what an earlier attempt had written does not.
+
+    Raises BadInput if the log begins again, or if most of its steps were written twice.
+    """
+    steps = log.points[:, 0]
+    if (np.diff(steps) > 0).all():
+        return
+    places = log.places or [f"value {number}" for number in range(1, len(steps) + 1)]
+    kept: dict[float, float] = {}
+    again, other, left_out, back = 0, 0, 0, ""
+    for where, (step, value) in zip(places, log.points.tolist(), strict=True):
+        if step in kept and (kept[step] == value or kept[step] != kept[step] and value != value):
+            again += 1
+            continue
+        if kept and step <= (last := next(reversed(kept))):
+            if step == last:
+                again, other = again + 1, other + 1
+            elif step <= steps[0]:
+                raise BadInput(
+                    f"{log.name}: {where}: begins again, at step {step:g} after {last:g}: a second "
+                    "run or attempt? Give each a log of its own"
+                )
+            else:
+                back = back or f"{where}: goes back to step {step:g} after {last:g}"
+                left_out += sum(earlier > step for earlier in kept)
+            while kept and next(reversed(kept)) >= step:
+                kept.popitem()
+        kept[step] = value
+    if other > len(kept) / 2:
+        raise BadInput(
+            f"{log.name}: {other} of {len(kept)} steps are written again, with another value: "
+            "several runs in one log? Give each a file or a folder of its own"
+        )
+    if again:
+        log.notes.append(f"{log.name}: {again} steps written twice; the last value counts")
+    if back:
+        log.notes.append(
+            f"{log.name}: {back}: what is written from there on counts, and of what "
+            f"was before it {left_out} values do not"
+        )
+    log.points, log.places = _table([*kept.items()]), ()
 
 
 def logs_in(folder: Path) -> list[Path]:
@@ -223,6 +370,9 @@ def _events(wanted: Wanted) -> list[Log] | None:
 
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
     # 0 keeps every point; the default draws 10,000 at random. One is enough of everything else.
+    for file in [path] if path.is_file() else filter(_is_events, sorted(path.iterdir())):
+        if not _ends_whole(file):
+            wanted.notes.append(f"{file.name} ends within a record: read up to there")
     limits = dict.fromkeys(reader.DEFAULT_SIZE_GUIDANCE, 1) | {reader.SCALARS: 0}
     events = reader.EventAccumulator(str(path), size_guidance=limits).Reload()
     known = events.Tags()
@@ -244,6 +394,18 @@ def _events(wanted: Wanted) -> list[Log] | None:
     return [Log(path, "", _table(points), "step")]
 
 
+def _ends_whole(path: Path) -> bool:
+    """Return whether an event file ends where a record does: its length, 4 bytes, it, 4 bytes."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        while (place := file.tell()) < size:
+            length = int.from_bytes(file.read(8), "little")
+            if place + 16 + length > size:
+                return False
+            file.seek(place + 16 + length)
+    return True
+
+
 def _states_in(entries: list[Path]) -> list[Path]:
     """Return trainer_state.json of a Hugging Face folder, else that of the newest checkpoint."""
     newest = [entry for entry in entries[::-1] if entry.name.startswith("checkpoint-")]
@@ -254,13 +416,13 @@ def _states_in(entries: list[Path]) -> list[Path]:
 
 def _tables_in(entries: list[Path]) -> list[Path]:
     tables = (".csv", ".tsv", ".jsonl")
-    return [entry for entry in entries if entry.suffix.lower() in tables and entry.is_file()]
+    names = ((entry, entry.name.lower().removesuffix(".gz")) for entry in entries)
+    return [entry for entry, name in names if name.endswith(tables) and entry.is_file()]
 
 
 def _cells(wanted: Wanted) -> list[Log] | None:
     """Read a table; None if the first line is not a header that names steps or values."""
-    path, tag, lines = wanted.path, wanted.tag, wanted.text.splitlines()
-    first = next(iter(lines), "")
+    path, tag, first = wanted.path, wanted.tag, wanted.text.partition("\n")[0]
     between = max(",\t;", key=lambda mark: len(next(csv.reader([first], delimiter=mark), [])))
     try:
         # ultralytics pads the names with blanks.
@@ -271,14 +433,19 @@ def _cells(wanted: Wanted) -> list[Log] | None:
         steps = wanted.steps(list(filter(None, header)))  # an index has no name
         values = _value_names(wanted, header)
         places = [header.index(name) for name in (steps, *values)]
-        reader = csv.reader(lines, delimiter=between)
+        for name in (steps, *values):
+            if header.count(name) > 1:
+                several = f"{header.count(name)} columns are called {name!r}"
+                raise BadInput(f"{path}: line 1: {several}; rename all but one")
+        reader = csv.reader(wanted.lines(), delimiter=between)
         rows: list[Row] = []
         for row in reader:
             # A logger that resumes after an interruption may repeat its header.
             if not row or [cell.strip() for cell in row] == header:
                 continue
-            if len(row) <= max(places):
-                raise Damaged(f"{path}: line {reader.line_num}: {len(row)} cells, not a row")
+            if len(row) <= max(places) or any(row[len(header) :]):
+                wrong = f"{len(row)} cells, the header has {len(header)}"
+                raise Damaged(f"{path}: line {reader.line_num}: {wrong}")
             found = {header[place]: row[place].strip() for place in places}
             rows.append((f"line {reader.line_num}", found))
     except csv.Error as error:
@@ -297,11 +464,35 @@ def _value_names(wanted: Wanted, names: Sequence[str]) -> dict[str, tuple[str, b
         return {name: (name.removesuffix(f" - {tag}"), True) for name in exported}
     if "Value" in names:
         # TensorBoard's export is called run-NAME-tag-TAG.csv, with "/" as "_".
-        _, told, rest = path.stem.partition("-tag-")
+        _, told, rest = path.name.removesuffix(".gz").removesuffix(".csv").partition("-tag-")
         if told and rest != tag.replace("/", "_"):
             raise BadInput(f"{path}: --tag {tag}: the file is an export of the tag {rest}")
         return {"Value": ("", bool(told))}
     raise wanted.no_tag(name for name in names if name.lower() not in _STEPS)
+
+
+def _printed(wanted: Wanted) -> list[Log] | None:
+    """Read dictionaries as Python prints them, one a line; None if there is none with the tag."""
+    rows: list[Row] = []
+    for number, line in enumerate(wanted.lines(), start=1):
+        start, stop = line.find("{'"), line.rfind("}") + 1
+        if not 0 <= start < stop:
+            continue
+        for text in (line[start:stop], _PRINTED.sub(r"'\1\2'", line[start:stop])):
+            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                told = ast.parse(text, mode="eval").body
+                record = ast.literal_eval(told)
+                break
+        else:
+            if f"'{wanted.tag}'" in line:
+                raise Damaged(f"{wanted.path}: line {number}: not one dictionary")
+            continue
+        if isinstance(told, ast.Dict) and len(record) < len(told.keys):
+            raise BadInput(f"{wanted.path}: line {number}: a name stands twice in it")
+        if isinstance(record, dict):
+            rows.append((f"line {number}", flat(record)))
+    begins = wanted.text.lstrip().startswith("{'")
+    return wanted.of_records(rows) if begins or any(wanted.tag in row for _, row in rows) else None
 
 
 def _json(wanted: Wanted) -> list[Log] | None:
@@ -311,11 +502,11 @@ def _json(wanted: Wanted) -> list[Log] | None:
     if start not in ("{", "["):
         return None
     try:
-        content = json.loads(text)
+        content = _loaded(text, f"{path}: a record")
     except (ValueError, RecursionError):
         if start == "[":  # a text may begin like this: "[rank0]: step: 1"
             return None
-        content = _json_lines(path, text)
+        return wanted.of_records(_json_lines(wanted))
     if isinstance(content, dict) and isinstance(content.get("log_history"), list):
         content = content["log_history"]  # trainer_state.json
     if isinstance(content, dict) and isinstance(content.get(tag), (list, dict)):
@@ -327,18 +518,35 @@ def _json(wanted: Wanted) -> list[Log] | None:
     return wanted.of_records(rows)
 
 
-def _json_lines(path: Path, text: str) -> list[Any]:
-    records, lines = [], text.splitlines()
+def _json_lines(wanted: Wanted) -> list[Row]:
+    rows, lines = [], wanted.text.split("\n")
     for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
+        where = f"{wanted.path}: line {number}"
         try:
-            records.append(json.loads(line))
+            record = _loaded(line, where) if line.strip() else {}
         except (ValueError, RecursionError):
-            if number == len(lines):
-                break  # torn: the run was killed while writing
-            raise Damaged(f"{path}: line {number}: not a JSON record") from None
-    return records
+            if number < len(lines):
+                raise Damaged(f"{where}: not a JSON record") from None
+            wanted.note_cut(number)
+            break
+        if not isinstance(record, dict):
+            raise Damaged(f"{where}: not a JSON record")
+        rows.append((f"line {number}", flat(record)))
+    return rows
+
+
+def _loaded(text: str, where: str) -> Any:
+    """Decode JSON; raise BadInput if a name stands twice in a record."""
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        record = dict(pairs)
+        if len(record) < len(pairs):
+            names = [name for name, _ in pairs]
+            twice = next(name for name in names if names.count(name) > 1)
+            raise BadInput(f"{where}: {twice!r} stands twice in it")
+        return record
+
+    return json.loads(text, object_pairs_hook=once)
 
 
 def _records_of_columns(path: Path, content: dict, tag: str, step: str | None) -> list[dict]:
@@ -371,7 +579,7 @@ def _records_of_columns(path: Path, content: dict, tag: str, step: str | None) -
 def _mlperf(wanted: Wanted) -> list[Log] | None:
     """Read lines ":::MLLOG {"key": ..., "value": ..., "metadata": {...}}"; None without one."""
     rows: list[Row] = []
-    for number, line in enumerate(wanted.text.splitlines(), start=1):
+    for number, line in enumerate(wanted.lines(), start=1):
         _, told, rest = line.partition(":::MLLOG ")
         if told:
             try:
@@ -384,34 +592,47 @@ def _mlperf(wanted: Wanted) -> list[Log] | None:
 
 def _plain_numbers(wanted: Wanted) -> list[Log] | None:
     """Read "timestamp value step" (MLflow) or "step value" lines; None if it is anything else."""
-    rows = [line.split() for line in wanted.text.splitlines() if line.strip()]
-    try:
-        table = [[float(cell) for cell in row] for row in rows]
-    except ValueError:
+    tag, rows = wanted.tag, []
+    for number, line in enumerate(wanted.lines(), start=1):
+        cells = line.split()
+        if all(len(_read(cells, decimal)) < len(cells) for decimal in _WRITTEN):
+            return None
+        # The first of three is a time since 1970.
+        if len(cells) == 3 and max(_read(cells[:1], "."), default=0.0) >= 1e9:
+            rows.append(
+                (f"line {number}", {"step": cells[2], tag: cells[1], "timestamp": cells[0]})
+            )
+        elif len(cells) == 2:
+            rows.append((f"line {number}", {"step": cells[0], tag: cells[1]}))
+        elif cells:
+            return None
+    if len({len(row) for _, row in rows}) != 1:
         return None
-    widths = {len(row) for row in rows}
-    # The first of three is a time since 1970.
-    if widths not in ({2}, {3}) or (widths == {3} and table[0][0] < 1e9):
-        return None
-    points = [(row[-1], row[1]) for row in table] if widths == {3} else table
-    named = str(wanted.path).endswith(f"/{wanted.tag}")
-    return [Log(wanted.path, "", _table(points), "step", named)]
+    named = str(wanted.path).endswith(f"/{tag}")
+    return wanted.of_columns(rows, "step", {tag: ("", named)})
 
 
 def _words(wanted: Wanted) -> list[Log] | None:
     """Read lines with names before their numbers; None if none holds steps and values."""
-    text = re.sub(r"\x1b\[[0-9;]*m", "", wanted.text)  # colours
     # A name follows the line's start, a mark, a number or two blanks: "val loss" is not "loss".
     before = r"(?:^|[|,;:)\]-]\s*|\s{2,}|\d\s+)"
     value = re.compile(rf"{before}{re.escape(wanted.tag)}\s*[:=]?\s*({_NUMBER})", re.IGNORECASE)
-    told = [(line, found[1]) for line in text.splitlines() if (found := value.search(line))]
+    told = []
+    for number, line in enumerate(wanted.lines(), start=1):
+        line = re.sub(r"\x1b\[[0-9;]*m", "", line)  # colours
+        if found := value.findall(line):
+            told.append((f"line {number}", line, found))
     for name in (wanted.step,) if wanted.step else _STEPS:
-        count = re.compile(rf"{before}{re.escape(name)}\s*[:=]?\s*(\d+)\b", re.IGNORECASE)
-        points = [
-            (float(at[1]), float(found)) for line, found in told if (at := count.search(line))
-        ]
-        if points:
-            return [Log(wanted.path, "", _table(points), name)]
+        count = re.compile(rf"{before}{re.escape(name)}\s*[:=]?\s*({_NUMBER})", re.IGNORECASE)
+        rows: list[Row] = []
+        for where, line, found in told:
+            if at := count.search(line):
+                if len(set(found)) > 1:
+                    both = " and ".join(found)
+                    raise BadInput(f"{wanted.path}: {where}: {wanted.tag} is {both}: must be one")
+                rows.append((where, {name: at[1], wanted.tag: found[0]}))
+        if rows:
+            return wanted.of_columns(rows, name, {wanted.tag: ("", True)})
     return None
 
 
@@ -435,6 +656,7 @@ _NO_TEXT = (
     LogFormat("event files of torch, TensorFlow, Keras; one run a folder", _events, _events_in),
 )
 FORMATS = (
+    LogFormat("dictionaries as Python prints them: Hugging Face's Trainer", _printed),
     LogFormat("JSON: Hugging Face's state, records, a list a name (Keras)", _json, _states_in),
     LogFormat('":::MLLOG" lines of MLPerf', _mlperf),
     LogFormat(

@@ -5,6 +5,7 @@ Keras 3.15, timm 1.0, transformers 5.23 and MLflow 3.17 wrote; the others are in
 hand (Weights & Biases' export, ultralytics 8, torchtitan, Megatron, MLPerf, nanoGPT).
 """
 
+import gzip
 import json
 
 import pytest
@@ -193,7 +194,7 @@ def test_folders_of_several_tools_are_runs(tmp_path):
         ("a.json", '[{"step": 1, "loss": true}]', "record 1: True is not a number"),
         ("a.json", "[1, 2]", "not a list of records"),
         ("a.txt", "1 0.5\n1e999 0.25\n", "steps must be finite"),
-        ("a.log", ":::MLLOG {nothing}", "line 1: not an entry of MLPerf"),
+        ("a.log", ":::MLLOG {nothing}\n", "line 1: not an entry of MLPerf"),
     ],
 )
 def test_damage_is_told_with_its_place(tmp_path, name, text, reason):
@@ -241,3 +242,131 @@ def test_an_installed_package_adds_a_format(tmp_path, monkeypatch):
             load_foreign(specs, "loss")
     finally:
         announced.cache_clear()
+
+
+TABLE = "step,loss\n" + "".join(f"{s},{3 - s / 10}\n" for s in range(1, 11))
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.csv", "step,loss,loss\n1,2,2.3\n", "line 1: 2 columns are called 'loss'; rename all"),
+        ("a.csv", "step,step,loss\n1,2,2.3\n", "line 1: 2 columns are called 'step'; rename all"),
+        ("a.csv", TABLE + TABLE.replace(",2", ",1"), "line 13: begins again, at step 1 after 10: a second run or"),
+        ("a.txt", "0 3\n5 2\n0 3.5\n", "line 3: begins again, at step 0 after 5: a second run"),
+        ("a.log", "step 0 loss 3\nstep 5 loss 2\nfin\nstep 0 loss 1\n", "line 4: begins again"),
+        ("a.csv", TABLE + "11,\n12,\n13,\n", "line 12: from here to step 13 'loss' has no value"),
+        ("a.json", '[{"step": 1, "loss": 1}, {"step": 9, "loss": null}]', "record 2: from here t"),
+        ("a.jsonl", '{"step": 1, "loss": 1}\n{"step": 2, "loss": 1, "loss": 2}\n',
+         "line 2: 'loss' stands twice in it"),
+        ("a.json", '[{"step": 1, "loss": 1, "loss": 2}]', "a record: 'loss' stands twice in it"),
+        ("a.log", "{'loss': 1, 'epoch': 1}\n{'loss': 2, 'epoch': 2, 'loss': 1}\n",
+         "line 2: a name stands twice in it"),
+        ("a.log", "step 1 loss 3\nstep 2 loss 2  loss 1\n", "line 2: loss is 2 and 1: must be one"),
+        ("a.csv", "step;loss\n1;2,345\n2;2,125\n", "line 2: '2,345' is 2345 or 2.345, and no oth"),
+        ("a.log", "step 1 loss 2,345\n", "line 1: '2,345' is 2345 or 2.345, and no other number"),
+    ],
+)  # fmt: skip
+def test_a_log_with_two_readings_is_refused_at_its_line(tmp_path, name, text, said):
+    (tmp_path / name).write_text(text)
+    with raises_line(BadInput, f"{tmp_path / name}: {said}"):
+        read_logs(tmp_path / name, "loss")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("a.csv", "step;loss\n1;0,5\n2;0.5\n", "line 3: '0.5' is not a number"),
+        ("a.csv", "step,loss\n1,0,5\n2,0,4\n", "line 2: 3 cells, the header has 2"),
+        ("a.jsonl", '{"step": 1, "loss": 2}\n{"step": 2, "lo\n', "line 2: not a JSON record"),
+        ("a.log", "{'loss': 1, 'epoch': 1}\n{'loss': <object>}\n", "line 2: not one dictionary"),
+        ("a.csv.gz", gzip.compress(TABLE.encode())[:-9], "not a whole gzip archive"),
+        ("a.csv.gz", TABLE, "not a whole gzip archive"),
+    ],
+)
+def test_a_broken_log_is_told_with_its_place(tmp_path, name, text, reason):
+    test_damage_is_told_with_its_place(tmp_path, name, text, reason)
+
+
+HF = "{{'loss': {v}, 'grad_norm': np.float64(1.5), 'learning_rate': 5e-05, 'epoch': {s}}}"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "tag", "note"),
+    [
+        ("a.csv", lines("{s};{v}", "step;loss\n").replace(".", ","), "loss", "like 1.234,5"),
+        ("a.csv", 'step,loss\n1,"0,5"\n2,"0,25"\n', "loss", "like 1.234,5"),
+        ("a.txt", "1 0,5\n2 0,25\n", "loss", "like 1.234,5"),
+        ("a.log", "step 1  loss 0,5\nstep 2  loss 0,25\n", "loss", "like 1.234,5"),
+        ("a.csv.gz", gzip.compress(lines("{s},{v}", "step,loss\n").encode()), "loss", None),
+        ("a.log", lines(HF, "  0%|  | 0/2 [00:00<?, ?it/s]\r 50%|#| 1/2 [00:01<00:01]  \n"),
+         "loss", None),
+        ("a.log", lines(HF, after="{'eval_loss': nan, 'epoch': 2}\n{'train_runtime': '9.1'}\n"),
+         "loss", None),
+        ("a.log", lines(HF).replace("0.5", "tensor(0.5, device='cuda:0')"), "loss", None),
+        ("a.log", "50%|# | 1/2 [00:01<00:01] {'loss': '0.5', 'epoch': '1'}\n{'loss': '0.25', "
+         "'epoch': '2'}\n{'loss': '0.", "loss", "line 3 does not end: it may be cut off, and is"),
+        ("a.csv", lines("{s},{v}", "step,loss\n") + "3,0.0", "loss", "line 4 does not end: it may"),
+        ("a.csv", lines("{s},{v}", "step,loss\n") + "3", "loss", "line 4 does not end: it may be"),
+        ("a.txt", lines("{s} {v}") + "3 0.0", "loss", "line 3 does not end: it may be cut off"),
+        ("a.jsonl", lines('{{"step": {s}, "loss": {v}}}', after='{"step": 3, "lo'), "loss",
+         "line 3 does not end: it may be cut off, and is left out"),
+        ("a.jsonl", lines('{{"step": {s}, "loss": {v}}}').strip(), "loss", None),
+    ],
+)  # fmt: skip
+def test_a_log_is_read_as_it_is_meant(tmp_path, name, text, tag, note):
+    path = tmp_path / name
+    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+    [log] = read_logs(path, tag)
+    assert log.points.tolist() == [[1, 0.5], [2, 0.25]]
+    assert len(log.notes) == (note is not None) and (note or "") in "".join(log.notes)
+
+
+@pytest.mark.parametrize(
+    "cells",
+    ["1,000;1,234.5", "1.000;1.234,5", "1 000;1 234,5", "1'000;1'234.5", "1000;1234,5",
+     "1\u00a0000;1\u202f234.5", "+1,000;+1.2345e3"],
+)  # fmt: skip
+def test_marks_of_thousands_are_read(tmp_path, cells):
+    (tmp_path / "a.csv").write_text(f"step;loss\n{cells}\n", encoding="utf-8")
+    [log] = read_logs(tmp_path / "a.csv", "loss")
+    assert log.points.tolist() == [[1000, 1234.5]]
+
+
+def test_a_resumed_run_counts_from_its_checkpoint_on(tmp_path):
+    path = tmp_path / "a.csv"
+    # To step 10, again from 8 with other values to 9, where it ends.
+    path.write_text(TABLE + "8,1.5\n9,1.25\n")
+    [log] = read_logs(path, "loss")
+    assert log.points[-3:].tolist() == [[7, 2.3], [8, 1.5], [9, 1.25]] and len(log.points) == 9
+    assert log.notes == [
+        f"{path}: line 12: goes back to step 8 after 10: what is written from there on counts, and "
+        "of what was before it 2 values do not"
+    ]
+    # Rows of the same values are no second reading.
+    path.write_text(TABLE + "8,2.2\n9,2.1\n")
+    [log] = read_logs(path, "loss")
+    assert len(log.points) == 10 and log.notes == [
+        f"{path}: 2 steps written twice; the last value counts"
+    ]
+
+
+def test_blanks_between_values_and_a_few_at_the_end_are_no_second_reading(tmp_path):
+    path = tmp_path / "a.csv"
+    rows = "".join(f"{s},{1 / s if s % 4 == 0 else ''},1\n" for s in range(1, 12))
+    path.write_text("step,loss,lr\n" + rows)
+    assert read_logs(path, "loss")[0].points[:, 0].tolist() == [4, 8]
+    path.write_text("step,loss,lr\n" + rows + "12,,1\n13,,1\n")
+    with raises_line(BadInput, "line 10: from here to step 13 'loss' has no value"):
+        read_logs(path, "loss")
+
+
+@pytest.mark.parametrize("left", [3, 20, 40])
+def test_an_event_file_that_ends_within_a_record_is_read_up_to_it(tmp_path, left):
+    [path] = write_events(tmp_path, {"loss": [(s, 1 / s) for s in (1, 2, 4)]}).iterdir()
+    size = path.stat().st_size
+    assert read_logs(tmp_path, "loss")[0].notes == []
+    path.write_bytes(path.read_bytes()[: size - 60 + left])
+    [log] = read_logs(tmp_path, "loss")
+    assert 1 <= len(log.points) < 3
+    assert log.notes == [f"{tmp_path}: {path.name} ends within a record: read up to there"]
