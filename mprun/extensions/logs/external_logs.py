@@ -18,6 +18,7 @@ common steps; diverged runs do not count for that.
 
 import re
 from collections.abc import Iterable, Sequence
+from decimal import Decimal
 from fnmatch import fnmatchcase
 from functools import reduce
 from pathlib import Path
@@ -97,8 +98,8 @@ def load_foreign(
         equal = {run.path for run, other in pairs if _same_curve(run, other, tag, _FEWEST_STEPS)}
         if equal and len(arm.runs) > 1:
             notes.append(
-                f"{len(equal)} of {len(arm.runs)} runs of {arm.label} are runs of {baseline} bit "
-                "for bit: copies, or equal to the last bit"
+                f"{len(equal)} of {len(arm.runs)} runs of {arm.label} are runs of {baseline}, bit "
+                "for bit or to the digits of the shorter: copies, or equal to the last digit"
             )
     notes += _align([arms[baseline], *others], tag)
     return ProtoGroup(tag, "foreign", arms[baseline], others, {}, notes, bool(by_seed))
@@ -245,7 +246,7 @@ def _baseline(labels: list[str]) -> str:
 
 
 def _without_copies(runs: list[RunData], tag: str, notes: list[str]) -> list[RunData]:
-    """Keep the longest of runs that agree bit for bit at all common steps; note the others.
+    """Keep the longest of runs that are equal at all common steps; note the others.
 
     Such runs are one run that was written twice: a copied file, or a resumed run and its original.
     """
@@ -253,23 +254,49 @@ def _without_copies(runs: list[RunData], tag: str, notes: list[str]) -> list[Run
     fewest = 1 if len({run.evals[tag].tobytes() for run in runs}) == 1 else _FEWEST_STEPS
     kept: list[RunData] = []
     for run in sorted(runs, key=lambda run: len(run.evals["step"]), reverse=True):
-        twin = next((other for other in kept if _same_curve(run, other, tag, fewest)), None)
+        twins = ((other, _same_curve(run, other, tag, fewest)) for other in kept)
+        twin, how = next(filter(lambda found: found[1], twins), (None, ""))
         if twin is None:
             kept.append(run)
         else:
-            notes.append(
-                f"{run.path}: the same curve as {twin.path}, bit for bit: one run, not two"
-            )
+            notes.append(f"{run.path}: the same curve as {twin.path}, {how}: one run, not two")
     return sorted(kept, key=lambda run: run.seed)
 
 
-def _same_curve(one: RunData, other: RunData, tag: str, fewest: int) -> bool:
+def _same_curve(one: RunData, other: RunData, tag: str, fewest: int) -> str:
+    """Return how two curves are equal at their common steps; "" if they are not."""
     _, first, second = np.intersect1d(
         one.evals["step"], other.evals["step"], assume_unique=True, return_indices=True
     )
     if len(first) < max(fewest, len(one.evals["step"]) / 2):
+        return ""
+    values = one.evals[tag][first], other.evals[tag][second]
+    if np.array_equal(*values, equal_nan=True):
+        return "bit for bit"
+    return "to the digits of the shorter" if _rounded(*values) else ""
+
+
+def _rounded(one: np.ndarray, other: np.ndarray) -> bool:
+    """Return whether one curve is the other one rounded to three digits or more.
+
+    A writer keeps so many digits behind the point, or so many in all.
+    """
+    known = np.isfinite(one)
+    if not np.array_equal(known, np.isfinite(other)) or len(set(one[known])) < _FEWEST_STEPS:
         return False
-    return np.array_equal(one.evals[tag][first], other.evals[tag][second], equal_nan=True)
+    one, other = one[known], other[known]
+    apart = np.abs(one - other)
+    if apart.max() > 0.005 * np.abs(one).max():
+        return False  # not equal to three digits: the loops below take long
+    for short in (one, other):
+        tuples = [Decimal(repr(value)).normalize().as_tuple() for value in short.tolist()]
+        digits = max(len(number.digits) for number in tuples)
+        behind = min(int(number.exponent) for number in tuples)
+        first = np.floor(np.log10(np.maximum(np.abs(short), np.finfo(float).tiny)))
+        for last in (behind, first - digits + 1):
+            if digits >= 3 and (apart <= 0.500001 * 10.0**last).all():
+                return True
+    return False
 
 
 def _align(arms: list[Arm], tag: str) -> list[str]:

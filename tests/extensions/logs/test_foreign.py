@@ -318,12 +318,28 @@ def test_copies_are_one_run(tmp_path, capsys):
     assert verdict(capsys, *words)["verdict"]["seeds"] == [0, 1, 2, 3]
 
 
+@pytest.mark.parametrize("form", ["{:.3f}", "{:.6g}", "{:.2e}"])
+def test_copies_that_are_rounded_are_one_run(tmp_path, capsys, form):
+    for label in ("a", "b"):
+        whole = curve(tmp_path / f"{label}0.csv", 2.0)
+        head, *rows = whole.read_text().splitlines()
+        cells = (row.split(",") for row in rows)
+        short = "".join(f"{step},{form.format(float(value))}\n" for step, value in cells)
+        write_csv(tmp_path / f"{label}1.csv", f"{head}\n{short}")
+        curve(tmp_path / f"{label}2.csv", 2.0)  # another seed, which ends closely by
+    paths = {label: [tmp_path / f"{name}{i}.csv" for i in range(3)] for label, name in COPIED}
+    row = verdict(capsys, *specs(**paths))
+    assert row["verdict"]["name"] == "inconclusive" and row["verdict"]["seeds"] == [0, 2]
+    said = [note for note in row["group"]["notes"] if "one run, not two" in note]
+    assert len(said) == 2 and all("to the digits of the shorter: one run" in n for n in said)
+
+
 def test_curves_of_both_labels_that_are_equal_are_told(tmp_path, capsys):
     base = [curve(tmp_path / f"a{n}.csv", 2.0) for n in range(3)]
     own = [write_csv(tmp_path / f"b{n}.csv", path.read_text()) for n, path in enumerate(base)]
     own[0] = curve(tmp_path / "b.csv", 2.0)
     notes = verdict(capsys, *specs(fp32=base, amp=own), check=True)["group"]["notes"]
-    assert any(note.startswith("2 of 3 runs of amp are runs of fp32 bit for bit") for note in notes)
+    assert any(note.startswith("2 of 3 runs of amp are runs of fp32, bit for bit") for note in notes)
 
 
 def test_several_runs_in_one_log_are_refused(tmp_path):
