@@ -124,7 +124,7 @@ def _streak_step(run: RunData) -> int | None:
     return int(ends[0]) if len(ends) else None
 
 
-_LARGEST = 1e100  # sums of squares overflow beyond it: treated as infinite
+_LARGEST = 1e300  # sums overflow beyond it: treated as infinite
 
 
 def outcomes(arm: Arm, baseline: Arm, question: Question) -> list[Outcome]:

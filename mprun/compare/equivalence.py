@@ -40,8 +40,11 @@ class Interval:
     level: float  # confidence, 1 - 2 alpha
     method: str  # "paired" or "Welch"
     counts: tuple[int, int]  # seeds of the mode and of the baseline
-    variances: tuple[float, float]  # of the two samples; if paired: of the differences, and 0
+    # Of the two samples (if paired: of the differences, and 0), in units of 4**exponent: squares of
+    # 1e-200 and 1e200 are no numbers.
+    variances: tuple[float, float]
     identical: bool  # every value equals its counterpart, bit for bit
+    exponent: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +78,12 @@ def paired_interval(own: Sequence[float], base: Sequence[float], alpha: float = 
 
     mean -/+ t(1 - alpha, n - 1) * s / sqrt(n), where s is the differences' standard deviation.
     """
-    differences = [a - b for a, b in zip(own, base, strict=True)]
-    mean, variance = mean_and_variance(differences)
+    exponent = _exponent(own, base)
+    pairs = zip(_scaled(own, exponent), _scaled(base, exponent), strict=True)
+    differences = [a - b for a, b in pairs]
+    mean, variance = _mean_and_variance(differences)
     spread = "paired", (len(differences),) * 2, (variance, 0.0)
-    half = _half_width(*spread, alpha)
-    return Interval(mean, mean - half, mean + half, 1 - 2 * alpha, *spread, not any(differences))
+    return _interval(mean, spread, alpha, not any(differences), exponent)
 
 
 def welch_interval(own: Sequence[float], base: Sequence[float], alpha: float = ALPHA) -> Interval:
@@ -88,11 +92,32 @@ def welch_interval(own: Sequence[float], base: Sequence[float], alpha: float = A
     Variances may differ; the degrees of freedom follow Welch (1947, Biometrika 34, 28-35) and
     Satterthwaite. All values are finite. Raises ValueError for fewer values.
     """
-    means, variances = zip(*map(mean_and_variance, (own, base)), strict=True)
+    exponent = _exponent(own, base)
+    samples = (_mean_and_variance(_scaled(values, exponent)) for values in (own, base))
+    means, variances = zip(*samples, strict=True)
     mean, spread = means[0] - means[1], ("Welch", (len(own), len(base)), variances)
+    return _interval(mean, spread, alpha, mean == 0.0 and not any(variances), exponent)
+
+
+_Spread = tuple[str, tuple[int, int], tuple[float, float]]  # method, counts, variances
+
+
+def _interval(
+    mean: float, spread: _Spread, alpha: float, identical: bool, exponent: int
+) -> Interval:
     half = _half_width(*spread, alpha)
-    identical = mean == 0.0 and not any(variances)
-    return Interval(mean, mean - half, mean + half, 1 - 2 * alpha, *spread, identical)
+    middle, low, high = _scaled((mean, mean - half, mean + half), -exponent)
+    return Interval(middle, low, high, 1 - 2 * alpha, *spread, identical, exponent)
+
+
+def _exponent(*samples: Sequence[float]) -> int:
+    """Return the power of two that no value reaches."""
+    return math.frexp(max(abs(value) for values in samples for value in values))[1]
+
+
+def _scaled(values: Sequence[float], exponent: int) -> list[float]:
+    """Divide by a power of two, which changes no digit."""
+    return [math.ldexp(value, -exponent) for value in values]
 
 
 def permutation_p(
@@ -180,7 +205,8 @@ def seeds_needed(interval: Interval, margin: float) -> int | None:
     alpha = (1 - interval.level) / 2
     for count in range(fewest + 1, MOST_SEEDS + 1):
         counts = (max(interval.counts[0], count), max(interval.counts[1], count))
-        if _half_width(interval.method, counts, interval.variances, alpha) <= allowed:
+        half = _half_width(interval.method, counts, interval.variances, alpha)
+        if math.ldexp(half, interval.exponent) <= allowed:
             return count - fewest
     return None
 
@@ -253,7 +279,7 @@ def outlier(values: Sequence[float]) -> int | None:
     return place if distance > reach > 0 else None
 
 
-def mean_and_variance(values: Sequence[float]) -> tuple[float, float]:
+def _mean_and_variance(values: Sequence[float]) -> tuple[float, float]:
     """Return mean and sample variance (divided by n - 1): two passes, each sum rounded once."""
     count = len(values)
     if count < 2:

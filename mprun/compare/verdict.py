@@ -172,8 +172,9 @@ def _margin_and_unit(values: _Values) -> tuple[float, Unit]:
     usual = [value for i, value in enumerate(values.base) if i != place]
     zero = mean == 0
     if len(usual) >= FEWEST_SEEDS:
-        middle, variance = equivalence.mean_and_variance(usual)
-        zero = abs(middle) <= 2 * math.sqrt(variance / len(usual))
+        found = equivalence.paired_interval(usual, [0.0] * len(usual))
+        error = math.ldexp(math.sqrt(found.variances[0] / len(usual)), found.exponent)
+        zero = abs(found.difference) <= 2 * error
     asked = f"{'--margin ' if baseline.foreign else 'compare.margin='}{setting:g}"
     log = "log " if question.as_logarithm else ""
     of_mean = f"the mean {log}{question.metric} of {baseline.reference}"

@@ -44,7 +44,7 @@ def test_paired_by_hand():
     # t(0.95, 2) = 2.91999 (table); h = 2.91999 * 2 / sqrt(3) = 3.37171.
     found = paired_interval([13.0, 21.0, 45.0], [10.0, 20.0, 40.0])
     assert found.difference == 3.0
-    assert found.variances == (4.0, 0.0)
+    assert found.variances == (4.0 / 4**found.exponent, 0.0) and 45 < 2**found.exponent
     assert found.low == pytest.approx(3 - 3.37171, abs=1e-4)  # the table has six digits
     assert found.high == pytest.approx(3 + 3.37171, abs=1e-4)
     assert (found.level, found.method, found.counts) == (0.9, "paired", (3, 3))
@@ -57,6 +57,22 @@ def test_welch_by_hand():
     assert found.difference == 3.0
     assert found.low == pytest.approx(3 - 1.74064, abs=1e-4)
     assert found.high == pytest.approx(3 + 1.74064, abs=1e-4)
+
+
+@pytest.mark.parametrize("exponent", [-990, -500, 500, 990])
+@pytest.mark.parametrize("interval_of", [paired_interval, welch_interval])
+def test_numbers_of_any_size_compare(interval_of, exponent):
+    """A power of two changes no digit, so every bit of an interval is the same."""
+    own, base = [2.021, 2.034, 2.017, 2.029], [2.0201, 2.0307, 2.0143, 2.0292]
+    small = interval_of(own, base)
+    scaled = interval_of(*([math.ldexp(value, exponent) for value in arm] for arm in (own, base)))
+    for name in ("difference", "low", "high"):
+        assert getattr(scaled, name) == math.ldexp(getattr(small, name), exponent) != 0
+    assert scaled.variances == small.variances
+    for margin in (0.02, 0.0175, 0.001):
+        large = math.ldexp(margin, exponent)
+        assert decide(scaled, large) == decide(small, margin)
+        assert seeds_needed(scaled, large) == seeds_needed(small, margin)
 
 
 def test_alpha_sets_the_level():
