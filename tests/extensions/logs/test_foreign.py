@@ -289,6 +289,15 @@ def test_units_and_directions_are_asked_for(tmp_path, capsys, tag, words, base, 
     refused(capsys, "compare", "--no-report", *told, *words, says=reason)
 
 
+@pytest.mark.parametrize("scale", [1e150, 1e-150, 1e290, 1e-290])
+def test_numbers_of_any_size_compare(tmp_path, capsys, scale):
+    base, worse = np.array(SIX) * scale, np.array(SIX) * 1.5 * scale
+    for own, name in ((base * 1.0001, "matches"), (worse, "worse")):
+        words = [*final_values(tmp_path, fp32=base, amp=own), "--margin", "0.2"]
+        row = verdict(capsys, *words, check=name == "matches")
+        assert row["verdict"]["name"] == name and row["verdict"]["low"] != row["verdict"]["high"]
+
+
 def test_an_absolute_margin_around_zero(tmp_path, capsys):
     words = final_values(tmp_path, fp32=AROUND_0, amp=(0.011, -0.02, 0.014, 0.001, -0.012))
     row = verdict(capsys, *words, "--margin", "0.05", "--absolute", check=True)
@@ -339,7 +348,9 @@ def test_curves_of_both_labels_that_are_equal_are_told(tmp_path, capsys):
     own = [write_csv(tmp_path / f"b{n}.csv", path.read_text()) for n, path in enumerate(base)]
     own[0] = curve(tmp_path / "b.csv", 2.0)
     notes = verdict(capsys, *specs(fp32=base, amp=own), check=True)["group"]["notes"]
-    assert any(note.startswith("2 of 3 runs of amp are runs of fp32, bit for bit") for note in notes)
+    assert any(
+        note.startswith("2 of 3 runs of amp are runs of fp32, bit for bit") for note in notes
+    )
 
 
 def test_several_runs_in_one_log_are_refused(tmp_path):

@@ -252,7 +252,7 @@ TABLE = "step,loss\n" + "".join(f"{s},{3 - s / 10}\n" for s in range(1, 11))
     [
         ("a.csv", "step,loss,loss\n1,2,2.3\n", "line 1: 2 columns are called 'loss'; rename all"),
         ("a.csv", "step,step,loss\n1,2,2.3\n", "line 1: 2 columns are called 'step'; rename all"),
-        ("a.csv", TABLE + TABLE.replace(",2", ",1"), "line 13: begins again, at step 1 after 10: a second run or"),
+        ("a.csv", TABLE + TABLE.replace(",2", ",1"), "line 13: begins again, at step 1"),
         ("a.txt", "0 3\n5 2\n0 3.5\n", "line 3: begins again, at step 0 after 5: a second run"),
         ("a.log", "step 0 loss 3\nstep 5 loss 2\nfin\nstep 0 loss 1\n", "line 4: begins again"),
         ("a.csv", TABLE + "11,\n12,\n13,\n", "line 12: from here to step 13 'loss' has no value"),
