@@ -31,7 +31,8 @@ from mprun.compare.findings import Arm, RunData
 from mprun.compare.grouping import ProtoGroup
 from mprun.compare.load import search
 from mprun.errors import BadInput
-from mprun.extensions.logs.log_formats import Log, listed, logs_in, read_logs
+from mprun.extensions.logs.log_formats import logs_in, read_logs
+from mprun.extensions.logs.wanted import Log, listed
 
 _BASELINES = ("fp32", "baseline")
 _DRAWN = 500

@@ -1,0 +1,273 @@
+"""The curve that is looked for in a log: its cells as numbers, the order of its steps."""
+
+import gzip
+import re
+import zlib
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from mprun.config.fields import nearest
+from mprun.errors import BadInput, Damaged
+
+# Names that count steps, the best first; a log with several of them uses the first.
+STEPS = (
+    *("step", "global_step", "_step", "trainer/global_step", "train/global_step", "step_num"),
+    *("iteration", "iter", "iterations", "update", "updates", "num_updates", "samples_count"),
+    *("timesteps", "total_timesteps", "time/total_timesteps", "epoch", "epoch_num"),
+)
+_SPLITS = ("split", "phase", "stage", "mode")  # fields that tell training from evaluation records
+EXPONENT = r"(?:[eE][-+]?\d+)?"
+# How a whole number is written, by its decimal mark; the other mark groups thousands, as blanks and
+# apostrophes do.
+MARKS = {
+    decimal: re.compile(
+        rf"[-+]?(?=[{decimal}\d])(?:[1-9]\d{{0,2}}(?P<by>[{thousands}'’ \u00a0\u202f])\d{{3}}"
+        rf"(?:(?P=by)\d{{3}})*|\d*)(?:[{decimal}]\d*)?{EXPONENT}"
+    )
+    for decimal, thousands in (".,", ",.")
+}
+_EMPTY, _NOT_FINITE = ("", None), ("nan", "inf", "infinity")
+Row = tuple[str, dict[str, Any]]  # its place ("line 3"), name -> cell
+
+
+@dataclass(slots=True)
+class Log:
+    """The curve of one run as it was written."""
+
+    path: Path  # a file, or a folder of event files or of an MLflow run
+    run: str  # its name in a file of several runs, else ""
+    points: np.ndarray  # float64 [points, 2]: step and value, in the order of the file
+    steps: str  # the name of the step count: "step", "epoch"; "" for places in a list
+    named: bool = True  # whether the log itself says that the values belong to the tag
+    places: Sequence[str] = ()  # that of each point in the file, such as "line 3", if it has one
+    notes: list[str] = field(default_factory=list)  # what was read by a rule, a line each
+    seed: int | None = None  # as the command line or a name tells it, which no log does
+
+    @property
+    def name(self) -> str:
+        """Return path and run, as on the command line."""
+        return f"{self.path}#{self.run}" if self.run else str(self.path)
+
+
+@dataclass
+class Wanted:
+    """The curve that is looked for in a log, and what is raised if it is not there."""
+
+    path: Path  # a file, or a folder from `logs_in`
+    tag: str  # the scalar
+    step: str | None = None  # the name of the step count, if it is not a usual one
+    notes: list[str] = field(default_factory=list)  # what was read by a rule, a line each
+
+    @cached_property
+    def text(self) -> str:
+        """Return the content of the file, unpacked if it ends in .gz; every line ends in "\\n".
+
+        Raises Damaged if it is no text or a broken archive, BadInput if it cannot be read.
+        """
+        opened = gzip.open if self.path.suffix == ".gz" else open
+        try:
+            with opened(self.path, "rt", encoding="utf-8-sig") as file:
+                return file.read()
+        except UnicodeDecodeError as error:
+            raise Damaged(f"{self.path}: not a text file ({error})") from None
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise Damaged(f"{self.path}: not a whole gzip archive ({error})") from None
+        except OSError as error:
+            raise BadInput(f"{self.path}: cannot be read ({error.strerror})") from None
+
+    def lines(self) -> list[str]:
+        """Return the lines of the file without one that is cut off, which is noted.
+
+        A writer that is killed leaves a last line without its end, in which "0.0" was to be 0.034.
+        """
+        *lines, last = self.text.split("\n")
+        if last.strip():
+            self.note_cut(len(lines) + 1)
+        return lines
+
+    def note_cut(self, number: int) -> None:
+        """Note that the last line is left out."""
+        self.notes.append(f"line {number} does not end: it may be cut off, and is left out")
+
+    def of_records(self, rows: list[Row]) -> list[Log]:
+        """Return the one run of records, which may be of several kinds."""
+        told = [(where, row) for where, row in rows if self.tag in row]
+        if not told:
+            names = [name for _, row in rows for name in row]
+            names = [name.partition(".")[0] for name in names] if len(rows) == 1 else names
+            raise self.no_tag(dict.fromkeys(names))
+        for key in _SPLITS:
+            found = sorted({str(row[key]) for _, row in told if key in row})
+            if len(found) > 1:
+                raise BadInput(
+                    f"{self.path}: --tag {self.tag}: is of several values of {key!r} "
+                    f"({listed(found)}); must be of one, in a file of its own"
+                )
+        names = [name for name in told[0][1] if all(name in row for _, row in told)]
+        return self.of_columns(told, self.steps(names), {self.tag: ("", True)})
+
+    def of_columns(
+        self, rows: list[Row], steps: str, values: dict[str, tuple[str, bool]]
+    ) -> list[Log]:
+        """Return a run for each column of values; rows without a value are left out.
+
+        steps: the column of the steps. values: column -> (run, `Log.named`).
+        """
+        logs = []
+        for name, (run, named) in values.items():
+            told = [number for number, (_, row) in enumerate(rows) if row[name] not in _EMPTY]
+            if not told:
+                raise BadInput(f"{self.path}: column {name!r} is empty")
+            after = [row for row in rows[told[-1] + 1 :] if row[1][steps] not in _EMPTY]
+            places = [rows[number][0] for number in told]
+            cells = [
+                (where, rows[number][1][key])
+                for key in (steps, name)
+                for where, number in zip(places, told, strict=True)
+            ]
+            numbers = self._numbers(cells + [(where, row[steps]) for where, row in after])
+            points = np.array(numbers[: len(cells)], np.float64).reshape(2, -1).T
+            # The table of a single run must have a value in its last rows, too, or there was one
+            # that its writer left out, as some do with nan. In one of several runs they end there.
+            if after and not run:
+                counted, end = points[:, 0], max(numbers[len(cells) :])
+                if end - counted[-1] > np.diff(counted, prepend=counted[0]).max():
+                    raise BadInput(
+                        f"{self.path}: {after[0][0]}: from here to step {end:g} {name!r} has no "
+                        "value; cut these rows off, or write nan where it was not finite"
+                    )
+            logs.append(Log(self.path, run, points, steps, named, places))
+        return logs
+
+    def _numbers(self, cells: Sequence[tuple[str, Any]]) -> list[float]:
+        """Return cells, each with its place, as numbers.
+
+        A comma is the decimal mark or one of thousands, whichever all cells allow. BadInput if they
+        allow both and the numbers differ, Damaged if they allow neither.
+        """
+        with suppress(ValueError):
+            return [_plain(cell) for _, cell in cells]
+        ways = [read_numbers([cell for _, cell in cells], decimal) for decimal in MARKS]
+        whole = [way for way in ways if len(way) == len(cells)]
+        if not whole:
+            where, cell = cells[max(map(len, ways))]
+            raise Damaged(f"{self.path}: {where}: {cell!r} is not a number")
+        for (where, cell), one, other in zip(cells, whole[0], whole[-1], strict=True):
+            if one != other and one == one:
+                raise BadInput(
+                    f"{self.path}: {where}: {cell!r} is {one:.10g} or {other:.10g}, and no other "
+                    "number tells which; write it without marks of thousands, with a point"
+                )
+        example = "1,234.5" if whole[0] is ways[0] else "1.234,5"
+        self.notes.append(f"numbers are read as written like {example}")
+        return whole[0]
+
+    def steps(self, names: Sequence[str]) -> str:
+        """Return the name of the column that counts the steps."""
+        if self.step is None:
+            by_lower = {name.lower(): name for name in reversed(names)}
+            found = next((by_lower[name] for name in (*STEPS, "") if name in by_lower), None)
+            if found is not None:
+                return found
+            raise BadInput(
+                f"{self.path}: no column 'step' or 'epoch'; has {listed(names)}; say with "
+                "--step COLUMN which one counts the steps"
+            )
+        if self.step not in names:
+            raise BadInput(f"{self.path}: --step {self.step}: not there; has {listed(names)}")
+        return self.step
+
+    def no_tag(self, known: Iterable[str]) -> BadInput:
+        """Return the error that names the existing tags."""
+        names = list(known)
+        return BadInput(
+            f"{self.path}: --tag {self.tag}: not there; has {listed(names)}"
+            f"{nearest(self.tag, names)}"
+        )
+
+
+def _plain(cell: Any) -> float:
+    try:
+        if isinstance(cell, bool):
+            raise ValueError
+        return float(cell)
+    except (TypeError, OverflowError):
+        raise ValueError from None
+
+
+def read_numbers(cells: Iterable[Any], decimal: str) -> list[float]:
+    """Return the first cells as numbers, up to one that is none with this decimal mark."""
+    numbers = []
+    for cell in cells:
+        try:
+            if isinstance(cell, str) and MARKS[decimal].fullmatch(cell):
+                cell = re.sub(rf"[^\deE+{decimal}-]", "", cell).replace(decimal, ".")
+            elif isinstance(cell, str) and cell.lower().lstrip("+-") not in _NOT_FINITE:
+                break
+            numbers.append(_plain(cell))
+        except ValueError:
+            break
+    return numbers
+
+
+def in_order(log: Log) -> None:
+    """Let the steps of a log rise; a note says what was written again.
+
+    A run that was resumed goes back to the step of its checkpoint: what it wrote from there on
+    counts, and what an earlier attempt had written does not.
+
+    Raises BadInput if the log begins again, or if most of its steps were written twice.
+    """
+    steps = log.points[:, 0]
+    if (np.diff(steps) > 0).all():
+        return
+    places = log.places or [f"value {number}" for number in range(1, len(steps) + 1)]
+    kept: dict[float, float] = {}
+    again, other, left_out, back = 0, 0, 0, ""
+    for where, (step, value) in zip(places, log.points.tolist(), strict=True):
+        if step in kept and (kept[step] == value or kept[step] != kept[step] and value != value):
+            again += 1
+            continue
+        if kept and step <= (last := next(reversed(kept))):
+            if step == last:
+                again, other = again + 1, other + 1
+            elif step <= steps[0]:
+                raise BadInput(
+                    f"{log.name}: {where}: begins again, at step {step:g} after {last:g}: a second "
+                    "run or attempt? Give each a log of its own"
+                )
+            else:
+                back = back or f"{where}: goes back to step {step:g} after {last:g}"
+                left_out += sum(earlier > step for earlier in kept)
+            while kept and next(reversed(kept)) >= step:
+                kept.popitem()
+        kept[step] = value
+    if other > len(kept) / 2:
+        raise BadInput(
+            f"{log.name}: {other} of {len(kept)} steps are written again, with another value: "
+            "several runs in one log? Give each a file or a folder of its own"
+        )
+    if again:
+        log.notes.append(f"{log.name}: {again} steps written twice; the last value counts")
+    if back:
+        log.notes.append(
+            f"{log.name}: {back}: what is written from there on counts, and of what "
+            f"was before it {left_out} values do not"
+        )
+    log.points, log.places = table([*kept.items()]), ()
+
+
+def listed(names: Sequence[str], most: int = 10) -> str:
+    """Return the first names as text, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return (", ".join(names[:most]) or "none") + more
+
+
+def table(points: list) -> np.ndarray:
+    return np.array(points, dtype=np.float64).reshape(-1, 2)
