@@ -158,7 +158,9 @@ def _logs_at(given: str, tag: str, step: str | None, below: dict[Path, list[Path
         path = Path(name)
     if not path.exists():
         raise BadInput(f"{path}: no such file or directory")
-    found = [path] if path.is_file() else list(search(path, logs_in))
+    found = [path]
+    if path.is_dir():  # Weights & Biases links to the latest run beside it
+        found = [*{one.resolve(): one for one in search(path, logs_in)}.values()]
     if not found:
         raise BadInput(f"{path}: holds no log: TensorBoard events, MLflow runs, tables, JSON lines")
     for one in found:

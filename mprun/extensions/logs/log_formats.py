@@ -9,7 +9,8 @@ import csv
 import json
 import logging
 import re
-from collections.abc import Callable, Iterable, Sequence
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -164,6 +165,51 @@ def _ends_whole(path: Path) -> bool:
                 return False
             file.seek(place + 16 + length)
     return True
+
+
+_BLOCK = 2**15  # of LevelDB's log format, which no record's header crosses
+
+
+def _wandb(wanted: Wanted) -> list[Log] | None:
+    """Read the file of an offline run of Weights & Biases; its package alone knows the records."""
+    if wanted.path.suffix != ".wandb":
+        return None
+    try:
+        from wandb.proto.wandb_internal_pb2 import Record
+    except ImportError:
+        raise BadInput(
+            f"{wanted.path}: an offline run of Weights & Biases: pip install wandb, which has the "
+            "form of its records"
+        ) from None
+    rows: list[Row] = []
+    for number, content in enumerate(_framed(wanted), start=1):
+        items = Record.FromString(content).history.item
+        row = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
+        rows.append((f"record {number}", flat(row)))
+    return wanted.of_records(rows)
+
+
+def _framed(wanted: Wanted) -> Iterator[bytes]:
+    """Yield the records of a file in LevelDB's log format behind seven bytes of wandb's own.
+
+    A record has CRC-32, length, kind (1: whole, 2: first, 3: middle, 4: last part) and content.
+    """
+    data, at, content = wanted.path.read_bytes(), 7, b""
+    while at < len(data):
+        if (left := _BLOCK - at % _BLOCK) < 7:
+            at += left
+            continue
+        start, stop = at + 7, at + 7 + int.from_bytes(data[at + 4 : at + 6], "little")
+        if stop > len(data):
+            wanted.notes.append("it ends within a record: read up to there")
+            return
+        if zlib.crc32(data[at + 6 : stop]) != int.from_bytes(data[at : at + 4], "little"):
+            raise Damaged(f"{wanted.path}: byte {at}: a record's checksum is another")
+        content += data[start:stop]
+        if data[at + 6] in (1, 4):
+            yield content
+            content = b""
+        at = stop
 
 
 def _states_in(entries: list[Path]) -> list[Path]:
@@ -402,6 +448,11 @@ def _words_before_numbers(text: str) -> list[str]:
 
 
 _NO_TEXT = (
+    LogFormat(
+        "offline runs of Weights & Biases",
+        _wandb,
+        lambda entries: [entry for entry in entries if entry.suffix == ".wandb"],
+    ),
     LogFormat("run folders of MLflow", _mlflow, _mlflow_in),
     LogFormat("event files of torch, TensorFlow, Keras; one run a folder", _events, _events_in),
 )

@@ -229,24 +229,25 @@ def in_order(log: Log) -> None:
         return
     places = log.places or [f"value {number}" for number in range(1, len(steps) + 1)]
     kept: dict[float, float] = {}
-    again, other, left_out, back = 0, 0, 0, ""
+    again, other, backwards, left_out, first = 0, 0, 0, 0, ""
     for where, (step, value) in zip(places, log.points.tolist(), strict=True):
         if step in kept and (kept[step] == value or kept[step] != kept[step] and value != value):
             again += 1
             continue
         if kept and step <= (last := next(reversed(kept))):
+            other += 1
             if step == last:
-                again, other = again + 1, other + 1
+                again += 1
             elif step <= steps[0]:
                 raise BadInput(
                     f"{log.name}: {where}: begins again, at step {step:g} after {last:g}: a second "
                     "run or attempt? Give each a log of its own"
                 )
             else:
-                back = back or f"{where}: goes back to step {step:g} after {last:g}"
-                left_out += sum(earlier > step for earlier in kept)
+                backwards += 1
+                first = first or f"{where}: goes back to step {step:g} after {last:g}"
             while kept and next(reversed(kept)) >= step:
-                kept.popitem()
+                left_out += kept.popitem()[0] > step
         kept[step] = value
     if other > len(kept) / 2:
         raise BadInput(
@@ -255,10 +256,11 @@ def in_order(log: Log) -> None:
         )
     if again:
         log.notes.append(f"{log.name}: {again} steps written twice; the last value counts")
-    if back:
+    if backwards:
+        more = f" (and {backwards - 1} times more)" if backwards > 1 else ""
         log.notes.append(
-            f"{log.name}: {back}: what is written from there on counts, and of what "
-            f"was before it {left_out} values do not"
+            f"{log.name}: {first}{more}: what is written from there on counts, and of what was "
+            f"before it {left_out} values do not"
         )
     log.points, log.places = table([*kept.items()]), ()
 

@@ -7,13 +7,18 @@ hand (Weights & Biases' export, ultralytics 8, torchtitan, Megatron, MLPerf, nan
 
 import gzip
 import json
+import struct
+import sys
+import zlib
 
 import pytest
 
 from mprun.entry_points import announced
 from mprun.errors import BadInput, Damaged
+from mprun.extensions.logs import log_formats
 from mprun.extensions.logs.external_logs import load_foreign
 from mprun.extensions.logs.log_formats import read_logs
+from mprun.extensions.logs.wanted import Wanted
 
 from ...helpers import raises_line
 from .test_foreign import write_events
@@ -253,6 +258,7 @@ TABLE = "step,loss\n" + "".join(f"{s},{3 - s / 10}\n" for s in range(1, 11))
         ("a.csv", "step,loss,loss\n1,2,2.3\n", "line 1: 2 columns are called 'loss'; rename all"),
         ("a.csv", "step,step,loss\n1,2,2.3\n", "line 1: 2 columns are called 'step'; rename all"),
         ("a.csv", TABLE + TABLE.replace(",2", ",1"), "line 13: begins again, at step 1"),
+        ("a.txt", "1 3\n5 2\n4 3\n9 1\n8 2\n7 3\n", "3 of 3 steps are written again, with anot"),
         ("a.txt", "0 3\n5 2\n0 3.5\n", "line 3: begins again, at step 0 after 5: a second run"),
         ("a.log", "step 0 loss 3\nstep 5 loss 2\nfin\nstep 0 loss 1\n", "line 4: begins again"),
         ("a.csv", TABLE + "11,\n12,\n13,\n", "line 12: from here to step 13 'loss' has no value"),
@@ -343,6 +349,10 @@ def test_a_resumed_run_counts_from_its_checkpoint_on(tmp_path):
         f"{path}: line 12: goes back to step 8 after 10: what is written from there on counts, and "
         "of what was before it 2 values do not"
     ]
+    path.write_text(TABLE + "8,1.5\n9,1.25\n5,2.25\n6,1.75\n")
+    [log] = read_logs(path, "loss")
+    assert log.points[-3:].tolist() == [[4, 2.6], [5, 2.25], [6, 1.75]] and len(log.points) == 6
+    assert "line 12: goes back to step 8 after 10 (and 1 times more): what" in log.notes[0]
     # Rows of the same values are no second reading.
     path.write_text(TABLE + "8,2.2\n9,2.1\n")
     [log] = read_logs(path, "loss")
@@ -370,3 +380,44 @@ def test_an_event_file_that_ends_within_a_record_is_read_up_to_it(tmp_path, left
     [log] = read_logs(tmp_path, "loss")
     assert 1 <= len(log.points) < 3
     assert log.notes == [f"{tmp_path}: {path.name} ends within a record: read up to there"]
+
+
+def framed(*records):
+    """The records in LevelDB's log format, behind wandb's seven bytes."""
+    made = b":W&B\xe1\xbe\x00"
+    for record in records:
+        part = 0
+        while part == 0 or record:
+            if (left := 2**15 - len(made) % 2**15) < 7:
+                made += bytes(left)
+                left = 2**15
+            content, record = record[: left - 7], record[left - 7 :]
+            kind = (1 if part == 0 else 4) if not record else (2 if part == 0 else 3)
+            body = bytes([kind]) + content
+            made += struct.pack("<IH", zlib.crc32(body), len(content)) + body
+            part += 1
+    return made
+
+
+def test_records_of_an_offline_run_cross_blocks(tmp_path):
+    # 32,768 - 7 - 7 - 32,748 = 6 bytes are left of the first block: no header fits.
+    records = [b"a" * 32_748, b"b", b"c" * 70_000, b"", b"d"]
+    path = tmp_path / "run.wandb"
+    path.write_bytes(framed(*records))
+    wanted = Wanted(path, "loss")
+    assert list(log_formats._framed(wanted)) == records and not wanted.notes
+    path.write_bytes(framed(*records)[:-1])
+    assert list(log_formats._framed(wanted)) == records[:-1]
+    assert wanted.notes == ["it ends within a record: read up to there"]
+    content = bytearray(framed(*records))
+    content[40_000] ^= 1
+    path.write_bytes(content)
+    with raises_line(Damaged, f"{path}: byte 32", "a record's checksum is another"):
+        list(log_formats._framed(wanted))
+
+
+def test_an_offline_run_needs_its_package(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb.proto.wandb_internal_pb2", None)
+    (tmp_path / "run.wandb").write_bytes(framed())
+    with raises_line(BadInput, "an offline run of Weights & Biases: pip install wandb, which"):
+        read_logs(tmp_path / "run.wandb", "loss")

@@ -1,0 +1,40 @@
+"""Logs of other tools in the form in which their own libraries write them here and now."""
+
+import re
+
+import numpy as np
+import pytest
+
+from benchmarks.foreign_logs import CASES, STEPS, TOOLS, curve, missing, told, written
+from mprun.extensions.logs.log_formats import read_logs
+
+
+def needs(name):
+    if why := missing(name):
+        pytest.skip(why)
+
+
+@pytest.mark.parametrize("name", TOOLS)
+@pytest.mark.filterwarnings("ignore")
+def test_every_value_that_a_library_wrote_is_read(tmp_path, name):
+    needs(name)
+    values = curve(0.0, seed=0)
+    path = written(name, tmp_path / "run", values)
+    if name == "wandb":
+        [path] = (path / "latest-run").resolve().glob("*.wandb")
+    [log] = read_logs(path, TOOLS[name].tag)
+    steps = log.points[:, 0]
+    if log.steps == "epoch" and name.startswith("transformers"):  # a fraction of it
+        np.testing.assert_allclose(np.diff(steps), 1 / STEPS, rtol=0, atol=1e-3)
+    else:
+        assert (np.diff(steps) == 1).all()
+    np.testing.assert_allclose(log.points[:, 1], values, rtol=TOOLS[name].error, atol=0)
+    assert [note for note in log.notes if "like 1.234,5" not in note] == []
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: re.sub(r"\W+", "-", case.what))
+@pytest.mark.filterwarnings("ignore")
+def test_a_fault_is_refused_at_its_line_or_said(tmp_path, case):
+    needs(case.tool)
+    refused, said = told(case, tmp_path / "run")
+    assert refused == case.refused and case.said in said
