@@ -130,10 +130,10 @@ def _events(wanted: Wanted) -> list[Log] | None:
     from tensorboard.util import tensor_util
 
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
-    # 0 keeps every point; the default draws 10,000 at random. One is enough of everything else.
     for file in [path] if path.is_file() else filter(_is_events, sorted(path.iterdir())):
         if not _ends_whole(file):
             wanted.notes.append(f"{file.name} ends within a record: read up to there")
+    # 0 keeps every point; the default draws 10,000 at random. One is enough of everything else.
     limits = dict.fromkeys(reader.DEFAULT_SIZE_GUIDANCE, 1) | {reader.SCALARS: 0}
     events = reader.EventAccumulator(str(path), size_guidance=limits).Reload()
     known = events.Tags()
@@ -172,7 +172,7 @@ _BLOCK = 2**15  # of LevelDB's log format, which no record's header crosses
 
 def _wandb(wanted: Wanted) -> list[Log] | None:
     """Read the file of an offline run of Weights & Biases; its package alone knows the records."""
-    if wanted.path.suffix != ".wandb":
+    if wanted.path.suffix != ".wandb" or not wanted.path.is_file():
         return None
     try:
         from wandb.proto.wandb_internal_pb2 import Record
@@ -249,7 +249,7 @@ def _cells(wanted: Wanted) -> list[Log] | None:
             # A logger that resumes after an interruption may repeat its header.
             if not row or [cell.strip() for cell in row] == header:
                 continue
-            if len(row) <= max(places) or any(row[len(header) :]):
+            if len(row) <= max(places) or "".join(row[len(header) :]).strip():
                 wrong = f"{len(row)} cells, the header has {len(header)}"
                 raise Damaged(f"{path}: line {reader.line_num}: {wrong}")
             found = {header[place]: row[place].strip() for place in places}
@@ -303,14 +303,19 @@ def _printed(wanted: Wanted) -> list[Log] | None:
 
 def _json(wanted: Wanted) -> list[Log] | None:
     """Read records, or a list or mapping of values per name; None if the text is not JSON."""
-    path, text, tag = wanted.path, wanted.text, wanted.tag
-    start = text.lstrip()[:1]
-    if start not in ("{", "["):
+    path, text, tag = wanted.path, wanted.text.strip(), wanted.tag
+    if not text.startswith(("{", "[")):
         return None
+    first, _, more = text.partition("\n")
+    by_line = False
+    with suppress(ValueError, RecursionError):
+        by_line = bool(more) and isinstance(_loaded(first, f"{path}: line 1"), dict)
+    if by_line:
+        return wanted.of_records(_json_lines(wanted))
     try:
-        content = _loaded(text, f"{path}: a record")
+        content = _loaded(text, f"{path}: {'a record' if more else 'line 1'}")
     except (ValueError, RecursionError):
-        if start == "[":  # a text may begin like this: "[rank0]: step: 1"
+        if text.startswith("["):  # a text may begin like this: "[rank0]: step: 1"
             return None
         return wanted.of_records(_json_lines(wanted))
     if isinstance(content, dict) and isinstance(content.get("log_history"), list):
