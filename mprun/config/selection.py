@@ -22,9 +22,13 @@ from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf._utils import get_yaml_loader
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from mprun.config.components import COMPONENTS
+from mprun.config.fields import nearest
+from mprun.config.keys import FIELDS
 from mprun.config.schema import RunConfig
+from mprun.errors import BadInput
 
 SCHEMAS: dict[str, type] = {"run_schema": RunConfig} | {
     f"schema/{group}/{name}": component.config
@@ -70,18 +74,14 @@ class OptionFolders(ConfigRepository):
 
     def file(self, config_path: str) -> _File:
         """Return an option's file, read again only if it has changed."""
-        path = self._path(config_path)
+        path = self.path(config_path)
         if path is None:
             raise Unusual(f"{config_path}: no such option")
         status = os.stat(path)
         stamp = status.st_mtime_ns, status.st_size
         known = _read.get(path)
         if known is None or known.stamp != stamp:
-            with open(path, encoding="utf-8") as stream:
-                text = stream.read()
-            values = yaml.load(text, Loader=_loader()) or {}
-            if not isinstance(values, dict):
-                raise Unusual(f"{config_path}: not a mapping")
+            text, values = _content(path)
             defaults = ListConfig(values.pop("defaults", []))
             header = _NO_PACKAGE | ConfigSource._get_header_dict(text[:512])
             known = _File(stamp, values, header, self._create_defaults_list(config_path, defaults))
@@ -90,17 +90,48 @@ class OptionFolders(ConfigRepository):
 
     def schema(self, config_path: str) -> type | None:
         """Return the class that a defaults list names, None for a file."""
-        return None if self._path(config_path) else SCHEMAS.get(config_path)
+        return None if self.path(config_path) else SCHEMAS.get(config_path)
 
     def group_exists(self, config_path: str) -> bool:
         return any(os.path.isdir(os.path.join(folder, config_path)) for folder in self.folders)
 
     def config_exists(self, config_path: str) -> bool:
-        return config_path in SCHEMAS or self._path(config_path) is not None
+        return config_path in SCHEMAS or self.path(config_path) is not None
 
-    def _path(self, config_path: str) -> str | None:
+    def path(self, config_path: str) -> str | None:
         paths = (os.path.join(folder, f"{config_path}.yaml") for folder in self.folders)
         return next((path for path in paths if os.path.isfile(path)), None)
+
+    def blamed(self, config_path: str, error: OmegaConfBaseException) -> BadInput:
+        """Return the error of an option's values in one line with file, key and what is wrong."""
+        key, reason = str(error.full_key or ""), str(error).splitlines()[0]
+        if isinstance(error, ConfigKeyError):
+            group, dot, name = key.rpartition(".")
+            beside = (
+                one.removeprefix(group + dot) for one in FIELDS if one.startswith(group + dot)
+            )
+            reason = f"unknown key{nearest(name, beside)}"
+            if key == config_path.partition("/")[0]:  # experiment: all of its keys are elsewhere
+                reason = "its keys have no place; begin the file with '# @package _global_'"
+        return BadInput(f"{self.path(config_path)}: {f'{key}: ' if key else ''}{reason}")
+
+
+def _content(path: str) -> tuple[str, dict[str, Any]]:
+    """Read an option file: its text, and its values by key. Raises BadInput that names the file."""
+    try:
+        with open(path, encoding="utf-8") as stream:
+            text = stream.read()
+        values = yaml.load(text, Loader=_loader()) or {}
+    except OSError as error:
+        raise BadInput(f"{path}: cannot be read: {error.strerror}") from None
+    except (UnicodeDecodeError, yaml.YAMLError) as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}: " if mark else ""
+        reason = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise BadInput(f"{path}: {where}{reason}") from None
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise BadInput(f"{path}: must map keys, which are text, to values")
+    return text, values
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,10 +173,16 @@ def select(parsed: list[Override], folders: list[str]) -> tuple[DictConfig, dict
 
 
 def _base(options: OptionFolders, chosen: list[Override]) -> _Base:
-    found = create_defaults_list(options, "config", chosen, prepend_hydra=False, skip_missing=False)
+    try:
+        found = create_defaults_list(
+            options, "config", chosen, prepend_hydra=False, skip_missing=False
+        )
+    except RecursionError:
+        given = " ".join(str(override.input_line) for override in chosen)
+        raise BadInput(f"{given}: the defaults of an option's file lead back to it") from None
     schemas: dict[str, Any] = {}
     values: dict[str, Any] = {}
-    stamps = {}
+    stamps, files = {}, {}
     for default in found.defaults:
         package, name = default.package or "", str(default.config_path)
         schema = options.schema(name)
@@ -156,13 +193,27 @@ def _base(options: OptionFolders, chosen: list[Override]) -> _Base:
             continue
         file = options.file(name)
         stamps[name] = file.stamp
-        place = values
-        for part in package.split(".") if package else ():
-            place = place.setdefault(part, {})
-        _merge(place, file.values)
+        files[name] = file.values
+        for part in reversed(package.split(".") if package else []):
+            files[name] = {part: files[name]}
+        _merge(values, files[name])
+    for group in ("model", "data"):
+        path = options.path(f"{group}/{found.overrides.known_choices.get(group)}")
+        if path and group not in schemas:
+            needs = f"its defaults need /schema/{group}/NAME@_here_"
+            raise BadInput(f"{path}: names nothing to build; {needs}")
     values.pop("hydra", None)  # from config.yaml, for those who compose it with Hydra
-    composed = pickle.loads(_pickled_schema(schemas.pop(""), tuple(sorted(schemas.items()))))
-    composed.merge_with(values)
+    pickled = _pickled_schema(schemas.pop(""), tuple(sorted(schemas.items())))
+    composed = pickle.loads(pickled)
+    try:
+        composed.merge_with(values)
+    except OmegaConfBaseException:
+        for name, own in files.items():
+            try:
+                pickle.loads(pickled).merge_with({k: own[k] for k in own if k != "hydra"})
+            except OmegaConfBaseException as error:
+                raise options.blamed(name, error) from None
+        raise
     OmegaConf.set_struct(composed, True)
     return _Base(pickle.dumps(composed), found.overrides.known_choices, stamps)
 

@@ -257,6 +257,52 @@ def test_bad_input_is_one_line_and_writes_nothing(command, wanted, tmp_path, mon
     assert tree(tmp_path) == before
 
 
+# What is in GROUP/mine.yaml of a --config-dir, and what the line says behind the file's name.
+OPTION_FILES = [
+    ("precision", "a: [1\n", "line 2: did not find expected ',' or ']'"),
+    ("precision", "a: *x\n", "line 1: found undefined alias"),
+    ("precision", "a:\n\t- 1\n", "line 2: found character that cannot start any token"),
+    ("precision", "norm_dtype: fp32\nnorm_dtype: fp16\n", "line 2: found duplicate key norm_dtype"),
+    ("precision", "a: !!python/object:x {}\n", "line 1: could not determine a constructor"),
+    ("precision", "a: 1\n---\nb: 2\n", "line 2: but found another document"),
+    ("precision", "a: \0\n", "unacceptable character #x0000"),
+    ("precision", b"a: \xff\n", "'utf-8' codec can't decode byte 0xff"),
+    ("precision", "- 1\n", "must map keys, which are text, to values"),
+    ("precision", "null: 1\n", "must map keys, which are text, to values"),
+    (
+        "precision",
+        "norm_dtyp: fp32\n",
+        "precision.norm_dtyp: unknown key; did you mean 'norm_dtype'?",
+    ),
+    ("precision", "overrides: [1]\n", "Cannot merge DictConfig with ListConfig"),
+    ("optim", "name: sgd\nlr: abc\n", "optim.lr: Value 'abc' of type 'str' could not be converted"),
+    ("train", "foo: 1\n", "train.foo: unknown key"),
+    ("experiment", "seed: 1\n", "begin the file with '# @package _global_'"),
+    ("model", "name: gpt\n", "names nothing to build; its defaults need /schema/model/NAME@_here_"),
+    ("data", "foo: 1\n", "names nothing to build; its defaults need /schema/data/NAME@_here_"),
+]
+
+
+@pytest.mark.parametrize(("group", "content", "says"), OPTION_FILES)
+def test_a_bad_option_file_is_named(group, content, says, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "own" / group / "mine.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_bytes(content if isinstance(content, bytes) else content.encode())
+    for more in ([], ["--cfg", "job"], ["-m", "seed=0,1"]):
+        line = refused(capsys, "--config-dir", "own", f"{group}=mine", *more)
+        assert says in line and "own" in line and f"{group}/mine.yaml: " in line, line
+    assert os.listdir(tmp_path) == ["own"]
+
+
+def test_an_option_file_whose_defaults_lead_back_to_it(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "precision").mkdir()
+    (tmp_path / "precision/mine.yaml").write_text("defaults: [mine]\n")
+    says = "precision=mine: the defaults of an option's file lead back to it"
+    refused(capsys, "--config-dir", ".", "precision=mine", says=says)
+
+
 def test_long_lines_keep_what_matters():
     options = ", ".join(f"option_{number}" for number in range(50))
     line = _one_line(f"mprun: key=opt: did you mean 'option_7'? It must be one of {options}")

@@ -47,7 +47,6 @@ def test_a_file_that_changed_is_read_again(tmp_path):
     "text",
     [
         "defaults: [resnet50, /schema/model/resnet50@_here_]\nname: resnet50",
-        "- a list",
         "defaults: [resnet50_preact]\nvariant: {a: 1}",
     ],
 )
