@@ -4,6 +4,7 @@ Exit codes: 0 done, 1 a bug in mprun, 2 bad input, 3 diverged, 4 damaged data or
 5 resource (disk, memory, lost worker), 75 preempted and resumable, 130 interrupted.
 """
 
+import os
 import signal
 import sysconfig
 import traceback
@@ -65,6 +66,12 @@ def needing(extra: str) -> Iterator[None]:
             f"pip install -e '.[{extra}]'",
             name=module,
         ) from None
+
+
+def no_folder(path: str | Path) -> str:
+    """Return what is wrong with a path that is no folder, after its name."""
+    # Not Path.exists, which raises for a name that is too long.
+    return "a file, must be a folder" if os.path.exists(path) else "no such folder"
 
 
 class Damaged(MprunError):

@@ -103,6 +103,8 @@ class Arguments(argparse.ArgumentParser):
             self.error(f"{unknown[0]}: unknown option{hint}{allowed}")
         for word in found.overrides if self.takes_overrides else ():
             if "=" not in word and not word.startswith("~"):
+                if word in self.verbs:
+                    self.error(f"'{word}': a verb comes first: mprun {word} ...")
                 hint = did_you_mean(_as_option(word) or meant(word, self.verbs))
                 verbs = f"a verb ({', '.join(self.verbs)})" if self.verbs else "an option"
                 self.error(f"'{word}': {hint and f'{hint} It is '}neither {verbs} nor key=value")

@@ -16,7 +16,7 @@ import yaml
 from mprun.config.keys import flat
 from mprun.config.registry import FOLDERS, MODES
 from mprun.config.schema import DTYPES, PrecisionConfig
-from mprun.errors import BadInput
+from mprun.errors import BadInput, no_folder
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a tenth of the time
 
@@ -36,7 +36,7 @@ def folders(config_dir: str | None = None) -> list[Path]:
     if config_dir is None:
         return [conf_dir(), *FOLDERS]
     if not os.path.isdir(config_dir):  # Path.is_dir raises for a name that is too long
-        raise BadInput(f"--config-dir {config_dir}: no such folder")
+        raise BadInput(f"--config-dir {config_dir}: {no_folder(config_dir)}")
     return [conf_dir(), *FOLDERS, Path(config_dir)]
 
 

@@ -18,7 +18,7 @@ from mprun.config.option_files import named
 from mprun.config.registry import kind_of, readers_of
 from mprun.config.schema import DTYPES, RunConfig
 from mprun.config.user_code import check_own_code
-from mprun.errors import BadInput
+from mprun.errors import BadInput, no_folder
 
 
 def check(config: RunConfig, *, files: bool = True) -> None:
@@ -328,9 +328,8 @@ def _why_no_overlap(config: RunConfig) -> str | None:
 def _data(config: RunConfig, files: bool) -> Iterator[str]:
     data, about = config.data, config.data.component
     if data.root is not None and not (about.on_disk or about.own):
-        # Not Path.exists, which raises for a name that is too long.
-        if not os.path.exists(data.root):
-            yield f"data.root={data.root}: no such folder"
+        if not os.path.isdir(data.root):
+            yield f"data.root={data.root}: {no_folder(data.root)}"
         is_embedded = f"data.name={data.name} is embedded and reads no folder"
         yield f"data.root={data.root}: {is_embedded} (allowed: null)"
     if data.workers and not about.decodes:
@@ -339,7 +338,7 @@ def _data(config: RunConfig, files: bool) -> Iterator[str]:
     if files and about.on_disk and data.root is None:
         yield f"data.root=null: data={data.name} needs the folder of its files (docs/recipes.md)"
     elif files and about.on_disk and not os.path.isdir(data.root or ""):
-        yield f"data.root={data.root}: no such folder"
+        yield f"data.root={data.root}: {no_folder(data.root or '')}"
 
 
 _HOOKS = "numerics=on watches tensors with hooks"

@@ -16,7 +16,7 @@ from mprun.config.schema import RunConfig
 from mprun.config.user_code import Vouched, is_factory, vouched
 from mprun.data.source import DamagedData
 from mprun.distributed.rank_info import RankInfo
-from mprun.errors import BadInput, Damaged, raised
+from mprun.errors import BadInput, Damaged, no_folder, raised
 from mprun.precision.random_states import restore_random_states
 from mprun.record import checkpoint
 from mprun.record.metrics import MetricsFile, drop_later, read_metrics, truncate_metrics
@@ -137,7 +137,7 @@ def _start(directory: Path, built: Built, config: RunConfig) -> Start:
 def _run_directory(path: str) -> Path:
     directory = Path(path)
     if not path or not os.path.isdir(path):
-        raise BadInput(f"resume={path}: no such folder")
+        raise BadInput(f"resume={path}: {no_folder(path)}")
     if not (directory / "config.yaml").is_file():
         raise BadInput(f"resume={path}: no config.yaml there; give a run directory")
     if not (directory / "run.json").is_file():

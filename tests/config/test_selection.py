@@ -30,7 +30,7 @@ LINES = with_extensions("LINES", LINES)
 def test_it_is_what_hydra_composes(overrides):
     parsed = parse_overrides(overrides)
     quick = _finished(*select(as_hydra_takes(parsed), [str(folder) for folder in folders()]))
-    config, choices = _composed_by_hydra(parsed, None)
+    config, choices = _composed_by_hydra(parsed, None, [str(folder) for folder in folders()])
     of_mprun = {group: option for group, option in choices.items() if not group.startswith("hydra")}
     assert quick[0] == config and list(quick[1].items()) == list(of_mprun.items())
 

@@ -13,7 +13,7 @@ from mprun.cli.arguments import Arguments, names, number
 from mprun.cli.compare import JUDGING, add_judging, folder_beside
 from mprun.compare import compare
 from mprun.compare.wording import console, markdown
-from mprun.errors import DONE, BadInput, needing
+from mprun.errors import DONE, BadInput, needing, no_folder
 from mprun.extensions.paper.rows import ROWS, PaperRow
 from mprun.record.console import columns, markdown_table
 from mprun.record.run_record import read_record
@@ -132,7 +132,7 @@ def _options(arguments: list[str]) -> Namespace:
     if options.data_root is not None and options.scale == "small":
         raise BadInput(f"--data-root {options.data_root}: small runs use embedded data")
     if options.data_root is not None and not options.data_root.is_dir():
-        raise BadInput(f"--data-root {options.data_root}: no such folder")
+        raise BadInput(f"--data-root {options.data_root}: {no_folder(options.data_root)}")
     if options.out is None and not options.runs:
         options.out = Path("outputs/paper")
     if options.out is not None and options.out.exists() and not options.out.is_dir():
