@@ -92,7 +92,7 @@ def complete_lines(data: bytes) -> list[bytes]:
     *lines, last = data.split(b"\n")
     try:
         json.loads(last)
-    except ValueError:  # empty after a whole line
+    except (ValueError, RecursionError):  # empty after a whole line
         return lines
     return [*lines, last]  # only its newline is missing
 
@@ -101,7 +101,7 @@ def parsed_json(path: Path, number: int, line: bytes) -> Any:
     """Parse line `number` of a metrics.jsonl; raise Damaged if it is not JSON."""
     try:
         return json.loads(line)
-    except ValueError:  # not JSON, or not UTF-8
+    except (ValueError, RecursionError):  # not JSON, or not UTF-8
         raise Damaged(f"{path}: line {number} is not JSON") from None
 
 

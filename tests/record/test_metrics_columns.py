@@ -245,6 +245,7 @@ def test_damage_is_told_with_the_line(tmp_path):
         (b'{"split": "eval", "step": 5', b'{"split": "eval", "stop": 5', 6),
         (b'"loss": 1.0, "seconds"', b'"loss": 1.0, seconds', 6),
         (b'{"split": "train", "step": 1,', b'[{"split": "train", "step": 1,', 1),
+        (b'{"split": "train", "step": 1,', b"[" * 100_000, 1),
     ):
         assert whole.count(old) >= 1
         path.write_bytes(whole.replace(old, new, 1))
