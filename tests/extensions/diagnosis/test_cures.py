@@ -65,6 +65,15 @@ def test_the_command_with_a_cure_composes(cure, left):
     assert main([*words[1:], "--cfg", "job"]) == 0
 
 
+def test_the_command_with_a_cure_has_the_user_s_options(tmp_path, capsys):
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train/mine.yaml").write_text("steps: 7\n")
+    cure = Tried(("scaler=dynamic",), True, "")
+    words = shlex.split(command_with(cure, {"overrides": ["train=mine"]}, str(tmp_path)))
+    assert main([*words[1:], "--cfg", "job"]) == 0
+    assert "steps: 7\n" in capsys.readouterr().out
+
+
 NONE = "precision.products.input=null precision.products.weight=null "
 NONE += "precision.products.grad_output=null"
 

@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
     else:
         directory = options.run
         base = _own(_recorded(directory).get("overrides", []))
-    advice = advise_run(directory, share=options.share, given=given)
+    advice = advise_run(directory, share=options.share, given=given, config_dir=options.config_dir)
     if options.check:
         advice = replace(advice, check=_check(options, given, advice, base, directory))
     from mprun.extensions.diagnosis.advice_report import as_text
@@ -97,12 +97,18 @@ def _options(arguments: list[str]) -> Namespace:
     return options
 
 
-def advise_run(directory: Path, *, share: float = SHARE, given: Vouched = NOTHING) -> "Advice":
+def advise_run(
+    directory: Path,
+    *,
+    share: float = SHARE,
+    given: Vouched = NOTHING,
+    config_dir: str | None = None,
+) -> "Advice":
     """Return advice from the probes of the run in `directory`; BadInput if it has none.
 
     Its model is built again, in FP32 and on a CPU, for its sizes and learning rates. share:
     accepted underflow share. given: the names of the user's code that may be imported, including
-    the run's.
+    the run's. config_dir: the user's options, for the command lines to use the advice.
     """
     record, plain = _recorded(directory), read_config(directory)
     probes = read_probes(directory)
@@ -126,7 +132,8 @@ def advise_run(directory: Path, *, share: float = SHARE, given: Vouched = NOTHIN
         advice = advise(probes, layout(built.task), shapes, config, rates, share=share)
     except BadInput as error:
         raise BadInput(f"advise {directory}: {error}") from None
-    start = ["mprun", *_own(record.get("overrides", []))]
+    place = [] if config_dir is None else ["--config-dir", config_dir]
+    start = ["mprun", *place, *_own(record.get("overrides", []))]
     command, fp8 = shlex.join([*start, *advice.overrides]), advice.fp8
     if fp8.overrides:
         fp8 = replace(fp8, command=shlex.join([*start, *fp8.overrides]))

@@ -150,7 +150,7 @@ def explain(
     rows, options = recorded_rows(directory), options_of(config_dir)
     found = Explanation(*start, *find_cures(build, config, kept, finding, rows, options))
     cure = found.smallest
-    return found if cure is None else replace(found, command=command_with(cure, record))
+    return found if cure is None else replace(found, command=command_with(cure, record, config_dir))
 
 
 def _replay_in_words(finding: "Finding", failure: dict, without_gpu: bool) -> str:
@@ -165,12 +165,13 @@ def _replay_in_words(finding: "Finding", failure: dict, without_gpu: bool) -> st
     return f"{text}, its losses {same}"
 
 
-def command_with(cure: "Tried", record: dict) -> str:
+def command_with(cure: "Tried", record: dict, config_dir: str | None = None) -> str:
     """Return the run's command line with the cure in it."""
+    place = [] if config_dir is None else ["--config-dir", config_dir]
     changed = [override.partition("=")[0] for override in cure.overrides]
     scaler = ["scaler"] if "precision" in changed else []  # another mode brings its own
     own = without(record["overrides"], "output_dir", "resume", *changed, *scaler)
-    return shlex.join(["mprun", *own, *cure.overrides])
+    return shlex.join(["mprun", *place, *own, *cure.overrides])
 
 
 def as_dict(explanation: Explanation) -> dict:
