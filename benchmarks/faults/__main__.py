@@ -15,10 +15,14 @@ import torch._dynamo  # need not import them
 import torch.utils.tensorboard  # noqa: F401
 
 import mprun.cli.compare
+import mprun.extensions.bench.command
+import mprun.extensions.diagnosis.commands.advise
 import mprun.extensions.diagnosis.commands.explain
+import mprun.extensions.diagnosis.commands.mismatch
 import mprun.extensions.diagnosis.commands.scaler_replay
+import mprun.extensions.paper.command
 import mprun.training.resume  # noqa: F401
-from benchmarks.faults import command_lines, damages, processes
+from benchmarks.faults import command_lines, damages, processes, verb_lines
 from benchmarks.faults.harness import Campaign, Finding
 from mprun.training.environment import environment
 
@@ -37,6 +41,7 @@ TESTS = {
     "strangers": damages.strangers,
     "generated": command_lines.generated,
     "by_hand": command_lines.by_hand,
+    "verbs": verb_lines.generated,
 }
 
 
