@@ -89,7 +89,8 @@ def _next(directory: Path, record: dict) -> str:
 
     With output_dir, or with option files of the user, it is tensorboard for this run.
     """
-    left_out = ("precision", "scaler", "numerics", "seed", "name", "resume")
+    length = ("train.steps", "train.epochs")  # a resume may have changed it
+    left_out = ("precision", "scaler", "numerics", "seed", "name", "resume", *length)
     own, mode = without(record["overrides"], *left_out), record["precision"]["mode"]
     placed = record["config"]["output_dir"] is not None
     shipped = (o is None or o in option_files(group) for group, o in record["choices"].items())
@@ -98,13 +99,16 @@ def _next(directory: Path, record: dict) -> str:
     modes = {mode}
     for path in directory.parent.glob("*/run.json"):
         with suppress(MprunError, OSError):  # the files may be anything
-            beside = read_record(path.parent, "status", "overrides", "precision.mode")
+            beside = read_record(path.parent, "status", "overrides", "precision.mode", "steps")
             ended = beside["status"] in ("done", "diverged") and "measured_for" not in beside
-            if ended and without(beside["overrides"], *left_out) == own:
+            alike = without(beside["overrides"], *left_out) == own
+            if ended and alike and beside["steps"] == record["steps"]:
                 modes.add(beside["precision"]["mode"])
     if "fp32" in modes and len(modes) > 1:
         return f"mprun compare {shlex.quote(str(directory.parent))}"
     kept = without(record["overrides"], "precision", "scaler", "resume")
+    if record["attempts"] > 1:
+        kept = [*without(kept, *length), f"train.steps={record['steps']}"]
     return shlex.join(["mprun", *kept, f"precision={'amp' if mode == 'fp32' else 'fp32'}"])
 
 

@@ -84,6 +84,7 @@ def test_the_next_command_is_the_one_that_shows_most(tmp_path, monkeypatch):
         path = Path("outputs/small lm") / name
         path.mkdir(parents=True)
         record = {"overrides": [*overrides, f"precision={mode}"], "status": "done"}
+        record |= {"steps": 300, "attempts": 1}
         record |= {"precision": {"mode": mode}, "choices": {"model": "lstm_lm", "precision": mode}}
         record |= {"config": {"output_dir": None}} | more
         (path / "run.json").write_text(json.dumps(record))
@@ -100,6 +101,9 @@ def test_the_next_command_is_the_one_that_shows_most(tmp_path, monkeypatch):
     run("e", "fp32")[0].joinpath("run.json").write_text("[")
     assert _next(*run("f", "amp", "name=x")) == "mprun name=x precision=fp32"
     assert _next(*run("g", "amp", "optim.lr=0.5", "seed=3")) == "mprun compare 'outputs/small lm'"
+    # A resume made it longer: its partner is as long, and the shorter ones beside it are none.
+    longer = run("i", "amp", "optim.lr=0.5", "train.steps=300", steps=900, attempts=2)
+    assert _next(*longer) == "mprun optim.lr=0.5 train.steps=900 precision=fp32"
     own = {"model": "lstm_lm", "precision": "mymode"}
     assert _next(*run("h", "mymode", choices=own)) == "tensorboard --logdir 'outputs/small lm/h'"
 
