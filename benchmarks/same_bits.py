@@ -124,6 +124,8 @@ def hashes_of(folder: Path) -> dict[str, str]:
     hashes = {"weights": hashlib.sha256(), "other state": hashlib.sha256()}
     for path, leaf in tree_flatten_with_path(torch.load(saved[-1], weights_only=True))[0]:
         name = keystr(path)
+        if name.startswith("['computed']"):  # facts of run.json
+            continue
         found = hashes["weights" if "['model']" in name else "other state"]
         if isinstance(leaf, torch.Tensor):
             found.update(f"{name} {leaf.dtype} {[*leaf.shape]}".encode())

@@ -9,7 +9,6 @@ keeping, and the host learns of it later. If a run kept nothing, training again 
 
 import shutil
 import time
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -195,13 +194,11 @@ class FailureKeeper:
         if origin > found.step - (found.kind != "evaluation"):
             return replace(found, reason="the copy is younger than the failure")
         # The steps trained again must not change the run's own count of emulated operations.
-        counts = [(e.rerouted, Counter(e.rerouted)) for e in self.built.forward_context.emulations]
+        set_back = self.built.forward_context.counted()
         try:
             kind, rows = self._rewind(found)
         finally:
-            for counter, before in counts:
-                counter.clear()
-                counter.update(before)
+            set_back()
         folder, state = failure_folder(directory), self.snapshot.content()
         folder.parent.mkdir(exist_ok=True)
         done, last = state["step"], kind == "evaluation"

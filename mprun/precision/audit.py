@@ -71,6 +71,7 @@ class Audit(TorchDispatchMode):
         self.written: set[str] = set()  # names of parameters that a call of the model wrote to
         self.optimizers: set[str] = set()  # classes of those that updated its parameters
         self.watched = 0  # calls and passes, or steps
+        self.earlier: Mapping[str, Any] = {}  # the result of earlier attempts of the same run
         policy = forward_context.policy
         self._wanted = dict.fromkeys((*forward_context.half_dtypes, *policy.formats))
         wide = (torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -125,17 +126,19 @@ class Audit(TorchDispatchMode):
     def check_happened(self) -> None:
         """Raise Contradiction if the mode has not taken effect: no product ran in its dtype.
 
-        Only blocks watched to their end count; without one the question stays open.
+        That is a question to the run, of whose attempts the last may have taken no step. Only
+        blocks watched to their end count; without one the question stays open.
         """
-        if not self.watched:
+        found, forward_context = self.result(), self.forward_context
+        if not found["watched"]:
             return
-        forward_context, seen = self.forward_context, {dtype for _, dtype in self.products}
+        seen = {name.partition(" ")[2] for name in found["products"]}
         missing = forward_context.missing()
-        if seen.intersection(self._wanted):
+        if seen.intersection(map(self._name, self._wanted)):
             formats = forward_context.policy.products
-            if formats is None or seen.intersection(formats.formats):
+            if formats is None or seen.intersection(map(self._name, formats.formats)):
                 missing = None
-        elif self.products and self._wanted and missing is None:
+        elif seen and self._wanted and missing is None:
             missing = forward_context.kind()
         if missing is not None:
             raise Contradiction(
@@ -144,15 +147,16 @@ class Audit(TorchDispatchMode):
             )
 
     def result(self) -> dict[str, Any]:
-        """Return the counts in the form of run.json."""
+        """Return the counts in the form of run.json, those of earlier attempts added."""
         counts = {f"{phase} {self._name(dtype)}": n for (phase, dtype), n in self.products.items()}
-        return {
+        own = {
             "watched": self.watched,
-            "products": dict(sorted(counts.items())),
-            "left_the_model": sorted(self.left),
-            "written_in_a_call": sorted(self.written),
-            "optimizers": sorted(self.optimizers),
+            "products": counts,
+            "left_the_model": self.left,
+            "written_in_a_call": self.written,
+            "optimizers": self.optimizers,
         }
+        return combined([self.earlier, own])
 
     def _name(self, dtype: torch.dtype) -> str:
         """Return the name of a product's dtype; FP32 products may be TF32."""

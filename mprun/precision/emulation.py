@@ -16,7 +16,7 @@ import math
 import re
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
@@ -76,6 +76,7 @@ class ForwardContext:
         self.policy, self.device = policy, device
         wanted = [dtype for dtype in (policy.half_dtype, *overrides) if dtype is not None]
         self._before = calls.copy()
+        self.earlier: Mapping[str, int] = {}  # `rerouted` of the run's earlier attempts
         self.half_dtypes = tuple(dict.fromkeys(d for d in wanted if d.itemsize == 2))
         emulated = self.half_dtypes if device.type == "cpu" and not native else ()
         self.emulations = tuple(HalfEmulation(dtype) for dtype in emulated)
@@ -108,10 +109,28 @@ class ForwardContext:
         return torch.autocast(self.device.type, dtype=self.policy.autocast_dtype)
 
     def rerouted(self) -> dict[str, int]:
-        """Return the calls computed by the emulation so far, by "phase operation"."""
+        """Return the calls computed by the emulation in the run so far, by "phase operation".
+
+        Products of scaled operands count by their formats, "forward e4m3 x e4m3".
+        """
         total = sum((emulation.rerouted for emulation in self.emulations), Counter())
-        found = {f"{phase} {operation}": n for (operation, phase), n in sorted(total.items())}
-        return found | {name: n for name, n in sorted((calls - self._before).items())}
+        found = Counter(self.earlier)
+        for (operation, phase), count in sorted(total.items()):
+            found[f"{phase} {operation}"] += count
+        found.update(dict(sorted((calls - self._before).items())))
+        return dict(found)
+
+    def counted(self) -> Callable[[], None]:
+        """Return a function that sets all counts of calls back to what they are now."""
+        counters: list[Counter[Any]] = [calls, *(one.rerouted for one in self.emulations)]
+        kept = [(counter, dict(counter)) for counter in counters]
+
+        def set_back() -> None:
+            for counter, before in kept:
+                counter.clear()
+                counter.update(before)
+
+        return set_back
 
     def recurrent_layers(self) -> Counter[tuple[str, torch.dtype]]:
         """Count the recurrent layers that the emulation computed whole, by phase and dtype: none of
@@ -134,11 +153,10 @@ class ForwardContext:
 
     def missing(self) -> str | None:
         """Name the part of the mode that has not run so far, "emulated-fp16"; None if unknown."""
-        if self.policy.products is not None and not calls - self._before:
+        scaled = [" x " in name for name in self.rerouted()]
+        if self.policy.products is not None and not any(scaled):
             return " ".join(kind for kind in self.kind().split() if "-e" in kind)
-        if not self.emulations or any(emulation.rerouted for emulation in self.emulations):
-            return None
-        return self.kind()
+        return None if not self.emulations or not all(scaled) else self.kind()
 
 
 def why_unsupported(

@@ -49,11 +49,14 @@ def announce(directory: Path, config: RunConfig, built: Built, record: dict, sta
     else:
         threads = torch.get_num_threads()
         machine = f"cpu, {threads} thread{'s' * (threads != 1)}"
+    steps = f"steps {start + 1:,} to {built.steps:,}"
+    if start == built.steps:  # an attempt that only evaluates, or completes the record
+        steps = f"all {start:,} steps are taken"
     for what, text in {
         "model": f"{choices.get('model')}, {size:,} parameters",
         "data": f"{choices.get('data')}, {data}",
         "mode": f"{name}, {_scale(config.scaler)}",
-        "device": f"{machine}; steps {start + 1:,} to {built.steps:,}",
+        "device": f"{machine}; {steps}",
         "run": folder,
         "watch": f"tensorboard --logdir {folder}",
     }.items():

@@ -6,11 +6,11 @@ are read an interval later (`metric_buffer`), so a divergence is noticed up to a
 
 import math
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,9 +36,11 @@ class Start(NamedTuple):
     step: int = 0
     skipped: int = 0  # updates skipped before `step`
     evaluate_first: bool = False  # evaluate after `step`, which an earlier attempt did not end
+    computed: Mapping[str, Any] | None = None  # `Loop.computed` after `step`, of earlier attempts
 
 
 BEGINNING = Start()
+FIRST_STEP = ("operations", "memory_by_kind")  # fields of run.json, counted in the first step
 
 
 class Loop:
@@ -60,8 +62,17 @@ class Loop:
             built.device, start.skipped, built.task.loss_scales, built.data.defer_wait
         )
         self.logger = MetricLogger(directory, built, self.buffer, start.step)
-        self.outcome = Outcome("done", start.step, skipped=start.skipped)
-        self.saved_bytes: int | None = None  # for backward in the first step
+        earlier = start.computed or {}
+        built.stepper.audit.earlier = earlier.get("audit", {})
+        built.forward_context.earlier = earlier.get("emulated", {})
+        self.outcome = Outcome(
+            "done",
+            start.step,
+            skipped=start.skipped,
+            final=earlier.get("final", {}),
+            throughput=earlier.get("throughput", {}),
+            first_step={name: earlier[name] for name in FIRST_STEP if name in earlier},
+        )
         self.heartbeat = Heartbeat(directory)
         numerics, self.probing = config.numerics, None
         if numerics.enabled and self.ranks.is_first:
@@ -194,8 +205,12 @@ class Loop:
         # The peak of training alone: an evaluation may hold additional FP32 weights.
         outcome.memory = memory.higher(outcome.memory, device)
         self.heartbeat.beat()
-        with self._breaks():
-            outcome.final = self.logger.evaluate(step, self.heartbeat.beat)
+        set_back = self.built.forward_context.counted()
+        try:
+            outcome.final = self.logger.evaluate(step, self.heartbeat.beat, self._breaks)
+        except BaseException:
+            set_back()  # the next attempt evaluates again
+            raise
         self.built.stepper.give_back_cache()
         self.heartbeat.beat()
         memory.reset_peak(device)
@@ -213,9 +228,29 @@ class Loop:
         }
         if not self.ranks.is_first:
             return
+        state["computed"] = self.computed()
         folder, kept = self.directory / "checkpoints", self.config.train.keep_checkpoints
         checkpoint.save(folder, step, state, kept, metrics=self.logger.metrics.so_far())
         self.buffer.restart_clock()
+
+    def computed(self) -> dict[str, Any]:
+        """Return what the run has computed so far, as fields of run.json.
+
+        These are facts of the run: the attempt that resumes from here adds its own to them.
+        """
+        self._read_throughput()
+        return {
+            "audit": self.built.stepper.audit_result(),
+            "emulated": self.built.forward_context.rerouted(),
+            "final": self.outcome.final,
+            "throughput": self.outcome.throughput,
+            **self.outcome.first_step,
+        }
+
+    def _read_throughput(self) -> None:
+        found = self.logger.throughput(self.built.task.sample)
+        if found["windows"] or not self.outcome.throughput:  # else that of an earlier attempt
+            self.outcome.throughput = found
 
     def save_what_is_whole(self) -> None:
         """Write a checkpoint of the last step taken, if there is one and it is sound."""
@@ -234,8 +269,12 @@ class Loop:
             for key in memory.OF_CUDA:
                 # The copies for `mprun explain` are not part of the mode's memory.
                 outcome.memory[key] -= self.keeper.bytes
-        outcome.memory["saved_for_backward_bytes"] = self.saved_bytes
-        outcome.throughput = self.logger.throughput(self.built.task.sample)
+        # Of the first step, which another attempt may have taken.
+        by_kind = outcome.first_step.get("memory_by_kind", {})
+        saved = [by_kind[kind] for kind in ("activations", "weight_copies") if kind in by_kind]
+        sizes = [size for by_dtype in saved for size in by_dtype.values()]
+        outcome.memory["saved_for_backward_bytes"] = sum(sizes) if saved else None
+        self._read_throughput()
         if outcome.status == "diverged" and outcome.cause is not None:
             reason = "numerics.keep_failure=false"
             report_failure(
@@ -265,8 +304,7 @@ class Loop:
             return built.stepper.step(index, measure)
         with FirstStep(built.task, built.policy, overrides, index + 1) as first:
             metrics = built.stepper.step(index, measure)
-        self.saved_bytes = first.saved.bytes
-        self.outcome.first_step = first.record()
+        self.outcome.first_step = self.outcome.first_step or first.record()
         self.logger.progress.note(first.summary(built.device.type))
         return metrics
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -138,10 +139,15 @@ class MetricLogger(Records):
         self.held_out = int(built.data.description["eval_samples"])
         super().__init__(directory, buffer, start)
 
-    def evaluate(self, step: int, beat: Callable[[], None]) -> dict[str, float]:
+    def evaluate(
+        self,
+        step: int,
+        beat: Callable[[], None],
+        breaks: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> dict[str, float]:
         """Evaluate, record and return the metrics; the throughput clock does not count it.
 
-        beat: called between two batches.
+        beat: called between two batches. breaks: encloses what may be left unfinished.
         """
         started = time.perf_counter()
 
@@ -151,7 +157,8 @@ class MetricLogger(Records):
 
         self.progress.evaluation()
         self.task.on_evaluated = on_evaluated
-        values = self.task.evaluate()
+        with breaks():
+            values = self.task.evaluate()
         self.write_evaluation(step, values, time.perf_counter() - started)
         samples = self.task.samples()
         if samples is not None:

@@ -6,6 +6,7 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from pathlib import Path
 
+import msgspec
 import torch
 
 from mprun.build import Built
@@ -21,7 +22,7 @@ from mprun.precision.random_states import restore_random_states
 from mprun.record import checkpoint
 from mprun.record.metrics import MetricsFile, drop_later, read_metrics, truncate_metrics
 from mprun.record.run_directory import locked, read_config
-from mprun.record.run_record import Record, read_record
+from mprun.record.run_record import Record, RunRecord, read_record
 from mprun.training.loop import Start
 from mprun.training.run import attempt, follow, joined, prepare, resolve_device
 
@@ -66,7 +67,7 @@ def resume(
 
         with ranks.watched():
             built = ranks.together(begun)
-            start = ranks.together(lambda: _start(directory, built, config))
+            start = ranks.together(lambda: _start(directory, built, config, record))
             if ranks.first(start.step) != start.step:
                 raise Damaged(f"{directory}: rank {ranks.rank} sees other checkpoints than rank 0")
             start = ranks.first(start)
@@ -93,7 +94,7 @@ def _read(
     return record, _checked(_with_overrides(plain, overrides), overrides, given)
 
 
-def _start(directory: Path, built: Built, config: RunConfig) -> Start:
+def _start(directory: Path, built: Built, config: RunConfig, record: Record) -> Start:
     """Restore state and records from the newest checkpoint; return where the run goes on."""
     metrics, ranks = directory / "metrics.jsonl", built.task.ranks
     newest = checkpoint.load_newest(directory / "checkpoints", _CPU)
@@ -115,6 +116,7 @@ def _start(directory: Path, built: Built, config: RunConfig) -> Start:
         skipped = newest.state["skipped"]
         if newest.state["step"] != step or type(skipped) is not int or not 0 <= skipped <= step:
             raise ValueError(f"skipped {skipped} of {newest.state['step']} updates")
+        computed = msgspec.convert(newest.state.get("computed", {}), RunRecord)
         built.task.load_state_dict(newest.state["task"])
         restore_random_states(newest.state["random"], built.device)
     except Exception as error:  # of any type: the file may hold anything
@@ -129,9 +131,9 @@ def _start(directory: Path, built: Built, config: RunConfig) -> Start:
     # An attempt that ended in the evaluation of this step left no record of it.
     due = step == built.steps or (every > 0 and step % every == 0)
     evaluated = [one["step"] for one in records if one["split"] == "eval"][-1:] == [step]
-    if step == built.steps and evaluated:
+    if step == built.steps and evaluated and record["status"] == "done":
         raise over
-    return Start(step, skipped, evaluate_first=due and not evaluated)
+    return Start(step, skipped, due and not evaluated, computed)
 
 
 def _run_directory(path: str) -> Path:

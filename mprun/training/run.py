@@ -26,7 +26,6 @@ from mprun.errors import BUG, DIVERGED, DONE, INTERRUPTED, PREEMPTED, BadInput, 
 from mprun.numerics.probe import chosen_modules
 from mprun.numerics.replay import Snapshot
 from mprun.precision import pin_math_flags
-from mprun.precision.audit import combined
 from mprun.precision.random_states import restore_dropout_state
 from mprun.record.metrics import TensorBoardView
 from mprun.record.run_directory import claim, claim_exactly, locked, run_name
@@ -208,7 +207,6 @@ def attempt(config: RunConfig, built: Built, record: Record, start: Start = BEGI
     with Interruption() as interruption:
         directory, task = record.directory, built.task
         earlier = record.get("data", {})  # from the attempt before this one
-        watched = [record["audit"]] if "audit" in record else []
         numbers = number_formats(task.learners, built.forward_context, config.scaler.name)
         record.begin(
             asdict(config),
@@ -233,7 +231,7 @@ def attempt(config: RunConfig, built: Built, record: Record, start: Start = BEGI
                 results,
                 data=record["data"] | replaced(built.data, earlier),
                 execution=built.stepper.description,
-                audit=combined([*watched, built.stepper.audit_result()]),
+                audit=built.stepper.audit_result(),
             )
 
         try:
