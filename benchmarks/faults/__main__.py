@@ -22,13 +22,14 @@ import mprun.extensions.diagnosis.commands.mismatch
 import mprun.extensions.diagnosis.commands.scaler_replay
 import mprun.extensions.paper.command
 import mprun.training.resume  # noqa: F401
-from benchmarks.faults import command_lines, damages, processes, verb_lines
+from benchmarks.faults import command_lines, damages, processes, stops, verb_lines
 from benchmarks.faults.harness import Campaign, Finding
 from mprun.training.environment import environment
 
 TESTS = {
     "kills": processes.kills,
     "signals": processes.signals,
+    "stops": stops.stops,
     "terminals": processes.terminals,
     "limits": processes.limits,
     "sweeps": processes.sweeps,

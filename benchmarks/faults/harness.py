@@ -222,7 +222,9 @@ def state(run: Path, step: int) -> dict:
             flat[name] = repr(value)
 
     # Safe: this campaign wrote it.
-    walk(torch.load(path, weights_only=True, map_location="cpu"), "")
+    content = torch.load(path, weights_only=True, map_location="cpu")
+    content.pop("computed", None)  # facts of run.json, with times
+    walk(content, "")
     return flat
 
 
@@ -230,12 +232,12 @@ def equal(run: Path, reference: Path, step: int) -> bool:
     """Return whether two runs are the same except for their place and their times.
 
     It compares every record, every tensor of the state after `step`, every key of config.yaml, and
-    the ending in run.json.
+    in run.json the ending and the facts of what was computed.
     """
     try:
         return all(
             of(run) == of(reference)
-            for of in (records, _configuration, _ending, lambda path: state(path, step))
+            for of in (records, _configuration, _ending, _computed, lambda path: state(path, step))
         )
     except (OSError, ValueError, KeyError):
         return False
@@ -250,6 +252,17 @@ def _ending(run: Path) -> dict:
     record = json.loads((run / "run.json").read_text("utf-8"))
     ending = ("status", "seed", "steps", "last_step", "skipped", "updates", "final", "config_hash")
     return {key: record[key] for key in ending}
+
+
+def _computed(run: Path) -> dict:
+    record = json.loads((run / "run.json").read_text("utf-8"))
+    # Each attempt watches its first steps: the counts differ, what is counted does not.
+    return {
+        "emulated": record["emulated"],
+        "operations": record["operations"],
+        "products": sorted(record["audit"]["products"]),
+        "optimizers": record["audit"]["optimizers"],
+    }
 
 
 def tree(folder: Path) -> dict[str, str]:
