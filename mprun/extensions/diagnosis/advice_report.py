@@ -104,8 +104,9 @@ def _scaling(advice: Advice) -> list[str]:
     left = max(found.kinds, key=lambda one: one.lost_recommended)
     return [
         *lines,
-        f"  recommended 2^{scales.recommended} = {2.0**scales.recommended:g}: leaves "
-        f"{_percent(left.lost_recommended)} of {words(left.kind)}{_worst(left.worst_recommended)}",
+        f"  recommended 2^{scales.recommended} = {2.0**scales.recommended:g}: "
+        f"{_percent(left.lost_recommended)} of {words(left.kind)} still underflow"
+        f"{_worst(left.worst_recommended)}",
         f"  dynamic instead: {' '.join(advice.dynamic[1:4])}",
     ]
 

@@ -6,6 +6,10 @@ import sys
 import pytest
 
 from mprun.cli import main
+from mprun.extensions.diagnosis.commands import page
+from mprun.record.run_record import Record
+
+from ...helpers import TINY_LM, record_of, refused, run
 
 OPTIONS = {
     "advise": ["--steps", "--every", "--share", "--check", "--json", "--config-dir"],
@@ -62,3 +66,38 @@ def test_bad_input_is_found_before_torch_is_imported(tmp_path):
     )
     assert ended.returncode == 0, ended.stderr
     assert ended.stderr.count("\n") == len(commands) and ended.stdout == ""
+
+
+def test_a_terminal_has_whole_words_and_commands_to_copy(monkeypatch, capsys):
+    command = "          mprun model=lstm_lm " + "optim.lr=0.125 " * 8
+    lines = [f"culprit   {'a long word ' * 9}".rstrip(), f"          {'x' * 50}  result", command]
+    page({}, lines, False)
+    assert capsys.readouterr().out.splitlines() == lines  # a pipe has a line for each
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "60")
+    page({}, lines, False)
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[-1] == command and printed[0].startswith("culprit   a long word")
+    assert all(len(line) <= 62 and line.startswith("          ") for line in printed[1:-1])
+    assert "".join(printed).split() == "".join(line + " " for line in lines).split()
+
+
+@pytest.fixture(scope="module")
+def interrupted(tmp_path_factory):
+    """A run with probes that was to take 40 steps, and stopped after 4, before its first probe."""
+    directory = tmp_path_factory.mktemp("interrupted") / "run"
+    probed = ["numerics=on", "numerics.every=10", "train.checkpoint_every=4", "train.steps=4"]
+    assert run(directory, *TINY_LM, *probed) == 0
+    Record(directory, record_of(directory)).end("preempted", "SIGTERM")
+    return directory
+
+
+def test_of_an_interrupted_run_it_is_said_how_to_go_on(interrupted, capsys):
+    refused(capsys, "explain", interrupted, says=f"to go on: mprun resume={interrupted}")
+    Record(interrupted, record_of(interrupted)).end("running", None)
+    refused(capsys, "explain", interrupted, says=f"if it was killed: mprun resume={interrupted}")
+
+
+def test_without_a_probe_advise_says_when_the_first_is_due_and_what_to_do(interrupted, capsys):
+    words = ["step 10 would have the first", "mprun advise KEY=VALUE ... takes its own"]
+    refused(capsys, "advise", interrupted, says=words)

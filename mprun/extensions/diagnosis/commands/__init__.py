@@ -1,16 +1,18 @@
 """The verbs, a file each, and what they share: the record that they read, the page they print."""
 
 import json
+import sys
 from argparse import Namespace
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from mprun.cli.arguments import Arguments
+from mprun.cli.arguments import Arguments, filled
 from mprun.config.fields import must_be
 from mprun.config.user_code import is_factory
 from mprun.errors import DONE, BadInput
 from mprun.numerics.post_mortem import plain
+from mprun.record.console import columns
 from mprun.record.run_record import Record, read_record
 
 
@@ -44,6 +46,16 @@ def split_words(options: Namespace, parser: Arguments, known: Collection[str] = 
 
 
 def page(content: dict[str, Any], lines: Iterable[str], as_json: bool) -> int:
-    """Print the content as JSON, non-finite numbers as text, or the lines; return the exit code."""
-    print(json.dumps(plain(content), indent=1, allow_nan=False) if as_json else "\n".join(lines))
+    """Print the content as JSON, non-finite numbers as text, or the lines; return the exit code.
+
+    On a terminal, lines are broken at its width, but for commands, which are to be copied, and rows
+    of a table.
+    """
+    if as_json:
+        print(json.dumps(plain(content), indent=1, allow_nan=False))
+        return DONE
+    width = columns(200, sys.stdout) if sys.stdout.isatty() else None
+    for line in "\n".join(lines).split("\n"):
+        whole = width is None or line.lstrip().startswith(("mprun ", "|"))
+        print(line if whole else filled(line, width))
     return DONE

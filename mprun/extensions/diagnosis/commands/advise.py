@@ -113,7 +113,11 @@ def advise_run(
     record, plain = _recorded(directory), read_config(directory)
     probes = read_probes(directory)
     if not probes:
-        raise BadInput(f"advise {directory}: no probes there; train it with numerics=on")
+        why, numerics = "train it with numerics=on", plain.get("numerics") or {}
+        if numerics.get("enabled"):
+            why = f"step {numerics['every']} would have the first"
+        other = "mprun advise KEY=VALUE ... takes its own"
+        raise BadInput(f"advise {directory}: no probes there: {why}; {other}")
     in_fp8 = plain["precision"].get("products", {}).get("input") is not None
     fp32 = compose_config(_FP32).as_dict()
     plain |= {"device": "cpu", "numerics": {}}

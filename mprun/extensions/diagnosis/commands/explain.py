@@ -112,6 +112,9 @@ def explain(
         if status == "done" and record.get("skipped"):
             skipped = f"{record['skipped']} skipped updates while the loss scale settles are normal"
             why += f" ({skipped})"
+        if status in ("preempted", "running"):
+            when = "to go on" if status == "preempted" else "if it was killed"
+            why = f"status {status}, no step to explain; {when}: mprun resume={directory}"
         raise BadInput(f"explain {directory}: {why}")
     needed = ("environment.device", "environment.threads", "last_step", "cause")
     environment = read_record(directory, *needed)["environment"]
@@ -212,7 +215,7 @@ def _chosen(record: object, names: str) -> dict:
 def as_text(explanation: Explanation) -> list[str]:
     """Return the lines for the console."""
     from mprun.extensions.diagnosis.first_nonfinite import in_words
-    from mprun.extensions.diagnosis.interventions import FP32
+    from mprun.extensions.diagnosis.interventions import FP32, WORSE
 
     start = f"{explanation.run}: {explanation.status}: {explanation.cause}"
     finding, tried, cure = explanation.finding, explanation.tried, explanation.smallest
@@ -223,7 +226,8 @@ def as_text(explanation: Explanation) -> list[str]:
         since = "from the start of the run up to" if explanation.from_start else "on"
         verdicts = {True: "cures", False: "does not cure", None: "-"}
         rows = [(" ".join(o.overrides), f"{verdicts[o.cures]:<13}", o.result) for o in tried]
-        parts["tried"] = [f"{since} that step and five more", *aligned(rows)]
+        rule = f"cures: finite, at most {WORSE:g} times FP32's loss"
+        parts["tried"] = [f"{since} that step and five more; {rule}", *aligned(rows)]
         fp32 = any(one.overrides == FP32 and one.cures is False for one in tried)
         fails_too = "; FP32 fails as well: the recipe is at fault, not the precision"
         parts["cure"] = [f"none of these{fails_too if fp32 else ''}"]
@@ -243,7 +247,8 @@ def _ramp(ramp: list["Largest"]) -> list[str]:
     lines, shown = ["largest absolute values up to there (FP16 ends at 65504, 2^16)"], []
     for one in ramp[-RAMP - 1 :]:
         dtype = f"{one.dtype}{'' if abs(one.value) <= FP16_MAX else '  beyond FP16'}"
-        shown.append((one.phase, one.module or _OUTSIDE[one.phase], power(one.value), dtype))
+        place = "(the loss)" if one.module == "loss" else one.module or _OUTSIDE[one.phase]
+        shown.append((one.phase, place, power(one.value), dtype))
     if (before := len(ramp) - len(shown)) > 0:
         lines.append(f"... {before} before")
     return lines + aligned(shown)
