@@ -5,10 +5,13 @@ import shutil
 import signal
 
 import pytest
+import torch
 
 from benchmarks.faults.harness import equal, leftovers
 from benchmarks.faults.stops import BOUNDARIES, EXIT_CODES, RUN, STEPS, cases, planted
 from mprun.cli import main
+from mprun.record import checkpoint
+from mprun.record.run_record import Record
 
 from ..helpers import record_of, refused, run
 
@@ -89,3 +92,25 @@ def test_a_signal_is_answered_and_the_run_finished(case, name, tmp_path, monkeyp
         if status == "preempted":
             assert main([f"resume={directory}"]) == 0, boundary.name
         same_end(directory, whole)
+
+
+def test_whether_the_mode_happened_is_judged_over_all_attempts(tmp_path, capsys):
+    """An attempt that takes no step more hears of it from the checkpoint, whatever that says."""
+    whole = tmp_path / "whole"
+    assert run(whole, *CASES["amp"], *RUN) == 0
+    found = checkpoint.load_newest(whole / "checkpoints", torch.device("cpu"))
+    for change, code, says in (
+        # What a run records whose autocast did nothing.
+        ({"audit": {"watched": 3, "products": {"forward fp32": 9}}, "emulated": {}}, 1, "amp"),
+        ({"emulated": {"forward addmm": "many"}}, 4, "not the state of this run"),
+        ({}, 0, ""),
+    ):
+        directory = shutil.copytree(whole, tmp_path / f"exit{code}")
+        Record(directory, record_of(directory)).end("preempted", "SIGTERM")
+        state = found.state | {"computed": found.state["computed"] | change}
+        metrics = found.manifest["metrics"]
+        checkpoint.save(directory / "checkpoints", STEPS, state, 9, metrics=metrics)
+        capsys.readouterr()
+        assert main([f"resume={directory}"]) == code
+        assert says in capsys.readouterr().err.splitlines()[-1]
+    same_end(directory, whole)

@@ -1,5 +1,7 @@
 """What a run keeps of its failure: the state before the bad step, bit for bit, and nothing else."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -10,10 +12,11 @@ from mprun.numerics.post_mortem import read_post_mortem
 from mprun.numerics.state import all_finite, finite_on_device, nonfinite
 from mprun.record import checkpoint
 
-from ..helpers import assert_same_bits, numbers_of, record_of
+from ..helpers import TINY_GPT, assert_same_bits, numbers_of, record_of
 from ..shipped import OF_ANY_NETWORK
 from .failing_runs import AUTOENCODER, CPU, GAN, LM, NAIVE_ADAM, run, set_weight, with_data
 
+INPUTS = "blocks.0.mlp.inputs.weight"
 BAD = 8  # the step whose batch is NaN, from 1; losses are looked at after steps 5 and 10
 
 
@@ -78,13 +81,21 @@ def test_keeping_changes_no_number_of_the_run(tmp_path):
     assert_same_bits(*found)
 
 
-def test_what_is_trained_again_is_not_counted(tmp_path):
+@pytest.mark.parametrize(
+    ("arguments", "plant"),
+    [
+        ([*AUTOENCODER, "precision=fp16_master", "optim=sgd"], with_data(nan_images)),
+        ([*TINY_GPT, "precision=fp8_tensorwise"], partial(set_weight, name=INPUTS, value=2.0**127)),
+    ],
+    ids=["fp16", "fp8"],
+)
+def test_what_is_trained_again_is_not_counted(arguments, plant, tmp_path):
     found = []
     for keep in ("true", "false"):
         (tmp_path / keep).mkdir()
-        arguments = [*AUTOENCODER, "precision=fp16_master", "optim=sgd", "train.log_every=5"]
-        arguments.append(f"numerics.keep_failure={keep}")
-        directory, _ = run(tmp_path / keep, *arguments, plant=with_data(nan_images), steps=20)
+        more = ["train.log_every=5", f"numerics.keep_failure={keep}"]
+        directory, code = run(tmp_path / keep, *arguments, *more, plant=plant, steps=20)
+        assert code == 3
         found.append(record_of(directory)["emulated"])
     assert found[0] and found[0] == found[1]
 
