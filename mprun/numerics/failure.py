@@ -19,7 +19,7 @@ from torch import Tensor
 from mprun.errors import BadInput, Damaged, MprunError
 from mprun.numerics.post_mortem import LAST, StepRow, read_post_mortem, write_post_mortem
 from mprun.numerics.replay import Snapshot, Steps, batches_of, same_loss, size_of
-from mprun.numerics.state import all_finite, buffers, carried, finite_on_device, weights
+from mprun.numerics.state import all_finite, buffers, carried, weights
 from mprun.precision.random_states import restore_random_states
 from mprun.record import checkpoint
 from mprun.record.async_copy import PinnedRing, Sent
@@ -163,7 +163,7 @@ class FailureKeeper:
             return
         # Settles the previous copy: at least an interval old, so the device has passed it.
         self._settle()
-        chosen = sound() & finite_on_device(weights(self.built.task).values())
+        chosen = sound() & all_finite(weights(self.built.task).values())
         self.snapshot.take_if(chosen, step)
         self._unsettled = self._ring.send(torch.stack((chosen, skipped)).float())
         self._pause(started)

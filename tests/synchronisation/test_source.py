@@ -61,7 +61,7 @@ PARTS = {
     "data/token_streams.py": {"train_batch", "_chunk"},
     "numerics/failure.py": {"keep_if", "_pause"},
     "numerics/replay.py": {"take_if", "_fits"},
-    "numerics/state.py": {"finite_on_device"},
+    "numerics/state.py": {"all_finite"},
 }
 PARTS = with_extensions("PARTS", PARTS)
 

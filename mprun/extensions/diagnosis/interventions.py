@@ -101,7 +101,7 @@ def _start_leads_there(build: Build, config: dict, origin: Origin, rows: list[di
         loss = row.loss
         if row.step in losses and not same_loss(loss, losses[row.step]):
             return False
-    finite = all_finite(weights(steps.built.task).values())
+    finite = bool(all_finite(weights(steps.built.task).values()))
     return steps.step == origin.bad_step and not (finite and math.isfinite(loss))
 
 
