@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Arguments
-from mprun.compare.wording import aligned
 from mprun.config.compose import config_from_record
 from mprun.config.overrides import without
 from mprun.config.user_code import NOTHING, Vouched, vouched
@@ -214,6 +213,7 @@ def _chosen(record: object, names: str) -> dict:
 
 def as_text(explanation: Explanation) -> list[str]:
     """Return the lines for the console."""
+    from mprun.compare.wording import aligned
     from mprun.extensions.diagnosis.first_nonfinite import in_words
     from mprun.extensions.diagnosis.interventions import FP32, WORSE
 
@@ -242,6 +242,8 @@ def as_text(explanation: Explanation) -> list[str]:
 
 
 def _ramp(ramp: list["Largest"]) -> list[str]:
+    from mprun.compare.wording import aligned
+
     if not ramp:
         return []
     lines, shown = ["largest absolute values up to there (FP16 ends at 65504, 2^16)"], []
