@@ -19,6 +19,7 @@ from mprun.errors import BadInput, Damaged
 from mprun.numerics.post_mortem import read_post_mortem
 from mprun.record.metrics_columns import read_columns
 from mprun.record.run_record import read_record
+from mprun.record.seal import BrokenSeal, files_of
 
 # Fields with the same name here and in run.json, which every record and which some have.
 _RECORDED = ("seed", "status", "choices", "config_hash", "created", "environment")
@@ -138,7 +139,7 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
             measured["scale_range"] = None
         # Equal names do not mean equal data: hash and size of its content are keys too.
         about_data = {f"data.{k}": data[k] for k in ("sha256", "eval_samples") if k in data}
-        pictures = directory.glob("samples/step-*.png")
+        pictures = files_of(directory, "samples/step-*.png")
         samples = [str(path) for path in pictures if path.stem[5:].isdecimal()]
         return RunData(
             path=str(directory),
@@ -214,6 +215,8 @@ def post_mortems(runs: Iterable[RunData]) -> list[str]:
                 lines = "; ".join(map(str, found["classification"]))
                 see = hint_of("explain", f"; see mprun explain {run.path}")
                 notes.append(f"seed {run.seed}: {lines}{see}")
+        except BrokenSeal:
+            raise
         except Damaged as error:  # the verdict does not depend on it
             notes.append(f"seed {run.seed}: {error}")
     return notes

@@ -142,8 +142,7 @@ class RecordedRun(_Frames):
 
     @cached_property
     def _metrics(self) -> list[dict[str, Any]]:
-        path = self.path / "metrics.jsonl"
-        return read_metrics(path) if path.exists() else []
+        return read_metrics(self.path / "metrics.jsonl")
 
     @property
     def _summary(self) -> dict[str, Any]:

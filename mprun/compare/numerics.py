@@ -31,6 +31,7 @@ from mprun.numerics.probe_record import (
     scale_range,
 )
 from mprun.plots.panel import GREY, INK, Drawing, Style, line_entry, mark_entry, panel, power_of_two
+from mprun.record.seal import BrokenSeal, files_of
 
 _DASHES = dict(zip(GRADIENT_KINDS, ((), (4.0, 1.8)), strict=True))
 _MOST = 100  # files read per run; each costs about 0.1 ms per KB
@@ -116,7 +117,7 @@ def probed_modes(group: Group) -> list[ProbedMode]:
 
 def probed_run(directory: Path, label: str, seed: int) -> ProbedMode | None:
     """Read the probes of the run in `directory`, under this label; None if there are none."""
-    paths = sorted((directory / FOLDER).glob("step-*.json"))
+    paths = files_of(directory, f"{FOLDER}/step-*.json")
     if not paths:
         return None
     mode = ProbedMode(label, seed, len(paths))
@@ -126,6 +127,8 @@ def probed_run(directory: Path, label: str, seed: int) -> ProbedMode | None:
         paths = [paths[i] for i in sorted(chosen)]
     try:
         _sum_up(mode, [read_probe(path) for path in paths])
+    except BrokenSeal:
+        raise
     except (Damaged, OSError) as error:
         mode.damage = str(error)
     return mode

@@ -26,6 +26,7 @@ from mprun.compare.numerics import PREFIX, probed_modes
 from mprun.config.keys import flat
 from mprun.errors import BadInput
 from mprun.plots.panel import INK, MARKS, Drawing, inline_svg, settings, styles
+from mprun.record.seal import content_of
 
 LIMIT = 1_000_000  # bytes of report.html
 _DPI = 160
@@ -300,7 +301,8 @@ def _jpeg(path: Path) -> dict[str, Any]:
     from PIL import Image
 
     try:
-        with Image.open(path) as opened:
+        content = content_of(path.parent.parent, f"{path.parent.name}/{path.name}")
+        with Image.open(io.BytesIO(content)) as opened:
             image = opened.convert("RGB")
     except (OSError, ValueError, Image.DecompressionBombError):
         return {"data": None}

@@ -25,6 +25,7 @@ from mprun.record import checkpoint
 from mprun.record.async_copy import PinnedRing, Sent
 from mprun.record.metrics import read_metrics
 from mprun.record.metrics_columns import read_columns
+from mprun.record.run_record import read_record
 
 LARGEST_STATE = 2**30  # bytes; a larger copy would take memory that the run may need
 # A copy is taken at most once a second, and only after 200 times the duration of the last one: at
@@ -268,8 +269,10 @@ def _train_again(directory: Path, record: dict, plain: dict, build) -> None:
     keeper.snapshot.take(step, skipped)
     before = read_post_mortem(directory)
     rows = before["rows"] if before else recorded_rows(directory)[-LAST:]
-    scaler = plain["scaler"]["kind"]
+    scaler, own = plain["scaler"]["kind"], read_record(directory)
     report_failure(keeper, directory, record["cause"], last, rows, scaler_kind=scaler)
+    if "seal" in own:  # has the post-mortem, which names the state that was kept now
+        own.seal()
 
 
 def recorded_rows(directory: Path) -> list[dict]:

@@ -16,6 +16,7 @@ from mprun.entry_points import hint_of
 from mprun.errors import Damaged
 from mprun.record.console import markdown_table
 from mprun.record.run_directory import json_number, write_json
+from mprun.record.seal import content_of, files_of
 
 LAST = 50  # steps
 EXPLOSION = 10.0  # a loss that grew by this factor before the end counts as exploding
@@ -126,10 +127,10 @@ def write_post_mortem(
 def read_post_mortem(directory: Path) -> dict | None:
     """Read a run's post-mortem, numbers as floats; None if it has none, Damaged if torn."""
     path = directory / _FILE
-    if not path.is_file():
+    if not files_of(directory, str(_FILE)):
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(content_of(directory, str(_FILE)))
         content["rows"] = [
             {name: float(value) if isinstance(value, str) else value for name, value in row.items()}
             for row in content["rows"]

@@ -53,6 +53,7 @@ from mprun.numerics.exponent_shares import (
     ratio,
 )
 from mprun.record.run_directory import json_number
+from mprun.record.seal import content_of, files_of
 
 VERSION = 1
 KINDS = ("weights", "inputs", "activations", "activation_gradients", "weight_gradients", "updates")
@@ -172,26 +173,15 @@ def write_probe(run_dir: Path, record: ProbeRecord) -> Path:
 
 def read_probes(run_dir: Path) -> list[ProbeRecord]:
     """Read all probes of a run by ascending step; raise Damaged for a file that is not one."""
-    return [read_probe(path) for _, path in sorted(_files(run_dir))]
-
-
-def drop_later_probes(run_dir: Path, last_step: int) -> None:
-    """Remove the files of steps after `last_step`; the resumed run writes them again."""
-    for step, path in _files(run_dir):
-        if step > last_step:
-            path.unlink()
-
-
-def _files(run_dir: Path) -> list[tuple[int, Path]]:
-    """Return the step and the path of every probe."""
-    found = ((_NAME.match(path.name), path) for path in (run_dir / FOLDER).glob("step-*.json"))
-    return [(int(match[1]), path) for match, path in found if match]
+    paths = files_of(run_dir, f"{FOLDER}/step-*.json")
+    found = (read_probe(path) for path in paths if _NAME.match(path.name))
+    return sorted(found, key=lambda record: record.step)
 
 
 def read_probe(path: Path) -> ProbeRecord:
     """Read the probe record in one file; raise Damaged if it is not one."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(content_of(path.parent.parent, f"{FOLDER}/{path.name}"))
         if content["version"] != VERSION:
             raise Damaged(f"{path}: version {content['version']}, this mprun reads {VERSION}")
         loss = content["loss"] or {}

@@ -99,9 +99,17 @@ def _tensors(tree: object) -> Iterator[torch.Tensor]:
 
 
 def all_in(folder: Path) -> list[tuple[int, Path]]:
-    """Return step and path of every checkpoint, the oldest first."""
-    matches = [(_NAME.match(path.name), path) for path in folder.glob("step-*")]
-    return sorted((int(match[1]), path) for match, path in matches if match)
+    """Return step and path of every checkpoint, the oldest first.
+
+    Raises Damaged for a link or a file with the name of a checkpoint, which no run makes.
+    """
+    found = []
+    for path in folder.glob("step-*"):
+        if match := _NAME.match(path.name):
+            if path.is_symlink() or not path.is_dir():
+                raise Damaged(f"{path}: named like a checkpoint, but not a folder")
+            found.append((int(match[1]), path))
+    return sorted(found)
 
 
 def _is_good(path: Path, step: int) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 from mprun.errors import Damaged
 from mprun.record.metrics_columns import NON_FINITE, complete_lines, parsed_json
 from mprun.record.run_directory import replacing
+from mprun.record.seal import content_of
 
 _ENCODER = json.JSONEncoder(allow_nan=False)  # `json.dumps` would build one for each record
 
@@ -22,8 +23,6 @@ class MetricsFile:
     JSON has no NaN: non-finite numbers are the strings "NaN", "Infinity" and "-Infinity".
     Floats are written so that reading returns the same bits.
     """
-
-    EMPTY: ClassVar = {"bytes": 0, "sha256": hashlib.sha256().hexdigest()}
 
     def __init__(self, path: Path):
         self.file = open(path, "ab")  # noqa: SIM115 - lives as long as the run
@@ -49,8 +48,16 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read all records of a metrics.jsonl; skip a torn last line, raise Damaged elsewhere."""
-    lines = enumerate(complete_lines(path.read_bytes()), start=1)
+    """Read all records of a metrics.jsonl, a missing one as empty; skip a torn last line.
+
+    Raises Damaged for any other line that is no record.
+    """
+    return parsed_metrics(path, content_of(path.parent, path.name, missing=b""))
+
+
+def parsed_metrics(path: Path, data: bytes) -> list[dict[str, Any]]:
+    """Parse the content of a metrics.jsonl as `read_metrics` does."""
+    lines = enumerate(complete_lines(data), start=1)
     found = []
     for number, record in ((n, parsed_json(path, n, line)) for n, line in lines if line):
         if not isinstance(record, dict):
@@ -61,24 +68,23 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return found
 
 
-def truncate_metrics(path: Path, last_step: int, so_far: dict[str, Any]) -> None:
-    """Drop the records after `last_step`; the resumed run writes them again, bit-equal.
+def metrics_until(path: Path, last_step: int, so_far: dict[str, Any]) -> bytes:
+    """Return the content up to `last_step`, after which a resumed run writes on, bit-equal.
 
     so_far: the result of `MetricsFile.so_far` at that step.
 
     Raises:
         Damaged: The records up to that step are not those that the run wrote.
     """
-    data = path.read_bytes() if path.exists() else b""
+    data = content_of(path.parent, path.name, missing=b"")
     try:
-        size = so_far["bytes"]
-        whole = hashlib.sha256(data[:size]).hexdigest() == so_far["sha256"]
+        data = data[: so_far["bytes"]]
+        whole = hashlib.sha256(data).hexdigest() == so_far["sha256"]
     except (LookupError, TypeError):
         whole = False
     if not whole:
         raise Damaged(f"{path}: changed since the checkpoint of step {last_step}")
-    with open(path, "ab") as file:
-        file.truncate(size)
+    return data
 
 
 class TensorBoardView:

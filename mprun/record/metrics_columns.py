@@ -18,6 +18,7 @@ import numpy as np
 
 from mprun.errors import Damaged
 from mprun.record.run_record import in_words
+from mprun.record.seal import content_of
 
 # `MetricsFile`'s words for the numbers that JSON lacks.
 NON_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -77,7 +78,7 @@ def read_columns(path: Path) -> MetricsColumns:
         Damaged: A line is no JSON object or lacks a field that every record has, or the steps do
             not ascend; the message names the line's number.
     """
-    data = path.read_bytes() if path.exists() else b""
+    data = content_of(path.parent, path.name, missing=b"")
     lines = complete_lines(data)
     try:
         # msgspec does not check the encoding of fields it skips; `MetricsFile` writes ASCII.

@@ -12,7 +12,6 @@ import math
 import os
 import re
 import shutil
-import stat
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -22,12 +21,16 @@ from typing import Any, BinaryIO
 import yaml
 
 from mprun.errors import BadInput, Damaged, Resource
+from mprun.record.seal import MOST_JSON, content_of, plain_content
 
 # Keys that the path always shows, in their own form.
 _IN_PATH = {"model", "data", "experiment", "precision", "seed", "name"}
 _LONGEST = 200  # characters in a part of the path; file systems take 255 bytes
-# Size limits of files that do not grow with the run's length.
-MOST_JSON, _MOST_CONFIG = 64 << 20, 256 << 10  # bytes
+_MOST_CONFIG = 256 << 10  # bytes
+# What these names are in a run directory.
+_FILES = (".lock", "run.json", "config.yaml", "metrics.jsonl")
+_FOLDERS = ("checkpoints", "numerics", "samples")
+_FIRST = (".lock", "config.yaml")  # all that a run has before run.json
 # Temporary files of a writing process: `.NAME.PID`.
 _TEMPORARY = re.compile(r"\.(run\.json|config\.yaml|metrics\.jsonl|step-\d{8,}\S*)\.\d+")
 
@@ -82,12 +85,16 @@ def claim(parent: Path, name: str) -> Path:
 
 
 def claim_exactly(path: Path) -> Path:
-    """Make and return exactly `path`; BadInput if it exists."""
+    """Make and return exactly `path`; BadInput if it exists, unless a run never began there."""
     with _making("output_dir", path.parent):
         path.parent.mkdir(parents=True, exist_ok=True)
     with _making("output_dir", path), suppress(FileExistsError):
         path.mkdir()
         return path
+    with suppress(OSError), open(path / ".lock", "rb") as file:  # of a process that was killed
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        if all(one.name in _FIRST or _TEMPORARY.fullmatch(one.name) for one in path.iterdir()):
+            return path
     raise BadInput(f"output_dir={path}: exists already; use another directory or resume={path}")
 
 
@@ -105,8 +112,11 @@ def _making(key: str, path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def locked(directory: Path) -> Iterator[None]:
+def locked(directory: Path, new: bool = False) -> Iterator[None]:
     """Hold a run directory, and remove files that killed processes left half written.
+
+    new: The caller has just made it: an error before it has a run.json, as on a full disk, removes
+    it.
 
     Raises:
         BadInput: It is in use.
@@ -126,7 +136,12 @@ def locked(directory: Path) -> Iterator[None]:
             for path in list(directory.glob(pattern)):
                 if _TEMPORARY.fullmatch(path.name) and not path.is_symlink():
                     shutil.rmtree(path) if path.is_dir() else path.unlink()
-        yield
+        try:
+            yield
+        except BaseException:
+            if new and not (directory / "run.json").exists():
+                shutil.rmtree(directory, ignore_errors=True)
+            raise
 
 
 def is_at(file, path: Path) -> bool:
@@ -138,8 +153,15 @@ def is_at(file, path: Path) -> bool:
 
 
 def refuse_strange(directory: Path) -> None:
-    """Raise Damaged for a link out of the directory or an entry that is no file or folder."""
+    """Raise Damaged for a link out of the directory, or an entry that is not what its name says."""
     root = os.path.realpath(directory)
+    for names, what, kind in (
+        (_FILES, "file", os.path.isfile),
+        (_FOLDERS, "folder", os.path.isdir),
+    ):
+        for path in (os.path.join(directory, name) for name in names):
+            if os.path.exists(path) and not kind(path):
+                raise Damaged(f"{path}: must be a {what}")
     folders = [root]
     while folders:
         with os.scandir(folders.pop()) as entries:
@@ -152,18 +174,6 @@ def refuse_strange(directory: Path) -> None:
                     folders.append(entry.path)
                 elif not entry.is_file():
                     raise Damaged(f"{entry.path}: neither a file nor a folder")
-
-
-def content_of(path: Path, most: int) -> bytes:
-    """Return the content of a file; raise Damaged unless it is one of at most `most` bytes."""
-    # O_NONBLOCK: opening a pipe would wait for its writer.
-    with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-        found = os.fstat(file.fileno())
-        if not stat.S_ISREG(found.st_mode):
-            raise Damaged(f"{path}: not a file")
-        if found.st_size > most:
-            raise Damaged(f"{path}: {found.st_size:,} bytes, must be at most {most:,}")
-        return file.read()
 
 
 @contextmanager
@@ -200,7 +210,7 @@ def write_json(path: Path, content: dict) -> None:
 def read_json(path: Path) -> dict:
     """Read a JSON file; raise Damaged if it is not JSON."""
     try:
-        return json.loads(content_of(path, MOST_JSON))
+        return json.loads(plain_content(path, MOST_JSON))
     except (ValueError, RecursionError) as error:  # not UTF-8, not JSON, a number of 5,000 digits
         raise Damaged(f"{path}: not valid JSON ({error})") from None
 
@@ -223,10 +233,10 @@ class _PlainYaml(yaml.SafeLoader):
 def read_config(directory: Path) -> dict:
     """Read config.yaml as data."""
     path = directory / "config.yaml"
-    if not path.is_file():
-        raise BadInput(f"{directory}: no config.yaml there; give a run directory")
     try:
-        content = yaml.load(content_of(path, _MOST_CONFIG), _PlainYaml)
+        content = yaml.load(content_of(directory, "config.yaml", _MOST_CONFIG), _PlainYaml)
+    except FileNotFoundError:
+        raise BadInput(f"{directory}: no config.yaml there; give a run directory") from None
     except (ValueError, yaml.YAMLError, RecursionError, TypeError) as error:
         reason = (str(error).splitlines() or [""])[0]
         raise Damaged(f"{path}: not valid YAML ({reason})") from None

@@ -5,9 +5,11 @@ contradicts `RunRecord` is Damaged, named by file and key. Any field may be miss
 earlier version say: a reader names the fields that it needs.
 """
 
+import json
 import math
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -16,13 +18,8 @@ from typing import Annotated, Any, Literal, TypedDict
 import msgspec
 
 from mprun.errors import INTERRUPTED, STATUS_EXIT_CODE, Damaged
-from mprun.record.run_directory import (
-    MOST_JSON,
-    content_of,
-    refuse_strange,
-    write_config,
-    write_json,
-)
+from mprun.record.run_directory import refuse_strange, write_config, write_json
+from mprun.record.seal import plain_content, read_fields, seal_of
 
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 # The numbers that JSON lacks are words.
@@ -106,6 +103,7 @@ class RunRecord(TypedDict, total=False):
     samples_per_step: _Count
     data: Data
     environment: Environment
+    first_checkpoint: _Count
     cause: str | None
     ended: str
     last_step: _Count
@@ -122,6 +120,7 @@ class RunRecord(TypedDict, total=False):
     execution: dict[str, str | float]  # `StepRunner.description`
     data_before_repair: list[str]
     ranks: dict[str, Any] | None
+    seal: dict[str, Any]  # `record.seal`
 
 
 @dataclass(slots=True)
@@ -177,20 +176,43 @@ class Record(dict[str, Any]):
         """Write config.yaml and the start of an attempt: what is known before its first step."""
         self._began = time.perf_counter()
         write_config(self.directory, config)
-        self.update(status="running", config=config, seed=config["seed"], **fields)
+        self.update(status="running", cause=None, config=config, seed=config["seed"], **fields)
         self["attempts"] += 1
+        write_json(self.directory / "run.json", self)
+
+    def checkpointed(self, step: int) -> None:
+        """Note the first checkpoint: from then on a run without any has lost them."""
+        if "first_checkpoint" not in self:
+            self["first_checkpoint"] = step
+            write_json(self.directory / "run.json", self)
+
+    def reopen(self) -> None:
+        """Take the seal off, before a further attempt changes the first of the sealed files."""
+        for key in ("seal", "last_step"):
+            self.pop(key, None)
+        self["status"] = "running"
         write_json(self.directory / "run.json", self)
 
     def end(
         self, status: str, cause: str | None, results: Mapping[str, Any] | None = None, **more: Any
     ) -> None:
-        """Write the end of an attempt, whatever way it ended and whoever says so.
+        """Write the end of an attempt, whatever way it ended and whoever says so, and seal the run.
 
-        results: fields of a run that came to its own end, which then has its seconds, too.
+        results: fields of a run that came to its own end, which then has its seconds, too. Without
+        `last_step` among the fields, it is the newest one known.
         """
-        if results is not None:
+        if results is None:
+            known = max(self.get("last_step", 0), _last_recorded(self.directory))
+            results = {"last_step": known}
+        else:
             results = {**results, "seconds": round(time.perf_counter() - self._began, 3)}
-        self.update({"status": status, "cause": cause, **(results or {}), "ended": now()}, **more)
+        self.update({"status": status, "cause": cause, **results, "ended": now()}, **more)
+        self.seal()
+
+    def seal(self) -> None:
+        """Write run.json with the seal of the files as they are now."""
+        self.pop("seal", None)
+        self["seal"] = seal_of(self.directory, self)
         write_json(self.directory / "run.json", self)
 
 
@@ -198,13 +220,14 @@ def read_record(directory: Path, *needed: str) -> Record:
     """Read run.json; the fields `needed` ("steps", "environment.device") must be there.
 
     Raises:
+        BrokenSeal: It is not what the run wrote at its end.
         Damaged: It is not JSON, or a field is missing or contradicts `RunRecord`.
         FileNotFoundError: There is none.
     """
     path = directory / "run.json"
     refuse_strange(directory)
     try:
-        record: dict[str, Any] = msgspec.json.decode(content_of(path, MOST_JSON))
+        record = read_fields(directory)
         msgspec.convert(record, RunRecord)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(f"{path}: {in_words(error)}") from None
@@ -215,6 +238,15 @@ def read_record(directory: Path, *needed: str) -> Record:
         if found is None:
             raise Damaged(f"{path}: not the record of a run (no {key})")
     return Record(directory, record)
+
+
+def _last_recorded(directory: Path) -> int:
+    """Return the step of the newest whole record, 0 without one."""
+    with suppress(FileNotFoundError):
+        for line in reversed(plain_content(directory / "metrics.jsonl").split(b"\n")):
+            with suppress(ValueError, LookupError, TypeError):  # torn, or of another kind
+                return int(json.loads(line)["step"])
+    return 0
 
 
 def in_words(error: Exception) -> str:

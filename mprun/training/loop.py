@@ -37,6 +37,7 @@ class Start(NamedTuple):
     skipped: int = 0  # updates skipped before `step`
     evaluate_first: bool = False  # evaluate after `step`, which an earlier attempt did not end
     computed: Mapping[str, Any] | None = None  # `Loop.computed` after `step`, of earlier attempts
+    metrics_bytes: int = 0  # of metrics.jsonl up to `step`
 
 
 BEGINNING = Start()
@@ -44,7 +45,10 @@ FIRST_STEP = ("operations", "memory_by_kind")  # fields of run.json, counted in 
 
 
 class Loop:
-    """The training of a built run from `start` on, recorded into `directory`."""
+    """The training of a built run from `start` on, recorded into `directory`.
+
+    checkpointed: called with the step of each checkpoint that was written.
+    """
 
     def __init__(
         self,
@@ -53,9 +57,10 @@ class Loop:
         directory: Path,
         interruption: Interruption,
         start: Start = BEGINNING,
+        checkpointed: Callable[[int], None] = lambda step: None,
     ):
         self.built, self.config, self.directory, self.start = built, config, directory, start.step
-        self.evaluate_first = start.evaluate_first
+        self.evaluate_first, self.checkpointed = start.evaluate_first, checkpointed
         self.interruption, self.ranks = interruption, built.task.ranks
         built.stepper.skipped.fill_(start.skipped)
         self.buffer = MetricBuffer(
@@ -231,6 +236,7 @@ class Loop:
         state["computed"] = self.computed()
         folder, kept = self.directory / "checkpoints", self.config.train.keep_checkpoints
         checkpoint.save(folder, step, state, kept, metrics=self.logger.metrics.so_far())
+        self.checkpointed(step)
         self.buffer.restart_clock()
 
     def computed(self) -> dict[str, Any]:

@@ -20,9 +20,11 @@ from mprun.distributed.rank_info import RankInfo
 from mprun.errors import BadInput, Damaged, no_folder, raised
 from mprun.precision.random_states import restore_random_states
 from mprun.record import checkpoint
-from mprun.record.metrics import MetricsFile, drop_later, read_metrics, truncate_metrics
+from mprun.record.metrics import drop_later, metrics_until, parsed_metrics
 from mprun.record.run_directory import locked, read_config
 from mprun.record.run_record import Record, RunRecord, read_record
+from mprun.record.seal import check_seal
+from mprun.training.announcements import say
 from mprun.training.loop import Start
 from mprun.training.run import attempt, follow, joined, prepare, resolve_device
 
@@ -73,7 +75,11 @@ def resume(
             start = ranks.first(start)
         if not ranks.is_first:
             return follow(directory, config, built, start)
+        say(*_changes(record["config"], asdict(config)))
         record["config_hash"] = config_hash(asdict(config))
+        record.reopen()
+        with open(directory / "metrics.jsonl", "ab") as metrics:
+            metrics.truncate(start.metrics_bytes)
         drop_later(directory, start.step)
         return attempt(config, built, record, start)
 
@@ -89,19 +95,33 @@ def _read(
     directory: Path, overrides: tuple[str, ...], config_dir: str | None
 ) -> tuple[Record, RunConfig]:
     given, record = vouched(overrides, config_dir), read_record(directory, *_NEEDED)
+    check_seal(directory)
     plain = read_config(directory)
     _check_unchanged(directory, plain, record)
     return record, _checked(_with_overrides(plain, overrides), overrides, given)
 
 
+def _changes(before: dict, now: dict) -> list[str]:
+    """Return a line for each key that the run goes on with in another value."""
+    there, here = flat(before), flat(now)
+    changed = [key for key in there | here if there.get(key) != here.get(key) and key != "resume"]
+    return [f"{key}: {there.get(key)}, from here on {here.get(key)}" for key in changed]
+
+
 def _start(directory: Path, built: Built, config: RunConfig, record: Record) -> Start:
-    """Restore state and records from the newest checkpoint; return where the run goes on."""
+    """Restore the state of the newest checkpoint, change no file; return where the run goes on."""
     metrics, ranks = directory / "metrics.jsonl", built.task.ranks
     newest = checkpoint.load_newest(directory / "checkpoints", _CPU)
     if newest is None:
+        if "first_checkpoint" in record:
+            raise Damaged(
+                f"{directory / 'checkpoints'}: no checkpoint there, but the run wrote its first "
+                f"one at step {record['first_checkpoint']}"
+            )
+        if record["status"] == "done":
+            raise BadInput(f"resume={directory}: done, without a checkpoint to go on from")
         if ranks.is_first:
             print("mprun: no checkpoint yet: starting again at step 1", file=sys.stderr)
-            truncate_metrics(metrics, 0, MetricsFile.EMPTY)
         return Start()
     for line in newest.warnings:
         print(f"mprun: warning: {line}; using the one before", file=sys.stderr)
@@ -123,8 +143,8 @@ def _start(directory: Path, built: Built, config: RunConfig, record: Record) -> 
         raise Damaged(f"{place}: not the state of this run ({raised(error)})") from error
     if not ranks.is_first:  # writes no records; rank 0 decides how the run goes on
         return Start(step, skipped)
-    truncate_metrics(metrics, step, newest.manifest.get("metrics", {}))
-    records = read_metrics(metrics)
+    kept = metrics_until(metrics, step, newest.manifest.get("metrics", {}))
+    records = parsed_metrics(metrics, kept)
     # Each step with a skipped update has a record.
     if skipped != max((one["skipped"] for one in records if one["split"] == "train"), default=0):
         raise Damaged(f"{place}: {skipped} skipped updates, but metrics.jsonl has another number")
@@ -133,16 +153,16 @@ def _start(directory: Path, built: Built, config: RunConfig, record: Record) -> 
     evaluated = [one["step"] for one in records if one["split"] == "eval"][-1:] == [step]
     if step == built.steps and evaluated and record["status"] == "done":
         raise over
-    return Start(step, skipped, due and not evaluated, computed)
+    return Start(step, skipped, due and not evaluated, computed, len(kept))
 
 
 def _run_directory(path: str) -> Path:
     directory = Path(path)
     if not path or not os.path.isdir(path):
         raise BadInput(f"resume={path}: {no_folder(path)}")
-    if not (directory / "config.yaml").is_file():
-        raise BadInput(f"resume={path}: no config.yaml there; give a run directory")
-    if not (directory / "run.json").is_file():
+    if not os.path.lexists(directory / "run.json"):
+        if not os.path.lexists(directory / "config.yaml"):
+            raise BadInput(f"resume={path}: no config.yaml there; give a run directory")
         raise BadInput(f"resume={path}: no run.json there; the run never reached its first step")
     return directory
 

@@ -68,7 +68,7 @@ def start(composed: Composed, place: RankInfo | None = None) -> int:
     ranks.found(directory)
     if not ranks.is_first:
         return follow(directory, config, built)
-    with locked(directory):
+    with locked(directory, new=True):
         say(*notes(config, built))
         return attempt(config, built, new_record(directory, composed))
 
@@ -224,26 +224,32 @@ def attempt(config: RunConfig, built: Built, record: Record, start: Start = BEGI
             task.ranks.found(directory)
         announce(directory, config, built, record, start.step)
 
-        def end(status: str, cause: str | None, results: dict | None = None) -> None:
+        def end(status: str, cause: str | None, results: dict | None = None, **more: int) -> None:
             record.end(
                 status,
                 cause,
                 results,
+                **more,
                 data=record["data"] | replaced(built.data, earlier),
                 execution=built.stepper.description,
                 audit=built.stepper.audit_result(),
             )
 
+        last = start.step
         try:
             with _used(built):
-                outcome = Loop(built, config, directory, interruption, start).train()
+                loop = Loop(built, config, directory, interruption, start, record.checkpointed)
+                try:
+                    outcome = loop.train()
+                finally:
+                    last = loop.outcome.step
             built.stepper.check_happened()
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt)  # a second SIGINT, or one between steps
             with suppress(OSError):  # on a full disk, report the first error
                 plain = stopped or isinstance(error, RankFailed)
                 cause = str(error) if plain else f"{type(error).__name__}: {error}"
-                end("preempted" if stopped else "failed", cause)
+                end("preempted" if stopped else "failed", cause, last_step=last)
             if stopped:
                 say(f"to go on: mprun resume={directory}")
             say(replaced_line(record["data"]))

@@ -17,7 +17,7 @@ from mprun.cli import main
 from mprun.errors import Damaged
 from mprun.record import checkpoint
 
-from ..helpers import TINY_LM, assert_same_bits, record_of, refused
+from ..helpers import TINY_LM, assert_same_bits, record_of, refused, seal_again
 from ..tables import with_extensions
 
 RUN = [
@@ -148,6 +148,10 @@ def holding(name, text):
     return lambda run: (run / name).write_text(text)
 
 
+def forged(name, text):
+    return lambda run: ((run / name).write_text(text), seal_again(run))
+
+
 def without(name):
     return lambda run: (run / name).unlink()
 
@@ -168,6 +172,7 @@ def edited(key, value):
         *groups, name = key.split(".")
         functools.reduce(dict.__getitem__, groups, plain)[name] = value
         (run / "config.yaml").write_text(yaml.safe_dump(plain))
+        seal_again(run)
 
     return damage, 4, f"config.yaml: {key} is {value!r}"
 
@@ -186,10 +191,10 @@ DAMAGES = [
     (holding("config.yaml", "a: ["), 4, "config.yaml"),
     (holding("config.yaml", "!!python/object/apply:os.system [id]"), 4, "config.yaml"),
     (holding("config.yaml", "model: {name: nope}"), 4, "config.yaml"),
-    (holding("config.yaml", ALIASES), 4, "config.yaml: not valid YAML (an alias)"),
+    (forged("config.yaml", ALIASES), 4, "config.yaml: not valid YAML (an alias)"),
     (without("metrics.jsonl"), 4, "metrics.jsonl"),
     (lambda run: flip_a_bit(run / "metrics.jsonl", 0), 4, "metrics.jsonl"),
-    (pipe("run.json"), 2, "run.json"),
+    (pipe("run.json"), 4, "run.json"),
     (pipe("metrics.jsonl"), 4, "metrics.jsonl"),
     (pipe(".lock"), 4, ".lock"),
     edited("optim.lr", 0.5),
@@ -228,9 +233,7 @@ def test_what_a_resumed_run_does_not_take(finished, extra, named, capsys):
 
 
 def test_other_data_than_the_run_began_with_are_refused(run, capsys):
-    record = json.loads((run / "run.json").read_text())
-    record["data"]["sha256"] = 64 * "0"
-    (run / "run.json").write_text(json.dumps(record))
+    seal_again(run, data=record_of(run)["data"] | {"sha256": 64 * "0"})
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}
     assert main([f"resume={run}", "train.steps=7"]) == 2
     assert "the data are not those that the run began with" in capsys.readouterr().err

@@ -8,6 +8,7 @@ import yaml
 
 from mprun.cli import main
 from mprun.record import checkpoint
+from mprun.record.run_record import read_record
 
 from ..helpers import (
     TINY_AUTOENCODER,
@@ -135,6 +136,7 @@ def test_schedule_accumulation_and_epoch_ends(more, tmp_path):
 def keep_until(source, target, step) -> None:
     """A copy of a run as a kill after `step` would leave it, in the middle of a line."""
     shutil.copytree(source, target)
+    read_record(target).reopen()  # nobody has sealed it
     for number, path in checkpoint.all_in(target / "checkpoints"):
         if number > step:
             shutil.rmtree(path)

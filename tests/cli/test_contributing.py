@@ -109,14 +109,14 @@ def test_a_verb_is_an_entry_point(checkout):
     project = checkout / "pyproject.toml"
     project.write_text(project.read_text("utf-8").replace(header, f"{header}\n{line}"), "utf-8")
     (checkout / "run").mkdir()
-    (checkout / "run" / "run.json").write_text('{"status": "diverged"}')
+    (checkout / "run" / "run.json").write_text('{"status": "running"}')
 
     def mprun(*words):
         command = [sys.executable, "-m", "mprun", *words]
         done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
         return done.returncode, done.stdout, done.stderr
 
-    assert mprun("ended", "run") == (0, "diverged\n", "")
+    assert mprun("ended", "run") == (0, "running\n", "")
     code, page, _ = mprun("--help")
     assert code == 0 and re.search(r"  mprun ended +how a run ended\n", page)
     for words in (["ended"], ["ended", "nowhere"], ["ended", "run", "--x"]):

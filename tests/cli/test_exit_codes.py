@@ -26,7 +26,7 @@ from mprun.training.announcements import _next
 from mprun.training.loop import Loop
 from mprun.training.signals import Interruption, Stopped
 
-from ..helpers import LM, TINY_AUTOENCODER, TINY_LM, record_of, refused, rows_of, run
+from ..helpers import LM, TINY_AUTOENCODER, TINY_LM, record_of, refused, rows_of, run, seal_again
 
 
 def test_done_is_0(tmp_path, capsys, monkeypatch):
@@ -286,8 +286,7 @@ def test_an_evaluation_is_left_at_once_and_made_up_for(tmp_path, capsys):
         (folder / name).write_text(text)
     record = record_of(folder)
     del record["data"]["sha256"]
-    record["config_hash"] = config_hash(record["config"])
-    (folder / "run.json").write_text(json.dumps(record))
+    seal_again(folder, data=record["data"], config_hash=config_hash(record["config"]))
     assert main([f"resume={folder}"]) == 0
     kinds = [(record["split"], record["step"]) for record in lines_of(folder)]
     halves = [[("train", last - 1), ("train", last), ("eval", last)] for last in (2, 4)]

@@ -185,7 +185,7 @@ def test_skip_is_counted_and_told(folder, tmp_path, capsys):
     for name in names:
         name.write_bytes(b"")
     run = tmp_path / "r"
-    more = ("data.on_corrupt=skip", "train.steps=6", "data.workers=1")
+    more = ("data.on_corrupt=skip", "train.steps=6", "data.workers=1", "train.checkpoint_every=2")
     assert main(arguments(folder, run, *more)) == 0
     data = record_of(run)["data"]
     assert data["replaced"] == 2 and data["replaced_files"] == [str(name) for name in names]

@@ -1,6 +1,5 @@
 """A run directory never makes code run: a name in it counts only where the command gives it too."""
 
-import json
 import shutil
 import sys
 from pathlib import Path
@@ -11,6 +10,7 @@ import yaml
 from mprun.cli import main
 from mprun.config.keys import config_hash
 from mprun.config.option_files import modes
+from mprun.record.run_record import Record
 from mprun.sweep.mode_table import table
 
 from .. import helpers
@@ -68,7 +68,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def write_record(run: Path, record: dict, **changes) -> None:
-    (run / "run.json").write_text(json.dumps(record | changes))
+    Record(run, record | changes).seal()
 
 
 @pytest.fixture
@@ -192,7 +192,7 @@ def test_a_sweep_names_the_code_for_every_run_that_it_starts_or_continues(
     assert len(runs) == 2
     # One of them is left as a machine that died leaves it.
     record, kept = record_of(runs[1]), rows_of(runs[1])
-    write_record(runs[1], record, status="running")
+    Record(runs[1], record).reopen()
     shutil.rmtree(next(runs[1].glob("checkpoints/step-*4")))
     assert main(sweep) == 0
     again = record_of(runs[1])
@@ -202,7 +202,7 @@ def test_a_sweep_names_the_code_for_every_run_that_it_starts_or_continues(
     config = yaml.safe_load((runs[0] / "config.yaml").read_text())
     config["data"]["factory"] = "hostile:data"
     (runs[0] / "config.yaml").write_text(yaml.safe_dump(config))
-    write_record(runs[0], record_of(runs[0]), status="running")
+    Record(runs[0], record_of(runs[0])).reopen()
     assert main(sweep) == 0
     assert record_of(runs[0])["attempts"] == 1
     assert not Path("canary").exists()

@@ -19,6 +19,7 @@ from mprun.numerics.probe import Probe, chosen_modules, owner
 from mprun.numerics.probe_record import KINDS, read_probes
 from mprun.precision import ForwardContext
 from mprun.precision.loss_scale import NoLossScale
+from mprun.record.run_record import read_record
 from mprun.tasks import Classification, Learner
 
 from ..helpers import assert_same_bits, making, mixed, numbers_of, refused, run, without_waiting
@@ -387,6 +388,7 @@ def test_a_resumed_run_writes_its_later_probes_again(tmp_path):
     assert run(path, *TINY, *every) == 0
     files = sorted((path / "numerics").iterdir())
     contents = [file.read_text() for file in files]
+    read_record(path).reopen()  # as a kill leaves it, without a seal
     shutil.rmtree(path / "checkpoints" / "step-00000003")
     files[2].write_text("of an attempt that is taken back")
     files[2].with_name("step-00000009.json").write_text("of the same")

@@ -13,10 +13,9 @@ from mprun.cli import main
 from mprun.config.compose import compose_config
 from mprun.config.keys import config_hash
 from mprun.record.metrics import write_sample_grid
-from mprun.record.run_directory import write_json
 from mprun.training.metric_logger import EARLY_STEPS
 
-from ..helpers import TINY_AUTOENCODER, TINY_GAN, TINY_LM, record_of, rows_of, run
+from ..helpers import TINY_AUTOENCODER, TINY_GAN, TINY_LM, record_of, rows_of, run, seal_again
 
 GAN = [*TINY_GAN, "train.steps=6", "train.eval_every=2"]
 AMP = [*TINY_LM, "train.steps=4", "train.checkpoint_every=4", "precision=amp"]
@@ -55,7 +54,7 @@ def test_a_record_from_before_a_setting_gets_the_setting_when_it_is_resumed(fini
     del plain["compare"]["window"]
     (directory / "config.yaml").write_text(yaml.safe_dump(plain))
     old = {"config": plain, "config_hash": config_hash(plain)}
-    write_json(directory / "run.json", record_of(directory) | old)
+    seal_again(directory, **old)
     assert main([f"resume={directory}", "train.steps=5"]) == 0
     record = record_of(directory)
     assert record["config"]["compare"]["window"] == 1

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mprun.errors import Damaged
-from mprun.record.metrics import MetricsFile, read_metrics, truncate_metrics
+from mprun.record.metrics import MetricsFile, metrics_until, read_metrics
 
 
 def write(path, records):
@@ -72,13 +72,12 @@ def written(path, steps: int, at: int) -> dict:
     return found[at]
 
 
-def test_truncating_keeps_the_bytes_of_what_stays(tmp_path):
+def test_what_stays_are_the_bytes_of_the_first_records(tmp_path):
     path = tmp_path / "metrics.jsonl"
     so_far = written(path, 6, at=4)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines) + b'{"step": 7, "lo')  # killed in the middle of a line
-    truncate_metrics(path, 4, so_far)
-    assert path.read_bytes() == b"".join(lines[:4])
+    assert metrics_until(path, 4, so_far) == b"".join(lines[:4])
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
@@ -98,5 +97,5 @@ def test_other_records_than_the_run_wrote_are_damage(tmp_path, damage):
     path.write_bytes(b"".join(damage(path.read_bytes().splitlines(keepends=True))))
     before = path.read_bytes()
     with pytest.raises(Damaged, match="metrics.jsonl"):
-        truncate_metrics(path, 4, so_far)
+        metrics_until(path, 4, so_far)
     assert path.read_bytes() == before

@@ -9,7 +9,7 @@ from mprun.cli import main
 from mprun.errors import Damaged
 from mprun.record.run_record import RunRecord, read_record
 
-from ..helpers import TINY_LM
+from ..helpers import TINY_LM, seal_again
 from ..tables import with_extensions
 
 WRONG = [None, 5, -1, 1.5, True, "x", [], {}, [[]], {"a": {}}]
@@ -43,7 +43,7 @@ def test_file_and_key_are_named(finished, tmp_path, key, value, named):
     run = shutil.copytree(finished, tmp_path / "run")
     record = json.loads((run / "run.json").read_text())
     _set(record, key, value)
-    (run / "run.json").write_text(json.dumps(record))
+    seal_again(run, **record)
     with pytest.raises(Damaged) as error:
         read_record(run)
     assert str(error.value) == f"{run / 'run.json'}: {named}"
@@ -80,7 +80,8 @@ def test_no_field_of_any_type_ends_in_a_traceback(finished, tmp_path, monkeypatc
     for position, key in enumerate(_keys(whole)):
         record = json.loads(json.dumps(whole))
         _set(record, key, WRONG[(number + position) % len(WRONG)])
-        (run / "run.json").write_text(json.dumps(record))
+        (run / "run.json").write_text(json.dumps(whole))
+        seal_again(run, **record)
         verb = verbs[position % len(verbs)]
         code = main(verb)
         printed = capsys.readouterr()

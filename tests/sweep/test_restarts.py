@@ -1,6 +1,5 @@
 """A sweep that is killed, interrupted or doubled loses nothing and runs nothing twice."""
 
-import json
 import os
 import random
 import shlex
@@ -15,7 +14,7 @@ import pytest
 from mprun.cli import main
 from mprun.sweep.plan import plan
 
-from ..helpers import LM, TINY_GAN, record_of
+from ..helpers import LM, TINY_GAN, record_of, seal_again
 
 # Long enough that a process is met in its training, with checkpoints on the way.
 LENGTH = ["train.steps=800", "train.checkpoint_every=100", "train.log_every=50"]
@@ -132,8 +131,7 @@ def test_a_damaged_checkpoint_is_put_aside_and_started_over(
     for cell in cells:
         assert main([*cell.overrides, f"output_dir='{cell.directory}'"]) == 0
     interrupted = cells[0].directory
-    record = record_of(interrupted)
-    (interrupted / "run.json").write_text(json.dumps(record | {"status": "preempted"}))
+    seal_again(interrupted, status="preempted")
     for state in interrupted.glob("checkpoints/*/state.pt"):
         state.write_bytes(state.read_bytes()[:-1])
     before = (cells[1].directory / "run.json").stat().st_mtime_ns

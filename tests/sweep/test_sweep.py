@@ -1,13 +1,12 @@
 """`mprun -m` end to end on tiny runs: outcomes, what runs again, what does not."""
 
-import json
-
 import pytest
 
 from mprun.cli import main
+from mprun.record.run_record import Record
 from mprun.sweep.gpus import available_cores
 
-from ..helpers import TINY_AUTOENCODER, record_of
+from ..helpers import TINY_AUTOENCODER, record_of, seal_again
 
 TINY = [*TINY_AUTOENCODER, "train.steps=4", "train.log_every=2"]
 # Adam's eps is 0 in FP16, so that fp16_naive ends in NaN; two seeds of two modes.
@@ -65,8 +64,8 @@ def test_a_sweep_ends_with_a_table_and_runs_only_what_is_missing(tmp_path, monke
 
     # One run was killed: only this one runs again.
     killed = next(n for n, r in records.items() if r["status"] == "done")
-    record = records[killed] | {"status": "running"}
-    (cells[killed] / "run.json").write_text(json.dumps(record))
+    record = records[killed]
+    Record(cells[killed], record).reopen()
     before = {n: (p / "run.json").stat().st_mtime_ns for n, p in cells.items()}
     assert main(SWEEP) == 0
     printed = capfd.readouterr()
@@ -81,8 +80,7 @@ def test_a_sweep_ends_with_a_table_and_runs_only_what_is_missing(tmp_path, monke
     assert record_of(cells[killed])["final"] == record["final"]
 
     # Another configuration under the same name is never mixed in.
-    other = root / killed / "run.json"
-    other.write_text(json.dumps(record | {"status": "done", "config_hash": "0"}))
+    seal_again(root / killed, config_hash="0")
     assert main(SWEEP) == 2
     printed = capfd.readouterr()
     assert "name=" in printed.err and printed.out == ""

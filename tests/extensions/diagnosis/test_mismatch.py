@@ -18,7 +18,7 @@ from mprun.extensions.diagnosis.log_probabilities import (
 from mprun.models.gpt import GPT
 from mprun.precision import pin_math_flags
 
-from ...helpers import TINY_GPT, TINY_LM, refused
+from ...helpers import TINY_GPT, TINY_LM, refused, seal_again
 from ...numerics.small_runs import as_json
 
 WORDS, LENGTH = 24, 12
@@ -277,6 +277,7 @@ def test_what_does_not_belong_together_is_refused(run, tmp_path, capsys):
     def command(old, new):
         text = (run / "config.yaml").read_text()
         (other / "config.yaml").write_text(text.replace(old, new))
+        seal_again(other)
         return ["mismatch", "amp", str(other), "--tokens", "24"]
 
     assert main(command("", "")) == 0

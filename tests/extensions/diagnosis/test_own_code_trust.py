@@ -7,6 +7,7 @@ from mprun.config.user_code import vouched
 from mprun.extensions.diagnosis.commands.advise import advise_run
 
 from ...cli.test_own_code_trust import NAMES, RUN, edited, folder, refused
+from ...helpers import seal_again
 
 __all__ = ["edited", "folder"]
 
@@ -15,6 +16,7 @@ def test_advise_check_does_not_take_names_from_the_recorded_command_line(edited,
     # The configuration is honest, the overrides that --check would run again are not.
     text = (edited / "config.yaml").read_text()
     (edited / "config.yaml").write_text(text.replace("hostile", "honest"))
+    seal_again(edited)
     line = refused(capsys, "advise", "run", "--check", "--steps", "2", *NAMES)
     assert "the run was made with data.factory=hostile:data" in line
     assert not (edited / "check").exists()

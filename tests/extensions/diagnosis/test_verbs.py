@@ -6,8 +6,11 @@ import sys
 import pytest
 
 from mprun.cli import main
+from mprun.errors import DIVERGED, DONE
 from mprun.extensions.diagnosis.commands import page
-from mprun.record.run_record import Record
+from mprun.numerics.post_mortem import read_post_mortem
+from mprun.record.run_record import Record, read_record
+from mprun.record.seal import BrokenSeal, check_seal
 
 from ...helpers import TINY_LM, record_of, refused, run
 
@@ -99,5 +102,35 @@ def test_of_an_interrupted_run_it_is_said_how_to_go_on(interrupted, capsys):
 
 
 def test_without_a_probe_advise_says_when_the_first_is_due_and_what_to_do(interrupted, capsys):
+    Record(interrupted, record_of(interrupted)).end("preempted", "SIGTERM")
     words = ["step 10 would have the first", "mprun advise KEY=VALUE ... takes its own"]
     refused(capsys, "advise", interrupted, says=words)
+
+
+def test_a_post_mortem_that_explain_writes_again_is_sealed(tmp_path):
+    """Without the state that the run kept, `explain` trains again and writes anew."""
+    folder = tmp_path / "run"
+    path = folder / "numerics" / "post-mortem.json"
+    bad = [*TINY_LM, "precision=fp16_naive", "optim=adam", "train.steps=6"]  # eps is 0 in FP16
+    assert main([*bad, "numerics.keep_failure=false", f"output_dir='{folder}'"]) == DIVERGED
+    check_seal(folder)
+    before = path.read_bytes()
+    assert main(["explain", "--no-cures", str(folder)]) == DONE
+    assert path.read_bytes() != before
+    check_seal(folder)
+    path.write_bytes(before)
+    with pytest.raises(BrokenSeal, match=str(path)):
+        read_post_mortem(folder)
+
+
+@pytest.mark.parametrize("words", ["scaler-replay --no-files", "mismatch amp --tokens 24"])
+def test_a_verb_says_that_a_run_has_no_end_yet(tmp_path, words, capsys):
+    folder = tmp_path / "run"
+    run = [*TINY_LM, "precision=amp", "train.steps=2", "train.checkpoint_every=1"]
+    assert main([*run, f"output_dir='{folder}'"]) == DONE
+    read_record(folder).reopen()  # as a kill leaves it
+    capsys.readouterr()
+    assert main([*words.split(), str(folder)]) == DONE
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mprun: ")]
+    says = "status running: goes on or was killed; it is read as far as it goes"
+    assert said == [f"mprun: {folder}: {says}"]

@@ -45,6 +45,14 @@ def split_words(options: Namespace, parser: Arguments, known: Collection[str] = 
             raise BadInput(f"{parser.verb} {runs[0]} {override}: a run has its configuration")
 
 
+def unfinished(record: Record) -> Record:
+    """Say that a run without an end is read as far as it goes; return its record."""
+    if record.get("status") == "running":
+        what = "goes on or was killed; it is read as far as it goes"
+        print(f"mprun: {record.directory}: status running: {what}", file=sys.stderr)
+    return record
+
+
 def page(content: dict[str, Any], lines: Iterable[str], as_json: bool) -> int:
     """Print the content as JSON, non-finite numbers as text, or the lines; return the exit code.
 

@@ -16,7 +16,7 @@ from mprun.config.overrides import without
 from mprun.config.schema import MAX_STEPS
 from mprun.config.user_code import NOTHING, Vouched, check_vouched, recorded_factories, vouched
 from mprun.errors import DIVERGED, DONE, BadInput, MprunError
-from mprun.extensions.diagnosis.commands import page, record_of, split_words
+from mprun.extensions.diagnosis.commands import page, record_of, split_words, unfinished
 from mprun.numerics.probe_record import read_probes
 from mprun.record.metrics import read_metrics
 from mprun.record.run_directory import locked, read_config
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
             return code
     else:
         directory = options.run
-        base = _own(_recorded(directory).get("overrides", []))
+        base = _own(unfinished(_recorded(directory)).get("overrides", []))
     advice = advise_run(directory, share=options.share, given=given, config_dir=options.config_dir)
     if options.check:
         advice = replace(advice, check=_check(options, given, advice, base, directory))
@@ -176,7 +176,7 @@ def _measure(options: Namespace, base: list[str]) -> tuple[Path, int]:
         raise BadInput(f"--every {config.numerics.every}: must be at most the {built.steps} steps")
     named = tuple(override for override in composed.overrides if override not in _FP32)
     directory = claimed(composed, named, "advise-")
-    with locked(directory):
+    with locked(directory, new=True):
         record = new_record(directory, composed)
         record.update(overrides=base, measured_for="advise")
         with redirect_stdout(sys.stderr):

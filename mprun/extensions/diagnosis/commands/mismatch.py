@@ -14,7 +14,7 @@ from mprun.config.registry import task_of
 from mprun.config.schema import MAX_STEPS, RunConfig
 from mprun.config.user_code import vouched
 from mprun.errors import BadInput, Damaged, MprunError
-from mprun.extensions.diagnosis.commands import page, record_of, split_words
+from mprun.extensions.diagnosis.commands import page, record_of, split_words, unfinished
 from mprun.record.run_directory import read_config
 from mprun.record.run_record import read_record
 
@@ -143,7 +143,8 @@ def _configs(options: Namespace, wanted: Iterable[str]) -> dict[str, RunConfig]:
     given = vouched(own, options.config_dir)
     recorded: dict = {}
     if run is not None:
-        record_of("mismatch", run)  # Damaged if it is no record, or if a link leads out of the run
+        # Damaged if it is no record, or if a link leads out of the run.
+        unfinished(record_of("mismatch", run))
         if not (run / "checkpoints").is_dir():
             hint = "train it with train.checkpoint_every=N"
             raise BadInput(f"mismatch {run}: no checkpoint there; {hint}")

@@ -22,7 +22,7 @@ from mprun.config.fields import must_be, nearest
 from mprun.config.registry import SCALERS
 from mprun.config.schema import ScalerConfig
 from mprun.errors import DONE, BadInput, Damaged
-from mprun.extensions.diagnosis.commands import page, record_of
+from mprun.extensions.diagnosis.commands import page, record_of, unfinished
 from mprun.extensions.diagnosis.overflow_trace import OverflowTrace, read_trace_file
 from mprun.numerics.probe_record import GRADIENT_KINDS, ProbeRecord, read_probes, tensors_of
 from mprun.record.console import markdown_table
@@ -114,7 +114,7 @@ def _options(arguments: list[str]) -> Namespace:
 
 def _of_run(directory: Path) -> tuple[OverflowTrace, ScalerConfig | None]:
     """Return the trace of a run directory, and the run's scaler if that skips."""
-    record = record_of("scaler-replay", directory, "a run directory or a file")
+    record = unfinished(record_of("scaler-replay", directory, "a run directory or a file"))
 
     import torch
 
