@@ -36,6 +36,7 @@ TESTS = {
     "metrics": damages.metrics_file,
     "config": damages.configuration,
     "record": damages.run_record,
+    "every_file": damages.every_file,
     "foreign": damages.foreign_state,
     "flips": damages.flipped_state,
     "payloads": damages.payloads,

@@ -1,7 +1,8 @@
 """Damaged files of a run: flipped, cut, edited, foreign, hostile.
 
-Each case copies the stopped run, damages the copy, and resumes it to the end. The readers of a run
-(`compare`, `explain`, `scaler-replay`) read the same files.
+Each case copies a run and damages the copy. `every_file` shows a sealed run to every verb that
+reads one. The others resume a run without a seal to the end; `compare`, `explain` and
+`scaler-replay` read the same files.
 """
 
 import copy
@@ -11,17 +12,23 @@ import json
 import os
 import pickle
 import random
+import re
 import shutil
+import traceback
 import zipfile
 from collections.abc import Callable, Iterator
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import torch
 import yaml
 
-from benchmarks.faults.harness import Campaign, equal, kind_of, last_line, mprun, tree
-from benchmarks.faults.subjects import END, STOP, Subject, subject
+from benchmarks.faults.harness import Answer, Campaign, equal, kind_of, last_line, mprun, tree
+from benchmarks.faults.subjects import END, STOP, Subject, baseline, diverged, subject
+from mprun import load as mprun_load
+from mprun.errors import MprunError
 
 Damage = Callable[[Path], None]
 RESUME = f"train.steps={END}"
@@ -133,6 +140,120 @@ def configuration(campaign: Campaign) -> None:
     for name, text in hostile.items():
         cases.append((name, _written("config.yaml", text)))
     _resumed(campaign, "config.yaml", cases)
+
+
+# What is edited in a file: the first digit after these words, so that the file keeps its format.
+EDITED = {
+    "run.json": [b'"final"', b'"loss": '],
+    "config.yaml": [b"optim:", b"lr: "],
+    "metrics.jsonl": [b'"eval"', b'"loss": '],
+    "numerics/step-00000020.json": [b'"tensors"', b'"amax":'],
+    "numerics/step-00000001.json": [b'"tensors"', b'"amax":'],
+    "numerics/post-mortem.json": [b'"rows"', b'"loss": '],
+}
+LOAD = ["mprun.load"]
+
+
+def every_file(campaign: Campaign) -> None:
+    """Damage each file of the record in 12 ways, and show the run to every verb that reads it."""
+    made, base = subject(campaign), baseline(campaign)
+    run, out = campaign.folder / "case" / "run", campaign.folder / "out"
+    done = [
+        ["compare", str(run), str(base), "--out", str(out)],
+        ["compare", "--tensorboard", str(run), str(base), "--out", str(out)],
+        ["paper", str(run), str(base), "--out", str(out)],
+        ["advise", str(run)],
+        ["mismatch", "amp", str(run), "--tokens", "24"],
+        ["scaler-replay", str(run), "--out", str(out)],
+        LOAD,
+        [f"resume={run}", RESUME],
+    ]
+    _every_file(campaign, made.stopped, done, lambda: equal(run, made.reference, END))
+    of_diverged = [["explain", str(run), "--no-cures"], LOAD, [f"resume={run}", "train.steps=8"]]
+    _every_file(campaign, diverged(campaign), of_diverged, lambda: False)
+
+
+def _every_file(
+    campaign: Campaign, made: Path, verbs: list[list[str]], resumed: Callable[[], bool]
+) -> None:
+    """Show damaged copies of `made`. Harmless is a damage of which a verb's output knows nothing.
+
+    resumed: whether the copy was resumed to the end that it should have.
+    """
+
+    def answer_of(verb: list[str], damage: Damage) -> Answer:
+        run = shutil.copytree(made, campaign.scratch() / "run")
+        damage(run)
+        return _loaded(run) if verb is LOAD else mprun(verb, run.parent)
+
+    wholes = [answer_of(verb, lambda run: None) for verb in verbs]
+    for name in (name for name in EDITED if (made / name).exists()):
+        chance = random.Random(name)
+        cases: list[tuple[str, Damage]] = [("edited", _edited(name))]
+        cases += [(f"bit flip {n}", _flip(name, chance.random(), n)) for n in (0, 1, 3, 5)]
+        cases += [(f"cut to {share:.0%}", _cut(name, share)) for share in (0.0, 0.4, 0.99)]
+        cases += [
+            ("missing", lambda run, name=name: (run / name).unlink()),
+            ("a folder", _as_folder(name)),
+            ("a line doubled", _doubled(name)),
+            ("another run's", lambda run, name=name: shutil.copy(made / "run.json", run / name)),
+        ]
+        if name == "run.json":  # by its own content there would be no damage
+            cases.pop()
+        for (case, damage), (verb, whole) in product(cases, zip(verbs, wholes, strict=True)):
+            answer = answer_of(verb, damage)
+            same = resumed if verb[0].startswith("resume") else partial(_same, answer, whole)
+            words = " ".join(word.partition("=")[0] for word in verb[:2] if "/" not in word[:1])
+            kind = kind_of(answer, same)
+            campaign.note(
+                f"every file, {made.name}", f"{name}: {case}: {words}", kind, last_line(answer)
+            )
+
+
+def _same(answer: Answer, whole: Answer) -> bool:
+    return (answer.code, answer.output) == (whole.code, whole.output)
+
+
+def _loaded(run: Path) -> Answer:
+    """Return what a notebook sees of a run."""
+    try:
+        [one] = mprun_load(str(run))
+        parts = [one.columns(part) for part in ("train", "evals", "probes")]
+        seen = [one.config, one.metrics, *({k: list(v) for k, v in p.items()} for p in parts)]
+        return Answer(0, repr(seen), 0.0)
+    except MprunError as error:
+        return Answer(error.exit_code, f"mprun: {error}", 0.0)
+    except Exception:
+        return Answer(1, traceback.format_exc(), 0.0)
+
+
+def _edited(name: str) -> Damage:
+    def damage(run: Path) -> None:
+        content, place = (run / name).read_bytes(), 0
+        for words in EDITED[name]:  # a run that diverged lacks some of them
+            place = max(place, content.find(words, place) + len(words))
+        found = re.compile(rb"\d").search(content, place)
+        assert found is not None
+        digit = str((int(found[0]) + 1) % 10).encode()
+        (run / name).write_bytes(content[: found.start()] + digit + content[found.end() :])
+
+    return damage
+
+
+def _as_folder(name: str) -> Damage:
+    def damage(run: Path) -> None:
+        (run / name).unlink()
+        (run / name).mkdir()
+
+    return damage
+
+
+def _doubled(name: str) -> Damage:
+    def damage(run: Path) -> None:
+        lines = (run / name).read_bytes().splitlines(keepends=True)
+        (run / name).write_bytes(b"".join([*lines, lines[-1]]))
+
+    return damage
 
 
 def run_record(campaign: Campaign) -> None:
@@ -350,6 +471,10 @@ def _damaged(
         shutil.rmtree(watched, ignore_errors=True)
         watched.mkdir()
     run = shutil.copytree(made.stopped, campaign.scratch() / "run")
+    # As a kill leaves it: a seal would find every damage before the other checks do.
+    record = json.loads((run / "run.json").read_text())
+    del record["seal"]
+    (run / "run.json").write_text(json.dumps(record | {"status": "running"}))
     damage(run)
     return run, tree(watched) if watched is not None else {}
 

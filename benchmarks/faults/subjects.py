@@ -44,6 +44,29 @@ def subject(campaign: Campaign) -> Subject:
     return Subject(folder / "stopped", folder / "reference")
 
 
+def diverged(campaign: Campaign) -> Path:
+    """Make a run that diverges in its second step: Adam's eps is zero in FP16."""
+    folder = campaign.folder / "subject" / "diverged"
+    if not folder.exists():
+        naive = ["precision=fp16_naive", "optim=adam", "train.steps=6", "numerics=on"]
+        words = [*TINY, *naive, "numerics.every=1", f"output_dir={folder}"]
+        answer = mprun(words, campaign.folder)
+        if answer.code != 3:
+            raise RuntimeError(f"the subject did not diverge: {answer.output}")
+    return folder
+
+
+def baseline(campaign: Campaign) -> Path:
+    """Make the FP32 run that the subject is compared with."""
+    folder = campaign.folder / "subject" / "baseline"
+    if not folder.exists():
+        words = [*TINY, "precision=fp32", *EVERY, f"train.steps={STOP}", f"output_dir={folder}"]
+        answer = mprun(words, campaign.folder)
+        if answer.code != 0:
+            raise RuntimeError(f"the baseline did not train: {answer.output}")
+    return folder
+
+
 # Six configurations for kills: name -> overrides.
 KILLED = {
     "lstm fp32": [*TINY, "precision=fp32"],
