@@ -9,6 +9,7 @@ import sys
 import textwrap
 import threading
 import time
+import unicodedata
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, TextIO, cast
@@ -40,9 +41,41 @@ class _Steady:
         return getattr(self._stream, name)
 
 
+def printable(text: str) -> str:
+    """Return `text` with an escape like `\\x1b` for each character that is not to be seen.
+
+    Line ends, tabs and blanks of any width stay. A terminal obeys control characters, and file
+    names, records and logs may hold any.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        c if c.isprintable() or c in "\n\t" or unicodedata.category(c) == "Zs" else _escaped(c)
+        for c in text
+    )
+
+
+def _escaped(character: str) -> str:
+    return character.encode("unicode_escape").decode()
+
+
+class _Printable:
+    """A stream whose text passes through `printable`; what mprun draws itself goes to `drawn`."""
+
+    def __init__(self, stream: TextIO):
+        self.drawn: TextIO = getattr(stream, "drawn", stream)
+
+    def write(self, text: str) -> int:
+        self.drawn.write(printable(text))
+        return len(text)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.drawn, name)
+
+
 @contextmanager
 def steady_terminal() -> Iterator[None]:
-    """Keep output on stderr, by mprun, torch or a thread, from ending a run inside the block.
+    """Let only printable text out, and keep output on stderr from ending a run inside the block.
 
     Closed standard descriptors become the null device. The next file opened would otherwise take
     their number and receive what is printed.
@@ -53,8 +86,9 @@ def steady_terminal() -> Iterator[None]:
         except OSError:
             os.open(os.devnull, os.O_RDWR)  # takes the lowest free number
     before, hook = (sys.stdin, sys.stdout, sys.stderr), threading.excepthook
-    sys.stdout = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - until the end
-    sys.stderr = cast(TextIO, _Steady(sys.stderr or open(2, "w", closefd=False)))  # noqa: SIM115
+    out = sys.stdout or open(1, "w", closefd=False)  # noqa: SIM115 - until the end
+    steady: Any = _Steady(sys.stderr or open(2, "w", closefd=False))  # noqa: SIM115
+    sys.stdout, sys.stderr = cast(TextIO, _Printable(out)), cast(TextIO, _Printable(steady))
     threading.excepthook = _print_of_thread
     try:
         yield
@@ -142,6 +176,7 @@ class Progress:
 
     def note(self, text: str) -> None:
         """Print separate lines above the bar."""
+        text = printable(text)
         if self.terminal:
             text = "\n".join(_broken(line, self._width()) for line in text.splitlines())
         if self._bar is None:
@@ -162,7 +197,9 @@ class Progress:
         return self._width() - _LEAST_BAR * self.drawn if self.terminal else 1000
 
     def _draw(self, text: str) -> None:
-        self._bar = self._bar or _started_bar(self.total, self.stream)
+        self._bar = self._bar or _started_bar(
+            self.total, getattr(self.stream, "drawn", self.stream)
+        )
         self._bar.console.width = self._width()  # the window may have changed
         task = self._bar.task_ids[0]
         self._bar.update(task, completed=self.step, description=text, refresh=True)

@@ -129,3 +129,17 @@ def test_without_its_extension_a_tag_names_what_is_missing(tmp_path):
     told = "mprun: --tag loss: needs mprun.extensions.logs, which is missing here\n"
     assert (ended.returncode, ended.stderr, ended.stdout) == (2, told, "")
     assert list(tmp_path.iterdir()) == [package]
+
+
+def test_a_record_cannot_command_the_terminal(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    write_study(tmp_path / "runs", {"fp32": BASE})
+    hostile = {"mode": "amp\x1b]0;X\x07", "scaler": "none", "flags": {}}
+    for seed, loss in enumerate(BASE):
+        write_run(tmp_path / "runs" / f"x\x1b[2J{seed}", "amp", seed, final=loss, precision=hostile)
+    for how in ([], ["--markdown"], ["--json"]):
+        assert main(["compare", "runs", *how, "--out", "report"]) == 0
+        printed = capsys.readouterr()
+        assert "\x1b" not in printed.out + printed.err and "\x07" not in printed.out
+        assert r"amp\x1b]0;X\x07" in printed.out or "--json" in how
+    assert "amp\x1b]0;X\x07" in repr(json.loads(printed.out)).encode().decode("unicode_escape")

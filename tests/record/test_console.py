@@ -1,11 +1,13 @@
 """Progress: plain lines off a terminal, a bar on one."""
 
 import io
+import json
 import re
+import sys
 
 import pytest
 
-from mprun.record.console import Progress
+from mprun.record.console import Progress, steady_terminal
 
 
 class Terminal(io.StringIO):
@@ -131,3 +133,36 @@ def test_an_evaluation_shows_how_far_it_is(monkeypatch):
         *(f"evaluating {done}/100 images" for done in (30, 60, 90)),
         "eval at step 4: loss 0.5",
     ]
+
+
+HOSTILE = "amp\x1b]0;owned\x07\x1b[2J\r\b\u202e\x9b1m\udc80"
+
+
+def test_control_characters_never_reach_a_terminal_and_text_of_any_language_does(monkeypatch):
+    out, err = Terminal(), Terminal()
+    monkeypatch.setattr(sys, "stdout", out)
+    monkeypatch.setattr(sys, "stderr", err)
+    with steady_terminal():
+        for stream in (sys.stdout, sys.stderr):
+            print(f"{HOSTILE}|a\tb\nGröße 平均\u3000\u00a0", file=stream)
+        assert sys.stdout.isatty()
+        sys.stdout.write(json.dumps({"mode": HOSTILE}, indent=1))
+    assert sys.stdout is out and sys.stderr is err
+    text = "a\tb\nGröße 平均\u3000\u00a0\n"
+    shown = r"amp\x1b]0;owned\x07\x1b[2J\r\x08\u202e\x9b1m\udc80|" + text
+    assert err.getvalue() == shown and out.getvalue().startswith(shown)
+    assert json.loads(out.getvalue().removeprefix(shown)) == {"mode": HOSTILE}
+
+
+def test_a_bar_is_drawn_through_the_filter_that_its_notes_pass(monkeypatch):
+    monkeypatch.setenv("TERM", "xterm")
+    err = Terminal()
+    monkeypatch.setattr(sys, "stderr", err)
+    with steady_terminal():
+        progress = Progress(8, "token")
+        progress.show(4, FULL)
+        progress.note(f"notes of {HOSTILE}")
+        progress.close()
+    assert "\x1b[?25h" in err.getvalue() and "\u2501" in err.getvalue()  # the cursor, the bar
+    assert r"notes of amp\x1b]0;owned\x07\x1b[2J\r\x08" in err.getvalue()
+    assert "\x1b]0;" not in err.getvalue() and "\x1b[2J" not in err.getvalue()
