@@ -1,12 +1,14 @@
 """The text of command-line overrides: parse it, and refuse what no configuration can take."""
 
+import math
 import re
 from collections.abc import Iterable
+from decimal import Decimal
 from functools import lru_cache
 from typing import get_args
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override
+from hydra.core.override_parser.types import Glob, Override, RangeSweep
 
 from mprun.config.keys import FIELDS
 from mprun.config.registry import COMPONENTS
@@ -79,12 +81,17 @@ def split_launcher(overrides: Iterable[str]) -> tuple[list[str], list[str]]:
     return launcher, [text for text in given if text not in launcher]
 
 
+MOST_RUNS = 10_000  # of a sweep
+
+
 def sweep_values(override: Override, options: list[str]) -> list[str]:
     """Return the single overrides `key=value` of one swept override, in order.
 
     options: the options of its group, from which `glob` chooses.
     """
     value = override.value()
+    if isinstance(value, RangeSweep):
+        _check_range(override, *(Decimal(n or 0) for n in (value.start, value.stop, value.step)))
     if isinstance(value, Glob):
         values = value.filter(options)
     elif override.is_discrete_sweep():
@@ -96,6 +103,17 @@ def sweep_values(override: Override, options: list[str]) -> list[str]:
         raise BadInput(f"{override.input_line}: has no value to sweep over")
     key = line_of(override).partition("=")[0]
     return [f"{key}={value}" for value in values]
+
+
+def _check_range(override: Override, start: Decimal, stop: Decimal, step: Decimal) -> None:
+    """Refuse a range without an end, or with too many values, before any of them is made."""
+    if not step or not (start.is_finite() and stop.is_finite() and step.is_finite()):
+        raise BadInput(f"{override.input_line}: must have finite ends and a step other than 0")
+    if (count := math.ceil((stop - start) / step)) > MOST_RUNS:
+        raise BadInput(
+            f"{override.input_line}: {count:,} values, each a run; must be at most {MOST_RUNS:,} "
+            "in one sweep"
+        )
 
 
 def printable(value: object) -> str:

@@ -31,7 +31,13 @@ from mprun.config.compose import (
 )
 from mprun.config.fields import must_be
 from mprun.config.keys import config_hash, is_told
-from mprun.config.overrides import parse_overrides, printable, split_launcher, sweep_values
+from mprun.config.overrides import (
+    MOST_RUNS,
+    parse_overrides,
+    printable,
+    split_launcher,
+    sweep_values,
+)
 from mprun.config.user_code import as_overrides
 from mprun.errors import BadInput
 from mprun.record.run_directory import run_name
@@ -121,9 +127,6 @@ class Plan:
     config_dir: str | None
     launcher: str | None  # one of LAUNCHERS; None: this process starts the runs itself
     launcher_overrides: tuple[str, ...] = ()  # that choose and configure it
-
-
-MOST_RUNS = 10_000
 
 
 def plan(overrides: list[str], config_dir: str | None) -> Plan:

@@ -235,6 +235,13 @@ CASES = [
     ("-m seed=0,0", "-m|the same"),
     ("-m output_dir=x seed=0,1", "output_dir"),
     ("-m 'seed=range(0,0)'", "seed=range(0,0)|no value"),
+    ("-m 'seed=range(0,3,0)'", "seed=range(0,3,0)|a step other than 0"),
+    ("-m 'optim.lr=range(0.1,1,0)'", "optim.lr=range(0.1,1,0)|a step other than 0"),
+    ("-m 'optim.lr=range(0,1e999)'", "optim.lr=range(0,1e999)|finite"),
+    # As many values are never made, not one of them.
+    ("-m 'seed=range(0,30000000)'", "30,000,000 values, each a run|at most 10,000"),
+    ("-m 'seed=shuffle(range(9e15,0,-1))'", "9,000,000,000,000,000 values|at most 10,000"),
+    ("-m 'optim.lr=range(0,1,1e-12)'", "1,000,000,000,000 values|at most 10,000"),
     ("-m 'precision=glob(zz*)'", "precision=glob(zz*)|no value"),
     ("-m 'optim.lr=interval(0,1)'", "optim.lr=interval(0,1)|choice"),
     ("-m optim.lr=[", "optim.lr=[|key=value"),
