@@ -60,7 +60,7 @@ def blaming(what: str) -> Iterator[None]:
         yield
     except (MprunError, Contradiction):
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         text = str(error)
         # On a CPU torch raises a plain RuntimeError where memory runs out.
         of_cpu = "DefaultCPUAllocator" in text or "Storage size calculation overflowed" in text

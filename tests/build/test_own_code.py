@@ -233,6 +233,7 @@ def own_modules(tmp_path, monkeypatch):
     (tmp_path / "owncode.py").write_text(MODULE)
     (tmp_path / "ownbad.py").write_text("x = 1\nraise KeyError('here')\n")
     (tmp_path / "ownexit.py").write_text("raise SystemExit(7)\n")
+    (tmp_path / "ownleaves.py").write_text("import sys\n\ndef f(*a, **b):\n    sys.exit(0)\n")
     (tmp_path / "ownsyntax.py").write_text("def f(:\n")
     (tmp_path / "ownneeds.py").write_text("import no_such_library\n")
     before = set(sys.modules)
@@ -250,6 +251,9 @@ def own_modules(tmp_path, monkeypatch):
         ("data.factory=owncode.deep:f", "no module named 'owncode.deep'"),
         ("data.factory=ownbad:f", "importing it: KeyError: 'here' (ownbad.py, line 2)"),
         ("data.factory=ownexit:f", "importing it: SystemExit: 7"),
+        # A command that ends with 0 would be taken for a run that is done.
+        ("data.factory=ownleaves:f", "data.factory=ownleaves:f: SystemExit: 0 (ownleaves.py, line"),
+        ("model.factory=ownleaves:f", "model.factory=ownleaves:f: SystemExit: 0 (ownleaves.py"),
         ("data.factory=ownsyntax:f", "importing it: SyntaxError"),
         ("data.factory=ownneeds:f", "ModuleNotFoundError: No module named 'no_such_library'"),
         ("data.factory=owncode:dato", "owncode has no 'dato'; did you mean 'data'?"),
