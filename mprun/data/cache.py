@@ -49,7 +49,11 @@ class Cache:
         if folder is None:
             base = Path(os.environ.get("XDG_CACHE_HOME", ""))
             # The XDG base directory specification says to ignore relative paths.
-            folder = (base if base.is_absolute() else Path.home() / ".cache") / "mprun" / what
+            try:
+                folder = (base if base.is_absolute() else Path.home() / ".cache") / "mprun" / what
+            except RuntimeError:
+                none = "this user has no home directory"
+                raise DataError(f"data.cache=null: {none}; name a folder, or set HOME") from None
         self.folder = Path(folder)
 
     def made(self, key: Key, blocks: Callable[[], Blocks]) -> Path:

@@ -7,6 +7,7 @@ import resource
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,6 +17,8 @@ from mprun.data import cache as cache_module
 from mprun.data.cache import Cache
 from mprun.data.source import DamagedData
 from mprun.errors import Resource
+
+from ..helpers import raises_line
 
 KEY = {"kind": "tokens", "source": "abc", "lower": False, "vocab_limit": None}
 TOKENS = np.arange(1000, dtype="<i4")
@@ -155,6 +158,16 @@ def test_the_default_folder(monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert Cache(None).folder == tmp_path / "xdg" / "mprun" / "text"
     assert Cache("here").folder.name == "here"
+
+
+def test_without_a_home_directory_a_folder_has_to_be_named(monkeypatch):
+    def no_home():  # what Path says for a user id that the system does not know
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with raises_line(DataError, "data.cache=null: this user has no home directory; name a folder"):
+        Cache(None)
 
 
 _WRITER = """
