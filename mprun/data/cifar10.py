@@ -14,7 +14,7 @@ from mprun.data.cache import load_arrays, store_arrays
 from mprun.data.image_files import Images, find_images, printable, read_file
 from mprun.data.image_folder import decode_rgb
 from mprun.data.image_store import ImageStore, Serving
-from mprun.data.source import Batch, DamagedData, permutation
+from mprun.data.source import Batch, DamagedData, DataError, permutation
 
 CLASSES, SIZE = 10, 32
 PIXEL_BYTES = 3 * SIZE * SIZE
@@ -65,7 +65,7 @@ def read_cifar10(root: str) -> Cifar10Files:
                 return read(folder)
     if os.path.isdir(os.path.join(root, "train")):
         return read_class_folders(root)
-    raise DamagedData(_nothing_found(root))
+    raise DataError(f"data.root: {_nothing_found(root)}")
 
 
 def read_python_batches(folder: str, md5: dict[str, str] = MD5) -> Cifar10Files:

@@ -17,7 +17,7 @@ from itertools import permutations
 
 import numpy as np
 
-from mprun.data.source import DamagedData
+from mprun.data.source import DamagedData, DataError
 
 # No photograph is nearly as large; the limit keeps a misnamed film or disk image out of memory.
 MAX_FILE_BYTES = 256 * 2**20
@@ -227,7 +227,7 @@ def _classes(path: str) -> tuple[tuple[str, ...], int]:
     if not folders:
         hint = "; without labels: data.layout=flat" if beside else ""
         found = "images but no class folders" if beside else "no class folders and no images"
-        raise DamagedData(f"{printable(path)}: {found} in it{hint}")
+        raise DataError(f"data.root: {printable(path)}: {found} in it{hint}")
     if beside:
         first = printable(min(image.path for image in beside))
         raise DamagedData(f"{first}: an image beside the class folders, not in one of them")

@@ -31,7 +31,7 @@ from mprun.data.image_files import (
     split_folders,
     too_large,
 )
-from mprun.data.source import DamagedData
+from mprun.data.source import DamagedData, DataError
 
 # Seven times the training images of ImageNet; stops an archive made to never end.
 MAX_MEMBERS = 10_000_000
@@ -179,7 +179,7 @@ def find_imagenet(root: str, *, layout: str, eval_share: float, on_corrupt: str 
         return found
     train_path, validation_path = (os.path.join(root, name) for name in (TRAIN, VALIDATION))
     if not (os.path.isfile(train_path) or os.path.isfile(validation_path)):
-        raise DamagedData(f"{printable(root)}: no ImageNet here; {WHERE_FILES_GO}")
+        raise DataError(f"data.root={printable(root)}: no ImageNet here; {WHERE_FILES_GO}")
     prints = [_fingerprint(path) for path in (train_path, validation_path)]
     key = {"of": "imagenet tables", "train": prints[0], "validation": prints[1]}
     tables = load_arrays(key)

@@ -31,8 +31,8 @@ _NAMES = {"train": ["train"], "valid": ["valid", "validation", "val", "dev"], "t
 def find_text_files(root: str | Path, splits: tuple[str, ...]) -> dict[str, Path]:
     """Find the one file of each of ``splits`` ("train", "valid", "test") in the folder ``root``.
 
-    It raises ``DamagedData`` if a split has no file or several, or if the names follow different
-    patterns, which may be different texts.
+    It raises ``DataError`` if a split has no file, and ``DamagedData`` if it has several, or if the
+    names follow different patterns, which may be different texts.
     """
     root = Path(root)
     try:
@@ -44,7 +44,7 @@ def find_text_files(root: str | Path, splits: tuple[str, ...]) -> dict[str, Path
         known = {pattern.format(name): pattern for pattern in _PATTERNS for name in _NAMES[split]}
         candidates = [name for name in present if name in known]
         if not candidates:
-            raise DamagedData(f"{root}: no {split} split, {_wanted(split, present)}")
+            raise DataError(f"data.root={root}: no {split} split, {_wanted(split, present)}")
         if len(candidates) > 1:
             names = ", ".join(candidates)
             raise DamagedData(f"{root}: several files of the {split} split, leave one: {names}")
@@ -265,7 +265,7 @@ def _corpus_folder(root: Path) -> Path:
         if (folder / _TRAINING).is_dir():
             return folder
     where = f"no folder {_TRAINING}, here or in {_CORPUS}"
-    raise DamagedData(f"{root}: {where}: unpack the corpus there")
+    raise DataError(f"data.root={root}: {where}: unpack the corpus there")
 
 
 class Lm1b(EncodedText):

@@ -378,8 +378,10 @@ def _found(root: Path, split: str) -> list[Path]:
         raise DamagedData(f"{root}: {error.strerror}") from error
     if len(kinds := [files for files in found if files]) == 1:
         return kinds[0]
-    many = "both" if kinds else "neither"
-    raise DamagedData(f"{root}: has {many} of {' and '.join(_NAMES[split])}, must have one")
+    names = " and ".join(_NAMES[split])
+    if not kinds:
+        raise DataError(f"data.root={root}: has neither of {names}, must have one")
+    raise DamagedData(f"{root}: has both of {names}, must have one")
 
 
 CONTENT_SEED = 20171010

@@ -10,7 +10,7 @@ import pytest
 
 from mprun.data.image_files import find_images
 from mprun.data.imagenet_archives import find_imagenet
-from mprun.data.source import DamagedData
+from mprun.data.source import DamagedData, DataError
 
 from ..helpers import raises_line
 from .made_images import class_folders, encoded, split_folders, write
@@ -65,7 +65,6 @@ def loose_in_val(root):
 
 # What is done to train and val, which have an image each of the classes a and b; what is said.
 DAMAGE = [
-    (loose_in_val, "/val: images but no class folders"),
     (lambda root: image(root, "train/x.jpg"), "/train/x.jpg: an image beside the class folders"),
     (lambda root: write(root / "val/c/x.txt", b"?"), "/val/c: an empty class folder"),
     (lambda root: write(root / "train/c/x.txt", b"?"), "/train/c: an empty class folder"),
@@ -102,13 +101,25 @@ def test_a_damaged_folder_of_two_splits_is_refused_by_name(tmp_path, damage, mes
     refused(f"{tmp_path}{message.format(root=tmp_path)}", tmp_path)
 
 
+def wrong_root(message, root, **options):
+    """Nothing there is damaged: the folder holds other things than those asked for."""
+    with raises_line(DataError, "data.root", message) as caught:
+        find(root, **options)
+    assert caught.type is DataError
+
+
+def test_a_held_out_split_without_class_folders(tmp_path):
+    loose_in_val(split_folders(tmp_path, {"a": 1, "b": 1}))
+    wrong_root(f"{tmp_path}/val: images but no class folders", tmp_path)
+
+
 def test_folders_without_splits(tmp_path):
-    refused(f"{tmp_path}: no class folders and no images in it", tmp_path)
+    wrong_root(f"{tmp_path}: no class folders and no images in it", tmp_path)
     refused(f"{tmp_path}: no images in it", tmp_path, layout="flat")
     refused(f"{tmp_path}/gone: cannot be listed: No such file", tmp_path / "gone")
     image(tmp_path, "1.jpg")
     loose = f"{tmp_path}: images but no class folders in it; without labels: data.layout="
-    refused(loose, tmp_path)
+    wrong_root(loose, tmp_path)
     (tmp_path / "1.jpg").unlink()
     class_folders(tmp_path, {"a": 1, "b": 1})
     refused(f"{tmp_path}: 2 images are too few", tmp_path, eval_share=0.001)
@@ -166,7 +177,8 @@ def test_imagenet_needs_a_thousand_classes(tmp_path):
     with raises_line(ValueError, "layout='flat' is not allowed: ImageNet"):
         find(tmp_path, layout="flat", make=find_imagenet)
     archives = (f"ILSVRC2012_{name}" for name in ("img_train.tar", "img_val.tar", "devkit_t12.tar"))
-    with raises_line(DamagedData, f"{tmp_path}: no ImageNet here; needs train/", *archives):
+    wrong_root(f"={tmp_path}: no ImageNet here; needs train/", tmp_path, make=find_imagenet)
+    with raises_line(DataError, *archives):
         find(tmp_path, make=find_imagenet)
     split_folders(tmp_path, {"n00000001": 1, "n00000002": 1})
     refused(f"{tmp_path}/train: 2 classes, ImageNet has 1000", tmp_path, make=find_imagenet)

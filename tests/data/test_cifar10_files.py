@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from mprun.data.cifar10 import MD5, read_binary_batches, read_cifar10, read_python_batches
-from mprun.data.source import DamagedData
+from mprun.data.source import DamagedData, DataError
 
 from ..helpers import raises_line
 from .made_images import cifar10_folders, encoded, write
@@ -152,17 +152,19 @@ def test_binary_batches(tmp_path):
             lambda root: write(root / "test/dog/0001.jpg", LAST[: len(LAST) // 2]),
             "{root}/test/dog/0001.jpg: cannot be decoded: ",
         ),
-        (
-            lambda root: (shutil.rmtree(root), write(root / "cifar10-jpeg.tar.xz", b"?")),
-            "{root}/cifar10-jpeg.tar.xz: an archive, which mprun does not unpack; unpack it and",
-        ),
-        (
-            lambda root: (shutil.rmtree(root), root.mkdir()),
-            "{root}: no CIFAR-10 here; needs cifar-10-batches-py/, ",
-        ),
     ],
 )
 def test_what_is_no_cifar_10_is_refused_by_name(root, damage, says):
     damage(root)
     with raises_line(DamagedData, says.format(root=root)):
         read_cifar10(str(root))
+
+
+def test_a_folder_without_cifar_10_is_the_wrong_one(root):
+    shutil.rmtree(root)
+    root.mkdir()
+    for says in ("no CIFAR-10 here; needs cifar-10-batches-py/, ", "an archive, which mprun does"):
+        with raises_line(DataError, "data.root: ", f"{root}", says) as caught:
+            read_cifar10(str(root))
+        assert caught.type is DataError
+        write(root / "cifar10-jpeg.tar.xz", b"?")

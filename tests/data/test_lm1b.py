@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from mprun.data.source import DamagedData, permutation
+from mprun.data.source import DamagedData, DataError, permutation
 
 from ..helpers import configured
 
@@ -125,8 +125,10 @@ def test_missing_files_are_named(corpus):
     with pytest.raises(DamagedData, match="news.en-00017-of-00100: no such file; 2 of 99"):
         source(corpus)
     training.rename(corpus / "elsewhere")
-    with pytest.raises(DamagedData, match=f"no folder {training.name}, here or in {FOLDER}"):
+    none = f"^data.root={corpus}: no folder {training.name}, here or in {FOLDER}"
+    with pytest.raises(DataError, match=none) as caught:
         source(corpus)
+    assert caught.type is DataError
 
 
 def test_an_interrupted_preparation_goes_on_where_it_was(corpus, capsys):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from mprun.data.source import DamagedData
+from mprun.data.source import DamagedData, DataError
 from mprun.data.text import find_text_files
 
 from ..helpers import raises_line
@@ -38,10 +38,10 @@ def test_recognised_names(tmp_path, train, valid, test):
 def test_only_the_splits_asked_for_are_needed(tmp_path):
     made(tmp_path, "train.txt", "test.txt")
     assert set(find_text_files(tmp_path, ("train", "test"))) == {"train", "test"}
-    with pytest.raises(DamagedData) as caught:
+    with pytest.raises(DataError) as caught:
         find_text_files(tmp_path, ("train", "valid"))
-    assert str(caught.value) == (
-        f"{tmp_path}: no valid split, which is one of wiki.valid.tokens, wiki.valid.raw, "
+    assert caught.type is DataError and str(caught.value) == (
+        f"data.root={tmp_path}: no valid split, which is one of wiki.valid.tokens, wiki.valid.raw, "
         "ptb.valid.txt, valid.txt, valid.tokens (or validation, val, dev for valid); found "
         "test.txt, train.txt"
     )
@@ -50,8 +50,6 @@ def test_only_the_splits_asked_for_are_needed(tmp_path):
 @pytest.mark.parametrize(
     ("names", "says"),
     [
-        ([], ": no train split"),
-        (["train.txt/", "valid.txt"], ": no train split"),
         (
             ["wiki.train.tokens", "ptb.valid.txt"],
             "wiki.train.tokens and ptb.valid.txt are named as parts of different texts",
@@ -69,3 +67,12 @@ def test_what_is_not_clear(tmp_path, names, says):
         find_text_files(tmp_path, ("train", "valid"))
     with raises_line(DamagedData, "nowhere: No such file or directory"):
         find_text_files(tmp_path / "nowhere", ("train", "valid"))
+
+
+@pytest.mark.parametrize("names", [[], ["train.txt/", "valid.txt"]])
+def test_a_folder_without_a_split_is_the_wrong_one(tmp_path, names):
+    for name in names:
+        (tmp_path / name).mkdir() if name.endswith("/") else made(tmp_path, name)
+    with raises_line(DataError, f"data.root={tmp_path}: no train split") as caught:
+        find_text_files(tmp_path, ("train", "valid"))
+    assert caught.type is DataError

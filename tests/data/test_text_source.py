@@ -106,21 +106,25 @@ def test_encoded_once_by_content(folder):
     [
         ("train.txt", b"", "train.txt: no words, 0 bytes"),
         ("valid.txt", b"a\0\n", "valid.txt: a NUL byte, no text file at byte 1, line 1"),
-        ("valid.txt", None, "no valid split"),
         ("ptb.train.txt", b"a\n", "several files of the train split"),
     ],
 )
 def test_bad_files_end_a_run_with_one_line(folder, tmp_path, capsys, name, content, message):
-    if content is None:
-        (folder / name).unlink()
-    else:
-        (folder / name).write_bytes(content)
+    (folder / name).write_bytes(content)
     cache = tmp_path / "cache"
     command = ["data=text", f"data.root={folder}", f"data.cache={cache}", "model=lstm_lm"]
     command += [f"output_root={tmp_path}/runs", "device=cpu"]
     refused(capsys, *command, says=(f"mprun: {folder}", message), code=4)
     assert not (tmp_path / "runs").exists()
     assert not list(cache.glob(".*"))
+
+
+def test_a_folder_that_lacks_a_split_is_bad_input_not_damage(folder, tmp_path, capsys):
+    (folder / "valid.txt").unlink()
+    command = ["data=text", f"data.root={folder}", f"data.cache={tmp_path}/c", "model=lstm_lm"]
+    command += [f"output_root={tmp_path}/runs", "device=cpu"]
+    refused(capsys, *command, says=f"mprun: data.root={folder}: no valid split", code=2)
+    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(

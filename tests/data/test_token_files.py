@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mprun.data.source import DamagedData
+from mprun.data.source import DamagedData, DataError
 from mprun.data.token_streams import TokenStreams
 
 from ..helpers import ONE_CORE, configured, raises_line, run
@@ -113,13 +113,19 @@ def test_a_token_beyond_the_vocabulary_is_named_where_it_is_read(folder):
             lambda root: write(root / "a_val_0.bin", HELD_OUT),
             "has both of val.bin and *_val_*.bin, must have one",
         ),
-        (lambda root: (root / "val.bin").unlink(), "has neither of val.bin and *_val_*.bin"),
     ],
 )
 def test_damaged_files_are_refused(folder, damage, says):
     damage(folder)
     with raises_line(DamagedData, says):
         source(folder)
+
+
+def test_a_folder_without_a_split_is_the_wrong_one(folder):
+    (folder / "val.bin").unlink()
+    with raises_line(DataError, f"data.root={folder}: has neither of val.bin and ") as caught:
+        source(folder)
+    assert caught.type is DataError
 
 
 @pytest.mark.parametrize(
