@@ -30,12 +30,19 @@ class MprunError(Exception):
     """The base of the errors that end with one line on stderr and a certain exit code."""
 
     exit_code = BUG
+    longest = 200  # characters of its line; a longer one loses its end, or its middle
 
 
 class BadInput(MprunError):
     """A request cannot be fulfilled; the message names key, value and what is allowed."""
 
     exit_code = BAD_INPUT
+
+
+class Untrusted(BadInput):
+    """A record names code or a path that the command does not name; the line has it in full."""
+
+    longest = 600
 
 
 class MissingExtra(BadInput, ImportError):
@@ -78,6 +85,7 @@ class Damaged(MprunError):
     """A file that should be whole is damaged: a checkpoint, a record or a data file."""
 
     exit_code = DAMAGED
+    longest = 600  # a file is named in full, however long its path
 
 
 class Resource(MprunError):

@@ -12,6 +12,7 @@ import signal
 import sys
 import traceback
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -61,9 +62,7 @@ def _ended(arguments: list[str], interruption: Interruption) -> int:
             sys.stdout.flush()
         return code
     except MprunError as error:
-        # A damaged file is named in full, however long its path.
-        longest = 600 if error.exit_code == errors.DAMAGED else 200
-        print(_one_line(f"mprun: {error}", longest), file=sys.stderr)
+        print(_one_line(f"mprun: {error}", error.longest), file=sys.stderr)
         return error.exit_code
     except SystemExit as ended:  # argparse, after a help page
         return int(ended.code or DONE)
@@ -194,7 +193,8 @@ def _run(options: argparse.Namespace) -> int:
             status = read_record(Path(before), "status")["status"]
             if status in ("done", "diverged"):  # a result, but torchrun takes it for a failure
                 return errors.STATUS_EXIT_CODE[status]
-            return _resumed((*_lasting(overrides), f"resume={before}"), before, None, place)
+            lasting = _lasting(overrides, config)
+            return _resumed((*lasting, f"resume={before}"), before, None, place)
     from mprun.training.run import start
 
     return start(composed, place)
@@ -266,16 +266,17 @@ def _launched(
         config_dir=config_dir,
         place=place,
         restarts=config.restarts,
-        kept=_lasting(overrides),
+        kept=_lasting(overrides, config),
         module="mprun.sweep.child",
     )
 
 
-def _lasting(overrides: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the overrides that a continuation needs again: the user's code, and where it runs."""
-    from mprun.config.user_code import is_factory
+def _lasting(overrides: tuple[str, ...], config: "RunConfig") -> tuple[str, ...]:
+    """Return the overrides that a continuation needs again: what it names, and where it runs."""
+    from mprun.config.trust import as_overrides
 
-    return tuple(o for o in overrides if is_factory(o) or o.partition("=")[0] in _OF_RANKS)
+    of_ranks = (o for o in overrides if o.partition("=")[0] in _OF_RANKS)
+    return (*as_overrides(asdict(config)), *of_ranks)
 
 
 def _announce(text: str) -> None:

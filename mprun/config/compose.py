@@ -41,7 +41,15 @@ from mprun.config.registry import FOLDERS, kind_of
 from mprun.config.rules import check
 from mprun.config.schema import RunConfig
 from mprun.config.selection import SCHEMAS, Unusual, select
-from mprun.config.user_code import FACTORY_KEYS, NOTHING, Vouched, check_vouched, recorded_factories
+from mprun.config.trust import (
+    FACTORY_KEYS,
+    NOTHING,
+    Vouched,
+    check_vouched,
+    outside,
+    say_own,
+    with_typed,
+)
 from mprun.errors import BadInput
 
 # Errors of Hydra and OmegaConf for overrides that do not compose (OSError: names too long).
@@ -239,15 +247,16 @@ def _fill_compare(config: RunConfig) -> None:
 def config_from_record(record: dict, given: Vouched = NOTHING) -> RunConfig:
     """Rebuild a RunConfig from the plain values of a run directory's config.yaml.
 
-    The checks are those of the command line. It raises BadInput for a factory of the record that
-    `given`, from this command's line, does not name.
+    The checks are those of the command line. It raises BadInput for code and paths of the record
+    that `given`, from this command's line, does not name.
     """
     if "script" in record:
         raise BadInput(
             f"config.yaml: from a script ({record['script'].get('file')}), and only that can take "
             "its steps; there: mprun.probe(step, optimizer), mprun.explain(step, optimizer)"
         )
-    check_vouched(recorded_factories(record), given)
+    record = with_typed(record, given)
+    check_vouched(outside(record), given)
     _no_interpolation(record)
     try:
         root = OmegaConf.structured(RunConfig)
@@ -261,6 +270,7 @@ def config_from_record(record: dict, given: Vouched = NOTHING) -> RunConfig:
         reason = str(error).splitlines()[0]
         raise BadInput(f"{where} does not fit this version of mprun: {reason}") from None
     check(config)
+    say_own(record, given)
     return config
 
 

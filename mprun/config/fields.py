@@ -6,6 +6,7 @@ broken rule as one line that names the key, the value and what is allowed.
 
 import dataclasses
 import math
+import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -63,6 +64,20 @@ def setting(default: Any, doc: str, **more: Any) -> Any:
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
+
+
+def place(doc: str, *, unset: str = "", role: Role = READING) -> Any:
+    """Declare the path of a file or a folder, by default null.
+
+    One in a record is used only if the command names it too (mprun.config.trust). unset: another
+    place outside of the run, for which null stands.
+    """
+    return setting(None, doc, role=role, place=True, unset=unset)
+
+
+def below_root(doc: str) -> Any:
+    """Declare the name of a file below `data.root`, by default null."""
+    return setting(None, doc, below_root=True)
 
 
 def ranged(
@@ -212,6 +227,8 @@ def _broken(key: str, value: Any, rule: Any) -> str | None:
         return "must be a finite number"
     if "choices" in rule and value not in rule["choices"]:
         return must_be(str(value), [str(choice) for choice in rule["choices"]], key)
+    if "below_root" in rule and (os.path.isabs(value) or ".." in value.split(os.sep)):
+        return "must be a path below data.root"
     bounds = rule.get("bounds", {})
     if all(_BOUNDS[name][1](value, bound) for name, bound in bounds.items()):
         return None

@@ -43,6 +43,10 @@ for _key, _field, _owner in _fields(RunConfig):
     _OWNERS.setdefault(_key, []).append(_owner)
 
 
+# Keys whose value is a path outside of the run.
+PLACES = tuple(key for key, (field, *_) in FIELDS.items() if field.metadata.get("place"))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Meaning:
     """A key's meaning in words; `variants`: the components that have it, none: all of its group."""

@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import get_args
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override, RangeSweep
+from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString, RangeSweep
 
 from mprun.config.keys import FIELDS
 from mprun.config.registry import COMPONENTS
@@ -16,8 +16,9 @@ from mprun.errors import BadInput
 
 # The mapping from module-name patterns to dtypes: its keys hold dots and stars.
 MAPPING = "precision.overrides"
+OPTIONS = ("data.options", "model.options")  # arguments of the user's functions
 # Mappings whose keys no schema knows.
-FREE_MAPPINGS = (MAPPING, "data.options", "model.options")
+FREE_MAPPINGS = (MAPPING, *OPTIONS)
 # Choosing a group's option sets them.
 _CHOSEN_BY_GROUP = (*(f"{group}.name" for group in COMPONENTS), "scaler.kind")
 _SCIENTIFIC = re.compile(r"(?<![^,(])\d+(?:\.\d+)?[eE][+]?\d+(?![^,)])")
@@ -61,6 +62,24 @@ def _parse(text: str) -> Override:
 def line_of(override: Override) -> str:
     """Return an override as it was typed; Hydra's type allows None."""
     return override.input_line or ""
+
+
+def assignment(key: str, value: object) -> str:
+    """Return the override `key=value`, which parses to just this value."""
+    return f"{key}={_in_grammar(value)}"
+
+
+def _in_grammar(value: object) -> str:
+    if isinstance(value, str):
+        plain = re.fullmatch(r"[A-Za-z_/][\w./:@%+-]*", value, re.ASCII)
+        special = value.lower() in ("null", "true", "false", "nan", "inf")
+        quoted: str = QuotedString(value, Quote.single).with_quotes()
+        return value if plain and not special else quoted
+    if isinstance(value, list):
+        return f"[{','.join(map(_in_grammar, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{_in_grammar(k)}:{_in_grammar(v)}' for k, v in value.items())}}}"
+    return "null" if value is None else str(value).lower()
 
 
 def mapping_of(key: str) -> str | None:

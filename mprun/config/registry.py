@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
-from mprun.config.fields import READING, count, ranged, setting
+from mprun.config.fields import READING, count, place, ranged, setting
 from mprun.entry_points import announced
 from mprun.errors import BadInput, raised
 
@@ -116,9 +116,7 @@ class DataConfig:
 
     component: ClassVar[DataSource] = DataSource(name="", config=object, family="")
     name: str = setting(MISSING, "Which source of data is built; data=OPTION sets it")
-    root: str | None = setting(
-        None, "Folder that holds the files; null: embedded or synthetic data", role=READING
-    )
+    root: str | None = place("Folder that holds the files; null: embedded or synthetic data")
     batch_size: int = count(32, "Samples (text: streams) of a micro-batch, on one device")
     workers: int | None = ranged(
         None,

@@ -17,7 +17,7 @@ from mprun.config.metrics import IN_POINTS
 from mprun.config.option_files import named
 from mprun.config.registry import kind_of, readers_of
 from mprun.config.schema import DTYPES, RunConfig
-from mprun.config.user_code import check_own_code
+from mprun.config.trust import check_own_code
 from mprun.errors import BadInput, no_folder
 
 

@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import NoReturn, TypeAlias
 
 from mprun import errors
+from mprun.config.overrides import assignment
 from mprun.record.run_directory import Pulse, locked
 from mprun.record.run_record import Record
 from mprun.sweep.child import child
@@ -259,16 +260,15 @@ class Attempt:
         if self.resumed:
             keep_log(self.cell)
             # Hydra does not parse `resume=`, so the path needs no quotes. A record vouches for no
-            # code; the sweep's command line does. The run may have had more GPUs than the cell now.
+            # code and no path; the sweep does. The run may have had more GPUs than the cell now.
             devices = f"devices={self.cell.devices}"
-            arguments = [f"resume={self.cell.directory}", devices, *self.cell.factories]
+            arguments = [f"resume={self.cell.directory}", devices, *self.cell.outside]
         else:
             try:
                 put_aside(self.cell)
             except errors.BadInput:  # another process was faster
                 return
-            quoted = str(self.cell.directory).replace("'", "\\'")
-            arguments = [*self.cell.overrides, f"output_dir='{quoted}'"]
+            arguments = [*self.cell.overrides, assignment("output_dir", str(self.cell.directory))]
             if self.config_dir is not None:
                 arguments += ["--config-dir", self.config_dir]
         self.cell.log.parent.mkdir(parents=True, exist_ok=True)

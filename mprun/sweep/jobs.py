@@ -31,7 +31,7 @@ class Cell:
     seed: int
     device: str = "auto"
     devices: str = "1"
-    factories: tuple[str, ...] = ()  # the user's code that the sweep names, as overrides
+    outside: tuple[str, ...] = ()  # the code and the paths that the sweep names, as overrides
     data_places: tuple[tuple[str, str | None], ...] = ()  # from `data_places`
 
     @property

@@ -33,12 +33,13 @@ from mprun.config.fields import must_be
 from mprun.config.keys import config_hash, is_told
 from mprun.config.overrides import (
     MOST_RUNS,
+    assignment,
     parse_overrides,
     printable,
     split_launcher,
     sweep_values,
 )
-from mprun.config.user_code import as_overrides
+from mprun.config.trust import as_overrides
 from mprun.errors import BadInput
 from mprun.record.run_directory import run_name
 from mprun.sweep.jobs import Cell, data_places
@@ -81,9 +82,8 @@ def launch(overrides: list[str], folder: str, runs: int, run: Callable[[DictConf
 
     folder: absolute path for all of the launcher's files.
     """
-    quoted = folder.replace("'", "\\'")
     with hydra_session(None):
-        config = _composed([*overrides, *_QUIET, f"hydra.sweep.dir='{quoted}'"])
+        config = _composed([*overrides, *_QUIET, assignment("hydra.sweep.dir", folder)])
         context = HydraContext(config_loader=loader(), callbacks=Callbacks())
         launcher: Launcher = Plugins.instance().instantiate_launcher(
             hydra_context=context, task_function=run, config=config
@@ -181,6 +181,6 @@ def _cell(composed: Composed, output_root: Path, swept: frozenset[str]) -> Cell:
         seed=composed.config.seed,
         device=composed.config.device,
         devices=composed.config.devices,
-        factories=as_overrides(plain),
+        outside=as_overrides(plain),
         data_places=data_places(plain),
     )

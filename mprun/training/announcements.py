@@ -14,6 +14,7 @@ from mprun.build import Built
 from mprun.config.option_files import option_files
 from mprun.config.overrides import without
 from mprun.config.schema import RunConfig, ScalerConfig
+from mprun.config.trust import as_overrides
 from mprun.data.source import Source
 from mprun.entry_points import hint_of
 from mprun.errors import MprunError
@@ -76,15 +77,21 @@ def say_ending(directory: Path, source: Source, outcome: Outcome, record: dict) 
     """Print the cause unless the run succeeded, notes on its data, and the next command."""
     cause = f"{outcome.status} at step {outcome.step}: {outcome.cause}" if outcome.cause else None
     diverged = outcome.status == "diverged"
+    explain = shlex.join(["mprun", "explain", str(directory), *as_overrides(record["config"])])
     done = outcome.status == "done" and "measured_for" not in record
     say(
         cause,
-        hint_of("explain", f"to find the cause: mprun explain {directory}") if diverged else None,
-        f"to go on: mprun resume={directory}" if outcome.status == "preempted" else None,
+        hint_of("explain", f"to find the cause: {explain}") if diverged else None,
+        to_go_on(directory, record["config"]) if outcome.status == "preempted" else None,
         data_bound(source, outcome.throughput.get("data_wait"), record["seconds"]),
         replaced_line(record["data"]),
         f"next: {_next(directory, record)}" if done else None,
     )
+
+
+def to_go_on(directory: Path, config: dict) -> str:
+    """Return the command that continues a run; it names what lies outside of the run."""
+    return f"to go on: {shlex.join(['mprun', f'resume={directory}', *as_overrides(config)])}"
 
 
 def _next(directory: Path, record: dict) -> str:

@@ -14,7 +14,7 @@ from mprun.config.compose import config_from_record
 from mprun.config.keys import config_hash, flat, resumable_keys, role_of
 from mprun.config.overrides import parse_overrides
 from mprun.config.schema import RunConfig
-from mprun.config.user_code import Vouched, is_factory, vouched
+from mprun.config.trust import Vouched, is_outside, vouched
 from mprun.data.source import DamagedData
 from mprun.distributed.rank_info import RankInfo
 from mprun.errors import BadInput, Damaged, no_folder, raised
@@ -230,7 +230,7 @@ def _checked(plain: dict, overrides: tuple[str, ...], given: Vouched) -> RunConf
 def _with_overrides(plain: dict, overrides: tuple[str, ...]) -> dict:
     for override in overrides:
         key = override.partition("=")[0]
-        if key.lstrip("+") == "resume" or is_factory(override):
+        if key.lstrip("+") == "resume" or is_outside(override):
             continue
         if not role_of(key).resumable:
             raise BadInput(

@@ -31,7 +31,15 @@ from mprun.record.metrics import TensorBoardView
 from mprun.record.run_directory import claim, claim_exactly, locked, run_name
 from mprun.record.run_record import Record
 from mprun.torch_private import DYNAMO
-from mprun.training.announcements import announce, notes, replaced, replaced_line, say, say_ending
+from mprun.training.announcements import (
+    announce,
+    notes,
+    replaced,
+    replaced_line,
+    say,
+    say_ending,
+    to_go_on,
+)
 from mprun.training.environment import environment, number_formats
 from mprun.training.loop import BEGINNING, Loop, Start
 from mprun.training.signals import Interruption
@@ -251,7 +259,7 @@ def attempt(config: RunConfig, built: Built, record: Record, start: Start = BEGI
                 cause = str(error) if plain else f"{type(error).__name__}: {error}"
                 end("preempted" if stopped else "failed", cause, last_step=last)
             if stopped:
-                say(f"to go on: mprun resume={directory}")
+                say(to_go_on(directory, record["config"]))
             say(replaced_line(record["data"]))
             _print_directory(directory)
             if config.deterministic and "deterministic" in str(error):

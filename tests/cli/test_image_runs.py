@@ -139,10 +139,10 @@ def test_a_damaged_evaluation_keeps_the_work_and_it_goes_on_after_the_repair(
     assert main(arguments(folder, run, *more)) == 4
     printed = capsys.readouterr().err
     assert f"mprun: {path}: " in printed and "checkpoint at step 5 kept" in printed
-    assert main([f"resume={run}"]) == 4  # still damaged
+    assert main([f"resume={run}", f"data.root='{folder}'"]) == 4  # still damaged
     path.write_bytes(content)
     capsys.readouterr()
-    assert main([f"resume={run}"]) == 0
+    assert main([f"resume={run}", f"data.root='{folder}'"]) == 0
     assert "the data have changed since the run stopped" in capsys.readouterr().err
     record = record_of(run)
     assert record["status"] == "done" and len(record["data_before_repair"]) == 1
@@ -193,7 +193,7 @@ def test_skip_is_counted_and_told(folder, tmp_path, capsys):
     assert line.startswith("mprun: data.on_corrupt=skip: 2 files replaced by the next usable one")
     assert all(str(name) in line for name in names)
     # The record can be read again, and a file that both attempts met counts once.
-    assert main([f"resume={run}", "train.steps=8"]) == 0
+    assert main([f"resume={run}", f"data.root='{folder}'", "train.steps=8"]) == 0
     assert record_of(run)["data"] == data
 
 
@@ -238,7 +238,7 @@ def test_a_signal_to_the_group_stops_the_run_not_its_loader_and_it_goes_on_bit_f
     os.killpg(process.pid, signal.SIGTERM)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 75, err
-    assert main([f"resume={run}"]) == 0
+    assert main([f"resume={run}", f"data.root='{folder}'"]) == 0
     timed = {"samples_per_s", "data_wait", "seconds"}
     records = []
     for path in (whole, run):
@@ -265,7 +265,7 @@ def test_killed_and_resumed_from_a_checkpoint(folder, tmp_path):
         assert time.monotonic() < deadline
         time.sleep(0.05)
     last = steps_done(run) + 10
-    assert main([f"resume={run}", f"train.steps={last}"]) == 0
+    assert main([f"resume={run}", f"data.root='{folder}'", f"train.steps={last}"]) == 0
     assert main(arguments(folder, whole, *more, f"train.steps={last}")) == 0
     losses = [[(r["split"], r["step"], r["loss"]) for r in rows_of(path)] for path in (whole, run)]
     assert losses[0] == losses[1]

@@ -14,7 +14,7 @@ from mprun.config.keys import FIELDS, flat
 from mprun.config.option_files import mode_values, modes, option_files
 from mprun.config.overrides import parse_overrides
 from mprun.config.schema import PrecisionConfig
-from mprun.config.user_code import vouched
+from mprun.config.trust import vouched
 from mprun.errors import BadInput
 from mprun.precision import DynamicLossScale, get_policy
 

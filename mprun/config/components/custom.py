@@ -1,6 +1,6 @@
 """The user's network and data, named by `package.module:function` (docs/own_data.md).
 
-For the allowed names and arguments of a factory see `mprun.config.user_code.check_own_code`.
+For the allowed names and arguments of a factory see `mprun.config.trust.check_own_code`.
 """
 
 from typing import Any

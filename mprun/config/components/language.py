@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from functools import partial
 
-from mprun.config.fields import READING, count, from_zero, one_of, positive, ranged, setting, share
+from mprun.config.fields import count, from_zero, one_of, place, positive, ranged, setting, share
 from mprun.config.registry import DataConfig, ModelConfig, network, source, task
 from mprun.config.schema import RunConfig
 
@@ -35,8 +35,8 @@ _sequence = partial(count, doc="Tokens per step and stream")
 _vocab_limit = partial(ranged, None, VOCAB_LIMIT, at_least=3, at_most=1_000_000)
 vocab_multiple = partial(count, doc="Pad the vocabulary to a multiple of this")
 eval_split = partial(one_of, "valid test", "Split to evaluate")
-_CACHE = "Folder of the encoded text; null: mprun in the user's cache folder"
-cache = partial(setting, None, _CACHE, role=READING)
+_CACHE = "mprun in the user's cache folder"
+cache = partial(place, f"Folder of the encoded text; null: {_CACHE}", unset=_CACHE)
 
 
 def _sampling(model: "LSTMConfig", config: RunConfig) -> Iterator[str]:
@@ -185,8 +185,8 @@ class Lm1bConfig(DataConfig):
     # Entries of that file (Jozefowicz et al., arXiv 1602.02410, section 4.1).
     vocab_limit = 793_470
     sequence_length: int = _sequence(20)
-    vocabulary: str | None = setting(
-        None, "File of the vocabulary, one word a line; null: the one below root", role=READING
+    vocabulary: str | None = place(
+        "File of the vocabulary, one word a line; null: the one below root"
     )
     vocab_multiple: int = vocab_multiple(8)
     eval_split: str = eval_split()
@@ -209,6 +209,4 @@ class TokenFilesConfig(DataConfig):
     eval_tokens: int | None = ranged(
         None, "Number of first held-out tokens to evaluate; null: all", at_least=32
     )
-    cache: str | None = setting(
-        None, "Folder of cached hashes; null: mprun in the user's cache folder", role=READING
-    )
+    cache: str | None = place(f"Folder of cached hashes; null: {_CACHE}", unset=_CACHE)

@@ -11,7 +11,7 @@ from mprun.config.components.images import (
     in_colour,
     prefetch,
 )
-from mprun.config.fields import one_of, ranged, setting, share
+from mprun.config.fields import RESULT, one_of, place, ranged, setting, share
 from mprun.config.registry import ModelConfig, network, source, task
 from mprun.config.schema import RunConfig
 
@@ -26,7 +26,9 @@ task(
 # Fields that several classes share.
 _freeze = partial(setting, False, "Train only the convolutions for boxes and classes")
 _weights = partial(
-    setting, None, "File of initial weights (torch.save), of a VGG-16 or of the whole; null: random"
+    place,
+    "File of initial weights (torch.save), of a VGG-16 or of the whole; null: random",
+    role=RESULT,
 )
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 from mprun.config.components.images import prefetch
-from mprun.config.fields import count, positive, ranged, setting
+from mprun.config.fields import below_root, count, positive, ranged, setting
 from mprun.config.registry import DataConfig, ModelConfig, network, source, task
 from mprun.config.schema import RunConfig
 
@@ -83,11 +83,11 @@ class SpeechManifestConfig(DataConfig):
     spectrogram, standardised over each utterance.
     """
 
-    train_manifest: str | None = setting(
-        None, "Manifest below root to train on; null: train.json, .jsonl or .csv"
+    train_manifest: str | None = below_root(
+        "Manifest below root to train on; null: train.json, .jsonl or .csv"
     )
-    eval_manifest: str | None = setting(
-        None, "Manifest below root to evaluate; null: dev, val or valid, with the same endings"
+    eval_manifest: str | None = below_root(
+        "Manifest below root to evaluate; null: dev, val or valid, with the same endings"
     )
     sample_rate: int = ranged(
         16000, "Samples per second of every WAV file", at_least=1000, at_most=192_000
@@ -101,8 +101,8 @@ class SpeechManifestConfig(DataConfig):
     alphabet: str = setting(
         "'abcdefghijklmnopqrstuvwxyz ", "Characters of the texts, without CTC's blank"
     )
-    alphabet_file: str | None = setting(
-        None, "File below root with the characters, one a line, instead of alphabet; null: none"
+    alphabet_file: str | None = below_root(
+        "File below root with the characters, one a line, instead of alphabet; null: none"
     )
     lower: bool = setting(True, "Lower-case all texts")
     max_seconds: float | None = positive(

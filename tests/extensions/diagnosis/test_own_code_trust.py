@@ -3,7 +3,7 @@
 import pytest
 
 from mprun.cli import main
-from mprun.config.user_code import vouched
+from mprun.config.trust import vouched
 from mprun.extensions.diagnosis.commands.advise import advise_run
 
 from ...cli.test_own_code_trust import NAMES, RUN, edited, folder, refused

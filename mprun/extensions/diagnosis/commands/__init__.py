@@ -9,7 +9,7 @@ from typing import Any
 
 from mprun.cli.arguments import Arguments, filled
 from mprun.config.fields import must_be
-from mprun.config.user_code import is_factory
+from mprun.config.trust import is_outside
 from mprun.errors import DONE, BadInput
 from mprun.numerics.post_mortem import plain
 from mprun.record.console import columns
@@ -27,7 +27,7 @@ def split_words(options: Namespace, parser: Arguments, known: Collection[str] = 
     """Split `options.words` into `overrides`, `named` (those of `known`) and `run`.
 
     run: a path, None without one. BadInput for a second run, or for an override beside a run that
-    does not name the user's code.
+    names neither the user's code nor a path.
     """
     options.overrides = [word for word in options.words if "=" in word and not Path(word).is_dir()]
     others = [word for word in options.words if word not in options.overrides]
@@ -41,7 +41,7 @@ def split_words(options: Namespace, parser: Arguments, known: Collection[str] = 
         parser.error(f"{runs[1]}: a second run directory, only one is allowed")
     options.run = Path(runs[0]) if runs else None
     for override in options.overrides if runs else ():
-        if not is_factory(override):
+        if not is_outside(override):
             raise BadInput(f"{parser.verb} {runs[0]} {override}: a run has its configuration")
 
 

@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Arguments, number
 from mprun.config.compose import compose_config, config_from_record
+from mprun.config.keys import PLACES
 from mprun.config.overrides import without
 from mprun.config.schema import MAX_STEPS
-from mprun.config.user_code import NOTHING, Vouched, check_vouched, recorded_factories, vouched
+from mprun.config.trust import NOTHING, Vouched, check_vouched, outside, vouched
 from mprun.errors import DIVERGED, DONE, BadInput, MprunError
 from mprun.extensions.diagnosis.commands import page, record_of, split_words, unfinished
 from mprun.numerics.probe_record import read_probes
@@ -107,7 +108,7 @@ def advise_run(
     """Return advice from the probes of the run in `directory`; BadInput if it has none.
 
     Its model is built again, in FP32 and on a CPU, for its sizes and learning rates. share:
-    accepted underflow share. given: the names of the user's code that may be imported, including
+    accepted underflow share. given: code that may be imported and paths that may be used, including
     the run's. config_dir: the user's options, for the command lines to use the advice.
     """
     record, plain = _recorded(directory), read_config(directory)
@@ -194,9 +195,9 @@ def _check(
     from mprun.sweep import sweep
     from mprun.sweep.plan import plan
 
-    # For a run these are the overrides of its record, which may name code like its configuration.
-    named = recorded_factories(compose_config(base, options.config_dir).as_dict())
-    check_vouched(named, given)
+    # For a run these are the overrides of its record, which may name code and paths, too.
+    base = [*base, *(override for override in options.overrides if _key(override) in PLACES)]
+    check_vouched(outside(compose_config(base, options.config_dir).as_dict()), given)
     steps = options.steps or STEPS
     if options.run is None:
         steps = read_record(directory)["steps"]

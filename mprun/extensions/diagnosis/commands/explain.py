@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mprun.cli.arguments import Arguments
 from mprun.config.compose import config_from_record
 from mprun.config.overrides import without
-from mprun.config.user_code import NOTHING, Vouched, vouched
+from mprun.config.trust import NOTHING, Vouched, vouched
 from mprun.errors import BadInput, Damaged
 from mprun.extensions.diagnosis.commands import page, record_of, split_words
 from mprun.numerics.exponent_shares import FP16_MAX
@@ -69,10 +69,11 @@ def main(arguments: list[str]) -> int:
     """Entry point of the verb; returns the exit code."""
     parser = Arguments("explain", _WHAT, _MORE)
     add = parser.add_argument
-    add("words", nargs="*", metavar="RUN|FACTORY", help="a run; its data.factory=, model.factory=")
+    what = "a run; its data.factory=, model.factory=, and the data.root= that it shall read"
+    add("words", nargs="*", metavar="RUN|NAME=VALUE", help=what)
     add("--json", action="store_true", help="everything as JSON")
     add("--no-cures", action="store_true", help="only look for the cause")
-    own = "your options that name the run's data.factory, model.factory"
+    own = "your options that name the run's data.factory, model.factory, data.root"
     add("--config-dir", metavar="DIR", help=own)
     given = parser.parse(arguments)
     split_words(given, parser)
@@ -96,8 +97,8 @@ def explain(
 ) -> Explanation:
     """Explain a run; BadInput if it neither diverged nor failed, Damaged if it is not whole.
 
-    given: the names of the user's code that may be imported, including the run's. config_dir: the
-    user's options, among which a change may be found.
+    given: code that may be imported and paths that may be used. config_dir: the user's options,
+    among which a change may be found.
     """
     record = record_of("explain", directory)
     status, cause = record.get("status"), str(record.get("cause"))

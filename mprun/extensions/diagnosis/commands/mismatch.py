@@ -12,7 +12,7 @@ from mprun.config.compose import compose_config, config_from_record
 from mprun.config.option_files import modes
 from mprun.config.registry import task_of
 from mprun.config.schema import MAX_STEPS, RunConfig
-from mprun.config.user_code import vouched
+from mprun.config.trust import vouched
 from mprun.errors import BadInput, Damaged, MprunError
 from mprun.extensions.diagnosis.commands import page, record_of, split_words, unfinished
 from mprun.record.run_directory import read_config

@@ -1,22 +1,26 @@
-"""The user's functions that a command may call: those that it names itself.
+"""What a command vouches for: the code that it may call, and the paths outside of a run.
 
-`data.factory`, `model.factory` and a user's `model.task` are code. They count on this command's
-line, or in an option file of the groups data, model and experiment of the user's `--config-dir`
-that is in no run directory. Anybody may have written the record of a run: a name in it is compared
-with those, and never imported by itself. mprun.models and mprun.tasks need no naming.
+`data.factory`, `model.factory` and a user's `model.task` are code. Fields declared by `place` are
+paths, and so is a text with a separator among the options of a user's function. Anybody may have
+written the record of a run. Code and paths in it therefore only count if this command's line names
+them too, or an option file of the groups data, model and experiment of the user's `--config-dir`
+that is in no run directory. mprun.models and mprun.tasks need no naming.
 """
 
+import shlex
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from mprun.config.components import TASKS
-from mprun.config.keys import flat
+from mprun.config.keys import FIELDS, PLACES, flat, role_of
 from mprun.config.option_files import folders, mapping_in
-from mprun.config.overrides import parse_overrides, printable
+from mprun.config.overrides import OPTIONS, assignment, mapping_of, parse_overrides, printable
 from mprun.config.registry import kind_of
 from mprun.config.schema import RunConfig
-from mprun.errors import BadInput
+from mprun.errors import BadInput, Untrusted
 
 FACTORY_KEYS = ("data.factory", "model.factory")
 _CODE_KEYS = (*FACTORY_KEYS, "model.task")
@@ -28,17 +32,17 @@ _OWN = ("mprun.models.", "mprun.tasks.")
 class Vouched:
     """Names that this command vouches for: by key on its line, (key, name) in option files."""
 
-    typed: Mapping[str, str] = field(default_factory=dict)
+    typed: Mapping[str, Any] = field(default_factory=dict)
     files: frozenset[tuple[str, str]] = frozenset()
 
 
 NOTHING = Vouched()
 
 
-def is_factory(override: str) -> bool:
-    """Return whether an override names code: a factory, or a task that is not mprun's."""
+def is_outside(override: str) -> bool:
+    """Return whether an override names code or a path, which a record alone cannot."""
     key, _, value = override.lstrip("+").partition("=")
-    return _is_code(key, value)
+    return _is_code(key, value) or key in PLACES or (mapping_of(key) in OPTIONS and _is_path(value))
 
 
 def _is_code(key: str, value: object) -> bool:
@@ -50,13 +54,14 @@ def vouched(overrides: Iterable[str], config_dir: str | None = None) -> Vouched:
 
     It raises BadInput for a factory that is not of the form key=value or has several values.
     """
-    typed = {}
-    for override in parse_overrides(filter(is_factory, overrides)):
+    typed: dict[str, Any] = {}
+    for override in parse_overrides(filter(is_outside, overrides)):
         if override.is_sweep_override():
             raise BadInput(f"{override.input_line}: one value; only a sweep (-m) takes several")
-        name = str(override.value())
-        check_form(override.key_or_group, name)
-        typed[override.key_or_group] = name
+        key, value = override.key_or_group, override.value()
+        if key in _CODE_KEYS:
+            check_form(key, str(value))
+        typed[key] = str(value) if key in _CODE_KEYS else value
     return Vouched(typed, frozenset() if config_dir is None else frozenset(_in_files(config_dir)))
 
 
@@ -69,35 +74,87 @@ def check_form(key: str, name: object) -> None:
         raise BadInput(f"{key}={printable(name)}: must be of the form package.module:function")
 
 
-def recorded_factories(record: Mapping[str, Any]) -> dict[str, str]:
-    """Return key -> factory in a configuration's plain values; BadInput for a bad form."""
-    found = {}
-    for key in _CODE_KEYS:
+def outside(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return key -> code or path in a configuration's plain values; BadInput for a bad form."""
+    found: dict[str, Any] = {}
+    for key in (*_CODE_KEYS, *PLACES, *OPTIONS):
         group_name, _, name = key.partition(".")
         group = record.get(group_name)
-        if isinstance(group, Mapping) and name in group and _is_code(key, group[name]):
-            check_form(key, group[name])
-            found[key] = group[name]
+        if not isinstance(group, Mapping) or name not in group:
+            continue
+        value = group[name]
+        if _is_code(key, value):
+            check_form(key, value)
+            found[key] = value
+        elif key in PLACES and value is not None:
+            found[key] = str(value)
+        elif key in OPTIONS and isinstance(value, Mapping):
+            found |= {f"{key}.{one}": item for one, item in value.items() if _is_path(str(item))}
     return found
 
 
-def check_vouched(named: Mapping[str, str], given: Vouched) -> None:
+def _is_path(text: str) -> bool:
+    """Return whether an option, or anything in it, may be a path: only its user could know."""
+    return any(mark in text for mark in ("/", "\\", "~", ".."))
+
+
+def _may_move(key: str) -> bool:
+    return key in PLACES and role_of(key).resumable
+
+
+def with_typed(record: dict[str, Any], given: Vouched) -> dict[str, Any]:
+    """Return a configuration's plain values with this command's paths: where the data are now."""
+    changed = dict(record)
+    for key, value in given.typed.items():
+        group, _, name = key.partition(".")
+        if _may_move(key) and isinstance(changed.get(group), Mapping):
+            changed[group] = {**changed[group], name: value}
+    return changed
+
+
+def check_vouched(named: Mapping[str, Any], given: Vouched) -> None:
     """Raise BadInput unless the command vouches for each name in a record, and for no other."""
     for key, name in given.typed.items():
+        if _may_move(key):
+            continue  # `with_typed` has put it there
         if key not in named:
             raise BadInput(f"{key}={printable(name)}: the run has no {key}; leave it out")
         if named[key] != name:
             made = f"the run was made with {key}={printable(named[key])}"
             raise BadInput(f"{key}={printable(name)}: {made}")
     unknown = [
-        f"{key}={printable(name)}"
+        (key, name)
         for key, name in named.items()
-        if key not in given.typed and (key, name) not in given.files and not name.startswith(_OWN)
+        if key not in given.typed and (key, str(name)) not in given.files
+        if not (key in _CODE_KEYS and name.startswith(_OWN))
     ]
     if unknown:
-        why = "the run's record names code, which runs only if you name it too"
-        key = unknown[0].partition("=")[0]
-        raise BadInput(f"{key}: {why}; if it is yours, add {' '.join(unknown)}")
+        key, name = unknown[0]
+        why = f"{assignment(key, name)}: the run's record names a path, which is used"
+        if key in _CODE_KEYS:
+            why = f"{key}: the run's record names code, which runs"
+        add = shlex.join(assignment(*one) for one in unknown)
+        raise Untrusted(f"{why} only if you name it too; if it is yours, add {add}")
+
+
+def say_own(record: Mapping[str, Any], given: Vouched) -> None:
+    """Say once, in one line, what lies outside of the run without being named by this line."""
+    own = [
+        f"{assignment(key, name)} (--config-dir)"
+        for key, name in outside(record).items()
+        if key not in given.typed and (key, str(name)) in given.files
+    ]
+    for key in PLACES:
+        group, _, name = key.partition(".")
+        if (unset := FIELDS[key][0].metadata["unset"]) and record[group].get(name, "") is None:
+            own.append(f"{key}=null ({unset})")
+    if own:
+        _print_once(f"mprun: outside of the run, by your own defaults: {', '.join(own)}")
+
+
+@cache
+def _print_once(line: str) -> None:
+    print(line, file=sys.stderr)
 
 
 def check_own_code(config: RunConfig) -> Iterator[str]:
@@ -124,8 +181,8 @@ def check_own_code(config: RunConfig) -> Iterator[str]:
 
 
 def as_overrides(record: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the factories of a configuration as a user would type them."""
-    return tuple(f"{key}={name}" for key, name in recorded_factories(record).items())
+    """Return the code and the paths of a configuration, as a continuation has to name them."""
+    return tuple(assignment(key, value) for key, value in outside(record).items())
 
 
 def _is_plain(value: object) -> bool:
@@ -147,5 +204,5 @@ def _in_files(config_dir: str) -> Iterator[tuple[str, str]]:
                 continue
             content = mapping_in(path)
             for key, value in flat(content if group == "experiment" else {group: content}).items():
-                if key in _CODE_KEYS and isinstance(value, str) and _is_code(key, value):
+                if isinstance(value, str) and is_outside(f"{key}={value}"):
                     yield key, value

@@ -1,11 +1,15 @@
-"""Names of the user's own code: how they are typed, what vouches for them, what never does."""
+"""Code and paths outside of a run: how they are typed, what vouches for them, what never does."""
+
+import re
 
 import pytest
 import yaml
 
 from mprun.config.compose import compose_config, config_from_record
+from mprun.config.fields import READING
+from mprun.config.keys import FIELDS, PLACES, role_of
 from mprun.config.overrides import parse_overrides
-from mprun.config.user_code import NOTHING, Vouched, check_vouched, recorded_factories, vouched
+from mprun.config.trust import NOTHING, Vouched, as_overrides, check_vouched, outside, vouched
 from mprun.errors import BadInput
 from mprun.sweep.plan import plan
 
@@ -47,7 +51,7 @@ def test_options_add_up_and_nest():
 def test_a_sweep_over_an_option_and_over_a_factory():
     cells = plan([*OWN, "data.options.x=1,b", "model.factory=net:build,net:other"], None).cells
     assert len({cell.directory for cell in cells}) == len({cell.config_hash for cell in cells}) == 4
-    assert [cell.factories for cell in cells[:2]] == [
+    assert [cell.outside for cell in cells[:2]] == [
         ("data.factory=my.data:make", "model.factory=net:build"),
         ("data.factory=my.data:make", "model.factory=net:other"),
     ]
@@ -169,10 +173,75 @@ def test_a_record_alone_vouches_for_nothing():
         check_vouched({"data.factory": "a:b"}, swapped)
 
 
+def test_every_field_that_holds_a_path_is_declared_as_one():
+    paths = {
+        key
+        for key, fields in FIELDS.items()
+        for field in fields
+        if re.match("(Folder|File (of|below)|Run d|Directory|Manifest)", field.metadata["doc"])
+    }
+    below = {key for key, (field, *_) in FIELDS.items() if "below_root" in field.metadata}
+    # Nothing is read or written where a record's run was placed.
+    assert paths == {*PLACES, *below, "output_root", "output_dir", "resume"}
+    assert {"data.root", "data.cache", "data.vocabulary"} <= set(PLACES)
+    assert {key for key in PLACES if role_of(key) is not READING} <= {"model.weights"}
+
+
+def test_what_lies_outside_of_a_run():
+    options = {"where": "/a", "two": ["x", "../b"], "name": "c.d", "n": 3, "in": {"it": "~/e"}}
+    data = {"root": "/data", "cache": None, "options": options}
+    assert outside({"data": data, "output_root": "/o", "seed": 1}) == {
+        "data.root": "/data",
+        "data.options.where": "/a",
+        "data.options.two": ["x", "../b"],
+        "data.options.in": {"it": "~/e"},
+    }
+    # As overrides they parse to the same values, whatever is in them.
+    odd = {"data": {"root": "a b, 'c'", "options": options}}
+    again = vouched(as_overrides(odd))
+    assert again.typed == outside(odd)
+    check_vouched(outside(odd), again)
+
+
+@pytest.mark.parametrize(
+    ("named", "words"),
+    [
+        ({"data.root": "/d"}, "data.root=/d: the run's record names a path, which is used only if"),
+        # The name of a module of mprun, which needs no naming, is one of code alone.
+        ({"data.cache": "mprun.models./../../etc"}, "data.cache=mprun.models./../../etc: the run"),
+        ({"data.options.x": "/d"}, "add data.options.x=/d"),
+        ({"data.factory": "a:b", "data.root": "/d"}, "add data.factory=a:b data.root=/d"),
+    ],
+)
+def test_a_path_in_a_record_counts_only_if_it_is_named_too(named, words):
+    with pytest.raises(BadInput, match=re.escape(words)):
+        check_vouched(named, NOTHING)
+    check_vouched(named, vouched([f"{key}={value}" for key, value in named.items()]))
+    check_vouched(named, Vouched({}, frozenset(named.items())))
+    with pytest.raises(BadInput, match=re.escape(words)):
+        check_vouched(named, Vouched({}, frozenset((key, "other") for key in named)))
+
+
+def test_where_the_data_are_now_is_what_the_command_says():
+    plain = compose_config(["model=resnet50", "data=cifar10", "data.root=/then"], files=False)
+    record = plain.as_dict()
+    config = config_from_record(record, vouched(["++data.root='.'"]))
+    assert config.data.root == "." and record["data"]["root"] == "/then"
+    with pytest.raises(BadInput, match=r"data\.root=/then: .* add data\.root=/then$"):
+        config_from_record(record)
+
+
+@pytest.mark.parametrize("name", ["/etc/passwd", "../x", "a/../../x"])
+def test_a_file_below_the_root_lies_below_it(name):
+    manifest = f"data.eval_manifest={name}"
+    with pytest.raises(BadInput, match=f"{manifest}: must be a path below data.root"):
+        compose_config(["model=deep_speech2", "data=speech_manifest", "data.root=.", manifest])
+
+
 @pytest.mark.parametrize("name", [3, None, "", "os", "os:system; rm", "a:b\n", ["a:b"], ":f", "a:"])
 def test_a_recorded_name_of_another_form_is_refused(name):
     with pytest.raises(BadInput, match="package.module:function"):
-        recorded_factories({"data": {"factory": name}})
+        outside({"data": {"factory": name}})
 
 
 def test_one_factory_at_a_time():
