@@ -119,6 +119,8 @@ def _dispatch(arguments: list[str]) -> int:
         raise BadInput(f"-j {options.jobs}: only a sweep (-m) runs several processes")
     if options.stall_after is not None and not options.multirun:
         raise BadInput(f"--stall-after {options.stall_after:g}: only a sweep (-m) watches its runs")
+    if options.rerun_damaged and not options.multirun:
+        raise BadInput("--rerun-damaged: only a sweep (-m) has finished runs")
     if options.version:
         from mprun import __version__
 
@@ -138,7 +140,8 @@ def _dispatch(arguments: list[str]) -> int:
 
         stall_after = STALL_AFTER_S if options.stall_after is None else options.stall_after
         given, folder = options.overrides, options.config_dir
-        return sweep(given, folder, options.jobs, stall_after, _curves)
+        again = options.rerun_damaged
+        return sweep(given, folder, options.jobs, stall_after, _curves, again)
     return _run(options)
 
 
@@ -294,6 +297,8 @@ def _arguments() -> Arguments:
     add("-j", "--jobs", type=processes, metavar="N", help="sweep: at most N runs at a time (1)")
     seconds = "sweep: kill a run without progress for so long (1800; 0: never)"
     add("--stall-after", type=_seconds, metavar="SECONDS", help=seconds)
+    damaged = "sweep: run finished runs with damaged files again"
+    add("--rerun-damaged", action="store_true", help=damaged)
     add("-cd", "--config-dir", metavar="DIR", help="your options, as DIR/GROUP/OPTION.yaml")
     add("-c", "--cfg", metavar="job|hydra|all", help="print the configuration, run nothing")
     add("-p", "--package", default="", metavar="KEY", help="with --cfg job: only this part")

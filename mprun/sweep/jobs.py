@@ -9,8 +9,9 @@ from enum import Enum
 from pathlib import Path
 
 from mprun.errors import BadInput, Damaged
-from mprun.record.run_directory import locked
+from mprun.record.run_directory import locked, read_config
 from mprun.record.run_record import Record, read_record
+from mprun.record.seal import check_seal
 
 OUTCOMES = ("done", "diverged")
 # A directory without a lock file may belong to a run that has just made it.
@@ -43,7 +44,7 @@ class Cell:
 class State(Enum):
     """The state of a cell, which decides how the sweep treats it."""
 
-    NEW, IN_USE, FINISHED, RESUMABLE, ABANDONED = range(5)
+    NEW, IN_USE, FINISHED, RESUMABLE, ABANDONED, DAMAGED = range(6)
 
 
 def data_places(config: dict) -> tuple[tuple[str, str | None], ...]:
@@ -70,7 +71,7 @@ def state_of(cell: Cell) -> State:
     if in_use:
         return State.IN_USE
     if record is None:
-        return State.ABANDONED
+        return State.DAMAGED if (cell.directory / "run.json").exists() else State.ABANDONED
     if record["status"] in OUTCOMES:
         return State.FINISHED
     # "running" without a process: the machine or the whole sweep was killed.
@@ -87,24 +88,42 @@ def record_of(directory: Path) -> Record | None:
         return None
 
 
+def damage_of(directory: Path) -> str | None:
+    """Return what is wrong with the files of a run that has an outcome; None: nothing is."""
+    from mprun.record.metrics_columns import read_columns  # here: it loads numpy
+
+    metrics = directory / "metrics.jsonl"
+    try:
+        ended = read_record(directory, "status").get("last_step", 0)
+        check_seal(directory)
+        read_config(directory)
+        last = read_columns(metrics).last_step
+    except (Damaged, BadInput) as error:
+        return str(error)
+    return f"{metrics}: ends at step {last}, the run at {ended}" if last < ended else None
+
+
 def outcome_words(record: dict) -> str:
     """Describe a run.json's status: "diverged at step 12", "failed: ValueError: ...", ..."""
     status, cause = record["status"], str(record.get("cause") or "")
     if status == "diverged":
         return f"diverged at step {record.get('last_step', 0)}"
-    if cause.startswith(("killed by ", "hung: ")):
+    if cause.startswith(("killed by ", "hung: ", "damaged: ")):
         return cause
     return f"failed: {cause}" if status == "failed" and cause else status
 
 
-def put_aside(cell: Cell) -> None:
-    """Rename the directory of an interrupted or failed attempt; raise BadInput if it is in use."""
+def put_aside(cell: Cell, *, finished: bool = False) -> None:
+    """Rename the directory of an interrupted or failed attempt; raise BadInput if it is in use.
+
+    finished: also that of a run with an outcome, which otherwise stays.
+    """
     keep_log(cell)
     if not cell.directory.exists():
         return
     with locked(cell.directory):
         record = record_of(cell.directory)
-        if record is not None and record["status"] in OUTCOMES:
+        if record is not None and record["status"] in OUTCOMES and not finished:
             return
         if record is not None and record["status"] == "running":
             # The sweep, which would have corrected it, was killed with the run.

@@ -11,13 +11,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from mprun.errors import DONE, INTERRUPTED, PREEMPTED, BadInput, MprunError
+from mprun.errors import DAMAGED, DONE, INTERRUPTED, PREEMPTED, BadInput, MprunError
 from mprun.record.console import columns
 from mprun.record.run_directory import is_at
 from mprun.sweep.attempt import Attempt, Start, exit_code, failed_elsewhere, quickest_start
 from mprun.sweep.batch import Batch, Job
 from mprun.sweep.gpus import Gpus, available_cores, visible_gpus
-from mprun.sweep.jobs import Cell, State, state_of
+from mprun.sweep.jobs import Cell, State, damage_of, put_aside, state_of
 from mprun.sweep.plan import Plan, plan
 from mprun.sweep.status_page import StatusPage
 from mprun.training.signals import Interruption
@@ -51,6 +51,7 @@ def sweep(
     jobs: int | None = None,
     stall_after: float = STALL_AFTER_S,
     curves: Callable[[list[Path], Path], Path] | None = None,
+    rerun_damaged: bool = False,
 ) -> int:
     """Run all cells and print the table; return 0 if every cell has an outcome, or the worst code.
 
@@ -61,6 +62,7 @@ def sweep(
         stall_after: seconds without a heartbeat after which a run is killed; 0: never.
         curves: writes the mean curves of the runs in some folders below a root, and returns where.
             With it the next commands are printed; without it the caller continues.
+        rerun_damaged: whether finished runs with damaged files are put aside and run again.
     """
     planned = plan(overrides, config_dir)
     if planned.launcher and jobs is not None:
@@ -69,12 +71,13 @@ def sweep(
     for flag, value in (("-j", jobs), ("--config-dir", config_dir)):
         command += [] if value is None else [flag, str(value)]
     page = StatusPage(planned, shlex.join(command))
-    loop = SweepLoop(page, jobs, stall_after)
+    loop = SweepLoop(page, jobs, stall_after, rerun_damaged)
     code = loop.run()
     print(page.table(columns(1000, sys.stdout) if sys.stdout.isatty() else None))
     print(f"sweep: {planned.root}", flush=True)
     if curves is not None and code != DONE:
-        print(f"to go on: {page.command}", file=sys.stderr)
+        again = " --rerun-damaged" if loop.left_damaged else ""
+        print(f"to go on: {page.command}{again}", file=sys.stderr)
     if curves is not None and loop.stop.reason is None:
         _say_next(planned, curves)
     return code
@@ -97,16 +100,35 @@ class SweepLoop:
     """
 
     def __init__(
-        self, page: StatusPage, jobs: int | None = None, stall_after: float = STALL_AFTER_S
+        self,
+        page: StatusPage,
+        jobs: int | None = None,
+        stall_after: float = STALL_AFTER_S,
+        rerun_damaged: bool = False,
     ):
         self.page, self.plan, self.stall_after = page, page.plan, stall_after
         self.stop = StopRequest()
         # A launcher places its jobs itself.
         self.gpus = Gpus([] if self.plan.launcher else visible_gpus())
-        finished = [cell for cell in self.plan.cells if state_of(cell) is State.FINISHED]
-        self.waiting = deque(cell for cell in self.plan.cells if cell not in finished)
+        self.codes: list[int] = []
+        ended = (State.FINISHED, State.DAMAGED)
+        finished = [cell for cell in self.plan.cells if state_of(cell) in ended]
+        found = ((cell, damage_of(cell.directory)) for cell in finished)
+        damaged = {cell: damage for cell, damage in found if damage is not None}
+        finished = [cell for cell in finished if cell not in damaged]
+        left_out = {*finished, *(() if rerun_damaged else damaged)}
+        self.waiting = deque(cell for cell in self.plan.cells if cell not in left_out)
         count, at_once = len(self.waiting), self.gpus.at_once(self.waiting)
-        already = f", {len(finished) if count else 'all'} finished already" if finished else ""
+        self.left_damaged = bool(damaged) and not rerun_damaged
+        for cell, damage in damaged.items():
+            if rerun_damaged:
+                put_aside(cell, finished=True)
+                print(f"mprun: {damage}; it is put aside and run again", file=sys.stderr)
+            else:
+                page.damaged(cell, damage)
+                self.codes.append(DAMAGED)
+        whole = "all" if len(finished) == len(self.plan.cells) else len(finished)
+        already = f", {whole} finished already" if finished else ""
         print(f"sweep of {len(self.plan.cells)} runs in {self.plan.root}{already}", file=sys.stderr)
         self.jobs = jobs or 1
         if at_once < min(self.jobs, count):
@@ -115,7 +137,6 @@ class SweepLoop:
         for cell in finished:
             page.finished(cell)
         self.running: list[Attempt | Job] = []
-        self.codes: list[int] = []
         self.look_again = 0.0
         self.announced = False  # whether the user has been told of the stop
         self.elsewhere: set[Cell] = set()  # cells that another process has had

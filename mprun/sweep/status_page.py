@@ -49,6 +49,11 @@ class StatusPage:
         self.words[cell] = outcome_words(record_of(cell.directory) or {"status": "failed"})
         self.written = -math.inf
 
+    def damaged(self, cell: Cell, damage: str) -> None:
+        """Report that the files of a cell with an outcome are damaged, so that it has none."""
+        self.words[cell] = f"damaged: {damage}"
+        print(f"mprun: {damage}; the run counts as failed", file=sys.stderr)
+
     def started_run(self, cell: Cell) -> None:
         """Report that a run of the cell starts."""
         self.words[cell], self.since[cell] = "running", time.monotonic()
@@ -124,9 +129,9 @@ class StatusPage:
         ]
 
     def _record(self, cell: Cell) -> dict | None:
-        if (record := record_of(cell.directory)) is None:
-            words = self.words.get(cell, "")
-            ended = words.startswith(("failed", "killed", "hung"))
+        words, record = self.words.get(cell, ""), record_of(cell.directory)
+        if record is None or words.startswith("damaged"):
+            ended = words.startswith(("failed", "killed", "hung", "damaged"))
             return without_record(cell, words) if ended else None
         if record["status"] in OUTCOMES:
             return record

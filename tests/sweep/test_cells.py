@@ -11,12 +11,12 @@ from dataclasses import asdict
 import pytest
 
 from mprun.cli import main
-from mprun.errors import DIVERGED, PREEMPTED, BadInput
-from mprun.record.run_directory import Pulse, locked, write_json
+from mprun.errors import DAMAGED, DIVERGED, PREEMPTED, BadInput
+from mprun.record.run_directory import Pulse, locked, write_config, write_json
 from mprun.sweep import run
 from mprun.sweep.attempt import AttemptOutcome, ProcessEnd, exit_code, outcome_of
 from mprun.sweep.batch import cell_of
-from mprun.sweep.jobs import Cell, State, put_aside, record_of, state_of
+from mprun.sweep.jobs import Cell, State, damage_of, put_aside, record_of, state_of
 from mprun.sweep.plan import Plan, plan
 from mprun.sweep.status_page import StatusPage
 from mprun.training.loop import Heartbeat
@@ -79,11 +79,54 @@ def test_what_is_no_run_of_this_cell(cell):
     with pytest.raises(BadInput, match="another configuration; use name="):
         state_of(cell)
     (cell.directory / "run.json").write_text("{")
-    assert state_of(cell) is State.ABANDONED
+    assert state_of(cell) is State.DAMAGED
     put_aside(cell)
     cell.directory.write_text("a file")
     with pytest.raises(BadInput, match="not a folder"):
         state_of(cell)
+
+
+def finish(cell):
+    """The files of a run that is done."""
+    put(cell, status="done", last_step=20)
+    write_config(cell.directory, {"seed": 0})
+    (cell.directory / "metrics.jsonl").write_text('{"split": "eval", "step": 20, "updates": 20}\n')
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("config.yaml", None, "no config.yaml there"),
+        ("config.yaml", "a: [", "not valid YAML"),
+        ("metrics.jsonl", None, "metrics.jsonl: ends at step 0, the run at 20"),
+        ("metrics.jsonl", '{"split": "eval", "step": 9, "updates": 9}', "ends at step 9, the run"),
+        ("metrics.jsonl", "?\n", "metrics.jsonl: line 1 is not JSON"),
+        ("run.json", "{", "run.json: "),
+    ],
+)
+def test_a_damaged_cell_is_told_and_not_run_again(name, content, says, cell, tiny, capsys):
+    finish(cell)
+    assert damage_of(cell.directory) is None
+    assert main(["-m", *tiny, "seed=0"]) == 0
+    assert ", all finished already" in capsys.readouterr().err
+    path = cell.directory / name
+    path.unlink() if content is None else path.write_text(content)
+    assert main(["-m", *tiny, "seed=0"]) == DAMAGED
+    printed = capsys.readouterr()
+    assert says in printed.err and "; the run counts as failed" in printed.err
+    assert printed.err.count("--rerun-damaged") == 1
+    assert "finished already" not in printed.err and "damaged: " in printed.out
+    assert not cell.directory.with_name(f"{cell.directory.name}.attempt1").exists()
+
+
+def test_a_damaged_cell_is_put_aside_where_that_is_asked_for(cell):
+    finish(cell)
+    put_aside(cell)
+    assert cell.directory.exists()  # an outcome stays
+    put_aside(cell, finished=True)
+    assert state_of(cell) is State.NEW
+    aside = cell.directory.with_name(f"{cell.directory.name}.attempt1")
+    assert record_of(aside)["status"] == "done"
 
 
 FOLDER_OF_IMAGES = ["device=cpu", "model=resnet50", "data=image_folder"]
@@ -347,6 +390,7 @@ def test_a_finished_sweep_says_what_comes_next(tmp_path, monkeypatch, capfd):
         ended = {"status": "done", "last_step": 20, "final": {"loss": 1.0}}
         more = {"choices": {}, "environment": {}, "created": "2026-11-20T10:00:00+00:00"}
         put(cell, seed=cell.seed, precision=precision, config=config, **ended, **more)
+        write_config(cell.directory, config)
         numbers = {"step": 20, "updates": 20, "skipped": 0, "loss": 1.0}
         lines = [json.dumps({"split": split} | numbers) for split in ("train", "eval")]
         (cell.directory / "metrics.jsonl").write_text("\n".join(lines) + "\n")

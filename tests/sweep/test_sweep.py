@@ -1,12 +1,16 @@
 """`mprun -m` end to end on tiny runs: outcomes, what runs again, what does not."""
 
+import shlex
+import shutil
+from pathlib import Path
+
 import pytest
 
 from mprun.cli import main
 from mprun.record.run_record import Record
 from mprun.sweep.gpus import available_cores
 
-from ..helpers import TINY_AUTOENCODER, record_of, seal_again
+from ..helpers import TINY_AUTOENCODER, record_of, rows_of, seal_again
 
 TINY = [*TINY_AUTOENCODER, "train.steps=4", "train.log_every=2"]
 # Adam's eps is 0 in FP16, so that fp16_naive ends in NaN; two seeds of two modes.
@@ -84,3 +88,54 @@ def test_a_sweep_ends_with_a_table_and_runs_only_what_is_missing(tmp_path, monke
     assert main(SWEEP) == 2
     printed = capfd.readouterr()
     assert "name=" in printed.err and printed.out == ""
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A folder with a finished sweep of two runs."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(TWO) == 0
+    return folder
+
+
+TWO = ["-m", *TINY, "seed=0,1", "precision=fp32"]
+
+
+def cut(path):
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[: len(lines) // 2]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "damage", "says"),
+    [
+        ("config.yaml", Path.unlink, "no config.yaml there"),
+        ("metrics.jsonl", Path.unlink, "metrics.jsonl"),
+        ("metrics.jsonl", cut, "metrics.jsonl"),
+        ("run.json", cut, "run.json"),
+    ],
+)
+def test_a_damaged_cell_is_told_and_runs_again_only_if_asked(
+    name, damage, says, finished, tmp_path, monkeypatch, capfd
+):
+    shutil.copytree(finished, tmp_path / "sweep")
+    monkeypatch.chdir(tmp_path / "sweep")
+    [first, second] = sorted(Path("outputs").glob("*/fp32*-s[01]"))
+    whole = rows_of(first, "train")
+    damage(first / name)
+    before = {path: path.stat().st_mtime_ns for path in Path().rglob("*.json*")}
+    for _ in range(2):
+        assert main(TWO) == 4
+        printed = capfd.readouterr()
+        [line] = [line for line in printed.err.splitlines() if "the run counts as failed" in line]
+        assert says in line and str(first) in line
+        assert f"to go on: mprun {shlex.join(TWO)} --rerun-damaged" in printed.err
+        assert ", 1 finished already" in printed.err and "damaged: " in printed.out
+    assert {path: path.stat().st_mtime_ns for path in before} == before
+    assert main([*TWO, "--rerun-damaged"]) == 0
+    assert [row["loss"] for row in rows_of(first, "train")] == [row["loss"] for row in whole]
+    assert first.with_name(f"{first.name}.attempt1").is_dir()
+    assert main(TWO) == 0 and ", all finished already" in capfd.readouterr().err
