@@ -1,7 +1,6 @@
-"""Functions that build the networks of a configuration: mprun's networks, or the user's factory."""
+"""The networks of a configuration: mprun's own, or those of the user's factory."""
 
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -13,28 +12,28 @@ from mprun.config.components.custom import CustomModelConfig
 from mprun.config.registry import ModelConfig, kind_of
 from mprun.config.rules import auto_channels_last
 from mprun.config.schema import RunConfig
-from mprun.data.source import Source, kept_random_state
+from mprun.data.source import Source
 from mprun.entry_points import loaded
 from mprun.errors import BadInput
 from mprun.torch_private import apply_to_tensors
 
-Builders = Sequence[Callable[[], nn.Module]]
 
+def build_networks(config: Any, data: Source) -> list[nn.Module]:
+    """Build a configuration's networks, FP32 with new random weights: one, or two that are a GAN.
 
-def network_builders(config: Any, data: Source) -> Builders:
-    """Return functions that build a configuration's networks (FP32) with new random weights.
-
-    There is one, or two: generator and discriminator.
+    It raises BadInput for sizes that they cannot have. A user's factory is called each time.
     """
     if isinstance(config, CustomModelConfig):
-        own = OwnModel(config, data)
-        return [partial(own.part, number) for number in range(kind_of(config).networks)]
+        return _own_networks(config, data)
     builder = config.component.builder
     if isinstance(builder, Mapping):
         builder = builder[config.variant]
     needs = {name: _of_the_data(name, config, data) for name in config.component.needs}
     makers = map(loaded, (builder,) if isinstance(builder, str) else builder)
-    return [partial(make, **arguments_of(make, config) | needs) for make in makers]
+    try:
+        return [make(**arguments_of(make, config) | needs) for make in makers]
+    except ValueError as error:
+        raise BadInput(f"model.{error}") from error
 
 
 def _of_the_data(name: str, config: ModelConfig, data: Source) -> int:
@@ -50,17 +49,6 @@ def _of_the_data(name: str, config: ModelConfig, data: Source) -> int:
     if wanted is not None and wanted < given:
         raise BadInput(f"model.{name}={wanted}: must be >= {given}, the value of the data")
     return wanted or given
-
-
-def new_network(
-    builder: Callable[[], nn.Module], device: torch.device, channels_last: bool
-) -> nn.Module:
-    """Build a network on the device; raise BadInput for sizes that it cannot have."""
-    try:
-        network = builder().to(device)
-    except ValueError as error:
-        raise BadInput(f"model.{error}") from error
-    return put_channels_last(network) if channels_last else network
 
 
 def uses_channels_last(config: RunConfig, device: torch.device) -> tuple[bool, str]:
@@ -82,75 +70,27 @@ def put_channels_last(network: nn.Module) -> nn.Module:
     )
 
 
-class OwnModel:
-    """A builder of the user's network, or generator and discriminator, for any number of copies.
-
-    The first one draws its weights from the global random state. Later ones, for an evaluation in
-    FP32, are built on the CPU and restore that state. They must have the same structure and be
-    another object, else BadInput.
-    """
-
-    def __init__(self, config: CustomModelConfig, data: Source):
-        self.factory = Factory("model.factory", config.factory)
-        self.data, self.options = data, config.options
-        self.is_gan = kind_of(config).networks > 1
-        self.first: Sequence[nn.Module] | None = None
-        self.left: dict[int, nn.Module] = {}
-
-    def part(self, number: int) -> nn.Module:
-        """Return network 0 (the network or generator) or 1 (the discriminator built with it)."""
-        if number not in self.left:
-            self.left = dict(enumerate(self.build()))
-        return self.left.pop(number)
-
-    def build(self) -> Sequence[nn.Module]:
-        """Return all networks of one call of the factory."""
-        if self.first is None:
-            self.first = self._checked(self._made())
-            return self.first
-        # Without torch.device("cpu"), `torch.device("meta")` around it would lose the values of
-        # tensors that are no weights.
-        with kept_random_state(), torch.device("cpu"):
-            networks = self._made()
-        again = any(one is old for one in networks for old in self.first)
-        if again or _parameters(networks) & _parameters(self.first):
-            raise BadInput(f"{self.factory}: returned a network twice; each call must build one")
-        if _structure(networks) != _structure(self.first):
-            raise BadInput(f"{self.factory}: built another network the second time")
-        return networks
-
-    def _made(self) -> Sequence[nn.Module]:
-        made = self.factory(self.data, **self.options)
-        returned = f"{self.factory}: returned a"
-        if not self.is_gan:
-            made = (made,)
-        elif not isinstance(made, tuple | list) or len(made) != 2:
-            raise BadInput(f"{returned} {type(made).__name__}, must be (generator, discriminator)")
-        for network in made:
-            if not isinstance(network, nn.Module):
-                raise BadInput(f"{returned} {type(network).__name__}, must be a torch.nn.Module")
-        return tuple(made)
-
-    def _checked(self, networks: Sequence[nn.Module]) -> Sequence[nn.Module]:
-        for network in networks:
-            parameters = dict(network.named_parameters())
-            if not any(p.requires_grad for p in parameters.values()):
-                raise BadInput(f"{self.factory}: the network has no parameter to train")
-            for name, parameter in parameters.items():
-                if isinstance(parameter, nn.UninitializedParameter):
-                    raise BadInput(f"{self.factory}: {name} is lazy; give its size")
-                if parameter.is_floating_point() and parameter.dtype is not torch.float32:
-                    use = "build the network in float32, precision= casts it"
-                    raise BadInput(f"{self.factory}: {name} is {parameter.dtype}; {use}")
-            for name, value in network.state_dict().items():
-                if not isinstance(value, Tensor):
-                    raise BadInput(f"{self.factory}: {name} in its state is no tensor")
-        return networks
-
-
-def _structure(networks: Sequence[nn.Module]) -> list[dict[str, torch.Size]]:
-    return [{name: t.shape for name, t in network.state_dict().items()} for network in networks]
-
-
-def _parameters(networks: Sequence[nn.Module]) -> set[int]:
-    return {id(parameter) for network in networks for parameter in network.parameters()}
+def _own_networks(config: CustomModelConfig, data: Source) -> list[nn.Module]:
+    factory = Factory("model.factory", config.factory)
+    made = factory(data, **config.options)
+    returned = f"{factory}: returned a"
+    if kind_of(config).networks == 1:
+        made = (made,)
+    elif not isinstance(made, tuple | list) or len(made) != 2:
+        raise BadInput(f"{returned} {type(made).__name__}, must be (generator, discriminator)")
+    for network in made:
+        if not isinstance(network, nn.Module):
+            raise BadInput(f"{returned} {type(network).__name__}, must be a torch.nn.Module")
+        parameters = dict(network.named_parameters())
+        if not any(p.requires_grad for p in parameters.values()):
+            raise BadInput(f"{factory}: the network has no parameter to train")
+        for name, parameter in parameters.items():
+            if isinstance(parameter, nn.UninitializedParameter):
+                raise BadInput(f"{factory}: {name} is lazy; give its size")
+            if parameter.is_floating_point() and parameter.dtype is not torch.float32:
+                use = "build the network in float32, precision= casts it"
+                raise BadInput(f"{factory}: {name} is {parameter.dtype}; {use}")
+        for name, value in network.state_dict().items():
+            if not isinstance(value, Tensor):
+                raise BadInput(f"{factory}: {name} in its state is no tensor")
+    return list(made)

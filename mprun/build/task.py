@@ -3,20 +3,15 @@
 The user's own data and networks are tried before step 1.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from mprun.build.data import arguments_of, check_batches, check_tanh_images
-from mprun.build.model import (
-    Builders,
-    network_builders,
-    new_network,
-    put_channels_last,
-    uses_channels_last,
-)
+from mprun.build.model import build_networks, put_channels_last, uses_channels_last
 from mprun.build.precision import build_loss_scale, optimizer_maker
 from mprun.build.user_code import Factory, Trial
 from mprun.config.components import TASKS
@@ -71,9 +66,8 @@ def build_task(
     if name in TASKS:
         make = loaded(TASKS[name].builder)
         common |= arguments_of(make, model)
-    builders = network_builders(model, data)
-    casts = _cast_networks(config, builders, data, forward_context)
-    if len(builders) > 1:
+    casts = _cast_networks(config, data, forward_context)
+    if len(casts) > 1:
         return _in_turn(make, config, casts, data, forward_context, ranks, common)
     scale = build_loss_scale(config.scaler, device)
     keeps_statistics = scale.skips_nonfinite or config.train.accumulate > 1 or ranks.world > 1
@@ -124,14 +118,15 @@ def _in_turn(
 
 
 def _cast_networks(
-    config: RunConfig, builders: Builders, data: Source, forward_context: ForwardContext
+    config: RunConfig, data: Source, forward_context: ForwardContext
 ) -> list[CastModel]:
     """Build networks in the mode's dtypes; an override must match in at least one of them."""
     policy, device = forward_context.policy, forward_context.device
     overrides = {pattern: DTYPES[d] for pattern, d in config.precision.overrides.items()}
-    channels_last, _ = uses_channels_last(config, device)
-    networks = [new_network(builder, device, channels_last) for builder in builders]
-    _check_own_network(config, builders, data, forward_context, overrides)
+    networks = [network.to(device) for network in build_networks(config.model, data)]
+    if uses_channels_last(config, device)[0]:
+        networks = [put_channels_last(network) for network in networks]
+    _check_own_network(config, networks, data, forward_context, overrides)
     if len(networks) == 1:
         return [cast_model(networks[0], policy, overrides)]
     matching = [{p: overrides[p] for p in those_that_match(m, overrides)} for m in networks]
@@ -257,7 +252,7 @@ def _sample_distance(
 
 def _check_own_network(
     config: RunConfig,
-    builders: Builders,
+    networks: Sequence[nn.Module],
     data: Source,
     forward_context: ForwardContext,
     overrides: dict[str, torch.dtype],
@@ -273,20 +268,28 @@ def _check_own_network(
         return
     if data.batches_per_epoch < 1:
         return  # reported with the batch size
-    with kept_random_state():
-        networks = [builder() for builder in builders]
+    # Without torch.device("cpu"), `torch.device("meta")` around it would lose the values of
+    # tensors that are no weights.
+    with kept_random_state(), torch.device("cpu"):
+        copies = build_networks(model, data)
     if uses_channels_last(config, device)[0]:
-        networks = [put_channels_last(network) for network in networks]
+        copies = [put_channels_last(network) for network in copies]
     native = config.cpu_half == "native"
     name = f"model={model.name}"
     if isinstance(model, CustomModelConfig):
         name = f"model.factory={model.factory}"
+        if set(_parameters(networks)) & set(_parameters(copies)):
+            raise BadInput(f"{name}: returned a network twice; each call must build one")
         if device.type == "cuda" or native:
-            _check_recurrent(f"{name} precision={policy.name}", networks, forward_context)
-    trial = Trial(name, task_of(model), networks, data, device, getattr(model, "latent_size", 0))
+            _check_recurrent(f"{name} precision={policy.name}", copies, forward_context)
+    trial = Trial(name, task_of(model), copies, data, device, getattr(model, "latent_size", 0))
     # A separate context: the run's counts the run's operations.
     own = ForwardContext(policy, device, native=native, overrides=overrides.values())
     trial.run(policy, own, overrides)
+
+
+def _parameters(networks: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    return chain.from_iterable(network.parameters() for network in networks)
 
 
 def _check_recurrent(

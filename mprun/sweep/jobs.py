@@ -160,14 +160,9 @@ def _check_same(cell: Cell, record: dict) -> None:
         there = recorded.get(key)
         if os.path.realpath(str(there)) != os.path.realpath(str(here)):
             raise BadInput(
-                f"{cell.directory}: holds a run {_DATA_PLACES[key]} {_shown(there)}, not in "
-                f"{_shown(here)}; use name= for a separate sweep"
+                f"{cell.directory}: holds a run {_DATA_PLACES[key]} {there or 'null'}, not in "
+                f"{here or 'null'}; use name= for a separate sweep"
             )
-
-
-def _shown(path: object) -> str:
-    text = "null" if path is None else str(path)
-    return "".join(character if character.isprintable() else "?" for character in text)
 
 
 def _in_use(directory: Path) -> bool:

@@ -288,7 +288,6 @@ def own_modules(tmp_path, monkeypatch):
         ("model.factory=builtins:dict", "TypeError|not iterable"),
         ("model.factory=owncode:same_again", "returned a network twice"),
         ("model.factory=owncode:shared", "returned a network twice"),
-        ("model.factory=owncode:grows", "another network the second time"),
         ("model.factory=owncode:half", "is torch.float16; build the network in float32"),
         ("model.factory=owncode:lazy", "1.weight is lazy"),
         ("model.factory=owncode:empty", "no parameter to train"),

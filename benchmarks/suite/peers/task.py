@@ -9,7 +9,7 @@ from torch import nn
 
 from benchmarks.suite.peers.dense_table import with_dense_tables
 from mprun.build.data import build_data
-from mprun.build.model import network_builders
+from mprun.build.model import build_networks
 from mprun.config.registry import task_of
 from mprun.config.schema import RunConfig
 from mprun.data.source import Batch, Source
@@ -100,8 +100,8 @@ def set_up(case: Case, device: torch.device) -> PeerTask:
     warnings.filterwarnings("ignore", message="LSTM with projections")
     torch.manual_seed(config.seed)
     data = build_data(config.data, config.seed, device)
-    builders = network_builders(config.model, data)
-    networks = tuple(builder().to(device).train() for builder in builders)
+    built = build_networks(config.model, data)
+    networks = tuple(network.to(device).train() for network in built)
     if "perturb" in case.extra:
         _perturb(networks, case.extra["perturb"])
     return PeerTask(
