@@ -184,47 +184,28 @@ def _limits(config: RunConfig, models: Sequence[nn.Module]) -> list[dict[str, An
     # torch's implementations are the plain way.
     update = optim.implementation if optim.implementation in ("auto", "single_pass") else "plain"
     found: list[dict] = [{"update": update, "parts": train.accumulate} for _ in models]
-    for key, value, names, patterns, choose in (
-        ("clip_norm", train.clip_norm, "clipped", train.clip_modules, clipped_of),
-        ("average_decay", optim.average_decay, "averaged", optim.average_modules, averaged_of),
+    clipped, averaged = "train.clip_modules", "optim.average_modules"
+    for key, value, names, patterns, modules in (
+        ("clip_norm", train.clip_norm, "clipped", train.clip_modules, clipped),
+        ("average_decay", optim.average_decay, "averaged", optim.average_modules, averaged),
     ):
         if value is None:
             continue
         matching = [those_that_match(model, patterns) for model in models]
         if missing := [one for one in patterns if not any(one in own for own in matching)]:
-            choose(models[0], missing[:1])  # it raises
+            weights_in(models[0], missing[:1], modules)  # it raises
         for arguments, model, own in zip(found, models, matching, strict=True):
             if own or not patterns:
-                arguments |= {key: value, names: choose(model, own)}
+                arguments |= {key: value, names: weights_in(model, own, modules)}
     return found
 
 
-def clipped_of(model: nn.Module, patterns: Sequence[str]) -> set[str]:
-    """Return the weights in modules that match `train.clip_modules`; all without a pattern.
+def weights_in(model: nn.Module, patterns: Sequence[str], key: str) -> set[str]:
+    """Return the trained parameters in modules that match the patterns of `key`; all without any.
 
-    It raises ValueError if a pattern matches no module, or no weight is chosen.
+    It raises ValueError if a pattern matches no module, no weight is chosen, or a row table would
+    be averaged: its average would have to move in every row.
     """
-    return _weights_of(model, patterns, "train.clip_modules")
-
-
-def averaged_of(model: nn.Module, patterns: Sequence[str]) -> set[str]:
-    """Return the weights in modules that match `optim.average_modules`; all without a pattern.
-
-    It raises ValueError as `clipped_of` does, and for row tables: their average would have to move
-    in every row.
-    """
-    names = _weights_of(model, patterns, "optim.average_modules")
-    tables = [t for t in row_tables(model) if any(name.startswith(f"{t}.") for name in names)]
-    if tables:
-        raise ValueError(
-            f"optim.average_modules={list(patterns)}: {', '.join(tables)} are updated only in the "
-            "rows that a step uses and have no average; name the modules to average, e.g. [lstm]"
-        )
-    return names
-
-
-def _weights_of(model: nn.Module, patterns: Sequence[str], key: str) -> set[str]:
-    """Return the trained parameters of the matching modules and of the modules inside them."""
     tables = row_tables(model)
     around = {f"{m}." for pattern in patterns for m in matching_modules(model, pattern, key)}
     names = {
@@ -235,6 +216,12 @@ def _weights_of(model: nn.Module, patterns: Sequence[str], key: str) -> set[str]
     }
     if not names:
         raise ValueError(f"{key}={list(patterns)}: these have no weights")
+    among = [table for table in tables if any(name.startswith(f"{table}.") for name in names)]
+    if among and key == "optim.average_modules":
+        raise ValueError(
+            f"{key}={list(patterns)}: {', '.join(among)} are updated only in the rows that a step "
+            "uses and have no average; name the modules to average, e.g. [lstm]"
+        )
     return names
 
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.build.task import clipped_of
+from mprun.build.task import weights_in
 from mprun.models.lstm import RowTable
 from mprun.precision import StaticLossScale
 
@@ -31,7 +31,7 @@ def one_step(patterns, clip=CLIP, scale=None, mode="fp32"):
     torch.manual_seed(0)
     rule = making(torch.optim.SGD, 1.0, foreach=True)
     model = Network()
-    chosen = {"clip_norm": clip, "clipped": clipped_of(model, patterns)}
+    chosen = {"clip_norm": clip, "clipped": weights_in(model, patterns, "train.clip_modules")}
     cast, optimizer = mixed(model, mode, rule, scale, **chosen)
     weights = dict(zip(optimizer.names, optimizer.updated, strict=True))
     weights |= {row.name: row.tensor for row in optimizer.rows}

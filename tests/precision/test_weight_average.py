@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.build.task import averaged_of
+from mprun.build.task import weights_in
 from mprun.models.lstm import RowTable
 from mprun.precision import DynamicLossScale, ForwardContext
 from mprun.tasks import Learner
@@ -35,7 +35,10 @@ class WithTable(Network):
 def learner_of(mode, patterns=("body",), network=Network, decay=DECAY):
     torch.manual_seed(0)
     model = network()
-    average = {"average_decay": decay, "averaged": averaged_of(model, patterns)}
+    average = {
+        "average_decay": decay,
+        "averaged": weights_in(model, patterns, "optim.average_modules"),
+    }
     rule = making(torch.optim.SGD, 0.25, foreach=True)
     return Learner(*mixed(model, mode, rule, DynamicLossScale(256.0), **average))
 
