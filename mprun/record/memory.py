@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from mprun.torch_private import sparse_indices, sparse_values
+from mprun.torch_private import disable_dispatch_modes, sparse_indices, sparse_values
 
 OF_CUDA = ("peak_bytes", "reserved_bytes")  # the keys that `peak` measures on CUDA
 
@@ -43,7 +43,9 @@ class SavedForBackward(torch.autograd.graph.saved_tensors_hooks):
             if address not in self.excluded:
                 kind = "weight_copies" if (address, size) in self.weight_copies else "activations"
                 self.storages[address] = (kind, dtype, size)
-        return tensor
+        # The output of an operation that keeps it would hold itself, where no pass ever frees it.
+        with disable_dispatch_modes():
+            return tensor.detach()
 
     @property
     def bytes(self) -> int:

@@ -1,6 +1,7 @@
 """What ran at step 1: expectations written by hand from each mode's definition."""
 
 import copy
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -17,6 +18,7 @@ from mprun.precision import (
     get_policy,
     pin_math_flags,
 )
+from mprun.record.memory import SavedForBackward
 from mprun.tasks.task import Learner
 
 from ..helpers import TINY_GAN, TINY_GPT, TINY_LM, assert_same_bits, making, record_of, run
@@ -283,6 +285,17 @@ def test_a_module_in_fp32_by_mistake_is_named():
     with FirstStep(task, task.policy, {}) as first:
         task.train_step(0)
     assert first.not_in_16_bits() == ["addmm in output"]
+
+
+def test_what_a_step_kept_goes_with_it_if_no_backward_pass_comes():
+    """The backward pass of exp needs its output: what is kept must not hold the graph itself."""
+    layer = nn.Linear(2, 2)
+    with SavedForBackward([]) as saved:
+        output = layer(torch.ones(1, 2)).exp()
+    assert saved.bytes >= output.nbytes
+    kept = weakref.ref(layer.weight)
+    del layer, output
+    assert kept() is None
 
 
 def test_memory_by_kind_by_hand():
