@@ -92,6 +92,7 @@ class Resource(MprunError):
     """The machine ran out of a resource: disk, memory, a worker process."""
 
     exit_code = RESOURCE
+    longest = 600  # what memory lacked, and what is smaller
 
 
 class RankFailed(MprunError):

@@ -23,6 +23,7 @@ from mprun.precision import ForwardContext, PrecisionPolicy, cast_model, ieee_fp
 from mprun.precision.audit import Audit, Contradiction
 from mprun.precision.casting import those_that_match
 from mprun.precision.random_states import random_states, restore_random_states
+from mprun.record.memory import ran_out
 
 
 class Factory:
@@ -61,10 +62,7 @@ def blaming(what: str) -> Iterator[None]:
     except (MprunError, Contradiction):
         raise
     except (Exception, SystemExit) as error:
-        text = str(error)
-        # On a CPU torch raises a plain RuntimeError where memory runs out.
-        of_cpu = "DefaultCPUAllocator" in text or "Storage size calculation overflowed" in text
-        if of_cpu or isinstance(error, torch.OutOfMemoryError | MemoryError):
+        if ran_out(error):
             raise
         raise BadInput(f"{what}: {raised(error)}") from error
 

@@ -80,7 +80,13 @@ def _ended(arguments: list[str], interruption: Interruption) -> int:
             print(_one_line(f"mprun: {error.strerror}{place}"), file=sys.stderr)
             return _OF_THE_SYSTEM[error.errno]
         traceback.print_exc()
-    except Exception:
+    except Exception as error:
+        if "torch" in sys.modules or isinstance(error, MemoryError):
+            from mprun.record.memory import ran_out, shortage  # here: imports torch
+
+            if ran_out(error):
+                print(_one_line(f"mprun: {shortage(error)}", 600), file=sys.stderr)
+                return errors.RESOURCE
         traceback.print_exc()
     print("mprun: this is a bug in mprun", file=sys.stderr)
     return errors.BUG

@@ -27,6 +27,7 @@ from torch import Tensor
 from mprun.distributed.rank_info import RankInfo
 from mprun.distributed.ranks import Ranks
 from mprun.errors import BUG, INTERRUPTED, RESOURCE, BadInput, MprunError, RankFailed, Resource
+from mprun.record.memory import ran_out
 
 T = TypeVar("T")
 
@@ -211,6 +212,8 @@ class RankGroup(Ranks):
         """Return the failed rank's error for one that only says that the ranks lost contact."""
         if isinstance(error, MprunError) or not isinstance(error, RuntimeError | OSError):
             return error
+        if ran_out(error):  # NCCL's, too
+            return error
         if not any(word in str(error).lower() for word in _OF_OTHERS):
             return error
         said = failure_of(self.store, wait_s=2.0)
@@ -255,8 +258,8 @@ def _failure(error: BaseException) -> tuple[int, str]:
         number = getattr(signal, text or "SIGINT", signal.SIGINT)
         code = INTERRUPTED if number == signal.SIGINT else 128 + number
         return code, f"stopped by {text or 'SIGINT'}"
-    ran_out = isinstance(error, OSError | MemoryError | torch.OutOfMemoryError)
-    return RESOURCE if ran_out else BUG, f"{type(error).__name__}: {text}"
+    of_the_machine = isinstance(error, OSError) or ran_out(error)
+    return RESOURCE if of_the_machine else BUG, f"{type(error).__name__}: {text}"
 
 
 def failure_of(store: dist.Store, wait_s: float = 0.0) -> tuple[int, int, str] | None:

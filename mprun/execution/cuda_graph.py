@@ -18,6 +18,7 @@ from torch.optim import Adam
 
 from mprun.precision import MixedPrecisionOptimizer
 from mprun.precision.torch_update import is_fused
+from mprun.record.memory import ran_out
 from mprun.torch_private import end_graph_pool
 
 _WAITS = "called a synchronizing CUDA operation"
@@ -90,8 +91,8 @@ class CudaRecorder:
             while first.__context__ is not None:
                 first = first.__context__
             self._recover()
-            if isinstance(first, torch.OutOfMemoryError):
-                raise first from None
+            if ran_out(first):
+                raise torch.OutOfMemoryError(str(first)) from first
             line = str(first).partition("\n")[0]
             raise CannotCapture(f"{type(first).__name__}: {line}") from error
         finally:

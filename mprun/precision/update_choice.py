@@ -178,9 +178,9 @@ def why_not_on(
         return difference(engine, device, rule) or (
             rounding and store_difference(engine, device, rule, rounding)
         )
-    except torch.OutOfMemoryError:
-        raise
     except Exception as error:  # a compiler or a driver may raise anything
+        if "out of memory" in str(error):  # Triton's, too: says nothing about the kernel
+            raise
         line = str(error).strip().partition("\n")[0]
         return f"its Triton kernel does not run here ({type(error).__name__}: {line})"
 

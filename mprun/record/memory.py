@@ -1,9 +1,13 @@
-"""A run's memory: the peak, and the tensors that one step keeps for its backward pass."""
+"""A run's memory: the peak, what one step keeps for its backward pass, and what its end tells."""
 
+import re
 import resource
 import sys
+import traceback
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -11,6 +15,19 @@ from torch import Tensor
 from mprun.torch_private import disable_dispatch_modes, sparse_indices, sparse_values
 
 OF_CUDA = ("peak_bytes", "reserved_bytes")  # the keys that `peak` measures on CUDA
+SPARED = 2**30  # bytes of a card outside torch: context, workspaces of cuDNN and cuBLAS
+# What torch says beside its own exception: of a CPU's memory and threads, and of CUDA, the driver,
+# cuBLAS, cuDNN, cuSOLVER, cuFFT, cuRAND, Triton and NCCL.
+_NO_MEMORY = re.compile(
+    r"out of memory|ALLOC(ATION)?_FAILED|DefaultCPUAllocator|Storage size calculation overflowed|"
+    r"can't start new thread|could not create a primitive$",
+    re.IGNORECASE | re.MULTILINE,
+)
+# These have many causes; on a full card it is the want of a workspace.
+_NO_WORKSPACE = re.compile(
+    r"unable to find an engine|(CUDNN|CUBLAS)_STATUS_(INTERNAL_ERROR|NOT_INITIALIZED)"
+)
+_ASKED = re.compile(r"(?:tried|unable) to allocate ([\d.]+) (\w+)", re.IGNORECASE)
 
 
 class SavedForBackward(torch.autograd.graph.saved_tensors_hooks):
@@ -144,3 +161,52 @@ def peak(device: torch.device) -> dict[str, int | str]:
     kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     unit = 1 if sys.platform == "darwin" else 1024
     return {"peak_bytes": kib * unit, "measure": "process resident set"}
+
+
+def ran_out(error: BaseException) -> bool:
+    """Return whether memory ran out: of the host, page-locked or not, or of a GPU."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    if not isinstance(error, RuntimeError):
+        return False
+    text = str(error)
+    is_full = _NO_WORKSPACE.search(text) is not None and 0 <= card_memory()[0] < SPARED
+    return is_full or _NO_MEMORY.search(text) is not None
+
+
+def card_memory() -> tuple[int, int]:
+    """Return the bytes of the GPU in use that are free, torch's cache included, and all; or -1."""
+    with suppress(RuntimeError):  # of a context that is lost
+        if torch.cuda.is_initialized():
+            free, total = torch.cuda.mem_get_info()
+            return free + torch.cuda.memory_reserved() - torch.cuda.memory_allocated(), total
+    return -1, -1
+
+
+def host_memory() -> int:
+    """Return the bytes that the host can still give; -1 where the system does not tell."""
+    with suppress(OSError, KeyError):
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        return int(dict(line.split(":") for line in lines)["MemAvailable"].split()[0]) * 1024
+    return -1
+
+
+def shortage(error: BaseException) -> str:
+    """Return in one line what was asked for and what was there; give back what the calls hold.
+
+    A traceback keeps the local variables of the failed calls, tensors among them.
+    """
+    text, (free, total), host = str(error), card_memory(), host_memory()
+    told = text.partition("\n")[0] or "of Python"
+    if asked := _ASKED.search(text):
+        size, unit = float(asked[1]), asked[2]
+        told = "asked for " + (f"{size / 2**30:.2f} GiB" if unit == "bytes" else f"{size:g} {unit}")
+    there = [f"{free / 2**30:.2f} of {total / 2**30:.2f} GiB of the GPU"] if total > 0 else []
+    there += [f"{host / 2**30:.2f} GiB of the host"] if host >= 0 else []
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
+    if total > 0:
+        torch.cuda.empty_cache()
+    return f"out of memory: {told}" + (f", with {' and '.join(there)} free" if there else "")

@@ -2,7 +2,6 @@
 
 import os
 import random
-import re
 import sys
 import warnings
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ import torch
 from mprun.build import Built, build
 from mprun.config.compose import Composed
 from mprun.config.keys import config_hash, is_told
+from mprun.config.registry import kind_of
 from mprun.config.rules import engine_of, why_not_on
 from mprun.config.schema import RunConfig
 from mprun.distributed.rank_info import RankInfo
@@ -27,6 +27,7 @@ from mprun.numerics.probe import chosen_modules
 from mprun.numerics.replay import Snapshot
 from mprun.precision import pin_math_flags
 from mprun.precision.random_states import restore_dropout_state
+from mprun.record.memory import card_memory, ran_out, shortage
 from mprun.record.metrics import TensorBoardView
 from mprun.record.run_directory import claim, claim_exactly, locked, run_name
 from mprun.record.run_record import Record
@@ -62,9 +63,10 @@ def start(composed: Composed, place: RankInfo | None = None) -> int:
 
     def begun() -> Built:
         built = prepare(config, device, config.threads, ranks)
-        _check_data(built)
-        if config.deterministic and device.type == "cuda":
-            _check_determinism(built)
+        with _memory_as_resource(config):
+            _check_data(built)
+            if config.deterministic and device.type == "cuda":
+                _check_determinism(built)
         return built
 
     def claimed_by_first() -> str:
@@ -114,7 +116,11 @@ def follow(directory: Path, config: RunConfig, built: Built, start: Start = BEGI
 
     log, code = RankLog(directory, built.task.ranks.rank), BUG
     try:
-        with Interruption() as stop, TemporaryDirectory(prefix="mprun-") as own, _used(built):
+        with (
+            Interruption() as stop,
+            TemporaryDirectory(prefix="mprun-") as own,
+            _used(built, config),
+        ):
             code = Loop(built, config, Path(own), stop, start).train().exit_code
         built.task.ranks.leave(code)
         return code
@@ -124,11 +130,11 @@ def follow(directory: Path, config: RunConfig, built: Built, start: Start = BEGI
 
 
 @contextmanager
-def _used(built: Built) -> Iterator[None]:
+def _used(built: Built, config: RunConfig) -> Iterator[None]:
     """Enclose the training of what was built; other ranks, if any, hear of an error inside."""
     alone = built.task.ranks.world == 1
     with closing(built.data), built.stepper.on_stream(), built.task.ranks.watched():
-        with nullcontext() if alone else _memory_as_resource():
+        with nullcontext() if alone else _memory_as_resource(config):
             yield
 
 
@@ -203,7 +209,7 @@ def prepare(
         restore_dropout_state(None, device)
     # torch warns that its CPU library has no LSTM with projection; ours is emulated or slower.
     warnings.filterwarnings("ignore", message="LSTM with projections")
-    with _memory_as_resource():
+    with _memory_as_resource(config):
         built = build(config, device, ranks)
     if config.numerics.enabled:
         chosen_modules(built.task.learners, config.numerics.modules)
@@ -245,7 +251,7 @@ def attempt(config: RunConfig, built: Built, record: Record, start: Start = BEGI
 
         last = start.step
         try:
-            with _used(built):
+            with _used(built, config):
                 loop = Loop(built, config, directory, interruption, start, record.checkpointed)
                 try:
                     outcome = loop.train()
@@ -268,7 +274,7 @@ def attempt(config: RunConfig, built: Built, record: Record, start: Start = BEGI
                 raise Resource(
                     f"{error.strerror or error} ({error.filename or directory})"
                 ) from error
-            with _memory_as_resource():
+            with _memory_as_resource(config):
                 raise
         results = outcome.results() | {"emulated": built.forward_context.rerouted()}
         end(outcome.status, outcome.cause, results)
@@ -304,23 +310,30 @@ def _described(config: RunConfig, built: Built) -> dict | None:
     }
 
 
-# Words of the bare RuntimeErrors that torch raises when a CPU's memory runs out.
-_NO_MEMORY = re.compile(
-    r"DefaultCPUAllocator|Storage size calculation overflowed|can't start new thread|"
-    r"could not create a primitive$"
-)
-
-
 @contextmanager
-def _memory_as_resource() -> Iterator[None]:
-    """Turn errors of exhausted memory into a one-line Resource."""
+def _memory_as_resource(config: RunConfig) -> Iterator[None]:
+    """Turn errors of exhausted memory into a one-line Resource that tells what may fit."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        text = str(error).partition("\n")[0]
-        if isinstance(error, torch.OutOfMemoryError | MemoryError) or _NO_MEMORY.search(text):
-            raise Resource(f"out of memory: {text or 'of Python'}") from error
-        raise
+        if not ran_out(error):
+            raise
+        raise Resource(f"{shortage(error)}; {_smaller(config)}") from error
+
+
+def _smaller(config: RunConfig) -> str:
+    """Return what takes less memory than this configuration, and the command that measures it."""
+    half, accumulate = config.data.batch_size // 2, config.train.accumulate
+    less = []
+    if half:
+        more = "" if kind_of(config.model).streams else f" train.accumulate={2 * accumulate}"
+        less.append(f"data.batch_size={half}{more}")
+    total = card_memory()[1]
+    if total > 0 and config.precision.param_dtype == "fp32" and not config.precision.autocast_dtype:
+        less.append("precision=amp")
+    text = f"try {' or '.join(less or ['a smaller model'])}"
+    measured = f"; mprun bench --host --card {total / 2**30:.3g} measures what fits"
+    return text + (measured if total > 0 else "")
 
 
 def resolve_device(name: str) -> torch.device:

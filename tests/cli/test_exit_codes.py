@@ -5,15 +5,18 @@ import fcntl
 import json
 import os
 import pty
+import re
 import signal
 import subprocess
 import sys
 import time
+import weakref
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from mprun.build import build
 from mprun.cli import main
@@ -22,6 +25,7 @@ from mprun.config.keys import config_hash
 from mprun.distributed.ranks import Ranks
 from mprun.execution.step_runner import Compilation
 from mprun.record.console import Progress
+from mprun.record.memory import SPARED, ran_out, shortage
 from mprun.training.announcements import _next
 from mprun.training.loop import Loop
 from mprun.training.signals import Interruption, Stopped
@@ -165,15 +169,92 @@ def test_a_parser_without_a_descriptor_does_not_blame_the_command_line(monkeypat
     assert line == "mprun: Too many open files\n"
 
 
-@pytest.mark.parametrize("text", ["can't start new thread", "could not create a primitive"])
-def test_memory_that_ends_while_training_is_5(text, tmp_path, monkeypatch, capsys):
+# What torch, the driver, its libraries, Triton and NCCL say; what the line then tells of it.
+NO_MEMORY = [
+    (RuntimeError("can't start new thread"), "can't start new thread"),
+    (RuntimeError("could not create a primitive"), "could not create a primitive"),
+    (
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 3221225472 "
+                     "bytes. Error code 12 (Cannot allocate memory)"),
+        "asked for 3.00 GiB",
+    ),
+    (MemoryError("Unable to allocate 2.50 GiB for an array with shape (1,)"), "asked for 2.5 GiB"),
+    (MemoryError(), "of Python"),
+    (
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total "
+                               "capacity of 9.00 GiB of which 1.00 GiB is free. See https://a.b/c"),
+        "asked for 20 MiB",
+    ),
+    *(
+        (kind(text), text.partition("\n")[0])
+        for kind, text in (
+            (RuntimeError, "cuDNN error: CUDNN_STATUS_ALLOC_FAILED"),
+            (RuntimeError, "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`"),
+            (RuntimeError, "CUDA driver error: out of memory"),
+            (torch.AcceleratorError, "CUDA error: out of memory\nSearch for `cudaErrorMemory`"),
+            (RuntimeError, "Triton Error [CUDA]: out of memory"),
+            (dist.DistBackendError, "NCCL error: unhandled cuda error\nFailure 2 'out of memory'"),
+        )
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("error", "told"), NO_MEMORY)
+def test_memory_that_ends_while_training_is_5(error, told, tmp_path, monkeypatch, capsys):
     def advance(*_):
-        raise RuntimeError(text)
+        raise error
 
     monkeypatch.setattr("mprun.training.loop.Loop.advance", advance)
     assert run(tmp_path / "r", *TINY_LM, "train.steps=1") == 5
-    assert capsys.readouterr().err.endswith(f"mprun: out of memory: {text}\n")
+    line = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(
+        rf"mprun: out of memory: {re.escape(told)}, with \d+\.\d\d GiB of the host free; "
+        "try data.batch_size=1",
+        line,
+    )
     assert record_of(tmp_path / "r")["status"] == "failed"
+
+
+def test_a_verb_that_runs_out_of_memory_ends_with_5(monkeypatch, capsys):
+    def main(_):
+        raise MemoryError
+
+    monkeypatch.setattr("mprun.cli.doctor.main", main)
+    assert "mprun: out of memory: of Python" in refused(capsys, "doctor", code=5)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "cuDNN error: CUDNN_STATUS_INTERNAL_ERROR",
+        "FIND was unable to find an engine to execute this computation",
+        "CUDA error: CUBLAS_STATUS_NOT_INITIALIZED when calling `cublasCreate(handle)`",
+    ],
+)
+def test_a_workspace_is_what_lacks_only_on_a_full_card(text, monkeypatch):
+    assert not ran_out(RuntimeError(text))  # no card here
+    for free, full in ((SPARED - 1, True), (SPARED, False)):
+        monkeypatch.setattr("mprun.record.memory.card_memory", lambda free=free: (free, 2**34))
+        assert ran_out(RuntimeError(text)) is full
+    assert not ran_out(ValueError("out of memory"))
+
+
+def test_what_the_failed_calls_held_is_given_back():
+    """The error, which a caller may keep, holds their frames and so their tensors no longer."""
+
+    def call():
+        tensor = torch.zeros(3)
+        seen.append(weakref.ref(tensor))
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    seen: list = []
+    try:
+        call()
+    except RuntimeError as error:
+        kept = error
+    assert seen[0]() is not None
+    shortage(kept)
+    assert seen[0]() is None
 
 
 def test_an_unwritable_folder_is_named(tmp_path, capsys):

@@ -60,10 +60,14 @@ def serve(worker: str, descriptor: str, parent: str) -> None:
 
 def _failure(error: Exception) -> ChildFailed:
     line = str(error).partition("\n")[0]
-    # torch.OutOfMemoryError by its name, because not every worker imports torch.
-    memory = isinstance(error, MemoryError | Resource) or "OutOfMemory" in type(error).__name__
-    if memory or "DefaultCPUAllocator" in line:
-        return ChildFailed("memory", f"out of memory: {line}")
+    is_memory = isinstance(error, MemoryError | Resource)
+    if not is_memory and "torch" in sys.modules:  # which not every worker imports
+        from mprun.record.memory import ran_out
+
+        is_memory = ran_out(error)
+    if is_memory:
+        told = line.partition("; try ")[0]  # a bench chooses no other batch
+        return ChildFailed("memory", f"out of memory: {told.removeprefix('out of memory: ')}")
     if isinstance(error, BadInput):
         return ChildFailed("refused", line)
     return ChildFailed("error", raised(error))

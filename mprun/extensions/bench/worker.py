@@ -16,11 +16,10 @@ from mprun.extensions.bench.measure import Contender
 from mprun.extensions.bench.runner import RunnerContender
 from mprun.precision import read_math_flags
 from mprun.record.energy import PowerMeter, meter_of
-from mprun.record.memory import peak
+from mprun.record.memory import host_memory, peak
 from mprun.training.run import resolve_device
 
 ENERGY_S = 2.0  # NVML's counter moves about ten times a second: a single window is coarse
-_MEMINFO = Path("/proc/meminfo")
 _REPEATS = 10  # steps for the median of the host's time
 _WATCHED = 5  # steps in which synchronisations are counted
 
@@ -162,11 +161,8 @@ def _memory_left(device: torch.device) -> dict[str, int]:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return {"free": free, "held": torch.cuda.memory_reserved(device)}
-    if not _MEMINFO.is_file():
+    free = host_memory()
+    if free < 0:
         return {"free": sys.maxsize, "held": 0}  # not Linux: children may swap
-    facts = dict(line.split(":") for line in _MEMINFO.read_text().splitlines())
     pages = int(Path("/proc/self/statm").read_text().split()[1])
-    return {
-        "free": int(facts["MemAvailable"].split()[0]) * 1024,
-        "held": pages * os.sysconf("SC_PAGE_SIZE"),
-    }
+    return {"free": free, "held": pages * os.sysconf("SC_PAGE_SIZE")}

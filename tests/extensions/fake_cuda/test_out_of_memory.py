@@ -1,0 +1,103 @@
+"""Memory that ends at any moment of a run on CUDA: exit code 5, one line, and all is given back."""
+
+import re
+
+import pytest
+
+from .cells import MODELS
+
+SMALL = [*MODELS["lstm_lm"], "precision=fp32", "train.steps=6", "train.eval_every=5"]
+# Leaves the card what is in use then, and so many bytes.
+PROGRAM = """
+import gc, os
+import mprun.record.checkpoint, mprun.training.run
+from mprun.cli import main
+from mprun.execution.cuda_graph import CudaRecorder
+from mprun.execution.step_runner import StepRunner
+from mprun.training.metric_logger import MetricLogger
+from unittest import mock
+
+def tight(spared=0):
+    free, total = torch.cuda.mem_get_info()
+    os.environ["FAKE_CUDA_MEMORY"] = str(total - free + spared)
+
+def at_first(holder, name):
+    whole = getattr(holder, name)
+    def tightened(*arguments, **named):
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.empty_cache()
+        tight()
+        return whole(*arguments, **named)
+    return mock.patch.object(holder, name, tightened)
+
+in_use = torch.zeros(1, device="cuda")
+gc.collect()
+torch.cuda.empty_cache()
+before = torch.cuda.memory_allocated()
+os.environ.pop("FAKE_CUDA_MEMORY", None)
+try:
+    with {where}:
+        code = main({arguments})
+finally:
+    os.environ.pop("FAKE_CUDA_MEMORY", None)
+gc.collect()
+return {{"code": code, "held": torch.cuda.memory_allocated() - before}}
+"""
+PLACES = {
+    "a step": 'at_first(StepRunner, "step")',
+    "an evaluation": 'at_first(MetricLogger, "evaluate")',
+    "a capture": 'at_first(CudaRecorder, "record")',
+    "the weights": 'at_first(mprun.training.run, "build")',
+}
+LINE = (
+    r"mprun: out of memory: asked for [\d.]+ [KMG]iB, with 0\.\d\d of 0\.\d\d GiB of the GPU "
+    r"and [\d.]+ GiB of the host free; try {less}; "
+    r"mprun bench --host --card [\d.e-]+ measures what fits"
+)
+
+
+@pytest.mark.parametrize("where", PLACES)
+def test_a_full_card(script, tmp_path, where):
+    graph = "on" if where == "a capture" else "off"
+    arguments = [*SMALL, "device=cuda", "threads=1", f"train.cuda_graph={graph}"]
+    arguments += [f"output_dir={tmp_path / 'run'}"]
+    found = script(PROGRAM.format(where=PLACES[where], arguments=arguments))
+    assert found.get("code") == 5, found.get("trace", found["printed"])
+    line = found["printed"].strip().splitlines()[-1]
+    assert re.fullmatch(LINE.format(less=r"data\.batch_size=\d+ or precision=amp"), line), line
+    assert found["held"] == 0
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Large(nn.Module):
+    def __init__(self, data=None):
+        super().__init__()
+        self.a, self.b = nn.Linear(3 * 32 * 32, 64), nn.Linear(64, 10)
+
+    def forward(self, images):
+        h = self.a(images.flatten(1))
+        return self.b((h[:, None] * torch.ones(1, 50_000, 1, device=h.device)).sum(1))
+
+def refused(data=None):
+    raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate`")
+"""
+
+
+@pytest.mark.parametrize("factory", ["Large", "refused"])
+def test_a_network_of_ones_own(script, tmp_path, factory):
+    (tmp_path / f"own_{factory}.py").write_text(OWN)
+    arguments = ["model=custom", f"model.factory=own_{factory}:{factory}", "data=synthetic_images"]
+    arguments += ["data.batch_size=32", "data.train_size=64", "data.eval_size=32", "precision=amp"]
+    arguments += ["device=cuda", "threads=1", "train.steps=2", f"output_dir={tmp_path / 'run'}"]
+    where = f"mock.patch('sys.path', [{str(tmp_path)!r}, *__import__('sys').path])"
+    body = PROGRAM.format(where=where, arguments=arguments).replace(
+        'os.environ.pop("FAKE_CUDA_MEMORY", None)\ntry:', "tight(100 * 2**20)\ntry:"
+    )
+    found = script(body)
+    assert found.get("code") == 5, found.get("trace", found["printed"])
+    line = found["printed"].strip().splitlines()[-1]
+    assert "out of memory: " in line and "data.batch_size=16 train.accumulate=2" in line
+    assert found["held"] == 0
