@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from mprun.errors import DONE, INTERRUPTED, BadInput
+from mprun.errors import DONE, INTERRUPTED, BadInput, Resource
 from mprun.extensions.bench import fake_cuda
 from mprun.extensions.bench.cases import REFERENCES, Case
 from mprun.extensions.bench.contest import Contest
@@ -23,10 +23,10 @@ from mprun.extensions.bench.measure import Contender, host_seconds
 from mprun.extensions.bench.worker import Worker, release
 from mprun.precision.update_choice import take_for_granted
 from mprun.record.console import markdown_table
+from mprun.record.memory import SPARED
 from mprun.record.run_directory import write_json
 
 WARM_UP, COUNTED, TIMED = 4, 3, 15  # steps; a graph is recorded during warm-up
-SPARED = 2**30  # bytes of a card outside torch: context, workspaces of cuDNN and cuBLAS
 
 NOTE = """\
 Measured on a fake CUDA device: no kernel ran. Peak and reserved are bytes of torch's caching
@@ -37,8 +37,9 @@ one or more), copies and fills. Host: median time of a step on this machine's pr
 any device time."""
 # Of one mode, eager or replayed. peak: bytes allocated in steady steps (replays allocate nothing:
 # None). reserved: bytes after these. Of a step: launches, library (calls of cuDNN and cuBLAS), work
-# (pieces that a replay launches at once), waits (of the host for the device), host_ms.
-NUMBERS = "peak reserved launches triton library copies work waits host_ms why_not".split()
+# (pieces that a replay launches at once), waits (of the host for the device), host_ms. batch: a
+# smaller one that fits the card, where this one does not.
+NUMBERS = "peak reserved launches triton library copies work waits host_ms batch why_not".split()
 
 
 def host_row(case: Case, execution: str, **numbers: Any) -> dict[str, Any]:
@@ -61,16 +62,21 @@ def host(contest: Contest, options: Namespace) -> int:
     # Leave out the best settings of mprun and of others: torch.compile is not covered.
     cases = [c for group in groups for c in group.cases if not c.contender.endswith("+")]
     rows: list[dict] = []
+    card = options.card_bytes
     try:
         for number, case in enumerate(cases, start=1):
             name = f"{case.label} {case.mode} {case.contender}"
             print(f"mprun: {number}/{len(cases)} {name}", file=sys.stderr, flush=True)
-            rows += _measured(worker, case, device)
+            found = _measured(worker, case, device)
+            if card is not None and not all(_fits(row, card) for row in found):
+                batch = _fitting_batch(worker, case, device, card)
+                found = [row | {"batch": None if _fits(row, card) else batch} for row in found]
+            rows += found
     except KeyboardInterrupt:
-        print(report(rows, options.card_bytes))
+        print(report(rows, card))
         return INTERRUPTED
     facts = {"torch": torch.__version__, "note": NOTE, "rows": rows}
-    text = report(rows, options.card_bytes)
+    text = report(rows, card)
     for left in left_out:
         text += f"\nleft out: {left['label']} {left['mode']} {left['contender']}: {left['reason']}"
     if options.out is not None:
@@ -94,12 +100,27 @@ def _measured(worker: Worker, case: Case, device: torch.device) -> list[dict]:
         release(device)
         try:
             numbers = _numbers(worker.make(asked, device), device, execution == "replayed")
-        except (BadInput, torch.OutOfMemoryError, MemoryError) as error:
+        except (BadInput, Resource, torch.OutOfMemoryError, MemoryError) as error:
             numbers = {"why_not": str(error).partition("\n")[0]}
         finally:
             release(device)
         rows.append(host_row(case, execution, **numbers))
     return rows
+
+
+def _fits(row: dict, card: int) -> bool:
+    return (row["reserved"] or 0) + SPARED <= card
+
+
+def _fitting_batch(worker: Worker, case: Case, device: torch.device, card: int) -> int | None:
+    """Return the largest of the halved batches that fits a card; None: not even one sample."""
+    batch = case.config().data.batch_size
+    while batch := batch // 2:
+        smaller = (*case.overrides, f"data.batch_size={batch}")
+        rows = _measured(worker, replace(case, overrides=smaller), device)
+        if rows[0]["why_not"] is None and all(_fits(row, card) for row in rows):
+            return batch
+    return None
 
 
 def _numbers(contender: Contender, device: torch.device, replayed: bool) -> dict[str, Any]:
@@ -165,7 +186,8 @@ def _cells(row: dict, peaks: dict[tuple, int], card: int | None) -> list[str]:
     ]
     if card is None:
         return cells
-    return [*cells, "yes" if (row["reserved"] or 0) + SPARED <= card else "no"]
+    batch = f", data.batch_size={row['batch']} does" if row["batch"] else ""
+    return [*cells, "yes" if _fits(row, card) else f"no{batch}"]
 
 
 def _mib(value: int | None) -> str:

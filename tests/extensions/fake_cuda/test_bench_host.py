@@ -83,6 +83,17 @@ def test_a_model_of_ones_choice(device, tmp_path):
     assert "no kernel ran" in (out / "host.md").read_text()
 
 
+@pytest.mark.slow
+def test_a_batch_that_fits_is_named(device):
+    command = [device.python, "-m", "mprun", "bench", "--host", "model=conv_autoencoder"]
+    more = ["data.batch_size=128", "--modes", "fp32,amp", "--card", "1.04"]
+    done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-2000:]
+    fits = [line.split("|")[-2].strip() for line in done.stdout.splitlines() if "| mprun " in line]
+    assert set(fits) <= {"yes", *(f"no, data.batch_size={2**power} does" for power in range(7))}
+    assert any(text != "yes" for text in fits)
+
+
 def row(**more):
     return host_row(Case("m b1", (), "amp", "mprun"), "eager", **more)
 
