@@ -1,4 +1,4 @@
-"""docs/extend.md, done as it stands: mode, scaler, optimizer, model, task, verb."""
+"""docs/extend.md, done as it stands: mode, scaler, optimizer, model, task, verb, log format."""
 
 import json
 import re
@@ -122,3 +122,28 @@ def test_a_verb_is_an_entry_point(checkout):
     for words in (["ended"], ["ended", "nowhere"], ["ended", "run", "--x"]):
         code, said, line = mprun(*words)
         assert (code, said, line.count("\n")) == (2, "", 1), line
+
+
+CAFFE = """\
+I1126 10:00:00.000000  1 solver.cpp:218] Iteration 0 (0 iter/s, 0s/10 iters), loss = 9
+I1126 10:00:00.000000  1 solver.cpp:237]     Train net output #0: loss = 2.5 (* 1 = 2.5 loss)
+I1126 10:00:01.000000  1 solver.cpp:218] Iteration 10 (9 iter/s, 1s/10 iters), loss = 9
+I1126 10:00:01.000000  1 solver.cpp:237]     Train net output #0: loss = 0.5 (* 1 = 0.5 loss)
+"""
+
+
+def test_a_log_format_is_an_entry_point(checkout):
+    header, line = '[project.entry-points."mprun.log_formats"]', 'caffe = "perceptrons.logs:CAFFE"'
+    assert f"`{line}` in `{header}`" in PAGE
+    (checkout / "perceptrons").mkdir()
+    add(checkout, "perceptrons/logs.py")
+    with open(checkout / "pyproject.toml", "a", encoding="utf-8") as project:
+        project.write(f"\n{header}\n{line}\n")
+    (checkout / "a.log").write_text(CAFFE, encoding="utf-8")
+    program = (
+        "from pathlib import Path; from mprun.extensions.logs.log_formats import read_logs\n"
+        "[log] = read_logs(Path('a.log'), 'loss'); print(log.steps, log.points.tolist())"
+    )
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, cwd=checkout, capture_output=True, text=True)
+    assert done.stdout == "iteration [[0.0, 2.5], [10.0, 0.5]]\n", done.stderr
