@@ -101,3 +101,29 @@ def test_a_network_of_ones_own(script, tmp_path, factory):
     line = found["printed"].strip().splitlines()[-1]
     assert "out of memory: " in line and "data.batch_size=16 train.accumulate=2" in line
     assert found["held"] == 0
+
+
+REFUSED_IN_A_CAPTURE = """
+from mprun.cli import main
+from mprun.tasks.supervised import Supervised
+from unittest import mock
+
+whole = Supervised.compute
+def compute(self, *arguments):
+    if torch.cuda.is_current_stream_capturing():
+        raise torch.AcceleratorError("CUDA error: out of memory")
+    return whole(self, *arguments)
+
+with mock.patch.object(Supervised, "compute", compute):
+    return {{"code": main({arguments})}}
+"""
+
+
+@pytest.mark.parametrize(("graph", "code"), [("on", 5), ("auto", 0)])
+def test_a_capture_that_the_driver_refuses(script, tmp_path, graph, code):
+    arguments = [*SMALL, "device=cuda", "threads=1", f"train.cuda_graph={graph}"]
+    arguments += ["train.steps=40", f"output_dir={tmp_path / 'run'}"]
+    found = script(REFUSED_IN_A_CAPTURE.format(arguments=arguments))
+    assert found.get("code") == code, found.get("trace", found["printed"])
+    told = "mprun: out of memory: " if code else "mprun: no CUDA graph: CUDA error: out of memory"
+    assert told in found["printed"]
