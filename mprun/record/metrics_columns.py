@@ -1,9 +1,10 @@
 """The columns of a metrics.jsonl that a comparison needs.
 
-It needs a few columns of every record, which msgspec checks and decodes (100,000 records in about
-0.1 s, a tenth of json's time), and all columns of a few hundred, which are parsed in full. If
-msgspec finds a line that `MetricsFile` cannot have written, json reads the whole file again: it
-also accepts bare NaN and Infinity, and the faulty line is named.
+It needs a few columns of every training record, which msgspec checks and decodes (100,000 records
+in about 0.1 s, a tenth of json's time), and all columns of the evaluations. How a line begins tells
+which it is, so each is decoded once. If msgspec finds a line that `MetricsFile` cannot have
+written, json reads the whole file again: it also accepts bare NaN and Infinity, and the faulty line
+is named.
 """
 
 import json
@@ -38,8 +39,8 @@ class MetricsColumns:
 
     # column -> float64 [evaluations]: "step", "updates", then the metrics
     evals: dict[str, np.ndarray]
-    # column -> float64 [at most 500]: "step", "updates", "skipped", then all other columns, NaN
-    # where a record lacks one; evenly thinned, the first and the last included
+    # column -> float64 [at most 500]: "step", "updates", "skipped", "loss" and, if recorded,
+    # "loss_scale", NaN where a record lacks it; evenly thinned, the first and the last included
     train: dict[str, np.ndarray]
     last_step: int  # step of the newest record, 0 if there is none
     first_losses: np.ndarray  # float64; steps 1, 2, ... up to 20, until the first missing step
@@ -66,9 +67,10 @@ class _Eval(msgspec.Struct, tag_field="split", tag="eval", gc=False):
     updates: _Count
 
 
-# None: a record of another split.
-_Records = list[_Train | _Eval | None]
-_decoder = msgspec.json.Decoder(_Train | _Eval)
+# The record of each line, an evaluation with all of its columns; None: of another split.
+_Records = list[_Train | dict[str, Any] | None]
+_decoder = msgspec.json.Decoder(_Train)
+_EVAL_LINE = b'{"split": "eval", '
 
 
 def read_columns(path: Path) -> MetricsColumns:
@@ -85,7 +87,7 @@ def read_columns(path: Path) -> MetricsColumns:
         records = _decoded(lines) if data.isascii() else _parsed(path, lines)
     except msgspec.MsgspecError:
         records = _parsed(path, lines)
-    return _columns(path, lines, records)
+    return _columns(path, records)
 
 
 def complete_lines(data: bytes) -> list[bytes]:
@@ -107,7 +109,17 @@ def parsed_json(path: Path, number: int, line: bytes) -> Any:
 
 
 def _decoded(lines: list[bytes]) -> _Records:
-    return list(map(_decoder.decode, lines))
+    return [
+        _checked(msgspec.json.decode(line))
+        if line.startswith(_EVAL_LINE)
+        else _decoder.decode(line)
+        for line in lines
+    ]
+
+
+def _checked(record: dict[str, Any]) -> _Train | dict[str, Any]:
+    found = msgspec.convert(record, _Train | _Eval)
+    return record if isinstance(found, _Eval) else found
 
 
 def _parsed(path: Path, lines: list[bytes]) -> _Records:
@@ -115,28 +127,27 @@ def _parsed(path: Path, lines: list[bytes]) -> _Records:
     return [_parsed_line(path, number, line) for number, line in enumerate(lines, start=1)]
 
 
-def _parsed_line(path: Path, number: int, line: bytes) -> _Train | _Eval | None:
+def _parsed_line(path: Path, number: int, line: bytes) -> _Train | dict[str, Any] | None:
     record = parsed_json(path, number, line) if line else {"split": ""}
     if not isinstance(record, dict) or not isinstance(record.get("split"), str):
         raise Damaged(f"{path}: line {number} is not a record of a run")
     if record["split"] not in ("train", "eval"):
         return None
     try:
-        return msgspec.convert(record, _Train | _Eval)
+        return _checked(record)
     except msgspec.ValidationError as error:
         raise Damaged(f"{path}: line {number}: {in_words(error)}") from None
 
 
-def _columns(path: Path, lines: list[bytes], records: _Records) -> MetricsColumns:
-    is_train = np.array([type(record) is _Train for record in records], dtype=bool)
-    at = np.flatnonzero(is_train)
-    train = [record for record in records if type(record) is _Train]
+def _columns(path: Path, records: _Records) -> MetricsColumns:
+    at = [i for i, record in enumerate(records) if isinstance(record, _Train)]
+    train = [record for record in records if isinstance(record, _Train)]
     count = len(train)
     step = np.fromiter((record.step for record in train), np.int64, count)
     skipped = np.fromiter((record.skipped for record in train), np.int64, count)
     losses = _numbers([record.loss for record in train])
-    eval_at = [i for i, record in enumerate(records) if type(record) is _Eval]
-    evals = [json.loads(lines[i]) for i in eval_at]
+    eval_at = [i for i, record in enumerate(records) if isinstance(record, dict)]
+    evals = [record for record in records if isinstance(record, dict)]
     eval_steps = np.array([record["step"] for record in evals], dtype=np.int64)
     _ascending(path, "step", eval_steps, eval_at, strictly=True)
     _ascending(path, "step", step, at, strictly=True)
@@ -148,10 +159,12 @@ def _columns(path: Path, lines: list[bytes], records: _Records) -> MetricsColumn
     applied = np.flatnonzero(~np.isfinite(losses) & ~was_skipped)
     scales = _numbers([record.loss_scale for record in train])
     known = scales[~np.isnan(scales)]
-    drawn = [json.loads(lines[i]) for i in _evenly(at, DRAWN_RECORDS)]
+    updates = np.fromiter((record.updates for record in train), np.float64, count)
+    columns = {"step": step, "updates": updates, "skipped": skipped, "loss": losses}
+    columns |= {"loss_scale": scales} if len(known) else {}
     return MetricsColumns(
-        evals=_arrays(evals, ("step", "updates"), NO_METRIC),
-        train=_arrays(drawn, ("step", "updates", "skipped"), ("split",)),
+        evals=_metrics(evals),
+        train={key: _evenly(own, DRAWN_RECORDS).astype(float) for key, own in columns.items()},
         last_step=int(max([*step[-1:], *eval_steps[-1:]], default=0)),
         first_losses=losses[: gapless.sum()],
         last_losses=losses[count - -(-count // 10) :],
@@ -173,13 +186,13 @@ def _number(value: Any) -> float | None:
 
 
 def _numbers(values: list[Any]) -> np.ndarray:
-    if not set(map(type, values)) <= {float, int}:
+    if not set(map(type, values)) <= {float, int, type(None)}:
         values = [_number(value) for value in values]
     return np.array(values, dtype=np.float64)  # None becomes NaN
 
 
 def _ascending(
-    path: Path, name: str, values: np.ndarray, at: Sequence[int] | np.ndarray, strictly: bool
+    path: Path, name: str, values: np.ndarray, at: Sequence[int], strictly: bool
 ) -> None:
     """Raise Damaged unless `values`, found in the lines `at` (from 0), ascend."""
     difference = np.diff(values)
@@ -204,14 +217,13 @@ def _evenly(values: np.ndarray, limit: int) -> np.ndarray:
     return values[np.linspace(0, len(values) - 1, limit).round().astype(np.int64)]
 
 
-def _arrays(
-    records: list[dict[str, Any]], always: Sequence[str], left_out: Sequence[str]
-) -> dict[str, np.ndarray]:
-    """Return float64 columns: `always`, then every other key that holds a number somewhere."""
-    keys = dict.fromkeys(key for record in records for key in record)
+def _metrics(evals: list[dict[str, Any]]) -> dict[str, np.ndarray]:
+    """Return float64 columns: step, updates, then every metric that is a number somewhere."""
+    always = ("step", "updates")
+    keys = dict.fromkeys(key for record in evals for key in record if key not in NO_METRIC)
     columns = {}
-    for key in [*always, *(key for key in keys if key not in always and key not in left_out)]:
-        values = [_number(record.get(key)) for record in records]
-        if key in always or any(value is not None for value in values):
-            columns[key] = np.array(values, dtype=np.float64)  # None becomes NaN
+    for key in [*always, *keys]:
+        values = [record.get(key) for record in evals]
+        if key in always or any(_number(value) is not None for value in values):
+            columns[key] = _numbers(values)
     return columns

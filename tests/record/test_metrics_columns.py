@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+from collections import Counter
 
 import msgspec
 import numpy as np
@@ -14,6 +15,7 @@ from hypothesis import strategies as st
 from mprun.build import build
 from mprun.config.compose import compose_config
 from mprun.errors import Damaged
+from mprun.record import metrics_columns
 from mprun.record.metrics import MetricsFile
 from mprun.record.metrics_columns import _columns, _decoded, _parsed, complete_lines, read_columns
 from mprun.training.loop import Loop
@@ -62,13 +64,12 @@ def assert_equal(a, b):
 def parsed(path):
     """By json, line by line: the reference."""
     lines = complete_lines(path.read_bytes())
-    return _columns(path, lines, _parsed(path, lines))
+    return _columns(path, _parsed(path, lines))
 
 
 def decoded(path):
     """By msgspec, which raises its own error for what it does not take."""
-    lines = complete_lines(path.read_bytes())
-    return _columns(path, lines, _decoded(lines))
+    return _columns(path, _decoded(complete_lines(path.read_bytes())))
 
 
 numbers = st.one_of(st.floats(), st.integers(-(10**9), 10**9))
@@ -178,11 +179,11 @@ def test_what_the_columns_hold(tmp_path):
         "loss": [3.0, 2.0],
         "top1": [50.0, 75.0],
     }
-    assert list(columns.train)[:3] == ["step", "updates", "skipped"]
-    assert columns.train["loss"].tolist() == [r["loss"] for r in records if r["split"] == "train"]
-    grad_norm = columns.train["grad_norm"]
-    assert grad_norm[:20].tolist() == [s / 2 for s in range(1, 21)]
-    assert np.isnan(grad_norm[20:]).all()
+    assert list(columns.train) == ["step", "updates", "skipped", "loss", "loss_scale"]
+    trained = [record for record in records if record["split"] == "train"]
+    for name, column in columns.train.items():
+        assert column.dtype == np.float64
+        assert column.tolist() == [record[name] for record in trained]
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -230,6 +231,29 @@ def test_many_records_are_thinned_for_drawing_and_nothing_else(tmp_path):
     assert columns.last_losses.tolist() == list(range(10_801, 12_001))
 
 
+def test_each_line_is_decoded_once(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    records = [train(s, loss=s) for s in range(1, 1201)]
+    records.insert(600, evaluation(600, loss=1.0))
+    write(path, [*records, evaluation(1200, loss=0.5)])
+    expected, decoded = read_columns(path), Counter()
+
+    class Counting:
+        def __init__(self, decode):
+            self.plain = decode
+
+        def decode(self, line):
+            decoded[bytes(line)] += 1
+            return self.plain(line)
+
+    monkeypatch.setattr(msgspec.json, "decode", Counting(msgspec.json.decode).decode)
+    monkeypatch.setattr(metrics_columns, "_decoder", Counting(metrics_columns._decoder.decode))
+    monkeypatch.setattr(metrics_columns.json, "loads", Counting(json.loads).decode)
+    assert_equal(read_columns(path), expected)
+    assert decoded.pop(b"") == 1  # what follows the last line
+    assert decoded == Counter(path.read_bytes().splitlines())
+
+
 def test_damage_is_told_with_the_line(tmp_path):
     path = tmp_path / "metrics.jsonl"
     records = [train(s) for s in range(1, 6)] + [evaluation(5, loss=1.0), train(6)]
@@ -275,7 +299,7 @@ def test_a_key_that_ends_like_another_is_not_taken_for_it(tmp_path, key):
     write(path, [{**train(1), key: math.inf}, {**train(2), key: math.inf}])
     columns = read_columns(path)
     assert columns.nonfinite_step is None and columns.scale_range == (1.0, 1.0)
-    assert columns.train[key].tolist() == [math.inf, math.inf]
+    assert columns.train["loss"].tolist() == columns.train["loss_scale"].tolist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "-Infinity"])
