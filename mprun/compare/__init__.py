@@ -80,6 +80,7 @@ def compare(
         from mprun.compare.load import load_runs
         from mprun.compare.notebook import ComparedRuns
         from mprun.compare.verdict import assess
+        from mprun.record.console import counted
 
     places = [str(path) for path in _several(paths)]
     if not places:
@@ -120,7 +121,7 @@ def compare(
     if not protos:
         raise BadInput(refused[0] if refused else f"{places[0]}: no runs to compare")
     groups = []
-    for proto in protos:
+    for proto in counted(protos, "judging configurations"):
         try:
             group = assess(
                 proto,

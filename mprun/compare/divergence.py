@@ -34,13 +34,13 @@ def divergences(
     """
     if gan:
         return [_failed_itself(run) for run in runs]
-    finals = [
-        (run, final)
+    ends = [
+        (run, final, _scatter(run))
         for run in baseline
         if not (run.foreign or _failed_itself(run))
         and (final := _finite_mean(run.last_losses)) is not None
     ]
-    return [_failed_itself(run) or _learned_nothing(run, finals) for run in runs]
+    return [_failed_itself(run) or _learned_nothing(run, ends) for run in runs]
 
 
 def baseline_progress(baseline: Sequence[RunData], metric: str, *, gan: bool) -> str | None:
@@ -59,7 +59,8 @@ def baseline_progress(baseline: Sequence[RunData], metric: str, *, gan: bool) ->
     if gan:
         return None if end < 0.9 * start else f"{metric} {start:.4g} to {end:.4g}"
     count = min(min(10, run.first_losses.size, run.last_losses.size) for run in runs)
-    if start - end > 2 * _scatter(runs) * (2 / count) ** 0.5:
+    scatter = sum(map(_scatter, runs)) / len(runs)
+    if start - end > 2 * scatter * (2 / count) ** 0.5:
         return None
     return f"training loss {start:.4g} to {end:.4g}"
 
@@ -84,19 +85,25 @@ def _failed_itself(run: RunData) -> tuple[str, int | None] | None:
     return None
 
 
-def _learned_nothing(run: RunData, finals: list[tuple[RunData, float]]) -> tuple[str, int] | None:
-    """Apply rule (c); `finals`: baseline runs that pass (a) and (b), with final smoothed loss."""
+def _learned_nothing(
+    run: RunData, ends: list[tuple[RunData, float, float]]
+) -> tuple[str, int] | None:
+    """Apply rule (c).
+
+    ends: baseline runs that pass (a) and (b), with the mean and the scatter of the last losses.
+    """
     if run.foreign or run.last_losses.size == 0:
         return None
     start, final = _start_and_end(run, None)
     if final is None:
         return "no finite training loss at the end", run.last_step
-    others = [(other, loss) for other, loss in finals if other is not run]
+    others = [end for end in ends if end[0] is not run]
     if not others or start is None:
         return None
-    reached = sum(loss for _, loss in others) / len(others)
+    _, theirs, scatters = zip(*others, strict=True)
+    reached = sum(theirs) / len(others)
     progress = start - reached
-    told = progress > max(0, _scatter([other for other, _ in others]))
+    told = progress > max(0, sum(scatters) / len(others))
     if not told or final <= start - LEAST_PROGRESS * progress:
         return None
     losses = f"training loss {start:.4g} to {final:.4g}, baseline to {reached:.4g}"
@@ -109,10 +116,9 @@ def _finite_mean(losses: np.ndarray) -> float | None:
     return float(finite.sum()) / finite.size if finite.size else None
 
 
-def _scatter(runs: Sequence[RunData]) -> float:
-    """Return the standard deviation of single losses in a run's last tenth, averaged over runs."""
-    deviations = [float(np.std(run.last_losses[np.isfinite(run.last_losses)])) for run in runs]
-    return sum(deviations) / len(deviations)
+def _scatter(run: RunData) -> float:
+    """Return the standard deviation of single losses in the run's last tenth."""
+    return float(np.std(run.last_losses[np.isfinite(run.last_losses)]))
 
 
 def _streak_step(run: RunData) -> int | None:

@@ -1,7 +1,9 @@
 """Draw the figures of one group in the order of the report: the decision first, costs last."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
 from typing import cast
 
 import numpy as np
@@ -17,16 +19,24 @@ from mprun.plots.panel import GREY, INK, MARKS, Drawing, Style, rows_panel
 
 _REACH = 8  # margins shown to either side of the interval plot; an arrow marks values further out
 _MOST_POINTS = 500  # more than a panel of this width can show
+_MOST_MODES = 24  # beside the baseline: colours repeat, and a picture has a largest size
 
 
 def group_figures(
-    group: Group, styles: dict[str, Style], points: int = 240, probes: Sequence[ProbedMode] = ()
+    group: Group,
+    styles: dict[str, Style],
+    points: int = 240,
+    probes: Sequence[ProbedMode] = (),
+    most: int | None = None,
 ) -> list[Drawing]:
-    """Draw all figures that the group has data for; call it inside `mprun.plots.panel.settings()`.
+    """Draw the figures that the group has data for; call it inside `mprun.plots.panel.settings()`.
 
-    points: most points of a curve.
+    Of many modes the first ones are drawn, which the captions say.
+
+    points: most points of a curve. most: so many figures, the first ones; None: all.
     """
-    points = min(points, _MOST_POINTS)
+    points, every = min(points, _MOST_POINTS), len(group.rows)
+    group = replace(group, rows=group.rows[:_MOST_MODES])
     runs = group.baseline.arm.runs
     adversarial = any(is_gan(run.keys) for run in runs)
     metrics = [group.metric]
@@ -37,16 +47,21 @@ def group_figures(
     # A GAN's losses show who is winning; their difference says nothing.
     compared = [] if adversarial and group.metric in GAN_LOSSES else [evaluation(group.metric)]
     compared += [] if adversarial else plots[:1]
-    drawings = [
-        intervals(group, styles),
-        *(difference_rows(group, styles, plot, points) for plot in compared),
-        *(curves(group, styles, plot, points) for plot in plots),
-        *(curves(group, styles, evaluation(metric), points) for metric in metrics),
-        loss_scale(group, styles, points),
-        *((throughput(group, styles), memory(group, styles)) if text.costs_shown(group) else ()),
-        *numerics_figures(list(probes), styles),
-    ]
-    return [drawing for drawing in drawings if drawing is not None]
+
+    def drawings() -> Iterator[Drawing | None]:
+        yield intervals(group, styles)
+        yield from (difference_rows(group, styles, plot, points) for plot in compared)
+        yield from (curves(group, styles, plot, points) for plot in plots)
+        yield from (curves(group, styles, evaluation(metric), points) for metric in metrics)
+        yield loss_scale(group, styles, points)
+        if text.costs_shown(group):
+            yield from (throughput(group, styles), memory(group, styles))
+        yield from numerics_figures(list(probes), styles)
+
+    found = [*islice(filter(None, drawings()), most)]
+    for drawing in found:
+        drawing.caption += f" The first {_MOST_MODES} of {every} modes." * (every > _MOST_MODES)
+    return found
 
 
 def intervals(group: Group, styles: dict[str, Style]) -> Drawing | None:

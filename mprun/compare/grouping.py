@@ -36,6 +36,7 @@ _FP32: dict[str, Any] = {f"precision.{key}": "fp32" for key in _DTYPES} | {
     "precision.update.state_dtype": None,
 }
 _NOT_RECORDED = "(not recorded)"
+_ENCODER = json.JSONEncoder(sort_keys=True, default=str)  # `json.dumps` would build one each time
 _MOST_KEYS = 5  # shown; a run that differs in more is another experiment and gets no hint
 # Runs of different length, or judged differently, are never compared, whatever is allowed.
 _NEVER_ALLOWED = ("train.steps", "train.epochs", "compare.metric", "compare.window")
@@ -129,11 +130,12 @@ def cells_of(
     runs: Sequence[RunData], baseline: str | Path | None = None, ignored: Sequence[str] = ()
 ) -> list[SeedGroup]:
     """Return the cells of all runs, ordered by their first run; `ignored` keys separate none."""
+    no_keys = set(filter(is_no_key, {key for run in runs for key in run.keys}))
     cells: dict[tuple, SeedGroup] = {}
     for run in runs:
         given = isinstance(baseline, Path) and is_below(Path(run.path), baseline)
         own = {key: value for key, value in run.keys.items() if of_arm(key)}
-        left_out = {*own, *ignored, *filter(is_no_key, run.keys)}
+        left_out = no_keys.union(own, ignored)
         shared = {key: value for key, value in run.keys.items() if key not in left_out}
         plain_fp32 = _is_plain_fp32(run)
         # FP32 computes nothing in 16 bits, so such a key does not define an arm there.
@@ -166,21 +168,36 @@ def is_no_key(key: str) -> bool:
     return not role_of(key).compared
 
 
-def arm_label(cell: SeedGroup, baseline: SeedGroup, rivals: list[SeedGroup]) -> str:
+def varied_keys(family: Iterable[SeedGroup]) -> dict[tuple[str, str], list[str]]:
+    """Return for each mode and scaler the keys of its arms in which they differ."""
+    kinds: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for cell in family:
+        kinds.setdefault((cell.first.mode, cell.first.scaler), []).append(cell.own)
+    return {
+        kind: [
+            key
+            for key in sorted(set().union(*arms))
+            if not same(*(own.get(key, _NOT_RECORDED) for own in arms))
+        ]
+        for kind, arms in kinds.items()
+    }
+
+
+def arm_label(
+    cell: SeedGroup, baseline: SeedGroup, varied: dict[tuple[str, str], list[str]]
+) -> str:
     """Return the mode with what sets it apart: "amp (static scale=128) optim.lr=0.05".
 
-    rivals: the cells of the group; `baseline` tells which allowed keys differ. A scaler other than
-    the mode's usual one is always named.
+    varied: `varied_keys` of the group; `baseline` tells which allowed keys differ. A scaler other
+    than the mode's usual one is always named.
     """
     run = cell.first
-    kind = (run.mode, run.scaler)
-    alike = [other for other in rivals if (other.first.mode, other.first.scaler) == kind]
-    varied = sorted({key for other in alike for key in differences(cell.own, other.own)})
+    keys = varied[run.mode, run.scaler]
     details = [
         f"{key.removeprefix('scaler.')}={setting_text(cell.own.get(key, _NOT_RECORDED))}"
-        for key in varied
+        for key in keys
     ]
-    if run.scaler != _usual_scaler(run) or (varied and run.scaler != "none"):
+    if run.scaler != _usual_scaler(run) or (keys and run.scaler != "none"):
         details.insert(0, run.scaler)
     label = f"{run.mode} ({' '.join(details)})" if details else run.mode
     if cell is baseline:
@@ -205,7 +222,7 @@ def same(*values: Any) -> bool:
 
 def canonical(value: Any) -> str:
     """Return the canonical text of plain data: equal texts mean equal values."""
-    return json.dumps(value, sort_keys=True, default=str)
+    return _ENCODER.encode(value)
 
 
 def _is_plain_fp32(run: RunData) -> bool:
@@ -276,8 +293,8 @@ def _group(baseline: SeedGroup, family: list[SeedGroup]) -> ProtoGroup:
         return [*modes(), name].index(name), mode, len(differences(baseline.shared, cell.shared))
 
     others = sorted((cell for cell in family if cell is not baseline), key=rank)
-    arms = [_arm(cell, baseline, family) for cell in others]
-    own = _arm(baseline, baseline, family)
+    varied = varied_keys(family)
+    own, *arms = (_arm(cell, baseline, varied) for cell in (baseline, *others))
     every = [run.keys for cell in family for run in cell.runs]
     common = {
         key: value
@@ -287,12 +304,12 @@ def _group(baseline: SeedGroup, family: list[SeedGroup]) -> ProtoGroup:
     return ProtoGroup(title_of(baseline.first), "", own, arms, common, group_notes(own, arms))
 
 
-def _arm(cell: SeedGroup, baseline: SeedGroup, rivals: list[SeedGroup]) -> Arm:
-    """Build the arm of a cell, with a label that differs from its rivals' and the baseline's."""
+def _arm(cell: SeedGroup, baseline: SeedGroup, varied: dict[tuple[str, str], list[str]]) -> Arm:
+    """Build the arm of a cell, with a label that no other cell of its group has."""
     runs, notes = first_with_outcome(cell.runs, lambda run: run.seed, "arm and seed")
     runs.sort(key=lambda run: run.seed)
     return Arm(
-        label=arm_label(cell, baseline, rivals),
+        label=arm_label(cell, baseline, varied),
         mode=cell.first.mode,
         runs=[run for run in runs if run.status in OUTCOMES],
         differs=differences(baseline.keys, cell.keys),

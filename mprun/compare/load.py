@@ -17,6 +17,7 @@ from mprun.config.keys import flat
 from mprun.entry_points import hint_of
 from mprun.errors import BadInput, Damaged
 from mprun.numerics.post_mortem import read_post_mortem
+from mprun.record.console import counted
 from mprun.record.metrics_columns import read_columns
 from mprun.record.run_record import read_record
 from mprun.record.seal import BrokenSeal, files_of
@@ -44,7 +45,7 @@ def load_runs(
         for directory in run_directories(Path(path)):
             found.setdefault(directory.resolve(), directory)
     runs, notes = [], []
-    for directory in found.values():
+    for directory in counted(found.values(), "reading runs"):
         record = read_run_record(directory)
         if "measured_for" in record:
             notes.append(f"{directory}: left out, measured by mprun {record['measured_for']}")

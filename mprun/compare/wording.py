@@ -197,18 +197,23 @@ def setting_text(value: Any) -> str:
     return str(value)
 
 
-def cells(group: Group, row: Row) -> dict[str, str]:
-    """Return column name -> text for a row, in the order of every table.
+def cells(group: Group) -> list[dict[str, str]]:
+    """Return column name -> text for each row, in the order of every table.
 
     The baseline shows speed and memory themselves, the other rows show ratios.
     """
+    costs, watched = costs_shown(group), any(row.audit for row in group.every_row)
+    return [_cells(group, row, costs, watched) for row in group.every_row]
+
+
+def _cells(group: Group, row: Row, costs: bool, watched: bool) -> dict[str, str]:
+    """costs, watched: whether the table shows speed and peak memory, and products."""
     own, verdict, speed = row is group.baseline, row.verdict, ratio_text(row.speedup)
     if own:
         speed = f"{count_text(row.samples_per_s)}/s" if row.samples_per_s else ""
     peak = bytes_text(row.peak_bytes) if own else ratio_text(row.memory_ratio)
-    speed, peak = (marked(row, text) if costs_shown(group) else "" for text in (speed, peak))
+    speed, peak = (marked(row, text) if costs else "" for text in (speed, peak))
     products, comma, rest = products_text(row.audit).partition(", ")
-    watched = any(other.audit for other in group.every_row)
     return {
         "verdict": "baseline" if own else verdict.name,
         "mode": row.arm.label,
@@ -264,7 +269,7 @@ def costs_text(group: Group) -> str:
 
 def table(group: Group, heads: dict[str, str]) -> list[list[str]]:
     """Return `filled` of a group's cells; heads: names to show instead, "" hides a column."""
-    return filled([cells(group, row) for row in group.every_row], heads)
+    return filled(cells(group), heads)
 
 
 def filled(rows: Sequence[dict[str, str]], heads: dict[str, str]) -> list[list[str]]:
@@ -383,7 +388,7 @@ def _table(group: Group) -> str:
     """Return a terminal's table, numbers to the right."""
     heads = {"mean": group.metric, "skipped updates": "skipped", "loss scale": "scale"}
     heads |= {"seeds": counted_name(group), "peak memory": "memory"}
-    rows = [cells(group, row) for row in group.every_row]
+    rows = cells(group)
     for row in rows:  # the line is too short for the seeds of a mean; a sentence names them
         row["mean"] = row["mean"].partition(" (")[0]
     found = filled(rows, heads | {"kept for backward": "", "products": ""})

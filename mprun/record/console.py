@@ -10,13 +10,14 @@ import textwrap
 import threading
 import time
 import unicodedata
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any, TextIO, cast
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar, cast
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
+T = TypeVar("T")
 # Below this share of the time a faster loader would not speed up the run, so it is not shown.
 DATA_BOUND = 0.1
 _LEAST_BAR = 8  # columns of a bar beside its text
@@ -207,6 +208,20 @@ class Progress:
     def _print(self, text: str) -> None:
         self.stream.write(text + "\n")
         self.stream.flush()
+
+
+def counted(items: Iterable[T], what: str, seconds: float = 5.0) -> Iterator[T]:
+    """Yield the items; print "WHAT: 640 of 2,000" on stderr every `seconds`, if they take longer.
+
+    what: "reading runs".
+    """
+    items = list(items)
+    printed = time.monotonic()
+    for number, item in enumerate(items):
+        if time.monotonic() - printed >= seconds:
+            printed = time.monotonic()
+            print(f"{what}: {number:,} of {len(items):,}", file=sys.stderr, flush=True)
+        yield item
 
 
 def _fitted(parts: list[tuple[int, str]], room: int) -> str:

@@ -7,7 +7,15 @@ import sys
 
 import pytest
 
-from mprun.record.console import Progress, steady_terminal
+from mprun.record.console import Progress, counted, steady_terminal
+
+
+def test_what_takes_long_is_counted_and_what_does_not_is_not(capsys):
+    assert list(counted("abc", "reading runs")) == ["a", "b", "c"]
+    assert capsys.readouterr().err == ""
+    assert list(counted(range(2000), "reading runs", seconds=0)) == [*range(2000)]
+    lines = capsys.readouterr().err.splitlines()
+    assert (lines[0], lines[-1]) == ("reading runs: 0 of 2,000", "reading runs: 1,999 of 2,000")
 
 
 class Terminal(io.StringIO):
