@@ -14,7 +14,7 @@ from pathlib import Path
 
 from mprun.config.keys import flat
 from mprun.errors import DIVERGED, DONE, PREEMPTED
-from mprun.record.console import markdown_table
+from mprun.record.console import counted, markdown_table
 from mprun.record.run_record import now
 from mprun.sweep.attempt import AttemptOutcome, last_line
 from mprun.sweep.jobs import OUTCOMES, Cell, outcome_words, record_of
@@ -40,6 +40,7 @@ class StatusPage:
         self.words: dict[Cell, str] = {}  # "waiting": in a launcher's queue
         self.since: dict[Cell, float] = {}
         self.seconds: dict[Cell, float] = {}
+        self.outcomes: dict[Cell, dict] = {}  # run.json of the cells that have one
         self.started = now()
         self.written = -math.inf
         self.at_once = 1  # most runs seen running at the same time
@@ -57,6 +58,7 @@ class StatusPage:
     def started_run(self, cell: Cell) -> None:
         """Report that a run of the cell starts."""
         self.words[cell], self.since[cell] = "running", time.monotonic()
+        self.outcomes.pop(cell, None)
         self.at_once = max(self.at_once, list(self.words.values()).count("running"))
         self._say("", cell, "starts")
         self.written = -math.inf
@@ -86,7 +88,7 @@ class StatusPage:
 
     def table(self, width: int | None = None) -> str:
         """Return the mode table over all cells that have been started."""
-        records = map(self._record, self.plan.cells)
+        records = map(self._record, counted(self.plan.cells, "reading the runs of the table"))
         return table([record for record in records if record is not None], self.plan.swept, width)
 
     def write(self, now: bool = False) -> None:
@@ -111,7 +113,7 @@ class StatusPage:
         )
 
     def _row(self, cell: Cell) -> list[str]:
-        record: dict = record_of(cell.directory) or {}
+        record: dict = self._read(cell) or {}
         newest = _last_record(cell.directory / "metrics.jsonl")
         step = record.get("last_step") or newest.get("step")
         loss = record.get("final", {}).get("loss", newest.get("loss"))
@@ -128,8 +130,17 @@ class StatusPage:
             "" if seconds is None else f"{seconds:.0f}",
         ]
 
+    def _read(self, cell: Cell) -> dict | None:
+        """Return run.json; one with an outcome, which stays as it is, is read once."""
+        if cell in self.outcomes:
+            return self.outcomes[cell]
+        record = record_of(cell.directory)
+        if record is not None and record["status"] in OUTCOMES:
+            self.outcomes[cell] = record
+        return record
+
     def _record(self, cell: Cell) -> dict | None:
-        words, record = self.words.get(cell, ""), record_of(cell.directory)
+        words, record = self.words.get(cell, ""), self._read(cell)
         if record is None or words.startswith("damaged"):
             ended = words.startswith(("failed", "killed", "hung", "damaged"))
             return without_record(cell, words) if ended else None

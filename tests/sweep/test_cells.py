@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from dataclasses import asdict
 
 import pytest
@@ -13,7 +14,7 @@ import pytest
 from mprun.cli import main
 from mprun.errors import DAMAGED, DIVERGED, PREEMPTED, BadInput
 from mprun.record.run_directory import Pulse, locked, write_config, write_json
-from mprun.sweep import run
+from mprun.sweep import run, status_page
 from mprun.sweep.attempt import AttemptOutcome, ProcessEnd, exit_code, outcome_of
 from mprun.sweep.batch import cell_of
 from mprun.sweep.jobs import Cell, State, damage_of, put_aside, record_of, state_of
@@ -349,6 +350,25 @@ def planned(root, modes, seeds, *more) -> Plan:
         for seed in range(seeds)
     ]
     return Plan(tuple(cells), root, frozenset({"precision", "seed", "optim.lr"}), None, None)
+
+
+def test_a_page_reads_each_run_with_an_outcome_once(tmp_path, monkeypatch):
+    sweep, read = planned(tmp_path, ["fp32", "amp"], 3), Counter()
+    plain = status_page.record_of
+    monkeypatch.setattr(
+        status_page, "record_of", lambda folder: read.update([folder.name]) or plain(folder)
+    )
+    board = StatusPage(sweep, "mprun -m ...")
+    for cell in sweep.cells[:5]:
+        put(cell, status="done", final={"loss": 1.0}, last_step=1)
+    put(sweep.cells[5], status="running")
+    for _ in range(10):
+        board.write(now=True)
+    assert [read[cell.directory.name] for cell in sweep.cells[:5]] == [1] * 5
+    assert read[sweep.cells[5].directory.name] == 20
+    board.started_run(sweep.cells[0])  # again, as the user asked
+    board.write(now=True)
+    assert read[sweep.cells[0].directory.name] == 2
 
 
 def test_the_line_of_an_ended_cell_fits_the_terminal(tmp_path, monkeypatch, capfd):
