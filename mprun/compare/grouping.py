@@ -13,9 +13,11 @@ from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from mprun.compare.findings import OUTCOMES, Arm, RunData
 from mprun.compare.load import first_with_outcome, group_notes, is_below, missing_seeds
-from mprun.compare.wording import setting_text
+from mprun.compare.wording import seeds_text, setting_text
 from mprun.config.fields import nearest
 from mprun.config.keys import role_of
 from mprun.config.option_files import modes
@@ -37,6 +39,7 @@ _FP32: dict[str, Any] = {f"precision.{key}": "fp32" for key in _DTYPES} | {
 }
 _NOT_RECORDED = "(not recorded)"
 _ENCODER = json.JSONEncoder(sort_keys=True, default=str)  # `json.dumps` would build one each time
+_FEWEST_LOSSES = 3
 _MOST_KEYS = 5  # shown; a run that differs in more is another experiment and gets no hint
 # Runs of different length, or judged differently, are never compared, whatever is allowed.
 _NEVER_ALLOWED = ("train.steps", "train.epochs", "compare.metric", "compare.window")
@@ -308,15 +311,41 @@ def _arm(cell: SeedGroup, baseline: SeedGroup, varied: dict[tuple[str, str], lis
     """Build the arm of a cell, with a label that no other cell of its group has."""
     runs, notes = first_with_outcome(cell.runs, lambda run: run.seed, "arm and seed")
     runs.sort(key=lambda run: run.seed)
+    label = arm_label(cell, baseline, varied)
+    different, copies = _without_copies([run for run in runs if run.status in OUTCOMES])
     return Arm(
-        label=arm_label(cell, baseline, varied),
+        label=label,
         mode=cell.first.mode,
-        runs=[run for run in runs if run.status in OUTCOMES],
+        runs=different,
         differs=differences(baseline.keys, cell.keys),
         notes=missing_seeds(runs) + notes,
         missing=[run.seed for run in runs if run.status not in OUTCOMES],
-        left_out=[f"a repeat of seed {run.seed}: {path}" for run in runs for path in run.repeats],
+        left_out=[
+            *(f"a repeat of seed {run.seed}: {path}" for run in runs for path in run.repeats),
+            *(f"{seeds} of {label}, {why}" for seeds, why in copies),
+        ],
     )
+
+
+def _without_copies(runs: list[RunData]) -> tuple[list[RunData], list[tuple[str, str]]]:
+    """Keep the first of runs whose recorded values are equal; return the seeds of the others, why.
+
+    Such runs differ in a seed that nothing was seeded with. Fewer than three finite training losses
+    may be equal by chance.
+    """
+    alike: dict[Any, list[RunData]] = {}
+    for run in runs:
+        losses = run.train.get("loss", np.empty(0))
+        evals = [(name, column.tobytes()) for name, column in run.evals.items()]
+        recorded = run.status, *evals, losses.tobytes(), run.last_losses.tobytes()
+        telling = np.isfinite(losses).sum() >= _FEWEST_LOSSES
+        alike.setdefault(recorded if telling else run.seed, []).append(run)
+    told = []
+    for first, *others in alike.values():
+        seeds = f"seed{'s' * (len(others) > 1)} {seeds_text(run.seed for run in others)}"
+        why = f"which recorded what seed {first.seed} did, bit for bit: one run, counted once"
+        told += [(seeds, why)] if others else []
+    return [first for first, *_ in alike.values()], told
 
 
 def _why_not(rest: list[SeedGroup], baselines: list[SeedGroup]) -> Iterator[str]:

@@ -26,8 +26,9 @@ def test_a_run_as_it_was_recorded(tmp_path):
     assert (run.path, run.mode, run.scaler, run.seed) == (str(folder), "amp", "dynamic", 3)
     assert (run.status, run.cause, run.last_step, run.skipped) == ("done", None, 40, 0)
     assert run.evals["step"].tolist() == [40] and run.evals["loss"].tolist() == [2.0]
-    assert run.first_losses.tolist() == [2.0 + 1 / step for step in range(1, 21)]
-    assert run.last_losses.tolist() == [2.0 + 1 / 20, 2.0 + 1 / 30, 2.0 + 1 / 40]  # of 22
+    assert run.first_losses.tolist() == [2.0 + 1 / step + 1e-9 * 3 for step in range(1, 21)]
+    late = [2.0 + 1 / step + 1e-9 * 3 for step in (20, 30, 40)]  # of 22
+    assert run.last_losses.tolist() == late
     assert run.scale_range == (1.0, 1.0) and run.nonfinite_step is None
     assert run.keys["optim.lr"] == 0.1 and run.keys["precision.overrides"] == {}
     assert run.choices["model"] == "lstm_lm" and run.sample == "token"

@@ -36,6 +36,39 @@ def write_losses(path, losses: list[float], evaluation: float) -> None:
     file.close()
 
 
+def test_seeds_with_equal_records_are_one_run(study, capsys):
+    """A script that seeds nothing, or always alike, repeats one run under several seeds."""
+    for mode in ("fp32", "amp"):
+        first = (study / f"{mode}-s0" / "metrics.jsonl").read_bytes()
+        for seed in (1, 2):
+            (study / f"{mode}-s{seed}" / "metrics.jsonl").write_bytes(first)
+    row = row_of_amp(capsys)
+    sentence = row["verdict"]["sentence"]
+    assert row["verdict"]["name"] == "inconclusive" and len(row["runs"]) == 1
+    assert sentence.startswith("inconclusive: needs at least 3 seeds (has 1).")
+    for mode in ("amp", "fp32"):
+        told = f"seeds 1-2 of {mode}, which recorded what seed 0 did, bit for bit: one run"
+        assert told in sentence
+    assert main(["compare", "runs", "--check", "--no-report"]) == 3
+    capsys.readouterr()
+    # A run that diverged is never one that did not.
+    change_record(study / "amp-s1", status="diverged", cause="non-finite loss")
+    assert row_of_amp(capsys)["verdict"]["name"] == "diverged"
+    change_record(study / "amp-s1", status="done")
+    # One digit at one step is enough to be another run.
+    path = study / "amp-s2" / "metrics.jsonl"
+    path.write_text(path.read_text().replace('"loss": 2.025, ', '"loss": 2.0250000000000004, '))
+    assert len(row_of_amp(capsys)["runs"]) == 2
+
+
+def test_runs_with_few_losses_may_be_equal_by_chance(study, capsys):
+    for path in study.iterdir():
+        write_losses(path / "metrics.jsonl", [2.0, 1.5], evaluation=1.5)
+        change_record(path, last_step=2)
+    row = row_of_amp(capsys)
+    assert row["verdict"]["name"] == "matches" and len(row["runs"]) == 3
+
+
 def test_the_study_matches_as_it_stands(study, capsys):
     assert row_of_amp(capsys)["verdict"]["name"] == "matches"
     assert main(["compare", "runs", "--check", "--no-report"]) == 0

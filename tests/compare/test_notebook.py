@@ -48,10 +48,10 @@ def test_a_run_has_its_record_and_every_number(study):
     assert (run.cause, run.last_step) == (None, 40)
     assert run.config["optim"] == CONFIG["optim"]
     assert run.record["environment"]["packages"] == {"torch": "2.15.0"}
-    # `write_run`: steps 1 to 20, 30 and 40, loss final + 1 / step; one evaluation.
+    # `write_run`: steps 1 to 20, 30 and 40, loss final + 1 / step and 1e-9 a seed; one evaluation.
     train, steps = run.columns("train"), [*range(1, 21), 30, 40]
     assert train["step"].tolist() == steps and train["step"].dtype == np.int64
-    np.testing.assert_array_equal(train["loss"], [2.021 + 1 / step for step in steps])
+    np.testing.assert_array_equal(train["loss"], [2.021 + 1 / step + 1e-9 for step in steps])
     assert run.metrics == {"loss": 2.021, "perplexity": 2.0}
     assert run.columns("evals")["loss"].tolist() == [2.021]
     assert run.columns("probes") == {}
