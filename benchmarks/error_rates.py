@@ -49,6 +49,8 @@ NOISES = {
     "exponential mode": "exponential for the mode alone, normal baseline",
     "exponential difference": "equal seeds end alike but for an exponential loss of the mode: the "
     "differences themselves are skewed",
+    "skewed difference": "the same with a lognormal (sigma 1) loss: the worst tried without a "
+    "share of bad seeds",
     "quantised": "normal, rounded to steps of one seed standard deviation, as an accuracy on few "
     "samples is",
     "MLPerf records": "runs drawn from one of 116 published references of MLPerf Training (3,753 "
@@ -105,7 +107,7 @@ def final_losses(
     base_kind = kind if own_kind == kind else "normal"
     own = noise(own_kind, (draws, counts[0]), generator)
     base = noise(base_kind, (draws, counts[1]), generator)
-    if kind == "exponential difference":
+    if kind.endswith(" difference"):
         own, base = own + base, base
     elif correlation:
         shared = math.sqrt(correlation) * noise(base_kind, (draws, counts[0]), generator)

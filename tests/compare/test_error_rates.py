@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from scipy.stats import linregress
+from scipy.stats import linregress, t
 
 from mprun.compare.findings import Question
 from mprun.compare.verdict import judge
@@ -114,9 +114,23 @@ def test_logs_in_the_order_of_their_values_match_no_more_often(count):
     assert matches / len(draws) <= 0.055
 
 
+@pytest.mark.parametrize("seeds", [3, 5, 10])
+def test_the_published_rates_cover_skewed_differences(simulated, seeds):
+    """Without the shipped code: t intervals of lognormal differences whose mean is the margin."""
+    draws = np.exp(np.random.default_rng(7).standard_normal((MANY, seeds)))
+    scale = 0.4 / math.sqrt(math.e * (math.e - 1))  # of a margin of 1
+    differences = 1 + scale * (draws - math.exp(0.5))
+    middle = differences.mean(1)
+    half = t.ppf(0.95, seeds - 1) * differences.std(1, ddof=1) / math.sqrt(seeds)
+    found = np.mean((middle - half > -1) & (middle + half < 1))
+    results = json.loads((ROOT / "docs" / "error_rates.json").read_text(encoding="utf-8"))
+    worst = results["summary"]["false_matches_skewed difference"]
+    assert 0.2 < found < above(worst, MANY)
+
+
 def test_the_committed_results_keep_what_is_promised(simulated):
     results = json.loads((ROOT / "docs" / "error_rates.json").read_text(encoding="utf-8"))
-    assert results["draws"] == MANY
+    assert results["draws"] == MANY and results["noises"] == simulated.NOISES
     assert results["summary"]["false_matches_normal"] <= 0.055
     assert results["summary"]["false_claims_when_equal_normal"] <= 0.055
     assert results["summary"]["matches_when_equal_sd_0.4_n_5"] >= 0.95
