@@ -404,20 +404,19 @@ def _mlperf(wanted: Wanted) -> list[Log] | None:
 def _plain_numbers(wanted: Wanted) -> list[Log] | None:
     """Read "timestamp value step" (MLflow) or "step value" lines; None if it is anything else."""
     tag, rows = wanted.tag, []
+    columns = {2: ("step", tag), 3: ("timestamp", tag, "step")}
     for number, line in enumerate(wanted.lines(), start=1):
         cells = line.split()
         if all(len(read_numbers(cells, decimal)) < len(cells) for decimal in MARKS):
             return None
-        # The first of three is a time since 1970.
-        if len(cells) == 3 and max(read_numbers(cells[:1], "."), default=0.0) >= 1e9:
-            rows.append(
-                (f"line {number}", {"step": cells[2], tag: cells[1], "timestamp": cells[0]})
-            )
-        elif len(cells) == 2:
-            rows.append((f"line {number}", {"step": cells[0], tag: cells[1]}))
-        elif cells:
+        if cells and len(cells) not in columns:
             return None
+        if cells:
+            rows.append((f"line {number}", dict(zip(columns[len(cells)], cells, strict=True))))
     if len({len(row) for _, row in rows}) != 1:
+        return None
+    # A timestamp is a time since 1970.
+    if max(read_numbers([rows[0][1].get("timestamp", 1e9)], "."), default=0.0) < 1e9:
         return None
     named = str(wanted.path).endswith(f"/{tag}")
     return wanted.of_columns(rows, "step", {tag: ("", named)})
