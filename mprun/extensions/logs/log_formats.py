@@ -171,22 +171,44 @@ _BLOCK = 2**15  # of LevelDB's log format, which no record's header crosses
 
 
 def _wandb(wanted: Wanted) -> list[Log] | None:
-    """Read the file of an offline run of Weights & Biases; its package alone knows the records."""
+    """Read the history in the file of an offline run of Weights & Biases.
+
+    Source: wandb/proto/wandb_internal.proto; the numbers of fields in protobuf stay as they are.
+    """
     if wanted.path.suffix != ".wandb" or not wanted.path.is_file():
         return None
-    try:
-        from wandb.proto.wandb_internal_pb2 import Record
-    except ImportError:
-        raise BadInput(
-            f"{wanted.path}: an offline run of Weights & Biases: pip install wandb, which has the "
-            "form of its records"
-        ) from None
     rows: list[Row] = []
-    for number, content in enumerate(_framed(wanted), start=1):
-        items = Record.FromString(content).history.item
-        row = {".".join(item.nested_key) or item.key: json.loads(item.value_json) for item in items}
+    for number, record in enumerate(_framed(wanted), start=1):
+        row: dict[str, Any] = {}
+        for history in _fields(record, 2):
+            for item in _fields(history, 1):
+                names = [*_fields(item, 2)] or [*_fields(item, 1)]  # nested, or one
+                row[b".".join(names).decode()] = json.loads(next(_fields(item, 16), b"null"))
         rows.append((f"record {number}", flat(row)))
     return wanted.of_records(rows)
+
+
+def _fields(message: bytes, wanted: int) -> Iterator[bytes]:
+    """Yield the contents of a protobuf message's fields of a number: strings or messages."""
+    at = 0
+
+    def varint() -> int:
+        nonlocal at
+        start = at
+        while message[at] & 128:
+            at += 1
+        at += 1
+        return sum((byte & 127) << 7 * place for place, byte in enumerate(message[start:at]))
+
+    while at < len(message):
+        number, kind = divmod(varint(), 8)
+        if kind == 0:
+            varint()
+            continue
+        size = {1: 8, 5: 4}[kind] if kind != 2 else varint()
+        if kind == 2 and number == wanted:
+            yield message[at : at + size]
+        at += size
 
 
 def _framed(wanted: Wanted) -> Iterator[bytes]:

@@ -8,9 +8,9 @@ hand (Weights & Biases' export, ultralytics 8, torchtitan, Megatron, MLPerf, nan
 import gzip
 import json
 import struct
-import sys
 import zlib
 
+import numpy as np
 import pytest
 
 from mprun.entry_points import announced
@@ -419,8 +419,34 @@ def test_records_of_an_offline_run_cross_blocks(tmp_path):
         list(log_formats._framed(wanted))
 
 
-def test_an_offline_run_needs_its_package(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "wandb.proto.wandb_internal_pb2", None)
-    (tmp_path / "run.wandb").write_bytes(framed())
-    with raises_line(BadInput, "an offline run of Weights & Biases: pip install wandb, which"):
-        read_logs(tmp_path / "run.wandb", "loss")
+def message(*fields):
+    """A protobuf message of (number, bytes or integer); an integer is a varint."""
+    made = b""
+    for number, value in fields:
+        whole = isinstance(value, bytes)
+        numbers = [number << 3 | (2 if whole else 0), len(value) if whole else value]
+        for rest in numbers:
+            while rest > 127:
+                made += bytes([rest & 127 | 128])
+                rest >>= 7
+            made += bytes([rest])
+        made += value if whole else b""
+    return made
+
+
+def test_an_offline_run_is_its_history(tmp_path):
+    """Other records and values of other kinds are left out, as in wandb 0.31's files."""
+
+    def record(step, loss):
+        items = [(1, message((2, b"val"), (2, b"loss"), (16, loss)))]
+        items += [(1, message((1, b"_step"), (16, b"%d" % step), (3, 300)))]
+        items += [(1, message((1, b"image"), (7, b"x" * 300)))]
+        return message((1, 7), (2, message(*items, (2, message((1, step))))), (200, b"info"))
+
+    path = tmp_path / "run.wandb"
+    other = message((1, 1), (17, b"y" * 200))
+    path.write_bytes(framed(other, record(1, b"0.5"), other, record(2, b"0.25"), record(3, b"NaN")))
+    [log] = read_logs(path, "val.loss")
+    assert log.points[:2].tolist() == [[1, 0.5], [2, 0.25]] and np.isnan(log.points[2, 1])
+    with raises_line(BadInput, "--tag loss: not there; has val.loss, _step, image"):
+        read_logs(path, "loss")
