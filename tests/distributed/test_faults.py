@@ -65,6 +65,7 @@ def test_every_fault_in_every_phase(kind, phase, tmp_path):
     record = record_of(directory)
     assert record["status"] == status
     assert (record["cause"] or "").startswith(cause or "")
+    assert record["last_step"] > 0
     kept = [log.name for log in directory.glob("ranks/*")]
     assert kept == (["rank-00001.log"] if status == "failed" else [])
     if kind == "inf" and phase != "evaluation":
