@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from mprun import errors
 from mprun.cli.arguments import Arguments, number
-from mprun.distributed.rank_info import RankInfo, completed, place_from
+from mprun.distributed.rank_info import RankInfo, completed, rank_info_from
 from mprun.entry_points import announced, loaded
 from mprun.errors import BAD_INPUT, DONE, RESOURCE, BadInput, MprunError, needing
 from mprun.record.console import steady_terminal
@@ -140,7 +140,7 @@ def _dispatch(arguments: list[str]) -> int:
         known = [name for one in _arguments()._actions for name in one.option_strings]
         return complete(options.shell_completion, verbs(), known)
     if options.multirun:
-        if place_from() is not None:
+        if rank_info_from() is not None:
             raise BadInput("-m: a sweep starts the ranks of its runs itself; start it once, alone")
         from mprun.sweep import STALL_AFTER_S, sweep
 
@@ -177,56 +177,56 @@ def _help(arguments: list[str]) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    overrides, place = completed(options.overrides, place_from())
+    overrides, rank_info = completed(options.overrides, rank_info_from())
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
         if key == "resume" and value != "null":
-            return _resumed(overrides, value, options.config_dir, place)
+            return _resumed(overrides, value, options.config_dir, rank_info)
     from mprun.config.compose import compose_config
 
     composed = compose_config(overrides, options.config_dir)
     choices, config = composed.choices, composed.config
-    if place is None or place.is_first:
+    if rank_info is None or rank_info.is_first:
         _announce(
             f"{choices['model']} on {choices['data']}, precision={composed.mode}, "
             f"device={config.device}"
         )
-    if (devices := _to_start(config, place)) > 1:
-        return _launched(overrides, devices, config, options.config_dir, place)
+    if (devices := _to_start(config, rank_info)) > 1:
+        return _launched(overrides, devices, config, options.config_dir, rank_info)
     again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if place is not None and again:  # by torchrun
+    if rank_info is not None and again:  # by torchrun
         from mprun.distributed.group import previous_directory
         from mprun.record.run_record import read_record
 
-        if (before := previous_directory(place)) is not None:
+        if (before := previous_directory(rank_info)) is not None:
             status = read_record(Path(before), "status")["status"]
             if status in ("done", "diverged"):  # a result, but torchrun takes it for a failure
                 return errors.STATUS_EXIT_CODE[status]
             lasting = _lasting(overrides, config)
-            return _resumed((*lasting, f"resume={before}"), before, None, place)
+            return _resumed((*lasting, f"resume={before}"), before, None, rank_info)
     from mprun.training.run import start
 
-    return start(composed, place)
+    return start(composed, rank_info)
 
 
 def _resumed(
-    overrides: tuple[str, ...], path: str, config_dir: str | None, place: RankInfo | None
+    overrides: tuple[str, ...], path: str, config_dir: str | None, rank_info: RankInfo | None
 ) -> int:
-    if place is None or place.is_first:
+    if rank_info is None or rank_info.is_first:
         _announce(f"going on with {path}")
     from mprun.training.resume import continued, resume
 
-    if place is None or place.rank is None:
+    if rank_info is None or rank_info.rank is None:
         config = continued(overrides, path, config_dir)
-        if (devices := _to_start(config, place)) > 1:
-            return _launched(overrides, devices, config, config_dir, place)
-    return resume(overrides, path, config_dir, place)
+        if (devices := _to_start(config, rank_info)) > 1:
+            return _launched(overrides, devices, config, config_dir, rank_info)
+    return resume(overrides, path, config_dir, rank_info)
 
 
-def _to_start(config: "RunConfig", place: RankInfo | None) -> int:
+def _to_start(config: "RunConfig", rank_info: RankInfo | None) -> int:
     """Return the number of ranks to start on this machine; 1: only this process."""
-    if place is not None:
-        return place.devices if place.rank is None else 1
+    if rank_info is not None:
+        return rank_info.devices if rank_info.rank is None else 1
     if config.nodes > 1:
         by = f"torchrun --nnodes {config.nodes} --nproc-per-node {config.devices} -m mprun"
         none = f"nodes={config.nodes}: nothing says which machine this is"
@@ -253,7 +253,7 @@ def _launched(
     devices: int,
     config: "RunConfig",
     config_dir: str | None,
-    place: RankInfo | None,
+    rank_info: RankInfo | None,
 ) -> int:
     from mprun.distributed.launch import launch
     from mprun.sweep.gpus import available_cores
@@ -273,7 +273,7 @@ def _launched(
         [*overrides, *own],
         devices,
         config_dir=config_dir,
-        place=place,
+        rank_info=rank_info,
         restarts=config.restarts,
         kept=_lasting(overrides, config),
         module="mprun.sweep.child",

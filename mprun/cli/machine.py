@@ -11,7 +11,7 @@ import torch.distributed as dist
 from mprun.build import policy_from
 from mprun.config.compose import compose_config
 from mprun.config.option_files import modes as mode_files
-from mprun.distributed.rank_info import place_from
+from mprun.distributed.rank_info import rank_info_from
 from mprun.errors import BadInput
 from mprun.execution.graphed_step import why_no_replay_on
 from mprun.precision import (
@@ -71,8 +71,8 @@ def _ranks() -> dict:
             backends["gloo"] = ""
         if dist.is_nccl_available():
             backends["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
-    place = place_from()
-    here = None if place is None else {"world": place.world, "rank": place.rank}
+    rank_info = rank_info_from()
+    here = None if rank_info is None else {"world": rank_info.world, "rank": rank_info.rank}
     return {"backends": backends, "environment": here}
 
 

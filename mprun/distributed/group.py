@@ -41,16 +41,18 @@ _OF_OTHERS = (
 )
 
 
-def store_of(place: RankInfo, host: bool) -> dist.TCPStore:
-    """Connect to the key-value store at the place's port; with `host` this process serves it."""
+def store_of(rank_info: RankInfo, host: bool) -> dist.TCPStore:
+    """Connect to the key-value store of the ranks; with `host` this process serves it."""
     try:
         start = timedelta(seconds=_START_S)
         return dist.TCPStore(
-            place.address, place.port, None, host, timeout=start, wait_for_workers=False
+            rank_info.address, rank_info.port, None, host, timeout=start, wait_for_workers=False
         )
     except (RuntimeError, OSError) as error:
         text = str(error).partition("\n")[0]
-        raise Resource(f"{place.address}:{place.port}: the ranks did not meet ({text})") from error
+        raise Resource(
+            f"{rank_info.address}:{rank_info.port}: the ranks did not meet ({text})"
+        ) from error
 
 
 class RankGroup(Ranks):
@@ -59,21 +61,22 @@ class RankGroup(Ranks):
     Raises BadInput if this machine has too few GPUs, Resource if the ranks do not meet.
     """
 
-    def __init__(self, place: RankInfo, device: torch.device, timeout_s: float):
-        assert place.rank is not None
+    def __init__(self, rank_info: RankInfo, device: torch.device, timeout_s: float):
+        assert rank_info.rank is not None
         if device.type == "cuda":
             count = torch.cuda.device_count()
-            if place.local_rank >= count:
+            if rank_info.local_rank >= count:
                 raise BadInput(
-                    f"devices={place.devices}: rank {place.rank} needs GPU {place.local_rank}, but "
-                    f"this machine shows {count} (allowed: 1 to {count})"
+                    f"devices={rank_info.devices}: rank {rank_info.rank} needs GPU "
+                    f"{rank_info.local_rank}, but this machine shows {count} "
+                    f"(allowed: 1 to {count})"
                 )
-            torch.cuda.set_device(place.local_rank)
-        self.rank, self.world, self.device = place.rank, place.world, device
+            torch.cuda.set_device(rank_info.local_rank)
+        self.rank, self.world, self.device = rank_info.rank, rank_info.world, device
         self.timeout_s = timeout_s
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        hosts = self.rank == 0 and not place.served
-        self.whole_store = store_of(place, hosts)
+        hosts = self.rank == 0 and not rank_info.served
+        self.whole_store = store_of(rank_info, hosts)
         self.store = dist.PrefixStore(f"mprun/{attempt}", self.whole_store)
         self.backend = "nccl" if device.type == "cuda" else "gloo"
         start, wait = timedelta(seconds=_START_S), timedelta(seconds=timeout_s)
@@ -312,11 +315,11 @@ class RankLog:
                 self.path.parent.rmdir()  # succeeds for the last rank
 
 
-def previous_directory(place: RankInfo) -> str | None:
+def previous_directory(rank_info: RankInfo) -> str | None:
     """Return the directory of the attempt that torchrun restarted; None: this is the first."""
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not place.served:
+    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not rank_info.served:
         return None
-    return directory_in(store_of(place, False))
+    return directory_in(store_of(rank_info, False))
 
 
 def directory_in(store: dist.Store) -> str | None:

@@ -39,7 +39,7 @@ def launch(
     devices: int,
     *,
     config_dir: str | None = None,
-    place: RankInfo | None = None,
+    rank_info: RankInfo | None = None,
     restarts: int = 0,
     kept: Sequence[str] = (),
     module: str,
@@ -47,18 +47,18 @@ def launch(
     """Run on `devices` ranks of this machine; return the exit code of the worst rank.
 
     Args:
-        place: of this machine among several; None: it is the only one.
+        rank_info: of this machine among several; None: it is the only one.
         restarts: how often lost ranks are restarted from the last checkpoint. A run that diverged,
             or that bad input or damaged files ended, is not restarted.
         kept: overrides that are passed to a restart as well.
         module: module that a rank runs; its first argument is this process's id.
     """
-    place = place or RankInfo(None, 0, 0, 1, devices, "127.0.0.1", 0, served=True)
+    rank_info = rank_info or RankInfo(None, 0, 0, 1, devices, "127.0.0.1", 0, served=True)
     options = [] if config_dir is None else ["--config-dir", config_dir]
     arguments = [*overrides, *options]
     with _Asked() as asked:
         while True:
-            code, directory = _once(module, arguments, place, asked)
+            code, directory = _once(module, arguments, rank_info, asked)
             if code not in _AGAIN or restarts == 0 or asked.number:
                 return code
             restarts -= 1
@@ -93,20 +93,20 @@ class _Asked:
 
 
 def _once(
-    module: str, arguments: list[str], place: RankInfo, asked: _Asked
+    module: str, arguments: list[str], rank_info: RankInfo, asked: _Asked
 ) -> tuple[int, str | None]:
     """Run one attempt; return its exit code and its directory."""
-    hosts = place.node == 0
-    store = store_of(place, hosts)
-    place = replace(place, port=store.port, served=True)
-    threads = str(max(1, available_cores() // place.devices))
+    hosts = rank_info.node == 0
+    store = store_of(rank_info, hosts)
+    rank_info = replace(rank_info, port=store.port, served=True)
+    threads = str(max(1, available_cores() // rank_info.devices))
     environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
-    ranks = range(place.devices)
-    envs = {rank: place.environment(rank) | environment for rank in ranks}
+    ranks = range(rank_info.devices)
+    envs = {rank: rank_info.environment(rank) | environment for rank in ranks}
     words = ("-m", module, os.getpid(), *arguments)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with TemporaryDirectory(prefix="mprun-ranks-") as folder:
-        silent = {rank: Std.NONE if place.node + rank == 0 else Std.ALL for rank in ranks}
+        silent = {rank: Std.NONE if rank_info.node + rank == 0 else Std.ALL for rank in ranks}
         logs = DefaultLogsSpecs(log_dir=folder, redirects=silent)
         # Blocked until torch's handlers are replaced again; the ranks unblock them for themselves.
         signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
@@ -122,7 +122,7 @@ def _once(
         finally:
             started.close(signal.SIGKILL, timeout=5)
         own = dist.PrefixStore("mprun/0", store)
-        code, cause = _judged(codes, own, place, asked.number)
+        code, cause = _judged(codes, own, rank_info, asked.number)
         if cause is not None:
             _print_unheard(Path(folder))
     directory = directory_in(store)
@@ -169,13 +169,13 @@ def _ended(pid: int) -> int | None:
 
 
 def _judged(
-    codes: dict[int, int | None], store: dist.Store, place: RankInfo, asked: int
+    codes: dict[int, int | None], store: dist.Store, rank_info: RankInfo, asked: int
 ) -> tuple[int, str | None]:
     """Return the exit code of the run, and the message that its ranks could not print themselves.
 
     asked: the signal that asked the ranks to end, 0: none did.
     """
-    first = place.node * place.devices
+    first = rank_info.node * rank_info.devices
     if asked:  # a rank without a handler yet was ended by the signal
         of_it = INTERRUPTED if asked == signal.SIGINT else 128 + asked
         codes = {rank: of_it if code == -asked else code for rank, code in codes.items()}
@@ -188,12 +188,12 @@ def _judged(
     said = failure_of(store)
     if said is not None:
         rank, code, text = said
-        told = place.node > 0 or codes[0] is not None  # rank 0 has printed it
+        told = rank_info.node > 0 or codes[0] is not None  # rank 0 has printed it
         return code, None if told else f"rank {rank}: {text}"
     # A rank that hangs after another ended by itself did not fail first.
     by_itself = set(codes.values()) - {None, DONE, RESOURCE}
     if hung and not by_itself:
-        silent = set(silent_ranks(store, place.world)) & set(hung) or hung
+        silent = set(silent_ranks(store, rank_info.world)) & set(hung) or hung
         who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, sorted(silent)))}"
         return RESOURCE, f"{who} did not answer, and was killed"
     ended = {code for code in codes.values() if code is not None}

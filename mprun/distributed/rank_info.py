@@ -34,7 +34,7 @@ class RankInfo:
 
     @property
     def is_first(self) -> bool:
-        """Return whether this place speaks for the whole run."""
+        """Return whether this rank, or machine, speaks for the whole run."""
         return self.node == 0 and self.local_rank == 0
 
     def environment(self, rank: int) -> dict[str, str]:
@@ -51,37 +51,37 @@ class RankInfo:
 
 
 def completed(
-    overrides: Sequence[str], place: RankInfo | None
+    overrides: Sequence[str], rank_info: RankInfo | None
 ) -> tuple[tuple[str, ...], RankInfo | None]:
-    """Add the environment's numbers of ranks to the overrides; return both with the place.
+    """Add the environment's numbers of ranks to the overrides; return both with the rank's.
 
-    Where one process was started for all devices of a machine, the place is the machine's.
+    Where one process was started for all devices of a machine, it is the machine's.
     """
-    if place is None:
+    if rank_info is None:
         return tuple(overrides), None
     from mprun.config.overrides import parse_overrides
 
     pairs = (o.lstrip("+").partition("=") for o in overrides)
     numbers = [f"{key}={value}" for key, _, value in pairs if key in ("devices", "nodes")]
     given = {one.key_or_group: str(one.value()) for one in parse_overrides(tuple(numbers))}
-    devices = given.get("devices", "auto" if place.served else str(place.devices))
-    if place.devices == 1 and devices not in ("1", "auto") and not place.served:
+    devices = given.get("devices", "auto" if rank_info.served else str(rank_info.devices))
+    if rank_info.devices == 1 and devices not in ("1", "auto") and not rank_info.served:
         count = int(devices) if devices.isdecimal() else 0
-        place = replace(place, rank=None, devices=max(1, count))
+        rank_info = replace(rank_info, rank=None, devices=max(1, count))
     missing = []
-    for key, number in (("devices", place.devices), ("nodes", place.nodes)):
+    for key, number in (("devices", rank_info.devices), ("nodes", rank_info.nodes)):
         if key not in given:
             missing += [f"{key}={number}"] if number > 1 else []
         elif given[key] not in (str(number), "auto"):
             raise BadInput(
-                f"{key}={given[key]}: the environment has {place.nodes} x {place.devices} ranks; "
-                f"leave it out or use {key}={number}"
+                f"{key}={given[key]}: the environment has {rank_info.nodes} x "
+                f"{rank_info.devices} ranks; leave it out or use {key}={number}"
             )
-    return (*overrides, *missing), place
+    return (*overrides, *missing), rank_info
 
 
-def place_from(environ: Mapping[str, str] = os.environ) -> RankInfo | None:
-    """Return the place of this process; None: the environment names no ranks."""
+def rank_info_from(environ: Mapping[str, str] = os.environ) -> RankInfo | None:
+    """Return the position of this process; None: the environment names no ranks."""
     if "RANK" in environ or "LOCAL_RANK" in environ or "TORCHELASTIC_RUN_ID" in environ:
         return _of_torchrun(environ)
     # A batch script sees the number of tasks, but only steps that srun starts are ranks.

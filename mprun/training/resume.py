@@ -41,21 +41,21 @@ def resume(
     composed_overrides: tuple[str, ...],
     path: str,
     config_dir: str | None = None,
-    place: RankInfo | None = None,
+    rank_info: RankInfo | None = None,
 ) -> int:
     """Continue the run in directory `path` from its newest whole checkpoint; return the exit code.
 
     Only keys whose role allows it may be overridden; everything else comes from the run itself. The
     user has to name their own code again: the directory may come from anywhere.
 
-    place: of this process among the ranks of the run; None: it is the only one.
+    rank_info: of this process among the ranks of the run; None: it is the only one.
     """
     directory = _run_directory(path)
-    with nullcontext() if place is not None and place.rank else locked(directory):
+    with nullcontext() if rank_info is not None and rank_info.rank else locked(directory):
         record, config = _read(directory, composed_overrides, config_dir)
         device = resolve_device(record["environment"]["device"])
         _check_same_stack(record["environment"])
-        ranks = joined(config, device, place)
+        ranks = joined(config, device, rank_info)
 
         def begun() -> Built:
             built = prepare(config, device, record["environment"]["threads"], ranks)

@@ -52,14 +52,14 @@ def import_all() -> None:
         import_module(module)
 
 
-def start(composed: Composed, place: RankInfo | None = None) -> int:
+def start(composed: Composed, rank_info: RankInfo | None = None) -> int:
     """Run a new configuration; return the exit code. It writes nothing if it raises BadInput.
 
-    place: place of this process among the ranks of the run; None: it is the only one.
+    rank_info: rank_info of this process among the ranks of the run; None: it is the only one.
     """
     config = composed.config
     device = resolve_device(config.device)
-    ranks = joined(config, device, place)
+    ranks = joined(config, device, rank_info)
 
     def begun() -> Built:
         built = prepare(config, device, config.threads, ranks)
@@ -83,21 +83,21 @@ def start(composed: Composed, place: RankInfo | None = None) -> int:
         return attempt(config, built, new_record(directory, composed))
 
 
-def joined(config: RunConfig, device: torch.device, place: RankInfo | None) -> Ranks:
+def joined(config: RunConfig, device: torch.device, rank_info: RankInfo | None) -> Ranks:
     """Wait for all ranks of a run and return this one.
 
     Raises:
         BadInput: the configuration cannot be divided among so many ranks, or the ranks' differ.
         Resource: the ranks do not meet.
     """
-    if place is None:
+    if rank_info is None:
         return ALONE
     from mprun.distributed.group import RankGroup
 
-    config.devices, config.nodes = str(place.devices), place.nodes
-    for line in why_not_on(config, place.world):
+    config.devices, config.nodes = str(rank_info.devices), rank_info.nodes
+    for line in why_not_on(config, rank_info.world):
         raise BadInput(line)
-    ranks = RankGroup(place, device, config.dist.timeout_s)
+    ranks = RankGroup(rank_info, device, config.dist.timeout_s)
     with ranks.watched():
         if len(set(ranks.all_of(config_hash(asdict(config))))) > 1:
             raise BadInput(

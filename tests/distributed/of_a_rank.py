@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from mprun.build import build
 from mprun.config.compose import compose_config
 from mprun.distributed.group import RankGroup
-from mprun.distributed.rank_info import place_from
+from mprun.distributed.rank_info import rank_info_from
 from mprun.precision import pin_math_flags
 from mprun.tasks.supervised import Supervised
 
@@ -144,6 +144,6 @@ def environment_of(rank: int, world: int, port: int) -> dict[str, str]:
 def be(rank: int, world: int, port: int, cases: dict, out: Path) -> None:
     """Be a rank, in a process of its own, which writes what it found to `out`/RANK.pt."""
     os.environ.update(environment_of(rank, world, port))
-    ranks = RankGroup(place_from(), torch.device("cpu"), 60.0)
+    ranks = RankGroup(rank_info_from(), torch.device("cpu"), 60.0)
     torch.save(found_by(ranks, cases), out / f"{rank}.pt")
     ranks.leave(0)

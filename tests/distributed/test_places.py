@@ -2,7 +2,7 @@
 
 import pytest
 
-from mprun.distributed.rank_info import RankInfo, completed, first_host, place_from
+from mprun.distributed.rank_info import RankInfo, completed, first_host, rank_info_from
 from mprun.errors import BadInput
 
 from ..helpers import raises_line
@@ -29,14 +29,14 @@ SRUN = {
 
 
 def test_torchrun_and_srun():
-    assert place_from(TORCHRUN) == RankInfo(5, 1, 1, 2, 4, "node1", 29500, served=True)
-    assert place_from(SRUN) == RankInfo(5, 1, 1, 2, 4, "gpu003", 24242, served=False)
+    assert rank_info_from(TORCHRUN) == RankInfo(5, 1, 1, 2, 4, "node1", 29500, served=True)
+    assert rank_info_from(SRUN) == RankInfo(5, 1, 1, 2, 4, "gpu003", 24242, served=False)
 
 
 def test_what_torchrun_starts_a_rank_with_is_read_back():
-    place = place_from(TORCHRUN)
+    place = rank_info_from(TORCHRUN)
     for rank in range(4):
-        found = place_from(place.environment(rank))
+        found = rank_info_from(place.environment(rank))
         assert (found.rank, found.local_rank, found.world) == (4 + rank, rank, 8)
 
 
@@ -50,7 +50,7 @@ def test_what_torchrun_starts_a_rank_with_is_read_back():
     ],
 )
 def test_one_process(environ):
-    assert place_from(environ) is None
+    assert rank_info_from(environ) is None
 
 
 @pytest.mark.parametrize(
@@ -82,25 +82,25 @@ def test_first_host(hosts, first):
 )
 def test_contradictions(environ, named):
     with raises_line(BadInput, named):
-        place_from(environ)
+        rank_info_from(environ)
 
 
 def test_the_overrides_get_the_numbers():
-    overrides, place = completed(["seed=1"], place_from(TORCHRUN))
+    overrides, place = completed(["seed=1"], rank_info_from(TORCHRUN))
     assert overrides == ("seed=1", "devices=4", "nodes=2")
     assert place.rank == 5
-    assert completed(["devices=auto"], place_from(TORCHRUN))[0][1:] == ("nodes=2",)
+    assert completed(["devices=auto"], rank_info_from(TORCHRUN))[0][1:] == ("nodes=2",)
 
 
 @pytest.mark.parametrize("given", ["devices=8", "nodes=1"])
 def test_overrides_that_say_otherwise(given):
     with pytest.raises(BadInput, match="the environment has 2 x 4 ranks"):
-        completed([given], place_from(TORCHRUN))
+        completed([given], rank_info_from(TORCHRUN))
 
 
 def test_one_process_for_all_devices_of_a_machine():
     one_each = {**SRUN, "SLURM_PROCID": "1", "SLURM_LOCALID": "0", "SLURM_NTASKS": "2"}
-    overrides, place = completed(["devices=8"], place_from(one_each))
+    overrides, place = completed(["devices=8"], rank_info_from(one_each))
     assert (place.rank, place.node, place.world) == (None, 1, 16)
     assert overrides == ("devices=8", "nodes=2")
-    assert place_from(place.environment(3)).rank == 11
+    assert rank_info_from(place.environment(3)).rank == 11

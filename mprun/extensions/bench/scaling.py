@@ -24,7 +24,7 @@ from mprun.config.compose import compose_config
 from mprun.config.registry import kind_of
 from mprun.config.schema import RunConfig
 from mprun.distributed.launch import launch
-from mprun.distributed.rank_info import place_from
+from mprun.distributed.rank_info import rank_info_from
 from mprun.errors import DONE, BadInput, Resource
 from mprun.extensions.bench.contest import Contest
 from mprun.extensions.bench.measure import synchronise
@@ -126,7 +126,7 @@ def of_a_rank(arguments: list[str]) -> int:
         *overrides, _, config_dir = overrides
     config = compose_config(overrides, config_dir).config
     device = resolve_device(config.device)
-    ranks = joined(config, device, place_from())
+    ranks = joined(config, device, rank_info_from())
     with ranks.watched():
         built = ranks.together(lambda: prepare(config, device, config.threads, ranks))
         task = built.task
