@@ -97,7 +97,13 @@ def test_an_installed_package_adds_an_optimizer_a_scaler_and_a_mode(command, tmp
     ):
         refused = command(*chosen, word)
         assert (refused.returncode, refused.stderr) == (2, f"mprun: {told}\n")
-    run = ("model=perceptron", "train.steps=2", "device=cpu", "output_dir=run")
+    run = (
+        "model=perceptron",
+        "train.steps=2",
+        "train.checkpoint_every=2",
+        "device=cpu",
+        "output_dir=run",
+    )
     assert (done := command(*run, *chosen, "optim.momentum_decay=0.01")).returncode == 0, (
         done.stderr
     )

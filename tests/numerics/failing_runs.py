@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from mprun import models
 from mprun.config.compose import compose_config
+from mprun.models.lstm import LSTMLanguageModel
 from mprun.training.run import attempt, new_record, prepare
 
 CPU = torch.device("cpu")
@@ -82,7 +82,7 @@ def with_data(change):
 def replace_in_lm(monkeypatch, make: Callable[[], nn.Module]):
     """Every language model from now on has a new layer between embedding and LSTM ("dropout")."""
 
-    class Planted(models.LSTMLanguageModel):
+    class Planted(LSTMLanguageModel):
         def __init__(self, *sizes, **named):
             super().__init__(*sizes, **named)
             self.dropout = make()

@@ -107,8 +107,8 @@ def watched():
             raise RuntimeError("called a synchronizing CUDA operation: torch.cuda.synchronize")
         wait(*arguments)
 
-    def finite(self, step, beat):
-        return dict.fromkeys(free(evaluate)(self, step, beat), 0.0)
+    def finite(self, *arguments):
+        return dict.fromkeys(free(evaluate)(self, *arguments), 0.0)
 
     with (
         mock.patch.object(StepRunner, "step", watched_step),
@@ -117,7 +117,7 @@ def watched():
         mock.patch.object(probing, "show_probe", lambda writer, record: None),
         mock.patch.object(probing, "math", SimpleNamespace(log2=lambda value: 0.0)),
         mock.patch.object(
-            probing.Watched, "_record", numpy.errstate(all="ignore")(free(probing.Watched._record))
+            probing.Watched, "record", numpy.errstate(all="ignore")(free(probing.Watched.record))
         ),
         mock.patch.object(torch.cuda, "synchronize", synchronize),
         # How many are left depends on values, and it waits for them.
