@@ -143,12 +143,8 @@ class DigitsImages(ImageStore):
     """
 
     def __init__(self, image_size: int, **serving: Unpack[Serving]) -> None:
-        images, labels = load_digits()
-        order = permutation(SPLIT_SEED, 0, len(images))
-        train, held_out = order[:-EVAL_SAMPLES], order[-EVAL_SAMPLES:]
         super().__init__(
-            (images[train], labels[train]),
-            (images[held_out], labels[held_out]),
+            *split_digits(),
             MAXIMUM,
             image_size,
             name="digits",
@@ -173,6 +169,14 @@ def load_digits() -> Batch:
         reason = f"the digits cannot be read ({error}): install mprun again"
         raise DataError(f"{_DIGITS}: {reason}") from error
     return images[:, None], labels.to(torch.int64)
+
+
+def split_digits() -> tuple[Batch, Batch]:
+    """Return the digits of `load_digits` that train, and those held out."""
+    images, labels = load_digits()
+    order = permutation(SPLIT_SEED, 0, len(images))
+    train, held_out = order[:-EVAL_SAMPLES], order[-EVAL_SAMPLES:]
+    return (images[train], labels[train]), (images[held_out], labels[held_out])
 
 
 CONTENT_SEED = 20171010

@@ -11,16 +11,10 @@ from typing import Unpack
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from mprun.data.image_store import (
-    EVAL_SAMPLES,
-    MAXIMUM,
-    SPLIT_SEED,
-    ImageStore,
-    Serving,
-    load_digits,
-)
-from mprun.data.source import Batch, permutation
+from mprun.data.image_store import MAXIMUM, SPLIT_SEED, ImageStore, Serving, split_digits
+from mprun.data.source import Batch
 from mprun.extensions.detection.boxes import CLASS
 
 FIELDS = 6
@@ -71,18 +65,13 @@ def digit_canvases() -> tuple[Batch, Batch]:
     Pixels come from integer arithmetic alone, so that every machine has the same ones. It takes
     about 0.2 s, once a process; do not write to them.
     """
-    images, labels = load_digits()
-    order = permutation(SPLIT_SEED, 0, len(images))
-    parts = (order[:-EVAL_SAMPLES], TRAIN_CANVASES), (order[-EVAL_SAMPLES:], EVAL_CANVASES)
-    train, held_out = (
-        _canvases(images[chosen, 0].numpy(), labels[chosen].numpy(), count, number)
-        for number, (chosen, count) in enumerate(parts)
-    )
-    return train, held_out
+    train, held_out = split_digits()
+    return _canvases(*train, TRAIN_CANVASES, 0), _canvases(*held_out, EVAL_CANVASES, 1)
 
 
-def _canvases(digits: np.ndarray, labels: np.ndarray, count: int, split: int) -> Batch:
-    """Make ``count`` canvases of the digits uint8 ``[n, 8, 8]``; each split has its own stream."""
+def _canvases(images: Tensor, labels: Tensor, count: int, split: int) -> Batch:
+    """Make ``count`` canvases of the digits; each split has its own stream."""
+    digits = images[:, 0].numpy()
     stream = np.random.PCG64(np.random.SeedSequence([SPLIT_SEED, split, CANVAS]))
 
     def below(bound: int) -> int:
@@ -105,7 +94,7 @@ def _canvases(digits: np.ndarray, labels: np.ndarray, count: int, split: int) ->
             free[place] = False
             canvas[place] = np.maximum(canvas[place], _enlarged(digits[digit], side))
             row[:CLASS] = np.array([left, top, left + side, top + side]) / CANVAS
-            row[CLASS] = labels[digit]
+            row[CLASS] = float(labels[digit])
     return torch.from_numpy(canvases[:, None]), torch.from_numpy(targets)
 
 

@@ -142,19 +142,22 @@ class Page:
         every = [(figure, found) for found in self.found for figure in found.row.figures]
         with settings():
             figures = [_figure(*one, folder) for one in sorted(every, key=lambda one: one[0].key)]
+<<<<<<< ours
         given: dict[str, Any] = {
+=======
+        own, full = tables(self.found), [_full_line(row, self.hours) for row in self.rows]
+        given = {
+>>>>>>> theirs
             "scale": f"{SCALE[self.scale]} The paper has one run per number and no interval.",
-            "tables": tables(self.found),
+            "tables": own,
+            "tables_text": tables_markdown(own),
             "header": HEADER,
             "figures": figures,
             "full_header": FULL_HEADER,
-            "full": [_full_line(row, self.hours) for row in self.rows],
+            "full": full,
+            "full_text": markdown_table(list(FULL_HEADER), full),
             "facts": self.facts,
             "remarks": self.remarks,
-        }
-        given |= {
-            "tables_text": tables_markdown(given["tables"]),
-            "full_text": markdown_table(list(FULL_HEADER), given["full"]),
         }
         (folder / "paper.json").write_text(self.json() + "\n", encoding="utf-8")
         for ending in ("html", "md"):

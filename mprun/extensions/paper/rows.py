@@ -10,6 +10,7 @@ conf/experiment on the paper's data, as far as those are public.
 """
 
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from mprun.compare.findings import Group
@@ -170,6 +171,7 @@ def _classifier(
 
 _VOC = ("Pascal VOC 2007", f"VGG-type backbone, {_COLUMN}")
 _VOC_WEIGHTS = "model.weights=FILE, VGG-16 trained on ILSVRC12"
+_detector = partial(PaperRow, seeds=5, metric="map")
 _CANVASES = "scikit-learn's digits pasted on noise in place of photographs"
 _SSD = Published("Multibox SSD", "table 2", "mAP (%)", "76.9", "diverges", "77.1", "8", *_VOC)
 
@@ -282,12 +284,11 @@ ROWS = (
         _TORCH,
         seen=_resnet,
     ),
-    PaperRow(
+    _detector(
         "faster_rcnn",
         Published("Faster R-CNN", "table 2", "mAP (%)", "69.1", "68.6", "69.7", "8", *_VOC),
         ("experiment=paper_faster_rcnn",),
         (_unscaled(EQUAL, "68.6"), _static(8, EQUAL, "69.7"), NAIVE),
-        seeds=5,
         differs=(
             _CANVASES,
             "four VGG convolutions of 8 to 32 channels in place of VGG-16 with weights, a head of "
@@ -296,15 +297,13 @@ ROWS = (
             _EPS,
         ),
         full=Full("faster_rcnn_voc", "VOCdevkit", missing=_VOC_WEIGHTS),
-        metric="map",
         models=("faster_rcnn",),
     ),
-    PaperRow(
+    _detector(
         "ssd",
         _SSD,
         ("experiment=paper_ssd",),
         (_unscaled(FAILS, "diverges"), _static(8, EQUAL, "77.1"), _static(256), DYNAMIC, NAIVE),
-        seeds=5,
         differs=(
             _CANVASES,
             "eight VGG convolutions of 8 to 32 channels in place of VGG-16 with weights",
@@ -314,7 +313,6 @@ ROWS = (
             _EPS,
         ),
         full=Full("ssd300_voc", "VOCdevkit", missing=_VOC_WEIGHTS),
-        metric="map",
         models=("ssd_mini", "ssd300", "conv_autoencoder"),
         seen=_stand_in,
         figures=(
@@ -327,18 +325,16 @@ ROWS = (
             ),
         ),
     ),
-    PaperRow(
+    _detector(
         "ssd_control",
         _SSD._replace(network="Multibox SSD, control"),
         ("experiment=paper_ssd", "model.freeze_backbone=true"),
         (_unscaled(), NAIVE),
-        seeds=5,
         differs=(
             "a control: only the heads of the network above learn, so gradients that underflow on "
             "the way to the first layers are not needed",
         ),
         why_not="a control of the small network",
-        metric="map",
     ),
     _speech(
         "English",

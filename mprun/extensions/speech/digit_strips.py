@@ -12,8 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mprun.data.image_store import EVAL_SAMPLES, SPLIT_SEED, load_digits
-from mprun.data.source import Batch, EpochOrder, Source, permutation
+from mprun.data.image_store import split_digits
+from mprun.data.source import Batch, EpochOrder, Source
 
 TRAIN_STRIPS, EVAL_STRIPS = 1200, 300
 FEWEST, MOST = 3, 5  # digits of a strip
@@ -48,11 +48,8 @@ class DigitStrips(Source):
         device = torch.device(device)
         self._order = EpochOrder(seed, TRAIN_STRIPS, batch_size, device)
         self.batches_per_epoch, self.samples_per_batch = self._order.batches_per_epoch, batch_size
-        images, labels = load_digits()
-        order = permutation(SPLIT_SEED, 0, len(images))
-        own, held_out = order[:-EVAL_SAMPLES], order[-EVAL_SAMPLES:]
-        train = _strips(images[own], labels[own], TRAIN_STRIPS, 0)
-        evaluated = _strips(images[held_out], labels[held_out], EVAL_STRIPS, 1)
+        own, held_out = split_digits()
+        train, evaluated = _strips(*own, TRAIN_STRIPS, 0), _strips(*held_out, EVAL_STRIPS, 1)
         content = b"".join(part.numpy().data for part in (*train, *evaluated))
         self.sha256 = hashlib.sha256(content).hexdigest()
         std, mean = torch.std_mean(train[0].double()[_inside(train[1])], correction=0)

@@ -3,8 +3,7 @@
 import torch
 from torch.nn import functional as F
 
-from mprun.data.image_store import EVAL_SAMPLES, SPLIT_SEED, load_digits
-from mprun.data.source import permutation
+from mprun.data.image_store import split_digits
 from mprun.extensions.detection.boxes import overlaps
 from mprun.extensions.detection.canvases import NOISE, digit_canvases
 
@@ -57,21 +56,19 @@ def test_boxes_lie_inside_and_apart_and_hold_a_digit():
 
 
 def test_a_pasted_digit_is_the_enlarged_one_of_its_own_split():
-    images, labels = load_digits()
-    order = permutation(SPLIT_SEED, 0, len(images))
-    splits = order[:-EVAL_SAMPLES], order[-EVAL_SAMPLES:]
-    for (canvases, targets), own in zip(digit_canvases(), splits, strict=True):
+    for (canvases, targets), digits in zip(digit_canvases(), split_digits(), strict=True):
+        images, labels = digits
         for canvas, rows in zip(canvases[:5], targets[:5], strict=True):
             row = rows[0]
             left, top, right, bottom = (32 * row[:4]).int().tolist()
             pasted = canvas[0, top:bottom, left:right].float()
-            large = F.interpolate(images[own].float(), (bottom - top,) * 2, mode="bilinear")
+            large = F.interpolate(images.float(), (bottom - top,) * 2, mode="bilinear")
             large = (large[:, 0] * 255 / 16).clamp(min=0)
             # Noise shows where the digit is darker; rounding moves a value by half at most.
             far = torch.where(large >= NOISE, (pasted - large).abs(), 0).amax((1, 2))
             dark = torch.where(large < NOISE, pasted, 0).amax((1, 2)) < NOISE + 1
             fits = (far <= 0.501) & dark
-            assert fits.sum() == 1 and labels[own][fits].item() == row[4]
+            assert fits.sum() == 1 and labels[fits].item() == row[4]
 
 
 def test_fewer_are_the_first():

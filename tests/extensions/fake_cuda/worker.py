@@ -31,7 +31,7 @@ from mprun.cli import main
 from mprun.config.compose import compose_config
 from mprun.execution.step_runner import StepRunner
 from mprun.extensions.bench import fake_cuda
-from mprun.extensions.detection import faster_rcnn
+from mprun.extensions.detection import boxes
 from mprun.numerics import probing
 from mprun.record import checkpoint
 from mprun.record.run_record import read_record
@@ -121,7 +121,7 @@ def watched():
         ),
         mock.patch.object(torch.cuda, "synchronize", synchronize),
         # How many are left depends on values, and it waits for them.
-        mock.patch.object(faster_rcnn, "nms", lambda boxes, scores, threshold: scores.argsort()),
+        mock.patch.object(boxes, "nms", lambda boxes, scores, threshold: scores.argsort()),
         mock.patch.object(GAN, "samples", lambda task: torch.zeros_like(samples(task).cpu())),
         mock.patch.object(mprun.training.metric_logger.MetricLogger, "evaluate", finite),
         mock.patch.object(

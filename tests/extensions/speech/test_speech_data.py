@@ -12,9 +12,9 @@ import torch
 from mprun.build.data import check_batches
 from mprun.cli import main
 from mprun.config.components.custom import CustomDataConfig
-from mprun.data import DataError, load_digits
-from mprun.data.image_store import EVAL_SAMPLES, SPLIT_SEED
-from mprun.data.source import DamagedData, permutation
+from mprun.data import DataError
+from mprun.data.image_store import split_digits
+from mprun.data.source import DamagedData
 from mprun.errors import BadInput
 from mprun.extensions.speech.digit_strips import DigitStrips
 from mprun.extensions.speech.speech_manifest import (
@@ -41,16 +41,11 @@ def made_strips():
 
 def test_strips_hold_their_split_s_digits_side_by_side(made_strips):
     source = made_strips
-    images, labels = load_digits()
-    order = permutation(SPLIT_SEED, 0, len(images))
-    own = {"train": order[:-EVAL_SAMPLES], "held_out": order[-EVAL_SAMPLES:]}
     batches = {"train": [source.train_batch(0)], "held_out": list(source.eval_batches())}
     assert sum(len(t) for _, t in batches["held_out"]) == 300
-    for split, found in batches.items():
+    for (images, labels), found in zip(split_digits(), batches.values(), strict=True):
         known = {
-            label: {
-                image.numpy().tobytes() for image in images[own[split]][labels[own[split]] == label]
-            }
+            label: {image.numpy().tobytes() for image in images[labels == label]}
             for label in range(10)
         }
         for features, targets in found:
