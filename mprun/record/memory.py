@@ -136,12 +136,10 @@ def reset_peak(device: torch.device) -> None:
 
 def higher(before: dict, device: torch.device) -> dict:
     """Return the peak so far: on CUDA the larger of `before` and now, else the first reading."""
-    if not before:
-        return peak(device)
     if device.type != "cuda":
-        return before
+        return before or peak(device)
     now = peak(device)
-    return now | {key: max(before[key], now[key]) for key in OF_CUDA}
+    return now | {key: max(before.get(key, 0), now[key]) for key in OF_CUDA}
 
 
 def peak(device: torch.device) -> dict[str, int | str]:

@@ -165,9 +165,9 @@ class Loop:
 
     def _asked(self) -> bool:
         """Return whether the run has to stop; all ranks learn of it after the same step."""
-        if self.ranks.world == 1:
-            return self.interruption.requested
         own = self.interruption.reason
+        if self.ranks.world == 1:
+            return own is not None
         number = self.ranks.stops(0 if own is None else int(signal.Signals[own]))
         if number and own is None:
             self.interruption.reason = signal.Signals(number).name
@@ -183,7 +183,7 @@ class Loop:
         numbers += [int(scale.scale.view(torch.int32)) for scale in task.loss_scales.values()]
         for learner in task.learners.values():
             tensors = (*learner.optimizer.updated, *learner.model.buffers())
-            numbers.append(int(sum(bits_of(tensor) for tensor in tensors)))
+            numbers.append(int(sum(map(bits_of, tensors))))
         return numbers
 
     def stop(self) -> None:

@@ -35,10 +35,6 @@ class Interruption:
         self._raised: weakref.ref[Stopped] | None = None
         self._before: dict[int, Any] = {}  # handlers, by signal
 
-    @property
-    def requested(self) -> bool:
-        return self.reason is not None
-
     @contextmanager
     def breaks(self) -> Iterator[None]:
         """Let a signal leave this block at once, by `Stopped`: it may be left unfinished."""

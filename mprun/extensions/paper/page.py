@@ -142,12 +142,8 @@ class Page:
         every = [(figure, found) for found in self.found for figure in found.row.figures]
         with settings():
             figures = [_figure(*one, folder) for one in sorted(every, key=lambda one: one[0].key)]
-<<<<<<< ours
-        given: dict[str, Any] = {
-=======
         own, full = tables(self.found), [_full_line(row, self.hours) for row in self.rows]
-        given = {
->>>>>>> theirs
+        given: dict[str, Any] = {
             "scale": f"{SCALE[self.scale]} The paper has one run per number and no interval.",
             "tables": own,
             "tables_text": tables_markdown(own),
