@@ -39,7 +39,7 @@ from mprun.precision.loss_scale import LossScale, NoLossScale
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.rounded_weights import choose_narrow
 from mprun.precision.row_updates import RowUpdate, row_tables
-from mprun.precision.torch_update import initialise_state
+from mprun.precision.torch_update import create_state, creates_late, initialise_state
 from mprun.precision.update import ByTorch, Ready, SinglePass
 from mprun.precision.update_choice import choose_update
 from mprun.torch_private import BatchNorm, buffers_of
@@ -323,10 +323,15 @@ class MixedPrecisionOptimizer:
             copy_exactly(f"average of {name}", average, averages[name])
         for name, master in masters.items():
             copy_exactly(f"master weights of {name}", master, saved["masters"][name])
+        updated = dict(zip(self.names, self.updated, strict=True))
         for name, own in state.items():
-            if saved["state"][name].keys() != own.keys():
+            kept = saved["state"][name]
+            if not own and name in updated and creates_late(self.inner):
+                create_state(self.inner, updated[name], kept)
+                continue
+            if kept.keys() != own.keys():
                 raise ValueError(f"optimizer state of {name} belongs to another optimizer")
-            for key, value in saved["state"][name].items():
+            for key, value in kept.items():
                 copy_exactly(f"{key} of {name}", own[key], value)
         if self.narrow is not None:
             self.narrow.load_state_dict(saved["narrow"])

@@ -8,8 +8,9 @@ host, the host decides, as torch.amp.GradScaler does: it waits for the device.
 """
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,6 +73,26 @@ def initialise_state(optimizer: Optimizer) -> None:
                     state[name] = torch.zeros_like(parameter)
 
 
+def creates_late(optimizer: Optimizer) -> bool:
+    """Return whether `initialise_state` leaves state to be created on the first step."""
+    return rule_of(optimizer) is None or any(g.get("dampening") for g in optimizer.param_groups)
+
+
+def create_state(optimizer: Optimizer, parameter: Tensor, saved: Mapping[str, Any]) -> None:
+    """Create the state that an optimizer creates on its first step, as it was `saved`.
+
+    torch keeps counters on the host, unless the group is fused or capturable.
+    """
+    [group] = (g for g in optimizer.param_groups if any(parameter is p for p in g["params"]))
+    on_device = group.get("fused") or group.get("capturable")
+    state = optimizer.state[parameter]
+    for key, value in saved.items():
+        if isinstance(value, Tensor):
+            is_counter = value.shape != parameter.shape and not on_device
+            value = value.to("cpu" if is_counter else parameter.device, copy=True)
+        state[key] = value
+
+
 def is_fused(optimizer: Optimizer) -> bool:
     """Return whether every group runs the fused kernel, which takes found_inf and skips itself."""
     return all(group.get("fused") for group in optimizer.param_groups)
@@ -124,7 +145,7 @@ def host_decides(optimizer: Optimizer) -> bool:
     or a plain number). Optimizers from elsewhere may keep state in other places, or replace it."""
     if not type(optimizer).__module__.startswith("torch.optim"):
         return True
-    if is_fused(optimizer) and not any(g.get("dampening") for g in optimizer.param_groups):
+    if is_fused(optimizer) and not creates_late(optimizer):
         return False  # created before the first step, on the device
     known = rule_of(optimizer)
     for group in optimizer.param_groups:

@@ -195,6 +195,30 @@ def test_other_optimizers_skip_as_under_torch_amp(optimizer):
     assert all(weight.isfinite().all() for weight in weights["mprun"])
 
 
+@pytest.mark.parametrize("optimizer", sorted(OTHERS.keys() - {"foreign"}))  # it counts in its group
+def test_other_optimizers_go_on_from_a_saved_state_bit_for_bit(optimizer):
+    """Their state does not exist before their first step, which a resumed run has behind it."""
+
+    def trained(model, own, steps):
+        for step in steps:
+            own.zero_grad()
+            x = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
+            own.backward(model(x).square().mean())
+            own.step()
+
+    def made():
+        model = helpers.network(hidden=8, activation=nn.Tanh)
+        return model, mixed(model, "fp32", making(OTHERS[optimizer]))[1]
+
+    (straight, own), (resumed, other) = made(), made()
+    trained(straight, own, range(4))
+    resumed.load_state_dict(straight.state_dict())
+    other.load_state_dict(copy.deepcopy(own.state_dict()))
+    trained(straight, own, range(4, 8))
+    trained(resumed, other, range(4, 8))
+    assert_same_bits(list(resumed.parameters()), list(straight.parameters()))
+
+
 class Lookup(nn.Module):
     """Two rows of eight are used, one of them thrice."""
 
