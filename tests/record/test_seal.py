@@ -4,6 +4,8 @@ import hashlib
 import json
 import os
 import shutil
+import subprocess
+import sys
 
 import pytest
 
@@ -12,7 +14,6 @@ from mprun.errors import DAMAGED, DONE
 from mprun.record import seal
 from mprun.record.run_record import Record, read_record
 from mprun.record.seal import BrokenSeal, check_seal, content_of, files_of
-from mprun.training.loop import Loop
 
 from ..helpers import TINY_GAN, TINY_LM, record_of, refused
 from ..tables import with_extensions
@@ -146,20 +147,27 @@ def test_grids_of_generated_images_are_sealed(tmp_path):
         check_seal(folder)
 
 
+SIGNALLED = """
+import os
+from mprun.cli import main
+from mprun.training.loop import Loop
+
+advance = Loop.advance
+
+def signalled(self, index):
+    advance(self, index)
+    if index + 1 == {step}:
+        os.kill(os.getpid(), {number})
+
+Loop.advance = signalled
+raise SystemExit(main({words}))
+"""
+
+
 def code_when_signalled(number, step, words) -> int:
-    """What a forked process ends with that gets a signal after `step`; -N: signal N ended it."""
-    pid = os.fork()
-    if pid == 0:
-        advance = Loop.advance
-
-        def signalled(self, index):
-            advance(self, index)
-            if index + 1 == step:
-                os.kill(os.getpid(), number)
-
-        Loop.advance = signalled
-        os._exit(main(words))
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    """What a process ends with that gets a signal after `step`; -N: signal N ended it."""
+    program = SIGNALLED.format(number=number, step=step, words=words)
+    return subprocess.run([sys.executable, "-c", program]).returncode
 
 
 @pytest.mark.parametrize(("number", "status"), [(9, "running"), (15, "preempted")])
