@@ -16,7 +16,7 @@ from mprun.record.run_record import Record
 from ..helpers import record_of, refused, run
 
 CASES = cases()
-QUICK = {"amp", "fp8_tensorwise"}
+QUICK = {"amp"}
 # Where there is no step, the last evaluation, and what stands between it and the record.
 FEW = ("before step 1", "first evaluation, middle", "last evaluation, middle")
 FEW += ("last evaluation, recorded", "last checkpoint, end", "before the record")

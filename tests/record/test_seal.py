@@ -170,7 +170,9 @@ def code_when_signalled(number, step, words) -> int:
     return subprocess.run([sys.executable, "-c", program]).returncode
 
 
-@pytest.mark.parametrize(("number", "status"), [(9, "running"), (15, "preempted")])
+@pytest.mark.parametrize(
+    ("number", "status"), [(9, "running"), pytest.param(15, "preempted", marks=pytest.mark.slow)]
+)
 def test_who_was_killed_left_no_seal_and_who_was_stopped_did(
     baseline, tmp_path, number, status, capsys
 ):
@@ -187,6 +189,7 @@ def test_who_was_killed_left_no_seal_and_who_was_stopped_did(
     check_seal(folder)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_that_is_killed_has_no_seal_of_before(own):
     words = [f"resume={own}", "train.steps=9"]
     code = code_when_signalled(9, 7, words)
