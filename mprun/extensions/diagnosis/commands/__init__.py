@@ -9,7 +9,6 @@ from typing import Any
 
 from mprun.cli.arguments import Arguments, filled
 from mprun.config.fields import must_be
-from mprun.config.trust import is_outside
 from mprun.errors import DONE, BadInput
 from mprun.numerics.post_mortem import plain
 from mprun.record.console import columns
@@ -40,6 +39,8 @@ def split_words(options: Namespace, parser: Arguments, known: Collection[str] = 
     if len(runs) > 1:
         parser.error(f"{runs[1]}: a second run directory, only one is allowed")
     options.run = Path(runs[0]) if runs else None
+    from mprun.config.trust import is_outside  # here: loads Hydra, which a list of verbs need not
+
     for override in options.overrides if runs else ():
         if not is_outside(override):
             raise BadInput(f"{parser.verb} {runs[0]} {override}: a run has its configuration")
