@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # A script is begun in its folder, so its neighbours are modules of their own there.
 PLACES = (ROOT, ROOT / "benchmarks", ROOT / "scripts")
 
