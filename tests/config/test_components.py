@@ -78,6 +78,7 @@ def test_an_installed_package_adds_a_network(command, tmp_path):
     assert record["status"] == "done"
 
 
+@pytest.mark.slow
 def test_an_installed_package_adds_an_optimizer_a_scaler_and_a_mode(command, tmp_path):
     own = {"optim": "nadam", "scaler": "power", "precision": "bits"}
     for group, name in own.items():

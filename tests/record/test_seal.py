@@ -170,9 +170,8 @@ def code_when_signalled(number, step, words) -> int:
     return subprocess.run([sys.executable, "-c", program]).returncode
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(9, "running"), pytest.param(15, "preempted", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "status"), [(9, "running"), (15, "preempted")])
 def test_who_was_killed_left_no_seal_and_who_was_stopped_did(
     baseline, tmp_path, number, status, capsys
 ):

@@ -23,6 +23,7 @@ follow_imports = skip
 """
 
 
+@pytest.mark.slow
 def test_mypy_finds_nothing_in_a_users_script(tmp_path):
     pytest.importorskip("mypy")
     (tmp_path / "mypy.ini").write_text(CONFIG)
