@@ -56,7 +56,6 @@ def optimizer_maker(
     config: schema.OptimConfig,
     policy: PrecisionPolicy,
     device: torch.device,
-    skips: bool,
     module: nn.Module,
 ) -> Callable[[list[tuple[str, Tensor]]], torch.optim.Optimizer]:
     """Return a function from the (name, tensor) pairs of `module` to a torch optimizer.
@@ -84,9 +83,9 @@ def optimizer_maker(
     how = {
         "fused": implementation == "fused",
         "foreach": implementation == "foreach",
-        # For a fused kernel it only lets a CUDA graph hold it. Otherwise set it only if needed:
-        # the capturable formula rounds differently.
-        "capturable": device.type == "cuda" and (skips or implementation == "fused"),
+        # The formula that counts updates on the device; it rounds differently. In all runs on CUDA,
+        # since a scaler that skips needs it, and a comparison of scalers must not change it.
+        "capturable": device.type == "cuda",
     }
     settings = {name: v for name, v in how.items() if name in taken} | _set_of(build, config)
     if "betas" in settings:

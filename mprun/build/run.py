@@ -10,6 +10,7 @@ from mprun.build.data import arguments_of, build_data
 from mprun.build.model import uses_channels_last
 from mprun.build.precision import policy_from
 from mprun.build.task import build_task
+from mprun.config.registry import kind_of
 from mprun.config.rules import refuse_on, why_no_graph
 from mprun.config.schema import MAX_STEPS, OptimConfig, RunConfig
 from mprun.data import DataError
@@ -17,7 +18,7 @@ from mprun.data.source import DamagedData, Source
 from mprun.distributed.ranks import ALONE, Ranks
 from mprun.errors import BadInput
 from mprun.execution.cuda_graph import CudaRecorder, why_not_captured
-from mprun.execution.graphed_step import GraphedStep, HostBound
+from mprun.execution.graphed_step import DRAWS, GraphedStep, HostBound
 from mprun.execution.step_runner import Compilation, LearningRate, StepRunner, learning_rates
 from mprun.precision import DTYPES, ForwardContext, PrecisionPolicy, why_no_lstm, why_unsupported
 from mprun.tasks import Learner, Task
@@ -109,7 +110,7 @@ def schedule_of(optim: OptimConfig, steps: int, steps_per_epoch: int) -> list[fl
 
 
 def build_step_runner(
-    config: RunConfig, task, rate: LearningRate, device: torch.device
+    config: RunConfig, task: Task, rate: LearningRate, device: torch.device
 ) -> StepRunner:
     """Build the step runner of a new task; BadInput for a setting impossible on `device`."""
     refuse_on(config, device.type)
@@ -118,6 +119,7 @@ def build_step_runner(
     if wanted != "off":
         optimizers = [learner.optimizer for learner in task.learners.values()]
         why = why_no_graph(config, device.type) or why_not_captured(optimizers, rate.constant)
+        why = why or (DRAWS if task.in_parts and _draws(config, task) else None)
         if why is not None and wanted == "on":
             raise BadInput(f"train.cuda_graph=on: {why} (allowed here: auto, off)")
         reason = why or ""
@@ -137,6 +139,14 @@ def build_step_runner(
     return StepRunner(
         task, rate, device, graph=graph, compilation=compilation, stream=stream, settings=settings
     )
+
+
+def _draws(config: RunConfig, task: Task) -> bool:
+    """Return whether a step certainly draws: a GAN's codes, or dropout in a module of torch."""
+    modules = (own for one in task.learners.values() for own in one.model.modules())
+    rates = (getattr(own, "p" if isinstance(own, nn.Dropout) else "dropout", 0) for own in modules)
+    dropout = any(isinstance(rate, float) and rate > 0 for rate in rates)
+    return dropout or kind_of(config.model).networks > 1
 
 
 def _compilation(config: RunConfig, learners: Mapping[str, Learner]) -> Compilation | None:

@@ -146,11 +146,10 @@ def _learners(
     ranks: Ranks,
 ) -> list[Learner]:
     """Build each model's optimizer; scales: of the losses that are propagated through it."""
-    skips = config.scaler.kind != "none"
     limits = _limits(config, [cast.module for cast in casts])
     found: list[Learner] = []
     for cast, scale, guard, own in zip(casts, scales, guards, limits, strict=True):
-        make = optimizer_maker(config.optim, cast.policy, device, skips, cast.module)
+        make = optimizer_maker(config.optim, cast.policy, device, cast.module)
         reduction = _reduction(config, ranks, device)
         seed = 1009 * config.seed + len(found)
         optimizer = MixedPrecisionOptimizer(

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Adam
 
 from mprun.precision import MixedPrecisionOptimizer
-from mprun.precision.torch_update import is_fused
+from mprun.precision.torch_update import reads_rate_on_device
 from mprun.record.memory import ran_out
 from mprun.torch_private import end_graph_pool
 
@@ -129,8 +129,8 @@ def why_not_captured(
     Read from torch.optim of torch 2.11 to 2.15. The formulas of SGD and Adagrad read no number that
     is kept on the host. (Adagrad counts its steps there, but only for lr_decay, which is 0 here; a
     replay does not count.) Adam and AdamW count steps for their bias correction, on the device if
-    fused or capturable. Fused kernels and the single pass take the rate as a tensor; foreach and
-    loop implementations read its value on the host, and a graph may contain a `constant_rate`.
+    fused or capturable. What reads the rate on the host needs a `constant_rate`, which a graph may
+    contain.
     """
     for optimizer in optimizers:
         inner = optimizer.inner
@@ -143,7 +143,7 @@ def why_not_captured(
                 "where a replay does not count"
             )
         on_device = all(isinstance(group["lr"], Tensor) for group in groups)
-        reads_on_device = single_pass or is_fused(inner)
+        reads_on_device = single_pass or reads_rate_on_device(inner)
         if not constant_rate and not (on_device and reads_on_device):
             return (
                 f"optim.schedule: {name} without a fused kernel reads its rate on the host, "

@@ -38,6 +38,7 @@ STEPS = 5
 # would then cost a second pool of memory for nothing (whole-step capture of ResNet-50 on a V100:
 # -44 % time at batch 1, 0 % from batch 8 on, pytorch/benchmark#796).
 LEAST_SHARE = 0.8
+DRAWS = "each micro-batch draws its own random numbers, and a captured step has one seed"
 DEVICE_LIMITS = "the device is the limit"  # first words of the reason why steps stay eager then
 
 
@@ -219,8 +220,7 @@ class GraphedStep:
             if waits is not None:
                 self._give_up(waits)
             elif self.task.draws_in_parts():
-                parts = self.task.accumulate
-                self._give_up(f"each of {parts} micro-batches draws its own random numbers")
+                self._give_up(DRAWS)
             return metrics
         if self.eager > WARM_UP and self.clock is not None:
             return self.clock.time(compute)

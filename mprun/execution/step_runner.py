@@ -18,7 +18,7 @@ from mprun.errors import BadInput, MprunError
 from mprun.execution.graphed_step import GraphedStep
 from mprun.precision import MixedPrecisionOptimizer
 from mprun.precision.audit import Audit, Contradiction, next_due
-from mprun.precision.torch_update import is_fused
+from mprun.precision.torch_update import reads_rate_on_device
 from mprun.tasks.task import Learner, Task
 from mprun.torch_private import COMPILERS, compile_options
 
@@ -79,7 +79,7 @@ class LearningRate:
     The schedule follows applied updates: step number minus skipped updates. On CUDA only the device
     knows that count, so a varying rate is looked up there and the optimizers read a float32 tensor,
     in every mode and in replayed and eager steps alike: a fused kernel would take a plain number in
-    float64. Constant rates, those on a CPU and without a fused kernel are plain numbers.
+    float64. Plain numbers are constant rates, those on a CPU and those read on the host by torch.
     """
 
     def __init__(
@@ -99,11 +99,15 @@ class LearningRate:
         """Return the rates as a tensor, and give each group one to read; None: plain numbers."""
         if self.constant or device.type != "cuda":
             return None
-        if not all(o.update_path == "single_pass" or is_fused(o.inner) for o in self.optimizers):
+        own = [(one, one.update_path == "single_pass") for one in self.optimizers]
+        waits = [one for one, single in own if not (single or reads_rate_on_device(one.inner))]
+        if waits:
             if any(optimizer.skips for optimizer in self.optimizers):
+                name = type(waits[0].inner).__name__
                 raise BadInput(
-                    "optim.schedule: a varying rate with a loss scaler that skips needs fused "
-                    "optimizers on CUDA; use optim.schedule=constant or scaler=none"
+                    f"optim.schedule: {name} without a fused kernel reads its rate on the host, "
+                    "which does not know the skipped updates; use optim=adamw, "
+                    "optim.schedule=constant or scaler=none"
                 )
             return None
         # One tensor a group: the groups of an optimizer may differ in their rate.

@@ -93,6 +93,16 @@ def create_state(optimizer: Optimizer, parameter: Tensor, saved: Mapping[str, An
         state[key] = value
 
 
+def reads_rate_on_device(optimizer: Optimizer) -> bool:
+    """Return whether a rate that is a tensor is never waited for (torch 2.11 to 2.15).
+
+    torch's other implementations of SGD and Adagrad read its value on the host.
+    """
+    groups = optimizer.param_groups
+    counts = isinstance(optimizer, Adam) and all(group.get("capturable") for group in groups)
+    return counts or is_fused(optimizer)
+
+
 def is_fused(optimizer: Optimizer) -> bool:
     """Return whether every group runs the fused kernel, which takes found_inf and skips itself."""
     return all(group.get("fused") for group in optimizer.param_groups)

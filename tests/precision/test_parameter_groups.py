@@ -35,7 +35,7 @@ def optim(name="sgd", **further) -> OptimConfig:
 def mixed(config, mode, scale=None):
     """(a new network cast to a mode, its optimizer as configured)."""
     model, scale = network(), scale or NoLossScale()
-    make = optimizer_maker(config, get_policy(mode), CPU, scale.skips_nonfinite, model)
+    make = optimizer_maker(config, get_policy(mode), CPU, model)
     return helpers.mixed(model, mode, make, scale)
 
 

@@ -53,24 +53,16 @@ WITH_LINEAR |= {"inception_v3", "seq2seq", "deep_speech2, forward", "faster_rcnn
 NO_LINEAR = "no nn.Linear"
 ROW_TABLES = "row tables"
 WAITS = "only the device knows how many"
-ADAM_16 = "without a fused kernel counts its steps on the host"
 
 
 def refusal(model: str, mode: str, graph: str) -> str | None:
-    """The whole list of exceptions: what `mprun` says of a cell that it refuses, with the reason.
-
-    Naive 16-bit modes update in 16 bits, operation by operation, for which torch's Adam has no
-    formula that counts on the device and rounds alike.
-    """
+    """The whole list of exceptions: what `mprun` says of a cell that it refuses."""
     if mode.startswith("fp8") and model not in WITH_LINEAR:
         return NO_LINEAR
     if mode in ("bf16_stochastic", "bf16_kahan") and model == "biglstm":
         return ROW_TABLES
     if graph == "on" and model == "faster_rcnn":
         return WAITS
-    if graph == "on" and mode in ("fp16_naive", "bf16_naive"):
-        if model in ("dcgan", "conv_autoencoder", "ssd_mini") or model.startswith("gpt"):
-            return ADAM_16
     return None
 
 

@@ -33,10 +33,23 @@ def test_every_update(device, tmp_path, optimizer, implementation, mode):
     if device.lacks_fused_adagrad and optimizer == "adagrad" and expected == "fused":
         expected = "foreach"
     assert update["path"] == expected
-    # Without a loss scale torch's Adam counts on the host, unless its kernel is fused.
-    on_host = mode == "fp32" and implementation in ("foreach", "loop") and "adam" in optimizer
-    graph = found["record"]["execution"]["cuda_graph"]
-    assert ("counts its steps on the host" in graph) if on_host else (graph == "on")
+    assert found["record"]["execution"]["cuda_graph"] == "on"
+
+
+@pytest.mark.parametrize("execution", ["on", "off"])
+def test_a_varying_rate_needs_no_fused_adam(device, tmp_path, execution):
+    """A naive mode updates operation by operation, and no step waits for the skipped updates."""
+    overrides = ["optim=adamw", "optim.schedule=cosine", "precision=bf16_naive", "scaler=dynamic"]
+    found = device.run(tmp_path / "run", [*SMALL, *overrides, f"train.cuda_graph={execution}"])
+    assert_sound(found)
+    assert found["record"]["precision"]["update"]["model"]["path"] == "foreach"
+
+
+def test_a_varying_rate_that_only_the_host_can_read_is_refused_before_a_run(device, tmp_path):
+    overrides = ["optim=sgd", "optim.schedule=cosine", "precision=bf16_naive", "scaler=dynamic"]
+    found = device.run(tmp_path / "run", [*SMALL, *overrides])
+    assert "optim.schedule: SGD without a fused kernel reads its rate on the host" in found["error"]
+    assert not (tmp_path / "run").exists()
 
 
 # In the default run: the first and the last of both.
@@ -215,9 +228,10 @@ def test_micro_batches_that_draw_are_not_captured(device, tmp_path):
     dropout = [*MODELS["seq2seq"], f"train.steps={STEPS}", "train.accumulate=2"]
     found = device.run(tmp_path / "drawn", [*dropout, "train.cuda_graph=auto"])
     assert_sound(found)
-    assert "each of 2 micro-batches draws" in found["record"]["execution"]["cuda_graph"]
+    assert "each micro-batch draws" in found["record"]["execution"]["cuda_graph"]
     none = device.run(tmp_path / "plain", [*SMALL, "train.accumulate=2", "train.cuda_graph=on"])
     assert_sound(none)
     assert none["record"]["execution"]["cuda_graph"] == "on"
     refused = device.run(tmp_path / "refused", [*dropout, "train.cuda_graph=on"])
-    assert "train.cuda_graph=on: each of 2 micro-batches draws" in refused["error"]
+    assert "train.cuda_graph=on: each micro-batch draws" in refused["error"]
+    assert not (tmp_path / "refused").exists()
