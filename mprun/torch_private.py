@@ -138,11 +138,19 @@ SCALES_ITSELF = "_step_supports_amp_scaling"
 
 # Modules of torch.compile; the first optimizer imports the first. If gone: leave the name out.
 DYNAMO = "torch._dynamo"
-COMPILERS = (DYNAMO, "torch._inductor", "torch._functorch", "torch.fx", "triton")
+_COMPILERS = (DYNAMO, "torch._inductor", "torch._functorch", "torch.fx", "triton")
 # Leaves a function uncompiled. If gone: torch.compiler.disable, which imports the compiler.
 disable_dynamo = torch._disable_dynamo
 # Attribute of a compiled module: the module inside. If gone: its class names the successor.
 UNCOMPILED = "_orig_mod"
+
+
+def said_by_a_compiler(error: BaseException) -> str | None:
+    """Return name and first line of an error of torch.compile or Triton; None: it is another's."""
+    if not type(error).__module__.startswith(_COMPILERS):
+        return None
+    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    return f"{type(error).__name__}: {line[:200]}"
 
 
 def compile_options(mode: str) -> dict[str, Any]:

@@ -87,6 +87,12 @@ def _ended(arguments: list[str], interruption: Interruption) -> int:
             if ran_out(error):
                 print(_one_line(f"mprun: {shortage(error)}", 600), file=sys.stderr)
                 return errors.RESOURCE
+        if "torch" in sys.modules:
+            from mprun.torch_private import said_by_a_compiler  # here: imports torch
+
+            if said := said_by_a_compiler(error):
+                print(_one_line(f"mprun: torch.compile: {said}"), file=sys.stderr)
+                return errors.BAD_INPUT
         traceback.print_exc()
     print("mprun: this is a bug in mprun", file=sys.stderr)
     return errors.BUG

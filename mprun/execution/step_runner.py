@@ -20,7 +20,7 @@ from mprun.precision import MixedPrecisionOptimizer
 from mprun.precision.audit import Audit, Contradiction, next_due
 from mprun.precision.torch_update import reads_rate_on_device
 from mprun.tasks.task import Learner, Task
-from mprun.torch_private import COMPILERS, compile_options
+from mprun.torch_private import compile_options, said_by_a_compiler
 
 
 def learning_rates(
@@ -170,13 +170,10 @@ class Compilation:
                 warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
                 result = step()
         except Exception as error:
-            if not type(error).__module__.startswith(COMPILERS):
+            said = said_by_a_compiler(error)
+            if said is None:
                 raise
-            line = next((line for line in str(error).splitlines() if line.strip()), "")
-            name = type(error).__name__
-            raise BadInput(
-                f"train.compile={self.mode}: {name}: {line.strip()[:200]} (allowed here: off)"
-            ) from error
+            raise BadInput(f"train.compile={self.mode}: {said} (allowed here: off)") from error
         self.seconds = time.perf_counter() - started
         return result
 

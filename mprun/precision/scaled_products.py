@@ -23,7 +23,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -37,7 +37,7 @@ GRANULARITIES = ("none", "tensor", "row")
 PRODUCTS = ("output", "grad_input", "grad_weight")
 _SMALLEST_AMAX = 1e-12  # torchao's value: a tensor of zeros gets a finite scale
 _MULTIPLE = 16  # of every size, on CUDA
-# Calls of each kind of product in this process: "forward e4m3 x e4m3".
+# Products computed in this process, by kind: "forward e4m3 x e4m3". A replayed graph adds none.
 calls: Counter[str] = Counter()
 
 
@@ -112,7 +112,7 @@ def _cast(matrix: Tensor, dtype: torch.dtype, products: ScaledProducts, dim: int
 def product(a: Cast, b: Cast, dtype: torch.dtype, fast: bool = False) -> Tensor:
     """Compute a @ b, added up in FP32, rounded once to `dtype`: [n, k] and [k, m] to [n, m].
 
-    fast: the Tensor Core alone may add up (about 14 bits; forward passes).
+    fast: a forward pass, where the Tensor Core alone may add up (about 14 bits).
     """
     return torch.ops.mprun.scaled_mm(a.values, b.values, a.factor, b.factor, dtype, fast)
 
@@ -128,6 +128,7 @@ def _on_cuda(
     a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, dtype: torch.dtype, fast: bool
 ) -> Tensor:
     """Pad sizes to multiples of 16 and lay the matrices out by rows and by columns, for cuBLAS."""
+    _count(a, b, fast)
     (n, k), m = a.shape, b.size(1)
     more_n, more_k, more_m = (-size % _MULTIPLE for size in (n, k, m))
     left, right = _padded(a, more_n, more_k), _padded(b.t(), more_m, more_k)
@@ -138,7 +139,7 @@ def _on_cuda(
         left, right.t(), factor_a.contiguous(), factor_b.contiguous(), out_dtype=dtype,
         use_fast_accum=fast,
     )  # fmt: skip
-    return found[:n, :m]
+    return found[:n, :m].contiguous()  # as `_shape_of` promises a compiler
 
 
 def _padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
@@ -149,12 +150,21 @@ def _padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
     return bits.view(matrix.dtype)
 
 
-def _on_cpu(a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, *form: Any) -> Tensor:
-    return torch.mm(decoded(a, factor_a), decoded(b, factor_b)).to(form[0])
+def _on_cpu(
+    a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, dtype: torch.dtype, fast: bool
+) -> Tensor:
+    _count(a, b, fast)
+    return torch.mm(decoded(a, factor_a), decoded(b, factor_b)).to(dtype)
 
 
 def _shape_of(a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, *form: Any) -> Tensor:
     return a.new_empty((a.size(0), b.size(1)), dtype=form[0])
+
+
+def _count(a: Tensor, b: Tensor, fast: bool) -> None:
+    """Count a product where it is computed: in the autograd function it would end a compilation."""
+    phase = "forward" if fast else "backward"
+    calls[f"{phase} {FORMAT_NAMES[a.dtype]} x {FORMAT_NAMES[b.dtype]}"] += 1
 
 
 _library.impl("scaled_mm", _on_cpu, "CPU")
@@ -194,7 +204,7 @@ class _Linear(torch.autograd.Function):
         if "output" in products.high_precision:
             found = rows @ weight.t()
         else:
-            found = _counted("forward", own, other.T, x.dtype, products)
+            found = _stored(own, other.T, x.dtype, products, fast=True)
         return found.view(*x.shape[:-1], weight.size(0))
 
     @staticmethod
@@ -203,21 +213,21 @@ class _Linear(torch.autograd.Function):
             raise RuntimeError("FP8 products have no second derivative (create_graph=True)")
         products, dtype = ctx.products, gradient.dtype
         rows = gradient.reshape(-1, gradient.size(-1))
-        of_gradient = cache(partial(cast, rows, products.grad_output, products))
-        along_rows = 0 if products.granularity == "row" else -1  # otherwise both are the same
+        by_row = products.granularity == "row"
         saved = ctx.saved_tensors  # a checkpoint returns them only once
         if ctx.casts_anew:
             x, weight = saved
         else:
             own, other = Cast(*saved[:2]), Cast(*saved[2:])
-        grad_x = grad_weight = None
+        grad_x = grad_weight = of_gradient = None
         if ctx.needs_input_grad[0]:
             if "grad_input" in products.high_precision:
                 grad_x = rows @ weight
             else:
                 if ctx.casts_anew:
                     other = cast(weight, products.weight, products, 0)
-                grad_x = _counted("backward", of_gradient(-1), other, dtype, products)
+                of_gradient = cast(rows, products.grad_output, products)
+                grad_x = _stored(of_gradient, other, dtype, products)
             grad_x = grad_x.view(ctx.shape)
         if ctx.needs_input_grad[1]:
             if "grad_weight" in products.high_precision:
@@ -225,15 +235,18 @@ class _Linear(torch.autograd.Function):
             else:
                 if ctx.casts_anew:
                     own = cast(x, products.input, products, 0)
-                grad_weight = _counted("backward", of_gradient(along_rows).T, own, dtype, products)
+                if of_gradient is None or by_row:
+                    of_gradient = cast(rows, products.grad_output, products, 0 if by_row else -1)
+                grad_weight = _stored(of_gradient.T, own, dtype, products)
         return grad_x, grad_weight, None
 
 
-def _counted(phase: str, a: Cast, b: Cast, dtype: torch.dtype, products: ScaledProducts) -> Tensor:
-    calls[f"{phase} {FORMAT_NAMES[a.values.dtype]} x {FORMAT_NAMES[b.values.dtype]}"] += 1
+def _stored(
+    a: Cast, b: Cast, dtype: torch.dtype, products: ScaledProducts, fast: bool = False
+) -> Tensor:
     # cuBLAS stores products with scales by row in BF16 only.
     stored = torch.bfloat16 if products.granularity == "row" else dtype
-    return product(a, b, stored, fast=phase == "forward").to(dtype)
+    return product(a, b, stored, fast).to(dtype)
 
 
 def _forward(module: nn.Linear, products: ScaledProducts, x: Tensor) -> Tensor:

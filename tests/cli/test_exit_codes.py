@@ -395,6 +395,41 @@ def test_compiling_is_left_at_once_and_its_step_is_no_state_to_keep(tmp_path, mo
     assert losses[0] == losses[1] and len(losses[0]) == 4
 
 
+LATE = """
+import torch
+from torch import nn
+
+@torch.compile(backend="eager", fullgraph=True)
+def broken(x):
+    torch._dynamo.graph_break()
+    return x
+
+class Late(nn.Module):
+    def __init__(self, classes):
+        super().__init__()
+        self.out, self.calls = nn.Linear(4096, classes), 0
+
+    def forward(self, images):
+        self.calls += self.training
+        found = self.out(images.flatten(1))
+        return broken(found) if self.calls > 4 else found
+
+def make(data):
+    return Late(data.num_classes)
+"""
+
+
+@pytest.mark.slow
+def test_an_exception_of_a_compiler_in_a_late_step_is_a_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "late_break.py").write_text(LATE)
+    monkeypatch.chdir(tmp_path)
+    words = ("model=custom", "model.task=classification", "model.factory=late_break:make")
+    assert run(tmp_path / "r", *words, "data=digits_gray_64", "train.steps=9") == 2
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert last.startswith("mprun: torch.compile: Unsupported: ")
+    assert record_of(tmp_path / "r")["status"] == "failed"
+
+
 def lines_of(folder) -> list[dict]:
     """Of a run that may not have begun."""
     return rows_of(folder) if (folder / "metrics.jsonl").exists() else []

@@ -1,5 +1,6 @@
 """Linear layers in FP8: casts, products, gradients; torch's kernels and torchao's layers agree."""
 
+import dataclasses
 import math
 
 import pytest
@@ -12,6 +13,8 @@ from mprun.precision.emulation import why_unsupported
 from mprun.precision.scaled_products import (
     FORMATS,
     ScaledProducts,
+    _on_cuda,
+    _shape_of,
     calls,
     cast,
     decoded,
@@ -236,6 +239,44 @@ def test_a_second_derivative_is_refused():
     x = torch.randn(4, 16, requires_grad=True)
     with pytest.raises(RuntimeError, match="FP8 products have no second derivative"):
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+
+@pytest.mark.slow  # the first use of the compiler's tracer takes seconds
+@pytest.mark.parametrize("products", [TENSOR, ROW, UNSCALED, WEIGHT_IN_BF16])
+def test_a_compiled_network_is_one_graph_with_the_same_bits(products):
+    """`aot_eager` traces forward and backward as every backend does, and runs torch's kernels."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 16)).bfloat16()
+    install(model, dataclasses.replace(products, modules=("0", "2")), {})
+    x = torch.randn(8, 24).bfloat16()
+
+    def step(called):
+        model.zero_grad()
+        before = calls.copy()
+        found = called(x)
+        found.float().square().sum().backward()
+        return [found, *(own.grad for own in model.parameters())], calls - before
+
+    torch.compiler.reset()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
+    (expected, of_eager), (found, of_compiled) = step(model), step(compiled)
+    assert all(map(torch.equal, found, expected))
+    assert of_compiled == of_eager and sum(of_eager.values()) > 2
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+@pytest.mark.parametrize("sizes", [(32, 32, 32), (32, 32, 20), (20, 20, 32), (7, 5, 3)])
+def test_a_compiler_is_promised_the_strides_of_cuda(sizes, by_row):
+    """cuBLAS takes multiples of 16; torch's kernel for a CPU stands in for it."""
+    n, k, m = sizes
+    a, b = torch.randn(n, k).to(E4M3), torch.randn(m, k).to(E4M3).t()
+    factors = (torch.rand(n, 1), torch.rand(1, m)) if by_row else (torch.rand(()), torch.rand(()))
+    form = (a, b, *factors, torch.bfloat16, True)
+    found, promised = _on_cuda(*form), _shape_of(*(one.to("meta") for one in form[:4]), *form[4:])
+    assert (found.shape, found.stride()) == (promised.shape, promised.stride())
+    # Both round the sum of k terms once, in their own order.
+    exact = torch.mm(a.double(), b.double()) * factors[0] * factors[1]
+    assert torch.allclose(found.double(), exact, rtol=2**-8, atol=1e-5 * k)
 
 
 def test_sums_are_those_of_scaled_factors():
