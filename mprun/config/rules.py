@@ -213,9 +213,16 @@ def _products(products: schema.ProductsConfig) -> Iterator[str]:
     missing = [field for field, own in formats.items() if own is None]
     if missing and len(missing) < len(formats):
         yield f"precision.products.{missing[0]}=null: set the format of all operands, or of none"
-    if products.grad_output == "e5m2" and "e5m2" in (products.input, products.weight):
-        reason = "a GPU cannot multiply two E5M2 operands"
-        yield f"precision.products.grad_output=e5m2: {reason} (allowed: e4m3, or the others e4m3)"
+    for name, pair in {
+        "output": ("input", "weight"),
+        "grad_input": ("grad_output", "weight"),
+        "grad_weight": ("grad_output", "input"),
+    }.items():
+        both = all(formats[operand] == "e5m2" for operand in pair)
+        if both and name not in products.high_precision:
+            reason = f"{name} multiplies two E5M2 operands, which no GPU does"
+            allowed = f"e4m3, or {name} in precision.products.high_precision"
+            yield f"precision.products.{pair[0]}=e5m2: {reason} (allowed: {allowed})"
     if not products.modules:
         yield "precision.products.modules=[]: must name a layer, or leave the formats null"
 

@@ -29,7 +29,7 @@ from mprun.precision.autocast import cuda_lists
 from mprun.precision.emulated_recurrent import emulated_recurrent
 from mprun.precision.policy import DTYPE_NAMES, PrecisionPolicy
 from mprun.precision.recurrent import LAYERS, RecurrentCall, own_recurrent
-from mprun.precision.scaled_products import calls
+from mprun.precision.scaled_products import calls, why_no_product
 from mprun.torch_private import (
     DisableTorchFunction,
     OpOverload,
@@ -164,25 +164,33 @@ def why_unsupported(
 ) -> str | None:
     """Return the reason why `device` cannot run `policy` as defined, or None if it can.
 
-    TF32 and BF16 Tensor Cores exist from compute capability 8.0 on (NVIDIA Ampere). `overrides`:
-    dtypes of module overrides.
+    TF32 and BF16 Tensor Cores exist from compute capability 8.0 on (NVIDIA Ampere), FP8's from 8.9
+    on; whether torch has the FP8 products of this policy there, small ones show. ROCm's GPUs have
+    numbers of their own: no TF32, and what else they have small products show.
+
+    overrides: dtypes of module overrides.
     """
     if device.type == "cpu":
         if policy.fp32_math == "tf32":
             return "a CPU has no TF32; use precision=fp32, or device=cuda on a machine with a GPU"
         return None
-    by_row = policy.products is not None and policy.products.granularity == "row"
     in_bf16 = torch.bfloat16 in (policy.half_dtype, *overrides)
-    # torch documentation, torch._scaled_mm; scales by row need Hopper's instructions.
-    for needed, least, what in (
-        (policy.fp32_math == "tf32", (8, 0), "TF32"),
-        (by_row, (9, 0), "FP8 products with scales by row"),
-        (policy.products is not None, (8, 9), "FP8 products"),
-        (in_bf16, (8, 0), "bfloat16 products"),
-    ):
-        if needed and (own := torch.cuda.get_device_capability(device)) < least:
-            name = f"{torch.cuda.get_device_name(device)} (compute capability {own[0]}.{own[1]})"
-            return f"{name} has no {what}; compute capability {least[0]}.{least[1]} or later has it"
+    name = torch.cuda.get_device_name(device)
+    if torch.version.hip is not None:
+        if policy.fp32_math == "tf32":
+            return f"{name} (ROCm) has no TF32; use precision=fp32"
+    else:
+        for needed, least, what in (
+            (policy.fp32_math == "tf32", (8, 0), "TF32"),
+            (policy.products is not None, (8, 9), "FP8 products"),
+            (in_bf16, (8, 0), "bfloat16 products"),
+        ):
+            if needed and (own := torch.cuda.get_device_capability(device)) < least:
+                number, first = (".".join(map(str, one)) for one in (own, least))
+                own_name = f"{name} (compute capability {number})"
+                return f"{own_name} has no {what}; compute capability {first} or later has it"
+    if policy.products is not None and (why := why_no_product(policy.products, device)):
+        return f"{name} refuses a small product of precision={policy.name}: {why}"
     return None
 
 

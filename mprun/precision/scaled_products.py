@@ -117,6 +117,26 @@ def product(a: Cast, b: Cast, dtype: torch.dtype, fast: bool = False) -> Tensor:
     return torch.ops.mprun.scaled_mm(a.values, b.values, a.factor, b.factor, dtype, fast)
 
 
+def why_no_product(products: ScaledProducts, device: torch.device) -> str | None:
+    """Return what torch says of the first of the products that it refuses on `device`, or None.
+
+    It casts and multiplies ones of 16 x 16.
+    """
+    ones = torch.ones(_MULTIPLE, _MULTIPLE, dtype=torch.bfloat16, device=device)
+    try:
+        formats = (products.input, products.weight, products.grad_output)
+        x, weight, gradient = (_cast(ones, dtype, products, -1) for dtype in formats)
+        pairs = (x, weight), (gradient, weight), (gradient, x)
+        for name, (a, b) in zip(PRODUCTS, pairs, strict=True):
+            if name not in products.high_precision:
+                product(a, b.T, torch.bfloat16, fast=name == "output")
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, ValueError) as error:
+        return str(error).strip().partition("\n")[0][:100]
+    return None
+
+
 _library = torch.library.Library("mprun", "DEF")
 _library.define(
     "scaled_mm(Tensor a, Tensor b, Tensor factor_a, Tensor factor_b, ScalarType dtype, bool fast)"

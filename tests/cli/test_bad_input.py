@@ -131,6 +131,15 @@ CASES = [
     ("train.epochs=1 train.steps=9", "train.steps=9|train.epochs=1.0"),
     ("train.accumulate=1000000", "data.batch_size"),
     ("precision=amp precision.param_dtype=fp16", "precision.param_dtype=fp16|fp32"),
+    (
+        "model=gpt precision=fp8_rowwise precision.products.input=e5m2 "
+        "precision.products.weight=e5m2",
+        "precision.products.input=e5m2: output multiplies two E5M2 operands|high_precision",
+    ),
+    (
+        "model=gpt precision=fp8_tensorwise precision.products.weight=e5m2",
+        "precision.products.grad_output=e5m2: grad_input multiplies two E5M2 operands",
+    ),
     ("precision.overrides.fc=fp8", "precision.overrides.fc=fp8|fp32, fp16, bf16"),
     ("precision.overrides=fc", "precision.overrides"),
     ("precision.overrides.fc=[1]", "precision.overrides"),
@@ -241,7 +250,7 @@ CASES = [
     # As many values are never made, not one of them.
     ("-m 'seed=range(0,30000000)'", "30,000,000 values, each a run|at most 10,000"),
     ("-m 'seed=shuffle(range(9e15,0,-1))'", "9,000,000,000,000,000 values|at most 10,000"),
-    ("-m 'optim.lr=range(0,1,1e-12)'", "1,000,000,000,000 values|at most 10,000"),
+    ("-m 'optim.lr=range(0,1,1e-12)'", "1,000,000,000,001 values|at most 10,000"),
     ("-m 'precision=glob(zz*)'", "precision=glob(zz*)|no value"),
     ("-m 'optim.lr=interval(0,1)'", "optim.lr=interval(0,1)|choice"),
     ("-m optim.lr=[", "optim.lr=[|key=value"),

@@ -2,13 +2,14 @@
 
 import dataclasses
 import math
+import re
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from mprun.precision import ForwardContext, cast_model, get_policy
+from mprun.precision import ForwardContext, cast_model, emulation, get_policy, scaled_products
 from mprun.precision.emulation import why_unsupported
 from mprun.precision.scaled_products import (
     FORMATS,
@@ -20,6 +21,7 @@ from mprun.precision.scaled_products import (
     decoded,
     install,
     product,
+    why_no_product,
 )
 
 E4M3, E5M2 = FORMATS.values()
@@ -31,21 +33,49 @@ WEIGHT_IN_BF16 = ScaledProducts(
 )
 
 
+REFUSED = "_scaled_mm: scales by row need compute capability 9.0"
+
+
 @pytest.mark.parametrize(
-    ("mode", "capability", "named"),
+    ("mode", "capability", "said", "named"),
     [
-        ("fp8_tensorwise", (8, 9), None),
-        ("fp8_tensorwise", (8, 6), "has no FP8 products; compute capability 8.9"),
-        ("fp8_rowwise", (9, 0), None),
-        ("fp8_rowwise", (8, 9), "has no FP8 products with scales by row; compute capability 9.0"),
+        ("fp8_tensorwise", (8, 9), None, None),
+        ("fp8_tensorwise", (8, 6), None, "has no FP8 products; compute capability 8.9"),
+        ("fp8_rowwise", (8, 9), None, None),
+        ("fp8_rowwise", (8, 9), REFUSED, f"Made refuses a small product of .*: {REFUSED}"),
+        ("tf32", (7, 5), None, r"\(compute capability 7.5\) has no TF32"),
+        # AMD's numbers mean something else: MI300X is 9.4, RX 7900 is 11.0.
+        ("tf32", "11.0 of ROCm", None, r"Made \(ROCm\) has no TF32"),
+        ("fp8_tensorwise", "9.4 of ROCm", "no e4m3fn here", "no e4m3fn here"),
+        ("bf16_master", "9.4 of ROCm", None, None),
     ],
 )
-def test_gpus_that_lack_the_products_are_refused(mode, capability, named, monkeypatch):
-    """As torch._scaled_mm does it; the GPU that answers is made."""
+def test_gpus_that_lack_the_products_are_refused(mode, capability, said, named, monkeypatch):
+    """The GPU that answers is made."""
+    rocm = "6.4" if isinstance(capability, str) else None
+    monkeypatch.setattr(torch.version, "hip", rocm)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Made")
+    monkeypatch.setattr(emulation, "why_no_product", lambda products, device: said)
     reason = why_unsupported(get_policy(mode), torch.device("cuda"))
-    assert reason is None if named is None else named in reason
+    assert reason is None if named is None else re.search(named, reason)
+
+
+def test_small_products_show_what_a_device_refuses(monkeypatch):
+    cpu = torch.device("cpu")
+    assert why_no_product(ROW, cpu) is why_no_product(TENSOR, cpu) is None
+    tried = []
+
+    def without_e5m2(a, b, dtype, fast):
+        tried.append((a.values.dtype, b.values.dtype, fast))
+        if a.values.dtype is E5M2:
+            raise RuntimeError("e5m2 is not here\nException raised from ...")
+
+    monkeypatch.setattr(scaled_products, "product", without_e5m2)
+    assert why_no_product(TENSOR, cpu) == "e5m2 is not here"
+    assert tried == [(E4M3, E4M3, True), (E5M2, E4M3, False)]
+    kept = dataclasses.replace(TENSOR, high_precision=("grad_input", "grad_weight"))
+    assert why_no_product(kept, cpu) is None
 
 
 @pytest.mark.parametrize("dtype", FORMATS.values(), ids=FORMATS)
