@@ -6,21 +6,23 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from gpu_check_processes import Step
 
 ROOT = Path(__file__).resolve().parents[1]
 _MODES = "fp32,tf32,fp16_naive,fp16_master,fp16_master_scaled,amp,bf16_naive,bf16_master,amp_bf16"
-# The bench of the first call: large convolutions, a small network, a recurrent one.
-_OWN = "ResNet-50 b256,DCGAN b128,LSTM LM"
+# The benches of the first call: large convolutions; a small network, a recurrent one.
+_BESIDE, _OWN = "ResNet-50 b256", "DCGAN b128,LSTM LM"
 _OWN_MODES = "fp32,tf32,fp16_master_scaled,amp"
 _GPT_SHARE = 6.0  # weight of its bench, to 1 of its questions
 _GPT_MODES = "fp32,tf32,amp_bf16,bf16_stochastic,fp8_tensorwise,fp8_rowwise"
 # The tests of graphs in these modes can wait; "]" ends the name of a test, and distinguishes the
 # mode fp16_master from fp16_master_scaled.
 _LATER_MODES = ("fp16_naive", "fp16_master]", "bf16_master")
+# A first import of torch takes long on a machine that has just started, or is busy.
+_LEAST_S = 60.0
 _OURS = ("mprun", "benchmarks")  # packages that are not installed
 # A mode that diverges is a result.
 _DONE_OR_DIVERGED = (0, 3)
@@ -31,11 +33,13 @@ class Setting:
     """The command line of gpu_check. work: folder for everything except the summary.
 
     data: folder of real data, or None. device: "cuda", or "cpu" for a dry run at the smallest size.
+    facts: of the machine, for each step's record.
     """
 
     work: Path
     device: str
     data: Path | None
+    facts: dict[str, str] = field(default_factory=dict)
 
     @property
     def dry(self) -> bool:
@@ -53,8 +57,13 @@ class Part:
 def environment(setting: Setting, seconds: float) -> list[Step]:
     record = setting.work / "machine.json"
     return [
-        Step("machine", _python("scripts/gpu_check_environment.py", str(record)), record=record),
-        Step("doctor", _python("-m", "mprun", "doctor"), plain=True),
+        Step(
+            "machine",
+            _python("scripts/gpu_check_environment.py", str(record)),
+            record=record,
+            least=_LEAST_S,
+        ),
+        Step("doctor", _python("-m", "mprun", "doctor"), plain=True, least=_LEAST_S),
     ]
 
 
@@ -115,6 +124,12 @@ def _in_folder(name: str) -> list[str]:
     return gpu_test_files(ROOT / "tests" / name)
 
 
+def ratios(setting: Setting, seconds: float) -> list[Step]:
+    """Bench the most important model beside what a user would write: the question of speed."""
+    usual = ["--peers", "loop,amp,amp+", "--only", _BESIDE, "--modes", _OWN_MODES, "--plain"]
+    return [_bench(setting, seconds, "ratios", usual)]
+
+
 def bench(setting: Setting, seconds: float) -> list[Step]:
     """Bench mprun alone without its best settings, which include a minute of torch.compile."""
     return [_bench(setting, seconds, "bench", ["--plain", "--only", _OWN, "--modes", _OWN_MODES])]
@@ -133,7 +148,7 @@ def gpt(setting: Setting, seconds: float) -> list[Step]:
     bits = _questions(setting, seconds, "gpt_bits", "fp8_products", "stochastic_rounding")
     usual = ["--peers", "all", "--only", "GPT-2", "--modes", _GPT_MODES]
     dry = "--modes fp32,fp8_tensorwise --peers loop model=gpt data=synthetic_tokens "
-    dry += "optim.schedule=constant optim.warmup_updates=0 data.batch_size=2"
+    dry += "data.batch_size=2"
     rest = seconds * _GPT_SHARE / (1 + _GPT_SHARE)
     return [bits, replace(_bench(setting, rest, "bench_gpt", usual, dry), share=_GPT_SHARE)]
 
@@ -245,12 +260,13 @@ def real_data(setting: Setting, seconds: float) -> list[Step]:
 # Weights are seconds in a call of 540.
 PARTS = {
     "environment": Part(20, environment),
-    "tests_models": Part(120, tests_models),
     "tests_update": Part(40, tests_update),
-    "tests_graphs": Part(90, tests_graphs),
-    "bench": Part(150, bench),
-    "fidelity": Part(30, fidelity),
-    "questions": Part(75, questions),
+    "ratios": Part(150, ratios),
+    "tests_models": Part(110, tests_models),
+    "tests_graphs": Part(75, tests_graphs),
+    "bench": Part(60, bench),
+    "fidelity": Part(20, fidelity),
+    "questions": Part(50, questions),
     "results": Part(280, results),
     "data": Part(225, real_data),
     "gpt": Part(505, gpt),
@@ -263,7 +279,10 @@ PARTS = {
 }
 # The parts of each call, in this order after the environment: the most important ones come first.
 CALLS = {
-    "first": ("tests_models", "tests_update", "tests_graphs", "bench", "fidelity", "questions"),
+    "first": (
+        *("tests_update", "ratios", "tests_models", "tests_graphs"),
+        *("bench", "fidelity", "questions"),
+    ),
     "verdicts": ("results", "data"),
     "gpt": ("gpt",),
     "peers": ("bench_peers", "update", "tests_others", "tests_slow"),

@@ -19,7 +19,8 @@ LOOK_EVERY_S = 10  # most of a running step that a kill of everything can lose
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One command. share: share of its part's time. accepted: exit codes that are no failure.
+    """One command. share: share of its part's time, but `least` seconds of it. accepted: exit codes
+    that are no failure.
 
     table: a Markdown file from the command for the summary; None: its stdout is the table, in
     Markdown or `plain`. record: a JSON file, or a log of tests (.jsonl), from the command.
@@ -33,6 +34,7 @@ class Step:
     record: Path | None = None
     plain: bool = False
     environment: tuple[tuple[str, str], ...] = ()
+    least: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -74,7 +74,7 @@ def write_summary(summary: dict, out: Path) -> None:
 def copy_figures(work: Path, out: Path, copied: list[str]) -> None:
     """Copy the report of the verdicts and figures to `out`; add their names to `copied`."""
     found = [work / "verdicts" / "report.html"]
-    for folder in ("bench", "bench_peers", "verdicts", "real_data"):
+    for folder in ("ratios", "bench", "bench_peers", "verdicts", "real_data"):
         # The curves over steps come first: there may be more figures than fit.
         files = sorted((work / folder).rglob("*"), key=lambda p: ("steps" not in p.name, p))
         found += [path for path in files if path.suffix in (".png", ".svg")]

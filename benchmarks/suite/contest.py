@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.suite import equality, targets
 from benchmarks.suite.contenders import CONTENDERS, PEERS, available
-from benchmarks.suite.models import MODES_WITH_PEERS, suite_of
+from benchmarks.suite.models import MODES_WITH_PEERS, PLAIN_RATE, suite_of
 from mprun.config.registry import task_of
 from mprun.errors import BadInput
 from mprun.extensions.bench.cases import OWN, REFERENCES, BenchGroup, BenchRow, Case, without_device
@@ -57,7 +57,10 @@ class Suite(Contest):
             return [_of_suite(group, options) for group in _chosen(options.only, device.type)]
         if options.only is not None:
             raise BadInput("--only: chooses models of the suite; leave out model=... and the like")
-        return super().groups(options, device)
+        groups = super().groups(options, device)
+        if options.peers is None:
+            return groups
+        return [replace(group, overrides=_with_plain_rate(group.overrides)) for group in groups]
 
     def others(
         self, group: BenchGroup, case: Case, options: Namespace, device: torch.device
@@ -118,6 +121,12 @@ def _of_suite(group: BenchGroup, options: Namespace) -> BenchGroup:
         modes = tuple(mode for mode in modes if mode in MODES_WITH_PEERS)
     overrides = (*group.overrides, *without_device(options.overrides))
     return replace(group, modes=modes, overrides=overrides)
+
+
+def _with_plain_rate(overrides: Sequence[str]) -> tuple[str, ...]:
+    """Return overrides for a constant rate, the only one that peers know; a user's own win."""
+    given = {one.lstrip("+~").partition("=")[0] for one in overrides}
+    return (*overrides, *(one for one in PLAIN_RATE if one.partition("=")[0] not in given))
 
 
 def _chosen(only: Sequence[str] | None, device_type: str) -> list[BenchGroup]:

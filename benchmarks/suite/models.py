@@ -6,7 +6,11 @@ from mprun.extensions.bench.contest import CPU_MODES, GPU_MODES
 # The modes of a suite that are measured when other tools take part: each adds that many processes.
 MODES_WITH_PEERS = ("fp32", "tf32", "fp16_master_scaled", "amp")
 
-
+# A constant rate: the loops of peers know no other, and a step costs the same with any.
+PLAIN_RATE = (
+    *("optim.schedule=constant", "optim.warmup_updates=0", "optim.warmup_epochs=0"),
+    *("optim.milestones=[]", "optim.constant_epochs=null"),
+)
 _BEST_MODES = ("tf32", "fp16_master_scaled", "amp")  # measured with mprun's best settings too
 
 
@@ -83,13 +87,13 @@ _BIGLSTM = _group(
     50,
 )
 
-# Rates and schedule are constant, as for peers.
 _GPT2 = _group(
     "GPT-2 b12",
-    ("model=gpt2", "optim.schedule=constant", "optim.warmup_updates=0", *_tokens(50_304, 1024, 12)),
+    ("model=gpt2", *PLAIN_RATE, *_tokens(50_304, 1024, 12)),
     ("fp32", "tf32", "amp_bf16", "bf16_stochastic", "fp8_tensorwise", "fp8_rowwise"),
-    60,
+    100,
     ("amp_bf16", "fp8_tensorwise"),
+    compile=True,
 )
 
 # The most important models come first: a budget may end before the last.

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from benchmarks.suite.__main__ import main, parse
 from benchmarks.suite.contest import Suite
@@ -73,6 +74,22 @@ def test_a_peer_runs_in_the_modes_that_it_has_and_what_says_most_is_measured_fir
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt", "resnet50", "experiment=quickstart_gpt"])
+def test_a_configuration_beside_peers_gets_the_rate_that_they_know(model):
+    words = [model if "=" in model else f"model={model}", "device=cpu"]
+
+    def rate(*arguments):
+        options = parse([*arguments, "--modes", "fp32", *words])
+        [group] = Suite().groups(options, torch.device("cpu"))
+        return compose_config(list(group.overrides)).config.optim
+
+    assert rate("--peers", "loop").schedule == "constant"
+    assert rate("--peers", "loop").warmup_updates == rate("--peers", "loop").warmup_epochs == 0
+    assert rate() == compose_config(words).config.optim  # alone each as it is
+    words += ["optim.schedule=linear"]
+    assert rate("--peers", "loop").schedule == "linear"  # which the check of peers refuses
+
+
 def test_in_a_suite_the_references_have_the_loop_alone():
     groups, left_out = Suite().plan(parse(["device=cpu", "--peers=all", "--only=tiny"]), CPU)
     assert [group.label for group in groups] == ["tiny LM b16"]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tarfile
 import time
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -183,7 +184,13 @@ def test_every_part_is_in_one_call_and_the_seconds_of_a_call_are_all_given(modul
 @pytest.mark.parametrize(
     "asked, expected",
     [
-        (None, ["tests_models", "tests_update", "tests_graphs", "bench", "fidelity", "questions"]),
+        (
+            None,
+            [
+                *("tests_update", "ratios", "tests_models", "tests_graphs"),
+                *("bench", "fidelity", "questions"),
+            ],
+        ),
         ("verdicts", ["results"]),
         ("questions,environment,verdicts,questions", ["questions", "results"]),
         ("data", ["data"]),
@@ -214,8 +221,8 @@ def test_every_gpu_test_is_in_one_part_and_the_slow_ones_in_the_last_call(module
     assert files_of(steps.pop("tests_other_graphs")) == files_of(steps["tests_graphs"])
     files = [name for step in steps.values() for name in files_of(step)]
     assert sorted(files) == sorted(parts.gpu_test_files(ROOT / "tests"))
-    assert files[0] == "tests/tasks/test_on_cuda.py"
-    assert files_of(steps["tests_update"])[0] == "tests/precision/test_single_pass_on_cuda.py"
+    assert files_of(steps["tests_models"])[0] == "tests/tasks/test_on_cuda.py"
+    assert files[0] == "tests/precision/test_single_pass_on_cuda.py"
     for step in (*steps.values(), slow):
         assert f"--tests-log={tmp_path / step.name}.jsonl" in step.command
 
@@ -241,7 +248,7 @@ def test_which_modes_of_graphs_come_first(module, tmp_path):
     assert not set(first) & set(later)
 
 
-def test_the_bench_of_the_first_call_is_mprun_alone(module, tmp_path, monkeypatch):
+def test_the_first_call_gives_ratios_then_mprun_alone(module, tmp_path, monkeypatch):
     parts = module("gpu_check_parts")
     parse = importlib.import_module("benchmarks.suite.__main__").parse
     suite = importlib.import_module("benchmarks.suite.models").GPU_SUITE
@@ -252,11 +259,16 @@ def test_the_bench_of_the_first_call_is_mprun_alone(module, tmp_path, monkeypatc
         *_, step = parts.PARTS[name].steps(setting, 150.0)
         return parse(step.command[step.command.index("benchmarks.suite") + 1 :])
 
-    own, peers = parsed("bench"), parsed("bench_peers")
+    ratios, own, peers = parsed("ratios"), parsed("bench"), parsed("bench_peers")
     assert own.peers is None and own.budget_s == 130
-    assert set(own.modes) == {"fp32", "tf32", "amp", "fp16_master_scaled"}
-    measured = [e.label for e in suite if any(e.label.startswith(name) for name in own.only)]
-    assert measured == ["ResNet-50 b256", "DCGAN b128", "LSTM LM b128"]
+    assert ratios.peers == ["loop", "amp", "amp+"]
+    for options, labels in (
+        (ratios, ["ResNet-50 b256"]),
+        (own, ["DCGAN b128", "LSTM LM b128"]),
+    ):
+        assert set(options.modes) == {"fp32", "tf32", "amp", "fp16_master_scaled"}
+        chosen = [e.label for e in suite if any(e.label.startswith(name) for name in options.only)]
+        assert chosen == labels
     assert peers.peers == ["all"] and peers.only is None
     gpt = parsed("gpt")
     assert gpt.peers == ["all"] and gpt.only == ["GPT-2"] and "fp8_rowwise" in gpt.modes
@@ -451,6 +463,54 @@ def waited_for(condition, seconds=30):
             return False
         time.sleep(0.05)
     return True
+
+
+def test_a_step_has_its_least_time_and_the_machine_in_its_record(module, monkeypatch, tmp_path):
+    """A first import of torch may take longer than the share of its part."""
+    script = runpy.run_path(str(SCRIPT))
+    parts = module("gpu_check_parts")
+    limits = []
+
+    def note(step, limit, setting, reports, leave):
+        limits.append((step.name, round(limit)))
+        reports.append({"status": "done", "seconds": 1.0})
+
+    monkeypatch.setitem(script["_run_part"].__globals__, "_run_step", note)
+    setting = parts.Setting(tmp_path, "cpu", None)
+    for left in (500.0, 30.0):
+        latest = time.monotonic() + left
+        script["_run_part"]("environment", setting, 20.0, latest, [], lambda: None)
+    # What one leaves the next one has, and none more than there is.
+    assert limits == [("machine", 60), ("doctor", 120), ("machine", 30), ("doctor", 30)]
+    facts = script["_facts"]()
+    assert facts.keys() == {"gpu", "python", "torch", "commit"} and all(facts.values())
+
+
+WHEEL = {
+    "only_in_a_wheel.py": "found = 7\n",
+    "only_in_a_wheel-1.dist-info/METADATA": (
+        "Metadata-Version: 2.1\nName: only-in-a-wheel\nVersion: 1\n"
+    ),
+    "only_in_a_wheel-1.dist-info/WHEEL": (
+        "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    ),
+    "only_in_a_wheel-1.dist-info/RECORD": "",
+}
+
+
+def test_wheels_are_there_for_every_step_and_nowhere_else(module, tmp_path, monkeypatch, capfd):
+    wheels = module("gpu_check_wheels")
+    monkeypatch.setenv("PYTHONPATH", "/before")
+    assert not wheels.install_wheels(tmp_path, str(tmp_path))
+    assert "no wheels there" in capfd.readouterr().err
+    with zipfile.ZipFile(tmp_path / "only_in_a_wheel-1-py3-none-any.whl", "w") as made:
+        for name, content in WHEEL.items():
+            made.writestr(name, content)
+    assert wheels.install_wheels(tmp_path, str(tmp_path / "temporary"))
+    command = [sys.executable, "-c", "import only_in_a_wheel as w; print(w.found, w.__file__)"]
+    found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert found.startswith(f"7 {tmp_path}/temporary/site/")
+    assert os.environ["PYTHONPATH"].endswith(":/before")
 
 
 @pytest.mark.parametrize("grain", ["gpu_check.json", "gpu_check.md", "records.tar.gz"])

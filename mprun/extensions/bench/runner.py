@@ -56,13 +56,14 @@ def best_settings(config: RunConfig, device_type: str, compiled: bool) -> list[s
         compiled: with torch.compile, for networks and devices where it helps.
     """
     task = config.model.component.task  # None: a network of the user's
-    convolutional = task is not None and TASKS[task].family == "images"
+    family = TASKS[task].family if task is not None else None
     settings = ["optim.implementation=single_pass"]
-    if convolutional:
+    if family == "images":
         settings.append("train.channels_last=on")
     if device_type == "cuda":
         # torch.compile hands an nn.LSTM back to eager as a whole.
-        compiled = compiled and convolutional
+        recurrent = config.model.component.recurrent
+        compiled = compiled and family in ("images", "text") and not recurrent
         # With compiled kernels a graph may gain nothing, and it holds a second set of activations:
         # "auto" uses it only if the measured step times say that it pays.
         settings.append(f"train.cuda_graph={'auto' if compiled else 'on'}")

@@ -6,6 +6,7 @@ import time
 import pytest
 import torch
 
+from mprun.config.compose import compose_config
 from mprun.extensions.bench import measure
 from mprun.extensions.bench.cases import Case
 from mprun.extensions.bench.measure import (
@@ -22,6 +23,7 @@ from mprun.extensions.bench.measure import (
 from mprun.extensions.bench.runner import (
     RotatingSource,
     RunnerContender,
+    best_settings,
     rotating_batches,
 )
 from mprun.extensions.bench.session import Log
@@ -163,6 +165,17 @@ def test_skipped_updates_are_counted():
         own.step()
     assert own.skipped() > 0
     assert float(scale.scale) == 2.0**24 / 2 ** own.skipped()
+
+
+@pytest.mark.parametrize(
+    ("model", "compiles"), [("resnet50", True), ("gpt", True), ("lstm_lm", False), ("dcgan", True)]
+)
+def test_the_best_settings_compile_what_peers_compile(model, compiles):
+    config = compose_config([f"model={model}", "device=cuda"]).config
+    best = best_settings(config, "cuda", compiled=True)
+    assert ("train.compile=default" in best) == compiles
+    assert f"train.cuda_graph={'auto' if compiles else 'on'}" in best
+    assert "train.compile=default" not in best_settings(config, "cuda", compiled=False)
 
 
 def test_best_settings_that_are_refused_are_left_out_with_the_reason():
