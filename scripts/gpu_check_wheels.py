@@ -12,7 +12,7 @@ from pathlib import Path
 # What mprun and its tests import, then the peers that such a machine lacks.
 _NEEDED = (
     *("hydra-core", "omegaconf", "antlr4-python3-runtime", "msgspec", "rich", "nvidia-ml-py"),
-    *("expecttest", "torchao"),
+    *("pyyaml", "expecttest", "torchao"),
 )
 _BUILT = ("antlr4-python3-runtime==4.9.3", "hydra-core", "omegaconf")  # one has no wheel
 _PYTHON = os.environ.get("WHEELS_PYTHON", "3.12")  # of the other machine

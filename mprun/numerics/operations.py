@@ -311,7 +311,9 @@ class FirstStep(Collector):
         operands = _floats(leaves)
         if not operands or any(t.layout is not torch.strided for t in operands):
             return None
-        own = [t.isfinite().all() for t in operands if t.device == operands[0].device]
+        # torch 2.11 has no isfinite of FP8 on a CPU.
+        wide = [t.float() if t.itemsize == 1 else t for t in operands]
+        own = [t.isfinite().all() for t in wide if t.device == operands[0].device]
         return torch.stack(own).all()
 
     def _note_overflow(self, name: str, finite: Tensor, results: list[Tensor]) -> None:
