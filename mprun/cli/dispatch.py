@@ -170,15 +170,18 @@ def _curves(folders: list[Path], root: Path) -> Path:
 
 def _help(arguments: list[str]) -> int:
     """Print the help page, or that of the keys, groups and verbs beside --help."""
-    from mprun.cli.help import GROUPS, help_text, key_help
+    from mprun.cli.help import GROUPS, first_page, help_text, key_help
 
     others = [word for word in arguments if word not in ("--help", "-h")]
     options, _ = _arguments().parse_known_args(others)
     asked = [word for word in options.overrides if "=" not in word and not word.startswith("~")]
     if asked and asked[0] in verbs().keys() - {*GROUPS, "compare"}:
         return loaded(verbs()[asked[0]])(["--help"])
+    if asked == ["all"]:
+        print(help_text(verbs(), _arguments(), options.config_dir), end="")
+        return DONE
     pages = [key_help(word, verbs(), options.config_dir) for word in asked]
-    print("\n".join(pages) or help_text(verbs(), _arguments(), options.config_dir), end="")
+    print("\n".join(pages) or first_page(verbs()), end="")
     return DONE
 
 

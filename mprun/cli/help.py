@@ -24,9 +24,13 @@ from mprun.entry_points import loaded, source_of
 from mprun.errors import DONE, BadInput
 from mprun.record.console import columns
 
+_TITLE = "mprun: what does lower precision do to a training run, compared with FP32?\n"
+_FIRST = """\
+  mprun                                     one short run on embedded data
+  mprun model=resnet50 precision=amp        choose group=option, set key=value
+  mprun -m precision=fp32,amp seed=0,1,2    sweep: a run each, then a table
+"""
 _EXAMPLES = """\
-mprun: what does lower precision do to a training run, compared with FP32?
-
 Use
   mprun                                     one short run on embedded data
   mprun model=resnet50 precision=amp        choose group=option, set key=value
@@ -50,6 +54,13 @@ Use
   mprun --info defaults model=dcgan         print the files that make it up
   eval "$(mprun -sc install=bash)"          shell completion (bash, zsh, fish)
 """
+_MORE = """\
+More
+  mprun --help precision                    options and keys of a group
+  mprun --help optim.lr                     what a key means
+  mprun compare --help                      what a verb does, its options
+  mprun --help all                          every option, group, and key
+"""
 _END = """\
 Exit codes: 0 done, 1 a bug, 2 bad input, 3 diverged, 4 damaged data or
 checkpoint, 5 resource, 75 preempted (resumable), 130 interrupted.
@@ -60,18 +71,37 @@ GROUPS = ("model", "data", "optim", "precision", "scaler", "train", "numerics", 
 BY_OPTION = ("name", "kind")
 
 
+def first_page(verbs: dict[str, str]) -> str:
+    """Return the help page that fits a screen; verbs: verb -> `module:function`."""
+    groups = [f"  {name:<12}  {_about(name)}" for name in (*GROUPS, "compare", "dist")]
+    parts = [
+        *(_TITLE, _FIRST, _verbs(verbs), ""),
+        *(filled("\n".join(["Groups (group=option, group.key=value)", *groups])), ""),
+        *(_MORE, _END),
+    ]
+    return "\n".join(parts)
+
+
 def help_text(
     verbs: dict[str, str], parser: argparse.ArgumentParser, config_dir: str | None = None
 ) -> str:
-    """Return the help page; verbs: verb -> `module:function`; parser: of the options."""
-    does = [f"  mprun {verb:<14} {_does(verbs[verb])}" for verb in verbs]
+    """Return all of the help; verbs: verb -> `module:function`; parser: of the options."""
     parts = [
-        *(_EXAMPLES, filled("\n".join(["Verbs", *does])), ""),
+        *(_TITLE, _EXAMPLES, _verbs(verbs), ""),
         "Options\n" + parser.format_help().partition("options:\n")[2],
         *("Groups (group=option)", *(_group(name, config_dir) for name in GROUPS), ""),
         *("Keys (key=value; --cfg job prints all of them)", *_keys(), "", _END),
     ]
     return "\n".join(parts)
+
+
+def _verbs(verbs: dict[str, str]) -> str:
+    does = [f"  mprun {verb:<14} {_does(verbs[verb])}" for verb in verbs]
+    return filled("\n".join(["Verbs", *does]))
+
+
+def _about(group: str) -> str:
+    return FIELDS[group][0].metadata["doc"] if group in FIELDS else "A whole published recipe"
 
 
 def _does(function: str) -> str:
@@ -127,7 +157,7 @@ def _keys_of(group: str, verbs: Collection[str], config_dir: str | None) -> str:
         if key.rpartition(".")[2] not in BY_OPTION:
             owners = f" ({', '.join(of)})" if several and of else ""
             lines.append(f"  {key:<{longest}}  {doc}{owners}")
-    what = FIELDS[group][0].metadata["doc"] if group in FIELDS else "A whole published recipe"
+    what = _about(group)
     parts = [filled("\n".join([f"{group}: {what[0].lower()}{what[1:]}", *lines]))]
     parts += [_group(group, config_dir)] if group in GROUPS else []
     parts += [f"  mprun {group} --help: the verb"] if group in verbs else []

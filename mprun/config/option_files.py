@@ -8,6 +8,7 @@ import os
 import re
 from dataclasses import asdict, dataclass
 from functools import cache
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -66,9 +67,11 @@ def values_in_files(group: str, field: str, config_dir: str | None = None) -> di
 
 
 def what_it_is(path: Path) -> str:
-    """Return the first comment line of an option's file, which describes the option."""
+    """Return the first sentence of an option file's comment, which describes the option."""
     lines = [line for line in _text_of(path).splitlines() if not line.startswith("# @package")]
-    return lines[0].removeprefix("# ") if lines and lines[0].startswith("# ") else ""
+    comment = " ".join(line[2:] for line in takewhile(lambda line: line.startswith("# "), lines))
+    # A stop within a sentence ("et al. in small") has no capital behind it.
+    return re.split(r"(?<=\.)\s+(?=[A-Z\d])", comment, maxsplit=1)[0]
 
 
 def mode_values(config: PrecisionConfig) -> dict[str, Any]:

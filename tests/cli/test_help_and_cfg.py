@@ -3,6 +3,7 @@
 import fcntl
 import os
 import pty
+import re
 import select
 import shutil
 import subprocess
@@ -36,8 +37,30 @@ def empty_folder(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_help_lists_verbs_groups_options_and_keys(capsys):
+def test_the_first_page_fits_a_screen_and_names_the_others(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert len(text.splitlines()) <= 60
+    for name in (*GROUPS, "compare", "dist"):
+        assert f"\n  {name} " in text
+    for verb in verbs():
+        assert f"mprun {verb}" in text
+    for words in re.findall(r"^  mprun (.*--help.*?)  ", text, re.MULTILINE):
+        assert main(words.split()) == 0 and capsys.readouterr().out
+    assert len(re.findall("--help", text)) >= 4
+
+
+def test_every_option_is_described_by_whole_sentences():
+    for group in GROUPS:
+        for option, path in option_files.option_files(group).items():
+            said = option_files.what_it_is(path)
+            assert re.fullmatch(r"[A-Za-z\d].*[.)]", said), (group, option, said)
+            assert said.count("(") == said.count(")"), (group, option, said)
+
+
+def test_help_lists_verbs_groups_options_and_keys(capsys):
+    assert main(["--help", "all"]) == 0
     text = capsys.readouterr().out
     for verb in verbs():
         assert f"mprun {verb}" in text
@@ -116,13 +139,13 @@ def test_every_help_page_fits_the_terminal(columns, monkeypatch, capsys):
     monkeypatch.delenv("COLUMNS", raising=False)
     if columns:
         monkeypatch.setenv("COLUMNS", str(columns))
-    for words in [[], *([verb] for verb in verbs()), *map(str.split, HELP_PAGES)]:
+    for words in [[], ["all"], *([verb] for verb in verbs()), *map(str.split, HELP_PAGES)]:
         assert main([*words, "--help"]) == 0
         text = capsys.readouterr().out
         if columns:
-            text = text.partition("options:")[2]
+            text = text.partition("options:")[2] if words not in ([], ["all"]) else ""
         long = [line for line in text.splitlines() if len(line) > (columns or 80)]
-        assert not long and (text or not words), (words, long)
+        assert not long and (text or words in ([], ["all"])), (words, long)
 
 
 OPTIONS = ["-m", "--multirun", "--config-dir"]

@@ -101,7 +101,7 @@ def test_a_value_that_differs_from_its_file_is_in_the_label(own):
 
 
 def test_help_doctor_and_configuration_list_it(own, capsys):
-    assert main(["--help", "--config-dir", own]) == 0
+    assert main(["--help", "all", "--config-dir", own]) == 0
     text = capsys.readouterr().out
     for name, content in (("mymode", MODE), ("myscaler", SCALER)):
         what = re.escape(content.splitlines()[0].removeprefix("# "))
