@@ -28,7 +28,12 @@ if TYPE_CHECKING:
     from mprun.config.schema import RunConfig
 
 # verb -> `module:function`, which takes the arguments and returns the exit code.
-VERBS = {"compare": "mprun.cli.compare:main", "doctor": "mprun.cli.doctor:main"}
+VERBS = {
+    "compare": "mprun.cli.compare:main",
+    "ls": "mprun.cli.ls:main",
+    "show": "mprun.cli.show:main",
+    "doctor": "mprun.cli.doctor:main",
+}
 # A full disk, a quota, a read-only or failing file system, a forbidden folder, or an invalid path.
 _OF_THE_SYSTEM = {
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO), RESOURCE),

@@ -1,0 +1,93 @@
+"""`mprun ls`: the runs below a folder, each with its status and last value; what to do next."""
+
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+
+from mprun.cli.arguments import Arguments, hanging
+from mprun.cli.show import commands, status_of
+from mprun.compare.load import run_directories
+from mprun.errors import DONE, BadInput, Damaged
+from mprun.record.console import columns
+from mprun.record.metrics_columns import read_columns
+from mprun.record.run_record import Record, read_record
+from mprun.sweep.jobs import OUTCOMES
+
+_WHAT = """\
+The runs below a folder: mode, seed, status, last value, and the commands that go on.
+
+The value is that of the last evaluation, of the metric that the run is judged by, else the last
+training loss ("at" its step). PATH is searched to any depth; nothing is written."""
+_HEADER: tuple[str, ...] = ("run", "mode", "seed", "status", "last")
+_MOST_COMMANDS = 8
+
+
+def main(words: list[str]) -> int:
+    """Entry point of the verb; returns the exit code."""
+    arguments = Arguments("ls", _WHAT)
+    arguments.add_argument("path", nargs="?", type=Path, default=Path("outputs"), metavar="PATH")
+    folder = arguments.parse(words).path
+    if not folder.exists() and folder == Path("outputs"):
+        raise BadInput("outputs: no such folder here; name one that holds runs (mprun ls PATH)")
+    rows, asked = [], []
+    for directory in run_directories(folder):
+        try:
+            record = read_record(directory, "status", "precision.mode", "config")
+            rows.append(_row(directory, folder, record))
+        except (Damaged, OSError) as error:
+            rows.append((_name(directory, folder), "-", "-", "damaged", str(error)))
+            continue
+        if record["status"] != "done":
+            own = (
+                one for one in commands(directory, record) if not one.startswith("mprun compare")
+            )
+            asked.append(next(own))
+    for line in _table(rows, columns(160)):
+        print(line)
+    for line in _next(folder, rows, asked):
+        print(line)
+    return DONE
+
+
+def _row(directory: Path, folder: Path, record: Record) -> tuple[str, ...]:
+    metric = (record["config"].get("compare") or {}).get("metric") or "loss"
+    final, step = record.get("final") or {}, record.get("last_step")
+    last = f"{metric} {final[metric]:.4g}" if isinstance(final.get(metric), float) else ""
+    if not last:
+        measured = read_columns(directory / "metrics.jsonl")
+        step, losses = measured.last_step, list(measured.train.get("loss", []))
+        last = f"loss {losses[-1]:.4g} at {step:,}" if losses else "-"
+    status = status_of(directory, record, step or 0).partition("\n")[0]
+    seed, mode = str(record.get("seed", "-")), record["precision"]["mode"]
+    return _name(directory, folder), mode, seed, status.partition(": ")[0], last
+
+
+def _name(directory: Path, folder: Path) -> str:
+    return str(directory.relative_to(folder)) if directory != folder else str(directory)
+
+
+def _table(rows: list[tuple[str, ...]], width: int) -> Iterator[str]:
+    """Yield lines of at most `width` columns: a name that is too long loses its middle."""
+    whole = [_HEADER, *rows]
+    others = [max(len(row[place]) for row in whole) for place in range(1, len(_HEADER))]
+    room = max(20, width - sum(others[:-1]) - min(others[-1], 24) - 2 * len(others))
+    for name, *cells in whole:
+        if len(name) > room:
+            name = f"{name[: room // 2 - 2]}...{name[-(room - room // 2 - 1) :]}"
+        longest = min(room, max(len(row[0]) for row in whole))
+        texts = [name.ljust(longest)]
+        texts += [cell.ljust(size) for cell, size in zip(cells, others, strict=True)]
+        yield "  ".join(texts).rstrip()[:width]
+
+
+def _next(folder: Path, rows: list[tuple[str, ...]], asked: list[str]) -> Iterator[str]:
+    counts = Counter(row[3].partition(" ")[0].rstrip(",") for row in rows)
+    yield ""
+    yield ", ".join(f"{count} {status}" for status, count in counts.items())
+    modes = {row[1] for row in rows if row[3].startswith(OUTCOMES)}
+    if len(modes) > 1:
+        yield f"  mprun compare {folder}"
+    for command in asked[:_MOST_COMMANDS]:
+        yield hanging(command, columns(160), 4, "  ")
+    if len(asked) > _MOST_COMMANDS:
+        yield f"  ... and {len(asked) - _MOST_COMMANDS} more (mprun show RUN)"

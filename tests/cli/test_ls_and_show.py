@@ -1,0 +1,122 @@
+"""`mprun ls` and `mprun show`: what they tell of runs, read from the record alone."""
+
+import fcntl
+import math
+
+import numpy as np
+import pytest
+
+from mprun.cli import main
+from mprun.cli.dispatch import verbs
+from mprun.cli.show import curve
+
+from ..helpers import TINY_AUTOENCODER, record_of, refused, run, seal_again
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder with a run in FP32 that is done, and one in FP16 that has diverged."""
+    folder = tmp_path_factory.mktemp("runs")
+    few = ("train.steps=6", "train.log_every=1", "train.eval_every=3")
+    assert run(folder / "one", *TINY_AUTOENCODER, *few, "train.checkpoint_every=3") == 0
+    assert run(folder / "two", *TINY_AUTOENCODER, *few, "precision=fp16_naive", "seed=1") == 3
+    return folder
+
+
+def lines(capsys, *words) -> list[str]:
+    capsys.readouterr()
+    assert main([*words]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_ls_has_a_line_for_each_run_and_what_to_do_next(runs, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    header, one, two, _, counted, *following = lines(capsys, "ls", str(runs))
+    assert header.split() == ["run", "mode", "seed", "status", "last"]
+    loss = record_of(runs / "one")["final"]["loss"]
+    assert one.split() == ["one", "fp32", "0", "done", "loss", f"{loss:.4g}"]
+    assert two.split()[:4] == ["two", "fp16_naive", "1", "diverged"]
+    assert counted == "1 done, 1 diverged"
+    assert following[0] == f"  mprun compare {runs}"
+    told = ["mprun", "explain", f"{runs}/two"]
+    if "explain" not in verbs():  # of an extension
+        told = ["tensorboard", "--logdir", f"{runs}/two"]
+    assert " ".join(following[1:]).split() == told
+
+
+def test_ls_goes_on_past_a_damaged_record_and_stays_in_80_columns(runs, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    long = runs / ("x" * 90)
+    long.mkdir()
+    try:
+        (long / "run.json").write_text("{")
+        found = lines(capsys, "ls", str(runs))
+        assert max(map(len, found[:5])) <= 80
+        assert any("damaged" in line and "xxx...xxx" in line for line in found)
+        assert any(line.startswith("one ") for line in found)
+    finally:
+        (long / "run.json").unlink()
+        long.rmdir()
+
+
+def test_show_tells_what_it_was_how_it_ended_and_the_commands(runs, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+    done = "\n".join(lines(capsys, "show", str(runs / "one")))
+    for part in ("conv_autoencoder on", "fp32, loss scale: none", "6 of 6 steps, 0 of them"):
+        assert part in done
+    assert "ended    done" in done and f"mprun compare {runs}" in done and "explain" not in done
+    [eval_line] = [line for line in done.splitlines() if line.startswith("  eval loss")]
+    assert eval_line.split()[-1] == f"{record_of(runs / 'one')['final']['loss']:.4g}"
+    diverged = "\n".join(lines(capsys, "show", str(runs / "two")))
+    step = record_of(runs / "two")["last_step"]
+    assert f"diverged at step {step}: " in diverged
+    assert (f"mprun explain {runs}/two" in diverged) == ("explain" in verbs())
+
+
+def test_a_stopped_run_and_one_that_goes_on_say_so(runs, capsys):
+    before = (runs / "one" / "run.json").read_bytes()
+    try:
+        seal_again(runs / "one", status="preempted", cause="SIGTERM", last_step=3)
+        found = "\n".join(lines(capsys, "show", str(runs / "one")))
+        assert "preempted at step 3: SIGTERM" in found and f"mprun resume={runs}/one" in found
+        status = before.replace(b'"status": "done"', b'"status": "running"')
+        assert status != before
+        (runs / "one" / "run.json").write_bytes(status.partition(b',\n "seal"')[0] + b"}")
+        assert "killed, at step 6" in "\n".join(lines(capsys, "show", str(runs / "one")))
+        with open(runs / "one" / ".lock", "a") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            assert "running, at step 6" in "\n".join(lines(capsys, "show", str(runs / "one")))
+    finally:
+        (runs / "one" / "run.json").write_bytes(before)
+
+
+def test_an_edited_record_is_refused(runs, capsys):
+    before = (runs / "one" / "metrics.jsonl").read_bytes()
+    try:
+        (runs / "one" / "metrics.jsonl").write_bytes(before.replace(b"1", b"2", 1))
+        refused(capsys, "show", str(runs / "one"), code=4, says="changed since the run ended")
+    finally:
+        (runs / "one" / "metrics.jsonl").write_bytes(before)
+
+
+def test_no_run_is_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    refused(capsys, "show", "here", says="here: no run there (allowed: a run directory")
+    refused(capsys, "ls", says="outputs: no such folder here")
+    refused(capsys, "ls", str(tmp_path), says="no run there")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("values", "room", "expected"),
+    [
+        ([0.0, 7.0], 8, "▁█"),
+        (range(8), 8, "▁▂▃▄▅▆▇█"),
+        (range(16), 8, "▁▂▃▄▅▆▇█"),  # the last value of each pair
+        ([3.0, 3.0], 8, "▁▁"),
+        ([1.0, math.inf, 2.0], 8, "▁x█"),
+        ([math.nan], 8, "x"),
+    ],
+)
+def test_a_curve_is_drawn_from_its_lowest_to_its_highest_value(values, room, expected):
+    assert curve(np.array(values, float), room) == expected
