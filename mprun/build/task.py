@@ -162,15 +162,18 @@ def _learners(
 
 
 def _reduction(config: RunConfig, ranks: Ranks, device: torch.device) -> "FlatReduction | None":
-    """Return the sum over ranks of one optimizer's gradients; None for a single rank."""
-    if ranks.world == 1:
+    """Return the sum over ranks of one optimizer's gradients; None if a single rank adds each
+    micro-batch as it comes."""
+    order = config.precision.reduce_order
+    if ranks.world == 1 and order == "rank":
         return None
     from mprun.distributed.reduction import FlatReduction, OverlappedReduction
 
     bucket_bytes = int(config.dist.bucket_mb * 2**20)
-    if engine_of(config, device.type)[0] == "ddp":
+    if ranks.world > 1 and engine_of(config, device.type)[0] == "ddp":
         return OverlappedReduction(ranks, bucket_bytes=bucket_bytes)
-    return FlatReduction(ranks, fixed=config.dist.order == "fixed", bucket_bytes=bucket_bytes)
+    fixed = ranks.world == 1 or config.dist.order == "fixed"
+    return FlatReduction(ranks, fixed=fixed, order=order, bucket_bytes=bucket_bytes)
 
 
 def _limits(config: RunConfig, models: Sequence[nn.Module]) -> list[dict[str, Any]]:

@@ -197,8 +197,9 @@ def _precision(config: RunConfig) -> Iterator[str]:
         yield f"{given}: no ranks to sum over; train.accumulate=8 gives the result of 8 ranks"
     if precision.reduce_dtype is not None and kind_of(config.model).networks > 1:
         yield f"{given}: a discriminator has two losses, added up by a rank (allowed here: null)"
-    if precision.reduce_dtype is None and precision.reduce_divide != "after":
-        yield f"precision.reduce_divide={precision.reduce_divide}: needs precision.reduce_dtype"
+    for key, default in (("reduce_divide", "after"), ("reduce_order", "rank")):
+        if precision.reduce_dtype is None and getattr(precision, key) != default:
+            yield f"precision.{key}={getattr(precision, key)}: needs precision.reduce_dtype"
     norm_dtypes = {"fp32": 0} | ({} if precision.autocast_dtype else {precision.param_dtype: 0})
     if precision.norm_dtype not in norm_dtypes:
         must = f"norm layers compute in one of {', '.join(norm_dtypes)} here"
@@ -296,6 +297,9 @@ def why_not_on(config: RunConfig, world: int) -> Iterator[str]:
         if parts == 1 and batch % world == 0:
             remedy += f" or data.batch_size={batch // world} train.accumulate={world} ({batch:,})"
         yield f"{given}: {world} ranks share out train.accumulate={parts} micro-batches; {remedy}"
+    if config.precision.reduce_order != "rank" and config.dist.order == "fast":
+        why = f"{given} add in the library's order (allowed: rank, or dist.order=fixed)"
+        yield f"precision.reduce_order={config.precision.reduce_order}: {why}"
     if config.dist.engine == "ddp" and (reason := _why_no_overlap(config)) is not None:
         yield f"dist.engine=ddp: {reason} (allowed here: auto, flat)"
     if getattr(config.data, "on_corrupt", None) == "skip":

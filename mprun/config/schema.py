@@ -164,6 +164,10 @@ class PrecisionConfig:
         "after before split",
         "Where that sum is divided by the number of ranks; split: by about its root before",
     )
+    reduce_order: str = one_of(
+        "rank ring tree fp32",
+        "Order of that sum; ring: as gloo adds; tree: in pairs; fp32: added in FP32, rounded once",
+    )
     products: ProductsConfig = setting(ProductsConfig, "Linear layers in FP8")
     update: UpdateConfig = setting(UpdateConfig, "Store of weights and optimizer state")
     overrides: dict[str, str] = setting(

@@ -134,7 +134,6 @@ class RankGroup(Ranks):
     # Exchanges between the hosts.
 
     def all_of(self, own: T) -> list[T]:
-        """Return every rank's value, in the order of ranks; plain values alone."""
         found: list[Any] = [None] * self.world
         dist.all_gather_object(found, own, self.host)
         return found

@@ -51,6 +51,10 @@ class Ranks:
         """Concatenate `[n, ...]` of each rank to `[W * n, ...]`, in the order of ranks."""
         return own
 
+    def all_of(self, own: T) -> list[T]:
+        """Return every rank's value, in the order of ranks; plain values alone."""
+        return [own]
+
     def mean(self, rows: Sequence[Tensor], count: int) -> list[float]:
         """Return the mean over the held-out samples of all ranks, the same on each.
 

@@ -3,12 +3,14 @@
 `order=fixed` keeps the gradients of each micro-batch apart until all ranks have them. It then adds
 them in the order of micro-batches, like a single rank that takes all of them. The bits are the same
 for every number of ranks; the cost is the memory of M/W gradients and the traffic of M.
+A single rank keeps them apart too where it adds in another order, as clusters do (`in_order`).
 `order=fast` adds this rank's gradients first and leaves the rest to the library's all-reduce, which
 chooses its own order.
 """
 
 # No postponed annotations: DDP inspects the annotations of its hook.
 import inspect
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -29,14 +31,16 @@ Sent = Callable[[int, Tensor], Tensor]
 class FlatReduction:
     """Sum gradients over a RankGroup after backward; see `mprun.precision.gradients.Reduction`.
 
-    fixed: add in the order of micro-batches. bucket_bytes: size of the gradients summed at a time.
+    fixed: gather the micro-batches, and add them `in_order`. bucket_bytes: size of the gradients
+    summed at a time.
     """
 
     overlaps = False
     muted = False  # for a bench: this rank's gradients are taken for the sum
 
-    def __init__(self, group: Any, *, fixed: bool, bucket_bytes: int):
+    def __init__(self, group: Any, *, fixed: bool, bucket_bytes: int, order: str = "rank"):
         self.group, self.fixed, self.bucket_bytes = group, fixed, bucket_bytes
+        self.order = order
         self._kept: list[list[Tensor | None]] = []
         self._used: list[bool] | None = None  # by parameter: whether any rank has a gradient
 
@@ -53,7 +57,8 @@ class FlatReduction:
     def add(self, tensors: list[Tensor | None]) -> None:
         for tensor in tensors:
             if tensor is not None and tensor.is_sparse:
-                raise BadInput("sparse gradients are not summed over ranks (allowed: devices=1)")
+                allowed = "allowed: devices=1 precision.reduce_order=rank"
+                raise BadInput(f"sparse gradients are not summed over ranks ({allowed})")
         if self.fixed or not self._kept:
             self._kept.append(tensors)
         else:
@@ -70,7 +75,9 @@ class FlatReduction:
         begun = []
         for bucket in self._buckets(likes):
             rows = [self._flattened(bucket, own, likes) for own in kept]
-            flat = self._in_order(rows) if self.fixed else rows[0]
+            # What is gathered is flat, so that a ring's chunks are those of the bucket.
+            gathered = self.group.gather(torch.stack(rows)) if self.fixed else None
+            flat = rows[0] if gathered is None else in_order(gathered, self.order)
             begun.append((bucket, flat, None if self.fixed else self.group.sum(flat)))
         for bucket, flat, work in begun:
             if work is not None:
@@ -86,13 +93,6 @@ class FlatReduction:
 
     def largest(self, values: Tensor) -> Tensor:
         return values if self.muted else self.group.largest(values)
-
-    def _in_order(self, rows: list[Tensor]) -> Tensor:
-        parts = self.group.gather(torch.stack(rows)).unbind()
-        total = parts[0].clone()
-        for part in parts[1:]:
-            total.add_(part)
-        return total
 
     def _likes(self, kept: list[list[Tensor | None]]) -> dict[int, Tensor]:
         """Return a gradient of this rank for each parameter that has one on some rank.
@@ -143,6 +143,51 @@ class FlatReduction:
                 tensor = torch.empty_like(like).copy_(tensor)
             parts.append(in_memory_order(tensor))
         return torch.cat(parts)
+
+
+def in_order(parts: Tensor, order: str) -> Tensor:
+    """Return the sum `[n]` of the `[M, n]` terms of M ranks; each addition rounds to their dtype.
+
+    rank: from the first rank to the last.
+    ring: as gloo's all-reduce of M ranks adds a tensor of n elements.
+    tree: in pairs of neighbours, then pairs of these sums; of an odd number the last one waits.
+    fp32: as rank, but in FP32, and rounded once. 16 bits are on the wire alone, as with Megatron's
+        `reduce_scatter_with_fp32_accumulation`.
+    """
+    if order == "ring":
+        return _around_a_ring(parts)
+    if order == "tree":
+        while len(parts) > 1:
+            pairs = parts[:-1:2] + parts[1::2]
+            parts = torch.cat([pairs, parts[-1:]]) if len(parts) % 2 else pairs
+        return parts[0]
+    total = parts[0].to(torch.float32 if order == "fp32" else parts.dtype, copy=True)
+    for part in parts[1:]:
+        total.add_(part)
+    return total.to(parts.dtype)
+
+
+_RING_SEGMENT = 2**20  # gloo/allreduce.h, kMaxSegmentSize: most bytes sent at a time
+
+
+def _around_a_ring(parts: Tensor) -> Tensor:
+    """Add as gloo's ring in torch 2.15: chunk c begins at rank c - 1 and goes down to rank c.
+
+    There are M chunks of one length, of as many segments each, two or more; the last chunks may be
+    shorter or empty. Another gloo cuts what is longer than 2M segments of 1 MiB elsewhere.
+    """
+    ranks, numel = parts.shape
+    size = parts.element_size()
+    segments = max(math.ceil(numel * size / _RING_SEGMENT), 2 * ranks)
+    of_a_chunk = math.ceil(segments / ranks)
+    bytes_of_one = math.ceil(numel * size / (of_a_chunk * ranks))
+    length = of_a_chunk * math.ceil(bytes_of_one / size)
+    by_chunk = nn.functional.pad(parts, (0, ranks * length - numel)).view(ranks, ranks, length)
+    total = parts.new_full((ranks, length), -0.0)  # -0 + x is x, whatever x
+    for step in range(1, ranks + 1):
+        total[step:] += by_chunk.diagonal(step).T  # of rank c - step
+        total[:step] += by_chunk.diagonal(step - ranks).T  # the same, below 0: modulo M
+    return total.view(-1)[:numel]
 
 
 class OverlappedReduction(FlatReduction):

@@ -272,8 +272,10 @@ class SummedBeforeUnscaled(Unscaled):
     So data-parallel training sums: torch's DistributedDataParallel in the parameters' dtype, its
     `fp16_compress_hook` always in FP16. M micro-batches count as M ranks.
 
-    Ranks are summed in order. A ring adds each part of a tensor in another order, which starts at
-    another rank. With more than two ranks its bits differ from these, its errors do not.
+    Without `ranks` they are added in order, each addition rounded. A ring starts each part of a
+    tensor at another rank: other bits with more than two ranks, but errors as large. A tree has
+    smaller ones, log2(M) roundings instead of M - 1; a sum in FP32 has a single one. Those orders
+    need all gradients at once (`mprun.distributed.reduction`).
     """
 
     dtype: torch.dtype  # of the sum and of its terms

@@ -92,7 +92,7 @@ class MixedPrecisionOptimizer:
         parts: micro-batches of an update, each of which calls `backward` with its loss. The update
             uses their mean, divided after unscaling.
         reduction: sums over ranks, each of which propagates the losses of some of the `parts`;
-            None: all of them are propagated here.
+            None: all of them are propagated here, and added as they come.
         seed: seed of the random bits of stochastic rounding.
 
     Raises:
@@ -354,6 +354,9 @@ class MixedPrecisionOptimizer:
     def _gathering(self, policy: PrecisionPolicy, casts: bool) -> Gathering:
         """Choose the policy's way from losses to gradients."""
         if self.micro_batches > 1 and policy.reduce_dtype is not None:
+            if policy.reduce_order != "rank" and self.reduction is None:
+                why = "needs a reduction that keeps micro-batches apart"
+                raise ValueError(f"reduce_order={policy.reduce_order}: {why}")
             own_sum = policy.reduce_dtype, policy.reduce_divide
             return SummedBeforeUnscaled(*self._of_gathering, *own_sum)
         multiplies = any(row.table.gradient_factor != 1 for row in self.rows)

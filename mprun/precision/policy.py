@@ -27,6 +27,7 @@ from mprun.precision.scaled_products import FORMAT_NAMES, FORMATS, GRANULARITIES
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 DIVIDE = ("after", "before", "split")  # where a sum over ranks is divided
+ORDERS = ("rank", "ring", "tree", "fp32")  # in which that sum is added
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | FORMAT_NAMES
 
 
@@ -50,6 +51,7 @@ class PrecisionPolicy:
     reduce_dtype: dtype in which gradients are summed over ranks, scaled as backward computed them.
         None: in grad_dtype, unscaled. The micro-batches of an update count as ranks.
     reduce_divide: where that sum is divided, see `mprun.precision.gradients.factors`.
+    reduce_order: order in which it is added, see `mprun.distributed.reduction.in_order`.
     rounding: how 16-bit weights without a master copy are stored. "nearest": the update computes in
         their dtype; "stochastic", "kahan": after an update in FP32, see
         `mprun.precision.rounded_weights`.
@@ -67,6 +69,7 @@ class PrecisionPolicy:
     fp32_math: str = "ieee"
     reduce_dtype: torch.dtype | None = None
     reduce_divide: str = "after"
+    reduce_order: str = "rank"
     rounding: str = "nearest"
     state_dtype: torch.dtype | None = None
     products: ScaledProducts | None = None
@@ -100,6 +103,7 @@ class PrecisionPolicy:
 _WORDS = {
     "fp32_math": ("ieee", "tf32"),
     "reduce_divide": DIVIDE,
+    "reduce_order": ORDERS,
     "rounding": ("nearest", "stochastic", "kahan"),
     "granularity": GRANULARITIES,
 }

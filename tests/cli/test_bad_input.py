@@ -127,6 +127,7 @@ CASES = [
     ("model=dcgan train.accumulate=0", "train.accumulate=0|>= 1"),
     ("precision.reduce_dtype=fp16", "precision.reduce_dtype=fp16|train.accumulate=8"),
     ("precision.reduce_divide=before train.accumulate=2", "reduce_divide=before|reduce_dtype"),
+    ("precision.reduce_order=tree train.accumulate=2", "reduce_order=tree|reduce_dtype"),
     ("train.steps=null", "train.steps=null|train.epochs=null"),
     ("train.epochs=1 train.steps=9", "train.steps=9|train.epochs=1.0"),
     ("train.accumulate=1000000", "data.batch_size"),

@@ -9,6 +9,7 @@ from ..helpers import raises_line
 
 IMAGES = ["model=resnet50", "train.accumulate=4"]
 LM = ["model=lstm_lm", "data.batch_size=20"]
+TREE = ["precision.reduce_dtype=bf16", "precision.reduce_order=tree"]
 
 
 @pytest.mark.parametrize(
@@ -17,6 +18,8 @@ LM = ["model=lstm_lm", "data.batch_size=20"]
         [*IMAGES, "devices=2"],
         [*IMAGES, "devices=2", "nodes=2"],
         [*IMAGES, "devices=auto"],
+        [*IMAGES, *TREE],
+        [*IMAGES, *TREE, "devices=2", "dist.order=fixed"],
         [*LM, "devices=4"],
         ["model=dcgan", "train.accumulate=2", "devices=2", "scaler=dynamic", "scaler.per=loss"],
     ],
@@ -44,6 +47,7 @@ def test_what_ranks_compute(overrides):
         ([*IMAGES, "devices=2", "numerics=on", "numerics.shadow_every=2"], "shadow_every=2: must"),
         ([*IMAGES, "devices=2", "dist.order=fixed", "dist.engine=ddp"], "dist.engine=ddp: dist.o"),
         ([*IMAGES, "devices=2", "dist.engine=ddp", "scaler=logmax"], "dist.engine=ddp: scaler"),
+        ([*IMAGES, *TREE, "devices=2"], "precision.reduce_order=tree: devices=2 add in the lib"),
         (["devices=0"], "devices=0: must be a whole number from 1 to 1024, or auto"),
         (["devices=1.5"], "devices=1.5: must be"),
         (["devices=auto", "device=cpu"], "devices=auto: counts GPUs"),

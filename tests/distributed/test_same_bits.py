@@ -12,6 +12,7 @@ from PIL import Image
 
 from mprun.config.option_files import option_files
 from mprun.distributed.ranks import ALONE
+from mprun.precision.policy import ORDERS
 
 from ..shipped import OF_ANY_NETWORK
 from ..tables import with_extensions
@@ -85,6 +86,7 @@ EXACT = [task for task in TASKS if task != "language_model"]
 
 def test_two_ranks_are_one(tmp_path):
     cases = cases_of(("classification", "gan"), ("fp16_master_scaled",))
+    cases["tree"] = in_16_bits("bf16", "tree", 4, "dist.order=fixed")
     (alone,) = on_ranks(1, cases, tmp_path / "1")
     two = on_ranks(2, cases, tmp_path / "2")
     assert differences(cases, alone, two) == []
@@ -112,6 +114,12 @@ def reconstruction(*overrides, plants=False):
     }
 
 
+def in_16_bits(dtype, order, parts, *overrides):
+    mode = "fp16_master_scaled" if dtype == "fp16" else "bf16_master"
+    own = [f"precision={mode}", f"precision.reduce_dtype={dtype}", f"train.accumulate={parts}"]
+    return reconstruction(*own, f"precision.reduce_order={order}", *overrides)
+
+
 @pytest.mark.slow
 def test_every_scaler_is_told_the_same(tmp_path):
     """By the sum, or by the maximum over ranks: an overflow of one rank is one of all."""
@@ -131,7 +139,7 @@ def test_every_scaler_is_told_the_same(tmp_path):
 
 @pytest.mark.slow
 def test_sums_in_16_bits_are_those_that_one_rank_emulates(tmp_path):
-    """gloo adds two ranks in their order; more than two in the order of a ring."""
+    """gloo adds two ranks in their order."""
     in_fp16 = ["precision=fp16_master_scaled", "precision.reduce_dtype=fp16"]
     cases = {}
     for divide in ("before", "after", "split"):
@@ -142,6 +150,26 @@ def test_sums_in_16_bits_are_those_that_one_rank_emulates(tmp_path):
     assert differences(cases, alone, on_ranks(2, cases, tmp_path / "2")) == []
     fixed = {name: case for name, case in cases.items() if name.endswith("fixed")}
     assert differences(fixed, alone, on_ranks(4, fixed, tmp_path / "4")) == []
+
+
+@pytest.mark.slow
+def test_micro_batches_in_a_ring_are_ranks_on_gloo(tmp_path):
+    """In buckets of parameters, of which a ring takes one at a time."""
+    for world in (3, 4):
+        own = [("fp16", "dist.bucket_mb=0.1"), ("bf16", "dist.bucket_mb=25")]
+        ring = {dtype: in_16_bits(dtype, "ring", world, bucket) for dtype, bucket in own}
+        gloo = {dtype: in_16_bits(dtype, "rank", world, bucket) for dtype, bucket in own}
+        (alone,) = on_ranks(1, ring, tmp_path / f"{world} alone")
+        assert differences(ring, alone, on_ranks(world, gloo, tmp_path / str(world))) == []
+
+
+@pytest.mark.slow
+def test_gathered_micro_batches_are_added_in_any_order_on_any_number_of_ranks(tmp_path):
+    cases = {order: in_16_bits("bf16", order, 4, "dist.order=fixed") for order in ORDERS}
+    (alone,) = on_ranks(1, cases, tmp_path / "1")
+    for world in (2, 4):
+        assert differences(cases, alone, on_ranks(world, cases, tmp_path / str(world))) == []
+    assert len({alone[order]["digests"][-1] for order in ORDERS}) == len(ORDERS)
 
 
 def weights_of(found):

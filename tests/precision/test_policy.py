@@ -36,14 +36,14 @@ OTHERS = {
     "fp8_tensorwise": (TABLE["bf16_master"], "nearest", (E4M3, E4M3, E5M2, "tensor", False)),
     "fp8_unscaled": (TABLE["bf16_master"], "nearest", (E4M3, E4M3, E5M2, "none", False)),
 }
-REST = (None, "after", "nearest", None, None)  # of reductions, update and products
+REST = (None, "after", "rank", "nearest", None, None)  # of reductions, update and products
 
 
 @pytest.mark.parametrize("name", MODES)
 def test_the_table(name):
     dtypes, rounding, products = OTHERS.get(name) or (TABLE[name], "nearest", None)
     products = None if products is None else (*products, (), ("*",))
-    expected = (name, *dtypes, None, "after", rounding, None, products)
+    expected = (name, *dtypes, None, "after", "rank", rounding, None, products)
     assert dataclasses.astuple(get_policy(name)) == expected
 
 

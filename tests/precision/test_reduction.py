@@ -5,6 +5,7 @@ import math
 import os
 import time
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -14,6 +15,8 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
+from mprun.distributed.ranks import ALONE
+from mprun.distributed.reduction import FlatReduction, in_order
 from mprun.precision import (
     ForwardContext,
     MixedPrecisionOptimizer,
@@ -23,7 +26,7 @@ from mprun.precision import (
 )
 from mprun.precision.gradients import SummedBeforeUnscaled, factors
 from mprun.precision.loss_scale import NoLossScale, StaticLossScale
-from mprun.precision.policy import DIVIDE, build_policy
+from mprun.precision.policy import DIVIDE, ORDERS, build_policy
 
 from ..helpers import assert_same_bits, making, network
 
@@ -79,11 +82,11 @@ def pass_through(model, policy, batch, backward):
         backward(F.mse_loss(outputs.float(), torch.ones_like(outputs).float()))
 
 
-def loop(policy, scale, inputs, parts):
+def loop(policy, scale, inputs, parts, reduction=None):
     """The engine's gradients of a step of `parts` micro-batches, in the model's order."""
     cast = cast_model(network(8, 16, 4), policy)
     made = StaticLossScale(scale) if scale > 1 else get_loss_scale("none")
-    optimizer = MixedPrecisionOptimizer(cast, SGD, made, parts=parts)
+    optimizer = MixedPrecisionOptimizer(cast, SGD, made, parts=parts, reduction=reduction)
     optimizer.zero_grad()
     for batch in inputs.chunk(parts):
         pass_through(cast.module, policy, batch, optimizer.backward)
@@ -138,6 +141,32 @@ def test_a_step_reduces_as_so_many_ranks_would(mode, divide):
         assert torch.equal(own, expected)
 
 
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_step_adds_in_the_order_of_its_policy_and_bucket_by_bucket(order):
+    base, parts = get_policy("fp16_master"), 6
+    policy = dataclasses.replace(base, reduce_dtype=B16, reduce_order=order)
+    inputs = torch.randn(24, 8, generator=torch.Generator().manual_seed(2))
+    each = by_hand(base, 1.0, inputs, parts)
+    own_parts = [
+        torch.stack([own.to(B16).flatten() for own in part]) for part in zip(*each, strict=True)
+    ]
+    # The last parameters first: a bucket ends with the one that fills it.
+    first = in_order(torch.cat(own_parts[:0:-1], 1), order)
+    totals = [in_order(own_parts[0], order), *reversed(first.split(sizes(own_parts[:0:-1])))]
+    reduction = FlatReduction(
+        ALONE, fixed=True, order=order, bucket_bytes=2 * sum(sizes(own_parts[1:]))
+    )
+    for own, expected in zip(loop(policy, 1.0, inputs, parts, reduction), totals, strict=True):
+        assert torch.equal(own.flatten(), expected.float() / parts)
+    if order != "rank":
+        with pytest.raises(ValueError, match=f"reduce_order={order}: needs a reduction"):
+            loop(policy, 1.0, inputs, parts)
+
+
+def sizes(parts):
+    return [part.shape[1] for part in parts]
+
+
 def test_a_sum_that_overflows_on_the_wire_is_skipped_by_a_scaler_and_lands_without():
     policy = dataclasses.replace(get_policy("fp16_master"), reduce_dtype=F16)
     for scale, skipped in ((StaticLossScale(2.0), True), (get_loss_scale("none"), False)):
@@ -161,6 +190,11 @@ def numbers(rank, dtype, count=80003):
     return (torch.randn(count) * torch.randn(count).mul(2).exp()).to(dtype)
 
 
+# (ranks, dtype, elements) of sums by gloo: some chunks are empty; segments are as long as they get.
+SUMS = [(ranks, dtype, 80003) for ranks in (2, 3, 4) for dtype in (F16, B16, F32)]
+SUMS += [(4, F16, 3), (3, F32, 1_900_003)]
+
+
 def gradients(rank, dtype, wrapped=lambda model: model):
     """Of a linear layer after a batch of this rank's own."""
     torch.manual_seed(9)
@@ -178,7 +212,8 @@ def work(rank, folder):
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     store = dist.FileStore(f"{folder}/store", 4)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=4)
-    pair, found = dist.new_group([0, 1]), {}
+    groups, found = {ranks: dist.new_group(range(ranks)) for ranks in (2, 3, 4)}, {}
+    pair = groups[2]
 
     def stock(model):
         return DistributedDataParallel(model, process_group=pair)
@@ -188,11 +223,10 @@ def work(rank, folder):
         model.register_comm_hook(pair, fp16_compress_hook)
         return model
 
-    for dtype in (F16, B16):
-        for group, count in ((None, 4), (pair, 2)):
-            if rank < count:
-                found[dtype, count] = numbers(rank, dtype)
-                dist.all_reduce(found[dtype, count], group=group)
+    for ranks, dtype, count in SUMS:
+        if rank < ranks:
+            found[ranks, dtype, count] = numbers(rank, dtype, count)
+            dist.all_reduce(found[ranks, dtype, count], group=groups[ranks])
     if rank < 2:
         found["stock"], found["compressed"] = (
             gradients(rank, dtype, wrapped) for dtype, wrapped in ((F16, stock), (F32, compressed))
@@ -216,28 +250,52 @@ def of_ranks(tmp_path_factory):
     return torch.load(folder / "found.pt")
 
 
-@pytest.mark.parametrize("dtype", [F16, B16])
-def test_two_ranks_have_the_bits_of_gloo(of_ranks, dtype):
-    own, _ = summed([numbers(rank, dtype) for rank in range(2)], dtype)
-    assert torch.equal(own, of_ranks[dtype, 2])
+@pytest.mark.parametrize(("ranks", "dtype", "count"), SUMS)
+def test_a_ring_has_the_bits_of_gloo(of_ranks, ranks, dtype, count):
+    terms = torch.stack([numbers(rank, dtype, count) for rank in range(ranks)])
+    theirs = of_ranks[ranks, dtype, count]
+    assert_same_bits([in_order(terms, "ring")], [theirs])
+    # Two ranks have one order; with more, each order has bits of its own.
+    others = [in_order(terms, order) for order in ("rank", "tree")]
+    assert [torch.equal(own, theirs) for own in others] == [ranks == 2] * 2
 
 
-@pytest.mark.parametrize("dtype", [F16, B16])
-def test_four_ranks_have_the_bits_of_gloo_in_the_order_of_its_ring(of_ranks, dtype):
-    """Its ring adds quarter q from rank q - 1 downwards; ours adds from rank 0 upwards."""
-    each, theirs = [numbers(rank, dtype) for rank in range(4)], of_ranks[dtype, 4]
-    size = -(-theirs.numel() // 4)
-    # Where its quarters end is rounded to whole memory lines.
-    for quarter in range(4):
-        place = slice(quarter * size + 64, (quarter + 1) * size - 64)
-        order = [(quarter - 1 - step) % 4 for step in range(4)]
-        own, _ = summed([each[rank][place] for rank in order], dtype)
-        assert torch.equal(own, theirs[place])
-    in_order, _ = summed(each, dtype)
-    assert not torch.equal(in_order, theirs)  # an order has bits of its own
-    exact = sum(one.double() for one in each)
-    error, rings = float((in_order - exact).norm()), float((theirs - exact).norm())
-    assert error == pytest.approx(rings, rel=0.1)
+def rounded(values, dtype):
+    """To nearest, ties to even, by the bits: numpy has no BF16."""
+    if dtype is not B16:
+        return values.astype({F16: np.float16, F32: np.float32}[dtype]).astype(np.float32)
+    bits = values.astype(np.float32).view(np.uint32)
+    return (bits + 0x7FFF + (bits >> 16 & 1) >> 16 << 16).view(np.float32)
+
+
+def halves(terms, dtype):
+    """A sum of neighbours in pairs, from its root: the left half is a power of two."""
+    if len(terms) == 1:
+        return terms[0]
+    left = 2 ** ((len(terms) - 1).bit_length() - 1)
+    return rounded(halves(terms[:left], dtype) + halves(terms[left:], dtype), dtype)
+
+
+@pytest.mark.parametrize("dtype", [F16, B16, F32])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 6, 7, 8, 13, 64, 100])
+def test_sums_in_other_orders_are_those_of_numpy(ranks, dtype):
+    terms = torch.stack([numbers(rank, dtype, 997) for rank in range(ranks)])
+    plain = terms.float().numpy()
+    assert np.array_equal(in_order(terms, "tree").float().numpy(), halves(plain, dtype))
+    one_by_one = plain[0]
+    in_fp32 = plain[0]
+    for term in plain[1:]:
+        one_by_one, in_fp32 = rounded(one_by_one + term, dtype), in_fp32 + term
+    assert np.array_equal(in_order(terms, "rank").float().numpy(), one_by_one)
+    assert np.array_equal(in_order(terms, "fp32").float().numpy(), rounded(in_fp32, dtype))
+
+
+def test_small_terms_survive_in_a_tree_and_in_fp32():
+    """Hand-derived: 2048 + 1 rounds to 2048 in FP16, and so does 2048 + 1 of every later rank."""
+    terms = torch.tensor([[2048.0]] + [[1.0]] * 15).half()
+    found = {order: in_order(terms, order).item() for order in ORDERS}
+    # One element is of chunk 0, which begins at the last rank: 15 ones are added up first.
+    assert found == {"rank": 2048, "ring": 2064, "tree": 2062, "fp32": 2064}
 
 
 def test_stock_ddp_and_its_compression_divide_before_in_fp16(of_ranks):

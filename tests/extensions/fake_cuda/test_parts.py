@@ -69,7 +69,8 @@ def test_every_scaler_in_every_16_bit_dtype(device, tmp_path, scaler, mode):
 SETTINGS = (
     "train.accumulate=2",
     "train.accumulate=2 precision.reduce_dtype=fp16 precision.reduce_divide=before",
-    "train.accumulate=4 precision.reduce_dtype=bf16 precision.reduce_divide=split",
+    "train.accumulate=4 precision.reduce_dtype=bf16 precision.reduce_divide=split "
+    "precision.reduce_order=ring",
     "train.accumulate=3 precision=fp16_naive optim=sgd optim.momentum=0.9",
     "train.accumulate=2 precision=fp32 precision.reduce_dtype=fp16",
     "train.clip_norm=0.25",
