@@ -271,7 +271,8 @@ def _check_own_network(
             raise BadInput(f"{name}: returned a network twice; each call must build one")
         if device.type == "cuda" or native:
             _check_recurrent(f"{name} precision={policy.name}", copies, forward_context)
-    trial = Trial(name, task_of(model), copies, data, device, getattr(model, "latent_size", 0))
+    latent_size = getattr(model, "latent_size", 0)
+    trial = Trial(name, task_of(model), copies, data, device, latent_size, model.carries_state)
     # A separate context: the run's counts the run's operations.
     own = ForwardContext(policy, device, native=native, overrides=overrides.values())
     trial.run(policy, own, overrides)

@@ -101,7 +101,7 @@ class Trial:
     """Throw-away networks of one task, and the data that they are tried on.
 
     name: what to blame, "model.factory=...". networks: one, or generator and discriminator.
-    latent_size: length of a generator's codes.
+    latent_size: length of a generator's codes. carries_state: a language model may have a state.
     """
 
     name: str
@@ -110,6 +110,7 @@ class Trial:
     data: Any  # a Source, with the sizes that its task needs
     device: torch.device
     latent_size: int = 0
+    carries_state: bool = True
 
     def run(
         self, policy: PrecisionPolicy, forward_context: ForwardContext, overrides: Mapping
@@ -186,6 +187,9 @@ class Trial:
             if not isinstance(new, tuple | list) or not all(isinstance(s, Tensor) for s in new):
                 must = "must be a tuple of tensors (empty if no state is carried on)"
                 raise BadInput(f"{returned} {shape_of(new)} as state, {must}")
+            if new and not self.carries_state:
+                given = f"a state of {len(new)} tensors, must be () with model.carries_state=false"
+                raise BadInput(f"{returned} {given}")
             if state is not None and [s.shape for s in state] != [s.shape for s in new]:
                 raise BadInput(f"{self.name}: the state changes its shapes from batch to batch")
             state = tuple(part.detach() for part in new)

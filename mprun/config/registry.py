@@ -66,6 +66,9 @@ class Network(Component):
     recurrent: bool = False  # it has LSTM or GRU layers
     # It generates images in [-1, 1], of `model.image_size`, and takes such images.
     in_tanh: bool = False
+    # A language model's state goes on from window to window. False: there is none, so that ranks
+    # share out micro-batches instead of streams.
+    carries_state: bool = True
     zero_state: bool = False  # what it carries on starts as zeros, or there is nothing
     why_no_graph: str | None = None  # the reason why its steps cannot be a CUDA graph
 
@@ -95,9 +98,7 @@ class TaskKind:
     network_kind: str = ""  # in words, for messages
     sizes: tuple[str, ...] = ()  # that its data source must know
     networks: int = 1  # trained in turn, each with an optimizer
-    # A batch is a piece of each of several streams, whose state is carried on; ranks share out the
-    # streams.
-    streams: bool = False
+    streams: bool = False  # a batch is a piece of each of several streams, which may have a state
     overlaps: bool = False  # gradients can be summed over ranks during the backward pass
     of_own_networks: bool = False  # a user's network can learn it by its name
 
@@ -108,6 +109,10 @@ class ModelConfig:
 
     component: ClassVar[Network] = Network(name="", config=object, task="")
     name: str = setting(MISSING, "Which network is built; model=OPTION sets it")
+
+    @property
+    def carries_state(self) -> bool:
+        return self.component.carries_state
 
 
 @dataclass(slots=True)
@@ -153,6 +158,11 @@ def task_of(model: Any) -> str:
 def kind_of(model: ModelConfig) -> TaskKind:
     """Return the registered facts of a configured network's task."""
     return kind_called(task_of(model))
+
+
+def shares_streams(model: ModelConfig) -> bool:
+    """Return whether ranks share out the streams of every batch: their state is carried on."""
+    return kind_of(model).streams and model.carries_state
 
 
 def kind_called(name: str) -> TaskKind:

@@ -15,7 +15,7 @@ from mprun.config.components import COMPONENTS, SOURCES
 from mprun.config.fields import is_label, violations
 from mprun.config.metrics import IN_POINTS
 from mprun.config.option_files import named
-from mprun.config.registry import kind_of, readers_of
+from mprun.config.registry import kind_of, readers_of, shares_streams
 from mprun.config.schema import DTYPES, RunConfig
 from mprun.config.trust import check_own_code
 from mprun.errors import BadInput, no_folder
@@ -281,16 +281,16 @@ def why_not_on(config: RunConfig, world: int) -> Iterator[str]:
     parts, batch = config.train.accumulate, config.data.batch_size
     if getattr(config.model, "sampled", False):
         yield f"{given}: model.sampled_softmax updates rows of its tables on one rank (allowed: 1)"
-    if kind_of(config.model).streams:
+    if shares_streams(config.model):
         if batch % world:
             use = f"data.batch_size={-(-batch // world) * world} or ranks that divide it"
             yield f"{given}: {world} ranks share out data.batch_size={batch} streams; use {use}"
         if config.precision.reduce_dtype is not None:
-            why = "would depend on how ranks share out the streams of a language model"
+            why = "would depend on how ranks share out the streams of a recurrent language model"
             yield f"{given}: the sum in precision.reduce_dtype {why} (allowed: 1)"
         if config.scaler.kind == "logmax":
             why = "follows the largest gradient of all streams, of which each rank has some"
-            yield f"{given}: scaler={config.scaler.name} {why} (allowed with a language model: 1)"
+            yield f"{given}: scaler={config.scaler.name} {why} (allowed here: 1)"
     elif parts % world:
         more = -(-parts // world) * world
         remedy = f"use train.accumulate={more} ({more * batch:,} samples an update)"
@@ -392,7 +392,7 @@ def why_no_graph(config: RunConfig, device: str) -> str | None:
         return "a user's network may change with a number that a replay would keep"
     if world_of(config) != 1:
         return f"devices={config.devices}: ranks exchange gradients in a step"
-    if kind_of(config.model).streams and (parts := config.train.accumulate) > 1:
+    if shares_streams(config.model) and (parts := config.train.accumulate) > 1:
         return f"train.accumulate={parts} with a language model carries its state on in the step"
     if config.data.component.several_shapes:
         return f"data={config.data.name}: batches differ in length, a graph has one shape"

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from mprun.data.source import Batch, Source
+from mprun.distributed.ranks import ALONE, Ranks
 from mprun.precision import ForwardContext, LossScale, PrecisionPolicy
 from mprun.tasks.task import Learner, Task, as_row, shared
 
@@ -139,9 +140,12 @@ class LanguageModel(Supervised):
     """Cross-entropy in nats per token; metrics loss and perplexity.
 
     Backpropagation is truncated: the state goes on from batch to batch within an epoch and starts
-    from zero in each epoch and in each evaluation (Zaremba et al., arXiv 1409.2329).
+    from zero in each epoch and in each evaluation (Zaremba et al., arXiv 1409.2329). Ranks then
+    share out the streams of each batch, and each evaluates the whole. Without a state they share
+    out micro-batches and held-out batches, as in every other task.
 
     Args:
+        carries_state: False: the network's state is always `()`.
         sampled: the model returns the losses of the tokens itself, like `SampledLSTM`: in training
             those of a sample of the words, which are lower than the full ones of an evaluation.
         time_reduction: the propagated loss is the "mean" over all tokens or, as in the published
@@ -152,33 +156,49 @@ class LanguageModel(Supervised):
     sample = "token"
 
     def __init__(
-        self, *arguments: Any, sampled: bool = False, time_reduction: str = "mean", **named: Any
+        self,
+        *arguments: Any,
+        carries_state: bool = True,
+        sampled: bool = False,
+        time_reduction: str = "mean",
+        **named: Any,
     ):
         super().__init__(*arguments, **named)
+        self.carries_state = carries_state
         self.sampled, self.time_reduction = sampled, time_reduction
-        self.hidden: tuple[Tensor, ...] | None = None
+        self.hidden: tuple[Tensor, ...] | None = None if carries_state else ()
         self._before: tuple[Tensor, ...] | None = None  # the step that is being taken
 
     def load(self, step: int) -> Iterator[Tokens]:
-        """Load `accumulate` consecutive batches of the same streams, split among the ranks."""
-        first = step * self.accumulate
-        for index in range(first, first + self.accumulate):
+        """Load this rank's micro-batches, consecutive pieces of the same streams."""
+        for number in self.numbers:
+            index = step * self.accumulate + number
             tokens, targets = self.data.train_batch(index)
-            if self.ranks.world > 1:
+            if self._splits_streams:
                 own = self.ranks.streams(tokens.shape[1])
                 tokens, targets = tokens[:, own].contiguous(), targets[:, own].contiguous()
-            yield Tokens(tokens, targets, index % self.data.batches_per_epoch == 0)
+            begins = index % self.data.batches_per_epoch == 0
+            yield Tokens(tokens, targets, fresh=begins and self.carries_state)
 
     def samples_of(self, batch: Batch) -> int:
         return batch[1].numel()
 
     @property
     def numbers(self) -> range:
-        return range(self.accumulate)
+        return range(self.accumulate) if self.carries_state else super().numbers
+
+    @property
+    def evaluating_ranks(self) -> Ranks:
+        return ALONE if self.carries_state else super().evaluating_ranks
+
+    @property
+    def _splits_streams(self) -> bool:
+        """Whether each rank takes some of the streams of every micro-batch."""
+        return self.carries_state and self.ranks.world > 1
 
     def _seed_part(self, *number: int) -> None:
         # When ranks split the streams, each rank needs its own random numbers.
-        super()._seed_part(*number, *([self.ranks.rank] if self.ranks.world > 1 else []))
+        super()._seed_part(*number, *([self.ranks.rank] if self._splits_streams else []))
 
     def compute(self, batches: Iterable[Tokens], measure: bool = False) -> dict[str, Tensor]:
         self._before = self.hidden
@@ -207,28 +227,29 @@ class LanguageModel(Supervised):
         self.hidden = tuple(part.detach() for part in hidden)
         propagated = loss * len(tokens) if self.time_reduction == "sum" else loss
         # The mean over all streams: gradients are as large as on one rank.
-        return loss, propagated / self.ranks.world if self.ranks.world > 1 else propagated
+        return loss, propagated / self.ranks.world if self._splits_streams else propagated
 
+    @shared
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss per held-out token, with carried state, and its exponential."""
-        total = torch.zeros((), dtype=torch.float64, device=self.forward_context.device)
-        count, hidden = 0, None
+        rows, count, hidden = [], 0, None
         with self.learner.evaluating(self.forward_context, self.eval_in_mode) as model:
             for tokens, targets in self.held_out():
                 if self.sampled:
                     losses, hidden = model(tokens, targets, hidden)
-                    total += losses.sum(dtype=torch.float64)
+                    total = losses.sum(dtype=torch.float64)
                 else:
                     logits, hidden = model(tokens, hidden)
                     logits = logits.flatten(0, 1).float()
-                    total += F.cross_entropy(logits, targets.flatten(), reduction="sum")
+                    total = F.cross_entropy(logits, targets.flatten(), reduction="sum")
+                rows.append(as_row(total))
                 count += targets.numel()
-        loss = total.item() / count
+        (loss,) = self.evaluating_ranks.mean(rows, count)
         return {"loss": loss, "perplexity": math.exp(loss) if loss < 700 else math.inf}
 
     def state_dict(self) -> dict:
         hidden = self.hidden
-        if hidden is not None and self.ranks.world > 1:  # [layers, streams, ...]
+        if hidden is not None and self._splits_streams:  # [layers, streams, ...]
             turned = [self.ranks.gather(part.transpose(0, 1).contiguous()) for part in hidden]
             hidden = tuple(part.transpose(0, 1).contiguous() for part in turned)
         return super().state_dict() | {"hidden": hidden}
@@ -236,10 +257,11 @@ class LanguageModel(Supervised):
     def load_state_dict(self, state: dict) -> None:
         super().load_state_dict(state)
         hidden, device = state["hidden"], self.forward_context.device
-        if hidden and self.ranks.world > 1:
+        if hidden and self._splits_streams:
             own = self.ranks.streams(hidden[0].shape[1])
             hidden = tuple(part[:, own].contiguous() for part in hidden)
-        self.hidden = None if hidden is None else tuple(part.to(device) for part in hidden)
+        if hidden is not None or self.carries_state:  # of a run without, before its first step
+            self.hidden = hidden and tuple(part.to(device) for part in hidden)
 
 
 def cross_entropy(

@@ -143,10 +143,14 @@ class Task(ABC):
     def evaluate(self) -> dict[str, float]:
         """Return metrics of the whole held-out split; always `loss`."""
 
+    @property
+    def evaluating_ranks(self) -> Ranks:
+        """The ranks that split the held-out batches: all if `evaluate` is `shared`, or this one."""
+        return self.ranks if getattr(type(self).evaluate, "shares_held_out", False) else ALONE
+
     def held_out(self) -> Iterator[Batch]:
-        """Iterate over the held-out batches: all, or this rank's if `evaluate` is `shared`."""
-        shares = getattr(type(self).evaluate, "shares_held_out", False)
-        ranks, done, data = self.ranks if shares else ALONE, 0, self.data
+        """Iterate over the held-out batches that this one of the `evaluating_ranks` takes."""
+        ranks, done, data = self.evaluating_ranks, 0, self.data
         whole = ranks.world == 1
         for batch in data.eval_batches() if whole else data.eval_share(ranks.rank, ranks.world):
             yield batch

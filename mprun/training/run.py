@@ -17,7 +17,7 @@ import torch
 from mprun.build import Built, build
 from mprun.config.compose import Composed
 from mprun.config.keys import config_hash, is_told
-from mprun.config.registry import kind_of
+from mprun.config.registry import shares_streams
 from mprun.config.rules import engine_of, why_not_on
 from mprun.config.schema import RunConfig
 from mprun.distributed.rank_info import RankInfo
@@ -326,7 +326,7 @@ def _smaller(config: RunConfig) -> str:
     half, accumulate = config.data.batch_size // 2, config.train.accumulate
     less = []
     if half:
-        more = "" if kind_of(config.model).streams else f" train.accumulate={2 * accumulate}"
+        more = "" if shares_streams(config.model) else f" train.accumulate={2 * accumulate}"
         less.append(f"data.batch_size={half}{more}")
     total = card_memory()[1]
     if total > 0 and config.precision.param_dtype == "fp32" and not config.precision.autocast_dtype:

@@ -10,6 +10,7 @@ from ..helpers import raises_line
 IMAGES = ["model=resnet50", "train.accumulate=4"]
 LM = ["model=lstm_lm", "data.batch_size=20"]
 TREE = ["precision.reduce_dtype=bf16", "precision.reduce_order=tree"]
+GPT = ["model=gpt", "train.accumulate=3"]
 
 
 @pytest.mark.parametrize(
@@ -21,6 +22,9 @@ TREE = ["precision.reduce_dtype=bf16", "precision.reduce_order=tree"]
         [*IMAGES, *TREE],
         [*IMAGES, *TREE, "devices=2", "dist.order=fixed"],
         [*LM, "devices=4"],
+        [*GPT, "devices=3", "data.batch_size=2"],
+        [*GPT, "devices=3", "precision=fp16_master_scaled", "scaler=logmax"],
+        [*GPT, "devices=3", "precision=fp16_master_scaled", "precision.reduce_dtype=fp16"],
         ["model=dcgan", "train.accumulate=2", "devices=2", "scaler=dynamic", "scaler.per=loss"],
     ],
 )
@@ -34,6 +38,7 @@ def test_what_ranks_compute(overrides):
         ([*IMAGES, "devices=8"], "8 ranks share out train.accumulate=4 micro-batches; use train."),
         (["model=resnet50", "devices=2"], "or data.batch_size=16 train.accumulate=2 (32)"),
         ([*IMAGES, "devices=2", "nodes=3"], "devices=2 nodes=3: 6 ranks"),
+        ([*GPT, "devices=2"], "2 ranks share out train.accumulate=3 micro-batches; use train."),
         ([*LM, "devices=3"], "share out data.batch_size=20 streams; use data.batch_size=21"),
         ([*LM, "devices=2", "scaler=logmax"], "scaler=logmax follows the largest gradient"),
         (

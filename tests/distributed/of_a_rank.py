@@ -64,6 +64,25 @@ def small(data):
     return Small(data.num_classes, 3)
 
 
+class Windows(nn.Module):
+    """A language model of one's own without a state, and with dropout."""
+
+    def __init__(self, words: int, kept: int) -> None:
+        super().__init__()
+        self.embedding, self.dropout = nn.Embedding(words, 16), nn.Dropout(0.3)
+        self.middle, self.output = nn.Linear(16, 16), nn.Linear(16, words)
+        self.kept = kept  # tensors of the state, of which there should be none
+
+    def forward(self, tokens: Tensor, state: tuple) -> tuple[Tensor, tuple]:
+        x = self.middle(self.dropout(self.embedding(tokens))).tanh()
+        return self.output(x), (x[-1],) * self.kept
+
+
+def windows(data, kept=0):
+    """`model.factory` of a language model's cases."""
+    return Windows(data.vocab_size, kept)
+
+
 class Planted:
     """A source in which one pixel of one micro-batch is infinite; tokens are left as they are."""
 

@@ -30,6 +30,8 @@ TASKS = {
     f"model.task=tests.distributed.of_a_rank:Regression optim.lr=0.001 data=digits_32 {IMAGES}",
     "language_model": "model=lstm_lm model.embedding_size=16 model.hidden_size=16 "
     "data.batch_size=8 data.sequence_length=5 train.accumulate=2 dist.order=fixed",
+    "gpt": "model=gpt model.hidden_size=16 model.num_heads=2 data=synthetic_tokens "
+    f"data.vocab_size=64 data.sequence_length=5 data.eval_tokens=200 {IMAGES}",
 }
 TASKS = with_extensions("RANKS", TASKS)
 
@@ -87,6 +89,7 @@ EXACT = [task for task in TASKS if task != "language_model"]
 def test_two_ranks_are_one(tmp_path):
     cases = cases_of(("classification", "gan"), ("fp16_master_scaled",))
     cases["tree"] = in_16_bits("bf16", "tree", 4, "dist.order=fixed")
+    cases |= cases_of(("gpt",), ("fp8_rowwise",))
     (alone,) = on_ranks(1, cases, tmp_path / "1")
     two = on_ranks(2, cases, tmp_path / "2")
     assert differences(cases, alone, two) == []

@@ -113,6 +113,16 @@ def test_the_state_of_another_network_starts_in_an_eager_step(build_run):
     assert late and stepper.description["replayed"] == 14 - WARM_UP - len(late)
 
 
+def test_micro_batches_of_a_language_model_without_a_state(build_run):
+    overrides = [*SMALL["transformer"], "precision=amp", "train.accumulate=2"]
+    eager, expected, built = pair(build_run, *overrides)
+    stepper = recorded(built)
+    run = Training(built, stepper.step).steps(0, STEPS)
+    assert_same_rows(expected, run)
+    assert_same_bits(eager.task.state_dict(), built.task.state_dict())
+    assert stepper.description["replayed"] == STEPS - WARM_UP
+
+
 class OneSmaller:
     """The same data, with a batch of half the size in place 5."""
 

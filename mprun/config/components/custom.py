@@ -28,6 +28,9 @@ class CustomModelConfig(ModelConfig):
     options: dict[str, Any] = setting(dict, "Keyword arguments of model.factory")
     label_smoothing: float = smoothing()
     aux_weight: float = part(0.0, AUXILIARY)
+    carries_state: bool = setting(
+        True, "With task=language_model; false: its state is (), and ranks share out micro-batches"
+    )
     latent_size: int = count(100, f"With task=gan: {LATENT[0].lower()}{LATENT[1:]}")
     time_reduction: str = time_reduction()
 

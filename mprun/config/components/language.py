@@ -114,6 +114,7 @@ def _heads(model: "GPTConfig", config: RunConfig) -> Iterator[str]:
     builder="mprun.models.gpt:GPT",
     rules=(_heads,),
     needs=("vocab_size", "context_length"),
+    carries_state=False,
     zero_state=True,
 )
 class GPTConfig(ModelConfig):

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from mprun.config.compose import compose_config
-from mprun.config.registry import kind_of
+from mprun.config.registry import shares_streams
 from mprun.config.schema import RunConfig
 from mprun.distributed.launch import launch
 from mprun.distributed.rank_info import rank_info_from
@@ -85,7 +85,7 @@ def _measured(
     """Return the measurement of rank 0, or the exit code if the ranks failed."""
     # Each rank gets the work of a single one.
     key, single = "train.accumulate", config.train.accumulate
-    if kind_of(config.model).streams:
+    if shares_streams(config.model):
         key, single = "data.batch_size", config.data.batch_size
     with tempfile.TemporaryDirectory(prefix="mprun-bench-") as folder:
         file = Path(folder) / "found.json"

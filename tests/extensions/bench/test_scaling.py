@@ -32,7 +32,7 @@ def test_what_there_is_not(devices, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.skipif((os.cpu_count() or 1) < 2, reason="needs two cores")
-@pytest.mark.parametrize("model", ["conv_autoencoder", "lstm_lm"])
+@pytest.mark.parametrize("model", ["conv_autoencoder", "lstm_lm", "gpt"])
 def test_a_table(model, tmp_path):
     words = [*ONE_CORE, "devices=2", f"model={model}", "data.batch_size=4", "--modes", "fp32"]
     words += ["--windows", "2", "--json", "--out", str(tmp_path / "out")]
@@ -46,7 +46,7 @@ def test_a_table(model, tmp_path):
     for row in (one, two):
         assert len(row["windows_ms"]) == len(row["windows_without_sum_ms"]) == 2
         samples = row["samples_per_s"] * row["step_ms"] / 1e3
-        per_rank = {"conv_autoencoder": 4, "lstm_lm": 80}[model]
+        per_rank = {"conv_autoencoder": 4, "lstm_lm": 80, "gpt": 4 * 64}[model]
         assert samples == pytest.approx(per_rank * row["world"], rel=1e-9)
     assert one["exposed_ms"] == 0
     text = (tmp_path / "out" / "scaling.md").read_text()
