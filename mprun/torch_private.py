@@ -19,6 +19,7 @@ from torch._subclasses import fake_tensor
 from torch.autograd import Variable
 from torch.nn.modules import batchnorm, loss
 from torch.utils import _python_dispatch, _pytree
+from torch.utils.data._utils import worker
 
 # Operators and modes. If gone: the page "Extending PyTorch" of torch's manual names the successor.
 
@@ -135,6 +136,12 @@ def apply_to_tensors(
 
 # Tells GradScaler that an optimizer unscales by itself. If gone: GradScaler reads its successor.
 SCALES_ITSELF = "_step_supports_amp_scaling"
+
+
+def forget_worker_info() -> None:
+    """Let `torch.utils.data.get_worker_info()` return None in this process. If gone: workers=0."""
+    worker._worker_info = None
+
 
 # Modules of torch.compile; the first optimizer imports the first. If gone: leave the name out.
 DYNAMO = "torch._dynamo"

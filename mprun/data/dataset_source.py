@@ -1,12 +1,17 @@
-"""A source for the user's data sets: mprun sets order, random augmentation and batches."""
+"""A source for the user's data sets, indexed or streams: random augmentation, batches, processes.
+
+The order is mprun's, or that of a stream, such as a `torch.utils.data.IterableDataset`.
+"""
 
 import hashlib
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
+from torch.utils.data import IterableDataset
 
 from mprun.data.loader import LoadedSource
 from mprun.data.source import (
@@ -19,6 +24,7 @@ from mprun.data.source import (
     seed_sample,
 )
 from mprun.errors import MprunError, raised
+from mprun.torch_private import forget_worker_info
 
 # Keys of random states. Other samples than training ones have the same state for every seed, so
 # that all runs are judged on the same images and equal data have equal hashes.
@@ -34,14 +40,17 @@ class DatasetReader(Reader):
     like: tuple[torch.Size, torch.dtype]  # of every image
 
     def __init__(
-        self, where: str, dataset: Any, num_classes: int, batch_size: int, seed: int | None
+        self,
+        where: str,
+        dataset: Any,
+        samples: int,
+        num_classes: int,
+        batch_size: int,
+        seed: int | None,
     ) -> None:
-        if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-            given = f"{where}={type(dataset).__name__} is not allowed"
-            raise ValueError(f"{given}: a data set with __len__ and __getitem__")
-        if not len(dataset):
+        if samples < 1:
             raise DataError(f"{where}: no item")
-        super().__init__(len(dataset), where, batch_size, seed)
+        super().__init__(samples, where, batch_size, seed)
         self.dataset, self.num_classes, self.seed = dataset, num_classes, seed
 
     def read(self, number: int) -> ReadBatch:
@@ -61,14 +70,18 @@ class DatasetReader(Reader):
         return ReadBatch(images, torch.tensor([label for _, label in pairs]), {})
 
     def sha256_of(self, count: int) -> str:
-        """Hash the length and ``count`` evenly spaced items, as they are delivered."""
+        """Hash the length and ``count`` items, as they are delivered."""
         digest = hashlib.sha256(f"{self.samples}\n".encode())
         with kept_random_state():
             for number in range(count):
-                image, label = self._item(number * self.samples // count, _HASHED)
+                image, label = self._item(self.hashed_place(number, count), _HASHED)
                 digest.update(f"{image.dtype} {list(image.shape)} {label}\n".encode())
                 digest.update(image.contiguous().numpy().data)
         return digest.hexdigest()
+
+    def hashed_place(self, number: int, count: int) -> int:
+        """Return the place of a hashed item: they are evenly spaced."""
+        return number * self.samples // count
 
     def sample(self) -> Tensor:
         """Return image 0; raise DataError if a second reading with the same state differs."""
@@ -77,16 +90,15 @@ class DatasetReader(Reader):
         if image.shape != again.shape or not torch.equal(image, again):
             raise DataError(
                 f"{self.where}[0]: differs when it is read again; random augmentation must draw "
-                "from the global generators of torch, NumPy or random"
+                "from the global generators of torch, NumPy or random, and a stream begin anew"
             )
         return image
 
     def _item(self, index: int, *key: int) -> tuple[Tensor, int]:
         """Read an image, uint8 or float32, and its label with the random state of (key, index)."""
         what = f"{self.where}[{index}]"
-        seed_sample(*key, index)
         try:
-            item = self.dataset[index]
+            item = self._fetched(index, *key)
         except (MprunError, MemoryError):
             raise
         except Exception as error:
@@ -94,6 +106,11 @@ class DatasetReader(Reader):
         if not isinstance(item, tuple | list) or len(item) != 2:
             raise DamagedData(f"{what}: {type(item).__name__}, must be (image, label)")
         return _image(item[0], what), _label(item[1], self.num_classes, what)
+
+    def _fetched(self, index: int, *key: int) -> Any:
+        """Return the data set's own item, made with the random state of (key, index)."""
+        seed_sample(*key, index)
+        return self.dataset[index]
 
 
 def _image(image: object, what: str) -> Tensor:
@@ -120,11 +137,92 @@ def _label(label: SupportsIndex, num_classes: int, what: str) -> int:
     return number
 
 
+_ENDED = object()
+
+
+class StreamReader(DatasetReader):
+    """Batches of a stream, in its own order.
+
+    A stream has no index. Every rank and every loader process therefore iterates over all of it and
+    passes over the items of the others, and so does a resume. No item is taken twice or left out,
+    whatever their number; the cost is that each process reads everything.
+    """
+
+    _iterator: Iterator[Any] | None = None
+    _key: tuple[int, ...] = ()  # of the random states of the iteration that is under way
+    _position = 0  # of its next item
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_iterator": None}  # each process begins for itself
+
+    def places(self, number: int) -> list[int]:
+        """Return the places in the stream of batch ``number``."""
+        if self.seed is None:
+            return super().places(number)
+        at_least(0, index=number)
+        first = number % len(self) * self.batch_size
+        return list(range(first, first + self.batch_size))
+
+    def read(self, number: int) -> ReadBatch:
+        batch = super().read(number)
+        if (number + 1) % len(self) == 0:
+            with kept_random_state():
+                self._check_end()
+        return batch
+
+    def hashed_place(self, number: int, count: int) -> int:
+        return number
+
+    def _fetched(self, index: int, *key: int) -> Any:
+        if self._iterator is None or key != self._key or index < self._position:
+            self._begin(*key)
+        item = self._next()
+        while item is not _ENDED and self._position <= index:  # those of other processes
+            item = self._next()
+        if item is _ENDED:
+            raise self._wrong(f"ended after {self._position} items")
+        return item
+
+    def _begin(self, *key: int) -> None:
+        # A stream that divides itself among loader processes would yield a part.
+        forget_worker_info()
+        if hasattr(self.dataset, "set_epoch"):
+            self.dataset.set_epoch(self._epoch_of(*key))
+        seed_sample(*key, self.samples)  # no place of an item
+        self._iterator, self._key, self._position = iter(self.dataset), key, 0
+
+    def _next(self) -> Any:
+        seed_sample(*self._key, self._position)
+        iterator, self._iterator = self._iterator, None  # after an error it has to begin anew
+        assert iterator is not None
+        item = next(iterator, _ENDED)
+        self._iterator = iterator
+        if item is not _ENDED:
+            self._position += 1
+        return item
+
+    def _check_end(self) -> None:
+        """Read the tail that fills no batch; raise DamagedData if the epoch has another length."""
+        while self._next() is not _ENDED:
+            if self._position > self.samples:
+                raise self._wrong("goes on")
+        if self._position < self.samples:
+            raise self._wrong(f"ended after {self._position} items")
+
+    def _wrong(self, what: str) -> DamagedData:
+        epoch = self._epoch_of(*self._key)
+        must = f"each epoch must have {self.samples} items (its length, or the one stated)"
+        return DamagedData(f"{self.where}: the stream {what} in epoch {epoch}; {must}")
+
+    def _epoch_of(self, *key: int) -> int:
+        return key[2] if len(key) > 2 else 0
+
+
 HASHED_ITEMS = 64  # of each split
 
 
 class DatasetSource(LoadedSource):
-    """Two map-style data sets (``__len__``, ``__getitem__``) of ``(image, label)``.
+    """Two data sets of ``(image, label)``: map-style (``__len__``, ``__getitem__``), or streams.
 
     An image is a tensor ``[channels, height, width]``, uint8 or floating, all of one shape; a label
     an integer from 0 to below ``num_classes``. Batches are ``(images float32
@@ -137,6 +235,11 @@ class DatasetSource(LoadedSource):
     generators of Python, NumPy and torch (CPU) are seeded from (seed, epoch, index), for held-out
     items from the index alone, and restored afterwards. So random augmentation that draws from them
     is the same for any worker count and resume point; any other is refused.
+
+    A stream, such as a `torch.utils.data.IterableDataset`, is iterated over anew in each epoch,
+    after ``set_epoch(epoch)`` if it has that. The order is its own; the index of an item is its
+    place. Every epoch has as many items as ``__len__``, or ``train_samples`` and ``eval_samples``,
+    say. Each process and each rank reads all of it, so it must not divide itself among ranks.
 
     ``workers`` processes read ahead, and as many for the held-out items; 0: the calling thread
     reads. They need picklable data sets, and end with ``close()``. ``sha256`` covers up to 64 items
@@ -161,10 +264,13 @@ class DatasetSource(LoadedSource):
         offset: float | Sequence[float] = 0.0,
         divisor: float | Sequence[float] = 255.0,
         sha256: str | None = None,
+        train_samples: int | None = None,
+        eval_samples: int | None = None,
     ) -> None:
         at_least(1, num_classes=num_classes)
-        reader = DatasetReader("train", train, num_classes, batch_size, seed)
-        eval_reader = DatasetReader("held_out", held_out, num_classes, batch_size, None)
+        sizes = num_classes, batch_size
+        reader = _reader("train", train, "train_samples", train_samples)(*sizes, seed)
+        eval_reader = _reader("held_out", held_out, "eval_samples", eval_samples)(*sizes, None)
         image = reader.sample()
         reader.like = eval_reader.like = image.shape, image.dtype
         channels, height, width = image.shape
@@ -184,8 +290,8 @@ class DatasetSource(LoadedSource):
         self.sha256 = sha256
         self.description = {
             "name": type(train).__name__,
-            "train_samples": len(train),
-            "eval_samples": len(held_out),
+            "train_samples": reader.samples,
+            "eval_samples": eval_reader.samples,
             "num_classes": num_classes,
             "channels": channels,
             "image_height": height,
@@ -200,6 +306,25 @@ class DatasetSource(LoadedSource):
             return images.float().sub_(self._offset).div_(self._divisor)
         # On a CPU they belong to the loader, which may hand them out again.
         return images.clone() if images.device.type == "cpu" else images
+
+
+def _reader(
+    where: str, dataset: Any, key: str, samples: int | None
+) -> Callable[..., DatasetReader]:
+    """Return what makes the reader of a data set; `key` names its stated number of items."""
+    has_length = hasattr(dataset, "__len__")
+    indexed = hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset)
+    again = isinstance(dataset, IterableDataset) or not isinstance(dataset, Iterator)
+    if not (has_length if indexed else isinstance(dataset, Iterable) and again):
+        must = "a data set with __len__ and __getitem__, or one that can be iterated over again"
+        raise ValueError(f"{where}={type(dataset).__name__} is not allowed: {must}")
+    if indexed and samples is not None:
+        raise ValueError(f"{key}={samples} is not allowed: the length of {where} is known")
+    if samples is None and not has_length:
+        stream = f"{where} is a stream without __len__, whose items of an epoch are to be stated"
+        raise ValueError(f"{key}=None is not allowed: {stream}")
+    length = len(dataset) if samples is None else samples
+    return partial(StreamReader if not indexed else DatasetReader, where, dataset, length)
 
 
 def _per_channel(name: str, values, channels: int, device: torch.device) -> Tensor:

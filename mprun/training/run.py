@@ -74,6 +74,7 @@ def start(composed: Composed, rank_info: RankInfo | None = None) -> int:
 
     with ranks.watched():
         built = ranks.together(begun)
+        ranks.together(lambda: _check_same_data(built))
         directory = Path(ranks.first(ranks.together(claimed_by_first)))
     ranks.found(directory)
     if not ranks.is_first:
@@ -105,6 +106,14 @@ def joined(config: RunConfig, device: torch.device, rank_info: RankInfo | None) 
                 "overrides, option files and versions"
             )
     return ranks
+
+
+def _check_same_data(built: Built) -> None:
+    """Raise BadInput if this rank has other data than rank 0."""
+    own = built.data.sha256
+    if built.task.ranks.first(own) != own:
+        must = "each rank must be given all of them, and a stream must not divide itself"
+        raise BadInput(f"other data than on rank 0: {must} (docs/own_data.md)")
 
 
 def follow(directory: Path, config: RunConfig, built: Built, start: Start = BEGINNING) -> int:

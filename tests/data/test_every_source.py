@@ -20,6 +20,7 @@ from . import (
     test_cifar10,
     test_image_folder,
     test_own_sources,
+    test_own_streams,
     test_text_source,
     test_token_files,
 )
@@ -46,6 +47,13 @@ SOURCES = {
             **{**IMAGES, "num_classes": 5, **more},
         )
     ),
+    "stream": lambda _: (
+        lambda **more: DatasetSource(
+            test_own_streams.Stream(),
+            test_own_streams.Stream(7),
+            **{**IMAGES, "num_classes": 5, **more},
+        )
+    ),
     "image folder": lambda root: bound(test_image_folder.source, make_folder(root)),
     "cifar10": lambda root: bound(
         test_cifar10.cifar10, cifar10_folders(root), augmentation="padded_crop", flip=True
@@ -54,7 +62,9 @@ SOURCES = {
     "token files": lambda root: bound(test_token_files.source, test_token_files.made(root)),
 }
 SOURCES = with_extensions("SOURCES", SOURCES, "sources")
-LOADED = [name for name in ("data set", "image folder", "voc", "speech") if name in SOURCES]
+LOADED = [
+    name for name in ("data set", "stream", "image folder", "voc", "speech") if name in SOURCES
+]
 
 
 def random_states():

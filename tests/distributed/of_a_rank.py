@@ -5,11 +5,14 @@ import os
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import IterableDataset
 
 from mprun.build import build
 from mprun.config.compose import compose_config
+from mprun.data import DatasetSource, load_digits
 from mprun.distributed.group import RankGroup
 from mprun.distributed.rank_info import rank_info_from
 from mprun.precision import pin_math_flags
@@ -81,6 +84,32 @@ class Windows(nn.Module):
 def windows(data, kept=0):
     """`model.factory` of a language model's cases."""
     return Windows(data.vocab_size, kept)
+
+
+class Divided(IterableDataset):
+    """A stream of digits, of which each rank would have its own."""
+
+    def __init__(self, first: int, step: int) -> None:
+        images, labels = load_digits()
+        self.items = list(zip(images[first:240:step], labels[first:240:step].tolist(), strict=True))
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __iter__(self):
+        return iter(self.items)
+
+
+def streamed(batch_size, seed, device, workers=0, divided=False):
+    """`data.factory` of a stream that all ranks read whole, or that divides itself."""
+    rank, world = (dist.get_rank(), dist.get_world_size()) if divided else (0, 1)
+    own = {"batch_size": batch_size, "seed": seed, "device": device, "workers": workers}
+    return DatasetSource(Divided(rank, world), Divided(0, 8), num_classes=10, **own)
+
+
+def flat(data):
+    """`model.factory` for them."""
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Dropout(0.2), nn.Linear(32, 10))
 
 
 class Planted:
