@@ -19,9 +19,17 @@ from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from mprun.extensions.script.prepared_model import PreparedModel, is_sharded, prepared_modules
+from mprun.extensions.script.prepared_model import PreparedModel, prepared_modules
+from mprun.extensions.script.shards import (
+    FSDP1,
+    is_fsdp1,
+    is_sharded,
+    keeps_half,
+    why_not_sharded,
+)
 from mprun.extensions.script.steps import Scaling, install_hooks, reach, state_of
 from mprun.precision.casting import chosen_dtypes, matching_modules, those_that_match
 from mprun.precision.emulation import ForwardContext, why_no_lstm, why_unsupported
@@ -88,8 +96,8 @@ def prepare(
     A CPU emulates 16-bit arithmetic as a GPU computes it (docs: precision modes).
 
     Args:
-        model: in FP32, on its device; several in a list. It may be compiled; put
-            DistributedDataParallel around it afterwards.
+        model: in FP32, on its device; several in a list. It may be compiled. On several processes
+            it is in DistributedDataParallel or sharded by `fully_shard`, before or after.
         optimizer: one of torch's or a subclass, before its first step or with a loaded state;
             several in a list. Optimizers created later are included. None: there is none yet.
         precision: name of a mode ("fp32", "fp16_naive", "fp16_master", "amp", ...) or a policy.
@@ -105,7 +113,7 @@ def prepare(
         ValueError: An argument is wrong; the message names it, the error and the allowed values.
     """
     given = _listed("model", model, nn.Module)
-    models = [getattr(one, UNCOMPILED, one) for one in given]  # those in objects of torch.compile
+    models = [_inside(one) for one in given]
     optimizers = [] if optimizer is None else _listed("optimizer", optimizer, Optimizer)
     policy = get_policy(precision) if isinstance(precision, str) else precision
     if not isinstance(policy, PrecisionPolicy):
@@ -114,6 +122,12 @@ def prepare(
     dtypes = _dtypes(models, overrides or {})
     own = [(one, {p: dtypes[p] for p in those_that_match(one, dtypes)}) for one in models]
     _check(own, policy, device, native)
+    if keeps_half(policy) and any(map(_is_wrapped, given)):
+        raise ValueError(
+            f"model: is a DistributedDataParallel, but precision={policy.name} changes the dtype "
+            "of its parameters; prepare the module inside it first, then put "
+            "DistributedDataParallel around that"
+        )
     known = {id(parameter) for model in models for parameter in model.parameters()}
     if any(known.isdisjoint(map(id, held_by(each))) for each in optimizers):
         raise ValueError(
@@ -135,6 +149,18 @@ def prepare(
     for each in optimizers:
         _take_over(each, scale)
     return model if optimizer is None else (model, optimizer)
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """Return the module inside objects of torch.compile and DistributedDataParallel."""
+    inside = getattr(model, UNCOMPILED, model)
+    if isinstance(inside, DistributedDataParallel):
+        inside = inside.module
+    return model if inside is model else _inside(inside)
+
+
+def _is_wrapped(model: nn.Module) -> bool:
+    return isinstance(getattr(model, UNCOMPILED, model), DistributedDataParallel)
 
 
 def _take_over(optimizer: Optimizer, scale: LossScale) -> None:
@@ -200,6 +226,8 @@ def _check(
     """Raise ValueError for models that cannot be in this mode, before anything is changed."""
     for model, _ in prepared:
         _refuse_unpreparable(model)
+        if any(map(is_sharded, model.modules())) and (reason := why_not_sharded(policy)):
+            raise ValueError(reason)
     reason = why_unsupported(
         policy, device, [dtype for _, own in prepared for dtype in own.values()]
     )
@@ -231,16 +259,13 @@ def _refuse_unpreparable(model: nn.Module) -> None:
             "the model is a ScriptModule, whose arithmetic is fixed; give the nn.Module"
         )
     for name, module in model.named_modules():
+        if is_fsdp1(module):
+            raise ValueError(f"{name or 'the model'}: {FSDP1}")
         several = len(module.device_ids) > 1 if isinstance(module, nn.DataParallel) else False
-        if several or isinstance(module, nn.parallel.DistributedDataParallel):
+        if several or isinstance(module, DistributedDataParallel):
             raise ValueError(
                 f"{name or 'the model'} is a {type(module).__name__}; prepare the module inside "
                 "it first, then put DistributedDataParallel around that"
-            )
-        if is_sharded(module):
-            raise ValueError(
-                f"{name or 'the model'} is sharded (fully_shard), which mprun.prepare cannot do; "
-                "use DistributedDataParallel around the prepared model"
             )
     for name in prepared_modules(model):
         raise ValueError(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
@@ -27,6 +27,16 @@ from torch.compiler import is_dynamo_compiling
 from torch.distributed import is_initialized
 
 from mprun.extensions.script.nodes import make_nodes
+from mprun.extensions.script.shards import (
+    FSDP1,
+    gathered_together,
+    is_of_shards,
+    is_sharded,
+    keeps_half,
+    parameters_between_calls,
+    refuse_spread,
+    why_not_sharded,
+)
 from mprun.extensions.script.tensors import Tensors
 from mprun.precision.audit import Audit, is_due
 from mprun.precision.casting import (
@@ -104,8 +114,7 @@ class PreparedModel:
         # True if activations are in 16 bits without autocast.
         self._casts = policy.autocast_dtype is None and policy.half_dtype is not None
         self.tensors = Tensors(self, rounds=self._casts and policy.master_dtype is not None)
-        # Its parameters are 16-bit tensors between two calls as well.
-        self.stores_half = self._casts and not self.tensors.rounds
+        self.stores_half = keeps_half(policy)
         # float32, 0-dim: the gradients of the newest backward pass are not finite.
         self.found_inf = torch.zeros((), device=forward_context.device)
         self.audit = Audit(forward_context)
@@ -114,14 +123,17 @@ class PreparedModel:
         self.called_in = -1  # number of the newest pass at the last call
         self.fed = 0  # number of the newest pass in which a gradient has left it at its inputs
         self.pass_is_due = False  # the next pass is audited, like the call before it
-        self.in_ddp = False  # it was called inside DistributedDataParallel
+        self.group: Any = None  # of the DistributedDataParallel that has called it
         self.has_gradients = False  # a pass has reached it since its last step
-        self._guards_step = False
+        self.seen: Sequence[Tensor] = ()  # its parameters at the end of the newest pass
+        self._guards_step = self._audits = False
         # Models that passes have reached together with it since then; steps of the optimizers that
         # hold its parameters; a token for each graph of its calls that is alive.
         self.partners: weakref.WeakSet[PreparedModel] = weakref.WeakSet()
-        self.updated_by: weakref.WeakSet[Any] = weakref.WeakSet()
+        # In the order in which they came, the same in all processes.
+        self.updated_by: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         self.graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
+        self._shards: list[Tensor] = []  # of a sharded model, as its optimizers hold them
         self.state = _OUTSIDE
         # By id and key of a place: its name, the place, its key; the tensor left there as seen from
         # outside and from inside; and whether the place holds a tensor from outside.
@@ -172,6 +184,7 @@ class PreparedModel:
         self.tensors.parts = [
             (m, dtype, tuple(children_of(m).values())) for m, dtype in dtypes.items()
         ]
+        self._find_shards()
         kind = Watched if self._is_untouched else Forward
         for module in self._entries(named.values()):
             inside = module.__dict__.pop("forward", None)
@@ -197,6 +210,28 @@ class PreparedModel:
                 todo += module.children()
         return found
 
+    # Shards
+
+    def _find_shards(self) -> None:
+        """Look for the modules to which `fully_shard` was applied."""
+        self.tensors.shards = gathered_together(
+            self.model, {part[0]: part for part in self.tensors.parts}
+        )
+        if self.is_sharded and (reason := why_not_sharded(self.policy)):
+            raise RuntimeError(reason)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether `fully_shard` was applied to it, or to modules in it."""
+        return bool(self.tensors.shards)
+
+    def parameters(self) -> list[Tensor]:
+        """Return its parameters as optimizers hold them, with their gradients after a pass."""
+        if not self.is_sharded:
+            return [*self.model.parameters()]
+        self._shards = self._shards or parameters_between_calls(self.model)
+        return self._shards
+
     # Calls
 
     @disable_dynamo(recursive=False)
@@ -209,17 +244,18 @@ class PreparedModel:
         if not (forward.module.training or is_grad_enabled()):
             return self._evaluate(forward, args, kwargs)
         if again:
-            with self._in_mode(audits=False):
+            with self._in_mode(forward.module, audits=False):
                 return forward.compute_within(args, kwargs)
         audits = is_due(self.calls)
-        self._check(audits)
+        self._check(forward.module, audits)
         if audits:
             self.pass_is_due = PreparedModel.is_heard = True
         forward.was_called = True
         self.calls += 1
         self.called_in = PreparedModel.pass_number
         if is_initialized():
-            self.in_ddp = self.in_ddp or active_ddp_module() is not None
+            if (ddp := active_ddp_module()) is not None:
+                self.group = ddp.process_group
         if self.guard is not None and not self._guards_step and is_grad_enabled():
             if not self.guard.is_current():
                 self.guard = BatchNormGuard(self.model)
@@ -229,13 +265,21 @@ class PreparedModel:
             with self._in_state(_IN_MODE), self.audit.watching() if audits else nullcontext():
                 return forward.compute_within(args, kwargs)
         args, kwargs = each_tensor((args, kwargs), self._inwards)
-        with self._in_mode(audits):
+        with self._in_mode(forward.module, audits):
             outputs = forward.compute_within(args, kwargs)
         self._let_out(audits)
         return each_tensor(outputs, self._outwards)
 
+    def call_gathered(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module inside that has just gathered its weights, within a call of the model."""
+        if self._audits:
+            self._check_gathered(forward.module)
+        with self.tensors.inside(forward.module, self._audits):
+            return forward.compute_within(args, kwargs)
+
     @contextmanager
-    def _in_mode(self, audits: bool) -> Iterator[None]:
+    def _in_mode(self, module: nn.Module, audits: bool) -> Iterator[None]:
+        self._audits = audits
         if any(tuple(children_of(m).values()) != children for m, _, children in self.tensors.parts):
             self._build()
         with ExitStack() as stack:
@@ -245,7 +289,7 @@ class PreparedModel:
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.no_grad())
             # Before the emulation, which would check each access and find nothing to do.
-            stack.enter_context(self.tensors.inside(audits))
+            stack.enter_context(self.tensors.inside(module, audits))
             stack.enter_context(self._hooks_outside())
             stack.enter_context(self._attributes_inside(audits))
             stack.enter_context(self.forward_context)
@@ -423,6 +467,11 @@ class PreparedModel:
     # Copies
 
     def _deepcopied(self, memo: dict[int, Any]) -> nn.Module:
+        if self.is_sharded:
+            raise RuntimeError(
+                "a prepared model is copied whose weights are sharded (fully_shard), which torch "
+                "cannot do; copy it before fully_shard"
+            )
         if self.state == _IN_MODE:
             raise RuntimeError(
                 "a prepared model is copied within its own call, where it holds 16-bit copies of "
@@ -437,20 +486,35 @@ class PreparedModel:
 
     # Refusals
 
-    def _check(self, audits: bool) -> None:
+    def _check(self, module: nn.Module, audits: bool) -> None:
         """Raise RuntimeError if the model is no longer the one that was prepared."""
         first = self._first
         if first.dtype is not self._dtype or first.device.type != self.device_type:
             self._refuse_moved(first)
-        for own in self.model.parameters() if audits and not self.stores_half else ():
-            if own.is_floating_point() and own.dtype is not torch.float32:
+        if not audits:
+            return
+        if not self.is_sharded:
+            self._find_shards()
+        if self.is_sharded:
+            self._check_gathered(module)
+            return
+        for name, own in self.model.named_parameters():
+            if name.endswith("_flat_param"):
+                raise RuntimeError(FSDP1)
+            refuse_spread(type(self.model).__name__, name, own)
+            if not self.stores_half and own.is_floating_point() and own.dtype is not torch.float32:
                 self._refuse_moved(own)
-        for name, module in self.model.named_modules() if audits else ():
-            if is_sharded(module):
-                raise RuntimeError(
-                    f"{name or 'the model'} was sharded (fully_shard) after mprun.prepare; use "
-                    "DistributedDataParallel around the prepared model"
-                )
+
+    def _check_gathered(self, module: nn.Module) -> None:
+        for part, _, _ in self.tensors.shards[module]:
+            for name, own in part.named_parameters(recurse=False):
+                refuse_spread(type(part).__name__, name, own)
+                if own.is_floating_point() and own.dtype is not torch.float32:
+                    raise RuntimeError(
+                        f"fully_shard gathers {type(part).__name__}.{name} in {own.dtype}; leave "
+                        "param_dtype of its MixedPrecisionPolicy unset: the precision mode decides "
+                        "on the dtype of each operation"
+                    )
 
     def refuse_autocast(self) -> None:
         """Raise RuntimeError: torch.autocast is active."""
@@ -487,6 +551,8 @@ class Forward:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if self.shared.state == _IN_MODE:
+            if self.shared.tensors.shards and is_sharded(self.module):
+                return self.shared.call_gathered(self, args, kwargs)
             return self.compute_within(args, kwargs)
         if self.shared.state == _EVALUATING:
             return self.plainly(*args, **kwargs)
@@ -557,11 +623,6 @@ def prepared_modules(model: nn.Module) -> dict[str, PreparedModel]:
     return {name: own.shared for name, own in found.items() if isinstance(own, Forward)}
 
 
-def is_sharded(module: nn.Module) -> bool:
-    """Return whether `fully_shard` was applied to a module."""
-    return any(kind.__name__ == "FSDPModule" for kind in type(module).__mro__)
-
-
 def _is_metric(module: nn.Module) -> bool:
     return any(kind.__module__.startswith("torchmetrics.") for kind in type(module).__mro__)
 
@@ -574,9 +635,10 @@ def _refuse_replica() -> None:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Return whether a module has hooks of the user, not of measurements inside of the mode."""
+    """Return whether a module has hooks of the user, not of measurements inside of the mode or of
+    `fully_shard`, which hands values on as they are."""
     hooks = (hook for name in HOOKS for hook in getattr(module, name).values())
-    return not all(getattr(hook, "sees_inside", False) for hook in hooks)
+    return not all(getattr(hook, "sees_inside", False) or is_of_shards(hook) for hook in hooks)
 
 
 def _tensor_places(name: str, place: Any, key: Any) -> Iterator[tuple[str, Any, Any]]:

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import get_world_size, is_initialized
+from torch.distributed import broadcast, get_world_size
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -30,6 +30,7 @@ from torch.optim.optimizer import (
 
 from mprun.extensions.script.nodes import refuse_leaks
 from mprun.extensions.script.prepared_model import PreparedModel
+from mprun.extensions.script.shards import agree, are_several, is_shard, local_of
 from mprun.precision.emulation import ForwardContext, HalfEmulation
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.optimizer import Update
@@ -185,9 +186,7 @@ class OptimizerSteps:
         if key == self._key:
             return
         self._key = key
-        owners = {
-            id(own): model for model in PreparedModel.alive for own in model.model.parameters()
-        }
+        owners = {id(own): model for model in PreparedModel.alive for own in model.parameters()}
         found = [owners[id(own)] for group in groups for own in group if id(own) in owners]
         self.models = [*dict.fromkeys(found)]
         self._is_plain = all(model.is_plain for model in self.models)
@@ -195,7 +194,7 @@ class OptimizerSteps:
             self._untouched = Update(self.scale.scale, None, None)
             for model in self.models:
                 model.audit.optimizers.add(type(self.optimizer).__name__)
-                model.updated_by.add(self)
+                model.updated_by[self] = None
             for scaling in _scalings(self.models):
                 scaling.owners.add(self.optimizer)  # before its first step: the scale waits for it
             self._make_narrow()
@@ -231,6 +230,7 @@ class OptimizerSteps:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         has_gradients = any(own.grad is not None for own in held_by(self.optimizer))
         if closure is None and self.models and not has_gradients:
+            _refuse_unsharded(self.optimizer, self.models)
             raise RuntimeError(
                 "no gradients: no backward pass has reached the parameters of this optimizer since "
                 "they were cleared; call loss.backward() before optimizer.step()"
@@ -322,8 +322,8 @@ class OptimizerSteps:
         found = torch.stack(flags).amax()
         if fed or not self.models:
             # Parameters before a model overflow with it, but no check of a pass includes them.
-            owned = {id(own) for model in self.models for own in model.model.parameters()}
-            others = [own.grad for own in held_by(self.optimizer) if id(own) not in owned]
+            owned = {id(own) for model in self.models for own in model.parameters()}
+            others = [own for own in held_by(self.optimizer) if id(own) not in owned]
             if not self.models:
                 found = torch.zeros_like(found)
             check_finite(others, found)
@@ -338,8 +338,8 @@ class OptimizerSteps:
             self._found_in.pop(model, None)
             return
         found = self._found_in.setdefault(model, torch.zeros_like(model.found_inf))
-        inside = {id(own) for own in model.model.parameters()}
-        mine = [own.grad for own in held_by(self.optimizer) if id(own) in inside]
+        inside = {id(own) for own in model.parameters()}
+        mine = [own for own in held_by(self.optimizer) if id(own) in inside]
         check_finite(mine, found.zero_())
 
     def _prepare_skip(self, found: Tensor) -> None:
@@ -352,7 +352,8 @@ class OptimizerSteps:
             if found.item():
                 self._hide_gradients()
         else:
-            self._undo.enter_context(put_back_where(found, moved_by(optimizer)))
+            moved = [local_of(own) for own in moved_by(optimizer)]
+            self._undo.enter_context(put_back_where(found, moved))
 
     def _hide_gradients(self) -> None:
         """Hide the gradients: torch's optimizers then change nothing, not even counters."""
@@ -378,8 +379,18 @@ class OptimizerSteps:
         self.narrow = narrow
         narrow.initialise_state()
 
+    def _share_seed(self, narrow: RoundedWeights) -> None:
+        """Draw the random bits of the first process in all: scripts seed each differently."""
+        group, state = self.models[0].group, narrow.state_dict()
+        if group is not None and "seed" in state:
+            seed = narrow.streams[:1].clone()
+            broadcast(seed, group=group, group_src=0)
+            narrow.load_state_dict(state | {"seed": int(seed)})
+
     def _step_in_chunks(self, narrow: RoundedWeights) -> None:
         """Take the step here, in FP32, chunk by chunk; the following step has no gradients."""
+        if self.steps == 0:
+            self._share_seed(narrow)
         optimizer = self.optimizer
         everything = held_by(optimizer)
         self._frame = sys._getframe()
@@ -471,11 +482,16 @@ def state_of(optimizer: Optimizer) -> OptimizerSteps:
     )
 
 
-def check_finite(tensors: Iterable[Tensor | None], found_inf: Tensor) -> None:
-    """Set `found_inf` (float32, 0-dim) to 1 if a value is not finite; read each value once."""
+def check_finite(parameters: Sequence[Tensor], found_inf: Tensor) -> None:
+    """Set `found_inf` (float32, 0-dim) to 1 if a gradient is not finite; read each value once."""
     one = torch.ones_like(found_inf)
-    for group in by_dtype(tensors):
+    for group in by_dtype(_gradients(parameters)):
         check_and_unscale(group, found_inf, one)
+    agree(found_inf, parameters)
+
+
+def _gradients(parameters: Sequence[Tensor]) -> Iterator[Tensor]:
+    return (local_of(own.grad) for own in parameters if own.grad is not None)
 
 
 def _steps_of(optimizer: Optimizer) -> OptimizerSteps:
@@ -494,10 +510,10 @@ def _scalings(models: Iterable[PreparedModel]) -> list[Scaling]:
 def _grad_max(models: Iterable[PreparedModel], scale: LossScale) -> Tensor | None:
     if not scale.needs_grad_max:
         return None
-    own = [
-        p.grad for model in models if model.loss_scale is scale for p in model.model.parameters()
-    ]
-    return largest(own, scale.scale.device)
+    own = [p for model in models if model.loss_scale is scale for p in model.parameters()]
+    found = largest(_gradients(own), scale.scale.device)
+    agree(found, own)
+    return found
 
 
 def _repeated(closure: Callable[[], Any], models: Sequence[PreparedModel]) -> Callable[[], Any]:
@@ -524,15 +540,28 @@ def _repeated(closure: Callable[[], Any], models: Sequence[PreparedModel]) -> Ca
 
 
 def _refuse_alone(models: Sequence[PreparedModel]) -> None:
-    if not (is_initialized() and get_world_size() > 1):
+    if not are_several():
         return
     for model in models:
-        if model.calls and not model.in_ddp:
+        if not model.calls or model.group is not None:
+            continue
+        own = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        if not all(map(is_shard, own)):
+            what = "what fully_shard has left of " if any(map(is_shard, own)) else ""
             raise RuntimeError(
-                f"{get_world_size()} processes train a prepared model, but nothing adds up their "
-                "gradients; put torch.nn.parallel.DistributedDataParallel around it after "
-                "mprun.prepare"
+                f"{get_world_size()} processes train {what}a prepared model, but nothing adds up "
+                "their gradients; put torch.nn.parallel.DistributedDataParallel around it, or "
+                "apply fully_shard to it, layers first"
             )
+
+
+def _refuse_unsharded(optimizer: Optimizer, models: Sequence[PreparedModel]) -> None:
+    now = {id(own) for model in models for own in model.parameters()}
+    if any(model.is_sharded for model in models) and now.isdisjoint(map(id, held_by(optimizer))):
+        raise RuntimeError(
+            "the optimizer holds parameters from before fully_shard, which has made others; build "
+            "it afterwards, from model.parameters()"
+        )
 
 
 # Backward passes
@@ -555,7 +584,7 @@ def reach(model: PreparedModel) -> None:
     if model in _Pass.models:
         return
     _Pass.models.append(model)
-    if model.has_gradients and all(own.grad is None for own in model.model.parameters()):
+    if model.has_gradients and all(own.grad is None for own in model.seen):
         # Gradients were cleared without a step. A script that only steps if they are finite would
         # never let the scale move.
         model.loss_scale.record(model.found_inf, torch.zeros_like(model.found_inf))
@@ -570,7 +599,10 @@ def _end_pass() -> None:
         for model in _Pass.models:
             model.partners.update(_Pass.models)
             model.found_inf.zero_()
-            check_finite([own.grad for own in model.model.parameters()], model.found_inf)
+            model.seen = model.parameters()
+            check_finite(model.seen, model.found_inf)
+            if are_several():  # shards have none before those of several passes are added up
+                model.has_gradients = any(own.grad is not None for own in model.seen)
             for steps in [*model.updated_by]:
                 steps.look_at(model)
     _Pass.task, _Pass.models = -1, []

@@ -10,7 +10,7 @@ that were added, tied or parametrized later are included.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -59,6 +59,8 @@ class Tensors:
         self.owner, self.rounds = owner, rounds
         self.changes = rounds or owner.scale is not None  # any tensor gets a stand-in
         self.parts: list[Part] = []  # modules, dtypes in which they compute, their children
+        # Of a sharded model: module -> the parts that are there in its call.
+        self.shards: dict[nn.Module, list[Part]] = {}
         self.written: set[str] = set()  # names of the parameters that calls have written to
         # Version and address, the stand-in, the tensor itself; valid while nothing has moved.
         self._cache: dict[Key, tuple[tuple[int, int], Tensor, Tensor]] = {}
@@ -89,21 +91,23 @@ class Tensors:
         watchers[handle.id] = hook
         return handle
 
-    def inside(self, audits: bool) -> AbstractContextManager[None]:
+    def inside(self, module: nn.Module, audits: bool) -> AbstractContextManager[None]:
         """Let the modules hold the tensors that the mode computes with.
 
         Args:
+            module: it is called; the tensors are those that are there in its call.
             audits: detect writes by value, which waits for the device.
         """
-        return self._holding(audits) if self.changes else nullcontext()
+        parts = self.shards.get(module, self.parts)
+        return self._holding(parts, audits) if self.changes else nullcontext()
 
     @contextmanager
-    def _holding(self, audits: bool) -> Iterator[None]:
+    def _holding(self, parts: Sequence[Part], audits: bool) -> Iterator[None]:
         held: list[_Held] = []
         flat: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        found = self._made()
+        found = self._made(parts)
         try:
-            self._put(found, held, flat)
+            self._put(parts, found, held, flat)
             yield
         finally:
             with torch.no_grad():
@@ -114,11 +118,12 @@ class Tensors:
 
     def _put(
         self,
+        parts: Sequence[Part],
         found: Mapping[Key, Tensor],
         held: list[_Held],
         flat: list[tuple[dict[str, Any], dict[str, Any]]],
     ) -> None:
-        for module, dtype, _ in self.parts:
+        for module, dtype, _ in parts:
             for place in places_of(module):
                 is_parameter = place is parameters_of(module)
                 for key, own in place.items():
@@ -133,11 +138,11 @@ class Tensors:
                 if any(own is not None and own.is_cuda for own in inside):
                     module.flatten_parameters()  # for cuDNN, which otherwise does it at each call
 
-    def _made(self) -> dict[Key, Tensor]:
+    def _made(self, parts: Sequence[Part]) -> dict[Key, Tensor]:
         """Return the stand-in of each tensor; one node for all calls until it moves."""
         found: dict[Key, Tensor] = {}
         missing: dict[torch.dtype | None, list[tuple[Key, Tensor]]] = {}
-        for module, dtype, _ in self.parts:
+        for module, dtype, _ in parts:
             for own in (*parameters_of(module).values(), *buffers_of(module).values()):
                 if own is None or (id(own), dtype) in found:
                     continue
