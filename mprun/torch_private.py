@@ -127,6 +127,11 @@ BatchNorm, BatchOrInstanceNorm, Loss = batchnorm._BatchNorm, batchnorm._NormBase
 active_ddp_module = nn.parallel.DistributedDataParallel._get_active_ddp_module
 
 
+def default_store() -> torch.distributed.Store:
+    """Return the store of the processes. If gone: a `TCPStore` at a port of its own."""
+    return torch.distributed.distributed_c10d._get_default_store()
+
+
 def apply_to_tensors(
     module: nn.Module, change: Callable[[Tensor], Tensor], **recurse: bool
 ) -> nn.Module:

@@ -92,3 +92,10 @@ def nonfinite(named: Mapping) -> dict:
             kind = "NaN" if bool(torch.isnan(tensor).any()) else "infinite"
             found[name] = f"{bad} of {tensor.numel()} values are {kind}"
     return found
+
+
+def bits_of(tensor: Tensor) -> Tensor:
+    """Sum a tensor's bit patterns as integers, int64, 0-dim; a changed bit changes the sum."""
+    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return plain.detach().contiguous().view(sizes[plain.element_size()]).sum(dtype=torch.int64)

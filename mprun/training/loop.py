@@ -21,6 +21,7 @@ from mprun.errors import Damaged, MprunError, Resource
 from mprun.numerics.failure import FailureKeeper, forget_failure, report_failure
 from mprun.numerics.operations import FirstStep
 from mprun.numerics.probing import Probing
+from mprun.numerics.state import bits_of
 from mprun.precision.random_states import random_states
 from mprun.record import checkpoint, memory
 from mprun.record.run_directory import Heartbeat
@@ -313,10 +314,3 @@ class Loop:
         self.outcome.first_step = self.outcome.first_step or first.record()
         self.logger.progress.note(first.summary(built.device.type))
         return metrics
-
-
-def bits_of(tensor: Tensor) -> Tensor:
-    """Sum a tensor's bit patterns as integers, int64, 0-dim; a changed bit changes the sum."""
-    sizes = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    plain = torch.view_as_real(tensor) if tensor.is_complex() else tensor
-    return plain.detach().contiguous().view(sizes[plain.element_size()]).sum(dtype=torch.int64)

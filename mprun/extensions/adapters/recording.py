@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch.distributed import broadcast, get_rank, get_world_size, is_available, is_initialized
 from torch.optim import Optimizer
 
-from mprun.extensions.script import state_of
 from mprun.extensions.script.run import Diverged, Run
 
 
@@ -19,10 +17,10 @@ class RunCallback:
     """The part of a callback that all trainers share: every training becomes a run directory.
 
     Its end, divergence included, is returned instead of raised. The first of several processes
-    writes it, with the losses of that process; all processes learn when it ends.
+    writes it, with the losses of that process.
 
     Attributes:
-        run: the run of the newest training; None in a process that writes none.
+        run: the run of the newest training; None before it.
         open: whether it still takes steps.
         steps: number of steps recorded so far.
         evaluated: step of the newest evaluation.
@@ -46,22 +44,15 @@ class RunCallback:
 
     def begin(self, optimizers: Sequence[Optimizer], config: dict[str, Any], seed: int) -> None:
         """Open the run."""
-        config |= self.config
-        together = is_available() and is_initialized() and get_world_size() > 1
-        self._device = state_of(optimizers[0]).forward_context.device if together else None
-        self.run = None
-        if not together or get_rank() == 0:
-            given: dict[str, Any] = {"config": config, "seed": seed, "metric": self.metric}
-            self.run = Run(self.folder, optimizers, **given | self.settings)
+        given: dict[str, Any] = {"config": config | self.config, "seed": seed}
+        self.run = Run(self.folder, optimizers, metric=self.metric, **given | self.settings)
         self.open, self.steps, self._sum = True, 0, 0.0
         self.evaluated: int | None = None
 
     def record(self, loss: Tensor | float) -> bool:
         """Record a taken step; return False if the run has ended."""
         self.steps += 1
-        # A run notices divergence only when it reads its records.
-        may_end = self.steps % self.settings.get("log_every", 50) == 0
-        return self._told(lambda run: run.step(loss), may_end)
+        return self._goes_on(lambda run: run.step(loss))
 
     def record_metric(self, metrics: Mapping[str, Any], wanted: str) -> bool:
         """Record an evaluation; return False if the run has ended.
@@ -73,26 +64,19 @@ class RunCallback:
             found = ", ".join(metrics) or "nothing"
             raise ValueError(f"metric={self.metric!r}: not {wanted}, but {found}")
         self.evaluated = self.steps
-        return self._told(lambda run: run.evaluate(**{self.metric: metrics[self.metric]}), True)
+        return self._goes_on(lambda run: run.evaluate(**{self.metric: metrics[self.metric]}))
 
     def end(self, error: BaseException | None = None) -> None:
         """Close the run as "done", or with the status of an exception."""
         kind = None if error is None else type(error)
-        self._told(lambda run: run.__exit__(kind, error, None), False)
+        self._goes_on(lambda run: run.__exit__(kind, error, None))
         self.open = False
 
-    def _told(self, record: Callable[[Run], object], may_end: bool) -> bool:
-        """Record, return whether the run goes on; tell all processes if it may have ended."""
-        if not self.open:
+    def _goes_on(self, record: Callable[[Run], object]) -> bool:
+        """Record, and return whether the run goes on."""
+        if not self.open or self.run is None:
             return False
-        if self.run is not None:
-            try:
-                record(self.run)
-            except Diverged:
-                pass  # recorded as the run's status
-            self.open = self.run.status == "running"
-        if may_end and self._device is not None:
-            goes_on = torch.tensor(int(self.open), device=self._device)
-            broadcast(goes_on, 0)
-            self.open = bool(goes_on)
+        with suppress(Diverged):  # recorded as the run's status
+            record(self.run)
+        self.open = self.run.status == "running"
         return self.open

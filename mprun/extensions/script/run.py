@@ -21,8 +21,8 @@ import operator
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import fields
 from enum import Enum
 from pathlib import Path
@@ -35,11 +35,14 @@ from torch import Tensor
 from mprun.config.keys import config_hash
 from mprun.config.schema import ScalerConfig
 from mprun.errors import DIVERGED, BadInput, MprunError
+from mprun.extensions.script.shards import local_of
+from mprun.extensions.script.told import told
 from mprun.extensions.script.watched import Optimizers, ScriptTask
 from mprun.numerics.failure import FailureKeeper, report_failure
 from mprun.numerics.post_mortem import StepRow
 from mprun.numerics.probe import chosen_modules
 from mprun.numerics.probing import Probing
+from mprun.numerics.state import bits_of
 from mprun.precision import DTYPE_NAMES, LossScale
 from mprun.precision.policy import policy_values, usual_scaler
 from mprun.record import memory
@@ -70,6 +73,9 @@ class Diverged(SystemExit):
 
 class Run:
     """A run directory that a script writes, in a `with` block around its training.
+
+    Of several processes each makes it and calls it alike. The first writes, the others wait for it
+    every `log_every` steps, at evaluations and at the end: it ends in all of them or in none.
 
     Args:
         folder: parent of the run's directory, which is named after mode, scaler and seed.
@@ -130,12 +136,14 @@ class Run:
             raise ValueError("margin=None: needed with higher_is_better, in the metric's own unit")
         self.task, modules = ScriptTask(optimizer), list(modules)
         chosen_modules(self.task.learners, modules)
-        content = _data(data)
+        if probe_every and self.task.is_sharded:
+            raise ValueError(f"probe_every={probe_every}: shards (fully_shard) cannot be probed")
         self.metric, self.log_every, self.steps = metric, log_every, 0
         self.status = "running"
         self.cause: str | None = None
         self._final: dict[str, float] = {}
         self._extra: dict[str, float] = {}
+        self._evaluations = 0
         first = next(iter(self.task.prepared.values()))
         changed = first.models[0].overrides.items()
         named = [f"{pattern}={DTYPE_NAMES[dtype]}" for pattern, dtype in changed]
@@ -153,34 +161,25 @@ class Run:
         if higher_is_better:
             values["compare"]["higher_is_better"] = True
         own = "" if scaler == usual else f"-{scaler}"
-        self.directory = claim(Path(folder), path_safe(f"{mode}{own}-s{seed}"))
-        self._lock = locked(self.directory)
-        self._lock.__enter__()
-        try:
-            numbers = number_formats(self.task.learners, self.task.forward_context, scaler)
-            self._record = Record.new(
-                self.directory,
-                script={"file": script and script.name, "arguments": sys.argv[1:]},
-                choices={"experiment": name},
-                overrides=[],
-                config_hash=config_hash(values),
-                precision={"mode": mode, "usual_scaler": usual, **numbers},
-            )
-            self._record.begin(
-                values,
-                initial_state=self._initial_state(),
-                steps=1,
-                sample="step",
-                samples_per_step=1,
-                data=content,
-                environment=environment(self.task.device),
-            )
-            self._open(probe_every, modules)
-        except BaseException:
-            self._lock.__exit__(None, None, None)
-            shutil.rmtree(self.directory)  # just made, still without content
-            raise
-        self._look_for_a_twin()
+        self.directory = Path(folder) / path_safe(f"{mode}{own}-s{seed}")
+        self._told = told(str(self.directory))
+        self._follows = self._told is not None and not self._told.is_first
+        if self._follows:
+            (found,) = self._hear("directory")
+            self.directory = Path(found)
+        else:
+            with self._telling("directory", lambda: str(self.directory)):
+                numbers = number_formats(self.task.learners, self.task.forward_context, scaler)
+                self._create(
+                    values,
+                    data,
+                    probe_every,
+                    modules,
+                    script={"file": script and script.name, "arguments": sys.argv[1:]},
+                    choices={"experiment": name},
+                    precision={"mode": mode, "usual_scaler": usual, **numbers},
+                )
+            self._look_for_a_twin()
         atexit.register(self._at_exit)
 
     def __enter__(self) -> Run:
@@ -192,18 +191,25 @@ class Run:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> bool:
+        stopped = kind is not None and issubclass(kind, KeyboardInterrupt)
+        if isinstance(error, SystemExit):
+            stopped = error.code in (None, 0)
+        text = None
+        if kind is not None:
+            text = f"{kind.__name__}: {error}" if str(error) else kind.__name__
+        if self._follows:
+            self._leave(text, stopped)
+            return kind is Diverged
         if kind is None:
             try:
                 self._log_step(wait=True)  # the last step always has a record
             except Diverged:
                 kind = Diverged
         if kind is None:
-            self._end("done", None)
+            self._end_together("done", None)
         elif kind is not Diverged:
-            stopped = issubclass(kind, KeyboardInterrupt)
-            if isinstance(error, SystemExit):
-                stopped = error.code in (None, 0)
-            text = f"{kind.__name__}: {error}" if str(error) else kind.__name__
+            if self._told is not None and not stopped:
+                text = self._told.failure() or text
             self._end("preempted" if stopped else "failed", text)
         return kind is Diverged
 
@@ -228,13 +234,18 @@ class Run:
             _refuse_reserved(_RESERVED & metrics.keys())
         found = self.task.ended(loss, metrics)
         self.steps += 1
+        if self._follows:
+            if self.steps % self.log_every == 0:
+                self._hear(f"step {self.steps}")
+            return
         if self._watching is not None:
             self._stop_watching(found)
         self._buffer.add(self.steps, found)
         self._heartbeat.beat()
         if self.steps % self.log_every == 0:
-            self._log_step()
-            self._keep()
+            with self._telling(f"step {self.steps}"):
+                self._log_step()
+                self._keep()
         if self._probing is not None:
             self._begin_watching()
 
@@ -263,12 +274,19 @@ class Run:
         if self.metric not in values:
             given = ", ".join(values) or "nothing"
             raise ValueError(f"evaluate: got {given}, but not {self.metric} (the run's metric)")
-        self._flush(wait=True)
-        self._final = values
-        self._records.write_evaluation(self.steps, values, time.perf_counter() - self._evaluated)
-        self._buffer.restart_clock()
-        if not all(map(math.isfinite, values.values())):
-            self._diverge(self.steps, "non-finite evaluation loss")
+        self._evaluations += 1
+        key = f"evaluation {self._evaluations}"
+        if self._follows:
+            self._compare(self._hear(key))
+            return
+        with self._telling(key, self._in_common):
+            self._flush(wait=True)
+            self._final = values
+            seconds = time.perf_counter() - self._evaluated
+            self._records.write_evaluation(self.steps, values, seconds)
+            self._buffer.restart_clock()
+            if not all(map(math.isfinite, values.values())):
+                self._diverge(self.steps, "non-finite evaluation loss")
 
     def rewind(self) -> int:
         """Restore models, optimizers, loss scales and random states from the newest kept copy.
@@ -279,6 +297,8 @@ class Run:
         Returns:
             The step that the copy was taken after.
         """
+        if self._keeper is None:
+            raise RuntimeError(f"{self.directory}: a run of several processes cannot go back")
         kept = self._keeper.snapshot
         if kept.step is None:
             raise RuntimeError(f"{self.directory}: no copy was kept ({self._keeper.reason})")
@@ -289,9 +309,11 @@ class Run:
         """End the run; for a script without a `with` block."""
         if status not in ("done", "failed", "preempted"):
             raise ValueError(f"status={status!r}: must be done, failed or preempted")
-        if self.status == "running":
+        if self._follows:
+            self._leave()
+        elif self.status == "running":
             self._log_step(wait=True)
-            self._end(status, cause)
+            self._end_together(status, cause)
 
     def _refuse_ended(self) -> None:
         if self.status != "running":
@@ -304,11 +326,117 @@ class Run:
             with suppress(Diverged):
                 self.__exit__(type(error) if error is not None else None, error, None)
 
+    def _create(
+        self,
+        values: dict[str, Any],
+        data: str | Path | Iterable[Path] | None,
+        probe_every: int,
+        modules: list[str],
+        **fields: Any,
+    ) -> None:
+        """Make the directory, and in it the record."""
+        content = _data(data)
+        self.directory = claim(self.directory.parent, self.directory.name)
+        self._lock = locked(self.directory)
+        self._lock.__enter__()
+        try:
+            self._record = Record.new(
+                self.directory, overrides=[], config_hash=config_hash(values), **fields
+            )
+            self._record.begin(
+                values,
+                initial_state=self._initial_state(),
+                steps=1,
+                sample="step",
+                samples_per_step=1,
+                data=content,
+                environment=environment(self.task.device),
+                ranks=self._told and {"world": self._told.world},
+            )
+            self._open(probe_every, modules)
+        except BaseException:
+            self._lock.__exit__(None, None, None)
+            shutil.rmtree(self.directory)  # just made, still without content
+            raise
+
+    # Several processes
+
+    @contextmanager
+    def _telling(self, key: str, what: Callable[[], Any] | None = None) -> Iterator[None]:
+        """Do what the first process does, and tell the others how the run goes on."""
+        if self._told is None:
+            yield
+            return
+        self._refuse_failure()
+        try:
+            yield
+        except BaseException:
+            self._told.tell(key, "failed" if self.status == "running" else self.status)
+            raise
+        self._told.tell(key, self.status, *([] if what is None else [what()]))
+
+    def _hear(self, key: str) -> list[Any]:
+        """Wait until the first process has got there; end with it."""
+        assert self._told is not None
+        self.status, *values = self._told.hear(key)
+        if self.status == "diverged":
+            raise Diverged(DIVERGED)
+        if self.status != "running":
+            raise RuntimeError(f"{self.directory}: process 0 has ended the run ({self.status})")
+        return values
+
+    def _leave(self, cause: str | None = None, stopped: bool = False) -> None:
+        """End the run in a process that does not write it."""
+        if self._told is None or self.status != "running":
+            return
+        self.status = "preempted" if stopped else "failed"
+        if cause and not stopped:
+            self._told.fail(f"process {self._told.rank}: {cause}")
+        self._told.leave()
+        if cause is None:
+            with suppress(RuntimeError):  # the first may have ended already, and the store with it
+                (self.status,) = self._told.hear("end")
+
+    def _end_together(self, status: str, cause: str | None) -> None:
+        """End the run once the others have compared their weights."""
+        if self._told is not None:
+            self._told.wait_for_others()
+            self._refuse_failure()
+        self._end(status, cause)
+
+    def _refuse_failure(self) -> None:
+        if self._told is not None and (text := self._told.failure()) is not None:
+            self._end("failed", text)
+            raise RuntimeError(text)
+
+    def _in_common(self) -> list[float]:
+        """Return what all processes have in common: numbers that depend on each bit of a weight,
+        and the loss scales. Shards are no process's own."""
+        scales = [float(scale.scale) for scale in self.task.loss_scales.values()]
+        if self.task.is_sharded:
+            return scales
+        return [*scales, *torch.stack([*map(bits_of, self._parameters().values())]).tolist()]
+
+    def _compare(self, values: list[Any]) -> None:
+        """Raise RuntimeError if this process has other weights or scales than the first."""
+        assert self._told is not None
+        names = [*self.task.loss_scales, *self._parameters()]
+        pairs = zip(names, self._in_common(), *values, strict=False)
+        for name in [name for name, own, of_first in pairs if own != of_first][:1]:
+            text = (
+                f"after step {self.steps} process {self._told.rank} has another {name} than "
+                "process 0: they do not train the same model"
+            )
+            self._told.fail(text)
+            raise RuntimeError(text)
+
     def _open(self, probe_every: int, modules: list[str]) -> None:
         self._buffer = MetricBuffer(self.task.device, loss_scales=self.task.loss_scales)
         self._records = _Records(self.directory, self._buffer)
-        self._keeper = FailureKeeper(self.task)
-        self._keeper.keep(0, 0)
+        # Several processes would have to go back together.
+        self._keeper = FailureKeeper(self.task) if self._told is None else None
+        if self._keeper is not None:
+            self._keeper.keep(0, 0)
         self._heartbeat = Heartbeat(self.directory)
         self._probing: Probing | None = None
         if probe_every:
@@ -349,6 +477,8 @@ class Run:
 
     def _keep(self) -> None:
         """Keep a copy of the state if one is due and the last step was sound."""
+        if self._keeper is None:
+            return
         if self._buffer.late:
             skipped = torch.full((), self._buffer.host_skipped, device=self.task.device)
             self._keeper.keep_if(self.steps, skipped, self._buffer.sound)
@@ -378,6 +508,8 @@ class Run:
         self._record.end(status, cause, found.results() | computed, steps=max(1, self.steps))
         atexit.unregister(self._at_exit)
         self._lock.__exit__(None, None, None)
+        if self._told is not None:
+            self._told.tell("end", status)
         print(f"run: {self.directory}", file=sys.stderr)
 
     def _configuration(
@@ -415,7 +547,7 @@ class Run:
         """
         digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
         for own in self._parameters().values():
-            digest.update(repr(own.detach().reshape(-1)[:8].tolist()).encode())
+            digest.update(repr(local_of(own.detach()).reshape(-1)[:8].tolist()).encode())
         return digest.hexdigest()
 
     def _look_for_a_twin(self) -> None:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from mprun.entry_points import required
 from mprun.extensions.script import OptimizerSteps, state_of
 from mprun.extensions.script.prepared_model import PreparedModel
+from mprun.extensions.script.shards import are_several, is_shard
 from mprun.numerics.post_mortem import StepRow
 from mprun.numerics.probe import chosen_modules
 from mprun.numerics.probe_record import ProbeRecord
@@ -161,6 +162,12 @@ class ScriptTask:
         self.task, self.data = self, None
         self._steps = sum(optimizer.steps for optimizer in self.prepared.values())
 
+    @property
+    def is_sharded(self) -> bool:
+        """Whether each process holds a part of the weights."""
+        models = [model for steps in self.prepared.values() for model in steps.models]
+        return any(is_shard(own) for model in models for own in model.parameters())
+
     def ended(
         self, loss: Tensor | float, metrics: Mapping[str, Tensor | float] = NO_METRICS
     ) -> dict[str, Tensor]:
@@ -288,6 +295,8 @@ def probe(
         as in numerics/*.json of a run.
     """
     task = ScriptTask(optimizer)
+    if task.is_sharded:
+        raise ValueError("mprun.probe: shards (fully_shard) cannot be probed")
     with Watched(task, chosen_modules(task.learners, modules)) as watched:
         row = task.take(step)
         watched.metrics = task.metrics
@@ -308,6 +317,11 @@ def explain(step: Callable[[], Any], optimizer: Optimizers, *, steps: int = 1) -
         steps: most steps to try.
     """
     required("mprun.explain", "mprun.extensions.diagnosis")
+    if are_several():
+        raise ValueError(
+            "mprun.explain: stops within a step, where other processes would wait; "
+            "run the script in one process"
+        )
     from mprun.extensions.diagnosis.first_nonfinite import find_culprit
 
     task = ScriptTask(optimizer)
