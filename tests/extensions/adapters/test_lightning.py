@@ -513,9 +513,10 @@ class Learner(Module):
 
 
 def recorded(folder, mode, seed, **settings):
-    L.seed_everything(seed, verbose=False)
+    module, batches = Learner(), (loader(), loader(2))
+    L.seed_everything(seed, verbose=False)  # after them: both seed their own numbers
     run = MprunRun(folder, log_every=2, **settings)
-    trainer(mode, max_epochs=5, callbacks=[run]).fit(Learner(), loader(), loader(2))
+    trainer(mode, max_epochs=5, callbacks=[run]).fit(module, *batches)
     return run.run
 
 

@@ -15,6 +15,7 @@ from mprun.extensions.script import state_of
 from ...helpers import assert_same_bits
 from .trainer_ranks import CASES, PLANTED, STEPS, Classifier, by_hand
 
+ROOT = Path(__file__).parents[3]
 LIBRARIES = ["lightning", "lightning_by_hand", "transformers", "accelerate"]
 ROUNDINGS = 8  # of a value and its gradient on the way through the network and back
 
@@ -56,14 +57,34 @@ def test_two_processes_are_one(trained, mode, plants):
     if diverges:
         assert all(value.isnan().all() for value in first["state"].values())
         return
+    assert_as_by_hand(first, mode, plants)
+
+
+def assert_as_by_hand(found, mode, plants):
+    """Weights and scale are those of one process that takes whole batches."""
     model, optimizer, skipped = by_hand(mode, plants)
     assert skipped == plants
-    assert first["scale"] == float(state_of(optimizer).scale.scale)
+    assert found["scale"] == float(state_of(optimizer).scale.scale)
     weights = [
         torch.cat([p.flatten() for p in state.values()])
-        for state in (first["state"], model.state_dict(), Classifier().state_dict())
+        for state in (found["state"], model.state_dict(), Classifier().state_dict())
     ]
     # Relative to how far they have moved: each half is rounded by itself on its whole way.
     own, expected, before = weights
     most = ROUNDINGS * 2.0 ** (-24 if mode == "fp32" else -11)
     assert (own - expected).norm() < most * (expected - before).norm()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("lightning") is None, reason="needs lightning")
+def test_processes_that_lightning_spawns_are_one(tmp_path):
+    words = ["-W", "ignore", "-m", "tests.extensions.adapters.spawned", "ddp_spawn", str(tmp_path)]
+    done = subprocess.run(
+        [sys.executable, *words], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
+    assert_same_bits(first, second)
+    assert_as_by_hand(first, "fp16_master_scaled", 1)
+    [run] = (tmp_path / "runs").iterdir()
+    assert json.loads((run / "run.json").read_text())["status"] == "done"
