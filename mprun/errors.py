@@ -103,6 +103,16 @@ class RankFailed(MprunError):
         self.exit_code = code
 
 
+def exit_code_of(error: BaseException) -> int:
+    """Return the exit code of a command that ends with this error."""
+    if isinstance(error, MprunError):
+        return error.exit_code
+    if isinstance(error, KeyboardInterrupt):  # carries the signal's name
+        number = getattr(signal, str(error) or "SIGINT", signal.SIGINT)
+        return INTERRUPTED if number == signal.SIGINT else 128 + number
+    return BUG
+
+
 def raised(error: BaseException) -> str:
     """Return an exception of foreign code as one line, with its newest line in that code.
 

@@ -10,7 +10,7 @@ objects and `attrgetter` is written in C: a step gains no Python call.
 
 from collections.abc import Callable
 from functools import partial
-from operator import attrgetter
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -125,6 +125,8 @@ init_flat_weights = nn.RNNBase._init_flat_weights
 BatchNorm, BatchOrInstanceNorm, Loss = batchnorm._BatchNorm, batchnorm._NormBase, loss._Loss
 # DistributedDataParallel in its forward pass, None: none. If gone: a hook on its forward.
 active_ddp_module = nn.parallel.DistributedDataParallel._get_active_ddp_module
+# Number of collectives that this rank has begun in a process group. If gone: count them by hand.
+exchanges_begun: Callable[[Any], int] = methodcaller("_get_sequence_number_for_group")
 
 
 def default_store() -> torch.distributed.Store:

@@ -245,7 +245,8 @@ def equal(run: Path, reference: Path, step: int) -> bool:
 
 def _configuration(run: Path) -> dict:
     content = yaml.safe_load((run / "config.yaml").read_text("utf-8"))
-    return {key: content[key] for key in content if key not in ("output_dir", "output_root")}
+    of_place = ("output_dir", "output_root", "devices", "nodes", "restarts")
+    return {key: content[key] for key in content if key not in of_place}
 
 
 def _ending(run: Path) -> dict:

@@ -10,7 +10,9 @@ import os
 import re
 import signal
 import sys
+import time
 import traceback
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -18,13 +20,14 @@ from typing import TYPE_CHECKING
 
 from mprun import errors
 from mprun.cli.arguments import Arguments, number
-from mprun.distributed.rank_info import RankInfo, completed, rank_info_from
+from mprun.distributed.rank_info import RankInfo, completed, is_restart, rank_info_from
 from mprun.entry_points import announced, loaded
 from mprun.errors import BAD_INPUT, DONE, RESOURCE, BadInput, MprunError, needing
 from mprun.record.console import steady_terminal
 from mprun.training.signals import Interruption, Stopped
 
 if TYPE_CHECKING:
+    from mprun.config.compose import Composed
     from mprun.config.schema import RunConfig
 
 # verb -> `module:function`, which takes the arguments and returns the exit code.
@@ -42,6 +45,7 @@ _OF_THE_SYSTEM = {
 }
 # Keys for the place of a run, not its content.
 _OF_RANKS = ("devices", "nodes", "restarts")
+_TOLD_S = 10.0  # for rank 0 to say why nothing is started
 _MORE = " ... (mprun --help)"
 
 
@@ -192,6 +196,9 @@ def _help(arguments: list[str]) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     overrides, rank_info = completed(options.overrides, rank_info_from())
+    if rank_info is not None:
+        # Its lines are about sockets, with frames of C++; each error raises an exception as well.
+        os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     for override in overrides:
         key, _, value = override.lstrip("+").partition("=")
         if key == "resume" and value != "null":
@@ -207,17 +214,13 @@ def _run(options: argparse.Namespace) -> int:
         )
     if (devices := _to_start(config, rank_info)) > 1:
         return _launched(overrides, devices, config, options.config_dir, rank_info)
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if rank_info is not None and again:  # by torchrun
-        from mprun.distributed.group import previous_directory
-        from mprun.record.run_record import read_record
-
-        if (before := previous_directory(rank_info)) is not None:
-            status = read_record(Path(before), "status")["status"]
-            if status in ("done", "diverged"):  # a result, but torchrun takes it for a failure
-                return errors.STATUS_EXIT_CODE[status]
-            lasting = _lasting(overrides, config)
-            return _resumed((*lasting, f"resume={before}"), before, None, rank_info)
+    if is_restart():
+        before, code = _attempt_before(_directories(composed), rank_info)
+        if code is not None:
+            return code
+        if before is not None:
+            again = (*_lasting(overrides, config), f"resume={before}")
+            return _resumed(again, str(before), None, rank_info)
     from mprun.training.run import start
 
     return start(composed, rank_info)
@@ -226,6 +229,8 @@ def _run(options: argparse.Namespace) -> int:
 def _resumed(
     overrides: tuple[str, ...], path: str, config_dir: str | None, rank_info: RankInfo | None
 ) -> int:
+    if is_restart() and (code := _attempt_before([Path(path)], rank_info)[1]) is not None:
+        return code
     if rank_info is None or rank_info.is_first:
         _announce(f"going on with {path}")
     from mprun.training.resume import continued, resume
@@ -235,6 +240,36 @@ def _resumed(
         if (devices := _to_start(config, rank_info)) > 1:
             return _launched(overrides, devices, config, config_dir, rank_info)
     return resume(overrides, path, config_dir, rank_info)
+
+
+def _directories(composed: "Composed") -> Iterator[Path]:
+    """Yield where a run of this configuration may have been begun, the newest first."""
+    from mprun.config.keys import is_told
+    from mprun.record.run_directory import claimed_before, run_name
+
+    config = composed.config
+    if config.output_dir is not None:
+        yield Path(config.output_dir)
+        return
+    words = composed.as_dict(), composed.choices, composed.overrides
+    folder, name = run_name(*words, told=is_told)
+    yield from claimed_before(Path(config.output_root) / folder, name)
+
+
+def _attempt_before(
+    directories: Iterable[Path], rank_info: RankInfo | None
+) -> tuple[Path | None, int | None]:
+    """Return the directory of the attempt that torchrun repeats, and its code if that is final."""
+    from mprun.distributed.restarts import earlier_attempt, final_code
+
+    directory, record = earlier_attempt(directories) or (None, {})
+    code = final_code(record)
+    if code and (rank_info is None or rank_info.is_first):
+        cause = record.get("cause") or record["status"]
+        print(_one_line(f"mprun: {directory}: not started again: {cause}", 600), file=sys.stderr)
+    elif code:
+        time.sleep(_TOLD_S)  # torchrun ends all ranks when the first one ends
+    return directory, code
 
 
 def _to_start(config: "RunConfig", rank_info: RankInfo | None) -> int:

@@ -7,12 +7,11 @@ rank failed, and when each was last heard.
 """
 
 import faulthandler
-import json
 import os
 import re
-import signal
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -26,33 +25,28 @@ from torch import Tensor
 
 from mprun.distributed.rank_info import RankInfo
 from mprun.distributed.ranks import Ranks
-from mprun.errors import BUG, INTERRUPTED, RESOURCE, BadInput, MprunError, RankFailed, Resource
+from mprun.distributed.store import START_S, fail, failure_of, late_ranks, named, store_of
+from mprun.distributed.watch import AFTER_GLOO_S, AFTER_WATCH_S, Watch, kill_stopped, no_answer
+from mprun.errors import (
+    BUG,
+    RESOURCE,
+    BadInput,
+    MprunError,
+    RankFailed,
+    Resource,
+    exit_code_of,
+)
 from mprun.record.memory import ran_out
+from mprun.torch_private import exchanges_begun
 
 T = TypeVar("T")
 
-_START_S = 300.0  # for all ranks to import, build and meet
-_BEAT_S = 1.0
-_SILENT_S = 3.0  # a rank this far behind the newest beat counts as silent
 # Words of the RuntimeErrors that torch.distributed's libraries raise for a lost or waiting rank.
 _OF_OTHERS = (
     *("gloo", "nccl", "tcpstore", "connection", "socket"),
     *("timed out", "timeout", "watchdog"),
 )
-
-
-def store_of(rank_info: RankInfo, host: bool) -> dist.TCPStore:
-    """Connect to the key-value store of the ranks; with `host` this process serves it."""
-    try:
-        start = timedelta(seconds=_START_S)
-        return dist.TCPStore(
-            rank_info.address, rank_info.port, None, host, timeout=start, wait_for_workers=False
-        )
-    except (RuntimeError, OSError) as error:
-        text = str(error).partition("\n")[0]
-        raise Resource(
-            f"{rank_info.address}:{rank_info.port}: the ranks did not meet ({text})"
-        ) from error
+_TO_LEAVE_S = 10.0  # for NCCL to take down what connects the ranks
 
 
 class RankGroup(Ranks):
@@ -63,34 +57,49 @@ class RankGroup(Ranks):
 
     def __init__(self, rank_info: RankInfo, device: torch.device, timeout_s: float):
         assert rank_info.rank is not None
-        if device.type == "cuda":
-            count = torch.cuda.device_count()
-            if rank_info.local_rank >= count:
-                raise BadInput(
-                    f"devices={rank_info.devices}: rank {rank_info.rank} needs GPU "
-                    f"{rank_info.local_rank}, but this machine shows {count} "
-                    f"(allowed: 1 to {count})"
-                )
-            torch.cuda.set_device(rank_info.local_rank)
         self.rank, self.world, self.device = rank_info.rank, rank_info.world, device
+        if device.type == "cuda":
+            self.device_name = _chosen_gpu(rank_info)
         self.timeout_s = timeout_s
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        hosts = self.rank == 0 and not rank_info.served
-        self.whole_store = store_of(rank_info, hosts)
+        self.serves = self.rank == 0 and not rank_info.served
+        self.whole_store = store_of(rank_info, self.serves)
         self.store = dist.PrefixStore(f"mprun/{attempt}", self.whole_store)
         self.backend = "nccl" if device.type == "cuda" else "gloo"
-        start, wait = timedelta(seconds=_START_S), timedelta(seconds=timeout_s)
+        start, wait = timedelta(seconds=START_S), timedelta(seconds=timeout_s)
         try:
             dist.init_process_group(
                 "gloo", store=self.store, rank=self.rank, world_size=self.world, timeout=start
             )
             self.host: Any = dist.new_group(backend="gloo", timeout=wait)
+            if self.backend == "nccl":
+                wait += timedelta(seconds=AFTER_GLOO_S + AFTER_WATCH_S)
             self.tensors: Any = dist.new_group(backend=self.backend, timeout=wait)
+            # A connection of its own: another one may be in use, for as long as it waits.
+            own = dist.PrefixStore(f"mprun/{attempt}", self.whole_store.clone())
+            self.watch = Watch(own, self.rank, self.world, timeout_s, self._begun)
+            told = self.all_of((socket.gethostname(), super().launched_by))
         except (RuntimeError, OSError) as error:
             raise self.explained(error) from error
-        self.all_hosts = self.all_of(socket.gethostname())
+        self.all_hosts = [host for host, _ in told]
+        self._launched_by = sorted({name for _, names in told for name in names})
         self._stop: tuple[Tensor, Any] | None = None
-        self._beaten = 0.0
+        if device.type == "cuda":
+            self._check_gpus()
+
+    def _begun(self) -> int:
+        """Return the number of exchanges that this rank has begun."""
+        return exchanges_begun(self.host) + exchanges_begun(self.tensors)
+
+    def _check_gpus(self) -> None:
+        """Raise BadInput if two ranks have one GPU, which NCCL refuses later and in many words."""
+        gpus = list(zip(self.all_hosts, self.all_of(self.device_name), strict=True))
+        for rank, gpu in enumerate(gpus):
+            if (first := gpus.index(gpu)) != rank:
+                raise BadInput(
+                    f"devices={self.world // len(set(self.all_hosts))}: ranks {first} and {rank} "
+                    f"have the same GPU of {gpu[0]} ({gpu[1]}); each rank needs its own"
+                )
 
     # Exchanges between the devices, for a step.
 
@@ -188,18 +197,14 @@ class RankGroup(Ranks):
                 "torch's, NumPy's and Python's generators are seeded)"
             )
 
+    @property
+    def launched_by(self) -> list[str]:
+        return self._launched_by
+
     def description(self) -> dict[str, Any]:
         return {"backend": self.backend, "hosts": list(dict.fromkeys(self.all_hosts))}
 
     # The store, which outlives a rank.
-
-    def beat(self, step: int) -> None:
-        """Report that this rank has reached `step`, at most once a second."""
-        now = time.monotonic()
-        if now - self._beaten >= _BEAT_S:
-            self._beaten = now
-            with suppress(RuntimeError):  # a store that is gone shows in the next exchange
-                self.store.set(f"beat/{self.rank}", f"{step} {time.time():.1f}")
 
     def found(self, directory: Path) -> None:
         if self.rank == 0:
@@ -207,8 +212,7 @@ class RankGroup(Ranks):
 
     def fail(self, code: int, text: str) -> None:
         """Record why this rank ends, unless another rank recorded a failure before."""
-        with suppress(RuntimeError):
-            self.store.compare_set("failed", "", json.dumps([self.rank, code, text]))
+        fail(self.store, [self.rank], code, text)
 
     def explained(self, error: BaseException) -> BaseException:
         """Return the failed rank's error for one that only says that the ranks lost contact."""
@@ -218,28 +222,38 @@ class RankGroup(Ranks):
             return error
         if not any(word in str(error).lower() for word in _OF_OTHERS):
             return error
-        said = failure_of(self.store, wait_s=2.0)
-        if said is not None and said[0] != self.rank:
-            return RankFailed(f"rank {said[0]}: {said[2]}", said[1])
-        silent = silent_ranks(self.store, self.world, own=self.rank)
-        if self.world == 2:
-            silent = [1 - self.rank]
-        who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, silent))}" if silent else ""
-        # The library puts the line of its source in front.
-        text = re.sub(r"^\[\S+\]\s*", "", str(error)).partition("\n")[0].partition(". ")[0][:80]
-        return RankFailed(f"lost contact with {who or 'the other ranks'} ({text})", RESOURCE)
+        said = failure_of(self.store, wait_s=1.0)
+        if said is None:
+            # The library puts the line of its source in front.
+            text = re.sub(r"^\[\S+\]\s*", "", str(error)).partition("\n")[0].partition(". ")[0]
+            timed_out = "timed out" in text.lower() or "timeout" in text.lower()
+            why = no_answer(self.timeout_s) if timed_out else f"lost contact ({text[:80]})"
+            late = late_ranks(self.store, self.world, self.rank)
+            if not late and self.world == 2:
+                late = [1 - self.rank]
+            if not late:
+                return RankFailed(f"the other ranks: {why}", RESOURCE)
+            fail(self.store, late, RESOURCE, why)
+            said = failure_of(self.store) or (late, RESOURCE, why)
+            kill_stopped(late)
+        ranks, code, text = said
+        return error if ranks == [self.rank] else RankFailed(f"{named(ranks)}: {text}", code)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         try:
             yield
         except BaseException as error:
+            self.watch.ending.acquire()  # never given back: this thread ends the process now
             found = self.explained(error)
             if not isinstance(found, RankFailed):
                 self.fail(*_failure(found))
             if found is error:
                 raise
             raise found from error
+
+    def ends_by(self, tell: Callable[[str, int], None]) -> None:
+        self.watch.tell = tell
 
     def leave(self, code: int) -> None:
         """End this rank, rank 0 last: a launcher ends all ranks when the first one ends."""
@@ -248,7 +262,33 @@ class RankGroup(Ranks):
                 self.store.wait(["ended"], timedelta(seconds=self.timeout_s))
             else:
                 self.store.set("ended", str(code))
-                time.sleep(0.1)
+        # NCCL waits here for all ranks, one of which may be lost by now.
+        bound = threading.Timer(_TO_LEAVE_S, os._exit, (code,))
+        bound.start()
+        dist.destroy_process_group()
+        self.watch.stop()
+        with suppress(RuntimeError):
+            left = self.store.add("left", 1)
+            while self.serves and left < self.world and bound.is_alive():
+                time.sleep(0.02)
+                left = self.store.add("left", 0)
+        bound.cancel()
+
+
+def _chosen_gpu(rank_info: RankInfo) -> str:
+    """Take the GPU of this rank and return its UUID; raise BadInput if there are too few.
+
+    Where a batch system shows each task its own GPU alone (srun --gpus-per-task=1), it is GPU 0.
+    """
+    count, own = torch.cuda.device_count(), rank_info.local_rank
+    if own >= count and count != 1:
+        raise BadInput(
+            f"devices={rank_info.devices}: rank {rank_info.rank} needs GPU {own}, but this machine "
+            f"shows {count} (allowed: 1 to {count})"
+        )
+    own = min(own, count - 1)
+    torch.cuda.set_device(own)
+    return str(getattr(torch.cuda.get_device_properties(own), "uuid", f"of rank {rank_info.rank}"))
 
 
 def _failure(error: BaseException) -> tuple[int, str]:
@@ -257,37 +297,9 @@ def _failure(error: BaseException) -> tuple[int, str]:
     if isinstance(error, MprunError):
         return error.exit_code, text
     if isinstance(error, KeyboardInterrupt):  # carries the signal's name
-        number = getattr(signal, text or "SIGINT", signal.SIGINT)
-        code = INTERRUPTED if number == signal.SIGINT else 128 + number
-        return code, f"stopped by {text or 'SIGINT'}"
+        return exit_code_of(error), f"stopped by {text or 'SIGINT'}"
     of_the_machine = isinstance(error, OSError) or ran_out(error)
     return RESOURCE if of_the_machine else BUG, f"{type(error).__name__}: {text}"
-
-
-def failure_of(store: dist.Store, wait_s: float = 0.0) -> tuple[int, int, str] | None:
-    """Return rank, exit code and message of the first failed rank; None: none recorded one."""
-    try:
-        if wait_s:
-            store.wait(["failed"], timedelta(seconds=wait_s))
-        elif not store.check(["failed"]):
-            return None
-        rank, code, text = json.loads(store.get("failed"))
-    except (RuntimeError, ValueError):
-        return None
-    return rank, code, text
-
-
-def silent_ranks(store: dist.Store, world: int, own: int | None = None) -> list[int]:
-    """Return the ranks that never beat, or whose last beat is long before the newest of any."""
-    heard: dict[int, float] = {}
-    with suppress(RuntimeError):
-        for rank in range(world):
-            if store.check([f"beat/{rank}"]):
-                heard[rank] = float(store.get(f"beat/{rank}").split()[1])
-    if own is not None:
-        heard[own] = max(heard.values(), default=0.0)
-    newest = max(heard.values(), default=0.0)
-    return [rank for rank in range(world) if heard.get(rank, 0.0) < newest - _SILENT_S]
 
 
 class RankLog:
@@ -312,16 +324,3 @@ class RankLog:
             with suppress(OSError):
                 self.path.unlink()
                 self.path.parent.rmdir()  # succeeds for the last rank
-
-
-def previous_directory(rank_info: RankInfo) -> str | None:
-    """Return the directory of the attempt that torchrun restarted; None: this is the first."""
-    if os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0" or not rank_info.served:
-        return None
-    return directory_in(store_of(rank_info, False))
-
-
-def directory_in(store: dist.Store) -> str | None:
-    """Return the run's directory if its rank 0 has told it."""
-    key = "mprun/directory"
-    return store.get(key).decode() if store.check([key]) else None

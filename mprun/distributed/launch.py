@@ -1,9 +1,7 @@
 """Starting, watching and ending the ranks of one run on this machine.
 
 `torch.distributed.elastic.multiprocessing` starts each in its own session. torchrun's agent above
-it is left out. It turns every exit code into 1, restarts a run that diverged, and gives the other
-ranks 30 s. Its restart does not find the store of the first attempt (torch 2.15, issues 135712 and
-167288).
+it is left out. It turns every exit code into 1, and gives the other ranks 30 s.
 """
 
 import logging
@@ -23,8 +21,8 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, sta
 from torch.distributed.elastic.multiprocessing.api import PContext
 
 from mprun.data.loader import available_cores
-from mprun.distributed.group import directory_in, failure_of, silent_ranks, store_of
 from mprun.distributed.rank_info import RankInfo
+from mprun.distributed.store import directory_in, failure_of, named, store_of
 from mprun.errors import ASKING, DONE, INTERRUPTED, PREEMPTED, RESOURCE, SEVERITY, MprunError
 from mprun.record.run_directory import locked
 from mprun.record.run_record import read_record
@@ -98,7 +96,7 @@ def _once(
     """Run one attempt; return its exit code and its directory."""
     hosts = rank_info.node == 0
     store = store_of(rank_info, hosts)
-    rank_info = replace(rank_info, port=store.port, served=True)
+    rank_info = replace(rank_info, port=store.port, served=True, job="")
     threads = str(max(1, available_cores() // rank_info.devices))
     environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
     ranks = range(rank_info.devices)
@@ -133,7 +131,7 @@ def _once(
             with suppress(MprunError, OSError), locked(Path(directory)):
                 record = read_record(Path(directory))
                 if record["status"] in ("running", "failed"):
-                    record.end("failed", cause)
+                    record.end("failed", cause, exit_code=code)
     return code, directory
 
 
@@ -180,22 +178,24 @@ def _judged(
         of_it = INTERRUPTED if asked == signal.SIGINT else 128 + asked
         codes = {rank: of_it if code == -asked else code for rank, code in codes.items()}
     killed = {first + r: -c for r, c in codes.items() if c is not None and c < 0}
-    if killed:
+    hung = [first + rank for rank, code in codes.items() if code is None]
+    said = failure_of(store)
+    # NCCL's watchdog aborts the ranks that wait, which have not failed.
+    aborted = set(killed.values()) == {signal.SIGABRT} and bool(said or hung)
+    if killed and not aborted and (said is None or set(said[0]) & set(killed)):
         (rank, number), *_ = killed.items()
         name = signal.Signals(number).name if number in set(signal.Signals) else str(number)
         return RESOURCE, f"rank {rank} was killed ({name})"
-    hung = [first + rank for rank, code in codes.items() if code is None]
-    said = failure_of(store)
     if said is not None:
-        rank, code, text = said
-        told = rank_info.node > 0 or codes[0] is not None  # rank 0 has printed it
-        return code, None if told else f"rank {rank}: {text}"
+        ranks, code, text = said
+        first_code = codes[0]
+        # Rank 0 has printed it, unless it was aborted.
+        told = rank_info.node > 0 or (first_code is not None and first_code >= 0)
+        return code, None if told else f"{named(ranks)}: {text}"
     # A rank that hangs after another ended by itself did not fail first.
-    by_itself = set(codes.values()) - {None, DONE, RESOURCE}
+    by_itself = set(codes.values()) - {None, DONE, RESOURCE, -signal.SIGABRT}
     if hung and not by_itself:
-        silent = set(silent_ranks(store, rank_info.world)) & set(hung) or hung
-        who = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, sorted(silent)))}"
-        return RESOURCE, f"{who} did not answer, and was killed"
+        return RESOURCE, f"{named(hung)} did not answer, and was killed"
     ended = {code for code in codes.values() if code is not None}
     return next((code for code in SEVERITY if code in ended), max(ended)), None
 

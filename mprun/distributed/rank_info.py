@@ -5,6 +5,7 @@ Imports no torch, so that a contradiction is refused at once.
 
 import os
 import re
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -12,6 +13,7 @@ from mprun.errors import BadInput
 
 # Ports that no service uses by convention; each job of a cluster takes one.
 _FIRST_PORT, _PORTS = 20_000, 40_000
+_TRIED = 8  # of them, until one is free
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +28,19 @@ class RankInfo:
     address: str  # where all ranks find each other, at `port`
     port: int
     served: bool  # whether a launcher (torchrun or mprun's own) answers there
+    # Name of the job of a batch system, which does not look for a free port; "": `port` was free.
+    job: str = ""
 
     @property
     def world(self) -> int:
         """Return the number of ranks of the run, W."""
         return self.nodes * self.devices
+
+    @property
+    def ports(self) -> list[int]:
+        """Return where the job's ranks look for each other: another job may have the first."""
+        steps = (self.port + 1009 * number for number in range(1, _TRIED))
+        return [self.port, *(_FIRST_PORT + port % _PORTS for port in steps)]
 
     @property
     def is_first(self) -> bool:
@@ -138,9 +148,29 @@ def _of_slurm(environ: Mapping[str, str]) -> RankInfo | None:
         )
     hosts = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST", "")
     address = environ.get("MASTER_ADDR") or first_host(hosts)
-    job = _number(environ, "SLURM_JOB_ID", default=0) + _number(environ, "SLURM_STEP_ID", default=0)
-    port = _number(environ, "MASTER_PORT", 1, 65_536, default=_FIRST_PORT + job % _PORTS)
-    return RankInfo(rank, local, node, nodes, devices, address, port, served=False)
+    job, step = (_number(environ, f"SLURM_{name}_ID", default=0) for name in ("JOB", "STEP"))
+    default = _FIRST_PORT + (job + step) % _PORTS
+    port = _number(environ, "MASTER_PORT", 1, 65_536, default=default)
+    name = f"{job}.{step}"
+    return RankInfo(rank, local, node, nodes, devices, address, port, served=False, job=name)
+
+
+def launched_by(environ: Mapping[str, str] = os.environ) -> str | None:
+    """Return what distinguishes the torchrun above this process from all others; None: none is.
+
+    Its run id alone does not: it is "none" unless the user gives one. The agent of each machine
+    keeps the errors of all its attempts in a folder with a random name, RUNID_RANDOM.
+    """
+    run_id = environ.get("TORCHELASTIC_RUN_ID")
+    if run_id is None:
+        return None
+    found = re.search(r"([^/]+)/attempt_\d+/", environ.get("TORCHELASTIC_ERROR_FILE", ""))
+    return found[1] if found else f"{run_id}_{socket.gethostname()}_{os.getppid()}"
+
+
+def is_restart(environ: Mapping[str, str] = os.environ) -> bool:
+    """Return whether torchrun has started this process again (--max-restarts)."""
+    return _number(environ, "TORCHELASTIC_RESTART_COUNT", default=0) > 0
 
 
 def first_host(hosts: str) -> str:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from mprun.data.source import seed_sample
+from mprun.distributed.rank_info import launched_by
 from mprun.precision.random_states import restore_dropout_state
 
 T = TypeVar("T")
@@ -86,12 +87,18 @@ class Ranks:
     def found(self, directory: Path) -> None:
         """Tell the launcher the run's directory."""
 
+    @property
+    def launched_by(self) -> list[str]:
+        """Return by which torchrun the ranks were started, as each machine names it; or []."""
+        own = launched_by()
+        return [] if own is None else [own]
+
     def description(self) -> dict[str, Any]:
         """Return plain values for run.json: the ranks' backend and their hosts."""
         return {}
 
-    def beat(self, step: int) -> None:
-        """Report that this rank has reached `step`."""
+    def ends_by(self, tell: Callable[[str, int], None]) -> None:
+        """Call `tell` with cause and exit code if the process ends while its main thread waits."""
 
     def stops(self, signal_number: int) -> int:
         """Return the signal that any rank was sent, 0: none."""

@@ -6,6 +6,7 @@ read, written or removed through it. Its lock file carries the training loop's h
 
 import errno
 import fcntl
+import glob
 import hashlib
 import json
 import math
@@ -82,6 +83,14 @@ def claim(parent: Path, name: str) -> Path:
                 path.mkdir()
                 return path
     raise BadInput(f"{parent / name}: 9,999 runs of this name exist; clean up or use name=")
+
+
+def claimed_before(parent: Path, name: str) -> list[Path]:
+    """Return the directories that `claim` may have made for `name`, the newest first."""
+    found = [parent / name, *parent.glob(f"{glob.escape(name)}.*")]
+    whole = re.compile(rf"{re.escape(name)}(\.\d+)?")
+    found = [path for path in found if whole.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=os.path.getmtime, reverse=True)
 
 
 def claim_exactly(path: Path) -> Path:

@@ -106,6 +106,8 @@ class RunRecord(TypedDict, total=False):
     first_checkpoint: _Count
     cause: str | None
     ended: str
+    exit_code: _Count  # of the attempt that ended, as its command has it
+    launched_by: list[str]  # by which torchrun, as `rank_info.launched_by` names it
     last_step: _Count
     skipped: _Count
     updates: _Count
@@ -188,7 +190,7 @@ class Record(dict[str, Any]):
 
     def reopen(self) -> None:
         """Take the seal off, before a further attempt changes the first of the sealed files."""
-        for key in ("seal", "last_step"):
+        for key in ("seal", "last_step", "exit_code"):
             self.pop(key, None)
         self["status"] = "running"
         write_json(self.directory / "run.json", self)

@@ -131,7 +131,6 @@ class Loop:
     def advance(self, index: int) -> None:
         """Take step `index` (from 0), probed if it is due, without waiting for the device."""
         self.heartbeat.beat()
-        self.ranks.beat(index)
         take = self.built.stepper.step
         if index == self.start:
             take = partial(self._left_at_once, self._first_step)

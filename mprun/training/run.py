@@ -22,7 +22,17 @@ from mprun.config.rules import engine_of, why_not_on
 from mprun.config.schema import RunConfig
 from mprun.distributed.rank_info import RankInfo
 from mprun.distributed.ranks import ALONE, Ranks
-from mprun.errors import BUG, DIVERGED, DONE, INTERRUPTED, PREEMPTED, BadInput, RankFailed, Resource
+from mprun.errors import (
+    BUG,
+    DIVERGED,
+    DONE,
+    INTERRUPTED,
+    PREEMPTED,
+    BadInput,
+    RankFailed,
+    Resource,
+    exit_code_of,
+)
 from mprun.numerics.probe import chosen_modules
 from mprun.numerics.replay import Snapshot
 from mprun.precision import pin_math_flags
@@ -242,12 +252,14 @@ def attempt(config: RunConfig, built: Built, record: Record, start: Start = BEGI
             data={"sha256": built.data.sha256, **built.data.description},
             environment=environment(built.device),
             ranks=_described(config, built),
+            launched_by=task.ranks.launched_by,
         )
         if task.ranks.world > 1:
             task.ranks.found(directory)
         announce(directory, config, built, record, start.step)
 
         def end(status: str, cause: str | None, results: dict | None = None, **more: int) -> None:
+            task.ranks.ends_by(lambda cause, code: None)
             record.end(
                 status,
                 cause,
@@ -259,6 +271,8 @@ def attempt(config: RunConfig, built: Built, record: Record, start: Start = BEGI
             )
 
         last = start.step
+        # Of a process that is ended while its main thread waits, which may hold the device.
+        task.ranks.ends_by(lambda cause, code: record.end("failed", cause, exit_code=code))
         try:
             with _used(built, config):
                 loop = Loop(built, config, directory, interruption, start, record.checkpointed)
@@ -269,30 +283,36 @@ def attempt(config: RunConfig, built: Built, record: Record, start: Start = BEGI
             built.stepper.check_happened()
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt)  # a second SIGINT, or one between steps
+            told = _told(error, config, directory)
             with suppress(OSError):  # on a full disk, report the first error
                 plain = stopped or isinstance(error, RankFailed)
                 cause = str(error) if plain else f"{type(error).__name__}: {error}"
-                end("preempted" if stopped else "failed", cause, last_step=last)
+                status = "preempted" if stopped else "failed"
+                end(status, cause, last_step=last, exit_code=exit_code_of(told))
             if stopped:
                 say(to_go_on(directory, record["config"]))
             say(replaced_line(record["data"]))
             _print_directory(directory)
-            if config.deterministic and "deterministic" in str(error):
-                raise BadInput(_nondeterministic(error)) from error
-            if isinstance(error, OSError):
-                raise Resource(
-                    f"{error.strerror or error} ({error.filename or directory})"
-                ) from error
-            with _memory_as_resource(config):
+            if told is error:
                 raise
+            raise told from error
         results = outcome.results() | {"emulated": built.forward_context.rerouted()}
-        end(outcome.status, outcome.cause, results)
+        end(outcome.status, outcome.cause, results, exit_code=outcome.exit_code)
         if outcome.status != "preempted":
             _write_hyperparameters(directory, config, record)
         say_ending(directory, built.data, outcome, record)
         _print_directory(directory)
         task.ranks.leave(outcome.exit_code)
         return outcome.exit_code
+
+
+def _told(error: BaseException, config: RunConfig, directory: Path) -> BaseException:
+    """Return the error that the command ends with, for one that ended the training."""
+    if config.deterministic and "deterministic" in str(error):
+        return BadInput(_nondeterministic(error))
+    if isinstance(error, OSError):
+        return Resource(f"{error.strerror or error} ({error.filename or directory})")
+    return _of_memory(error, config) or error
 
 
 def _print_directory(directory: Path) -> None:
@@ -325,9 +345,13 @@ def _memory_as_resource(config: RunConfig) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        if not ran_out(error):
+        if (told := _of_memory(error, config)) is None:
             raise
-        raise Resource(f"{shortage(error)}; {_smaller(config)}") from error
+        raise told from error
+
+
+def _of_memory(error: BaseException, config: RunConfig) -> Resource | None:
+    return Resource(f"{shortage(error)}; {_smaller(config)}") if ran_out(error) else None
 
 
 def _smaller(config: RunConfig) -> str:

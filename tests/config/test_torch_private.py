@@ -19,7 +19,7 @@ OBJECTS = (
     *(torch.overrides, torch._C, _WEIGHT, _WEIGHT.untyped_storage(), torch.ops.aten.add.Tensor),
     *(nn.Module(), nn.LSTM(1, 1), nn.BatchNorm1d(1), nn.parallel.DistributedDataParallel),
     *(torch.optim.Adam([_WEIGHT], fused=True), torch.amp.GradScaler("cpu"), torch.Generator()),
-    *(torch.utils.data.Sampler, DataLoader([0])),
+    *(torch.utils.data.Sampler, DataLoader([0]), torch.distributed.ProcessGroup),
 )
 
 

@@ -1,10 +1,11 @@
-"""Data in which rank 1 meets a fault: `FAULT=kind:phase` of the environment says which.
+"""Data in which a rank meets a fault: `FAULT=kind:phase` of the environment says which.
 
-When it did is the time stamp of the file `FAULT_AT`.
+It is rank 1, unless FAULT_RANK is another. The time stamp of the file `FAULT_AT` says when.
 """
 
 import os
 import signal
+import time
 from itertools import islice
 from pathlib import Path
 
@@ -30,18 +31,22 @@ def fault(kind: str) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         case "stopped":
             os.kill(os.getpid(), signal.SIGSTOP)
+        case "hung":
+            time.sleep(300)
         case "memory":
             torch.empty(2**50, dtype=torch.uint8)
 
 
 class Faulty:
-    """Digits; at its phase rank 1 meets the fault, once."""
+    """Digits; at its phase the rank meets the fault, once."""
 
     def __init__(self, source) -> None:
         self._source, self.begun = source, False
         kind, self.phase = os.environ["FAULT"].split(":")
         met = Path(os.environ["FAULT_AT"]).exists()  # in the attempt before
-        self.kind = kind if os.environ.get("RANK") == "1" and not met else None
+        self.rank = int(os.environ.get("FAULT_RANK", "1"))
+        own = os.environ.get("RANK", os.environ.get("SLURM_PROCID"))
+        self.kind = kind if own == str(self.rank) and not met else None
 
     def __getattr__(self, name):
         return getattr(self._source, name)
@@ -59,7 +64,7 @@ class Faulty:
     def train_batch(self, index):
         images, labels = self._source.train_batch(index)
         self.begun = self.begun or index > 1  # before that the source is tried
-        if index == {"start": 1, "training": 2 * STEP + 1}.get(self.phase):
+        if index == {"start": 1, "training": 2 * STEP + self.rank}.get(self.phase):
             images = self._spoilt(images)
         return images, labels
 

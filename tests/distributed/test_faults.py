@@ -7,7 +7,7 @@ import pytest
 from ..helpers import record_of
 from .processes import mprun, with_word
 
-TIMEOUT_S = 8.0  # dist.timeout_s; of a rank that is gone without a word the others know sooner
+TIMEOUT_S = 8  # dist.timeout_s; of a rank that is gone without a word the others know sooner
 # Kind -> exit code, status, words of the cause. Before its first step a run has no record, a
 # signal ends it at once, and what a factory raises is bad input.
 WANTED = {
@@ -17,7 +17,8 @@ WANTED = {
     "damaged": (4, "failed", "rank 1: images/0001.png: cut short"),
     "exception": (1, "failed", "rank 1: KeyError: 'nobody expected this'"),
     "killed": (5, "failed", "rank 1 was killed (SIGKILL)"),
-    "stopped": (5, "failed", "rank 1 did not answer, and was killed"),
+    "stopped": (5, "failed", "rank 1: no answer for 8 s"),
+    "hung": (5, "failed", "rank 1: no answer for 8 s"),
     "memory": (5, "failed", "rank 1: out of memory"),
 }
 BEFORE = {"signal": 143, "exception": 2}

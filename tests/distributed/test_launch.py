@@ -1,20 +1,27 @@
 """How ranks are started: by mprun, by torchrun, by srun; stopped, started again, continued."""
 
+import itertools
+import json
+import os
 import signal
+import socket
 import subprocess
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from mprun.distributed import store
 from mprun.distributed.group import RankGroup
 from mprun.distributed.launch import _judged
-from mprun.distributed.rank_info import RankInfo
-from mprun.errors import RankFailed
+from mprun.distributed.rank_info import RankInfo, launched_by
+from mprun.distributed.restarts import earlier_attempt, final_code
+from mprun.errors import BadInput, RankFailed
 from mprun.record import checkpoint
-from mprun.record.run_directory import locked
+from mprun.record.run_directory import claim, claimed_before, locked
 
 from ..helpers import record_of, refused, rows_of
 from .of_a_rank import digest, environment_of
@@ -77,17 +84,24 @@ def test_asked_to_stop_all_ranks_stop_after_one_step(number, code, tmp_path):
     assert not (tmp_path / "run" / "ranks").exists()
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    """The record of the run that meets faults elsewhere."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    ended = mprun(*arguments_of("killed", folder / "run"), **faulty("none:none", folder))
+    assert ended.returncode == 0, ended.stderr
+    return record_of(folder / "run")
+
+
 @pytest.mark.slow
-def test_lost_ranks_are_started_again_from_the_last_checkpoint(tmp_path):
-    plain = mprun(*arguments_of("killed", tmp_path / "plain"), **faulty("none:none", tmp_path))
-    assert plain.returncode == 0, plain.stderr
+def test_lost_ranks_are_started_again_from_the_last_checkpoint(undisturbed, tmp_path):
     again = [*arguments_of("killed", tmp_path / "again"), "restarts=1", "train.checkpoint_every=3"]
     ended = mprun(*again, **faulty("killed:training", tmp_path))
     assert ended.returncode == 0, ended.stderr
     assert "rank 1 was killed (SIGKILL)" in ended.stderr
-    one, other = record_of(tmp_path / "plain"), record_of(tmp_path / "again")
-    assert other["attempts"] == 2
-    assert one["final"] == other["final"]
+    record = record_of(tmp_path / "again")
+    assert record["attempts"] == 2
+    assert record["final"] == undisturbed["final"]
 
 
 @pytest.mark.slow
@@ -97,14 +111,26 @@ def test_what_diverged_is_not_started_again(tmp_path):
     assert record_of(tmp_path / "run")["attempts"] == 1
 
 
-def torchrun(*options):
-    port = str(free_port())
-    return ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port, *options)
+def torchrun(rendezvous="static", restarts=0):
+    options = {
+        "static": ("--master-port", str(free_port())),
+        "c10d": ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}"),
+        "standalone": ("--standalone",),
+    }[rendezvous]
+    before = ("-m", "torch.distributed.run", "--nproc-per-node", "2", *options)
+    return (*before, "--max-restarts", str(restarts), "-m", "mprun")
+
+
+def torchruns(kind, output, tmp_path, *, before, **more):
+    """A run whose rank meets a fault in its training, with checkpoints."""
+    own = [word for word in arguments_of(kind, "") if not word.startswith(("devices", "output_"))]
+    own += ["train.checkpoint_every=3", output]
+    return mprun(*own, before=before, **faulty(f"{kind}:training", tmp_path), **more)
 
 
 @pytest.mark.slow
 def test_torchrun(tmp_path):
-    before = (*torchrun(), "-m", "mprun")
+    before = torchrun()
     ended = mprun(*LM, f"output_dir={tmp_path / 'run'}", before=before)
     assert ended.returncode == 0, ended.stderr
     assert record_of(tmp_path / "run")["ranks"]["world"] == 2
@@ -115,37 +141,180 @@ def test_torchrun(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "code", "ended"), [("killed", 0, ("done", 2)), ("nan", 1, ("diverged", 1))]
+    ("rendezvous", "own_store", "rank"),
+    [("static", 0, 1), ("c10d", 0, 0), ("c10d", 1, 1), ("standalone", 1, 0), ("standalone", 0, 1)],
 )
-def test_torchrun_starts_again_what_was_lost_and_not_what_diverged(kind, code, ended, tmp_path):
-    """With a store of its own for each attempt: the shared one is not found again (torch 2.15)."""
-    arguments = [a for a in arguments_of(kind, tmp_path / "run") if not a.startswith("devices")]
-    before = (*torchrun("--max-restarts", "2"), "-m", "mprun")
-    own = faulty(f"{kind}:training", tmp_path) | {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    done = mprun(*arguments, "train.checkpoint_every=3", before=before, **own)
-    assert done.returncode == code, done.stderr
-    record = record_of(tmp_path / "run")
-    assert (record["status"], record["attempts"]) == ended
+def test_torchrun_starts_lost_ranks_again(rendezvous, own_store, rank, undisturbed, tmp_path):
+    """own_store: the store of an attempt is gone with its rank 0."""
+    output, before = f"output_root={tmp_path / 'runs'}", torchrun(rendezvous, restarts=2)
+    more = {"FAULT_RANK": rank, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": own_store}
+    ended = torchruns("killed", output, tmp_path, before=before, **more)
+    assert ended.returncode == 0, ended.stderr
+    (directory,) = (path.parent for path in (tmp_path / "runs").rglob("run.json"))
+    record = record_of(directory)
+    assert (record["status"], record["attempts"], record["exit_code"]) == ("done", 2, 0)
+    assert record["final"] == undisturbed["final"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("devices", [1, 2])
-def test_srun(devices, tmp_path):
+@pytest.mark.parametrize(("kind", "status"), [("nan", "diverged"), ("damaged", "failed")])
+def test_torchrun_does_not_train_again_what_would_end_alike(kind, status, tmp_path):
+    output, before = f"output_dir={tmp_path / 'run'}", torchrun("standalone", restarts=2)
+    ended = torchruns(kind, output, tmp_path, before=before)
+    assert ended.returncode == 1
+    record = record_of(tmp_path / "run")
+    assert (record["status"], record["attempts"]) == (status, 1)
+    assert record["exit_code"] == {"nan": 3, "damaged": 4}[kind]
+    told = [line for line in ended.stderr.splitlines() if "not started again" in line]
+    assert told == [f"mprun: {tmp_path / 'run'}: not started again: {record['cause']}"] * 2
+
+
+@pytest.mark.slow
+def test_another_torchrun_does_not_go_on_with_the_run(tmp_path):
+    output, before = f"output_dir={tmp_path / 'run'}", torchrun("static", restarts=1)
+    assert torchruns("none", output, tmp_path, before=before).returncode == 0
+    begun = record_of(tmp_path / "run")
+    ended = torchruns("none", output, tmp_path, before=before)
+    assert ended.returncode == 1
+    assert ended.stderr.count(f"output_dir={tmp_path / 'run'}: exists already") >= 2
+    assert record_of(tmp_path / "run") == begun
+
+
+def test_the_attempt_before_is_found_by_its_torchrun(tmp_path, monkeypatch):
+    folder = "/tmp/torchelastic_x/none_{}/attempt_{}/0/error.json"
+    ours = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_ERROR_FILE": folder.format("a", 1)}
+    before = ours | {"TORCHELASTIC_ERROR_FILE": folder.format("a", 0)}
+    other = ours | {"TORCHELASTIC_ERROR_FILE": folder.format("b", 1)}
+    assert launched_by(ours) == launched_by(before) != launched_by(other)
+    assert launched_by({}) is None and launched_by({"TORCHELASTIC_RUN_ID": "7"}).startswith("7_")
+    places = [claim(tmp_path, "run") for _ in range(4)]
+    for number, (place, by) in enumerate(zip(places, (other, before, other, ours), strict=True)):
+        (place / "run.json").write_text(json.dumps({"launched_by": [launched_by(by)]}))
+        os.utime(place, (number, number))
+    (places[3] / "run.json").write_text("cut sho")  # of a disk that was full
+    (tmp_path / "run.more").mkdir()
+    for name, value in ours.items():
+        monkeypatch.setenv(name, value)
+    newest_first = claimed_before(tmp_path, "run")
+    assert newest_first == places[::-1]
+    assert earlier_attempt(newest_first)[0] == places[1]
+    assert earlier_attempt(newest_first[:2]) is None
+
+
+@pytest.mark.parametrize(
+    ("record", "code"),
+    [
+        ({"status": "running"}, None),
+        ({"status": "failed", "exit_code": 5}, None),
+        ({"status": "preempted", "exit_code": 75}, None),
+        ({"status": "failed", "exit_code": 1}, None),
+        ({"status": "failed", "exit_code": 4}, 4),
+        ({"status": "failed", "exit_code": 2}, 2),
+        ({"status": "diverged"}, 3),  # of an earlier version
+        ({"status": "done", "exit_code": 0}, 0),
+    ],
+)
+def test_which_attempts_are_repeated(record, code):
+    assert final_code(record) == code
+
+
+def srun(words, devices=1, **more):
     """Two tasks: two ranks of one machine, or two machines that start two each."""
-    processes, port, job = [], free_port(), free_port()
+    processes, job = [], free_port()
     for task in range(2):
         machines = {"SLURM_NODEID": task, "SLURM_LOCALID": 0, "SLURM_NNODES": 2}
         ranks = {"SLURM_NODEID": 0, "SLURM_LOCALID": task, "SLURM_NNODES": 1}
         own = machines if devices == 2 else ranks
         own |= {"SLURM_STEP_ID": 0, "SLURM_PROCID": task, "SLURM_NTASKS": 2}
-        own |= {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": port}
-        words = [*LM, f"output_dir={tmp_path / 'run'}"]
-        words += ["devices=2", "nodes=2"] if devices == 2 else []
-        processes.append(start(*words, stderr=subprocess.PIPE, **own))
-    for process in processes:
-        _, stderr = process.communicate(timeout=180)
-        assert process.returncode == 0, stderr
+        own |= {"SLURM_JOB_ID": job, "SLURM_JOB_NODELIST": "localhost", "MASTER_PORT": free_port()}
+        own |= more
+        given = ["devices=2", "nodes=2"] if devices == 2 else []
+        processes.append(start(*words, *given, stderr=subprocess.PIPE, **own))
+    return processes
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [1, 2])
+def test_srun_on_a_taken_port(devices, tmp_path):
+    """A stranger's server takes every connection, and never answers."""
+    with socket.create_server(("", 0)) as stranger:
+        port = stranger.getsockname()[1]
+        processes = srun([*LM, f"output_dir={tmp_path / 'run'}"], devices, MASTER_PORT=port)
+        for process in processes:
+            _, stderr = process.communicate(timeout=180)
+            assert process.returncode == 0, stderr
+            assert ".cpp" not in stderr
     assert record_of(tmp_path / "run")["ranks"]["world"] == 2 * devices
+
+
+def test_ranks_pass_by_the_servers_of_others(monkeypatch):
+    monkeypatch.setattr(store, "_ANSWER_S", 0.2)
+    with socket.create_server(("", 0)) as silent:
+        port = silent.getsockname()[1]
+        first = RankInfo(0, 0, 0, 1, 2, "127.0.0.1", port, served=False, job="7.0")
+        another = store.store_of(replace(first, job="8.0"), host=True)  # at the second port
+        own = store.store_of(first, host=True)
+        own.set("whose", "ours")
+        another.set("whose", "theirs")
+        for job, whose in (("7.0", b"ours"), ("8.0", b"theirs")):
+            assert store.store_of(replace(first, job=job), host=False).get("whose") == whose
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tasks", [[0, 1], [1]])
+def test_srun_asked_to_stop_before_its_time_limit(tasks, tmp_path):
+    directory, own = tmp_path / "run", [word for word in ENDLESS if word != "devices=2"]
+    processes = srun([*own, f"output_dir={directory}"], MASTER_PORT=free_port())
+    while not (directory / "metrics.jsonl").exists() or len(rows_of(directory)) < 10:
+        assert [process.poll() for process in processes] == [None, None]
+        time.sleep(0.2)
+    for task in tasks:
+        processes[task].send_signal(signal.SIGTERM)
+    for process in processes:
+        _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 75, stderr
+    record = record_of(directory)
+    assert (record["status"], record["exit_code"]) == ("preempted", 75)
+    assert state_of(directory)[0] == record["last_step"]
+
+
+@pytest.mark.slow
+def test_srun_a_rank_that_hangs_ends_by_itself(tmp_path):
+    """Nobody watches the tasks from outside: the hung one has a thread that does."""
+    own = [word for word in arguments_of("hung", tmp_path / "run") if word != "devices=2"]
+    more = faulty("hung:training", tmp_path) | {"MASTER_PORT": free_port()}
+    for process in srun(own, **more):
+        _, stderr = process.communicate(timeout=120)
+        assert process.returncode == 5, stderr
+    assert record_of(tmp_path / "run")["cause"] == "rank 1: no answer for 8 s (dist.timeout_s)"
+
+
+def test_late_ranks(monkeypatch):
+    """Rank 1 waits in its fourth exchange for rank 2, which is alive; then rank 3 dies."""
+    kept = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    begun, number = {0: 4, 1: 4, 2: 3, 3: 4}, itertools.count()
+
+    def beats(seconds=0.0):
+        for rank, exchanges in begun.items():
+            store.beat(kept, rank, next(number), exchanges)
+
+    beats()
+    monkeypatch.setattr(store.time, "sleep", beats)
+    assert store.late_ranks(kept, 4, own=1) == [2]
+    begun[2] = 4
+    assert store.late_ranks(kept, 4, own=1) == []
+    del begun[3]
+    assert store.late_ranks(kept, 4, own=1) == [3]
+
+
+def test_two_ranks_on_one_gpu():
+    """The exchange alone is made: both ranks of a machine see the same GPU."""
+    rank = SimpleNamespace(all_hosts=["a", "a"], device_name="GPU-1", world=2)
+    rank.all_of = lambda own: [own, own]
+    with pytest.raises(BadInput, match="ranks 0 and 1 have the same GPU of a"):
+        RankGroup._check_gpus(rank)
+    rank.all_of = lambda own: [own, "GPU-2"]
+    RankGroup._check_gpus(rank)
 
 
 @pytest.mark.slow
@@ -205,17 +374,20 @@ def test_ranks_of_different_configurations_do_not_meet(tmp_path):
         ([4, 4], (1, 4, "bad file"), 0, (4, None)),
         ([None, 4], (1, 4, "bad file"), 0, (4, "rank 1: bad file")),  # 0 had no time to say it
         ([0, -9], None, 0, (5, "rank 1 was killed (SIGKILL)")),
+        ([-6, None], None, 0, (5, "rank 1 did not answer, and was killed")),  # 0: by NCCL
+        ([-6, 5], (1, 5, "no answer"), 0, (5, "rank 1: no answer")),
+        ([5, -9], (1, 5, "lost contact"), 0, (5, "rank 1 was killed (SIGKILL)")),
         ([130, -2], None, signal.SIGINT, (130, None)),
         ([75, 75], None, signal.SIGTERM, (75, None)),
     ],
 )
 def test_a_run_ends_with_the_code_of_the_rank_that_failed(codes, word, asked, ends):
-    store = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    kept = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     if word is not None:
         rank, *said = word
-        RankGroup.fail(SimpleNamespace(store=store, rank=rank), *said)
+        RankGroup.fail(SimpleNamespace(store=kept, rank=rank), *said)
     place = RankInfo(None, 0, 0, 1, 2, "127.0.0.1", 0, served=True)
-    assert _judged(dict(enumerate(codes)), store, place, asked) == ends
+    assert _judged(dict(enumerate(codes)), kept, place, asked) == ends
 
 
 def test_what_fails_on_one_rank_fails_on_all_with_its_code():

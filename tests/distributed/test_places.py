@@ -30,7 +30,9 @@ SRUN = {
 
 def test_torchrun_and_srun():
     assert rank_info_from(TORCHRUN) == RankInfo(5, 1, 1, 2, 4, "node1", 29500, served=True)
-    assert rank_info_from(SRUN) == RankInfo(5, 1, 1, 2, 4, "gpu003", 24242, served=False)
+    assert rank_info_from(SRUN) == RankInfo(
+        5, 1, 1, 2, 4, "gpu003", 24242, served=False, job="4242.0"
+    )
 
 
 def test_what_torchrun_starts_a_rank_with_is_read_back():

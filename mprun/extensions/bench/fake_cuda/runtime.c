@@ -16,6 +16,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <time.h>
+#include <unistd.h>
 
 #include <cuda_runtime_api.h>
 
@@ -524,6 +525,8 @@ cudaError_t cudaDeviceGetPCIBusId(char *id, int size, int device) {
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
     memset(p, 0, sizeof *p);
     strcpy(p->name, FAKE_CUDA_NAME);
+    pid_t own = getpid(); /* each process has a device of its own */
+    memcpy(&p->uuid, &own, sizeof own);
     p->totalGlobalMem = memory_total();
     p->major = capability() / 10, p->minor = capability() % 10;
     p->multiProcessorCount = 132;

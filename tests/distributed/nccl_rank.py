@@ -1,0 +1,53 @@
+"""A rank of a run on the fake CUDA device, over torch's ProcessGroupNCCL and `nccl_stub.c`.
+
+`python -m tests.distributed.nccl_rank PARENT WORD...` is `mprun WORD...`, as a launcher starts it.
+Kernels compute nothing: what a run reads back is replaced by zeros, and comparisons of values are
+left out. Rank 1 meets the fault FAULT (`faulty.py`) at the beginning of a step.
+"""
+
+import os
+import sys
+from unittest import mock
+
+import torch.nn.parallel.distributed
+
+import mprun.precision.update_choice as update_choice
+import mprun.record.async_copy
+import mprun.training.metric_logger
+from mprun.distributed.group import RankGroup
+from mprun.execution.step_runner import StepRunner
+from mprun.sweep.child import child
+
+from .faulty import STEP, fault
+
+
+def stepped(self, index, measure=False):
+    if index == STEP and os.environ["RANK"] == "1" and os.environ["FAULT"] != "none":
+        fault(os.environ["FAULT"])
+    return step(self, index, measure)
+
+
+def finite(self, *arguments):
+    return dict.fromkeys(evaluate(self, *arguments), 0.0)
+
+
+step = StepRunner.step
+evaluate = mprun.training.metric_logger.MetricLogger.evaluate
+read = mprun.record.async_copy.Sent.read
+
+if __name__ == "__main__":
+    update_choice.take_for_granted()
+    with (
+        mock.patch.object(StepRunner, "step", stepped),
+        mock.patch.object(RankGroup, "check_equal", lambda self, state, step: None),
+        mock.patch.object(
+            torch.nn.parallel.distributed,
+            "_verify_param_shape_across_processes",
+            lambda *arguments, **named: True,
+        ),
+        mock.patch.object(mprun.training.metric_logger.MetricLogger, "evaluate", finite),
+        mock.patch.object(
+            mprun.record.async_copy.Sent, "read", lambda sent: [0.0 for _ in read(sent)]
+        ),
+    ):
+        sys.exit(child(sys.argv[1:]))

@@ -1,0 +1,95 @@
+"""torch's own ProcessGroupNCCL over a stub of libnccl, on the fake CUDA device: who hung is named.
+
+Two ranks, started by mprun's launcher; each sees one GPU alone, as by srun --gpus-per-task=1. A
+collective ends when both ranks have begun it, and nothing is exchanged: losses mean nothing.
+"""
+
+import os
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+
+from mprun.extensions.bench import fake_cuda
+
+from ..helpers import record_of
+from .processes import ROOT, with_word
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not torch.distributed.is_nccl_available(), reason="a torch without NCCL"),
+]
+TIMEOUT_S = 8
+RUN = [
+    *("model=gpt", "data=synthetic_tokens", "model.hidden_size=32", "model.num_layers=1"),
+    *("model.num_heads=2", "data.batch_size=4", "data.sequence_length=16", "precision=amp"),
+    *("optim.schedule=constant", "optim.warmup_updates=0", "train.steps=12", "train.log_every=1"),
+    *("train.eval_every=6", "train.checkpoint_every=6", f"dist.timeout_s={TIMEOUT_S}"),
+    *("devices=2", "device=cuda", "threads=1"),
+]
+LAUNCH = "import sys; from mprun.distributed.launch import launch; sys.exit("
+LAUNCH += "launch(sys.argv[1:], 2, module='tests.distributed.nccl_rank'))"
+
+
+@pytest.fixture(scope="module")
+def libraries(tmp_path_factory):
+    """A folder with the fake CUDA runtime and the stub of NCCL."""
+    folder = tmp_path_factory.mktemp("nccl")
+    try:
+        fake_cuda.build(folder)
+    except RuntimeError as error:
+        pytest.skip(f"no fake CUDA runtime: {error}")
+    stub = ROOT / "tests" / "distributed" / "nccl_stub.c"
+    command = ["cc", "-O1", "-shared", "-fPIC", "-w", stub, "-o", folder / "libncclstub.so", "-ldl"]
+    subprocess.run(command, check=True)
+    return folder
+
+
+def ended(libraries, tmp_path, *words, fault="none"):
+    """A run of two ranks: the process, its record, what each rank has begun, and the last entry."""
+    board, variables = tmp_path / "board", fake_cuda.environment(libraries)
+    board.write_bytes(bytes(8 * 64))
+    variables["LD_PRELOAD"] = f"{libraries / 'libncclstub.so'}:{variables['LD_PRELOAD']}"
+    variables |= {"NCCL_STUB_BOARD": str(board), "TRITON_CACHE_DIR": str(libraries / "triton")}
+    variables |= {"FAULT": fault, "FAULT_AT": str(tmp_path / "at"), "PYTHONPATH": str(ROOT)}
+    arguments = [*RUN, f"output_dir={tmp_path / 'run'}", *words]
+    done = subprocess.run(
+        [sys.executable, "-c", LAUNCH, *arguments],
+        env=variables | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert (tmp_path / "run").exists(), done.stderr
+    counts = memoryview(board.read_bytes()).cast("q")
+    return done, record_of(tmp_path / "run"), list(counts[:2]), counts[63]
+
+
+@pytest.mark.parametrize("engine", ["ddp", "flat"])
+def test_to_its_end(libraries, engine, tmp_path):
+    done, record, begun, taken_down = ended(libraries, tmp_path, f"dist.engine={engine}")
+    assert done.returncode == 0, done.stderr
+    assert (record["status"], record["ranks"]["backend"]) == ("done", "nccl")
+    assert record["ranks"]["engine"] == engine
+    assert begun[0] == begun[1] > 12
+    assert taken_down == 2  # by destroy_process_group
+    assert "destroy_process_group" not in done.stderr
+
+
+@pytest.mark.parametrize("kind", ["hung", "stopped"])
+@pytest.mark.parametrize("engine", ["ddp", "flat"])
+def test_the_rank_that_hangs_is_named(libraries, engine, kind, tmp_path):
+    """Not the one that waits for it on the device, which NCCL's watchdog would abort."""
+    done, record, begun, _ = ended(libraries, tmp_path, f"dist.engine={engine}", fault=kind)
+    seconds = time.time() - os.stat(tmp_path / "at").st_mtime
+    cause = f"rank 1: no answer for {TIMEOUT_S} s (dist.timeout_s)"
+    assert f"mprun: {cause}" in done.stderr.splitlines()
+    assert "rank 0" not in done.stderr.replace("[rank0]", "")
+    assert done.returncode == 5
+    assert (record["status"], record["cause"], record["exit_code"]) == ("failed", cause, 5)
+    assert begun[0] > begun[1]
+    assert TIMEOUT_S <= seconds < 60  # 15 s after the time-out on a free machine
+    assert ".cpp" not in done.stderr
+    assert with_word(f"output_dir={tmp_path / 'run'}") == []
