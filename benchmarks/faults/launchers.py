@@ -192,7 +192,7 @@ def _message(text: str) -> str:
 _PAGE = """\
 # Launchers of ranks and faults, 2026-11-26, CPU
 
-{cpu}, no GPU, torch {torch}, Python {python}, commit {commit};
+{cpu}, no GPU, torch {torch}, Python {python}, commits {commits};
 n = 1 of each, {minutes:.0f} minutes beside other work on the same two cores. Command:
 
     python -m benchmarks.faults.launchers OUT
@@ -251,7 +251,7 @@ def page(content: dict[str, Any]) -> str:
         cpu=environment["cpu"],
         torch=environment["packages"]["torch"],
         python=environment["python"],
-        commit=str(environment["commit"])[:7],
+        commits=", ".join(dict.fromkeys(str(one["commit"])[:7] for one in cases)),
         minutes=content["minutes"],
         steps=STEPS,
         timeout=TIMEOUT_S,
@@ -269,35 +269,44 @@ def _equality(one: dict[str, Any]) -> str:
     return f"{'yes' if one['equal'] else 'NO'}{how}"
 
 
-def _write(out: Path, cases: list[dict[str, Any]], minutes: float) -> None:
+def main() -> None:
+    """Run the cases and write their page."""
     import torch
 
     from mprun.training.environment import environment
 
-    content = {"environment": environment(torch.device("cpu")), "minutes": minutes, "cases": cases}
-    out.with_suffix(".json").write_text(json.dumps(content, indent=1) + "\n")
-    out.with_suffix(".md").write_text(page(content))
-
-
-def main() -> None:
-    """Run the cases and write their page."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults.launchers")
     parser.add_argument("out", type=Path, help="OUT.json and OUT.md are written")
-    parser.add_argument("--only", default="", metavar="TEXT", help="cases whose name has this")
+    what = "launchers whose name has this; OUT.json keeps the others"
+    parser.add_argument("--only", default="", metavar="TEXT", help=what)
     options = parser.parse_args()
-    began, cases = time.monotonic(), []
+    path, here = options.out.with_suffix(".json"), environment(torch.device("cpu"))
+    kept = json.loads(path.read_text()) if options.only else {"minutes": 0.0, "cases": []}
+    chosen = [launcher for launcher in LAUNCHERS if options.only in launcher.name]
+    names = [launcher.name for launcher in LAUNCHERS]
+    others = [one for one in kept["cases"] if one["launcher"] not in {own.name for own in chosen}]
+    began, cases = time.monotonic(), list[dict[str, Any]]()
     with tempfile.TemporaryDirectory(prefix="launchers") as folder:
         home = Path(folder)
         none = {"FAULT": "none", "RANK_OF_FAULT": "none", "FAULT_FOLDER": folder}
         words = ["-m", "mprun", *RUN, "devices=2", f"output_dir={home / 'reference'}"]
         if code := _started(words, none, home / "log").wait(PATIENCE_S):
             sys.exit(f"the undisturbed run ended with {code}: {(home / 'log').read_text()}")
-        for launcher in LAUNCHERS:
+        for launcher in chosen:
             for fault in FAULTS:
-                if options.only in f"{launcher.name}, {fault}":
-                    cases.append(tried(launcher, fault, home, home / "reference"))
-                    print(cases[-1], flush=True)
-                    _write(options.out, cases, round((time.monotonic() - began) / 60, 1))
+                cases.append(tried(launcher, fault, home, home / "reference"))
+                cases[-1]["commit"] = here["commit"]
+                print(cases[-1], flush=True)
+                all_of_them = sorted(
+                    [*others, *cases], key=lambda one: names.index(one["launcher"])
+                )
+                content = {
+                    "environment": here,
+                    "minutes": kept["minutes"] + round((time.monotonic() - began) / 60, 1),
+                    "cases": all_of_them,
+                }
+                path.write_text(json.dumps(content, indent=1) + "\n")
+                options.out.with_suffix(".md").write_text(page(content))
     sys.exit(not all(one["equal"] for one in cases))
 
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from mprun.distributed.rank_info import RankInfo
 from mprun.distributed.ranks import Ranks
-from mprun.distributed.store import START_S, fail, failure_of, late_ranks, named, store_of
+from mprun.distributed.store import LOST, START_S, fail, failure_of, late_ranks, named, store_of
 from mprun.distributed.watch import AFTER_GLOO_S, AFTER_WATCH_S, Watch, kill_stopped, no_answer
 from mprun.errors import (
     BUG,
@@ -227,7 +227,7 @@ class RankGroup(Ranks):
             # The library puts the line of its source in front.
             text = re.sub(r"^\[\S+\]\s*", "", str(error)).partition("\n")[0].partition(". ")[0]
             timed_out = "timed out" in text.lower() or "timeout" in text.lower()
-            why = no_answer(self.timeout_s) if timed_out else f"lost contact ({text[:80]})"
+            why = no_answer(self.timeout_s) if timed_out else f"{LOST} ({text[:80]})"
             late = late_ranks(self.store, self.world, self.rank)
             if not late and self.world == 2:
                 late = [1 - self.rank]
@@ -237,7 +237,7 @@ class RankGroup(Ranks):
             said = failure_of(self.store) or (late, RESOURCE, why)
             kill_stopped(late)
         ranks, code, text = said
-        return error if ranks == [self.rank] else RankFailed(f"{named(ranks)}: {text}", code)
+        return RankFailed(f"{named(ranks)}: {text}", code)
 
     @contextmanager
     def watched(self) -> Iterator[None]:

@@ -22,7 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import PContext
 
 from mprun.data.loader import available_cores
 from mprun.distributed.rank_info import RankInfo
-from mprun.distributed.store import directory_in, failure_of, named, store_of
+from mprun.distributed.store import LOST, directory_in, failure_of, named, store_of
 from mprun.errors import ASKING, DONE, INTERRUPTED, PREEMPTED, RESOURCE, SEVERITY, MprunError
 from mprun.record.run_directory import locked
 from mprun.record.run_record import read_record
@@ -101,7 +101,9 @@ def _once(
     environment = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", threads)}
     ranks = range(rank_info.devices)
     envs = {rank: rank_info.environment(rank) | environment for rank in ranks}
-    words = ("-m", module, os.getpid(), *arguments)
+    # Python would warn that the module's package imports it as well.
+    quiet = ("-W", "ignore::RuntimeWarning:runpy")
+    words = (*quiet, "-m", module, os.getpid(), *arguments)
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     with TemporaryDirectory(prefix="mprun-ranks-") as folder:
         silent = {rank: Std.NONE if rank_info.node + rank == 0 else Std.ALL for rank in ranks}
@@ -182,7 +184,8 @@ def _judged(
     said = failure_of(store)
     # NCCL's watchdog aborts the ranks that wait, which have not failed.
     aborted = set(killed.values()) == {signal.SIGABRT} and bool(said or hung)
-    if killed and not aborted and (said is None or set(said[0]) & set(killed)):
+    # Who was lost to the others was killed from outside; who did not answer, by them.
+    if killed and not aborted and (said is None or said[2].startswith(LOST)):
         (rank, number), *_ = killed.items()
         name = signal.Signals(number).name if number in set(signal.Signals) else str(number)
         return RESOURCE, f"rank {rank} was killed ({name})"

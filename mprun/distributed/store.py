@@ -18,6 +18,7 @@ from mprun.errors import Resource
 
 START_S = 300.0  # for all ranks to import, build and meet
 BEAT_S = 1.0  # between two beats of a rank
+LOST = "lost contact"  # of a rank whose connections are closed
 _ANSWER_S = 2.0  # a stranger's server may accept a connection and never answer
 
 
@@ -44,10 +45,11 @@ def store_of(rank_info: RankInfo, host: bool) -> dist.TCPStore:
 
 def _tell_port(rank_info: RankInfo, port: int) -> None:
     """Answer every connection to the first free port: the job, and the port of its store."""
-    server = None
+    server, both = None, socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if both else socket.AF_INET
     for own in rank_info.ports:
         with suppress(OSError):
-            server = socket.create_server(("", own))
+            server = socket.create_server(("", own), family=family, dualstack_ipv6=both)
             break
     if server is None:
         raise OSError(f"ports {', '.join(map(str, rank_info.ports))} are taken; set MASTER_PORT")

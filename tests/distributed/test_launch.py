@@ -376,6 +376,7 @@ def test_ranks_of_different_configurations_do_not_meet(tmp_path):
         ([0, -9], None, 0, (5, "rank 1 was killed (SIGKILL)")),
         ([-6, None], None, 0, (5, "rank 1 did not answer, and was killed")),  # 0: by NCCL
         ([-6, 5], (1, 5, "no answer"), 0, (5, "rank 1: no answer")),
+        ([5, -9], (1, 5, "no answer for 8 s"), 0, (5, None)),
         ([5, -9], (1, 5, "lost contact"), 0, (5, "rank 1 was killed (SIGKILL)")),
         ([130, -2], None, signal.SIGINT, (130, None)),
         ([75, 75], None, signal.SIGTERM, (75, None)),
