@@ -212,7 +212,7 @@ Lines of C++ (frames, `file.cpp:`) on stderr, over all: {cpp}.
 ## Notes
 
 - A stopped rank can hear nothing: those beside it on its machine kill it.
-- torchrun's exit code is 1 whatever happened; `exit_code` of run.json is mprun's. Under torchrun a
+- torchrun's exit code is 0 or 1; `exit_code` of run.json is mprun's. Under torchrun a
   rank other than 0 prints into its log in the run's directory: of rank 0's death nobody tells here.
 - mprun does not start again after an exception (exit code 1), torchrun does.
 - Nothing starts again after SIGTERM to the launcher.
