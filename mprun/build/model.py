@@ -1,10 +1,12 @@
 """The networks of a configuration: mprun's own, or those of the user's factory."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mprun.build.data import arguments_of
 from mprun.build.user_code import Factory
@@ -57,6 +59,28 @@ def uses_channels_last(config: RunConfig, device: torch.device) -> tuple[bool, s
     if setting == "auto":
         return auto_channels_last(config, device.type)
     return setting == "on", "train.channels_last=off"
+
+
+def blocks_of(config: RunConfig, network: nn.Module) -> dict[str, nn.Module]:
+    """Return the network's blocks by name: modules that a pass calls once, one after the other."""
+    name = config.model.component.blocks
+    if name is None:
+        return {}
+    return {f"{name}.{key}": own for key, own in network.get_submodule(name).named_children()}
+
+
+def recompute(block: nn.Module) -> None:
+    """Let a block keep its inputs alone for the backward pass, which computes the rest anew.
+
+    It costs a second forward pass, and changes no bit: random numbers are drawn again.
+    """
+    block.forward = partial(_recomputed, block.forward)
+
+
+def _recomputed(forward: Callable[..., Any], *inputs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*inputs)
+    return checkpoint(forward, *inputs, use_reentrant=False)
 
 
 def put_channels_last(network: nn.Module) -> nn.Module:

@@ -11,7 +11,13 @@ import torch
 from torch import nn
 
 from mprun.build.data import arguments_of, check_batches, check_tanh_images
-from mprun.build.model import build_networks, put_channels_last, uses_channels_last
+from mprun.build.model import (
+    blocks_of,
+    build_networks,
+    put_channels_last,
+    recompute,
+    uses_channels_last,
+)
 from mprun.build.precision import build_loss_scale, optimizer_maker
 from mprun.build.user_code import Factory, Trial
 from mprun.config.components import TASKS
@@ -67,6 +73,10 @@ def build_task(
         make = loaded(TASKS[name].builder)
         common |= arguments_of(make, model)
     casts = _cast_networks(config, data, forward_context)
+    if ranks.world > 1 and engine_of(config, device.type)[0] == "fsdp":
+        from mprun.distributed.sharding import sharded
+
+        casts = [sharded(casts[0], ranks, [*blocks_of(config, casts[0].module)])]
     if len(casts) > 1:
         return _in_turn(make, config, casts, data, forward_context, ranks, common)
     scale = build_loss_scale(config.scaler, device)
@@ -127,6 +137,9 @@ def _cast_networks(
     if uses_channels_last(config, device)[0]:
         networks = [put_channels_last(network) for network in networks]
     _check_own_network(config, networks, data, forward_context, overrides)
+    if config.train.activation_checkpointing:
+        for block in blocks_of(config, networks[0]).values():
+            recompute(block)
     if len(networks) == 1:
         return [cast_model(networks[0], policy, overrides)]
     matching = [{p: overrides[p] for p in those_that_match(m, overrides)} for m in networks]
@@ -150,7 +163,7 @@ def _learners(
     found: list[Learner] = []
     for cast, scale, guard, own in zip(casts, scales, guards, limits, strict=True):
         make = optimizer_maker(config.optim, cast.policy, device, cast.module)
-        reduction = _reduction(config, ranks, device)
+        reduction = _reduction(config, cast, ranks, device)
         seed = 1009 * config.seed + len(found)
         optimizer = MixedPrecisionOptimizer(
             cast, make, scale, guards=guard, reduction=reduction, seed=seed, **own
@@ -161,7 +174,9 @@ def _learners(
     return found
 
 
-def _reduction(config: RunConfig, ranks: Ranks, device: torch.device) -> "FlatReduction | None":
+def _reduction(
+    config: RunConfig, cast: CastModel, ranks: Ranks, device: torch.device
+) -> "FlatReduction | None":
     """Return the sum over ranks of one optimizer's gradients; None if a single rank adds each
     micro-batch as it comes."""
     order = config.precision.reduce_order
@@ -169,10 +184,16 @@ def _reduction(config: RunConfig, ranks: Ranks, device: torch.device) -> "FlatRe
         return None
     from mprun.distributed.reduction import FlatReduction, OverlappedReduction
 
+    fixed = ranks.world == 1 or config.dist.order == "fixed"
+    if cast.shards:
+        from mprun.distributed.sharding import ShardedModel, ShardedReduction
+
+        assert isinstance(cast, ShardedModel)
+        apart = cast.policy.reduce_dtype is not None
+        return ShardedReduction(cast, fixed=fixed, apart=apart, order=order)
     bucket_bytes = int(config.dist.bucket_mb * 2**20)
     if ranks.world > 1 and engine_of(config, device.type)[0] == "ddp":
         return OverlappedReduction(ranks, bucket_bytes=bucket_bytes)
-    fixed = ranks.world == 1 or config.dist.order == "fixed"
     return FlatReduction(ranks, fixed=fixed, order=order, bucket_bytes=bucket_bytes)
 
 

@@ -71,6 +71,8 @@ class Network(Component):
     carries_state: bool = True
     zero_state: bool = False  # what it carries on starts as zeros, or there is nothing
     why_no_graph: str | None = None  # the reason why its steps cannot be a CUDA graph
+    # Name of its list of blocks, each of which is called once in a pass.
+    blocks: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

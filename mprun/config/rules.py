@@ -15,7 +15,7 @@ from mprun.config.components import COMPONENTS, SOURCES
 from mprun.config.fields import is_label, violations
 from mprun.config.metrics import IN_POINTS
 from mprun.config.option_files import named
-from mprun.config.registry import kind_of, readers_of, shares_streams
+from mprun.config.registry import NETWORKS, kind_of, readers_of, shares_streams
 from mprun.config.schema import DTYPES, RunConfig
 from mprun.config.trust import check_own_code
 from mprun.errors import BadInput, no_folder
@@ -302,6 +302,8 @@ def why_not_on(config: RunConfig, world: int) -> Iterator[str]:
         yield f"precision.reduce_order={config.precision.reduce_order}: {why}"
     if config.dist.engine == "ddp" and (reason := _why_no_overlap(config)) is not None:
         yield f"dist.engine=ddp: {reason} (allowed here: auto, flat)"
+    if config.dist.engine == "fsdp" and (reason := _why_no_shards(config)) is not None:
+        yield f"dist.engine=fsdp: {reason} (allowed here: auto, flat)"
     if getattr(config.data, "on_corrupt", None) == "skip":
         yield f"data.on_corrupt=skip: {given} would each replace files (allowed: stop)"
     if config.train.cuda_graph == "on":
@@ -315,6 +317,8 @@ def why_not_on(config: RunConfig, world: int) -> Iterator[str]:
 
 def engine_of(config: RunConfig, device: str) -> tuple[str, str]:
     """Return the value of `dist.engine` on `device`, and why it is not ddp."""
+    if config.dist.engine == "fsdp":
+        return "fsdp", ""
     reason = _why_no_overlap(config)
     if config.dist.engine == "auto" and reason is None and device != "cuda":
         reason = f"device={device}"
@@ -326,9 +330,25 @@ def engine_of(config: RunConfig, device: str) -> tuple[str, str]:
 
 
 def _why_no_overlap(config: RunConfig) -> str | None:
-    kind = kind_of(config.model)
     if config.dist.order == "fixed":
         return "dist.order=fixed needs the gradients of each micro-batch"
+    return _why_not_in_backward(config)
+
+
+def _why_no_shards(config: RunConfig) -> str | None:
+    if config.optim.average_decay is not None:
+        return f"optim.average_decay={config.optim.average_decay} keeps whole weights"
+    if config.train.channels_last == "on":
+        return "train.channels_last=on: shards are rows, in NCHW order"
+    if config.model.component.recurrent:
+        return f"model {config.model.name} has recurrent layers, with their weights in one buffer"
+    if config.precision.reduce_order == "ring":
+        return "precision.reduce_order=ring adds whole buckets, not the shards of each block"
+    return _why_not_in_backward(config)
+
+
+def _why_not_in_backward(config: RunConfig) -> str | None:
+    kind = kind_of(config.model)
     if not kind.overlaps:
         return "two networks are trained in turn" if kind.networks > 1 else f"task {kind.name}"
     if config.scaler.kind == "logmax":
@@ -353,6 +373,7 @@ def _data(config: RunConfig, files: bool) -> Iterator[str]:
 
 
 _HOOKS = "numerics=on watches tensors with hooks"
+_RECOMPUTED = "train.activation_checkpointing=true sets random states between operations"
 
 
 def refuse_on(config: RunConfig, device: str) -> None:
@@ -366,6 +387,10 @@ def refuse_on(config: RunConfig, device: str) -> None:
 
 def _refused(config: RunConfig, device: str) -> Iterator[str]:
     train = config.train
+    if train.activation_checkpointing and config.model.component.blocks is None:
+        having = ", ".join(name for name, network in NETWORKS.items() if network.blocks)
+        none = f"no blocks of {config.model.name} are known; those of {having} are"
+        yield f"train.activation_checkpointing=true: {none} (allowed: false)"
     for key, value, reason, allowed in (
         ("cuda_graph", train.cuda_graph, why_no_graph(config, device), "auto, off"),
         ("compile", train.compile, _why_not_compiled(config, device), "off"),
@@ -385,6 +410,8 @@ def why_no_graph(config: RunConfig, device: str) -> str | None:
         return "a CUDA graph needs device=cuda"
     if config.numerics.enabled:
         return f"{_HOOKS}, which a replay does not call"
+    if config.train.activation_checkpointing:
+        return _RECOMPUTED
     network = config.model.component
     if network.why_no_graph is not None:
         return network.why_no_graph
@@ -404,6 +431,8 @@ def _why_not_compiled(config: RunConfig, device: str) -> str | None:
         return "torch.compile passes over nn.LSTM, nn.GRU and what calls them: nothing is compiled"
     if config.numerics.enabled:
         return f"{_HOOKS}, which compiled code does not call"
+    if config.train.activation_checkpointing:
+        return _RECOMPUTED
     if device == "cpu" and config.cpu_half == "emulated" and _has_16_bits(config):
         emulated = f"precision={config.precision.name} is emulated on a CPU operation by operation"
         return f"{emulated}, which compiled code does not pass through"
@@ -430,6 +459,8 @@ def auto_channels_last(config: RunConfig, device: str) -> tuple[bool, str]:
     ResNet-50; slower for FP32 products).
     """
     reason = _why_no_channels_last(config)
+    if reason is None and config.dist.engine == "fsdp":
+        reason = "dist.engine=fsdp"
     if reason is None and device != "cuda":
         reason = f"device={device}"
     if reason is None and not _has_16_bits(config) and config.precision.fp32_math != "tf32":

@@ -273,6 +273,9 @@ class TrainConfig:
     )
     clip_modules: list[str] = setting(list, "Module-name patterns for clip_norm; empty: all")
     accumulate: int = count(1, "Micro-batches of data.batch_size samples in a step")
+    activation_checkpointing: bool = setting(
+        False, "Compute each block's activations anew in the backward pass", role=READING
+    )
     eval_arithmetic: str = one_of(
         "fp32 mode", "Evaluate the master weights in FP32, or in the precision mode's arithmetic"
     )
@@ -326,8 +329,8 @@ class DistConfig:
     """Sums of gradients and waits among the ranks of a run on several devices."""
 
     engine: str = one_of(
-        "auto ddp flat",
-        "Gradients are summed during backward (ddp) or after it (flat); auto: ddp on a GPU",
+        "auto ddp flat fsdp",
+        "Sum gradients in backward (ddp) or after it (flat); fsdp: in shards; auto: ddp on a GPU",
     )
     order: str = one_of(
         "fast fixed", "Add micro-batches in their order (fixed), or in the fastest order"

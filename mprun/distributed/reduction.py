@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from mprun.errors import BadInput, MprunError
 from mprun.precision.gradients import added
-from mprun.precision.update import in_memory_order
+from mprun.precision.update import in_memory_order, norms_of
 
 # Number of a parameter among the optimizer's, flat bucket -> flat tensor to be summed.
 Sent = Callable[[int, Tensor], Tensor]
@@ -35,7 +35,7 @@ class FlatReduction:
     summed at a time.
     """
 
-    overlaps = False
+    overlaps = shards = False
     muted = False  # for a bench: this rank's gradients are taken for the sum
 
     def __init__(self, group: Any, *, fixed: bool, bucket_bytes: int, order: str = "rank"):
@@ -48,11 +48,14 @@ class FlatReduction:
         """Return the module that a step calls in place of the model."""
         return model
 
-    def overlap(self, last: bool) -> bool:
-        return False
+    def overlap(self, last: bool) -> None:
+        pass
 
     def begin(self, parameters: Sequence[Tensor], sent: Sent) -> None:
         raise RuntimeError("`overlaps` is false: FlatReduction sums after backward")
+
+    def end(self, gradients: list[Tensor | None]) -> None:
+        pass
 
     def add(self, tensors: list[Tensor | None]) -> None:
         for tensor in tensors:
@@ -93,6 +96,9 @@ class FlatReduction:
 
     def largest(self, values: Tensor) -> Tensor:
         return values if self.muted else self.group.largest(values)
+
+    def norms(self, gradients: list[Tensor | None]) -> Tensor:
+        return norms_of(gradients)
 
     def _likes(self, kept: list[list[Tensor | None]]) -> dict[int, Tensor]:
         """Return a gradient of this rank for each parameter that has one on some rank.
@@ -145,7 +151,7 @@ class FlatReduction:
         return torch.cat(parts)
 
 
-def in_order(parts: Tensor, order: str) -> Tensor:
+def in_order(parts: Tensor | list[Tensor], order: str) -> Tensor:
     """Return the sum `[n]` of the `[M, n]` terms of M ranks; each addition rounds to their dtype.
 
     rank: from the first rank to the last.
@@ -154,17 +160,19 @@ def in_order(parts: Tensor, order: str) -> Tensor:
     fp32: as rank, but in FP32, and rounded once. 16 bits are on the wire alone, as with Megatron's
         `reduce_scatter_with_fp32_accumulation`.
     """
-    if order == "ring":
-        return _around_a_ring(parts)
-    if order == "tree":
-        while len(parts) > 1:
-            pairs = parts[:-1:2] + parts[1::2]
-            parts = torch.cat([pairs, parts[-1:]]) if len(parts) % 2 else pairs
-        return parts[0]
-    total = parts[0].to(torch.float32 if order == "fp32" else parts.dtype, copy=True)
+    if order in ("ring", "tree"):
+        terms = parts if isinstance(parts, Tensor) else torch.stack(parts)
+        if order == "ring":
+            return _around_a_ring(terms)
+        while len(terms) > 1:
+            pairs = terms[:-1:2] + terms[1::2]
+            terms = torch.cat([pairs, terms[-1:]]) if len(terms) % 2 else pairs
+        return terms[0]
+    dtype = parts[0].dtype
+    total = parts[0].to(torch.float32 if order == "fp32" else dtype, copy=True)
     for part in parts[1:]:
         total.add_(part)
-    return total.to(parts.dtype)
+    return total.to(dtype)
 
 
 _RING_SEGMENT = 2**20  # gloo/allreduce.h, kMaxSegmentSize: most bytes sent at a time
@@ -204,6 +212,7 @@ class OverlappedReduction(FlatReduction):
         self._number: dict[int, int] = {}  # id of a parameter -> its number
         self._sent: Sent | None = None
         self._sums: list[Tensor | None] = []
+        self._module: DistributedDataParallel | None = None
 
     def wrapped(self, model: nn.Module) -> DistributedDataParallel:
         # No buffers to broadcast: statistics and weights are already equal on all ranks.
@@ -214,11 +223,13 @@ class OverlappedReduction(FlatReduction):
         made.register_comm_hook(self, OverlappedReduction.begun)
         # Warned of for 1x1 convolutions in NHWC, whose strides can be written in two ways.
         warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+        self._module = made
         return made
 
-    def overlap(self, last: bool) -> bool:
+    def overlap(self, last: bool) -> None:
         self.overlaps = last and not self.muted
-        return self.overlaps
+        if self._module is not None:  # like DDP's `no_sync`
+            self._module.require_backward_grad_sync = self.overlaps
 
     def begin(self, parameters: Sequence[Tensor], sent: Sent) -> None:
         """Begin a backward pass that ends with the sum over all ranks."""

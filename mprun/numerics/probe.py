@@ -32,7 +32,12 @@ from mprun.numerics.state import Learner
 from mprun.precision import DTYPE_NAMES, MixedPrecisionOptimizer
 from mprun.precision.rounded_weights import COMPENSATION
 from mprun.precision.torch_update import RULES, rule_of
-from mprun.torch_private import DisableTorchFunction, disable_dispatch_modes, tree_leaves
+from mprun.torch_private import (
+    DisableTorchFunction,
+    disable_dispatch_modes,
+    graph_task,
+    tree_leaves,
+)
 
 Chosen = dict[str, dict[str, nn.Module]]
 
@@ -94,6 +99,7 @@ class Probe:
         self.meters: dict[str, UpdateMeter] = {}
         self.applied: dict[tuple[str, str], Tensor] = {}
         self._handles: list = []
+        self._gathered: set[int] = set()  # ids of whole weights of shards that are watched
 
     @torch.no_grad()
     def __enter__(self) -> "Probe":
@@ -103,11 +109,14 @@ class Probe:
                 hook = partial(self._on_output, name, module_name)
                 setattr(hook, "sees_inside", True)  # noqa: B010 - of a prepared model
                 self._handles.append(module.register_forward_hook(hook))
+                if learner.optimizer.shards:
+                    hook = partial(self._on_gathered, name, module_name)
+                    self._handles.append(module.register_forward_pre_hook(hook))
             for parameter_name, parameter, updated in zip(
-                optimizer.names, optimizer.parameters, optimizer.updated, strict=True
+                optimizer.names, optimizer.held, optimizer.updated, strict=True
             ):
                 inside = owner(parameter_name, chosen)
-                if inside is None:
+                if inside is None or not updated.numel():  # a shard may be empty
                     continue
                 hook = partial(self._on_gradient, (name, "weight_gradients", inside))
                 if parameter.requires_grad:  # a script may freeze it
@@ -132,7 +141,17 @@ class Probe:
             self._count_updates()
             self.tally.finish()
 
+    def _on_gathered(self, learner: str, name: str, module, inputs) -> None:
+        """Count the gradients of whole weights, which exist for the length of a pass."""
+        key = (learner, "weight_gradients", name)
+        for own in module.parameters(recurse=False):
+            if own.requires_grad and not hasattr(own, "to_local") and id(own) not in self._gathered:
+                self._gathered.add(id(own))
+                self._handles.append(own.register_hook(partial(self._on_gradient, key)))
+
     def _on_output(self, learner: str, name: str, module, inputs, output) -> None:
+        if graph_task() != -1:  # a block that is computed anew
+            return
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         with _plainly():
             # FP8 products take the input too (`mprun.extensions.diagnosis.fp8`).

@@ -129,6 +129,8 @@ class _Gradients:
     A generator's loss is computed after the discriminator's update, and that must be the same one.
     """
 
+    reduction = None  # one process takes every micro-batch
+
     def __init__(self, module: nn.Module, own):
         self.parameters, self.own = dict(module.named_parameters()), own
         self.gradients: dict[str, Tensor] = {}

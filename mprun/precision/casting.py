@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -72,6 +72,19 @@ NORM_LAYERS = (BatchOrInstanceNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.L
 _Chosen = Mapping[str, torch.dtype]
 
 
+class Shard(NamedTuple):
+    """This rank's part of a parameter that ranks share, updated here alone.
+
+    It begins at a multiple of 16 in the memory of the whole parameter, and ends at one or with it:
+    a kernel computes the last numbers of a tensor in other instructions, with other bits.
+    """
+
+    own: Tensor  # in the dtype of the update
+    start: int  # place of the first number in the memory of the whole parameter
+    shape: torch.Size  # of the whole parameter
+    computed: torch.dtype  # in which the model computes with it, and makes its gradient
+
+
 @dataclass(slots=True)
 class CastModel:
     """A model in its policy's dtypes, which can also be evaluated in FP32."""
@@ -86,6 +99,44 @@ class CastModel:
     # For each module that computes differently in the mode: its attributes, and the `forward`
     # before (_NOTHING: that of its class).
     forwards: list[tuple[dict[str, Any], Any]] = field(default_factory=list)
+    # Parameter name -> this rank's part of it, if ranks share the parameters (`distributed`).
+    shards: dict[str, Shard] = field(default_factory=dict)
+    units: str = ""  # what they gather at a time, in words
+
+    def updated(self, name: str, own: Tensor) -> Tensor:
+        """Return the tensor that an optimizer updates for the parameter `own` of this name."""
+        if name in self.shards:
+            return self.shards[name].own
+        return self.masters.get(name, own)
+
+    def refresh(self) -> None:
+        """Let the module have the updated shards."""
+
+    def saved(self, name: str, part: Tensor) -> Tensor:
+        """Return the whole of which `part`, shaped like the updated tensor, is this rank's."""
+        return part
+
+    def part(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's part of `whole`."""
+        return whole
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Return the module's state in the dtypes that it computes in, whole parameters."""
+        return self.module.state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, saved: Mapping[str, Tensor]) -> None:
+        """Restore bit for bit; ValueError names what does not fit. Masters are the optimizer's."""
+        own = self.module.state_dict()
+        if own.keys() != saved.keys():
+            raise ValueError("model state is of another model")
+        for name, tensor in own.items():
+            copy_exactly(name, tensor, saved[name])
+
+    @contextmanager
+    def in_mode(self) -> Iterator[nn.Module]:
+        """Let the module compute as in a step of the mode."""
+        yield self.module
 
     @contextmanager
     def in_fp32(self, weights: Mapping[str, Tensor] | None = None) -> Iterator[nn.Module]:
@@ -105,9 +156,7 @@ class CastModel:
                 if path in tables:
                     _hold(stack, vars(tables[path]), {"row_dtype": torch.float32})
                     continue
-                for place in places_of(module):
-                    other = {key: forms[id(t)] for key, t in place.items() if id(t) in forms}
-                    _hold(stack, place, other)
+                hold_forms(stack, module, forms)
                 if isinstance(module, nn.RNNBase):
                     flat = [forms.get(id(weight), weight) for weight in flat_weights_of(module)]
                     _hold(stack, vars(module), flat_weights(flat))
@@ -143,6 +192,16 @@ class CastModel:
         return found
 
 
+def copy_exactly(what: str, own: Tensor, saved: Tensor) -> None:
+    """Copy `saved` into `own`, of the same dtype and shape; ValueError names `what` otherwise."""
+    if own.dtype != saved.dtype or own.shape != saved.shape:
+        raise ValueError(
+            f"{what}: saved as {saved.dtype} {tuple(saved.shape)}, "
+            f"needed {own.dtype} {tuple(own.shape)}"
+        )
+    own.copy_(saved)
+
+
 _NOTHING = object()
 
 
@@ -150,6 +209,12 @@ def _hold(stack: ExitStack, place: dict[str, Any], other: Mapping[str, Any]) -> 
     """Set `place` to hold `other`, or _NOTHING, under these keys until `stack` closes."""
     stack.callback(_put, place, {key: place.get(key, _NOTHING) for key in other})
     _put(place, other)
+
+
+def hold_forms(stack: ExitStack, module: nn.Module, forms: Mapping[int, Tensor]) -> None:
+    """Replace the module's own tensors by `forms`, by their ids, until `stack` closes."""
+    for place in places_of(module):
+        _hold(stack, place, {key: forms[id(t)] for key, t in place.items() if id(t) in forms})
 
 
 def _put(place: dict[str, Any], values: Mapping[str, Any]) -> None:

@@ -59,7 +59,7 @@ class Gathering(ABC):
         if self.ranks is not None and self.ranks.overlaps:
             self.ranks.begin(self.parameters, lambda number, flat: self.sent(number, flat, scale))
             scale.backward(loss)
-            self.taken()
+            self.ranks.end(self.taken())
             self.summed(scale)
             return
         scale.backward(loss)
@@ -98,16 +98,14 @@ class Untouched(Gathering):
             self.ranks.add(self.taken())
 
     def ready(self) -> Ready:
-        if self.ranks is not None:
-            for parameter, gradient in zip(self.parameters, self.ranks.total(), strict=True):
-                parameter.grad = gradient
-        own = [parameter.grad for parameter in self.parameters]
+        ranks = self.ranks
+        own = [p.grad for p in self.parameters] if ranks is None else ranks.total()
         if self.parts > 1:
             for group in by_dtype(own):
                 foreach_div_(group, self.parts)
             own = coalesced(own)
         sparse, rows = any_sparse(own), [row.take_gradient() for row in self.rows]
-        unread = None if self.ranks is not None or sparse else self._scale
+        unread = None if ranks is not None or sparse else self._scale
         return Ready(own, None, None, rows, unread, sparse)
 
 
@@ -156,16 +154,19 @@ class Unscaled(Gathering):
                 for group in by_dtype(total):
                     check_and_unscale(group, self.found_inf, self.one)
                 self._found = [(self._summed, self.found_inf, None)]
-        elif self.ranks is not None and self._found:
-            self._agree(self.ranks)
+        self._agree(whole=self._summed is not None)
         return self.handed_over(total)
 
-    def _agree(self, ranks: Reduction) -> None:
-        """Take over the findings of all ranks.
+    def _agree(self, whole: bool) -> None:
+        """Take over the findings of all ranks, unless this one has checked the whole sum.
 
         Gradients were checked before they were summed. An inf on one rank makes the sum inf, but
-        the sum does not show the largest magnitude and each scale's flag.
+        the sum does not show the largest magnitude and each scale's flag. Of shards each rank
+        checks the sums that it updates.
         """
+        ranks = self.ranks
+        if ranks is None or not self._found or (whole and not ranks.shards):
+            return
         zero = torch.zeros_like(self.found_inf)
         own = [zero if one is None else one for _, *both in self._found for one in both]
         # A non-finite gradient only counts as a flag, and a maximum over ranks may drop a NaN.
@@ -302,6 +303,7 @@ class SummedBeforeUnscaled(Unscaled):
         gradients = self.cast(self.sum.total())
         if self._summed is not None:
             self.unscale(gradients, self._summed)
+            self._agree(whole=True)
         return self.handed_over(gradients)
 
     def _narrowed(self, gradient: Tensor) -> Tensor:
@@ -375,13 +377,17 @@ class Reduction(Protocol):
 
     # Whether the next backward pass ends with the sum (`begin`): its gradients must not be added.
     overlaps: bool
+    shards: bool  # whether each rank gets the sums of its shards alone
 
-    def overlap(self, last: bool) -> bool:
-        """Set `overlaps` for the next backward pass, the `last` one of a step; return its value."""
+    def overlap(self, last: bool) -> None:
+        """Announce the next backward pass, the `last` one of a step: set `overlaps` for it."""
 
     def begin(self, parameters: Sequence[Tensor], sent: Callable[[int, Tensor], Tensor]) -> None:
         """Begin such a pass. `sent`: number of a parameter, and a flat tensor of gradients of its
         kind as backward computes them -> the tensor to sum."""
+
+    def end(self, gradients: list[Tensor | None]) -> None:
+        """End such a pass; gradients: those it left in `.grad`."""
 
     def add(self, tensors: list[Tensor | None]) -> None:
         """Add one loss's gradients, a tensor or None for each parameter; it may write to them."""
@@ -394,3 +400,6 @@ class Reduction(Protocol):
 
     def largest(self, values: Tensor) -> Tensor:
         """Return the elementwise maximum over the ranks, in the shape and dtype of `values`."""
+
+    def norms(self, gradients: list[Tensor | None]) -> Tensor:
+        """Return each whole gradient's L2 norm, as `norms_of`; None for those left out."""

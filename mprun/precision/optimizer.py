@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from mprun.precision.casting import CastModel
+from mprun.precision.casting import CastModel, copy_exactly
 from mprun.precision.gradients import (
     Gathering,
     LeftForOnePass,
@@ -40,7 +40,7 @@ from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.rounded_weights import choose_narrow
 from mprun.precision.row_updates import RowUpdate, row_tables
 from mprun.precision.torch_update import create_state, creates_late, initialise_state
-from mprun.precision.update import ByTorch, Ready, SinglePass
+from mprun.precision.update import ByTorch, Ready, SinglePass, norms_of
 from mprun.precision.update_choice import choose_update
 from mprun.torch_private import BatchNorm, buffers_of
 
@@ -119,9 +119,9 @@ class MixedPrecisionOptimizer:
         trained = {name: p for name, p in cast.module.named_parameters() if p.requires_grad}
         self.names, self.parameters = list(trained), list(trained.values())
         # The masters are those of `cast`, updated in place: a copy would cost 4 bytes a parameter.
-        named = {name: cast.masters.get(name, own) for name, own in trained.items()}
-        self.updated = list(named.values())
-        self._hold_gradients = [*self.parameters, *self.masters.values()]
+        named = {name: cast.updated(name, own) for name, own in trained.items()}
+        self.cast, self.updated = cast, list(named.values())
+        self._hold_gradients = [*self.parameters, *self.updated]
         device = self.parameters[0].device
         if loss_scales is None or isinstance(loss_scales, LossScale):
             loss_scales = (loss_scales or NoLossScale(device),)
@@ -134,7 +134,8 @@ class MixedPrecisionOptimizer:
 
         self.inner = make_optimizer(list(named.items()))
         self.tables = row_tables(cast.module)
-        self.narrow = choose_narrow(self.inner, named, cast.policy, seed)
+        starts = {name: shard.start for name, shard in cast.shards.items()}
+        self.narrow = choose_narrow(self.inner, named, cast.policy, seed, starts)
         if self.narrow is None:
             initialise_state(self.inner)
         elif self.tables:
@@ -160,10 +161,17 @@ class MixedPrecisionOptimizer:
             average = WeightAverage(chosen, average_decay)
             self.averages = average.values
             self._after.append(average.update)
+        if cast.shards:
+            self._after.append(lambda found_inf: cast.refresh())
 
         names = [*self.names, *(row.name for row in self.rows)]
         self.is_clipped = [clipped is None or name in clipped for name in names]
-        by_torch = ByTorch(self.inner, self.parameters, self.updated, self.is_clipped, self.narrow)
+        # The whole of a shard is made anew in each pass: no copy to refresh.
+        self.shards = cast.shards
+        self.held = self.updated if cast.shards else self.parameters
+        norms = norms_of if reduction is None else reduction.norms
+        of_update = (self.inner, self.held, self.updated, self.is_clipped, self.narrow, norms)
+        by_torch = ByTorch(*of_update)
         dtypes = [used for _, used, _ in self._kinds]
         casts = any(made is not used for made, used, _ in self._kinds)
         own = (self.parameters, self.rows, parts, reduction)
@@ -192,8 +200,18 @@ class MixedPrecisionOptimizer:
     @property
     def masters(self) -> dict[str, Tensor]:
         """Return parameter name -> master weight, for the parameters that have a copy."""
-        pairs = zip(self.names, self.parameters, self.updated, strict=True)
-        return {name: master for name, own, master in pairs if own is not master}
+        pairs = zip(self.names, self.updated, strict=True)
+        return {name: updated for name, updated in pairs if name in self.cast.masters}
+
+    @property
+    def replicated(self) -> list[Tensor]:
+        """Return what has to have the same bits on every rank: weights, of shards the counters."""
+        if not self.cast.shards:
+            return self.updated
+        states = self.state_by_name().values()
+        tensors = (value for state in states for value in state.values())
+        counters = [own for own in tensors if isinstance(own, Tensor) and not own.dim()]
+        return counters if self.narrow is None else [*counters, self.narrow.updates]
 
     def gradient_dtypes(self) -> dict[str, int]:
         """Count gradient elements by dtype, as backward computes them; row tables count whole."""
@@ -302,8 +320,18 @@ class MixedPrecisionOptimizer:
 
         The model's parameters, including row tables, belong to the model's state.
         """
-        state = {name: dict(own) for name, own in self.state_by_name().items()}
-        saved = {"masters": self.masters, "state": state, "averages": dict(self.averages)}
+        whole, updated = self.cast.saved, dict(zip(self.names, self.updated, strict=True))
+
+        def saved_state(name: str, own: dict) -> dict:
+            like = updated[name].shape if name in updated else None
+            return {
+                key: whole(name, v) if isinstance(v, Tensor) and v.shape == like else v
+                for key, v in own.items()
+            }
+
+        state = {name: saved_state(name, own) for name, own in self.state_by_name().items()}
+        masters = {name: whole(name, master) for name, master in self.masters.items()}
+        saved = {"masters": masters, "state": state, "averages": dict(self.averages)}
         return saved if self.narrow is None else saved | {"narrow": self.narrow.state_dict()}
 
     @torch.no_grad()
@@ -322,26 +350,32 @@ class MixedPrecisionOptimizer:
         for name, average in self.averages.items():
             copy_exactly(f"average of {name}", average, averages[name])
         for name, master in masters.items():
-            copy_exactly(f"master weights of {name}", master, saved["masters"][name])
+            whole = saved["masters"][name]
+            copy_exactly(f"master weights of {name}", master, self.cast.part(name, whole))
         updated = dict(zip(self.names, self.updated, strict=True))
         for name, own in state.items():
             kept = saved["state"][name]
             if not own and name in updated and creates_late(self.inner):
-                create_state(self.inner, updated[name], kept)
+                parts = {key: self.cast.part(name, value) for key, value in kept.items()}
+                create_state(self.inner, updated[name], parts)
                 continue
             if kept.keys() != own.keys():
                 raise ValueError(f"optimizer state of {name} belongs to another optimizer")
             for key, value in kept.items():
-                copy_exactly(f"{key} of {name}", own[key], value)
+                copy_exactly(f"{key} of {name}", own[key], self.cast.part(name, value))
         if self.narrow is not None:
             self.narrow.load_state_dict(saved["narrow"])
+        self.cast.refresh()
 
     def _gradient_kinds(
         self, policy: PrecisionPolicy
     ) -> list[tuple[torch.dtype, torch.dtype, int]]:
         """Return each gradient's dtype after backward, its dtype in the update and its elements;
         parameters first, then rows."""
-        made = [*(own.dtype for own in self.parameters), *(row.row_dtype for row in self.rows)]
+        shards = self.cast.shards
+        pairs = zip(self.names, self.parameters, strict=True)
+        own_made = [shards[n].computed if n in shards else own.dtype for n, own in pairs]
+        made = [*own_made, *(row.row_dtype for row in self.rows)]
         updated = [*self.updated, *(row.tensor for row in self.rows)]
         # Without master weights a parameter that an override keeps in FP32 has FP32 gradients.
         in_grad_dtype = policy.master_dtype is not None or self.narrow is not None
@@ -349,7 +383,8 @@ class MixedPrecisionOptimizer:
             policy.grad_dtype if in_grad_dtype and not tensor.is_complex() else tensor.dtype
             for tensor in updated
         ]
-        return list(zip(made, used, (tensor.numel() for tensor in updated), strict=True))
+        wholes = (*self.parameters, *(row.tensor for row in self.rows))
+        return list(zip(made, used, (tensor.numel() for tensor in wholes), strict=True))
 
     def _gathering(self, policy: PrecisionPolicy, casts: bool) -> Gathering:
         """Choose the policy's way from losses to gradients."""
@@ -371,16 +406,6 @@ def elements_by_dtype(tensors: Iterable[tuple[torch.dtype, int]]) -> dict[str, i
     for dtype, numel in tensors:
         counts[str(dtype).removeprefix("torch.")] += numel
     return dict(counts)
-
-
-def copy_exactly(what: str, own: Tensor, saved: Tensor) -> None:
-    """Copy `saved` into `own`, of the same dtype and shape; ValueError names `what` otherwise."""
-    if own.dtype != saved.dtype or own.shape != saved.shape:
-        raise ValueError(
-            f"{what}: saved as {saved.dtype} {tuple(saved.shape)}, "
-            f"needed {own.dtype} {tuple(own.shape)}"
-        )
-    own.copy_(saved)
 
 
 class BatchNormGuard:

@@ -64,6 +64,8 @@ class RoundedWeights:
         state_dtype: dtype in which state of `inner` with the shape of its weight is kept between
             updates; None: FP32.
         seed: seed of the run and of this optimizer in it; its lowest 64 bits count.
+        starts: of weights that are shards, the place of the first number in the whole parameter,
+            a multiple of 8: a shard uses the random bits of the whole.
 
     Attributes:
         updates: number of applied updates, int64, 0-dim.
@@ -78,8 +80,10 @@ class RoundedWeights:
         rounding: str,
         state_dtype: torch.dtype | None = None,
         seed: int = 0,
+        starts: Sequence[int] = (),
     ):
         self.inner, self.weights, self.rounding = inner, list(weights), rounding
+        self.starts = list(starts) or [0] * len(self.weights)
         self.state_dtype = state_dtype
         for name, weight in zip(names, self.weights, strict=True):
             if not is_dense(weight):
@@ -217,7 +221,8 @@ class RoundedWeights:
         """
         places, names = [], []
         for piece in pieces:
-            start, count = piece.start // _IN_BLOCK, -(-piece.own.numel() // _IN_BLOCK)
+            start = (self.starts[piece.number] + piece.start) // _IN_BLOCK
+            count = -(-piece.own.numel() // _IN_BLOCK)
             places.append(torch.arange(start, start + count, device=self.streams.device))
             names.append(self.streams[1 + piece.number].expand(count))
         name = torch.cat(names)
@@ -239,9 +244,16 @@ class RoundedWeights:
 
 
 def choose_narrow(
-    inner: Optimizer, named: Mapping[str, Tensor], policy: PrecisionPolicy, seed: int = 0
+    inner: Optimizer,
+    named: Mapping[str, Tensor],
+    policy: PrecisionPolicy,
+    seed: int = 0,
+    starts: Mapping[str, int] | None = None,
 ) -> RoundedWeights | None:
-    """Choose those of `named` that are BF16 but updated in FP32, or have a state in BF16."""
+    """Choose those of `named` that are BF16 but updated in FP32, or have a state in BF16.
+
+    starts: those of shards, by name.
+    """
     rounding = policy.rounding if policy.masters == "transient" else "nearest"
     state_dtype = policy.state_dtype
     if rounding == "nearest" and state_dtype is None:
@@ -250,7 +262,9 @@ def choose_narrow(
     chosen = {n: own for n, own in real.items() if state_dtype or own.dtype is torch.bfloat16}
     if not chosen:
         return None
-    return RoundedWeights(inner, [*chosen], [*chosen.values()], rounding, state_dtype, seed)
+    of_shards = [(starts or {}).get(name, 0) for name in chosen]
+    how = (rounding, state_dtype, seed, of_shards)
+    return RoundedWeights(inner, [*chosen], [*chosen.values()], *how)
 
 
 def packed(sizes: Iterable[int], most: int) -> list[list[int]]:

@@ -9,7 +9,7 @@ the names of the state are the same, so a checkpoint from one way continues in t
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -78,6 +78,8 @@ class ByTorch:
     # For each parameter, then each row table: its gradient counts in the norm and is clipped.
     is_clipped: Sequence[bool]
     narrow: RoundedWeights | None = None  # those of `updated` that are BF16 but updated in FP32
+    # The L2 norms of gradients: of the whole ones where these are shards.
+    norms: Callable[[Gradients], Tensor] | None = None
 
     def __post_init__(self) -> None:
         self.rule = rule_of(self.inner)
@@ -95,7 +97,9 @@ class ByTorch:
         own = ready.gradients
         if ready.sparse:
             own[:] = coalesced(own)
-        return torch.linalg.vector_norm(norms_of(self._clipped([*own, *ready.rows])), 2)
+        pairs = zip([*own, *ready.rows], self.is_clipped, strict=False)
+        counted = [gradient if counts else None for gradient, counts in pairs]
+        return torch.linalg.vector_norm((self.norms or norms_of)(counted), 2)
 
     def clip(self, ready: Ready, factor: Tensor) -> Tensor | None:
         """Multiply the gradients in the norm by `factor` (0-dim); return the factor left over."""
@@ -246,7 +250,7 @@ def largest(tensors: Iterable[Tensor | None], device: torch.device) -> Tensor:
     return torch.stack(norms).max() if norms else torch.zeros((), device=device)
 
 
-def norms_of(gradients: list[Tensor]) -> Tensor:
+def norms_of(gradients: Iterable[Tensor | None]) -> Tensor:
     """Return each L2 norm, float32 [n], by dtype: squares of FP16 values would overflow in FP16."""
     found = [foreach_norm(group, 2, dtype=torch.float32) for group in by_dtype(gradients)]
     return torch.stack([norm for norms in found for norm in norms])

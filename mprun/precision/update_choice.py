@@ -67,7 +67,8 @@ def choose_update(
         from mprun.precision.single_pass_triton import KernelUpdate
 
         kind, reason = KernelUpdate, f"a Triton kernel for {rule}"
-    single_pass = kind(inner, plain.parameters, updated, plain.is_clipped, plain.narrow)
+    tensors = (inner, plain.parameters, updated, plain.is_clipped)
+    single_pass = kind(*tensors, plain.narrow, plain.norms)
     return single_pass, "single_pass", reason
 
 
@@ -107,6 +108,8 @@ def _why_not(plain: ByTorch, dtypes: Sequence[torch.dtype]) -> str | None:
         return "a weight is complex"
     if narrow is not None and narrow.state_dtype is not None:
         return "the state is kept in 16 bits, for which it has no kernel"
+    if narrow is not None and any(narrow.starts) and device == "cuda":
+        return "a shard's random bits begin at a place that its kernel does not know"
     if any(t.dtype is not torch.float32 and not (narrow and t in narrow) for t in updated):
         return "weights are updated in 16 bits, operation by operation"
     if set(dtypes[: len(updated)]) != {torch.float32}:

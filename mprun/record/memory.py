@@ -42,22 +42,30 @@ class SavedForBackward(torch.autograd.graph.saved_tensors_hooks):
     """
 
     def __init__(self, learners):
-        self.excluded = {
-            tensor.untyped_storage().data_ptr()
-            for learner in learners
-            for tensor in (*learner.model.parameters(), *learner.model.buffers())
-        }
+        self.learners = list(learners)
+        self.excluded = self._of_models()
+        # Whole weights of shards are parameters for the length of a pass.
+        self.gathers = any(learner.optimizer.shards for learner in self.learners)
         self.weight_copies: set[tuple[int, int]] = set()
         self.storages: dict[int, tuple[str, str, int]] = {}
         super().__init__(self._count, lambda tensor: tensor)
+
+    def _of_models(self) -> set[int]:
+        return {
+            tensor.untyped_storage().data_ptr()
+            for learner in self.learners
+            for tensor in (*learner.model.parameters(), *learner.model.buffers())
+            if not hasattr(tensor, "to_local")  # a DTensor has no memory of its own
+        }
 
     def __enter__(self) -> "SavedForBackward":  # type: ignore[override]  # torch's gives None
         super().__enter__()
         return self
 
     def _count(self, tensor: Tensor) -> Tensor:
+        excluded = self._of_models() if self.gathers else self.excluded
         for address, dtype, size in _storages([tensor]):
-            if address not in self.excluded:
+            if address not in excluded:
                 kind = "weight_copies" if (address, size) in self.weight_copies else "activations"
                 self.storages[address] = (kind, dtype, size)
         # The output of an operation that keeps it would hold itself, where no pass ever frees it.
@@ -83,14 +91,16 @@ def memory_by_kind(learners) -> dict[str, dict[str, int]]:
     Kinds: parameters, master_weights (if they are copies), gradients (as backward makes them),
     gradients_in_update (if the update casts them to separate tensors), optimizer_state,
     weight_average, buffers (norm statistics). Absent kinds are left out. The gradients of a row
-    table are those of the rows that the step used.
+    table are those of the rows that the step used. If ranks hold shards, all are this rank's.
     """
     held: dict[str, list[Tensor]] = defaultdict(list)
     for learner in learners:
         optimizer = learner.optimizer
-        held["parameters"] += learner.model.parameters()
-        held["master_weights"] += optimizer.masters.values()
-        for own, updated in zip(optimizer.parameters, optimizer.updated, strict=True):
+        masters, shards = optimizer.masters, learner.optimizer.shards
+        of_shards = [shard.own for name, shard in shards.items() if name not in masters]
+        held["parameters"] += of_shards if shards else learner.model.parameters()
+        held["master_weights"] += masters.values()
+        for own, updated in zip(optimizer.held, optimizer.updated, strict=True):
             # A single pass leaves gradients on the model's parameters and makes no others.
             if own.grad is not None or updated.grad is not None:
                 gradient = updated.grad if own.grad is None else own.grad

@@ -8,7 +8,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from mprun.data.source import Batch, Source
 from mprun.distributed.ranks import ALONE, Ranks, seed_micro_batch
@@ -21,7 +20,6 @@ from mprun.precision import (
     PrecisionPolicy,
     ieee_fp32,
 )
-from mprun.precision.optimizer import copy_exactly
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -235,11 +233,8 @@ class Learner:
 
     def sum_at_once(self, last: bool) -> None:
         """Announce whether the next backward pass is the last of a step, which sums over ranks."""
-        if isinstance(self.network, DistributedDataParallel):
-            reduction = self.optimizer.reduction
-            assert reduction is not None  # the reduction wrapped the model
-            # Like DDP's `no_sync`.
-            self.network.require_backward_grad_sync = reduction.overlap(last)
+        if self.optimizer.reduction is not None:
+            self.optimizer.reduction.overlap(last)
 
     @contextmanager
     def evaluating(self, forward_context: ForwardContext, in_mode: bool) -> Iterator[nn.Module]:
@@ -253,7 +248,8 @@ class Learner:
         try:
             if in_mode:
                 with torch.no_grad(), self._averaged(), forward_context, forward_context.autocast():
-                    yield self.model
+                    with self.cast.in_mode() as model:
+                        yield model
             else:
                 with torch.no_grad(), ieee_fp32():
                     with self.cast.in_fp32(self.optimizer.averages) as model:
@@ -276,16 +272,12 @@ class Learner:
                 parameters[name].copy_(value)
 
     def state_dict(self) -> dict:
-        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return {"model": self.cast.state_dict(), "optimizer": self.optimizer.state_dict()}
 
     @torch.no_grad()
     def load_state_dict(self, saved: dict) -> None:
         """Restore bit for bit; ValueError names what does not fit."""
-        own = self.model.state_dict()
-        if own.keys() != saved["model"].keys():
-            raise ValueError("model state is of another model")
-        for name, tensor in own.items():
-            copy_exactly(name, tensor, saved["model"][name])
+        self.cast.load_state_dict(saved["model"])
         self.optimizer.load_state_dict(saved["optimizer"])
 
 

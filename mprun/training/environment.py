@@ -64,12 +64,14 @@ def number_formats(
 
 
 def _elements(learner: Learner) -> dict[str, dict[str, int]]:
-    """Count the elements of each dtype in parameters, masters and optimizer state."""
+    """Count the elements of each dtype in parameters, masters and optimizer state; of shards the
+    masters and the state are this rank's."""
     optimizer, buffers = learner.optimizer, learner.model.buffers()
+    shards = [(shard.computed, shard.shape.numel()) for shard in learner.optimizer.shards.values()]
     states = optimizer.state_by_name().values()
     tensors = (v for state in states for v in state.values() if isinstance(v, Tensor) and v.dim())
     return {
-        "parameters": _count(learner.model.parameters()),
+        "parameters": elements_by_dtype(shards) or _count(learner.model.parameters()),
         "gradients": optimizer.gradient_dtypes(),
         "gradients_in_update": optimizer.update_dtypes(),
         "master_weights": _count(optimizer.masters.values()),

@@ -328,12 +328,14 @@ def _described(config: RunConfig, built: Built) -> dict | None:
     if ranks.world == 1:
         return None
     engine, reason = engine_of(config, built.device.type)
+    units = [learner.cast.units for learner in built.task.learners.values()]
     return {
         "world": ranks.world,
         "nodes": config.nodes,
         **ranks.description(),
         "engine": engine,
         **({"why_not_ddp": reason} if reason else {}),
+        **({"units": units[0]} if units[0] else {}),
         "order": config.dist.order,
         "reduce_dtype": config.precision.reduce_dtype or config.precision.grad_dtype,
     }

@@ -64,7 +64,7 @@ def test_only_these_keys_have_another_role_than_that_of_a_result():
         *("name", "output_root", "output_dir", "resume", "numerics", "seed", "device", "threads"),
         *("train", "data", "devices", "nodes", "restarts", "dist"),
     }
-    assert len(told) == 33
+    assert len(told) == 34
 
 
 def test_a_key_has_one_role_in_all_models_and_data_sources():
@@ -122,9 +122,9 @@ def test_a_component_below_a_class_without_slots_is_refused():
 def test_the_keys_of_a_continuation():
     assert sorted(resumable_keys()) == sorted(
         """train.steps train.epochs train.log_every train.eval_every train.checkpoint_every
-        train.keep_checkpoints train.cuda_graph data.root data.workers data.prefetch data.cache
-        data.vocabulary devices nodes restarts dist dist.engine dist.order dist.bucket_mb
-        dist.timeout_s""".split()
+        train.keep_checkpoints train.cuda_graph train.activation_checkpointing data.root
+        data.workers data.prefetch data.cache data.vocabulary devices nodes restarts dist
+        dist.engine dist.order dist.bucket_mb dist.timeout_s""".split()
     )
 
 

@@ -116,6 +116,7 @@ def _heads(model: "GPTConfig", config: RunConfig) -> Iterator[str]:
     needs=("vocab_size", "context_length"),
     carries_state=False,
     zero_state=True,
+    blocks="blocks",
 )
 class GPTConfig(ModelConfig):
     """Decoder-only transformer: GPT-2 as in nanoGPT, with parts of Llama; without dropout."""

@@ -45,6 +45,7 @@ class ScriptOptimizer:
 
     masters: Mapping[str, Tensor] = MappingProxyType({})
     tables: Mapping[str, Any] = MappingProxyType({})
+    shards: Mapping[str, Any] = MappingProxyType({})
     rows: Sequence[Any] = ()
     clip_norm = None  # the script clips
     micro_batches = 1
@@ -57,6 +58,7 @@ class ScriptOptimizer:
         for model in steps.models:
             inside |= {key: (model, dtype) for key, dtype in model.tensors.dtypes().items()}
         self.parameters = [_Inside(own, *inside[id(own)]) for own in self.updated]
+        self.held = self.parameters
         self.loss_scales = (steps.scale,)
         self.skips = steps.scale.skips_nonfinite
         self.observed = False
