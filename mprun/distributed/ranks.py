@@ -1,10 +1,10 @@
 """A rank's share of an update, and the exchanges between the ranks.
 
 An update takes M micro-batches (`train.accumulate`), numbered 0 ... M-1 in every run. Each of W
-ranks takes M/W consecutive ones. A language model divides its streams among the ranks instead,
-because a stream has to be read in order. The samples and the random numbers of a micro-batch
-depend on its number, not on the rank. The same configuration is therefore the same run on any
-number of ranks that divides M.
+ranks takes M/W consecutive ones. A language model with a state divides its streams among the ranks
+instead, because a stream has to be read in order. The samples and the random numbers of a
+micro-batch depend on its number, not on the rank. The same configuration is therefore the same run
+on any number of ranks that divides M.
 """
 
 from collections.abc import Callable, Iterator, Sequence
