@@ -228,6 +228,11 @@ def _check(
         _refuse_unpreparable(model)
         if any(map(is_sharded, model.modules())) and (reason := why_not_sharded(policy)):
             raise ValueError(reason)
+    if policy.reduce_dtype is not None:
+        raise ValueError(
+            f"precision={policy.name!r}: sums gradients in {policy.reduce_dtype} (reduce_dtype), "
+            "which only `mprun` itself does; here DistributedDataParallel sums them"
+        )
     reason = why_unsupported(
         policy, device, [dtype for _, own in prepared for dtype in own.values()]
     )

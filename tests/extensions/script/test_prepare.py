@@ -1,6 +1,7 @@
 """Prepared objects compute what the runner computes, and look FP32 from outside."""
 
 import copy
+import dataclasses
 import gc
 import io
 import math
@@ -377,6 +378,10 @@ def compiler(make):
         compiler((lambda: mprun.prepare(torch.jit.script(nn.Linear(2, 2))), "ScriptModule")),
         (lambda: mprun.prepare(sgd(net().parameters()), net()), "the order is prepare(model"),
         (lambda: mprun.prepare(net(), precision=torch.float16), "must be the name of a mode"),
+        (
+            lambda: prepared(dataclasses.replace(get_policy("amp"), reduce_dtype=torch.float16)),
+            "reduce_dtype",
+        ),
         (lambda: prepared("fp8_tensorwise", nn.Conv2d(1, 1, 1)), "no nn.Linear beside its output"),
         (lambda: prepared("fp17"), "precision mode 'fp17': must be one of"),
         (lambda: prepared("tf32"), "a CPU has no TF32"),
