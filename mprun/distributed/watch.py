@@ -46,7 +46,7 @@ class Watch:
         self._over.set()
 
     def _watch(self) -> None:
-        number, begun, changed = 0, -1, time.monotonic()
+        number, begun, changed, found = 0, -1, time.monotonic(), None
         while not self._over.wait(BEAT_S):
             number += 1
             if (now := self.begun()) != begun:
@@ -58,16 +58,19 @@ class Watch:
                 if not self._over.wait(self.timeout_s):
                     self._end([0], RESOURCE, "its store does not answer any more")
                 return
-            if failure_of(self.store) is not None:
+            # Kept, because who serves the store may be gone before this rank has to end.
+            if (found := failure_of(self.store)) is not None:
                 self._over.wait(_TO_END_S)
                 break
             if time.monotonic() - changed > self.timeout_s + AFTER_GLOO_S:
                 late = late_ranks(self.store, self.world, self.rank)
                 if late and self.begun() == begun:
-                    fail(self.store, late, RESOURCE, no_answer(self.timeout_s))
+                    own = late, RESOURCE, no_answer(self.timeout_s)
+                    fail(self.store, *own)
+                    # Another rank may have told another cause, or ended, and the store with it.
+                    found = failure_of(self.store) or own
                     break
-        found = None if self._over.is_set() else failure_of(self.store)
-        if found is not None:
+        if found is not None and not self._over.is_set():
             self._end(*found)
 
     def _end(self, ranks: list[int], code: int, text: str) -> None:
