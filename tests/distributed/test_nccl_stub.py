@@ -26,6 +26,7 @@ RUN = [
     *("model=gpt", "data=synthetic_tokens", "model.hidden_size=32", "model.num_layers=1"),
     *("model.num_heads=2", "data.batch_size=4", "data.sequence_length=16", "precision=amp"),
     *("optim.schedule=constant", "optim.warmup_updates=0", "train.steps=12", "train.log_every=1"),
+    "train.accumulate=2",
     *("train.eval_every=6", "train.checkpoint_every=6", f"dist.timeout_s={TIMEOUT_S}"),
     *("devices=2", "device=cuda", "threads=1"),
 ]

@@ -16,7 +16,7 @@ from ..helpers import record_of
 # Longer than a process takes to start on a busy machine: that counts as no progress, too.
 STALL_AFTER_S = 60
 KILLED = "killed by SIGKILL"
-FAILED = "failed: FileExistsError: [Errno 17] File exists: "
+FAILED = "failed: File exists ("
 HUNG = f"hung: no progress for {STALL_AFTER_S} s, killed"
 DIVERGED = "diverged at step 2"
 
