@@ -133,6 +133,7 @@ I1126 10:00:01.000000  1 solver.cpp:237]     Train net output #0: loss = 0.5 (* 
 
 
 def test_a_log_format_is_an_entry_point(checkout):
+    pytest.importorskip("mprun.extensions.logs")
     header, line = '[project.entry-points."mprun.log_formats"]', 'caffe = "perceptrons.logs:CAFFE"'
     assert f"`{line}` in `{header}`" in PAGE
     (checkout / "perceptrons").mkdir()

@@ -153,6 +153,7 @@ def test_looks_test_the_slopes_as_strictly_as_the_verdict():
 
 
 def test_logs_of_other_tools_that_name_their_seeds_are_followed(tmp_path):
+    pytest.importorskip("mprun.extensions.logs")
     for seed, slope in enumerate((1e-3, 2e-3, 3e-3)):
         for label, growth in (("fp32", 0.0), ("amp", slope)):
             rows = (f"{step},{2 + 0.1 * seed + growth * step}" for step in range(1, 51))

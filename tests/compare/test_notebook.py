@@ -221,6 +221,8 @@ def test_options_are_those_of_the_command(study, capsys):
     ],
 )
 def test_bad_input_is_one_line_as_of_the_command(study, options, named):
+    if "tag" in options:
+        pytest.importorskip("mprun.extensions.logs")
     with raises_line(BadInput, named):
         mprun.compare(["outputs"], **options)
 

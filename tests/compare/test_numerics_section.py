@@ -193,6 +193,7 @@ def test_of_many_probes_some_are_read(probed_group, tmp_path):
 
 
 def test_a_post_mortem_is_quoted_in_the_notes(tmp_path):
+    pytest.importorskip("mprun.extensions.diagnosis")  # whose verb the note names
     write_study(tmp_path, {"fp32": [1.0] * 3})
     for seed, status in enumerate(("done", "diverged", "diverged")):
         write_run(tmp_path / f"amp-s{seed}", "amp", seed, status=status)

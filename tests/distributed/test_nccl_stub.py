@@ -12,10 +12,10 @@ import time
 import pytest
 import torch
 
-from mprun.extensions.bench import fake_cuda
-
 from ..helpers import record_of
 from .processes import ROOT, with_word
+
+fake_cuda = pytest.importorskip("mprun.extensions.bench.fake_cuda")
 
 pytestmark = [
     pytest.mark.slow,
