@@ -15,7 +15,7 @@ _NEEDED = (
     *("pyyaml", "expecttest", "torchao"),
 )
 _BUILT = ("antlr4-python3-runtime==4.9.3", "hydra-core", "omegaconf")  # one has no wheel
-_PYTHON = os.environ.get("WHEELS_PYTHON", "3.12")  # of the other machine
+_PYTHON = "3.12"  # of the other machine
 
 
 def collect_wheels(folder: Path) -> int:

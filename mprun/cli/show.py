@@ -19,7 +19,7 @@ from mprun.record.run_record import Record, read_record
 from mprun.sweep.jobs import OUTCOMES, is_held
 
 _WHAT = """\
-What a run was, how it ended, its curves, and the commands that fit it now.
+Tell what a run was and how it ended; draw its curves; name the commands that fit it now.
 
 RUN is a run directory. It is read as far as it goes while the run still goes on; nothing is
 written."""

@@ -1,4 +1,4 @@
-"""What a process that torchrun has started again goes on with (--max-restarts). Imports no torch.
+"""The run that a process goes on with after torchrun started it again. Imports no torch.
 
 torchrun repeats the command after any exit code but 0, and the store of the first attempt may be
 gone with its rank 0. The record of the run is not, and says which torchrun began it.

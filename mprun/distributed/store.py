@@ -1,4 +1,4 @@
-"""Where the ranks of a run find each other, and the store that holds what must survive a lost rank.
+"""The meeting place of a run's ranks, and the store that holds what must survive a lost rank.
 
 It holds why a rank failed, how far each rank is, and the run's directory.
 """

@@ -193,7 +193,7 @@ class LanguageModel(Supervised):
 
     @property
     def _splits_streams(self) -> bool:
-        """Whether each rank takes some of the streams of every micro-batch."""
+        """Return whether each rank takes some of the streams of every micro-batch."""
         return self.carries_state and self.ranks.world > 1
 
     def _seed_part(self, *number: int) -> None:

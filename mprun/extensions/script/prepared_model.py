@@ -222,7 +222,7 @@ class PreparedModel:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether `fully_shard` was applied to it, or to modules in it."""
+        """Return whether `fully_shard` was applied to it, or to modules in it."""
         return bool(self.tensors.shards)
 
     def parameters(self) -> list[Tensor]:

@@ -166,7 +166,7 @@ class ScriptTask:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each process holds a part of the weights."""
+        """Return whether each process holds a part of the weights."""
         models = [model for steps in self.prepared.values() for model in steps.models]
         return any(is_shard(own) for model in models for own in model.parameters())
 
