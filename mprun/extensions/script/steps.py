@@ -11,6 +11,7 @@ unless torch's step does, except for optimizers that only the host can stop.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -134,6 +135,7 @@ class OptimizerSteps:
         )
         self._undo = ExitStack()  # closed after the step
         self._keeps_state = False
+        self._waits = False  # as it was said
 
     @property
     def optimizer(self) -> Optimizer:
@@ -349,6 +351,10 @@ class OptimizerSteps:
             optimizer.found_inf = found.clone()  # type: ignore[attr-defined]  # its kernels skip
             self._undo.callback(optimizer.__dict__.pop, "found_inf", None)
         elif found.device.type == "cpu" or host_decides(optimizer):
+            # Before its first applied step state is still to appear.
+            if found.device.type != "cpu" and not self._waits and any(optimizer.state.values()):
+                self._waits = True
+                _say_that_it_waits(optimizer)
             if found.item():
                 self._hide_gradients()
         else:
@@ -488,6 +494,17 @@ def check_finite(parameters: Sequence[Tensor], found_inf: Tensor) -> None:
     for group in by_dtype(_gradients(parameters)):
         check_and_unscale(group, found_inf, one)
     agree(found_inf, parameters)
+
+
+def _say_that_it_waits(optimizer: Optimizer) -> None:
+    accepts = inspect.signature(type(optimizer)).parameters
+    remedies = [f"{name}=True" for name in ("fused", "capturable") if name in accepts]
+    remedy = f"; with {' or '.join(remedies)} it does not" if remedies else ""
+    print(
+        f"mprun: {type(optimizer).__name__}: each step waits for the device, because only the host "
+        f"can skip it{remedy}",
+        file=sys.stderr,
+    )
 
 
 def _gradients(parameters: Sequence[Tensor]) -> Iterator[Tensor]:

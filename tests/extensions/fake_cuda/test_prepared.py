@@ -65,3 +65,41 @@ def test_script_in_every_mode(device, mode, tmp_path):
     }
     assert found["dtypes"] == kinds.get(mode, ["torch.float32"])
     assert [w for w in found["warnings"] if "prototype" not in w] == []
+
+
+WAITS = """
+import contextlib, io, torch, mprun
+from mprun.precision.torch_update import initialise_state
+
+def answer():
+    said = {{}}
+    for name, make in {{
+        "plain": lambda own: torch.optim.AdamW(own),
+        "fused": lambda own: torch.optim.AdamW(own, fused=True),
+        "capturable": lambda own: torch.optim.AdamW(own, capturable=True),
+        "momentum": lambda own: torch.optim.SGD(own, 0.1, momentum=0.9),
+    }}.items():
+        model = torch.nn.Linear(8, 8).cuda()
+        model, optimizer = mprun.prepare(model, make(model.parameters()), {mode!r})
+        initialise_state(optimizer)  # here any step may be skipped, and a first one has none
+        with contextlib.redirect_stderr(io.StringIO()) as stream:
+            for _ in range(4):
+                optimizer.zero_grad()
+                model(torch.ones(2, 8, device="cuda")).sum().backward()
+                optimizer.step()
+        said[name] = stream.getvalue()
+    return said
+"""
+
+
+@pytest.mark.parametrize("mode", ["amp", "fp16_master_scaled", "fp32"])
+def test_an_optimizer_that_waits_says_so_once(device, mode, tmp_path):
+    file = tmp_path / "script.py"
+    file.write_text(WAITS.format(mode=mode))
+    found = device.ask("script", path=str(file))
+    line = (
+        "mprun: AdamW: each step waits for the device, because only the host can skip it; with "
+        "fused=True or capturable=True it does not\n"
+    )
+    said = {name: found[name] for name in ("plain", "fused", "capturable", "momentum")}
+    assert said == dict.fromkeys(said, "") | ({"plain": line} if mode != "fp32" else {})
