@@ -306,8 +306,6 @@ def why_not_on(config: RunConfig, world: int) -> Iterator[str]:
         yield f"dist.engine=fsdp: {reason} (allowed here: auto, flat)"
     if getattr(config.data, "on_corrupt", None) == "skip":
         yield f"data.on_corrupt=skip: {given} would each replace files (allowed: stop)"
-    if config.train.cuda_graph == "on":
-        yield f"train.cuda_graph=on: {given} exchange gradients in a step (allowed: auto, off)"
     if config.train.compile != "off":
         yield f"train.compile={config.train.compile}: must be off with {given}"
     if config.numerics.shadow_every:
@@ -417,12 +415,22 @@ def why_no_graph(config: RunConfig, device: str) -> str | None:
         return network.why_no_graph
     if network.own and config.train.cuda_graph == "auto":
         return "a user's network may change with a number that a replay would keep"
-    if world_of(config) != 1:
-        return f"devices={config.devices}: ranks exchange gradients in a step"
+    if world_of(config) != 1 and (reason := _why_not_over_ranks(config)) is not None:
+        return reason
     if shares_streams(config.model) and (parts := config.train.accumulate) > 1:
         return f"train.accumulate={parts} with a language model carries its state on in the step"
     if config.data.component.several_shapes:
         return f"data={config.data.name}: batches differ in length, a graph has one shape"
+    return None
+
+
+def _why_not_over_ranks(config: RunConfig) -> str | None:
+    """Return why no graph contains the exchanges of ranks; None: one on request, over NCCL."""
+    given = f"devices={config.devices}: ranks exchange gradients in a step"
+    if config.train.cuda_graph == "auto":
+        return f"{given}; train.cuda_graph=on dist.engine=flat captures that too"
+    if engine_of(config, "cuda")[0] != "flat":
+        return f"{given}, which a graph contains with dist.engine=flat"
     return None
 
 

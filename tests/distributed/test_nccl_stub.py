@@ -50,6 +50,7 @@ def libraries(tmp_path_factory):
 
 def ended(libraries, tmp_path, *words, fault="none"):
     """A run of two ranks: the process, its record, what each rank has begun, and the last entry."""
+    tmp_path.mkdir(exist_ok=True)
     board, variables = tmp_path / "board", fake_cuda.environment(libraries)
     board.write_bytes(bytes(8 * 64))
     variables["LD_PRELOAD"] = f"{libraries / 'libncclstub.so'}:{variables['LD_PRELOAD']}"
@@ -79,18 +80,34 @@ def test_to_its_end(libraries, engine, tmp_path):
     assert "destroy_process_group" not in done.stderr
 
 
+@pytest.mark.parametrize("order", ["fast", "fixed"])
+def test_exchanges_in_a_graph(libraries, order, tmp_path):
+    """Three eager steps, a capture with its exchanges, and replays, which begin none anew."""
+    words = ("dist.engine=flat", f"dist.order={order}", "train.cuda_graph=on")
+    done, record, begun, taken_down = ended(libraries, tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    assert (record["status"], record["execution"]["cuda_graph"]) == ("done", "on")
+    assert record["execution"]["replayed"] == 9
+    _, eager, other, _ = ended(libraries, tmp_path / "eager", *words[:2])
+    assert "train.cuda_graph=on dist.engine=flat" in eager["execution"]["cuda_graph"]
+    assert begun[0] == begun[1] < other[0] == other[1]
+    assert taken_down == 2
+
+
 @pytest.mark.parametrize("kind", ["hung", "stopped"])
-@pytest.mark.parametrize("engine", ["ddp", "flat"])
+@pytest.mark.parametrize("engine", ["ddp", "flat", "flat, in a graph"])
 def test_the_rank_that_hangs_is_named(libraries, engine, kind, tmp_path):
     """Not the one that waits for it on the device, which NCCL's watchdog would abort."""
-    done, record, begun, _ = ended(libraries, tmp_path, f"dist.engine={engine}", fault=kind)
+    engine, _, graph = engine.partition(", ")
+    words = [f"dist.engine={engine}", *(["train.cuda_graph=on"] if graph else [])]
+    done, record, begun, _ = ended(libraries, tmp_path, *words, fault=kind)
     seconds = time.time() - os.stat(tmp_path / "at").st_mtime
     cause = f"rank 1: no answer for {TIMEOUT_S} s (dist.timeout_s)"
     assert f"mprun: {cause}" in done.stderr.splitlines()
     assert "rank 0" not in done.stderr.replace("[rank0]", "")
     assert done.returncode == 5
     assert (record["status"], record["cause"], record["exit_code"]) == ("failed", cause, 5)
-    assert begun[0] > begun[1]
+    assert begun[0] > begun[1] or graph  # a replay begins none in the library
     assert TIMEOUT_S <= seconds < 60  # 15 s after the time-out on a free machine
     assert ".cpp" not in done.stderr
     assert with_word(f"output_dir={tmp_path / 'run'}") == []
