@@ -307,6 +307,7 @@ def main() -> int:
     if options.beside is not None:
         found = beside(json.loads(options.beside.read_text(encoding="utf-8")), found)
     if options.out is not None:
+        options.out.mkdir(parents=True, exist_ok=True)
         path = options.out / f"{date}-cpu-ranks"
         path.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         path.with_suffix(".md").write_text(page(found), encoding="utf-8")

@@ -32,8 +32,9 @@ from mprun.precision.update import norms_of
 from mprun.torch_private import BatchNorm, disable_dispatch_modes, parameters_of, version_of
 
 Gradients = list[Tensor | None]
-# Numbers; a multiple of the registers of all processors, and of a block of random bits.
-_ALIGNED = 16
+# Numbers; a multiple of the registers of all processors, 32 of 16 bits at most, and of a block of
+# random bits. torch rounds what is left over after the last full register otherwise.
+_ALIGNED = 32
 
 
 @dataclass(slots=True)

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mprun.config.compose import compose_config
-from mprun.distributed.sharding import _refuse_shared, _units, sharded
+from mprun.distributed.sharding import _ALIGNED, _refuse_shared, _units, sharded
 from mprun.errors import BadInput
 from mprun.precision import cast_model, get_policy
 
@@ -228,7 +228,7 @@ def test_units_are_blocks_the_rest_and_what_computes_in_another_dtype():
 
 
 def test_the_last_numbers_of_a_tensor_have_other_bits():
-    """Why a shard has a few numbers of its neighbours: fused kernels on a CPU."""
+    """Why a shard has a few numbers of its neighbours: fused kernels, and sums in 16 bits."""
     gradient = torch.Generator().manual_seed(0)
     values = torch.randn(3, 40, generator=gradient)
 
@@ -243,3 +243,9 @@ def test_the_last_numbers_of_a_tensor_have_other_bits():
     whole = squares(0, 40)
     for begin, end in ((0, 16), (16, 40), (16, 32), (32, 40)):
         assert torch.equal(squares(begin, end), whole[begin:end])
+    for dtype in (torch.float16, torch.bfloat16):
+        terms = torch.randn(2, 4096, generator=gradient).to(dtype)
+        [whole] = torch._foreach_add([terms[0]], [terms[1]], alpha=-0.3)
+        for part, own in zip(whole.split(_ALIGNED), terms.split(_ALIGNED, dim=1), strict=True):
+            [alone] = torch._foreach_add([own[0].clone()], [own[1].clone()], alpha=-0.3)
+            assert torch.equal(alone, part)
