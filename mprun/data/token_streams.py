@@ -299,18 +299,25 @@ def _checked(name: str, tokens: object, vocab_size: int) -> Tensor:
 
 _NAMES = {"train": ("train.bin", "*_train_*.bin"), "val": ("val.bin", "*_val_*.bin")}
 # karpathy/llm.c, dev/data/data_common.py: 256 int32; the first are magic, version and number of
-# tokens. Read as tokens, the magic number begins with 55,432, beyond GPT-2's vocabulary.
-_HEADER_BYTES, _MAGIC, _VERSION = 1024, 20240520, 1
+# tokens. Read as tokens, the first magic begins with 55,432, beyond GPT-2's vocabulary.
+_HEADER_BYTES = 1024
+_VERSIONS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}  # of GPT-2's tokens, of Llama 3's
+# Tokens are at most 2^31 - 1: torch knows int32 on every device.
+_DTYPES = {"uint16": torch.uint16, "uint32": torch.int32, "int32": torch.int32}
+_LOOKED_AT = 65_536  # words, to see whether their width is right
 
 
 class TokenFiles(TokenStreams):
     """The tokens of ``train.bin`` and ``val.bin`` below ``root``, as nanoGPT prepares them.
 
-    They hold little-endian uint16 and nothing else. llm.c's files work too: ``*_train_*.bin`` in
+    They hold little-endian integers and nothing else. llm.c's files work too: ``*_train_*.bin`` in
     the order of their names and ``*_val_*.bin``, with a header each. They are read in place, piece
     by piece. ``vocab_size`` is padded to ``vocab_multiple``; a token that is not below the unpadded
     size raises ``DamagedData`` when it is read, as does a missing file at the start. ``sha256``
     covers every file, in order.
+
+    dtype: "uint16", "uint32", "int32"; "auto": the header's, without one uint16 if it holds
+        ``vocab_size``, else uint32. Files whose words have another width raise ``DataError``.
     """
 
     def __init__(
@@ -319,11 +326,15 @@ class TokenFiles(TokenStreams):
         *,
         vocab_size: int,
         vocab_multiple: int,
+        dtype: str,
         cache: str | Path | None,
         **options: Unpack[StreamOptions],
     ) -> None:
         train, held_out = (_found(Path(root), split) for split in _NAMES)
-        opened: list[TokenFile] = [Uint16File(path, vocab_size) for path in (*train, *held_out)]
+        paths = (*train, *held_out)
+        opened: list[TokenFile] = [EncodedFile(path, vocab_size, dtype) for path in paths]
+        if other := [own.path for own in opened if own.dtype is not opened[0].dtype]:
+            raise DamagedData(f"{other[0]}: its tokens have another width than {train[0].name}'s")
         super().__init__(opened[: len(train)], opened[len(train) :], **options)
         hashes = "".join(map(Cache(cache).content_sha256, (*train, *held_out)))
         self.sha256 = hashlib.sha256(f"{len(train)} {hashes}".encode()).hexdigest()
@@ -337,36 +348,57 @@ class TokenFiles(TokenStreams):
         }
 
 
-class Uint16File(TokenFile):
-    """An open file of uint16 tokens below ``vocab_size``, with llm.c's header or without."""
+class EncodedFile(TokenFile):
+    """An open file of tokens below ``vocab_size``, with llm.c's header or without."""
 
-    dtype = torch.uint16
-
-    def __init__(self, path: Path, vocab_size: int) -> None:
+    def __init__(self, path: Path, vocab_size: int, dtype: str) -> None:
         super().__init__(path)
         self.vocab_size = vocab_size
         header = np.zeros(3, "<i4")
         if self.bytes >= _HEADER_BYTES:
             self._read_bytes(header, 0)
-        if header[0] == _MAGIC:
+        version, headed = _VERSIONS.get(int(header[0]), (None, None))
+        if headed is not None:
             self.start = _HEADER_BYTES
-        rest = self.bytes - self.start
-        if rest % 2:
-            raise DamagedData(f"{path}: an odd number of bytes ({self.bytes}), tokens have two")
-        self.tokens = rest // 2
-        if self.start and (header[1] != _VERSION or header[2] != self.tokens):
+        if dtype == "auto":
+            dtype = headed or ("uint16" if vocab_size <= 2**16 else "uint32")
+        self.dtype = _DTYPES[dtype]
+        width, rest = self.dtype.itemsize, self.bytes - self.start
+        if rest % width:
+            what = "an odd number of bytes" if width == 2 else "no multiple of four bytes"
+            raise DamagedData(f"{path}: {what} ({self.bytes}), tokens have {width}")
+        self.tokens = rest // width
+        if headed and (header[1] != version or header[2] != self.tokens):
             raise DamagedData(
                 f"{path}: {self.tokens} tokens, its header (version {header[1]}) says {header[2]}"
             )
         if not self.tokens:
             raise DamagedData(f"{path}: no token")
+        self._check_width(dtype)
+
+    def _check_width(self, dtype: str) -> None:
+        """Raise DataError if the first words are halves of tokens, or pairs of them."""
+        words = torch.empty(min(self.tokens, _LOOKED_AT), dtype=self.dtype).numpy()
+        super().read_into(words, 0)
+        why = None
+        if self.dtype is torch.uint16 and len(words) >= 1024:
+            low, high = words[::2], words[1::2]
+            if high.max() == 0 < low.max() or (high.max() < 16 and np.median(low) >= 256):
+                why = f"every second word is at most {high.max()}, as in 32-bit tokens", "uint32"
+        elif self.dtype is torch.int32 and np.median(words) >= self.vocab_size:
+            beyond = f"most words are {self.vocab_size} or more"
+            why = f"{beyond}, as pairs of 16-bit tokens", "uint16"
+        if why is not None:
+            raise DataError(f"{self.path}: data.dtype={dtype}: {why[0]} (allowed here: {why[1]})")
 
     def read_into(self, row: np.ndarray, position: int) -> None:
         super().read_into(row, position)
-        if len(row) and (most := row.max()) >= self.vocab_size:
-            place = position + int(row.argmax())
+        if not len(row):
+            return
+        most = row.argmax() if row.min() >= 0 else row.argmin()
+        if not 0 <= row[most] < self.vocab_size:
             raise DamagedData(
-                f"{self.path}: token {most} at place {place}, must be below "
+                f"{self.path}: token {row[most]} at place {position + int(most)}, must be below "
                 f"data.vocab_size={self.vocab_size}"
             )
 

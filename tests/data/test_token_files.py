@@ -15,8 +15,8 @@ TRAIN = (np.arange(103) * 631 + 40_000) % WORDS  # up to 65,240: beyond int16
 HELD_OUT = np.arange(40, 0, -1)
 
 
-def write(path, tokens, header=None):
-    tokens = np.asarray(tokens, "<u2").tobytes()
+def write(path, tokens, header=None, dtype="<u2"):
+    tokens = np.asarray(tokens, dtype).tobytes()
     head = b""
     if header is not None:
         head = np.array([*header, *[0] * (256 - len(header))], "<i4").tobytes()
@@ -46,13 +46,41 @@ def shards(tmp_path):
     return tmp_path
 
 
+@pytest.fixture
+def wide(tmp_path):
+    """Tokens of four bytes, as of a vocabulary of 128,256."""
+    write(tmp_path / "train.bin", TRAIN, dtype="<u4")
+    write(tmp_path / "val.bin", HELD_OUT, dtype="<u4")
+    return tmp_path
+
+
+@pytest.fixture
+def wide_shards(tmp_path):
+    """llm.c's of Llama 3: another magic, another version."""
+    for split, tokens in (("train", TRAIN), ("val", HELD_OUT)):
+        path = tmp_path / f"fineweb_{split}_000000.bin"
+        write(path, tokens, (20240801, 7, len(tokens)), "<u4")
+    return tmp_path
+
+
 def source(root, vocab_size=WORDS, **options):
     return configured("token_files", root=root, vocab_size=vocab_size, **(SIZES | options))
 
 
-@pytest.mark.parametrize("kind", ["folder", "shards"])
-def test_batches_are_those_of_the_tokens_in_memory(kind, request):
-    files = source(request.getfixturevalue(kind))
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("folder", {}),
+        ("folder", {"dtype": "uint16", "vocab_size": 128_256}),
+        ("shards", {}),
+        ("wide", {"vocab_size": 128_256}),
+        ("wide", {"dtype": "uint32"}),
+        ("wide", {"dtype": "int32"}),
+        ("wide_shards", {}),
+    ],
+)
+def test_batches_are_those_of_the_tokens_in_memory(kind, options, request):
+    files = source(request.getfixturevalue(kind), **options)
     memory = TokenStreams([torch.from_numpy(TRAIN)], torch.from_numpy(HELD_OUT), **SIZES)
     assert files.batches_per_epoch == memory.batches_per_epoch == 5
     for index in range(3 * files.batches_per_epoch):
@@ -121,6 +149,37 @@ def test_damaged_files_are_refused(folder, damage, says):
         source(folder)
 
 
+@pytest.mark.parametrize("most", [2, 60, 50_257, 128_256])
+@pytest.mark.parametrize("dtype", ["auto", "uint16"])
+def test_tokens_of_four_bytes_are_not_read_as_twice_as_many_of_two(folder, dtype, most):
+    tokens = np.random.default_rng(0).integers(0, most, 5000)
+    write(folder / "train.bin", tokens, dtype="<u4")
+    says = "every second word is at most [01], as in 32-bit tokens \\(allowed here: uint32\\)"
+    with pytest.raises(DataError, match=f"data.dtype=uint16: {says}"):
+        source(folder, dtype=dtype)
+    write(folder / "train.bin", tokens % WORDS)  # of two bytes these are right
+    assert source(folder, dtype=dtype).description["train_samples"] == 5000
+
+
+@pytest.mark.parametrize("dtype", ["uint32", "int32"])
+def test_tokens_of_two_bytes_are_not_read_as_half_as_many_of_four(folder, dtype):
+    write(folder / "train.bin", TRAIN[:102])
+    says = "most words are 65536 or more, as pairs of 16-bit tokens (allowed here: uint16)"
+    with raises_line(DataError, f"data.dtype={dtype}: {says}"):
+        source(folder, dtype=dtype)
+
+
+def test_what_four_bytes_alone_can_hold(wide):
+    write(wide / "train.bin", [5, 6, -1, *range(50)], dtype="<i4")
+    with raises_line(DamagedData, "token -1 at place 2, must be below"):
+        for index in range(5):
+            source(wide, dtype="int32", rotate=False).train_batch(index)
+    write(wide / "val.bin", HELD_OUT)
+    write(wide / "train.bin", TRAIN, (20240801, 7, 103), "<u4")
+    with raises_line(DamagedData, "val.bin: its tokens have another width than train.bin's"):
+        source(wide)
+
+
 def test_a_folder_without_a_split_is_the_wrong_one(folder):
     (folder / "val.bin").unlink()
     with raises_line(DataError, f"data.root={folder}: has neither of val.bin and ") as caught:
@@ -133,7 +192,8 @@ def test_a_folder_without_a_split_is_the_wrong_one(folder):
     [
         ([], 0, ""),
         (["data.vocab_size=30"], 4, "train.bin: token "),
-        (["data.vocab_size=70000"], 2, "data.vocab_size=70000: must be"),
+        (["data.vocab_size=70000"], 2, "train.bin: data.dtype=uint32: most words are 70000"),
+        (["data.vocab_size=1"], 2, "data.vocab_size=1: must be"),
     ],
 )
 def test_a_run_reads_them_or_ends_with_one_line(folder, tmp_path, capsys, words, code, says):

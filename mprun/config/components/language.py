@@ -198,13 +198,17 @@ class Lm1bConfig(DataConfig):
 
 @_text("token_files", builder="mprun.data.token_streams:TokenFiles", on_disk=True)
 class TokenFilesConfig(DataConfig):
-    """Files of uint16 tokens below `root`, already encoded: nanoGPT's or llm.c's."""
+    """Files of tokens below `root`, already encoded: nanoGPT's or llm.c's."""
 
     sequence_length: int = _sequence(1024)
     vocab_size: int = ranged(
-        50_257, "Different tokens; those beyond are refused", at_least=2, at_most=65_536
+        50_257, "Different tokens; those beyond are refused", at_least=2, at_most=2**31
     )
     vocab_multiple: int = vocab_multiple(64)
+    dtype: str = one_of(
+        "auto uint16 uint32 int32",
+        "Integers in the files; auto: as the header says, or the narrowest that holds the tokens",
+    )
     rotate: bool = setting(
         True, "Each epoch starts elsewhere in the tokens; false: always at their start"
     )
