@@ -76,21 +76,22 @@ class DigitStripsConfig(DataConfig):
     several_shapes=True,
 )
 class SpeechManifestConfig(DataConfig):
-    """WAV files and their texts, listed by a manifest for training and one for evaluation.
+    """Audio files and their texts, listed by a manifest for training and one for evaluation.
 
     A manifest is JSON lines, {"audio_filepath": ..., "text": ..., "duration": ...}, or CSV with
-    such a header; names of files are relative to its folder. Features are the logarithm of a
-    spectrogram, standardised over each utterance.
+    such a header; names of files are relative to its folder. A folder of LibriSpeech, or a pattern
+    of several, is as good as one. Features are the logarithm of a spectrogram, standardised over
+    each utterance.
     """
 
     train_manifest: str | None = below_root(
-        "Manifest below root to train on; null: train.json, .jsonl or .csv"
+        "Manifest, or LibriSpeech folders, to train on; null: train.json, .jsonl, .csv or train-*"
     )
     eval_manifest: str | None = below_root(
-        "Manifest below root to evaluate; null: dev, val or valid, with the same endings"
+        "Manifest, or LibriSpeech folders, to evaluate; null: dev, val, valid likewise, or dev-*"
     )
     sample_rate: int = ranged(
-        16000, "Samples per second of every WAV file", at_least=1000, at_most=192_000
+        16000, "Samples per second of every audio file", at_least=1000, at_most=192_000
     )
     window_ms: float = ranged(
         20.0, "Length of a frame of the spectrogram in milliseconds", above=0.0, at_most=1000.0

@@ -1,7 +1,7 @@
-"""Recorded speech: WAV files and their texts, listed in manifests, as log spectrograms.
+"""Recorded speech as log spectrograms: audio files and texts, in manifests or as LibriSpeech.
 
-The standard library reads WAV: 8, 16, 24 and 32 bit PCM, channels averaged. Other formats (FLAC,
-MP3) must be converted first; nothing is resampled.
+The standard library reads WAV: 8, 16, 24 and 32 bit PCM. soundfile reads what else libsndfile
+knows, FLAC and Ogg among it. Channels are averaged, nothing is resampled.
 """
 
 import csv
@@ -13,6 +13,8 @@ import os
 import wave
 from collections.abc import Iterator, Sequence
 from functools import partial
+from glob import glob
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,6 +27,7 @@ from mprun.errors import BadInput
 
 _SPLITS = {"train": ("train",), "eval": ("dev", "val", "valid", "validation")}
 _ENDINGS = (".json", ".jsonl", ".csv")
+_FOLDERS = {"train": "train-*", "eval": "dev-*"}  # of LibriSpeech (Panayotov et al., ICASSP 2015)
 # The names of NeMo and deepspeech.pytorch, and for CSV headers those of DeepSpeech too.
 _COLUMNS = {
     "audio_filepath": ("audio_filepath", "wav_filename"),
@@ -88,6 +91,30 @@ def read_manifest(path: str) -> list[Utterance]:
     return found
 
 
+def read_transcripts(folder: str) -> list[Utterance]:
+    """Read the texts below a folder of LibriSpeech: lines `ID TEXT`, beside their `ID.flac`.
+
+    They are in the order of their files' paths, which is that of the IDs.
+    """
+    found = []
+    for path in sorted(Path(folder).rglob("*.trans.txt")):
+        shown = printable(str(path))
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DamagedData(f"{shown}: cannot be read: {error}") from error
+        for number, line in enumerate(lines, start=1):
+            name, _, text = line.partition(" ")
+            where = f"{shown}:{number}"
+            if not name or "/" in name or "\0" in line:
+                raise DamagedData(f"{where}: must be the name of an utterance and its text")
+            audio = str(path.parent / f"{name}.flac")
+            found.append(Utterance(audio, " ".join(text.split()), None, where))
+    if not found:
+        raise DamagedData(f"{printable(folder)}: has no *.trans.txt with an utterance")
+    return found
+
+
 def _json_rows(content: str, shown: str) -> Iterator[tuple[dict, str]]:
     for number, line in enumerate(content.split("\n"), start=1):
         where = f"{shown}:{number}"
@@ -125,6 +152,37 @@ def _utterance(row: dict, folder: str, where: str) -> Utterance:
         raise DamagedData(f"{where}: duration={duration!r} is no number") from None
     words = " ".join(str(text).split())
     return Utterance(os.path.join(folder, str(audio)), words, seconds, where)
+
+
+def read_audio(path: str, sample_rate: int) -> np.ndarray:
+    """Read float32 `[samples]` in -1 ... 1, channels averaged; DamagedData names the file.
+
+    ValueError if it is no WAV file and soundfile is not installed.
+    """
+    if path.lower().endswith(".wav"):
+        return read_wav(path, sample_rate)
+    shown = printable(path)
+    library = _soundfile()
+    try:
+        samples, rate = library.read(path, dtype="float32", always_2d=True)
+    except (OSError, RuntimeError) as error:
+        raise DamagedData(f"{shown}: cannot be read: {error}") from error
+    if rate != sample_rate:
+        raise DamagedData(f"{shown}: {rate} samples per second, data.sample_rate is {sample_rate}")
+    if not len(samples):
+        raise DamagedData(f"{shown}: has no samples")
+    return samples.mean(1, dtype=np.float64).astype(np.float32)
+
+
+def _soundfile() -> Any:
+    try:
+        import soundfile  # imported here: files of WAV need none
+    except (ImportError, OSError) as error:  # OSError: without libsndfile
+        raise ValueError(
+            f"root: audio files other than WAV are read by soundfile (pip install soundfile): "
+            f"{error}"
+        ) from error
+    return soundfile
 
 
 def read_wav(path: str, sample_rate: int) -> np.ndarray:
@@ -182,7 +240,7 @@ class UtteranceReader(Reader):
     def read(self, number: int) -> ReadBatch:
         chosen = [self.utterances[place] for place in self.places(number)]
         rate = self.spectrogram.sample_rate
-        spectra = [self.spectrogram.of(read_wav(one.audio, rate)) for one in chosen]
+        spectra = [self.spectrogram.of(read_audio(one.audio, rate)) for one in chosen]
         longest = max(spectrum.shape[1] for spectrum in spectra)
         features = torch.zeros(len(chosen), 1, self.spectrogram.frequencies, longest)
         targets = torch.zeros(len(chosen), 2 + max(len(one.text) for one in chosen)).long()
@@ -233,10 +291,14 @@ class SpeechManifest(LoadedSource):
         digest = hashlib.sha256(characters.encode())
         splits = []
         for split, given in (("train", train_manifest), ("eval", eval_manifest)):
-            path = _manifest(root, split, given)
-            splits.append(_checked(read_manifest(path), lower, codes, digest))
+            listed = [
+                one
+                for path in _manifests(root, split, given)
+                for one in (read_transcripts if os.path.isdir(path) else read_manifest)(path)
+            ]
+            splits.append(_checked(listed, lower, codes, digest))
             # Read the first file now: a general fault shows before anything is written.
-            read_wav(splits[-1][0].audio, sample_rate)
+            read_audio(splits[-1][0].audio, sample_rate)
         train, held_out = splits
         if max_seconds is not None:
             train = [one for one in train if _seconds(one, sample_rate) <= max_seconds]
@@ -310,21 +372,23 @@ def _characters(root: str, alphabet: str, alphabet_file: str | None) -> str:
     return found
 
 
-def _manifest(root: str, split: str, given: str | None) -> str:
+def _manifests(root: str, split: str, given: str | None) -> list[str]:
+    """Return the manifest of a split, or LibriSpeech's folders of it."""
     if given is not None:
-        path = os.path.join(root, given)
-        if not os.path.isfile(path):
+        found = sorted(glob(given, root_dir=root))
+        if not found:
             raise ValueError(f"{split}_manifest={given}: no such file below {printable(root)}")
-        return path
+        return [os.path.join(root, name) for name in found]
     names = [name + ending for name in _SPLITS[split] for ending in _ENDINGS]
     found = [name for name in names if os.path.isfile(os.path.join(root, name))]
+    found = found or sorted(glob(_FOLDERS[split], root_dir=root))
     if len(found) != 1:
         what = f"several manifests of the {split} split" if found else f"no {split} manifest"
+        known = ", ".join(found or (*names, _FOLDERS[split]))
         raise DataError(
-            f"{printable(root)}: {what}, which is one of {', '.join(found or names)}; or give "
-            f"data.{split}_manifest"
+            f"{printable(root)}: {what}, which is one of {known}; or give data.{split}_manifest"
         )
-    return os.path.join(root, found[0])
+    return [os.path.join(root, found[0])]
 
 
 def _checked(
@@ -352,7 +416,9 @@ def _seconds(one: Utterance, sample_rate: int) -> float:
     if one.seconds is not None:
         return one.seconds
     try:
+        if not one.audio.lower().endswith(".wav"):
+            return _soundfile().info(one.audio).duration
         with wave.open(one.audio, "rb") as file:
             return file.getnframes() / file.getframerate()
-    except (OSError, wave.Error, EOFError, ZeroDivisionError):
+    except (OSError, RuntimeError, wave.Error, EOFError, ZeroDivisionError):
         return 0.0  # reading it later reports the fault

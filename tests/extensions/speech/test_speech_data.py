@@ -2,6 +2,7 @@
 
 import json
 import struct
+import sys
 import wave
 from contextlib import nullcontext
 
@@ -19,7 +20,9 @@ from mprun.errors import BadInput
 from mprun.extensions.speech.digit_strips import DigitStrips
 from mprun.extensions.speech.speech_manifest import (
     Spectrogram,
+    read_audio,
     read_manifest,
+    read_transcripts,
     read_wav,
     spectrogram_of,
 )
@@ -142,6 +145,76 @@ def source(root, **changed):
     settings = {"sample_rate": RATE, "alphabet": "ab ", "batch_size": 2}
     settings |= {"workers": 0, "seed": 0, "device": CPU}
     return configured("speech_manifest", root=str(root), **settings | changed)
+
+
+def librispeech(folder, library):
+    """As OpenSLR packs it: a folder for each speaker and chapter, with FLAC files and texts."""
+    generator = np.random.default_rng(0)
+    for split, chapters in (
+        ("train-clean-100", {"19/198": ("AB", "B A"), "103/1240": ("A",)}),
+        ("dev-clean", {"84/121123": ("ABBA",)}),
+    ):
+        for chapter, texts in chapters.items():
+            below = folder / split / chapter
+            below.mkdir(parents=True)
+            names = [f"{chapter.replace('/', '-')}-{n:04}" for n in range(len(texts))]
+            lines = [f"{name} {text}\n" for name, text in zip(names, texts, strict=True)]
+            (below / f"{chapter.replace('/', '-')}.trans.txt").write_text("".join(lines))
+            for name in names:
+                samples = generator.integers(-9000, 9000, RATE // 10)
+                library.write(below / f"{name}.flac", samples.astype(np.int16), RATE)
+    return folder
+
+
+def test_librispeech_as_it_is_unpacked(tmp_path):
+    library = pytest.importorskip("soundfile")
+    root = librispeech(tmp_path / "LibriSpeech", library)
+    found = source(root, batch_size=3)
+    assert (found.description["train_samples"], found.description["eval_samples"]) == (3, 1)
+    listed = read_transcripts(str(root / "train-clean-100"))
+    names = [one.audio.rpartition("/")[2] for one in listed]
+    assert names == ["103-1240-0000.flac", "19-198-0000.flac", "19-198-0001.flac"]
+    assert [one.text for one in listed] == ["A", "AB", "B A"]
+    # The same samples as WAV files: a 16-bit number is itself in both.
+    rows = []
+    for number, one in enumerate(listed):
+        samples, _ = library.read(one.audio, dtype="int16")
+        write_wav(tmp_path / f"{number}.wav", samples.tolist())
+        rows.append((f"{number}.wav", one.text, len(samples) / RATE))
+        assert np.array_equal(read_audio(one.audio, RATE), samples / np.float32(2**15))
+    write_manifest(tmp_path / "train.json", rows)
+    write_manifest(tmp_path / "dev.json", rows[:1])
+    same = source(tmp_path, batch_size=3)
+    for ours, theirs in zip(found.train_batch(0), same.train_batch(0), strict=True):
+        assert torch.equal(ours, theirs)
+    assert source(root, train_manifest="train-*").description["train_samples"] == 3
+    assert source(root, max_seconds=1.0).description["left_out"] == 0
+
+
+def test_librispeech_that_is_damaged(tmp_path, monkeypatch):
+    library = pytest.importorskip("soundfile")
+    root = librispeech(tmp_path / "LibriSpeech", library)
+    (root / "dev-other").mkdir()
+    with raises_line(DataError, "several manifests of the eval split, which is one of dev-clean"):
+        source(root)
+    (root / "dev-other").rmdir()
+    with raises_line(DamagedData, "is not in the alphabet"):
+        source(root, lower=False)
+    flac = root / "dev-clean/84/121123/84-121123-0000.flac"
+    whole = flac.read_bytes()
+    flac.write_bytes(b"no audio")
+    with raises_line(DamagedData, "84-121123-0000.flac: cannot be read"):
+        source(root)
+    library.write(flac, np.zeros(100, np.int16), 2 * RATE)
+    with raises_line(DamagedData, f"{2 * RATE} samples per second, data.sample_rate is {RATE}"):
+        source(root)
+    flac.unlink()
+    with raises_line(DamagedData, "84-121123.trans.txt:1: "):
+        source(root)
+    flac.write_bytes(whole)
+    monkeypatch.setitem(sys.modules, "soundfile", None)
+    with raises_line(ValueError, "root: audio files other than WAV are read by soundfile"):
+        source(root)
 
 
 @pytest.mark.parametrize("ending", ["json", "csv", "jsonl"])
