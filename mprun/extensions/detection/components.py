@@ -24,6 +24,9 @@ task(
 )
 
 # Fields that several classes share.
+_augmentation = partial(
+    one_of, "ssd flip", "ssd: colours, zoom, crops, mirroring; flip: half are mirrored"
+)
 _freeze = partial(setting, False, "Train only the convolutions for boxes and classes")
 _weights = partial(
     place,
@@ -123,7 +126,7 @@ class DigitCanvasesConfig(ImagesConfig):
 
 @source(
     "voc",
-    builder="mprun.extensions.detection.voc:Voc",
+    builder="mprun.extensions.detection.voc:voc",
     family="boxes",
     on_disk=True,
     decodes=True,
@@ -141,7 +144,29 @@ class VocConfig(ImagesConfig):
     difficult: bool = setting(
         False, "Learn from objects that are marked as difficult, too; map ignores them"
     )
-    augmentation: str = one_of(
-        "ssd flip", "ssd: colours, zoom, crops, mirroring; flip: half are mirrored"
+    augmentation: str = _augmentation()
+    prefetch: int = prefetch()
+
+
+@source(
+    "coco",
+    builder="mprun.extensions.detection.coco:coco",
+    family="boxes",
+    on_disk=True,
+    decodes=True,
+    num_classes=80,
+    most_boxes=93,  # the most of an image of train2017
+)
+class CocoConfig(ImagesConfig):
+    """COCO, or data of one's own in its format: annotations/instances_NAME.json and NAME/."""
+
+    image_size: int = ranged(300, SIDE, at_least=8, at_most=1024)
+    channels: int = one_of((3,), "Channels of an image: COCO is in colour")
+    train_folder: str = setting(
+        "train2017", "Folder of the training images, and name of their annotations", below_root=True
     )
+    eval_folder: str = setting(
+        "val2017", "Folder of the held-out images, and name of their annotations", below_root=True
+    )
+    augmentation: str = _augmentation()
     prefetch: int = prefetch()

@@ -2,11 +2,12 @@
 
 from ...data.made_images import bound
 from ...helpers import configured
-from . import test_voc
+from . import test_coco, test_voc
 
 SOURCES = {
     "digit canvases": lambda _: (
         lambda **more: configured("digit_canvases", **{"batch_size": 5, "device": "cpu"} | more)
     ),
+    "coco": lambda root: bound(test_coco.coco, test_coco.made(root)),
     "voc": lambda root: bound(test_voc.voc, test_voc.made(root)),
 }

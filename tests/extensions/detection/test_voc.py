@@ -85,7 +85,8 @@ def test_held_out_images_and_boxes(root):
 def test_difficult_objects_are_left_out_of_training_or_learned_from(root):
     def objects(difficult):
         split = voc(root, difficult=difficult)._train.loader.reader.split
-        return (split.targets[:, :, 4] >= 0).sum(1).tolist(), split.targets[:, :, 5].max()
+        targets = np.stack([split.target(place) for place in range(6)])
+        return (targets[:, :, 4] >= 0).sum(1).tolist(), targets[:, :, 5].max()
 
     assert objects(False) == ([2, 1, 2, 1, 1, 0], 0)
     assert objects(True) == ([2, 2, 2, 2, 1, 0], 0)

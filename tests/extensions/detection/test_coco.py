@@ -1,0 +1,116 @@
+"""COCO's JSON on small trees: boxes, classes, crowds, and what is refused."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from mprun.data.source import DamagedData, DataError
+
+from ...helpers import ONE_CORE, configured, raises_line, run
+
+SIZE = 60, 40  # width, height
+DOG = {"category_id": 18, "bbox": [6, 4, 30, 20], "iscrowd": 0, "area": 600}
+CROWD = {"category_id": 1, "bbox": [0, 0, 60.5, 40], "iscrowd": 1}
+FLAT = {"category_id": 1, "bbox": [3, 3, 0, 10], "iscrowd": 0}
+CATEGORIES = [{"id": 18, "name": "dog"}, {"id": 1, "name": "person"}, {"id": 90, "name": "brush"}]
+
+
+def instances(objects, **changed):
+    """objects: of each image those that it has."""
+    images = [
+        {"id": 100 - n, "file_name": f"{n:012}.jpg", "width": SIZE[0], "height": SIZE[1], "url": ""}
+        for n in range(len(objects))
+    ]
+    annotations = [
+        own | {"image_id": 100 - n, "id": 7 * n, "segmentation": []}
+        for n, found in enumerate(objects)
+        for own in found
+    ]
+    found = {"info": {}, "images": images, "annotations": annotations, "categories": CATEGORIES}
+    return found | changed
+
+
+def put(root, split, found):
+    (root / "annotations").mkdir(parents=True, exist_ok=True)
+    (root / "annotations" / f"instances_{split}.json").write_text(json.dumps(found))
+    (root / split).mkdir(exist_ok=True)
+    for place in range(len(found["images"])):
+        pixels = np.full((SIZE[1], SIZE[0], 3), 40 * place + 20, np.uint8)
+        Image.fromarray(pixels).save(root / split / f"{place:012}.jpg", quality=95)
+
+
+def made(root):
+    put(root, "train2017", instances([[DOG, CROWD], [], [CROWD], [DOG, FLAT, DOG], [DOG]]))
+    put(root, "val2017", instances([[DOG, CROWD], []]))
+    return root
+
+
+def coco(root, **more):
+    settings = {"image_size": 32, "value_range": "mean_subtracted", "batch_size": 2}
+    settings |= {"workers": 0, "prefetch": 1, "seed": 0, "device": "cpu"}
+    return configured("coco", root=str(root), **settings | more)
+
+
+def test_boxes_classes_and_crowds(tmp_path):
+    source = coco(made(tmp_path))
+    [(images, targets)] = source.eval_batches()
+    assert images.shape == (2, 3, 32, 32) and images.dtype is torch.float32
+    dog = [6 / 60, 4 / 40, 36 / 60, 24 / 40, 1, 0]  # classes in the order of their ids
+    crowd = [0, 0, 1, 1, 0, 1]  # clipped
+    torch.testing.assert_close(targets[0], torch.tensor([dog, crowd]))
+    assert (targets[1, :, 4] == -1).all()
+    about = source.description
+    # Without an image that has no object, and one that has a crowd alone.
+    assert (about["train_samples"], about["left_out"], about["num_classes"]) == (3, 2, 3)
+    split = source._train.loader.reader.split
+    assert np.diff(split.starts).tolist() == [1, 2, 1] and not split.rows[:, 5].any()
+    assert split.images.name(1).endswith("train2017/000000000003.jpg")
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"annotations": [DOG | {"image_id": 5}]}, "annotation 0: has image_id 5"),
+        (
+            {"annotations": [DOG | {"image_id": 100, "category_id": 2}]},
+            "annotation 0: has category_id 2",
+        ),
+        (
+            {"annotations": [DOG | {"image_id": 100, "bbox": [50, 0, 12, 3]}]},
+            "annotation 0: has the box (50.0, 0.0, 12.0, 3.0), which leaves its 60 x 40 pixels",
+        ),
+        ({"annotations": [{"image_id": 100}]}, "no instances of COCO: "),
+        ({"categories": CATEGORIES[:2]}, "its categories are not those of train2017"),
+        (
+            {"images": [{"id": 100, "file_name": "../a.jpg", "width": 60, "height": 40}]},
+            "is no name below its folder",
+        ),
+        ({"images": []}, "has image_id 100"),
+    ],
+)
+def test_damage_is_one_line(tmp_path, changed, says):
+    made(tmp_path)
+    put(tmp_path, "val2017", instances([[DOG]]) | changed)
+    with raises_line(DamagedData, says):
+        coco(tmp_path)
+
+
+def test_missing_files(tmp_path):
+    made(tmp_path)
+    with raises_line(DataError, "annotations/instances_val2014.json: no such file"):
+        coco(tmp_path, eval_folder="val2014")
+    (tmp_path / "val2017" / "000000000001.jpg").unlink()
+    with raises_line(DamagedData, "val2017/000000000001.jpg: cannot be read"):
+        coco(tmp_path)
+
+
+def test_the_command_trains(tmp_path, capsys):
+    made(tmp_path / "coco")
+    command = ["model=ssd_mini", "data=coco", f"data.root='{tmp_path / 'coco'}'", *ONE_CORE]
+    command += ["data.image_size=32", "data.batch_size=2", "train.steps=2", "data.workers=0"]
+    assert run(tmp_path / "run", *command) == 0
+    assert run(tmp_path / "other", *command, "data.train_folder=../x") == 2
+    assert "data.train_folder=../x: must be a path below data.root" in capsys.readouterr().err
