@@ -3,7 +3,6 @@
 A curve is the mean over the seeds of a mode; the baseline also has a band of its seeds.
 """
 
-import math
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -27,12 +26,13 @@ from mprun.plots.panel import (
     mark_entry,
     panel,
     power_of_two,
+    round_multiple,
     thousands,
 )
 
 _HEIGHT = 2.5  # inches
 _ROW = 0.92  # inches, for each mode in `difference_rows`
-_TEXT = 0.24  # inches of that, for its text
+_TEXT = 0.28  # inches of that, for its text
 _DASH = 3.5  # points, the length of the shortest dash
 
 
@@ -281,14 +281,21 @@ class _Rows:
 
     @classmethod
     def of(cls, bands: list[Band], linear: float) -> "_Rows":
-        """Fit the scale to the bands' 10th to 90th percentiles and ends: 1.4 to 1,000 `linear`."""
+        """Fit the scale to the bands' 10th to 90th percentiles and ends: 1.4 to 1,000 `linear`.
+
+        Beyond 1.4 it ends at a round number, which gets a tick.
+        """
         reach = []
         for b in bands:
             parts = [part[np.isfinite(part)] for part in (b.mean, b.low, b.high)]
             reach += [*parts[0][-1:]]
             reach += [end for part in parts if len(part) for end in np.percentile(part, (10, 90))]
-        low, high = np.clip(1.1 * np.array([min(reach), max(reach)]), -1000 * linear, 1000 * linear)
-        return cls(min(float(low), -1.4 * linear), max(float(high), 1.4 * linear), linear)
+
+        def edge(far: float) -> float:
+            is_near = 1.1 * far <= 1.4 * linear
+            return 1.4 * linear if is_near else round_multiple(min(far, 1000 * linear), linear)
+
+        return cls(-edge(-min(reach)), edge(max(reach)), linear)
 
     def y(self, row: int, values: Any) -> Any:
         """Return the y positions of one or several values in a row; y grows downwards."""
@@ -300,12 +307,9 @@ class _Rows:
 
     @property
     def ticks(self) -> list[float]:
-        """Return 0, ±`linear` and, each way, its largest power-of-ten multiple in range."""
-        found = [-self.linear, 0.0, self.linear]
-        for limit in (self.low, self.high):
-            power = math.floor(math.log10(abs(limit) / self.linear))
-            found += [math.copysign(self.linear * 10.0**power, limit)] if power else []
-        return found
+        """Return 0, ±`linear` and the ends of the scale beyond it."""
+        ends = [end for end in (self.low, self.high) if abs(end) > 1.5 * self.linear]
+        return [-self.linear, 0.0, self.linear, *ends]
 
 
 def _row_text(row: Row, b: Band, margin: float, suffix: str, of_evals: bool) -> str:

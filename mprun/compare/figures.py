@@ -15,9 +15,11 @@ from mprun.compare.findings import Group, Row, is_gan
 from mprun.compare.gap_growth import TRAINING, evaluation
 from mprun.compare.numerics import ProbedMode, numerics_figures
 from mprun.compare.verdict import GAN_LOSSES
-from mprun.plots.panel import GREY, INK, MARKS, Drawing, Style, rows_panel
+from mprun.plots.panel import GREY, INK, MARKS, Drawing, Style, round_multiple, rows_panel
 
-_REACH = 8  # margins shown to either side of the interval plot; an arrow marks values further out
+# Margins to either side of the interval plot: up to the first the scale is linear, an arrow marks
+# values beyond the second.
+_LINEAR, _REACH = 8, 1000
 _MOST_POINTS = 500  # more than a panel of this width can show
 _MOST_MODES = 24  # beside the baseline: colours repeat, and a picture has a largest size
 
@@ -44,6 +46,8 @@ def group_figures(
         metrics += [name for name in ("d_loss", "g_loss") if name != group.metric]
     # A foreign log has one tag and no count of updates; the metric's curve below shows it.
     plots = () if all(run.foreign for run in runs) else TRAINING
+    # Without a skipped update every step is an applied update.
+    plots = plots if any(run.skipped for run in group.every_run) else plots[:1]
     # A GAN's losses show who is winning; their difference says nothing.
     compared = [] if adversarial and group.metric in GAN_LOSSES else [evaluation(group.metric)]
     compared += [] if adversarial else plots[:1]
@@ -73,9 +77,11 @@ def intervals(group: Group, styles: dict[str, Style]) -> Drawing | None:
     margin = (100 if group.relative else 1) * group.margin_setting
     _, lows, highs = zip(*known, strict=True)
     # Show the intervals whole, and both ways at least a bit more than the margin.
-    left, right = (
-        min(max(1.6 * margin, 1.1 * far), _REACH * margin) for far in (-min(lows), max(highs))
-    )
+    left, right = (max(1.6 * margin, 1.1 * far) for far in (-min(lows), max(highs)))
+    is_wide = max(left, right) > _LINEAR * margin
+    if is_wide:  # to a round number, which has a tick
+        ends = (max(2 * margin, far) for far in (-min(lows), max(highs)))
+        left, right = (min(round_multiple(end, margin), _REACH * margin) for end in ends)
     results = [f"{row.arm.label}: {_result(group, row)}" for row in group.rows]
     around = f"±{text.margin_text(group)}"
     marks = [MARKS[row.verdict.name][0] for row in group.rows]
@@ -85,18 +91,31 @@ def intervals(group: Group, styles: dict[str, Style]) -> Drawing | None:
         f"difference{f' in {text.unit(group)}' if text.unit(group) else ''}, worse →",
         f"Matches = interval inside the shaded margin ({around}).",
     )
+    if is_wide:
+        axes.set_xscale("asinh", linear_width=margin / 2)
+        ticks = [0, *(-tick for tick in _ticks(margin, left)), *_ticks(margin, right)]
+        axes.set_xticks(ticks, [f"{tick:+,g}" if tick else "0" for tick in ticks])
+        for label, tick in zip(axes.get_xticklabels(), ticks, strict=True):  # inside the picture
+            label.set_ha({-left: "left", right: "right"}.get(tick, "center"))
     axes.set_xlim(-left, right)
     axes.axvspan(-margin, margin, color=GREY, alpha=0.22, linewidth=0)
     for y, row, shown in zip(at, group.rows, found, strict=True):
         _draw_interval(axes, y, shown, (-left, right), styles[row.arm.label].colour)
+    beyond = max(highs) > right or min(lows) < -left
     return Drawing(
         "intervals",
         f"Dot: difference; line: its {text.level_text(group)} confidence interval; shaded: the "
-        f"margin, {around}. To the right is worse; an arrow points to what lies outside the "
-        "picture.",
+        f"margin, {around}. To the right is worse."
+        + " Logarithmic far from zero." * is_wide
+        + " An arrow points to what lies outside the picture." * beyond,
         f"Interval plot, margin {around}. {'; '.join(results)}.",
         figure,
     )
+
+
+def _ticks(margin: float, end: float) -> list[float]:
+    """Return the margin, ten times of it and so on, and the end of the axis."""
+    return [margin, *(at for power in (1, 2) if (at := margin * 10.0**power) < end / 1.9), end]
 
 
 def _draw_interval(

@@ -24,6 +24,7 @@ from mprun.compare.figures import group_figures
 from mprun.compare.findings import Comparison, Group, RunData, is_gan
 from mprun.compare.numerics import PREFIX, probed_modes
 from mprun.config.keys import flat
+from mprun.config.option_files import option_files, what_it_is
 from mprun.errors import BadInput
 from mprun.plots.panel import INK, MARKS, Drawing, inline_svg, settings, styles
 from mprun.record.console import counted
@@ -36,10 +37,10 @@ _DPI = 160
 _POINTS = 240  # points of a curve on a page with room
 _GRID_PIXELS = 360  # width of an embedded sample grid
 # (points of a curve, figures shown or None for all): the first level that fits is used.
-_MAIN = ("intervals", "difference", "loss-steps")
+_MAIN = ("intervals", "difference", "loss-steps", "loss-scale")  # not folded
 _LEVELS: list[tuple[int, tuple[str, ...] | None]] = [
     *((points, None) for points in (_POINTS, 120, 60, 30)),
-    *((60, _MAIN), (30, _MAIN), (30, _MAIN[:1]), (30, ())),
+    *((60, _MAIN[:3]), (30, _MAIN[:3]), (30, _MAIN[:1]), (30, ())),
 ]
 
 
@@ -154,7 +155,8 @@ class _Report:
         given = {"comparison": self.comparison, "sections": sections}
         script = _TEMPLATES.get_template("report.js").render()
         digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-        given |= {"script": Markup(script), "script_hash": f"sha256-{digest}", "facts_of": _facts}
+        given |= {"script": Markup(script), "script_hash": f"sha256-{digest}"}
+        given |= {"facts_of": _facts, "purpose_of": _purpose}
         return render("report.html", several=len(sections) > 1, most=self.most, **given)
 
     def _section(
@@ -166,7 +168,7 @@ class _Report:
             name, has_room = f"{group.slug}-{drawing.name}", kept is None or drawing.name in kept
             folder = None if name in self.written else self.folder
             shown = picture(drawing, name, folder, svg=has_room)
-            pictures.append({**shown, "of_probes": drawing.name.startswith(PREFIX)})
+            pictures.append({"name": drawing.name, **shown})
             self.written.add(name)
         alike, differing = _environment(group)
         methods = {row.verdict.method for row in group.rows if row.verdict.method}
@@ -182,7 +184,7 @@ class _Report:
             colours=self.colours,
             columns=_columns(group),
             modes=[{"label": label, "colour": self.colours[label]} for label in labels],
-            pictures=pictures,
+            pictures=_placed(pictures),
             samples=samples(group) if kept is None else [],
             probes=probes,
             details=details,
@@ -190,10 +192,21 @@ class _Report:
             methods=" and ".join(how[method] for method in sorted(methods)),
             foreign=group.baseline.arm.foreign,
             gan=is_gan(group.keys),
+            differing=_differing(group),
             shared_keys=_filled(flat(group.keys)),
             one_machine=alike,
             other_machines=differing,
         )
+
+
+def _placed(pictures: list[dict[str, str]]) -> dict[str, list[dict[str, str]]]:
+    """Return the pictures at the top, behind a fold, and of the probes, each in its order."""
+    probed = [shown for shown in pictures if shown["name"].startswith(PREFIX)]
+    rest = [shown for shown in pictures if shown not in probed]
+    first = [shown for shown in rest if shown["name"] in _MAIN]
+    first += [shown for shown in rest if shown not in first][: len(_MAIN) - len(first)]
+    rest = [shown for shown in rest if shown not in first]
+    return {"first": first, "rest": rest, "probed": probed}
 
 
 def picture(drawing: Drawing, name: str, folder: Path | None, svg: bool = True) -> dict[str, str]:
@@ -225,6 +238,19 @@ def _columns(group: Group) -> dict[str, str]:
     }
     header, *_ = text.table(group, {})
     return {name: heads.get(name, name) for name in ("mode", *header)}
+
+
+def _purpose(group: Group) -> str:
+    """Return what the experiment tests, and when a mode matches."""
+    chosen = {str(run.choices.get("experiment")) for run in group.every_run}
+    files = option_files("experiment") if len(chosen) == 1 else {}
+    told = [what_it_is(files[name]) for name in chosen if name in files]
+    told = told or ["The same training in each mode, so that only precision differs."]
+    if all(row.verdict.name == "not assessed" for row in group.rows):
+        return told[0]
+    of = "" if group.relative else f" of {text.baseline_name(group)}'s"
+    within = f"lies within ±{text.margin_text(group)}{of}"
+    return f"{told[0]} A mode matches if the interval of its {group.metric} {within}."
 
 
 def _facts(group: Group) -> dict[str, str]:
@@ -269,6 +295,18 @@ def _hardware(environment: dict[str, Any]) -> str:
     counted = f"{threads} thread{'' if threads == 1 else 's'}" if threads else ""
     cpu = ", ".join(filter(None, [str(environment.get("cpu") or ""), counted]))
     return str(environment.get("gpu") or cpu)
+
+
+def _differing(group: Group) -> dict[str, tuple[Any, dict[str, list[str]]]]:
+    """Return key -> (the baseline's value, value -> labels) where a mode differs from it."""
+    found: dict[str, tuple[Any, dict[str, list[str]]]] = {}
+    for row in group.rows:
+        for key, (before, own) in row.arm.differs.items():
+            if key == "precision.name":  # the label says it
+                continue
+            _, by_value = found.setdefault(key, (text.setting_text(before), {}))
+            by_value.setdefault(text.setting_text(own), []).append(row.arm.label)
+    return found
 
 
 def _filled(keys: dict[str, Any]) -> dict[str, Any]:

@@ -130,6 +130,24 @@ def answer(group: Group, row: Row) -> str:
     return f"{label} {said[verdict.name]}." if verdict.name in said else f"{label}: {verdict.name}."
 
 
+def answers(group: Group) -> list[tuple[str, str]]:
+    """Return (verdict, sentence) for each mode; those that simply match share one."""
+    found, base = [], baseline_name(group)
+    plain = [
+        not row.grows and answer(group, row).endswith(f" matches {base}.") for row in group.rows
+    ]
+    alike = [row for row, is_plain in zip(group.rows, plain, strict=True) if is_plain]
+    alike = alike if len(alike) > 1 else []
+    for row in group.rows:
+        if all(row is not one for one in alike):
+            grows = " Its difference grows over steps." * row.grows
+            found.append((row.verdict.name, answer(group, row) + grows))
+    if alike:
+        *labels, last = (row.arm.label for row in alike)
+        found.append(("matches", f"{', '.join(labels)} and {last} match {base}."))
+    return found
+
+
 def metric_name(group: Group) -> str:
     """Return the metric's name with its window, for headings."""
     over = f" (mean of the last {group.window} evaluations)" if group.window > 1 else ""

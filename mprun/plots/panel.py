@@ -249,6 +249,12 @@ def rows_panel(title: str, labels: list[str], xlabel: str, note: str = ""):
     return figure, axes, [row + 0.68 for row in range(len(labels))]
 
 
+def round_multiple(value: float, of: float) -> float:
+    """Return the smallest of 1, 2, 5, 10, 20, ... times `of` that is not below `value`."""
+    power = of * 10.0 ** math.floor(math.log10(value / of))
+    return next(m * power for m in (1, 2, 5, 10) if m * power >= value * (1 - 1e-9))
+
+
 def thousands(value: float, _=None) -> str:
     """Format a tick label with separated thousands."""
     return f"{value:,.0f}" if value == round(value) else f"{value:g}"

@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+from html import escape
 
 import pytest
 
@@ -147,23 +148,42 @@ def test_values_zoom_and_toggling_answer(page):
     assert seen[5].startswith("amp none step") and seen[5].count("amp") == 1
 
 
-@pytest.mark.parametrize("width", [375, 1280])
-def test_nothing_is_wider_than_the_window(page, width):
-    folder, path = page
-    # The page lets no script but its own run, so a copy without the policy measures.
-    text = path.read_text(encoding="utf-8")
-    text = re.sub(r"<meta http-equiv[^>]*>", "", text)
-    measure = "<script>document.title=document.documentElement.scrollWidth+'/'+innerWidth</script>"
-    measured = path.with_name(f"measured{width}.html")
-    measured.write_text(text.replace("</body>", measure + "</body>"), encoding="utf-8")
-    ended = browse(folder, f"--window-size={width},900", "--dump-dom", measured.as_uri())
-    inside, window = map(int, re.search(r"<title>(\d+)/(\d+)", ended.stdout).groups())
-    assert inside <= window
+def measured(folder, path, width: int, opened: str) -> list[int]:
+    """Width and height of what a page holds in a frame: no window is as narrow as a phone."""
+    text = re.sub(r"<meta http-equiv[^>]*>", "", path.read_text(encoding="utf-8"))
+    measure = (
+        f"const page = this.contentDocument; page.querySelectorAll('{opened}').forEach("
+        "(one) => one.open = true); const { scrollWidth, scrollHeight } = page.documentElement;"
+        "document.title = `${scrollWidth} ${scrollHeight}`"
+    )
+    frame = f'<iframe width={width} height=700 onload="{measure}" srcdoc="{escape(text)}"></iframe>'
+    framed = path.with_name(f"measured{width}{opened}.html")
+    framed.write_text(f"<!doctype html><title></title>{frame}", encoding="utf-8")
+    ended = browse(folder, "--window-size=1400,900", "--dump-dom", framed.as_uri())
+    return [*map(int, re.search(r"<title>(\d+) (\d+)", ended.stdout).groups())]
 
 
-def test_it_prints(page):
+@pytest.mark.parametrize("width", [390, 1280])
+def test_nothing_is_wider_than_the_window_also_unfolded(page, width):
+    for opened in ("details", "no-details"):
+        assert measured(*page, width, opened)[0] <= width
+
+
+def test_a_group_fills_three_screens(page):
+    folder, _ = page
+    path = write_folder(comparison(group()), folder / "one")
+    assert measured(folder, path, 1280, "no-details")[1] <= 3 * 800
+    assert measured(folder, path, 1280, "details")[1] > 3 * 800
+
+
+def pages(folder, path) -> int:
+    """How many a page has in print."""
+    printed = path.with_suffix(".pdf")
+    assert browse(folder, f"--print-to-pdf={printed}", path.as_uri()).returncode == 0
+    return len(re.findall(rb"/Type ?/Page\b", printed.read_bytes()))
+
+
+def test_it_prints_with_what_is_folded(page):
     folder, path = page
-    ended = browse(folder, f"--print-to-pdf={folder / 'report.pdf'}", path.as_uri())
-    assert ended.returncode == 0
-    content = (folder / "report.pdf").read_bytes()
-    assert content.startswith(b"%PDF") and 2 <= len(re.findall(rb"/Type ?/Page\b", content)) <= 12
+    folded = changed(path, "folded", "details::details-content", "details.none")
+    assert pages(folder, folded) < pages(folder, path) <= 12

@@ -235,6 +235,12 @@ def test_a_cross_where_each_run_died(usual):
     assert all(low < line.get_ydata()[0] < high for line in crosses)
 
 
+def test_without_a_skipped_update_no_picture_is_drawn_twice():
+    one = group(seeds=3, steps=400)
+    unscaled = drawn(replace(one, rows=one.rows[:2]))
+    assert "loss-steps" in unscaled and "loss-updates" not in unscaled
+
+
 def test_updates_axis_ends_earlier_by_the_skipped_updates():
     scaled = row([run("amp", 0), run("amp", 1)], Verdict("inconclusive", "."))
     figures = drawn(replace(group(seeds=2), rows=[scaled]))
@@ -249,13 +255,34 @@ def test_updates_axis_ends_earlier_by_the_skipped_updates():
 def test_intervals_lie_where_the_verdict_says(usual):
     (axes,) = usual["intervals"].figure.axes
     dots = [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "o"]
-    np.testing.assert_allclose(dots, [0.6, 0.12])  # percent; fp16_master's +40 % is outside
+    np.testing.assert_allclose(dots, [40.1, 0.6, 0.12])  # percent
     lines = [line.get_xdata() for line in axes.lines if len(line.get_xdata()) == 2]
-    np.testing.assert_allclose(lines, [[-0.6, 1.8], [-0.31, 0.55]])
-    assert [line.get_marker() for line in axes.lines].count(">") == 1
+    np.testing.assert_allclose(lines, [[38.1, 42.1], [-0.6, 1.8], [-0.31, 0.55]])
+    # Far from the margin the scale is logarithmic, with a tick beyond the last mode.
+    assert [text.get_text() for text in axes.get_xticklabels()] == "0 -1 -2 +1 +10 +50".split()
+    assert "Logarithmic far from zero" in usual["intervals"].caption
     shaded = axes.patches[0].get_bbox()
     assert (shaded.x0, shaded.x1) == (-1, 1)
     assert "+0.60 % (-0.60 to +1.80)" in inline_svg(usual["intervals"].figure, "a", "b")
+
+
+def test_a_mode_beyond_a_thousand_margins_is_an_arrow_and_near_ones_have_a_linear_scale():
+    one = group(seeds=3, steps=400)
+    judged = one.rows[1].verdict
+    margin = judged.margin
+    for times, markers, scale in ((2000, 1, "asinh"), (3, 0, "linear")):
+        verdict = replace(judged, difference=times * margin, low=margin, high=times * margin)
+        drawing = drawn(replace(one, rows=[replace(one.rows[1], verdict=verdict)]))["intervals"]
+        (axes,) = drawing.figure.axes
+        assert [line.get_marker() for line in axes.lines].count(">") == markers
+        assert axes.get_xscale() == scale and ("arrow" in drawing.caption) == bool(markers)
+
+
+def test_the_scale_of_the_rows_ends_at_a_tick_beyond_every_mode():
+    # Differences of 3.24 % and -0.2 % of a mean of 1, where a margin of 1 % is shaded.
+    one = three_seeds([1.0324] * 2, [1.0324] * 2, [1.0324] * 2, base=[[1.0] * 2] * 3)
+    (axes,) = drawn(one)["difference-training"].figure.axes
+    assert [text.get_text() for text in axes.get_yticklabels()] == ["-1", "0", "+1", "+5"]
 
 
 def test_points_of_accuracy_are_not_turned_into_percent():

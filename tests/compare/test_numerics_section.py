@@ -161,8 +161,8 @@ def test_a_page_with_probes(probed_group, tmp_path):
     # A damaged probe is told, and the rest shown.
     assert "fp32, seed 0: " in text and "not a probe record" in text
     assert "What FP16 loses of amp" in text
-    assert "<h3>Numerics: what FP16 can hold</h3>" in text
-    assert "<h3>Numerics: one run of each mode</h3>" in text
+    assert "<summary>Numerics: what FP16 can hold</summary>" in text
+    assert "<p>One run of each mode:</p>" in text
     assert len(text.encode()) < LIMIT
     names = sorted(path.name for path in (tmp_path / "out").glob("*-numerics-*.png"))
     ends = ("activation-gradients", "scales", "weight-gradients")

@@ -10,9 +10,9 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from mprun.compare.findings import VERDICTS, Arm, Comparison, Row, Verdict
+from mprun.compare.findings import VERDICTS, Arm, Comparison, Gap, Row, Verdict
 from mprun.compare.report import LIMIT, write_folder
-from mprun.compare.wording import answer
+from mprun.compare.wording import answer, answers
 from mprun.plots.panel import MARKS
 
 from .made_comparison import Page, comparison, gan_group, group
@@ -44,21 +44,25 @@ def several(tmp_path_factory):
     return written(comparison(gan, alone, failed), folder / "out")
 
 
-def test_the_answers_come_first_then_table_sentences_and_figures(usual):
+def test_the_answers_come_first_then_the_table_and_figures_and_the_rest_is_folded(usual):
     page = usual[1]
     order = [
         "resnet50-digits_32: does lower precision match FP32?",
+        "so that only precision differs. A mode matches if the interval of its loss lies within ±1",
         "fp16_naive diverged in 3 of 5 runs.",
         "amp matches FP32.",
         "positive is worse",
-        "worse than FP32 by at least 38.1 %.",
         "Matches = interval inside the shaded margin",
+        "Difference to FP32 over steps: loss",
         "Training loss over steps",
+        "Loss scale",
+        "More figures",
         "Training loss over applied updates",
         "Evaluation: loss",
-        "Loss scale",
         "Throughput",
         "Peak memory",
+        "Each verdict in a sentence",
+        "worse than FP32 by at least 38.1 %.",
         "Outcome per seed",
         "How the verdict is made",
         "Configuration",
@@ -66,6 +70,31 @@ def test_the_answers_come_first_then_table_sentences_and_figures(usual):
     ]
     places = [page.words.index(text) for text in order]
     assert places == sorted(places)
+    shown = re.sub(r"<details.*</details>", "", usual[0], flags=re.DOTALL)
+    assert shown.count("<svg") == 4 and "Outcome per seed" not in shown
+
+
+@pytest.mark.slow
+def test_the_page_says_what_its_experiment_tests(tmp_path):
+    one = group(seeds=3, steps=400)
+    for every in one.every_run:
+        every.choices["experiment"] = "quickstart_lost_updates"
+    text = written(comparison(one), tmp_path)[1].words
+    assert "most updates are smaller than half a step of an FP16 weight. A mode matches if" in text
+
+
+def test_modes_that_simply_match_share_an_answer():
+    one = group(seeds=3, steps=400)
+    for row in one.rows[1:]:
+        row.verdict.name = "matches"
+    assert answers(one)[1:] == [
+        ("matches", "fp16_master, fp16_master_scaled and amp match FP32."),
+    ]
+    one.rows[1].gap = Gap("loss", True, "%", None, "grows", ".")
+    assert answers(one)[1:] == [
+        ("matches", "fp16_master matches FP32. Its difference grows over steps."),
+        ("matches", "fp16_master_scaled and amp match FP32."),
+    ]
 
 
 def test_the_table_has_the_numbers_of_each_mode(usual):
@@ -193,10 +222,12 @@ def test_a_cpu_is_named_as_such_and_a_gpu_and_emulated_speed_are_not(usual, tmp_
     assert "images/s" not in page.words
 
 
-def test_what_differs_from_the_baseline_is_listed_per_mode(usual):
+def test_settings_that_differ_from_the_baseline_are_listed_with_their_modes(usual):
     words = usual[1].words
-    assert "fp16_naive : precision.param_dtype=fp16 (FP32: fp32 )" in words
-    assert "amp : precision.autocast_dtype=fp16 (FP32: null ), scaler.kind=dynamic" in words
+    told = "precision.param_dtype=fp32 in FP32, fp16 in fp16_naive, fp16_master"
+    assert told in words
+    assert "precision.autocast_dtype=null in FP32, fp16 in amp" in words
+    assert "scaler.kind=none in FP32, dynamic in fp16_master_scaled, amp" in words
 
 
 def test_a_baseline_alone_and_a_mode_whose_runs_all_failed_are_still_told(several):
