@@ -13,6 +13,7 @@ from mprun.compare import checked_margin, compare, planned_looks
 from mprun.compare.findings import Comparison
 from mprun.compare.wording import console, markdown, results
 from mprun.errors import DIVERGED, DONE, BadInput
+from mprun.record.console import to_watch
 
 _WHAT = """\
 Does each precision mode match FP32, or another baseline?
@@ -68,7 +69,7 @@ def main(words: list[str]) -> int:
         from mprun.compare.tensorboard_summary import write_summaries
 
         summaries = write_summaries(comparison, beside)
-        print(f"tensorboard --logdir {summaries}", file=sys.stderr)
+        print(to_watch(summaries), file=sys.stderr)
     if options.json:
         print(json.dumps(results(comparison), indent=1, allow_nan=False))
     else:

@@ -4,6 +4,7 @@ Progress is a bar on a terminal and plain lines otherwise; stdout stays free for
 """
 
 import os
+import shlex
 import shutil
 import sys
 import textwrap
@@ -20,6 +21,10 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # Below this share of the time a faster loader would not speed up the run, so it is not shown.
 DATA_BOUND = 0.1
+# Behind TensorBoard's address, `http://localhost:6006/`: curves without smoothing; a page that also
+# brings hidden outliers back, where TensorBoard has mprun's plugin (mprun.compare).
+UNSMOOTHED = "?smoothing=0#timeseries"
+_OF_PLUGIN = "data/plugin/mprun/table"
 _LEAST_BAR = 8  # columns of a bar beside its text
 
 
@@ -40,6 +45,20 @@ class _Steady:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def to_watch(folder: os.PathLike) -> str:
+    """Return the lines that say how to look at the curves in a folder, with the table's numbers."""
+    command = f"curves: tensorboard --logdir {shlex.quote(str(folder))}"
+    return f"{command}\n        at http://localhost:6006/{opening()}"
+
+
+def opening() -> str:
+    """Return what goes behind TensorBoard's address, so that curves end at the table's numbers."""
+    from importlib.metadata import entry_points  # takes 35 ms
+
+    plugins = entry_points(group="tensorboard_plugins")
+    return _OF_PLUGIN if any(one.name == "mprun" for one in plugins) else UNSMOOTHED
 
 
 def printable(text: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mprun.errors import DAMAGED, DONE, INTERRUPTED, PREEMPTED, BadInput, MprunError
-from mprun.record.console import columns
+from mprun.record.console import columns, to_watch
 from mprun.record.run_directory import is_at
 from mprun.sweep.attempt import Attempt, Start, exit_code, failed_elsewhere, quickest_start
 from mprun.sweep.batch import Batch, Job
@@ -87,8 +87,7 @@ def _say_next(planned: Plan, curves: Callable[[list[Path], Path], Path]) -> None
     folders = sorted({cell.directory.parent for cell in planned.cells})
     print(f"verdicts: {shlex.join(['mprun', 'compare', *map(str, folders)])}", file=sys.stderr)
     try:
-        logdir = shlex.quote(str(curves(folders, planned.root)))
-        print(f"curves: tensorboard --logdir {logdir}", file=sys.stderr)
+        print(to_watch(curves(folders, planned.root)), file=sys.stderr)
     except (MprunError, OSError) as error:  # the sweep itself has ended well
         print(f"mprun: no curves: {error}", file=sys.stderr)
 

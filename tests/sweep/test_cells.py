@@ -13,6 +13,7 @@ import pytest
 
 from mprun.cli import main
 from mprun.errors import DAMAGED, DIVERGED, PREEMPTED, BadInput
+from mprun.record.console import opening
 from mprun.record.run_directory import Pulse, locked, write_config, write_json
 from mprun.sweep import run, status_page
 from mprun.sweep.attempt import AttemptOutcome, ProcessEnd, exit_code, outcome_of
@@ -420,6 +421,7 @@ def test_a_finished_sweep_says_what_comes_next(tmp_path, monkeypatch, capfd):
         f"sweep of 42 runs in {sweep.root}, all finished already",
         f"verdicts: mprun compare {sweep.root}",
         f"curves: tensorboard --logdir {sweep.root}/_summary",
+        f"        at http://localhost:6006/{opening()}",
     ]
     # However many runs: TensorBoard ticks those of the folder that is printed, one a mode.
     curves = sorted(path.name for path in (sweep.root / "_summary").iterdir())
