@@ -4,6 +4,7 @@ In your own script:
 
     model, optimizer = mprun.prepare(model, optimizer, precision="amp")
     with mprun.Run("outputs/mine", optimizer, config=vars(args), seed=0) as run: ...
+    mprun.sweep(train, modes=["fp32", "amp"], seeds=3)      # train(run) in each, and a comparison
     mprun.probe(step, optimizer)                 # exponents of every tensor of a step
     mprun.explain(step, optimizer)               # the operation that makes the first NaN
 
@@ -27,10 +28,11 @@ if TYPE_CHECKING:
     from mprun.extensions.script import state_of as state_of
     from mprun.extensions.script.run import Diverged as Diverged
     from mprun.extensions.script.run import Run as Run
+    from mprun.extensions.script.sweep import sweep as sweep
     from mprun.extensions.script.watched import explain as explain
     from mprun.extensions.script.watched import probe as probe
 
-# Name -> its module; `mprun.compare` is a package that can be called.
+# Name -> its module; `mprun.compare` and `mprun.sweep` are packages that can be called.
 _PUBLIC = {
     "prepare": "mprun.extensions.script",
     "state_of": "mprun.extensions.script",
@@ -40,6 +42,7 @@ _PUBLIC = {
     "explain": "mprun.extensions.script.watched",
     "load": "mprun.compare.notebook",
     "compare": "mprun.compare",
+    "sweep": "mprun.sweep",
 }
 
 

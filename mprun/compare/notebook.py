@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, overload
 
@@ -25,6 +26,7 @@ from mprun.record.metrics import read_metrics
 from mprun.record.metrics_columns import NO_METRIC
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
     from pandas import DataFrame
 
 Part = Literal["train", "evals", "probes"]
@@ -240,6 +242,46 @@ class ComparedRuns(Comparison):
         to the baseline. `emulated` says that speed and peak memory are the emulation's.
         """
         return _frame(self.columns())
+
+    @property
+    def curves(self) -> "DataFrame":
+        """Return a row for each recorded step and evaluation of each run, as curves are drawn.
+
+        `split` is "train" or "eval"; of a long run at most 500 records of each are there, evenly
+        thinned.
+        """
+        rows = []
+        for group in self.groups:
+            every = [(row.arm.label, run) for row in group.every_row for run in row.arm.runs]
+            for (label, run), split in product(every, ("train", "eval")):
+                head = {"group": group.title, "mode": label, "seed": run.seed, "split": split}
+                columns = run.train if split == "train" else run.evals
+                values = zip(*(column.tolist() for column in columns.values()), strict=True)
+                rows += [{**head, **dict(zip(columns, own, strict=True))} for own in values]
+        return _frame(_columns(rows))
+
+    def figure(self, name: str = "loss-steps", group: int = 0) -> "Figure":
+        """Return a figure of the report as matplotlib's: `comparison.figure().savefig("loss.png")`.
+
+        Args:
+            name: "intervals", "difference", "loss-steps", "loss-scale", ...; an unknown name lists
+                those that there are.
+            group: number of the configuration, if several were compared.
+
+        Raises:
+            BadInput: There is no such figure.
+            MissingExtra: matplotlib is not installed.
+        """
+        with needing("notebook"):
+            from mprun.compare.figures import group_figures
+            from mprun.plots.panel import settings, styles
+        shown = self.groups[group]
+        looks = styles(row.arm.label for row in shown.every_row)
+        with settings():
+            drawn = {one.name: one.figure for one in group_figures(shown, looks, _POINTS)}
+        if name not in drawn:
+            raise BadInput(f"figure {name!r}: must be one of {', '.join(drawn) or 'none'}")
+        return drawn[name]
 
     def columns(self) -> Columns:
         """Return the data of `verdicts` without pandas: name -> array [rows]."""

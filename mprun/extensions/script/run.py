@@ -492,7 +492,7 @@ class Run:
         kind = next(iter(self.task.loss_scales.values())).kind
         report_failure(None, self.directory, cause, step, rows, scaler_kind=kind, reason=reason)
         self._end("diverged", cause, step)
-        print(f"diverged at step {step}: {cause} ({self.directory})", file=sys.stderr)
+        self._say(f"diverged at step {step}: {cause} ({self.directory})")
         raise Diverged(DIVERGED)
 
     def _end(self, status: str, cause: str | None, step: int | None = None) -> None:
@@ -510,7 +510,10 @@ class Run:
         self._lock.__exit__(None, None, None)
         if self._told is not None:
             self._told.tell("end", status)
-        print(f"run: {self.directory}", file=sys.stderr)
+        self._say(f"run: {self.directory}")
+
+    def _say(self, text: str) -> None:
+        print(text, file=sys.stderr)
 
     def _configuration(
         self, config: dict[str, Any], seed: int, script: Path | None, data: Any
