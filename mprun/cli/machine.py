@@ -16,6 +16,7 @@ from mprun.errors import BadInput
 from mprun.execution.graphed_step import why_no_replay_on
 from mprun.precision import (
     ForwardContext,
+    MixedPrecisionOptimizer,
     get_policy,
     pin_math_flags,
     read_math_flags,
@@ -51,7 +52,9 @@ def machine_facts(config_dir: str | None = None) -> dict:
         "kernels": {"cpu": _cpu_kernels(), "cuda": _cuda_kernels(device, meter)},
         "fused_updates": {rule: _asked(partial(_why_not_fused, rule, device)) for rule in RULES},
         "single_pass": {
-            rule: _on_gpu(device, partial(why_not_on, device, rule), _NO_SINGLE_PASS)
+            rule: _on_gpu(
+                device, partial(why_not_on, MixedPrecisionOptimizer, device, rule), _NO_SINGLE_PASS
+            )
             for rule in RULES
         },
         "cuda_graph": _on_gpu(device, partial(why_no_replay_on, device), "needs a GPU"),

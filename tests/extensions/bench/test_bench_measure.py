@@ -234,6 +234,24 @@ def test_a_look_inside_has_memory_by_kind():
     assert found["time_split"]["step"] > 0
 
 
+def test_a_ceiling_keeps_no_result():
+    """Kept products of FP8 would fill a card within a window."""
+
+    class Result:
+        alive = 0
+
+        def __init__(self):
+            type(self).alive += 1
+            most.append(type(self).alive)
+
+        def __del__(self):
+            type(self).alive -= 1
+
+    most: list[int] = []
+    measure._median_s(Result, CPU, 0.01)
+    assert len(most) > 10 and max(most) == 1
+
+
 def test_ceilings_are_those_of_the_product_and_the_copy():
     found = measure_ceilings(CPU, seconds=0.1, size=64)
     assert list(found["flops"]) == ["fp32", "fp16", "bf16"]
