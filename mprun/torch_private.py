@@ -11,6 +11,7 @@ objects and `attrgetter` is written in C: a step gains no Python call.
 from collections.abc import Callable
 from functools import partial
 from operator import attrgetter, methodcaller
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -160,11 +161,20 @@ UNCOMPILED = "_orig_mod"
 
 
 def said_by_a_compiler(error: BaseException) -> str | None:
-    """Return name and first line of an error of torch.compile or Triton; None: it is another's."""
-    if not type(error).__module__.startswith(_COMPILERS):
+    """Return name and first line of an error of torch.compile or Triton; None: it is another's.
+
+    A line that announces what a backend raised is joined by the next one, which says it. An
+    assertion is a compiler's where it fails, as of strides: in its modules or in code it wrote.
+    """
+    source = type(error).__module__
+    if isinstance(error, AssertionError):
+        frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+        source = frames[-1].f_globals.get("__name__", source) if frames else source
+    if not source.startswith(_COMPILERS):
         return None
-    line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    return f"{type(error).__name__}: {line[:200]}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
+    said = " ".join(lines[: 1 + lines[0].endswith(":")])
+    return f"{type(error).__name__}: {said[:200]}"
 
 
 def compile_options(mode: str) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import mprun
+from mprun.torch_private import said_by_a_compiler
 
 ROOT = Path(mprun.__file__).parent
 OWN = "torch_private.py"
@@ -130,3 +131,22 @@ def test_this_torch_has_every_attribute_that_is_a_word():
     weight._is_param = True
     assert isinstance(weight, nn.Parameter)
     assert WORDS <= has, WORDS - has
+
+
+def raised(statement, module):
+    try:
+        exec(statement, {"__name__": module})
+    except Exception as error:
+        return error
+
+
+def test_what_a_compiler_said_is_one_line():
+    """An assertion in code that it wrote is its own; one of the user's is not."""
+    assertion = "assert 256 == 1, 'expected stride 256==1\\nError in op: convolution_backward'"
+    written = raised(assertion, "torch._inductor.codecache.cabc")
+    assert said_by_a_compiler(written) == "AssertionError: expected stride 256==1"
+    assert said_by_a_compiler(raised(assertion, "own_model")) is None
+    assert said_by_a_compiler(raised("torch", "torch._inductor.codecache.cabc")) is None
+    failed = type("BackendCompilerFailed", (RuntimeError,), {"__module__": "torch._dynamo.exc"})
+    line = said_by_a_compiler(failed("backend='inductor' raised:\nOSError: no cc\n\nSet TORCH"))
+    assert line == "BackendCompilerFailed: backend='inductor' raised: OSError: no cc"
