@@ -130,7 +130,7 @@ def _reductions(dtype: torch.dtype) -> Iterator[tuple[str, dict]]:
     flag = f"allow_{'fp16' if dtype is torch.float16 else 'bf16'}_reduced_precision_reduction"
     yield "FP32 (as mprun pins)", {flag: False}
     yield "16 bit allowed (torch's default)", {flag: True}
-    yield "FP32, no split-K", {flag: (False, False)}
+    yield "FP32, no split-K (cuBLASLt alone has it)", {flag: (False, False)}
     if dtype is torch.float16:
         yield "FP16 accumulation", {"allow_fp16_accumulation": True}
 
@@ -138,14 +138,17 @@ def _reductions(dtype: torch.dtype) -> Iterator[tuple[str, dict]]:
 @contextmanager
 def _set(settings: dict) -> Iterator[bool]:
     """Set flags inside, pin all again afterwards; yield whether this torch refuses them."""
-    refused = False
+    refused, library = False, torch.backends.cuda.preferred_blas_library()
     pin_math_flags("ieee")
     try:
         for name, value in settings.items():
             setattr(torch.backends.cuda.matmul, name, value)
+            if isinstance(value, tuple):  # cuBLAS refuses it, but only in a product
+                torch.backends.cuda.preferred_blas_library("cublaslt")
     except (AttributeError, TypeError, RuntimeError):
         refused = True
     try:
         yield refused
     finally:
+        torch.backends.cuda.preferred_blas_library(library)
         pin_math_flags("ieee")

@@ -2,11 +2,13 @@
 
 `python -m tests.distributed.nccl_rank PARENT WORD...` is `mprun WORD...`, as a launcher starts it.
 Kernels compute nothing: what a run reads back is replaced by zeros, and comparisons of values are
-left out. Rank 1 meets the fault FAULT (`faulty.py`) at the beginning of a step.
+left out. At the beginning of a step each rank writes which GPU is its own, and rank 1 meets the
+fault FAULT (`faulty.py`).
 """
 
 import os
 import sys
+from pathlib import Path
 from unittest import mock
 
 import torch.nn.parallel.distributed
@@ -22,8 +24,11 @@ from .faulty import STEP, fault
 
 
 def stepped(self, index, measure=False):
-    if index == STEP and os.environ["RANK"] == "1" and os.environ["FAULT"] != "none":
-        fault(os.environ["FAULT"])
+    if index == STEP:
+        rank = os.environ["RANK"]
+        Path(f"{os.environ['FAULT_AT']}-gpu-of-{rank}").write_text(str(torch.cuda.current_device()))
+        if rank == "1" and os.environ["FAULT"] != "none":
+            fault(os.environ["FAULT"])
     return step(self, index, measure)
 
 

@@ -1,7 +1,8 @@
 """torch's own ProcessGroupNCCL over a stub of libnccl, on the fake CUDA device: who hung is named.
 
-Two ranks, started by mprun's launcher; each sees one GPU alone, as by srun --gpus-per-task=1. A
-collective ends when both ranks have begun it, and nothing is exchanged: losses mean nothing.
+Two ranks, started by mprun's launcher; each sees both GPUs, or one alone, as by srun
+--gpus-per-task=1. A collective ends when both ranks have begun it, and nothing is exchanged: losses
+mean nothing.
 """
 
 import os
@@ -48,10 +49,10 @@ def libraries(tmp_path_factory):
     return folder
 
 
-def ended(libraries, tmp_path, *words, fault="none"):
+def ended(libraries, tmp_path, *words, fault="none", gpus=1):
     """A run of two ranks: the process, its record, what each rank has begun, and the last entry."""
     tmp_path.mkdir(exist_ok=True)
-    board, variables = tmp_path / "board", fake_cuda.environment(libraries)
+    board, variables = tmp_path / "board", fake_cuda.environment(libraries, devices=gpus)
     board.write_bytes(bytes(8 * 64))
     variables["LD_PRELOAD"] = f"{libraries / 'libncclstub.so'}:{variables['LD_PRELOAD']}"
     variables |= {"NCCL_STUB_BOARD": str(board), "TRITON_CACHE_DIR": str(libraries / "triton")}
@@ -69,15 +70,18 @@ def ended(libraries, tmp_path, *words, fault="none"):
     return done, record_of(tmp_path / "run"), list(counts[:2]), counts[63]
 
 
-@pytest.mark.parametrize("engine", ["ddp", "flat"])
-def test_to_its_end(libraries, engine, tmp_path):
-    done, record, begun, taken_down = ended(libraries, tmp_path, f"dist.engine={engine}")
+@pytest.mark.parametrize(("engine", "gpus"), [("ddp", 2), ("flat", 1), ("fsdp", 2)])
+def test_to_its_end(libraries, engine, gpus, tmp_path):
+    """On two GPUs each rank takes its own."""
+    done, record, begun, taken_down = ended(libraries, tmp_path, f"dist.engine={engine}", gpus=gpus)
     assert done.returncode == 0, done.stderr
     assert (record["status"], record["ranks"]["backend"]) == ("done", "nccl")
     assert record["ranks"]["engine"] == engine
     assert begun[0] == begun[1] > 12
     assert taken_down == 2  # by destroy_process_group
     assert "destroy_process_group" not in done.stderr
+    own = [(tmp_path / f"at-gpu-of-{rank}").read_text() for rank in range(2)]
+    assert own == ["0", str(gpus - 1)]
 
 
 @pytest.mark.parametrize("order", ["fast", "fixed"])

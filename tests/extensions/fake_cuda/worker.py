@@ -90,7 +90,9 @@ def watched():
     )
 
     def watched_step(self, index, measure=False):
-        if self.taken >= WATCHED:
+        # A step that compiles may wait: the compiler tries its kernels.
+        compiles = self.compilation is not None and self.compilation.seconds is None
+        if self.taken >= WATCHED and not compiles:
             torch.cuda.set_sync_debug_mode("error")
         return step(self, index, measure)
 

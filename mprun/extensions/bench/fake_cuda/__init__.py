@@ -8,7 +8,8 @@ of launches are meaningful.
 
 **Values and device times are meaningless.** Kernels do nothing: losses are old memory, a run may
 end as diverged, and comparisons of values need prescribed results. Memory does not include cuDNN's
-workspaces. torch.compile and libraries with a CUDA runtime inside are not covered.
+workspaces. torch.compile runs where all kernels are Triton's and cuBLAS's. Libraries with a CUDA
+runtime inside are not covered.
 """
 
 import ctypes
@@ -75,16 +76,17 @@ def build(folder: Path) -> None:
         (folder / name).symlink_to("libfakecuda.so")
 
 
-def environment(folder: Path, memory_bytes: int | None = None) -> dict[str, str]:
+def environment(folder: Path, memory_bytes: int | None = None, devices: int = 1) -> dict[str, str]:
     """Return the variables with which a new process runs on the fake device of `folder`.
 
-    memory_bytes: memory of the device; None: that of an H200.
+    memory_bytes: memory of the device; None: that of an H200. devices: numbers that it has.
     """
     variables = {
         "LD_PRELOAD": str(folder / "libfakecuda.so"),
         "LD_LIBRARY_PATH": str(folder),
         "TRITON_LIBCUDA_PATH": str(folder),
-        "CUDA_VISIBLE_DEVICES": "0",
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(devices))),
+        "FAKE_CUDA_DEVICES": str(devices),
     }
     if memory_bytes is not None:
         variables["FAKE_CUDA_MEMORY"] = str(memory_bytes)

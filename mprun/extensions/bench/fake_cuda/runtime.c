@@ -512,9 +512,15 @@ cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *b, const void *f,
 
 /* ---- The device ------------------------------------------------------------------------------ */
 
-cudaError_t cudaGetDeviceCount(int *count) { return *count = 1, ok; }
-cudaError_t cudaGetDevice(int *device) { return *device = 0, ok; }
-cudaError_t cudaSetDevice(int device) { return device ? fail(cudaErrorInvalidDevice) : ok; }
+/* FAKE_CUDA_DEVICES: one device under so many numbers, which share its memory and its counts. */
+static int devices(void) { return (int)setting("FAKE_CUDA_DEVICES", 1); }
+static __thread int current_device;
+cudaError_t cudaGetDeviceCount(int *count) { return *count = devices(), ok; }
+cudaError_t cudaGetDevice(int *device) { return *device = current_device, ok; }
+cudaError_t cudaSetDevice(int device) {
+    if (device < 0 || device >= devices()) return fail(cudaErrorInvalidDevice);
+    return current_device = device, ok;
+}
 cudaError_t cudaDriverGetVersion(int *version) { return *version = CUDA_VERSION_TOLD, ok; }
 cudaError_t cudaRuntimeGetVersion(int *version) { return *version = CUDA_VERSION_TOLD, ok; }
 cudaError_t cudaDeviceCanAccessPeer(int *can, int a, int b) { return *can = 0, ok; }
@@ -525,8 +531,8 @@ cudaError_t cudaDeviceGetPCIBusId(char *id, int size, int device) {
 cudaError_t cudaGetDeviceProperties(struct cudaDeviceProp *p, int device) {
     memset(p, 0, sizeof *p);
     strcpy(p->name, FAKE_CUDA_NAME);
-    pid_t own = getpid(); /* each process has a device of its own */
-    memcpy(&p->uuid, &own, sizeof own);
+    pid_t own[] = {getpid(), device}; /* each process has devices of its own */
+    memcpy(&p->uuid, own, sizeof own);
     p->totalGlobalMem = memory_total();
     p->major = capability() / 10, p->minor = capability() % 10;
     p->multiProcessorCount = 132;
@@ -594,8 +600,8 @@ cudaError_t cudaGetLastError(void) {
 
 int cuInit(unsigned flags) { return 0; }
 int cuDriverGetVersion(int *version) { return *version = CUDA_VERSION_TOLD, 0; }
-int cuDeviceGet(int *device, int ordinal) { return *device = 0; }
-int cuDeviceGetCount(int *count) { return *count = 1, 0; }
+int cuDeviceGet(int *device, int ordinal) { return *device = ordinal, 0; }
+int cuDeviceGetCount(int *count) { return *count = devices(), 0; }
 int cuDeviceGetAttribute(int *value, int attribute, int device) {
     return cudaDeviceGetAttribute(value, attribute, device);
 }
@@ -606,7 +612,7 @@ int cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active) {
 }
 int cuDevicePrimaryCtxRetain(void **context, int device) { return *context = regions, 0; }
 int cuCtxGetCurrent(void **context) { return *context = regions, 0; }
-int cuCtxGetDevice(int *device) { return *device = 0; }
+int cuCtxGetDevice(int *device) { return *device = current_device, 0; }
 int cuGetErrorString(int error, const char **text) {
     return *text = cudaGetErrorName(error), 0;
 }
