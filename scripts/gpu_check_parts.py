@@ -16,6 +16,7 @@ _MODES = "fp32,tf32,fp16_naive,fp16_master,fp16_master_scaled,amp,bf16_naive,bf1
 # The benches of the first call: large convolutions; a small network, a recurrent one.
 _BESIDE, _OWN = "ResNet-50 b256", "DCGAN b128,LSTM LM"
 _OWN_MODES = "fp32,tf32,fp16_master_scaled,amp"
+_RATIO_MODES = "fp32,fp16_master_scaled,amp"  # TF32 and its loop come in the call of the peers
 _GPT_SHARE = 6.0  # weight of its bench, to 1 of its questions
 _GPT_MODES = "fp32,tf32,amp_bf16,bf16_stochastic,fp8_tensorwise,fp8_rowwise"
 # The tests of graphs in these modes can wait; "]" ends the name of a test, and distinguishes the
@@ -126,7 +127,7 @@ def _in_folder(name: str) -> list[str]:
 
 def ratios(setting: Setting, seconds: float) -> list[Step]:
     """Bench the most important model beside what a user would write: the question of speed."""
-    usual = ["--peers", "loop,amp,amp+", "--only", _BESIDE, "--modes", _OWN_MODES, "--plain"]
+    usual = ["--peers", "loop,amp,amp+", "--only", _BESIDE, "--modes", _RATIO_MODES, "--plain"]
     return [_bench(setting, seconds, "ratios", usual)]
 
 
