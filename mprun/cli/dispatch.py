@@ -142,6 +142,8 @@ def _dispatch(arguments: list[str]) -> int:
         raise BadInput(f"--stall-after {options.stall_after:g}: only a sweep (-m) watches its runs")
     if options.rerun_damaged and not options.multirun:
         raise BadInput("--rerun-damaged: only a sweep (-m) has finished runs")
+    if options.verbose:
+        options.overrides.append("verbose=true")
     if options.version:
         from mprun import __version__
 
@@ -233,12 +235,14 @@ def _resumed(
         return code
     if rank_info is None or rank_info.is_first:
         _announce(f"going on with {path}")
-    from mprun.training.resume import continued, resume
-
     if rank_info is None or rank_info.rank is None:
+        from mprun.training.continuation import continued
+
         config = continued(overrides, path, config_dir)
         if (devices := _to_start(config, rank_info)) > 1:
             return _launched(overrides, devices, config, config_dir, rank_info)
+    from mprun.training.resume import resume
+
     return resume(overrides, path, config_dir, rank_info)
 
 
@@ -361,6 +365,7 @@ def _arguments() -> Arguments:
     add("-i", "--info", metavar="WHAT", help="Hydra's account: defaults, searchpath, config, ...")
     completion = "shell completion for bash, zsh, fish"
     add("-sc", "--shell-completion", metavar="install=SHELL", help=completion)
+    add("-v", "--verbose", action="store_true", help="print the whole table of step 1")
     add("--version", action="store_true", help="print the version")
     return parser
 

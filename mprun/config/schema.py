@@ -375,6 +375,7 @@ class RunConfig:
     threads: int | None = count(
         None, "CPU threads; null: torch's, under -j a share", at_most=1024, role=MACHINE
     )
+    verbose: bool = setting(False, "Print the whole table of step 1; -v sets it", role=READING)
     deterministic: bool = setting(False, "Deterministic kernels, cudnn.benchmark off")
     name: str | None = setting(None, "Free label in the path of the run; null: none", role=LABEL)
     output_root: str = setting("outputs", "Folder of run directories", role=LABEL)

@@ -203,10 +203,11 @@ class FirstStep(Collector):
         """Return the entries of run.json."""
         return {"operations": self.operations(), "memory_by_kind": self.memory()}
 
-    def summary(self, device: str) -> str:
-        """Return at most ten lines for the console."""
-        text = lines(self.operations(), self.memory(), self.flags, self.policy.name, device)
-        return "\n".join(text)
+    def summary(self, device: str, whole: bool) -> str:
+        """Return what the console gets: a line and warnings, or the `whole` of at most ten."""
+        operations, mode = self.operations(), self.policy.name
+        text = lines(operations, self.memory(), self.flags, mode, device) if whole else []
+        return "\n".join(text or [in_short(operations), *warnings(operations, mode)])
 
     def not_in_16_bits(self) -> list[str]:
         """Return unrequested FP32 products of a 16-bit mode, e.g. "addmm in output"; else empty."""
@@ -378,6 +379,21 @@ def lines(
         text.append(f"  casts    {', '.join(parts)} elements")
     text.append(f"  flags    {flag_line(flags, device)}")
     text.append(f"  memory   {memory_line(memory)}")
+    return text + warnings(operations, mode)
+
+
+def in_short(operations: Mapping) -> str:
+    """Return the dtypes of a step's products in one line."""
+    flops = _totals([r for r in operations["rows"] if r["operation"] in PRODUCTS], "dtype", "flops")
+    total = sum(flops.values()) or 1
+    shares = ", ".join(f"{100 * own / total:.3g} % in {dtype}" for dtype, own in flops.items())
+    text = f"{_in_units(total, *_COUNTS)}FLOP, {shares}" if flops else "no products seen"
+    return f"step {operations['step']}: {text} (whole table: -v, run.json)"
+
+
+def warnings(operations: Mapping, mode: str) -> list[str]:
+    """Return a line for FP32 products that the mode did not ask for, and one for overflows."""
+    text = []
     if operations["not_in_16_bits"]:
         found = "; ".join(operations["not_in_16_bits"][:4])
         text.append(f"  WARNING  FP32 products that {mode} did not ask for: {found}")

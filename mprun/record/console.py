@@ -26,6 +26,7 @@ DATA_BOUND = 0.1
 UNSMOOTHED = "?smoothing=0#timeseries"
 _OF_PLUGIN = "data/plugin/mprun/table"
 _LEAST_BAR = 8  # columns of a bar beside its text
+_REDRAWN_S = 0.1  # least time between two counts on a bar
 
 
 class _Steady:
@@ -138,31 +139,59 @@ def columns(most: int = 80, stream: TextIO | None = None) -> int:
 class Progress:
     """Show step, loss, scale, skipped updates, throughput and the time left.
 
-    A line fits the width of a terminal: the least important parts are left out. Without a terminal
-    lines are at least `seconds` apart.
+    A bar moves with every step that the host has taken; what stands beside it is of the newest
+    record. A line fits the width of a terminal: the least important parts are left out. Without a
+    terminal there is a line for a record, and until the first one for the count alone; lines are at
+    least `seconds` apart.
+
+    samples: in a step, if a step that was taken has ended too, so that the count shows the speed;
+    0: the device works behind the host.
     """
 
-    def __init__(self, total: int, sample: str, stream: TextIO | None = None, seconds: float = 5.0):
-        self.total, self.sample, self.seconds = total, sample, seconds
+    def __init__(
+        self,
+        total: int,
+        sample: str,
+        stream: TextIO | None = None,
+        seconds: float = 5.0,
+        samples: float = 0.0,
+    ):
+        self.total, self.sample, self.seconds, self.samples = total, sample, seconds, samples
         self.stream = sys.stderr if stream is None else stream
         self.terminal = self.stream.isatty()
         self.drawn = self.terminal and os.environ.get("TERM") not in ("dumb", "unknown")
-        self.started, self.printed = time.monotonic(), -1e9
+        self.started, self.printed, self.counted = time.monotonic(), -1e9, -1e9
         self.first_step: int | None = None
         self.step, self._text = 0, ""
+        self._known: list[tuple[int, str]] = []  # parts of a line, of the newest record
         self._bar: Bar | None = None
+
+    def begin(self, step: int) -> None:
+        """Say that a first step is being computed, which may take long."""
+        self.counted = time.monotonic()
+        self._show(f"computing step {step}/{self.total}")
+
+    def count(self, step: int) -> None:
+        """Note that the host has taken `step`; it costs a look at the clock, and no wait."""
+        self.step, now = step, time.monotonic()
+        if self.samples and self.first_step is None:
+            self.first_step, self.started = step, now
+        if now - self.counted < (_REDRAWN_S if self.drawn else self.seconds):
+            return
+        self.counted = now
+        if self.drawn or not self._known:
+            parts = [(0, f"step {step}/{self.total}"), *(self._known or self._speed(step, now))]
+            left = self._left(step, now) if self.samples else []
+            self._show(_fitted([*parts, *left], self._room()))
 
     def show(self, step: int, record: dict) -> None:
         """Report the newest training record; `step` counts from 1."""
         now = time.monotonic()
         if self.first_step is None:
             self.first_step, self.started = step, now
-        self.step = step
-        if not self.drawn and now - self.printed < self.seconds and step < self.total:
-            return
-        self.printed = now
+        self.step = max(self.step, step)
         # The number ranks a part: a line that is too long drops the highest first.
-        parts = [(0, f"step {step}/{self.total}"), (1, f"loss {record['loss']:.5g}")]
+        parts = [(1, f"loss {record['loss']:.5g}")]
         if record["loss_scale"] != 1:
             parts.append((6, f"scale {record['loss_scale']:g}"))
         if record["skipped"]:
@@ -171,16 +200,36 @@ class Progress:
             parts.append((5, f"{record['samples_per_s']:.0f} {self.sample}s/s"))
         if record.get("data_wait", 0) > DATA_BOUND:
             parts.append((4, f"waiting for data {record['data_wait']:.0%}"))
-        if step > self.first_step:
-            left = (now - self.started) / (step - self.first_step) * (self.total - step)
-            parts.append((2, f"ETA {_clock(left)}"))
-        self._text = _fitted(parts, self._room())
-        self._draw(self._text) if self.drawn else self._print(self._text)
+        left = self._left(step, now)
+        self._known = parts if self.samples else parts + left
+        if not self.drawn and now - self.printed < self.seconds and step < self.total:
+            return
+        self.printed = now
+        step = self.step if self.drawn else step  # the host's count may be ahead of the record
+        self._show(_fitted([(0, f"step {step}/{self.total}"), *parts, *left], self._room()))
+
+    def _speed(self, step: int, now: float) -> list[tuple[int, str]]:
+        """Return the speed by the count, as a part of a line; none while it is unknown."""
+        if self.first_step is None or step <= self.first_step or now <= self.started:
+            return []
+        speed = self.samples * (step - self.first_step) / (now - self.started)
+        return [(5, f"{speed:.0f} {self.sample}s/s")] if speed else []
+
+    def _left(self, step: int, now: float) -> list[tuple[int, str]]:
+        """Return the time left, as a part of a line; none while it is unknown."""
+        if self.first_step is None or step <= self.first_step:
+            return []
+        left = (now - self.started) / (step - self.first_step) * (self.total - step)
+        return [(2, f"ETA {_clock(left)}")]
+
+    def _show(self, text: str) -> None:
+        self._text = text
+        self._draw(text) if self.drawn else self._print(text)
 
     def evaluated(self, samples: int, total: int) -> None:
         """Show how many held-out samples a running evaluation has done."""
         now = time.monotonic()
-        if now - self.printed < (0.1 if self.drawn else self.seconds):
+        if now - self.printed < (_REDRAWN_S if self.drawn else self.seconds):
             return
         self.printed = now
         text = f"evaluating {samples}/{max(samples, total)} {self.sample}s"

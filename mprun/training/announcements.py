@@ -20,6 +20,7 @@ from mprun.entry_points import hint_of
 from mprun.errors import MprunError
 from mprun.record.console import DATA_BOUND
 from mprun.record.run_record import Outcome, read_record
+from mprun.training.continuation import not_longer
 
 _NAMED, _PRINTED = 20, 3  # files in run.json, files on the console
 _LONG_ENOUGH_S = 20.0
@@ -86,7 +87,19 @@ def say_ending(directory: Path, source: Source, outcome: Outcome, record: dict) 
         data_bound(source, outcome.throughput.get("data_wait"), record["seconds"]),
         replaced_line(record["data"]),
         f"next: {_next(directory, record)}" if done else None,
+        f"longer: {_longer(directory, record)}" if done else None,
     )
+
+
+def _longer(directory: Path, record: dict) -> str:
+    """Return the command that extends a finished run, or what has to be said at its begin."""
+    steps, schedule = 2 * record["steps"], record["config"]["optim"]["schedule"]
+    if schedule != "constant":
+        return not_longer(schedule, record["steps"], steps)
+    if "first_checkpoint" not in record:
+        return "no checkpoint was kept; a resume can extend what began with train.checkpoint_every"
+    given = [f"resume={directory}", f"train.steps={steps}", *as_overrides(record["config"])]
+    return shlex.join(["mprun", *given])
 
 
 def to_go_on(directory: Path, config: dict) -> str:

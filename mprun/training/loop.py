@@ -143,6 +143,7 @@ class Loop:
             metrics = take(index, measure)
         self.buffer.add(index + 1, metrics)
         self.outcome.step = index + 1
+        self.logger.progress.count(index + 1)
 
     def after_step(self, step: int) -> bool:
         """Run everything due after `step`; return False when the run is over."""
@@ -311,5 +312,5 @@ class Loop:
         with FirstStep(built.task, built.policy, overrides, index + 1) as first:
             metrics = built.stepper.step(index, measure)
         self.outcome.first_step = self.outcome.first_step or first.record()
-        self.logger.progress.note(first.summary(built.device.type))
+        self.logger.progress.note(first.summary(built.device.type, self.config.verbose))
         return metrics

@@ -36,6 +36,7 @@ class Records:
         self.history = History()  # the newest steps that were read
         self.speeds: list[float] = []
         self.waits: list[tuple[float, float]] = []  # seconds waited for data, seconds in all
+        self.scale_before: float | None = None  # that of step 1, until the loss scale has settled
         self.diverged_at = start  # the step, once `flush` has returned the cause of a divergence
         buffer.restart_clock()
 
@@ -96,11 +97,25 @@ class Records:
                 return "non-finite loss"
         if interval.logged and self.progress is not None:
             self.progress.show(newest.step, self._record(newest) | window)
+        self._say_search(rows[0], newest)
         if interval.collapsed is None:
             return None
         self.diverged_at = newest.step
         name, skips = interval.collapsed
         return f"{name} collapsed: {skips} skipped updates in a row at its floor"
+
+    def _say_search(self, first: StepRow, newest: StepRow) -> None:
+        """Say once that a loss scale has found its level, if it skipped updates for that."""
+        if first.step == 1:
+            self.scale_before = first.loss_scale
+        if self.scale_before is None or newest.found_inf:
+            return
+        before, self.scale_before = self.scale_before, None
+        if self.progress is not None and newest.skipped and newest.loss_scale < before:
+            updates = f"{newest.skipped} update{'s' * (newest.skipped > 1)}"
+            levels = f"{before:g} to {newest.loss_scale:g}"
+            found = f"{updates} skipped while the loss scale finds its level ({levels}): normal"
+            self.progress.note(found)
 
     def _window(self, interval: LogInterval) -> dict[str, float]:
         speed = len(interval.rows) * self.samples_per_step / interval.seconds
@@ -134,8 +149,11 @@ class MetricLogger(Records):
         self.task, self.rate = built.task, built.rate
         self.samples_per_step = built.task.samples_per_step
         self.steps_per_epoch = built.task.steps_per_epoch
-        self.progress = Progress(built.steps, built.task.sample)
+        finished = 0.0 if buffer.late else self.samples_per_step
+        self.progress = Progress(built.steps, built.task.sample, samples=finished)
         self.progress.step = start
+        if start < built.steps:
+            self.progress.begin(start + 1)
         self.held_out = int(built.data.description["eval_samples"])
         super().__init__(directory, buffer, start)
 

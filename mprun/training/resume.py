@@ -1,6 +1,5 @@
 """Continue a run in its own directory from its newest whole checkpoint."""
 
-import os
 import sys
 from contextlib import nullcontext
 from dataclasses import asdict
@@ -10,31 +9,23 @@ import msgspec
 import torch
 
 from mprun.build import Built
-from mprun.config.compose import config_from_record
-from mprun.config.keys import config_hash, flat, resumable_keys, role_of
-from mprun.config.overrides import parse_overrides
+from mprun.config.keys import config_hash, flat
 from mprun.config.schema import RunConfig
-from mprun.config.trust import Vouched, is_outside, vouched
 from mprun.data.source import DamagedData
 from mprun.distributed.rank_info import RankInfo
-from mprun.errors import BadInput, Damaged, no_folder, raised
+from mprun.errors import BadInput, Damaged, raised
 from mprun.precision.random_states import restore_random_states
 from mprun.record import checkpoint
 from mprun.record.metrics import drop_later, metrics_until, parsed_metrics
-from mprun.record.run_directory import locked, read_config
-from mprun.record.run_record import Record, RunRecord, read_record
-from mprun.record.seal import check_seal
+from mprun.record.run_directory import locked
+from mprun.record.run_record import Record, RunRecord
 from mprun.training.announcements import say
+from mprun.training.continuation import check_length, read, run_directory
 from mprun.training.loop import Start
 from mprun.training.run import attempt, follow, joined, prepare, resolve_device
 
 # State is read on the host and copied into existing tensors: no second model on the GPU.
 _CPU = torch.device("cpu")
-# The fields of run.json that a continuation reads.
-_NEEDED = (
-    *("status", "steps", "attempts", "choices", "config", "config_hash", "precision.mode"),
-    *("environment.device", "environment.threads", "environment.packages.torch"),
-)
 
 
 def resume(
@@ -50,9 +41,9 @@ def resume(
 
     rank_info: of this process among the ranks of the run; None: it is the only one.
     """
-    directory = _run_directory(path)
+    directory = run_directory(path)
     with nullcontext() if rank_info is not None and rank_info.rank else locked(directory):
-        record, config = _read(directory, composed_overrides, config_dir)
+        record, config = read(directory, composed_overrides, config_dir)
         device = resolve_device(record["environment"]["device"])
         _check_same_stack(record["environment"])
         ranks = joined(config, device, rank_info)
@@ -60,11 +51,7 @@ def resume(
         def begun() -> Built:
             built = prepare(config, device, record["environment"]["threads"], ranks)
             _check_same_data(path, record, built)
-            if config.optim.schedule != "constant" and built.steps != record["steps"]:
-                raise BadInput(
-                    f"train.steps={built.steps}: a run with optim.schedule="
-                    f"{config.optim.schedule} keeps its length ({record['steps']})"
-                )
+            check_length(config, record, built.steps)
             return built
 
         with ranks.watched():
@@ -82,23 +69,6 @@ def resume(
             metrics.truncate(start.metrics_bytes)
         drop_later(directory, start.step)
         return attempt(config, built, record, start)
-
-
-def continued(
-    composed_overrides: tuple[str, ...], path: str, config_dir: str | None = None
-) -> RunConfig:
-    """Return the configuration that `resume` would continue with, or raise its error."""
-    return _read(_run_directory(path), composed_overrides, config_dir)[1]
-
-
-def _read(
-    directory: Path, overrides: tuple[str, ...], config_dir: str | None
-) -> tuple[Record, RunConfig]:
-    given, record = vouched(overrides, config_dir), read_record(directory, *_NEEDED)
-    check_seal(directory)
-    plain = read_config(directory)
-    _check_unchanged(directory, plain, record)
-    return record, _checked(_with_overrides(plain, overrides), overrides, given)
 
 
 def _changes(before: dict, now: dict) -> list[str]:
@@ -156,31 +126,6 @@ def _start(directory: Path, built: Built, config: RunConfig, record: Record) -> 
     return Start(step, skipped, due and not evaluated, computed, len(kept))
 
 
-def _run_directory(path: str) -> Path:
-    directory = Path(path)
-    if not path or not os.path.isdir(path):
-        raise BadInput(f"resume={path}: {no_folder(path)}")
-    if not os.path.lexists(directory / "run.json"):
-        if not os.path.lexists(directory / "config.yaml"):
-            raise BadInput(f"resume={path}: no config.yaml there; give a run directory")
-        raise BadInput(f"resume={path}: no run.json there; the run never reached its first step")
-    return directory
-
-
-def _check_unchanged(directory: Path, plain: dict, record: dict) -> None:
-    """Raise Damaged unless the configurations in config.yaml and run.json are the run's own."""
-    recorded = record["config"]
-    if config_hash(recorded) != record["config_hash"]:
-        raise Damaged(f"{directory / 'run.json'}: config does not match config_hash")
-    there, here = flat(recorded), flat(plain)
-    for key in there | here:
-        if there.get(key) != here.get(key) and not role_of(key).resumable:
-            raise Damaged(
-                f"{directory / 'config.yaml'}: {key} is {here.get(key)!r}, but the run began with "
-                f"{there.get(key)!r} (run.json)"
-            )
-
-
 def _check_same_stack(recorded: dict) -> None:
     """Refuse another torch: a resumed run continues bit for bit only on its own version."""
     torch_then, torch_now = recorded["packages"]["torch"], torch.__version__
@@ -202,42 +147,3 @@ def _check_same_data(path: str, record: dict, built) -> None:
         print(f"mprun: the data have changed since the run stopped ({change})", file=sys.stderr)
         return
     raise BadInput(f"resume={path}: the data are not those that the run began with ({change})")
-
-
-def _allowed() -> str:
-    """Return the keys that may be overridden, in a shell's braces to fit on one line."""
-    groups: dict[str, list[str]] = {}
-    for key in resumable_keys():
-        group, _, field = key.rpartition(".")
-        groups.setdefault(group, []).append(field)
-    top = groups.pop("")
-    short = [f"{group}.{{{','.join(fields)}}}" for group, fields in groups.items()]
-    return " ".join([*short, *(key for key in top if key not in groups)])
-
-
-def _checked(plain: dict, overrides: tuple[str, ...], given: Vouched) -> RunConfig:
-    """Check the configuration; blame a wrong override by its name, not config.yaml."""
-    try:
-        return config_from_record(plain, given)
-    except BadInput as error:
-        for override in overrides:
-            of_key = f"config.yaml: {override.partition('=')[0]} does not fit "
-            if str(error).startswith(of_key):
-                raise BadInput(f"{override}: {str(error).split(': ', 2)[2]}") from None
-        raise
-
-
-def _with_overrides(plain: dict, overrides: tuple[str, ...]) -> dict:
-    for override in overrides:
-        key = override.partition("=")[0]
-        if key.lstrip("+") == "resume" or is_outside(override):
-            continue
-        if not role_of(key).resumable:
-            raise BadInput(
-                f"{override}: a resumed run keeps its configuration (allowed: {_allowed()})"
-            )
-        group, _, field = key.rpartition(".")
-        # Hydra's grammar, as for a new run: YAML takes "off" for false.
-        (parsed,) = parse_overrides((override,))
-        (plain.setdefault(group, {}) if group else plain)[field] = parsed.value()
-    return plain

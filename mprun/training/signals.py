@@ -83,7 +83,8 @@ class Interruption:
         answer = "stopping" if self._breaks or again else later
         # Not by sys.stderr, whose buffer may be in use at this moment.
         with suppress(OSError):
-            os.write(2, f"mprun: {name}: {answer}\n".encode())
+            line = "\n" * os.isatty(2)  # below a bar
+            os.write(2, f"{line}mprun: {name}: {answer}\n".encode())
         if again:  # in the middle of a step, so there is no state to keep
             raise KeyboardInterrupt(name)
         if self._breaks:

@@ -1,6 +1,7 @@
 """A resumed run is the run that was never stopped, bit for bit, in every mode (CPU)."""
 
 import shutil
+import sys
 
 import pytest
 import torch
@@ -223,3 +224,28 @@ def test_how_steps_are_executed_may_change(how, straight, tmp_path):
 def test_a_graph_is_refused_on_a_cpu_when_resuming_too(straight, capsys):
     says = "train.cuda_graph=on: a CUDA graph needs device=cuda"
     refused(capsys, f"resume={straight}", "train.steps=17", "train.cuda_graph=on", says=says)
+
+
+def longer(capsys) -> str:
+    lines = capsys.readouterr().err.splitlines()
+    return next(line for line in lines if line.startswith("mprun: longer: ")).partition("r: ")[2]
+
+
+def test_the_end_of_a_run_has_the_command_that_extends_it(tmp_path, capsys):
+    words = [*TINY_LM, "precision=fp32", "train.steps=2", "train.checkpoint_every=2"]
+    assert run(tmp_path / "r", *words) == 0
+    command = longer(capsys)
+    assert command == f"mprun resume={tmp_path / 'r'} train.steps=4"
+    assert main(command.split()[1:]) == 0 and record_of(tmp_path / "r")["last_step"] == 4
+
+
+def test_a_rate_that_was_laid_over_the_length_keeps_it_and_says_so(tmp_path, capsys, monkeypatch):
+    words = [*TINY_LM, "optim.schedule=cosine", "train.steps=2", "train.checkpoint_every=1"]
+    assert run(tmp_path / "r", *words) == 0
+    said = (
+        "optim.schedule=cosine was laid over 2 steps: no resume extends it; begin with train.steps="
+    )
+    end = "4, or optim.schedule=constant, which a resume may extend"
+    assert longer(capsys) == said + end
+    monkeypatch.setitem(sys.modules, "mprun.training.resume", None)  # which loads torch, and more
+    refused(capsys, f"resume={tmp_path / 'r'}", "train.steps=4", says=f"train.steps=4: {said}{end}")

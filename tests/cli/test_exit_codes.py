@@ -48,9 +48,11 @@ def test_done_is_0(tmp_path, capsys, monkeypatch):
     assert lines[1].startswith("  data     docs_words, ") and lines[1].endswith(", 20 a step")
     emulated = "amp (fp16 products emulated), loss scale from 65536 (dynamic)"
     assert lines[2:4] == [f"  mode     {emulated}", "  device   cpu, 1 thread; steps 1 to 2"]
-    assert lines[4] == f"  run      {tmp_path / 'r'}" and lines[6].startswith("step 1 of amp")
+    assert lines[4] == f"  run      {tmp_path / 'r'}" and lines[6] == "computing step 1/2"
+    assert lines[7].startswith("step 1: ") and "% in emulated fp16" in lines[7]
     assert lines[5] == f"  watch    tensorboard --logdir {tmp_path / 'r'}"
-    assert lines[-1] == f"mprun: next: tensorboard --logdir {tmp_path / 'r'}"
+    assert lines[-2] == f"mprun: next: tensorboard --logdir {tmp_path / 'r'}"
+    assert lines[-1].startswith("mprun: longer: no checkpoint was kept; ")
     counts, totals = zip(*evaluated, strict=True)
     held_out = record_held_out(lines[1])
     assert list(counts) == sorted(counts) and set(totals) == {held_out}
@@ -73,7 +75,7 @@ def test_a_terminal_is_told_what_begins_before_torch_is_imported(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(sys.modules, "mprun.training.run", None)  # what imports torch
-    monkeypatch.setitem(sys.modules, "mprun.training.resume", None)
+    monkeypatch.setitem(sys.modules, "mprun.training.continuation", None)
     for terminal in (True, False):
         monkeypatch.setattr(sys.stderr, "isatty", lambda terminal=terminal: terminal, raising=False)
         assert main(words) == 1

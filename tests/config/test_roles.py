@@ -62,9 +62,9 @@ def test_only_these_keys_have_another_role_than_that_of_a_result():
     groups = {key.partition(".")[0] for key in told}
     assert groups == {
         *("name", "output_root", "output_dir", "resume", "numerics", "seed", "device", "threads"),
-        *("train", "data", "devices", "nodes", "restarts", "dist"),
+        *("train", "data", "devices", "nodes", "restarts", "dist", "verbose"),
     }
-    assert len(told) == 34
+    assert len(told) == 35
 
 
 def test_a_key_has_one_role_in_all_models_and_data_sources():
@@ -124,7 +124,7 @@ def test_the_keys_of_a_continuation():
         """train.steps train.epochs train.log_every train.eval_every train.checkpoint_every
         train.keep_checkpoints train.cuda_graph train.activation_checkpointing data.root
         data.workers data.prefetch data.cache data.vocabulary devices nodes restarts dist
-        dist.engine dist.order dist.bucket_mb dist.timeout_s""".split()
+        dist.engine dist.order dist.bucket_mb dist.timeout_s verbose""".split()
     )
 
 

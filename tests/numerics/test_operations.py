@@ -1,6 +1,7 @@
 """What ran at step 1: expectations written by hand from each mode's definition."""
 
 import copy
+import re
 import weakref
 from contextlib import nullcontext
 
@@ -205,8 +206,8 @@ def test_an_override_keeps_a_module_in_fp32_and_is_not_warned_of(mode, module, p
 def test_an_fp32_product_that_nobody_asked_for_is_named():
     first = watched("fp16_master", forced_fp32=True)
     assert first.not_in_16_bits() == ["mm in the step itself"]
-    text = first.summary("cpu").splitlines()
-    assert len(text) <= 10
+    text = first.summary("cpu", whole=False).splitlines()
+    assert len(text) == 2  # with the line that there is always
     assert text[-1].endswith(
         "FP32 products that fp16_master did not ask for: mm in the step itself"
     )
@@ -257,7 +258,7 @@ def test_a_norm_that_overflowed_and_came_out_as_0_is_named(mode, norm, overflowe
     with FirstStep(task, task.policy, {}) as first:
         assert task.train_step(0).isfinite()
     assert first.overflowed() == overflowed
-    text = first.summary("cpu")
+    text = first.summary("cpu", whole=False)
     assert ("overflowed to inf" in text) == bool(overflowed)
     assert all(name in text for name in overflowed)
 
@@ -373,12 +374,14 @@ def test_a_fused_recurrent_layer_is_counted_as_one_product(build_run, mode):
 
 
 @pytest.mark.parametrize("mode", ["fp32", "fp16_naive", "amp", "fp16_master_scaled"])
-def test_the_console_gets_at_most_ten_lines(mode):
+def test_the_console_gets_a_line_or_at_most_ten(mode):
     pin_math_flags("ieee")
     first = watched(mode)
-    text = first.summary("cpu").splitlines()
+    text = first.summary("cpu", whole=True).splitlines()
     assert len(text) <= 10
     product = EXPECTED[mode][0]
+    (short,) = first.summary("cpu", whole=False).splitlines()
+    assert re.fullmatch(rf"step 1: [\d.]+ k?FLOP, 100 % in {product} \(.*: -v, run.json\)", short)
     assert text[0] == f"step 1 of {mode} on cpu ran in:"
     assert text[1].startswith(f"  products {product} 100 % of ")
     assert any("flags    FP32 products ieee" in line for line in text)
@@ -400,11 +403,19 @@ def test_the_flags_of_a_gpu_that_matter():
     assert "cudnn.benchmark on, deterministic off" in text
 
 
+@pytest.mark.slow
+def test_v_prints_the_whole_table(tmp_path, capsys):
+    assert run(tmp_path / "r", *MODELS["lstm_lm"], "precision=amp", "train.steps=1", "-v") == 0
+    error = capsys.readouterr().err
+    assert "\nstep 1 of amp on cpu ran in:\n  products " in error and "\n  memory   " in error
+    assert record_of(tmp_path / "r")["config"]["verbose"] is True
+
+
 def test_a_run_records_its_first_step_and_says_it_once(tmp_path, capsys):
     directory = tmp_path / "run"
     assert run(directory, *MODELS["lstm_lm"], "precision=fp16_master", "train.steps=3") == 0
     error = capsys.readouterr().err
-    assert error.count("step 1 of fp16_master on cpu ran in:") == 1
+    assert error.count("step 1: ") == 1 and "ran in" not in error
     record = record_of(directory)
     assert record["operations"]["step"] == 1
     # Every call that the emulation took over is in the table; the run took three steps.

@@ -9,6 +9,8 @@ import pytest
 
 from mprun.record.console import Progress, counted, steady_terminal
 
+from ..helpers import TINY_LM, rows_of, run
+
 
 def test_what_takes_long_is_counted_and_what_does_not_is_not(capsys):
     assert list(counted("abc", "reading runs")) == ["a", "b", "c"]
@@ -174,3 +176,100 @@ def test_a_bar_is_drawn_through_the_filter_that_its_notes_pass(monkeypatch):
     assert "\x1b[?25h" in err.getvalue() and "\u2501" in err.getvalue()  # the cursor, the bar
     assert r"notes of amp\x1b]0;owned\x07\x1b[2J\r\x08" in err.getvalue()
     assert "\x1b]0;" not in err.getvalue() and "\x1b[2J" not in err.getvalue()
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """The seconds that the console reads, as a list of one number."""
+    now = [100.0]
+    monkeypatch.setattr("mprun.record.console.time.monotonic", lambda: now[0])
+    return now
+
+
+def counted_to(stream, clock, samples, steps=6, seconds=1.0) -> list[str]:
+    """The lines of a run whose first step takes ten times as long, and whose third has a record."""
+    progress = Progress(20, "image", stream, samples=samples)
+    progress.begin(1)
+    for step in range(1, steps + 1):
+        clock[0] += 10 * seconds if step == 1 else seconds
+        progress.count(step)
+        if step == 3:
+            progress.show(step, {"loss": 0.5, "loss_scale": 1.0, "skipped": 0})
+    progress.close()
+    return drawn(stream)
+
+
+def test_a_bar_moves_from_the_first_step_on(monkeypatch, clock):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    lines = [
+        line.lstrip("\u2501\u2578\u257a ").rstrip()
+        for line in counted_to(Terminal(), clock, samples=8)
+    ]
+    # The first step, which counts operations too, tells no speed: 8 images a second after it.
+    assert list(dict.fromkeys(filter(None, lines))) == [
+        "computing step 1/20",
+        "step 1/20",
+        "step 2/20  8 images/s  ETA 00:18",
+        "step 3/20  8 images/s  ETA 00:17",
+        "step 3/20  loss 0.5  ETA 00:17",
+        "step 4/20  loss 0.5  ETA 00:16",
+        "step 5/20  loss 0.5  ETA 00:15",
+        "step 6/20  loss 0.5  ETA 00:14",
+    ]
+
+
+def test_a_count_ahead_of_the_device_tells_no_speed_and_no_time(monkeypatch, clock):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    text = "\n".join(counted_to(Terminal(), clock, samples=0, steps=2))
+    assert "step 2/20" in text and "images/s" not in text and "ETA" not in text
+
+
+def test_beside_a_count_ahead_of_the_device_stands_the_time_of_its_records(monkeypatch, clock):
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    progress = Progress(100, "image", stream := Terminal())
+    for step, seconds in ((10, 1.0), (20, 10.0)):  # a second a step; the host is ten steps ahead
+        clock[0] += seconds
+        progress.count(step + 10)
+        progress.show(step, {"loss": 0.5, "loss_scale": 1.0, "skipped": 0})
+    clock[0] += 0.2
+    progress.count(31)
+    progress.close()
+    assert drawn(stream)[-1].endswith(" step 31/100  loss 0.5  ETA 01:20")
+
+
+def test_a_bar_is_drawn_at_most_ten_times_a_second(monkeypatch, clock):
+    monkeypatch.setenv("TERM", "xterm")
+    progress = Progress(10_000, "image", stream := Terminal())
+    progress.begin(1)
+    for step in range(1, 1001):
+        clock[0] += 0.001
+        progress.count(step)
+    progress.close()
+    shown = {line for line in drawn(stream) if re.search(r" step \d+/10000", line)}
+    assert 9 <= len(shown) <= 11
+
+
+def test_off_a_terminal_the_count_is_told_until_there_is_a_loss(clock):
+    lines = counted_to(io.StringIO(), clock, samples=8, steps=20, seconds=2.0)
+    assert lines == [
+        "computing step 1/20",
+        "step 1/20",
+        "step 3/20  loss 0.5  ETA 00:34",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("scale", "skips"), [(2.0**24, True), pytest.param(2.0**4, False, marks=pytest.mark.slow)]
+)
+def test_a_scale_that_searches_for_its_level_is_said_to_be_normal(tmp_path, capsys, scale, skips):
+    words = ["precision=amp", f"scaler.init_scale={scale}", "train.steps=40", "train.log_every=40"]
+    assert run(tmp_path / "r", *TINY_LM, *words) == 0
+    rows = rows_of(tmp_path / "r", "train")
+    skipped, level = rows[-1]["skipped"], rows[-1]["loss_scale"]
+    assert bool(skipped) == skips
+    said = [line for line in capsys.readouterr().err.splitlines() if line.endswith(": normal")]
+    what = f"{skipped} updates skipped while the loss scale finds its level"
+    assert said == [f"{what} ({scale:g} to {level:g}): normal"] * skips

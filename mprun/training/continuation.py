@@ -1,0 +1,123 @@
+"""What a run would go on with: its record and configuration, and what a command may change in them.
+
+Needs no torch, so that bad input is refused before anything is loaded.
+"""
+
+import os
+from pathlib import Path
+
+from mprun.config.compose import config_from_record
+from mprun.config.keys import config_hash, flat, resumable_keys, role_of
+from mprun.config.overrides import parse_overrides
+from mprun.config.schema import RunConfig
+from mprun.config.trust import Vouched, is_outside, vouched
+from mprun.errors import BadInput, Damaged, no_folder
+from mprun.record.run_directory import read_config
+from mprun.record.run_record import Record, read_record
+from mprun.record.seal import check_seal
+
+# The fields of run.json that a continuation reads.
+_NEEDED = (
+    *("status", "steps", "attempts", "choices", "config", "config_hash", "precision.mode"),
+    *("environment.device", "environment.threads", "environment.packages.torch"),
+)
+
+
+def continued(
+    composed_overrides: tuple[str, ...], path: str, config_dir: str | None = None
+) -> RunConfig:
+    """Return the configuration that `resume` would continue with, or raise its error."""
+    return read(run_directory(path), composed_overrides, config_dir)[1]
+
+
+def read(
+    directory: Path, overrides: tuple[str, ...], config_dir: str | None
+) -> tuple[Record, RunConfig]:
+    """Return the record of a run and the configuration to go on with; check that they fit."""
+    given, record = vouched(overrides, config_dir), read_record(directory, *_NEEDED)
+    check_seal(directory)
+    plain = read_config(directory)
+    _check_unchanged(directory, plain, record)
+    config = _checked(_with_overrides(plain, overrides), overrides, given)
+    check_length(config, record, config.train.steps)
+    return record, config
+
+
+def check_length(config: RunConfig, record: Record, steps: int | None) -> None:
+    """Refuse another length if the rate depends on it; None: known once the data are loaded."""
+    schedule, before = config.optim.schedule, record["steps"]
+    if schedule != "constant" and steps not in (None, before):
+        raise BadInput(f"train.steps={steps}: {not_longer(schedule, before, steps)}")
+
+
+def run_directory(path: str) -> Path:
+    """Return the directory that `resume=path` means; BadInput if it is none of a run."""
+    directory = Path(path)
+    if not path or not os.path.isdir(path):
+        raise BadInput(f"resume={path}: {no_folder(path)}")
+    if not os.path.lexists(directory / "run.json"):
+        if not os.path.lexists(directory / "config.yaml"):
+            raise BadInput(f"resume={path}: no config.yaml there; give a run directory")
+        raise BadInput(f"resume={path}: no run.json there; the run never reached its first step")
+    return directory
+
+
+def _check_unchanged(directory: Path, plain: dict, record: dict) -> None:
+    """Raise Damaged unless the configurations in config.yaml and run.json are the run's own."""
+    recorded = record["config"]
+    if config_hash(recorded) != record["config_hash"]:
+        raise Damaged(f"{directory / 'run.json'}: config does not match config_hash")
+    there, here = flat(recorded), flat(plain)
+    for key in there | here:
+        if there.get(key) != here.get(key) and not role_of(key).resumable:
+            raise Damaged(
+                f"{directory / 'config.yaml'}: {key} is {here.get(key)!r}, but the run began with "
+                f"{there.get(key)!r} (run.json)"
+            )
+
+
+def _allowed() -> str:
+    """Return the keys that may be overridden, in a shell's braces to fit on one line."""
+    groups: dict[str, list[str]] = {}
+    for key in resumable_keys():
+        group, _, field = key.rpartition(".")
+        groups.setdefault(group, []).append(field)
+    top = groups.pop("")
+    short = [f"{group}.{{{','.join(fields)}}}" for group, fields in groups.items()]
+    return " ".join([*short, *(key for key in top if key not in groups)])
+
+
+def _checked(plain: dict, overrides: tuple[str, ...], given: Vouched) -> RunConfig:
+    """Check the configuration; blame a wrong override by its name, not config.yaml."""
+    try:
+        return config_from_record(plain, given)
+    except BadInput as error:
+        for override in overrides:
+            of_key = f"config.yaml: {override.partition('=')[0]} does not fit "
+            if str(error).startswith(of_key):
+                raise BadInput(f"{override}: {str(error).split(': ', 2)[2]}") from None
+        raise
+
+
+def _with_overrides(plain: dict, overrides: tuple[str, ...]) -> dict:
+    for override in overrides:
+        key = override.partition("=")[0]
+        if key.lstrip("+") == "resume" or is_outside(override):
+            continue
+        if not role_of(key).resumable:
+            raise BadInput(
+                f"{override}: a resumed run keeps its configuration (allowed: {_allowed()})"
+            )
+        group, _, field = key.rpartition(".")
+        # Hydra's grammar, as for a new run: YAML takes "off" for false.
+        (parsed,) = parse_overrides((override,))
+        (plain.setdefault(group, {}) if group else plain)[field] = parsed.value()
+    return plain
+
+
+def not_longer(schedule: str, steps: int, wanted: int) -> str:
+    """Return why a run whose rate depends on its length keeps it, and what to do instead."""
+    return (
+        f"optim.schedule={schedule} was laid over {steps} steps: no resume extends it; begin with "
+        f"train.steps={wanted}, or optim.schedule=constant, which a resume may extend"
+    )
