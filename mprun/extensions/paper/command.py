@@ -14,8 +14,9 @@ from mprun.cli.compare import JUDGING, add_judging, folder_beside
 from mprun.compare import compare
 from mprun.compare.wording import console, markdown
 from mprun.errors import DONE, BadInput, needing, no_folder
+from mprun.extensions.paper.listing import Listing, commands_of
 from mprun.extensions.paper.rows import ROWS, PaperRow
-from mprun.record.console import columns, markdown_table
+from mprun.record.console import columns
 from mprun.record.run_record import read_record
 from mprun.sweep.gpus import available_cores
 from mprun.sweep.jobs import Cell, State, state_of
@@ -24,15 +25,16 @@ from mprun.sweep.run import SweepLoop
 from mprun.sweep.status_page import StatusPage
 
 _WHAT = """\
-  mprun paper                   every result of the paper that this machine can show, small
-  mprun paper --list            those results, what is finished, what the others would take
+  mprun paper                   the paper's results, what is finished, how long the others take
+  mprun paper --only all        run every one that this machine can show, small
   mprun paper --only table2,fig3
   mprun paper --scale full --data-root DIR --only resnet50
   mprun paper RUNS              existing runs, beside the paper's rows for their networks
 
-Runs what has no outcome yet, continues interrupted runs, and writes paper.md, paper.html,
-paper.json and the figures. They show each table of Micikevicius et al. (ICLR 2018) with its FP32
-and mixed values beside ours, and whether the outcome is the same. KEY=VALUE goes to every run.
+Without --only nothing runs. With it: runs what has no outcome yet, continues interrupted runs, and
+writes paper.md, paper.html, paper.json and the figures. They show each table of Micikevicius et
+al. (ICLR 2018) with its FP32 and mixed values beside ours, and whether the outcome is the same.
+KEY=VALUE goes to every run.
 
 RUNS, run directories or folders with runs, are compared as by mprun compare. It prints their
 verdicts, and puts their report beside the page.
@@ -43,8 +45,8 @@ written from the existing results."""
 SCALES = ("small", "full")
 _OF_RUNS = (*JUDGING, "json", "markdown", "no_report")
 _OF_NO_RUNS = ("list", "data_root", "jobs", "config_dir", "overrides")
-_PROBES = ("precision=fp32", "numerics=on", "numerics.every=20", "seed=0")
-_NAMES = [*dict.fromkeys([*(row.place for row in ROWS), *(row.key for row in ROWS)])]  # of --only
+_PLACES = [name for row in ROWS for name in row.names if name != row.key]
+_NAMES = [*dict.fromkeys([*_PLACES, *(row.key for row in ROWS), "all"])]  # of --only
 
 
 def main(arguments: list[str]) -> int:
@@ -54,11 +56,12 @@ def main(arguments: list[str]) -> int:
         return _beside(options, arguments)
     rows = [row for row in ROWS if _asked(row, options)]
     reasons = {row.key: reason for row in rows if (reason := _why_not(row, options))}
-    runs = _Runs(options, [row for row in rows if row.key not in reasons])
-    if options.list:
+    listing = Listing(rows, reasons, options, full_hours())
+    if options.list or not options.only:
         width = columns(1000, sys.stdout) if sys.stdout.isatty() else None
-        print(_listed(rows, reasons, runs, width))
+        print("\n".join(listing.lines(width)))
         return DONE
+    runs = _Runs(options, [row for row in rows if row.key not in reasons], listing.estimate())
     code = runs.run(shlex.join(["mprun", "paper", *arguments]))
     with needing("cli"):
         from mprun.extensions.paper.outcomes import found_of
@@ -76,7 +79,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _asked(row: PaperRow, options: Namespace) -> bool:
-    return not options.only or bool({row.key, row.place} & set(options.only))
+    return not options.only or bool({"all", *row.names} & set(options.only))
 
 
 def _beside(options: Namespace, arguments: list[str]) -> int:
@@ -108,9 +111,9 @@ def _options(arguments: list[str]) -> Namespace:
     parser = Arguments("paper", _WHAT, _MORE)
     add = parser.add_argument
     add("words", nargs="*", metavar="RUNS|KEY=VALUE", help="see above; KEY=VALUE as for a run")
-    add("--only", type=names("--only"), metavar="A,B", help=f"of {', '.join(_NAMES)}")
+    add("--only", type=names("--only"), metavar="A,B", help=f"run these: {', '.join(_NAMES)}")
     add("--scale", default="small", metavar="|".join(SCALES), help="embedded data, or the recipes")
-    add("--list", action="store_true", help="list the runs, and run nothing")
+    add("--list", action="store_true", help="list the rows of --only, and run nothing")
     what = "full scale: the folder that holds the data of every recipe, a folder each"
     add("--data-root", type=Path, metavar="DIR", help=what)
     processes = number("-j", 1, 1024, "a number of processes", whole=True)
@@ -155,6 +158,10 @@ def _sort_words(options: Namespace) -> None:
     for name in given:
         what = options.overrides[0] if name == "overrides" else f"--{name.replace('_', '-')}"
         raise BadInput(f"{what}: {when}")
+    own = {override.lstrip("+~").partition("=")[0] for override in options.overrides}
+    arms = {one.partition("=")[0] for row in ROWS for arm in row.arms for one in arm.overrides}
+    for key in sorted(own & (arms | {"output_root", "seed", "threads", "experiment"})):
+        raise BadInput(f"{key}: not with paper, which sets it (--out sets the folder)")
     if options.json and options.markdown:
         raise BadInput("--json, --markdown: choose one of the two")
 
@@ -190,9 +197,9 @@ def full_hours() -> Mapping[str, Mapping[str, float]]:
 
 
 class _Runs:
-    """The runs of the rows, and their folders."""
+    """The runs of the rows, and their folders; `estimate` is said before the long part begins."""
 
-    def __init__(self, options: Namespace, rows: Sequence[PaperRow]):
+    def __init__(self, options: Namespace, rows: Sequence[PaperRow], estimate: str):
         self.options = options
         self.cells: dict[str, dict[str, tuple[Cell, ...]]] = {}
         self.probes: dict[str, Path] = {}
@@ -200,38 +207,20 @@ class _Runs:
         swept = {"experiment", "scaler.scale", "numerics"}  # shown of a run
         for row in rows:
             own = self.cells[row.key] = {}
-            for technique, overrides in self._commands(row).items():
-                planned = self._plan(overrides, "runs")
-                own[technique] = planned.cells
+            for technique, command in commands_of(row, options).items():
+                seeds = f"seed={','.join(map(str, command.seeds))}"
+                planned = plan([*command.overrides, seeds], options.config_dir)
                 known |= {cell.directory: cell for cell in planned.cells}
-                swept |= planned.swept
-            if options.scale == "small" and any(one.is_histogram for one in row.figures):
-                overrides = (*row.overrides, *_PROBES)
-                (cell,) = self._plan(overrides, "probes").cells
-                self.probes[row.key], known[cell.directory] = cell.directory, cell
+                if technique == "probes":
+                    self.probes[row.key] = planned.cells[0].directory
+                else:
+                    own[technique] = planned.cells
+                    swept |= planned.swept
+            if row is rows[0]:  # each row takes as long to compose; a wrong KEY=VALUE has shown
+                print(f"paper: {estimate}", file=sys.stderr, flush=True)
         self.plan = Plan(
             tuple(known.values()), options.out, frozenset(swept), options.config_dir, None
         )
-
-    def _commands(self, row: PaperRow) -> dict[str, tuple[str, ...]]:
-        """Return technique -> the overrides of its runs."""
-        seeds = ",".join(map(str, range(row.seeds)))
-        if row.full is not None and self.options.scale == "full":
-            folder = self.options.data_root / row.full.folder
-            recipe = (f"experiment={row.full.experiment}", f"data.root={folder}")
-            row, seeds = row._replace(overrides=recipe), "0"
-        return {name: (*own, f"seed={seeds}") for name, own in row.commands().items()}
-
-    def _plan(self, overrides: Sequence[str], folder: str) -> Plan:
-        own = [*overrides, *self.options.overrides]
-        if self.options.scale == "small":
-            own.append("threads=1")
-        given = {override.lstrip("+~").partition("=")[0] for override in self.options.overrides}
-        arms = {own.partition("=")[0] for row in ROWS for arm in row.arms for own in arm.overrides}
-        for key in sorted(given & (arms | {"output_root", "seed", "threads", "experiment"})):
-            raise BadInput(f"{key}: not with paper, which sets it (--out sets the folder)")
-        own.append(f"output_root={self.options.out / folder}")
-        return plan(own, self.options.config_dir)
 
     def run(self, command: str) -> int:
         """Run what has no outcome yet; return the exit code."""
@@ -253,25 +242,6 @@ class _Runs:
     def finished(self, cells: Sequence[Cell]) -> int:
         """Count the cells that have an outcome."""
         return sum(state_of(cell) is State.FINISHED for cell in cells)
-
-
-def _listed(
-    rows: Sequence[PaperRow], reasons: Mapping[str, str], runs: _Runs, width: int | None
-) -> str:
-    """Return a line for each row: its runs, or why it has none."""
-    lines = []
-    for row in rows:
-        cells = [cell for own in runs.cells.get(row.key, {}).values() for cell in own]
-        state = f"{runs.finished(cells)} of {len(cells)} runs" if cells else "not run"
-        full = "" if row.full is None else row.full.experiment
-        told = reasons.get(row.key, "") or full
-        lines.append([row.key, row.result.place, row.result.network, state, told])
-    if width is None:
-        return markdown_table(["key", "place", "network", "runs", "recipe, or why not"], lines)
-    return "\n".join(
-        f"{key:<17} {place:<10} {state:<14} {network}\n{'':18}{told}"[: 2 * width]
-        for key, place, network, state, told in lines
-    )
 
 
 def _facts(directories: Sequence[Path], arguments: list[str]) -> dict[str, str]:

@@ -104,6 +104,11 @@ class PaperRow(NamedTuple):
         """The table or figure as `--only` takes it, such as "table2"."""
         return self.result.place.replace(" ", "").replace("figure", "fig")
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What `--only` calls it by: its place, its figures and its key."""
+        return (self.place, *(figure.key for figure in self.figures), self.key)
+
     def commands(self) -> dict[str, tuple[str, ...]]:
         """Return technique -> the overrides of its runs without the seed; FP32 first."""
         return {"FP32": (*self.overrides, "precision=fp32")} | {

@@ -3,10 +3,13 @@
 import json
 import subprocess
 import sys
+from argparse import Namespace
 
 import pytest
 
 from mprun.cli.dispatch import main
+from mprun.extensions.paper.listing import SECONDS, Listing, commands_of
+from mprun.extensions.paper.rows import ROWS
 
 from ...helpers import refused
 
@@ -17,7 +20,45 @@ def test_a_list_runs_and_writes_nothing(tmp_path, capsys):
     assert main(["paper", "--list", "--only", "fig5,ssd", "--out", str(tmp_path / "new")]) == 0
     said = capsys.readouterr().out
     assert "bigLSTM" in said and "Multibox SSD" in said and "AlexNet" not in said
-    assert "0 of 12 runs" in said and not (tmp_path / "new").exists()
+    assert "0 of 12" in said and not (tmp_path / "new").exists()
+
+
+def test_without_only_nothing_is_started_or_composed(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("mprun.extensions.paper.command.plan", None)  # which composes
+    assert main(["paper"]) == 0 and not list(tmp_path.iterdir())
+    *_, time, all_rows, _ = capsys.readouterr().out.splitlines()
+    assert time.startswith("199 runs left: about ") and "mprun paper --only all" in all_rows
+    assert SECONDS.keys() == {row.key for row in ROWS}
+
+
+def test_a_row_is_called_by_each_of_its_names(tmp_path, capsys):
+    for name, network in {"fig2b": "Mandarin", "fig3": "Multibox", "ssd": "Multibox"}.items():
+        assert main(["paper", "--list", "--only", name, "--out", str(tmp_path)]) == 0
+        lines = [one for one in capsys.readouterr().out.splitlines() if one.startswith("| ")]
+        assert len(lines) == 2 and network in lines[1]
+
+
+def test_the_time_left_is_that_of_the_missing_runs_as_fast_as_the_others_were(
+    tmp_path, monkeypatch
+):
+    options = Namespace(out=tmp_path, scale="small", data_root=None, overrides=[], jobs=1)
+    (row,) = (row for row in ROWS if row.key == "biglstm")
+    monkeypatch.setitem(SECONDS, "biglstm", 10)
+    nothing = Listing([row], {}, options, {})
+    assert nothing.left(nothing.runs["biglstm"]) == "2 min"  # 12 runs of 10 s
+    for seed, command in enumerate(commands_of(row, options).values()):
+        directory = tmp_path / "runs" / "any" / f"{seed}"
+        directory.mkdir(parents=True)
+        given = [*command.overrides, "seed=0", f"output_dir={directory}"]
+        status = "done" if seed < 3 else "preempted"
+        fields = {"status": status, "overrides": given, "seconds": 30.0}
+        (directory / "run.json").write_text(json.dumps(fields))
+    some = Listing([row], {}, options, {})
+    assert len(some.finished) == 3 and some.slower == 3
+    assert some.left(some.runs["biglstm"]) == "5 min"  # 9 runs of 30 s
+    options.jobs = 2
+    assert Listing([row], {}, options, {}).estimate().startswith("9 runs left: about 3 min, 2 at")
 
 
 def test_a_list_of_the_full_scale_names_what_is_missing(tmp_path, capsys):
