@@ -68,7 +68,7 @@ WORDS += [
 ]
 WORDS += ["dynamic", "static,apex", "table1", "table2,fig9", "small", "full", "4:1"]
 FLAGS = """--absolute --tensorboard --check --no-report --higher-is-better --lower-is-better
---paired --json --markdown --no-cures --no-files --end-to-end --plain --host""".split()
+--paired --json --markdown --no-cures --end-to-end --plain --host""".split()
 # Options with a value, and those of FLAGS; a line has some of them.
 OPTIONS = {
     "compare": """--baseline --allow --metric --margin --looks --tag --step --out --absolute
@@ -77,7 +77,7 @@ OPTIONS = {
     "explain": "--json --no-cures --config-dir",
     "advise": "--steps --every --share --json --config-dir",  # --check trains
     "mismatch": "--tokens --window --batch --pad --band --log-softmax --json --config-dir",
-    "scaler-replay": "--scalers --config-dir --json --out --no-files",
+    "scaler-replay": "--scalers --config-dir --json --out",
     "paper": """--only --scale --data-root -j --out --config-dir --baseline --allow --metric
     --margin --looks --absolute --json --markdown --no-report""",
     "bench": """--modes --budget --out --windows --steps-per-window --end-to-end --plain --host

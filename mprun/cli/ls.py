@@ -58,6 +58,8 @@ def _row(directory: Path, folder: Path, record: Record) -> tuple[str, ...]:
         step, losses = measured.last_step, list(measured.train.get("loss", []))
         last = f"loss {losses[-1]:.4g} at {step:,}" if losses else "-"
     status = status_of(directory, record, step or 0).partition("\n")[0]
+    if "measured_for" in record:
+        status = f"measured for {record['measured_for']}"
     seed, mode = str(record.get("seed", "-")), record["precision"]["mode"]
     return _name(directory, folder), mode, seed, status.partition(": ")[0], last
 

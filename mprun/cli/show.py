@@ -100,7 +100,7 @@ def _commands(directory: Path, record: Record) -> Iterator[str]:
         yield shlex.join(["mprun", f"resume={folder}", *outside])
     if status == "diverged":
         yield hint_of("explain", shlex.join(["mprun", "explain", folder, *outside]))
-    if status in OUTCOMES:
+    if status in OUTCOMES and "measured_for" not in record:
         beside = directory.parent
         if sum(1 for _ in beside.glob("*/run.json")) > 1:
             yield shlex.join(["mprun", "compare", str(beside)])

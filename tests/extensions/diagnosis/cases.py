@@ -18,5 +18,5 @@ RUNS_CODE = [
     ["mismatch", "amp", "run"],
 ]
 # Of the folder "run", whose code stays where it is; and of a run whose code an option file names.
-RUNS_NO_CODE = [["scaler-replay", "run", "--no-files"]]
+RUNS_NO_CODE = [["scaler-replay", "run"]]
 OF_A_RUN = [["advise"]]

@@ -289,7 +289,8 @@ def test_the_run_stays_as_evidence_but_is_no_outcome(tmp_path, capsys):
     command = lines[-2].strip()
     assert command.startswith("mprun device=cpu") and "precision=amp" not in command
     record = record_of(path)
-    assert (record["status"], record["steps"]) == ("preempted", 10)
+    assert (record["status"], record["exit_code"], record["steps"]) == ("done", 0, 10)
+    assert main(["ls", str(tmp_path)]) == 0 and "measured for advise" in capsys.readouterr().out
     assert record["config"]["train"]["steps"] == 100
     assert record["precision"]["mode"] == "fp32" and record["measured_for"] == "advise"
     assert "next: " not in printed.err
@@ -309,6 +310,7 @@ def test_a_run_with_probes_is_read(tmp_path, capsys):
     assert found["evidence"]["steps"] == [2, 4, 6]
     assert "measured in fp16" in found["evidence"]["problems"][0]
     assert found["command"].count("precision=") == 1 and found["run"] == str(path)
+    assert found["scalers"] == as_json(capsys, "scaler-replay", path)
     # Recorded at scale 128 and rounded to FP16, told for the loss itself: the largest gradient of
     # the same steps in FP32, up to the rounding of two runs that drift apart.
     steps = ["--every=2", f"output_dir='{tmp_path / 'fp32'}'"]

@@ -150,4 +150,4 @@ def test_the_replayed_scalers_do_what_the_page_says(replayed):
         assert found[name] == ("0", "2^16")
     assert found["apex_fp16"] == ("14", "2^18") and found["megatron"] == ("15", "2^18")
     assert found["fairseq"] == ("0", "2^7")
-    assert (folder / RUNS / f"{SCALED}-s0" / "numerics" / "scaler-replay.png").stat().st_size
+    assert (folder / "outputs" / "scalers" / "scaler-replay.png").stat().st_size

@@ -188,21 +188,23 @@ def test_the_command_on_a_csv_file(tmp_path, capsys):
     assert found["scalers"]["torch"]["skip_steps"] == [1, 2, 6, 10, 14]
     assert found["scalers"]["torch"]["final_scale"] == 1024
     assert found["scalers"]["static"]["skipped"] == 0
-    stored = json.loads((tmp_path / "scaler-replay.json").read_text())
+    assert [one.name for one in tmp_path.iterdir()] == ["trace.csv"]  # nothing unasked
+    assert replayed(capsys, path, *settings, "--out", tmp_path / "new") == found
+    stored = json.loads((tmp_path / "new" / "scaler-replay.json").read_text())
     assert stored == found
-    assert (tmp_path / "scaler-replay.png").read_bytes().startswith(b"\x89PNG")
-    assert "<svg" in (tmp_path / "scaler-replay.svg").read_text(encoding="utf-8")
+    assert (tmp_path / "new" / "scaler-replay.png").read_bytes().startswith(b"\x89PNG")
+    assert "<svg" in (tmp_path / "new" / "scaler-replay.svg").read_text(encoding="utf-8")
 
 
 @pytest.mark.slow
 def test_all_scalers_and_the_table(tmp_path, capsys):
     path = written(tmp_path, "step,limit\n1,4096\n2,4096\n3,\n4,inf\n")
-    assert main(["scaler-replay", str(path), "--no-files"]) == 0
+    assert main(["scaler-replay", str(path)]) == 0
     text = capsys.readouterr().out
     for name in set(scaler_names()) - {"logmax"}:
         assert f"\n| {name} " in text
-    assert "left out: logmax needs the largest gradient" in text
-    assert "taken as clean" in text
+    assert "Left out: logmax needs the largest gradient" in text
+    assert "seen, " in text and "assumed from other steps" in text
     assert sorted(p.name for p in tmp_path.iterdir()) == ["trace.csv"]
 
 
@@ -215,7 +217,7 @@ def test_a_scaler_of_the_users_own_is_replayed_like_the_shipped_ones(tmp_path, c
     )
     (folder / "off.yaml").write_text("name: none\nkind: none\n")
     path = written(tmp_path, "step,limit\n1,64\n2,16\n")
-    command = [path, "--config-dir", tmp_path / "mine", "--no-files"]
+    command = [path, "--config-dir", tmp_path / "mine"]
     found = replayed(capsys, *command)["scalers"]
     assert found["gentle"]["skip_steps"] == [2]
     # Of its kind there is nothing to replay.
@@ -286,7 +288,6 @@ BAD_COMMANDS = {
     "TRACE --scalers static scaler.growth_interval=3": "scaler.growth_interval=3",
     "TRACE scaler.growth_interval=0": "growth_interval",
     "TRACE scaler.bogus=1": "scaler.bogus=1",
-    "TRACE --out x --no-files": "--no-files",
     "missing.csv": "no such file",
     ".": "run.json",
 }
@@ -335,8 +336,7 @@ def test_a_run_replayed_with_its_own_scaler_skips_what_it_skipped(tmp_path, caps
     for row in rows:
         assert [v for step, v in changes if step <= row["step"]][-1] == row["loss_scale"]
     assert found["scalers"]["fairseq"]["skipped_known"] == 0
-    names = {path.name for path in (directory / "numerics").iterdir()}
-    assert names >= {f"scaler-replay.{ending}" for ending in ("json", "png", "svg")}
+    assert not list(directory.glob("**/scaler-replay*"))
 
 
 def made_run(tmp_path, rows, scaler=None):

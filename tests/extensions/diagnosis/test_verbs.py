@@ -18,7 +18,7 @@ OPTIONS = {
     "advise": ["--steps", "--every", "--share", "--check", "--json", "--config-dir"],
     "explain": ["--json", "--no-cures", "--config-dir"],
     "mismatch": ["--tokens", "--window", "--batch", "--pad", "--band", "--log-softmax", "--json"],
-    "scaler-replay": ["--scalers", "--json", "--out", "--no-files", "--config-dir"],
+    "scaler-replay": ["--scalers", "--json", "--out", "--config-dir"],
 }
 
 
@@ -123,7 +123,7 @@ def test_a_post_mortem_that_explain_writes_again_is_sealed(tmp_path):
         read_post_mortem(folder)
 
 
-@pytest.mark.parametrize("words", ["scaler-replay --no-files", "mismatch amp --tokens 24"])
+@pytest.mark.parametrize("words", ["scaler-replay", "mismatch amp --tokens 24"])
 def test_a_verb_says_that_a_run_has_no_end_yet(tmp_path, words, capsys):
     folder = tmp_path / "run"
     run = [*TINY_LM, "precision=amp", "train.steps=2", "train.checkpoint_every=1"]

@@ -54,6 +54,12 @@ def unfinished(record: Record) -> Record:
     return record
 
 
+def announce(text: str) -> None:
+    """Tell a waiting user at a terminal, before torch is imported, which takes seconds."""
+    if sys.stderr.isatty():
+        print(f"mprun: {text} ...", file=sys.stderr, flush=True)
+
+
 def page(content: dict[str, Any], lines: Iterable[str], as_json: bool) -> int:
     """Print the content as JSON, non-finite numbers as text, or the lines; return the exit code.
 

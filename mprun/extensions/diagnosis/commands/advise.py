@@ -17,7 +17,13 @@ from mprun.config.overrides import without
 from mprun.config.schema import MAX_STEPS
 from mprun.config.trust import NOTHING, Vouched, check_vouched, outside, vouched
 from mprun.errors import DIVERGED, DONE, BadInput, MprunError
-from mprun.extensions.diagnosis.commands import page, record_of, split_words, unfinished
+from mprun.extensions.diagnosis.commands import (
+    announce,
+    page,
+    record_of,
+    split_words,
+    unfinished,
+)
 from mprun.numerics.probe_record import read_probes
 from mprun.record.metrics import read_metrics
 from mprun.record.run_directory import locked, read_config
@@ -27,6 +33,7 @@ if TYPE_CHECKING:
     from mprun.extensions.diagnosis.advice import Advice
 
 STEPS, PROBES, SHARE = 60, 12, 0.001
+_SINGLY = 10_000  # steps that a scaler may take singly, in a second
 SEEDS = (0, 1, 2)  # for --check: no verdict with fewer than 3
 _FP32 = ("precision=fp32", "scaler=none")
 _WHAT = """\
@@ -36,7 +43,7 @@ _WHAT = """\
 Trains the first steps in FP32 with probes, in a separate run directory (advise-...). It prints
 whether master weights matter, whether loss scaling matters and which scales suit, which modules
 should stay in FP32, which sizes leave Tensor Cores idle, which linear layers FP8 would flush to
-zero, and the command lines to use it all.
+zero, and the command lines to use it all; of RUN also what each loss scaler would have done.
 """  # noqa: E501 - the help page breaks lines
 _MORE = (
     "Exit codes: 0 done, 2 bad input, 3 FP32 itself diverged, 4 damaged record, 130 interrupted."
@@ -48,6 +55,7 @@ def main(arguments: list[str]) -> int:
     options = _options(arguments)
     given = vouched(options.overrides, options.config_dir)
     if options.run is None:
+        announce("advise: trains a few steps in FP32 first")
         base = _own(options.overrides)
         directory, code = _measure(options, base)
         if code != DONE:
@@ -58,12 +66,28 @@ def main(arguments: list[str]) -> int:
     else:
         directory = options.run
         base = _own(unfinished(_recorded(directory)).get("overrides", []))
+        announce(f"advise: builds the model of {directory} and reads its probes")
     advice = advise_run(directory, share=options.share, given=given, config_dir=options.config_dir)
     if options.check:
         advice = replace(advice, check=_check(options, given, advice, base, directory))
     from mprun.extensions.diagnosis.advice_report import as_text
 
-    return page(advice.as_dict(), [*as_text(advice), f"run: {directory}"], options.json)
+    content, lines = advice.as_dict(), as_text(advice)
+    if options.run is not None:
+        content["scalers"], more = _scalers(directory)
+        lines += more
+    return page(content, [*lines, f"run: {directory}"], options.json)
+
+
+def _scalers(directory: Path) -> tuple[dict | None, list[str]]:
+    """Return what other loss scalers would have done in the run, as plain values and as lines."""
+    from mprun.extensions.diagnosis.commands.scaler_replay import replayed
+
+    try:
+        found = replayed(directory, most=_SINGLY)
+    except BadInput as error:
+        return None, [f"loss scalers beside each other: not here ({error})"]
+    return found.as_dict(), ["loss scalers beside each other", *found.as_text()]
 
 
 def _options(arguments: list[str]) -> Namespace:
@@ -183,8 +207,8 @@ def _measure(options: Namespace, base: list[str]) -> tuple[Path, int]:
         with redirect_stdout(sys.stderr):
             code = attempt(config, built, record)
         if code == DONE and built.steps < whole:
-            # A part of a run is not an outcome.
-            record.end("preempted", f"advise took the first {built.steps} of {whole} steps")
+            # A part of a run is not an outcome: `measured_for` keeps it out of comparisons.
+            record.end("done", f"advise took the first {built.steps} of {whole} steps")
     return directory, code
 
 

@@ -10,7 +10,7 @@ from mprun.config.compose import config_from_record
 from mprun.config.overrides import without
 from mprun.config.trust import NOTHING, Vouched, vouched
 from mprun.errors import BadInput, Damaged
-from mprun.extensions.diagnosis.commands import page, record_of, split_words
+from mprun.extensions.diagnosis.commands import announce, page, record_of, split_words
 from mprun.numerics.exponent_shares import FP16_MAX
 from mprun.numerics.post_mortem import power, read_post_mortem
 from mprun.record.run_directory import read_config
@@ -109,9 +109,12 @@ def explain(
         return Explanation(str(directory), "failed", cause, [f"exception: {cause}"], replay)
     if status != "diverged":
         why = f"status {status}; only a run that diverged has a step to explain"
-        if status == "done" and record.get("skipped"):
-            skipped = f"{record['skipped']} skipped updates while the loss scale settles are normal"
-            why += f" ({skipped})"
+        if status == "done":
+            skipped = record.get("skipped")
+            normal = f"{skipped} skipped updates while the loss scale settles are normal"
+            probed = any(directory.glob("numerics/step-*.json"))
+            which = directory if probed else "with the run's KEY=VALUE"
+            why += f" ({normal})" * bool(skipped) + f"; what FP16 needs here: mprun advise {which}"
         if status in ("preempted", "running"):
             when = "to go on" if status == "preempted" else "if it was killed"
             why = f"status {status}, no step to explain; {when}: mprun resume={directory}"
@@ -120,6 +123,7 @@ def explain(
     environment = read_record(directory, *needed)["environment"]
     config = read_config(directory)
     config_from_record(config, given)  # checked before torch is imported
+    announce(f"explain: takes the last steps of {directory} again")
 
     import torch
 

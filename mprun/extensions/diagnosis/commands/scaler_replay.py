@@ -22,7 +22,7 @@ from mprun.config.fields import must_be, nearest
 from mprun.config.registry import SCALERS
 from mprun.config.schema import ScalerConfig
 from mprun.errors import DONE, BadInput, Damaged
-from mprun.extensions.diagnosis.commands import page, record_of, unfinished
+from mprun.extensions.diagnosis.commands import announce, page, record_of, unfinished
 from mprun.extensions.diagnosis.overflow_trace import OverflowTrace, read_trace_file
 from mprun.numerics.probe_record import GRADIENT_KINDS, ProbeRecord, read_probes, tensors_of
 from mprun.record.console import markdown_table
@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 OWN = "this run's own"
 MOST_CHANGES = 5000  # of one scaler in the JSON; logmax changes at every step
 _WHAT = """\
-What every loss scaler would have done on one overflow trace.
+What every loss scaler would have done on the overflows of one run. `mprun advise RUN` has it too;
+here traces of other programs and scalers of your own can be had. Nothing is written without --out.
 
 TRACE is a run directory, or a CSV or JSONL file with the columns
 
@@ -56,32 +57,45 @@ Exit codes: 0 replayed, 2 bad input, 4 damaged record.
 def main(arguments: list[str]) -> int:
     """Entry point of the verb; returns the exit code."""
     given = _options(arguments)
-    path, configs = given.trace, _configs(given.scalers, given.settings, given.config_dir)
+    configs = _configs(given.scalers, given.settings, given.config_dir)
+    announce(f"scaler-replay: {len(configs)} loss scalers on {given.trace}")
+    found = replayed(given.trace, configs)
+    page(found.as_dict(), found.as_text(), given.json)
+    if given.out is not None and found.replays:
+        given.out.mkdir(parents=True, exist_ok=True)
+        figures = [given.out / "scaler-replay.png", given.out / "scaler-replay.svg"]
+        draw_replays(found.replays, found.trace, figures)
+        text = json.dumps(found.as_dict(), allow_nan=False)
+        (given.out / "scaler-replay.json").write_text(text + "\n", encoding="utf-8")
+        print(f"figure: {figures[0]}", file=sys.stderr)
+    return DONE
+
+
+def replayed(
+    path: Path, configs: dict[str, ScalerConfig] | None = None, most: float = math.inf
+) -> "Replayed":
+    """Return what the loss scalers would have done on a run directory or a trace file.
+
+    configs: by name; None: those of mprun. most: steps of the longest trace on which a scaler that
+    takes each step singly is replayed, too.
+    """
     trace, own = _of_run(path) if path.is_dir() else (read_trace_file(path), None)
-    if own is not None:
-        configs = {OWN: own} | configs
+    configs = _configs(None, [], None) if configs is None else configs
 
     import torch
 
     from mprun.build.precision import build_loss_scale
 
     replays, left_out = {}, {}
-    for name, config in configs.items():
+    for name, config in (({} if own is None else {OWN: own}) | configs).items():
         scale = build_loss_scale(config, torch.device("cpu"))
         if scale.needs_grad_max and trace.grad_max is None:
             left_out[name] = "needs the largest gradient of every step, which the trace lacks"
+        elif scale.needs_grad_max and len(trace) > most:
+            left_out[name] = f"would take long; mprun scaler-replay {path} --scalers {name} does it"
         else:
             replays[name] = replay(scale, trace)
-    content = _as_json(path, trace, replays, left_out)
-    page(content, _as_text(trace, replays, left_out), given.json)
-    if not given.no_files and replays:
-        given.out.mkdir(parents=True, exist_ok=True)
-        figures = [given.out / "scaler-replay.png", given.out / "scaler-replay.svg"]
-        draw_replays(replays, trace, figures)
-        text = json.dumps(content, allow_nan=False)
-        (given.out / "scaler-replay.json").write_text(text + "\n", encoding="utf-8")
-        print(f"figure: {figures[0]}", file=sys.stderr)
-    return DONE
+    return Replayed(path, trace, replays, left_out)
 
 
 def _options(arguments: list[str]) -> Namespace:
@@ -93,10 +107,8 @@ def _options(arguments: list[str]) -> Namespace:
     add("--scalers", type=names("--scalers"), metavar="NAME,NAME", help=every)
     add("--config-dir", metavar="DIR", help="your scalers, DIR/scaler/NAME.yaml")
     add("--json", action="store_true", help="print everything as JSON, no table")
-    files = parser.add_mutually_exclusive_group()
-    out = "folder for scaler-replay.png, .svg and .json (RUN/numerics, or the file's folder)"
-    files.add_argument("--out", type=Path, metavar="DIR", help=out)
-    files.add_argument("--no-files", action="store_true", help="print only")
+    out = "write scaler-replay.png, .svg and .json into this folder, too"
+    add("--out", type=Path, metavar="DIR", help=out)
     given = parser.parse(arguments)
     given.settings = [w for w in given.words if w.startswith("scaler.") and "=" in w]
     traces = [word for word in given.words if word not in given.settings]
@@ -105,9 +117,7 @@ def _options(arguments: list[str]) -> Namespace:
     given.trace = Path(traces[0])
     if not given.trace.exists():
         raise BadInput(f"{given.trace}: no such file or directory")
-    beside = given.trace / "numerics" if given.trace.is_dir() else given.trace.parent
-    given.out = given.out or beside
-    if given.out.exists() and not given.out.is_dir():
+    if given.out is not None and given.out.exists() and not given.out.is_dir():
         raise BadInput(f"--out {given.out}: must be a folder")
     return given
 
@@ -167,55 +177,85 @@ def _key(text: str) -> str:
     return text.partition("=")[0].removeprefix("scaler.")
 
 
-def _as_text(trace: OverflowTrace, replays: dict, left_out: dict[str, str]) -> Iterator[str]:
-    header = ["scaler", "skipped", "first at steps", "final scale", "min", "max", "end"]
-    yield markdown_table(header, [_row(name, found) for name, found in replays.items()])
-    notes = ". ".join(note[:1].upper() + note[1:] for note in trace.notes)
-    yield f"\n{len(trace)} steps. {notes}."
-    partly = {name: found for name, found in replays.items() if found.known < found.steps}
-    if partly:
-        yield "Decided by the step itself / assumed from other steps / unknown, taken as clean:"
-    for name, found in partly.items():
-        counts = (found.known, found.assumed, found.unknown)
-        yield f"  {name}: " + " / ".join(f"{100 * count / found.steps:.4g} %" for count in counts)
-    yield "The trace is fixed: other skipped updates would have changed the training after them."
-    for name, reason in left_out.items():
-        yield f"left out: {name} {reason}"
+@dataclass(frozen=True, slots=True)
+class Replayed:
+    """What each loss scaler would have done on one trace; left_out: name -> why it is not there."""
+
+    path: Path
+    trace: OverflowTrace
+    replays: "dict[str, Replay]"
+    left_out: dict[str, str]
+
+    def as_text(self) -> Iterator[str]:
+        """Yield lines for the console."""
+        trace, replays = self.trace, self.replays
+        yield (
+            f"What each loss scaler would have done in these {len(trace):,} steps. Where its scale "
+            "is too large for a step's gradients they overflow, and the update is skipped."
+        )
+        header = ["scaler", "skipped", "first at", "last scale", "lowest", "highest", "end"]
+        rows = [_row(name, found) for name, found in replays.items()]
+        if not any(row[-1] for row in rows):
+            header, *rows = (row[:-1] for row in (header, *rows))
+        yield "\n" + markdown_table(header, rows)
+        notes = ". ".join(note[:1].upper() + note[1:] for note in trace.notes)
+        yield f"\n{notes or 'As the file says'}."
+        unsure: dict[str, list[str]] = {}
+        for name, found in replays.items():
+            if found.known < found.steps:
+                unsure.setdefault(_sureness(found), []).append(name)
+        if unsure:
+            yield "At another scale the steps around a step say whether it overflows, not surely:"
+        yield from (f"  {', '.join(names)}: {how}" for how, names in unsure.items())
+        yield "Other skipped updates would have changed the training after them; that is left out."
+        for name, reason in self.left_out.items():
+            yield f"Left out: {name} {reason}."
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        scalers = {
+            name: {
+                "skipped": len(found.skipped),
+                "skipped_known": found.skipped_known,
+                "skip_steps": found.skipped.tolist(),
+                "scale_changes": found.changes[:MOST_CHANGES],
+                "scale_changes_left_out": max(0, len(found.changes) - MOST_CHANGES),
+                "final_scale": found.final,
+                "min_scale": found.lowest,
+                "max_scale": found.highest,
+                "collapsed_at": found.collapsed_at,
+                "steps": found.steps,
+                "decided": {kind: getattr(found, kind) for kind in _SURE},
+            }
+            for name, found in self.replays.items()
+        }
+        trace = self.trace
+        place = {"trace": str(self.path), "first_step": trace.first_step, "steps": len(trace)}
+        return {**place, "notes": trace.notes, "scalers": scalers, "left_out": self.left_out}
+
+
+# How a step is decided -> in words.
+_SURE = {"known": "seen", "assumed": "assumed from other steps", "unknown": "taken as no overflow"}
+
+
+def _sureness(found: "Replay") -> str:
+    counts = {words: getattr(found, kind) for kind, words in _SURE.items()}
+    shares = (f"{100 * n / found.steps:.3g} % {words}" for words, n in counts.items() if n)
+    return ", ".join(shares)
 
 
 def _row(name: str, found: "Replay") -> list[str]:
-    first, count = [str(step) for step in found.skipped[:4].tolist()], len(found.skipped)
-    of_them = f" ({found.skipped_known} known)" if found.skipped_known < count else ""
-    scales, at = (found.final, found.lowest, found.highest), found.collapsed_at
-    end = "whole trace" if at is None else f"collapsed at step {at}"
-    first_steps = ", ".join([*first, "..."] if count > 4 else first)
-    return [name, f"{count}{of_them}", first_steps, *map(_power, scales), end]
-
-
-def _as_json(path: Path, trace, replays: dict, left_out: dict[str, str]) -> dict:
-    scalers = {
-        name: {
-            "skipped": len(found.skipped),
-            "skipped_known": found.skipped_known,
-            "skip_steps": found.skipped.tolist(),
-            "scale_changes": found.changes[:MOST_CHANGES],
-            "scale_changes_left_out": max(0, len(found.changes) - MOST_CHANGES),
-            "final_scale": found.final,
-            "min_scale": found.lowest,
-            "max_scale": found.highest,
-            "collapsed_at": found.collapsed_at,
-            "steps": found.steps,
-            "decided": {kind: getattr(found, kind) for kind in ("known", "assumed", "unknown")},
-        }
-        for name, found in replays.items()
-    }
-    place = {"trace": str(path), "first_step": trace.first_step, "steps": len(trace)}
-    return {**place, "notes": trace.notes, "scalers": scalers, "left_out": left_out}
+    count, at = len(found.skipped), found.collapsed_at
+    assumed = count - found.skipped_known
+    skipped = f"{count} ({assumed} assumed)" if assumed else f"{count}"
+    first = str(found.skipped[0]) if count else ""
+    scales = map(_power, (found.final, found.lowest, found.highest))
+    return [name, skipped, first, *scales, "" if at is None else f"gives up at step {at}"]
 
 
 def _power(value: float) -> str:
     mantissa, exponent = math.frexp(value)
-    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{value:.6g}"
+    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{value:.4g}"
 
 
 @dataclass(frozen=True, slots=True)
