@@ -206,11 +206,17 @@ def _stamps(asked: dict[str, Any], runs: "list[RunData]", groups: "Sequence[Grou
         stamps.append(f"foreign logs name no margin: {told} was taken when they were compared")
     if isinstance(asked["--baseline"], Path):
         stamps.append(f"--baseline {asked['--baseline']}: chosen on the command line")
-    found: dict[str, list[str]] = {}  # what the verdicts leave out -> modes
-    for row in (row for group in groups for row in group.rows):
+    found: dict[tuple[str, str], list[str]] = {}  # group and what its verdicts leave out -> modes
+    for group, row in [(one, row) for one in groups for row in one.rows]:
+        arms = [row.arm, group.baseline.arm]
+        # Of an arm's notes those on its missing seeds come first.
+        ends = [f"{arm.label}, {note}" for arm in arms for note in arm.notes[: len(arm.missing)]]
+        why = f" ({', '.join(ends)})" if ends else ""
         for line in row.verdict.left_out:
-            found.setdefault(line, []).append(row.arm.label)
-    return stamps + [f"LEFT OUT of {', '.join(modes)}: {line}" for line, modes in found.items()]
+            found.setdefault((group.title, line + why), []).append(row.arm.label)
+    return stamps + [
+        f"{title}: left out of {', '.join(modes)}: {line}" for (title, line), modes in found.items()
+    ]
 
 
 class _CallablePackage(ModuleType):

@@ -6,6 +6,7 @@ ended, different machines, and what was really computed, from the audit in the r
 
 import os
 import re
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -196,12 +197,17 @@ def read_run_record(directory: Path) -> dict[str, Any]:
 
 
 def missing_seeds(runs: Iterable[RunData]) -> list[str]:
-    """Return "seed 3: failed (out of memory)" for each run without an outcome."""
+    """Return "seed 3: failed (out of memory)" for each run without an outcome, and its command."""
     notes = []
     for run in sorted(runs, key=lambda run: run.seed):
         if run.status not in OUTCOMES:
             cause = (run.cause or "").partition("\n")[0][:120]
-            notes.append(f"seed {run.seed}: {run.status}" + (f" ({cause})" if cause else ""))
+            note = f"seed {run.seed}: {run.status}" + (f" ({cause})" if cause else "")
+            if run.status == "preempted":
+                note = note.replace("preempted", f"preempted at step {run.last_step}", 1)
+                if not any(key.startswith("script.") for key in run.keys):
+                    note += f"; to go on: {shlex.join(['mprun', f'resume={run.path}'])}"
+            notes.append(note)
     return notes
 
 

@@ -357,7 +357,7 @@ def console(comparison: Comparison) -> str:
     """Return a terminal's output: per group aligned columns, verdict first, then the sentences."""
     parts = []
     if comparison.stamps:
-        parts.append("NOT the comparison that the runs were set up for:")
+        parts.append("Not the comparison that the runs were set up for:")
         parts[-1] += _wrapped(comparison.stamps)
     for group in comparison.groups:
         said = [f"{row.arm.label}: {row.verdict.sentence}" for row in group.rows]

@@ -40,12 +40,13 @@ def table(records: list[dict], swept: Iterable[str] = (), width: int | None = No
 
     The baseline is the mode that compare.baseline of the first record names, FP32 without one.
     The difference compares the mean losses over the seeds that baseline and mode share, as in
-    `compare`. A run without an outcome is in no mean; its newest loss is shown with its step. Speed
-    and peak memory of an emulated mode are marked, and left out if every mode is emulated. Columns
-    that do not fit into `width` characters are left out, first the losses of single seeds.
+    `compare`. A run without an outcome has no loss here and is in no mean; a mean or a difference
+    that lacks seeds says so. Speed and peak memory of an emulated mode are marked, and left out if
+    every mode is emulated. Columns that do not fit into `width` characters are left out, first the
+    losses of single seeds.
 
     Args:
-        records: the run.json of every run, with "newest", its last record, if it has no outcome.
+        records: the run.json of every run.
         swept: keys that separate runs even if they do not change the experiment (device).
     """
     if not records:
@@ -130,9 +131,9 @@ def _cells(
     products = [record["precision"].get("half_products") or "" for record in own]
     mark = " (emulated)" if any("emulated" in text for text in products) else ""
     return [
-        *(_loss_text(by_seed[seed]) if seed in by_seed else "" for seed in seeds),
-        _number(statistics.fmean(losses.values())) if losses else "",
-        "baseline" if baseline is None else _percent(losses, baseline),
+        *(_number(losses[seed]) if seed in losses else "" for seed in seeds),
+        _mean(losses, len(seeds)),
+        "baseline" if baseline is None else _percent(losses, baseline, len(seeds)),
         str(sum(record.get("skipped", 0) for record in own)),
         _statuses(own),
         _of_known(f"{{:,.0f}}{mark}", statistics.median, speeds),
@@ -153,12 +154,12 @@ def _loss(record: dict) -> float:
     return float(record.get("final", {}).get("loss", math.nan))
 
 
-def _loss_text(record: dict) -> str:
-    """Return the final loss, or the newest with its step if the run has no outcome, or ""."""
-    if _is_outcome(record):
-        return _number(_loss(record))
-    newest = record.get("newest")
-    return f"{_number(newest['loss'])} (step {newest['step']})" if newest else ""
+def _mean(losses: dict[int, float], seeds: int) -> str:
+    """Return the mean, with the number of seeds that it is over if those are not all."""
+    if not losses:
+        return ""
+    of = "" if len(losses) == seeds else f" ({len(losses)} of {seeds} seeds)"
+    return _number(statistics.fmean(losses.values())) + of
 
 
 def _of_known(
@@ -185,14 +186,19 @@ def _number(value: float) -> str:
     return f"{value:.4f}" if math.isfinite(value) else str(value)
 
 
-def _percent(losses: dict[int, float], baseline: dict[int, float]) -> str:
+def _percent(losses: dict[int, float], baseline: dict[int, float], seeds: int) -> str:
     """Return the relative difference to the baseline of the summed losses of shared seeds.
 
-    Zero has no sign; "0 (identical)" if each loss equals its counterpart.
+    Zero has no sign; "0 (identical)" if each loss equals its counterpart. If not all of the table's
+    `seeds` are shared, those that are get named.
     """
-    shared = losses.keys() & baseline.keys()
+    shared = sorted(losses.keys() & baseline.keys())
     if not shared:
         return "no baseline loss" if losses else ""
+    if len(shared) < seeds:
+        common = {seed: baseline[seed] for seed in shared}
+        text = _percent({seed: losses[seed] for seed in shared}, common, len(shared))
+        return f"{text} (seed{'s' * (len(shared) > 1)} {', '.join(map(str, shared))})"
     mean = sum(baseline[seed] for seed in losses if seed in shared)
     own = sum(losses[seed] for seed in losses if seed in shared)
     difference = (own - mean) / mean if mean else math.nan

@@ -42,6 +42,7 @@ class StopRequest(Interruption):
 
 STALL_AFTER_S = 1800.0
 _POLL_S = 0.05
+_MOST_NAMED = 8  # stopped cells
 _LOOK_AGAIN_S = 1.0  # between two looks at cells that another process has
 
 
@@ -75,6 +76,8 @@ def sweep(
     code = loop.run()
     print(page.table(columns(1000, sys.stdout) if sys.stdout.isatty() else None))
     print(f"sweep: {planned.root}", flush=True)
+    for line in page.to_finish()[:_MOST_NAMED] if curves is not None else ():
+        print(line, file=sys.stderr)
     if curves is not None and code != DONE:
         again = " --rerun-damaged" if loop.left_damaged else ""
         print(f"to go on: {page.command}{again}", file=sys.stderr)
@@ -190,6 +193,8 @@ class SweepLoop:
                 self.page.ended(cell, outcome)
             else:
                 ready[cell] = self.gpus.take(cell)
+                if state is State.RESUMABLE:
+                    self.page.resumed.add(cell)
         if not ready:
             self.look_again = time.monotonic() + _LOOK_AGAIN_S
         elif self.plan.launcher:

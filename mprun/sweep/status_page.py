@@ -4,6 +4,7 @@ import hashlib
 import json
 import math
 import os
+import shlex
 import shutil
 import statistics
 import sys
@@ -17,7 +18,7 @@ from mprun.errors import DIVERGED, DONE, PREEMPTED
 from mprun.record.console import counted, markdown_table
 from mprun.record.run_record import now
 from mprun.sweep.attempt import AttemptOutcome, last_line
-from mprun.sweep.jobs import OUTCOMES, Cell, outcome_words, record_of
+from mprun.sweep.jobs import OUTCOMES, Cell, State, outcome_words, record_of, state_of
 from mprun.sweep.mode_table import short, table, without_record
 from mprun.sweep.plan import Plan
 
@@ -38,6 +39,7 @@ class StatusPage:
         self.path = planned.root / f"sweep-{digest}.md"
         self.shown = planned.swept - {"precision", "seed"}  # shown beside a cell's mode and seed
         self.words: dict[Cell, str] = {}  # "waiting": in a launcher's queue
+        self.resumed: set[Cell] = set()  # those that an earlier attempt left a checkpoint
         self.since: dict[Cell, float] = {}
         self.seconds: dict[Cell, float] = {}
         self.outcomes: dict[Cell, dict] = {}  # run.json of the cells that have one
@@ -56,11 +58,11 @@ class StatusPage:
         print(f"mprun: {damage}; the run counts as failed", file=sys.stderr)
 
     def started_run(self, cell: Cell) -> None:
-        """Report that a run of the cell starts."""
+        """Report that a run of the cell starts, or goes on where an attempt was stopped."""
         self.words[cell], self.since[cell] = "running", time.monotonic()
         self.outcomes.pop(cell, None)
         self.at_once = max(self.at_once, list(self.words.values()).count("running"))
-        self._say("", cell, "starts")
+        self._say("", cell, "goes on from its checkpoint" if cell in self.resumed else "starts")
         self.written = -math.inf
 
     def in_use(self, cell: Cell) -> None:
@@ -90,6 +92,18 @@ class StatusPage:
         """Return the mode table over all cells that have been started."""
         records = map(self._record, counted(self.plan.cells, "reading the runs of the table"))
         return table([record for record in records if record is not None], self.plan.swept, width)
+
+    def to_finish(self) -> list[str]:
+        """Return a line for each cell that a command of its own finishes: status and command."""
+        lines = []
+        for cell in self.plan.cells:
+            if state_of(cell) is State.RESUMABLE:
+                record: dict = record_of(cell.directory) or {}
+                step, steps = record.get("last_step", "?"), record.get("steps", "?")
+                words = f"{self.words.get(cell, 'stopped')} at step {step} of {steps}"
+                command = shlex.join(["mprun", f"resume={cell.directory}", *cell.outside])
+                lines.append(f"{cell.mode} s{cell.seed}: {words}; to finish it: {command}")
+        return lines
 
     def write(self, now: bool = False) -> None:
         """Rewrite the file if something has happened or the shown progress is old."""
@@ -144,9 +158,7 @@ class StatusPage:
         if record is None or words.startswith("damaged"):
             ended = words.startswith(("failed", "killed", "hung", "damaged"))
             return without_record(cell, words) if ended else None
-        if record["status"] in OUTCOMES:
-            return record
-        return record | {"newest": _last_record(cell.directory / "metrics.jsonl")}
+        return record
 
     def _name(self, cell: Cell) -> str:
         return cell.directory.relative_to(self.plan.root).as_posix()
@@ -192,8 +204,10 @@ def _last_record(path: Path) -> dict:
 
 
 def _results(record: dict) -> list[str]:
-    """Return the final loss and judged metric, or the newest loss, without non-finite ones."""
-    final = record.get("final") or record.get("newest", {})
+    """Return final loss and judged metric if finite; of a run without an outcome its last step."""
+    if record.get("status") not in OUTCOMES:
+        return [f"at step {record['last_step']}"] if record.get("last_step") else []
+    final = record.get("final") or {}
     metric = flat(record.get("config", {})).get("compare.metric", "loss")
     known = {key: float(final[key]) for key in dict.fromkeys(("loss", metric)) if key in final}
     return [f"{key} {value:.5g}" for key, value in known.items() if math.isfinite(value)]

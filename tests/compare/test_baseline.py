@@ -67,7 +67,7 @@ def test_the_configuration_names_the_baseline(tmp_path, monkeypatch, capsys):
     assert main(["compare", "outputs"]) == 0
     printed = capsys.readouterr().out
     assert "Judged: loss, baseline amp_bf16, margin ±1 % of amp_bf16's mean" in printed
-    assert "NOT the comparison" not in printed
+    assert "Not the comparison" not in printed
     results = json.loads((tmp_path / "outputs/compare/results.json").read_text())
     [group] = results["groups"]
     assert results["stamps"] == [] and group["baseline"]["mode"] == "amp_bf16"

@@ -211,7 +211,8 @@ def test_runs_without_an_outcome_are_named(tmp_path):
     [group], _ = grouped(tmp_path)
     amp, bf16 = group.arms
     assert seeds(amp) == [0, 1]
-    assert amp.notes == ["seed 2: failed (OutOfMemory: no)", "seed 3: preempted (SIGTERM)"]
+    at = f"preempted at step 40 (SIGTERM); to go on: mprun resume={tmp_path / 'amp-s3'}"
+    assert amp.notes == ["seed 2: failed (OutOfMemory: no)", f"seed 3: {at}"]
     assert bf16.runs == [] and bf16.notes == ["seed 0: running"]
 
 

@@ -151,11 +151,22 @@ def test_a_seed_without_a_partner_fails_the_check_and_is_said_first(study, capsy
     write_losses(study / "amp-s3/metrics.jsonl", losses, evaluation=22.0)
     assert main(["compare", "runs", "--check", "--no-report"]) == 3
     printed = " ".join(capsys.readouterr().out.split())
-    assert "LEFT OUT of amp: having no partner: seed 3 of this mode" in printed[:250]
+    assert "left out of amp: having no partner: seed 3 of this mode" in printed[:250]
     assert "Over all, unpaired: inconclusive, difference +2" in printed
     assert "0-2 (not 3)" in printed
     verdict = row_of_amp(capsys)["verdict"]
     assert verdict["left_out"] == ["having no partner: seed 3 of this mode"]
+
+
+def test_a_stopped_cell_is_named_with_configuration_reason_and_command(study, capsys):
+    write_run(study / "fp32-s3", "fp32", 3)
+    write_run(study / "amp-s3", "amp", 3, status="preempted", cause="SIGTERM")
+    assert main(["compare", "runs", "--no-report"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    title = printed.partition(": left out of amp: having no partner: seed 3 of FP32 (amp, ")[0]
+    assert title.startswith("Not the comparison ") and len(title) < 80
+    why = "seed 3: preempted at step 40 (SIGTERM); to go on: mprun resume=runs/amp-s3)"
+    assert f"seed 3 of FP32 (amp, {why}" in printed
 
 
 def test_means_are_over_the_seeds_that_are_compared(study, capsys):
@@ -181,7 +192,7 @@ def test_a_seed_of_its_own_sort_is_named(study, capsys):
 def test_a_repeat_that_is_left_out_fails_the_check(study, capsys):
     write_run(study / "again", "amp", 1, final=9.0, created="2026-11-21T10:00:00+00:00")
     assert main(["compare", "runs", "--check", "--no-report"]) == 3
-    assert "LEFT OUT of amp: a repeat of seed 1: runs/again" in capsys.readouterr().out
+    assert "left out of amp: a repeat of seed 1: runs/again" in capsys.readouterr().out
 
 
 def test_one_seed_of_each_gives_facts(study, capsys):

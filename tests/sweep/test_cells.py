@@ -4,6 +4,7 @@ import fcntl
 import json
 import os
 import signal
+import subprocess
 import threading
 import time
 from collections import Counter
@@ -385,7 +386,7 @@ def test_the_line_of_an_ended_cell_fits_the_terminal(tmp_path, monkeypatch, capf
     put(second, status="diverged", last_step=123456, final={"loss": "nan"})
     board.ended(second, AttemptOutcome("diverged at step 123456", DIVERGED))
     board.started_run(third)
-    put(third, status="preempted")
+    put(third, status="preempted", last_step=7)
     (third.directory / "metrics.jsonl").write_text('{"split": "train", "step": 7, "loss": 5.35}\n')
     board.ended(third, AttemptOutcome("preempted", PREEMPTED))
     board.ended(fourth, AttemptOutcome("failed: ValueError: " + "x" * 100, 1))
@@ -399,8 +400,8 @@ def test_the_line_of_an_ended_cell_fits_the_terminal(tmp_path, monkeypatch, capf
     assert ended[0].startswith("[1/6] fp16_master_scaled optim.lr=0.0")
     assert ended[0].endswith("... s0: loss 0.12346, 0:01:40, ETA 0:03:20")
     assert ended[1] == "[2/6] fp16_master_scaled s1: diverged at step 123456, 0:01:40, ETA 0:03:20"
-    assert ended[2].endswith(" s2: preempted, loss 5.35, 0:00:00, ETA 0:01:40")
-    assert "| 5.3500 (step 7)" in board.table()
+    assert ended[2].endswith(" s2: preempted, at step 7, 0:00:00, ETA 0:01:40")
+    assert "5.35" not in board.table()  # no final evaluation
 
 
 def test_a_finished_sweep_says_what_comes_next(tmp_path, monkeypatch, capfd):
@@ -426,3 +427,20 @@ def test_a_finished_sweep_says_what_comes_next(tmp_path, monkeypatch, capfd):
     # However many runs: TensorBoard ticks those of the folder that is printed, one a mode.
     curves = sorted(path.name for path in (sweep.root / "_summary").iterdir())
     assert curves == ["fp16_naive", "fp32"]
+
+
+def test_a_stopped_cell_is_named_with_the_command_that_finishes_it(cell, tiny, capsys):
+    planned = plan([*tiny, "seed=0,1"], None)
+    put(planned.cells[0], status="preempted", last_step=10)
+    (cell.directory / "checkpoints" / "step-00000010").mkdir(parents=True)
+    loop = run.SweepLoop(page := StatusPage(planned, "mprun -m"))
+    page.words[cell] = "preempted"
+    of = "fp32 s0: preempted at step 10 of 20; to finish it: mprun resume="
+    assert page.to_finish() == [f"{of}{cell.directory}"]
+    loop.jobs = 2
+    loop.start = lambda *given: subprocess.Popen(["true"])  # in place of a run
+    loop._start()
+    said = capsys.readouterr().err.splitlines()[-2:]
+    assert said == ["fp32 s0: goes on from its checkpoint", "fp32 s1: starts"]
+    for attempt in loop.running:
+        attempt.process.wait()

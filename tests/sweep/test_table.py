@@ -83,19 +83,21 @@ def test_a_diverged_run_shows_its_step_and_no_number():
     assert found["fp16_master"]["status"] == "1 done, 1 failed"
 
 
-def test_a_preempted_run_shows_the_loss_it_had_and_is_in_no_mean():
-    stopped = {"final": {}, "status": "preempted", "newest": {"step": 40, "loss": 5.35}}
+def test_only_final_evaluations_are_shown_and_missing_seeds_are_counted():
+    # The loss of a checkpoint's evaluation, with which a stopped run is recorded, is not its last.
+    stopped = {"final": {"loss": 5.35}, "status": "preempted"}
     found = rows(
         [
             *(run("fp32", seed, 2.0 * (seed + 1)) for seed in (0, 1)),
             run("amp", 0, 3.0),
             run("amp", 1, 0, **stopped),
             run("bf16_master", 0, 0, **stopped),
-            run("bf16_master", 1, 0, **(stopped | {"newest": {}})),
+            run("bf16_master", 1, 0, **stopped),
         ]
     )
-    assert found["amp"]["loss, seed 1"] == "5.3500 (step 40)"
-    assert (found["amp"]["mean"], found["amp"]["vs FP32"]) == ("3.0000", "+50.00 %")
+    assert found["fp32"]["mean"] == "3.0000" and found["amp"]["loss, seed 1"] == ""
+    assert found["amp"]["mean"] == "3.0000 (1 of 2 seeds)"
+    assert found["amp"]["vs FP32"] == "+50.00 % (seed 0)"
     assert found["amp"]["status"] == "1 done, 1 preempted"
     none = found["bf16_master"]
     assert (none["loss, seed 1"], none["mean"], none["vs FP32"]) == ("", "", "")
@@ -125,8 +127,8 @@ def test_the_baseline_is_the_mode_that_the_configuration_names():
 def test_only_seeds_that_both_have_are_compared():
     base = [run("fp32", 0, 2.0), run("fp32", 1, 8.0)]
     found = rows([*base, run("amp", 1, 4.0), run("amp", 2, 1.0)])
-    assert found["amp"]["vs FP32"] == "-50.00 %"
-    assert found["amp"]["loss, seed 0"] == ""
+    assert found["amp"]["vs FP32"] == "-50.00 % (seed 1)"
+    assert found["amp"]["loss, seed 0"] == "" and found["amp"]["mean"] == "2.5000 (2 of 3 seeds)"
 
 
 def test_several_scalers_of_one_mode_are_rows_of_their_own():

@@ -436,7 +436,7 @@ def test_a_short_log_shortens_the_comparison_and_fails_the_check(tmp_path, capsy
         f"compared up to step 60 of 100, at the 60 steps that all logs have: {tmp_path}/amp2.csv "
         "ends at 60"
     )
-    assert f"LEFT OUT of amp: {left}" in row["stamps"]
+    assert f"loss: left out of amp: {left}" in row["stamps"]
     assert row["verdict"]["sentence"].endswith(f" Left out: {left}.")
 
 
