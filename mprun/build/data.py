@@ -61,7 +61,7 @@ def own_source(config: CustomDataConfig, seed: int, device: torch.device) -> Sou
 
 def _check_attributes(factory: Factory, source: Any) -> None:
     if missing := ", ".join(name for name in _ATTRIBUTES if not hasattr(source, name)):
-        use = "DatasetSource or TokenSource makes a source (docs/own_data.md)"
+        use = "DatasetSource or TokenSource makes a source (mprun --help data.factory)"
         raise BadInput(f"{factory}: returned a {type(source).__name__} without {missing}; {use}")
     for name, least in {"batches_per_epoch": 0, "samples_per_batch": 1}.items():
         value = getattr(source, name)

@@ -42,10 +42,10 @@ Use
                                             partition, ... (submitit)
   mprun experiment=resnet50_cifar10 data.root=DIR
                                             a recipe on data on disk
-                                            (docs/recipes.md)
+                                            (mprun --help experiment)
   mprun data=custom data.factory=module:function
                                             your data, your models
-                                            (docs/own_data.md)
+                                            (mprun --help data.factory)
   mprun resume=outputs/RUN                  continue from the last checkpoint
   mprun --config-dir DIR precision=mine     your modes, scalers, ...,
                                             each from DIR/GROUP/OPTION.yaml

@@ -6,6 +6,7 @@ names the key, the value and what is allowed. It imports no torch.
 
 import logging
 import os
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -79,13 +80,13 @@ def diagnose(parsed: list[Override], error: Exception, places: list[str]) -> str
     try:
         known = _keys(OmegaConf.to_container(_composed(choices, places)))
     except COMPOSITION_ERRORS as group_error:
-        return _first_line(group_error)
+        return _in_file(_first_line(group_error), groups, places)
     # Set mandatory keys, so that the error found is that of the checked line.
     factories = [f"{key}=package.module:function" for key in FACTORY_KEYS if key in known]
     chosen = choices + parse_overrides(factories)
     values = (override for override in parsed if override.key_or_group not in groups)
     wrong = (_wrong_value(override, chosen, known, groups, places) for override in values)
-    return next(filter(None, wrong), None) or _first_line(error)
+    return next(filter(None, wrong), None) or _in_file(_first_line(error), groups, places)
 
 
 def _composed(overrides: list[Override], places: list[str]) -> DictConfig:
@@ -135,6 +136,25 @@ def _first_line(error: BaseException) -> str:
         return repr(error)
     # "In 'train/mine': ConfigKeyError raised while composing config:" explains in the next line.
     return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+
+
+def _in_file(line: str, groups: set[str], places: list[str]) -> str:
+    """Return Hydra's line about an option file as one that names the file and what is allowed."""
+    found = re.match(
+        r"In '(?P<option>.+?)': (\w+ raised while composing config: )?(?P<what>.+)", line
+    )
+    if found is None:
+        return line
+    what, files = found["what"].rstrip("."), [Path(p, f"{found['option']}.yaml") for p in places]
+    if override := re.match("Could not override '(.+?)'", what):
+        what = f"override {override[1]}: no such group{nearest(override[1], groups)}"
+    elif unknown := re.match("Could not (?:find|load) '(.+)/(.+?)'", what):
+        group, option = unknown.groups()
+        what = f"{group}: {option}: {must_be(option, group_options(group), group)}"
+        # Hydra blames its own file where the option of another one overrides this group.
+        files += (path for place in places for path in Path(place).glob("experiment/*.yaml"))
+        files = [f for f in files if f.is_file() and option in f.read_text("utf-8", "replace")]
+    return f"{next((f for f in files if f.is_file()), found['option'])}: {what}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,7 +247,7 @@ def _factories_given(composed: DictConfig) -> None:
     ]:
         wanted = " ".join(f"{key}=package.module:function" for key in missing)
         chosen = " ".join(f"{key.partition('.')[0]}=custom" for key in missing)
-        raise BadInput(f"{chosen}: needs {wanted} (docs/own_data.md)")
+        raise BadInput(f"{chosen}: needs {wanted} (mprun --help data.factory)")
     if not (isinstance(model, DictConfig) and isinstance(data, DictConfig)):
         return
     plain: Any = OmegaConf.to_container(model)

@@ -365,7 +365,8 @@ def _data(config: RunConfig, files: bool) -> Iterator[str]:
         none = f"data.name={data.name} needs no loader process"
         yield f"data.workers={data.workers}: {none} (allowed: 0 or null)"
     if files and about.on_disk and data.root is None:
-        yield f"data.root=null: data={data.name} needs the folder of its files (docs/recipes.md)"
+        wants = f"data={data.name} needs the folder of its files"
+        yield f"data.root=null: {wants} (mprun --help experiment)"
     elif files and about.on_disk and not os.path.isdir(data.root or ""):
         yield f"data.root={data.root}: {no_folder(data.root or '')}"
 

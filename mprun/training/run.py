@@ -123,7 +123,7 @@ def _check_same_data(built: Built) -> None:
     own = built.data.sha256
     if built.task.ranks.first(own) != own:
         must = "each rank must be given all of them, and a stream must not divide itself"
-        raise BadInput(f"other data than on rank 0: {must} (docs/own_data.md)")
+        raise BadInput(f"other data than on rank 0: {must} (mprun --help data.factory)")
 
 
 def follow(directory: Path, config: RunConfig, built: Built, start: Start = BEGINNING) -> int:

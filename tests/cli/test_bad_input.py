@@ -299,6 +299,18 @@ OPTION_FILES = [
     ("precision", "overrides: [1]\n", "Cannot merge DictConfig with ListConfig"),
     ("optim", "name: sgd\nlr: abc\n", "optim.lr: Value 'abc' of type 'str' could not be converted"),
     ("train", "foo: 1\n", "train.foo: unknown key"),
+    (
+        "experiment",
+        "# @package _global_\ndefaults:\n- override /modl: gpt\n",
+        "override modl: no such group; did you mean 'model'?",
+    ),
+    (
+        "experiment",
+        "# @package _global_\ndefaults:\n- override /model: gptt\n",
+        "model: gptt: did you mean 'gpt'?",
+    ),
+    ("experiment", "# @package _global_\ntrain: 3\n", "int is not a subclass of TrainConfig"),
+    ("optim", "defaults: [sdg]\n", "optim: sdg: did you mean 'sgd'?"),
     ("experiment", "seed: 1\n", "begin the file with '# @package _global_'"),
     ("model", "name: gpt\n", "names nothing to build; its defaults need /schema/model/NAME@_here_"),
     ("data", "foo: 1\n", "names nothing to build; its defaults need /schema/data/NAME@_here_"),

@@ -41,6 +41,6 @@ def test_a_stream_that_divides_itself_is_refused(tmp_path):
     assert ended.returncode == 2
     assert ended.stderr.endswith(
         "mprun: rank 1: other data than on rank 0: each rank must be given all of them, and a "
-        "stream must not divide itself (docs/own_data.md)\n"
+        "stream must not divide itself (mprun --help data.factory)\n"
     )
     assert not (tmp_path / "x").exists()
