@@ -328,7 +328,8 @@ def _make_copies(
         for key, buffer in buffers_of(module).items():
             if buffer is not None and buffer.is_floating_point() and buffer.dtype is not dtype:
                 buffers_of(module)[key] = rounded = buffer.to(dtype)
-                cast.buffers.append((rounded, _version(rounded), buffer))
+                if not isinstance(module, BatchNorm):  # torch moves its statistics unseen
+                    cast.buffers.append((rounded, _version(rounded), buffer))
         if isinstance(module, nn.RNNBase) and any(
             id(own) in copies for own in flat_weights_of(module)
         ):

@@ -1,5 +1,7 @@
 """Which dtype every module has and sees, per mode and with overrides."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -233,6 +235,17 @@ def test_in_fp32_a_model_has_masters_and_statistics_and_computes_as_a_plain_one(
         inputs = torch.randn(8, 4)
         assert torch.equal(net.eval()(inputs), plain(inputs))
     assert all(own is inside[name] for name, own in cast.module.named_parameters())
+
+
+def test_in_fp32_statistics_in_16_bits_are_those_of_the_training():
+    """BatchNorm moves them without a version, by which other buffers' FP32 forms are told."""
+    policy = replace(get_policy("fp16_master"), norm_dtype=F16)
+    cast = cast_model(nn.Sequential(nn.BatchNorm1d(4)), policy)
+    with ForwardContext(policy, CPU):
+        cast.module(torch.randn(8, 4).half() + 1)
+    moved = cast.module[0].running_mean
+    with cast.in_fp32() as net:
+        assert moved.all() and torch.equal(net[0].running_mean, moved.float())
 
 
 def test_in_fp32_buffers_and_recurrent_layers_are_what_they_were():
