@@ -1,9 +1,10 @@
 """Entry points: names by which installed packages, and mprun's own extensions, add to the core.
 
 Groups: `mprun.components` registers networks, data and tasks (mprun.config.registry); `mprun.verbs`
-names commands (mprun.cli.dispatch); `mprun.readers` has `tag`, which reads other tools' logs
-(mprun.compare), in the formats of `mprun.log_formats` too (mprun.extensions.logs). The command
-`mprun` itself is in `console_scripts`, where the processes of a sweep find it (mprun.sweep.child).
+names commands (mprun.cli.dispatch); `mprun.execution` has `fused_norm` (mprun.build);
+`mprun.readers` has `tag`, which reads other tools' logs (mprun.compare), in the formats of
+`mprun.log_formats` too (mprun.extensions.logs). The command `mprun` itself is in `console_scripts`,
+where the processes of a sweep find it (mprun.sweep.child).
 A checkout's own are read from its pyproject.toml, so that none needs to be installed. Only text is
 read: `importlib.metadata` takes 35 ms.
 """

@@ -395,6 +395,7 @@ def _refused(config: RunConfig, device: str) -> Iterator[str]:
         ("compile", train.compile, _why_not_compiled(config, device), "off"),
         ("channels_last", train.channels_last, _why_no_channels_last(config), "auto, off"),
         ("autotune", train.autotune, _why_no_autotune(config, device), "auto, off"),
+        ("fused_norm", train.fused_norm, why_no_fused_norm(config, device), "auto, off"),
     ):
         if value not in ("auto", "off") and reason is not None:
             yield f"train.{key}={value}: {reason} (allowed: {allowed})"
@@ -459,6 +460,22 @@ def _why_no_autotune(config: RunConfig, device: str) -> str | None:
     if config.deterministic:
         return "it may choose another kernel in another run, deterministic=true forbids that"
     return None
+
+
+def why_no_fused_norm(config: RunConfig, device: str) -> str | None:
+    """Return why no network has the kernels of BatchNorm with ReLU, as far as known, or None.
+
+    device: "auto": not known yet.
+    """
+    train = config.train
+    if device == "cpu":
+        return "its kernels need device=cuda"
+    if train.compile != "off":
+        return f"train.compile={train.compile} fuses operations by itself"
+    nhwc, reason = train.channels_last == "on", "train.channels_last=off"
+    if train.channels_last == "auto":
+        nhwc, reason = auto_channels_last(config, "cuda")
+    return None if nhwc else f"its kernels need NHWC maps, train.channels_last=on ({reason})"
 
 
 def auto_channels_last(config: RunConfig, device: str) -> tuple[bool, str]:

@@ -290,6 +290,9 @@ class TrainConfig:
         "auto on off", "NHWC weights and activations; auto: on CUDA for 16-bit and TF32 products"
     )
     autotune: str = one_of("auto on off", "cudnn.benchmark; auto: on unless deterministic=true")
+    fused_norm: str = one_of(
+        "off auto on", "BatchNorm, sum and ReLU in one CUDA kernel; auto: if it is faster here"
+    )
 
 
 @dataclass(slots=True)

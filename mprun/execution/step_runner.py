@@ -190,7 +190,7 @@ class StepRunner:
         compilation: networks to compile; None: none.
         stream: the stream that captures graphs; None without graphs.
         settings: choices made beforehand, for the record: "cuda_graph" (why it is off, if `graph`
-            is None), "channels_last" and "autotune".
+            is None), "channels_last", "autotune" and "fused_norm".
 
     The first step is eager and uncompiled, so that it can be watched operation by operation. The
     second step compiles the networks; a graph is captured a few steps later.
@@ -324,7 +324,7 @@ class StepRunner:
             cuda_graph: "on", or "off: " and the reason; capture_s, replayed: seconds of capturing
             and number of replayed steps; host_ms, device_ms: times of an eager step under `auto`.
             compile: the mode; compile_s: seconds of the step that compiled. channels_last,
-            autotune: "on" or "off: " and the reason.
+            autotune, fused_norm: "on" or "off: " and the reason.
         """
         found: dict[str, str | float | int] = dict(self.settings)
         graph = self.graph

@@ -103,6 +103,11 @@ class CastModel:
     shards: dict[str, Shard] = field(default_factory=dict)
     units: str = ""  # what they gather at a time, in words
 
+    def compute_by(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        """Let a module that computed by its class compute by `forward`, except in FP32."""
+        self.forwards.append((vars(module), _NOTHING))
+        module.__dict__["forward"] = forward
+
     def updated(self, name: str, own: Tensor) -> Tensor:
         """Return the tensor that an optimizer updates for the parameter `own` of this name."""
         if name in self.shards:

@@ -162,6 +162,11 @@ def take_for_granted() -> None:
     _granted = True
 
 
+def is_granted() -> bool:
+    """Return whether kernels count as tested, see `take_for_granted`."""
+    return _granted
+
+
 @functools.cache
 def why_not_on(
     engine: Engine, device: torch.device, rule: str, rounding: str | None = None

@@ -49,7 +49,9 @@ def resume(
         ranks = joined(config, device, rank_info)
 
         def begun() -> Built:
-            built = prepare(config, device, record["environment"]["threads"], ranks)
+            fused_norm = record.get("execution", {}).get("fused_norm")
+            threads = record["environment"]["threads"]
+            built = prepare(config, device, threads, ranks, fused_norm)
             _check_same_data(path, record, built)
             check_length(config, record, built.steps)
             return built

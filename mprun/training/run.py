@@ -209,9 +209,15 @@ def _nondeterministic(error: BaseException) -> str:
 
 
 def prepare(
-    config: RunConfig, device: torch.device, threads: int | None, ranks: Ranks = ALONE
+    config: RunConfig,
+    device: torch.device,
+    threads: int | None,
+    ranks: Ranks = ALONE,
+    fused_norm: str | None = None,
 ) -> Built:
     """Pin flags, seed every generator and build the run; write no file.
+
+    fused_norm: of the record of a run that goes on, see `build`.
 
     Raises BadInput if the configuration cannot be built, Resource if memory does not suffice.
     """
@@ -229,7 +235,7 @@ def prepare(
     # torch warns that its CPU library has no LSTM with projection; ours is emulated or slower.
     warnings.filterwarnings("ignore", message="LSTM with projections")
     with _memory_as_resource(config):
-        built = build(config, device, ranks)
+        built = build(config, device, ranks, fused_norm)
     if config.numerics.enabled:
         chosen_modules(built.task.learners, config.numerics.modules)
     return built
@@ -253,6 +259,8 @@ def attempt(config: RunConfig, built: Built, record: Record, start: Start = BEGI
             environment=environment(built.device),
             ranks=_described(config, built),
             launched_by=task.ranks.launched_by,
+            # The rest is known at the end; a resumed run reads this.
+            execution={"fused_norm": built.stepper.settings["fused_norm"]},
         )
         if task.ranks.world > 1:
             task.ranks.found(directory)

@@ -24,6 +24,7 @@ LSTM = ["model=lstm_lm", "data=synthetic_tokens"]
 IMAGES = "model=conv_autoencoder"
 GRAPH, COMPILE = "train.cuda_graph=on", "train.compile=default"
 NHWC, AUTOTUNE = "train.channels_last=on", "train.autotune=on"
+FUSED = "train.fused_norm=on"
 REFUSED = [
     ([GRAPH, "device=cpu"], "a CUDA graph needs device=cuda"),
     ([GRAPH, "device=cuda", "numerics=on"], "numerics=on watches tensors with hooks"),
@@ -35,6 +36,10 @@ REFUSED = [
     ([NHWC, *LSTM], "lstm_lm has no images"),
     ([AUTOTUNE, "device=cpu"], "cuDNN needs device=cuda"),
     ([AUTOTUNE, "device=cuda", "deterministic=true"], "deterministic=true forbids that"),
+    ([FUSED, "device=cpu"], "its kernels need device=cuda"),
+    ([FUSED, IMAGES, "device=cuda", COMPILE], "train.compile=default fuses operations by itself"),
+    ([FUSED, IMAGES, "precision=fp32"], "need NHWC maps, train.channels_last=on (FP32 products)"),
+    ([FUSED, *LSTM, "precision=amp"], "lstm_lm has no images"),
 ]
 REFUSED = with_extensions("REFUSED", REFUSED)
 
@@ -52,6 +57,7 @@ def test_refused_before_anything_is_built(overrides, reason):
         ([GRAPH], "a CUDA graph needs device=cuda"),
         ([AUTOTUNE], "cuDNN needs device=cuda"),
         ([COMPILE, "precision=amp"], "precision=amp is emulated on a CPU"),
+        ([FUSED, "precision=amp"], "its kernels need device=cuda"),
     ],
 )
 def test_refused_once_the_device_is_known(overrides, reason):
@@ -142,6 +148,7 @@ def test_a_run_records_how_its_steps_were_executed(tmp_path, capsys):
         "compile": "off",
         "channels_last": "off: device=cpu",
         "autotune": "off: device=cpu",
+        "fused_norm": "off: train.fused_norm=off",
     }
     # Whether steps are replayed may change from one attempt to the next, how they round may not.
     refused(capsys, f"resume={directory}", "train.steps=3", "train.compile=default")

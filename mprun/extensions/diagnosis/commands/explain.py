@@ -137,8 +137,11 @@ def explain(
     missing = environment["device"] == "cuda" and not torch.cuda.is_available()
     device = resolve_device("cpu" if missing else environment["device"])
 
+    fused_norm = None if missing else record.get("execution", {}).get("fused_norm")
+
     def build(config: dict):
-        return prepare(config_from_record(config, given), device, environment["threads"])
+        checked, threads = config_from_record(config, given), environment["threads"]
+        return prepare(checked, device, threads, fused_norm=fused_norm)
 
     kept = kept_state(directory, record, config, build)
     post_mortem = read_post_mortem(directory) or {"classification": [], "failure": {}}
