@@ -84,6 +84,20 @@ def tests_graphs(setting: Setting, seconds: float) -> list[Step]:
     return _tests(setting, "tests_graphs", _in_folder("execution"), "-k", chosen)
 
 
+def fused_norm(setting: Setting, seconds: float) -> list[Step]:
+    """Compare and time BatchNorm with ReLU in one kernel; then steps of ResNet-50 with it."""
+    if setting.dry:  # the kernels are CUDA's
+        return []
+    record, out = setting.work / "fused_norm.json", setting.work / "bench_fused_norm"
+    command = _python("benchmarks/fused_norm.py", "--device", "cuda", "--json", str(record))
+    beside = _python("-m", "mprun", "bench", "--plain", "--budget", str(int(seconds / 2)))
+    beside += ["--out", str(out), "--modes", "fp16_master_scaled,amp", "train.fused_norm=on"]
+    beside += ["model=resnet50", "data=synthetic_images", "data.image_size=224"]
+    bench = [*beside, "data.batch_size=256"]
+    table = {"table": out / "bench.md", "record": out / "bench.json"}
+    return [Step("fused_norm", command, record=record), Step("bench_fused_norm", bench, **table)]
+
+
 def tests_others(setting: Setting, seconds: float) -> list[Step]:
     """Run the tests that the parts above leave out, except slow ones."""
     folders = ("tasks", "precision", "execution", "distributed")
@@ -271,7 +285,8 @@ PARTS = {
     "results": Part(280, results),
     "data": Part(225, real_data),
     "gpt": Part(505, gpt),
-    "bench_peers": Part(240, bench_peers),
+    "fused_norm": Part(80, fused_norm),
+    "bench_peers": Part(160, bench_peers),
     "update": Part(35, update),
     "tests_others": Part(110, tests_others),
     "tests_slow": Part(120, tests_slow),
@@ -286,7 +301,7 @@ CALLS = {
     ),
     "verdicts": ("results", "data"),
     "gpt": ("gpt",),
-    "peers": ("bench_peers", "update", "tests_others", "tests_slow"),
+    "peers": ("fused_norm", "bench_peers", "update", "tests_others", "tests_slow"),
     "ranks": ("tests_ranks", "bench_ranks"),
 }
 
