@@ -70,7 +70,7 @@ class _Eval(msgspec.Struct, tag_field="split", tag="eval", gc=False):
 # The record of each line, an evaluation with all of its columns; None: of another split.
 _Records = list[_Train | dict[str, Any] | None]
 _decoder = msgspec.json.Decoder(_Train)
-_EVAL_LINE = b'{"split": "eval", '
+_EVAL_LINE, _TRAIN_LINE = b'{"split": "eval", ', b'{"split": "train", '
 
 
 def read_columns(path: Path) -> MetricsColumns:
@@ -110,11 +110,15 @@ def parsed_json(path: Path, number: int, line: bytes) -> Any:
 
 def _decoded(lines: list[bytes]) -> _Records:
     return [
-        _checked(msgspec.json.decode(line))
-        if line.startswith(_EVAL_LINE)
-        else _decoder.decode(line)
+        _checked(msgspec.json.decode(line)) if line.startswith(_EVAL_LINE) else _decoded_train(line)
         for line in lines
     ]
+
+
+def _decoded_train(line: bytes) -> _Train:
+    if not line.startswith(_TRAIN_LINE):  # without the tag msgspec takes any record for a _Train
+        raise msgspec.ValidationError("begins as no record of this program")
+    return _decoder.decode(line)
 
 
 def _checked(record: dict[str, Any]) -> _Train | dict[str, Any]:

@@ -21,7 +21,7 @@ from mprun.record.metrics_columns import _columns, _decoded, _parsed, complete_l
 from mprun.training.loop import Loop
 from mprun.training.signals import Interruption
 
-from ..helpers import TINY_LM
+from ..helpers import TINY_LM, raises_line
 
 
 def write(path, records):
@@ -127,6 +127,14 @@ def test_another_order_of_the_keys_is_read_all_the_same(tmp_path_factory, record
     records[where] = moved | records[where]
     write(path, records)
     assert_equal(read_columns(path), parsed(path))
+
+
+def test_a_record_without_its_split_is_damage(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [train(1), train(2)])
+    path.write_bytes(path.read_bytes().replace(b'"split"', b'" plit"', 1))
+    with raises_line(Damaged, "line 1 is not a record of a run"):
+        read_columns(path)
 
 
 @settings(max_examples=15, deadline=None)
