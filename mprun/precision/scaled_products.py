@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
@@ -29,6 +30,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mprun.precision.torch_update import is_granted
 from mprun.torch_private import scaled_mm
 
 FORMATS = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -68,30 +70,61 @@ class ScaledProducts:
 
 
 class Cast(NamedTuple):
-    """An 8-bit matrix: `values` times `factor` (float32, 0-dim, by row [n, 1] or by column)."""
+    """An 8-bit matrix: `values` times `factor` (float32, 0-dim, by row [n, 1] or by column).
+
+    turned: the transposed values in their own memory, as CUDA's products read right operands; None:
+        there are none. With `turned` alone `values` is a view of it.
+    """
 
     values: Tensor
     factor: Tensor
+    turned: Tensor | None = None
 
     @property
     def T(self) -> Cast:
-        return Cast(self.values.t(), self.factor.t())
+        if self.turned is None:
+            return Cast(self.values.t(), self.factor.t())
+        return Cast(self.turned, self.factor.t(), self.values)
+
+    @property
+    def kept(self) -> Cast:
+        """Return what backward products need of the operands of a forward one."""
+        if self.turned is None:
+            return self
+        return Cast(self.turned.t(), self.factor, self.turned)
 
 
 # Gets the matrix and a function that casts it, returns the cast; None: nobody observes casts.
 observer: Callable[[Tensor, Callable[[], Cast]], Cast] | None = None
 
 
-def cast(matrix: Tensor, dtype: torch.dtype, products: ScaledProducts, dim: int = -1) -> Cast:
+# Layouts that a cast writes on CUDA.
+_BOTH, _BY_ROWS, _TURNED = (True, True), (True, False), (False, True)
+
+
+def cast(
+    matrix: Tensor,
+    dtype: torch.dtype,
+    products: ScaledProducts,
+    dim: int = -1,
+    layouts: tuple[bool, bool] = _BOTH,
+) -> Cast:
     """Cast `matrix`, [n, k] in 16 or 32 bits, to `dtype`, through the `observer` if there is one.
 
-    dim: the dimension along which a product adds up, for scales by row.
+    dim: the dimension along which a product adds up, for scales by row. layouts: those that are
+    written on CUDA, `values` and `turned`.
     """
-    take = partial(_cast, matrix, dtype, products, dim)
+    take = partial(_cast, matrix, dtype, products, dim, layouts)
     return take() if observer is None else observer(matrix, take)
 
 
-def _cast(matrix: Tensor, dtype: torch.dtype, products: ScaledProducts, dim: int) -> Cast:
+def _cast(
+    matrix: Tensor,
+    dtype: torch.dtype,
+    products: ScaledProducts,
+    dim: int,
+    layouts: tuple[bool, bool] = _BOTH,
+) -> Cast:
     largest = torch.finfo(dtype).max
     if products.granularity == "row":
         # torch.aminmax along a dimension takes ten times as long on a CPU.
@@ -105,8 +138,19 @@ def _cast(matrix: Tensor, dtype: torch.dtype, products: ScaledProducts, dim: int
         scale = (largest / amax.clamp(min=_SMALLEST_AMAX)).float()
         if products.power_of_two:
             scale = torch.exp2(torch.floor(torch.log2(scale)))
-    scaled = matrix.float() * scale
-    return Cast(scaled.clamp_(-largest, largest).to(dtype), scale.reciprocal())
+    if not matrix.is_cuda:
+        return Cast(saturated(matrix, scale, dtype), scale.reciprocal())
+    values, turned = torch.ops.mprun.cast_fp8(matrix, scale, dtype, *layouts)
+    factor = scale.reciprocal()
+    if layouts == _TURNED:
+        return Cast(turned.t(), factor, turned)
+    return Cast(values, factor, turned if layouts == _BOTH else None)
+
+
+def saturated(matrix: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return matrix * scale in FP8, in torch's operations."""
+    largest = torch.finfo(dtype).max
+    return (matrix.float() * scale).clamp_(-largest, largest).to(dtype)
 
 
 def product(a: Cast, b: Cast, dtype: torch.dtype, fast: bool = False) -> Tensor:
@@ -114,13 +158,14 @@ def product(a: Cast, b: Cast, dtype: torch.dtype, fast: bool = False) -> Tensor:
 
     fast: a forward pass, where the Tensor Core alone may add up (about 14 bits).
     """
-    return torch.ops.mprun.scaled_mm(a.values, b.values, a.factor, b.factor, dtype, fast)
+    right = b.values if b.turned is None else b.turned.t()
+    return torch.ops.mprun.scaled_mm(a.values, right, a.factor, b.factor, dtype, fast)
 
 
 def why_no_product(products: ScaledProducts, device: torch.device) -> str | None:
     """Return what torch says of the first of the products that it refuses on `device`, or None.
 
-    It casts and multiplies ones of 16 x 16.
+    It casts and multiplies ones of 16 x 16. On CUDA the kernel of casts has to have torch's bits.
     """
     ones = torch.ones(_MULTIPLE, _MULTIPLE, dtype=torch.bfloat16, device=device)
     try:
@@ -130,11 +175,23 @@ def why_no_product(products: ScaledProducts, device: torch.device) -> str | None
         for name, (a, b) in zip(PRODUCTS, pairs, strict=True):
             if name not in products.high_precision:
                 product(a, b.T, torch.bfloat16, fast=name == "output")
+        if device.type == "cuda" and not all(map(_is_cast_alike, products.formats)):
+            return "the kernel that casts has other bits than torch's operations"
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError) as error:
         return str(error).strip().partition("\n")[0][:100]
     return None
+
+
+def _is_cast_alike(dtype: torch.dtype) -> bool:
+    """Return whether the kernel casts numbers of every size as torch does, in both layouts."""
+    made = torch.linspace(-20, 20, 70 * 40, device="cuda").exp2().view(70, 40)
+    made = torch.stack([made, -made]).view(-1, 40)
+    expected = saturated(made, made.new_ones(()), dtype).view(torch.uint8)
+    values, turned = cast_by_kernel(made, made.new_ones(()), dtype, True, True)
+    alike = [values.view(torch.uint8), turned.view(torch.uint8).t()]
+    return is_granted() or all(torch.equal(own, expected) for own in alike)
 
 
 _library = torch.library.Library("mprun", "DEF")
@@ -175,6 +232,57 @@ def _on_cpu(
 ) -> Tensor:
     _count(a, b, fast)
     return torch.mm(decoded(a, factor_a), decoded(b, factor_b)).to(dtype)
+
+
+_library.define(
+    "cast_fp8(Tensor matrix, Tensor scale, ScalarType dtype, bool rows, bool turned)"
+    " -> (Tensor, Tensor)"
+)
+
+
+def cast_by_kernel(
+    matrix: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, turned: bool
+) -> tuple[Tensor, Tensor]:
+    """Write matrix * scale in FP8 by rows and transposed; an unwanted one has no values."""
+    try:
+        # Imported here: only torch for CUDA on Linux includes Triton.
+        from mprun.precision import fp8_cast_triton as kernels
+    except ImportError:
+        found = saturated(matrix, scale, dtype)
+        return found, found.t().contiguous()
+    count, width = matrix.shape
+    found, other = (
+        torch.empty(size if wanted else (0, 0), dtype=torch.uint8, device=matrix.device)
+        for wanted, size in ((rows, (count, width)), (turned, (width, count)))
+    )
+    steps = [0 if scale.dim() == 0 or scale.size(i) == 1 else scale.stride(i) for i in (0, 1)]
+    # The interpreter, for tests, has no BF16.
+    bits = (
+        matrix.view(torch.uint16)
+        if matrix.dtype is torch.bfloat16 and not matrix.is_cuda
+        else matrix
+    )
+    grid = (-(-count // kernels.TILE), -(-width // kernels.TILE))
+    with torch.cuda.device(matrix.device) if matrix.is_cuda else nullcontext():
+        kernels.cast_kernel[grid](
+            bits, scale, found, other, count, width, *matrix.stride(), *steps,
+            torch.finfo(dtype).max, E5M2=dtype is torch.float8_e5m2, ROWS=rows, TURNED=turned,
+            TILE=kernels.TILE, **kernels.LAUNCH,
+        )  # fmt: skip
+    return found.view(dtype), other.view(dtype)
+
+
+def _shapes_of_cast(
+    matrix: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, turned: bool
+) -> tuple[Tensor, Tensor]:
+    count, width = matrix.shape
+    sizes = (rows, (count, width)), (turned, (width, count))
+    one, other = (matrix.new_empty(s if wanted else (0, 0), dtype=dtype) for wanted, s in sizes)
+    return one, other
+
+
+_library.impl("cast_fp8", cast_by_kernel, "CUDA")
+_library.impl("cast_fp8", _shapes_of_cast, "Meta")
 
 
 def _shape_of(a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, *form: Any) -> Tensor:
@@ -218,9 +326,11 @@ class _Linear(torch.autograd.Function):
         rows = x.reshape(-1, x.size(-1))
         ctx.products, ctx.shape = products, x.shape
         ctx.casts_anew = products.granularity == "row" or bool(products.high_precision)
-        own = cast(rows, products.input, products)
-        other = cast(weight, products.weight, products)
-        ctx.save_for_backward(*((rows, weight) if ctx.casts_anew else (*own, *other)))
+        layouts = _BY_ROWS if ctx.casts_anew else _BOTH
+        own = cast(rows, products.input, products, layouts=layouts)
+        other = cast(weight, products.weight, products, layouts=layouts)
+        # `other.T` has rows: a right operand reads what is turned, here the rows of `other`.
+        ctx.save_for_backward(*((rows, weight) if ctx.casts_anew else (*own.kept, *other.kept)))
         if "output" in products.high_precision:
             found = rows @ weight.t()
         else:
@@ -238,15 +348,16 @@ class _Linear(torch.autograd.Function):
         if ctx.casts_anew:
             x, weight = saved
         else:
-            own, other = Cast(*saved[:2]), Cast(*saved[2:])
+            own, other = Cast(*saved[:3]), Cast(*saved[3:])
         grad_x = grad_weight = of_gradient = None
         if ctx.needs_input_grad[0]:
             if "grad_input" in products.high_precision:
                 grad_x = rows @ weight
             else:
                 if ctx.casts_anew:
-                    other = cast(weight, products.weight, products, 0)
-                of_gradient = cast(rows, products.grad_output, products)
+                    other = cast(weight, products.weight, products, 0, _TURNED)
+                layouts = _BY_ROWS if by_row else _BOTH
+                of_gradient = cast(rows, products.grad_output, products, layouts=layouts)
                 grad_x = _stored(of_gradient, other, dtype, products)
             grad_x = grad_x.view(ctx.shape)
         if ctx.needs_input_grad[1]:
@@ -254,9 +365,10 @@ class _Linear(torch.autograd.Function):
                 grad_weight = rows.t() @ x
             else:
                 if ctx.casts_anew:
-                    own = cast(x, products.input, products, 0)
+                    own = cast(x, products.input, products, 0, _TURNED)
                 if of_gradient is None or by_row:
-                    of_gradient = cast(rows, products.grad_output, products, 0 if by_row else -1)
+                    dim = 0 if by_row else -1
+                    of_gradient = cast(rows, products.grad_output, products, dim, _TURNED)
                 grad_weight = _stored(of_gradient.T, own, dtype, products)
         return grad_x, grad_weight, None
 

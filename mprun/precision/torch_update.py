@@ -192,3 +192,17 @@ def has_fused_kernel(kind: str, device: torch.device) -> bool:
             raise
         return False
     return True
+
+
+_granted = False
+
+
+def take_for_granted() -> None:
+    """Count the kernels as tested in this process: for a device without any values."""
+    global _granted
+    _granted = True
+
+
+def is_granted() -> bool:
+    """Return whether kernels count as tested, see `take_for_granted`."""
+    return _granted

@@ -17,7 +17,7 @@ from mprun.precision.casting import cast_model
 from mprun.precision.loss_scale import LogMaxLossScale, StaticLossScale
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.rounded_weights import COMPENSATION, is_dense
-from mprun.precision.torch_update import RULES, has_fused_kernel, is_fused, rule_of
+from mprun.precision.torch_update import RULES, has_fused_kernel, is_fused, is_granted, rule_of
 from mprun.precision.update import ByTorch, SinglePass, same_order
 
 Engine = Callable[..., Any]  # MixedPrecisionOptimizer, which imports this module
@@ -153,20 +153,6 @@ _FORMULAS: dict[str, dict[str, dict]] = {
 _TOLERANCE = 2.0**-20
 
 
-_granted = False
-
-
-def take_for_granted() -> None:
-    """Count the kernels as tested in this process: for a device without any values."""
-    global _granted
-    _granted = True
-
-
-def is_granted() -> bool:
-    """Return whether kernels count as tested, see `take_for_granted`."""
-    return _granted
-
-
 @functools.cache
 def why_not_on(
     engine: Engine, device: torch.device, rule: str, rounding: str | None = None
@@ -175,7 +161,7 @@ def why_not_on(
 
     rounding: rounding of BF16 weights without masters, see `RoundedWeights`; None: there are none.
     """
-    if _granted:
+    if is_granted():
         return None
     try:
         # Imported here: only torch for CUDA on Linux includes Triton.

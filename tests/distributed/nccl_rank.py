@@ -13,11 +13,11 @@ from unittest import mock
 
 import torch.nn.parallel.distributed
 
-import mprun.precision.update_choice as update_choice
 import mprun.record.async_copy
 import mprun.training.metric_logger
 from mprun.distributed.group import RankGroup
 from mprun.execution.step_runner import StepRunner
+from mprun.precision.torch_update import take_for_granted
 from mprun.sweep.child import child
 
 from .faulty import STEP, fault
@@ -41,7 +41,7 @@ evaluate = mprun.training.metric_logger.MetricLogger.evaluate
 read = mprun.record.async_copy.Sent.read
 
 if __name__ == "__main__":
-    update_choice.take_for_granted()
+    take_for_granted()
     with (
         mock.patch.object(StepRunner, "step", stepped),
         mock.patch.object(RankGroup, "check_equal", lambda self, state, step: None),

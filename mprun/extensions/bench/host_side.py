@@ -21,7 +21,7 @@ from mprun.extensions.bench.cases import REFERENCES, Case
 from mprun.extensions.bench.contest import Contest
 from mprun.extensions.bench.measure import Contender, host_seconds
 from mprun.extensions.bench.worker import Worker, release
-from mprun.precision.update_choice import take_for_granted
+from mprun.precision.torch_update import take_for_granted
 from mprun.record.console import markdown_table
 from mprun.record.memory import SPARED
 from mprun.record.run_directory import write_json

@@ -261,7 +261,9 @@ class Observation(Collector):
         with disable_dispatch_modes():
             found = take()
             given = self._input(matrix.detach())
-            self._casts[storage_of(found.values)] = found.values, given
+            for own in (found.values, found.turned):
+                if own is not None:
+                    self._casts[storage_of(own)] = own, given
         return found
 
     def _input(self, tensor: Tensor, singular: bool = False) -> _Inputs:

@@ -24,7 +24,7 @@ from mprun.extensions.fused_norm.modules import (
     plan,
 )
 from mprun.precision import PrecisionPolicy
-from mprun.precision.update_choice import is_granted
+from mprun.precision.torch_update import is_granted
 from mprun.tasks import Task
 
 # Images, channels, height and width: chunks of two tiles; channels that fill no block, rows that

@@ -23,7 +23,6 @@ from unittest import mock
 import numpy
 import torch
 
-import mprun.precision.update_choice as update_choice
 import mprun.record.async_copy
 import mprun.training.loop
 import mprun.training.metric_logger
@@ -33,6 +32,7 @@ from mprun.execution.step_runner import StepRunner
 from mprun.extensions.bench import fake_cuda
 from mprun.extensions.detection import boxes
 from mprun.numerics import probing
+from mprun.precision.torch_update import take_for_granted
 from mprun.record import checkpoint
 from mprun.record.run_record import read_record
 from mprun.tasks import GAN
@@ -170,7 +170,7 @@ def serve() -> None:
         warnings.simplefilter("ignore")  # that the mode is a prototype, once a process
         torch.cuda.set_sync_debug_mode("warn")
         torch.cuda.set_sync_debug_mode("default")
-    update_choice.take_for_granted()
+    take_for_granted()
     for line in sys.stdin:
         answers.write(json.dumps(answer(json.loads(line)), default=str) + "\n")
 
