@@ -184,7 +184,9 @@ def _lives(pid: str) -> bool:
 
 def _message(text: str) -> str:
     lines = [line for line in text.splitlines() if line.startswith("mprun: ")]
-    others = re.compile(r"mprun: (next|restarting|to go on|SIG\w+: stopping)")
+    others = re.compile(
+        r"mprun: (next|restarting|to go on|to train longer|no checkpoint was kept|SIG\w+: stopping)"
+    )
     told = [line[7:] for line in lines if not others.match(line)]
     return " / ".join(dict.fromkeys(told))
 

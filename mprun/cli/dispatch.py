@@ -46,7 +46,6 @@ _OF_THE_SYSTEM = {
 # Keys for the place of a run, not its content.
 _OF_RANKS = ("devices", "nodes", "restarts")
 _TOLD_S = 10.0  # for rank 0 to say why nothing is started
-_MORE = " ... (mprun --help)"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -121,8 +120,13 @@ def _one_line(text: str, longest: int = 200) -> str:
         return text
     if not re.search("one of|allowed: |choose |a verb ", text):
         return f"{text[: longest - 80]} ... {text[-75:]}"
-    whole, _, _ = text[: longest - len(_MORE)].rpartition(" ")
-    return whole.rstrip(",") + _MORE
+    from mprun.cli.help import GROUPS
+
+    group = re.match(r"(?:mprun: )?([a-z]+)[.=]", text)
+    known = f" {group[1]}" if group is not None and group[1] in GROUPS else ""
+    more = f" ... (mprun --help{known})"
+    whole, _, _ = text[: longest - len(more)].rpartition(" ")
+    return whole.rstrip(",") + more
 
 
 def _dispatch(arguments: list[str]) -> int:

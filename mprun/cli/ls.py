@@ -1,5 +1,7 @@
 """`mprun ls`: the runs below a folder, each with its status and last value; what to do next."""
 
+import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,7 +44,8 @@ def main(words: list[str]) -> int:
                 one for one in commands(directory, record) if not one.startswith("mprun compare")
             )
             asked.append(next(own))
-    for line in _table(rows, columns(160)):
+    has_width = sys.stdout.isatty() or bool(os.environ.get("COLUMNS"))  # else names stay
+    for line in _table(rows, columns(160) if has_width else None):
         print(line)
     for line in _next(folder, rows, asked):
         print(line)
@@ -68,18 +71,28 @@ def _name(directory: Path, folder: Path) -> str:
     return str(directory.relative_to(folder)) if directory != folder else str(directory)
 
 
-def _table(rows: list[tuple[str, ...]], width: int) -> Iterator[str]:
-    """Yield lines of at most `width` columns: a name that is too long loses its middle."""
+def _table(rows: list[tuple[str, ...]], width: int | None) -> Iterator[str]:
+    """Yield lines of at most `width` columns, None: any. A long name loses parts of its folder."""
     whole = [_HEADER, *rows]
     others = [max(len(row[place]) for row in whole) for place in range(1, len(_HEADER))]
-    room = max(20, width - sum(others[:-1]) - min(others[-1], 24) - 2 * len(others))
+    room = 1000 if width is None else width - sum(others[:-1]) - min(others[-1], 24)
+    room = max(20, room - 2 * len(others))
     for name, *cells in whole:
-        if len(name) > room:
-            name = f"{name[: room // 2 - 2]}...{name[-(room - room // 2 - 1) :]}"
+        name = _fitted(name, room)
         longest = min(room, max(len(row[0]) for row in whole))
         texts = [name.ljust(longest)]
         texts += [cell.ljust(size) for cell, size in zip(cells, others, strict=True)]
         yield "  ".join(texts).rstrip()[:width]
+
+
+def _fitted(name: str, room: int) -> str:
+    """Shorten a name: first its folder, since the rest tells it from its neighbours."""
+    if len(name) <= room:
+        return name
+    folder, _, own = name.rpartition("/")
+    if folder and len(own) + 8 <= room:
+        return f"{folder[: room - len(own) - 4]}.../{own}"
+    return f"{name[: room // 2 - 2]}...{name[-(room - room // 2 - 1) :]}"
 
 
 def _next(folder: Path, rows: list[tuple[str, ...]], asked: list[str]) -> Iterator[str]:

@@ -95,7 +95,7 @@ def commands(directory: Path, record: Record) -> Iterator[str]:
 def _commands(directory: Path, record: Record) -> Iterator[str]:
     status, folder = record["status"], str(directory)
     outside = as_overrides(record["config"]) if "script" not in record else []
-    kept = any(directory.glob("checkpoints/step-*"))
+    kept = status == "preempted" or any(directory.glob("checkpoints/step-*"))
     if status not in OUTCOMES and kept and "script" not in record:
         yield shlex.join(["mprun", f"resume={folder}", *outside])
     if status == "diverged":

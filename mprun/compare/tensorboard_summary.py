@@ -33,7 +33,6 @@ from mprun.compare.findings import (
     band,
     curve,
     grid,
-    on_grid,
 )
 from mprun.compare.load import SUMMARY_FOLDER, load_runs
 from mprun.compare.wording import group_markdown
@@ -164,21 +163,18 @@ def _curves(section: _Section) -> Iterator[tuple[str, str, np.ndarray, np.ndarra
 
 
 def _percent(name: str, arm: Arm, baseline: Arm, x: np.ndarray) -> np.ndarray:
-    """Return the arm's difference to the baseline at each x: the mean over seeds that both have.
+    """Return the arm's difference to the baseline at each x, in % of the baseline's mean.
 
-    Foreign logs have no seeds; for them it is the difference of the means.
+    Means are over the seeds that both have, as in a verdict; foreign logs have none.
     """
+    runs = arm.runs, baseline.runs
+    if not baseline.foreign:
+        own, base = ({run.seed: run for run in one} for one in runs)
+        shared = [seed for seed in own if seed in base]
+        runs = [own[seed] for seed in shared], [base[seed] for seed in shared]
     with np.errstate(divide="ignore", invalid="ignore"):
-        if baseline.foreign:
-            own, base = (band(_named(name, one.runs), x).mean for one in (arm, baseline))
-            return 100 * (own / base - 1)
-        shown, reference = (
-            {run.seed: on_grid(*_named(name, [run])[0], x) for run in one.runs}
-            for one in (arm, baseline)
-        )
-        shared = [seed for seed in shown if seed in reference]
-        pairs = [(x, 100 * (shown[seed] / reference[seed] - 1)) for seed in shared]
-    return band(pairs, x).mean
+        mean, reference = (band(_named(name, one), x).mean for one in runs)
+        return 100 * (mean / reference - 1)
 
 
 def _named(name: str, runs: Sequence[RunData]) -> list[Curve]:

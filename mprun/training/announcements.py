@@ -87,7 +87,7 @@ def say_ending(directory: Path, source: Source, outcome: Outcome, record: dict) 
         data_bound(source, outcome.throughput.get("data_wait"), record["seconds"]),
         replaced_line(record["data"]),
         f"next: {_next(directory, record)}" if done else None,
-        f"longer: {_longer(directory, record)}" if done else None,
+        f"to train longer: {_longer(directory, record)}" if done else None,
     )
 
 
@@ -97,14 +97,19 @@ def _longer(directory: Path, record: dict) -> str:
     if schedule != "constant":
         return not_longer(schedule, record["steps"], steps)
     if "first_checkpoint" not in record:
-        return "no checkpoint was kept; a resume can extend what began with train.checkpoint_every"
+        return (
+            f"begin again with train.steps={steps}; or with train.checkpoint_every=N, and a resume "
+            "can extend the run"
+        )
     given = [f"resume={directory}", f"train.steps={steps}", *as_overrides(record["config"])]
     return shlex.join(["mprun", *given])
 
 
 def to_go_on(directory: Path, config: dict) -> str:
     """Return the command that continues a run; it names what lies outside of the run."""
-    return f"to go on: {shlex.join(['mprun', f'resume={directory}', *as_overrides(config)])}"
+    command = shlex.join(["mprun", f"resume={directory}", *as_overrides(config)])
+    kept = any(directory.glob("checkpoints/step-*"))
+    return f"to go on: {command}" if kept else f"no checkpoint was kept; from step 1: {command}"
 
 
 def _next(directory: Path, record: dict) -> str:

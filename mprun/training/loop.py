@@ -220,9 +220,10 @@ class Loop:
         self.built.stepper.give_back_cache()
         self.heartbeat.beat()
         memory.reset_peak(device)
-        if all(math.isfinite(value) for value in outcome.final.values()):
-            return True
-        return outcome.diverged(step, "non-finite evaluation loss")
+        for name, value in outcome.final.items():
+            if not math.isfinite(value):
+                return outcome.diverged(step, f"non-finite evaluation {name}")
+        return True
 
     def save(self, step: int) -> None:
         """Write a checkpoint of the state after `step`."""

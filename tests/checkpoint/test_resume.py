@@ -228,7 +228,9 @@ def test_a_graph_is_refused_on_a_cpu_when_resuming_too(straight, capsys):
 
 def longer(capsys) -> str:
     lines = capsys.readouterr().err.splitlines()
-    return next(line for line in lines if line.startswith("mprun: longer: ")).partition("r: ")[2]
+    return next(line for line in lines if line.startswith("mprun: to train longer: ")).partition(
+        "r: "
+    )[2]
 
 
 def test_the_end_of_a_run_has_the_command_that_extends_it(tmp_path, capsys):

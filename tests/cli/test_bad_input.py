@@ -20,7 +20,10 @@ CASES = [
     ("scaler=dynamik", "scaler=dynamik|did you mean 'dynamic'"),
     ("optim=adm", "optim=adm|did you mean 'adam'"),
     ("data=digit_32", "data=digit_32|did you mean 'digits_32'"),
-    ("data=digits", "did you mean 'digits_224', 'digits_32' or 'digits_64'?|... (mprun --help)"),
+    (
+        "data=digits",
+        "did you mean 'digits_224', 'digits_32' or 'digits_64'?|... (mprun --help data)",
+    ),
     # the words of others
     ("precision=16-mixed", "did you mean 'amp'? It must be one of amp, amp_bf16"),
     ("precision=fp16", "did you mean 'amp', 'fp16_master_scaled' or 'fp16_naive'?"),

@@ -52,7 +52,7 @@ def test_done_is_0(tmp_path, capsys, monkeypatch):
     assert lines[7].startswith("step 1: ") and "% in emulated fp16" in lines[7]
     assert lines[5] == f"  watch    tensorboard --logdir {tmp_path / 'r'}"
     assert lines[-2] == f"mprun: next: tensorboard --logdir {tmp_path / 'r'}"
-    assert lines[-1].startswith("mprun: longer: no checkpoint was kept; ")
+    assert lines[-1].startswith("mprun: to train longer: begin again with train.steps=")
     counts, totals = zip(*evaluated, strict=True)
     held_out = record_held_out(lines[1])
     assert list(counts) == sorted(counts) and set(totals) == {held_out}

@@ -8,7 +8,9 @@ import pytest
 
 from mprun.cli import main
 from mprun.cli.dispatch import verbs
+from mprun.cli.ls import _fitted
 from mprun.cli.show import curve
+from mprun.training.announcements import to_go_on
 
 from ..helpers import TINY_AUTOENCODER, record_of, refused, run, seal_again
 
@@ -54,6 +56,9 @@ def test_ls_goes_on_past_a_damaged_record_and_stays_in_80_columns(runs, capsys, 
         assert max(map(len, found[:5])) <= 80
         assert any("damaged" in line and "xxx...xxx" in line for line in found)
         assert any(line.startswith("one ") for line in found)
+        monkeypatch.delenv("COLUMNS")  # what is not a terminal has names that can be copied
+        assert any("x" * 90 in line for line in lines(capsys, "ls", str(runs)))
+        assert _fitted("a_long_folder/fp32-s0", 20) == "a_long_fo.../fp32-s0"
     finally:
         (long / "run.json").unlink()
         long.rmdir()
@@ -88,6 +93,12 @@ def test_a_stopped_run_and_one_that_goes_on_say_so(runs, capsys):
             assert "running, at step 6" in "\n".join(lines(capsys, "show", str(runs / "one")))
     finally:
         (runs / "one" / "run.json").write_bytes(before)
+
+
+def test_what_kept_no_checkpoint_begins_again(tmp_path):
+    assert to_go_on(tmp_path, {}) == f"no checkpoint was kept; from step 1: mprun resume={tmp_path}"
+    (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)
+    assert to_go_on(tmp_path, {}) == f"to go on: mprun resume={tmp_path}"
 
 
 def test_an_edited_record_is_refused(runs, capsys):

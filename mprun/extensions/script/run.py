@@ -18,6 +18,7 @@ import hashlib
 import json
 import math
 import operator
+import re
 import shutil
 import sys
 import time
@@ -58,6 +59,7 @@ _OF_ARM = ("precision", "mode", "scaler", "seed")
 _RESERVED = frozenset(
     "split step updates skipped epoch loss_scale found_inf lr seconds samples_per_s".split()
 )
+_SCORE = re.compile(r"(?i)acc|top[-_]?\d|bleu|auc|(^|[^a-z])(f1|map|recall)")
 _MOST_CONFIG = 200_000  # characters; a record takes no more
 # Keys of an optimizer's group that decide how it computes, not what.
 _HOW = ("params", "foreach", "fused", "capturable", "differentiable", "initial_lr")
@@ -87,7 +89,8 @@ class Run:
         metric: metric of `evaluate` that the verdict rests on.
         margin: difference up to which the metric matches FP32: relative (0.01: 1 %), or in the
             metric's own unit if higher is better; None: 1 %.
-        higher_is_better: the metric is an accuracy or a score; needs a margin.
+        higher_is_better: the metric is an accuracy or a score; needs a margin. None: no, but the
+            name of such a metric is refused.
         name: name of the experiment; None: the script's file.
         log_every: steps between two records; the first 20 and every skipped step have one too.
         probe_every: probe the steps divisible by this, see `mprun.probe`; 0: none.
@@ -113,7 +116,7 @@ class Run:
         data: str | Path | Iterable[Path] | None = None,
         metric: str = "loss",
         margin: float | None = None,
-        higher_is_better: bool = False,
+        higher_is_better: bool | None = None,
         name: str | None = None,
         log_every: int = 50,
         probe_every: int = 0,
@@ -129,6 +132,11 @@ class Run:
                 raise ValueError(f"{key}={every!r}: must be an integer of at least {least}")
         if not isinstance(config, Mapping):
             raise ValueError(f"config: must be a mapping, not a {type(config).__name__}")
+        if higher_is_better is None and _SCORE.search(metric):
+            raise ValueError(
+                f"metric={metric}: say higher_is_better=True and a margin in its own unit, or "
+                "higher_is_better=False if less of it is better"
+            )
         if margin is not None and not 0 < margin < (math.inf if higher_is_better else 0.5):
             allowed = "above 0" if higher_is_better else "above 0 and below 0.5 (0.01: 1 %)"
             raise ValueError(f"margin={margin!r}: must be {allowed}")
@@ -285,8 +293,10 @@ class Run:
             seconds = time.perf_counter() - self._evaluated
             self._records.write_evaluation(self.steps, values, seconds)
             self._buffer.restart_clock()
-            if not all(map(math.isfinite, values.values())):
-                self._diverge(self.steps, "non-finite evaluation loss")
+            for name, value in values.items():
+                if not math.isfinite(value):
+                    self._diverge(self.steps, f"non-finite evaluation {name}")
+                    break
 
     def rewind(self) -> int:
         """Restore models, optimizers, loss scales and random states from the newest kept copy.

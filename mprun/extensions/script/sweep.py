@@ -75,7 +75,11 @@ class SweptRun(Run):
             raise RuntimeError("run.prepare: is called once a run, with all models and optimizers")
         prepared = prepare(model, optimizer, self.precision, **options)
         given: Any = optimizer
-        super().__init__(optimizer=given, seed=self.seed, **self._recorded)
+        try:
+            super().__init__(optimizer=given, seed=self.seed, **self._recorded)
+        except BaseException:
+            self.status = "not prepared"
+            raise
         return prepared
 
     def step(self, loss: Tensor | float, **metrics: Tensor | float) -> None:
@@ -112,7 +116,7 @@ def sweep(
     data: str | Path | Iterable[Path] | None = None,
     metric: str = "loss",
     margin: float | None = None,
-    higher_is_better: bool = False,
+    higher_is_better: bool | None = None,
     log_every: int = 50,
 ) -> ComparedRuns:
     """Call `train(run)` for each mode and seed, record every run and compare the modes with FP32.
@@ -200,6 +204,8 @@ def _check(run: SweptRun, name: str, metric: str) -> None:
     """Raise ValueError unless the function did what a comparison needs."""
     if run.status == "not prepared":
         raise ValueError(f"{name}: ended without run.prepare(model, optimizer)")
+    if run.status == "done" and not run.steps:
+        raise ValueError(f"{name}: ended without run.step(loss) after each optimizer.step()")
     if run.status == "done" and not run.final:
         raise ValueError(
             f"{name}: ended without run.evaluate({metric}=...), on which the verdict rests"

@@ -97,6 +97,10 @@ def twice(run):
     run.prepare(model, optimizer)
 
 
+def unstepped(run):
+    learned(run.prepare, lambda loss: None, run.evaluate)
+
+
 def unevaluated(run):
     learned(run.prepare, run.step, lambda loss: None)
 
@@ -112,7 +116,9 @@ def unevaluated(run):
         (unprepared, {}, r"unprepared: ended without run.prepare\(model, optimizer\)"),
         (early, {}, r"call run.prepare\(model, optimizer\) before its first step"),
         (twice, {}, "run.prepare: is called once a run"),
-        (unevaluated, {"metric": "top1"}, r"unevaluated: ended without run.evaluate\(top1=...\)"),
+        (unevaluated, {"metric": "error"}, r"unevaluated: ended without run.evaluate\(error=...\)"),
+        (unstepped, {}, r"unstepped: ended without run.step\(loss\) after each optimizer.step\(\)"),
+        (unevaluated, {"metric": "accuracy"}, "metric=accuracy: say higher_is_better=True and a"),
     ],
 )
 def test_a_wrong_argument_or_function_is_one_line(function, given, line, tmp_path):
@@ -120,6 +126,15 @@ def test_a_wrong_argument_or_function_is_one_line(function, given, line, tmp_pat
         mprun.sweep(function, **{"folder": tmp_path, **given})
     assert "\n" not in str(raised.value)
     assert function is not train or not list(tmp_path.iterdir())
+
+
+def test_an_interruption_while_a_run_begins_is_passed_on(tmp_path, monkeypatch):
+    def interrupted(*given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("mprun.extensions.script.run.ScriptTask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        mprun.sweep(train, folder=tmp_path)
 
 
 def test_the_name_is_callable_however_the_package_was_imported():
