@@ -1,4 +1,4 @@
-"""All of torch's operations in 16 bits here: docs/operations.md, and its proof.
+"""All of torch's operations in 16 bits here: docs/reference/operations.md, and its proof.
 
 torch has a database of its operations with inputs for each (`torch.testing`, needs the package
 expecttest). Each operation with a 16-bit kernel on CUDA runs on up to eight of its inputs, forward
@@ -8,7 +8,7 @@ of the same call in float32.
 
     python benchmarks/operations_of_torch.py [--write]
 
-prints what is wrong (exit code 1 then); --write makes docs/operations.md.
+prints what is wrong (exit code 1 then); --write makes docs/reference/operations.md.
 """
 
 import argparse
@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from mprun.precision.autocast import cuda_lists
 from mprun.precision.emulation import PRODUCTS, HalfEmulation, route_of
 
-PAGE = Path(__file__).resolve().parents[1] / "docs" / "operations.md"
+PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "operations.md"
 SAMPLES = 8
 F32, F64 = torch.float32, torch.float64
 WIDE = {F32: torch.complex64, F64: torch.complex128}
@@ -283,7 +283,7 @@ are widened as torch's. Exceptions:
 
 
 def page(compared: Compared) -> str:
-    """Return docs/operations.md."""
+    """Return docs/reference/operations.md."""
     rows = [row(op, compared) for op in database() if F32 in op.dtypesIfCUDA]
     counts = {
         phase: sum(n for (_, each), n in compared.done.items() if each == phase)
@@ -301,7 +301,7 @@ def page(compared: Compared) -> str:
 def main() -> int:
     """Compare both formats; with --write write the page of FP16."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--write", action="store_true", help="make docs/operations.md")
+    parser.add_argument("--write", action="store_true", help="make docs/reference/operations.md")
     options = parser.parse_args()
     wrong = False
     for dtype in (torch.float16, torch.bfloat16):

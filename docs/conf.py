@@ -21,7 +21,8 @@ project = "mprun"
 author = "The mprun authors"
 version = release = mprun.__version__
 
-extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon", "sphinx_copybutton"]
+copybutton_selector = "div.highlight-bash pre, div.highlight-python pre, div.highlight-ipython3 pre"
 # jupyter_execute: executed notebooks, which myst-nb writes beside the folder it builds into.
 exclude_patterns = ["_build", "examples", "jupyter_execute"]
 html_theme = "furo"
@@ -48,12 +49,25 @@ autodoc_default_options = {"members": True}
 napoleon_use_param = napoleon_use_ivar = False
 
 _GENERATED = re.compile(r"<!-- generated: (\w+) -->")
+_CONSOLE = re.compile(r"^```console\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _ENTRY = re.compile(r"((?:\w+)(?:, \w+)*): ")
 
 
 def write_generated(app, name, source):
-    """What a page says it wants generated."""
+    """Write what a page wants generated, and divide each console block."""
     source[0] = _GENERATED.sub(lambda found: getattr(generated, found[1])(), source[0])
+    source[0] = _CONSOLE.sub(_divided, source[0])
+
+
+def _divided(console):
+    """Return a block for each command, which can be copied, and one for what it printed."""
+    written = []
+    for line in console[1].splitlines():
+        language = "bash" if line.startswith("$ ") else "text"
+        if not written or written[-1][0] != language:
+            written.append((language, []))
+        written[-1][1].append(line.removeprefix("$ "))
+    return "\n\n".join("\n".join((f"```{own}", *lines, "```")) for own, lines in written)
 
 
 def name_parameters(app, what, name, obj, options, lines):

@@ -1,10 +1,10 @@
 """The arithmetic of a mode's passes: autocast, and Tensor Core arithmetic on a CPU.
 
 Paper section 3.3: products are multiplied in FP16, summed in FP32 and stored in FP16. Native CPU
-kernels break that rule: 8192 ones add up to 2048 in FP16 and to 256 in BF16 (docs/log.md, "16 bits
-on a CPU"). So on a CPU real 16-bit tensors are computed in float32 and rounded once on store,
-operation by operation (`HalfEmulation`), in both formats. A result then depends on neither the
-format nor the CPU.
+kernels break that rule: 8192 ones add up to 2048 in FP16 and to 256 in BF16 (docs/log/torch.md,
+"16 bits on a CPU"). So on a CPU real 16-bit tensors are computed in float32 and rounded once on
+store, operation by operation (`HalfEmulation`), in both formats. A result then depends on neither
+the format nor the CPU.
 
 A mode that a device cannot honour is refused, never replaced.
 """
@@ -233,7 +233,7 @@ class HalfEmulation(TorchDispatchMode):
                sums, batch norm with float32 parameters, pooling, and operations that move numbers
     refused    operations without a 16-bit kernel on CUDA: NotImplementedError, as there
 
-    docs/operations.md lists each operation. Tensors on other devices pass untouched.
+    docs/reference/operations.md lists each operation. Tensors on other devices pass untouched.
 
     Args:
         dtype: torch.float16 or torch.bfloat16, the format that is emulated.

@@ -63,6 +63,7 @@ def command(tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_an_installed_package_adds_a_network(command, tmp_path):
     shown = command("--help", "model").stdout
     assert "A perceptron on embedded digits" in shown

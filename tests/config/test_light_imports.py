@@ -76,9 +76,11 @@ def test_every_import_is_of_a_declared_package():
     assert not core & set(OF_EXTRAS)
     trainers = extras["lightning"] + extras["pytorch-lightning"] + extras["transformers"]
     assert modules_of(extras["cli"] + extras["notebook"] + trainers) == set(OF_EXTRAS)
-    # torch brings triton where there is CUDA, and Jinja brings markupsafe.
+    # torch brings triton where there is CUDA, Jinja markupsafe, TensorBoard werkzeug, notebooks
+    # IPython.
     absent = modules_of(trainers) - set(with_extensions("TRAINERS", []))
-    known = set(OF_EXTRAS) - absent | {"triton", "markupsafe"} | modules_of(extras["speech"])
+    brought = {"triton", "markupsafe", "werkzeug", "IPython"}
+    known = set(OF_EXTRAS) - absent | brought | modules_of(extras["speech"])
     assert imported - core <= known <= imported | modules_of(extras["speech"]) | {"mprun"}
 
 

@@ -37,7 +37,7 @@ from mprun.config.overrides import parse_overrides, sweep_values
 ROOT = Path(__file__).resolve().parents[2]
 # Pages whose blocks a test of their own runs, against what the page shows of their output.
 OWN_TESTS = {
-    "docs/failing_run.md": "tests/extensions/diagnosis/test_failing_run_page.py",
+    "docs/tutorial/why.md": "tests/extensions/diagnosis/test_failing_run_page.py",
     "docs/own_data.md": "tests/cli/test_own_data_page.py",
     "docs/extend.md": "tests/cli/test_contributing.py",
     # Where the library is installed.
@@ -45,7 +45,7 @@ OWN_TESTS = {
     "docs/script/huggingface.md": "tests/extensions/adapters/test_transformers.py",
 }
 # Records of what was run, by the programs of that day; and figures that a program writes.
-RECORDS = ("docs/results/", "docs/error_rates.md", "docs/operations.md", "docs/log.md")
+RECORDS = ("docs/results/", "docs/error_rates.md", "docs/reference/operations.md", "docs/log/")
 RUN = ("bash", "console", "python")
 SHOWN = ("", "text", "yaml", "toml", "{toctree}", "{include}", "{eval-rst}")
 # What a reader replaces: such an override is not composed.

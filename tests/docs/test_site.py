@@ -15,7 +15,7 @@ FETCHED = re.compile(r"""@import|url\(["']?(?:https?:)?//""")
 
 @pytest.mark.slow
 def test_the_site(tmp_path):
-    for module in ("sphinx", "furo", "myst_nb", "ipykernel"):
+    for module in ("sphinx", "furo", "myst_nb", "ipykernel", "sphinx_copybutton"):
         pytest.importorskip(module)
     build = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html"]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
@@ -31,6 +31,8 @@ def test_the_site(tmp_path):
             target = source or re.search(r'href="([^"]*)"', link)[1]
             assert not re.match(r"(https?:)?//", target), (page, target)
         assert "<!-- generated" not in text, page
+        assert not re.search(r"<pre>(<[^>]*>)*\$ ", text), page  # a command is copied as it stands
+    assert "copybutton.js" in (out / "running.html").read_text(encoding="utf-8")
     for style in out.rglob("*.css"):
         assert not FETCHED.search(style.read_text(encoding="utf-8")), style
     # Executed by the build, not as it was stored.

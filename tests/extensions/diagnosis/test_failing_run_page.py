@@ -1,4 +1,4 @@
-"""docs/failing_run.md: its commands run as they stand there, and what it says of them holds."""
+"""docs/tutorial/why.md: its commands run as they stand there, and what it says of them holds."""
 
 import os
 import re
@@ -12,7 +12,7 @@ import pytest
 from ...helpers import rows_of
 
 ROOT = Path(__file__).resolve().parents[3]
-PAGE = (ROOT / "docs" / "failing_run.md").read_text(encoding="utf-8")
+PAGE = (ROOT / "docs" / "tutorial" / "why.md").read_text(encoding="utf-8")
 RUNS = "outputs/quickstart_underflow"
 SCALED = "fp16_master_scaled-scaler=static-scaler.scale=65536"
 
@@ -67,7 +67,7 @@ def ended(replayed, start: str) -> subprocess.CompletedProcess:
 
 
 def test_the_figures_are_there_and_small():
-    names = re.findall(r"\]\((figures/[^)]+\.png)\)", PAGE)
+    names = re.findall(r"\]\(\.\./(figures/[^)]+\.png)\)", PAGE)
     assert len(names) == 4
     for name in names:
         assert 0 < (ROOT / "docs" / name).stat().st_size < 80_000
