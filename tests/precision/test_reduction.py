@@ -250,6 +250,7 @@ def of_ranks(tmp_path_factory):
     return torch.load(folder / "found.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("ranks", "dtype", "count"), SUMS)
 def test_a_ring_has_the_bits_of_gloo(of_ranks, ranks, dtype, count):
     terms = torch.stack([numbers(rank, dtype, count) for rank in range(ranks)])

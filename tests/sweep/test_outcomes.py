@@ -108,6 +108,7 @@ def test_twelve_cells_and_the_same_command_again(sabotaged, same_as_single, capf
     words = dict(zip(rates, [KILLED, FAILED, HUNG], strict=False)) | {rates[-1]: DIVERGED}
     check(code, cells, words, capfd.readouterr().out, same_as_single)
 
+    (cells[rates[1]] / "checkpoints").unlink()  # with it the folder is damaged, and stays so
     before = {r: (d / "metrics.jsonl").stat().st_mtime_ns for r, d in cells.items()}
     assert main(["-m", *arguments, "-j", "2"]) == 0
     assert "9 finished already" in capfd.readouterr().err
