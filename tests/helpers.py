@@ -1,9 +1,13 @@
 """What many tests need: small runs and networks, one step, equal bits, refusals in one line."""
 
 import json
+import os
 import re
+import subprocess
+import sys
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -190,3 +194,21 @@ def raises_line(error, *parts):
     assert "\n" not in message
     for part in parts:
         assert re.search(re.escape(part), message), message
+
+
+def printed_by(script: Path) -> Any:
+    """Run a script in a process of its own; return its last line, which is JSON.
+
+    Triton decides at its first import whether it interprets.
+    """
+    root = Path(__file__).resolve().parents[1]
+    paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env=os.environ | {"PYTHONPATH": paths},
+    )
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout.splitlines()[-1])

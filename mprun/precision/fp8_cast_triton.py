@@ -15,7 +15,7 @@ LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 
 
 @triton.jit
-def _wide(pointers, inside):
+def wide(pointers, inside):
     """Load as FP32. uint16 are the bits of BF16, which the interpreter lacks."""
     value = tl.load(pointers, mask=inside, other=0)
     if pointers.dtype.element_ty == tl.uint16:
@@ -57,7 +57,7 @@ def cast_kernel(
     down, across = row[:, None], column[None, :]
     inside = (down < rows) & (across < columns)
     factor = tl.load(scale + down * scale_row + across * scale_column, mask=inside, other=0.0)
-    value = _wide(matrix + down * row_step + across * column_step, inside) * factor
+    value = wide(matrix + down * row_step + across * column_step, inside) * factor
     value = tl.where(value > largest, largest, value)
     value = tl.where(value < -largest, -largest, value)
     found = _rounded(value, E5M2)

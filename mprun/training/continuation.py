@@ -1,4 +1,4 @@
-"""What a run would go on with: its record and configuration, and what a command may change in them.
+"""Read what a run goes on with: its record and configuration, with what a command may change.
 
 Needs no torch, so that bad input is refused before anything is loaded.
 """

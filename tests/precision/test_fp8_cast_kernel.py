@@ -1,9 +1,5 @@
 """The kernel that casts to FP8 in both layouts has the bits of torch's operations."""
 
-import json
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,22 +8,15 @@ import torch
 
 from mprun.precision.scaled_products import ScaledProducts, _cast, product, saturated
 
+from ..helpers import printed_by
+
 SCRIPT = Path(__file__).with_name("casts_in_interpreter.py")
 pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
 
 
 @pytest.mark.slow
 def test_bits_in_the_interpreter():
-    paths = os.pathsep.join([str(SCRIPT.parents[2]), os.environ.get("PYTHONPATH", "")])
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT)],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env=os.environ | {"PYTHONPATH": paths},
-    )
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = printed_by(SCRIPT)
     assert found["compared"] > 5_000_000 and found["different"] == []
 
 

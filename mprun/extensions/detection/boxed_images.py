@@ -146,7 +146,7 @@ class BoxReader(Reader):
 
 
 class BoxOptions(TypedDict):
-    """What a source of images with boxes takes besides its files."""
+    """Options of a source of images with boxes, besides its files."""
 
     augmentation: str
     image_size: int

@@ -41,7 +41,7 @@ class _Annotation(msgspec.Struct):
 
 
 class Instances(msgspec.Struct):
-    """What is read of a file of instances; other fields are passed over."""
+    """The fields that are read of a file of instances; others are passed over."""
 
     images: list[_Image]
     annotations: list[_Annotation]

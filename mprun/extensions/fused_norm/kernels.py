@@ -16,14 +16,7 @@ Import it only if Triton is installed.
 import triton
 import triton.language as tl
 
-
-@triton.jit
-def _wide(pointers, inside):
-    """Load as FP32. uint16 are the bits of BF16, whose rounding the interpreter lacks."""
-    value = tl.load(pointers, mask=inside, other=0)
-    if pointers.dtype.element_ty == tl.uint16:
-        return (value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return value.to(tl.float32)
+from mprun.precision.fp8_cast_triton import wide
 
 
 @triton.jit
@@ -80,14 +73,14 @@ def statistics_kernel(
     """
     row, column, known = _tile(steps, channels, LANES, BLOCK)
     start = tl.program_id(0).to(tl.int64) * steps * LANES
-    first = _wide(x + row * channels + column, (row < rows) & known)
+    first = wide(x + row * channels + column, (row < rows) & known)
     in_tile = tl.minimum(rows - start, LANES).to(tl.float32)
     shift = tl.div_rn(_total(first, LANES, BLOCK, LEVELS), in_tile)
     sums = tl.zeros((LANES, BLOCK), tl.float32)
     squares = tl.zeros((LANES, BLOCK), tl.float32)
     for step in range(steps):
         inside = (row + step * LANES < rows) & known
-        value = _wide(x + (row + step * LANES) * channels + column, inside)
+        value = wide(x + (row + step * LANES) * channels + column, inside)
         apart = tl.where(inside, value - shift, 0.0)
         sums += apart
         squares += apart * apart
@@ -133,9 +126,9 @@ def finish_statistics_kernel(
     tl.store(statistics + column, mean, mask=known)
     tl.store(statistics + channels + column, tl.div_rn(1.0, deviation), mask=known)
     unbiased = tl.div_rn(squares, count - 1.0)
-    old = _wide(running_mean + column, known)
+    old = wide(running_mean + column, known)
     _put(running_mean + column, rest * old + momentum * mean, known)
-    old = _wide(running_var + column, known)
+    old = wide(running_var + column, known)
     _put(running_var + column, rest * old + momentum * unbiased, known)
     if tl.program_id(0) == 0:
         tl.store(batches, tl.load(batches) + 1)
@@ -155,13 +148,13 @@ def normalise_kernel(
     row, column, known = _tile(steps, channels, LANES, BLOCK)
     mean = tl.load(statistics + column, mask=known, other=0.0)
     inverse = tl.load(statistics + channels + column, mask=known, other=0.0)
-    gain, shift = _wide(weight + column, known), _wide(bias + column, known)
+    gain, shift = wide(weight + column, known), wide(bias + column, known)
     for step in range(steps):
         inside = (row + step * LANES < rows) & known
         place = (row + step * LANES) * channels + column
-        value = _normalised(_wide(x + place, inside), mean, inverse) * gain + shift
+        value = _normalised(wide(x + place, inside), mean, inverse) * gain + shift
         if SUM:
-            value = _rounded(value, y) + _wide(residual + place, inside)
+            value = _rounded(value, y) + wide(residual + place, inside)
         if RELU:
             value = _rounded(value, y)
             value = tl.where(value <= 0, 0.0, value)  # a NaN stays one
@@ -176,7 +169,7 @@ def _passed(gradient, value, y, place, inside, gain, shift, MASK: tl.constexpr):
     there is no ReLU.
     """
     if MASK == "output":
-        gradient = tl.where(_wide(y + place, inside) <= 0, 0.0, gradient)
+        gradient = tl.where(wide(y + place, inside) <= 0, 0.0, gradient)
     if MASK == "input":
         gradient = tl.where(_rounded(value * gain + shift, y) <= 0, 0.0, gradient)
     return gradient
@@ -194,14 +187,14 @@ def gradient_sums_kernel(
     row, column, known = _tile(steps, channels, LANES, BLOCK)
     mean = tl.load(statistics + column, mask=known, other=0.0)
     inverse = tl.load(statistics + channels + column, mask=known, other=0.0)
-    gain, shift = _wide(weight + column, known), _wide(bias + column, known)
+    gain, shift = wide(weight + column, known), wide(bias + column, known)
     sums = tl.zeros((LANES, BLOCK), tl.float32)
     products = tl.zeros((LANES, BLOCK), tl.float32)
     for step in range(steps):
         inside = (row + step * LANES < rows) & known
         place = (row + step * LANES) * channels + column
-        value = _normalised(_wide(x + place, inside), mean, inverse)
-        own = _wide(gradient + place, inside)
+        value = _normalised(wide(x + place, inside), mean, inverse)
+        own = wide(gradient + place, inside)
         own = _passed(own, value, y, place, inside, gain, shift, MASK)
         if MASK == "output":
             _put(passed + place, own, inside)
@@ -244,7 +237,7 @@ def gradient_kernel(
     row, column, known = _tile(steps, channels, LANES, BLOCK)
     mean = tl.load(statistics + column, mask=known, other=0.0)
     inverse = tl.load(statistics + channels + column, mask=known, other=0.0)
-    gain, shift = _wide(weight + column, known), _wide(bias + column, known)
+    gain, shift = wide(weight + column, known), wide(bias + column, known)
     count = rows.to(tl.float32)
     of_mean = tl.div_rn(tl.load(totals + column, mask=known, other=0.0), count)
     product = tl.load(totals + channels + column, mask=known, other=0.0)
@@ -252,7 +245,7 @@ def gradient_kernel(
     for step in range(steps):
         inside = (row + step * LANES < rows) & known
         place = (row + step * LANES) * channels + column
-        value = _normalised(_wide(x + place, inside), mean, inverse)
-        own = _wide(gradient + place, inside)
+        value = _normalised(wide(x + place, inside), mean, inverse)
+        own = wide(gradient + place, inside)
         own = _passed(own, value, y, place, inside, gain, shift, MASK)
         _put(of_x + place, (own - of_mean - value * of_deviation) * scale, inside)

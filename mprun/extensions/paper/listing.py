@@ -1,4 +1,4 @@
-"""What the rows would run, what of it is finished and how long the rest takes; nothing is composed.
+"""List the rows: their runs, those that are finished, the time of the rest; nothing is composed.
 
 A run counts as finished by the overrides in its record. To run it, a sweep looks closer.
 """

@@ -1,9 +1,5 @@
 """BatchNorm with ReLU as one kernel each way: the same bits as separate operations."""
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,7 +14,7 @@ from mprun.precision import get_policy
 from mprun.precision.casting import CastModel
 
 from ...execution.trained import SMALL, Training
-from ...helpers import raises_line
+from ...helpers import printed_by, raises_line
 
 SCRIPT = Path(__file__).with_name("norms_in_interpreter.py")
 TRITON = pytest.mark.skipif(
@@ -29,17 +25,7 @@ TRITON = pytest.mark.skipif(
 @TRITON
 @pytest.mark.slow
 def test_all_of_them_in_the_interpreter():
-    """In a process of its own: Triton decides at the first import whether it interprets."""
-    paths = os.pathsep.join([str(SCRIPT.parents[3]), os.environ.get("PYTHONPATH", "")])
-    run = subprocess.run(
-        [sys.executable, str(SCRIPT)],
-        capture_output=True,
-        text=True,
-        timeout=900,
-        env=os.environ | {"PYTHONPATH": paths},
-    )
-    assert run.returncode == 0, run.stderr
-    found = json.loads(run.stdout.splitlines()[-1])
+    found = printed_by(SCRIPT)
     failed = {label: text for label, text in found["outcomes"].items() if text is not None}
     assert not failed, "\n".join(f"{label}:\n{text}" for label, text in failed.items())
     assert len(found["outcomes"]) == 72

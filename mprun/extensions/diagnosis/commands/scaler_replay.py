@@ -179,7 +179,7 @@ def _key(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Replayed:
-    """What each loss scaler would have done on one trace; left_out: name -> why it is not there."""
+    """The replay of one trace by each loss scaler; left_out: name -> why it is not there."""
 
     path: Path
     trace: OverflowTrace
