@@ -59,8 +59,9 @@ class L2Norm(nn.Module):
 class MultiBox(nn.Module):
     """The loss of default boxes, and in evaluation their detections.
 
-    An object is matched to every default box that overlaps it by half or more, and to the one that
-    overlaps it most.
+    Matching is Caffe's (MatchBBox in bbox_util.cpp). Each object gets one box of its own: the pair
+    that overlaps most comes first, then the next among objects and boxes that are left. Each other
+    box is the object's that it overlaps most, from half on. What overlaps no box gets none.
 
     ``forward(offsets, logits, targets)``: ``[batch, n, 4]`` and ``[batch, n, 1 + classes]`` of any
     floating dtype, class 0 is the background; returns `Detections`.
@@ -90,13 +91,18 @@ class MultiBox(nn.Module):
     def match(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return the target of each default box ``[batch, n, 6]``, and whether it has one, bool."""
         asked = learned_from(targets)[..., None]
-        overlap = overlaps(targets[..., :CLASS], self.defaults)  # [batch, objects, n]
-        number = torch.arange(len(self.defaults), device=targets.device)
-        best = number == overlap.argmax(2, keepdim=True)
-        # A best box is its object's, also where it overlaps another one more.
-        overlap = torch.where(asked, overlap + 2 * best, -1.0)
-        most, chosen = overlap.max(1)
-        return rows(targets, chosen), most >= MATCHED
+        overlap = torch.where(asked, overlaps(targets[..., :CLASS], self.defaults), -1.0)
+        most, chosen = overlap.max(1)  # of each box
+        matched, image = most >= MATCHED, torch.arange(len(targets), device=targets.device)
+        left = overlap.transpose(1, 2).contiguous()  # [batch, n, objects], -1: taken
+        for _ in range(left.shape[2]):
+            # Among equals the first box, and of its objects the first.
+            most, pair = left.flatten(1).max(1)
+            box, number = pair // left.shape[2], pair % left.shape[2]
+            chosen[image, box] = torch.where(most > 0, number, chosen[image, box])
+            matched[image, box] |= most > 0
+            left[image, box], left[image, :, number] = -1.0, -1.0
+        return rows(targets, chosen), matched
 
     def _loss(self, offsets: Tensor, logits: Tensor, own: Tensor, matched: Tensor) -> Tensor:
         # Of a box without an object the offsets are those of the default box itself, so finite.

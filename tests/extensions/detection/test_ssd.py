@@ -69,6 +69,18 @@ def test_an_object_keeps_its_best_box_against_one_that_overlaps_it_more():
     assert not matched.any() and torch.isfinite(none).all()
 
 
+def test_objects_that_share_their_best_box_have_one_each():
+    """The pair that overlaps most first, then the next among what is left, as in Caffe."""
+    other, best = [0.5, 0.5, 0.7, 0.7, 7, 0], [0.5, 0.5, 0.8, 0.8, 3, 0]  # 0.16, 0.36 of 3 and 4
+    left = [0.0, 0.5, 0.3, 0.7, 1, 0]  # 0.24 of default 2
+    targets = torch.tensor([[other, best, left, NONE], [NONE, NONE, best, other]])
+    own, matched = MultiBox(DEFAULTS, mean=True).match(targets)
+    assert matched.tolist() == [[False, False, True, True, True], [False, False, False, True, True]]
+    assert own[0, 2:, 4].tolist() == [1, 3, 7] and own[1, 3:, 4].tolist() == [3, 7]
+    nowhere = [2.0, 2, 3, 3, 4, 0]  # overlaps no box
+    assert not MultiBox(DEFAULTS, mean=True).match(torch.tensor([[nowhere]]))[1].any()
+
+
 def losses(mean, offsets, logits, targets):
     """The definition, one default box after the other, in Python's numbers."""
     total, matched, terms = 0.0, 0, []
@@ -78,7 +90,7 @@ def losses(mean, offsets, logits, targets):
         for k, t in enumerate(objects):
             row = overlaps(torch.tensor([t[:4]]), DEFAULTS)[0].tolist()
             for d, value in enumerate(row):
-                value += 2 * (row.index(max(row)) == d)
+                value += 2 * (row.index(max(row)) == d)  # no two objects share their best here
                 if value >= 0.5 and value > chosen.get(d, (0, 0))[0]:
                     chosen[d] = (value, k)
         hard, boxes = [], 0.0
