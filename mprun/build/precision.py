@@ -20,7 +20,7 @@ from mprun.entry_points import loaded
 from mprun.errors import BadInput
 from mprun.precision import LossScale, PrecisionPolicy
 from mprun.precision.casting import NORM_LAYERS
-from mprun.precision.torch_update import RULES, has_fused_kernel
+from mprun.precision.torch_update import STATE, has_fused_kernel
 
 
 def policy_from(config: schema.PrecisionConfig) -> PrecisionPolicy:
@@ -65,8 +65,12 @@ def optimizer_maker(
     (and torch's fused SGD does not update half parameters on a CPU at all).
     """
     implementation = config.implementation
-    fused = config.name in RULES and has_fused_kernel(config.name, device)
-    without = "(allowed: auto, foreach, loop)"
+    build = loaded(config.component.builder)
+    taken = signature(build).parameters
+    without = f"(allowed: auto, {'foreach, ' * ('foreach' in taken)}loop)"
+    if implementation == "foreach" and "foreach" not in taken:
+        raise BadInput(f"optim.implementation=foreach: {config.name} has no such form {without}")
+    fused = config.name in STATE and has_fused_kernel(config.name, device)
     if why := _why_unfused(config, module):
         if implementation in ("fused", "single_pass"):
             raise BadInput(f"optim.implementation={implementation}: {why} {without}")
@@ -78,8 +82,6 @@ def optimizer_maker(
         none = f"torch {torch.__version__} has no fused {config.name} on {device.type}"
         raise BadInput(f"optim.implementation=fused: {none} {without}")
     norm_names = norm_parameter_names(module)
-    build = loaded(config.component.builder)
-    taken = signature(build).parameters
     how = {
         "fused": implementation == "fused",
         "foreach": implementation == "foreach",
@@ -103,9 +105,9 @@ def _why_unfused(config: schema.OptimConfig, module: nn.Module) -> str | None:
     for name, layer in module.named_modules():
         if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)) and layer.sparse:
             allowed = "sgd or adagrad without weight decay; or sparse=False in the network"
-            of_adam = config.name.startswith("adam")
-            if of_adam or config.weight_decay:
-                key = f"name={config.name}" if of_adam else f"weight_decay={config.weight_decay}"
+            is_dense = config.name not in ("sgd", "adagrad")
+            if is_dense or config.weight_decay:
+                key = f"name={config.name}" if is_dense else f"weight_decay={config.weight_decay}"
                 none = f"torch has none for sparse gradients, as {name} has"
                 raise BadInput(f"optim.{key}: {none} (allowed: {allowed})")
             return f"{name} has sparse gradients, which no fused kernel takes"

@@ -24,7 +24,7 @@ from mprun.precision import (
     why_unsupported,
 )
 from mprun.precision.emulation import PRODUCTS
-from mprun.precision.torch_update import RULES, has_fused_kernel
+from mprun.precision.torch_update import RULES, STATE, has_fused_kernel
 from mprun.precision.update_choice import why_not_on
 from mprun.record.energy import PowerMeter, meter_of
 from mprun.training.environment import environment
@@ -42,6 +42,7 @@ def machine_facts(config_dir: str | None = None) -> dict:
     stock = read_math_flags()
     pin_math_flags("ieee")
     flags = read_math_flags()
+    rules = [rule for rule in RULES if rule in STATE]
     meter, emulated = meter_of(device), sorted({*PRODUCTS, "gru", "lstm", "rnn"})
     return {
         "device": str(device),
@@ -50,12 +51,12 @@ def machine_facts(config_dir: str | None = None) -> dict:
         # Before the steps below use its memory.
         "gpus": [] if why_no_gpu else [_gpu(i) for i in range(torch.cuda.device_count())],
         "kernels": {"cpu": _cpu_kernels(), "cuda": _cuda_kernels(device, meter)},
-        "fused_updates": {rule: _asked(partial(_why_not_fused, rule, device)) for rule in RULES},
+        "fused_updates": {rule: _asked(partial(_why_not_fused, rule, device)) for rule in rules},
         "single_pass": {
             rule: _on_gpu(
                 device, partial(why_not_on, MixedPrecisionOptimizer, device, rule), _NO_SINGLE_PASS
             )
-            for rule in RULES
+            for rule in rules
         },
         "cuda_graph": _on_gpu(device, partial(why_no_replay_on, device), "needs a GPU"),
         "ranks": _ranks(),

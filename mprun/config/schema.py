@@ -55,6 +55,7 @@ class OptimConfig:
     momentum: float | None = share(None, "Momentum; 0: plain SGD")
     nesterov: bool | None = setting(None, "Nesterov's form of momentum")
     betas: list[float] | None = share(None, "Decay of the averages of the gradient and its square")
+    alpha: float | None = share(None, "Decay of the average of squared gradients")
     eps: float | None = from_zero(None, "Added to the denominator; up to 2^-25 it is 0 in FP16")
     initial_accumulator: float | None = from_zero(None, "Start of the sum of squared gradients")
     implementation: str = one_of(
@@ -93,6 +94,12 @@ optimizer("adam", builder="torch.optim:Adam", needs=("betas", "eps"))(OptimConfi
 optimizer("adamw", builder="torch.optim:AdamW", needs=("betas", "eps"))(OptimConfig)
 _ADAGRAD = "mprun.build.precision:adagrad"
 optimizer("adagrad", builder=_ADAGRAD, needs=("eps", "initial_accumulator"))(OptimConfig)
+_RMSPROP = ("alpha", "eps", "momentum")
+optimizer("rmsprop", builder="torch.optim:RMSprop", needs=_RMSPROP)(OptimConfig)
+# Its eps is inside the root, and its average starts elsewhere than at 0.
+_TENSORFLOW = "mprun.precision.torch_update:TensorFlowRMSprop"
+_STARTS = (*_RMSPROP, "initial_accumulator")
+optimizer("rmsprop_tensorflow", builder=_TENSORFLOW, needs=_STARTS)(OptimConfig)
 
 
 def _format(of: str) -> Any:

@@ -245,7 +245,7 @@ class UpdateMeter:
     """Compare the step that `optimizer` is about to take with the wanted one, see `AppliedUpdates`.
 
     It measures those of the parameters `names` that are updated in 16 bits by SGD without
-    Nesterov's momentum (whose kernels may write to the gradient), Adam, AdamW or Adagrad. These
+    Nesterov's momentum (whose kernels may write to the gradient), or another of `RULES`. These
     update each number independently, so a part of a large tensor is enough (`sampling_stride`). It
     costs a copy of that part, of its state and gradient.
     """

@@ -8,18 +8,64 @@ host, the host decides, as torch.amp.GradScaler does: it waits for the device.
 """
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from mprun.torch_private import disable_dispatch_modes, has_kernel
 
-RULES = {"sgd": SGD, "adam": Adam, "adamw": AdamW, "adagrad": Adagrad}
-# The state that a rule moves, in the order in which kernels take it.
+
+class TensorFlowRMSprop(Optimizer):
+    """RMSprop as tf.train.RMSPropOptimizer has it, tensor by tensor; nothing is on the host.
+
+    Unlike torch's, eps is inside the root, the mean of squares starts at `initial_accumulator`, and
+    the momentum buffer contains the rate.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[Any],
+        lr: float | Tensor = 0.001,
+        alpha: float = 0.9,
+        eps: float = 1e-10,
+        weight_decay: float = 0.0,
+        momentum: float = 0.0,
+        initial_accumulator: float = 1.0,
+    ):
+        rest = {"eps": eps, "weight_decay": weight_decay, "momentum": momentum, "foreach": False}
+        super().__init__(params, {"lr": lr, "alpha": alpha, **rest})
+        for own in held_by(self):
+            # Both parts of a complex number, as of two weights.
+            start = torch.full_like(_real(own), initial_accumulator)
+            self.state[own] = {"square_avg": start, "momentum_buffer": torch.zeros_like(start)}
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for own in group["params"]:
+                if own.grad is None:
+                    continue
+                mean, buffer = (self.state[own][key] for key in ("square_avg", "momentum_buffer"))
+                weight, gradient = _real(own), _real(own.grad)
+                if group["weight_decay"]:
+                    gradient = gradient.add(weight, alpha=group["weight_decay"])
+                mean.mul_(group["alpha"]).addcmul_(gradient, gradient, value=1 - group["alpha"])
+                root = mean.add(group["eps"]).sqrt_()
+                buffer.mul_(group["momentum"]).addcdiv_(gradient * group["lr"], root)
+                weight.sub_(buffer)
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+RULES: dict[str, type[Any]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW, "adagrad": Adagrad}
+RULES |= {"rmsprop": RMSprop, "rmsprop_tensorflow": TensorFlowRMSprop}
+# The state that a rule with kernels (torch's, mprun's) moves, in the order in which they take it.
 STATE: dict[str | None, tuple[str, ...]] = {
     "sgd": ("momentum_buffer",),
     "adam": ("exp_avg", "exp_avg_sq"),
@@ -29,7 +75,7 @@ STATE: dict[str | None, tuple[str, ...]] = {
 
 
 def rule_of(optimizer: Optimizer) -> str | None:
-    """Return "sgd", "adam", "adamw" or "adagrad"; None for another optimizer."""
+    """Return its name among `RULES`; None for another optimizer."""
     # By the exact type: in Python AdamW is a kind of Adam.
     return next((rule for rule, kind in RULES.items() if type(optimizer) is kind), None)
 
@@ -42,8 +88,8 @@ def held_by(optimizer: Optimizer) -> list[Tensor]:
 def moved_by(optimizer: Optimizer) -> list[Tensor]:
     """Return the tensors that a step can change: parameters, and their state on the same device.
 
-    Adagrad keeps its step counter on the host, where only lr_decay needs it. Undoing it would make
-    the host wait for the device.
+    Adagrad and RMSprop keep their counter on the host, where only Adagrad's lr_decay needs it.
+    Undoing it would make the host wait for the device.
     """
     return [
         value
@@ -53,8 +99,14 @@ def moved_by(optimizer: Optimizer) -> list[Tensor]:
     ]
 
 
+_ADAM = {"exp_avg": None, "exp_avg_sq": None, "max_exp_avg_sq": "amsgrad"}
+_RMSPROP = {"square_avg": None, "momentum_buffer": "momentum", "grad_avg": "centered"}
+# State -> the setting that needs it, if not all do.
+_CREATED: dict[type, dict[str, str | None]] = {Adam: _ADAM, AdamW: _ADAM, RMSprop: _RMSPROP}
+
+
 def initialise_state(optimizer: Optimizer) -> None:
-    """Create the state tensors that SGD, Adam, AdamW and Adagrad would create on a first step.
+    """Create the state tensors that torch's optimizers of `RULES` would create on a first step.
 
     Zero momentum equals torch's first step (buffer = gradient) if dampening is 0. With another
     dampening, and for other optimizers, no state exists before their first step.
@@ -65,12 +117,13 @@ def initialise_state(optimizer: Optimizer) -> None:
             state = optimizer.state[parameter]
             if kind is SGD and group["momentum"] and not group["dampening"] and not state:
                 state["momentum_buffer"] = torch.zeros_like(parameter)
-            elif kind in (Adam, AdamW) and not state:
-                device = parameter.device if group["fused"] or group["capturable"] else "cpu"
+            elif kind in _CREATED and not state:
+                on_device = group.get("fused") or group["capturable"]
+                device = parameter.device if on_device else "cpu"
                 state["step"] = torch.zeros((), dtype=torch.float32, device=device)
-                squares = ["exp_avg_sq", "max_exp_avg_sq"] if group["amsgrad"] else ["exp_avg_sq"]
-                for name in ("exp_avg", *squares):
-                    state[name] = torch.zeros_like(parameter)
+                for name, setting in _CREATED[kind].items():
+                    if setting is None or group[setting]:
+                        state[name] = torch.zeros_like(parameter)
 
 
 def creates_late(optimizer: Optimizer) -> bool:
@@ -96,11 +149,14 @@ def create_state(optimizer: Optimizer, parameter: Tensor, saved: Mapping[str, An
 def reads_rate_on_device(optimizer: Optimizer) -> bool:
     """Return whether a rate that is a tensor is never waited for (torch 2.11 to 2.15).
 
-    torch's other implementations of SGD and Adagrad read its value on the host.
+    torch's other implementations of SGD and Adagrad, and its loop of RMSprop, read its value on the
+    host.
     """
     groups = optimizer.param_groups
-    counts = isinstance(optimizer, Adam) and all(group.get("capturable") for group in groups)
-    return counts or is_fused(optimizer)
+    at_once = isinstance(optimizer, RMSprop) and all(group["foreach"] for group in groups)
+    counts = isinstance(optimizer, Adam) or at_once
+    counts = counts and all(group.get("capturable") for group in groups)
+    return counts or isinstance(optimizer, TensorFlowRMSprop) or is_fused(optimizer)
 
 
 def is_fused(optimizer: Optimizer) -> bool:
@@ -153,13 +209,13 @@ def host_decides(optimizer: Optimizer) -> bool:
 
     The reason is state that is still to appear, or that is no device tensor (a counter on the host,
     or a plain number). Optimizers from elsewhere may keep state in other places, or replace it."""
-    if not type(optimizer).__module__.startswith("torch.optim"):
+    known = rule_of(optimizer)
+    if known is None and not type(optimizer).__module__.startswith("torch.optim"):
         return True
     if is_fused(optimizer) and not creates_late(optimizer):
         return False  # created before the first step, on the device
-    known = rule_of(optimizer)
     for group in optimizer.param_groups:
-        if known == "adagrad" and not group["lr_decay"]:
+        if known in ("adagrad", "rmsprop") and not group.get("lr_decay"):
             continue  # its counter is not needed
         for parameter in group["params"]:
             state = optimizer.state[parameter]
@@ -174,7 +230,7 @@ def host_decides(optimizer: Optimizer) -> bool:
 
 @functools.cache
 def has_fused_kernel(kind: str, device: torch.device) -> bool:
-    """Return whether this torch has a fused kernel of "sgd", "adam", "adamw" or "adagrad".
+    """Return whether this torch has a fused kernel of a rule, one of `STATE`.
 
     One step of one element per process decides: torch 2.11 has the kernel of Adagrad on CUDA and an
     optimizer that refuses to call it. Without a CUDA device (there a roofline can be counted) the

@@ -17,7 +17,14 @@ from mprun.precision.casting import cast_model
 from mprun.precision.loss_scale import LogMaxLossScale, StaticLossScale
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.rounded_weights import COMPENSATION, is_dense
-from mprun.precision.torch_update import RULES, has_fused_kernel, is_fused, is_granted, rule_of
+from mprun.precision.torch_update import (
+    RULES,
+    STATE,
+    has_fused_kernel,
+    is_fused,
+    is_granted,
+    rule_of,
+)
 from mprun.precision.update import ByTorch, SinglePass, same_order
 
 Engine = Callable[..., Any]  # MixedPrecisionOptimizer, which imports this module
@@ -100,7 +107,7 @@ def _why_slower(plain: ByTorch, gains: bool) -> str | None:
 def _why_not(plain: ByTorch, dtypes: Sequence[torch.dtype]) -> str | None:
     updated, narrow = plain.updated, plain.narrow
     rule, device = rule_of(plain.inner), updated[0].device.type
-    if rule is None:
+    if rule is None or rule not in STATE:
         return f"{type(plain.inner).__name__}: only SGD, Adam, AdamW and Adagrad have one"
     if device not in ("cpu", "cuda"):
         return f"there is none for {device}"

@@ -115,10 +115,12 @@ def test_stopping_and_resuming_changes_no_bit(model, mode, tmp_path):
         (*SCALER, "optim.schedule=cosine", "optim.warmup_updates=2"),
         (*SCALER, "train.accumulate=2"),
         (*SCALER, "optim=adagrad"),
+        (*SCALER, "optim=rmsprop", "optim.momentum=0.9"),
+        (*SCALER, "optim=rmsprop_tensorflow", "optim.schedule=cosine"),
         ("scaler=logmax",),
         (*SCALER, "data.train_tokens=40"),
     ],
-    ids=["schedule", "accumulate", "adagrad", "logmax", "epoch end"],
+    ids=["schedule", "accumulate", "adagrad", "rmsprop", "tensorflow", "logmax", "epoch end"],
 )
 @pytest.mark.slow
 def test_schedule_accumulation_and_epoch_ends(more, tmp_path):

@@ -94,9 +94,13 @@ RECIPES = {
         optim.decay_norm=false train.steps=1200000
     """,
     "inception_v3_imagenet": f"""
-        {SGD} {IMAGENET} {TOP1} model.name=inception_v3 model.dropout=0.5 model.aux_weight=0.4
+        {IMAGENET} {TOP1} model.name=inception_v3 model.dropout=0.5 model.aux_weight=0.4
         model.width=1.0 model.label_smoothing=0.1 data.batch_size=32 data.image_size=299
-        optim.lr=0.045 train.clip_norm=2.0 train.epochs=100
+        optim.name=rmsprop_tensorflow optim.alpha=0.9 optim.eps=1.0 optim.momentum=0.9
+        optim.initial_accumulator=1.0 optim.lr=0.045 optim.weight_decay=0.00004
+        optim.decay_bias=false optim.decay_norm=false optim.average_decay=0.9999
+        optim.schedule=step optim.gamma=0.94 train.clip_norm=2.0 train.epochs=100
+        train.accumulate=50
     """,
     # Keep probabilities 1, 0.5 and 0.35.
     "lstm_ptb_small": f"""

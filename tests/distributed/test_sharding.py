@@ -71,6 +71,9 @@ def test_settings_have_the_bits_of_one_rank(tmp_path):
     cases = {
         "images": case(*IMAGES, "precision=fp16_master_scaled", plants=True),
         "sgd": case(*GPT, "optim=sgd", "optim.momentum=0.9", "optim.weight_decay=0.1"),
+        "rmsprop": case(*GPT, "optim=rmsprop", "optim.momentum=0.9", "precision=bf16_master"),
+        "tensorflow": case(*SCALED, "optim=rmsprop_tensorflow", "optim.lr=0.001"),
+        "kahan": case(*GPT, "optim=rmsprop_tensorflow", "precision=bf16_kahan"),
         "loop": case(*GPT, "optim.implementation=loop", "precision=bf16_master"),
         "narrow state": case(
             *GPT, "precision=bf16_stochastic", "precision.update.state_dtype=bf16"

@@ -121,12 +121,22 @@ FUSED_ADAGRAD = pytest.mark.skipif(
 )
 
 
+RMSPROP, LOOP = ("rmsprop", "rmsprop_tensorflow"), ("rmsprop", "loop")
+
+
 @pytest.mark.parametrize("implementation", ["fused", "foreach", "loop"])
 @pytest.mark.parametrize(
-    "optim", ["sgd", "adam", "adamw", pytest.param("adagrad", marks=FUSED_ADAGRAD)]
+    "optim",
+    ["sgd", "adam", "adamw", pytest.param("adagrad", marks=FUSED_ADAGRAD), *RMSPROP],
 )
 @pytest.mark.few(7)
 def test_which_optimizers_a_graph_can_hold(optim, implementation):
+    if optim in RMSPROP:
+        forms = ("foreach", "loop") if optim == "rmsprop" else ("loop",)
+        if implementation not in forms:
+            with pytest.raises(BadInput, match=f"implementation={implementation}: .*{optim}"):
+                inner_for_cuda(f"optim={optim}", f"optim.implementation={implementation}")
+            return
     optimizer = inner_for_cuda(f"optim={optim}", f"optim.implementation={implementation}")
     assert why_not_captured([optimizer], constant_rate=True) is None
     # A rate that changes has to be a tensor, and be read on the device.
@@ -134,7 +144,9 @@ def test_which_optimizers_a_graph_can_hold(optim, implementation):
     for group in optimizer.inner.param_groups:
         group["lr"] = torch.zeros(())
     varying = why_not_captured([optimizer], constant_rate=False)
-    assert (varying is None) == (implementation == "fused" or optim in ("adam", "adamw"))
+    # All but the other forms of SGD and Adagrad, and the loop of RMSprop.
+    on_device = optim in ("adam", "adamw", *RMSPROP) and (optim, implementation) != LOOP
+    assert (varying is None) == (implementation == "fused" or on_device)
     # The kernel of a single pass reads rate and step counter on the device.
     optimizer.update_path = "single_pass"
     assert why_not_captured([optimizer], constant_rate=False) is None

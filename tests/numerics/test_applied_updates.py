@@ -10,6 +10,7 @@ from mprun.numerics.exponent_shares import AppliedUpdates
 from mprun.numerics.probe import Probe, UpdateMeter, chosen_modules
 from mprun.numerics.probe_record import read_probes
 from mprun.precision import MixedPrecisionOptimizer, StaticLossScale, cast_model, get_policy
+from mprun.precision.torch_update import TensorFlowRMSprop
 
 from ..helpers import assert_same_bits, making
 from .small_runs import SMALL, watched_steps
@@ -85,6 +86,8 @@ def test_stochastic_rounding_has_no_bias(share):
         (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1, "fused": True}),
         (torch.optim.AdamW, {"lr": 1e-4, "weight_decay": 0.1, "fused": True}),
         (torch.optim.Adagrad, {"lr": 1e-4, "fused": True}),
+        (torch.optim.RMSprop, {"lr": 1e-4, "momentum": 0.9, "weight_decay": 0.1}),
+        (TensorFlowRMSprop, {"lr": 1e-4, "momentum": 0.9, "weight_decay": 0.1}),
     ],
     ids=lambda x: getattr(x, "__name__", ""),
 )

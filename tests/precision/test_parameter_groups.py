@@ -9,6 +9,7 @@ from mprun.build.precision import norm_parameter_names, optimizer_maker, paramet
 from mprun.config.schema import OptimConfig
 from mprun.models.lstm import LSTMLanguageModel
 from mprun.precision import NoLossScale, StaticLossScale, get_policy
+from mprun.precision.torch_update import TensorFlowRMSprop
 
 from .. import helpers
 from ..helpers import assert_same_bits, one_step
@@ -21,7 +22,15 @@ OPTIMIZERS = {
     "sgd": {"momentum": 0.9, "nesterov": False},
     "adam": {"betas": [0.9, 0.999], "eps": 1e-8},
     "adagrad": {"initial_accumulator": 1.0, "eps": 1e-10},
+    "rmsprop": {"alpha": 0.9, "eps": 1e-3, "momentum": 0.9},
+    "rmsprop_tensorflow": {"alpha": 0.9, "eps": 1.0, "momentum": 0.9, "initial_accumulator": 1.0},
 }
+# RMSprop has no fused kernel, and TensorFlow's form a single implementation.
+FORMS = [
+    *((kind, how) for kind in ("sgd", "adam", "adagrad") for how in ("fused", "foreach", "loop")),
+    *(("rmsprop", how) for how in ("foreach", "loop")),
+    ("rmsprop_tensorflow", "loop"),
+]
 
 
 def network() -> nn.Sequential:
@@ -47,7 +56,7 @@ def take_step(cast, optimizer, step, factor=1.0):
     return one_step(cast, optimizer, inputs(step), lambda y: y.square().mean() * factor)
 
 
-def by_hand(kind, tensors, implementation="fused"):
+def by_hand(kind, tensors, implementation=None):
     """torch's optimizer of tensors by name, with the three groups that CAFFE describes."""
     weights, biases, norms = (
         [tensors[name] for name in names]
@@ -58,13 +67,22 @@ def by_hand(kind, tensors, implementation="fused"):
         {"params": biases, "lr": 0.1, "weight_decay": 0.0},
         {"params": norms, "weight_decay": 0.0},
     ]
-    how = {"fused": implementation == "fused", "foreach": implementation == "foreach"}
+    implementation = implementation or dict(reversed(FORMS))[kind]  # what "auto" takes
+    how = {name: implementation == name for name in ("fused", "foreach")}
     further = {
         "sgd": {"momentum": 0.9},
         "adam": {},
         "adagrad": {"initial_accumulator_value": 1.0},
-    }[kind]
-    made = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam, "adagrad": torch.optim.Adagrad}
+    }.get(kind, OPTIMIZERS[kind])
+    if kind.startswith("rmsprop"):
+        how = {"foreach": how["foreach"]} if kind == "rmsprop" else {}
+    made = {
+        "sgd": torch.optim.SGD,
+        "adam": torch.optim.Adam,
+        "adagrad": torch.optim.Adagrad,
+        "rmsprop": torch.optim.RMSprop,
+        "rmsprop_tensorflow": TensorFlowRMSprop,
+    }
     return made[kind](groups, lr=0.05, weight_decay=0.01, **further, **how)
 
 
@@ -115,8 +133,7 @@ def test_a_model_without_norm_layers_and_biases_apart_has_two_groups():
     assert [len(g["params"]) for g in groups] == [6, 5]
 
 
-@pytest.mark.parametrize("implementation", ["fused", "foreach", "loop"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(("kind", "implementation"), FORMS)
 def test_fp32_equals_hand_made_groups(kind, implementation):
     cast, optimizer = mixed(optim(kind, implementation=implementation, **CAFFE), "fp32")
     twin = network()
@@ -154,8 +171,7 @@ def test_fp16_with_master_weights_equals_hand_made_groups_of_masters(kind):
 
 
 @pytest.mark.few(9)
-@pytest.mark.parametrize("implementation", ["fused", "foreach", "loop"])
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(("kind", "implementation"), FORMS)
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "third step"])
 def test_a_skipped_update_leaves_every_group_as_it_was(kind, implementation, first):
     config = optim(kind, implementation=implementation, **CAFFE)

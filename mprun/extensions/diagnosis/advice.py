@@ -38,7 +38,7 @@ SCALE_HEADROOM = 2
 # precaution.
 VALUE_HEADROOM = 2
 _NORM_INPUT = 2.0**8  # its square is the first power of two beyond FP16
-_EPS = {"adam": 1e-8, "adamw": 1e-8, "adagrad": 1e-10}
+_EPS = {"adam": 1e-8, "adamw": 1e-8, "adagrad": 1e-10, "rmsprop": 1e-8}
 GROWTH_INTERVAL = 2000  # of torch, apex and NVIDIA's guide: at most one skip in so many updates
 ByKind = dict[str, dict[Key, Gradients]]
 

@@ -154,8 +154,8 @@ def _proposed(
         yield {f"precision.products.{operand}": None for operand in operands}
     if half == "fp16":
         yield from _scales(config["scaler"], finding, phase)
-    if phase == Phase.UPDATE and optim["name"] in ("adam", "adamw", "adagrad"):
-        yield from ({"optim.eps": eps} for eps in (1e-6, 1e-4) if eps > (optim["eps"] or 0.0))
+    if phase == Phase.UPDATE and optim["eps"] is not None:
+        yield from ({"optim.eps": eps} for eps in (1e-6, 1e-4) if eps > optim["eps"])
     # Weights with transient masters are updated in FP32 already.
     if precision["master_dtype"] is None and precision["update"]["rounding"] == "nearest":
         yield {"precision.master_dtype": "fp32", "precision.grad_dtype": "fp32"}

@@ -12,12 +12,15 @@ from .test_every_mode import LARGE, assert_sound
 
 SMALL = [*MODELS["conv_autoencoder"], f"train.steps={STEPS}"]
 STACKED = [*MODELS["lstm_lm, 2 layers, dropout"], f"train.steps={STEPS}"]
+# With what "auto" takes.
+RMSPROP = {"rmsprop": {"auto": "foreach", "foreach": "foreach", "loop": "loop"}}
+RMSPROP["rmsprop_tensorflow"] = {"auto": "loop", "loop": "loop"}
 PATHS = ("auto", "fused", "foreach", "loop", "single_pass")
 
 
 @pytest.mark.parametrize("mode", ["fp16_master_scaled", "fp32", "amp"])
 @pytest.mark.parametrize("implementation", PATHS)
-@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad", "adamw"])
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adagrad", "adamw", *RMSPROP])
 @pytest.mark.few(1)
 def test_every_update(device, tmp_path, optimizer, implementation, mode):
     overrides = [f"optim={optimizer}", f"optim.implementation={implementation}"]
@@ -25,11 +28,13 @@ def test_every_update(device, tmp_path, optimizer, implementation, mode):
     if device.lacks_fused_adagrad and optimizer == "adagrad" and implementation == "fused":
         assert "optim.implementation=fused: torch" in found["error"]
         return
+    if optimizer in RMSPROP and implementation not in RMSPROP[optimizer]:
+        assert f"optim.implementation={implementation}: " in found["error"]
+        return
     assert_sound(found)
     [update] = found["record"]["precision"]["update"].values()
-    expected = {"auto": "fused" if mode == "fp32" else "single_pass"}.get(
-        implementation, implementation
-    )
+    auto = {"auto": "fused" if mode == "fp32" else "single_pass"}
+    expected = RMSPROP.get(optimizer, auto).get(implementation, implementation)
     if device.lacks_fused_adagrad and optimizer == "adagrad" and expected == "fused":
         expected = "foreach"
     assert update["path"] == expected
