@@ -121,9 +121,9 @@ class RowTable(nn.Module):
     `gather` rounds rows to `row_dtype`: the values of a 16-bit copy, without its 2 bytes a
     parameter.
 
-    One `gather` with gradients per step: a second one before the optimizer's zero_grad raises
-    RuntimeError. `forward(ids)` is the lookup of an embedding: int64 ids of any shape [...] to
-    [..., width]. The optimizer multiplies the unscaled gradients by `gradient_factor`.
+    One `gather` with gradients per micro-batch: a second one before the optimizer took the first
+    one's gradients raises RuntimeError. `forward(ids)` is the lookup of an embedding: int64 ids of
+    any shape [...] to [..., width]. The optimizer multiplies the unscaled gradients by `gradient_factor`.
     """
 
     is_row_table = True
@@ -158,22 +158,25 @@ class RowTable(nn.Module):
         """
         if self.gathered is not None:
             raise RuntimeError("rows were gathered before, and not updated since (zero_grad)")
-        flat = ids.flatten()
+        unique, place, used = self.distinct(ids.flatten())
+        leaves = {}
+        for name, tensor in self.tensors().items():
+            leaves[name] = self.rounded(tensor.detach().index_select(0, unique)).requires_grad_()
+        for hook in self._gradient_hooks.values():
+            leaves["weight"].register_hook(hook)
+        self.gathered = Gathered(unique, used, leaves, place.view(ids.shape))
+        return self.gathered
+
+    def distinct(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ids, place and used of a `Gathered` of these ids [N]; place is int64 [N]."""
         ordered, order = flat.sort(stable=True)
         new = torch.ones_like(ordered)
         torch.ne(ordered[1:], ordered[:-1], out=new[1:])
         number = new.cumsum(0) - 1  # of the id, among the different ones
         # Equal ids write the same value to the same place, so the result is deterministic.
         unique = ordered[:1].repeat(len(flat)).scatter_(0, number, ordered)
-        place = torch.empty_like(number).scatter_(0, order, number).view(ids.shape)
-        used = torch.arange(len(flat), device=flat.device) <= number[-1]
-        leaves = {}
-        for name, tensor in self.tensors().items():
-            leaves[name] = self.rounded(tensor.detach().index_select(0, unique)).requires_grad_()
-        for hook in self._gradient_hooks.values():
-            leaves["weight"].register_hook(hook)
-        self.gathered = Gathered(unique, used, leaves, place)
-        return self.gathered
+        place = torch.empty_like(number).scatter_(0, order, number)
+        return unique, place, torch.arange(len(flat), device=flat.device) <= number[-1]
 
     def rounded(self, rows: Tensor) -> Tensor:
         """Return the rows in row_dtype; the same tensor if they already are."""
@@ -331,8 +334,9 @@ class SampledLSTM(StackedLSTM):
     Args:
         sizes: the arguments of `StackedLSTM`.
         candidates: words drawn per step.
-        embedding_gradient_factor: multiplies the gradient of the embedding; okuchaiev/f-lm
-            multiplies by its batch size of 128.
+        factors: multiply the gradients of embedding and softmax. okuchaiev/f-lm adds both up over
+            its GPUs, where it takes the mean of the LSTM's, and multiplies that of the embedding by
+            the batch of a GPU, too.
     """
 
     def __init__(
@@ -340,18 +344,18 @@ class SampledLSTM(StackedLSTM):
         vocab_size: int,
         *sizes: Any,
         candidates: int,
-        embedding_gradient_factor: float = 1.0,
+        factors: tuple[float, float] = (1.0, 1.0),
         **more: Any,
     ) -> None:
-        self._gradient_factor = embedding_gradient_factor
+        self._factors = factors
         super().__init__(vocab_size, *sizes, **more)
         self.softmax = SampledSoftmax(vocab_size, candidates)
 
     def _embedding(self, vocab_size: int, width: int) -> nn.Module:
-        return RowTable(vocab_size, width, gradient_factor=self._gradient_factor)
+        return RowTable(vocab_size, width, gradient_factor=self._factors[0])
 
     def _output(self, vocab_size: int, width: int) -> nn.Module:
-        return RowTable(vocab_size, width, bias=True)
+        return RowTable(vocab_size, width, bias=True, gradient_factor=self._factors[1])
 
     def forward(
         self, tokens: Tensor, targets: Tensor, state: State | None = None
@@ -374,6 +378,7 @@ def lstm(
     forget_bias: float,
     sampled_softmax: int | None,
     embedding_gradient_factor: float,
+    output_gradient_factor: float,
 ) -> StackedLSTM:
     """Build a `SampledLSTM` of `sampled_softmax` candidates; None: an `LSTMLanguageModel`.
 
@@ -387,6 +392,5 @@ def lstm(
     sizes = vocabulary, embedding, hidden, num_layers, projection, dropout, init_range, forget_bias
     if sampled_softmax is None:
         return LSTMLanguageModel(*sizes)
-    return SampledLSTM(
-        *sizes, candidates=sampled_softmax, embedding_gradient_factor=embedding_gradient_factor
-    )
+    factors = embedding_gradient_factor, output_gradient_factor
+    return SampledLSTM(*sizes, candidates=sampled_softmax, factors=factors)

@@ -122,11 +122,12 @@ class Unscaled(Gathering):
 
     def __post_init__(self) -> None:
         self.one = torch.ones_like(self.found_inf)
-        self.sum: Sum | Reduction = self.ranks or Sum(len(self.dtypes))
+        self.sum: Sum | Reduction = self.ranks or Sum(len(self.parameters))
         self.clear()
 
     def clear(self) -> None:
         self.sum.clear()
+        self._of_rows: list[Gradients] = []  # by loss, whose rows are others
         # For each loss: its scale, whether a gradient is not finite, and the largest magnitude,
         # unscaled, that backward or the sum over ranks had to hold (None: not asked for).
         self._found: list[tuple[LossScale, Tensor, Tensor | None]] = []
@@ -135,7 +136,8 @@ class Unscaled(Gathering):
     def take(self, scale: LossScale) -> None:
         new = self.cast(self.taken())
         self.unscale(new, scale)
-        self.sum.add(new)
+        self.sum.add(new[: len(self.parameters)])
+        self._of_rows.append(new[len(self.parameters) :])
 
     def sent(self, number: int, flat: Tensor, scale: LossScale) -> Tensor:
         wide = flat.to(self.dtypes[number], copy=True)
@@ -148,6 +150,9 @@ class Unscaled(Gathering):
 
     def ready(self) -> Ready:
         total = self.sum.total()
+        for number, row in enumerate(self.rows):
+            of_losses = (own[number] for own in self._of_rows)
+            total.append(row.total([own for own in of_losses if own is not None]))
         if self._summed is not None:
             self._found = []
             if self._summed.skips_nonfinite:  # the sum contains each rank's values

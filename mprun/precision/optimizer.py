@@ -150,8 +150,8 @@ class MixedPrecisionOptimizer:
             for name, table in self.tables.items()
             for key in table.tensors()
         ]
-        if self.rows and several:
-            raise ValueError("row tables take one micro-batch an update, on one rank")
+        if self.rows and (reduction or (several and cast.policy.reduce_dtype is not None)):
+            raise ValueError("row tables are added up in FP32, on one rank (no reduce_dtype)")
         self._kinds = self._gradient_kinds(cast.policy)
         # Called after an update, to undo other changes of a skipped step.
         self._after = [guard.restore_where for guard in self.guards] if self.skips else []
@@ -236,8 +236,9 @@ class MixedPrecisionOptimizer:
             tensor.grad = None
         if self.skips:
             self.found_inf.zero_()
-        for table in self.tables.values():
-            table.gathered = None
+        self._release_rows()
+        for row in self.rows:
+            row.clear()
         for guard in self.guards:
             guard.save()
 
@@ -249,6 +250,12 @@ class MixedPrecisionOptimizer:
         reduce_dtype they accumulate in that, as if of ranks (`mprun.precision.gradients`).
         """
         self._stages.gathering.backward(loss, self.loss_scales[loss_index])
+        if self.micro_batches > 1:  # of which each gathers rows of its own
+            self._release_rows()
+
+    def _release_rows(self) -> None:
+        for table in self.tables.values():
+            table.gathered = None
 
     @torch.no_grad()
     def step(self, measure_norm: bool = False) -> Update:
@@ -395,7 +402,8 @@ class MixedPrecisionOptimizer:
             own_sum = policy.reduce_dtype, policy.reduce_divide
             return SummedBeforeUnscaled(*self._of_gathering, *own_sum)
         multiplies = any(row.table.gradient_factor != 1 for row in self.rows)
-        if not (casts or self.skips or multiplies or self.masters):
+        several = self.rows and self.micro_batches > 1
+        if not (casts or self.skips or multiplies or several or self.masters):
             return Untouched(*self._of_gathering[:4])
         return Unscaled(*self._of_gathering)
 

@@ -6,7 +6,7 @@ So a run with row tables gives the results of a run with dense tables, without g
 updates of the size of the vocabulary.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import torch
@@ -38,6 +38,9 @@ class RowTable(Protocol):
 
     def tensors(self) -> dict[str, Tensor]:
         """Return parameter name -> table [rows, ...]."""
+
+    def distinct(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return each of the ids [N] once, [N]; their places in these; which of these are used."""
 
 
 def row_tables(model: nn.Module) -> dict[str, RowTable]:
@@ -72,6 +75,8 @@ class RowUpdate:
         self.tensor = table.tensors()[key]
         self._optimizer = optimizer
         self.state: dict[str, Tensor] = {}
+        # ids and used of the gradients that were taken in this step
+        self._taken: list[tuple[Tensor, Tensor]] = []
         if isinstance(optimizer, Adagrad):
             start = optimizer.defaults["initial_accumulator_value"]
             self.state["sum"] = torch.full_like(self.tensor, start)
@@ -88,27 +93,45 @@ class RowUpdate:
             return None
         leaf = self.table.gathered.leaves[self.key]
         gradient, leaf.grad = leaf.grad, None
+        if gradient is not None:
+            self._taken.append((self.table.gathered.ids, self.table.gathered.used))
         return gradient
+
+    def clear(self) -> None:
+        """Forget the rows whose gradients were taken."""
+        self._taken = []
+
+    def total(self, gradients: Sequence[Tensor]) -> Tensor | None:
+        """Return the sum of a step's gradients, those of `take_gradient`, with each row once.
+
+        Rows are added in FP32 and rounded once. On CUDA too the order is fixed.
+        """
+        if len(gradients) < 2:
+            return gradients[0] if gradients else None
+        values = torch.cat([*gradients])
+        ids, place, used = self.table.distinct(torch.cat([own for own, _ in self._taken]))
+        self._taken = [(ids, used)]
+        total = torch.zeros_like(values, dtype=torch.promote_types(values.dtype, torch.float32))
+        return total.index_put_((place,), values.to(total.dtype), accumulate=True).to(values.dtype)
 
     @torch.no_grad()
     def apply(self, gradient: Tensor, found_inf: Tensor | None) -> None:
-        """Take one step on the gathered rows, with the gradient of `take_gradient`, unscaled; if
+        """Take one step on the rows of a gradient, that of `take_gradient` or `total`, unscaled; if
         `found_inf` (0-dim) is not 0 nothing moves.
 
         All shapes depend on the number of ids alone; nothing waits for the device. Unused places
         write the value of the first row to that row, so index_copy_ is deterministic although its
         indices repeat.
         """
-        gathered = self.table.gathered
-        assert gathered is not None  # its leaves had the gradient
-        used = gathered.used.view(-1, *[1] * (gradient.dim() - 1))
+        [(ids, used)] = self._taken
+        used = used.view(-1, *[1] * (gradient.dim() - 1))
         gradient = torch.where(used, gradient, gradient[:1]).to(self.tensor.dtype)
         whole = [self.tensor, *self.state.values()]
-        rows, *state = parts = [tensor.index_select(0, gathered.ids) for tensor in whole]
+        rows, *state = parts = [tensor.index_select(0, ids) for tensor in whole]
         with put_back_where(found_inf, parts):
             self._move(rows, gradient, *state)
         for tensor, part in zip(whole, parts, strict=True):
-            tensor.index_copy_(0, gathered.ids, part)
+            tensor.index_copy_(0, ids, part)
 
     def _move(self, rows: Tensor, gradient: Tensor, total: Tensor | None = None) -> None:
         """Update in place, in the order of operations of torch.optim's foreach implementations."""

@@ -126,14 +126,15 @@ RECIPES = {
         optim.schedule=constant train.epochs=6
     """,
     # Keep probability 0.9.
-    "biglstm_lm1b": """
+    "biglstm_lm1b": f"""
         model.hidden_size=8192 model.num_layers=2 model.projection_size=1024
         model.embedding_size=1024 model.dropout=0.1 model.sampled_softmax=8192
-        model.time_reduction=sum model.embedding_gradient_factor=128.0 data.name=lm1b
-        data.batch_size=128 data.sequence_length=20 optim.name=adagrad optim.lr=0.2
-        optim.initial_accumulator=1.0 optim.schedule=constant optim.average_decay=0.999
+        model.time_reduction=sum model.embedding_gradient_factor={256 * 4}
+        model.output_gradient_factor=4 data.name=lm1b data.batch_size=256 data.sequence_length=20
+        optim.name=adagrad optim.lr=0.2 optim.initial_accumulator=1.0 optim.schedule=constant optim.average_decay=0.999
         optim.average_modules=[lstm] train.clip_norm=1.0 train.clip_modules=[lstm]
-        train.accumulate=1 numerics.keep_failure=false compare.metric=loss compare.margin=0.01
+        train.accumulate=4 train.epochs=50 numerics.keep_failure=false
+        compare.metric=loss compare.margin=0.01
     """,
     "gpt2_openwebtext": f"""
         {GPT2} model.bias=false data.batch_size=12 optim.warmup_updates=2000 optim.final_factor=0.1

@@ -92,6 +92,29 @@ def test_bit_equal_to_the_dense_optimizer(kind, mode, implementation):
     assert not torch.equal(rows[0].table.weight[:-3], start[:-3])
 
 
+@pytest.mark.parametrize("mode", ["fp32", "amp", "fp16_master_scaled"])
+@pytest.mark.parametrize("kind", ["sgd", "adagrad"])
+def test_micro_batches_add_up_as_those_of_dense_tables(kind, mode):
+    """Bit for bit: a row is in at most two of the four, and a sum of two has one order."""
+    scale = None if mode == "fp32" else StaticLossScale(8.0)
+    rows, dense = (
+        built(mode, rule(kind, "foreach"), scale, dense=is_dense, parts=4)
+        for is_dense in (False, True)
+    )
+    for model, optimizer in (rows, dense):
+        for _ in range(3):
+            optimizer.zero_grad()
+            for ids in ([0, 1, 2, 2], [2, 3, 0, 4], [1, 5, 6, 3], [7, 7, 5, 4]):
+                optimizer.backward(model(torch.tensor(ids)).float().square().mean())
+            norm = optimizer.step(measure_norm=True).grad_norm
+        assert norm > 0
+    table = dense[1].masters.get("table.weight", dense[0].table.weight)
+    assert torch.equal(rows[0].table.weight, table)
+    assert torch.equal(rows[0].layer.weight, dense[0].layer.weight)
+    if kind == "adagrad":
+        assert torch.equal(accumulator(rows[1]), accumulator(dense[1]))
+
+
 @pytest.mark.parametrize("mode", ["fp16_master", "bf16_master"])
 def test_the_table_is_the_master(mode):
     """An update that 16 bits cannot hold is kept, and the rows that are read are rounded."""

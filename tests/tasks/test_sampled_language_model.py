@@ -96,6 +96,98 @@ def test_with_all_candidates_it_trains_as_a_plain_loop_does(build_run, time_redu
     assert task.evaluate()["loss"] == pytest.approx(sum(losses).item() / count, rel=1e-5)
 
 
+CLIP = 2.0**-8
+
+
+@pytest.mark.parametrize("clipped", [True, False], ids=["lstm", "all"])
+def test_micro_batches_are_one_large_batch(build_run, clipped):
+    """Windows of the same streams, whose states go on: one batch of all of them, from these states.
+
+    In float64, dense, all candidates: what differs is FP32's rounding, of four steps. The factors
+    are bigLSTM's: the source adds up the tables' gradients over its GPUs.
+    """
+    parts, batch = 3, 4
+    more = ["model.time_reduction=sum", "model.embedding_gradient_factor=12"]
+    more += [
+        "model.output_gradient_factor=3",
+        f"train.clip_norm={CLIP}",
+        f"train.accumulate={parts}",
+    ]
+    more += ["optim.average_decay=0.5", "optim.average_modules=[lstm]"]
+    more += ["train.clip_modules=[lstm]"] * clipped
+    task = build_run(*MODEL, "model.sampled_softmax=8192", *more).task
+    model = LSTMLanguageModel(VOCABULARY, 16, 24, 2, 16, 0.0, 0.04, 1.0).double()
+    model.load_state_dict(task.learner.model.state_dict())
+    own = dict(model.named_parameters())
+    average = {name: own[name].detach().clone() for name in task.learner.optimizer.averages}
+    optimizer = torch.optim.Adagrad(own.values(), 0.2, initial_accumulator_value=1.0, eps=1e-10)
+    state = model.initial_state(batch)
+    for step in range(4):
+        metrics = task.train_step(step, measure=True)
+        windows = [task.data.train_batch(parts * step + part) for part in range(parts)]
+        states = [state]
+        with torch.no_grad():
+            for tokens, _ in windows:
+                states.append(model(tokens, states[-1])[1])
+        tokens, targets = (torch.cat([*both], 1) for both in zip(*windows, strict=True))
+        carried = tuple(torch.cat([*both], 1) for both in zip(*states[:-1], strict=True))
+        losses = F.cross_entropy(
+            model(tokens, carried)[0].flatten(0, 1), targets.flatten(), reduction="none"
+        )
+        state = states[-1]
+        optimizer.zero_grad()
+        # The sum over time, the mean over the streams of the whole batch.
+        losses.view(targets.shape).sum(0).mean().backward()
+        model.embedding.weight.grad *= batch * parts
+        for parameter in model.output.parameters():
+            parameter.grad *= parts
+        norm = torch.nn.utils.clip_grad_norm_((model.lstm if clipped else model).parameters(), CLIP)
+        optimizer.step()
+        for name, value in average.items():
+            value.lerp_(own[name].detach(), 0.5)
+        torch.testing.assert_close(metrics["loss"].double(), losses.mean(), rtol=2.0**-18, atol=0)
+        torch.testing.assert_close(metrics["grad_norm"].double(), norm, rtol=2.0**-14, atol=0)
+        assert norm > CLIP
+    for name, ours in task.learner.model.named_parameters():
+        torch.testing.assert_close(ours.double(), own[name], rtol=0, atol=2.0**-18, msg=name)
+    for name, value in average.items():
+        ours = task.learner.optimizer.averages[name].double()
+        torch.testing.assert_close(ours, value, rtol=0, atol=2.0**-18, msg=name)
+
+
+@pytest.mark.parametrize("mode", ["fp16_master_scaled", "fp16_naive", "amp"])
+def test_micro_batches_in_a_mode(build_run, mode):
+    """Each draws its own candidates; a skipped step of several parts moves no row."""
+    # 16-bit weights would lose updates without the factors.
+    factors = ["model.time_reduction=sum", "model.embedding_gradient_factor=4096"]
+    more = [f"precision={mode}", "train.accumulate=3", "optim.eps=1e-3"]
+    more += ["scaler=dynamic", "scaler.init_scale=16"]
+    task = build_run(*SAMPLED, *more, *factors).task
+    optimizer = task.learner.optimizer
+    used = torch.zeros(VOCABULARY, dtype=torch.bool)
+    start = task.learner.model.embedding.weight.clone()
+    assert task.train_step(0)["found_inf"] == 0
+    for part in range(3):
+        used[task.data.train_batch(part)[0].flatten()] = True
+    moved = (task.learner.model.embedding.weight != start).any(1)
+    assert moved.any() and not (moved & ~used).any()
+    assert torch.equal(moved, used) or mode == "fp16_naive"  # which loses updates
+    before = [table.clone() for table in tables(task)]
+    seen = []
+
+    def spoil(gradient):
+        seen.append(len(gradient))
+        return gradient * (math.inf if len(seen) == 2 else 1)
+
+    handle = task.learner.model.output.register_gradient_hook(spoil)
+    assert task.train_step(1)["found_inf"] == 1
+    handle.remove()
+    assert seen == [32] * 3  # 20 targets and 12 candidates
+    assert_same_bits(tables(task), before)
+    assert task.train_step(2)["found_inf"] == 0
+    assert all(row.state["sum"].isfinite().all() for row in optimizer.rows)
+
+
 def test_time_reduction_of_the_ordinary_model(build_run):
     """The gradient is five times that of the mean, the loss that is reported is the same."""
     rows = {}
@@ -227,13 +319,15 @@ COMMON = [
 ]
 
 
-@pytest.mark.parametrize("mode", ["fp32", "fp16_master_scaled", "amp"])
+@pytest.mark.parametrize(
+    ("mode", "parts"), [("fp32", 1), ("fp16_master_scaled", 1), ("amp", 1), ("amp", 2)]
+)
 @pytest.mark.slow
-def test_stopping_and_resuming_changes_no_bit(mode, tmp_path):
+def test_stopping_and_resuming_changes_no_bit(mode, parts, tmp_path):
     # Overflows in the first steps, so that updates are skipped on both sides of the stop.
     scaler = [] if mode == "fp32" else ["scaler.init_scale=16777216", "scaler.growth_interval=3"]
     straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    overrides = [*COMMON, f"precision={mode}", *scaler]
+    overrides = [*COMMON, f"precision={mode}", *scaler, f"train.accumulate={parts}"]
     assert run(straight, *overrides, "train.steps=9") == 0
     assert run(resumed, *overrides, "train.steps=5") == 0
     assert main([f"resume={resumed}", "train.steps=9"]) == 0
@@ -269,7 +363,10 @@ def test_probes_count_the_gradients_of_rows(tmp_path):
         (["optim.average_decay=0.9"], "embedding, output are updated only"),
         (["train.clip_modules=[lstn]"], "train.clip_modules: 'lstn' matches no module"),
         (["optim=adam"], "optim=adam"),
-        (["train.accumulate=2"], "train.accumulate=2"),
+        (
+            ["precision.reduce_dtype=fp16", "train.accumulate=2"],
+            "precision.reduce_dtype=fp16: must",
+        ),
         *(
             ([f"precision={mode}"], f"precision={mode}: row tables (embedding, output)")
             for mode in OF_ANY_NETWORK

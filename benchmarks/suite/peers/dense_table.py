@@ -10,7 +10,7 @@ from mprun.models.lstm import Gathered, RowTable
 class DenseTable(nn.Module):
     """The tensors of a `RowTable` as parameters with dense gradients, used like the table.
 
-    gradient_factor: multiplies the gradient of the weights, like the row table's optimizer.
+    gradient_factor: multiplies the gradients, like the row table's optimizer.
     """
 
     def __init__(self, table: RowTable):
@@ -19,7 +19,8 @@ class DenseTable(nn.Module):
         self.bias = None if table.bias is None else nn.Parameter(table.bias.detach())
         if table.gradient_factor != 1:
             factor = table.gradient_factor
-            self.weight.register_hook(lambda gradient: gradient * factor)
+            for own in self.parameters():
+                own.register_hook(lambda gradient: gradient * factor)
 
     def forward(self, ids: Tensor) -> Tensor:
         return F.embedding(ids, self.weight)

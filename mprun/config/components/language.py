@@ -42,16 +42,16 @@ cache = partial(place, f"Folder of the encoded text; null: {_CACHE}", unset=_CAC
 def _sampling(model: "LSTMConfig", config: RunConfig) -> Iterator[str]:
     optim = config.optim
     if model.sampled_softmax is None:
-        factor = model.embedding_gradient_factor
-        if factor != 1.0:
-            yield f"model.embedding_gradient_factor={factor:g}: only with model.sampled_softmax"
+        for key in ("embedding_gradient_factor", "output_gradient_factor"):
+            if (factor := getattr(model, key)) != 1.0:
+                yield f"model.{key}={factor:g}: only with model.sampled_softmax"
         return
     if optim.name not in ("sgd", "adagrad") or optim.momentum or optim.weight_decay:
         allowed = "adagrad or sgd without momentum, no weight decay"
         given = f"optim={optim.name} model.sampled_softmax={model.sampled_softmax}"
         yield f"{given}: rows are updated only where used (allowed: {allowed})"
-    if config.train.accumulate != 1:
-        yield f"train.accumulate={config.train.accumulate}: must be 1 with model.sampled_softmax"
+    if (dtype := config.precision.reduce_dtype) is not None:
+        yield f"precision.reduce_dtype={dtype}: must be null with model.sampled_softmax"
 
 
 @network(
@@ -86,6 +86,7 @@ class LSTMConfig(ModelConfig):
     embedding_gradient_factor: float = positive(
         1.0, "With sampled_softmax: factor on the embedding's gradient (bigLSTM)"
     )
+    output_gradient_factor: float = positive(1.0, "The same on the softmax's gradient")
 
     @property
     def sampled(self) -> bool:
