@@ -123,7 +123,8 @@ class RowTable(nn.Module):
 
     One `gather` with gradients per micro-batch: a second one before the optimizer took the first
     one's gradients raises RuntimeError. `forward(ids)` is the lookup of an embedding: int64 ids of
-    any shape [...] to [..., width]. The optimizer multiplies the unscaled gradients by `gradient_factor`.
+    any shape [...] to [..., width]. The optimizer multiplies the unscaled gradients by
+    `gradient_factor`.
     """
 
     is_row_table = True

@@ -131,8 +131,8 @@ RECIPES = {
         model.embedding_size=1024 model.dropout=0.1 model.sampled_softmax=8192
         model.time_reduction=sum model.embedding_gradient_factor={256 * 4}
         model.output_gradient_factor=4 data.name=lm1b data.batch_size=256 data.sequence_length=20
-        optim.name=adagrad optim.lr=0.2 optim.initial_accumulator=1.0 optim.schedule=constant optim.average_decay=0.999
-        optim.average_modules=[lstm] train.clip_norm=1.0 train.clip_modules=[lstm]
+        optim.name=adagrad optim.lr=0.2 optim.initial_accumulator=1.0 optim.schedule=constant
+        optim.average_decay=0.999 optim.average_modules=[lstm] train.clip_norm=1.0 train.clip_modules=[lstm]
         train.accumulate=4 train.epochs=50 numerics.keep_failure=false
         compare.metric=loss compare.margin=0.01
     """,
@@ -249,5 +249,5 @@ def test_the_user_gives_the_folder_and_may_shorten(recipe):
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_the_page_has_a_row_for_each(recipe):
     page = (conf_dir().parent / "docs" / "recipes.md").read_text(encoding="utf-8")
-    (row,) = [line for line in page.splitlines() if line.startswith(f"| `{recipe}` |")]
+    row, *_ = [line for line in page.splitlines() if line.startswith(f"| `{recipe}` |")]
     assert row.split(" | ")[3].split()[0] == f"{composed(recipe).compare.margin:g}"

@@ -22,15 +22,15 @@ RECIPES = {
         model.bidirectional=false model.row_convolution=20 model.fully_connected=2560
         data.sample_rate=16000 data.window_ms=20.0 data.hop_ms=10.0 optim.name=sgd
         optim.nesterov=true optim.momentum=0.99 optim.weight_decay=0.0 optim.schedule=epoch_decay
-        optim.constant_epochs=1.0 train.epochs=20 train.clip_norm=400.0 compare.metric=cer
-        compare.margin=0.5
+        optim.constant_epochs=1.0 train.epochs=20 data.batch_size=64
+        train.accumulate=8 train.clip_norm=400.0 compare.metric=cer compare.margin=0.5
     """,
 }
 SCHEDULES = [
     (
         "deep_speech2_librispeech",
-        4394,  # of 64 of the 281,241 utterances of train-960, were none above 16.7 s
-        20 * 4394,
-        {0: 3e-4, 4393: 3e-4, 4394: 3e-4 * 0.8333333, 20 * 4394 - 1: 3e-4 * 0.8333333**19},
+        549,  # of 8 x 64 of the 281,241 utterances of train-960, were none above 16.7 s
+        20 * 549,
+        {0: 3e-4, 548: 3e-4, 549: 3e-4 * 0.8333333, 20 * 549 - 1: 3e-4 * 0.8333333**19},
     ),
 ]
