@@ -132,8 +132,8 @@ RECIPES = {
         model.time_reduction=sum model.embedding_gradient_factor={256 * 4}
         model.output_gradient_factor=4 data.name=lm1b data.batch_size=256 data.sequence_length=20
         optim.name=adagrad optim.lr=0.2 optim.initial_accumulator=1.0 optim.schedule=constant
-        optim.average_decay=0.999 optim.average_modules=[lstm] train.clip_norm=1.0 train.clip_modules=[lstm]
-        train.accumulate=4 train.epochs=50 numerics.keep_failure=false
+        optim.average_decay=0.999 optim.average_modules=[lstm] train.clip_norm=1.0
+        train.clip_modules=[lstm] train.accumulate=4 train.epochs=50 numerics.keep_failure=false
         compare.metric=loss compare.margin=0.01
     """,
     "gpt2_openwebtext": f"""

@@ -1,6 +1,7 @@
 """The transformer against plain float64 equations, and what its parts promise."""
 
 import math
+import warnings
 
 import pytest
 import torch
@@ -209,3 +210,97 @@ def test_llama_s_parts_have_the_counts_of_their_shapes():
     # Queries 128, two heads of keys and of values of 32; 8/3 x 128 = 341.3, up to 384.
     block = h * (128 + 2 * 64) + h * h + 3 * h * 384 + 2 * h
     assert sum(p.numel() for p in network.parameters()) == words * h + 2 * block + h
+
+
+def hugging_face():
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its imports
+        return pytest.importorskip("transformers", reason="needs the extra [transformers]")
+
+
+def take_over(pairs):
+    """Fill each module from others side by side; `turned`: a Conv1D of Hugging Face."""
+    for own, others, turned in pairs:
+        parts = [dict(other.named_parameters()) for other in others]
+        for name, parameter in own.named_parameters():
+            whole = torch.cat(
+                [
+                    part[name].t() if turned and part[name].dim() > 1 else part[name]
+                    for part in parts
+                ]
+            )
+            assert parameter.shape == whole.shape
+            parameter.copy_(whole)
+
+
+def random_vectors(network):
+    """Gains and biases other than ones and zeros."""
+    for parameter in network.parameters():
+        if parameter.dim() == 1:
+            parameter.add_(torch.randn_like(parameter) / 4)
+
+
+@torch.no_grad()
+def logits_of_both(ours, theirs, ids):
+    found, expected = ours.eval()(ids.t())[0].transpose(0, 1), theirs.eval()(ids).logits
+    # FP32 sums of hundreds of terms in another order, through every block.
+    atol = 2.0**-15 * expected.abs().max().item()
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("attention", ["fused", "manual"])
+@torch.no_grad()
+def test_gpt_2_computes_as_hugging_face_s(attention):
+    """All of the 124 million parameters; nanoGPT's GELU is the exact one, OpenAI's a tanh."""
+    transformers = hugging_face()
+    theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(activation_function="gelu"))
+    ours, whole = GPT(50_257, 1024, 768, 12, 12, bias=True, attention=attention), theirs.transformer
+    random_vectors(theirs)
+    pairs = [(ours.embedding, whole.wte, False), (ours.positions, whole.wpe, False)]
+    pairs.append((ours.norm, whole.ln_f, False))
+    for own, other in zip(ours.blocks, whole.h, strict=True):
+        pairs += [
+            (own.attention_norm, other.ln_1, False),
+            (own.attention.inputs, other.attn.c_attn, True),
+            (own.attention.output, other.attn.c_proj, True),
+            (own.mlp_norm, other.ln_2, False),
+            (own.mlp.inputs, other.mlp.c_fc, True),
+            (own.mlp.output, other.mlp.c_proj, True),
+        ]
+    take_over((own, [other], turned) for own, other, turned in pairs)
+    logits_of_both(ours, theirs, torch.randint(50_257, (2, 128)))
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_llama_computes_as_hugging_face_s():
+    transformers = hugging_face()
+    config = transformers.LlamaConfig(
+        vocab_size=1000,
+        hidden_size=256,
+        intermediate_size=704,  # 8/3 x 256, up to a multiple of 64
+        num_hidden_layers=3,
+        num_attention_heads=8,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+    )
+    theirs = transformers.LlamaForCausalLM(config)
+    parts = {"norm": "rms", "positions": "rotary", "mlp": "swiglu"}
+    ours, whole = GPT(1000, 256, 256, 3, 8, kv_heads=2, **parts), theirs.model
+    random_vectors(theirs)
+    pairs = [(ours.embedding, [whole.embed_tokens]), (ours.norm, [whole.norm])]
+    for own, other in zip(ours.blocks, whole.layers, strict=True):
+        heads, mlp = other.self_attn, other.mlp
+        pairs += [
+            (own.attention_norm, [other.input_layernorm]),
+            (own.attention.inputs, [heads.q_proj, heads.k_proj, heads.v_proj]),
+            (own.attention.output, [heads.o_proj]),
+            (own.mlp_norm, [other.post_attention_layernorm]),
+            (own.mlp.inputs, [mlp.gate_proj, mlp.up_proj]),
+            (own.mlp.output, [mlp.down_proj]),
+        ]
+    take_over((own, others, False) for own, others in pairs)
+    assert sum(p.numel() for p in ours.parameters()) == sum(p.numel() for p in theirs.parameters())
+    logits_of_both(ours, theirs, torch.randint(1000, (2, 200)))

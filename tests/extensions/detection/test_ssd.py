@@ -160,6 +160,7 @@ def test_ssd300_computes_what_torchvision_s_does():
     from torchvision.models.detection import ssd300_vgg16
     from torchvision.models.detection.anchor_utils import DefaultBoxGenerator
     from torchvision.models.detection.image_list import ImageList
+    from torchvision.ops import box_iou
 
     network = configured("ssd300", **VOC).eval()
     other = ssd300_vgg16(weights=None, weights_backbone=None, num_classes=21).eval()
@@ -187,6 +188,25 @@ def test_ssd300_computes_what_torchvision_s_does():
     )
     [boxes] = generator(ImageList(images, [(300, 300)]), maps)
     torch.testing.assert_close(network.multibox.defaults, boxes / 300, rtol=0, atol=1e-6)
+    # Losses and detections of these outputs, smaller. No two objects have a best box in common.
+    objects = torch.tensor(
+        [[0.05, 0.06, 0.4, 0.47], [0.53, 0.5, 0.95, 0.9], [0.61, 0.1, 0.8, 0.32]]
+    )
+    classes = torch.tensor([3, 0, 19])
+    offsets, logits = offsets / offsets.abs().max() / 4, 8 * logits / logits.abs().max()
+    head = {"bbox_regression": offsets, "cls_logits": logits}
+    labelled = [{"boxes": objects * 300, "labels": classes + 1}]
+    matches = other.proposal_matcher(box_iou(objects * 300, boxes))
+    expected = sum(other.compute_loss(labelled, head, [boxes], [matches]).values())
+    rest = torch.stack([classes.float(), torch.zeros(3)], 1)
+    found = network.multibox.train()(offsets, logits, torch.cat([objects, rest], 1)[None]).loss
+    torch.testing.assert_close(found, expected, rtol=2.0**-18, atol=0)
+    [wanted] = other.postprocess_detections(head, [boxes], [(300, 300)])
+    rows = network.multibox.eval().detections(offsets, logits)[0]
+    rows = rows[rows[:, 4] >= 0]
+    parts = wanted["boxes"] / 300, wanted["labels"][:, None] - 1.0, wanted["scores"][:, None]
+    assert len(rows) == 200
+    torch.testing.assert_close(rows, torch.cat(parts, 1), rtol=0, atol=2.0**-18)
 
 
 @pytest.mark.slow

@@ -21,11 +21,8 @@ def test_it_has_every_recipe_of_the_paper_and_every_cell():
 @pytest.mark.parametrize("recipe", TABLE)
 def test_batch_length_rate_and_decay(recipe):
     config = compose_config([f"experiment={recipe}"], files=False).config
-    train, size, (batch, length, rate, decay, *_) = (
-        config.train,
-        config.data.batch_size,
-        TABLE[recipe],
-    )
+    train, size = config.train, config.data.batch_size
+    batch, length, rate, decay, *_ = TABLE[recipe]
     assert batch == (f"{train.accumulate} x {size}" if train.accumulate > 1 else f"{size}")
     said = f"{train.epochs:g} epochs" if train.steps is None else f"{train.steps:,} steps"
     assert length == said
