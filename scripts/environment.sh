@@ -9,7 +9,7 @@ cd "$root"
 unset PYTHONDONTWRITEBYTECODE
 
 # The dependency groups of pyproject.toml: older versions of pip cannot install groups.
-testers=(pytest pytest-xdist hypothesis expecttest pandas soundfile hatchling hatch-fancy-pypi-readme)
+testers=(pytest pytest-xdist hypothesis expecttest pandas soundfile tokenizers sentencepiece hatchling hatch-fancy-pypi-readme)
 checkers=(ruff mypy import-linter types-PyYAML "${testers[@]}")
 
 ensure_environment() {  # arguments: further packages

@@ -3,7 +3,7 @@
 import hashlib
 import re
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path
 from typing import Unpack
@@ -16,9 +16,11 @@ from mprun.data.token_streams import Sizes, StreamOptions, TokenStreams
 from mprun.data.vocabulary import (
     END_OF_LINE,
     UNKNOWN,
+    Coder,
     WordIds,
+    Words,
     build_vocabulary,
-    read_words,
+    subwords,
     text_blocks,
     text_lines,
     word_blocks,
@@ -75,9 +77,8 @@ class EncodedText(TokenStreams):
         name, files: The source and its files in the record.
         hashes: SHA-256 (hex) of the contents of all files, which ``sha256`` covers.
         texts: Files to encode; the last one is the held-out split.
-        blocks: Reads such a file as lists of words.
-        vocabulary: Makes the vocabulary, by ids; ``key`` names what it depends on.
-        unknown: The entry for words outside the vocabulary.
+        pieces: Reads such a file as ``text_blocks`` does.
+        coder: Has the entries, and makes ids of the pieces.
         cache: Of the folder ``cache``, as the sources below call it.
         eval_split: "valid" or "test"; ``eval_tokens`` takes its first tokens, None all.
 
@@ -94,44 +95,40 @@ class EncodedText(TokenStreams):
         files: str,
         hashes: dict[Path, str],
         texts: list[Path],
-        blocks: Callable[[Path], Iterable[list[str]]],
-        vocabulary: Callable[[], Iterable[str]],
-        unknown: str,
-        key: Key,
+        pieces: Callable[[Path], Iterator[str]],
+        coder: Coder,
         *,
         cache: Cache,
         vocab_multiple: int,
         eval_split: str,
         **options: Unpack[StreamOptions],
     ) -> None:
-        self._words = cache.made({**key, "kind": "words"}, vocabulary)
-        ids, tokens = None, []
+        self._coder, tokens = coder, []
         for number, path in enumerate(texts, 1):
-            own: Key = {**key, "kind": "tokens", "source": hashes[path]}
+            own: Key = {**coder.key, "kind": "tokens", "source": hashes[path]}
             entry = cache.find(own)
             if entry is None:
                 if len(texts) > 2 and (sys.stderr.isatty() or number % 10 == 0):
                     print(f"mprun: encoding shard {number} of {len(texts)}", file=sys.stderr)
-                ids = ids or WordIds(self.vocabulary, unknown)
-                entry = cache.store(own, ids.encoded(blocks(path)))
+                entry = cache.store(own, coder.encoded(path, pieces(path)))
             tokens.append(entry)
         super().__init__(tokens[:-1], tokens[-1], **options)
-        entries = self._words.read_bytes().count(b"\n")
-        self.vocab_size = -(-entries // vocab_multiple) * vocab_multiple
+        self.vocab_size = -(-coder.entries // vocab_multiple) * vocab_multiple
         self.sha256 = hashlib.sha256("".join(hashes.values()).encode()).hexdigest()
         self.description |= {
             "name": name,
             "files": files,
             "eval_split": eval_split,
-            "vocab_entries": entries,
+            "vocab_entries": coder.entries,
             "vocab_size": self.vocab_size,
             "rotate": self._rotate,
+            **coder.about,
         }
 
     @property
     def vocabulary(self) -> tuple[str, ...]:
-        """Read all entries, in the order of their ids."""
-        return read_words(self._words)
+        """Return all entries, in the order of their ids."""
+        return self._coder.vocabulary
 
 
 class Text(EncodedText):
@@ -147,7 +144,8 @@ class Text(EncodedText):
     The vocabulary comes from the training split: ``<unk>`` (0), ``<eos>`` (1), then words by
     falling count, equal counts in alphabetical order. ``<unk>`` in the text is that entry; it
     stands for all words outside the vocabulary. ``vocab_limit`` caps the number of entries, None
-    for no cap.
+    for no cap. With a ``tokenizer`` the entries are those of its file (`subwords`), and
+    ``end_token`` follows every line; None: its own one.
 
     Each epoch starts elsewhere (``rotate``) or at the first word.
     """
@@ -156,6 +154,8 @@ class Text(EncodedText):
         self,
         root: str | Path,
         *,
+        tokenizer: str | None,
+        end_token: str | None,
         vocab_limit: int | None,
         lower: bool,
         eval_split: str,
@@ -167,27 +167,36 @@ class Text(EncodedText):
         texts = [*find_text_files(root, ("train", eval_split)).values()]
         hashes = {path: kept.content_sha256(path) for path in texts}
 
-        def blocks(path: Path) -> Iterator[list[str]]:
-            return word_blocks(text_blocks(path, hashes[path], lower=lower), END_OF_LINE)
+        def pieces(path: Path) -> Iterator[str]:
+            return text_blocks(path, hashes[path], lower=lower)
 
         def vocabulary() -> tuple[str, ...]:
-            return build_vocabulary(blocks(texts[0]), (UNKNOWN, END_OF_LINE), vocab_limit)
+            blocks = word_blocks(pieces(texts[0]), END_OF_LINE)
+            return build_vocabulary(blocks, (UNKNOWN, END_OF_LINE), vocab_limit)
+
+        if tokenizer is None:
+            # Words depend on the training split alone, so both held-out splits share them.
+            key: Key = {"train": hashes[texts[0]], "lower": lower, "vocab_limit": vocab_limit}
+            coder: Coder = Words(kept, key, vocabulary, UNKNOWN, END_OF_LINE)
+        else:
+            coder = subwords(tokenizer, kept, lower, end_token=end_token)
+            hashes[Path(tokenizer)] = coder.about["tokenizer_sha256"]
 
         super().__init__(
             "text",
             ", ".join(path.name for path in texts),
             hashes,
             texts,
-            blocks,
-            vocabulary,
-            UNKNOWN,
-            # Words depend on the training split alone, so both held-out splits share them.
-            {"train": hashes[texts[0]], "lower": lower, "vocab_limit": vocab_limit},
+            pieces,
+            coder,
             cache=kept,
             vocab_multiple=vocab_multiple,
             eval_split=eval_split,
             **options,
         )
+        if tokenizer is not None:  # with it a loss becomes bits per byte of the text
+            share = texts[-1].stat().st_size / self._eval_ring.tokens
+            self.description["eval_bytes_per_token"] = share
 
 
 TRAINING_SHARDS = 99
@@ -304,22 +313,20 @@ class Lm1b(EncodedText):
         kept = Cache(cache)
         hashes = {path: kept.content_sha256(path) for path in (source, *shards, held_out)}
 
-        def blocks(path: Path) -> Iterator[list[str]]:
-            texts = text_blocks(path, hashes[path])
-            return chain([[_SENTENCE]], word_blocks(texts, _SENTENCE))
+        def pieces(path: Path) -> Iterator[str]:
+            return text_blocks(path, hashes[path])
 
         def words() -> tuple[str, ...]:
             return read_vocabulary(source, hashes[source], (_SENTENCE, _UNKNOWN))
 
+        key: Key = {"vocabulary": hashes[source]}
         super().__init__(
             "lm1b",
             f"{len(shards)} training shards, {held_out.name}, {source.name}",
             hashes,
             [*shards, held_out],
-            blocks,
-            words,
-            _UNKNOWN,
-            {"vocabulary": hashes[source]},
+            pieces,
+            Words(kept, key, words, _UNKNOWN, _SENTENCE, leads=True),
             cache=kept,
             vocab_multiple=vocab_multiple,
             eval_split=eval_split,

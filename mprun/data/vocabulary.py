@@ -10,14 +10,17 @@ import io
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cached_property
+from itertools import chain, islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
+from mprun.data.cache import Cache, Key
 from mprun.data.source import DamagedData, DataError
+from mprun.entry_points import announced, loaded
 
 # Larger blocks measured no faster: their words no longer fit into the cache of a core.
 BLOCK = 1 << 18
@@ -148,6 +151,58 @@ class WordIds(dict[str, int]):
             yield np.fromiter(map(self.__getitem__, words), "<i4", len(words))
 
 
+class Coder(Protocol):
+    """Turns ``texts`` (from ``text_blocks``) into ids below ``entries``, with ends of lines."""
+
+    key: Key  # what the ids depend on
+    about: dict[str, str]  # for the record
+    entries: int
+    vocabulary: Any  # the entries, by ids
+
+    def encoded(self, path: Path, texts: Iterable[str]) -> Iterator[np.ndarray]: ...
+
+
+class Words(Coder):
+    """The words between blanks, by a vocabulary that is kept in a cache under ``key``.
+
+    ``marker`` follows every line in `encoded`; with ``leads`` it also stands before the first.
+    """
+
+    def __init__(
+        self,
+        cache: Cache,
+        key: Key,
+        words: Callable[[], Iterable[str]],
+        unknown: str,
+        marker: str,
+        leads: bool = False,
+    ) -> None:
+        self._file = cache.made({**key, "kind": "words"}, words)
+        self.key, self.about, self._unknown = key, {}, unknown
+        self._marker, self._leads = marker, leads
+        self.entries = self._file.read_bytes().count(b"\n")
+
+    @property
+    def vocabulary(self) -> tuple[str, ...]:
+        return tuple(self._file.read_text(encoding="utf-8").split("\n")[:-1])
+
+    @cached_property
+    def lookup(self) -> WordIds:  # a text in the cache needs none in memory
+        return WordIds(self.vocabulary, self._unknown)
+
+    def encoded(self, path: Path, texts: Iterable[str]) -> Iterator[np.ndarray]:
+        blocks = word_blocks(texts, self._marker)
+        return self.lookup.encoded(chain([[self._marker]], blocks) if self._leads else blocks)
+
+
+def subwords(tokenizer: str, *arguments: Any, **options: Any) -> Coder:
+    """Make the extension's coder; ValueError: it is not there."""
+    make = announced("mprun.tokenizers").get("subwords")
+    if make is None:
+        raise ValueError(f"tokenizer={tokenizer}: its extension is missing here (allowed: null)")
+    return loaded(make)(tokenizer, *arguments, **options)
+
+
 UNKNOWN = "<unk>"
 END_OF_LINE = "<eos>"
 # Each takes about 150 bytes of memory while it is counted and looked up, and its text.
@@ -196,8 +251,3 @@ def build_vocabulary(
 
 def _bytes(words: Iterable[str]) -> int:
     return sum(map(sys.getsizeof, words))
-
-
-def read_words(path: Path) -> tuple[str, ...]:
-    """Read the vocabulary in a cached file, one word a line."""
-    return tuple(path.read_text(encoding="utf-8").split("\n")[:-1])

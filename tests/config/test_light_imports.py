@@ -80,8 +80,9 @@ def test_every_import_is_of_a_declared_package():
     # IPython.
     absent = modules_of(trainers) - set(with_extensions("TRAINERS", []))
     brought = {"triton", "markupsafe", "werkzeug", "IPython"}
-    known = set(OF_EXTRAS) - absent | brought | modules_of(extras["speech"])
-    assert imported - core <= known <= imported | modules_of(extras["speech"]) | {"mprun"}
+    by_data = modules_of(extras["speech"] + extras["subword"])
+    known = set(OF_EXTRAS) - absent | brought | by_data
+    assert imported - core <= known <= imported | by_data | {"mprun"}
 
 
 def test_the_engine_needs_the_core_alone_and_a_run_loads_torchvision_for_those_that_take_it():

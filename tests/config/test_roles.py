@@ -43,7 +43,7 @@ def test_the_hash_changes_with_each_key_that_can_change_a_number_and_with_no_oth
         (LABEL, "name output_root output_dir resume numerics numerics.enabled numerics.every"),
         (READING, "train.log_every train.checkpoint_every train.keep_checkpoints"),
         (READING, "train.cuda_graph data.root data.workers data.prefetch data.cache"),
-        (READING, "data.vocabulary"),
+        (READING, "data.vocabulary data.tokenizer"),
         (LENGTH, "train.steps train.epochs train.eval_every"),
         (MACHINE, "device threads"),
         (SEED, "seed"),
@@ -64,7 +64,7 @@ def test_only_these_keys_have_another_role_than_that_of_a_result():
         *("name", "output_root", "output_dir", "resume", "numerics", "seed", "device", "threads"),
         *("train", "data", "devices", "nodes", "restarts", "dist", "verbose"),
     }
-    assert len(told) == 35
+    assert len(told) == 36
 
 
 def test_a_key_has_one_role_in_all_models_and_data_sources():
@@ -123,8 +123,8 @@ def test_the_keys_of_a_continuation():
     assert sorted(resumable_keys()) == sorted(
         """train.steps train.epochs train.log_every train.eval_every train.checkpoint_every
         train.keep_checkpoints train.cuda_graph train.activation_checkpointing data.root
-        data.workers data.prefetch data.cache data.vocabulary devices nodes restarts dist
-        dist.engine dist.order dist.bucket_mb dist.timeout_s verbose""".split()
+        data.workers data.prefetch data.cache data.vocabulary data.tokenizer devices nodes
+        restarts dist dist.engine dist.order dist.bucket_mb dist.timeout_s verbose""".split()
     )
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 from mprun.config.fields import count, from_zero, one_of, place, positive, ranged, setting, share
 from mprun.config.registry import DataConfig, ModelConfig, network, source, task
@@ -35,6 +36,10 @@ _sequence = partial(count, doc="Tokens per step and stream")
 _vocab_limit = partial(ranged, None, VOCAB_LIMIT, at_least=3, at_most=1_000_000)
 vocab_multiple = partial(count, doc="Pad the vocabulary to a multiple of this")
 eval_split = partial(one_of, "valid test", "Split to evaluate")
+tokenizer = partial(
+    place,
+    "File of subwords: tokenizers' tokenizer.json or sentencepiece's *.model; null: words",
+)
 _CACHE = "mprun in the user's cache folder"
 cache = partial(place, f"Folder of the encoded text; null: {_CACHE}", unset=_CACHE)
 
@@ -165,11 +170,23 @@ class SyntheticTokensConfig(DataConfig):
     eval_tokens: int = ranged(10_000, "Held-out tokens to generate", at_least=2)
 
 
-@_text("text", builder="mprun.data.text:Text", on_disk=True)
+def by_tokenizer(data: Any, config: RunConfig) -> Iterator[str]:
+    """Refuse what is read only with data.tokenizer, or only without it."""
+    for key in ("end_token", "vocab_limit", "source_vocab_limit", "target_vocab_limit"):
+        use = "with" if key == "end_token" else "without"
+        if getattr(data, key, None) is not None and (use == "with") is (data.tokenizer is None):
+            yield f"data.{key}={getattr(data, key)}: only {use} data.tokenizer"
+
+
+@_text("text", builder="mprun.data.text:Text", on_disk=True, rules=(by_tokenizer,))
 class TextConfig(DataConfig):
-    """Text files below `root` (train, valid, test), blank-separated words, one vocabulary."""
+    """Text files below `root` (train, valid, test), words between blanks or subwords."""
 
     sequence_length: int = _sequence(35)
+    tokenizer: str | None = tokenizer()
+    end_token: str | None = setting(
+        None, "With tokenizer: its token after every line; null: </s>, <|endoftext|> or the like"
+    )
     vocab_limit: int | None = _vocab_limit()
     vocab_multiple: int = vocab_multiple(8)
     lower: bool = setting(False, "Lower-case all words")

@@ -4,7 +4,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from mprun.config.components.language import VOCAB_LIMIT, cache, eval_split, vocab_multiple
+from mprun.config.components.language import (
+    VOCAB_LIMIT,
+    by_tokenizer,
+    cache,
+    eval_split,
+    tokenizer,
+    vocab_multiple,
+)
 from mprun.config.fields import count, is_label, positive, ranged, setting, share
 from mprun.config.registry import DataConfig, ModelConfig, network, source, task
 from mprun.config.schema import RunConfig
@@ -83,15 +90,16 @@ _LIMIT = f"{VOCAB_LIMIT[0].lower()}{VOCAB_LIMIT[1:]}"
 @source(
     "parallel_text",
     builder="mprun.extensions.translation.parallel_text:ParallelText",
-    rules=(_languages,),
+    rules=(_languages, by_tokenizer),
     family="sentence_pairs",
     on_disk=True,
 )
 class ParallelTextConfig(SentencePairsConfig):
-    """Two aligned text files below `root` a split, or one with two columns; a vocabulary a side."""
+    """Two aligned text files below `root` a split, or one with two columns; words or subwords."""
 
     source_language: str = setting("en", "File name ending of the source language")
     target_language: str = setting("fr", "File name ending of the target language")
+    tokenizer: str | None = tokenizer()
     source_vocab_limit: int | None = _vocab_limit(doc=f"Sources: {_LIMIT}")
     target_vocab_limit: int | None = _vocab_limit(doc=f"Targets: {_LIMIT}")
     lower: bool = setting(False, "Lower-case all words")

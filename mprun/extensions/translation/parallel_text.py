@@ -2,25 +2,35 @@
 
 import hashlib
 from array import array
-from collections.abc import Iterator
-from functools import cached_property, partial
-from itertools import chain, zip_longest
+from collections.abc import Iterator, Sequence
+from functools import partial
+from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import Unpack
+from typing import Any, Unpack
 
 import numpy as np
 
 from mprun.data.cache import Cache, Key
 from mprun.data.source import DamagedData, DataError
 from mprun.data.token_streams import TokenFile
-from mprun.data.vocabulary import build_vocabulary, read_words, text_blocks, text_lines
+from mprun.data.vocabulary import (
+    UNKNOWN,
+    Words,
+    build_vocabulary,
+    subwords,
+    text_blocks,
+    text_lines,
+)
 from mprun.extensions.translation.sentence_pairs import (
+    BLOCK,
+    END_ID,
     SYMBOLS,
+    UNKNOWN_ID,
+    Coded,
     Pairs,
     PairSizes,
     SentencePairs,
     encoded,
-    word_ids,
 )
 
 # Names of each split's files, without the language; the last of each are WMT's.
@@ -94,6 +104,13 @@ def pairs_of(
         yield source, target
 
 
+class _SideWords(Words):
+    def ids(self, lines: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each line's words; all symbols but ``<unk>`` are ordinary words."""
+        found = self.lookup
+        return [[max(found[word], UNKNOWN_ID) for word in line.split()] for line in lines]
+
+
 class ParallelText(SentencePairs):
     """Sentence pairs below ``root``: line n of one file is the translation of line n of the other.
 
@@ -102,8 +119,9 @@ class ParallelText(SentencePairs):
     is UTF-8, already split into words between blanks; ``lower`` lower-cases them.
 
     Each side has a vocabulary from the training split: the four symbols of `SentencePairs`, then
-    words by falling count, at most its limit in all, None for no limit. Pairs with an empty side,
-    or a side of ``max_length`` or more words, are left out, in the held-out split too.
+    words by falling count, at most its limit in all, None for no limit. With a ``tokenizer`` both
+    sides have the four symbols and then the entries of its file (`subwords`). Pairs with an empty
+    side, or a side of ``max_length`` or more words, are left out, in the held-out split too.
 
     The files are read line by line and encoded once, into the folder ``cache`` (`Cache`): the
     tokens of all pairs, and the numbers of `Pairs`, int64. Pairs are then read from there on
@@ -121,6 +139,7 @@ class ParallelText(SentencePairs):
         *,
         source_language: str,
         target_language: str,
+        tokenizer: str | None,
         source_vocab_limit: int | None,
         target_vocab_limit: int | None,
         lower: bool,
@@ -135,14 +154,12 @@ class ParallelText(SentencePairs):
         def pairs(split: str) -> Iterator[tuple[str, str]]:
             return pairs_of(files[split], hashes[split], lower)
 
-        def ranked_words(side: int, limit: int | None) -> Iterator[bytes]:
+        def ranked_words(side: int, limit: int | None) -> tuple[str, ...]:
             # Both sides are read, so that a fault in either is found before anything is kept.
             words = (pair[side].split() for pair in pairs("train"))
-            for word in build_vocabulary(words, SYMBOLS, limit):
-                yield f"{word}\n".encode()
+            return build_vocabulary(words, SYMBOLS, limit)
 
-        self._words, keys = [], []
-        for side, limit in enumerate((source_vocab_limit, target_vocab_limit)):
+        def words_of(side: int, limit: int | None) -> Words:
             key: Key = {
                 "train": " ".join(hashes["train"]),
                 "side": side,
@@ -150,9 +167,23 @@ class ParallelText(SentencePairs):
                 "lower": lower,
                 "vocab_limit": limit,
             }
-            made = kept.made({**key, "kind": "words"}, partial(ranked_words, side, limit))
-            self._words.append(made)
-            keys.append(str(sorted(key.items())))
+            return _SideWords(
+                kept, key, partial(ranked_words, side, limit), UNKNOWN, SYMBOLS[END_ID]
+            )
+
+        coders: list[Any]  # subwords or words of each side
+        if tokenizer is None:
+            coders = [*map(words_of, range(2), (source_vocab_limit, target_vocab_limit))]
+        else:
+            joint = subwords(tokenizer, kept, lower, symbols=SYMBOLS)
+            coders, hashes["tokenizer"] = [joint, joint], (joint.about["tokenizer_sha256"],)
+        keys = [str(sorted(coder.key.items())) for coder in coders]
+
+        def coded(split: str) -> Iterator[Coded]:
+            every = pairs(split)
+            while some := [*islice(every, BLOCK)]:
+                sides = zip(coders, zip(*some, strict=True), strict=True)
+                yield from zip(*(coder.ids(lines) for coder, lines in sides), strict=True)
 
         def encoded_once(split: str) -> Pairs:
             key: Key = {
@@ -163,10 +194,8 @@ class ParallelText(SentencePairs):
             of_tokens, of_starts = {**key, "kind": "tokens"}, {**key, "kind": "starts"}
             tokens, places = kept.find(of_tokens), kept.find(of_starts)
             if tokens is None or places is None:
-                ids = [word_ids(read_words(path)) for path in self._words]
                 numbers = array("q", [0, 0, 0])
-                words = ((one.split(), other.split()) for one, other in pairs(split))
-                blocks = encoded(words, ids, sizes["max_length"], numbers)
+                blocks = encoded(coded(split), sizes["max_length"], numbers)
                 tokens = kept.store(of_tokens, blocks)
                 places = kept.store(of_starts, [np.array(numbers, "<i8")])
             return Pairs(TokenFile(tokens), np.fromfile(places, "<i8"))
@@ -175,16 +204,18 @@ class ParallelText(SentencePairs):
         super().__init__(
             "parallel_text",
             [*map(encoded_once, files)],
-            [path.read_bytes().count(b"\n") for path in self._words],
+            [coder.entries for coder in coders],
             hashlib.sha256(every.encode()).hexdigest(),
             {
                 "files": ", ".join(path.name for paths in files.values() for path in paths),
                 "eval_split": eval_split,
+                **coders[0].about,
             },
             **sizes,
         )
+        self._coders = coders
 
-    @cached_property
+    @property
     def vocabularies(self) -> tuple[tuple[str, ...], ...]:
         """Return all entries of each side, in the order of their ids."""
-        return tuple(map(read_words, self._words))
+        return tuple(coder.vocabulary for coder in self._coders)

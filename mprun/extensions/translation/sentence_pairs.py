@@ -20,14 +20,6 @@ PADDING_ID, BEGIN_ID, END_ID, UNKNOWN_ID = range(4)
 SYMBOLS = ("<pad>", "<s>", "</s>", UNKNOWN)
 
 
-def word_ids(vocabulary: Sequence[str]) -> WordIds:
-    """Return the ids of a text's words; there all symbols but ``<unk>`` are ordinary words."""
-    ids = WordIds(vocabulary, UNKNOWN)
-    for symbol in SYMBOLS[:UNKNOWN_ID]:
-        del ids[symbol]
-    return ids
-
-
 class PairSizes(TypedDict):
     """The options of every source of pairs."""
 
@@ -39,14 +31,13 @@ class PairSizes(TypedDict):
 
 
 Sentences = tuple[list[str], list[str]]
+Coded = tuple[list[int], list[int]]
 # Pairs that are encoded before they are handed on.
 BLOCK = 10_000
 
 
-def encoded(
-    pairs: Iterable[Sentences], ids: Sequence[WordIds], max_length: int, numbers: array
-) -> Iterator[np.ndarray]:
-    """Yield the ids of the pairs that fit, int32: a source and its END_ID, then its target and one.
+def encoded(pairs: Iterable[Coded], max_length: int, numbers: array) -> Iterator[np.ndarray]:
+    """Yield the pairs that fit, int32: a source and its END_ID, then its target and one.
 
     `numbers`, zeros to begin with, gets what `Pairs` takes.
     """
@@ -56,8 +47,8 @@ def encoded(
         if not min(lengths) or max(lengths) >= max_length:
             numbers[0] += 1
             continue
-        for own, side in zip(ids, pair, strict=True):
-            found.extend(map(own.__getitem__, side))
+        for side in pair:
+            found.extend(side)
             found.append(END_ID)
         numbers[1] += lengths[1] + 1
         numbers.append(numbers[-1] + sum(lengths) + 2)
@@ -216,10 +207,14 @@ class UnicodeNames(SentencePairs):
         self.vocabularies = tuple(
             build_vocabulary([pair[side] for pair in train], SYMBOLS, None) for side in range(2)
         )
-        ids, splits = [*map(word_ids, self.vocabularies)], []
+        ids, splits = [WordIds(words, UNKNOWN) for words in self.vocabularies], []
         for split in (train, held_out):
             numbers = array("q", [0, 0, 0])
-            tokens = np.concatenate([*encoded(split, ids, sizes["max_length"], numbers)])
+            coded = (
+                ([*map(ids[0].__getitem__, one)], [*map(ids[1].__getitem__, other)])
+                for one, other in split
+            )
+            tokens = np.concatenate([*encoded(coded, sizes["max_length"], numbers)])
             splits.append(Pairs(HeldTokens(torch.from_numpy(tokens)), np.array(numbers)))
         lines = "".join(f"{' '.join(source)}\t{' '.join(target)}\n" for source, target in pairs)
         super().__init__(

@@ -1,0 +1,1 @@
+"""Text in subwords: `data.tokenizer` of texts and of sentence pairs."""
