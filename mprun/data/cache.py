@@ -22,6 +22,7 @@ FORMAT = 1
 # Hashing costs about 1 s per GB. Smaller files are hashed at every start, larger ones when their
 # size or times have changed.
 REMEMBERED_ABOVE = 16 << 20
+ANNOUNCED_ABOVE = 1 << 30  # a pass takes seconds from here on, before anything else is printed
 # A file may change twice within one tick of the file system's clock and keep its time.
 _SETTLED_NS = 2_000_000_000
 # A killed writer leaves its temporary file behind.
@@ -118,6 +119,7 @@ class Cache:
             remembered = _json(memory)
             if remembered is not None and remembered.items() >= state.items():
                 return remembered["sha256"]
+            announce("hashing", path, status.st_size)
             sha256 = _sha256(path)
         except OSError as error:
             raise DamagedData(f"{path}: {error.strerror}") from error
@@ -132,6 +134,12 @@ class Cache:
         canonical = json.dumps({"format": FORMAT, **key}, sort_keys=True)
         name = hashlib.sha256(canonical.encode()).hexdigest()[:32]
         return self.folder / f"{name}.{key['kind']}"
+
+
+def announce(doing: str, path: Path, size: int) -> None:
+    """Say on stderr what is done with a large file, once for each pass over it."""
+    if size > ANNOUNCED_ABOVE:
+        print(f"mprun: {doing} {path} ({size / 1e9:.1f} GB)", file=sys.stderr)
 
 
 def _json(path: Path) -> dict | None:

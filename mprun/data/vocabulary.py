@@ -7,6 +7,7 @@ import gzip
 import hashlib
 import heapq
 import io
+import os
 import sys
 import zlib
 from collections import Counter
@@ -18,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from mprun.data.cache import Cache, Key
+from mprun.data.cache import Cache, Key, announce
 from mprun.data.source import DamagedData, DataError
 from mprun.entry_points import announced, loaded
 
@@ -49,6 +50,7 @@ def text_blocks(
     rest, last, words = b"", b"\n", False
     try:
         with open(path, "rb", buffering=0) as raw:
+            announce("reading", path, os.fstat(raw.fileno()).st_size)
             file: Any = io.BufferedReader(_Hashed(raw, digest), BLOCK)
             if path.suffix == ".gz":
                 file = gzip.GzipFile(fileobj=file)

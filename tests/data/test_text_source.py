@@ -101,6 +101,17 @@ def test_encoded_once_by_content(folder):
     assert changed.sha256 != first.sha256
 
 
+def test_passes_over_a_large_file_are_announced(folder, capfd, monkeypatch):
+    monkeypatch.setattr("mprun.data.cache.REMEMBERED_ABOVE", 40)
+    monkeypatch.setattr("mprun.data.cache.ANNOUNCED_ABOVE", 40)
+    assert len(TRAIN) < 40 < len(VALID)
+    source(folder)
+    path, said = folder / "valid.txt", capfd.readouterr().err
+    assert said == f"mprun: hashing {path} (0.0 GB)\nmprun: reading {path} (0.0 GB)\n"
+    source(folder)
+    assert "reading" not in capfd.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [

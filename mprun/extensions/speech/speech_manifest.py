@@ -98,7 +98,7 @@ def read_transcripts(folder: str) -> list[Utterance]:
     """
     found = []
     for path in sorted(Path(folder).rglob("*.trans.txt")):
-        shown = printable(str(path))
+        shown, beside = printable(str(path)), str(path.parent)
         try:
             lines = path.read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
@@ -108,7 +108,7 @@ def read_transcripts(folder: str) -> list[Utterance]:
             where = f"{shown}:{number}"
             if not name or "/" in name or "\0" in line:
                 raise DamagedData(f"{where}: must be the name of an utterance and its text")
-            audio = str(path.parent / f"{name}.flac")
+            audio = os.path.join(beside, f"{name}.flac")
             found.append(Utterance(audio, " ".join(text.split()), None, where))
     if not found:
         raise DamagedData(f"{printable(folder)}: has no *.trans.txt with an utterance")
