@@ -6,6 +6,7 @@ the loss scales at which FP16 holds them.
 
 import math
 import statistics
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -218,19 +219,42 @@ def overflow(gradients: Gradients, k: int) -> float:
 def _histogram(modes: list[ProbedMode], styles: dict[str, Style], kind: str) -> Drawing | None:
     probed = [mode for mode in modes if kind in mode.gradients]
     found = {mode.label: exponent_shares(mode.gradients[kind]) for mode in probed}
+    words, of = kind.replace("_", " "), ", divided by the loss scale"
+    title, axis = f"{words.capitalize()} by size", "absolute value, without loss scale"
+    return histogram(PREFIX + kind.replace("_", "-"), title, found, styles, axis, of)
+
+
+def histogram(
+    name: str,
+    title: str,
+    found: Mapping[str, tuple[dict[int, float], float]],
+    styles: Mapping[str, Style],
+    axis: str,
+    of: str = "",
+) -> Drawing | None:
+    """Draw how values lie over the powers of two, and what FP16 makes of each.
+
+    Args:
+        name: end of the file's name.
+        title: above the figure.
+        found: label -> (exponent -> percent, percent of zeros); None is returned without any.
+        styles: label -> style.
+        axis: below the figure.
+        of: how the values were changed, for the caption.
+    """
     exponents = [exponent for shares, _ in found.values() for exponent in shares]
     if not exponents:
         return None
-    left, right = min(*exponents, -27), max(*exponents, 17) + 1
+    # Wide enough for the word above infinite values.
+    left, right = min(*exponents, -27), max(*exponents, 19) + 1
     start, width = left - 2 - _ZERO_WIDTH, _ZERO_WIDTH / len(found)
-    words = kind.replace("_", " ")
-    entries = [line_entry(name, styles[name]) for name in found]
-    figure, axes = panel(f"{words.capitalize()} by size", _HEIGHT, entries, left=_LEFT)
-    _set_percents(axes, (start, right), "absolute value, without loss scale", "% of the values")
-    for low, high, name, shade in _RANGES:
+    entries = [line_entry(label, styles[label]) for label in found]
+    figure, axes = panel(title, _HEIGHT, entries, left=_LEFT)
+    _set_percents(axes, (start, right), axis, "% of the values")
+    for low, high, word, shade in _RANGES:
         low, high = max(low, left - 1), min(high, right)
         axes.axvspan(low, high, color=GREY, alpha=shade, linewidth=0)
-        axes.text((low + high) / 2, 150, name, ha="center", va="center", fontsize=7.5)
+        axes.text((low + high) / 2, 150, word, ha="center", va="center", fontsize=7.5)
     for power in (-25, -14, 16):
         axes.axvline(power, color=GREY, linewidth=0.8)
     # The baseline comes first and is drawn last.
@@ -245,14 +269,13 @@ def _histogram(modes: list[ProbedMode], styles: dict[str, Style], kind: str) -> 
     axes.set_xticks([start + _ZERO_WIDTH / 2, *ticks], ["0", *map(power_of_two, ticks)])
     summary = "; ".join(f"{label}: {_course(*shown)}" for label, shown in found.items())
     caption = (
-        "Share of all values per power of two, exact zeros on the left, divided by the loss scale. "
+        f"Share of all values per power of two, exact zeros on the left{of}. "
         "Shaded: what FP16 makes of such a value without a loss scale; from 65520 on it is "
         "infinite, its largest number is 65504."
     )
     if min(exponents) == _LOWEST_SHOWN:
         caption += f" The bin at {power_of_two(_LOWEST_SHOWN)} holds all smaller values, too."
-    name = PREFIX + kind.replace("_", "-")
-    return Drawing(name, caption, f"Histogram of {words}. {summary}.", figure)
+    return Drawing(name, caption, f"{title}, a histogram. {summary}.", figure)
 
 
 def _course(shares: dict[int, float], zeros: float) -> str:

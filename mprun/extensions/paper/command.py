@@ -12,10 +12,11 @@ from pathlib import Path
 from mprun.cli.arguments import Arguments, names, number
 from mprun.cli.compare import JUDGING, add_judging, folder_beside
 from mprun.compare import compare
-from mprun.compare.wording import console, markdown
+from mprun.compare.wording import console, markdown, seeds_text
 from mprun.errors import DONE, BadInput, needing, no_folder
 from mprun.extensions.paper.listing import Listing, commands_of
 from mprun.extensions.paper.rows import ROWS, PaperRow
+from mprun.extensions.paper.settled import held_out, seeds_of, told
 from mprun.record.console import columns
 from mprun.record.run_record import read_record
 from mprun.sweep.gpus import available_cores
@@ -28,6 +29,7 @@ _WHAT = """\
   mprun paper                   the paper's results, what is finished, how long the others take
   mprun paper --only all        run every one that this machine can show, small
   mprun paper --only table2,fig3
+  mprun paper --only table2 --seeds 0-4
   mprun paper --scale full --data-root DIR --only resnet50
   mprun paper RUNS              existing runs, beside the paper's rows for their networks
 
@@ -44,7 +46,7 @@ Exit codes: 0 done, 2 bad input, 130 interrupted, otherwise that of the worst ru
 written from the existing results."""
 SCALES = ("small", "full")
 _OF_RUNS = (*JUDGING, "json", "markdown", "no_report")
-_OF_NO_RUNS = ("list", "data_root", "jobs", "config_dir", "overrides")
+_OF_NO_RUNS = ("list", "seeds", "data_root", "jobs", "config_dir", "overrides")
 _PLACES = [name for row in ROWS for name in row.names if name != row.key]
 _NAMES = [*dict.fromkeys([*_PLACES, *(row.key for row in ROWS), "all"])]  # of --only
 
@@ -71,9 +73,12 @@ def main(arguments: list[str]) -> int:
         cells = runs.cells.get(row.key, {})
         directories = {name: [cell.directory for cell in own] for name, own in cells.items()}
         probes = runs.probes.get(row.key)
-        found.append(found_of(row, directories, reasons.get(row.key, ""), probes))
+        own = row if options.scale == "small" else row.without_small()
+        found.append(found_of(own, directories, reasons.get(row.key, ""), probes))
     ended = [cell.directory for cell in runs.plan.cells if state_of(cell) is State.FINISHED]
     page = Page(options.scale, found, rows, _facts(ended, arguments), full_hours())
+    if options.scale == "small" and runs.seeds:
+        page.seeds = told([row.key for row in rows], runs.seeds)
     print(f"paper: {page.write(options.out)}")
     return code
 
@@ -112,6 +117,8 @@ def _options(arguments: list[str]) -> Namespace:
     add = parser.add_argument
     add("words", nargs="*", metavar="RUNS|KEY=VALUE", help="see above; KEY=VALUE as for a run")
     add("--only", type=names("--only"), metavar="A,B", help=f"run these: {', '.join(_NAMES)}")
+    what = f"of every run, such as 0-4,7 (held-out ones: {seeds_text(held_out())}; full scale: 0)"
+    add("--seeds", metavar="SEEDS", help=what)
     add("--scale", default="small", metavar="|".join(SCALES), help="embedded data, or the recipes")
     add("--list", action="store_true", help="list the rows of --only, and run nothing")
     what = "full scale: the folder that holds the data of every recipe, a folder each"
@@ -126,7 +133,9 @@ def _options(arguments: list[str]) -> Namespace:
     add("--markdown", action="store_true", help="with RUNS: print the verdicts as Markdown, too")
     add("--no-report", action="store_true", help="with RUNS: print only")
     options = parser.parse(arguments)
+    options.arguments = arguments
     _sort_words(options)
+    options.seeds = seeds_of(options.seeds) if options.seeds is not None else ()
     if options.scale not in SCALES:
         raise BadInput(f"--scale {options.scale}: must be one of {', '.join(SCALES)}")
     for name in options.only or ():
@@ -202,6 +211,7 @@ class _Runs:
     def __init__(self, options: Namespace, rows: Sequence[PaperRow], estimate: str):
         self.options = options
         self.cells: dict[str, dict[str, tuple[Cell, ...]]] = {}
+        self.seeds: tuple[int, ...] = ()
         self.probes: dict[str, Path] = {}
         known: dict[Path, Cell] = {}
         swept = {"experiment", "scaler.scale", "numerics"}  # shown of a run
@@ -209,6 +219,7 @@ class _Runs:
             own = self.cells[row.key] = {}
             for technique, command in commands_of(row, options).items():
                 seeds = f"seed={','.join(map(str, command.seeds))}"
+                self.seeds = self.seeds or command.seeds
                 planned = plan([*command.overrides, seeds], options.config_dir)
                 known |= {cell.directory: cell for cell in planned.cells}
                 if technique == "probes":

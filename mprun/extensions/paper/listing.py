@@ -4,6 +4,7 @@ A run counts as finished by the overrides in its record. To run it, a sweep look
 """
 
 import math
+import shlex
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,20 +13,13 @@ from typing import NamedTuple
 from mprun.config.overrides import without
 from mprun.errors import Damaged
 from mprun.extensions.paper.rows import ROWS, PaperRow
+from mprun.extensions.paper.settled import held_out, settings
 from mprun.record.console import markdown_table
 from mprun.record.run_record import read_record
 from mprun.sweep.gpus import available_cores
 from mprun.sweep.jobs import OUTCOMES
 
-PROBES = ("precision=fp32", "numerics=on", "numerics.every=20", "seed=0")
-_START = "mprun paper --only"
-# Seconds of a small run on a core of an AMD EPYC, two side by side: shares of CPU time, measured in
-# fp16_master, of the 45 minutes that all 199 runs took (docs/results/2026-11-23-cpu-paper.md).
-SECONDS = {
-    **{"alexnet": 8, "vgg": 8, "googlenet": 13, "inception_v2": 18, "inception_v3": 23},
-    **{"resnet50": 15, "faster_rcnn": 12, "ssd": 17, "ssd_control": 17, "speech_english": 7},
-    **{"speech_mandarin": 7, "mandarin_weights": 10, "translation": 14, "biglstm": 4, "dcgan": 12},
-}
+PROBES = ("precision=fp32", "numerics=on", "numerics.every=20")
 
 
 class Command(NamedTuple):
@@ -37,19 +31,19 @@ class Command(NamedTuple):
 
 
 def commands_of(row: PaperRow, options: Namespace) -> dict[str, Command]:
-    """Return technique -> its runs as the options ask for them; "probes": those of a histogram."""
-    own, more, seeds = row, ["threads=1"], tuple(range(row.seeds))
+    """Return technique -> its runs as the options ask for them; "probes": the run that counts."""
+    own, more, seeds = row, ["threads=1"], options.seeds or held_out()
     if options.scale == "full":
         if row.full is None:
             return {}
         place = options.data_root and options.data_root / row.full.folder
         recipe = (f"experiment={row.full.experiment}", f"data.root={place}")
-        own, more, seeds = row._replace(overrides=recipe), [], (0,)
+        own, more, seeds = row._replace(overrides=recipe), [], options.seeds or (0,)
     if not own.overrides:
         return {}
     found = {name: Command("runs", given, seeds) for name, given in own.commands().items()}
-    if options.scale == "small" and any(one.is_histogram for one in row.figures):
-        found["probes"] = Command("probes", (*row.overrides, *PROBES[:-1]), (0,))
+    if options.scale == "small":
+        found["probes"] = Command("probes", (*row.overrides, *PROBES), seeds[:1])
 
     def whole(one: Command) -> Command:
         root = f"output_root={options.out / one.folder}"
@@ -78,7 +72,9 @@ class Listing:
             commands = [] if row.key in self.reasons else commands_of(row, self.options).values()
             own = {frozenset((*c.overrides, f"seed={s}")) for c in commands for s in c.seeds}
             self.runs[row.key] = own
-            self.seconds |= dict.fromkeys(own, float(SECONDS[row.key]))
+            self.seconds |= dict.fromkeys(
+                own, settings()[row.key].seconds if row.key in settings() else 0.0
+            )
         self.finished = self.seconds.keys() & ended.keys()
         expected = sum(self.seconds[run] for run in self.finished)
         measured = sum(ended[run] for run in self.finished)
@@ -115,7 +111,8 @@ class Listing:
         known = self.hours.get(row.full.experiment, {}) if row.full else {}
         if not {"fp32", "amp"} <= known.keys():
             return "-"
-        return f"{known['fp32'] + len(row.arms) * known['amp']:.3g} h"
+        seeds = len(self.options.seeds or (0,))
+        return f"{seeds * (known['fp32'] + len(row.arms) * known['amp']):.3g} h"
 
     def estimate(self) -> str:
         """Return in a sentence what a start would take."""
@@ -149,6 +146,17 @@ class Listing:
         if len(self.finished) < len(self.seconds):
             first = next(row.key for row in self.rows if self.runs[row.key])
             all_rows = "all" if len(self.rows) == len(ROWS) else ",".join(self.options.only)
-            yield f"nothing was started; start them: {_START} {all_rows}"
+            yield f"nothing was started; start them: {self._start(all_rows)}"
             if len(self.rows) > 1:
-                yield f"one row:                         {_START} {first}"
+                yield f"one row:                         {self._start(first)}"
+
+    def _start(self, names: str) -> str:
+        """Return the command that runs these rows with what else was asked for."""
+        given, rest = [*self.options.arguments], []
+        while given:
+            word = given.pop(0)
+            if word == "--only":
+                given = given[1:]
+            elif word != "--list" and not word.startswith("--only="):
+                rest.append(word)
+        return shlex.join(["mprun", "paper", "--only", names, *rest])

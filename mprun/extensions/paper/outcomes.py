@@ -1,12 +1,13 @@
 """The outcomes of a row's runs, beside those of the paper.
 
 A row has the paper's outcome if it equals FP32 there and `matches` here, or if it diverges there
-and is worse or diverges here. If FP16 without masters matches, too, the row does not discriminate:
-the network, at this size, does not need the technique.
+and is worse or diverges here. A match tells something only if an arm with less of the paper's
+techniques fails on the same runs: otherwise the network, at this size, needs none of them.
 """
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,14 +18,22 @@ import numpy as np
 from mprun.compare import compare
 from mprun.compare.findings import Comparison, Group
 from mprun.compare.findings import Row as Compared
-from mprun.compare.wording import baseline_name, difference_text, seeds_text, value_text
+from mprun.compare.wording import (
+    baseline_name,
+    difference_text,
+    margin_text,
+    seeds_text,
+    value_text,
+)
 from mprun.config.option_files import modes
 from mprun.errors import BadInput
-from mprun.extensions.paper.rows import EQUAL, FAILS, NAIVE, ROWS, PaperArm, PaperRow, lstm_text
+from mprun.extensions.paper.rows import FAILS, NAIVE, ROWS, PaperArm, PaperRow, lstm_text
 from mprun.record.run_record import read_record
 
 YES, NO, UNDECIDED, NOT_RUN = "yes", "no", "undecided", "not run"
-_FAILED = ("diverged", "worse", "likely worse")
+_NOT_RUN_TEXT = "naive FP16 was not run"
+WORSE_SIDE = "yes by the margin, yet worse"  # the whole interval is on the worse side
+FAILED = ("diverged", "worse", "likely worse")
 _MODES = ("fp16_naive", "fp16_master", "fp16_master_scaled", "amp")  # BF16 and FP8 came later
 
 
@@ -40,7 +49,7 @@ class Line:
     mean: str = ""  # of the judged metric over the seeds that ended
     shown: str = ""  # mean of `PaperRow.metric`
     difference: str = ""
-    seeds: Sequence[int] = ()
+    seeds: Sequence[int] = ()  # that were judged
     values: Sequence[str] = ()
 
 
@@ -56,7 +65,6 @@ class RowOutcome:
     lines: list[Line] = field(default_factory=list)  # in the order of the row's arms
     group: Group | None = None  # None: nothing was compared
     why_not: str = ""  # why nothing was compared
-    discriminates: bool | None = None  # None: FP16 without masters is not decided
     probes: Path | None = None  # directory of the run that counted its tensors
     slug: str = ""  # that of the group if existing runs are judged
 
@@ -69,6 +77,24 @@ class RowOutcome:
     def metric(self) -> str:
         """The judged metric."""
         return "" if self.group is None else self.group.metric
+
+    @property
+    def margin(self) -> str:
+        """Return the margin of the verdicts, as it was set."""
+        return "" if self.group is None else margin_text(self.group)
+
+    @property
+    def discriminates(self) -> str:
+        """Tell whether an arm that lacks a technique of another one fails; empty: nothing ran."""
+        ran = [line for line in self.lines if line.verdict != NOT_RUN]
+        known = [control(line, ran) for line in ran]
+        controls = [line for line in ran if line in known]  # naive FP16 last
+        if told := [_told(line) for line in controls if line.verdict in FAILED]:
+            return f"yes ({'; '.join(told)})"
+        if not controls:
+            return f"not known ({_NOT_RUN_TEXT})" if ran else ""
+        least = controls[-1]
+        return f"{'no' if _is_equal(least.verdict) else 'not known'} ({_told(least)})"
 
 
 def found_of(
@@ -85,12 +111,12 @@ def found_of(
         why_not: why there is nothing to read.
         probes: directory of the run that counts its tensors.
     """
-    folders = sorted({directory.parent for own in directories.values() for directory in own})
-    folders = [folder for folder in folders if folder.is_dir()]
-    if not why_not and folders:
+    # These runs alone: beside them may lie others, of other seeds.
+    runs = [one for own in directories.values() for one in own if (one / "run.json").exists()]
+    if not why_not and runs:
         technique = {run.resolve(): name for name, own in directories.items() for run in own}
         try:
-            comparison = compare(folders)
+            comparison = compare(runs)
         except BadInput as error:
             return _outcome(row, str(error), probes)
         for group in comparison.groups:
@@ -127,6 +153,7 @@ def beside(comparison: Comparison) -> tuple[list[RowOutcome], list[str]]:
 
 def _beside(group: Group, row: PaperRow) -> RowOutcome:
     arms = [arm for arm in row.arms if arm.value or any(_is(arm, own) for own in group.rows)]
+    arms = [arm._replace(outcome="") if arm.constructed else arm for arm in arms]
     ran = {"FP32": group.baseline}
     for own in group.rows:
         if _mode(own) not in _MODES:
@@ -167,11 +194,25 @@ def _filled(found: RowOutcome, group: Group, ran: Mapping[str, Compared]) -> Row
         line.verdict, line.seeds = own.verdict.name, own.verdict.seeds
         line.mean, line.shown = value_text(own.mean), _mean_of(own, found.row.metric)
         line.difference = difference_text(group, own.verdict)
-        line.same_outcome = same_outcome(arm.outcome, line.verdict)
         line.values = [str(outcome.value) for outcome in own.outcomes]
-        if arm == NAIVE and line.verdict in ("matches", *_FAILED):
-            found.discriminates = line.verdict != "matches"
+    for arm, line in zip(found.row.arms, found.lines, strict=True):
+        if line.verdict != NOT_RUN:
+            low = ran[line.technique].verdict.low
+            lesser = control(line, found.lines)
+            line.same_outcome = same_outcome(arm.outcome, line.verdict, low, lesser)
     return found
+
+
+def control(line: Line, lines: Sequence[Line]) -> Line | None:
+    """Return the arm of `lines` that lacks a technique of `line`: the loss scale, then masters.
+
+    None: none of these ran, or `line` has no technique.
+    """
+    scaled = "precision=fp16_master_scaled" in line.overrides
+    unscaled = ("precision=fp16_master",) if scaled else None
+    naive = None if line.overrides == NAIVE.overrides else NAIVE.overrides
+    ran = {one.overrides: one for one in lines if one.verdict != NOT_RUN}
+    return next((ran[own] for own in (unscaled, naive) if own in ran), None)
 
 
 def _is(arm: PaperArm, own: Compared) -> bool:
@@ -201,22 +242,55 @@ def _differences(group: Group, row: PaperRow) -> Iterator[str]:
         yield f"{baseline} is the baseline in place of FP32"
 
 
-def same_outcome(published: str, verdict: str) -> str:
-    """Return YES, NO or UNDECIDED; empty if the paper has no outcome.
+def same_outcome(
+    published: str, verdict: str, low: float | None = None, lesser: Line | None = None
+) -> str:
+    """Return whether the outcome is the paper's, in words; empty if the paper has none.
 
     The paper's EQUAL says that nothing is lost; a better result does not contradict it.
 
     Args:
         published: EQUAL, FAILS or empty.
         verdict: as `mprun compare` names it.
+        low: the lower end of the difference's interval; positive is worse.
+        lesser: its `control`.
     """
     if not published:
         return ""
-    if verdict == "matches" or "better" in verdict:
-        return YES if published == EQUAL else NO
-    if verdict in _FAILED:
+    if _is_equal(verdict):
+        if published == FAILS:
+            return NO
+        if low is not None and low > 0:
+            return WORSE_SIDE
+        if lesser is not None and lesser.verdict in FAILED:
+            return YES
+        return f"{YES}, tells nothing ({_NOT_RUN_TEXT if lesser is None else _told(lesser)})"
+    if verdict in FAILED:
         return YES if published == FAILS else NO
     return UNDECIDED
+
+
+def _is_equal(verdict: str) -> bool:
+    return verdict == "matches" or "better" in verdict
+
+
+def _told(line: Line) -> str:
+    """Say how an arm that lacks a technique ended."""
+    name = "naive FP16" if line.overrides == NAIVE.overrides else "no scale"
+    return f"{name} {'matches too' if line.verdict == 'matches' else line.verdict}"
+
+
+def counted(found: Sequence[RowOutcome]) -> str:
+    """Count the outcomes that the paper has, in a sentence; runs that two rows share count once."""
+    words: dict[tuple[Any, ...], str] = {}
+    for one in found:
+        for line in one.lines:
+            if line.same_outcome and line.verdict != NOT_RUN:
+                key = (one.slug or one.row.overrides, line.overrides or line.technique)
+                words.setdefault(key, line.same_outcome.partition(" (")[0])
+    counts = Counter(words.values())
+    listed = "; ".join(f'{count} "{word}"' for word, count in counts.most_common())
+    return f"{counts.total()} outcomes of the paper were judged: {listed}." if counts else ""
 
 
 def _with_deviation(values: Sequence[float]) -> str:

@@ -1,27 +1,18 @@
 """paper.md, paper.html and paper.json: the paper's tables and figures beside ours."""
 
 import json
-import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mprun.compare.curves import curves
-from mprun.compare.gap_growth import TRAINING, evaluation
-from mprun.compare.numerics import (
-    ProbedMode,
-    exponent_shares,
-    numerics_figures,
-    probed_run,
-    share_text,
-)
-from mprun.compare.report import picture, render, samples
-from mprun.extensions.paper.outcomes import NOT_RUN, RowOutcome
-from mprun.extensions.paper.rows import PaperFigure, PaperRow
-from mprun.plots.panel import Drawing, settings, styles
+from mprun.compare.report import render
+from mprun.extensions.paper.figures import figure_of, mechanism
+from mprun.extensions.paper.outcomes import NOT_RUN, RowOutcome, counted
+from mprun.extensions.paper.rows import PaperRow
+from mprun.extensions.paper.settled import settings as settled
+from mprun.plots.panel import settings
 from mprun.record.console import markdown_table
-from mprun.record.run_directory import path_safe
 
 SCALE = {
     "small": "Embedded data, networks reduced until a CPU trains them: numbers are not comparable "
@@ -33,15 +24,16 @@ HEADER = (
     "network",
     "paper: FP32",
     "technique",
-    "paper",
-    "paper: difference",
+    "paper (+ is worse)",
     "ours: FP32",
     "ours",
     "difference (+ is worse)",
+    "margin",
+    "n",
     "verdict",
+    "discriminates?",
     "same outcome?",
 )
-_POINTS = 160  # of a curve
 FULL_HEADER = ("network", "recipe", "data below --data-root", "FP32, h", "AMP, h", "published")
 
 
@@ -74,24 +66,31 @@ def _lines(found: RowOutcome) -> list[list[str]]:
 
     whole_row = [result.network, f"{result.fp32} {result.metric}".rstrip()]
     if not found.lines:
-        return [[*whole_row, *[""] * 6, NOT_RUN, NOT_RUN]]
+        return [[*whole_row, *[""] * (len(HEADER) - 5), NOT_RUN, "", NOT_RUN]]
+
+    def paper(value: str) -> str:
+        difference = result.difference(value)
+        return f"{value} ({difference})" if difference else value or "–"
+
     fp32 = f"{found.metric} {ours(found.fp32, found.fp32_shown)}" if found.fp32 else ""
     lines = [
         [
             *whole_row,
             line.technique,
-            line.paper or "–",
-            result.difference(line.paper),
+            paper(line.paper),
             fp32,
             ours(line.mean, line.shown),
             line.difference,
+            found.margin,
+            str(len(line.seeds or line.values) or ""),
             line.verdict,
+            found.discriminates,
             line.same_outcome or "–",
         ]
         for line in found.lines
     ]
     for line in lines[1:]:
-        line[0] = line[1] = line[5] = ""
+        line[0] = line[1] = line[4] = line[7] = line[10] = ""
     return lines
 
 
@@ -104,11 +103,10 @@ def _notes(found: RowOutcome) -> list[str]:
         notes.append(f"not run: {found.why_not}")
     if differs := (*found.row.differs, *found.row.always):
         notes.append(f"differs from the paper: {'; '.join(differs)}")
-    if found.discriminates is False:
-        notes.append(
-            "does not discriminate: FP16 without master weights matches, too, so this network at "
-            "this size needs no technique of the paper"
-        )
+    if counts := mechanism(found):
+        notes.append(f"mechanism: {counts}")
+    if found.group is not None and found.row.differs and not found.slug:
+        notes.append(settled()[found.row.key].reasons(found.margin))
     if found.row.tried:
         notes.append(f"tried: {found.row.tried}")
     return notes
@@ -135,16 +133,18 @@ class Page:
     # Recipe -> mode -> hours on one H200, the limit that `mprun bench --roofline` counts.
     hours: Mapping[str, Mapping[str, float]]
     remarks: Sequence[str] = ()  # on the runs as a whole, a line each
+    seeds: str = ""  # whether settings were chosen on the judged seeds
 
     def write(self, folder: Path) -> Path:
         """Write the page; return the path of paper.md."""
         folder.mkdir(parents=True, exist_ok=True)
         every = [(figure, found) for found in self.found for figure in found.row.figures]
         with settings():
-            figures = [_figure(*one, folder) for one in sorted(every, key=lambda one: one[0].key)]
+            figures = [figure_of(*one, folder) for one in sorted(every, key=lambda one: one[0].key)]
         own, full = tables(self.found), [_full_line(row, self.hours) for row in self.rows]
         given: dict[str, Any] = {
             "scale": f"{SCALE[self.scale]} The paper has one run per number and no interval.",
+            "summary": [line for line in (self.seeds, counted(self.found)) if line],
             "tables": own,
             "tables_text": tables_markdown(own),
             "header": HEADER,
@@ -171,13 +171,16 @@ class Page:
                 "ours": {"network": one.network, "data": one.data, "metric": one.metric},
                 "differs": (*one.row.differs, *one.row.always),
                 "fp32": one.fp32,
+                "margin": one.margin,
+                "mechanism": mechanism(one),
                 "not_run": one.why_not,
                 "discriminates": one.discriminates,
                 "techniques": [asdict(line) for line in one.lines],
             }
             for one in self.found
         }
-        known = {"scale": self.scale, "facts": dict(self.facts), "rows": rows}
+        known: dict[str, Any] = {"scale": self.scale, "seeds": self.seeds}
+        known |= {"outcomes": counted(self.found), "facts": dict(self.facts), "rows": rows}
         known |= {"remarks": self.remarks} if self.remarks else {}
         return json.dumps(known | {"hours_on_h200": self.hours}, indent=1)
 
@@ -189,55 +192,3 @@ def tables_markdown(made: Sequence[Table]) -> str:
         parts += [f"## {table.title}", markdown_table(list(HEADER), table.lines)]
         parts.append("\n".join(f"- {name}: {note}" for name, own in table.notes for note in own))
     return "\n\n".join(parts)
-
-
-def _figure(figure: PaperFigure, found: RowOutcome, folder: Path) -> dict[str, Any]:
-    """Return a figure's content: title, the message of the paper's, and ours if it exists."""
-    probes = _probes(found) if figure.is_histogram else None
-    drawing = _drawing(figure, found, probes)
-    name = f"{figure.key}-{found.slug}" if found.slug else figure.key
-    pictures = [] if drawing is None else [picture(drawing, name, folder)]
-    grids = samples(found.group) if not figure.draws and found.group else []
-    for grid in grids:
-        grid["file"] = f"{name}-{path_safe(grid['what'])}.png"
-        shutil.copyfile(grid["path"], folder / grid["file"])
-    return {
-        "title": f"Figure {figure.key.removeprefix('fig')}",
-        "network": found.row.result.network,
-        "shows": figure.shows,
-        "ours": "" if probes is None else _shares_text(probes, figure.draws),
-        "pictures": pictures,
-        "grids": grids,
-        "none": "" if pictures or grids else found.why_not or "nothing recorded",
-    }
-
-
-def _probes(found: RowOutcome) -> ProbedMode | None:
-    """Return the counts of an FP32 run's tensors."""
-    mode = None if found.probes is None else probed_run(found.probes, "fp32", 0)
-    return None if mode is None or mode.damage else mode
-
-
-def _drawing(figure: PaperFigure, found: RowOutcome, probes: ProbedMode | None) -> Drawing | None:
-    if probes is not None:
-        name = f"numerics-{figure.draws.replace('_', '-')}"
-        drawn = numerics_figures([probes], styles(["fp32"]))
-        return next((drawing for drawing in drawn if drawing.name == name), None)
-    if figure.is_histogram or not figure.draws or found.group is None:
-        return None
-    looks = styles(row.arm.label for row in found.group.every_row)
-    metric = found.row.metric or found.metric
-    chosen = TRAINING[0] if figure.draws == "training" else evaluation(metric)
-    return curves(found.group, looks, chosen, _POINTS)
-
-
-def _shares_text(probes: ProbedMode, kind: str) -> str:
-    """Return a histogram's message in numbers: zeros, and values that FP16 would make zero."""
-    if kind not in probes.gradients:
-        return ""
-    shares, zeros = exponent_shares(probes.gradients[kind])
-    below = sum(share for exponent, share in shares.items() if exponent < -24)
-    return (
-        f"Ours: {share_text(zeros / 100)} zeros, {share_text(below / 100)} of all values not zero "
-        f"and below 2^-24 ({len(probes.steps)} probes of an FP32 run)."
-    )

@@ -8,19 +8,22 @@ from argparse import Namespace
 import pytest
 
 from mprun.cli.dispatch import main
-from mprun.extensions.paper.listing import SECONDS, Listing, commands_of
+from mprun.extensions.paper.listing import Listing, commands_of
 from mprun.extensions.paper.rows import ROWS
+from mprun.extensions.paper.settled import settings
 
 from ...helpers import refused
 
-TINY = ["train.steps=2", "train.eval_every=1", "device=cpu"]
+TINY = ["train.steps=20", "train.eval_every=10", "device=cpu"]
 
 
 def test_a_list_runs_and_writes_nothing(tmp_path, capsys):
-    assert main(["paper", "--list", "--only", "fig5,ssd", "--out", str(tmp_path / "new")]) == 0
+    rest = ["--seeds", "3", "--out", str(tmp_path / "new"), "train.steps=7"]
+    assert main(["paper", "--list", "--only", "fig5,ssd", *rest]) == 0
     said = capsys.readouterr().out
+    assert f"start them: mprun paper --only fig5,ssd {' '.join(rest)}" in said
     assert "bigLSTM" in said and "Multibox SSD" in said and "AlexNet" not in said
-    assert "0 of 12" in said and not (tmp_path / "new").exists()
+    assert "0 of " in said and not (tmp_path / "new").exists()
 
 
 def test_without_only_nothing_is_started_or_composed(tmp_path, capsys, monkeypatch):
@@ -28,8 +31,7 @@ def test_without_only_nothing_is_started_or_composed(tmp_path, capsys, monkeypat
     monkeypatch.setattr("mprun.extensions.paper.command.plan", None)  # which composes
     assert main(["paper"]) == 0 and not list(tmp_path.iterdir())
     *_, time, all_rows, _ = capsys.readouterr().out.splitlines()
-    assert time.startswith("199 runs left: about ") and "mprun paper --only all" in all_rows
-    assert SECONDS.keys() == {row.key for row in ROWS}
+    assert " runs left: about " in time and "mprun paper --only all" in all_rows
 
 
 def test_a_row_is_called_by_each_of_its_names(tmp_path, capsys):
@@ -43,10 +45,11 @@ def test_the_time_left_is_that_of_the_missing_runs_as_fast_as_the_others_were(
     tmp_path, monkeypatch
 ):
     options = Namespace(out=tmp_path, scale="small", data_root=None, overrides=[], jobs=1)
-    (row,) = (row for row in ROWS if row.key == "biglstm")
-    monkeypatch.setitem(SECONDS, "biglstm", 10)
+    options.seeds = (0, 1)
+    (row,) = (row._replace(arms=row.arms[:2]) for row in ROWS if row.key == "biglstm")
+    monkeypatch.setitem(settings(), "biglstm", settings()["biglstm"]._replace(seconds=10))
     nothing = Listing([row], {}, options, {})
-    assert nothing.left(nothing.runs["biglstm"]) == "2 min"  # 12 runs of 10 s
+    assert nothing.left(nothing.runs["biglstm"]) == "70 s"  # 3 techniques on 2 seeds and the probes
     for seed, command in enumerate(commands_of(row, options).values()):
         directory = tmp_path / "runs" / "any" / f"{seed}"
         directory.mkdir(parents=True)
@@ -56,9 +59,9 @@ def test_the_time_left_is_that_of_the_missing_runs_as_fast_as_the_others_were(
         (directory / "run.json").write_text(json.dumps(fields))
     some = Listing([row], {}, options, {})
     assert len(some.finished) == 3 and some.slower == 3
-    assert some.left(some.runs["biglstm"]) == "5 min"  # 9 runs of 30 s
+    assert some.left(some.runs["biglstm"]) == "2 min"  # 4 runs of 30 s
     options.jobs = 2
-    assert Listing([row], {}, options, {}).estimate().startswith("9 runs left: about 3 min, 2 at")
+    assert Listing([row], {}, options, {}).estimate().startswith("4 runs left: about 60 s, 2 at")
 
 
 def test_a_list_of_the_full_scale_names_what_is_missing(tmp_path, capsys):
@@ -75,6 +78,7 @@ def test_a_list_of_the_full_scale_names_what_is_missing(tmp_path, capsys):
     [
         (["--only", "table9"], "--only table9: must be among table1"),
         (["--scale", "big"], "--scale big: must be one of small, full"),
+        (["--seeds", "5-1"], "--seeds 5-1: 5-1 must ascend"),
         (["--data-root", "/nowhere"], "--data-root /nowhere: small runs use embedded data"),
         (["--scale", "full", "--data-root", "/nowhere"], "--data-root /nowhere: no such folder"),
         (["-j", "0"], "-j 0: must be"),
@@ -95,7 +99,7 @@ def test_bad_input_is_one_line(arguments, named, tmp_path, capsys, monkeypatch):
 @pytest.mark.slow
 def test_runs_a_page_and_nothing_twice(tmp_path):
     command = [sys.executable, "-m", "mprun", "paper", "--only", "fig5", "-j", "2"]
-    command += ["--out", str(tmp_path / "out"), *TINY]
+    command += ["--out", str(tmp_path / "out"), "--seeds", "0-2", *TINY]
     first = subprocess.run(command, capture_output=True, text=True)
     assert first.returncode == 0, first.stderr
     page = (tmp_path / "out" / "paper.md").read_text(encoding="utf-8")
@@ -103,10 +107,17 @@ def test_runs_a_page_and_nothing_twice(tmp_path):
     assert "fig5.png" in page and (tmp_path / "out" / "fig5.png").stat().st_size > 1000
     found = json.loads((tmp_path / "out" / "paper.json").read_text(encoding="utf-8"))
     techniques = found["rows"]["biglstm"]["techniques"]
-    assert [len(one["values"]) for one in techniques] == [3, 3, 3]
+    assert {len(one["values"]) for one in techniques} == {3}
+    assert "confirm nothing" in page and "mechanism: an FP32 run, seed 0" in page
     assert "<svg" in (tmp_path / "out" / "paper.html").read_text(encoding="utf-8")
     records = {p: p.stat().st_mtime_ns for p in (tmp_path / "out").glob("runs/*/*/run.json")}
-    assert len(records) == 12
+    assert len(records) == 3 * (1 + len(techniques))
     again = subprocess.run(command, capture_output=True, text=True)
-    assert again.returncode == 0 and "12 finished already" in again.stderr
+    every = len(records) + 1  # the probes
+    assert again.returncode == 0 and f"{every} finished already" in again.stderr
     assert records == {p: p.stat().st_mtime_ns for p in records}
+    # Runs of other seeds beside them are not judged.
+    command[command.index("0-2")] = "1-2"
+    assert subprocess.run(command, capture_output=True).returncode == 0
+    found = json.loads((tmp_path / "out" / "paper.json").read_text(encoding="utf-8"))
+    assert {len(one["values"]) for one in found["rows"]["biglstm"]["techniques"]} == {2}

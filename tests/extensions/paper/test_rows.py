@@ -7,8 +7,20 @@ from importlib.resources import files
 import pytest
 
 from mprun.config.compose import compose_config
-from mprun.extensions.paper.outcomes import NO, UNDECIDED, YES, same_outcome
-from mprun.extensions.paper.rows import EQUAL, FAILS, NAIVE, ROWS
+from mprun.errors import BadInput
+from mprun.extensions.paper.outcomes import (
+    NO,
+    UNDECIDED,
+    WORSE_SIDE,
+    YES,
+    Line,
+    RowOutcome,
+    control,
+    counted,
+    same_outcome,
+)
+from mprun.extensions.paper.rows import DYNAMIC, EQUAL, FAILS, NAIVE, ROWS, _unscaled
+from mprun.extensions.paper.settled import held_out, seeds_of, settings, told
 
 
 def test_every_result_of_the_paper_has_a_row():
@@ -73,7 +85,83 @@ def test_the_hours_are_those_of_the_roofline(key):
     ],
 )
 def test_same_outcome(published, verdict, expected):
-    assert same_outcome(published, verdict) == expected
+    naive = Line("FP16 weights, no masters", NAIVE.overrides, "", "", "worse")
+    assert same_outcome(published, verdict, lesser=naive) == expected
+
+
+ARMS = (_unscaled(), DYNAMIC, NAIVE)
+
+
+@pytest.mark.parametrize(
+    ("low", "unscaled", "naive", "expected", "discriminates"),
+    [
+        (-0.1, "matches", "matches", "no scale matches too", "no (naive FP16 matches too)"),
+        # Masters are needed, the scale is not.
+        (-0.1, "matches", "worse", "no scale matches too", "yes (naive FP16 worse)"),
+        (-0.1, "worse", "matches", YES, "yes (no scale worse)"),
+        (-0.1, "not run", "inconclusive", "naive FP16 inconclusive", "not known (naive FP16 inc"),
+        (-0.1, "not run", "better", "naive FP16 better", "no (naive FP16 better)"),
+        (-0.1, "not run", "not run", "naive FP16 was not run", "not known (naive FP16 was"),
+        (0.01, "diverged", "worse", WORSE_SIDE, "yes (no scale diverged; naive FP16 worse)"),
+        (0.0, "likely worse", "not run", YES, "yes (no scale likely worse)"),
+    ],
+)
+def test_a_match_is_a_plain_yes_only_if_what_lacks_the_technique_fails(
+    low, unscaled, naive, expected, discriminates
+):
+    verdicts = (unscaled, "matches", naive)
+    lines = [Line(*arm[:2], "", "", told) for arm, told in zip(ARMS, verdicts, strict=True)]
+    found = same_outcome(EQUAL, "matches", low, control(lines[1], lines))
+    plain = expected in (YES, WORSE_SIDE)
+    assert found == (expected if plain else f"yes, tells nothing ({expected})")
+    assert RowOutcome(ROWS[0], lines=lines).discriminates.startswith(discriminates)
+
+
+def test_a_technique_that_fails_does_not_discriminate():
+    verdicts = ("worse", "not run", "matches")
+    lines = [Line(*arm[:2], "", "", told) for arm, told in zip(ARMS, verdicts, strict=True)]
+    assert RowOutcome(ROWS[0], lines=lines).discriminates == "no (naive FP16 matches too)"
+
+
+def test_runs_that_two_rows_share_count_once():
+    mine, other = (row for row in ROWS if row.key in ("speech_english", "mandarin_weights"))
+    given = [RowOutcome(row, lines=_matching(row), slug="g") for row in (mine, other)]
+    assert counted(given) == '2 outcomes of the paper were judged: 2 "yes".'
+    own = [RowOutcome(row, lines=_matching(row)) for row in (mine, other)]
+    assert counted(own) == '3 outcomes of the paper were judged: 3 "yes".'
+    assert counted([RowOutcome(mine)]) == ""
+
+
+def _matching(row):
+    return [
+        Line(arm.technique, arm.overrides, arm.value, YES if arm.outcome else "", "matches")
+        for arm in row.arms
+    ]
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.overrides], ids=lambda row: row.key)
+def test_a_row_runs_what_was_settled_before(row):
+    """Margin, length and rate of an experiment are those of settings.yaml, each with a reason."""
+    config, own = compose_config(list(row.overrides)).config, settings()[row.key]
+    assert (own.metric, own.margin) == (config.compare.metric, config.compare.margin)
+    assert (own.steps, own.lr) == (config.train.steps, config.optim.lr)
+    assert own.why.keys() == {"margin", "steps", "lr"} and all(own.why.values())
+    assert own.chosen >= "2026-11-20" and own.seconds > 0
+    assert own.seeds and not {*own.seeds} & {*held_out()}
+
+
+def test_every_row_that_runs_was_settled():
+    assert settings().keys() == {row.key for row in ROWS if row.overrides}
+
+
+def test_seeds():
+    assert seeds_of("100-104") == (100, 101, 102, 103, 104)
+    assert seeds_of("7, 0-2,1") == (0, 1, 2, 7)
+    for text in ("", "a", "3-1", "-1", "1-", "0-99999", "1.5"):
+        with pytest.raises(BadInput, match="--seeds"):
+            seeds_of(text)
+    assert told(["ssd"], held_out()).startswith("Seeds 100-104: no margin")
+    assert told(["ssd"], [0, 100]).startswith("Seeds 0 are among those")
 
 
 def test_differences_have_the_sign_of_a_comparison():
