@@ -28,7 +28,10 @@ def fp8_products(device: torch.device) -> Answer:
             one = torch.ones(())
             sums = decoded(left.values, one) @ decoded(right.T.values, one)
             scaled_last = (sums * (left.factor * right.T.factor)).to(dtype)
-            there = [type(own)(*(part.to(device) for part in own)) for own in (left, right)]
+            there = [
+                own._replace(values=own.values.to(device), factor=own.factor.to(device))
+                for own in (left, right)
+            ]
             casts = [cast(x.to(device), torch.float8_e4m3fn, products) for x in (a, b)]
             same_casts = all(
                 torch.equal(ours.values.cpu().view(torch.uint8), own.values.view(torch.uint8))
