@@ -41,7 +41,7 @@ CASES = [
     ("model=null", "model=null|alexnet"),
     ("model=[a,b]", "model=|alexnet"),
     ("model=[lstm_lm]", "model=['lstm_lm']|did you mean 'lstm_lm'"),
-    ("precision=[amp]", "precision=['amp']|fp16_naive"),
+    ("precision=[amp]", "precision=['amp']|must be one of amp, amp_bf16"),
     ("experiment=[quickstart_underflow]", "experiment=["),
     # unknown key
     ("modle=resnet50", "modle|did you mean 'model'"),
