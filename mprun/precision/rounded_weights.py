@@ -17,7 +17,6 @@ bytes more. Only one chunk of weights at a time is then in FP32.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mprun.precision.philox import IN_BLOCK, bits_of, stream_of
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.torch_update import initialise_state, put_back_where, rule_of
 
@@ -34,8 +34,6 @@ COMPENSATION = "compensation"  # in the state of a weight
 CHUNK = 2**23
 # Numbers that are rounded at a time: their random bits take about 16 bytes each to make.
 STORED = 2**21
-_32_BITS = 0xFFFFFFFF
-_IN_BLOCK = 8  # numbers that a block of random bits serves
 
 
 class Piece(NamedTuple):
@@ -90,8 +88,7 @@ class RoundedWeights:
                 raise ValueError(f"{name}: has gaps between its values; make it contiguous")
         device = self.weights[0].device
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
-        hashes = [hashlib.blake2b(name.encode(), digest_size=8).digest() for name in names]
-        bits = [0, *(int.from_bytes(own, "little", signed=True) for own in hashes)]
+        bits = [0, *map(stream_of, names)]
         self.streams = torch.tensor(bits, dtype=torch.int64, device=device)
         self._set_seed(seed)
         self._number = {id(weight): number for number, weight in enumerate(self.weights)}
@@ -221,17 +218,13 @@ class RoundedWeights:
         """
         places, names = [], []
         for piece in pieces:
-            start = (self.starts[piece.number] + piece.start) // _IN_BLOCK
-            count = -(-piece.own.numel() // _IN_BLOCK)
+            start = (self.starts[piece.number] + piece.start) // IN_BLOCK
+            count = -(-piece.own.numel() // IN_BLOCK)
             places.append(torch.arange(start, start + count, device=self.streams.device))
             names.append(self.streams[1 + piece.number].expand(count))
         name = torch.cat(names)
-        counter = [torch.cat(places), self.updates, name, name >> 32]
-        words = torch.stack(philox([own & _32_BITS for own in counter], self._seed), 1)
-        # Of each word the lower half first: bytes of an int32 are in that order everywhere here.
-        halves = words.to(torch.int32).view(torch.int16).flatten()
-        bits = halves.to(torch.int32).bitwise_and_(0xFFFF)
-        parts = bits.split([len(own) * _IN_BLOCK for own in places])
+        bits = bits_of([torch.cat(places), self.updates, name, name >> 32], self._seed)
+        parts = bits.split([len(own) * IN_BLOCK for own in places])
         return [part[: piece.own.numel()] for part, piece in zip(parts, pieces, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
@@ -316,23 +309,6 @@ def round_stochastically(own: Tensor, wide: Tensor, bits: Tensor) -> None:
     sums = wide.view(torch.int32).add_(bits)
     # The upper half of each number; bytes of an int32 are in little-endian order everywhere here.
     own.as_strided((numel,), (1,)).view(torch.int16).copy_(sums.view(torch.int16)[1::2])
-
-
-def philox(counter: Sequence[Tensor], key: int) -> list[Tensor]:
-    """Compute Philox4x32-10: four words of 32 random bits from four of a counter and 64 of a key.
-
-    Words are int64. Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, in the
-    form of Random123, which is that of Triton's `tl.philox` too.
-    """
-    c0, c1, c2, c3 = counter
-    k0, k1 = key & _32_BITS, key >> 32
-    for _ in range(10):
-        p0, p1 = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # of 64 bits, whose sign an int64 makes up
-        c0 = ((p1 >> 32) ^ c1).bitwise_xor_(k0).bitwise_and_(_32_BITS)
-        c2 = ((p0 >> 32) ^ c3).bitwise_xor_(k1).bitwise_and_(_32_BITS)
-        c1, c3 = p1, p0  # the lower halves
-        k0, k1 = (k0 + 0x9E3779B9) & _32_BITS, (k1 + 0xBB67AE85) & _32_BITS
-    return [c0, c1 & _32_BITS, c2, c3 & _32_BITS]
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -18,7 +18,8 @@ from mprun.precision import (
     get_policy,
     rounded_weights,
 )
-from mprun.precision.rounded_weights import Piece, RoundedWeights, philox
+from mprun.precision.philox import philox
+from mprun.precision.rounded_weights import Piece, RoundedWeights
 
 from ..helpers import assert_same_bits, making, mixed, one_step
 
