@@ -20,6 +20,7 @@ from mprun.record.console import markdown_table
 
 # FP8 beside FP32 weights: its cost without the emulation of BF16 around it.
 FP8 = ("precision.param_dtype=fp32",)
+BLOCKS = ("fp8_block", "mxfp8", "mxfp4", "nvfp4_plain", "nvfp4")
 COMPARISONS = {
     "width 128, FP8 over FP32": (
         ("model=gpt",),
@@ -27,7 +28,7 @@ COMPARISONS = {
     ),
     "width 512, 128 tokens, FP8 over FP32": (
         ("model=gpt", "model.hidden_size=512", "data.sequence_length=128", "data.batch_size=8"),
-        {"fp32": (), "fp8_tensorwise": FP8, "fp8_rowwise": FP8},
+        {"fp32": ()} | dict.fromkeys(("fp8_tensorwise", "fp8_rowwise", *BLOCKS), FP8),
     ),
     "width 128, BF16 over BF16 with masters": (
         ("model=gpt",),

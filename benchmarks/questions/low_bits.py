@@ -2,8 +2,9 @@
 
 import torch
 
+from mprun.precision.block_formats import decoded
 from mprun.precision.rounded_weights import Piece, RoundedWeights
-from mprun.precision.scaled_products import ScaledProducts, cast, decoded, product
+from mprun.precision.scaled_products import ScaledProducts, cast, product
 from questions.answer import Answer
 
 _SIZES = ((2048, 768, 3072), (12_288, 768, 768), (768, 12_288, 3072))  # n, k, m of GPT-2
@@ -14,7 +15,7 @@ def fp8_products(device: torch.device) -> Answer:
     """Measure the share of an FP8 product's elements that is bit-equal to the CPU's emulation."""
     recipes = {
         "tensor E4M3": (ScaledProducts(), torch.float32),
-        "row E4M3": (ScaledProducts(granularity="row", power_of_two=True), torch.bfloat16),
+        "row E4M3": (ScaledProducts(granularity="row", scale="pow2"), torch.bfloat16),
     }
     if device.type != "cuda":
         recipes = {name: (own, torch.float32) for name, (own, _) in recipes.items()}
@@ -22,7 +23,8 @@ def fp8_products(device: torch.device) -> Answer:
     for n, k, m in _SIZES if device.type == "cuda" else ((32, 64, 48),):
         a, b = torch.randn(n, k).bfloat16(), torch.randn(m, k).bfloat16()
         for name, (products, dtype) in recipes.items():
-            left, right = (cast(matrix, torch.float8_e4m3fn, products) for matrix in (a, b))
+            operand = products.operand("input", "output")
+            left, right = (cast(matrix, operand) for matrix in (a, b))
             emulated = product(left, right.T, dtype)
             # The other order: sums of unscaled products, scaled once.
             one = torch.ones(())
@@ -32,7 +34,7 @@ def fp8_products(device: torch.device) -> Answer:
                 own._replace(values=own.values.to(device), factor=own.factor.to(device))
                 for own in (left, right)
             ]
-            casts = [cast(x.to(device), torch.float8_e4m3fn, products) for x in (a, b)]
+            casts = [cast(x.to(device), operand) for x in (a, b)]
             same_casts = all(
                 torch.equal(ours.values.cpu().view(torch.uint8), own.values.view(torch.uint8))
                 and torch.equal(ours.factor.cpu(), own.factor)

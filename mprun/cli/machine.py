@@ -110,6 +110,8 @@ def _verdict(name: str, device: torch.device, config_dir: str | None) -> tuple[s
     # Tensor Cores came with compute capability 7.0 (NVIDIA Volta).
     cores = torch.cuda.get_device_capability(device) >= (7, 0)
     where = "on Tensor Cores" if cores else "without Tensor Cores (compute capability below 7.0)"
+    if torch.float32 in policy.formats:  # decoded numbers that BF16 does not have
+        where += ", decoded ones in FP32 without"
     missing = f"; model=lstm_lm refused: {no_lstm}" if no_lstm else ""
     return "honoured", f"{kind} products {where}, FP32 sums{missing}"
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from mprun.compare.findings import OUTCOMES, Arm, RunData
-from mprun.config.keys import flat
+from mprun.config.keys import current, flat
 from mprun.entry_points import hint_of
 from mprun.errors import BadInput, Damaged
 from mprun.numerics.post_mortem import read_post_mortem
@@ -150,7 +150,7 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
             **measured
             | {name: record[name] for name in _RECORDED}
             | {name: record[name] for name in _OPTIONAL if name in record},
-            keys=flat(record["config"]) | about_data,
+            keys=flat(current(record["config"])) | about_data,
             usual_scaler=precision.get("usual_scaler"),
             samples_per_s=record.get("throughput", {}).get("samples_per_s"),
             peak_bytes=memory.get("peak_bytes"),

@@ -27,7 +27,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config.components import COMPONENTS
-from mprun.config.fields import did_you_mean, key_called, must_be, nearest
+from mprun.config.fields import RENAMED, did_you_mean, key_called, must_be, nearest
+from mprun.config.keys import current
 from mprun.config.metrics import default_margin
 from mprun.config.option_files import conf_dir, folders, mode_of, modes
 from mprun.config.overrides import (
@@ -111,6 +112,7 @@ def _wrong_value(
             return f"{printable(key)}: unknown key; {key.partition('.')[0]}=custom has it"
         called = key_called(key, known | groups)
         hint = f"; {did_you_mean([called])}" if called else nearest(key, known | groups)
+        hint = f"; {RENAMED[key]}" if key in RENAMED else hint
         return f"{printable(key)}: unknown key{hint}"
     try:
         OmegaConf.to_object(_composed([*chosen, override], places))
@@ -275,7 +277,7 @@ def config_from_record(record: dict, given: Vouched = NOTHING) -> RunConfig:
             f"config.yaml: from a script ({record['script'].get('file')}), and only that can take "
             "its steps; there: mprun.probe(step, optimizer), mprun.explain(step, optimizer)"
         )
-    record = with_typed(record, given)
+    record = with_typed(current(record), given)
     check_vouched(outside(record), given)
     _no_interpolation(record)
     try:

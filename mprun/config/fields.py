@@ -152,6 +152,12 @@ _ELSEWHERE: dict[str, dict[str, str | tuple[str, ...]]] = {
 }
 
 
+# Keys of an earlier mprun, and what is said of them.
+RENAMED = {
+    "precision.products.power_of_two": "now precision.products.scale: pow2 for true, fp32 for false"
+}
+
+
 def meant(word: str, known: Iterable[str], key: str = "") -> list[str]:
     """Return the known words that `word` may mean, the likeliest first; at most three.
 

@@ -15,7 +15,7 @@ from omegaconf import MISSING
 from mprun.config.components import NETWORKS
 from mprun.config.fields import RESULT, Role, allowed
 from mprun.config.registry import COMPONENTS, TaskKind, kind_called, readers_of
-from mprun.config.schema import RunConfig
+from mprun.config.schema import ProductsConfig, RunConfig
 
 
 def _fields(
@@ -119,6 +119,18 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             keys[f"{prefix}{key}"] = value
     return keys
+
+
+def current(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a recorded configuration with the keys of an earlier mprun under their names here."""
+    precision: Any = config.get("precision")
+    products = precision.get("products") if isinstance(precision, dict) else None
+    if not isinstance(products, dict) or "power_of_two" not in products:
+        return config
+    own = {key: value for key, value in products.items() if key != "power_of_two"}
+    own["scale"] = "pow2" if products["power_of_two"] else "fp32"
+    later = dataclasses.asdict(ProductsConfig())  # with the defaults of keys that came with scale
+    return config | {"precision": precision | {"products": later | own}}
 
 
 def kind_recorded(name: str | None, own_task: str | None) -> TaskKind:

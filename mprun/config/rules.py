@@ -7,6 +7,7 @@ execution setting means.
 
 import operator
 import os
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -209,17 +210,49 @@ def _precision(config: RunConfig) -> Iterator[str]:
         yield f"precision={precision.name}: {needed}"
 
 
+_OF_CASTS = "granularity weight_granularity scale scale_rounding grad_rounding hadamard".split()
+
+
+def _multiplies_codes(products: schema.ProductsConfig) -> bool:
+    """Return whether a GPU multiplies codes, not decoded numbers (`ScaledProducts.decoded`)."""
+    blocks = {products.granularity, products.weight_granularity or products.granularity}
+    return (
+        (blocks <= {"none", "tensor"} or blocks == {"row"})
+        and products.scale in ("fp32", "pow2")
+        and products.grad_rounding == "nearest"
+        and "e2m1" not in (products.input, products.weight, products.grad_output)
+    )
+
+
 def _products(products: schema.ProductsConfig) -> Iterator[str]:
     formats = {field: getattr(products, field) for field in ("input", "weight", "grad_output")}
     missing = [field for field, own in formats.items() if own is None]
     if missing and len(missing) < len(formats):
         yield f"precision.products.{missing[0]}=null: set the format of all operands, or of none"
+    key = "precision.products"
+    for field in ("granularity", "weight_granularity"):
+        own = getattr(products, field)
+        if own is not None and not re.fullmatch(r"none|tensor|row|[1-9]\d*x[1-9]\d*", own):
+            yield f"{key}.{field}={own}: must be one of none, tensor, row, or ROWSxCOLUMNS as 1x32"
+    plain = schema.ProductsConfig()
+    for field in () if len(missing) < len(formats) else _OF_CASTS:
+        own = getattr(products, field)
+        if own != getattr(plain, field):
+            yield f"{key}.{field}={_word(own)}: needs {key}.input, weight and grad_output"
+    of_weights = products.weight_granularity or products.granularity
+    if (of_weights == "none") != (products.granularity == "none"):
+        given = f"{key}.weight_granularity={products.weight_granularity}"
+        yield f"{given}: scales are 1 for all operands or none; granularity={products.granularity}"
+    if products.granularity == "none" and products.scale != plain.scale:
+        yield f"{key}.scale={products.scale}: every scale is 1 with {key}.granularity=none"
+    if products.scale != "e8m0" and products.scale_rounding != plain.scale_rounding:
+        yield f"{key}.scale_rounding={products.scale_rounding}: needs {key}.scale=e8m0"
     for name, pair in {
         "output": ("input", "weight"),
         "grad_input": ("grad_output", "weight"),
         "grad_weight": ("grad_output", "input"),
     }.items():
-        both = all(formats[operand] == "e5m2" for operand in pair)
+        both = all(formats[operand] == "e5m2" for operand in pair) and _multiplies_codes(products)
         if both and name not in products.high_precision:
             reason = f"{name} multiplies two E5M2 operands, which no GPU does"
             allowed = f"e4m3, or {name} in precision.products.high_precision"

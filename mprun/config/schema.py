@@ -103,7 +103,10 @@ optimizer("rmsprop_tensorflow", builder=_TENSORFLOW, needs=_STARTS)(OptimConfig)
 
 
 def _format(of: str) -> Any:
-    return one_of("e4m3 e5m2", f"FP8 format of {of} in linear layers; null: not cast", default=None)
+    return one_of("e4m3 e5m2 e2m1", f"Format of {of} in linear layers; null: uncast", default=None)
+
+
+_PRODUCTS = "output grad_input grad_weight"
 
 
 @dataclass(slots=True)
@@ -113,18 +116,32 @@ class ProductsConfig:
     input: str | None = _format("the input")
     weight: str | None = _format("the weight")
     grad_output: str | None = _format("the gradient of the output")
-    granularity: str = one_of(
-        "none tensor row",
-        "Part of a tensor that shares an FP8 scale; none: the scale is 1",
-        default="tensor",
+    granularity: str = setting(
+        "tensor",
+        "Part that shares a scale: tensor, row, or RxC: R rows of C numbers along the sum; none: 1",
     )
-    power_of_two: bool = setting(False, "Round FP8 scales down to powers of two")
+    weight_granularity: str | None = setting(
+        None, "That of weights, as 16x16, which needs one cast; null: the same"
+    )
+    scale: str = one_of(
+        "fp32 pow2 e8m0 e4m3",
+        "Kind of scale; pow2: down to a power of two; e8m0: MX; e4m3: of FP32 and E4M3, NVFP4",
+    )
+    scale_rounding: str = one_of(
+        "rceil ceil even floor", "scale=e8m0: its rounding; rceil never clips; floor: OCP MX 1.0"
+    )
+    grad_rounding: str = one_of(
+        "nearest stochastic", "Rounding of the output's gradient; stochastic: right on average"
+    )
+    hadamard: list[str] = one_of(
+        _PRODUCTS, "Products whose operands a Hadamard matrix of 16 turns first", default=list
+    )
     high_precision: list[str] = one_of(
-        "output grad_input grad_weight", "Products that stay as without FP8", default=list
+        _PRODUCTS, "Products that stay as without these formats", default=list
     )
     modules: list[str] = setting(
         lambda: ["*"],
-        "Name patterns of the linear layers in FP8; the output layer only by its full name",
+        "Name patterns of the layers, an output layer in full; !PATTERN, !last 15% take out",
     )
 
 
@@ -175,7 +192,7 @@ class PrecisionConfig:
         "rank ring tree fp32",
         "Order of that sum; ring: as gloo adds; tree: in pairs; fp32: added in FP32, rounded once",
     )
-    products: ProductsConfig = setting(ProductsConfig, "Linear layers in FP8")
+    products: ProductsConfig = setting(ProductsConfig, "Linear layers in 8 or 4 bits")
     update: UpdateConfig = setting(UpdateConfig, "Store of weights and optimizer state")
     overrides: dict[str, str] = setting(
         dict, "Module-name pattern: dtype of these modules, as precision.overrides.fc=fp32"

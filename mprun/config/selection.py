@@ -25,7 +25,7 @@ from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from mprun.config.components import COMPONENTS
-from mprun.config.fields import nearest
+from mprun.config.fields import RENAMED, nearest
 from mprun.config.keys import FIELDS
 from mprun.config.schema import RunConfig
 from mprun.errors import BadInput
@@ -110,7 +110,8 @@ class OptionFolders(ConfigRepository):
             beside = (
                 one.removeprefix(group + dot) for one in FIELDS if one.startswith(group + dot)
             )
-            reason = f"unknown key{nearest(name, beside)}"
+            hint = f"; {RENAMED[key]}" if key in RENAMED else nearest(name, beside)
+            reason = f"unknown key{hint}"
             if key == config_path.partition("/")[0]:  # experiment: all of its keys are elsewhere
                 reason = "its keys have no place; begin the file with '# @package _global_'"
         return BadInput(f"{self.path(config_path)}: {f'{key}: ' if key else ''}{reason}")

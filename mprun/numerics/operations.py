@@ -249,7 +249,10 @@ class FirstStep(Collector):
         operands, results = _floats((args, operation.kwargs)), _floats(operation.result)
         if operands or results:
             emulated, finite = kept
-            dtype = self._dtype(name, operands, results, self._emulated() > emulated)
+            if name == "scaled_mm":
+                dtype = _of_casts(args)
+            else:
+                dtype = self._dtype(name, operands, results, self._emulated() > emulated)
             # In-place operations on lists of tensors (the optimizer's) return nothing.
             changed = results or tensors_in(args[:1])
             row = OperationRow(1, sum(t.numel() for t in changed), flops(operation))
@@ -280,9 +283,6 @@ class FirstStep(Collector):
     def _dtype(
         self, name: str, operands: list[Tensor], results: list[Tensor], emulated: bool
     ) -> str:
-        if name == "scaled_mm":  # its scales are FP32
-            operands = operands[:2]
-            emulated = not operands[0].is_cuda
         given, made = ([dtype_name(t.dtype) for t in tensors] for tensors in (operands, results))
         names = sorted(set(given or made))
         if emulated:
@@ -357,6 +357,14 @@ _KINDS = (
     "parameters master_weights gradients gradients_in_update optimizer_state buffers activations "
     "weight_copies".split()
 )
+
+
+def _of_casts(args: tuple[Any, ...]) -> str:
+    """Name a product of casts: "emulated e4m3+e5m2", on CUDA "e4m3" or "decoded e2m1"."""
+    *_, names, decoded = args
+    formats = "+".join(sorted(set(names.split(" x "))))
+    how = "" if decoded is None else "decoded "
+    return f"{how if args[0].is_cuda else 'emulated '}{formats}"
 
 
 def lines(

@@ -65,7 +65,8 @@ class Audit(TorchDispatchMode):
     ):
         super().__init__()
         self.forward_context, self.parameters = forward_context, parameters or {}
-        self.products: Counter[tuple[str, torch.dtype]] = Counter()  # by (phase, dtype)
+        # By (phase, dtype or name of a format).
+        self.products: Counter[tuple[str, torch.dtype | str]] = Counter()
         # Places where tensors left the model beside its outputs, "module.attribute".
         self.left: set[str] = set()
         self.written: set[str] = set()  # names of parameters that a call of the model wrote to
@@ -73,7 +74,8 @@ class Audit(TorchDispatchMode):
         self.watched = 0  # calls and passes, or steps
         self.earlier: Mapping[str, Any] = {}  # the result of earlier attempts of the same run
         policy = forward_context.policy
-        self._wanted = dict.fromkeys((*forward_context.half_dtypes, *policy.formats))
+        held = () if policy.products is None else (own.dtype for own in policy.products.formats)
+        self._wanted = dict.fromkeys((*forward_context.half_dtypes, *held))
         wide = (torch.float32, torch.float64, torch.complex64, torch.complex128)
         self._allowed = {*wide, *self._wanted}
         if torch.float16 in self._wanted:
@@ -98,7 +100,10 @@ class Audit(TorchDispatchMode):
             dtype = next((d for d in dtypes if d.is_floating_point or d.is_complex), None)
             if dtype is not None:
                 backward = graph_task() != -1
-                self.products["backward" if backward else "forward", dtype] += 1
+                # A product of casts says their formats, "e2m1 x e4m3".
+                formats = next((arg for arg in args if isinstance(arg, str)), None)
+                kind = formats.partition(" ")[0] if formats else dtype
+                self.products["backward" if backward else "forward", kind] += 1
                 # In a script's backward pass it may be the script's product, after the model.
                 is_own = not backward or self in self.forward_context.watchers
                 if dtype not in self._allowed and is_own:
@@ -134,10 +139,10 @@ class Audit(TorchDispatchMode):
             return
         seen = {name.partition(" ")[2] for name in found["products"]}
         missing = forward_context.missing()
-        if seen.intersection(map(self._name, self._wanted)):
-            formats = forward_context.policy.products
-            if formats is None or seen.intersection(map(self._name, formats.formats)):
-                missing = None
+        products = forward_context.policy.products
+        formats = set() if products is None else {own.name for own in products.formats}
+        if seen & (formats or set(map(self._name, self._wanted))):
+            missing = None
         elif seen and self._wanted and missing is None:
             missing = forward_context.kind()
         if missing is not None:
@@ -158,8 +163,10 @@ class Audit(TorchDispatchMode):
         }
         return combined([self.earlier, own])
 
-    def _name(self, dtype: torch.dtype) -> str:
+    def _name(self, dtype: torch.dtype | str) -> str:
         """Return the name of a product's dtype; FP32 products may be TF32."""
+        if isinstance(dtype, str):
+            return dtype
         is_tf32 = dtype is torch.float32 and self.forward_context.policy.fp32_math == "tf32"
         return "tf32" if is_tf32 else dtype_name(dtype)
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.recurrent import own_recurrent
 from mprun.precision.row_updates import row_tables
-from mprun.precision.scaled_products import inherited, install
+from mprun.precision.scaled_linear import inherited, install
 from mprun.torch_private import (
     FLAT_WEIGHT_REFS,
     FLAT_WEIGHTS,

@@ -143,12 +143,16 @@ class ForwardContext:
         return found
 
     def kind(self) -> str:
-        """Say how 16-bit products are computed: "emulated-fp16", "native-bf16", ... or "none"."""
+        """Say how narrow products are computed: "emulated-fp16", "native-bf16", ... or "none".
+
+        "decoded-e2m1": on CUDA, by products of the decoded numbers in BF16 or FP32.
+        """
         how = "emulated" if self.emulations else "native"
         found = [f"{how}-{DTYPE_NAMES[dtype]}" for dtype in self.half_dtypes]
-        how = "emulated" if self.device.type == "cpu" else "native"
         if (products := self.policy.products) is not None:
-            found += [f"{how}-{DTYPE_NAMES[dtype]}" for dtype in products.formats]
+            on_cuda = "decoded" if products.decoded else "native"
+            how = "emulated" if self.device.type == "cpu" else on_cuda
+            found += [f"{how}-{element.name}" for element in products.formats]
         return " ".join(found) or "none"
 
     def missing(self) -> str | None:
@@ -165,8 +169,9 @@ def why_unsupported(
     """Return the reason why `device` cannot run `policy` as defined, or None if it can.
 
     TF32 and BF16 Tensor Cores exist from compute capability 8.0 on (NVIDIA Ampere), FP8's from 8.9
-    on; whether torch has the FP8 products of this policy there, small ones show. ROCm's GPUs have
-    numbers of their own: no TF32, and what else they have small products show.
+    on; whether torch has the FP8 products of this policy there, small ones show. Products of
+    decoded numbers are BF16's. ROCm's GPUs have numbers of their own: no TF32, and what else they
+    have small products show.
 
     overrides: dtypes of module overrides.
     """
@@ -174,7 +179,9 @@ def why_unsupported(
         if policy.fp32_math == "tf32":
             return "a CPU has no TF32; use precision=fp32, or device=cuda on a machine with a GPU"
         return None
-    in_bf16 = torch.bfloat16 in (policy.half_dtype, *overrides)
+    products = policy.products
+    multiplied = () if products is None else products.multiplied
+    in_bf16 = torch.bfloat16 in (policy.half_dtype, *multiplied, *overrides)
     name = torch.cuda.get_device_name(device)
     if torch.version.hip is not None:
         if policy.fp32_math == "tf32":
@@ -182,14 +189,14 @@ def why_unsupported(
     else:
         for needed, least, what in (
             (policy.fp32_math == "tf32", (8, 0), "TF32"),
-            (policy.products is not None, (8, 9), "FP8 products"),
+            (products is not None and not products.decoded, (8, 9), "FP8 products"),
             (in_bf16, (8, 0), "bfloat16 products"),
         ):
             if needed and (own := torch.cuda.get_device_capability(device)) < least:
                 number, first = (".".join(map(str, one)) for one in (own, least))
                 own_name = f"{name} (compute capability {number})"
                 return f"{own_name} has no {what}; compute capability {first} or later has it"
-    if policy.products is not None and (why := why_no_product(policy.products, device)):
+    if products is not None and (why := why_no_product(products, device)):
         return f"{name} refuses a small product of precision={policy.name}: {why}"
     return None
 

@@ -44,3 +44,53 @@ def stream_of(name: str) -> int:
     """Return 64 bits, as a signed number, that stand for a name in a counter."""
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little", signed=True)
+
+
+class MicroBatches:
+    """The number of the present micro-batch, for random bits of the casts in it.
+
+    It lies on the device: a captured step, replayed, reads the number of its own. One run, one
+    process.
+
+    drawn: stream -> blocks of `IN_BLOCK` numbers that it has drawn in the present micro-batch.
+    """
+
+    def __init__(self) -> None:
+        self.seed = 0
+        self.drawn: dict[int, int] = {}
+        self._numbers: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    def _of(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if device not in self._numbers:
+            first, present = (torch.zeros((), dtype=torch.int64, device=device) for _ in range(2))
+            self._numbers[device] = first, present
+        return self._numbers[device]
+
+    def number(self, device: torch.device) -> Tensor:
+        """Return the present number itself, int64, 0-dim."""
+        return self._of(device)[1]
+
+    def begin_step(self, device: torch.device, seed: int, first: int) -> None:
+        """Begin a step of the run with `seed` whose micro-batches count from `first`; a replayed
+        step begins so, too."""
+        self.seed = seed % 2**64
+        self.drawn.clear()
+        for own in self._of(device):
+            own.fill_(first)
+
+    def begin(self, device: torch.device, place: int) -> None:
+        """Begin the micro-batch at this place in the step; a captured step repeats it."""
+        first, present = self._of(device)
+        torch.add(first, place, out=present)
+        self.drawn.clear()
+
+    def draw(self, stream: int, blocks: int) -> int:
+        """Draw from a stream; return its first block, which is after those of earlier casts."""
+        first = self.drawn.get(stream, 0)
+        self.drawn[stream] = first + blocks
+        return first
+
+
+micro_batches = MicroBatches()

@@ -23,12 +23,14 @@ import torch
 import yaml
 from torch import Tensor
 
-from mprun.precision.scaled_products import FORMAT_NAMES, FORMATS, GRANULARITIES, ScaledProducts
+from mprun.precision.block_formats import ELEMENTS, SCALE_ROUNDINGS, SCALES, Element, block_of
+from mprun.precision.scaled_products import ScaledProducts
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 DIVIDE = ("after", "before", "split")  # where a sum over ranks is divided
 ORDERS = ("rank", "ring", "tree", "fp32")  # in which that sum is added
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()} | FORMAT_NAMES
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_NAMES |= {ELEMENTS[name].dtype: name for name in ("e4m3", "e5m2")}
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -56,7 +58,7 @@ class PrecisionPolicy:
         their dtype; "stochastic", "kahan": after an update in FP32, see
         `mprun.precision.rounded_weights`.
     state_dtype: dtype of the optimizer's state between updates. None: as the update computes it.
-    products: 8-bit products of linear layers; None: they run like all others.
+    products: products of linear layers in 8 bits or fewer; None: they run like all others.
     """
 
     name: str
@@ -90,9 +92,15 @@ class PrecisionPolicy:
 
     @property
     def formats(self) -> tuple[torch.dtype, ...]:
-        """Return the dtypes below FP32 that products run in: the 16-bit one, then 8-bit ones."""
+        """Return the dtypes that a GPU multiplies in place of FP32, the 16-bit one first."""
         narrow = () if self.half_dtype is None else (self.half_dtype,)
-        return narrow if self.products is None else (*narrow, *self.products.formats)
+        others = () if self.products is None else self.products.multiplied
+        return tuple(dict.fromkeys((*narrow, *others)))
+
+    @property
+    def draws(self) -> bool:
+        """Return whether products round at random, with the bits of a micro-batch."""
+        return self.products is not None and self.products.grad_rounding == "stochastic"
 
     def cast_inputs(self, inputs: Tensor) -> Tensor:
         """Cast floating-point model inputs to the parameters' dtype; leave others unchanged."""
@@ -105,9 +113,11 @@ _WORDS = {
     "reduce_divide": DIVIDE,
     "reduce_order": ORDERS,
     "rounding": ("nearest", "stochastic", "kahan"),
-    "granularity": GRANULARITIES,
+    "scale": tuple(name for name in SCALES if name != "none"),
+    "scale_rounding": SCALE_ROUNDINGS,
+    "grad_rounding": ("nearest", "stochastic"),
 }
-_FREE = ("power_of_two", "high_precision", "modules")
+_LISTS = ("hadamard", "high_precision", "modules")
 
 
 def build_policy(name: str, values: Mapping[str, Any]) -> PrecisionPolicy:
@@ -127,21 +137,30 @@ def build_policy(name: str, values: Mapping[str, Any]) -> PrecisionPolicy:
         if group != "products":
             found[field] = _read(key, value, DTYPES)
         elif flat.get("products.input") is not None:
-            products[field] = _read(key, value, FORMATS)
+            products[field] = _read(key, value, ELEMENTS)
     return PrecisionPolicy(name, products=ScaledProducts(**products) if products else None, **found)
 
 
-def _read(key: str, value: Any, dtypes: Mapping[str, torch.dtype]) -> Any:
+def _read(key: str, value: Any, formats: Mapping[str, Any]) -> Any:
     field = key.rpartition(".")[2]
-    if field in _FREE:
-        return tuple(value) if isinstance(value, list | tuple) else value
+    if field in _LISTS:
+        return tuple(value)
+    if field == "power_of_two":
+        raise ValueError(f"{key}={value}: is now products.scale, pow2 for true, fp32 for false")
+    if field in ("granularity", "weight_granularity"):
+        try:
+            if value is not None:
+                block_of(value)
+            return value
+        except ValueError as error:
+            raise ValueError(f"{key}={value!r}: {error}") from None
     words = _WORDS.get(field)
-    if value is None and words is None and dtypes is DTYPES:
+    if value is None and words is None and formats is DTYPES:
         return None
-    allowed = words or tuple(dtypes)
+    allowed = words or tuple(formats)
     if value not in allowed:
         raise ValueError(f"{key}={value!r}: must be one of {', '.join(allowed)}")
-    return value if words else dtypes[value]
+    return value if words else formats[value]
 
 
 def policy_values(policy: PrecisionPolicy) -> dict[str, Any]:
@@ -159,6 +178,8 @@ def _words(of: PrecisionPolicy | ScaledProducts) -> dict[str, Any]:
 
 
 def _word(value: Any) -> Any:
+    if isinstance(value, Element):
+        return value.name
     if isinstance(value, torch.dtype):
         return DTYPE_NAMES[value]
     return list(value) if isinstance(value, tuple) else value

@@ -20,6 +20,7 @@ from mprun.precision import (
     PrecisionPolicy,
     ieee_fp32,
 )
+from mprun.precision.philox import micro_batches
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -40,8 +41,8 @@ class Task(ABC):
     guards: "Sequence[BatchStatistics]" = ()  # of the trained models
     accumulate = 1
     ranks: Ranks = ALONE
-    seed = 0  # of the random numbers if an update has several micro-batches
-    step = 0  # the current one; the caller of `compute` sets it
+    seed = 0  # of the random numbers if an update has several micro-batches, and of roundings
+    _step = 0
     # Called with the number of held-out samples that an evaluation took so far.
     on_evaluated: Callable[[int], None] | None = None
 
@@ -55,6 +56,7 @@ class Task(ABC):
     ):
         self.data, self.policy, self.forward_context = data, policy, forward_context
         self.accumulate, self.eval_in_mode = accumulate, eval_in_mode
+        self._draws = policy.draws
         self.samples_per_step = data.samples_per_batch * accumulate
         self.steps_per_epoch = data.batches_per_epoch // accumulate
 
@@ -62,6 +64,18 @@ class Task(ABC):
         """Update each learner once by `compute(load(step), measure)`, without synchronisation."""
         self.step = step
         return self.compute(self.load(step), measure)
+
+    @property
+    def step(self) -> int:
+        """Return the current one; the caller of `compute` sets it, before a replay too."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self._step = step
+        if self._draws:
+            device = self.forward_context.device
+            micro_batches.begin_step(device, self.seed, step * self.accumulate)
 
     def load(self, step: int) -> Iterator[Any]:
         """Load this rank's micro-batches of `step` (from 0); the host's part.
@@ -94,6 +108,8 @@ class Task(ABC):
         """
         left = iter(batches)
         for number in self.numbers:
+            if self._draws:
+                micro_batches.begin(self.forward_context.device, number)
             if self.in_parts:
                 self._seed_part(number)
                 for learner in self.learners.values():

@@ -44,8 +44,11 @@ def announce(directory: Path, config: RunConfig, built: Built, record: dict, sta
     half = config.precision.autocast_dtype or config.precision.param_dtype
     if device.type == "cpu" and half != "fp32":
         how = "emulated" if config.cpu_half == "emulated" else "by native kernels"
-        of_fp8 = "" if config.precision.products.input is None else ", those in FP8 emulated"
-        name += f" ({half} products {how}{of_fp8})"
+        products = config.precision.products
+        formats = dict.fromkeys([products.input, products.weight, products.grad_output])
+        casts = "/".join(own.upper() for own in formats if own)
+        of_casts = casts and f", those in {casts} emulated"
+        name += f" ({half} products {how}{of_casts})"
     if device.type == "cuda":
         machine = torch.cuda.get_device_name(device)
     else:

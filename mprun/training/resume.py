@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from mprun.build import Built
-from mprun.config.keys import config_hash, flat
+from mprun.config.keys import config_hash, current, flat
 from mprun.config.schema import RunConfig
 from mprun.data.source import DamagedData
 from mprun.distributed.rank_info import RankInfo
@@ -64,7 +64,7 @@ def resume(
             start = ranks.first(start)
         if not ranks.is_first:
             return follow(directory, config, built, start)
-        say(*_changes(record["config"], asdict(config)))
+        say(*_changes(current(record["config"]), asdict(config)))
         record["config_hash"] = config_hash(asdict(config))
         record.reopen()
         with open(directory / "metrics.jsonl", "ab") as metrics:

@@ -23,7 +23,7 @@ from ..helpers import (
     rows_of,
     run,
 )
-from ..shipped import MODES, OF_ANY_NETWORK
+from ..shipped import IN_BLOCKS, MODES, OF_ANY_NETWORK
 from ..tables import with_extensions
 
 COMMON = ["train.log_every=1", "train.checkpoint_every=1", "train.keep_checkpoints=99"]
@@ -47,7 +47,7 @@ MODELS = with_extensions("RESUMED", MODELS)
 CASES = [
     (model, mode)
     for model in MODELS
-    for mode in (MODES if model == "gpt" else OF_ANY_NETWORK)
+    for mode in ((*MODES, *IN_BLOCKS) if model == "gpt" else OF_ANY_NETWORK)
     if mode != "tf32"  # which a CPU does not have
 ]
 QUICK = [("lstm_lm", "amp"), ("dcgan", "bf16_stochastic")]

@@ -144,6 +144,50 @@ CASES = [
         "model=gpt precision=fp8_tensorwise precision.products.weight=e5m2",
         "precision.products.grad_output=e5m2: grad_input multiplies two E5M2 operands",
     ),
+    (
+        "model=gpt precision=mxfp8 precision.products.granularity=1by32",
+        "precision.products.granularity=1by32: must be one of none, tensor, row, or ROWSxCOLUMNS",
+    ),
+    (
+        "model=gpt precision=mxfp8 precision.products.granularity=0x32",
+        "precision.products.granularity=0x32: must be one of none, tensor, row, or ROWSxCOLUMNS",
+    ),
+    (
+        "model=gpt precision=mxfp8 precision.products.weight_granularity=0x0",
+        "precision.products.weight_granularity=0x0: must be one of none, tensor, row",
+    ),
+    (
+        "model=gpt precision=fp8_unscaled precision.products.weight_granularity=16x16",
+        "weight_granularity=16x16: scales are 1 for all operands or none; granularity=none",
+    ),
+    (
+        "model=gpt precision=mxfp8 precision.products.weight_granularity=none",
+        "weight_granularity=none: scales are 1 for all operands or none; granularity=1x32",
+    ),
+    (
+        "model=gpt precision=fp8_unscaled precision.products.scale=e8m0",
+        "precision.products.scale=e8m0: every scale is 1 with precision.products.granularity=none",
+    ),
+    (
+        "model=gpt precision=fp8_block precision.products.scale_rounding=floor",
+        "precision.products.scale_rounding=floor: needs precision.products.scale=e8m0",
+    ),
+    (
+        "model=gpt precision=bf16_master precision.products.granularity=1x32",
+        "precision.products.granularity=1x32: needs precision.products.input, weight and grad",
+    ),
+    (
+        "model=gpt precision=bf16_master precision.products.hadamard=[output]",
+        "precision.products.hadamard=['output']: needs precision.products.input, weight",
+    ),
+    (
+        "model=gpt precision=bf16_master precision.products.grad_rounding=stochastic",
+        "precision.products.grad_rounding=stochastic: needs precision.products.input, weight",
+    ),
+    (
+        "model=gpt precision=fp8_rowwise precision.products.power_of_two=true",
+        "power_of_two: unknown key; now precision.products.scale: pow2 for true",
+    ),
     ("precision.overrides.fc=fp8", "precision.overrides.fc=fp8|fp32, fp16, bf16"),
     ("precision.overrides=fc", "precision.overrides"),
     ("precision.overrides.fc=[1]", "precision.overrides"),
@@ -298,6 +342,11 @@ OPTION_FILES = [
         "precision",
         "norm_dtyp: fp32\n",
         "precision.norm_dtyp: unknown key; did you mean 'norm_dtype'?",
+    ),
+    (
+        "precision",
+        "products:\n  power_of_two: true\n",
+        "unknown key; now precision.products.scale: pow2 for true",
     ),
     ("precision", "overrides: [1]\n", "Cannot merge DictConfig with ListConfig"),
     ("optim", "name: sgd\nlr: abc\n", "optim.lr: Value 'abc' of type 'str' could not be converted"),

@@ -8,11 +8,11 @@ import torch
 
 from mprun.cli import main
 from mprun.cli.doctor import KEYS, page
-from mprun.cli.machine import machine_facts, modes
+from mprun.cli.machine import _verdict, machine_facts, modes
 from mprun.errors import BadInput
 from mprun.precision import ForwardContext, get_policy, pin_math_flags, read_math_flags
 
-from ..shipped import MODES
+from ..shipped import ALL_MODES, MODES
 
 CPU = torch.device("cpu")
 TINY = ["model=lstm_lm", "data=synthetic_tokens", "data.batch_size=2", "data.train_tokens=512"]
@@ -20,7 +20,7 @@ TINY = ["model=lstm_lm", "data=synthetic_tokens", "data.batch_size=2", "data.tra
 
 def test_every_mode_has_a_verdict_that_follows_from_its_definition():
     found = modes(CPU)
-    assert list(found) == list(MODES)
+    assert list(found) == ALL_MODES
     for name, said in found.items():
         verdict, reason = said["verdict"], said["reason"]
         half = get_policy(name).half_dtype
@@ -154,6 +154,25 @@ def test_the_page_of_a_gpu(facts):
     ):
         assert said in flat(text)
     assert "no GPU" not in text and "\nemulated" not in text
+
+
+@pytest.mark.parametrize(("scale", "without"), [("fp32", True), ("pow2", False)])
+def test_numbers_that_bf16_does_not_have_are_not_multiplied_on_tensor_cores(
+    tmp_path, monkeypatch, scale, without
+):
+    """The GPU that answers is made."""
+    (tmp_path / "precision").mkdir()
+    products = (
+        f"{{input: e4m3, weight: e4m3, grad_output: e4m3, granularity: 1x128, scale: {scale}}}"
+    )
+    lines = ["param_dtype: bf16", f"products: {products}", ""]
+    (tmp_path / "precision/mine.yaml").write_text("\n".join(lines))
+    monkeypatch.setattr("mprun.cli.machine.why_unsupported", lambda policy, device: None)
+    monkeypatch.setattr("mprun.cli.machine.why_no_lstm", lambda policy, device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    verdict, reason = _verdict("mine", torch.device("cuda", 0), str(tmp_path))
+    assert verdict == "honoured" and "decoded-e4m3 products on Tensor Cores" in reason
+    assert ("decoded ones in FP32 without" in reason) == without
 
 
 def test_a_check_that_fails_is_an_answer(monkeypatch):

@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from ..shipped import MODES
+from ..shipped import ALL_MODES
 from ..tables import with_extensions
 
 
@@ -54,6 +54,6 @@ def test_completion_offers_groups_and_options(tmp_path):
         assert done.returncode == 0, done.stderr
         return set(done.stdout.split())
 
-    assert ask("mprun precision=") == {f"precision={mode}" for mode in MODES}
+    assert ask("mprun precision=") == {f"precision={mode}" for mode in ALL_MODES}
     # Keys are offered beside groups.
     assert {"model=", "model."} <= ask("mprun mod")

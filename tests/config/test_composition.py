@@ -18,7 +18,7 @@ from mprun.config.trust import vouched
 from mprun.errors import BadInput
 from mprun.precision import DynamicLossScale, get_policy
 
-from ..shipped import MODES
+from ..shipped import ALL_MODES
 
 
 def options(group: str) -> list[str]:
@@ -35,7 +35,7 @@ PAIRS = [
         model, mode, marks=() if model in NETWORKS or mode in ("fp32", "amp") else pytest.mark.slow
     )
     for model in options("model")
-    for mode in MODES
+    for mode in ALL_MODES
 ]
 
 
@@ -70,7 +70,7 @@ def test_a_precision_file_is_the_mode_of_the_engine(precision):
 
 
 def test_the_files_are_the_one_list_of_modes():
-    assert options("precision") == sorted(MODES)
+    assert options("precision") == sorted(ALL_MODES)
 
 
 @pytest.mark.parametrize("scaler", options("scaler"))

@@ -1,5 +1,6 @@
 """What a key means for hash, resume, comparison, paths and tables: one role on its field."""
 
+import copy
 import dataclasses
 
 import pytest
@@ -7,9 +8,9 @@ import pytest
 from mprun.build.data import arguments_of
 from mprun.config import schema
 from mprun.config.components import NETWORKS, SOURCES
-from mprun.config.compose import compose_config
+from mprun.config.compose import compose_config, config_from_record
 from mprun.config.fields import LABEL, LENGTH, MACHINE, READING, RESULT, SEED
-from mprun.config.keys import FIELDS, config_hash, flat, resumable_keys, role_of
+from mprun.config.keys import FIELDS, config_hash, current, flat, resumable_keys, role_of
 from mprun.config.registry import ModelConfig, network
 from mprun.entry_points import loaded
 from mprun.errors import BadInput
@@ -146,3 +147,16 @@ def test_no_setting_of_a_data_source_is_lost_on_the_way():
         loader = set() if source.decodes else {"workers"}
         left = fields - arguments_of(make, config).keys() - embedded - loader - {"name"}
         assert left == set(), name
+
+
+@pytest.mark.parametrize(("before", "scale"), [(True, "pow2"), (False, "fp32")])
+def test_a_record_of_an_earlier_mprun_says_its_scale_by_another_key(before, scale):
+    config = compose_config(["model=gpt", "precision=fp8_rowwise"]).as_dict()
+    expected = copy.deepcopy(config)
+    expected["precision"]["products"]["scale"] = scale
+    later = ("scale", "weight_granularity", "scale_rounding", "grad_rounding", "hadamard")
+    for key in later:  # came with it
+        del config["precision"]["products"][key]
+    config["precision"]["products"]["power_of_two"] = before
+    assert dataclasses.asdict(config_from_record(config)) == expected
+    assert current(config) == expected

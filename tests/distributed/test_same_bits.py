@@ -14,7 +14,7 @@ from mprun.config.option_files import option_files
 from mprun.distributed.ranks import ALONE
 from mprun.precision.policy import ORDERS
 
-from ..shipped import OF_ANY_NETWORK
+from ..shipped import IN_BLOCKS, OF_ANY_NETWORK
 from ..tables import with_extensions
 from .of_a_rank import be, found_by
 
@@ -89,7 +89,7 @@ EXACT = [task for task in TASKS if task != "language_model"]
 def test_two_ranks_are_one(tmp_path):
     cases = cases_of(("classification", "gan"), ("fp16_master_scaled",))
     cases["tree"] = in_16_bits("bf16", "tree", 4, "dist.order=fixed")
-    cases |= cases_of(("gpt",), ("fp8_rowwise",))
+    cases |= cases_of(("gpt",), ("nvfp4",))
     (alone,) = on_ranks(1, cases, tmp_path / "1")
     two = on_ranks(2, cases, tmp_path / "2")
     assert differences(cases, alone, two) == []
@@ -104,7 +104,7 @@ def test_two_ranks_are_one(tmp_path):
 
 @pytest.mark.slow
 def test_all_tasks_and_modes_on_two_and_four_ranks(tmp_path):
-    cases = cases_of(EXACT, MODES)
+    cases = cases_of(EXACT, MODES) | cases_of(("gpt",), ("fp8_rowwise", *IN_BLOCKS))
     (alone,) = on_ranks(1, cases, tmp_path / "1")
     for world in (2, 4):
         assert differences(cases, alone, on_ranks(world, cases, tmp_path / str(world))) == []

@@ -12,7 +12,7 @@ from mprun.errors import BadInput
 from mprun.precision import cast_model, get_policy
 
 from ..helpers import raises_line, record_of
-from ..shipped import MODES
+from ..shipped import IN_BLOCKS, MODES
 from .of_a_rank import STEPS
 from .processes import mprun
 from .test_launch import state_of
@@ -59,7 +59,7 @@ def test_two_ranks_are_one(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_mode_has_the_bits_of_one_rank(world, tmp_path):
-    cases = cases_of([mode for mode in MODES if mode != "tf32"])
+    cases = cases_of([mode for mode in (*MODES, *IN_BLOCKS) if mode != "tf32"])
     (alone,) = on_ranks(1, cases, tmp_path / "1")
     assert differing(cases, alone, on_ranks(world, cases, tmp_path / "several")) == []
 

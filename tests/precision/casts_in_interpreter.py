@@ -11,9 +11,10 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
+from mprun.precision.block_formats import ELEMENTS  # noqa: E402
 from mprun.precision.scaled_products import cast_by_kernel, saturated  # noqa: E402
 
-FORMATS = (torch.float8_e4m3fn, torch.float8_e5m2)
+FORMATS = (ELEMENTS["e4m3"], ELEMENTS["e5m2"])
 SHAPES = ((64, 64), (1, 1), (3, 200), (130, 67), (65, 16))
 
 
@@ -60,16 +61,16 @@ if __name__ == "__main__":
     random = torch.Generator().manual_seed(1)
     for matrix in matrices():
         for scale in scales(*matrix.shape, random):
-            for dtype in FORMATS:
-                expected = saturated(matrix, scale, dtype)
+            for element in FORMATS:
+                expected = saturated(matrix, scale, element)
                 for rows, turned in ((True, True), (True, False), (False, True)):
-                    found = cast_by_kernel(matrix, scale, dtype, rows, turned)
+                    found = cast_by_kernel(matrix, scale, element.dtype, rows, turned)
                     wanted = (rows, expected), (turned, expected.t())
                     for own, (asked, one) in zip(found, wanted, strict=True):
                         assert own.numel() == (one.numel() if asked else 0)
                         if asked:
                             compared += one.numel()
                             if wrong := apart(own, one):
-                                what = f"{tuple(matrix.shape)} {matrix.dtype} {dtype} {scale.shape}"
+                                what = f"{matrix.shape} {matrix.dtype} {element.name} {scale.shape}"
                                 different.append(f"{what}: {wrong} of {one.numel()}")
     print(json.dumps({"compared": compared, "different": different}))

@@ -58,10 +58,10 @@ def test_compiled_ahead_of_time(capability, dtype, tmp_path, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("granularity", ["tensor", "row"])
 def test_casts_and_products_on_a_gpu(granularity):
-    products = ScaledProducts(granularity=granularity)
+    operand = ScaledProducts(granularity=granularity).operand("input", "output")
     matrix = torch.randn(130, 80, device="cuda", dtype=torch.bfloat16)
-    found = _cast(matrix, torch.float8_e4m3fn, products, -1)
-    again = saturated(matrix, found.factor.reciprocal(), torch.float8_e4m3fn)
+    found = _cast(matrix, operand)
+    again = saturated(matrix, found.factor.reciprocal(), operand.element)
     assert torch.equal(found.values.view(torch.uint8), again.view(torch.uint8))
     assert torch.equal(found.turned.view(torch.uint8), again.view(torch.uint8).t())
     plain = found._replace(turned=None)

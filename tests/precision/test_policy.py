@@ -7,10 +7,12 @@ import torch
 
 from mprun.build import policy_from
 from mprun.config.compose import compose_config
+from mprun.errors import BadInput
 from mprun.precision import ForwardContext, build_policy, get_policy, why_unsupported
+from mprun.precision.block_formats import ELEMENTS
 from mprun.precision.policy import policy_values
 
-from ..shipped import MODES
+from ..shipped import ALL_MODES
 
 F32, F16, B16 = torch.float32, torch.float16, torch.bfloat16
 CPU = torch.device("cpu")
@@ -27,27 +29,40 @@ TABLE = {
     "amp_bf16": (F32, F32, F32, F32, F32, B16, "ieee"),
 }
 BF16 = (B16, F32, None, F32, F32, None, "ieee")
-E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-# Beside these: rounding, and formats, granularity, power_of_two of the products.
+E4M3, E5M2, E2M1 = ELEMENTS.values()
+# Beside these: rounding, and formats, granularities, scale of the products.
 OTHERS = {
     "bf16_kahan": (BF16, "kahan", None),
     "bf16_stochastic": (BF16, "stochastic", None),
-    "fp8_rowwise": (TABLE["bf16_master"], "nearest", (E4M3, E4M3, E4M3, "row", True)),
-    "fp8_tensorwise": (TABLE["bf16_master"], "nearest", (E4M3, E4M3, E5M2, "tensor", False)),
-    "fp8_unscaled": (TABLE["bf16_master"], "nearest", (E4M3, E4M3, E5M2, "none", False)),
 }
+OF_PRODUCTS = {
+    "fp8_rowwise": (E4M3, E4M3, E4M3, "row", None, "pow2", "rceil"),
+    "fp8_tensorwise": (E4M3, E4M3, E5M2, "tensor", None, "fp32", "rceil"),
+    "fp8_unscaled": (E4M3, E4M3, E5M2, "none", None, "fp32", "rceil"),
+    "fp8_block": (E4M3, E4M3, E4M3, "1x128", "128x128", "pow2", "rceil"),
+    "mxfp4": (E2M1, E2M1, E2M1, "1x32", None, "e8m0", "even"),
+    "mxfp8": (E4M3, E4M3, E4M3, "1x32", None, "e8m0", "rceil"),
+    "mxfp8_floor": (E4M3, E4M3, E4M3, "1x32", None, "e8m0", "floor"),
+    "mxfp8_hybrid": (E4M3, E4M3, E5M2, "1x32", None, "e8m0", "rceil"),
+    "nvfp4_plain": (E2M1, E2M1, E2M1, "1x16", None, "e4m3", "rceil"),
+}
+OTHERS |= {
+    name: (TABLE["bf16_master"], "nearest", (*own, "nearest", (), (), ("*",)))
+    for name, own in OF_PRODUCTS.items()
+}
+RECIPE = (E2M1, E2M1, E2M1, "1x16", "16x16", "e4m3", "rceil", "stochastic", ("grad_weight",))
+OTHERS["nvfp4"] = (TABLE["bf16_master"], "nearest", (*RECIPE, (), ("*",)))
 REST = (None, "after", "rank", "nearest", None, None)  # of reductions, update and products
 
 
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", ALL_MODES)
 def test_the_table(name):
     dtypes, rounding, products = OTHERS.get(name) or (TABLE[name], "nearest", None)
-    products = None if products is None else (*products, (), ("*",))
     expected = (name, *dtypes, None, "after", "rank", rounding, None, products)
     assert dataclasses.astuple(get_policy(name)) == expected
 
 
-@pytest.mark.parametrize("name", MODES)
+@pytest.mark.parametrize("name", ALL_MODES)
 def test_the_yaml_file_says_the_same(name):
     device = "cuda" if name == "tf32" else "cpu"
     config = compose_config([f"precision={name}", f"device={device}"]).config
@@ -59,11 +74,34 @@ def test_the_yaml_file_says_the_same(name):
     assert config.scaler.name == ("dynamic" if name in ("fp16_master_scaled", "amp") else "none")
 
 
+PRODUCTS = [mode for mode in ALL_MODES if get_policy(mode).products]
+CHANGES = ["scale=pow2", "grad_rounding=stochastic", "granularity=1x32"]
+CHANGED = [(mode, more) for mode in PRODUCTS for more in CHANGES]
+CHANGED.remove(("fp8_unscaled", "scale=pow2"))  # has no scales
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize(("mode", "more"), CHANGED)
+def test_two_e5m2_operands_are_refused_where_codes_are_multiplied(mode, more):
+    """Numbers that are decoded may be any: a GPU multiplies BF16."""
+    formats = [f"precision.products.{name}=e5m2" for name in ("input", "weight", "grad_output")]
+    given = [f"precision={mode}", *formats, f"precision.products.{more}"]
+    if mode.startswith("mxfp") and more == "scale=pow2":
+        given.append("precision.products.scale_rounding=rceil")
+    formats = dict.fromkeys(("input", "weight", "grad_output"), E5M2)
+    changed = formats | dict([more.split("=")])
+    if dataclasses.replace(get_policy(mode).products, **changed).decoded:
+        assert policy_from(compose_config(given).config.precision).products.decoded
+    else:
+        with pytest.raises(BadInput, match="multiplies two E5M2 operands"):
+            compose_config(given)
+
+
 def test_these_are_all_files_and_this_is_their_order():
     order = [*TABLE]
     order[6:6] = ["bf16_kahan"]
     order[8:8] = ["bf16_stochastic"]
-    assert MODES == [*order, "fp8_rowwise", "fp8_tensorwise", "fp8_unscaled"]
+    assert ALL_MODES == [*order, *sorted([*OF_PRODUCTS, "nvfp4"])]
 
 
 def test_a_folder_of_ones_own_says_what_a_mode_is(tmp_path):
@@ -76,7 +114,7 @@ def test_a_folder_of_ones_own_says_what_a_mode_is(tmp_path):
 
 
 def test_unknown_names_are_refused():
-    with pytest.raises(ValueError, match="'fp8'.*fp32, fp8_rowwise"):
+    with pytest.raises(ValueError, match="'fp8'.*fp32, fp8_block"):
         get_policy("fp8")
     for values, said in (
         ({"param_dtype": "fp64"}, "param_dtype='fp64'"),
@@ -84,6 +122,9 @@ def test_unknown_names_are_refused():
         ({"update": {"rounding": "up"}}, "update.rounding='up': must be one of nearest"),
         ({"products": {"input": "e4m3", "weight": "e3m4"}}, "weight='e3m4': must be one of e4m3"),
         ({"products": {"input": "e4m3", "granularity": "block"}}, "products.granularity='block'"),
+        ({"products": {"input": "e4m3", "granularity": "0x32"}}, "granularity='0x32': must be one"),
+        ({"products": {"input": "e4m3", "scale": "e5m2"}}, "scale='e5m2': must be one of fp32"),
+        ({"products": {"input": "e4m3", "power_of_two": True}}, "is now products.scale, pow2 for"),
     ):
         with pytest.raises(ValueError, match=said):
             build_policy("x", values)

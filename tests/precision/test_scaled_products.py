@@ -10,32 +10,36 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mprun.precision import ForwardContext, cast_model, emulation, get_policy, scaled_products
+from mprun.precision.block_formats import ELEMENTS, decoded
 from mprun.precision.emulation import why_unsupported
+from mprun.precision.philox import micro_batches
+from mprun.precision.scaled_linear import install
 from mprun.precision.scaled_products import (
-    FORMATS,
     ScaledProducts,
     _on_cuda,
     _shape_of,
     calls,
-    cast,
-    decoded,
-    install,
     product,
     why_no_product,
 )
 
-E4M3, E5M2 = FORMATS.values()
+E4M3, E5M2, E2M1 = ELEMENTS.values()
 TENSOR = ScaledProducts()
-ROW = ScaledProducts(grad_output=E4M3, granularity="row", power_of_two=True)
+ROW = ScaledProducts(grad_output=E4M3, granularity="row", scale="pow2")
 UNSCALED = ScaledProducts(granularity="none")
-WEIGHT_IN_BF16 = ScaledProducts(
-    grad_output=E4M3, granularity="row", power_of_two=True, high_precision=("grad_weight",)
-)
+WEIGHT_IN_BF16 = dataclasses.replace(ROW, high_precision=("grad_weight",))
+BLOCKS = ScaledProducts(grad_output=E4M3, granularity="1x32", scale="e8m0")
+TURNED = get_policy("nvfp4").products
+
+
+def cast(matrix, element, products, dim=-1):
+    operand = dataclasses.replace(products, input=element).operand("input", "output")
+    return scaled_products.cast(matrix, operand, dim)
 
 
 def skip_without_rows(needed: bool) -> None:
     """Skip where torch's own kernel on a CPU, as of 2.11, has a scale for each tensor alone."""
-    one = torch.ones(16, 16).to(E4M3)
+    one = torch.ones(16, 16).to(E4M3.dtype)
     factors = (torch.ones(16, 1), torch.ones(1, 16)) if needed else (torch.ones(()), torch.ones(()))
     try:
         torch._scaled_mm(one, one.t(), *factors, out_dtype=torch.bfloat16)
@@ -77,8 +81,8 @@ def test_small_products_show_what_a_device_refuses(monkeypatch):
     tried = []
 
     def without_e5m2(a, b, dtype, fast):
-        tried.append((a.values.dtype, b.values.dtype, fast))
-        if a.values.dtype is E5M2:
+        tried.append((a.operand.element, b.operand.element, fast))
+        if a.operand.element is E5M2:
             raise RuntimeError("e5m2 is not here\nException raised from ...")
 
     monkeypatch.setattr(scaled_products, "product", without_e5m2)
@@ -88,9 +92,9 @@ def test_small_products_show_what_a_device_refuses(monkeypatch):
     assert why_no_product(kept, cpu) is None
 
 
-@pytest.mark.parametrize("dtype", FORMATS.values(), ids=FORMATS)
-def test_every_finite_number_is_decoded(dtype):
-    every = torch.arange(256, dtype=torch.uint8).view(dtype)
+@pytest.mark.parametrize("element", [E4M3, E5M2], ids=lambda e: e.name)
+def test_every_finite_number_is_decoded(element):
+    every = torch.arange(256, dtype=torch.uint8).view(element.dtype)
     expected = every.float()
     finite = expected.isfinite()
     found = decoded(every, torch.tensor(0.375))
@@ -116,7 +120,7 @@ def test_scales_by_hand(products, amax, factor):
     assert found.factor.reshape(-1)[0].item() == pytest.approx(factor, rel=2.0**-23)
     largest = found.values.float()[0, 0].item()
     if products is not UNSCALED and amax:
-        assert largest == min(448.0, float(torch.tensor(amax / factor).to(E4M3).float()))
+        assert largest == min(448.0, float(torch.tensor(amax / factor).to(E4M3.dtype).float()))
     assert largest <= 448.0
 
 
@@ -127,7 +131,9 @@ def test_scales_by_row_go_along_the_sum():
     assert cast(matrix, E4M3, ROW).factor.tolist() == [[4.0], [2.0**-7]]
 
 
-@pytest.mark.parametrize("products", [TENSOR, ROW, UNSCALED], ids=lambda p: p.granularity)
+@pytest.mark.parametrize(
+    "products", [TENSOR, ROW, UNSCALED, BLOCKS, TURNED], ids=lambda p: p.granularity
+)
 @pytest.mark.parametrize("bad", [math.inf, -math.inf, math.nan])
 def test_what_is_not_finite_is_not_hidden_by_the_cast(products, bad):
     left, right = torch.ones(3, 16), torch.ones(16, 5)
@@ -135,6 +141,8 @@ def test_what_is_not_finite_is_not_hidden_by_the_cast(products, bad):
     own, other = cast(left, E4M3, products), cast(right, E4M3, products, 0)
     found = product(own, other, torch.bfloat16)
     assert not found[1].isfinite().any()
+    if products is TURNED:  # its tensor's scale is not finite
+        assert not found.isfinite().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -210,10 +218,18 @@ class Two(nn.Module):
         (("inner.*",), {}, ["inner.0"]),
         (("*", "output"), {}, ["inputs", "inner.0", "output"]),
         (("*",), {"inner": torch.float32}, ["inputs"]),
-        (("*",), {"inner": torch.bfloat16}, ["inputs", "inner.0"]),
+        (("*",), {"inner": torch.bfloat16}, ["inputs"]),
+        (("*", "!inner.*"), {}, ["inputs"]),
+        (("!inner.*",), {}, ["inputs"]),
+        (("!in*", "inner.0"), {}, ["inner.0"]),
+        (("*", "!middle"), {}, "'!middle' matches no nn.Linear"),
+        (("!last 15%",), {}, ["inputs"]),
         (("middle",), {}, "'middle' matches no nn.Linear; some: inputs, inner.0, output"),
-        (("out*",), {}, "no nn.Linear is left to compute in FP8; output, the output layer"),
-        (("inputs",), {"inputs": torch.float32}, "no nn.Linear is left"),
+        (("out*",), {}, "no nn.Linear is left to compute in E4M3/E5M2; output, the output layer"),
+        (("inputs",), {"inputs": torch.float32}, "overrides have another dtype for inputs"),
+        (("!*",), {}, "no nn.Linear is left .*; patterns with ! take all of them out"),
+        (("in*", "!in*"), {}, "patterns with ! take all of them out"),
+        (("!last 150%",), {}, "'last 150%': must be at most 100 %"),
     ],
 )
 def test_which_layers(modules, overrides, expected):
@@ -279,13 +295,13 @@ def test_a_second_derivative_is_refused():
     model = Two()
     install(model, TENSOR, {})
     x = torch.randn(4, 16, requires_grad=True)
-    with pytest.raises(RuntimeError, match="FP8 products have no second derivative"):
+    with pytest.raises(RuntimeError, match="products of casts have no second derivative"):
         torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
 
 @pytest.mark.slow  # the first use of the compiler's tracer takes seconds
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch 2.11's tracer does
-@pytest.mark.parametrize("products", [TENSOR, ROW, UNSCALED, WEIGHT_IN_BF16])
+@pytest.mark.parametrize("products", [TENSOR, ROW, UNSCALED, WEIGHT_IN_BF16, BLOCKS, TURNED])
 def test_a_compiled_network_is_one_graph_with_the_same_bits(products):
     """`aot_eager` traces forward and backward as every backend does, and runs torch's kernels."""
     torch.manual_seed(0)
@@ -296,6 +312,7 @@ def test_a_compiled_network_is_one_graph_with_the_same_bits(products):
     def step(called):
         model.zero_grad()
         before = calls.copy()
+        micro_batches.begin(x.device, 0)
         found = called(x)
         found.float().square().sum().backward()
         return [found, *(own.grad for own in model.parameters())], calls - before
@@ -307,15 +324,41 @@ def test_a_compiled_network_is_one_graph_with_the_same_bits(products):
     assert of_compiled == of_eager and sum(of_eager.values()) > 2
 
 
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.inner(x).relu()
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")  # torch 2.11's tracer has several
+@pytest.mark.parametrize("products", [TENSOR, BLOCKS])
+def test_equal_blocks_are_compiled_once(products):
+    """A graph for each of ten would reach the compiler's limit of eight."""
+    from torch._dynamo.testing import CompileCounter  # the compiler
+
+    torch.compiler.reset()
+    model = nn.Sequential(*(Block() for _ in range(10)))
+    install(model, products, {})
+    graphs = CompileCounter()
+    for block in model:
+        block.compile(backend=graphs, dynamic=False)
+    model(torch.randn(8, 16))
+    assert graphs.frame_count <= 3  # two kinds of inputs: the first needs no gradient
+
+
 @pytest.mark.parametrize("by_row", [False, True])
 @pytest.mark.parametrize("sizes", [(32, 32, 32), (32, 32, 20), (20, 20, 32), (7, 5, 3)])
 def test_a_compiler_is_promised_the_strides_of_cuda(sizes, by_row):
     """cuBLAS takes multiples of 16; torch's kernel for a CPU stands in for it."""
     skip_without_rows(by_row)
     n, k, m = sizes
-    a, b = torch.randn(n, k).to(E4M3), torch.randn(m, k).to(E4M3).t()
+    a, b = torch.randn(n, k).to(E4M3.dtype), torch.randn(m, k).to(E4M3.dtype).t()
     factors = (torch.rand(n, 1), torch.rand(1, m)) if by_row else (torch.rand(()), torch.rand(()))
-    form = (a, b, *factors, torch.bfloat16, True)
+    form = (a, b, *factors, None, None, torch.bfloat16, True, "e4m3 x e4m3", None)
     found, promised = _on_cuda(*form), _shape_of(*(one.to("meta") for one in form[:4]), *form[4:])
     assert (found.shape, found.stride()) == (promised.shape, promised.stride())
     # Both round the sum of k terms once, in their own order.

@@ -4,7 +4,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import Tensor
 from mprun.build import Built
 from mprun.config.compose import compose_config, group_options, hydra_session
 from mprun.config.keys import kind_recorded
+from mprun.config.schema import ProductsConfig
 from mprun.errors import BadInput, MprunError
 from mprun.extensions.diagnosis.first_nonfinite import Finding
 from mprun.numerics.exponent_shares import FP16_MAX
@@ -149,9 +150,13 @@ def _proposed(
         yield {key: "fp32"}
     if (products := precision.get("products") or {}).get("input"):
         if products["granularity"] == "none":
-            yield {"precision.products.granularity": "tensor"}
-        operands = ("input", "weight", "grad_output")
-        yield {f"precision.products.{operand}": None for operand in operands}
+            keys = [key for key in ("granularity", "weight_granularity") if products.get(key)]
+            yield {f"precision.products.{key}": "tensor" for key in keys}
+        plain = asdict(ProductsConfig())
+        named = [key for key, value in plain.items() if products.get(key, value) != value]
+        # Without formats the keys of casts have no other value; the lists name layers, products.
+        kept = ("high_precision", "modules")
+        yield {f"precision.products.{key}": plain[key] for key in named if key not in kept}
     if half == "fp16":
         yield from _scales(config["scaler"], finding, phase)
     if phase == Phase.UPDATE and optim["eps"] is not None:

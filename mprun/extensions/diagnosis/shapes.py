@@ -13,7 +13,8 @@ from torch import nn
 
 from mprun.config.schema import RunConfig
 from mprun.precision.casting import NORM_LAYERS
-from mprun.precision.scaled_products import ScaledProducts, chosen_layers
+from mprun.precision.scaled_linear import chosen_layers
+from mprun.precision.scaled_products import ScaledProducts
 
 MULTIPLE = 8
 Key = tuple[str, str]  # learner, module

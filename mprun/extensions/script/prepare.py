@@ -43,7 +43,7 @@ from mprun.precision.policy import (
     usual_scaler,
 )
 from mprun.precision.row_updates import row_tables
-from mprun.precision.scaled_products import chosen_layers
+from mprun.precision.scaled_linear import chosen_layers
 from mprun.precision.torch_update import held_by
 from mprun.torch_private import UNCOMPILED
 
@@ -252,8 +252,7 @@ def _check(
             chosen_layers(model, policy.products, chosen_dtypes(model, own, "overrides"))
         except ValueError as error:
             raise ValueError(
-                f"precision={policy.name!r}: {type(model).__name__} has no nn.Linear beside its "
-                "output layer whose products could run in FP8; choose another mode"
+                f"precision={policy.name!r}: {type(model).__name__}: {error}"
             ) from error
 
 

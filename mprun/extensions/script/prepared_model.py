@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import gc
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -24,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
 from torch.compiler import is_dynamo_compiling
-from torch.distributed import is_initialized
+from torch.distributed import get_rank, get_world_size, is_initialized
 
 from mprun.extensions.script.nodes import make_nodes
 from mprun.extensions.script.shards import (
@@ -49,9 +50,10 @@ from mprun.precision.casting import (
 from mprun.precision.emulation import ForwardContext, Losses
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.optimizer import BatchNormGuard
+from mprun.precision.philox import micro_batches
 from mprun.precision.policy import ieee_fp32
 from mprun.precision.recurrent import own_recurrent
-from mprun.precision.scaled_products import install
+from mprun.precision.scaled_linear import install
 from mprun.torch_private import (
     CALL_WITH_HOOKS,
     FLAT_WEIGHT_REFS,
@@ -91,6 +93,7 @@ class PreparedModel:
     # next pass was audited.
     is_heard = False
     built = 0  # number of builds, including rebuilds
+    drawn = 0  # calls of all models that round at random, on each rank
     pass_number = 0  # number of the newest backward pass of the process
     fed_number = 0  # number of the newest in which a gradient has left a model at its inputs
 
@@ -146,6 +149,8 @@ class PreparedModel:
                 emulation.functions.loss_dtype = policy.loss_dtype
         elif self._casts:
             self._losses = Losses(policy.loss_dtype)
+        if policy.draws:
+            self._begin_drawing()
         self._first = next(model.parameters())
         self._build()
         self._dtype = self._first.dtype  # as seen from outside
@@ -253,6 +258,8 @@ class PreparedModel:
         forward.was_called = True
         self.calls += 1
         self.called_in = PreparedModel.pass_number
+        if self.policy.draws:
+            self._draw()
         if is_initialized():
             if (ddp := active_ddp_module()) is not None:
                 self.group = ddp.process_group
@@ -269,6 +276,20 @@ class PreparedModel:
             outputs = forward.compute_within(args, kwargs)
         self._let_out(audits)
         return each_tensor(outputs, self._outwards)
+
+    def _begin_drawing(self) -> None:
+        """Take the script's seed if no other model has; a loaded state brings that of its run."""
+        if any(model.policy.draws for model in PreparedModel.alive):
+            gc.collect()  # a model is in circles: those that the script has dropped go here
+        if not any(model.policy.draws for model in PreparedModel.alive):
+            PreparedModel.drawn = 0
+            micro_batches.begin_step(self.forward_context.device, torch.initial_seed(), 0)
+
+    def _draw(self) -> None:
+        """Give the call a number of its own among all calls, models and ranks."""
+        PreparedModel.drawn += 1
+        rank, ranks = (get_rank(), get_world_size()) if is_initialized() else (0, 1)
+        micro_batches.begin(self.forward_context.device, PreparedModel.drawn * ranks + rank)
 
     def call_gathered(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module inside that has just gathered its weights, within a call of the model."""

@@ -35,6 +35,7 @@ from mprun.extensions.script.shards import agree, are_several, is_shard, local_o
 from mprun.precision.emulation import ForwardContext, HalfEmulation
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.optimizer import Update
+from mprun.precision.philox import micro_batches
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.rounded_weights import RoundedWeights, choose_narrow
 from mprun.precision.torch_update import (
@@ -420,11 +421,14 @@ class OptimizerSteps:
             state["loss_scale"] = self.scale.state_dict()
             if self.narrow is not None:
                 state["narrow"] = self.narrow.state_dict()
+            if self.policy.draws:
+                state["draws"] = {"seed": micro_batches.seed, "calls": PreparedModel.drawn}
 
         def load(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
             loaded.clear()
             loaded.update(state)
-            return {k: v for k, v in state.items() if k not in ("loss_scale", "narrow")}
+            own = ("loss_scale", "narrow", "draws")
+            return {k: v for k, v in state.items() if k not in own}
 
         def finish(optimizer: Optimizer) -> None:
             scale = loaded.get("loss_scale")
@@ -432,6 +436,9 @@ class OptimizerSteps:
                 self.scale.load_state_dict(scale)
             if self.narrow is not None:
                 self._load_narrow(self.narrow, loaded)
+            if self.policy.draws and (draws := loaded.get("draws")) is not None:
+                PreparedModel.drawn = draws["calls"]
+                micro_batches.begin_step(self.forward_context.device, draws["seed"], 0)
             loaded.clear()
 
         self.optimizer.register_state_dict_post_hook(save)

@@ -12,7 +12,8 @@ from mprun.extensions.bench.measure import _product_of
 from mprun.extensions.bench.roofline.count import count
 from mprun.extensions.bench.roofline.limits import GPUS, Ceilings, limit, why_not
 from mprun.precision import get_policy
-from mprun.precision.scaled_products import ScaledProducts, install
+from mprun.precision.scaled_linear import install
+from mprun.precision.scaled_products import ScaledProducts
 
 from .test_roofline_operations import rows_of
 

@@ -76,6 +76,7 @@ def test_the_command_with_a_cure_has_the_user_s_options(tmp_path, capsys):
 
 NONE = "precision.products.input=null precision.products.weight=null "
 NONE += "precision.products.grad_output=null"
+WHOLE = "precision.products.granularity=tensor"
 
 
 def test_products_in_fp8():
@@ -85,16 +86,18 @@ def test_products_in_fp8():
     assert found == [
         "precision.overrides.blocks.0.mlp.inputs=fp32",
         "precision.products.granularity=tensor",
-        NONE,
+        f"{NONE} {WHOLE}",
         "precision.overrides.blocks.*.mlp.inputs=fp32",
         "precision.overrides.blocks.0.mlp=fp32",
         "optim.lr=0.0001",
         "precision=fp32",
     ]
     of_rows = tried(*TINY_GPT, "precision=fp8_rowwise", of=of)
+    of_rows.remove(f"{NONE} {WHOLE} precision.products.scale=fp32")
     assert of_rows == [one for one in found if "granularity" not in one]
-    for mode in ("fp8_rowwise", "fp8_unscaled"):
-        changed = compose_config([*TINY_GPT, f"precision={mode}", *NONE.split()]).config
+    for mode in ("fp8_rowwise", "fp8_unscaled", "nvfp4", "mxfp8_floor"):
+        (cure,) = (one for one in tried(*TINY_GPT, f"precision={mode}", of=of) if NONE in one)
+        changed = compose_config([*TINY_GPT, f"precision={mode}", *cure.split()]).config
         assert changed.precision.products.input is None
 
 

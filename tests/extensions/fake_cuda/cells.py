@@ -1,10 +1,13 @@
 """What runs on the fake device: the cells of the table in docs, and the exceptions from them."""
 
+from mprun.precision import get_policy
+
 from ...execution.trained import SMALL, TOKENS
-from ...shipped import MODES
+from ...shipped import MODES as OTHER_MODES
 
 __all__ = ["EXECUTION", "MODELS", "MODES", "STEPS", "combined", "overrides", "refusal"]
 
+MODES = [*OTHER_MODES, "fp8_block", "nvfp4"]  # of those in blocks these two
 STACKED = [*TOKENS, "model.embedding_size=8", "model.hidden_size=8", "model.num_layers=2"]
 FORWARD = [
     "model.bidirectional=false",
@@ -57,7 +60,7 @@ WAITS = "only the device knows how many"
 
 def refusal(model: str, mode: str, graph: str) -> str | None:
     """The whole list of exceptions: what `mprun` says of a cell that it refuses."""
-    if mode.startswith("fp8") and model not in WITH_LINEAR:
+    if get_policy(mode).products is not None and model not in WITH_LINEAR:
         return NO_LINEAR
     if mode in ("bf16_stochastic", "bf16_kahan") and model == "biglstm":
         return ROW_TABLES

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+from torch import distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
@@ -382,7 +383,12 @@ def compiler(make):
             lambda: prepared(dataclasses.replace(get_policy("amp"), reduce_dtype=torch.float16)),
             "reduce_dtype",
         ),
-        (lambda: prepared("fp8_tensorwise", nn.Conv2d(1, 1, 1)), "no nn.Linear beside its output"),
+        (lambda: prepared("fp8_tensorwise", nn.Conv2d(1, 1, 1)), "the model has none"),
+        (
+            lambda: prepared("fp8_tensorwise", nn.Sequential(nn.Linear(2, 2))),
+            "Sequential: precision.products.modules=['*']: no nn.Linear is left to compute in "
+            "E4M3/E5M2; 0, the output layer, has to be named",
+        ),
         (lambda: prepared("fp17"), "precision mode 'fp17': must be one of"),
         (lambda: prepared("tf32"), "a CPU has no TF32"),
         (lambda: prepared(scaler="dynamc"), "scaler 'dynamc': must be one of"),
@@ -586,3 +592,93 @@ def test_a_prepared_model_trains_in_fp8():
     forward_context = mprun.state_of(optimizer).models[0].forward_context
     assert forward_context.kind() == "emulated-bf16 emulated-e4m3 emulated-e5m2"
     assert forward_context.rerouted()["forward e4m3 x e4m3"] == 40
+
+
+def test_a_prepared_model_goes_on_with_the_random_bits_of_its_state():
+    """nvfp4 rounds each gradient at random; a state loaded in between changes no bit."""
+
+    def made():
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+        return mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1), "nvfp4")
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        for part in x.split(8):
+            (model(part) - part[:, :4]).square().mean().backward()
+        optimizer.step()
+
+    x = torch.randn(16, 16)
+    model, optimizer = made()
+    step(model, optimizer)
+    saved = [copy.deepcopy(own.state_dict()) for own in (model, optimizer)]
+    step(model, optimizer)
+    expected = copy.deepcopy(model.state_dict())
+    again, other = made()
+    other.load_state_dict(saved[1])
+    again.load_state_dict(saved[0])
+    step(again, other)
+    assert_same_bits(again.state_dict(), expected)
+    again.load_state_dict(saved[0])
+    step(again, other)  # a later micro-batch has other bits
+    assert not torch.equal(again.state_dict()["0.weight"], expected["0.weight"])
+
+
+def drawing(out=4):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, out))
+    return mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1), "nvfp4")
+
+
+def test_ranks_round_with_random_bits_of_their_own():
+    """The process group has one process, which says what its rank is."""
+    fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    x, found = torch.randn(8, 16), []
+    for rank in range(2):
+        model, _ = drawing()
+        dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=2)
+        try:
+            model(x).square().mean().backward()
+        finally:
+            dist.destroy_process_group()
+        found.append(model[0].weight.grad)
+        del model
+    assert not torch.equal(*found)
+
+
+def test_two_models_of_one_script_go_on_with_the_random_bits_of_their_states():
+    """Whichever state is loaded last, and whatever is prepared after that."""
+    x = torch.randn(8, 16)
+
+    def step(pairs):
+        for (model, optimizer), calls in zip(pairs, (2, 1), strict=True):
+            optimizer.zero_grad()
+            for _ in range(calls):
+                model(x).square().mean().backward()
+            optimizer.step()
+
+    pairs = [drawing(), drawing(out=2)]
+    step(pairs)
+    saved = [[copy.deepcopy(own.state_dict()) for own in pair] for pair in pairs]
+    step(pairs)
+    expected = [copy.deepcopy(model.state_dict()) for model, _ in pairs]
+    for order in (0, 1), (1, 0):
+        again = [drawing(), drawing(out=2)]
+        for number in order:
+            for own, state in zip(again[number], saved[number], strict=True):
+                own.load_state_dict(state)
+        drawing()
+        step(again)
+        for (model, _), state in zip(again, expected, strict=True):
+            assert_same_bits(model.state_dict(), state)
+
+
+def test_a_script_begins_anew_with_its_seed_when_its_models_are_gone():
+    x, found = torch.randn(8, 16), []
+    for _ in range(2):
+        model, _ = drawing()
+        for _ in range(2):
+            model(x).square().mean().backward()
+        found.append(model[0].weight.grad)
+        del model
+    assert torch.equal(*found)

@@ -213,6 +213,8 @@ class Counter(TorchDispatchMode):
         for kind, flops, size in costs(Operation(func, name_of(func), args, kwargs, results)):
             kind = self._kind(kind, args, results)
             dtype = next(tensors_in(args)).dtype if flops else torch.float32
+            if flops and isinstance(args[-1], torch.dtype):  # casts, decoded to it
+                dtype = args[-1]
             self.write(kind, dtype, flops, size, 1)
             self.rows[-1].folded_bytes = self._folded(kind, args, results)
             self._follow_cast(kind, args, results)

@@ -147,7 +147,12 @@ def _batch_norm_backward(call: Operation) -> Iterator[Cost]:
 
 
 def _scaled_product(call: Operation) -> Iterator[Cost]:
-    a, b = call.args[:2]
+    a, b, *_, decoded = call.args
+    if decoded is not None:
+        size = (a.numel() + b.numel()) * decoded.itemsize
+        yield "decoding", 0, _total(call.args[:4]) + size
+        yield "matrix product", flops(call), size + _total(call.result)
+        return
     # cuBLAS takes the left matrix by rows, the right one by columns; others are copied
     # (`mprun.precision.scaled_products`).
     for operand in (a, b.t()):

@@ -1,0 +1,297 @@
+"""Number formats of 8 bits and fewer, the blocks of numbers that share a scale, and their scales.
+
+    scale  of a block with the largest magnitude amax, in a format with the largest number top
+    fp32   top / amax
+    pow2   the same, down to a power of two
+    e8m0   a power of two near top / amax, by one of `SCALE_ROUNDINGS` (OCP MX 1.0): with rceil and
+           ceil amax fits; with even and floor it may be clipped
+    e4m3   two levels: top * 448 / amax of the tensor in FP32, of the block in E4M3 (NVFP4, arXiv
+           2509.25149; each step rounded as in Transformer Engine's core_nvfp4.cuh)
+
+Powers of two are made of exponent bits: a logarithm in FP32 is one off near a power of two. Ends of
+a matrix that do not fill a block count as filled with zeros, which change no amax and no sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from mprun.precision.philox import IN_BLOCK, bits_of, micro_batches
+
+_F32_MAX = torch.finfo(torch.float32).max
+_SMALLEST_AMAX = 1e-12  # torchao's value: a tensor of zeros gets a finite scale
+_EXPONENT = 0x7F800000  # its bits in FP32
+SCALE_ROUNDINGS = ("rceil", "ceil", "even", "floor")
+
+
+class Element(NamedTuple):
+    """A number format.
+
+    mantissa: its bits. emin, emax: exponents of its smallest and largest normal numbers. top: its
+    largest number. dtype: holds its codes. E2M1, which torch has no cast to, is held in E4M3: all
+    of its numbers are numbers of E4M3.
+    """
+
+    name: str
+    mantissa: int
+    emin: int
+    emax: int
+    top: float
+    dtype: torch.dtype
+
+
+ELEMENTS = {
+    element.name: element
+    for element in (
+        Element("e4m3", 3, -6, 8, 448.0, torch.float8_e4m3fn),
+        Element("e5m2", 2, -14, 15, 57344.0, torch.float8_e5m2),
+        Element("e2m1", 1, 0, 2, 6.0, torch.float8_e4m3fn),
+    )
+}
+Block = tuple[int, int]  # rows, columns, which run along a product's sum; 0: all
+_NAMED_BLOCKS: dict[str, Block] = {"none": (0, 0), "tensor": (0, 0), "row": (1, 0)}
+
+
+def block_of(granularity: str) -> Block:
+    """Return the block that shares a scale; ValueError without the key if the word names none."""
+    if granularity in _NAMED_BLOCKS:
+        return _NAMED_BLOCKS[granularity]
+    sizes = [int(size) if size.isdecimal() else 0 for size in str(granularity).split("x")]
+    if len(sizes) != 2 or 0 in sizes:
+        raise ValueError(f"must be one of {', '.join(_NAMED_BLOCKS)}, or ROWSxCOLUMNS as 1x32")
+    return sizes[0], sizes[1]
+
+
+class Operand(NamedTuple):
+    """The cast of one operand of a product.
+
+    turned: by a Hadamard matrix along the sum, before (`turn`). decoded: products multiply its
+        decoded numbers; else a device multiplies the codes. stream: names the random bits of
+        stochastic rounding; 0: to nearest.
+    """
+
+    element: Element
+    block: Block
+    scale: str
+    scale_rounding: str
+    turned: bool
+    decoded: bool
+    stream: int = 0
+
+    @property
+    def decoded_to(self) -> torch.dtype:
+        """Return a dtype that a GPU multiplies and that has every decoded number."""
+        return torch.bfloat16 if SCALES[self.scale].in_bf16 else torch.float32
+
+
+class Scale(NamedTuple):
+    """A kind of scale.
+
+    of: amax, element and rounding -> factor before the cast, factor after it, and if `two_levels`
+    amax of the tensor. in_bf16: element times factor is a BF16 number.
+    """
+
+    of: Callable[[Tensor, Element, str], tuple[Tensor, Tensor, Tensor | None]]
+    in_bf16: bool
+    two_levels: bool = False
+
+
+def _one(amax: Tensor, element: Element, rounding: str) -> tuple[Tensor, Tensor, None]:
+    encode = (1 + 0 * amax).float()  # NaN if a value is not finite
+    return encode, encode.reciprocal(), None
+
+
+def _fp32(amax: Tensor, element: Element, rounding: str) -> tuple[Tensor, Tensor, None]:
+    encode = (element.top / amax.double().clamp(min=_SMALLEST_AMAX)).float()
+    return encode, encode.reciprocal(), None
+
+
+def _pow2(amax: Tensor, element: Element, rounding: str) -> tuple[Tensor, Tensor, None]:
+    exact, _, _ = _fp32(amax, element, rounding)
+    # The mantissa cleared; a NaN stays one.
+    encode = (exact.view(torch.int32) & _EXPONENT).view(torch.float32) + 0 * exact
+    return encode, encode.reciprocal(), None
+
+
+def _e8m0(amax: Tensor, element: Element, rounding: str) -> tuple[Tensor, Tensor, None]:
+    if rounding == "rceil":  # the FP32 quotient, up to a power of two
+        bits = (amax / torch.full_like(amax, element.top)).view(torch.int32)
+        # Up to 2^-127, which is subnormal, it is the smallest scale.
+        byte = torch.where(bits <= 1 << 22, 0, (bits + 0x7FFFFF) >> 23)
+    else:
+        added = {"floor": 0, "ceil": 0x7FFFFF, "even": 1 << (22 - element.mantissa)}[rounding]
+        byte = ((amax.view(torch.int32) + added) >> 23) - element.emax
+    byte = byte.clamp(0, 254)
+    # 2^-127 is the subnormal with the highest bit of the mantissa alone.
+    decode = (byte << 23).clamp_(min=1 << 22).view(torch.float32)
+    encode = ((254 - byte) << 23).clamp_(min=1 << 22).view(torch.float32)
+    return encode, decode + 0 * amax, None
+
+
+def _e4m3(amax: Tensor, element: Element, rounding: str) -> tuple[Tensor, Tensor, Tensor]:
+    whole = amax.amax()
+    # Not number / tensor, which torch computes as a reciprocal and a product: two roundings.
+    scale = (torch.full_like(whole, 448 * element.top) / whole).clamp(max=_F32_MAX)
+    scale = torch.where((whole == 0) | (scale == 0), 1.0, scale)
+    stored = (amax * (scale * (1 / element.top))).clamp(max=448.0)
+    stored = stored.to(torch.float8_e4m3fn).float()
+    encode = (stored * scale.reciprocal()).reciprocal().clamp(max=_F32_MAX)
+    return encode, stored, whole
+
+
+SCALES = {
+    "fp32": Scale(_fp32, in_bf16=False),
+    "pow2": Scale(_pow2, in_bf16=True),
+    "e8m0": Scale(_e8m0, in_bf16=True),
+    "e4m3": Scale(_e4m3, in_bf16=True, two_levels=True),
+    "none": Scale(_one, in_bf16=True),  # of granularity none
+}
+
+
+def encoded(wide: Tensor, element: Element, random: Tensor | None = None) -> Tensor:
+    """Return the codes of FP32 numbers: saturated, to nearest, ties to even. It writes to them.
+
+    random: 0 to 65535 for each number, in its place in memory, for stochastic rounding: up with the
+        probability of the distance from the lower neighbour (Gupta et al., arXiv 1502.02551).
+    """
+    wide.clamp_(-element.top, element.top)
+    if random is not None or torch.finfo(element.dtype).max != element.top:
+        # The distance of two neighbours, a power of two, by its bits.
+        bits = wide.view(torch.int32) & _EXPONENT
+        bits.clamp_((127 + element.emin) << 23, (127 + element.emax) << 23)
+        bits.sub_(element.mantissa << 23)
+        wide.mul_(((254 << 23) - bits).view(torch.float32))
+        if random is None:
+            wide.round_()
+        else:
+            up = random.view(wide.shape) * 2.0**-16
+            wide = up.add_(wide.abs()).floor_().copysign_(wide)
+        wide.mul_(bits.view(torch.float32))
+    return wide.to(element.dtype)
+
+
+def decoded(values: Tensor, factor: Tensor) -> Tensor:
+    """Decode FP8 times `factor` to FP32, rounded once; factors of blocks as of `in_blocks`.
+
+    It moves bits, in an eighth of the time of torch's conversion: exponent and mantissa go to their
+    places in FP32, whose exponent has another bias. A NaN of E4M3 comes back as 480, and a NaN of
+    E5M2 also as a number; the factor of a tensor with a NaN is not finite.
+    """
+    # Sign-extended, so that the sign fills all bits above the other seven.
+    bits = values.view(torch.int8).to(torch.int32)
+    if values.dtype is torch.float8_e4m3fn:
+        bits.bitwise_left_shift_(20).bitwise_and_(0x07F00000 - 2**31)
+        bias = 120
+    else:
+        bits.bitwise_left_shift_(21).bitwise_and_(0x0FE00000 - 2**31)
+        bias = 112
+    wide = bits.view(torch.float32).mul_(2.0**bias)
+    if factor.dim() < 4:
+        return wide.mul_(factor)
+    down, rows, across, columns = factor.shape
+    (n, k), whole = wide.shape, (down * rows, across * columns)
+    if (n, k) == whole:
+        wide.view(factor.shape).mul_(factor)
+        return wide
+    return wide.mul_(factor.reshape(whole)[:n, :k])
+
+
+def in_blocks(factor: Tensor, block: Block, size: torch.Size) -> Tensor:
+    """Return factors of blocks, one each, as a view [blocks down, rows, blocks across, columns]."""
+    rows, columns = block[0] or size[0], block[1] or size[1]
+    return factor[:, None, :, None].expand(-1, rows, -1, columns)
+
+
+library = torch.library.Library("mprun", "DEF")
+# One operation for a whole cast: a mode that watches operations pays for it once.
+library.define(
+    "cast_blocks(Tensor matrix, str element, int rows, int columns, str scale, str scale_rounding,"
+    " int stream) -> (Tensor values, Tensor factor, Tensor whole)"
+)
+library.define("turn(Tensor matrix, int dim) -> Tensor")
+
+
+def cast_blocks(
+    matrix: Tensor, element: str, rows: int, columns: int, scale: str, rounding: str, stream: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Cast a matrix in blocks of rows x columns: codes, a factor of each block, amax if needed."""
+    (n, k), own = matrix.shape, ELEMENTS[element]
+    rows, columns = rows or n, columns or k
+    more_rows, more_columns = -n % rows, -k % columns
+    if more_rows or more_columns:
+        matrix = nn.functional.pad(matrix, (0, more_columns, 0, more_rows))
+    wide = matrix.float().unflatten(1, (-1, columns)).unflatten(0, (-1, rows))
+    amax = wide.abs().amax((1, 3), keepdim=True)
+    encode, factor, whole = SCALES[scale].of(amax, own, rounding)
+    random = _random_bits(wide, stream) if stream else None
+    values = encoded(wide * encode, own, random).flatten(0, 1).flatten(1)[:n, :k].contiguous()
+    # An operator has to return something.
+    return values, factor.flatten(0, 1).flatten(1), factor.new_empty(0) if whole is None else whole
+
+
+def _random_bits(wide: Tensor, stream: int) -> Tensor:
+    """Return the present micro-batch's next bits of a stream, one for each number by rows."""
+    count = -(-wide.numel() // IN_BLOCK)
+    blocks = torch.arange(count, device=wide.device) + micro_batches.draw(stream, count)
+    number = micro_batches.number(wide.device)
+    name = torch.full_like(blocks, stream)
+    bits = bits_of([blocks, number.expand_as(blocks), name, name >> 32], micro_batches.seed)
+    return bits[: wide.numel()]
+
+
+def _shapes_of_cast(
+    matrix: Tensor, element: str, rows: int, columns: int, scale: str, rounding: str, stream: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    n, k = matrix.shape
+    counts = -(-n // (rows or n)), -(-k // (columns or k))
+    values = matrix.new_empty((n, k), dtype=ELEMENTS[element].dtype)
+    whole = () if SCALES[scale].two_levels else (0,)
+    factor, amax = (matrix.new_empty(size, dtype=torch.float32) for size in (counts, whole))
+    return values, factor, amax
+
+
+_SIZE = 16
+_SIGNS = (1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1)  # of Transformer Engine
+
+
+@cache
+def turning(device: torch.device) -> Tensor:
+    """Return the orthogonal matrix by which `turn` multiplies: Sylvester's, with signs of rows."""
+    places = range(_SIZE)
+    rows = [[(-1) ** (i & j).bit_count() * _SIGNS[i] / 4 for j in places] for i in places]
+    return torch.tensor(rows, device=device)
+
+
+def turn(matrix: Tensor, dim: int) -> Tensor:
+    """Turn each 16 numbers along `dim` by `turning`, rounded to BF16; zeros fill the last 16.
+
+    A product of two matrices that are turned along its sum is that of the two, without casts. A
+    large number becomes 16 smaller ones (random Hadamard transform, arXiv 2509.25149).
+    """
+    by, more = turning(matrix.device), -matrix.size(dim) % _SIZE
+    if dim == -1:
+        wide = nn.functional.pad(matrix.float(), (0, more)).unflatten(1, (-1, _SIZE))
+        return (wide @ by).flatten(1).bfloat16()
+    wide = nn.functional.pad(matrix.float(), (0, 0, 0, more)).unflatten(0, (-1, _SIZE))
+    return (by.t() @ wide).flatten(0, 1).bfloat16()
+
+
+def _shape_of_turned(matrix: Tensor, dim: int) -> Tensor:
+    n, k = matrix.shape
+    more = -matrix.size(dim) % _SIZE
+    size = (n, k + more) if dim == -1 else (n + more, k)
+    return matrix.new_empty(size, dtype=torch.bfloat16)
+
+
+for key, of_cast, of_turn in (
+    ("CPU", cast_blocks, turn),
+    ("CUDA", cast_blocks, turn),
+    ("Meta", _shapes_of_cast, _shape_of_turned),
+):
+    library.impl("cast_blocks", of_cast, key)
+    library.impl("turn", of_turn, key)

@@ -1,0 +1,187 @@
+"""The linear layers whose products are `scaled_products`: which they are, and their two passes."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from mprun.precision.scaled_products import (
+    BOTH,
+    BY_ROWS,
+    TURNED,
+    Cast,
+    Plan,
+    ScaledProducts,
+    cast,
+    product,
+)
+
+
+class _Linear(torch.autograd.Function):
+    """x @ weight.T for x with any number of dimensions. A second derivative raises RuntimeError."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, plan: Plan) -> Tensor:
+        rows = x.reshape(-1, x.size(-1))
+        ctx.plan, ctx.shape = plan, x.shape
+        # `x` and `weight`, or tensors of their casts.
+        kept_x: tuple[Tensor | None, ...] = (rows,)
+        kept_weight: tuple[Tensor | None, ...] = (weight,)
+        if plan.output is None:
+            found = rows @ weight.t()
+        else:
+            layouts = [BOTH if k else BY_ROWS for k in (plan.keeps_input, plan.keeps_weight)]
+            own = cast(rows, plan.output[0], layouts=layouts[0])
+            other = cast(weight, plan.output[1], layouts=layouts[1])
+            # `other.T` has rows: a right operand reads what is turned, here the rows of `other`.
+            found = _stored(own, other.T, x.dtype, fast=True)
+            kept_x = own.kept.tensors if plan.keeps_input else kept_x
+            kept_weight = other.kept.tensors if plan.keeps_weight else kept_weight
+        ctx.save_for_backward(*kept_x, *kept_weight)
+        return found.view(*x.shape[:-1], weight.size(0))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        if torch.is_grad_enabled():
+            raise RuntimeError("products of casts have no second derivative (create_graph=True)")
+        plan, dtype = ctx.plan, gradient.dtype
+        rows = gradient.reshape(-1, gradient.size(-1))
+        saved = ctx.saved_tensors  # a checkpoint returns them only once
+        x, weight = saved[0], saved[-1]
+        cut = 4 if plan.keeps_input else 1
+        grad_x = grad_weight = of_gradient = None
+        if ctx.needs_input_grad[0]:
+            if plan.grad_input is None:
+                grad_x = rows @ weight
+            else:
+                left, right = plan.grad_input
+                other = (
+                    Cast.of_square(right, saved[cut:])
+                    if plan.keeps_weight
+                    else cast(weight, right, 0, TURNED)
+                )
+                of_gradient = cast(rows, left, layouts=BOTH if plan.keeps_gradient else BY_ROWS)
+                grad_x = _stored(of_gradient, other, dtype)
+            grad_x = grad_x.view(ctx.shape)
+        if ctx.needs_input_grad[1]:
+            if plan.grad_weight is None:
+                grad_weight = rows.t() @ x
+            else:
+                left, right = plan.grad_weight
+                own = (
+                    Cast.of_square(right, saved[:cut])
+                    if plan.keeps_input
+                    else cast(x, right, 0, TURNED)
+                )
+                if of_gradient is None or not plan.keeps_gradient:
+                    of_gradient = cast(rows, left, 0, TURNED)
+                grad_weight = _stored(of_gradient.T, own, dtype)
+        return grad_x, grad_weight, None
+
+
+def _stored(a: Cast, b: Cast, dtype: torch.dtype, fast: bool = False) -> Tensor:
+    # cuBLAS stores products with scales by row in BF16 only.
+    stored = torch.bfloat16 if a.block is None and a.factor.dim() == 2 else dtype
+    return product(a, b, stored, fast).to(dtype)
+
+
+def _forward(module: nn.Linear, plan: Plan, x: Tensor) -> Tensor:
+    weight = module.weight
+    bias: Tensor | None = module.bias
+    if torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x, weight = x.to(dtype), weight.to(dtype)
+    found: Tensor = _Linear.apply(x, weight, plan)
+    return found if bias is None else found + bias.to(found.dtype)
+
+
+def install(
+    model: nn.Module, products: ScaledProducts, chosen: Mapping[str, torch.dtype]
+) -> list[str]:
+    """Let the `chosen_layers` of `model` compute so; return their names or raise its errors."""
+    names = chosen_layers(model, products, chosen)
+    for name in names:
+        module = model.get_submodule(name)
+        assert isinstance(module, nn.Linear)
+        module.__dict__["forward"] = partial(_forward, module, products.plan(name))
+    return names
+
+
+def chosen_layers(
+    model: nn.Module, products: ScaledProducts, chosen: Mapping[str, torch.dtype]
+) -> list[str]:
+    """Return the names of the layers of `model` that compute as `products` say.
+
+    Each glob pattern over names of `nn.Linear` adds layers, in order; one with "!" before it takes
+    layers out, and as the first one begins with all. "!last 15%" takes out those in the last 15 %
+    of numbered blocks, rounded up: "blocks.11" is one. A pattern with a wildcard leaves out an
+    output layer: the last module of the network, if it is linear. ValueError if a pattern matches
+    no layer, or none is left.
+
+    chosen: name of a module -> dtype in which it is to compute instead.
+    """
+    linears = [
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Linear)
+        and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
+    ]
+    output = [*dict(model.named_modules())][-1]
+    patterns = products.modules
+    if all(pattern.startswith("!") for pattern in patterns[:1]):
+        patterns = ("*", *patterns)
+    found: dict[str, None] = {}
+    for pattern in patterns:
+        plain = pattern.removeprefix("!")
+        matched = _last_blocks(linears, plain)
+        if matched is None:
+            matched = [name for name in linears if fnmatchcase(name, plain)]
+        if not matched:
+            known = ", ".join(linears[:5]) or "the model has none"
+            raise ValueError(
+                f"precision.products.modules: {pattern!r} matches no nn.Linear; some: {known}"
+            )
+        if plain != pattern:
+            found = {name: None for name in found if name not in matched}
+        else:
+            found |= {name: None for name in matched if name != output or name == pattern}
+    names = [name for name in found if inherited(name, chosen) is None]
+    if not names:
+        why = f"{output}, the output layer, has to be named"
+        if linears != [output] and any(pattern.startswith("!") for pattern in patterns):
+            why = "patterns with ! take all of them out"
+        if found:
+            why = f"overrides have another dtype for {', '.join([*found][:5])}"
+        raise ValueError(
+            f"precision.products.modules={list(products.modules)}: no nn.Linear is left to compute "
+            f"in {'/'.join(own.name.upper() for own in products.formats)}; {why}"
+        )
+    return names
+
+
+def _last_blocks(names: list[str], pattern: str) -> list[str] | None:
+    """Return the layers in the last blocks if the pattern is "last 15%", else None."""
+    share = re.fullmatch(r"last (\d+)%", pattern)
+    if share is None:
+        return None
+    if int(share[1]) > 100:
+        raise ValueError(f"precision.products.modules: {pattern!r}: must be at most 100 %")
+    found = {name: re.match(r"(.*?\.)?\d+(?=\.|$)", name) for name in names}
+    blocks = list(dict.fromkeys(own[0] for own in found.values() if own))
+    kept = blocks[: len(blocks) * (100 - int(share[1])) // 100]
+    return [name for name, own in found.items() if own and own[0] not in kept]
+
+
+def inherited(name: str, chosen: Mapping[str, torch.dtype]) -> torch.dtype | None:
+    """Return the dtype chosen for the module `name` or the nearest module around it."""
+    while name:
+        if name in chosen:
+            return chosen[name]
+        name = name.rpartition(".")[0]
+    return None
