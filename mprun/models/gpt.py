@@ -81,6 +81,8 @@ class TiedOutput(nn.Module):
     The table is no weight of this module: embedding and output can be overridden separately.
     """
 
+    is_linear = True  # for products in 8 bits, where it is named
+
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         return F.linear(x, table.to(x.dtype))
 

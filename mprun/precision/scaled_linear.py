@@ -91,9 +91,11 @@ def _stored(a: Cast, b: Cast, dtype: torch.dtype, fast: bool = False) -> Tensor:
     return product(a, b, stored, fast).to(dtype)
 
 
-def _forward(module: nn.Linear, plan: Plan, x: Tensor) -> Tensor:
-    weight = module.weight
-    bias: Tensor | None = module.bias
+def _forward(module: nn.Module, plan: Plan, x: Tensor, table: Tensor | None = None) -> Tensor:
+    """Compute as `module(x)`, or as a tied layer's `module(x, table)`."""
+    weight = module.weight if table is None else table.to(x.dtype)
+    bias: Tensor | None = getattr(module, "bias", None)
+    assert isinstance(weight, Tensor)
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
@@ -108,7 +110,6 @@ def install(
     names = chosen_layers(model, products, chosen)
     for name in names:
         module = model.get_submodule(name)
-        assert isinstance(module, nn.Linear)
         module.__dict__["forward"] = partial(_forward, module, products.plan(name))
     return names
 
@@ -118,7 +119,10 @@ def chosen_layers(
 ) -> list[str]:
     """Return the names of the layers of `model` that compute as `products` say.
 
-    Each glob pattern over names of `nn.Linear` adds layers, in order; one with "!" before it takes
+    Linear is an `nn.Linear`, and a module with a true `is_linear`, whose `forward(x, table)` is a
+    product with the table of another module.
+
+    Each glob pattern over names of linear layers adds some, in order; one with "!" before it takes
     layers out, and as the first one begins with all. "!last 15%" takes out those in the last 15 %
     of numbered blocks, rounded up: "blocks.11" is one. A pattern with a wildcard leaves out an
     output layer: the last module of the network, if it is linear. ValueError if a pattern matches
@@ -129,7 +133,7 @@ def chosen_layers(
     linears = [
         name
         for name, module in model.named_modules()
-        if isinstance(module, nn.Linear)
+        if (isinstance(module, nn.Linear) or getattr(module, "is_linear", False))
         and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
     ]
     output = [*dict(model.named_modules())][-1]

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from mprun.models.gpt import TiedOutput
 from mprun.precision import ForwardContext, cast_model, emulation, get_policy, scaled_products
 from mprun.precision.block_formats import ELEMENTS, decoded
 from mprun.precision.emulation import why_unsupported
@@ -240,6 +241,34 @@ def test_which_layers(modules, overrides, expected):
     else:
         with pytest.raises(ValueError, match=expected):
             install(Two(), products, overrides)
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table, self.output = nn.Embedding(48, 32), TiedOutput()
+
+    def forward(self, x):
+        return self.output(x, self.table.weight)
+
+
+def test_a_tied_output_is_the_linear_layer_with_its_table():
+    model, plain = Tied(), nn.Linear(32, 48, bias=False)
+    plain.load_state_dict({"weight": model.table.weight})
+    wholes = nn.ModuleList([nn.Linear(1, 1), plain])
+    products = dataclasses.replace(BLOCKS, modules=("output",))
+    assert install(model, products, {}) == ["output"]
+    install(wholes, dataclasses.replace(BLOCKS, modules=("1",)), {})
+    found = []
+    for network in (model, plain):
+        x = torch.linspace(-2, 2, 64 * 32).sin().view(64, 32).requires_grad_()
+        y = network(x)
+        y.square().sum().backward()
+        found.append([y, x.grad, next(network.parameters()).grad])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+    assert not torch.equal(found[0][0], x @ plain.weight.t())
+    with pytest.raises(ValueError, match="output, the output layer, has to be named"):
+        install(Tied(), BLOCKS, {})
 
 
 def test_an_fp32_override_stays_fp32_and_evaluation_is_without_fp8():
