@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -59,6 +60,16 @@ class MicroBatches:
         self.seed = 0
         self.drawn: dict[int, int] = {}
         self._numbers: dict[torch.device, tuple[Tensor, Tensor]] = {}
+
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """Keep numbers of its own for a block, whose tensors have no values."""
+        kept = vars(self).copy()
+        vars(self).update(vars(MicroBatches()))
+        try:
+            yield
+        finally:
+            vars(self).update(kept)
 
     def _of(self, device: torch.device) -> tuple[Tensor, Tensor]:
         if device.type == "cuda" and device.index is None:

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
 from torch.compiler import is_dynamo_compiling
-from torch.distributed import get_rank, get_world_size, is_initialized
+from torch.distributed import broadcast, get_rank, get_world_size, is_initialized
 
 from mprun.extensions.script.nodes import make_nodes
 from mprun.extensions.script.shards import (
@@ -93,7 +93,7 @@ class PreparedModel:
     # next pass was audited.
     is_heard = False
     built = 0  # number of builds, including rebuilds
-    drawn = 0  # calls of all models that round at random, on each rank
+    drawn = 0  # calls of all models that round at random, on all ranks
     pass_number = 0  # number of the newest backward pass of the process
     fed_number = 0  # number of the newest in which a gradient has left a model at its inputs
 
@@ -258,11 +258,13 @@ class PreparedModel:
         forward.was_called = True
         self.calls += 1
         self.called_in = PreparedModel.pass_number
-        if self.policy.draws:
-            self._draw()
         if is_initialized():
             if (ddp := active_ddp_module()) is not None:
+                if self.group is None and self.policy.draws:
+                    self._share_seed(ddp.process_group)
                 self.group = ddp.process_group
+        if self.policy.draws:
+            self._draw()
         if self.guard is not None and not self._guards_step and is_grad_enabled():
             if not self.guard.is_current():
                 self.guard = BatchNormGuard(self.model)
@@ -285,11 +287,18 @@ class PreparedModel:
             PreparedModel.drawn = 0
             micro_batches.begin_step(self.forward_context.device, torch.initial_seed(), 0)
 
+    def _share_seed(self, group: Any) -> None:
+        """Take the first rank's seed on all: theirs may differ, and a checkpoint has one."""
+        device = self.forward_context.device
+        shared = torch.tensor(micro_batches.seed - 2**63, device=device)
+        broadcast(shared, group=group, group_src=0)
+        micro_batches.begin_step(device, int(shared) + 2**63, 0)
+
     def _draw(self) -> None:
-        """Give the call a number of its own among all calls, models and ranks."""
-        PreparedModel.drawn += 1
+        """Give the call a number of its own among all calls of all models on all ranks."""
         rank, ranks = (get_rank(), get_world_size()) if is_initialized() else (0, 1)
-        micro_batches.begin(self.forward_context.device, PreparedModel.drawn * ranks + rank)
+        micro_batches.begin(self.forward_context.device, PreparedModel.drawn + rank)
+        PreparedModel.drawn += ranks
 
     def call_gathered(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module inside that has just gathered its weights, within a call of the model."""

@@ -12,6 +12,7 @@ from mprun.extensions.bench.roofline import FORMATS
 from mprun.extensions.bench.roofline.count import count
 from mprun.extensions.bench.roofline.shape_only import shape_source
 from mprun.precision import get_policy
+from mprun.precision.philox import micro_batches
 
 from ...helpers import raises_line
 from ...shipped import MODES
@@ -117,6 +118,14 @@ def test_every_mode(mode):
         "attention": wanted,
         "attention backward": wanted,
     }
+
+
+@pytest.mark.slow
+def test_a_mode_with_random_bits_is_counted_again():
+    """The number of the micro-batch, which lies on the device, has no value in a count."""
+    small = ("model=gpt", "model.num_layers=1", "data=synthetic_tokens", "data.batch_size=1")
+    with micro_batches.apart():  # as in a process of its own
+        assert count(small, "nvfp4").flops == count(small, "nvfp4").flops
 
 
 @pytest.mark.parametrize(

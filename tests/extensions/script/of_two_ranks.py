@@ -145,21 +145,22 @@ def alone(case: Case) -> dict[str, Any]:
     model = network(setting)
     start = whole(model.parameters())
     model, optimizer = case.prepare(model, momentum(model.parameters()))
+    parameters = [*model.parameters()]
     for step in range(STEPS):
         large = setting.overflows and step == LARGE[0]
         if large and not case.prepare.skips:
             continue
         optimizer.zero_grad()
-        of_ranks = []
-        for rank in range(WORLD):
-            for part in range(setting.micro_batches):
+        of_ranks: list[list[Any]] = [[None] * len(parameters) for _ in range(WORLD)]
+        # Part by part, as ranks compute at the same time: so are calls counted for random bits.
+        for part in range(setting.micro_batches):
+            for rank, own in enumerate(of_ranks):
                 share_of(model, rank, setting, step, part).backward()
-            gradients = [p.grad for p in model.parameters()]
-            of_ranks.append([g if g is None else g.clone() for g in gradients])
-            for gradient in gradients if not large else ():
-                if gradient is not None:
-                    gradient.zero_()
-        for p, *gradients in zip(model.parameters(), *of_ranks, strict=True) if not large else ():
+                for place, p in enumerate(parameters if not large else ()):
+                    if p.grad is not None:
+                        own[place] = p.grad.clone() if own[place] is None else own[place] + p.grad
+                        p.grad.zero_()
+        for p, *gradients in zip(parameters, *of_ranks, strict=True) if not large else ():
             p.grad.copy_(sum(g for g in gradients if g is not None) / WORLD)
         clip(model, setting)
         optimizer.step()

@@ -7,6 +7,7 @@ import io
 import math
 import weakref
 from functools import partial
+from itertools import combinations
 
 import pytest
 import torch
@@ -635,15 +636,21 @@ def test_ranks_round_with_random_bits_of_their_own():
     fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
     x, found = torch.randn(8, 16), []
     for rank in range(2):
-        model, _ = drawing()
+        model, optimizer = drawing()
         dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=2)
         try:
             model(x).square().mean().backward()
         finally:
             dist.destroy_process_group()
         found.append(model[0].weight.grad)
-        del model
-    assert not torch.equal(*found)
+        state = optimizer.state_dict()
+        del model, optimizer
+    # One process that goes on takes the bits of neither.
+    model, optimizer = drawing()
+    optimizer.load_state_dict(state)
+    model(x).square().mean().backward()
+    for one, other in combinations([*found, model[0].weight.grad], 2):
+        assert not torch.equal(one, other)
 
 
 def test_two_models_of_one_script_go_on_with_the_random_bits_of_their_states():

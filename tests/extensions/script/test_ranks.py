@@ -11,6 +11,7 @@ from mprun.extensions.script.shards import keeps_half
 from mprun.precision import get_policy
 
 from ...distributed.test_same_bits import each_rank
+from ...shipped import IN_BLOCKS
 from .loop_outcomes import ALL, tolerance
 from .of_two_ranks import (
     ALL_SETTINGS,
@@ -23,6 +24,8 @@ from .of_two_ranks import (
 )
 
 TWO = ("fp32", "fp16_master_scaled")
+DRAWING = [("seeded", "bf16_stochastic"), ("no_sync", "nvfp4"), ("resumed", "nvfp4")]
+DRAWING.append(("sharded by layer", "nvfp4"))
 FP32_SUMS = 64 * 2**-24  # of what weights move; sums in another order
 
 
@@ -72,12 +75,13 @@ def _fault(case: Case, ranks: list[dict]) -> str:
 
 def test_two_ranks_train_as_one_process_or_are_refused(tmp_path):
     cases = [Case(setting, mode) for setting in ALL_SETTINGS for mode in TWO]
-    cases.append(Case("seeded", "bf16_stochastic"))  # which draws random bits for the weights
+    # Which draw random bits, for the weights and for gradients in products.
+    cases += [Case(*case) for case in DRAWING]
     assert faults(cases, tmp_path) == []
 
 
 @pytest.mark.slow
 def test_every_mode_on_two_ranks(tmp_path):
-    modes = [None, *sorted(ALL.difference(TWO))]
+    modes = [None, *sorted(ALL.difference(TWO)), *IN_BLOCKS]
     cases = [Case(setting, mode) for setting in ALL_SETTINGS for mode in modes]
     assert faults(cases, tmp_path) == []

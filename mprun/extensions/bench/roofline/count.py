@@ -38,6 +38,7 @@ from mprun.extensions.bench.roofline.shape_only import (
 )
 from mprun.numerics.trace import Operation, in_backward, name_of
 from mprun.precision import DTYPES, ForwardContext, PrecisionPolicy
+from mprun.precision.philox import micro_batches
 from mprun.precision.update import Checked, Ready, SinglePass
 from mprun.torch_private import TorchDispatchMode, schema_of, storage_key
 
@@ -140,7 +141,7 @@ def _step(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
     seed = torch.random.get_rng_state()
     try:
         # cuda_kernels is outside: it registers kernels with the dispatcher, not on tensors.
-        with cuda_kernels(counter.write), weightless():
+        with cuda_kernels(counter.write), micro_batches.apart(), weightless():
             task = _built(config, policy, source)
             for optimizer in (learner.optimizer for learner in task.learners.values()):
                 if optimizer.update_path == "single_pass":
