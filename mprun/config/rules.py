@@ -210,7 +210,9 @@ def _precision(config: RunConfig) -> Iterator[str]:
         yield f"precision={precision.name}: {needed}"
 
 
-_OF_CASTS = "granularity weight_granularity scale scale_rounding grad_rounding hadamard".split()
+_OF_CASTS = (
+    "granularity weight_granularity scale scale_rounding history margin grad_rounding hadamard"
+).split()
 
 
 def _multiplies_codes(products: schema.ProductsConfig) -> bool:
@@ -218,7 +220,7 @@ def _multiplies_codes(products: schema.ProductsConfig) -> bool:
     blocks = {products.granularity, products.weight_granularity or products.granularity}
     return (
         (blocks <= {"none", "tensor"} or blocks == {"row"})
-        and products.scale in ("fp32", "pow2")
+        and products.scale in ("fp32", "pow2", "delayed")
         and products.grad_rounding == "nearest"
         and "e2m1" not in (products.input, products.weight, products.grad_output)
     )
@@ -247,6 +249,7 @@ def _products(products: schema.ProductsConfig) -> Iterator[str]:
         yield f"{key}.scale={products.scale}: every scale is 1 with {key}.granularity=none"
     if products.scale != "e8m0" and products.scale_rounding != plain.scale_rounding:
         yield f"{key}.scale_rounding={products.scale_rounding}: needs {key}.scale=e8m0"
+    yield from _delayed(products, plain)
     for name, pair in {
         "output": ("input", "weight"),
         "grad_input": ("grad_output", "weight"),
@@ -259,6 +262,22 @@ def _products(products: schema.ProductsConfig) -> Iterator[str]:
             yield f"precision.products.{pair[0]}=e5m2: {reason} (allowed: {allowed})"
     if not products.modules:
         yield "precision.products.modules=[]: must name a layer, or leave the formats null"
+
+
+def _delayed(products: schema.ProductsConfig, plain: schema.ProductsConfig) -> Iterator[str]:
+    """Yield what scale=delayed, of whole tensors whose codes are multiplied, does not take, or what
+    another scale does not."""
+    is_delayed = products.scale == "delayed"
+    whole = ("granularity", "weight_granularity", "grad_rounding", "hadamard")
+    for field in whole if is_delayed else ("history", "margin"):
+        own, must = getattr(products, field), getattr(plain, field)
+        if own != must:
+            why = f"must be {_word(must)} with" if is_delayed else "needs"
+            yield f"precision.products.{field}={_word(own)}: {why} precision.products.scale=delayed"
+    for field in ("input", "weight", "grad_output"):
+        if is_delayed and getattr(products, field) == "e2m1":
+            why = "must be e4m3 or e5m2 with precision.products.scale=delayed"
+            yield f"precision.products.{field}=e2m1: {why}"
 
 
 def _length(config: RunConfig) -> Iterator[str]:

@@ -124,11 +124,15 @@ class ProductsConfig:
         None, "That of weights, as 16x16, which needs one cast; null: the same"
     )
     scale: str = one_of(
-        "fp32 pow2 e8m0 e4m3",
-        "Kind of scale; pow2: down to a power of two; e8m0: MX; e4m3: of FP32 and E4M3, NVFP4",
+        "fp32 pow2 e8m0 e4m3 delayed",
+        "pow2: down to a power of two; e8m0: MX; e4m3: FP32 and E4M3, NVFP4; delayed: of the past",
     )
     scale_rounding: str = one_of(
         "rceil ceil even floor", "scale=e8m0: its rounding; rceil never clips; floor: OCP MX 1.0"
+    )
+    history: int = count(1024, "scale=delayed: of how many updates the largest magnitude counts")
+    margin: int = from_zero(
+        0, "scale=delayed: powers of two left free above that magnitude", at_most=64
     )
     grad_rounding: str = one_of(
         "nearest stochastic", "Rounding of the output's gradient; stochastic: right on average"

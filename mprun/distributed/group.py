@@ -135,7 +135,6 @@ class RankGroup(Ranks):
         return dist.all_reduce(tensor, dist.ReduceOp.SUM, self.tensors, async_op=True)
 
     def largest(self, values: Tensor) -> Tensor:
-        """Return the elementwise maximum over the ranks."""
         values = values.clone()
         dist.all_reduce(values, dist.ReduceOp.MAX, self.tensors)
         return values

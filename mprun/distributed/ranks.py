@@ -52,6 +52,10 @@ class Ranks:
         """Concatenate `[n, ...]` of each rank to `[W * n, ...]`, in the order of ranks."""
         return own
 
+    def largest(self, values: Tensor) -> Tensor:
+        """Return the elementwise maximum over the ranks."""
+        return values
+
     def all_of(self, own: T) -> list[T]:
         """Return every rank's value, in the order of ranks; plain values alone."""
         return [own]

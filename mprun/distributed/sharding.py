@@ -363,6 +363,7 @@ def sharded(cast: CastModel, ranks: Any, blocks: Sequence[str]) -> ShardedModel:
         cast.buffers,
         cast.forwards,
         units=", ".join(words),
+        delayed=cast.delayed,
         ranks=ranks,
         twin=twin,
         gathered=units,
@@ -451,6 +452,8 @@ def _twin(cast: CastModel) -> CastModel:
         id(own): nn.Parameter(torch.empty_like(own, device="meta"), own.requires_grad)
         for own in (*cast.module.parameters(), *cast.masters.values())
     }
+    if cast.delayed is not None:  # both cast by the same scales
+        memo |= {id(own): own for own in cast.delayed.layers.values()}
     module = copy.deepcopy(cast.module, memo)
     both = zip(cast.module.modules(), module.modules(), strict=True)
     places = {id(own.__dict__): other.__dict__ for own, other in both}

@@ -7,6 +7,7 @@
            ceil amax fits; with even and floor it may be clipped
     e4m3   two levels: top * 448 / amax of the tensor in FP32, of the block in E4M3 (NVFP4, arXiv
            2509.25149; each step rounded as in Transformer Engine's core_nvfp4.cuh)
+    delayed  as fp32, but of the amax of earlier updates (`delayed_scaling`)
 
 Powers of two are made of exponent bits: a logarithm in FP32 is one off near a power of two. Ends of
 a matrix that do not fill a block count as filled with zeros, which change no amax and no sum.
@@ -72,7 +73,7 @@ class Operand(NamedTuple):
 
     turned: by a Hadamard matrix along the sum, before (`turn`). decoded: products multiply its
         decoded numbers; else a device multiplies the codes. stream: names the random bits of
-        stochastic rounding; 0: to nearest.
+        stochastic rounding; 0: to nearest. place: of its tensor in the numbers of a layer.
     """
 
     element: Element
@@ -82,6 +83,7 @@ class Operand(NamedTuple):
     turned: bool
     decoded: bool
     stream: int = 0
+    place: int = 0
 
     @property
     def decoded_to(self) -> torch.dtype:
@@ -93,12 +95,14 @@ class Scale(NamedTuple):
     """A kind of scale.
 
     of: amax, element and rounding -> factor before the cast, factor after it, and if `two_levels`
-    amax of the tensor. in_bf16: element times factor is a BF16 number.
+    amax of the tensor. in_bf16: element times factor is a BF16 number. is_kept: `of` reads it from
+    the numbers of the tensor that `delayed_scaling` keeps, its last argument.
     """
 
-    of: Callable[[Tensor, Element, str], tuple[Tensor, Tensor, Tensor | None]]
+    of: Callable[..., tuple[Tensor, Tensor, Tensor | None]]
     in_bf16: bool
     two_levels: bool = False
+    is_kept: bool = False
 
 
 def _one(amax: Tensor, element: Element, rounding: str) -> tuple[Tensor, Tensor, None]:
@@ -144,11 +148,21 @@ def _e4m3(amax: Tensor, element: Element, rounding: str) -> tuple[Tensor, Tensor
     return encode, stored, whole
 
 
+def _delayed(
+    amax: Tensor, element: Element, rounding: str, kept: Tensor | None = None
+) -> tuple[Tensor, Tensor, None]:
+    if kept is None:  # the first scale is 1
+        return _one(amax, element, rounding)
+    encode = torch.ops.mprun.delayed_scale(amax, kept)
+    return encode, encode.reciprocal(), None
+
+
 SCALES = {
     "fp32": Scale(_fp32, in_bf16=False),
     "pow2": Scale(_pow2, in_bf16=True),
     "e8m0": Scale(_e8m0, in_bf16=True),
     "e4m3": Scale(_e4m3, in_bf16=True, two_levels=True),
+    "delayed": Scale(_delayed, in_bf16=False, is_kept=True),
     "none": Scale(_one, in_bf16=True),  # of granularity none
 }
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mprun.precision.delayed_scaling import DelayedScaling
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.recurrent import own_recurrent
 from mprun.precision.row_updates import row_tables
@@ -102,6 +103,7 @@ class CastModel:
     # Parameter name -> this rank's part of it, if ranks share the parameters (`distributed`).
     shards: dict[str, Shard] = field(default_factory=dict)
     units: str = ""  # what they gather at a time, in words
+    delayed: DelayedScaling | None = None  # what its products keep from update to update
 
     def compute_by(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         """Let a module that computed by its class compute by `forward`, except in FP32."""
@@ -282,7 +284,7 @@ def cast_model(
             _make_copies(cast, dtypes, policy.master_dtype)
     own_recurrent(model)
     if policy.products is not None:  # before the casts around modules, which include these
-        install(model, policy.products, chosen)
+        cast.delayed = install(model, policy.products, chosen)
     cast_around_modules(model, policy, chosen)
     cast.forwards = [
         (own, before) for own, before in forwards if own.get("forward", _NOTHING) is not before

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -129,6 +130,7 @@ class MixedPrecisionOptimizer:
         self.skips = any(scale.skips_nonfinite for scale in self.loss_scales)
         self.found_inf = torch.zeros((), device=device)
         self.clip_norm, self.micro_batches, self.reduction = clip_norm, parts, reduction
+        self._largest = None if reduction is None else reduction.largest
         several = parts > 1 or reduction is not None
         self.guards = tuple(guards) if self.skips or several else ()
 
@@ -163,6 +165,9 @@ class MixedPrecisionOptimizer:
             self._after.append(average.update)
         if cast.shards:
             self._after.append(lambda found_inf: cast.refresh())
+        self.delayed = cast.delayed
+        if self.delayed is not None:
+            self._after.append(partial(self.delayed.roll, self._largest))
 
         names = [*self.names, *(row.name for row in self.rows)]
         self.is_clipped = [clipped is None or name in clipped for name in names]
@@ -206,12 +211,13 @@ class MixedPrecisionOptimizer:
     @property
     def replicated(self) -> list[Tensor]:
         """Return what has to have the same bits on every rank: weights, of shards the counters."""
+        kept = [] if self.delayed is None else [self.delayed.history]
         if not self.cast.shards:
-            return self.updated
+            return [*self.updated, *kept]
         states = self.state_by_name().values()
         tensors = (value for state in states for value in state.values())
         counters = [own for own in tensors if isinstance(own, Tensor) and not own.dim()]
-        return counters if self.narrow is None else [*counters, self.narrow.updates]
+        return [*counters, *kept] + ([] if self.narrow is None else [self.narrow.updates])
 
     def gradient_dtypes(self) -> dict[str, int]:
         """Count gradient elements by dtype, as backward computes them; row tables count whole."""
@@ -339,6 +345,8 @@ class MixedPrecisionOptimizer:
         state = {name: saved_state(name, own) for name, own in self.state_by_name().items()}
         masters = {name: whole(name, master) for name, master in self.masters.items()}
         saved = {"masters": masters, "state": state, "averages": dict(self.averages)}
+        if self.delayed is not None:
+            saved |= {"delayed": self.delayed.state_dict(self._largest)}
         return saved if self.narrow is None else saved | {"narrow": self.narrow.state_dict()}
 
     @torch.no_grad()
@@ -372,6 +380,8 @@ class MixedPrecisionOptimizer:
                 copy_exactly(f"{key} of {name}", own[key], self.cast.part(name, value))
         if self.narrow is not None:
             self.narrow.load_state_dict(saved["narrow"])
+        if self.delayed is not None:
+            self.delayed.load_state_dict(saved.get("delayed"))
         self.cast.refresh()
 
     def _gradient_kinds(

@@ -118,6 +118,7 @@ _WORDS = {
     "grad_rounding": ("nearest", "stochastic"),
 }
 _LISTS = ("hadamard", "high_precision", "modules")
+_COUNTS = {"history": 1, "margin": 0}  # with the smallest
 
 
 def build_policy(name: str, values: Mapping[str, Any]) -> PrecisionPolicy:
@@ -145,6 +146,10 @@ def _read(key: str, value: Any, formats: Mapping[str, Any]) -> Any:
     field = key.rpartition(".")[2]
     if field in _LISTS:
         return tuple(value)
+    if field in _COUNTS:
+        if type(value) is not int or value < _COUNTS[field]:
+            raise ValueError(f"{key}={value!r}: must be a whole number from {_COUNTS[field]} on")
+        return value
     if field == "power_of_two":
         raise ValueError(f"{key}={value}: is now products.scale, pow2 for true, fp32 for false")
     if field in ("granularity", "weight_granularity"):

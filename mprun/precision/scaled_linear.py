@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from mprun.precision.block_formats import SCALES, Operand
+from mprun.precision.delayed_scaling import DelayedScaling
 from mprun.precision.scaled_products import (
     BOTH,
     BY_ROWS,
@@ -27,9 +29,9 @@ class _Linear(torch.autograd.Function):
     """x @ weight.T for x with any number of dimensions. A second derivative raises RuntimeError."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, plan: Plan) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, plan: Plan, kept: Tensor | None) -> Tensor:
         rows = x.reshape(-1, x.size(-1))
-        ctx.plan, ctx.shape = plan, x.shape
+        ctx.plan, ctx.kept, ctx.shape = plan, kept, x.shape
         # `x` and `weight`, or tensors of their casts.
         kept_x: tuple[Tensor | None, ...] = (rows,)
         kept_weight: tuple[Tensor | None, ...] = (weight,)
@@ -37,8 +39,8 @@ class _Linear(torch.autograd.Function):
             found = rows @ weight.t()
         else:
             layouts = [BOTH if k else BY_ROWS for k in (plan.keeps_input, plan.keeps_weight)]
-            own = cast(rows, plan.output[0], layouts=layouts[0])
-            other = cast(weight, plan.output[1], layouts=layouts[1])
+            own = cast(rows, plan.output[0], layouts=layouts[0], kept=kept)
+            other = cast(weight, plan.output[1], layouts=layouts[1], kept=kept)
             # `other.T` has rows: a right operand reads what is turned, here the rows of `other`.
             found = _stored(own, other.T, x.dtype, fast=True)
             kept_x = own.kept.tensors if plan.keeps_input else kept_x
@@ -50,7 +52,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         if torch.is_grad_enabled():
             raise RuntimeError("products of casts have no second derivative (create_graph=True)")
-        plan, dtype = ctx.plan, gradient.dtype
+        plan, kept, dtype = ctx.plan, ctx.kept, gradient.dtype
         rows = gradient.reshape(-1, gradient.size(-1))
         saved = ctx.saved_tensors  # a checkpoint returns them only once
         x, weight = saved[0], saved[-1]
@@ -64,9 +66,10 @@ class _Linear(torch.autograd.Function):
                 other = (
                     Cast.of_square(right, saved[cut:])
                     if plan.keeps_weight
-                    else cast(weight, right, 0, TURNED)
+                    else cast(weight, right, 0, TURNED, kept)
                 )
-                of_gradient = cast(rows, left, layouts=BOTH if plan.keeps_gradient else BY_ROWS)
+                layouts = BOTH if plan.keeps_gradient else BY_ROWS
+                of_gradient = cast(rows, left, layouts=layouts, kept=kept)
                 grad_x = _stored(of_gradient, other, dtype)
             grad_x = grad_x.view(ctx.shape)
         if ctx.needs_input_grad[1]:
@@ -77,18 +80,23 @@ class _Linear(torch.autograd.Function):
                 own = (
                     Cast.of_square(right, saved[:cut])
                     if plan.keeps_input
-                    else cast(x, right, 0, TURNED)
+                    else cast(x, right, 0, TURNED, kept)
                 )
                 if of_gradient is None or not plan.keeps_gradient:
-                    of_gradient = cast(rows, left, 0, TURNED)
+                    of_gradient = cast(rows, left, 0, TURNED, kept)
                 grad_weight = _stored(of_gradient.T, own, dtype)
-        return grad_x, grad_weight, None
+        return grad_x, grad_weight, None, None
 
 
 def _stored(a: Cast, b: Cast, dtype: torch.dtype, fast: bool = False) -> Tensor:
     # cuBLAS stores products with scales by row in BF16 only.
     stored = torch.bfloat16 if a.block is None and a.factor.dim() == 2 else dtype
     return product(a, b, stored, fast).to(dtype)
+
+
+# Attribute of a layer: its numbers of delayed scaling. Of an attribute a compiler asks for the form
+# alone, so equal layers have one graph.
+KEPT = "_mprun_kept"
 
 
 def _forward(module: nn.Module, plan: Plan, x: Tensor, table: Tensor | None = None) -> Tensor:
@@ -99,19 +107,41 @@ def _forward(module: nn.Module, plan: Plan, x: Tensor, table: Tensor | None = No
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
-    found: Tensor = _Linear.apply(x, weight, plan)
+    kept: Tensor | None = getattr(module, KEPT, None)
+    if kept is not None and not (module.training or torch.is_grad_enabled()):
+        kept = kept.clone()  # an evaluation leaves the scales alone
+    found: Tensor = _Linear.apply(x, weight, plan, kept)
     return found if bias is None else found + bias.to(found.dtype)
 
 
 def install(
     model: nn.Module, products: ScaledProducts, chosen: Mapping[str, torch.dtype]
-) -> list[str]:
-    """Let the `chosen_layers` of `model` compute so; return their names or raise its errors."""
+) -> DelayedScaling | None:
+    """Let the `chosen_layers` of `model` compute so, or raise its errors.
+
+    Returns what they keep from update to update, or None.
+    """
     names = chosen_layers(model, products, chosen)
+    is_kept = SCALES[products.scale].is_kept
+    delayed = _delayed(model, products, names) if is_kept else None
     for name in names:
         module = model.get_submodule(name)
         module.__dict__["forward"] = partial(_forward, module, products.plan(name))
-    return names
+        if delayed is not None:
+            module.__dict__[KEPT] = delayed.layers[name]
+    return delayed
+
+
+def _delayed(model: nn.Module, products: ScaledProducts, names: Sequence[str]) -> DelayedScaling:
+    plain = (0, 0), products.scale, products.scale_rounding, False, False
+    pairs = (pair for pair in products.plan()[:3] if pair is not None)
+    if any(own != Operand(own.element, *plain, place=own.place) for p in pairs for own in p):
+        must = "granularity=tensor, e4m3 or e5m2 to nearest, nothing turned"
+        raise ValueError(f"precision.products.scale={products.scale}: needs {must}")
+    tops = [own.top for own in (products.input, products.weight, products.grad_output)]
+    form = {"length": products.history, "margin": products.margin}
+    device = next(model.parameters()).device
+    return DelayedScaling(names, tops, **form, device=device)
 
 
 def chosen_layers(

@@ -52,6 +52,7 @@ PRODUCTS = {
     "grad_input": ("grad_output", "weight"),
     "grad_weight": ("grad_output", "input"),
 }
+OPERANDS = ("input", "weight", "grad_output")
 _MULTIPLE = 16  # of every size, on CUDA
 # Products computed in this process, by kind: "forward e4m3 x e4m3". A replayed graph adds none.
 calls: Counter[str] = Counter()
@@ -65,6 +66,7 @@ class ScaledProducts:
     granularity: the part of a tensor that shares a scale. weight_granularity: that of weights;
         None: the same.
     scale, scale_rounding: see `block_formats`; the rounding is that of scale e8m0.
+    history, margin: of scale delayed, see `delayed_scaling`.
     grad_rounding: "stochastic": of the gradient of the output, with other bits in each product.
     hadamard: those of `PRODUCTS` whose operands are turned before their cast.
     high_precision: those of `PRODUCTS` that stay in the dtype of the mode.
@@ -78,6 +80,8 @@ class ScaledProducts:
     weight_granularity: str | None = None
     scale: str = "fp32"
     scale_rounding: str = "rceil"
+    history: int = 1024
+    margin: int = 0
     grad_rounding: str = "nearest"
     hadamard: tuple[str, ...] = ()
     high_precision: tuple[str, ...] = ()
@@ -93,7 +97,7 @@ class ScaledProducts:
         """Return whether products multiply decoded numbers on every device: `torch._scaled_mm` has
         FP8 with one scale of a tensor or a row."""
         blocks = {block_of(self.granularity), block_of(self.weight_granularity or self.granularity)}
-        known = blocks in ({(0, 0)}, {(1, 0)}) and self.scale in ("fp32", "pow2")
+        known = blocks in ({(0, 0)}, {(1, 0)}) and self.scale in ("fp32", "pow2", "delayed")
         known = known and self.grad_rounding == "nearest"
         return not known or any(own is ELEMENTS["e2m1"] for own in self.formats)
 
@@ -113,7 +117,7 @@ class ScaledProducts:
         is_random = name == "grad_output" and self.grad_rounding == "stochastic"
         stream = stream_of(f"{layer}.{product}") if is_random else 0
         form = (block_of(granularity), scale, self.scale_rounding, turned, self.decoded, stream)
-        return Operand(getattr(self, name), *form)
+        return Operand(getattr(self, name), *form, OPERANDS.index(name))
 
     def plan(self, layer: str = "") -> Plan:
         """Return what a layer of this name computes.
@@ -220,19 +224,27 @@ BOTH, BY_ROWS, TURNED = (True, True), (True, False), (False, True)
 
 
 def cast(
-    matrix: Tensor, operand: Operand, dim: int = -1, layouts: tuple[bool, bool] = BOTH
+    matrix: Tensor,
+    operand: Operand,
+    dim: int = -1,
+    layouts: tuple[bool, bool] = BOTH,
+    kept: Tensor | None = None,
 ) -> Cast:
     """Cast `matrix`, [n, k] in 16 or 32 bits, through the `observer` if there is one.
 
     dim: the dimension along which a product adds up. layouts: those that are written on CUDA,
-    `values` and `turned`.
+    `values` and `turned`. kept: the numbers of a layer that `delayed_scaling` keeps.
     """
-    take = partial(_cast, matrix, operand, dim, layouts)
+    take = partial(_cast, matrix, operand, dim, layouts, kept)
     return take() if observer is None else observer(matrix, take)
 
 
 def _cast(
-    matrix: Tensor, operand: Operand, dim: int = -1, layouts: tuple[bool, bool] = BOTH
+    matrix: Tensor,
+    operand: Operand,
+    dim: int = -1,
+    layouts: tuple[bool, bool] = BOTH,
+    kept: Tensor | None = None,
 ) -> Cast:
     block = operand.block if dim == -1 else operand.block[::-1]
     if operand.turned:
@@ -249,7 +261,8 @@ def _cast(
         # torch.aminmax along a dimension takes ten times as long on a CPU.
         low, high = matrix.amin(dim, keepdim=True), matrix.amax(dim, keepdim=True)
     amax = torch.maximum(-low, high).float()
-    scale, factor, _ = SCALES[operand.scale].of(amax, operand.element, "")
+    of_tensor = () if kept is None else (kept[operand.place],)
+    scale, factor, _ = SCALES[operand.scale].of(amax, operand.element, "", *of_tensor)
     if not matrix.is_cuda:
         return Cast(operand, saturated(matrix, scale, operand.element), factor)
     values, turned = torch.ops.mprun.cast_fp8(matrix, scale, operand.element.dtype, *layouts)

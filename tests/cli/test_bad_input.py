@@ -173,6 +173,22 @@ CASES = [
         "precision.products.scale_rounding=floor: needs precision.products.scale=e8m0",
     ),
     (
+        "model=gpt precision=fp8_tensorwise precision.products.history=16",
+        "precision.products.history=16: needs precision.products.scale=delayed",
+    ),
+    (
+        "model=gpt precision=fp8_delayed precision.products.granularity=row",
+        "precision.products.granularity=row: must be tensor with precision.products.scale=delayed",
+    ),
+    (
+        "model=gpt precision=fp8_delayed precision.products.hadamard=[grad_weight]",
+        "hadamard=['grad_weight']: must be [] with precision.products.scale=delayed",
+    ),
+    (
+        "model=gpt precision=fp8_delayed precision.products.input=e2m1",
+        "precision.products.input=e2m1: must be e4m3 or e5m2 with precision.products.scale=delayed",
+    ),
+    (
         "model=gpt precision=bf16_master precision.products.granularity=1x32",
         "precision.products.granularity=1x32: needs precision.products.input, weight and grad",
     ),

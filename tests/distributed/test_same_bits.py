@@ -104,7 +104,7 @@ def test_two_ranks_are_one(tmp_path):
 
 @pytest.mark.slow
 def test_all_tasks_and_modes_on_two_and_four_ranks(tmp_path):
-    cases = cases_of(EXACT, MODES) | cases_of(("gpt",), ("fp8_rowwise", *IN_BLOCKS))
+    cases = cases_of(EXACT, MODES) | cases_of(("gpt",), ("fp8_rowwise", "fp8_delayed", *IN_BLOCKS))
     (alone,) = on_ranks(1, cases, tmp_path / "1")
     for world in (2, 4):
         assert differences(cases, alone, on_ranks(world, cases, tmp_path / str(world))) == []

@@ -36,6 +36,7 @@ OTHERS = {
     "bf16_stochastic": (BF16, "stochastic", None),
 }
 OF_PRODUCTS = {
+    "fp8_delayed": (E4M3, E4M3, E5M2, "tensor", None, "delayed", "rceil"),
     "fp8_rowwise": (E4M3, E4M3, E4M3, "row", None, "pow2", "rceil"),
     "fp8_tensorwise": (E4M3, E4M3, E5M2, "tensor", None, "fp32", "rceil"),
     "fp8_unscaled": (E4M3, E4M3, E5M2, "none", None, "fp32", "rceil"),
@@ -47,10 +48,11 @@ OF_PRODUCTS = {
     "nvfp4_plain": (E2M1, E2M1, E2M1, "1x16", None, "e4m3", "rceil"),
 }
 OTHERS |= {
-    name: (TABLE["bf16_master"], "nearest", (*own, "nearest", (), (), ("*",)))
+    name: (TABLE["bf16_master"], "nearest", (*own, 1024, 0, "nearest", (), (), ("*",)))
     for name, own in OF_PRODUCTS.items()
 }
-RECIPE = (E2M1, E2M1, E2M1, "1x16", "16x16", "e4m3", "rceil", "stochastic", ("grad_weight",))
+RECIPE = (E2M1, E2M1, E2M1, "1x16", "16x16", "e4m3", "rceil")
+RECIPE += (1024, 0, "stochastic", ("grad_weight",))  # history and margin, of no effect
 OTHERS["nvfp4"] = (TABLE["bf16_master"], "nearest", (*RECIPE, (), ("*",)))
 REST = (None, "after", "rank", "nearest", None, None)  # of reductions, update and products
 
@@ -78,6 +80,8 @@ PRODUCTS = [mode for mode in ALL_MODES if get_policy(mode).products]
 CHANGES = ["scale=pow2", "grad_rounding=stochastic", "granularity=1x32"]
 CHANGED = [(mode, more) for mode in PRODUCTS for more in CHANGES]
 CHANGED.remove(("fp8_unscaled", "scale=pow2"))  # has no scales
+for more in CHANGES[1:]:
+    CHANGED.remove(("fp8_delayed", more))  # decodes nothing
 
 
 @pytest.mark.few(3)
@@ -124,6 +128,7 @@ def test_unknown_names_are_refused():
         ({"products": {"input": "e4m3", "granularity": "block"}}, "products.granularity='block'"),
         ({"products": {"input": "e4m3", "granularity": "0x32"}}, "granularity='0x32': must be one"),
         ({"products": {"input": "e4m3", "scale": "e5m2"}}, "scale='e5m2': must be one of fp32"),
+        ({"products": {"input": "e4m3", "history": 0}}, "history=0: must be a whole number from 1"),
         ({"products": {"input": "e4m3", "power_of_two": True}}, "is now products.scale, pow2 for"),
     ):
         with pytest.raises(ValueError, match=said):

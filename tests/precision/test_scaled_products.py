@@ -14,7 +14,7 @@ from mprun.precision import ForwardContext, cast_model, emulation, get_policy, s
 from mprun.precision.block_formats import ELEMENTS, decoded
 from mprun.precision.emulation import why_unsupported
 from mprun.precision.philox import micro_batches
-from mprun.precision.scaled_linear import install
+from mprun.precision.scaled_linear import chosen_layers, install
 from mprun.precision.scaled_products import (
     ScaledProducts,
     _on_cuda,
@@ -28,6 +28,7 @@ E4M3, E5M2, E2M1 = ELEMENTS.values()
 TENSOR = ScaledProducts()
 ROW = ScaledProducts(grad_output=E4M3, granularity="row", scale="pow2")
 UNSCALED = ScaledProducts(granularity="none")
+DELAYED = ScaledProducts(scale="delayed")
 WEIGHT_IN_BF16 = dataclasses.replace(ROW, high_precision=("grad_weight",))
 BLOCKS = ScaledProducts(grad_output=E4M3, granularity="1x32", scale="e8m0")
 TURNED = get_policy("nvfp4").products
@@ -237,10 +238,10 @@ def test_which_layers(modules, overrides, expected):
     """A list, or what a refusal says."""
     products = ScaledProducts(modules=modules)
     if isinstance(expected, list):
-        assert install(Two(), products, overrides) == expected
+        assert chosen_layers(Two(), products, overrides) == expected
     else:
         with pytest.raises(ValueError, match=expected):
-            install(Two(), products, overrides)
+            chosen_layers(Two(), products, overrides)
 
 
 class Tied(nn.Module):
@@ -330,12 +331,14 @@ def test_a_second_derivative_is_refused():
 
 @pytest.mark.slow  # the first use of the compiler's tracer takes seconds
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated")  # torch 2.11's tracer does
-@pytest.mark.parametrize("products", [TENSOR, ROW, UNSCALED, WEIGHT_IN_BF16, BLOCKS, TURNED])
+@pytest.mark.parametrize(
+    "products", [TENSOR, ROW, UNSCALED, WEIGHT_IN_BF16, BLOCKS, TURNED, DELAYED]
+)
 def test_a_compiled_network_is_one_graph_with_the_same_bits(products):
     """`aot_eager` traces forward and backward as every backend does, and runs torch's kernels."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 16)).bfloat16()
-    install(model, dataclasses.replace(products, modules=("0", "2")), {})
+    delayed = install(model, dataclasses.replace(products, modules=("0", "2")), {})
     x = torch.randn(8, 24).bfloat16()
 
     def step(called):
@@ -344,7 +347,10 @@ def test_a_compiled_network_is_one_graph_with_the_same_bits(products):
         micro_batches.begin(x.device, 0)
         found = called(x)
         found.float().square().sum().backward()
-        return [found, *(own.grad for own in model.parameters())], calls - before
+        amaxes = [] if delayed is None else [delayed.present.clone()]
+        if delayed is not None:
+            delayed.present[..., 1] = 0
+        return [found, *(own.grad for own in model.parameters()), *amaxes], calls - before
 
     torch.compiler.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
@@ -364,7 +370,7 @@ class Block(nn.Module):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")  # torch 2.11's tracer has several
-@pytest.mark.parametrize("products", [TENSOR, BLOCKS])
+@pytest.mark.parametrize("products", [TENSOR, BLOCKS, DELAYED])
 def test_equal_blocks_are_compiled_once(products):
     """A graph for each of ten would reach the compiler's limit of eight."""
     from torch._dynamo.testing import CompileCounter  # the compiler

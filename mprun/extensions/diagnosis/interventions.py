@@ -313,6 +313,8 @@ def transplant(built: Built, saved: dict) -> None:
                 tensor.copy_(found[key])
         if optimizer.narrow is not None and "narrow" in theirs:  # draws what the run drew
             optimizer.narrow.load_state_dict(theirs["narrow"])
+        if optimizer.delayed is not None and "delayed" in theirs:
+            optimizer.delayed.take_over(theirs["delayed"])
         for key, average in optimizer.averages.items():
             average.copy_(theirs["averages"][key])
         for key, state in optimizer.state_by_name().items():
