@@ -25,11 +25,19 @@ from typing import Any
 import torch
 from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
 from torch.compiler import is_dynamo_compiling
-from torch.distributed import broadcast, get_rank, get_world_size, is_initialized
+from torch.distributed import (
+    ReduceOp,
+    all_reduce,
+    broadcast,
+    get_rank,
+    get_world_size,
+    is_initialized,
+)
 
 from mprun.extensions.script.nodes import make_nodes
 from mprun.extensions.script.shards import (
     FSDP1,
+    agree,
     gathered_together,
     is_of_shards,
     is_sharded,
@@ -47,13 +55,14 @@ from mprun.precision.casting import (
     chosen_dtypes,
     dtype_of,
 )
+from mprun.precision.delayed_scaling import DelayedScaling
 from mprun.precision.emulation import ForwardContext, Losses
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.optimizer import BatchNormGuard
 from mprun.precision.philox import micro_batches
 from mprun.precision.policy import ieee_fp32
 from mprun.precision.recurrent import own_recurrent
-from mprun.precision.scaled_linear import install
+from mprun.precision.scaled_linear import KEPT, install
 from mprun.torch_private import (
     CALL_WITH_HOOKS,
     FLAT_WEIGHT_REFS,
@@ -71,7 +80,7 @@ from mprun.torch_private import (
 )
 
 _OUTSIDE, _IN_MODE, _EVALUATING = range(3)
-_OWN = ("forward", "__getstate__", "__deepcopy__", REPLICATE)
+_OWN = ("forward", "__getstate__", "__deepcopy__", REPLICATE, KEPT)
 # Attributes of modules that are no places of the user's.
 _NO_PLACES = frozenset([*nn.Module().__dict__, *_OWN, FLAT_WEIGHTS, FLAT_WEIGHT_REFS])
 
@@ -151,6 +160,8 @@ class PreparedModel:
             self._losses = Losses(policy.loss_dtype)
         if policy.draws:
             self._begin_drawing()
+        self.delayed: DelayedScaling | None = None
+        self._rolled_at = 0  # calls at its last roll
         self._first = next(model.parameters())
         self._build()
         self._dtype = self._first.dtype  # as seen from outside
@@ -182,7 +193,10 @@ class PreparedModel:
         if not self.is_plain:
             own_recurrent(self.model)
             if self.policy.products is not None:
-                install(self.model, self.policy.products, chosen)
+                before = self.delayed
+                self.delayed = install(self.model, self.policy.products, chosen)
+                if self.delayed is not None and before is not None:
+                    self.delayed.take_over(before.state_dict())
             cast_around_modules(self.model, self.policy, chosen)
             for module in metrics:
                 module.__dict__.pop("forward", None)
@@ -494,6 +508,18 @@ class PreparedModel:
         self._guards_step = self.has_gradients = False
         self.partners.clear()
 
+    def roll(self) -> None:
+        """End an update of delayed scaling, once for all optimizers of an iteration."""
+        if self.delayed is not None and self._rolled_at != self.calls:
+            self._rolled_at = self.calls
+            self.delayed.roll(self._largest)
+
+    def _largest(self, values: Tensor) -> Tensor:
+        if self.group is not None:
+            all_reduce(values, ReduceOp.MAX, group=self.group)
+        agree(values, self.parameters())
+        return values
+
     # Copies
 
     def _deepcopied(self, memo: dict[int, Any]) -> nn.Module:
@@ -511,7 +537,11 @@ class PreparedModel:
         made = kind.__new__(kind)
         memo[id(self.model)] = made
         made.__setstate__(copy.deepcopy(self.model.__getstate__(), memo))
-        PreparedModel(made, self.forward_context, self.loss_scale, self.overrides, self.on_pass)
+        other = PreparedModel(
+            made, self.forward_context, self.loss_scale, self.overrides, self.on_pass
+        )
+        if self.delayed is not None and other.delayed is not None:
+            other.delayed.take_over(self.delayed.state_dict())
         return made
 
     # Refusals

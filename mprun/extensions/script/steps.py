@@ -32,6 +32,7 @@ from torch.optim.optimizer import (
 from mprun.extensions.script.nodes import refuse_leaks
 from mprun.extensions.script.prepared_model import PreparedModel
 from mprun.extensions.script.shards import agree, are_several, is_shard, local_of
+from mprun.precision.delayed_scaling import DelayedScaling
 from mprun.precision.emulation import ForwardContext, HalfEmulation
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.optimizer import Update
@@ -302,6 +303,8 @@ class OptimizerSteps:
         together = {one for model in concerned for one in (model, *model.partners)}
         for model in together:
             model.end_step(found)
+        for model in concerned:  # in the same order in all processes
+            model.roll()
         if found is not None:
             for scaling in _scalings(concerned):
                 scaling.end(self.optimizer, found, _grad_max(concerned, scaling.scale))
@@ -421,13 +424,15 @@ class OptimizerSteps:
             state["loss_scale"] = self.scale.state_dict()
             if self.narrow is not None:
                 state["narrow"] = self.narrow.state_dict()
+            if any(delayed := self._delayed()):
+                state["delayed"] = [own and own.state_dict() for own in delayed]
             if self.policy.draws:
                 state["draws"] = {"seed": micro_batches.seed, "calls": PreparedModel.drawn}
 
         def load(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
             loaded.clear()
             loaded.update(state)
-            own = ("loss_scale", "narrow", "draws")
+            own = ("loss_scale", "narrow", "delayed", "draws")
             return {k: v for k, v in state.items() if k not in own}
 
         def finish(optimizer: Optimizer) -> None:
@@ -436,6 +441,9 @@ class OptimizerSteps:
                 self.scale.load_state_dict(scale)
             if self.narrow is not None:
                 self._load_narrow(self.narrow, loaded)
+            for delayed, saved in zip(self._delayed(), loaded.get("delayed", ()), strict=False):
+                if delayed is not None:
+                    delayed.load_state_dict(saved)
             if self.policy.draws and (draws := loaded.get("draws")) is not None:
                 PreparedModel.drawn = draws["calls"]
                 micro_batches.begin_step(self.forward_context.device, draws["seed"], 0)
@@ -444,6 +452,9 @@ class OptimizerSteps:
         self.optimizer.register_state_dict_post_hook(save)
         self.optimizer.register_load_state_dict_pre_hook(load)
         self.optimizer.register_load_state_dict_post_hook(finish)
+
+    def _delayed(self) -> list[DelayedScaling | None]:
+        return [model.delayed for model in self.models]
 
     def _load_narrow(self, narrow: RoundedWeights, loaded: dict[str, Any]) -> None:
         """Restore the state as it was saved: torch casts it to the dtype of its weight."""

@@ -80,7 +80,8 @@ def test_random_bits_are_those_of_the_seed_of_the_script():
 
 @pytest.mark.parametrize(
     ("mode", "checkpoints"),
-    [*((mode, False) for mode in MODES), ("fp16_naive", True), ("fp16_master_scaled", True)]
+    [*((mode, False) for mode in (*MODES, "fp8_delayed"))]
+    + [("fp16_naive", True), ("fp16_master_scaled", True)]
     + [pytest.param(mode, True, marks=pytest.mark.slow) for mode in ("amp", "bf16_kahan")],
 )
 def test_bit_equal_to_the_engine_by_hand(mode, checkpoints):
@@ -623,6 +624,56 @@ def test_a_prepared_model_goes_on_with_the_random_bits_of_its_state():
     again.load_state_dict(saved[0])
     step(again, other)  # a later micro-batch has other bits
     assert not torch.equal(again.state_dict()["0.weight"], expected["0.weight"])
+
+
+def test_delayed_scales_move_once_an_update_and_are_in_the_state():
+    """Of two optimizers, of micro-batches, after an evaluation, a copy, and a layer that is new."""
+
+    def delayed_of(model):
+        return mprun.state_of(sgd(model.parameters())).models[0].delayed
+
+    def made():
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 4))
+        model, first = mprun.prepare(model, sgd(model[:2].parameters()), "fp8_delayed")
+        second = sgd(model[2:].parameters())
+        mprun.state_of(second)
+        return model, (first, second)
+
+    def step(model, both):
+        for optimizer in both:
+            optimizer.zero_grad()
+        for part in x.split(8):
+            (model(part) - part[:, :4]).square().mean().backward()
+        for optimizer in both:
+            optimizer.step()
+
+    x = torch.randn(16, 16)
+    model, both = made()
+    for _ in range(3):
+        step(model, both)
+    delayed = delayed_of(model)
+    amaxes = delayed.history[:, 0, 0]
+    assert amaxes[:3].tolist() == [x.bfloat16().abs().amax().item()] * 3 and not amaxes[3:].any()
+    assert not delayed.present[..., 1].any()
+    saved = [copy.deepcopy(own.state_dict()) for own in (model, *both)]
+    with torch.no_grad():
+        model.eval()(x * 100)
+        model.train()
+    copied = copy.deepcopy(model)
+    again, others = made()
+    for own, state in zip((again, *others), saved, strict=True):
+        own.load_state_dict(state)
+    for pair in (model, both), (again, others):
+        step(*pair)
+    assert_same_bits(again.state_dict(), model.state_dict())
+    assert_same_bits(others[0].state_dict(), both[0].state_dict())
+    assert_same_bits(delayed_of(copied).state_dict(), saved[1]["delayed"][0])
+    copied.append(nn.Linear(4, 4))  # the output layer, which "3" is no longer
+    copied(x)
+    kept = delayed_of(copied)
+    assert [*kept.layers] == ["0", "2", "3"]
+    assert kept.history[0, :2].all() and not kept.history[:, 2].any()
 
 
 def drawing(out=4):

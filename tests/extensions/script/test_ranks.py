@@ -77,11 +77,12 @@ def test_two_ranks_train_as_one_process_or_are_refused(tmp_path):
     cases = [Case(setting, mode) for setting in ALL_SETTINGS for mode in TWO]
     # Which draw random bits, for the weights and for gradients in products.
     cases += [Case(*case) for case in DRAWING]
+    cases.append(Case("no_sync", "fp8_delayed"))  # whose scales are of all micro-batches and ranks
     assert faults(cases, tmp_path) == []
 
 
 @pytest.mark.slow
 def test_every_mode_on_two_ranks(tmp_path):
-    modes = [None, *sorted(ALL.difference(TWO)), *IN_BLOCKS]
+    modes = [None, *sorted(ALL.difference(TWO)), *IN_BLOCKS, "fp8_delayed"]
     cases = [Case(setting, mode) for setting in ALL_SETTINGS for mode in modes]
     assert faults(cases, tmp_path) == []
