@@ -5,7 +5,7 @@
 
 trains the runs that FOLDER lacks, compares each arm with FP32 at a margin of 0.25 % (of the formats
 in blocks at 1 %, too), and prints a table for each question; exit code 1 if a verdict is not an
-expected one. Settings of the question "blocks" were chosen on seeds 0 to 9: it is judged on others.
+expected one. The question "blocks" is judged with --first 200 --seeds 10.
 """
 
 import argparse
@@ -58,9 +58,11 @@ PLANTED = (
 )
 STATIC = "precision=fp8_unscaled scaler=static scaler.scale="
 EMBEDDING = "precision=fp32 precision.master_dtype=null precision.overrides.embedding=bf16"
-# Narrow, so that 4 bits show; nothing does where the tied output layer stays in BF16.
+# Narrow, so that 4 bits show; nothing does where the tied output layer stays in BF16. Settings come
+# from seeds 0 to 2. With 8 windows a step `bf16_master` scattered by 1.6 % on seeds 100 to 109, too
+# much for a margin of 1 %; with 32 it does by 0.1 % on seeds 0 to 2. Judged are seeds 200 to 209.
 BLOCKS = (
-    "model=gpt model.hidden_size=32 model.num_heads=2 data.sequence_length=32 data.batch_size=8 "
+    "model=gpt model.hidden_size=32 model.num_heads=2 data.sequence_length=32 data.batch_size=32 "
     "train.steps=400 optim.lr=0.002 compare.margin=0.01"
 )
 ALL = "precision.products.modules=['*',output]"
@@ -150,11 +152,12 @@ QUESTIONS = (
         (
             Arm("precision=bf16_master", MATCHES),
             Arm(f"precision=fp8_block {ALL}", MATCHES),
+            Arm(f"precision=fp8_delayed {ALL}", MATCHES | UNSURE),
             Arm(f"precision=mxfp8 {ALL}", MATCHES),
-            Arm(f"precision=mxfp8_floor {ALL}", FAILS | UNSURE),
+            Arm(f"precision=mxfp8_floor {ALL}", MATCHES | UNSURE),
             Arm(f"precision=mxfp8_hybrid {ALL}", MATCHES | UNSURE),
             Arm(f"precision=mxfp4 {ALL}", FAILS),
-            Arm(f"precision=mxfp4 {ALL} {AT_RANDOM}", FAILS | UNSURE | MATCHES),
+            Arm(f"precision=mxfp4 {ALL} {AT_RANDOM}", MATCHES | UNSURE),
             Arm(f"precision=nvfp4_plain {ALL}", FAILS),
             Arm(f"precision=nvfp4_plain {ALL} {AT_RANDOM}", MATCHES | UNSURE),
             Arm(f"precision=nvfp4_plain {ALL} {SQUARES}", FAILS | UNSURE),
