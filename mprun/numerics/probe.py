@@ -153,7 +153,7 @@ class Probe:
         if graph_task() != -1:  # a block that is computed anew
             return
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-        with _plainly():
+        with plainly():
             # FP8 products take the input too (`mprun.extensions.diagnosis.fp8`).
             if isinstance(module, nn.Linear) and inputs:
                 self.tally.add((learner, "inputs", name), inputs[0])
@@ -169,7 +169,7 @@ class Probe:
     def _on_gradient(self, key: tuple[str, str, str], gradient: Tensor | None) -> None:
         if gradient is None:  # of an unused result, beside others of one operation
             return
-        with _plainly():
+        with plainly():
             self.tally.add(key, gradient)
 
     @torch.no_grad()
@@ -235,7 +235,7 @@ def loss_scale_names(task, learner: str) -> tuple[str, ...]:
 
 
 @contextmanager
-def _plainly() -> Iterator[None]:
+def plainly() -> Iterator[None]:
     """Disable gradients and the emulation, which would look at every operation."""
     with torch.no_grad(), DisableTorchFunction(), disable_dispatch_modes():
         yield

@@ -8,10 +8,11 @@ FP16 weights, loss scaling (3.2) where gradients underflow, FP32 where values ex
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from mprun.config.schema import OptimConfig, RunConfig
 from mprun.errors import BadInput
+from mprun.extensions.diagnosis.cast_advice import CastAdvice
 from mprun.extensions.diagnosis.fp8 import Fp8Advice, fp8_advice
 from mprun.extensions.diagnosis.shapes import IdleShape, Key, Layout
 from mprun.numerics.exponent_shares import FORMATS, FP16_LOST, AppliedUpdates, LostUpdates, merged
@@ -144,7 +145,8 @@ class Advice:
 
     overrides: the advised mode, as typed after `mprun`: `static` if a loss scale is needed, else a
     mode without one. static, dynamic: the mode with either scaler, empty without a gradient.
-    unscaled: the same mode with scale 1 and nothing kept in FP32.
+    unscaled: the same mode with scale 1 and nothing kept in FP32. casts: None if no mode with
+    products was asked about.
     """
 
     evidence: Evidence
@@ -162,9 +164,11 @@ class Advice:
     command: str = ""
     run: str = ""
     check: dict | None = None
+    casts: CastAdvice | None = None
 
     def as_dict(self) -> dict:
-        content = asdict(self)
+        content = asdict(replace(self, casts=None))
+        content["casts"] = self.casts and self.casts.as_dict()
         scales = self.loss_scaling.range
         if scales is not None:
             content["loss_scaling"]["range"] |= {"top": scales.top, "fits": scales.fits}

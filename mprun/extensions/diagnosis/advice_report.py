@@ -2,20 +2,26 @@
 
 import shlex
 
+from mprun.compare.wording import aligned
 from mprun.extensions.diagnosis.advice import Advice, Worst, words
+from mprun.extensions.diagnosis.cast_advice import cast_changes, in_words, percent
+from mprun.extensions.diagnosis.casts import TAKEN_THRESHOLD, worst_place
 from mprun.extensions.diagnosis.fp8 import OPERANDS
 from mprun.extensions.diagnosis.shapes import MULTIPLE
 
 _SHAPES = 6  # most lines of sizes; the rest is counted
+_LAYERS = 8
 
 
 def as_text(advice: Advice) -> list[str]:
     """Return lines for the console, without the last one."""
-    parts = (_evidence, _masters, _scaling, _fp32, _shapes, _fp8)
+    parts = (_evidence, _masters, _scaling, _fp32, _shapes, _fp8, _casts)
     lines = [line for part in parts for line in part(advice)]
     lines += ["use it", f"  {advice.command}"]
     if advice.fp8.command:
         lines += ["or with FP8 products", f"  {advice.fp8.command}"]
+    if advice.casts is not None and advice.casts.command:
+        lines += [f"or with {' '.join(advice.casts.mode)}", f"  {advice.casts.command}"]
     return lines + (_check(advice.check) if advice.check else [])
 
 
@@ -51,7 +57,7 @@ def _evidence(advice: Advice) -> list[str]:
 
 def _masters(advice: Advice) -> list[str]:
     found = advice.master_weights
-    last = f"  updates that are zero in FP32 too, not counted: {_percent(found.zero_share)}"
+    last = f"  updates that are zero in FP32 too, not counted: {percent(found.zero_share)}"
     if found.applied is not None:
         part = f"{found.applied:.4g} of their wanted updates (1: all)"
         last = f"  this run's 16-bit weights took {part}"
@@ -62,11 +68,11 @@ def _masters(advice: Advice) -> list[str]:
     return [
         f"1 master weights: {'needed' if found.needed else 'not needed at this learning rate'}",
         *(
-            f"  {format.upper()} weights would lose {_percent(share)} of the non-zero updates"
+            f"  {format.upper()} weights would lose {percent(share)} of the non-zero updates"
             f"{_worst(found.worst[format])}"
             for format, share in found.share.items()
         ),
-        f"  needed above {_percent(found.threshold)}, in total or in one module: weights that lose "
+        f"  needed above {percent(found.threshold)}, in total or in one module: weights that lose "
         "their updates stand still",
         last,
     ]
@@ -77,14 +83,14 @@ def _scaling(advice: Advice) -> list[str]:
     if scales is None:
         return ["2 loss scaling: cannot be told, every gradient was zero"]
     needed = "needed" if found.needed else "not needed, scale 1 is in the range"
-    lines, share = [f"2 loss scaling: {needed}"], _percent(scales.share)
+    lines, share = [f"2 loss scaling: {needed}"], percent(scales.share)
     for one in found.kinds:
         enough = f"; 2^{one.lowest} brings it to {share}" if (one.lowest or 0) > 0 else ""
         lines += [
-            f"  {words(one.kind)}: {_percent(one.lost)} of the non-zero underflow at scale 1"
+            f"  {words(one.kind)}: {percent(one.lost)} of the non-zero underflow at scale 1"
             f"{_worst(one.worst)}",
-            f"    ({_percent(one.lost_sum)} of their sum){enough}; true zeros, which no scale "
-            f"changes: {_percent(one.zero_share)}",
+            f"    ({percent(one.lost_sum)} of their sum){enough}; true zeros, which no scale "
+            f"changes: {percent(one.zero_share)}",
         ]
     overflow = f"overflow from 2^{scales.highest + 1} on"
     if found.limited_by is not None:
@@ -105,7 +111,7 @@ def _scaling(advice: Advice) -> list[str]:
     return [
         *lines,
         f"  recommended 2^{scales.recommended} = {2.0**scales.recommended:g}: "
-        f"{_percent(left.lost_recommended)} of {words(left.kind)} still underflow"
+        f"{percent(left.lost_recommended)} of {words(left.kind)} still underflow"
         f"{_worst(left.worst_recommended)}",
         f"  dynamic instead: {' '.join(advice.dynamic[1:4])}",
     ]
@@ -146,21 +152,21 @@ def _fp8(advice: Advice) -> list[str]:
     if not count:
         why = f"the probes lack {found.unmeasured[0]}" if found.unmeasured else "there is none"
         return [f"5 FP8 products of linear layers, without that of the output: {why}"]
-    fit, bound = f"{count - len(found.excluded)} of {count}", _percent(found.threshold)
+    fit, bound = f"{count - len(found.excluded)} of {count}", percent(found.threshold)
     head = f"5 FP8 products: tensor-wise scales suit {fit} linear layers"
     lines = [f"{head}; flushed to zero, worst layer"]
     for operand, (_, format) in OPERANDS.items():
         name, share = found.worst(operand, "most")
         bare, zero = found.worst(operand, "unscaled")
         _, high = found.worst(operand, "saturated")
-        over = f", above {format.largest:g} {_percent(high)}" if high else ""
+        over = f", above {format.largest:g} {percent(high)}" if high else ""
         lines.append(
-            f"  {operand} ({format.name.upper()}): at most {_percent(share)} ({name}); "
-            f"unscaled {_percent(zero)} ({bare}){over}"
+            f"  {operand} ({format.name.upper()}): at most {percent(share)} ({name}); "
+            f"unscaled {percent(zero)} ({bare}){over}"
         )
     for name in found.excluded:
         shares = {operand: one.most for operand, one in found.layers[name].items()}
-        above = [f"{o} {_percent(s)}" for o, s in shares.items() if s > found.threshold]
+        above = [f"{o} {percent(s)}" for o, s in shares.items() if s > found.threshold]
         lines.append(f"  not {name}: {', '.join(above)}; above {bound}")
     if found.unmeasured:
         lines.append(f"  not probed, left out: {', '.join(found.unmeasured)}")
@@ -172,16 +178,37 @@ def _fp8(advice: Advice) -> list[str]:
     return lines
 
 
-def _percent(share: float) -> str:
-    value = 100 * share
-    if 0 < value < 0.001:
-        return "below 0.001 %"
-    if 99.9 < value < 100:
-        return "above 99.9 %"
-    return f"{value:.2g} %" if value < 10 else f"{value:.3g} %"
+def _casts(advice: Advice) -> list[str]:
+    found = advice.casts
+    if found is None:
+        return [
+            "6 casts of a mode, measured: mprun advise KEY=VALUE ... precision=nvfp4 (or other)"
+        ]
+    mode = " ".join(found.mode) or "this mode"
+    lines = [f"6 casts of {mode}, {found.steps} steps: where each layer loses most, in %"]
+    places = {name: worst_place(own) for name, own in found.losses.items()}
+    order = sorted(places, key=lambda name: -found.losses[name][places[name]].taken)
+    head = ("layer", "operand", "for", "zero", "clipped", "error", "taken")
+    rows: list[tuple[str, ...]] = [head]
+    for name in order[:_LAYERS]:
+        (product, operand), loss = places[name], found.losses[name][places[name]]
+        shares = (loss.flushed, loss.clipped, loss.error, loss.taken)
+        cells = (f"{100 * share:.1f}" for share in shares)
+        rows.append((name, operand.replace("grad_output", "gradient"), product, *cells))
+    lines += [f"  {line}" for line in aligned(rows, head[:3])]
+    if len(order) > _LAYERS:
+        lines.append(f"  and {len(order) - _LAYERS} more (--json)")
+    bound = percent(TAKEN_THRESHOLD)
+    lines.append(f"  taken: of the sum of magnitudes, by rounding; above {bound} it is left out")
+    for name in found.excluded:
+        lines.append(f"  not {'; '.join(in_words(name, found.losses[name], found.products))}")
+    changes = cast_changes(found.products, found.losses)
+    values = [f"{k}={v}" for change in changes for k, v in change.items() if isinstance(v, str)]
+    lines += [f"  instead: {' or '.join(values)}"] if values else []
+    return lines if found.overrides else [*lines, "  no layer is left"]
 
 
 def _worst(worst: Worst | None) -> str:
     if worst is None or worst.share == 0:
         return ""
-    return f" (worst: {worst.module} {_percent(worst.share)})"
+    return f" (worst: {worst.module} {percent(worst.share)})"

@@ -31,6 +31,7 @@ from mprun.record.run_record import Record, read_record
 
 if TYPE_CHECKING:
     from mprun.extensions.diagnosis.advice import Advice
+    from mprun.extensions.diagnosis.cast_advice import CastAdvice
 
 STEPS, PROBES, SHARE = 60, 12, 0.001
 _SINGLY = 10_000  # steps that a scaler may take singly, in a second
@@ -54,10 +55,11 @@ def main(arguments: list[str]) -> int:
     """Entry point of the verb; returns the exit code."""
     options = _options(arguments)
     given = vouched(options.overrides, options.config_dir)
+    casts = None
     if options.run is None:
         announce("advise: trains a few steps in FP32 first")
         base = _own(options.overrides)
-        directory, code = _measure(options, base)
+        directory, code, casts = _measure(options, base)
         if code != DONE:
             if code == DIVERGED:
                 print("mprun: advise: FP32 itself diverged; fix the recipe first", file=sys.stderr)
@@ -68,6 +70,10 @@ def main(arguments: list[str]) -> int:
         base = _own(unfinished(_recorded(directory)).get("overrides", []))
         announce(f"advise: builds the model of {directory} and reads its probes")
     advice = advise_run(directory, share=options.share, given=given, config_dir=options.config_dir)
+    if casts is not None and casts.overrides:
+        start = [*_start(options.config_dir), *base, *casts.overrides]
+        casts = replace(casts, command=shlex.join(start))
+    advice = replace(advice, casts=casts)
     if options.check:
         advice = replace(advice, check=_check(options, given, advice, base, directory))
     from mprun.extensions.diagnosis.advice_report import as_text
@@ -143,7 +149,8 @@ def advise_run(
             why = f"step {numerics['every']} would have the first"
         other = "mprun advise KEY=VALUE ... takes its own"
         raise BadInput(f"advise {directory}: no probes there: {why}; {other}")
-    in_fp8 = plain["precision"].get("products", {}).get("input") is not None
+    products = plain["precision"].get("products") or {}
+    formats = [products.get(operand) for operand in ("input", "weight", "grad_output")]
     fp32 = compose_config(_FP32).as_dict()
     plain |= {"device": "cpu", "numerics": {}}
     plain |= {group: fp32[group] for group in ("precision", "scaler")}
@@ -161,14 +168,14 @@ def advise_run(
         advice = advise(probes, layout(built.task), shapes, config, rates, share=share)
     except BadInput as error:
         raise BadInput(f"advise {directory}: {error}") from None
-    place = [] if config_dir is None else ["--config-dir", config_dir]
-    start = ["mprun", *place, *_own(record.get("overrides", []))]
+    start = [*_start(config_dir), *_own(record.get("overrides", []))]
     command, fp8 = shlex.join([*start, *advice.overrides]), advice.fp8
     if fp8.overrides:
         fp8 = replace(fp8, command=shlex.join([*start, *fp8.overrides]))
-    if in_fp8:
-        what = "linear layers multiplied in FP8: values that it flushed were gone before the count"
-        advice.evidence.problems.append(what)
+    if formats[0] is not None:
+        names = "/".join(dict.fromkeys(str(name).upper() for name in formats))
+        what = f"linear layers multiplied in {names}: values that it flushed were gone before the"
+        advice.evidence.problems.append(f"{what} count")
     rows = read_metrics(directory / "metrics.jsonl")
     losses = [row["loss"] for row in rows if row["split"] == "train"]
     if len(losses) > 1 and losses[-1] > 1.5 * abs(losses[0]):
@@ -177,19 +184,26 @@ def advise_run(
     return replace(advice, command=command, fp8=fp8, run=str(directory))
 
 
-def _measure(options: Namespace, base: list[str]) -> tuple[Path, int]:
-    """Train the first steps in FP32 with probes; return (run directory, exit code)."""
+def _start(config_dir: str | None) -> list[str]:
+    return ["mprun", *([] if config_dir is None else ["--config-dir", config_dir])]
+
+
+def _measure(options: Namespace, base: list[str]) -> tuple[Path, int, "CastAdvice | None"]:
+    """Train the first steps in FP32 with probes; return run directory, exit code, losses of casts.
+
+    These are of the mode that the overrides ask for, if it has products in 8 bits or fewer.
+    """
     place = [override for override in options.overrides if _key(override) == "output_dir"]
     dropped = [o for o in options.overrides if o not in base and o not in place]
     for override in dropped:
         if _key(override) == "resume":
             raise BadInput(f"{override}: not with advise; pass the run directory alone")
-    if dropped:
-        compose_config(options.overrides, options.config_dir)  # must still be valid
-        print(f"mprun: advise measures in FP32, without {' '.join(dropped)}", file=sys.stderr)
+    asked = compose_config(options.overrides, options.config_dir).config.precision  # still valid
     composed = compose_config([*base, *place, *_FP32, "numerics=on"], options.config_dir)
     config = composed.config
 
+    from mprun.extensions.diagnosis.cast_advice import cast_advice
+    from mprun.extensions.diagnosis.casts import CastMeter
     from mprun.training.run import attempt, claimed, new_record, prepare, resolve_device
 
     built = prepare(config, resolve_device(config.device), config.threads)
@@ -200,16 +214,26 @@ def _measure(options: Namespace, base: list[str]) -> tuple[Path, int]:
     if config.numerics.every > built.steps:
         raise BadInput(f"--every {config.numerics.every}: must be at most the {built.steps} steps")
     named = tuple(override for override in composed.overrides if override not in _FP32)
+    try:
+        meter = CastMeter(built.task, asked, config.numerics.every)
+    except ValueError as error:
+        raise BadInput(str(error)) from None
+    if dropped:
+        how = "and casts as with" if meter.layers else "without"
+        print(f"mprun: advise measures in FP32, {how} {' '.join(dropped)}", file=sys.stderr)
     directory = claimed(composed, named, "advise-")
     with locked(directory, new=True):
         record = new_record(directory, composed)
         record.update(overrides=base, measured_for="advise")
-        with redirect_stdout(sys.stderr):
+        with redirect_stdout(sys.stderr), meter:
             code = attempt(config, built, record)
         if code == DONE and built.steps < whole:
             # A part of a run is not an outcome: `measured_for` keeps it out of comparisons.
             record.end("done", f"advise took the first {built.steps} of {whole} steps")
-    return directory, code
+    losses, count = meter.read(), built.steps // config.numerics.every
+    mode = [o for o in dropped if _key(o).partition(".")[0] == "precision"]
+    mode = without(mode, "precision.products.modules")
+    return directory, code, cast_advice(losses, asked.products, mode, count) if losses else None
 
 
 def _check(
