@@ -3,7 +3,7 @@
 import copy
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from typing import Any
@@ -16,6 +16,7 @@ from mprun.config.compose import compose_config, group_options, hydra_session
 from mprun.config.keys import kind_recorded
 from mprun.config.schema import ProductsConfig
 from mprun.errors import BadInput, MprunError
+from mprun.extensions.diagnosis.cast_advice import typed
 from mprun.extensions.diagnosis.first_nonfinite import Finding
 from mprun.numerics.exponent_shares import FP16_MAX
 from mprun.numerics.post_mortem import EXPLOSION, LAST, explosion, power
@@ -63,14 +64,21 @@ class Origin:
 
 
 def find_cures(
-    build: Build, config: dict, kept: dict, finding: Finding, rows: list[dict], options: Options
+    build: Build,
+    config: dict,
+    kept: dict,
+    finding: Finding,
+    rows: list[dict],
+    options: Options,
+    casts: Iterable[dict[str, Any]] = (),
 ) -> tuple[list[Tried], bool]:
     """Return the result of each change, and whether they were tried from the start of the run.
 
     They start there if the loss had grown before the bad step, or if nothing cures that step: the
     run was damaged earlier. config: the run's, as plain values. kept: the state before the bad step
     (`mprun.numerics.failure.kept_state`). finding: the result of replaying that step. rows: the
-    steps of the run (`mprun.numerics.failure.recorded_rows`). options: from `options_of`.
+    steps of the run (`mprun.numerics.failure.recorded_rows`). options: from `options_of`. casts:
+    changes of the casts of linear layers (`cast_changes`).
     """
     if finding.kind == "evaluation":
         return [], False
@@ -78,10 +86,11 @@ def find_cures(
     first = abs(rows[0]["loss"]) if rows and rows[0]["step"] == 1 else math.inf
     limit = EXPLOSION * first if math.isfinite(first) else None
     origin = Origin(kept, finding.step, limit=limit)
-    start = replace(origin, from_start=True)
+    start, casts = replace(origin, from_start=True), [*casts]
 
     def try_from(place: Origin, exploding: bool) -> list[Tried]:
-        return try_changes(build, changes(config, finding, options, exploding=exploding), place)
+        found = changes(config, finding, options, exploding=exploding, casts=casts)
+        return try_changes(build, found, place)
 
     exploding = explosion([row for row in rows if row["step"] <= finding.step][-LAST:]) is not None
     if not (exploding and _start_leads_there(build, config, start, rows)):
@@ -110,22 +119,37 @@ def options_of(config_dir: str | None = None) -> Options:
     """Return the possible choices: every precision mode with its scaler, and two scalers."""
     with hydra_session(config_dir):
         modes = group_options("precision")
-    found = {}
-    for mode in modes:
-        option = f"precision={mode}"
-        composed = compose_config([option], config_dir, files=False).as_dict()
-        found[option] = {group: composed[group] for group in ("precision", "scaler")}
+    found = {f"precision={mode}": groups_of(f"precision={mode}", config_dir) for mode in modes}
     for option in ("scaler=static", "scaler=dynamic"):
         found[option] = {"scaler": compose_config([option]).as_dict()["scaler"]}
     return found
 
 
+def groups_of(option: str, config_dir: str | None = None) -> dict[str, dict]:
+    """Return the values of a precision mode, and of its scaler."""
+    composed = compose_config([option], config_dir, files=False).as_dict()
+    return {group: composed[group] for group in ("precision", "scaler")}
+
+
 def changes(
-    config: dict, finding: Finding, options: Options, *, exploding: bool = False
+    config: dict,
+    finding: Finding,
+    options: Options,
+    *,
+    exploding: bool = False,
+    casts: Iterable[dict[str, Any]] = (),
 ) -> Changes:
     """Return the changes to try, smallest first; exploding: the loss grew before the bad step."""
+    return applied(config, _proposed(config, finding, options, exploding, casts), options)
+
+
+def applied(config: dict, proposed: Iterable[dict[str, Any]], options: Options) -> Changes:
+    """Return the configurations that overrides, key -> value, make of `config`, if they change it.
+
+    A key without a dot names an option in `options`.
+    """
     found: Changes = {}
-    for overrides in _proposed(config, finding, options, exploding):
+    for overrides in proposed:
         changed = copy.deepcopy(config)
         for key, value in overrides.items():
             *groups, field = key.split(".", 2)
@@ -139,7 +163,11 @@ def changes(
 
 
 def _proposed(
-    config: dict, finding: Finding, options: Options, exploding: bool
+    config: dict,
+    finding: Finding,
+    options: Options,
+    exploding: bool,
+    casts: Iterable[dict[str, Any]],
 ) -> Iterator[dict[str, Any]]:
     """Yield overrides as key -> value, including those that change nothing."""
     precision, optim = config["precision"], config["optim"]
@@ -152,11 +180,8 @@ def _proposed(
         if products["granularity"] == "none":
             keys = [key for key in ("granularity", "weight_granularity") if products.get(key)]
             yield {f"precision.products.{key}": "tensor" for key in keys}
-        plain = asdict(ProductsConfig())
-        named = [key for key, value in plain.items() if products.get(key, value) != value]
-        # Without formats the keys of casts have no other value; the lists name layers, products.
-        kept = ("high_precision", "modules")
-        yield {f"precision.products.{key}": plain[key] for key in named if key not in kept}
+        yield from casts
+        yield without_products(products)
     if half == "fp16":
         yield from _scales(config["scaler"], finding, phase)
     if phase == Phase.UPDATE and optim["eps"] is not None:
@@ -172,6 +197,15 @@ def _proposed(
         yield _in_bf16(precision, options)
     if half != "fp32":
         yield {"precision": "fp32"}
+
+
+def without_products(products: dict) -> dict[str, Any]:
+    """Return overrides that leave linear layers in the dtype of the mode."""
+    plain = asdict(ProductsConfig())
+    named = [key for key, value in plain.items() if products.get(key, value) != value]
+    # Without formats the keys of casts have no other value; the lists name layers, products.
+    kept = ("high_precision", "modules")
+    return {f"precision.products.{key}": plain[key] for key in named if key not in kept}
 
 
 def _modules(config: dict, finding: Finding) -> list[str]:
@@ -223,10 +257,12 @@ def _scales(scaler: dict, finding: Finding, phase: str | None) -> Iterator[dict[
         yield {"scaler": "dynamic"}
 
 
-def _typed(value: str | float | None) -> str:
+def _typed(value: str | float | list[str] | None) -> str:
     """Keep all digits of a number, so that typing it repeats the trial."""
     if value is None:
         return "null"
+    if isinstance(value, list):
+        return typed(value)
     return value if isinstance(value, str) else repr(value).removesuffix(".0")
 
 

@@ -99,6 +99,12 @@ def test_products_in_fp8():
         (cure,) = (one for one in tried(*TINY_GPT, f"precision={mode}", of=of) if NONE in one)
         changed = compose_config([*TINY_GPT, f"precision={mode}", *cure.split()]).config
         assert changed.precision.products.input is None
+    # Changes of casts come before the end of all casts.
+    config = compose_config([*TINY_GPT, "precision=mxfp4"]).as_dict()
+    key = "precision.products.modules"
+    with_casts = [*changes(config, of, OPTIONS, casts=[{key: ["*", "!blocks.0.*"]}])]
+    assert with_casts[1] == (f'{key}=["*","!blocks.0.*"]',)
+    assert with_casts[2][0] == "precision.products.input=null"
 
 
 @pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_kahan"])

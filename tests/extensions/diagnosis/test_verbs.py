@@ -16,7 +16,7 @@ from ...helpers import TINY_LM, record_of, refused, run
 
 OPTIONS = {
     "advise": ["--steps", "--every", "--share", "--check", "--json", "--config-dir"],
-    "explain": ["--json", "--no-cures", "--config-dir"],
+    "explain": ["--json", "--no-cures", "--steps", "--config-dir"],
     "mismatch": ["--tokens", "--window", "--batch", "--pad", "--band", "--log-softmax", "--json"],
     "scaler-replay": ["--scalers", "--json", "--out", "--config-dir"],
 }

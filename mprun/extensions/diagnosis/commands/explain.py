@@ -1,13 +1,15 @@
 """`mprun explain RUN`: replay the failing step, name the operation, try cures."""
 
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mprun.cli.arguments import Arguments
+from mprun.cli.arguments import Arguments, number
 from mprun.config.compose import config_from_record
 from mprun.config.overrides import without
+from mprun.config.schema import MAX_STEPS, PrecisionConfig
 from mprun.config.trust import NOTHING, Vouched, vouched
 from mprun.errors import BadInput, Damaged
 from mprun.extensions.diagnosis.commands import announce, page, record_of, split_words
@@ -18,24 +20,30 @@ from mprun.record.run_record import read_record
 
 if TYPE_CHECKING:
     from mprun.extensions.diagnosis.first_nonfinite import Finding
-    from mprun.extensions.diagnosis.interventions import Tried
+    from mprun.extensions.diagnosis.interventions import Options, Tried
     from mprun.extensions.diagnosis.observation import Largest
 
 RAMP = 12  # modules printed before the culprit
 _OUTSIDE = {"forward": "(the model itself)", "loss": "(the loss)", "backward": "(no module)"}
+_VERDICTS = {"failed": "exception", "done": "casts"}  # without a replayed step
 _WHAT = """\
-Why did this run diverge, and which smallest change cures it?
+Why did this run diverge or end worse, and which smallest change cures it?
 
 RUN is the directory of a run that ended as diverged. The failing step is trained again from the
 state that the run kept (numerics/failure; else from its newest checkpoint or its start). Every
 operation is watched, forward and backward. It prints the first operation with finite inputs and a
 non-finite output, and the largest values before it. It also prints the result of each change, tried
 on the same step and five more. The run itself is not changed.
+
+A run in 8 bits or fewer (precision.products) may also be done: why did it end worse? Its first
+steps are trained again, as it did, in FP32, and with each change. It prints what casts of linear
+layers lose, and the smallest change that takes away half of the gap to FP32.
 """
 _MORE = """\
 Your own code (data=custom, model=custom) only runs if you name it as the run did.
 
-Exit codes: 0 explained, or reported as not found; 2 bad input (the run did not diverge);
+Exit codes: 0 explained, or reported as not found; 2 bad input (as a run in 16 bits that
+did not diverge);
 4 damaged record.
 """
 
@@ -58,6 +66,7 @@ class Explanation:
     tried: list["Tried"] = field(default_factory=list)
     from_start: bool = False
     command: str | None = None
+    casts: list[list[str]] = field(default_factory=list)
 
     @property
     def smallest(self) -> "Tried | None":
@@ -73,6 +82,9 @@ def main(arguments: list[str]) -> int:
     add("words", nargs="*", metavar="RUN|NAME=VALUE", help=what)
     add("--json", action="store_true", help="everything as JSON")
     add("--no-cures", action="store_true", help="only look for the cause")
+    most = "of a run that is done: train its first N steps (400, in a minute each)"
+    add("--steps", type=number("--steps", 1, MAX_STEPS, "a number of steps", whole=True),
+        metavar="N", help=most)  # fmt: skip
     own = "your options that name the run's data.factory, model.factory, data.root"
     add("--config-dir", metavar="DIR", help=own)
     given = parser.parse(arguments)
@@ -84,6 +96,7 @@ def main(arguments: list[str]) -> int:
         with_cures=not given.no_cures,
         given=vouched(given.overrides, given.config_dir),
         config_dir=given.config_dir,
+        steps=given.steps,
     )
     return page(as_dict(explanation), as_text(explanation), given.json)
 
@@ -94,11 +107,12 @@ def explain(
     with_cures: bool = True,
     given: Vouched = NOTHING,
     config_dir: str | None = None,
+    steps: int | None = None,
 ) -> Explanation:
-    """Explain a run; BadInput if it neither diverged nor failed, Damaged if it is not whole.
+    """Explain a run; BadInput if there is nothing to explain, Damaged if it is not whole.
 
     given: code that may be imported and paths that may be used. config_dir: the user's options,
-    among which a change may be found.
+    among which a change may be found. steps: of a run that is done.
     """
     record = record_of("explain", directory)
     status, cause = record.get("status"), str(record.get("cause"))
@@ -107,30 +121,22 @@ def explain(
         if cause.startswith("IndexError"):
             replay += "; an index in the batch is outside the table it selects from (an embedding)"
         return Explanation(str(directory), "failed", cause, [f"exception: {cause}"], replay)
-    if status != "diverged":
-        why = f"status {status}; only a run that diverged has a step to explain"
-        if status == "done":
-            skipped = record.get("skipped")
-            normal = f"{skipped} skipped updates while the loss scale settles are normal"
-            probed = any(directory.glob("numerics/step-*.json"))
-            which = directory if probed else "with the run's KEY=VALUE"
-            why += f" ({normal})" * bool(skipped) + f"; what FP16 needs here: mprun advise {which}"
-        if status in ("preempted", "running"):
-            when = "to go on" if status == "preempted" else "if it was killed"
-            why = f"status {status}, no step to explain; {when}: mprun resume={directory}"
-        raise BadInput(f"explain {directory}: {why}")
-    needed = ("environment.device", "environment.threads", "last_step", "cause")
+    done = status == "done" and _casts(read_config(directory))
+    if status != "diverged" and not done:
+        raise BadInput(f"explain {directory}: {_nothing_to_explain(directory, record)}")
+    if steps is not None and not done:
+        raise BadInput(f"--steps {steps}: the run diverged; only for one that is done")
+    needed = ["environment.device", "environment.threads"] + (
+        [] if done else ["last_step", "cause"]
+    )
     environment = read_record(directory, *needed)["environment"]
     config = read_config(directory)
-    config_from_record(config, given)  # checked before torch is imported
-    announce(f"explain: takes the last steps of {directory} again")
+    mode = config_from_record(config, given).precision  # checked before torch is imported
+    announce(f"explain: takes the {'first' if done else 'last'} steps of {directory} again")
 
     import torch
 
-    from mprun.extensions.diagnosis.first_nonfinite import find_culprit
-    from mprun.extensions.diagnosis.interventions import find_cures, options_of
-    from mprun.numerics.failure import kept_state, recorded_rows
-    from mprun.numerics.replay import resume_from
+    from mprun.extensions.diagnosis.interventions import options_of
     from mprun.training.run import prepare, resolve_device
 
     # On a CPU, with a note, if the run's GPU is missing here.
@@ -143,36 +149,103 @@ def explain(
         checked, threads = config_from_record(config, given), environment["threads"]
         return prepare(checked, device, threads, fused_norm=fused_norm)
 
-    kept = kept_state(directory, record, config, build)
+    run = _Run(directory, record, config, mode, build, missing)
+    if done:
+        found = _of_ending(run, steps, with_cures)
+    else:
+        found = _of_divergence(run, options_of(config_dir) if with_cures else None)
+    cure = found.smallest
+    return found if cure is None else replace(found, command=command_with(cure, record, config_dir))
+
+
+class _Run(NamedTuple):
+    """A run to be explained. config: as plain values. build: builds what such values describe."""
+
+    directory: Path
+    record: dict
+    config: dict
+    mode: PrecisionConfig
+    build: Callable[[dict], Any]
+    without_gpu: bool
+
+
+def _of_ending(run: _Run, steps: int | None, with_cures: bool) -> Explanation:
+    """Return what casts cost a run that is done; steps: as many, None: as in `find_ending`."""
+    from mprun.extensions.diagnosis.worse_ending import find_ending
+    from mprun.numerics.failure import recorded_rows
+
+    rows, start = recorded_rows(run.directory), (run.build, run.config, run.mode)
+    ending = find_ending(*start, rows, steps=steps, with_cures=with_cures)
+    replay, result = ending.in_words()
+    found = Explanation(str(run.directory), "done", "", [result], replay + _note(run.without_gpu))
+    return replace(found, casts=ending.casts, tried=ending.tried, from_start=True)
+
+
+def _of_divergence(run: _Run, options: "Options | None") -> Explanation:
+    """Return what broke a run; options: for the changes to try, None: try none."""
+    from mprun.extensions.diagnosis.cast_advice import cast_changes, sentences
+    from mprun.extensions.diagnosis.casts import CastMeter
+    from mprun.extensions.diagnosis.first_nonfinite import find_culprit
+    from mprun.extensions.diagnosis.interventions import find_cures
+    from mprun.numerics.failure import kept_state, recorded_rows
+    from mprun.numerics.replay import resume_from
+
+    directory, config = run.directory, run.config
+    kept = kept_state(directory, run.record, config, run.build)
     post_mortem = read_post_mortem(directory) or {"classification": [], "failure": {}}
-    built = build(config)
+    built = run.build(config)
     try:
         built.task.load_state_dict(kept["task"])
         steps = resume_from(built, kept)
     except (ValueError, KeyError) as error:
         raise Damaged(f"numerics/failure: {error}") from None
-    finding = find_culprit(steps, kept["kind"])
-    replay = _replay_in_words(finding, post_mortem["failure"], missing)
-    start = (str(directory), status, cause, post_mortem["classification"], replay, finding)
+    with CastMeter(built.task, run.mode) as meter:
+        finding = find_culprit(steps, kept["kind"])
+    replay = _replay_in_words(finding, post_mortem["failure"], run.without_gpu)
+    start = (str(directory), "diverged", str(run.record["cause"]), post_mortem["classification"])
+    losses, products = meter.read(), run.mode.products
+    found = Explanation(*start, replay, finding, casts=sentences(losses, products))
     curable = finding.reproduced and finding.verdict in ("operation", "not found")
-    if not (with_cures and curable):
-        return Explanation(*start)
-    rows, options = recorded_rows(directory), options_of(config_dir)
-    found = Explanation(*start, *find_cures(build, config, kept, finding, rows, options))
-    cure = found.smallest
-    return found if cure is None else replace(found, command=command_with(cure, record, config_dir))
+    if options is None or not curable:
+        return found
+    rows, casts = recorded_rows(directory), cast_changes(products, losses)
+    tried = find_cures(run.build, config, kept, finding, rows, options, casts)
+    return replace(found, tried=tried[0], from_start=tried[1])
+
+
+def _casts(config: dict) -> bool:
+    """Return whether linear layers of a run with this configuration multiply casts."""
+    return bool((config.get("precision", {}).get("products") or {}).get("input"))
+
+
+def _nothing_to_explain(directory: Path, record: dict) -> str:
+    status = record.get("status")
+    if status in ("preempted", "running"):
+        when = "to go on" if status == "preempted" else "if it was killed"
+        return f"status {status}, no step to explain; {when}: mprun resume={directory}"
+    why = f"status {status}; only a run that diverged has a step to explain"
+    if status == "done":
+        skipped = record.get("skipped")
+        normal = f"{skipped} skipped updates while the loss scale settles are normal"
+        probed = any(directory.glob("numerics/step-*.json"))
+        which = directory if probed else "with the run's KEY=VALUE"
+        why += f" ({normal})" * bool(skipped) + f"; what FP16 needs here: mprun advise {which}"
+    return why
 
 
 def _replay_in_words(finding: "Finding", failure: dict, without_gpu: bool) -> str:
     what = "the evaluation after step" if finding.kind == "evaluation" else "step"
-    note = " (on a CPU: the run's GPU is not here)" if without_gpu else ""
     again = "fails again" if finding.reproduced else "does not fail again"
-    text = f"{what} {finding.step} from its kept state{note}: {again}"
+    text = f"{what} {finding.step} from its kept state{_note(without_gpu)}: {again}"
     if not failure.get("compared"):
         return text
     different = failure["first_difference"]
     same = "bit-equal to the run's" if different is None else f"other from step {different} on"
     return f"{text}, its losses {same}"
+
+
+def _note(without_gpu: bool) -> str:
+    return " (on a CPU: the run's GPU is not here)" if without_gpu else ""
 
 
 def command_with(cure: "Tried", record: dict, config_dir: str | None = None) -> str:
@@ -189,8 +262,8 @@ def as_dict(explanation: Explanation) -> dict:
     from mprun.precision.policy import dtype_name
 
     finding, cure = explanation.finding, explanation.smallest
-    content = _chosen(explanation, "run status cause classification replay") | {
-        "verdict": "exception" if finding is None else finding.verdict,
+    content = _chosen(explanation, "run status cause classification replay casts") | {
+        "verdict": finding.verdict if finding is not None else _VERDICTS[explanation.status],
         "tried_from_start": explanation.from_start,
         "tried": [
             {"change": one.overrides, "cures": one.cures, "result": one.result}
@@ -222,20 +295,30 @@ def _chosen(record: object, names: str) -> dict:
 def as_text(explanation: Explanation) -> list[str]:
     """Return the lines for the console."""
     from mprun.compare.wording import aligned
+    from mprun.extensions.diagnosis.cast_advice import percent
+    from mprun.extensions.diagnosis.casts import TAKEN_THRESHOLD
     from mprun.extensions.diagnosis.first_nonfinite import in_words
     from mprun.extensions.diagnosis.interventions import FP32, WORSE
+    from mprun.extensions.diagnosis.worse_ending import PART
 
-    start = f"{explanation.run}: {explanation.status}: {explanation.cause}"
+    start = ": ".join(filter(None, (explanation.run, explanation.status, explanation.cause)))
     finding, tried, cure = explanation.finding, explanation.tried, explanation.smallest
     parts = {"run": [start, *explanation.classification], "replay": [explanation.replay]}
     if finding is not None:
         parts |= {"culprit": in_words(finding), "ramp": _ramp(finding.ramp)}
+    if explanation.casts or explanation.status == "done":
+        lost = [line for own in explanation.casts for line in _indented(own)]
+        parts["casts"] = lost or [f"none takes more than {percent(TAKEN_THRESHOLD)} of a sum"]
     if tried:
         since = "from the start of the run up to" if explanation.from_start else "on"
         verdicts = {True: "cures", False: "does not cure", None: "-"}
         rows = [(" ".join(o.overrides), f"{verdicts[o.cures]:<13}", o.result) for o in tried]
-        rule = f"cures: finite, at most {WORSE:g} times FP32's loss"
-        parts["tried"] = [f"{since} that step and five more; {rule}", *aligned(rows)]
+        rule = (
+            f"{since} that step and five more; cures: finite, at most {WORSE:g} times FP32's loss"
+        )
+        if finding is None:
+            rule = f"the same steps; cures: takes away {percent(PART)} of the gap to FP32"
+        parts["tried"] = [rule, *aligned(rows)]
         fp32 = any(one.overrides == FP32 and one.cures is False for one in tried)
         fails_too = "; FP32 fails as well: the recipe is at fault, not the precision"
         parts["cure"] = [f"none of these{fails_too if fp32 else ''}"]
@@ -247,6 +330,10 @@ def as_text(explanation: Explanation) -> list[str]:
         for title, lines in parts.items()
         for row, line in enumerate(lines)
     ]
+
+
+def _indented(lines: list[str]) -> list[str]:
+    return [*lines[:1], *(f"  {line}" for line in lines[1:])]
 
 
 def _ramp(ramp: list["Largest"]) -> list[str]:

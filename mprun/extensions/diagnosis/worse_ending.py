@@ -1,0 +1,127 @@
+"""Train a run whose linear layers cast again from its start: what casts lose, which change helps.
+
+One seed gives no verdict. All arms take the same batches from the same weights, so that a gap to
+FP32 of a percent, averaged over the last quarter of the steps, is seldom chance.
+"""
+
+import math
+import time
+from dataclasses import dataclass, field
+
+from mprun.build import Built
+from mprun.config.schema import PrecisionConfig
+from mprun.errors import BadInput, MprunError
+from mprun.extensions.diagnosis.cast_advice import cast_changes, sentences
+from mprun.extensions.diagnosis.casts import CastMeter
+from mprun.extensions.diagnosis.interventions import (
+    FP32,
+    LONGEST_CONTROL_S,
+    Build,
+    Tried,
+    applied,
+    groups_of,
+    without_products,
+)
+from mprun.numerics.replay import Steps, same_loss
+
+MEASURED = 12  # steps whose casts are measured
+SMALLEST_GAP = 0.0025  # of the loss of FP32; a smaller one is not explained
+PART = 0.5  # of the gap; a change that takes it away helps
+STEPS = 400
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The first steps of a run, beside FP32.
+
+    first_difference: the first step whose loss is not the recorded one. loss, fp32: mean over the
+    last quarter of the steps. casts: see `sentences`.
+    """
+
+    steps: int
+    of_steps: int
+    first_difference: int | None
+    loss: float
+    fp32: float
+    casts: list[list[str]]
+    tried: list[Tried] = field(default_factory=list)
+
+    @property
+    def gap(self) -> float:
+        """Return the part of FP32's loss by which the run's is higher."""
+        return gap(self.loss, self.fp32)
+
+    def in_words(self) -> tuple[str, str]:
+        """Return what was replayed, and how it ended."""
+        at = self.first_difference
+        same = "bit-equal to the run's" if at is None else f"other from step {at} on"
+        replay = f"steps 1 to {self.steps} of {self.of_steps}: losses {same}"
+        result = f"loss {self.loss:.4g} over the last quarter of steps 1 to {self.steps}, "
+        result += f"{self.fp32:.4g} in FP32: {100 * self.gap:+.2f} %"
+        if self.gap <= SMALLEST_GAP:
+            result += ", nothing to explain; more seeds: mprun compare"
+        return replay, result
+
+
+def gap(loss: float, reference: float) -> float:
+    return (loss - reference) / abs(reference) if reference else 0.0
+
+
+def find_ending(
+    build: Build,
+    config: dict,
+    mode: PrecisionConfig,
+    rows: list[dict],
+    *,
+    steps: int | None,
+    with_cures: bool,
+) -> Ending:
+    """Train the first steps as the run did, in FP32, and with each change.
+
+    config: the run's, as plain values; mode: its precision. rows: its recorded steps. steps: how
+    many; None: at most 400, and as many as take a minute.
+    """
+    built = build(config)
+    whole = min(steps or STEPS, built.steps)
+    with CastMeter(built.task, mode, max(1, whole // MEASURED)) as meter:
+        own = _losses(built, whole, math.inf if steps else LONGEST_CONTROL_S)
+    recorded, whole = {row["step"]: row["loss"] for row in rows}, len(own)
+    other = (n for n, x in enumerate(own, 1) if n in recorded and not same_loss(x, recorded[n]))
+    losses, products = meter.read(), mode.products
+    fp32 = _mean(_losses(build(config | groups_of(*FP32)), whole))
+    casts = sentences(losses, products)
+    found = Ending(whole, built.steps, next(other, None), _mean(own), fp32, casts)
+    if with_cures and not found.gap <= SMALLEST_GAP:
+        plain = without_products(config["precision"]["products"])
+        arms = applied(config, [*cast_changes(products, losses), plain], {})
+        found.tried.extend(_try(build, own, changed, found) for own, changed in arms.items())
+    return found
+
+
+def _losses(built: Built, count: int, seconds: float = math.inf) -> list[float]:
+    replay, ends = Steps(built, 0, 0), time.perf_counter() + seconds
+    found: list[float] = []
+    while len(found) < count and time.perf_counter() < ends:
+        found.append(replay.advance().loss)
+        if not math.isfinite(found[-1]):
+            break
+    return found
+
+
+def _mean(losses: list[float]) -> float:
+    last = losses[-max(1, len(losses) // 4) :]
+    return sum(last) / len(last)
+
+
+def _try(build: Build, overrides: tuple[str, ...], config: dict, run: Ending) -> Tried:
+    try:
+        losses = _losses(build(config), run.steps)
+    except BadInput as error:
+        return Tried(overrides, None, f"does not apply: {error}")
+    except (MprunError, RuntimeError, ValueError) as error:
+        return Tried(overrides, None, f"could not run: {str(error).partition(chr(10))[0]}")
+    if len(losses) < run.steps:
+        return Tried(overrides, False, f"loss {losses[-1]:g} at step {len(losses)}")
+    loss = _mean(losses)
+    left = gap(loss, run.fp32)
+    return Tried(overrides, left <= (1 - PART) * run.gap, f"{100 * left:+.2f} %", loss)
