@@ -357,7 +357,9 @@ def _finished(
     """Return sums times the scales of both tensors, if these have two levels, in `dtype`."""
     if whole_a is not None and whole_b is not None:
         tops = math.prod(448 * ELEMENTS[name].top for name in names.split(" x "))
-        sums.mul_(whole_a * whole_b * (1 / tops))
+        # The larger one first: whole_a * whole_b may be infinite, or lose bits, where no result is.
+        large, small = torch.maximum(whole_a, whole_b), torch.minimum(whole_a, whole_b)
+        sums.mul_(large * (1 / tops) * small)
     return sums.to(dtype)
 
 

@@ -209,6 +209,17 @@ def test_zeros_stay_zeros(products):
     assert torch.equal(product(zeros, ones.T, torch.float32), torch.zeros(5, 3))
 
 
+@pytest.mark.parametrize("size", [1e-15, 1e20, 4e22])
+def test_amax_of_two_tensors_may_be_too_large_to_be_multiplied(size):
+    """The largest of both lie in different rows of the sum, so the product is far smaller."""
+    left, right = torch.zeros(1, 64), torch.zeros(64, 1)
+    left[0, :16], left[0, 32:48] = size, size * 2.0**-15
+    right[32:48, 0], right[16:32, 0] = 2.0**-15 * size, size
+    found = product(cast(left, of(NV)), cast(right, of(NV), 0), torch.float32)
+    expected = 16 * torch.tensor(2.0**-30 * size**2)
+    assert torch.allclose(found, expected, rtol=2.0**-3, atol=0)
+
+
 # The Hadamard transform.
 
 
