@@ -24,6 +24,7 @@ from mprun.precision import (
     why_unsupported,
 )
 from mprun.precision.emulation import PRODUCTS
+from mprun.precision.scaled_products import how_multiplied
 from mprun.precision.torch_update import RULES, STATE, has_fused_kernel
 from mprun.precision.update_choice import why_not_on
 from mprun.record.energy import PowerMeter, meter_of
@@ -103,17 +104,16 @@ def _verdict(name: str, device: torch.device, config_dir: str | None) -> tuple[s
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         no_lstm = _asked(partial(why_no_lstm, policy, device))["why"]
-    kind = ForwardContext(policy, device).kind()
+    kind, products = ForwardContext(policy, device).kind(), policy.products
+    how = f"; linear layers: {how_multiplied(products, device)}" if products else ""
     if device.type == "cpu":
         missing = "; cpu_half=native has no LSTM here" if no_lstm else ""
-        return "emulated", f"{kind} products: FP32 sums, rounded once on store{missing}"
+        return "emulated", f"{kind} products: FP32 sums, rounded once on store{how}{missing}"
     # Tensor Cores came with compute capability 7.0 (NVIDIA Volta).
     cores = torch.cuda.get_device_capability(device) >= (7, 0)
     where = "on Tensor Cores" if cores else "without Tensor Cores (compute capability below 7.0)"
-    if torch.float32 in policy.formats:  # decoded numbers that BF16 does not have
-        where += ", decoded ones in FP32 without"
     missing = f"; model=lstm_lm refused: {no_lstm}" if no_lstm else ""
-    return "honoured", f"{kind} products {where}, FP32 sums{missing}"
+    return "honoured", f"{kind} products {where}, FP32 sums{how}{missing}"
 
 
 def _device() -> tuple[torch.device, str | None]:

@@ -15,6 +15,7 @@ a matrix that do not fill a block count as filled with zeros, which change no am
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -73,7 +74,8 @@ class Operand(NamedTuple):
 
     turned: by a Hadamard matrix along the sum, before (`turn`). decoded: products multiply its
         decoded numbers; else a device multiplies the codes. stream: names the random bits of
-        stochastic rounding; 0: to nearest. place: of its tensor in the numbers of a layer.
+        stochastic rounding; 0: to nearest. place: of its tensor in the numbers of a layer. native:
+        decoded on a CPU alone; the GPU has codes.
     """
 
     element: Element
@@ -84,6 +86,7 @@ class Operand(NamedTuple):
     decoded: bool
     stream: int = 0
     place: int = 0
+    native: bool = False
 
     @property
     def decoded_to(self) -> torch.dtype:
@@ -194,8 +197,11 @@ def decoded(values: Tensor, factor: Tensor) -> Tensor:
 
     It moves bits, in an eighth of the time of torch's conversion: exponent and mantissa go to their
     places in FP32, whose exponent has another bias. A NaN of E4M3 comes back as 480, and a NaN of
-    E5M2 also as a number; the factor of a tensor with a NaN is not finite.
+    E5M2 also as a number; the factor of a tensor with a NaN is not finite. Numbers that their cast
+    has decoded stay as they are.
     """
+    if values.itemsize > 1:
+        return values.float()
     # Sign-extended, so that the sign fills all bits above the other seven.
     bits = values.view(torch.int8).to(torch.int32)
     if values.dtype is torch.float8_e4m3fn:
@@ -225,15 +231,19 @@ library = torch.library.Library("mprun", "DEF")
 # One operation for a whole cast: a mode that watches operations pays for it once.
 library.define(
     "cast_blocks(Tensor matrix, str element, int rows, int columns, str scale, str scale_rounding,"
-    " int stream) -> (Tensor values, Tensor factor, Tensor whole)"
+    " int stream, ScalarType? decoded) -> (Tensor values, Tensor factor, Tensor whole)"
 )
 library.define("turn(Tensor matrix, int dim) -> Tensor")
 
 
 def cast_blocks(
-    matrix: Tensor, element: str, rows: int, columns: int, scale: str, rounding: str, stream: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Cast a matrix in blocks of rows x columns: codes, a factor of each block, amax if needed."""
+    matrix: Tensor, element: str, rows: int, columns: int, scale: str, rounding: str, stream: int,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Cast a matrix in blocks of rows x columns: codes, a factor of each block, amax if needed.
+
+    dtype: of decoded numbers, which come in place of codes.
+    """
     (n, k), own = matrix.shape, ELEMENTS[element]
     rows, columns = rows or n, columns or k
     more_rows, more_columns = -n % rows, -k % columns
@@ -244,8 +254,67 @@ def cast_blocks(
     encode, factor, whole = SCALES[scale].of(amax, own, rounding)
     random = _random_bits(wide, stream) if stream else None
     values = encoded(wide * encode, own, random).flatten(0, 1).flatten(1)[:n, :k].contiguous()
+    factor = factor.flatten(0, 1).flatten(1)
+    if dtype is not None:
+        values = decoded(values, in_blocks(factor, (rows, columns), values.shape)).to(dtype)
     # An operator has to return something.
-    return values, factor.flatten(0, 1).flatten(1), factor.new_empty(0) if whole is None else whole
+    return values, factor, factor.new_empty(0) if whole is None else whole
+
+
+def cast_blocks_by_kernel(
+    matrix: Tensor, element: str, rows: int, columns: int, scale: str, rounding: str, stream: int,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Compute `cast_blocks` in one launch, and one for amax of a tensor.
+
+    Blocks that are no power of two, or large, are cast by torch's operations.
+    """
+    count = rows * columns
+    try:
+        # Imported here: only torch for CUDA on Linux includes Triton.
+        from mprun.precision import block_cast_triton as kernels
+    except ImportError:
+        count = 0
+    if not 0 < count <= kernels.LARGEST or count & (count - 1) or not matrix.numel():
+        return cast_blocks(matrix, element, rows, columns, scale, rounding, stream, dtype)
+    own, random, whole = ELEMENTS[element], None, None
+    if SCALES[scale].two_levels:
+        whole = torch.linalg.vector_norm(matrix, math.inf, dtype=torch.float32)
+    if stream:
+        (n, k), device = matrix.shape, matrix.device
+        padded = (n + -n % rows) * (k + -k % columns)
+        first = micro_batches.draw(stream, -(-padded // IN_BLOCK))
+        seed = micro_batches.seed
+        random = seed - (seed >> 63 << 64), micro_batches.number(device), first, stream
+    form = {"SCALE": scale, "ROUNDING": rounding, "TOP": own.top, "EMIN": own.emin}
+    form |= {"EMAX": own.emax, "MANTISSA": own.mantissa}
+    values, factor = kernels.cast(matrix, form, (rows, columns), dtype or own.dtype, random, whole)
+    return values.view(dtype or own.dtype), factor, factor.new_empty(0) if whole is None else whole
+
+
+def are_blocks_alike(matrix: Tensor, operand: Operand) -> bool:
+    """Return whether the kernel has the bits of `cast_blocks`, along both dimensions.
+
+    Blocks of zeros, an infinity and a NaN are put into the matrix. What is not finite may be so in
+    another way, and codes in such a block say nothing.
+    """
+    matrix = matrix.clone()
+    matrix[:40, :20] = 0.0
+    spoiled = matrix.clone()
+    spoiled[50, 1], spoiled[90, 30] = math.inf, math.nan
+    earlier = dict(micro_batches.drawn)
+    for block in (operand.block, operand.block[::-1]):
+        form = operand.element.name, *block, operand.scale, operand.scale_rounding, operand.stream
+        for given, dtype in ((matrix, None), (spoiled, operand.decoded_to)):
+            found = []
+            for cast in (cast_blocks, cast_blocks_by_kernel):
+                micro_batches.drawn = dict(earlier)
+                found.append([part.float() for part in cast(given, *form, dtype)])
+            for one, other in zip(*found, strict=True):
+                alike = (one == other) | ~(one.isfinite() | other.isfinite())
+                if not alike.all():
+                    return False
+    return True
 
 
 def _random_bits(wide: Tensor, stream: int) -> Tensor:
@@ -259,11 +328,12 @@ def _random_bits(wide: Tensor, stream: int) -> Tensor:
 
 
 def _shapes_of_cast(
-    matrix: Tensor, element: str, rows: int, columns: int, scale: str, rounding: str, stream: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    matrix: Tensor, element: str, rows: int, columns: int, scale: str, rounding: str, stream: int,
+    dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     n, k = matrix.shape
     counts = -(-n // (rows or n)), -(-k // (columns or k))
-    values = matrix.new_empty((n, k), dtype=ELEMENTS[element].dtype)
+    values = matrix.new_empty((n, k), dtype=dtype or ELEMENTS[element].dtype)
     whole = () if SCALES[scale].two_levels else (0,)
     factor, amax = (matrix.new_empty(size, dtype=torch.float32) for size in (counts, whole))
     return values, factor, amax
@@ -304,7 +374,7 @@ def _shape_of_turned(matrix: Tensor, dim: int) -> Tensor:
 
 for key, of_cast, of_turn in (
     ("CPU", cast_blocks, turn),
-    ("CUDA", cast_blocks, turn),
+    ("CUDA", cast_blocks_by_kernel, turn),
     ("Meta", _shapes_of_cast, _shape_of_turned),
 ):
     library.impl("cast_blocks", of_cast, key)

@@ -29,7 +29,7 @@ from mprun.precision.autocast import cuda_lists
 from mprun.precision.emulated_recurrent import emulated_recurrent
 from mprun.precision.policy import DTYPE_NAMES, PrecisionPolicy
 from mprun.precision.recurrent import LAYERS, RecurrentCall, own_recurrent
-from mprun.precision.scaled_products import calls, why_no_product
+from mprun.precision.scaled_products import calls, why_decoded, why_no_product
 from mprun.torch_private import (
     DisableTorchFunction,
     OpOverload,
@@ -145,12 +145,12 @@ class ForwardContext:
     def kind(self) -> str:
         """Say how narrow products are computed: "emulated-fp16", "native-bf16", ... or "none".
 
-        "decoded-e2m1": on CUDA, by products of the decoded numbers in BF16 or FP32.
+        "decoded-e2m1": on CUDA, by products of the decoded numbers; see `how_multiplied`.
         """
         how = "emulated" if self.emulations else "native"
         found = [f"{how}-{DTYPE_NAMES[dtype]}" for dtype in self.half_dtypes]
         if (products := self.policy.products) is not None:
-            on_cuda = "decoded" if products.decoded else "native"
+            on_cuda = "native" if why_decoded(products, self.device) is None else "decoded"
             how = "emulated" if self.device.type == "cpu" else on_cuda
             found += [f"{how}-{element.name}" for element in products.formats]
         return " ".join(found) or "none"

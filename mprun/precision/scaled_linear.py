@@ -124,9 +124,10 @@ def install(
     names = chosen_layers(model, products, chosen)
     is_kept = SCALES[products.scale].is_kept
     delayed = _delayed(model, products, names) if is_kept else None
+    device = next(model.parameters()).device
     for name in names:
         module = model.get_submodule(name)
-        module.__dict__["forward"] = partial(_forward, module, products.plan(name))
+        module.__dict__["forward"] = partial(_forward, module, products.plan(name, device))
         if delayed is not None:
             module.__dict__[KEPT] = delayed.layers[name]
     return delayed

@@ -15,7 +15,8 @@ as torchao's Float8Linear ("tensorwise", "rowwise"), bit for bit.
 A cast saturates, which would hide an infinity: the scale of what is not finite makes the product
 NaN or infinite. A CPU decodes the same numbers and multiplies them in FP32, as torch's CPU kernel
 does, several times as fast. CUDA multiplies codes by `torch._scaled_mm` where scales are of tensors
-or rows; numbers of blocks are decoded, to BF16 where that is exact, so any GPU with BF16 has them.
+or rows. Numbers of blocks are decoded by their cast, to BF16 where that is exact, so any GPU with
+BF16 has them; where a GPU multiplies these blocks (`block_products`), it gets their codes.
 """
 
 from __future__ import annotations
@@ -31,18 +32,21 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from mprun.precision import block_products
 from mprun.precision.block_formats import (
     ELEMENTS,
     SCALES,
     Block,
     Element,
     Operand,
+    are_blocks_alike,
     block_of,
     decoded,
     encoded,
     in_blocks,
     library,
 )
+from mprun.precision.block_products import multiplied_in_blocks, padded
 from mprun.precision.philox import stream_of
 from mprun.precision.torch_update import is_granted
 from mprun.torch_private import scaled_mm
@@ -119,12 +123,14 @@ class ScaledProducts:
         form = (block_of(granularity), scale, self.scale_rounding, turned, self.decoded, stream)
         return Operand(getattr(self, name), *form, OPERANDS.index(name))
 
-    def plan(self, layer: str = "") -> Plan:
-        """Return what a layer of this name computes.
+    def plan(self, layer: str = "", device: torch.device | None = None) -> Plan:
+        """Return what a layer of this name computes, on `device`.
 
         Layers that compute alike get one object, which compiled code asks for by identity.
         """
-        return _plan(self, layer if self.grad_rounding == "stochastic" else "")
+        layer = layer if self.grad_rounding == "stochastic" else ""
+        native = device is not None and why_decoded(self, device) is None
+        return _plan(self, layer, native)
 
 
 Pair = tuple[Operand, Operand] | None
@@ -143,11 +149,14 @@ class Plan(NamedTuple):
 
 
 @cache
-def _plan(products: ScaledProducts, layer: str) -> Plan:
+def _plan(products: ScaledProducts, layer: str, native: bool) -> Plan:
+    def operand(name: str, product: str) -> Operand:
+        return products.operand(name, product, layer)._replace(native=native)
+
     y, gx, gw = (
         None
         if product in products.high_precision
-        else (products.operand(left, product, layer), products.operand(right, product, layer))
+        else (operand(left, product), operand(right, product))
         for product, (left, right) in PRODUCTS.items()
     )
     return Plan(
@@ -168,7 +177,8 @@ def _serves(one: Operand | None, other: Operand | None) -> bool:
 
 
 class Cast(NamedTuple):
-    """An 8-bit matrix: `values` times `factor` (FP32: 0-dim, by row [n, 1], by column, of blocks).
+    """An 8-bit matrix: `values` times `factor` (FP32: 0-dim, by row [n, 1], by column, of blocks),
+    or in place of its codes the decoded numbers, which is how CUDA multiplies blocks.
 
     operand: what it is a cast for. turned: the transposed values in their own memory, as CUDA's
         products read right operands; None: there are none. With `turned` alone `values` is a view
@@ -252,7 +262,10 @@ def _cast(
     if operand.decoded:
         how = operand.scale, operand.scale_rounding, operand.stream
         form = operand.element.name, *block, *how
-        values, factor, whole = torch.ops.mprun.cast_blocks(matrix, *form)
+        # An observer gets codes.
+        to_codes = operand.native or observer is not None or matrix.device.type == "cpu"
+        decoded_to = None if to_codes else operand.decoded_to
+        values, factor, whole = torch.ops.mprun.cast_blocks(matrix, *form, decoded_to)
         two_levels = SCALES[operand.scale].two_levels
         return Cast(operand, values, factor, whole=whole if two_levels else None, block=block)
     if block == (0, 0):
@@ -282,10 +295,28 @@ def product(a: Cast, b: Cast, dtype: torch.dtype, fast: bool = False) -> Tensor:
     fast: a forward pass, where the Tensor Core alone may add up (about 14 bits).
     """
     right = b.values if b.turned is None else b.turned.t()
-    how = a.operand.decoded_to if a.operand.decoded else None
+    how = a.operand.decoded_to if a.operand.decoded and not a.operand.native else None
     names = f"{a.operand.element.name} x {b.operand.element.name}"
     factors = a.spread, b.spread, a.whole, b.whole
     return torch.ops.mprun.scaled_mm(a.values, right, *factors, dtype, fast, names, how)
+
+
+def why_decoded(products: ScaledProducts, device: torch.device) -> str | None:
+    """Return why `device` multiplies decoded numbers of these formats, or None: it has codes."""
+    if device.type != "cuda":
+        return "on a CPU"
+    if not products.decoded:
+        return None
+    pairs = (pair for pair in _plan(products, "", False)[:3] if pair is not None)
+    return next((why for pair in pairs if (why := block_products.why_decoded(*pair, device))), None)
+
+
+def how_multiplied(products: ScaledProducts, device: torch.device) -> str:
+    """Say what the chosen linear layers multiply on `device`, for a person."""
+    if (why := why_decoded(products, device)) is None:
+        return "codes, by the GPU"
+    in_bf16 = device.type == "cuda" and torch.bfloat16 in products.multiplied
+    return f"decoded numbers, in {'BF16' if in_bf16 else 'FP32'} ({why})"
 
 
 def why_no_product(products: ScaledProducts, device: torch.device) -> str | None:
@@ -295,13 +326,12 @@ def why_no_product(products: ScaledProducts, device: torch.device) -> str | None
     """
     ones = torch.ones(_MULTIPLE, _MULTIPLE, dtype=torch.bfloat16, device=device)
     try:
-        for name, pair in zip(PRODUCTS, products.plan()[:3], strict=True):
+        for name, pair in zip(PRODUCTS, products.plan(device=device)[:3], strict=True):
             if pair is not None:
                 a, b = (_cast(ones, operand) for operand in pair)
                 product(a, b.T, torch.bfloat16, fast=name == "output")
-        by_kernel = device.type == "cuda" and not products.decoded
-        if by_kernel and not all(map(_is_cast_alike, products.formats)):
-            return "the kernel that casts has other bits than torch's operations"
+                if device.type == "cuda" and not all(map(_is_cast_alike, pair)):
+                    return "the kernel that casts has other bits than torch's operations"
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError) as error:
@@ -309,12 +339,14 @@ def why_no_product(products: ScaledProducts, device: torch.device) -> str | None
     return None
 
 
-def _is_cast_alike(element: Element) -> bool:
+def _is_cast_alike(operand: Operand) -> bool:
     """Return whether the kernel casts numbers of every size as torch does, in both layouts."""
     made = torch.linspace(-20, 20, 70 * 40, device="cuda").exp2().view(70, 40)
     made = torch.stack([made, -made]).view(-1, 40)
-    expected = saturated(made, made.new_ones(()), element).view(torch.uint8)
-    values, turned = cast_by_kernel(made, made.new_ones(()), element.dtype, True, True)
+    if operand.decoded:
+        return is_granted() or are_blocks_alike(made, operand)
+    expected = saturated(made, made.new_ones(()), operand.element).view(torch.uint8)
+    values, turned = cast_by_kernel(made, made.new_ones(()), operand.element.dtype, True, True)
     alike = [values.view(torch.uint8), turned.view(torch.uint8).t()]
     return is_granted() or all(torch.equal(own, expected) for own in alike)
 
@@ -332,15 +364,20 @@ def _on_cuda(
     """Multiply codes by cuBLAS, or numbers decoded to the dtype `how`."""
     _count(names, fast)
     if how is not None:
-        left, right = decoded(a, factor_a).to(how), decoded(b, factor_b).to(how)
+        left, right = (
+            values if values.dtype is how else decoded(values, factor).to(how)
+            for values, factor in ((a, factor_a), (b, factor_b))
+        )
         if how is torch.float32:
             return _finished(torch.mm(left, right), whole_a, whole_b, names, dtype)
         sums = torch.mm(left, right, out_dtype=torch.float32)
         return _finished(sums, whole_a, whole_b, names, dtype)
+    if factor_a.dim() == 4:
+        return multiplied_in_blocks(a, b, factor_a, factor_b, dtype)
     # Pad sizes to multiples of 16, and lay the matrices out by rows and by columns.
     (n, k), m = a.shape, b.size(1)
     more_n, more_k, more_m = (-size % _MULTIPLE for size in (n, k, m))
-    left, right = _padded(a, more_n, more_k), _padded(b.t(), more_m, more_k)
+    left, right = padded(a, more_n, more_k), padded(b.t(), more_m, more_k)
     if factor_a.dim() == 2:  # by row: pad the factors too
         factor_a = nn.functional.pad(factor_a, (0, 0, 0, more_n), value=1.0)
         factor_b = nn.functional.pad(factor_b, (0, more_m), value=1.0)
@@ -361,14 +398,6 @@ def _finished(
         large, small = torch.maximum(whole_a, whole_b), torch.minimum(whole_a, whole_b)
         sums.mul_(large * (1 / tops) * small)
     return sums.to(dtype)
-
-
-def _padded(matrix: Tensor, rows: int, columns: int) -> Tensor:
-    matrix = matrix.contiguous()
-    if not rows and not columns:
-        return matrix
-    bits = nn.functional.pad(matrix.view(torch.uint8), (0, columns, 0, rows))
-    return bits.view(matrix.dtype)
 
 
 def _on_cpu(

@@ -17,6 +17,7 @@ from mprun import __version__
 from mprun.numerics.state import Learner
 from mprun.precision import ForwardContext, read_math_flags
 from mprun.precision.optimizer import elements_by_dtype
+from mprun.precision.scaled_products import how_multiplied
 
 _PACKAGES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard", "numpy")
 
@@ -51,9 +52,11 @@ def number_formats(
 ) -> dict[str, Any]:
     """Return the mode's effect on this device, for `precision` of run.json."""
     optimizers = {name: learner.optimizer for name, learner in learners.items()}
+    products = forward_context.policy.products
     return {
         "scaler": scaler,
         "half_products": forward_context.kind(),
+        "linear_products": products and how_multiplied(products, forward_context.device),
         "effective_dtypes": {name: _elements(learner) for name, learner in learners.items()},
         "update": {
             name: {"path": one.update_path, "reason": one.update_reason}

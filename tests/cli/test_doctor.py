@@ -11,6 +11,7 @@ from mprun.cli.doctor import KEYS, page
 from mprun.cli.machine import _verdict, machine_facts, modes
 from mprun.errors import BadInput
 from mprun.precision import ForwardContext, get_policy, pin_math_flags, read_math_flags
+from mprun.training.environment import number_formats
 
 from ..shipped import ALL_MODES, MODES
 
@@ -46,6 +47,10 @@ def test_a_run_meets_what_the_doctor_said(build_run, mode):
     built = build_run(*small, f"precision={mode}")
     built.task.train_step(0)
     assert bool(built.forward_context.rerouted()) == (verdict == "emulated")
+    recorded = number_formats(built.task.learners, built.forward_context, "none")
+    said = recorded["linear_products"]
+    assert (said is None) == (get_policy(mode).products is None)
+    assert said is None or f"linear layers: {said}" in modes(CPU)[mode]["reason"]
 
 
 @pytest.mark.parametrize("mode", ["amp", "amp_bf16", "bf16_master"])
@@ -172,7 +177,7 @@ def test_numbers_that_bf16_does_not_have_are_not_multiplied_on_tensor_cores(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     verdict, reason = _verdict("mine", torch.device("cuda", 0), str(tmp_path))
     assert verdict == "honoured" and "decoded-e4m3 products on Tensor Cores" in reason
-    assert ("decoded ones in FP32 without" in reason) == without
+    assert ("decoded numbers, in FP32 (" in reason) == without
 
 
 def test_a_check_that_fails_is_an_answer(monkeypatch):

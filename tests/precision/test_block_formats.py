@@ -344,6 +344,11 @@ def test_decoded_numbers_are_those_of_bf16(mode):
     made = cast(matrix, products.operand("input", "output"))
     found = numbers(made)
     assert torch.equal(found.bfloat16().float(), found) and products.multiplied == (torch.bfloat16,)
+    own = made.operand
+    form = own.element.name, *own.block, own.scale, own.scale_rounding, 0, torch.bfloat16
+    written, factor, _ = torch.ops.mprun.cast_blocks(matrix, *form)  # as on CUDA
+    assert written.dtype is torch.bfloat16 and torch.equal(factor, made.factor)
+    assert torch.equal(numbers(made._replace(values=written)), found)
 
 
 def test_what_a_layer_keeps_of_its_scales_is_one_number_a_block():

@@ -150,7 +150,8 @@ def _scaled_product(call: Operation) -> Iterator[Cost]:
     a, b, *_, decoded = call.args
     if decoded is not None:
         size = (a.numel() + b.numel()) * decoded.itemsize
-        yield "decoding", 0, _total(call.args[:4]) + size
+        if a.dtype is not decoded:  # not by its cast
+            yield "decoding", 0, _total(call.args[:4]) + size
         yield "matrix product", flops(call), size + _total(call.result)
         return
     # cuBLAS takes the left matrix by rows, the right one by columns; others are copied

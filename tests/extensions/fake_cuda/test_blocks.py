@@ -1,0 +1,49 @@
+"""Formats in blocks on CUDA: launches of a cast; codes multiplied by a GPU that has them."""
+
+import sys
+
+import pytest
+
+from .cells import MODELS
+from .conftest import Device
+from .test_every_mode import assert_sound
+
+CASTS = """
+from mprun.precision import get_policy
+from mprun.precision.philox import micro_batches
+from mprun.precision.scaled_products import cast
+
+operand = get_policy("{mode}").products.operand("{name}", "grad_input", "a")
+matrix = torch.ones(130, 70, device="cuda", dtype=torch.bfloat16)
+micro_batches.begin_step(matrix.device, 0, 0)
+for dim in (-1, 0):
+    for _ in range({times}):
+        made = cast(matrix, operand, dim)
+return {{"dtype": str(made.values.dtype)}}
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mode", "name", "launches"),
+    [("mxfp8", "weight", 1), ("nvfp4", "weight", 2), ("nvfp4", "grad_output", 2)],
+)
+def test_a_cast_to_decoded_numbers_is_one_launch(script, mode, name, launches):
+    """Two, where amax of the tensor comes first."""
+    few, more = (script(CASTS.format(mode=mode, name=name, times=times)) for times in (1, 11))
+    assert more["dtype"] == "torch.bfloat16"
+    count = {key: more["counts"][key] - few["counts"][key] for key in few["counts"]}
+    assert count["launches"] + count["driver_launches"] == 20 * launches, count
+
+
+@pytest.mark.slow
+def test_codes_are_multiplied_by_a_gpu_that_has_them(device, tmp_path, monkeypatch):
+    """torch takes sizes, layouts and scales; what comes out, no fake device tells."""
+    monkeypatch.setenv("FAKE_CUDA_CAPABILITY", "100")
+    blackwell = Device(device.folder, sys.executable)
+    found = blackwell.run(tmp_path / "run", [*MODELS["gpt"], "precision=mxfp8", "train.steps=3"])
+    blackwell.close()
+    assert_sound(found)
+    precision = found["record"]["precision"]
+    assert precision["linear_products"] == "codes, by the GPU"
+    assert "native-e4m3" in precision["half_products"]

@@ -1,0 +1,70 @@
+"""The kernel that casts in blocks has the bits of torch's operations."""
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from ..helpers import printed_by
+
+SCRIPT = Path(__file__).with_name("block_casts_in_interpreter.py")
+pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
+
+
+@pytest.mark.slow
+def test_bits_in_the_interpreter():
+    found = printed_by(SCRIPT)
+    assert found["compared"] > 4_000_000 and found["different"] == []
+
+
+# Operands of the shipped modes: block, scale, stochastic, what is written.
+FORMS = {
+    "mxfp8": ((1, 32), "e8m0", False, "bf16"),
+    "its codes, along the other dimension": ((32, 1), "e8m0", False, "codes"),
+    "nvfp4": ((16, 16), "e4m3", False, "bf16"),
+    "its gradients": ((1, 16), "e4m3", True, "bf16"),
+    "fp8_block": ((128, 128), "pow2", False, "bf16"),
+    "in FP32": ((1, 128), "fp32", False, "fp32"),
+}
+TARGETS = (80, 86, 89, 90, 100, 120)
+
+
+def compiled(form, held, capability):
+    from triton import compile as compile_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from mprun.precision.block_cast_triton import cast_kernel, launch_of
+
+    block, scale, stochastic, out = form
+    constants, options = launch_of(block)
+    constants |= {"SCALE": scale, "ROUNDING": "rceil", "TOP": 6.0, "EMIN": 0, "EMAX": 2}
+    constants |= {"MANTISSA": 1, "STOCHASTIC": stochastic, "OUT": out, "column_step": 1}
+    names = cast_kernel.arg_names
+    signature = dict.fromkeys(names, "i32") | {"matrix": f"*{held}", "number": "*i64"}
+    signature |= dict.fromkeys(("seed", "first", "stream"), "i64")
+    signature |= dict.fromkeys(("whole", "factors"), "*fp32")
+    signature["values"] = {"codes": "*u8", "bf16": "*u16", "fp32": "*fp32"}[out]
+    aligned = [name for name, kind in signature.items() if kind.startswith("*")]
+    aligned += ["rows", "columns", "row_step"]
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = ASTSource(
+        fn=cast_kernel,
+        signature=signature,
+        constexprs={(names.index(key),): value for key, value in constants.items()},
+        attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
+    )
+    target = GPUTarget("cuda", capability, 32)
+    return compile_kernel(source, target=target, options=dict(options)).asm["ptx"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", TARGETS)
+@pytest.mark.parametrize("name", FORMS)
+def test_compiled_ahead_of_time(capability, name, tmp_path, monkeypatch):
+    """Nothing is contracted or approximate, and rows are read by 16 bytes."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    ptx = compiled(FORMS[name], "fp32" if name == "in FP32" else "u16", capability)
+    assert not re.search(r"\bfma\.\w+\.f32|\.ftz|\.approx|div\.full|\batom|\bred\.", ptx)
+    assert re.search(r"ld\.global[.\w:]*\.v4", ptx)
