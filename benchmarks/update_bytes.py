@@ -55,8 +55,9 @@ def update_bytes(
 
     optimizer: "sgd", "sgd_momentum", "adam", "adamw" or "adagrad". path: "single_pass", or "plain"
     with torch's fused kernels. checks: the loss scale skips updates. norm: the gradient norm is
-    measured; clips: it is also limited. Raises ValueError for other names and for modes without
-    master weights, which update in 16 bits.
+    measured; clips: it is also limited. Raises ValueError for other names, for modes without
+    master weights, which update in 16 bits, and for narrow state, which is widened chunk by chunk:
+    `mprun bench --roofline` counts those.
     """
     if optimizer not in _STATE:
         raise ValueError(f"optimizer={optimizer!r}: must be one of {', '.join(_STATE)}")
@@ -64,6 +65,8 @@ def update_bytes(
         raise ValueError(f"path={path!r}: must be 'single_pass' or 'plain'")
     if policy.master_dtype is None:
         raise ValueError(f"{policy.name}: has no master weights")
+    if policy.state_dtype not in (None, "fp32"):
+        raise ValueError(f"precision.update.state_dtype={policy.state_dtype}: state is widened")
     gradient = policy.param_dtype.itemsize
     in_16_bits = gradient == 2
     weights = _MASTER + _STATE[optimizer]

@@ -158,7 +158,9 @@ class UpdateConfig:
         "Storage of BF16 weights without masters; stochastic and kahan update them in FP32",
     )
     state_dtype: str | None = one_of(
-        "fp32 bf16", "Dtype of the optimizer's stored state; null: the update's", default=None
+        "fp32 bf16 dynamic8 fp8",
+        "Format of the optimizer's stored state; 8 bits in blocks of 256; null: the update's",
+        default=None,
     )
 
 

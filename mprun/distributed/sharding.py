@@ -27,6 +27,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from mprun.distributed.reduction import FlatReduction, Sent, in_order
 from mprun.errors import BadInput
 from mprun.precision.casting import CastModel, Shard, copy_exactly, hold_forms
+from mprun.precision.packed_states import BLOCK, IN_BLOCKS, fits
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.update import norms_of
 from mprun.torch_private import BatchNorm, disable_dispatch_modes, parameters_of, version_of
@@ -71,7 +72,11 @@ class ShardedModel(CastModel):
 
     def whole(self, name: str, part: Tensor) -> Tensor:
         """Return the whole tensor of which each rank has such a part; all ranks call it."""
-        shape, own = self.shards[name].shape, self.rows_of(name, part)
+        shape = self.shards[name].shape
+        if _are_scales(part, self.shards[name].own.shape):
+            spread = part.repeat_interleave(BLOCK).view(self.shards[name].own.shape)
+            return self.whole(name, spread).flatten()[::BLOCK].clone()
+        own = self.rows_of(name, part)
         rows = part.new_zeros(-(-shape[0] // self.ranks.world), *shape[1:])
         rows[: len(own)] = own
         return self.ranks.gather(rows)[: shape[0]]
@@ -83,6 +88,9 @@ class ShardedModel(CastModel):
 
     def part(self, name: str, whole: Tensor) -> Tensor:
         shard = self.shards.get(name)
+        if shard is not None and _are_scales(whole, shard.shape):
+            spread = whole.repeat_interleave(BLOCK).view(shard.shape)
+            return self.part(name, spread).flatten()[::BLOCK]
         if shard is None or whole.shape != shard.shape:
             return whole
         first, shape = _rows(shard.shape, self.ranks.rank, self.ranks.world)
@@ -316,6 +324,23 @@ def _rows(shape: torch.Size, rank: int, world: int) -> tuple[int, torch.Size]:
     return first, torch.Size((min(rows, shape[0] - first), *shape[1:]))
 
 
+def _are_scales(tensor: Tensor, shape: torch.Size) -> bool:
+    """Return whether it has a number for each block of a tensor, not one for each number."""
+    return tensor.dim() == 1 and tensor.numel() * BLOCK == shape.numel() and tensor.shape != shape
+
+
+def _refuse_blocks(module: nn.Module, policy: PrecisionPolicy, ranks: Any) -> None:
+    """Refuse state in blocks of which a rank would have a part: their scales would differ."""
+    if policy.state_dtype not in IN_BLOCKS:
+        return
+    for name, own in module.named_parameters():
+        rows = _rows(own.shape, 0, ranks.world)[1]
+        if fits(own.numel()) and rows.numel() % BLOCK:
+            key = f"precision.update.state_dtype={policy.state_dtype}"
+            cut = f"{rows[0]} rows of {name} a rank are no whole blocks of {BLOCK} numbers"
+            raise _impossible(f"{cut}, which {key} needs")
+
+
 def _row(shape: torch.Size) -> int:
     return shape[1:].numel()
 
@@ -328,6 +353,7 @@ def sharded(cast: CastModel, ranks: Any, blocks: Sequence[str]) -> ShardedModel:
     """
     module, policy = cast.module, cast.policy
     _refuse(module)
+    _refuse_blocks(module, policy, ranks)
     computed = {name: own.dtype for name, own in module.named_parameters()}
     twin = _twin(cast)
     masters = {id(own): cast.masters.get(name, own) for name, own in module.named_parameters()}

@@ -262,8 +262,10 @@ class UpdateMeter:
         for name, updated in zip(optimizer.names, optimizer.updated, strict=True):
             if name in names and id(updated) in taken and updated.dtype.itemsize == 2:
                 stride = sampling_stride(updated)
-                state = dict(optimizer.inner.state.get(updated, {}))
-                state.pop(COMPENSATION, None)
+                if (narrow := optimizer.narrow) is not None and updated in narrow:
+                    state = narrow.widened(updated)
+                else:
+                    state = dict(optimizer.inner.state.get(updated, {}))
                 kept = {key: _copy(value, updated, stride) for key, value in state.items()}
                 own = self._weight(updated, stride)
                 self._before[id(updated)] = (name, updated, stride, own, kept)

@@ -120,7 +120,10 @@ class CastModel:
         """Let the module have the updated shards."""
 
     def saved(self, name: str, part: Tensor) -> Tensor:
-        """Return the whole of which `part`, shaped like the updated tensor, is this rank's."""
+        """Return the whole of which `part`, shaped like the updated tensor, is this rank's.
+
+        It may also be scales of its blocks (`mprun.precision.packed_states`).
+        """
         return part
 
     def part(self, name: str, whole: Tensor) -> Tensor:

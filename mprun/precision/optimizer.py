@@ -37,6 +37,7 @@ from mprun.precision.gradients import (
     Untouched,
 )
 from mprun.precision.loss_scale import LossScale, NoLossScale
+from mprun.precision.packed_states import SCALE
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.rounded_weights import choose_narrow
 from mprun.precision.row_updates import RowUpdate, row_tables
@@ -136,8 +137,7 @@ class MixedPrecisionOptimizer:
 
         self.inner = make_optimizer(list(named.items()))
         self.tables = row_tables(cast.module)
-        starts = {name: shard.start for name, shard in cast.shards.items()}
-        self.narrow = choose_narrow(self.inner, named, cast.policy, seed, starts)
+        self.narrow = choose_narrow(self.inner, named, cast.policy, seed, cast.shards)
         if self.narrow is None:
             initialise_state(self.inner)
         elif self.tables:
@@ -337,10 +337,12 @@ class MixedPrecisionOptimizer:
 
         def saved_state(name: str, own: dict) -> dict:
             like = updated[name].shape if name in updated else None
-            return {
-                key: whole(name, v) if isinstance(v, Tensor) and v.shape == like else v
+            of_numbers = [
+                key
                 for key, v in own.items()
-            }
+                if key.endswith(SCALE) or (isinstance(v, Tensor) and v.shape == like)
+            ]
+            return own | {key: whole(name, own[key]) for key in of_numbers}
 
         state = {name: saved_state(name, own) for name, own in self.state_by_name().items()}
         masters = {name: whole(name, master) for name, master in self.masters.items()}

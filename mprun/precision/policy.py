@@ -24,6 +24,7 @@ import yaml
 from torch import Tensor
 
 from mprun.precision.block_formats import ELEMENTS, SCALE_ROUNDINGS, SCALES, Element, block_of
+from mprun.precision.packed_states import STATE_FORMATS
 from mprun.precision.scaled_products import ScaledProducts
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -57,7 +58,8 @@ class PrecisionPolicy:
     rounding: how 16-bit weights without a master copy are stored. "nearest": the update computes in
         their dtype; "stochastic", "kahan": after an update in FP32, see
         `mprun.precision.rounded_weights`.
-    state_dtype: dtype of the optimizer's state between updates. None: as the update computes it.
+    state_dtype: format of the optimizer's state between updates, one of `STATE_FORMATS`. None: as
+        the update computes it.
     products: products of linear layers in 8 bits or fewer; None: they run like all others.
     """
 
@@ -73,7 +75,7 @@ class PrecisionPolicy:
     reduce_divide: str = "after"
     reduce_order: str = "rank"
     rounding: str = "nearest"
-    state_dtype: torch.dtype | None = None
+    state_dtype: str | None = None
     products: ScaledProducts | None = None
 
     @property
@@ -116,6 +118,7 @@ _WORDS = {
     "scale": tuple(name for name in SCALES if name != "none"),
     "scale_rounding": SCALE_ROUNDINGS,
     "grad_rounding": ("nearest", "stochastic"),
+    "state_dtype": tuple(name for name in STATE_FORMATS if name),
 }
 _LISTS = ("hadamard", "high_precision", "modules")
 _COUNTS = {"history": 1, "margin": 0}  # with the smallest
@@ -160,7 +163,7 @@ def _read(key: str, value: Any, formats: Mapping[str, Any]) -> Any:
         except ValueError as error:
             raise ValueError(f"{key}={value!r}: {error}") from None
     words = _WORDS.get(field)
-    if value is None and words is None and formats is DTYPES:
+    if value is None and formats is DTYPES and (words is None or field == "state_dtype"):
         return None
     allowed = words or tuple(formats)
     if value not in allowed:

@@ -25,6 +25,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from mprun.precision.casting import Shard
+from mprun.precision.packed_states import SCALE, STATE_FORMATS
 from mprun.precision.philox import IN_BLOCK, bits_of, stream_of
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.torch_update import initialise_state, put_back_where, rule_of
@@ -59,11 +61,12 @@ class RoundedWeights:
         inner: the optimizer that updates the weights, among others.
         names, weights: those weights of `inner`, in BF16, and their names.
         rounding: "stochastic" or "kahan"; "nearest" if only the state is narrow.
-        state_dtype: dtype in which state of `inner` with the shape of its weight is kept between
-            updates; None: FP32.
+        state_dtype: format in which state of `inner` with the shape of its weight is kept between
+            updates, one of `STATE_FORMATS`; None: FP32.
         seed: seed of the run and of this optimizer in it; its lowest 64 bits count.
         starts: of weights that are shards, the place of the first number in the whole parameter,
             a multiple of 8: a shard uses the random bits of the whole.
+        sizes: of weights that are shards, how many numbers the whole parameter has.
 
     Attributes:
         updates: number of applied updates, int64, 0-dim.
@@ -76,17 +79,19 @@ class RoundedWeights:
         names: Sequence[str],
         weights: Sequence[Tensor],
         rounding: str,
-        state_dtype: torch.dtype | None = None,
+        state_dtype: str | None = None,
         seed: int = 0,
         starts: Sequence[int] = (),
+        sizes: Sequence[int] = (),
     ):
         self.inner, self.weights, self.rounding = inner, list(weights), rounding
         self.starts = list(starts) or [0] * len(self.weights)
-        self.state_dtype = state_dtype
+        self.sizes = list(sizes) or [weight.numel() for weight in self.weights]
         for name, weight in zip(names, self.weights, strict=True):
             if not is_dense(weight):
                 raise ValueError(f"{name}: has gaps between its values; make it contiguous")
         device = self.weights[0].device
+        self.state_dtype, self.packing = state_dtype, STATE_FORMATS[state_dtype](device)
         self.updates = torch.zeros((), dtype=torch.int64, device=device)
         bits = [0, *map(stream_of, names)]
         self.streams = torch.tensor(bits, dtype=torch.int64, device=device)
@@ -101,7 +106,7 @@ class RoundedWeights:
             before = {key: value for key, value in made.items() if key == COMPENSATION}
             if not before and self.rounding == "kahan" and weight.dtype is not torch.float32:
                 before[COMPENSATION] = torch.zeros_like(weight)
-            self.inner.state[weight] = self._kept_state(weight, before, _widened(made, weight))
+            self.inner.state[weight] = self._kept_state(weight, before, self.widened(weight))
 
     def __contains__(self, weight: Tensor) -> bool:
         return id(weight) in self._number
@@ -149,7 +154,7 @@ class RoundedWeights:
                 if COMPENSATION in state:
                     own.add_(state[COMPENSATION])
                 wide[id(weight)] = own
-                inner.state[own] = _widened(state, weight)
+                inner.state[own] = self._widened(state, weight)
         groups = [group["params"] for group in inner.param_groups]
         for group, params in zip(inner.param_groups, groups, strict=True):
             group["params"] = [wide.get(id(p), p) for p in params if id(p) in held]
@@ -160,21 +165,47 @@ class RoundedWeights:
                 group["params"] = params
             with torch.no_grad():
                 for weight, state in zip(chosen, states, strict=True):
-                    found = inner.state.pop(wide[id(weight)], {})
-                    inner.state[weight] = self._kept_state(weight, state, found)
+                    found = inner.state.pop(own := wide[id(weight)], {})
+                    if own.grad is not None or not state:  # else its state stays as it was
+                        state = self._kept_state(weight, state, found, found_inf)
+                    inner.state[weight] = state
                 self._store_all(chosen, wide, found_inf)
 
-    def _kept_state(self, weight: Tensor, before: dict, found: dict) -> dict[Any, Any]:
-        """Return `found` in the kept state's dtypes, in the tensors of `before`, whose addresses a
-        captured graph knows."""
+    def _kept_state(
+        self, weight: Tensor, before: dict, found: dict, found_inf: Tensor | None = None
+    ) -> dict[Any, Any]:
+        """Return `found` as it is kept, in the tensors of `before`, which a captured graph knows.
+
+        They keep their values if `found_inf` is not 0.
+        """
         kept = {COMPENSATION: before[COMPENSATION]} if COMPENSATION in before else {}
         for name, value in found.items():
-            dtype = self.state_dtype if _is_like(value, weight, name) else None
-            if dtype is not None and value.dtype is not dtype:
-                own = before.get(name)
-                value = value.to(dtype) if own is None else own.copy_(value)
-            kept[name] = value
+            if not _is_like(value, weight, name):
+                kept[name] = value
+                continue
+            size = self.sizes[self._number[id(weight)]]
+            for key, new in self.packing.encode(name, value, size).items():
+                own = kept[key] = before.get(key, new)
+                if own is not new:
+                    own.copy_(new if found_inf is None else torch.where(found_inf != 0, own, new))
         return kept
+
+    def widened(self, weight: Tensor) -> dict[str, Any]:
+        """Return the optimizer's state of a weight in FP32, without the entries that it does not
+        have itself."""
+        return self._widened(self.inner.state.get(weight, {}), weight)
+
+    def _widened(self, state: Mapping[str, Any], weight: Tensor) -> dict[str, Any]:
+        found = {}
+        for key, value in state.items():
+            if key == COMPENSATION or key.endswith(SCALE):
+                continue  # torch initialises a state only if it is empty
+            if key + SCALE in state or _is_like(value, weight, key):
+                value = self.packing.decode(key, state)
+                if value.stride() != weight.stride():
+                    value = torch.empty_like(weight, dtype=value.dtype).copy_(value)
+            found[key] = value
+        return found
 
     def _store_all(
         self, chosen: Sequence[Tensor], wide: Mapping[int, Tensor], found_inf: Tensor | None
@@ -228,7 +259,7 @@ class RoundedWeights:
         return [part[: piece.own.numel()] for part, piece in zip(parts, pieces, strict=True)]
 
     def state_dict(self) -> dict[str, Any]:
-        state: dict[str, Any] = {"updates": self.updates}
+        state: dict[str, Any] = {"updates": self.updates, "state_dtype": self.state_dtype}
         return state | {"seed": self._seed} if self.rounding == "stochastic" else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -241,11 +272,11 @@ def choose_narrow(
     named: Mapping[str, Tensor],
     policy: PrecisionPolicy,
     seed: int = 0,
-    starts: Mapping[str, int] | None = None,
+    shards: Mapping[str, Shard] | None = None,
 ) -> RoundedWeights | None:
-    """Choose those of `named` that are BF16 but updated in FP32, or have a state in BF16.
+    """Choose those of `named` that are BF16 but updated in FP32, or have a narrow state.
 
-    starts: those of shards, by name.
+    shards: of which parameters they are shards, by name.
     """
     rounding = policy.rounding if policy.masters == "transient" else "nearest"
     state_dtype = policy.state_dtype
@@ -255,9 +286,27 @@ def choose_narrow(
     chosen = {n: own for n, own in real.items() if state_dtype or own.dtype is torch.bfloat16}
     if not chosen:
         return None
-    of_shards = [(starts or {}).get(name, 0) for name in chosen]
-    how = (rounding, state_dtype, seed, of_shards)
+    of_shards = [shards[name] for name in chosen] if shards else []
+    starts, sizes = ([s.start for s in of_shards], [s.shape.numel() for s in of_shards])
+    how = (rounding, state_dtype, seed, starts, sizes)
     return RoundedWeights(inner, [*chosen], [*chosen.values()], *how)
+
+
+def translated(
+    saved: Mapping[str, Any], of: str | None, to: str | None, weight: Tensor
+) -> Mapping[str, Any]:
+    """Return state of a weight as another of `STATE_FORMATS` keeps it; of the same, unchanged."""
+    if of == to:
+        return saved
+    before, after = (STATE_FORMATS[name](weight.device) for name in (of, to))
+    found: dict[str, Any] = {}
+    for key, value in saved.items():
+        if key + SCALE in saved or _is_like(value, weight, key):
+            kept = {k: saved[k].to(weight.device) for k in (key, key + SCALE) if k in saved}
+            found |= after.encode(key, before.decode(key, kept), weight.numel())
+        elif not key.endswith(SCALE):
+            found[key] = value
+    return found
 
 
 def packed(sizes: Iterable[int], most: int) -> list[list[int]]:
@@ -277,15 +326,6 @@ def widen(wide: Tensor, own: Tensor, kept: Tensor | None) -> Tensor:
     """Fill an FP32 tensor with a BF16 weight plus the error of its last rounding."""
     wide.copy_(own)
     return wide if kept is None else wide.add_(kept)
-
-
-def _widened(state: Mapping[str, Any], weight: Tensor) -> dict[str, Any]:
-    """Return the optimizer's state in FP32, without the entry that torch would take for it."""
-    return {
-        key: value.float() if _is_like(value, weight, key) else value
-        for key, value in state.items()
-        if key != COMPENSATION  # torch initialises a state only if it is empty
-    }
 
 
 def _is_like(value: Any, weight: Tensor, key: str) -> bool:

@@ -141,7 +141,7 @@ def create_state(optimizer: Optimizer, parameter: Tensor, saved: Mapping[str, An
     state = optimizer.state[parameter]
     for key, value in saved.items():
         if isinstance(value, Tensor):
-            is_counter = value.shape != parameter.shape and not on_device
+            is_counter = not value.dim() and parameter.dim() and not on_device
             value = value.to("cpu" if is_counter else parameter.device, copy=True)
         state[key] = value
 

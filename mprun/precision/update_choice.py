@@ -114,7 +114,7 @@ def _why_not(plain: ByTorch, dtypes: Sequence[torch.dtype]) -> str | None:
     if any(tensor.is_complex() for tensor in updated):
         return "a weight is complex"
     if narrow is not None and narrow.state_dtype is not None:
-        return "the state is kept in 16 bits, for which it has no kernel"
+        return f"the state is kept in {narrow.state_dtype}, for which it has no kernel"
     if narrow is not None and any(narrow.starts) and device == "cuda":
         return "a shard's random bits begin at a place that its kernel does not know"
     if any(t.dtype is not torch.float32 and not (narrow and t in narrow) for t in updated):

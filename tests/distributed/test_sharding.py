@@ -9,7 +9,7 @@ from torch import nn
 from mprun.config.compose import compose_config
 from mprun.distributed.sharding import _ALIGNED, _refuse_shared, _units, sharded
 from mprun.errors import BadInput
-from mprun.precision import cast_model, get_policy
+from mprun.precision import build_policy, cast_model, get_policy
 
 from ..helpers import raises_line, record_of
 from ..shipped import IN_BLOCKS, MODES
@@ -26,6 +26,9 @@ IMAGES = "model=conv_autoencoder data.batch_size=4 train.accumulate=4 dist.order
 IMAGES += ["dist.engine=fsdp"]
 # Some of its updates are skipped, others are not.
 SCALED = [*GPT, "precision=fp16_master_scaled", "scaler.growth_interval=2"]
+
+# Rows of 64, whose numbers four ranks divide into blocks of 256.
+BLOCKS = [*GPT, "model.hidden_size=64", "data.vocab_size=64", "precision=bf16_stochastic"]
 
 
 def case(*words, plants=False):
@@ -78,6 +81,10 @@ def test_settings_have_the_bits_of_one_rank(tmp_path):
         "narrow state": case(
             *GPT, "precision=bf16_stochastic", "precision.update.state_dtype=bf16"
         ),
+        "blocks of state": case(*BLOCKS, "precision.update.state_dtype=dynamic8"),
+        "skipped blocks": case(
+            *BLOCKS, *SCALED[-2:], "precision.update.state_dtype=fp8", "train.clip_norm=0.1"
+        ),
         "before": case(*in_fp16, "precision.reduce_divide=before"),
         "split": case(*in_fp16, "precision.reduce_divide=split", "train.clip_norm=0.1"),
         "in bf16": case(*GPT, "precision=bf16_master", "precision.reduce_dtype=bf16"),
@@ -89,7 +96,7 @@ def test_settings_have_the_bits_of_one_rank(tmp_path):
         "llama": case(*SCALED, "model.norm=rms", "model.positions=rotary", "model.mlp=swiglu"),
     }
     (alone,) = on_ranks(1, cases, tmp_path / "1")
-    scaled = ("images", "before", "split", "tree", "anew")
+    scaled = ("images", "skipped blocks", "before", "split", "tree", "anew")
     assert all(1 <= alone[name]["skipped"] < STEPS for name in scaled)
     assert differing(cases, alone, on_ranks(4, cases, tmp_path / "4")) == []
 
@@ -205,6 +212,15 @@ def test_what_is_not_computed_anew(words, told):
 def test_networks_without_shards(network, told):
     with raises_line(BadInput, told):
         sharded(cast_model(network, get_policy("fp32")), SimpleNamespace(), [])
+
+
+def test_blocks_of_state_that_ranks_would_cut_are_refused():
+    """100 rows of 64 are 25 blocks of 256 numbers, 50 rows are 12.5."""
+    policy = build_policy("own", {"update": {"state_dtype": "dynamic8"}})
+    cast = cast_model(nn.Linear(64, 100), policy)
+    told = "fsdp: 50 rows of weight a rank are no whole blocks of 256 numbers, which precision.upd"
+    with raises_line(BadInput, told):
+        sharded(cast, SimpleNamespace(world=2), [])
 
 
 def test_a_weight_of_two_units_is_refused():

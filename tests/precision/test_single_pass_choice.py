@@ -1,5 +1,7 @@
 """Which way an update takes, and what is said about it."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -132,6 +134,9 @@ def test_bytes_of_the_documented_recipe_and_of_clipping():
     assert (single.step, plain.step) == (22, 52)
     with pytest.raises(ValueError, match="no master weights"):
         update_bytes("sgd", get_policy("fp16_naive"), path="plain", checks=True)
+    narrow = dataclasses.replace(policy, state_dtype="fp8")
+    with pytest.raises(ValueError, match="state_dtype=fp8: state is widened"):
+        update_bytes("sgd", narrow, path="plain", checks=True)
     with pytest.raises(ValueError, match="optimizer='rmsprop'"):
         amp_recipe_bytes("rmsprop")
 

@@ -23,6 +23,7 @@ from mprun.numerics.post_mortem import EXPLOSION, LAST, explosion, power
 from mprun.numerics.replay import Steps, resume_from, same_loss, use_batch
 from mprun.numerics.state import all_finite, carried, weights
 from mprun.numerics.trace import Phase
+from mprun.precision.rounded_weights import translated
 from mprun.tasks import LanguageModel
 
 WORSE = 1.5  # times FP32's loss: finite, but not cured
@@ -353,8 +354,14 @@ def transplant(built: Built, saved: dict) -> None:
             optimizer.delayed.take_over(theirs["delayed"])
         for key, average in optimizer.averages.items():
             average.copy_(theirs["averages"][key])
+        updated = dict(zip(optimizer.names, optimizer.updated, strict=True))
+        to = None if optimizer.narrow is None else optimizer.narrow.state_dtype
+        of = theirs.get("narrow", {}).get("state_dtype")
         for key, state in optimizer.state_by_name().items():
-            for kind, value in theirs["state"][key].items():
+            kept = theirs["state"][key]
+            if key in updated:  # no row table, whose state is FP32
+                kept = translated(kept, of, to, updated[key])
+            for kind, value in kept.items():
                 if isinstance(state.get(kind), Tensor):
                     state[kind].copy_(value)
     scales = saved["loss_scales"] if "loss_scales" in saved else {"loss_scale": saved["loss_scale"]}

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.distributed import ReduceOp, all_reduce, get_world_size, is_available, is_initialized
 
+from mprun.precision.packed_states import IN_BLOCKS
 from mprun.precision.policy import PrecisionPolicy
 
 T = TypeVar("T")
@@ -113,6 +114,12 @@ def keeps_half(policy: PrecisionPolicy) -> bool:
 
 def why_not_sharded(policy: PrecisionPolicy) -> str | None:
     """Return why a model of this policy cannot be sharded; None: it can."""
+    if policy.state_dtype in IN_BLOCKS:
+        return (
+            f"precision.update.state_dtype={policy.state_dtype} keeps state in blocks of whole "
+            "tensors; use DistributedDataParallel around the prepared model, or dist.engine=fsdp "
+            "of `mprun`"
+        )
     if not keeps_half(policy):
         return None
     return (

@@ -465,7 +465,7 @@ class OptimizerSteps:
             if own not in narrow:
                 continue
             for key, value in loaded["state"].get(number, {}).items():
-                if isinstance(value, Tensor) and value.shape == own.shape:
+                if isinstance(value, Tensor) and (value.dim() or not own.dim()):
                     self.optimizer.state[own][key] = value.to(own.device, copy=True)
 
 

@@ -148,6 +148,7 @@ def test_weights_without_masters_are_updated_in_one_pass(mode):
 
 # Bytes of a parameter: weight, masters, states, gradient, and FP32 gradients where torch's
 # operations, for want of a kernel of a narrow state, collect them.
+IN_BLOCKS = 1 + 4 / 256  # a code, and a scale for each block
 HELD = [
     ("fp32", (), 4 + 8 + 4),
     ("amp_bf16", (), 4 + 8 + 4),
@@ -157,6 +158,8 @@ HELD = [
     ("bf16_kahan", (), 2 + 2 + 8 + 2),
     ("bf16_stochastic", ("precision.update.state_dtype=bf16",), 2 + 4 + 2 + 4),
     ("bf16_kahan", ("precision.update.state_dtype=bf16",), 2 + 2 + 4 + 2 + 4),
+    ("bf16_stochastic", ("precision.update.state_dtype=dynamic8",), 2 + 2 * IN_BLOCKS + 2 + 4),
+    ("bf16_kahan", ("precision.update.state_dtype=fp8",), 2 + 2 + 2 * IN_BLOCKS + 2 + 4),
 ]
 
 
@@ -164,7 +167,7 @@ HELD = [
 def test_bytes_of_a_parameter(mode, more, size):
     found = counted(mode, *more)
     norms = NORMS * 16
-    if found.policy.state_dtype is not None:
+    if found.policy.state_dtype == "bf16":
         norms = NORMS * (4 + 4 + 4)
     counters = 4 * (4 * LAYERS + 2 + 2 * LAYERS + 1)  # of each matrix and norm
     wide = found.parameters * 16 if mode in ("fp32", "amp_bf16") else NARROW * size + norms

@@ -19,6 +19,7 @@ from mprun.extensions.diagnosis.interventions import (
 )
 from mprun.extensions.diagnosis.observation import Event
 from mprun.numerics.replay import Steps
+from mprun.precision.packed_states import STATE_FORMATS
 
 from ...helpers import TINY_GPT, assert_same_bits
 from ...numerics.failing_runs import GAN, LM
@@ -216,8 +217,31 @@ def test_a_state_moved_to_another_mode_trains_on(build_run, mode):
     assert mine == pytest.approx(theirs, abs=0.02)
 
 
-def test_a_state_moved_to_its_own_mode_is_the_state(build_run):
-    arguments = [*GAN, "precision=amp", "scaler.growth_interval=2"]
+@pytest.mark.few(2)
+@pytest.mark.parametrize("to", ["null", "bf16", "fp8"])
+def test_state_in_blocks_is_moved_as_numbers(build_run, to):
+    key = "precision.update.state_dtype"
+    old = trained(build_run, 2, *TINY_GPT, "model.hidden_size=64", f"{key}=dynamic8")
+    new = build_run(*TINY_GPT, "model.hidden_size=64", f"{key}={to}")
+    transplant(new, kept(old))
+    one, other = (built.task.learner.optimizer for built in (old, new))
+    place = one.names.index("embedding.weight")
+    mine, theirs = other.updated[place], one.updated[place]
+    assert "exp_avg.scale" in one.inner.state[theirs]
+    found, wide = other.inner.state[mine]["exp_avg"], one.narrow.widened(theirs)["exp_avg"]
+    if to == "fp8":
+        found, wide = other.narrow.widened(mine)["exp_avg"], in_fp8(wide)
+    assert torch.equal(found, wide.to(found.dtype))
+
+
+def in_fp8(wide):
+    packing = STATE_FORMATS["fp8"](wide.device)
+    return packing.decode("exp_avg", packing.encode("exp_avg", wide, wide.numel()))
+
+
+@pytest.mark.parametrize("more", [[], ["precision.update.state_dtype=dynamic8"]])
+def test_a_state_moved_to_its_own_mode_is_the_state(build_run, more):
+    arguments = [*GAN, "precision=amp", "scaler.growth_interval=2", *more]
     old = trained(build_run, 3, *arguments)
     new = build_run(*arguments)
     transplant(new, kept(old))

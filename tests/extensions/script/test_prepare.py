@@ -544,16 +544,19 @@ def test_an_optimizer_is_not_skipped_for_an_overflow_of_another():
     assert not torch.equal(model.conv.weight, before)
 
 
+@pytest.mark.parametrize("state_dtype", [None, "dynamic8", "fp8"])
 @pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_kahan"])
-def test_a_prepared_optimizer_goes_on_bit_for_bit(mode):
+def test_a_prepared_optimizer_goes_on_bit_for_bit(mode, state_dtype):
+    policy = dataclasses.replace(get_policy(mode), state_dtype=state_dtype)
+
     def made():
         torch.manual_seed(0)
-        model = nn.Linear(16, 4)
-        return mprun.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2), mode)
+        model = nn.Linear(1024, 4)
+        return mprun.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2), policy)
 
     def step(model, optimizer, number):
         optimizer.zero_grad()
-        inputs = torch.randn(8, 16, generator=torch.Generator().manual_seed(number))
+        inputs = torch.randn(8, 1024, generator=torch.Generator().manual_seed(number))
         model(inputs).square().mean().backward()
         optimizer.step()
 
@@ -574,7 +577,9 @@ def test_a_prepared_optimizer_goes_on_bit_for_bit(mode):
     assert_same_bits(again.state_dict(), model.state_dict())
     assert_same_bits(other.state_dict(), optimizer.state_dict())
     assert {own.dtype for own in again.parameters()} == {torch.bfloat16}
-    assert {state["exp_avg"].dtype for state in other.state.values()} == {torch.float32}
+    of_weight, of_bias = (state["exp_avg"].dtype for state in other.state.values())
+    in_blocks = torch.float32 if state_dtype is None else torch.uint8
+    assert (of_weight, of_bias) == (in_blocks, torch.float32)
 
 
 def test_a_prepared_model_trains_in_fp8():
