@@ -82,6 +82,9 @@ def optimizer_maker(
         none = f"torch {torch.__version__} has no fused {config.name} on {device.type}"
         raise BadInput(f"optim.implementation=fused: {none} {without}")
     norm_names = norm_parameter_names(module)
+    matrices = hidden_matrices(module) if config.component.of_matrices else frozenset()
+    if config.component.of_matrices and not matrices:
+        raise BadInput(f"optim.name={config.name}: the network has no hidden matrix")
     how = {
         "fused": implementation == "fused",
         "foreach": implementation == "foreach",
@@ -94,7 +97,8 @@ def optimizer_maker(
         settings["betas"] = tuple(settings["betas"])
 
     def make(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-        groups = parameter_groups(named, norm_names, **arguments_of(parameter_groups, config))
+        own = arguments_of(parameter_groups, config)
+        groups = parameter_groups(named, norm_names, matrices, **own)
         return build(groups, **settings)
 
     return make
@@ -127,24 +131,41 @@ def norm_parameter_names(module: nn.Module) -> frozenset[str]:
     )
 
 
+def hidden_matrices(module: nn.Module) -> frozenset[str]:
+    """Return the names of the 2-D weights that are neither an embedding nor of the output layer,
+    the last module of a network."""
+    *_, last = module.modules()
+    ends = [own for own in module.modules() if isinstance(own, (nn.Embedding, nn.EmbeddingBag))]
+    outside = {id(own) for end in (*ends, last) for own in end.parameters()}
+    return frozenset(
+        name
+        for name, own in module.named_parameters()
+        if own.dim() == 2 and not own.is_complex() and id(own) not in outside
+    )
+
+
 def parameter_groups(
     named: Iterable[tuple[str, Tensor]],
     norm_names: Collection[str],
+    matrices: Collection[str] = (),
     *,
     lr: float,
     weight_decay: float,
     bias_lr_factor: float = 1.0,
     decay_bias: bool = True,
     decay_norm: bool = True,
+    adamw_lr_factor: float | None = None,
 ) -> list[dict]:
     """Build groups for a torch optimizer: params, lr, weight_decay, and lr_factor for later rates.
 
     A bias has the rate lr * bias_lr_factor, and the decay only with decay_bias. A parameter in
     norm_names has the rate lr, and the decay only with decay_norm (its shift is no bias here).
-    Parameters with the same rate and decay share a group, in the given order. So an optimizer
-    without such differences has the same single group as without this function.
+    Those in `matrices` have groups of their own (`mprun.precision.muon`), to whose rate that of all
+    others is adamw_lr_factor. Parameters with the same rate and decay share a group, in the given
+    order. So an optimizer without such differences has the same single group as without this
+    function.
     """
-    groups: dict[tuple[float, float], list[Tensor]] = {}
+    groups: dict[tuple[float, float, bool], list[Tensor]] = {}
     for name, tensor in named:
         factor, decays = 1.0, True
         own = name.rpartition(".")[2]
@@ -152,8 +173,12 @@ def parameter_groups(
             decays = decay_norm
         elif own.startswith("bias") or own.endswith("bias"):  # bias_ih_l0, in_proj_bias
             factor, decays = bias_lr_factor, decay_bias
-        groups.setdefault((factor, weight_decay if decays else 0.0), []).append(tensor)
+        if name not in matrices:
+            factor *= adamw_lr_factor or 1.0
+        key = factor, weight_decay if decays else 0.0, name in matrices
+        groups.setdefault(key, []).append(tensor)
     return [
         {"params": tensors, "lr": lr * factor, "weight_decay": decay, "lr_factor": factor}
-        for (factor, decay), tensors in groups.items()
+        | ({"matrices": True} if is_matrix else {})
+        for (factor, decay, is_matrix), tensors in groups.items()
     ]

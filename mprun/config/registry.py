@@ -48,6 +48,7 @@ class UpdateRule(Component):
 
     needs: tuple[str, ...] = ()  # those that must be set
     takes: tuple[str, ...] = ()  # those that may be null
+    of_matrices: bool = False  # an optimizer that moves hidden matrices as wholes
 
     @property
     def reads(self) -> tuple[str, ...]:

@@ -388,6 +388,8 @@ def _why_no_overlap(config: RunConfig) -> str | None:
 def _why_no_shards(config: RunConfig) -> str | None:
     if config.optim.average_decay is not None:
         return f"optim.average_decay={config.optim.average_decay} keeps whole weights"
+    if config.optim.component.of_matrices:
+        return f"optim.name={config.optim.name} needs whole matrices, of which a rank has rows"
     if config.train.channels_last == "on":
         return "train.channels_last=on: shards are rows, in NCHW order"
     if config.model.component.recurrent:

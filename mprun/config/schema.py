@@ -58,6 +58,17 @@ class OptimConfig:
     alpha: float | None = share(None, "Decay of the average of squared gradients")
     eps: float | None = from_zero(None, "Added to the denominator; up to 2^-25 it is 0 in FP16")
     initial_accumulator: float | None = from_zero(None, "Start of the sum of squared gradients")
+    newton_schulz_dtype: str | None = one_of(
+        "bf16 fp16 fp32", "Dtype in which Muon makes a momentum orthogonal", default=None
+    )
+    adjust_lr: str | None = one_of(
+        "original match_rms_adamw spectral_unclamped",
+        "How Muon's rate follows a matrix's shape; match_rms_adamw: AdamW's rates fit",
+        default=None,
+    )
+    adamw_lr_factor: float | None = positive(
+        None, "Learning rate of what Muon leaves to AdamW over that of matrices"
+    )
     implementation: str = one_of(
         "auto single_pass fused foreach loop",
         "How the update is computed; single_pass: cast, unscale, update, copy in one pass",
@@ -100,6 +111,10 @@ optimizer("rmsprop", builder="torch.optim:RMSprop", needs=_RMSPROP)(OptimConfig)
 _TENSORFLOW = "mprun.precision.torch_update:TensorFlowRMSprop"
 _STARTS = (*_RMSPROP, "initial_accumulator")
 optimizer("rmsprop_tensorflow", builder=_TENSORFLOW, needs=_STARTS)(OptimConfig)
+_MUON = ("momentum", "nesterov", "betas", "eps", "newton_schulz_dtype", "adjust_lr")
+_MUON_AT = "mprun.precision.muon:Muon"
+_OF_MUON = (*_MUON, "adamw_lr_factor")
+optimizer("muon", builder=_MUON_AT, needs=_OF_MUON, of_matrices=True)(OptimConfig)
 
 
 def _format(of: str) -> Any:

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.optim import Adam
 
 from mprun.precision import MixedPrecisionOptimizer
+from mprun.precision.muon import Muon
 from mprun.precision.torch_update import reads_rate_on_device
 from mprun.record.memory import ran_out
 from mprun.torch_private import end_graph_pool
@@ -137,7 +138,7 @@ def why_not_captured(
         single_pass = optimizer.update_path == "single_pass"
         name, groups = type(inner).__name__, inner.param_groups
         counts_on_host = not all(group.get("capturable") for group in groups)
-        if isinstance(inner, Adam) and counts_on_host and not single_pass:
+        if isinstance(inner, Adam | Muon) and counts_on_host and not single_pass:
             return (
                 f"{name} without a fused kernel counts its steps on the host, "
                 "where a replay does not count"

@@ -31,7 +31,7 @@ from mprun.numerics.probe_record import KINDS, LearnerProbe, TensorStats
 from mprun.numerics.state import Learner
 from mprun.precision import DTYPE_NAMES, MixedPrecisionOptimizer
 from mprun.precision.rounded_weights import COMPENSATION
-from mprun.precision.torch_update import RULES, rule_of
+from mprun.precision.torch_update import BY_NUMBER, RULES, rule_of
 from mprun.torch_private import (
     DisableTorchFunction,
     disable_dispatch_modes,
@@ -245,7 +245,7 @@ class UpdateMeter:
     """Compare the step that `optimizer` is about to take with the wanted one, see `AppliedUpdates`.
 
     It measures those of the parameters `names` that are updated in 16 bits by SGD without
-    Nesterov's momentum (whose kernels may write to the gradient), or another of `RULES`. These
+    Nesterov's momentum (whose kernels may write to the gradient), or another of `BY_NUMBER`. These
     update each number independently, so a part of a large tensor is enough (`sampling_stride`). It
     costs a copy of that part, of its state and gradient.
     """
@@ -255,7 +255,7 @@ class UpdateMeter:
         # By the updated tensor's id: name, tensor, stride, and float64 copies of the counted part
         # of the weight (with its compensation) and of the state.
         self._before: dict[int, tuple[str, Tensor, int, Tensor, dict]] = {}
-        if rule_of(optimizer.inner) is None:
+        if rule_of(optimizer.inner) not in BY_NUMBER:
             return
         simple = [g["params"] for g in optimizer.inner.param_groups if not g.get("nesterov")]
         taken = {id(parameter) for group in simple for parameter in group}

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
+from mprun.precision.muon import Muon
 from mprun.torch_private import disable_dispatch_modes, has_kernel
 
 
@@ -64,7 +65,9 @@ def _real(tensor: Tensor) -> Tensor:
 
 
 RULES: dict[str, type[Any]] = {"sgd": SGD, "adam": Adam, "adamw": AdamW, "adagrad": Adagrad}
-RULES |= {"rmsprop": RMSprop, "rmsprop_tensorflow": TensorFlowRMSprop}
+RULES |= {"rmsprop": RMSprop, "rmsprop_tensorflow": TensorFlowRMSprop, "muon": Muon}
+# Rules that move each number of a weight by itself, so that a part of a weight is enough.
+BY_NUMBER = tuple(rule for rule in RULES if rule != "muon")
 # The state that a rule with kernels (torch's, mprun's) moves, in the order in which they take it.
 STATE: dict[str | None, tuple[str, ...]] = {
     "sgd": ("momentum_buffer",),
@@ -111,6 +114,8 @@ def initialise_state(optimizer: Optimizer) -> None:
     Zero momentum equals torch's first step (buffer = gradient) if dampening is 0. With another
     dampening, and for other optimizers, no state exists before their first step.
     """
+    if isinstance(optimizer, Muon):
+        optimizer = optimizer.of_adamw()  # a matrix has its momentum
     kind = type(optimizer)  # a subclass may keep more
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -156,6 +161,8 @@ def reads_rate_on_device(optimizer: Optimizer) -> bool:
     at_once = isinstance(optimizer, RMSprop) and all(group["foreach"] for group in groups)
     counts = isinstance(optimizer, Adam) or at_once
     counts = counts and all(group.get("capturable") for group in groups)
+    if isinstance(optimizer, Muon):
+        return reads_rate_on_device(optimizer.of_adamw())
     return counts or isinstance(optimizer, TensorFlowRMSprop) or is_fused(optimizer)
 
 

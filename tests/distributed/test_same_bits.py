@@ -110,6 +110,19 @@ def test_all_tasks_and_modes_on_two_and_four_ranks(tmp_path):
         assert differences(cases, alone, on_ranks(world, cases, tmp_path / str(world))) == []
 
 
+@pytest.mark.slow
+def test_muon_and_state_in_blocks_on_two_ranks(tmp_path):
+    own = [*TASKS["gpt"].split(), "model.hidden_size=64", "precision=fp16_master_scaled"]
+    own += ["scaler.growth_interval=2"]
+    cases = {
+        "muon": {"overrides": [*own, "optim=muon"], "plants": False},
+        "blocks": {"overrides": [*own, "precision.update.state_dtype=dynamic8"], "plants": False},
+    }
+    (alone,) = on_ranks(1, cases, tmp_path / "1")
+    assert differences(cases, alone, on_ranks(2, cases, tmp_path / "2")) == []
+    assert alone["muon"]["skipped"] >= 1
+
+
 def reconstruction(*overrides, plants=False):
     return {
         "overrides": ["model=conv_autoencoder", "data.batch_size=4", *overrides],

@@ -178,6 +178,7 @@ SHARDS = ["devices=2", "train.accumulate=2", "dist.engine=fsdp"]
         (["model=dcgan"], "dist.engine=fsdp: two networks are trained in turn"),
         (["model=lstm_lm"], "dist.engine=fsdp: model lstm_lm has recurrent layers"),
         (["model=gpt", "optim.average_decay=0.9"], "fsdp: optim.average_decay=0.9 keeps whole"),
+        (["model=gpt", "optim=muon"], "fsdp: optim.name=muon needs whole matrices, of which a ra"),
         (["model=gpt", "scaler=logmax"], "dist.engine=fsdp: scaler=logmax needs the largest"),
         (["model=resnet50", "train.channels_last=on"], "fsdp: train.channels_last=on: shards are"),
     ],

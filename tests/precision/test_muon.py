@@ -1,0 +1,212 @@
+"""Muon: bit for bit torch's in BF16, against singular values in float64, and in the modes."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from mprun.build.precision import hidden_matrices, optimizer_maker
+from mprun.config.schema import OptimConfig
+from mprun.errors import BadInput
+from mprun.models.gpt import GPT
+from mprun.numerics.probe import UpdateMeter
+from mprun.precision import MixedPrecisionOptimizer, StaticLossScale, build_policy, cast_model
+from mprun.precision.muon import Muon, orthogonal
+
+from ..helpers import assert_same_bits, one_step, raises_line
+
+SHAPES = ((24, 40), (40, 24), (32, 32), (64, 1))
+ADJUST = ("original", "match_rms_adamw", "spectral_unclamped")
+SETTINGS = dict(momentum=0.95, nesterov=True, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.1)
+SETTINGS |= dict(newton_schulz_dtype="bf16", adjust_lr="original", adamw_lr_factor=0.5)
+
+
+def weights_of(shapes, draw):
+    return [torch.randn(shape, generator=draw) for shape in shapes]
+
+
+@pytest.mark.parametrize("nesterov", [True, False])
+@pytest.mark.parametrize("adjust_lr", ADJUST)
+def test_in_bf16_every_bit_is_that_of_torch(adjust_lr, nesterov):
+    """Matrices beside torch.optim.Muon, the others beside torch.optim.AdamW: 0 differ."""
+    draw = torch.Generator().manual_seed(0)
+    start = weights_of(SHAPES, draw) + weights_of([(40,), (5, 6, 7)], draw)
+    ours, theirs = ([own.clone() for own in start] for _ in range(2))
+    of_both = {"lr": 0.02, "weight_decay": 0.1}
+    muon = Muon(
+        [{"params": ours[:4], "matrices": True}, {"params": ours[4:], "lr": 0.003}],
+        nesterov=nesterov,
+        adjust_lr=adjust_lr,
+        foreach=True,
+        **of_both,
+    )
+    of_torch = torch.optim.Muon(theirs[:4], nesterov=nesterov, adjust_lr_fn=adjust_lr, **of_both)
+    adamw = torch.optim.AdamW(theirs[4:], 0.003, (0.9, 0.95), weight_decay=0.1, foreach=True)
+    for step in range(5):
+        for own, other in zip(ours, theirs, strict=True):
+            own.grad = torch.randn(own.shape, generator=draw) * 10.0 ** -(2 * step)
+            other.grad = own.grad.clone()
+        muon.step()
+        of_torch.step()
+        adamw.step()
+        for own, other in zip(ours, theirs, strict=True):
+            assert torch.equal(own, other)
+        for own, other in zip(ours[:4], theirs[:4], strict=True):
+            buffers = (muon.state[own], of_torch.state[other])
+            assert torch.equal(*(state["momentum_buffer"] for state in buffers))
+
+
+def of_singular_values(matrix):
+    """Its singular values by five steps of the polynomial, in float64."""
+    u, s, v = torch.linalg.svd(matrix.double(), full_matrices=False)
+    s = s / matrix.double().norm()
+    for _ in range(5):
+        s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
+    return u @ torch.diag(s) @ v
+
+
+# A step has a slope of 3.4445 at 0, which carries an error of the first to 3.4445^5 = 485 times it
+# at most; the errors are half a unit of each of the three products of a step.
+BOUNDS = {torch.float32: 485 * 2.0**-22, torch.float16: 485 * 2.0**-13, torch.bfloat16: 0.5}
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_it_is_the_polynomial_of_the_singular_values(shape, dtype):
+    matrix = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+    found, expected = orthogonal(matrix, dtype), of_singular_values(matrix)
+    assert found.dtype is dtype and found.shape == matrix.shape
+    apart = (found.double() - expected).abs().max().item()
+    assert apart < BOUNDS[dtype]
+
+
+def test_a_wider_dtype_is_nearer():
+    matrix = torch.randn(64, 96, generator=torch.Generator().manual_seed(2))
+    expected = of_singular_values(matrix)
+    apart = [(orthogonal(matrix, d).double() - expected).norm().item() for d in BOUNDS]
+    fp32, fp16, bf16 = apart
+    assert 100 * fp32 < fp16 < bf16 / 3  # 2^13 and 2^3 by their bits
+
+
+@pytest.mark.parametrize("dtype", BOUNDS)
+@pytest.mark.parametrize("size", [2.0**-18, 2.0**18])
+def test_the_size_of_a_momentum_does_not_matter(dtype, size):
+    """FP16 would flush the small one before its norm is known, and overflow with the large one."""
+    matrix = torch.randn(24, 40, generator=torch.Generator().manual_seed(3))
+    assert torch.equal(orthogonal(matrix * size, dtype), orthogonal(matrix, dtype))
+
+
+def test_zero_stays_zero():
+    for dtype in BOUNDS:
+        assert (orthogonal(torch.zeros(4, 6), dtype) == 0).all()
+
+
+def test_a_rate_on_the_device_is_the_same_rate():
+    moved = []
+    for rate in (0.25, torch.tensor(0.25)):
+        weight = torch.zeros(24, 40)
+        muon = Muon([{"params": [weight], "matrices": True}], lr=rate, weight_decay=0.5)
+        weight.grad = torch.randn(24, 40, generator=torch.Generator().manual_seed(4))
+        muon.step()
+        moved.append(weight)
+    assert torch.equal(*moved) and moved[0].abs().max() > 0.01
+
+
+def test_which_weights_are_hidden_matrices():
+    gpt = GPT(16, 8, hidden_size=8, num_layers=1, num_heads=2)
+    found = hidden_matrices(gpt)
+    assert found and all(name.startswith("blocks.0.") for name in found)
+    every = {name for name, own in gpt.named_parameters() if own.dim() == 2}
+    assert every - found == {"embedding.weight", "positions.weight"}
+    layers = [nn.Embedding(9, 8), nn.Linear(8, 8), nn.Conv2d(1, 1, 3), nn.Linear(8, 9)]
+    assert hidden_matrices(nn.Sequential(*layers)) == {"1.weight"}
+    layers[3].weight = layers[0].weight  # tied
+    assert hidden_matrices(nn.Sequential(*layers)) == {"1.weight"}
+
+
+def maker(policy, model, **changes):
+    config = OptimConfig(name="muon", lr=0.02, **(SETTINGS | changes))
+    return optimizer_maker(config, policy, torch.device("cpu"), model)
+
+
+def test_groups_of_a_configuration():
+    model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.Linear(8, 9))
+    cast = cast_model(model, build_policy("own", {}))
+    optimizer = MixedPrecisionOptimizer(cast, maker(cast.policy, model))
+    optimizer.set_lr(0.04)
+    groups = {group["matrices"]: group for group in optimizer.inner.param_groups}
+    assert [own is model[1].weight for own in groups[True]["params"]] == [True]
+    assert (groups[True]["lr"], groups[False]["lr"]) == (0.04, 0.02)
+    assert {len(optimizer.inner.state[own]) for own in groups[False]["params"]} == {3}
+    with raises_line(BadInput, "optim.name=muon: the network has no hidden matrix"):
+        maker(cast.policy, nn.Sequential(nn.Linear(8, 9)))
+    with raises_line(BadInput, "optim.implementation=fused: torch"):
+        maker(cast.policy, model, implementation="fused")
+
+
+MODES = {
+    "masters": {"param_dtype": "fp16"},
+    "bf16": {"param_dtype": "bf16", "master_dtype": None, "grad_dtype": "bf16"},
+    "stochastic": {
+        "param_dtype": "bf16",
+        "master_dtype": None,
+        "update": {"rounding": "stochastic", "state_dtype": "bf16"},
+    },
+    "in blocks": {"update": {"state_dtype": "dynamic8"}},
+}
+
+
+def trained(mode, steps, skip=None):
+    torch.manual_seed(0)
+    layers = [nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 8)]
+    model = nn.Sequential(*layers)
+    cast = cast_model(model, build_policy("own", MODES[mode]))
+    optimizer = MixedPrecisionOptimizer(cast, maker(cast.policy, model), StaticLossScale(64.0))
+    advance(cast, optimizer, range(steps), skip)
+    return cast, optimizer
+
+
+def advance(cast, optimizer, steps, skip=None):
+    for step in steps:
+        inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+        factor = math.inf if step == skip else 1.0
+        one_step(cast, optimizer, inputs, lambda y, f=factor: y.square().mean() * f)
+
+
+def state_of(cast, optimizer):
+    found = {name: own.detach().clone() for name, own in cast.module.named_parameters()}
+    for name, state in optimizer.state_by_name().items():
+        found |= {f"{k} of {name}": torch.as_tensor(v).clone() for k, v in state.items()}
+    return found | {f"master of {name}": own for name, own in optimizer.masters.items()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_it_is_skipped_and_goes_on_bit_for_bit(mode):
+    expected = state_of(*trained(mode, 4, skip=2))
+    cast, optimizer = trained(mode, 2)
+    before = state_of(cast, optimizer)
+    saved = {"model": cast.state_dict(), "optimizer": optimizer.state_dict()}
+    saved = torch.utils._pytree.tree_map(
+        lambda own: own.clone() if isinstance(own, torch.Tensor) else own, saved
+    )
+    advance(cast, optimizer, [2], skip=2)
+    assert_same_bits(state_of(cast, optimizer), before)
+    other, resumed = trained(mode, 0)
+    other.load_state_dict(saved["model"])
+    resumed.load_state_dict(saved["optimizer"])
+    advance(other, resumed, [2, 3], skip=2)
+    assert_same_bits(state_of(other, resumed), expected)
+    assert not torch.equal(expected["0.weight"], before["0.weight"])
+
+
+def test_its_updates_are_not_measured_by_a_part_of_a_weight():
+    _, optimizer = trained("bf16", 1)
+    meter = UpdateMeter(optimizer, optimizer.names)
+    advance(optimizer.cast, optimizer, [1])
+    assert meter.sums() == {}
+
+
+def test_a_vector_is_no_matrix():
+    with pytest.raises(ValueError, match=r"shape \(3,\) is no matrix"):
+        Muon([{"params": [torch.zeros(3)], "matrices": True}])
