@@ -184,7 +184,7 @@ def _precision(config: RunConfig) -> Iterator[str]:
             yield f"precision.overrides.{pattern}={dtype}: must be one of {', '.join(DTYPES)}"
     if precision.autocast_dtype is not None and precision.param_dtype != "fp32":
         yield f"precision.param_dtype={precision.param_dtype}: must be fp32 under autocast"
-    yield from _products(precision.products)
+    yield from _products(precision.products, precision.name)
     rounding = precision.update.rounding
     if rounding != "nearest" and (precision.master_dtype, precision.param_dtype) != (None, "bf16"):
         needed = "precision.param_dtype=bf16 precision.master_dtype=null"
@@ -226,7 +226,7 @@ def _multiplies_codes(products: schema.ProductsConfig) -> bool:
     )
 
 
-def _products(products: schema.ProductsConfig) -> Iterator[str]:
+def _products(products: schema.ProductsConfig, mode: str) -> Iterator[str]:
     formats = {field: getattr(products, field) for field in ("input", "weight", "grad_output")}
     missing = [field for field, own in formats.items() if own is None]
     if missing and len(missing) < len(formats):
@@ -240,7 +240,8 @@ def _products(products: schema.ProductsConfig) -> Iterator[str]:
     for field in () if len(missing) < len(formats) else _OF_CASTS:
         own = getattr(products, field)
         if own != getattr(plain, field):
-            yield f"{key}.{field}={_word(own)}: needs {key}.input, weight and grad_output"
+            needed = f"needs {key}.input, weight and grad_output, which precision={mode} lacks"
+            yield f"{key}.{field}={_word(own)}: {needed}"
     of_weights = products.weight_granularity or products.granularity
     if (of_weights == "none") != (products.granularity == "none"):
         given = f"{key}.weight_granularity={products.weight_granularity}"

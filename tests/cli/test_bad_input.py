@@ -190,7 +190,7 @@ CASES = [
     ),
     (
         "model=gpt precision=bf16_master precision.products.granularity=1x32",
-        "precision.products.granularity=1x32: needs precision.products.input, weight and grad",
+        "1x32: needs precision.products.input, weight and grad_output, which precision=bf16_master",
     ),
     (
         "model=gpt precision=bf16_master precision.products.hadamard=[output]",
