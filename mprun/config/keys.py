@@ -129,6 +129,8 @@ def current(config: dict[str, Any]) -> dict[str, Any]:
         return config
     own = {key: value for key, value in products.items() if key != "power_of_two"}
     own["scale"] = "pow2" if products["power_of_two"] else "fp32"
+    if products.get("input") is None:  # what had no effect
+        own = {key: own[key] for key in ("high_precision", "modules") if key in own}
     later = dataclasses.asdict(ProductsConfig())  # with the defaults of keys that came with scale
     return config | {"precision": precision | {"products": later | own}}
 

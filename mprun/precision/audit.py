@@ -106,7 +106,8 @@ class Audit(TorchDispatchMode):
                 self.products["backward" if backward else "forward", kind] += 1
                 # In a script's backward pass it may be the script's product, after the model.
                 is_own = not backward or self in self.forward_context.watchers
-                if dtype not in self._allowed and is_own:
+                # Of casts a GPU may multiply decoded numbers, in a dtype of their own.
+                if dtype not in self._allowed and is_own and formats is None:
                     self._refuse(name, dtype)
         return func(*args, **(kwargs or {}))
 

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from functools import cache
-from typing import NamedTuple
+from functools import cache, wraps
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -223,7 +223,7 @@ def decoded(values: Tensor, factor: Tensor) -> Tensor:
 
 def in_blocks(factor: Tensor, block: Block, size: torch.Size) -> Tensor:
     """Return factors of blocks, one each, as a view [blocks down, rows, blocks across, columns]."""
-    rows, columns = block[0] or size[0], block[1] or size[1]
+    rows, columns = (min(own or whole, whole) for own, whole in zip(block, size, strict=True))
     return factor[:, None, :, None].expand(-1, rows, -1, columns)
 
 
@@ -245,7 +245,7 @@ def cast_blocks(
     dtype: of decoded numbers, which come in place of codes.
     """
     (n, k), own = matrix.shape, ELEMENTS[element]
-    rows, columns = rows or n, columns or k
+    rows, columns = _fitted(rows, n), _fitted(columns, k)
     more_rows, more_columns = -n % rows, -k % columns
     if more_rows or more_columns:
         matrix = nn.functional.pad(matrix, (0, more_columns, 0, more_rows))
@@ -261,6 +261,11 @@ def cast_blocks(
     return values, factor, factor.new_empty(0) if whole is None else whole
 
 
+def _fitted(count: int, size: int) -> int:
+    """Return the length of a block, 0 for all; a longer one is padded to a power of two at most."""
+    return min(count or size, 1 << (size - 1).bit_length())
+
+
 def cast_blocks_by_kernel(
     matrix: Tensor, element: str, rows: int, columns: int, scale: str, rounding: str, stream: int,
     dtype: torch.dtype | None = None,
@@ -269,23 +274,24 @@ def cast_blocks_by_kernel(
 
     Blocks that are no power of two, or large, are cast by torch's operations.
     """
-    count = rows * columns
+    (n, k), given = matrix.shape, (rows, columns)
+    rows, columns = _fitted(rows, n), _fitted(columns, k)
+    count = rows * columns if all(given) else 0
     try:
         # Imported here: only torch for CUDA on Linux includes Triton.
         from mprun.precision import block_cast_triton as kernels
     except ImportError:
         count = 0
     if not 0 < count <= kernels.LARGEST or count & (count - 1) or not matrix.numel():
-        return cast_blocks(matrix, element, rows, columns, scale, rounding, stream, dtype)
+        return cast_blocks(matrix, element, *given, scale, rounding, stream, dtype)
     own, random, whole = ELEMENTS[element], None, None
     if SCALES[scale].two_levels:
         whole = torch.linalg.vector_norm(matrix, math.inf, dtype=torch.float32)
     if stream:
-        (n, k), device = matrix.shape, matrix.device
         padded = (n + -n % rows) * (k + -k % columns)
         first = micro_batches.draw(stream, -(-padded // IN_BLOCK))
         seed = micro_batches.seed
-        random = seed - (seed >> 63 << 64), micro_batches.number(device), first, stream
+        random = seed - (seed >> 63 << 64), micro_batches.number(matrix.device), first, stream
     form = {"SCALE": scale, "ROUNDING": rounding, "TOP": own.top, "EMIN": own.emin}
     form |= {"EMAX": own.emax, "MANTISSA": own.mantissa}
     values, factor = kernels.cast(matrix, form, (rows, columns), dtype or own.dtype, random, whole)
@@ -365,6 +371,20 @@ def turn(matrix: Tensor, dim: int) -> Tensor:
     return (by.t() @ wide).flatten(0, 1).bfloat16()
 
 
+def apart(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an operator's kernel that torch.autocast does not reach: it would narrow FP32 sums."""
+
+    @wraps(kernel)
+    def run(matrix: Tensor, *rest: Any) -> Any:
+        kind = matrix.device.type
+        if not torch.is_autocast_enabled(kind):
+            return kernel(matrix, *rest)
+        with torch.autocast(kind, enabled=False):
+            return kernel(matrix, *rest)
+
+    return run
+
+
 def _shape_of_turned(matrix: Tensor, dim: int) -> Tensor:
     n, k = matrix.shape
     more = -matrix.size(dim) % _SIZE
@@ -373,8 +393,8 @@ def _shape_of_turned(matrix: Tensor, dim: int) -> Tensor:
 
 
 for key, of_cast, of_turn in (
-    ("CPU", cast_blocks, turn),
-    ("CUDA", cast_blocks_by_kernel, turn),
+    ("CPU", cast_blocks, apart(turn)),
+    ("CUDA", cast_blocks_by_kernel, apart(turn)),
     ("Meta", _shapes_of_cast, _shape_of_turned),
 ):
     library.impl("cast_blocks", of_cast, key)

@@ -39,6 +39,7 @@ from mprun.precision.block_formats import (
     Block,
     Element,
     Operand,
+    apart,
     are_blocks_alike,
     block_of,
     decoded,
@@ -470,6 +471,6 @@ def _count(names: str, fast: bool) -> None:
     calls[f"{'forward' if fast else 'backward'} {names}"] += 1
 
 
-library.impl("scaled_mm", _on_cpu, "CPU")
-library.impl("scaled_mm", _on_cuda, "CUDA")
+library.impl("scaled_mm", apart(_on_cpu), "CPU")
+library.impl("scaled_mm", apart(_on_cuda), "CUDA")
 library.impl("scaled_mm", _shape_of, "Meta")

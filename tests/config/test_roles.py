@@ -160,3 +160,8 @@ def test_a_record_of_an_earlier_mprun_says_its_scale_by_another_key(before, scal
     config["precision"]["products"]["power_of_two"] = before
     assert dataclasses.asdict(config_from_record(config)) == expected
     assert current(config) == expected
+    # Without formats, as a cure that was printed then, the rest had no effect and is now refused.
+    plain = dataclasses.asdict(schema.ProductsConfig()) | {"modules": ["blocks.*"]}
+    formats = {"input": None, "weight": None, "grad_output": None}
+    config["precision"]["products"] |= formats | {"modules": ["blocks.*"]}
+    assert dataclasses.asdict(config_from_record(config))["precision"]["products"] == plain

@@ -1,5 +1,7 @@
 """The audit counts what a model computes, by hand counts, and refuses what contradicts its mode."""
 
+import dataclasses
+
 import pytest
 import torch
 from torch import nn
@@ -92,6 +94,18 @@ def test_another_dtype_inside_of_the_model_is_refused(mode, inside):
     name = {F16: "fp16", BF16: "bf16"}[inside]
     with raises_line(Contradiction, f"precision={mode}: ", f" computes in {name}, must be in "):
         stepped(model, mode, torch.randn(2, 4))
+
+
+def test_decoded_numbers_of_a_product_of_casts_may_be_of_another_dtype():
+    """A GPU multiplies those of an FP16 mode in BF16."""
+    policy = dataclasses.replace(get_policy("fp16_master"), products=get_policy("nvfp4").products)
+    audit = Audit(ForwardContext(policy, torch.device("cpu")))
+    x, one = torch.ones(16, 16, device="meta", dtype=torch.bfloat16), torch.ones((), device="meta")
+    with audit.watching():
+        torch.ops.mprun.scaled_mm(
+            x, x, one, one, one, one, torch.float16, True, "e2m1 x e2m1", torch.bfloat16
+        )
+    assert audit.products == {("forward", "e2m1"): 1}
 
 
 def test_a_contradiction_in_the_backward_pass_is_refused():

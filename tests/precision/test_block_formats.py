@@ -16,8 +16,10 @@ from mprun.precision.block_formats import (
     ELEMENTS,
     SCALE_ROUNDINGS,
     SCALES,
+    cast_blocks,
     decoded,
     encoded,
+    in_blocks,
     turn,
     turning,
 )
@@ -479,3 +481,28 @@ def test_torchao_s_fp8_blocks(dtype):
         own = made.factor
         zeros = (own < 1e-14) & (dtype is torch.bfloat16)
         assert torch.equal(own[~zeros], factor[~zeros]) and zeros.sum() in (0, 2)
+
+
+def test_a_block_may_be_longer_than_the_matrix():
+    matrix = torch.linspace(-3, 3, 40).sin().view(8, 5)
+    expected = cast_blocks(matrix, "e4m3", 4, 5, "pow2", "", 0)
+    found = cast_blocks(matrix, "e4m3", 4, 2**40, "pow2", "", 0)
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    one, other = (in_blocks(found[1], (4, size), matrix.shape) for size in (2**40, 5))
+    assert torch.equal(decoded(found[0], one), decoded(found[0], other))
+
+
+@pytest.mark.parametrize("mode", ["nvfp4", "fp8_tensorwise"])
+def test_autocast_does_not_reach_into_a_product(mode):
+    """It would round operands and sums to BF16."""
+    layer, x = nn.Linear(64, 48, bias=False).bfloat16(), torch.randn(32, 64).bfloat16()
+    install(nn.Sequential(layer, nn.ReLU()), get_policy(mode).products, {})
+    found = []
+    for is_on in (False, True):
+        micro_batches.begin_step(x.device, 0, 0)
+        layer.weight.grad = None
+        with torch.autocast("cpu", torch.bfloat16, enabled=is_on):
+            y = layer(x)
+            y.backward(torch.linspace(-1, 1, 32 * 48).view(32, 48).bfloat16())
+        found.append((y, layer.weight.grad))
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
