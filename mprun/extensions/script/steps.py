@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from types import FrameType
@@ -413,21 +413,40 @@ class OptimizerSteps:
 
     # State
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that the next step depends on beside weights and the optimizer's state."""
+        state: dict[str, Any] = {"loss_scale": self.scale.state_dict()}
+        if self.narrow is not None:
+            state["narrow"] = self.narrow.state_dict()
+        if any(delayed := self._delayed()):
+            state["delayed"] = [own and own.state_dict() for own in delayed]
+        if self.policy.draws:
+            state["draws"] = {"seed": micro_batches.seed, "calls": PreparedModel.drawn}
+        return state
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore in place what `saved` has of it."""
+        scale = saved.get("loss_scale")
+        if scale is not None and scale["kind"] == self.scale.kind:
+            self.scale.load_state_dict(scale)
+        if self.narrow is not None and "narrow" in saved:
+            self.narrow.load_state_dict(saved["narrow"])
+        for delayed, own in zip(self._delayed(), saved.get("delayed", ()), strict=False):
+            if delayed is not None:
+                delayed.load_state_dict(own)
+        if self.policy.draws and (draws := saved.get("draws")) is not None:
+            PreparedModel.drawn = draws["calls"]
+            micro_batches.begin_step(self.forward_context.device, draws["seed"], 0)
+
     def _keep_in_state(self) -> None:
-        """Let the optimizer's state dictionary hold the loss scale."""
+        """Let the optimizer's state dictionary hold it."""
         if self._keeps_state:
             return
         self._keeps_state = True
         loaded: dict[str, Any] = {}
 
         def save(optimizer: Optimizer, state: dict[str, Any]) -> None:
-            state["loss_scale"] = self.scale.state_dict()
-            if self.narrow is not None:
-                state["narrow"] = self.narrow.state_dict()
-            if any(delayed := self._delayed()):
-                state["delayed"] = [own and own.state_dict() for own in delayed]
-            if self.policy.draws:
-                state["draws"] = {"seed": micro_batches.seed, "calls": PreparedModel.drawn}
+            state.update(self.state_dict())
 
         def load(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
             loaded.clear()
@@ -436,17 +455,9 @@ class OptimizerSteps:
             return {k: v for k, v in state.items() if k not in own}
 
         def finish(optimizer: Optimizer) -> None:
-            scale = loaded.get("loss_scale")
-            if scale is not None and scale["kind"] == self.scale.kind:
-                self.scale.load_state_dict(scale)
+            self.load_state_dict(loaded)
             if self.narrow is not None:
                 self._load_narrow(self.narrow, loaded)
-            for delayed, saved in zip(self._delayed(), loaded.get("delayed", ()), strict=False):
-                if delayed is not None:
-                    delayed.load_state_dict(saved)
-            if self.policy.draws and (draws := loaded.get("draws")) is not None:
-                PreparedModel.drawn = draws["calls"]
-                micro_batches.begin_step(self.forward_context.device, draws["seed"], 0)
             loaded.clear()
 
         self.optimizer.register_state_dict_post_hook(save)
@@ -458,8 +469,6 @@ class OptimizerSteps:
 
     def _load_narrow(self, narrow: RoundedWeights, loaded: dict[str, Any]) -> None:
         """Restore the state as it was saved: torch casts it to the dtype of its weight."""
-        if "narrow" in loaded:
-            narrow.load_state_dict(loaded["narrow"])
         numbers = [number for group in loaded["param_groups"] for number in group["params"]]
         for number, own in zip(numbers, held_by(self.optimizer), strict=True):
             if own not in narrow:

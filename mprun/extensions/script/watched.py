@@ -219,7 +219,7 @@ class ScriptTask:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return models, optimizer states and loss scales: all that the next step depends on."""
+        """Return all that the next step depends on."""
         return {
             # By name and not from the model's `state_dict()`, which a model may filter.
             "tensors": self._tensors(),
@@ -228,7 +228,7 @@ class ScriptTask:
                 n: [_settings(g) for g in o.optimizer.param_groups]
                 for n, o in self.prepared.items()
             },
-            "loss_scales": {n: scale.state_dict() for n, scale in self.loss_scales.items()},
+            "steps": {n: o.state_dict() for n, o in self.prepared.items()},
         }
 
     @torch.no_grad()
@@ -244,9 +244,8 @@ class ScriptTask:
                 group.update(settings)
             of_script = cast(ScriptOptimizer, self.learners[name].optimizer)
             of_script.load_state_by_name(state["optimizers"][name])
+            steps.load_state_dict(state["steps"][name])
             steps.optimizer.zero_grad()
-        for name, scale in self.loss_scales.items():
-            scale.load_state_dict(state["loss_scales"][name])
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return parameters and buffers, including those that are in no state."""

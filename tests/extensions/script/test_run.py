@@ -1,6 +1,7 @@
 """A script's run directory is one that everything takes, and says truly how it ended."""
 
 import contextlib
+import copy
 import json
 import math
 import subprocess
@@ -14,11 +15,13 @@ from torch.nn import functional as F
 import mprun
 from mprun.cli import main
 from mprun.compare.load import load_run
+from mprun.extensions.script.watched import ScriptTask
+from mprun.numerics.replay import Snapshot
 from mprun.precision import DynamicLossScale
 from mprun.record.run_directory import read_config
 from mprun.record.run_record import RunRecord, read_record
 
-from ...helpers import raises_line, refused, rows_of
+from ...helpers import assert_same_bits, raises_line, refused, rows_of
 from .networks import batches, loss_of, net, prepared, stepping
 
 
@@ -236,6 +239,28 @@ def test_after_a_divergence_the_newest_copy_is_there_to_explain(tmp_path):
     assert all(p.isfinite().all() for p in model.parameters())
     assert mprun.explain(broken, optimizer).reproduced
     assert all(p.isfinite().all() for p in model.parameters())  # put back
+
+
+@pytest.mark.parametrize("mode", ["fp8_delayed", "nvfp4", "bf16_stochastic"])
+def test_a_rewound_script_goes_on_with_the_same_bits(mode):
+    """Scales of an infinity and of large inputs, and random bits since then, are none of it."""
+    model, optimizer = prepared(mode)
+    images, labels = next(batches(1))
+
+    def step(factor):
+        stepping(optimizer, lambda: F.cross_entropy(model(images * factor), labels))()
+
+    task = ScriptTask(optimizer)
+    before, found = Snapshot(task, task.device), []
+    step(1)
+    before.take(1, 0)
+    for _ in range(2):
+        step(1)
+        found.append(copy.deepcopy([model.state_dict(), optimizer.state_dict()]))
+        step(100)
+        step(1e39)
+        before.restore()
+    assert_same_bits(*found)
 
 
 # Neither Hydra, nor TensorBoard, nor torchvision, nor matplotlib: the core alone.
