@@ -246,11 +246,11 @@ def cast(
     dim: the dimension along which a product adds up. layouts: those that are written on CUDA,
     `values` and `turned`. kept: the numbers of a layer that `delayed_scaling` keeps.
     """
-    take = partial(_cast, matrix, operand, dim, layouts, kept)
+    take = partial(unobserved_cast, matrix, operand, dim, layouts, kept)
     return take() if observer is None else observer(matrix, take)
 
 
-def _cast(
+def unobserved_cast(
     matrix: Tensor,
     operand: Operand,
     dim: int = -1,
@@ -329,7 +329,7 @@ def why_no_product(products: ScaledProducts, device: torch.device) -> str | None
     try:
         for name, pair in zip(PRODUCTS, products.plan(device=device)[:3], strict=True):
             if pair is not None:
-                a, b = (_cast(ones, operand) for operand in pair)
+                a, b = (unobserved_cast(ones, operand) for operand in pair)
                 product(a, b.T, torch.bfloat16, fast=name == "output")
                 if device.type == "cuda" and not all(map(_is_cast_alike, pair)):
                     return "the kernel that casts has other bits than torch's operations"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mprun.precision.scaled_products import ScaledProducts, _cast, product, saturated
+from mprun.precision.scaled_products import ScaledProducts, product, saturated, unobserved_cast
 
 from ..helpers import printed_by
 
@@ -60,7 +60,7 @@ def test_compiled_ahead_of_time(capability, dtype, tmp_path, monkeypatch):
 def test_casts_and_products_on_a_gpu(granularity):
     operand = ScaledProducts(granularity=granularity).operand("input", "output")
     matrix = torch.randn(130, 80, device="cuda", dtype=torch.bfloat16)
-    found = _cast(matrix, operand)
+    found = unobserved_cast(matrix, operand)
     again = saturated(matrix, found.factor.reciprocal(), operand.element)
     assert torch.equal(found.values.view(torch.uint8), again.view(torch.uint8))
     assert torch.equal(found.turned.view(torch.uint8), again.view(torch.uint8).t())

@@ -187,7 +187,7 @@ def _casts(advice: Advice) -> list[str]:
     mode = " ".join(found.mode) or "this mode"
     lines = [f"6 casts of {mode}, {found.steps} steps: where each layer loses most, in %"]
     places = {name: worst_place(own) for name, own in found.losses.items()}
-    order = sorted(places, key=lambda name: -found.losses[name][places[name]].taken)
+    order = sorted(places, key=lambda name: -found.losses[name][places[name]].rank)
     head = ("layer", "operand", "for", "zero", "clipped", "error", "taken")
     rows: list[tuple[str, ...]] = [head]
     for name in order[:_LAYERS]:

@@ -29,10 +29,10 @@ from mprun.build import policy_from
 from mprun.config.schema import PrecisionConfig
 from mprun.numerics.probe import plainly
 from mprun.precision import DTYPES
-from mprun.precision.block_formats import Operand, decoded, turn
+from mprun.precision.block_formats import SCALES, Operand, decoded, turn
 from mprun.precision.casting import chosen_dtypes, those_that_match
-from mprun.precision.scaled_linear import chosen_layers
-from mprun.precision.scaled_products import ScaledProducts, cast
+from mprun.precision.scaled_linear import KEPT, chosen_layers
+from mprun.precision.scaled_products import ScaledProducts, unobserved_cast
 from mprun.torch_private import graph_task
 
 # Normally distributed numbers lose 1 % in E2M1, hidden layers up to 2.5 %, gradients of logits 5 to
@@ -86,6 +86,11 @@ class CastLoss(NamedTuple):
         return (self.size - self.kept) / (self.size or 1)
 
     @property
+    def rank(self) -> float:
+        """Return `taken`, by which to sort; a NaN, of values that are not finite, comes last."""
+        return -math.inf if math.isnan(self.taken) else self.taken
+
+    @property
     def by_clipping(self) -> bool:
         """Return whether clipping takes most of what is taken."""
         return 2 * self.cut > max(0.0, self.size - self.kept)
@@ -99,17 +104,26 @@ class CastLoss(NamedTuple):
         return {name: getattr(self, name) for name in ("flushed", "clipped", "error", "taken")}
 
 
-def loss_of(matrix: Tensor, operand: Operand, dim: int) -> Tensor:
-    """Return the fields of `CastLoss` for a cast of `matrix`, float64 on its device."""
-    found = cast(matrix, operand, dim)
+def loss_of(matrix: Tensor, operand: Operand, dim: int, kept: Tensor | None = None) -> Tensor:
+    """Return the fields of `CastLoss` for a cast of `matrix`, float64 on its device.
+
+    kept: the numbers of a layer that `delayed_scaling` keeps; they stay as they are.
+    """
+    # An observer of the layers' casts would keep these alive, too.
+    own = None if kept is None else kept.clone()
+    found = unobserved_cast(matrix, operand, dim, kept=own)
     x = (turn(matrix, dim) if operand.turned else matrix).double()
     q, limit = decoded(found.values, found.spread).double(), found.spread.double()
     if found.whole is not None:  # two levels
         whole = found.whole.double() / (448 * operand.element.top)
         q, limit = q * whole, limit * whole
+    limit, size, (n, k) = limit * operand.element.top, x.abs(), x.shape
     if limit.dim() == 4:  # of blocks, whose last ones may be cut
-        limit = limit.flatten(2).flatten(0, 1)[: x.size(0), : x.size(1)]
-    limit, size = limit * operand.element.top, x.abs()
+        down, rows, across, columns = limit.shape
+        whole_blocks = nn.functional.pad(size, (0, across * columns - k, 0, down * rows - n))
+        most = whole_blocks.view(limit.shape).amax((1, 3), keepdim=True)
+        # A scale in E4M3 may be 0: its block is flushed, not clipped.
+        limit = torch.where(limit > 0, limit, most).flatten(2).flatten(0, 1)[:n, :k]
     kept, zeroed, above = q * x.sign(), (q == 0) & (x != 0), size > limit * _NEAR
     sums = [x != 0, zeroed, above, (size - kept) * above, size, kept, x**2, (q - x) ** 2]
     sums.append(torch.where(zeroed, (limit / size).log2(), 0))
@@ -120,13 +134,18 @@ class CastMeter:
     """Measure the casts of linear layers of `task` inside the block.
 
     mode: its products name formats and layers; the task may compute in any. every: a step divisible
-    by it, from 1, is measured. ValueError: as of `chosen_layers`. Layers of equal names, in several
-    networks, count as one, as for patterns.
+    by it, from 1, is measured. loss_scale: multiplies gradients, of a task without it. ValueError:
+    as of `chosen_layers`. Layers of equal names, in several networks, count as one, as for
+    patterns. With scale delayed a layer's own scales are taken; one that has none, as in FP32, is
+    measured with scale fp32, of the tensor itself.
     """
 
-    def __init__(self, task: Any, mode: PrecisionConfig, every: int = 1):
+    def __init__(
+        self, task: Any, mode: PrecisionConfig, every: int = 1, *, loss_scale: float = 1.0
+    ):
         policy = policy_from(mode)
         self.task, self.every, self.products = task, every, policy.products or ScaledProducts()
+        self.loss_scale = loss_scale
         self.dtype = policy.autocast_dtype or policy.param_dtype
         self.layers: list[tuple[str, nn.Module]] = []
         dtypes = {pattern: DTYPES[name] for pattern, name in mode.overrides.items()}
@@ -162,26 +181,32 @@ class CastMeter:
             return
         table = inputs[1:] or (module.weight,)  # of a tied layer, or its own
         for operand, tensor in zip(("input", "weight"), (inputs[0], *table), strict=True):
-            self._add(name, operand, tensor)
-        output.register_hook(partial(self._add, name, "grad_output"))
+            self._add(name, module, operand, tensor)
+        output.register_hook(partial(self._add, name, module, "grad_output"))
 
-    def _add(self, name: str, operand: str, tensor: Tensor) -> None:
+    def _add(self, name: str, module: nn.Module, operand: str, tensor: Tensor) -> None:
+        kept: Tensor | None = getattr(module, KEPT, None)
         with plainly():
-            matrix = tensor.detach().flatten(0, -2).to(self.dtype)
+            matrix = tensor.detach().flatten(0, -2)
+            if operand == "grad_output":
+                matrix = matrix * self.loss_scale
+            matrix = matrix.to(self.dtype)
             for place, dim in ALONG.items():
                 if place[1] == operand and place[0] not in self.products.high_precision:
                     # Random bits of another name: the layer's own stay as they are.
                     how = self.products.operand(operand, place[0], f"measured {name}")
-                    sums = loss_of(matrix, how, dim)
+                    if kept is None and SCALES[how.scale].is_kept:
+                        how = how._replace(scale="fp32")
+                    sums = loss_of(matrix, how, dim, kept)
                     self._sums[name, place] = self._sums.get((name, place), 0) + sums
 
 
 def worst_place(own: Mapping[Place, CastLoss]) -> Place:
     """Return the product and operand of a layer of which rounding takes most."""
-    return max(own, key=lambda place: own[place].taken)
+    return max(own, key=lambda place: own[place].rank)
 
 
 def taking(losses: Losses) -> list[str]:
     """Return the layers of which a cast takes more than the threshold, the worst first."""
-    most = {name: own[worst_place(own)].taken for name, own in losses.items()}
+    most = {name: own[worst_place(own)].rank for name, own in losses.items()}
     return sorted((n for n in most if most[n] > TAKEN_THRESHOLD), key=lambda n: -most[n])

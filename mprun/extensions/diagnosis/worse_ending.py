@@ -35,7 +35,7 @@ class Ending:
     """The first steps of a run, beside FP32.
 
     first_difference: the first step whose loss is not the recorded one. loss, fp32: mean over the
-    last quarter of the steps. casts: see `sentences`.
+    last quarter of the steps. casts: see `sentences`, or that none was measured.
     """
 
     steps: int
@@ -83,13 +83,18 @@ def find_ending(
     """
     built = build(config)
     whole = min(steps or STEPS, built.steps)
-    with CastMeter(built.task, mode, max(1, whole // MEASURED)) as meter:
-        own = _losses(built, whole, math.inf if steps else LONGEST_CONTROL_S)
+    every, seconds = max(1, whole // MEASURED), math.inf if steps else LONGEST_CONTROL_S
+    with CastMeter(built.task, mode, every) as meter:
+        own = _losses(built, whole, seconds)
+    if len(own) < every:  # none was measured; not step 1 either, where delayed scales are 1
+        built = build(config)
+        with CastMeter(built.task, mode, 2) as meter:
+            own = _losses(built, whole, seconds)
     recorded, whole = {row["step"]: row["loss"] for row in rows}, len(own)
     other = (n for n, x in enumerate(own, 1) if n in recorded and not same_loss(x, recorded[n]))
     losses, products = meter.read(), mode.products
     fp32 = _mean(_losses(build(config | groups_of(*FP32)), whole))
-    casts = sentences(losses, products)
+    casts = sentences(losses, products) if losses else [["not measured"]]
     found = Ending(whole, built.steps, next(other, None), _mean(own), fp32, casts)
     if with_cures and not found.gap <= SMALLEST_GAP:
         plain = without_products(config["precision"]["products"])

@@ -3,6 +3,8 @@
 import math
 import shlex
 from collections import Counter
+from itertools import count
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ import torch
 from mprun.cli import main
 from mprun.config.compose import compose_config
 from mprun.config.schema import ProductsConfig
+from mprun.extensions.diagnosis import casts, worse_ending
 from mprun.extensions.diagnosis.cast_advice import (
     cast_advice,
     cast_changes,
@@ -17,7 +20,7 @@ from mprun.extensions.diagnosis.cast_advice import (
     typed,
     without_layers,
 )
-from mprun.extensions.diagnosis.casts import CastLoss, CastMeter, loss_of, taking
+from mprun.extensions.diagnosis.casts import CastLoss, CastMeter, loss_of, taking, worst_place
 from mprun.extensions.diagnosis.commands.explain import explain
 from mprun.numerics.replay import Steps
 from mprun.precision import scaled_products
@@ -70,6 +73,14 @@ def test_in_two_levels():
     assert found.taken == pytest.approx(1 - 1.25 / (1 + 12 * tie + 3 * above), abs=1e-6)
 
 
+def test_a_block_whose_scale_is_0_is_flushed_not_clipped():
+    """NVFP4: beside a block with 1, the scale of 2^-20 rounds to 0 in E4M3. The end is cut."""
+    row = [[*[1.0] * 16, 2.0**-20, *[2.0**-21] * 11]]
+    for matrix, dim in ((torch.tensor(row), -1), (torch.tensor(row).t(), 0)):
+        found = lost(matrix, dim, granularity="1x16", scale="e4m3")
+        assert (found.zeroed, found.above) == (12, 0) and found.beside == 11 / 12
+
+
 def test_what_clipping_takes():
     """OCP's floor: 1.75 has the scale 2^-2 as 1 has, and ends at 1.5; rceil takes 2^-1."""
     row = [[1.75, *[1.0] * 31]]
@@ -92,25 +103,40 @@ def test_stochastic_rounding_takes_nothing_on_average():
     assert nearest.taken == 31 * p / (1 + 31 * p) and nearest.flushed == 31 / 32
 
 
-def test_the_meter_casts_as_the_layers_do(build_run, monkeypatch):
-    """Each cast of a step is made twice, bit for bit: by a layer and by the meter."""
-    built = build_run(*TINY_GPT, "precision=nvfp4_plain", ALL)
-    seen: Counter = Counter()
+@pytest.mark.parametrize(("mode", "each"), [("nvfp4_plain", 6), ("fp8_delayed", 3)])
+def test_the_meter_casts_as_the_layers_do(build_run, monkeypatch, mode, each):
+    """Each cast of the second step is made twice, bit for bit: by a layer and by the meter, whose
+    casts an observer of the layers does not see. A cast with one scale serves two products."""
+    run = [*TINY_GPT, f"precision={mode}", ALL]
+    built, seen, measured = build_run(*run), Counter(), Counter()
 
-    def observer(matrix, take):
-        found = take()
+    def noted(by, found):
         parts = (found.values.float(), found.factor, found.whole)
-        seen[tuple(part.contiguous().numpy().tobytes() for part in parts)] += 1
+        by[tuple(p.contiguous().numpy().tobytes() for p in parts if p is not None)] += 1
         return found
 
-    monkeypatch.setattr(scaled_products, "observer", observer)
-    config = compose_config([*TINY_GPT, "precision=nvfp4_plain", ALL]).config
-    with CastMeter(built.task, config.precision) as meter:
-        built.task.train_step(0)
+    own, steps = scaled_products.unobserved_cast, Steps(built, 0, 0)
+    monkeypatch.setattr(casts, "unobserved_cast", lambda *a, **k: noted(measured, own(*a, **k)))
+    steps.advance()
+    monkeypatch.setattr(scaled_products, "observer", lambda _, take: noted(seen, take()))
+    with CastMeter(built.task, compose_config(run).config.precision, 2) as meter:
+        steps.advance()
     found = meter.read()
     assert len(found) == 5 and "output" in found
     assert all(len(own) == 6 for own in found.values())
-    assert sum(seen.values()) == 2 * 5 * 6 and set(seen.values()) == {2}
+    assert sum(seen.values()) == 5 * each and sum(measured.values()) == 5 * 6
+    assert set(seen) == set(measured)
+
+
+def test_scales_that_fp32_has_not_kept_are_of_the_tensor(build_run):
+    found = []
+    for mode in ("fp8_delayed", "fp8_tensorwise"):
+        config = compose_config([*TINY_GPT, f"precision={mode}", ALL]).config
+        built = build_run(*TINY_GPT, "precision=fp32")
+        with CastMeter(built.task, config.precision) as meter:
+            built.task.train_step(0)
+        found.append(meter.read())
+    assert found[0] == found[1] and len(found[0]) == 5
 
 
 def test_a_measured_run_is_bit_equal(build_run):
@@ -172,6 +198,13 @@ def test_layers_are_left_out_by_what_rounding_takes():
     ]
 
 
+def test_a_cast_that_is_not_finite_hides_none():
+    lost, (place,) = CastLoss(1, size=math.nan), losses_of(a=0.2)["a"]
+    own = {("output", "input"): lost, place: losses_of(a=0.2)["a"][place]}
+    assert worst_place(own) == place
+    assert taking({"nan": {place: lost}, "a": own}) == ["a"]
+
+
 def test_changes_follow_from_what_was_lost():
     flushed = losses_of(a=0.01, b=0.2, c=0.1)
     plain = ProductsConfig("e2m1", "e2m1", "e2m1", "1x32", scale="e8m0", scale_rounding="even")
@@ -215,7 +248,19 @@ def test_advice_on_a_mode_in_blocks(tmp_path, capsys):
     assert not (tmp_path / "x").exists()
 
 
-def test_a_run_in_blocks_that_is_done_is_explained(tmp_path, capsys):
+def test_advice_measures_at_the_loss_scale_that_is_asked_for(tmp_path, capsys):
+    """A gradient of logits, at most 1/64 here, is mostly flushed by E5M2 at scale 2^-12."""
+    flushed = []
+    for power in (-12, 12):
+        mode = ["precision=fp8_unscaled", "scaler=static", f"scaler.scale={2.0**power}"]
+        line = [*TINY_GPT, "train.steps=1", *mode, ALL, f"output_dir='{tmp_path / str(power)}'"]
+        casts = as_json(capsys, "advise", *line)["casts"]
+        flushed.append(casts["layers"]["output"]["grad_output of grad_weight"]["flushed"])
+        assert casts["mode"] == mode
+    assert flushed[0] > 0.9 and flushed[1] < 0.1
+
+
+def test_a_run_in_blocks_that_is_done_is_explained(tmp_path, capsys, monkeypatch):
     path = tmp_path / "run"
     line = [*TINY_GPT, "precision=mxfp4", ALL, "train.steps=6", f"output_dir='{path}'"]
     assert main(line) == 0
@@ -225,6 +270,12 @@ def test_a_run_in_blocks_that_is_done_is_explained(tmp_path, capsys):
     assert found["replay"] == "steps 1 to 4 of 6: losses bit-equal to the run's"
     assert found["casts"][0][0].startswith("output: gradient of the output")
     refused(capsys, "explain", path, "--steps", "0", says="--steps 0")
+    # A minute is over before the step that was to be measured.
+    monkeypatch.setattr(worse_ending, "MEASURED", 1)
+    for seconds, expected in ((20, "output: gradient of the output"), (40, "not measured")):
+        clock = SimpleNamespace(perf_counter=count(step=seconds).__next__)
+        monkeypatch.setattr(worse_ending, "time", clock)
+        assert explain(path, with_cures=False).casts[0][0].startswith(expected)
 
 
 SMALL = [*ONE_CORE, "model=gpt", "model.hidden_size=32", "data=docs_chars", "data.batch_size=8"]

@@ -191,14 +191,16 @@ def _start(config_dir: str | None) -> list[str]:
 def _measure(options: Namespace, base: list[str]) -> tuple[Path, int, "CastAdvice | None"]:
     """Train the first steps in FP32 with probes; return run directory, exit code, losses of casts.
 
-    These are of the mode that the overrides ask for, if it has products in 8 bits or fewer.
+    These are of the mode that the overrides ask for, if it has products in 8 bits or fewer, and of
+    gradients times its loss scale, at its start.
     """
     place = [override for override in options.overrides if _key(override) == "output_dir"]
     dropped = [o for o in options.overrides if o not in base and o not in place]
     for override in dropped:
         if _key(override) == "resume":
             raise BadInput(f"{override}: not with advise; pass the run directory alone")
-    asked = compose_config(options.overrides, options.config_dir).config.precision  # still valid
+    asked = compose_config(options.overrides, options.config_dir).config  # still valid
+    scale = asked.scaler.scale or asked.scaler.init_scale or 1.0
     composed = compose_config([*base, *place, *_FP32, "numerics=on"], options.config_dir)
     config = composed.config
 
@@ -215,7 +217,7 @@ def _measure(options: Namespace, base: list[str]) -> tuple[Path, int, "CastAdvic
         raise BadInput(f"--every {config.numerics.every}: must be at most the {built.steps} steps")
     named = tuple(override for override in composed.overrides if override not in _FP32)
     try:
-        meter = CastMeter(built.task, asked, config.numerics.every)
+        meter = CastMeter(built.task, asked.precision, config.numerics.every, loss_scale=scale)
     except ValueError as error:
         raise BadInput(str(error)) from None
     if dropped:
@@ -231,9 +233,9 @@ def _measure(options: Namespace, base: list[str]) -> tuple[Path, int, "CastAdvic
             # A part of a run is not an outcome: `measured_for` keeps it out of comparisons.
             record.end("done", f"advise took the first {built.steps} of {whole} steps")
     losses, count = meter.read(), built.steps // config.numerics.every
-    mode = [o for o in dropped if _key(o).partition(".")[0] == "precision"]
-    mode = without(mode, "precision.products.modules")
-    return directory, code, cast_advice(losses, asked.products, mode, count) if losses else None
+    mode = [o for o in dropped if _key(o).partition(".")[0] in ("precision", "scaler")]
+    mode, products = without(mode, "precision.products.modules"), asked.precision.products
+    return directory, code, cast_advice(losses, products, mode, count) if losses else None
 
 
 def _check(
