@@ -133,8 +133,8 @@ def norm_parameter_names(module: nn.Module) -> frozenset[str]:
 
 def hidden_matrices(module: nn.Module) -> frozenset[str]:
     """Return the names of the 2-D weights that are neither an embedding nor of the output layer,
-    the last module of a network."""
-    *_, last = module.modules()
+    the last module of a network with parameters of its own."""
+    *_, last = (own for own in module.modules() if any(True for _ in own.parameters(recurse=False)))
     ends = [own for own in module.modules() if isinstance(own, (nn.Embedding, nn.EmbeddingBag))]
     outside = {id(own) for end in (*ends, last) for own in end.parameters()}
     return frozenset(

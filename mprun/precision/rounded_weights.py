@@ -330,7 +330,8 @@ def widen(wide: Tensor, own: Tensor, kept: Tensor | None) -> Tensor:
 
 def _is_like(value: Any, weight: Tensor, key: str) -> bool:
     """Return whether it is state of the optimizer with one number for each of the weight."""
-    is_own = isinstance(value, Tensor) and value.is_floating_point() and key != COMPENSATION
+    is_own = isinstance(value, Tensor) and value.is_floating_point()
+    is_own = is_own and key not in (COMPENSATION, "step")
     return is_own and value.shape == weight.shape
 
 

@@ -121,6 +121,7 @@ def test_which_weights_are_hidden_matrices():
     assert every - found == {"embedding.weight", "positions.weight"}
     layers = [nn.Embedding(9, 8), nn.Linear(8, 8), nn.Conv2d(1, 1, 3), nn.Linear(8, 9)]
     assert hidden_matrices(nn.Sequential(*layers)) == {"1.weight"}
+    assert hidden_matrices(nn.Sequential(*layers, nn.LogSoftmax(-1))) == {"1.weight"}
     layers[3].weight = layers[0].weight  # tied
     assert hidden_matrices(nn.Sequential(*layers)) == {"1.weight"}
 

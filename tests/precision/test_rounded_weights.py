@@ -19,7 +19,7 @@ from mprun.precision import (
     rounded_weights,
 )
 from mprun.precision.philox import philox
-from mprun.precision.rounded_weights import Piece, RoundedWeights
+from mprun.precision.rounded_weights import Piece, RoundedWeights, choose_narrow
 
 from ..helpers import assert_same_bits, making, mixed, one_step
 
@@ -352,3 +352,13 @@ def test_refusals():
     with pytest.raises(ValueError, match=r"weight: has gaps"):
         gaps = torch.zeros(4, 8, dtype=torch.bfloat16)[:, ::2]
         RoundedWeights(torch.optim.SGD([gaps], 0.1), ["weight"], [gaps], "stochastic")
+
+
+def test_the_counter_of_a_weight_of_one_number_is_not_narrow():
+    """In BF16 it would stand still at 256."""
+    weight = torch.nn.Parameter(torch.tensor(1.0))
+    optimizer = torch.optim.AdamW([weight])
+    policy = build_policy("own", {"update": {"state_dtype": "bf16"}})
+    choose_narrow(optimizer, {"weight": weight}, policy).initialise_state()
+    state = optimizer.state[weight]
+    assert state["step"].dtype is torch.float32 and state["exp_avg"].dtype is torch.bfloat16

@@ -112,7 +112,7 @@ def cut(path):
 @pytest.mark.parametrize(
     ("name", "damage", "says"),
     [
-        ("config.yaml", Path.unlink, "no config.yaml there"),
+        ("config.yaml", Path.unlink, "is missing"),
         ("metrics.jsonl", Path.unlink, "metrics.jsonl"),
         ("metrics.jsonl", cut, "metrics.jsonl"),
         ("run.json", cut, "run.json"),

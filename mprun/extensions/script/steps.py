@@ -36,6 +36,7 @@ from mprun.precision.delayed_scaling import DelayedScaling
 from mprun.precision.emulation import ForwardContext, HalfEmulation
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.optimizer import Update
+from mprun.precision.packed_states import IN_BLOCKS
 from mprun.precision.philox import micro_batches
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.rounded_weights import RoundedWeights, choose_narrow
@@ -202,6 +203,7 @@ class OptimizerSteps:
             for scaling in _scalings(self.models):
                 scaling.owners.add(self.optimizer)  # before its first step: the scale waits for it
             self._make_narrow()
+            self._is_plain = self._is_plain and self.narrow is None
             self._keep_in_state()
             # torch.amp.GradScaler asks for it in each step, also in one that it skips.
             self.optimizer.__dict__[SCALES_ITSELF] = _NoGradScaler(self.policy.name)
@@ -449,6 +451,13 @@ class OptimizerSteps:
             state.update(self.state_dict())
 
         def load(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+            saved = state.get("narrow", {}).get("state_dtype")
+            kept = None if self.narrow is None else self.narrow.state_dtype
+            if saved != kept and {saved, kept} & set(IN_BLOCKS):
+                raise ValueError(
+                    f"optimizer state is kept in {saved or 'fp32'}, not in {kept or 'fp32'}: load "
+                    "it into an optimizer with the same precision.update.state_dtype"
+                )
             loaded.clear()
             loaded.update(state)
             own = ("loss_scale", "narrow", "delayed", "draws")

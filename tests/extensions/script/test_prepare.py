@@ -24,7 +24,7 @@ from mprun.precision import (
     get_loss_scale,
     get_policy,
 )
-from mprun.precision.policy import usual_scaler
+from mprun.precision.policy import build_policy, usual_scaler
 
 from ...helpers import assert_same_bits, making, mixed, raises_line
 from .networks import (
@@ -745,3 +745,22 @@ def test_a_script_begins_anew_with_its_seed_when_its_models_are_gone():
         found.append(model[0].weight.grad)
         del model
     assert torch.equal(*found)
+
+
+def test_a_plain_model_keeps_its_state_in_blocks_and_no_other_format_takes_it():
+    states = []
+    for dtype in ("dynamic8", "fp8"):
+        policy = build_policy("own", {"update": {"state_dtype": dtype}})
+        model = nn.Linear(64, 64)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model, optimizer = mprun.prepare(model, optimizer, policy)
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(torch.ones(4, 64)).square().mean().backward()
+            optimizer.step()
+        assert optimizer.state[next(model.parameters())]["exp_avg"].dtype is torch.uint8
+        states.append((optimizer, optimizer.state_dict()))
+    (optimizer, own), (_, other) = states
+    optimizer.load_state_dict(own)
+    with pytest.raises(ValueError, match="state is kept in fp8, not in dynamic8: load it"):
+        optimizer.load_state_dict(other)

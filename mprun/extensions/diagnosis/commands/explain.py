@@ -323,7 +323,8 @@ def as_text(explanation: Explanation) -> list[str]:
         fails_too = "; FP32 fails as well: the recipe is at fault, not the precision"
         parts["cure"] = [f"none of these{fails_too if fp32 else ''}"]
     if cure is not None:
-        found = f"{' '.join(cure.overrides)} (the smallest of them)"
+        smallest = "the smallest of them" if finding else f"the smallest change; {cure.result} left"
+        found = f"{' '.join(cure.overrides)} ({smallest})"
         parts["cure"] = [found, str(explanation.command)]
     return [
         f"{title if row == 0 else '':<10}{line}"
