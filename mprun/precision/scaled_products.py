@@ -374,7 +374,8 @@ def _on_cuda(
         sums = torch.mm(left, right, out_dtype=torch.float32)
         return _finished(sums, whole_a, whole_b, names, dtype)
     if factor_a.dim() == 4:
-        return multiplied_in_blocks(a, b, factor_a, factor_b, dtype)
+        tensors = _of_tensors(whole_a, whole_b, names)
+        return multiplied_in_blocks(a, b, factor_a, factor_b, dtype, tensors)
     # Pad sizes to multiples of 16, and lay the matrices out by rows and by columns.
     (n, k), m = a.shape, b.size(1)
     more_n, more_k, more_m = (-size % _MULTIPLE for size in (n, k, m))
@@ -389,15 +390,23 @@ def _on_cuda(
     return found[:n, :m].contiguous()  # as `_shape_of` promises a compiler
 
 
+def _of_tensors(whole_a: Tensor | None, whole_b: Tensor | None, names: str) -> tuple[Tensor, ...]:
+    """Return two factors, in whose order sums are multiplied, of a scale with two levels; or none.
+
+    The larger one first: whole_a * whole_b may be infinite, or lose bits, where no result is.
+    """
+    if whole_a is None or whole_b is None:
+        return ()
+    tops = math.prod(448 * ELEMENTS[name].top for name in names.split(" x "))
+    return torch.maximum(whole_a, whole_b) * (1 / tops), torch.minimum(whole_a, whole_b)
+
+
 def _finished(
     sums: Tensor, whole_a: Tensor | None, whole_b: Tensor | None, names: str, dtype: torch.dtype
 ) -> Tensor:
     """Return sums times the scales of both tensors, if these have two levels, in `dtype`."""
-    if whole_a is not None and whole_b is not None:
-        tops = math.prod(448 * ELEMENTS[name].top for name in names.split(" x "))
-        # The larger one first: whole_a * whole_b may be infinite, or lose bits, where no result is.
-        large, small = torch.maximum(whole_a, whole_b), torch.minimum(whole_a, whole_b)
-        sums.mul_(large * (1 / tops) * small)
+    if tensors := _of_tensors(whole_a, whole_b, names):
+        sums.mul_(tensors[0] * tensors[1])
     return sums.to(dtype)
 
 

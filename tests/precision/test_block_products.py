@@ -7,11 +7,15 @@ import torch
 from torch import nn
 
 from mprun.precision import block_products, get_policy
-from mprun.precision.block_products import difference, multiplied_in_blocks, swizzled
-from mprun.precision.scaled_products import how_multiplied, why_decoded
+from mprun.precision.block_formats import ELEMENTS, encoded
+from mprun.precision.block_products import difference, multiplied_in_blocks, packed, swizzled
+from mprun.precision.scaled_products import _of_tensors, cast, how_multiplied, product, why_decoded
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-MXFP8, HYBRID, NVFP4 = (get_policy(m).products for m in ("mxfp8", "mxfp8_hybrid", "nvfp4"))
+MXFP8, HYBRID, MXFP4, NVFP4 = (
+    get_policy(mode).products for mode in ("mxfp8", "mxfp8_hybrid", "mxfp4", "nvfp4")
+)
+E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
 
 
 def at(row, column, columns):
@@ -20,60 +24,116 @@ def at(row, column, columns):
     return 512 * tile + row % 32 * 16 + row % 128 // 32 * 4 + column % 4
 
 
+@pytest.mark.parametrize("dtype", [E8M0, E4M3])
 @pytest.mark.parametrize("size", [(1, 1), (128, 4), (131, 5), (300, 9)])
-def test_scales_lie_where_cublas_reads_them(size):
+def test_scales_lie_where_cublas_reads_them(size, dtype):
     rows, columns = size
-    powers = torch.randint(-127, 128, size)
-    powers[0, 0] = -127
-    found = swizzled(powers.double().exp2().float())
+    least, most = (-127, 128) if dtype is E8M0 else (-9, 9)  # exponents of the format
+    factor = torch.randint(least, most, size).double().exp2().float()
+    factor[0, 0] = 2.0**least
+    found = swizzled(factor, dtype)
+    assert found.dtype is dtype
     assert found.numel() == -(-rows // 128) * 128 * -(-columns // 4) * 4
-    own = found.view(torch.uint8)
     place = [[at(row, column, columns) for column in range(columns)] for row in range(rows)]
-    assert torch.equal(own[torch.tensor(place)].int() - 127, powers.int())
-    assert math.isnan(swizzled(torch.full((1, 1), math.nan))[0].item())
+    assert torch.equal(found.float()[torch.tensor(place)], factor)
+    assert math.isnan(swizzled(torch.full((1, 1), math.nan), dtype)[0].item())
 
 
 @pytest.mark.slow  # the import takes a second
-def test_scales_lie_where_torch_s_own_tests_put_them():
-    from torch.testing._internal.common_quantized import to_blocked
+def test_scales_and_codes_lie_where_torch_s_own_tests_put_them():
+    from torch.testing._internal.common_quantized import _bfloat16_to_float4_e2m1fn_x2, to_blocked
 
     powers = torch.randint(0, 255, (300, 9), dtype=torch.int32)
-    found = swizzled((powers << 23).clamp(min=1 << 22).view(torch.float32))
+    found = swizzled((powers << 23).clamp(min=1 << 22).view(torch.float32), E8M0)
     assert torch.equal(to_blocked(powers.to(torch.uint8)), found.view(torch.uint8))
+    numbers = torch.randn(40, 64).mul_(3).bfloat16()
+    own = packed(encoded(numbers.float(), ELEMENTS["e2m1"]))
+    expected = _bfloat16_to_float4_e2m1fn_x2(numbers)
+    assert torch.equal(own.view(torch.uint8), expected.view(torch.uint8))
+
+
+# OCP MX 1.0, table of E2M1: sign, two bits of the exponent, one of the mantissa.
+FOURS = [sign * own for sign in (1.0, -1.0) for own in (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)]
+
+
+def unpacked(pairs):
+    """Numbers of E2M1, the first of each byte in its lower half, as torch's kernels read them."""
+    bits = pairs.contiguous().view(torch.uint8).long()
+    return torch.tensor(FOURS)[torch.stack([bits & 15, bits >> 4], -1).flatten(1)]
+
+
+def test_two_codes_of_four_bits_share_a_byte():
+    every = torch.tensor([FOURS, FOURS[::-1]])
+    found = packed(every.to(E4M3))
+    assert found.shape == (2, 8) and found.dtype is torch.float4_e2m1fn_x2
+    assert found.view(torch.uint8)[0].tolist() == [0x10 + 0x22 * own for own in range(8)]
+    assert torch.equal(unpacked(found), every)
+    assert torch.equal(unpacked(found).signbit(), every.signbit())
 
 
 def stand_in(a, b, scale_a, recipe_a, scale_b, recipe_b, swizzle_a, swizzle_b, output_dtype):
     """What torch says of `scaled_mm`, from scales at the places above."""
-    assert a.is_contiguous() and b.t().is_contiguous() and a.size(1) % 32 == 0
+    kinds, orders = nn.functional.ScalingType, nn.functional.SwizzleType
+    assert a.is_contiguous() and b.t().is_contiguous()
+    assert recipe_a == recipe_b and swizzle_a == swizzle_b
+    tensors = 1.0
+    if isinstance(recipe_a, list):
+        assert recipe_a == [kinds.BlockWise1x16, kinds.TensorWise]
+        assert swizzle_a == [orders.SWIZZLE_32_4_4, orders.NO_SWIZZLE]
+        (scale_a, of_a), (scale_b, of_b) = scale_a, scale_b
+        assert a.dtype is b.dtype is torch.float4_e2m1fn_x2 and of_a.dtype is torch.float32
+        a, b, length, tensors = unpacked(a), unpacked(b.t()).t(), 16, (of_a * of_b).double()
+    else:
+        assert recipe_a is kinds.BlockWise1x32 and swizzle_a is orders.SWIZZLE_32_4_4
+        assert a.dtype is b.dtype is E4M3
+        length = 32
+    assert a.size(1) % 32 == 0 and b.size(1) % 16 == 0
     wide = []
     for codes, scale in ((a, scale_a), (b.t(), scale_b)):
-        rows, columns = codes.size(0), codes.size(1) // 32
+        assert scale.dtype is (E8M0 if length == 32 else E4M3)
+        rows, columns = codes.size(0), codes.size(1) // length
         assert scale.numel() == -(-rows // 128) * 128 * -(-columns // 4) * 4
         place = torch.tensor([[at(i, j, columns) for j in range(columns)] for i in range(rows)])
-        factor = scale.float()[place].double().repeat_interleave(32, 1)
+        factor = scale.float()[place].double().repeat_interleave(length, 1)
         wide.append(codes.double() * factor)
-    return (wide[0] @ wide[1].t()).to(output_dtype)
+    return (wide[0] @ wide[1].t() * tensors).to(output_dtype)
 
 
-def test_the_check_passes_right_products_and_finds_wrong_ones(monkeypatch):
+@pytest.mark.parametrize("products", [MXFP8, MXFP4, NVFP4], ids=["mxfp8", "mxfp4", "nvfp4"])
+def test_the_check_passes_right_products_and_finds_wrong_ones(products, monkeypatch):
     monkeypatch.setattr(nn.functional, "scaled_mm", stand_in)
-    pair = MXFP8.plan().grad_input
-    assert difference(*pair, CPU) is None
-    monkeypatch.setattr(block_products, "swizzled", lambda own: swizzled(own.roll(1, 1)))
+    for pair in products.plan()[:3]:
+        assert difference(*pair, CPU) is None
+    monkeypatch.setattr(
+        block_products, "swizzled", lambda own, kind: swizzled(own.roll(1, 1), kind)
+    )
     assert "of the sum of magnitudes off" in difference(*pair, CPU)
-    monkeypatch.setattr(block_products, "swizzled", lambda own: swizzled(own.nan_to_num()))
+    monkeypatch.setattr(block_products, "swizzled", swizzled)
+
+    def loses(*given, output_dtype):
+        return stand_in(*given, output_dtype=output_dtype).nan_to_num()
+
+    monkeypatch.setattr(nn.functional, "scaled_mm", loses)
     assert difference(*pair, CPU) == "its products of codes lose what is not finite"
 
 
+@pytest.mark.parametrize("products", [MXFP8, MXFP4, NVFP4], ids=["mxfp8", "mxfp4", "nvfp4"])
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (33, 100, 47)])
-def test_any_size_is_multiplied(sizes, monkeypatch):
+def test_any_size_is_multiplied(sizes, products, monkeypatch):
+    """Against products of decoded numbers, up to FP32's rounding of the sum and of the factors."""
     monkeypatch.setattr(nn.functional, "scaled_mm", stand_in)
     n, k, m = sizes
-    left, right = torch.randint(-8, 9, (n, k)).float(), torch.randint(-8, 9, (k, m)).float()
-    ones = [torch.ones(size, 1, -(-k // 32), 32) for size in (n, m)]
-    codes = [own.to(torch.float8_e4m3fn) for own in (left, right)]
-    found = multiplied_in_blocks(*codes, ones[0], ones[1].permute(2, 3, 0, 1), torch.float32)
-    assert torch.equal(found, left @ right) and found.is_contiguous()
+    left, right = torch.randn(n, k).bfloat16(), torch.randn(k, m).bfloat16()
+    for pair in products.plan()[:3]:
+        a, b = cast(left, pair[0]), cast(right.t(), pair[1]).T
+        expected = product(a, b, torch.float32)
+        tensors = _of_tensors(a.whole, b.whole, "e2m1 x e2m1")
+        codes = a.values, b.values, a.spread, b.spread
+        found = multiplied_in_blocks(*codes, torch.float32, tensors)
+        assert found.is_contiguous()
+        magnitudes = (own._replace(values=own.values.float().abs().to(E4M3)) for own in (a, b))
+        total = product(*magnitudes, torch.float32)
+        assert ((found - expected).abs() <= k * 2.0**-23 * total).all()
 
 
 @pytest.mark.parametrize(
@@ -83,8 +143,19 @@ def test_any_size_is_multiplied(sizes, monkeypatch):
         (MXFP8, (12, 0), "BF16 (compute capability 12.0 is not known"),
         (MXFP8, (10, 0), "codes, by the GPU"),
         (MXFP8, (10, 3), "codes, by the GPU"),
-        (HYBRID, (10, 3), "BF16 (codes in blocks are multiplied in MXFP8 of E4M3 alone)"),
-        (NVFP4, (10, 0), "BF16 (codes in blocks are multiplied in MXFP8 of E4M3 alone)"),
+        (
+            HYBRID,
+            (10, 3),
+            "BF16 (codes in blocks are multiplied in MXFP8 of E4M3, MXFP4 and NVFP4 alone)",
+        ),
+        (
+            get_policy("fp8_block").products,
+            (10, 0),
+            "BF16 (codes in blocks are multiplied in MXFP8 of E4M3,",
+        ),
+        (MXFP4, (10, 0), "codes, by the GPU"),
+        (NVFP4, (9, 0), "BF16 (compute capability 9.0 is not known to multiply codes in blocks)"),
+        (NVFP4, (10, 3), "codes, by the GPU"),
         (get_policy("fp8_rowwise").products, (9, 0), "codes, by the GPU"),
     ],
 )

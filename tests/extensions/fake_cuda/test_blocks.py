@@ -37,13 +37,16 @@ def test_a_cast_to_decoded_numbers_is_one_launch(script, mode, name, launches):
 
 
 @pytest.mark.slow
-def test_codes_are_multiplied_by_a_gpu_that_has_them(device, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("mode", "element"), [("mxfp8", "e4m3"), ("mxfp4", "e2m1"), ("nvfp4", "e2m1")]
+)
+def test_codes_are_multiplied_by_a_gpu_that_has_them(device, tmp_path, monkeypatch, mode, element):
     """torch takes sizes, layouts and scales; what comes out, no fake device tells."""
     monkeypatch.setenv("FAKE_CUDA_CAPABILITY", "100")
     blackwell = Device(device.folder, sys.executable)
-    found = blackwell.run(tmp_path / "run", [*MODELS["gpt"], "precision=mxfp8", "train.steps=3"])
+    found = blackwell.run(tmp_path / "run", [*MODELS["gpt"], f"precision={mode}", "train.steps=3"])
     blackwell.close()
     assert_sound(found)
     precision = found["record"]["precision"]
     assert precision["linear_products"] == "codes, by the GPU"
-    assert "native-e4m3" in precision["half_products"]
+    assert f"native-{element}" in precision["half_products"]
