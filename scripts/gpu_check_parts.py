@@ -18,7 +18,8 @@ _BESIDE, _OWN = "ResNet-50 b256", "DCGAN b128,LSTM LM"
 _OWN_MODES = "fp32,tf32,fp16_master_scaled,amp"
 _RATIO_MODES = "fp32,fp16_master_scaled,amp"  # TF32 and its loop come in the call of the peers
 _GPT_SHARE = 6.0  # weight of its bench, to 1 of its questions
-_GPT_MODES = "fp32,tf32,amp_bf16,bf16_stochastic,fp8_tensorwise,fp8_rowwise"
+_GPT_MODES = "fp32,tf32,amp_bf16,bf16_stochastic,fp8_tensorwise,fp8_rowwise,"
+_GPT_MODES += "mxfp8,nvfp4"
 # The tests of graphs in these modes can wait; "]" ends the name of a test, and distinguishes the
 # mode fp16_master from fp16_master_scaled.
 _LATER_MODES = ("fp16_naive", "fp16_master]", "bf16_master")
