@@ -21,8 +21,8 @@ from mprun.record.console import markdown_table
 
 # FP8 beside FP32 weights: its cost without the emulation of BF16 around it.
 FP8 = ("precision.param_dtype=fp32",)
-BLOCKS = ("fp8_delayed", "fp8_block", "mxfp8", "mxfp8_floor", "mxfp8_hybrid", "mxfp4", "nvfp4_plain",
-          "nvfp4")  # fmt: skip
+BLOCKS = ("fp8_delayed", "fp8_block", "mxfp8", "mxfp8_floor", "mxfp8_hybrid", "mxfp4",
+          "nvfp4_plain", "nvfp4")  # fmt: skip
 COMPARISONS = {
     "width 128, FP8 over FP32": (
         ("model=gpt",),

@@ -1,4 +1,6 @@
-"""The Triton kernel that casts a matrix in blocks: one launch, with the bits of `block_formats`.
+"""The Triton kernels that cast a matrix in blocks, and lay codes out for a product, in one launch.
+
+The cast has the bits of `block_formats`, the layout is that of `block_products`.
 
 A program takes whole blocks: their largest magnitudes, scales, elements, and what a product reads,
 codes or decoded numbers. BF16 goes in and out as its 16 bits, so that the interpreter, which lacks
@@ -208,3 +210,68 @@ def cast(matrix: Tensor, form: dict, block: tuple[int, int], dtype, random, whol
             STOCHASTIC=random is not None, OUT=out, **blocks, **options,
         )  # fmt: skip
     return values, factor
+
+
+@triton.jit
+def _four(codes, down, across, inside):
+    """Return the four bits of E2M1 of numbers that are held in E4M3, from 0.5 = 0x30 on."""
+    bits = tl.load(codes + down + across, mask=inside, other=0).to(tl.int32)
+    size = bits & 0x7F
+    found = tl.maximum(size >> 2, 12) - 12 + tl.where(size == 0x30, 1, 0)
+    return found | (bits >> 7) << 3
+
+
+@triton.jit
+def lay_out_kernel(
+    codes, factors, values, scales, rows, length, row_step, column_step, group, factor_row,
+    factor_block, blocks, padded_rows, width, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Write 128 rows of four blocks of one operand, `width` bytes a row, and their scales.
+
+    BLOCK: 32 codes with a power of two, or 16 numbers of E2M1, two in a byte, with one in E4M3.
+    group: rows that share a factor.
+    """
+    WIDTH: tl.constexpr = 128 if BLOCK == 32 else 32
+    place = tl.arange(0, 128)[:, None]
+    row = tl.program_id(0).to(tl.int64) * 128 + place
+    byte = tl.program_id(1).to(tl.int64) * WIDTH + tl.arange(0, WIDTH)[None, :]
+    down = row * row_step
+    if BLOCK == 32:
+        inside = (row < rows) & (byte < length)
+        found = tl.load(codes + down + byte * column_step, mask=inside, other=0)
+    else:
+        one, other = 2 * byte, 2 * byte + 1
+        lower = _four(codes, down, one * column_step, (row < rows) & (one < length))
+        upper = _four(codes, down, other * column_step, (row < rows) & (other < length))
+        found = (lower | upper << 4).to(tl.uint8)
+    tl.store(values + row * width + byte, found, mask=(row < padded_rows) & (byte < width))
+    column = tl.arange(0, 4)[None, :]
+    block = tl.program_id(1).to(tl.int64) * 4 + column
+    at = factors + row // group * factor_row + block * factor_block
+    factor = tl.load(at, mask=(row < rows) & (block < blocks), other=0.0)
+    if BLOCK == 32:
+        scale = (factor.to(tl.int32, bitcast=True) >> 23 & 255).to(tl.uint8)
+    else:
+        scale = _codes(factor, False)
+    tile = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    tl.store(scales + tile * 512 + place % 32 * 16 + place // 32 * 4 + column, scale)
+
+
+def laid_out(codes: Tensor, factor: Tensor, block: int, multiple: int) -> tuple[Tensor, Tensor]:
+    """Return what `block_products.laid_out` does, in bytes."""
+    (rows, length), blocks = codes.shape, factor.size(2)
+    padded_rows, padded_length = rows + -rows % multiple, length + -length % multiple
+    width = padded_length if block == 32 else padded_length // 2
+    tiles = -(-rows // 128), -(-blocks // 4)
+    values, scales = (
+        torch.empty(size, dtype=torch.uint8, device=codes.device)
+        for size in ((padded_rows, width), tiles[0] * tiles[1] * 512)
+    )
+    steps = factor.size(1), factor.stride(0), factor.stride(2)
+    with torch.cuda.device(codes.device) if codes.is_cuda else nullcontext():
+        lay_out_kernel[tiles](
+            codes.view(torch.uint8), factor, values, scales, rows, length, *codes.stride(),
+            *steps, blocks, padded_rows, width, BLOCK=block, num_warps=4,
+            enable_fp_fusion=False,
+        )  # fmt: skip
+    return values, scales

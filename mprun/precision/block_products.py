@@ -104,13 +104,10 @@ def multiplied_in_blocks(
 
     tensors: two FP32 numbers that the sums are multiplied by, for scale e4m3; none for e8m0.
     """
-    (n, k), m = a.shape, b.size(1)
-    more_n, more_k, more_m = (-size % _MULTIPLE for size in (n, k, m))
-    left, right = padded(a, more_n, more_k), padded(b.t(), more_m, more_k)
+    n, m = a.size(0), b.size(1)
+    left, scale_a = laid_out(a, factor_a[..., 0], bool(tensors))
+    right, scale_b = laid_out(b.t(), factor_b[:, 0].permute(1, 2, 0), bool(tensors))
     kinds, order = nn.functional.ScalingType, nn.functional.SwizzleType
-    scale = torch.float8_e4m3fn if tensors else torch.float8_e8m0fnu
-    scale_a = swizzled(factor_a[..., 0].flatten(0, 1)[:n], scale)
-    scale_b = swizzled(factor_b[:, 0].flatten(1)[:, :m].t(), scale)
     if not tensors:
         found = nn.functional.scaled_mm(
             left, right.t(), scale_a, kinds.BlockWise1x32, scale_b, kinds.BlockWise1x32,
@@ -120,10 +117,33 @@ def multiplied_in_blocks(
         recipe = [kinds.BlockWise1x16, kinds.TensorWise]
         orders = [order.SWIZZLE_32_4_4, order.NO_SWIZZLE]
         found = nn.functional.scaled_mm(
-            packed(left), packed(right).t(), [scale_a, tensors[0]], recipe, [scale_b, tensors[1]],
-            recipe, orders, orders, output_dtype=dtype,
+            left, right.t(), [scale_a, tensors[0]], recipe, [scale_b, tensors[1]], recipe, orders,
+            orders, output_dtype=dtype,
         )  # fmt: skip
     return found[:n, :m].contiguous()
+
+
+def laid_out(codes: Tensor, factor: Tensor, packs: bool) -> tuple[Tensor, Tensor]:
+    """Return codes and scales of an operand as cuBLAS reads them, up to `_MULTIPLE` with zeros.
+
+    codes: [rows, k], of any strides. factor: [blocks of rows, rows of one, blocks of k]. packs: two
+    numbers of E2M1 in a byte, with scales in E4M3; else codes, with scales in E8M0.
+    """
+    scale = torch.float8_e4m3fn if packs else torch.float8_e8m0fnu
+    values_in = torch.float4_e2m1fn_x2 if packs else codes.dtype
+    if codes.is_cuda:
+        try:
+            # Imported here: only torch for CUDA on Linux includes Triton.
+            from mprun.precision import block_cast_triton as kernels
+
+            values, scales = kernels.laid_out(codes, factor, 16 if packs else 32, _MULTIPLE)
+            return values.view(values_in), scales.view(scale)
+        except ImportError:
+            pass
+    rows, length = codes.shape
+    scales = swizzled(factor.flatten(0, 1)[:rows], scale)
+    values = padded(codes, -rows % _MULTIPLE, -length % _MULTIPLE)
+    return packed(values) if packs else values, scales
 
 
 def swizzled(factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,6 +1,7 @@
 """Run as a script by test_block_cast_kernel.py: Triton's interpreter is chosen before the import.
 
-Prints one line of JSON: how many numbers were compared, and what differs.
+Prints one line of JSON: how many numbers of casts were compared, how many bytes of layouts for
+products, and what differs.
 """
 
 import json
@@ -12,6 +13,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
+from mprun.precision import block_cast_triton as kernels  # noqa: E402
 from mprun.precision import get_policy  # noqa: E402
 from mprun.precision.block_formats import (  # noqa: E402
     ELEMENTS,
@@ -19,7 +21,9 @@ from mprun.precision.block_formats import (  # noqa: E402
     cast_blocks,
     cast_blocks_by_kernel,
 )
+from mprun.precision.block_products import laid_out  # noqa: E402
 from mprun.precision.philox import micro_batches, stream_of  # noqa: E402
+from mprun.precision.scaled_products import cast  # noqa: E402
 from tests.shipped import IN_BLOCKS  # noqa: E402
 
 
@@ -87,6 +91,35 @@ def compare(matrix, form, dtype):
     return sum((wrong, *(apart(a, b, True) for a, b in ((own_factor, factor), (own_whole, whole)))))
 
 
+def operands(products, size):
+    """Both operands of each product, as `multiplied_in_blocks` lays them out."""
+    matrix = torch.randn(size) * (4 * torch.randn(size)).exp2()
+    matrix[0, 0] = 0.0
+    for left, right in products.plan()[:3]:
+        a, b = cast(matrix, left), cast(matrix, right).T
+        yield a.values, a.spread[..., 0]
+        yield b.values.t(), b.spread[:, 0].permute(1, 2, 0)
+        c = cast(matrix, right, 0)  # along the other dimension: columns of codes
+        yield c.values.t(), c.spread[:, 0].permute(1, 2, 0)
+
+
+def layouts():
+    """How many bytes were compared, and what differs."""
+    torch.manual_seed(0)
+    compared, different = 0, []
+    for mode in ("mxfp8", "mxfp4", "nvfp4"):
+        for size in ((1, 1), (33, 100), (130, 261), (256, 128)):
+            for codes, factor in operands(get_policy(mode).products, size):
+                packs = mode == "nvfp4"
+                made = kernels.laid_out(codes, factor, 16 if packs else 32, 32)
+                for own, expected in zip(made, laid_out(codes, factor, packs), strict=True):
+                    wrong = int((own != expected.view(torch.uint8)).sum())
+                    compared += own.numel()
+                    if wrong or own.shape != expected.shape:
+                        different.append(f"layout {mode} {size} {codes.stride()}: {wrong}")
+    return compared, different
+
+
 if __name__ == "__main__":
     compared, different = 0, []
     for matrix in matrices():
@@ -98,4 +131,5 @@ if __name__ == "__main__":
                 if wrong:
                     what = f"{tuple(matrix.shape)} {matrix.dtype} {form} {dtype}"
                     different.append(f"{what}: {wrong}")
-    print(json.dumps({"compared": compared, "different": different}))
+    laid, wrong = layouts()
+    print(json.dumps({"compared": compared, "laid out": laid, "different": different + wrong}))

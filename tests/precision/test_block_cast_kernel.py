@@ -1,4 +1,4 @@
-"""The kernel that casts in blocks has the bits of torch's operations."""
+"""The kernels that cast in blocks and lay codes out have the bits of torch's operations."""
 
 import re
 from importlib.util import find_spec
@@ -15,7 +15,8 @@ pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
 @pytest.mark.slow
 def test_bits_in_the_interpreter():
     found = printed_by(SCRIPT)
-    assert found["compared"] > 4_000_000 and found["different"] == []
+    assert found["compared"] > 4_000_000 and found["laid out"] > 2_000_000
+    assert found["different"] == []
 
 
 # Operands of the shipped modes: block, scale, stochastic, what is written.
@@ -31,27 +32,31 @@ TARGETS = (80, 86, 89, 90, 100, 120)
 
 
 def compiled(form, held, capability):
-    from triton import compile as compile_kernel
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from mprun.precision.block_cast_triton import cast_kernel, launch_of
 
     block, scale, stochastic, out = form
     constants, options = launch_of(block)
     constants |= {"SCALE": scale, "ROUNDING": "rceil", "TOP": 6.0, "EMIN": 0, "EMAX": 2}
     constants |= {"MANTISSA": 1, "STOCHASTIC": stochastic, "OUT": out, "column_step": 1}
-    names = cast_kernel.arg_names
-    signature = dict.fromkeys(names, "i32") | {"matrix": f"*{held}", "number": "*i64"}
-    signature |= dict.fromkeys(("seed", "first", "stream"), "i64")
-    signature |= dict.fromkeys(("whole", "factors"), "*fp32")
-    signature["values"] = {"codes": "*u8", "bf16": "*u16", "fp32": "*fp32"}[out]
-    aligned = [name for name, kind in signature.items() if kind.startswith("*")]
-    aligned += ["rows", "columns", "row_step"]
-    signature |= dict.fromkeys(constants, "constexpr")
+    kinds = {"matrix": f"*{held}", "number": "*i64", "whole": "*fp32", "factors": "*fp32"}
+    kinds |= dict.fromkeys(("seed", "first", "stream"), "i64")
+    kinds["values"] = {"codes": "*u8", "bf16": "*u16", "fp32": "*fp32"}[out]
+    aligned = ["rows", "columns", "row_step"]
+    return ptx_of(cast_kernel, constants, kinds, aligned, capability, options)
+
+
+def ptx_of(kernel, constants, kinds, aligned, capability, options):
+    """Compile for a GPU that is not there. aligned: numbers that 16 divides, beside pointers."""
+    from triton import compile as compile_kernel
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    names = kernel.arg_names
+    signature = dict.fromkeys(names, "i32") | kinds
+    aligned = [*aligned, *(name for name, kind in kinds.items() if kind.startswith("*"))]
     source = ASTSource(
-        fn=cast_kernel,
-        signature=signature,
+        fn=kernel,
+        signature=signature | dict.fromkeys(constants, "constexpr"),
         constexprs={(names.index(key),): value for key, value in constants.items()},
         attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
     )
@@ -68,3 +73,19 @@ def test_compiled_ahead_of_time(capability, name, tmp_path, monkeypatch):
     ptx = compiled(FORMS[name], "fp32" if name == "in FP32" else "u16", capability)
     assert not re.search(r"\bfma\.\w+\.f32|\.ftz|\.approx|div\.full|\batom|\bred\.", ptx)
     assert re.search(r"ld\.global[.\w:]*\.v4", ptx)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", (100, 103, 120))
+@pytest.mark.parametrize("block", (16, 32))
+def test_layouts_compiled_ahead_of_time(capability, block, tmp_path, monkeypatch):
+    """Codes by rows are read and written by 16 bytes."""
+    from mprun.precision.block_cast_triton import lay_out_kernel
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kinds = {"codes": "*u8", "factors": "*fp32", "values": "*u8", "scales": "*u8"}
+    constants = {"BLOCK": block, "column_step": 1, "group": 1, "factor_block": 1}
+    aligned = ["rows", "length", "row_step", "padded_rows", "width"]
+    options = {"num_warps": 4, "enable_fp_fusion": False}
+    ptx = ptx_of(lay_out_kernel, constants, kinds, aligned, capability, options)
+    assert re.search(r"st\.global[.\w:]*\.v4", ptx)

@@ -89,11 +89,11 @@ def device(request, tmp_path_factory):
 def script(device, tmp_path):
     """`script(body)`: what `answer()` of this program returns, with warnings and counts."""
 
-    def ask(body):
+    def ask(body, on=device):
         path = tmp_path / "script.py"
         lines = "\n".join(f"    {line}" for line in body.strip().splitlines())
         path.write_text(f"import torch\n\ndef answer():\n{lines}\n")
-        return device.ask("script", path=str(path))
+        return on.ask("script", path=str(path))
 
     return ask
 
