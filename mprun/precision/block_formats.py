@@ -279,7 +279,7 @@ def cast_blocks_by_kernel(
     count = rows * columns if all(given) else 0
     try:
         # Imported here: only torch for CUDA on Linux includes Triton.
-        from mprun.precision import block_cast_triton as kernels
+        from mprun.precision import cast_kernels_triton as kernels
     except ImportError:
         count = 0
     if not 0 < count <= kernels.LARGEST or count & (count - 1) or not matrix.numel():
@@ -292,8 +292,7 @@ def cast_blocks_by_kernel(
         first = micro_batches.draw(stream, -(-padded // IN_BLOCK))
         seed = micro_batches.seed
         random = seed - (seed >> 63 << 64), micro_batches.number(matrix.device), first, stream
-    form = {"SCALE": scale, "ROUNDING": rounding, "TOP": own.top, "EMIN": own.emin}
-    form |= {"EMAX": own.emax, "MANTISSA": own.mantissa}
+    form = {"SCALE": scale, "ROUNDING": rounding, **kernels.of_element(own)}
     values, factor = kernels.cast(matrix, form, (rows, columns), dtype or own.dtype, random, whole)
     return values.view(dtype or own.dtype), factor, factor.new_empty(0) if whole is None else whole
 

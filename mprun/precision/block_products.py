@@ -134,7 +134,7 @@ def laid_out(codes: Tensor, factor: Tensor, packs: bool) -> tuple[Tensor, Tensor
     if codes.is_cuda:
         try:
             # Imported here: only torch for CUDA on Linux includes Triton.
-            from mprun.precision import block_cast_triton as kernels
+            from mprun.precision import cast_kernels_triton as kernels
 
             values, scales = kernels.laid_out(codes, factor, 16 if packs else 32, _MULTIPLE)
             return values.view(values_in), scales.view(scale)

@@ -24,7 +24,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -429,33 +428,14 @@ def cast_by_kernel(
     matrix: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, turned: bool
 ) -> tuple[Tensor, Tensor]:
     """Write matrix * scale in FP8 by rows and transposed; an unwanted one has no values."""
+    own = next(one for one in ELEMENTS.values() if one.dtype is dtype)
     try:
         # Imported here: only torch for CUDA on Linux includes Triton.
-        from mprun.precision import fp8_cast_triton as kernels
+        from mprun.precision import cast_kernels_triton as kernels
     except ImportError:
-        own = next(one for one in ELEMENTS.values() if one.dtype is dtype)
         found = saturated(matrix, scale, own)
         return found, found.t().contiguous()
-    count, width = matrix.shape
-    found, other = (
-        torch.empty(size if wanted else (0, 0), dtype=torch.uint8, device=matrix.device)
-        for wanted, size in ((rows, (count, width)), (turned, (width, count)))
-    )
-    steps = [0 if scale.dim() == 0 or scale.size(i) == 1 else scale.stride(i) for i in (0, 1)]
-    # The interpreter, for tests, has no BF16.
-    bits = (
-        matrix.view(torch.uint16)
-        if matrix.dtype is torch.bfloat16 and not matrix.is_cuda
-        else matrix
-    )
-    grid = (-(-count // kernels.TILE), -(-width // kernels.TILE))
-    with torch.cuda.device(matrix.device) if matrix.is_cuda else nullcontext():
-        kernels.cast_kernel[grid](
-            bits, scale, found, other, count, width, *matrix.stride(), *steps,
-            torch.finfo(dtype).max, E5M2=dtype is torch.float8_e5m2, ROWS=rows, TURNED=turned,
-            TILE=kernels.TILE, **kernels.LAUNCH,
-        )  # fmt: skip
-    return found.view(dtype), other.view(dtype)
+    return kernels.cast_fp8(matrix, scale, own, rows, turned)
 
 
 def _shapes_of_cast(

@@ -1,4 +1,4 @@
-"""Run as a script by test_block_cast_kernel.py: Triton's interpreter is chosen before the import.
+"""Run as a script by test_cast_kernels.py: Triton's interpreter is chosen before the import.
 
 Prints one line of JSON: how many numbers of casts were compared, how many bytes of layouts for
 products, and what differs.
@@ -13,7 +13,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from mprun.precision import block_cast_triton as kernels  # noqa: E402
+from mprun.precision import cast_kernels_triton as kernels  # noqa: E402
 from mprun.precision import get_policy  # noqa: E402
 from mprun.precision.block_formats import (  # noqa: E402
     ELEMENTS,

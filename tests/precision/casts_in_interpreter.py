@@ -1,4 +1,4 @@
-"""Run as a script by test_fp8_cast_kernel.py: Triton's interpreter is chosen before the import.
+"""Run as a script by test_cast_kernels.py: Triton's interpreter is chosen before the import.
 
 Prints one line of JSON: how many bytes were compared, and what differs.
 """

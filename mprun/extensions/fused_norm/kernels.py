@@ -16,7 +16,7 @@ Import it only if Triton is installed.
 import triton
 import triton.language as tl
 
-from mprun.precision.fp8_cast_triton import wide
+from mprun.precision.cast_kernels_triton import wide
 
 
 @triton.jit

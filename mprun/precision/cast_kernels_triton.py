@@ -1,11 +1,8 @@
-"""The Triton kernels that cast a matrix in blocks, and lay codes out for a product, in one launch.
+"""Triton kernels of casts to 8 bits and fewer, and of their codes' layout for a product.
 
-The cast has the bits of `block_formats`, the layout is that of `block_products`.
-
-A program takes whole blocks: their largest magnitudes, scales, elements, and what a product reads,
-codes or decoded numbers. BF16 goes in and out as its 16 bits, so that the interpreter, which lacks
-it, runs all that a GPU does. Random bits are computed for each number, eight times as often as
-needed: so a block may have any place.
+They have the bits of torch's operations in `block_formats`, `scaled_products` and `block_products`:
+numbers are rounded by their bits. BF16 goes in and out as its 16 bits, so that the interpreter,
+which lacks it, runs all that a GPU does.
 
 Import it only if Triton is installed.
 """
@@ -17,13 +14,22 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from mprun.precision.fp8_cast_triton import wide
-
+TILE = 64  # of `fp8_kernel`, both ways
+LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 _TILE = 4096  # numbers of a program, or one block
 LARGEST = 128 * 128  # numbers of a block
 _F32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
 _SMALLEST_AMAX = tl.constexpr(1e-12)
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
+
+
+@triton.jit
+def wide(pointers, inside):
+    """Load as FP32. uint16 are the bits of BF16, which the interpreter lacks."""
+    value = tl.load(pointers, mask=inside, other=0)
+    if pointers.dtype.element_ty == tl.uint16:
+        return (value.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return value.to(tl.float32)
 
 
 @triton.jit
@@ -133,6 +139,32 @@ def _codes(value, E5M2: tl.constexpr):
     return (found | ((bits >> 24) & 0x80)).to(tl.uint8)
 
 
+@triton.jit
+def fp8_kernel(
+    matrix, scale, values, turned, rows, columns, row_step, column_step, scale_row, scale_column,
+    TOP: tl.constexpr, EMIN: tl.constexpr, EMAX: tl.constexpr, MANTISSA: tl.constexpr,
+    ROWS: tl.constexpr, TURNED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """values [rows, columns], turned [columns, rows] = matrix * scale, saturated; NaN stays NaN.
+
+    cuBLAS reads the left operand by rows and the right one by columns, and a layer's products use
+    each operand in both ways: one pass writes what they need.
+    """
+    row = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    column = tl.program_id(1).to(tl.int64) * TILE + tl.arange(0, TILE)
+    down, across = row[:, None], column[None, :]
+    inside = (down < rows) & (across < columns)
+    factor = tl.load(scale + down * scale_row + across * scale_column, mask=inside, other=0.0)
+    value = wide(matrix + down * row_step + across * column_step, inside) * factor
+    value = _on_grid(value, value, TOP, EMIN, EMAX, MANTISSA, False)
+    found = _codes(value, MANTISSA == 2)
+    if ROWS:
+        tl.store(values + down * columns + across, found, mask=inside)
+    if TURNED:
+        known = (column[:, None] < columns) & (row[None, :] < rows)
+        tl.store(turned + column[:, None] * rows + row[None, :], tl.trans(found), mask=known)
+
+
 @triton.jit(do_not_specialize=["seed", "first", "stream"])
 def cast_kernel(
     matrix, whole, values, factors, number, rows, columns, row_step, column_step, padded, seed,
@@ -143,6 +175,8 @@ def cast_kernel(
 ):  # fmt: skip
     """Cast DOWN x ACROSS blocks of ROWS x COLUMNS: values [rows, columns], a factor of each block.
 
+    Random bits are computed for each number, eight times as often as needed: so a block may have
+    any place.
     whole: amax of the tensor, read by scale e4m3. padded: the columns of whole blocks. OUT:
     "codes", "bf16" or "fp32".
     """
@@ -178,6 +212,38 @@ def cast_kernel(
     tl.store(factors + at, factor, mask=known)
 
 
+def of_element(element) -> dict[str, float | int]:
+    """Return the constants of kernels that say what `block_formats.Element` numbers are cast to."""
+    names = {"TOP": element.top, "EMIN": element.emin, "EMAX": element.emax}
+    return names | {"MANTISSA": element.mantissa}
+
+
+def _bits(matrix: Tensor) -> Tensor:
+    return matrix.view(torch.uint16) if matrix.dtype is torch.bfloat16 else matrix
+
+
+def _on(tensor: Tensor):
+    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+
+
+def cast_fp8(
+    matrix: Tensor, scale: Tensor, element, rows: bool, turned: bool
+) -> tuple[Tensor, Tensor]:
+    """Return what `scaled_products.cast_by_kernel` does."""
+    count, width = matrix.shape
+    found, other = (
+        torch.empty(size if wanted else (0, 0), dtype=torch.uint8, device=matrix.device)
+        for wanted, size in ((rows, (count, width)), (turned, (width, count)))
+    )
+    steps = [0 if scale.dim() == 0 or scale.size(i) == 1 else scale.stride(i) for i in (0, 1)]
+    with _on(matrix):
+        fp8_kernel[-(-count // TILE), -(-width // TILE)](
+            _bits(matrix), scale, found, other, count, width, *matrix.stride(), *steps,
+            **of_element(element), ROWS=rows, TURNED=turned, TILE=TILE, **LAUNCH,
+        )  # fmt: skip
+    return found.view(element.dtype), other.view(element.dtype)
+
+
 def launch_of(block: tuple[int, int]) -> tuple[dict[str, int], dict[str, int | bool]]:
     """Return the blocks of a program, constants of `cast_kernel`, and the options of its launch."""
     rows, columns = block
@@ -197,15 +263,14 @@ def cast(matrix: Tensor, form: dict, block: tuple[int, int], dtype, random, whol
     counts = -(-n // rows), -(-k // columns)
     values = torch.empty((n, k), dtype=dtype, device=matrix.device)
     factor = torch.empty(counts, dtype=torch.float32, device=matrix.device)
-    bits = matrix.view(torch.uint16) if matrix.dtype is torch.bfloat16 else matrix
     out = _NAMES.get(dtype, "codes")
     held = values if out == "fp32" else values.view(torch.uint16 if out == "bf16" else torch.uint8)
     blocks, options = launch_of(block)
     seed, number, first, stream = random or (0, factor, 0, 0)
     grid = (-(-counts[0] // blocks["DOWN"]), -(-counts[1] // blocks["ACROSS"]))
-    with torch.cuda.device(matrix.device) if matrix.is_cuda else nullcontext():
+    with _on(matrix):
         cast_kernel[grid](
-            bits, factor if whole is None else whole, held, factor, number, n, k,
+            _bits(matrix), factor if whole is None else whole, held, factor, number, n, k,
             *matrix.stride(), counts[1] * columns, seed, first, stream, **form,
             STOCHASTIC=random is not None, OUT=out, **blocks, **options,
         )  # fmt: skip
@@ -268,10 +333,9 @@ def laid_out(codes: Tensor, factor: Tensor, block: int, multiple: int) -> tuple[
         for size in ((padded_rows, width), tiles[0] * tiles[1] * 512)
     )
     steps = factor.size(1), factor.stride(0), factor.stride(2)
-    with torch.cuda.device(codes.device) if codes.is_cuda else nullcontext():
+    with _on(codes):
         lay_out_kernel[tiles](
             codes.view(torch.uint8), factor, values, scales, rows, length, *codes.stride(),
-            *steps, blocks, padded_rows, width, BLOCK=block, num_warps=4,
-            enable_fp_fusion=False,
+            *steps, blocks, padded_rows, width, BLOCK=block, **LAUNCH,
         )  # fmt: skip
     return values, scales

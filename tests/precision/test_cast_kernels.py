@@ -5,16 +5,28 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
+
+from mprun.precision.block_formats import ELEMENTS
+from mprun.precision.scaled_products import ScaledProducts, product, saturated, unobserved_cast
 
 from ..helpers import printed_by
 
-SCRIPT = Path(__file__).with_name("block_casts_in_interpreter.py")
+BLOCKS, FP8 = (
+    Path(__file__).with_name(f"{name}_in_interpreter.py") for name in ("block_casts", "casts")
+)
 pytestmark = pytest.mark.skipif(not find_spec("triton"), reason="needs Triton")
 
 
 @pytest.mark.slow
+def test_fp8_bits_in_the_interpreter():
+    found = printed_by(FP8)
+    assert found["compared"] > 5_000_000 and found["different"] == []
+
+
+@pytest.mark.slow
 def test_bits_in_the_interpreter():
-    found = printed_by(SCRIPT)
+    found = printed_by(BLOCKS)
     assert found["compared"] > 4_000_000 and found["laid out"] > 2_000_000
     assert found["different"] == []
 
@@ -32,7 +44,7 @@ TARGETS = (80, 86, 89, 90, 100, 120)
 
 
 def compiled(form, held, capability):
-    from mprun.precision.block_cast_triton import cast_kernel, launch_of
+    from mprun.precision.cast_kernels_triton import cast_kernel, launch_of
 
     block, scale, stochastic, out = form
     constants, options = launch_of(block)
@@ -76,16 +88,48 @@ def test_compiled_ahead_of_time(capability, name, tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("capability", [80, 89, 90, 120])
+@pytest.mark.parametrize("dtype", ["fp16", "u16", "fp32"])
+def test_fp8_compiled_ahead_of_time(capability, dtype, tmp_path, monkeypatch):
+    """Nothing is contracted, and a tile of 16-bit numbers is read by 16 bytes."""
+    from mprun.precision import cast_kernels_triton as kernels
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    kinds = {"matrix": f"*{dtype}", "scale": "*fp32", "values": "*u8", "turned": "*u8"}
+    aligned = ["rows", "columns", "row_step"]
+    for element in (ELEMENTS["e4m3"], ELEMENTS["e5m2"]):
+        constants = {"ROWS": True, "TURNED": True, "TILE": kernels.TILE, "column_step": 1}
+        constants |= kernels.of_element(element)
+        ptx = ptx_of(kernels.fp8_kernel, constants, kinds, aligned, capability, kernels.LAUNCH)
+        assert not re.search(r"\bfma\.\w+\.f32|\.ftz|\.approx|div\.full|\batom|\bred\.", ptx)
+        assert re.search(r"ld\.global[.\w:]*\.v4", ptx)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("capability", (100, 103, 120))
 @pytest.mark.parametrize("block", (16, 32))
 def test_layouts_compiled_ahead_of_time(capability, block, tmp_path, monkeypatch):
     """Codes by rows are read and written by 16 bytes."""
-    from mprun.precision.block_cast_triton import lay_out_kernel
+    from mprun.precision.cast_kernels_triton import LAUNCH, lay_out_kernel
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     kinds = {"codes": "*u8", "factors": "*fp32", "values": "*u8", "scales": "*u8"}
     constants = {"BLOCK": block, "column_step": 1, "group": 1, "factor_block": 1}
     aligned = ["rows", "length", "row_step", "padded_rows", "width"]
-    options = {"num_warps": 4, "enable_fp_fusion": False}
-    ptx = ptx_of(lay_out_kernel, constants, kinds, aligned, capability, options)
+    ptx = ptx_of(lay_out_kernel, constants, kinds, aligned, capability, LAUNCH)
     assert re.search(r"st\.global[.\w:]*\.v4", ptx)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("granularity", ["tensor", "row"])
+def test_casts_and_products_on_a_gpu(granularity):
+    operand = ScaledProducts(granularity=granularity).operand("input", "output")
+    matrix = torch.randn(130, 80, device="cuda", dtype=torch.bfloat16)
+    found = unobserved_cast(matrix, operand)
+    again = saturated(matrix, found.factor.reciprocal(), operand.element)
+    assert torch.equal(found.values.view(torch.uint8), again.view(torch.uint8))
+    assert torch.equal(found.turned.view(torch.uint8), again.view(torch.uint8).t())
+    plain = found._replace(turned=None)
+    for one, other in ((found, plain), (found.kept, plain)):
+        made = product(plain, one.T, torch.bfloat16, fast=True)
+        assert torch.equal(made, product(plain, other.T, torch.bfloat16, fast=True))
