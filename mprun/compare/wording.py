@@ -3,7 +3,6 @@
 Every output formats numbers with these functions, and every table is made by `filled`.
 """
 
-import json
 import math
 import re
 import textwrap
@@ -16,6 +15,7 @@ from mprun.compare.findings import Comparison, Gap, Group, Row, Verdict
 from mprun.compare.load import products_text
 from mprun.config.metrics import IN_POINTS
 from mprun.record.console import columns, markdown_table
+from mprun.record.run_directory import json_values
 
 if TYPE_CHECKING:
     from jinja2 import Environment
@@ -451,7 +451,7 @@ def results(comparison: Comparison) -> dict[str, Any]:
         for group in comparison.groups
     ]
     told = _fields(comparison, "version created alpha looks stamps not_compared notes")
-    return _json({"format": 1, **told, "groups": groups})
+    return json_values({"format": 1, **told, "groups": groups})
 
 
 def _row_results(group: Group, row: Row) -> dict[str, Any]:
@@ -485,10 +485,3 @@ def _gap_results(gap: Gap) -> dict[str, Any]:
 
 def _fields(of: Any, names: str) -> dict[str, Any]:
     return {name: getattr(of, name) for name in names.split()}
-
-
-def _json(value: Any) -> Any:
-    """Convert to JSON's own types; numpy scalars become Python's, other objects text."""
-    words = json.dumps(value, default=lambda one: one.item() if hasattr(one, "item") else str(one))
-    names = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
-    return json.loads(words, parse_constant=names.get)

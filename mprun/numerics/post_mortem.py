@@ -10,12 +10,12 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise, takewhile
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from mprun.entry_points import hint_of
 from mprun.errors import Damaged
 from mprun.record.console import markdown_table
-from mprun.record.run_directory import json_number, write_json
+from mprun.record.run_directory import plain, write_json
 from mprun.record.seal import content_of, files_of
 
 LAST = 50  # steps
@@ -147,15 +147,6 @@ def power(value: float) -> str:
         return f"{value:g}"
     exponent = math.log2(abs(value))
     return f"2^{round(exponent)}" if exponent == round(exponent) else f"2^{exponent:.1f}"
-
-
-def plain(value: Any) -> Any:
-    """Convert nested values for JSON: non-finite numbers by `json_number`, tuples as lists."""
-    if isinstance(value, dict):
-        return {key: plain(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [plain(item) for item in value]
-    return json_number(value) if isinstance(value, float) else value
 
 
 def _markdown(content: dict, rows: list[dict]) -> str:

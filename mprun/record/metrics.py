@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import math
 import os
 import time
 from collections.abc import Iterable
@@ -11,7 +10,7 @@ from typing import Any, ClassVar
 
 from mprun.errors import Damaged
 from mprun.record.metrics_columns import NON_FINITE, complete_lines, parsed_json
-from mprun.record.run_directory import replacing
+from mprun.record.run_directory import plain, replacing
 from mprun.record.seal import content_of
 
 _ENCODER = json.JSONEncoder(allow_nan=False)  # `json.dumps` would build one for each record
@@ -30,8 +29,7 @@ class MetricsFile:
         self.bytes, self._hash = len(written), hashlib.sha256(written)
 
     def write(self, record: dict[str, Any]) -> None:
-        plain = {key: _to_json(value) for key, value in record.items()}
-        line = f"{_ENCODER.encode(plain)}\n".encode()
+        line = f"{_ENCODER.encode(plain(record))}\n".encode()
         self.file.write(line)
         self.file.flush()
         self.bytes += len(line)
@@ -153,12 +151,6 @@ class TensorBoardView:
         if self.writer is not None:
             self._hand_over()
             self.writer.close()
-
-
-def _to_json(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
-    return value
 
 
 def write_sample_grid(directory: Path, step: int, images):

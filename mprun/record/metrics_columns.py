@@ -168,12 +168,12 @@ def _columns(path: Path, records: _Records) -> MetricsColumns:
     columns |= {"loss_scale": scales} if len(known) else {}
     return MetricsColumns(
         evals=_metrics(evals),
-        train={key: _evenly(own, DRAWN_RECORDS).astype(float) for key, own in columns.items()},
+        train={key: evenly(own, DRAWN_RECORDS).astype(float) for key, own in columns.items()},
         last_step=int(max([*step[-1:], *eval_steps[-1:]], default=0)),
         first_losses=losses[: gapless.sum()],
         last_losses=losses[count - -(-count // 10) :],
         skipped=int(skipped[-1]) if count else 0,
-        skip_steps=_evenly(skip_steps, DRAWN_SKIPS),
+        skip_steps=evenly(skip_steps, DRAWN_SKIPS),
         longest_skip_streak=_longest_streak(skip_steps),
         scale_range=(float(known.min()), float(known.max())) if len(known) else None,
         nonfinite_step=int(step[applied[0]]) if len(applied) else None,
@@ -214,7 +214,7 @@ def _longest_streak(steps: np.ndarray) -> int:
     return int(np.diff(bounds).max())
 
 
-def _evenly(values: np.ndarray, limit: int) -> np.ndarray:
+def evenly(values: np.ndarray, limit: int) -> np.ndarray:
     """Return at most `limit` values, evenly chosen, the first and the last included."""
     if len(values) <= limit:
         return values

@@ -210,6 +210,25 @@ def json_number(value: float) -> float | str:
     return "NaN" if math.isnan(value) else ("Infinity" if value > 0 else "-Infinity")
 
 
+def plain(value: Any) -> Any:
+    """Convert nested values for JSON: non-finite numbers by `json_number`, tuples as lists."""
+    if isinstance(value, dict):
+        return {key: plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [plain(item) for item in value]
+    return json_number(value) if isinstance(value, float) else value
+
+
+def json_values(value: Any) -> Any:
+    """Convert to JSON's own types; numpy scalars become Python's, other objects text.
+
+    Non-finite numbers become "nan", "inf" or "-inf".
+    """
+    words = json.dumps(value, default=lambda one: one.item() if hasattr(one, "item") else str(one))
+    names = {"NaN": "nan", "Infinity": "inf", "-Infinity": "-inf"}
+    return json.loads(words, parse_constant=names.get)
+
+
 def write_json(path: Path, content: dict) -> None:
     """Write `content` to `path` at once: a reader sees the old file or the new one."""
     with replacing(path) as file:

@@ -6,7 +6,6 @@ that drift of clock and temperature affects all of them alike. Only one of them 
 """
 
 import json
-import math
 import sys
 import time
 from argparse import Namespace
@@ -26,7 +25,7 @@ from mprun.extensions.bench.cases import BenchGroup, BenchRow
 from mprun.extensions.bench.child import ChildFailed, ChildProcess, TimeUp
 from mprun.extensions.bench.contest import Contest
 from mprun.extensions.bench.report import write_figure
-from mprun.record.run_directory import claim, write_json
+from mprun.record.run_directory import claim, json_values, write_json
 from mprun.training.environment import environment
 from mprun.training.run import resolve_device
 from mprun.training.signals import Interruption, Stopped
@@ -48,16 +47,6 @@ _EMULATED = {"why_not": "emulated on a CPU: no ceiling of its own"}
 _LATE = "not ready within its share of the budget"
 
 
-def writable(value: Any) -> Any:
-    """Make a value fit for JSON, which has no NaN: "nan", "inf" and "-inf"."""
-    if isinstance(value, dict):
-        return {str(key): writable(part) for key, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [writable(part) for part in value]
-    plain = isinstance(value, str | int | None) or isinstance(value, float) and math.isfinite(value)
-    return value if plain else str(value)
-
-
 class Log:
     """bench.jsonl, one event a line, written at once, and the progress lines on stderr."""
 
@@ -68,7 +57,7 @@ class Log:
     def write(self, event: str, **content: Any) -> None:
         """Append an event with the seconds since the start."""
         line = {"event": event, "t": round(time.monotonic() - self.started, 3), **content}
-        self.file.write(json.dumps(writable(line), allow_nan=False) + "\n")
+        self.file.write(json.dumps(json_values(line), allow_nan=False) + "\n")
         self.file.flush()
 
     def say(self, text: str) -> None:
@@ -402,7 +391,7 @@ def run_bench(contest: Contest, options: Namespace, started: float) -> tuple[dic
             "environment": environment(device),
             "ceilings": session.machine.get("ceilings"),
             "left_out": left_out,
-            "rows": [writable({"key": row.key, **asdict(row)}) for row in session.rows],
+            "rows": [json_values({"key": row.key, **asdict(row)}) for row in session.rows],
         }
         contest.summarise(content)
         content["created"] = datetime.now(UTC).isoformat(timespec="seconds")

@@ -33,6 +33,7 @@ from mprun.compare.load import search
 from mprun.errors import BadInput
 from mprun.extensions.logs.log_formats import logs_in, read_logs
 from mprun.extensions.logs.wanted import Log, listed
+from mprun.record.metrics_columns import evenly
 
 _BASELINES = ("fp32", "baseline")
 _DRAWN = 500
@@ -354,9 +355,7 @@ def _run(log: Log, tag: str, label: str, notes: list[str]) -> RunData:
             f"{log.name}: {strange} of {len(values)} values of {tag} are not finite; at the end "
             "they are a divergence (cut them off if they only fill the log up)"
         )
-    shown = np.arange(len(steps))
-    if len(steps) > _DRAWN:
-        shown = np.linspace(0, len(steps) - 1, _DRAWN).round().astype(np.int64)
+    shown = evenly(np.arange(len(steps)), _DRAWN)
     nothing = np.zeros(len(shown))
     return RunData(
         path=log.name,

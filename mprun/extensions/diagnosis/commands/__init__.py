@@ -10,8 +10,8 @@ from typing import Any
 from mprun.cli.arguments import Arguments, filled
 from mprun.config.fields import must_be
 from mprun.errors import DONE, BadInput
-from mprun.numerics.post_mortem import plain
 from mprun.record.console import columns
+from mprun.record.run_directory import plain
 from mprun.record.run_record import Record, read_record
 
 
