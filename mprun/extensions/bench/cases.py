@@ -23,22 +23,16 @@ _REFUSED = {
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One thing to measure: a contender on a model in a precision mode.
+    """One thing to measure: a contender on a model in a precision mode."""
 
-    Attributes:
-        label: the model and its size: "resnet50 b256".
-        overrides: as on mprun's command line, without precision and scaler.
-        real_data: train on the source itself, loading included, not on batches on the device.
-        extra: further settings for the contender.
-    """
-
-    label: str
-    overrides: tuple[str, ...]
+    label: str  # the model and its size: "resnet50 b256"
+    overrides: tuple[str, ...]  # as on mprun's command line, without precision and scaler
     mode: str
     contender: str
+    # Train on the source itself, loading included, not on batches on the device.
     real_data: bool = False
     config_dir: str | None = None
-    extra: dict = field(default_factory=dict)
+    extra: dict = field(default_factory=dict)  # further settings for the contender
 
     @property
     def key(self) -> str:
@@ -56,49 +50,36 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class BenchGroup:
-    """One model at one size.
-
-    Attributes:
-        modes: the modes to measure, baselines first.
-        weight: its share of the time budget, in parts of the sum.
-        best_modes: the modes that also measure mprun's best settings; None: all.
-        compile: whether these include torch.compile, a minute or more per mode for a ResNet-50.
-        cases: the cases from `Contest.plan`, in the order of their turns.
-    """
+    """One model at one size."""
 
     label: str
     overrides: tuple[str, ...] = ()
-    modes: tuple[str, ...] = ()
-    weight: float = 1.0
+    modes: tuple[str, ...] = ()  # the modes to measure, baselines first
+    weight: float = 1.0  # its share of the time budget, in parts of the sum
+    # The modes that also measure mprun's best settings; None: all.
     best_modes: tuple[str, ...] | None = None
+    # Whether these include torch.compile, a minute or more per mode for a ResNet-50.
     compile: bool = True
-    cases: tuple[Case, ...] = ()
+    cases: tuple[Case, ...] = ()  # the cases from `Contest.plan`, in the order of their turns
 
 
 @dataclass(slots=True)
 class BenchRow:
-    """The results of a case so far.
-
-    Attributes:
-        status: measured, failed, refused, unequal or not measured.
-        reason: why it has one of the last four, or why a measured case ended early.
-        kind: kind of a failure, "memory" or "error".
-        facts: the child's answers to "build" and "prepare".
-        equality: losses of the first steps, and the answer of the check.
-        windows: as from `measure.window`, each with its cohort and round.
-        limit: limit of the roofline, or {"why_not": reason}.
-    """
+    """The results of a case so far."""
 
     case: Case
-    status: str = "not measured"
+    status: str = "not measured"  # measured, failed, refused, unequal or not measured
+    # Why it has one of the last four, or why a measured case ended early.
     reason: str = "its turn did not come within the budget"
-    kind: str | None = None
-    facts: dict = field(default_factory=dict)
+    kind: str | None = None  # kind of a failure, "memory" or "error"
+    facts: dict = field(default_factory=dict)  # the child's answers to "build" and "prepare"
+    # Losses of the first steps, and the answer of the check.
     equality: dict = field(default_factory=dict)
     warm_up: dict = field(default_factory=dict)
+    # As from `measure.window`, each with its cohort and round.
     windows: list[dict] = field(default_factory=list)
     details: dict = field(default_factory=dict)
-    limit: dict = field(default_factory=dict)
+    limit: dict = field(default_factory=dict)  # limit of the roofline, or {"why_not": reason}
 
     @property
     def key(self) -> str:

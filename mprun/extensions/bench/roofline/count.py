@@ -45,33 +45,22 @@ from mprun.torch_private import TorchDispatchMode, schema_of, storage_key
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Counted:
-    """The cost of one step.
+    """The cost of one step."""
 
-    Attributes:
-        label: the model and its size.
-        mode: as in a run's record.
-        overrides: dtype names of the module overrides.
-        samples: samples per step, in units of `sample`.
-        dense: number of parameters that every update moves (not row tables).
-        update: path of the update, "single_pass" or one of torch's implementations.
-        counted_s: seconds that the count took.
-        bucket_bytes: bytes of the FP32 gradients that ranks would sum at a time.
-    """
-
-    label: str
-    mode: str
+    label: str  # the model and its size
+    mode: str  # as in a run's record
     policy: PrecisionPolicy
-    overrides: tuple[str, ...]
+    overrides: tuple[str, ...]  # dtype names of the module overrides
     rows: tuple[OperationCosts, ...]
-    samples: int
+    samples: int  # samples per step, in units of `sample`
     sample: str
     parameters: int
-    dense: int
-    update: str
+    dense: int  # number of parameters that every update moves (not row tables)
+    update: str  # path of the update, "single_pass" or one of torch's implementations
     memory: StepMemory
-    counted_s: float
+    counted_s: float  # seconds that the count took
     micro_batches: int = 1
-    bucket_bytes: float = 25 * 2**20
+    bucket_bytes: float = 25 * 2**20  # bytes of the FP32 gradients that ranks would sum at a time
 
     @property
     def flops(self) -> int:

@@ -28,22 +28,15 @@ RECIPES |= {"fp16 with masters, one pass": 22, "the same scaled": 24}
 
 @dataclass(frozen=True, slots=True)
 class Ceilings:
-    """Rates that a program can reach, not those of the data sheet.
-
-    Attributes:
-        source: where the rates are from.
-        flops: FLOP/s of large products by number format, as far as the GPU has them. A multiply-add
-            is 2.
-        bandwidth: bytes/s of a copy, read and written together.
-        memory: bytes.
-        graph_launch_s, eager_launch_s: least seconds of one kernel, an assumption.
-    """
+    """Rates that a program can reach, not those of the data sheet."""
 
     name: str
-    source: str
+    source: str  # where the rates are from
+    # FLOP/s of large products by number format, as far as the GPU has them. A multiply-add is 2.
     flops: dict[str, float]
-    bandwidth: float
-    memory: float
+    bandwidth: float  # bytes/s of a copy, read and written together
+    memory: float  # bytes
+    # graph_launch_s, eager_launch_s: least seconds of one kernel, an assumption.
     graph_launch_s: float = 1.5e-6
     eager_launch_s: float = 8e-6
 

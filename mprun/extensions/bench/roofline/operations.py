@@ -25,21 +25,15 @@ Write = Callable[[str, torch.dtype, int, int, int], None]
 
 @dataclass(slots=True)
 class OperationCosts:
-    """`launches` kernels of one kind that together do `flops` and move `bytes`.
-
-    Attributes:
-        phase: "forward", "backward" or "update".
-        form: number format of the products, "" if there are none.
-        folded_bytes: bytes left if a neighbouring kernel (BatchNorm, FP8 cast) folds this work;
-            None: none can.
-    """
+    """`launches` kernels of one kind that together do `flops` and move `bytes`."""
 
     kind: str
-    phase: str
-    form: str
+    phase: str  # "forward", "backward" or "update"
+    form: str  # number format of the products, "" if there are none
     flops: int
     bytes: int
     launches: int = 1
+    # Bytes left if a neighbouring kernel (BatchNorm, FP8 cast) folds this work; None: none can.
     folded_bytes: int | None = None
 
     def seconds(self, flops_per_s: dict[str, float], bytes_per_s: float) -> tuple[float, float]:

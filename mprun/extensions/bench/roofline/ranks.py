@@ -28,21 +28,15 @@ _LEAST, _MOST = 0.01, 10_000  # GB/s of a link without a name
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """A connection of GPUs, with rates that programs reach, not those of the data sheet.
-
-    Attributes:
-        gpus: number of GPUs in a node.
-        within: bytes/s of each GPU in a ring inside its node ("bus bandwidth" of nccl-tests).
-        between: bytes/s of each GPU between nodes.
-        hop_s: least seconds of a message between two nodes. Assumed; NCCL expects 8.5 us for a hop
-            of its trees (src/graph/tuning.cc, LL128).
-    """
+    """A connection of GPUs, with rates that programs reach, not those of the data sheet."""
 
     name: str
     source: str
-    gpus: int
-    within: float
-    between: float
+    gpus: int  # number of GPUs in a node
+    within: float  # bytes/s of each GPU in a ring inside its node ("bus bandwidth" of nccl-tests)
+    between: float  # bytes/s of each GPU between nodes
+    # Least seconds of a message between two nodes. Assumed; NCCL expects 8.5 us for a hop of its
+    # trees (src/graph/tuning.cc, LL128).
     hop_s: float = 8e-6
 
 

@@ -171,19 +171,14 @@ def _padded_words(words: int, data: Any) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StepMemory:
-    """Bytes by kind, without workspaces, temporary results and the allocator's fragments.
+    """Bytes by kind, without workspaces, temporary results and the allocator's fragments."""
 
-    Attributes:
-        parameters, masters, optimizer: as held between steps; parameters with buffers and averages.
-        gradients: all gradients of a backward pass at once, and the tensors that sum them.
-        activations: the most that is kept for a backward pass at one time, inputs included.
-    """
-
+    # parameters, masters, optimizer: as held between steps; parameters with buffers and averages.
     parameters: int
     masters: int
     optimizer: int
-    gradients: int
-    activations: int
+    gradients: int  # all gradients of a backward pass at once, and the tensors that sum them
+    activations: int  # the most that is kept for a backward pass at one time, inputs included
 
     @property
     def of_weights(self) -> int:
