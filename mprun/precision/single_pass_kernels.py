@@ -101,7 +101,7 @@ def _bits(wide):
 
 
 @triton.jit
-def _nearest(wide):
+def nearest(wide):
     """Round FP32 to BF16, ties to even; return its 16 bits."""
     bits = _bits(wide)
     return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -227,10 +227,10 @@ def update_kernel(
         stored = (_bits(master) + _random_bits(block, streams, updates, weight, BLOCK)) >> 16
         tl.store(masters, stored.to(tl.uint16), mask=writes)
     elif NARROW == "kahan":
-        stored = _nearest(master)
+        stored = nearest(master)
         rest = master - (stored << 16).to(tl.float32, bitcast=True)
         tl.store(masters, stored.to(tl.uint16), mask=writes)
-        tl.store(rests, _nearest(rest).to(tl.uint16), mask=writes)
+        tl.store(rests, nearest(rest).to(tl.uint16), mask=writes)
     else:
         tl.store(masters, master, mask=writes)
     if HAS_COPY:

@@ -17,27 +17,21 @@ import triton
 import triton.language as tl
 
 from mprun.precision.cast_kernels_triton import wide
-
-
-@triton.jit
-def _nearest(value):
-    """Round FP32 to BF16, ties to even; return its 16 bits."""
-    bits = tl.where(value == value, value.to(tl.uint32, bitcast=True), 0x7FC00000)
-    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+from mprun.precision.single_pass_kernels import nearest
 
 
 @triton.jit
 def _rounded(value, like):
     """Round FP32 to the dtype that `like` points to; return FP32."""
     if like.dtype.element_ty == tl.uint16:
-        return (_nearest(value) << 16).to(tl.float32, bitcast=True)
+        return (nearest(value) << 16).to(tl.float32, bitcast=True)
     return value.to(like.dtype.element_ty).to(tl.float32)
 
 
 @triton.jit
 def _put(pointers, value, inside):
     if pointers.dtype.element_ty == tl.uint16:
-        tl.store(pointers, _nearest(value).to(tl.uint16), mask=inside)
+        tl.store(pointers, nearest(value).to(tl.uint16), mask=inside)
     else:
         tl.store(pointers, value.to(pointers.dtype.element_ty), mask=inside)
 
