@@ -11,18 +11,9 @@ from mprun.data.cache import Cache, load_arrays, store_arrays
 from mprun.data.cifar10 import read_cifar10
 
 from .made_images import CIFAR10_CLASSES as CLASSES
-from .made_images import cifar10_folders, encoded, write
+from .made_images import encoded, write
 
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "mprun" / "images"
-
-
-@pytest.fixture
-def root(tmp_path):
-    return cifar10_folders(tmp_path / "data")
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def entries(cache):

@@ -13,17 +13,9 @@ from mprun.data.cifar10 import DEVIATION, MEAN, Cifar10
 
 from ..helpers import raises_line
 from .made_images import CIFAR10_CLASSES as CLASSES
-from .made_images import cifar10_folders, write
+from .made_images import write
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def root(tmp_path):
-    return cifar10_folders(tmp_path / "data")
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def cifar10(root, **changes):

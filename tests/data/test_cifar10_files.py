@@ -13,17 +13,9 @@ from mprun.data.cifar10 import MD5, read_binary_batches, read_cifar10, read_pyth
 from mprun.data.source import DamagedData, DataError
 
 from ..helpers import raises_line
-from .made_images import cifar10_folders, encoded, write
+from .made_images import encoded, write
 
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
-@pytest.fixture
-def root(tmp_path):
-    return cifar10_folders(tmp_path / "data")
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def python_2_batch(pixels, labels):

@@ -72,8 +72,7 @@ def random_states():
 
 
 @pytest.fixture(params=SOURCES)
-def make(request, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def make(request, tmp_path, cache):
     (tmp_path / "data").mkdir()
     return SOURCES[request.param](tmp_path / "data")
 

@@ -24,11 +24,7 @@ WNIDS = [f"n{7 * i + 11:08d}" for i in range(1000)]
 CONTENT = [encoded(seed) for seed in range(8)]
 # Image n (from 0) is of the class with this number.
 TRUTH = "".join(f"{n * 3 % 1000 + 1}\n" for n in range(1000)).encode()
-
-
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def train_images():

@@ -33,8 +33,7 @@ def sized(make):
 
 
 @pytest.fixture
-def make(request, tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def make(request, tmp_path, cache):
     (tmp_path / "data").mkdir()
     return sized(SOURCES[request.param](tmp_path / "data"))
 
@@ -115,9 +114,8 @@ def test_loader_processes_of_a_rank_read_its_share_alone(make):
 
 
 @pytest.mark.slow
-def test_every_registered_source_is_among_them(tmp_path, monkeypatch):
+def test_every_registered_source_is_among_them(tmp_path, cache):
     """Or a class that takes batches by the same function, as the word corpora do."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     made = set()
     for number, make in enumerate(SOURCES.values()):
         (tmp_path / str(number) / "data").mkdir(parents=True)
