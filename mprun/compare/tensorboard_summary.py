@@ -37,12 +37,12 @@ from mprun.compare.findings import (
 from mprun.compare.load import SUMMARY_FOLDER, load_runs
 from mprun.compare.wording import group_markdown
 from mprun.record.console import counted
+from mprun.record.metrics_columns import NO_METRIC
 
 _SUFFIX = ".mprun-compare"  # ends the names of event files: a later comparison finds its own
 _POINTS = 200  # TensorBoard would keep 1,000 per tag, but draws a dot on each
 # Sections are sorted by name and the first two are open: this one comes after eval and train.
 _RANGE = "variation"
-_NO_METRIC = ("step", "updates")  # columns of an evaluation that are not metrics
 
 
 @dataclass(slots=True)
@@ -147,7 +147,7 @@ def _curves(section: _Section) -> Iterator[tuple[str, str, np.ndarray, np.ndarra
     judged metric, and of losses the difference to the baseline.
     """
     runs = [run for arm in section.arms for run in arm.runs]
-    metrics = dict.fromkeys(key for run in runs for key in run.evals if key not in _NO_METRIC)
+    metrics = dict.fromkeys(key for run in runs for key in run.evals if key not in NO_METRIC)
     for name in [*(f"eval/{metric}" for metric in metrics), "train/loss"]:
         x = grid(_named(name, runs), _POINTS)
         for arm in section.arms:
