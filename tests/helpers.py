@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import traceback
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -197,9 +198,9 @@ def raises_line(error, *parts):
 
 
 def printed_by(script: Path) -> Any:
-    """Run a script in a process of its own; return its last line, which is JSON.
+    """Run a script under Triton's interpreter; return its last line, which is JSON.
 
-    Triton decides at its first import whether it interprets.
+    In a process of its own: Triton decides at its first import whether it interprets.
     """
     root = Path(__file__).resolve().parents[1]
     paths = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
@@ -208,7 +209,24 @@ def printed_by(script: Path) -> Any:
         capture_output=True,
         text=True,
         timeout=900,
-        env=os.environ | {"PYTHONPATH": paths},
+        env=os.environ | {"PYTHONPATH": paths, "TRITON_INTERPRET": "1"},
     )
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1])
+
+
+def outcomes_of(checks: dict[str, tuple]) -> dict[str, str | None]:
+    """For each check (function, *arguments) None, or in what it failed.
+
+    Of a script's checks those whose label has its first argument.
+    """
+    outcomes: dict[str, str | None] = {}
+    for label, (function, *arguments) in checks.items():
+        if len(sys.argv) > 1 and sys.argv[1] not in label:
+            continue
+        try:
+            function(*arguments)
+            outcomes[label] = None
+        except Exception:
+            outcomes[label] = traceback.format_exc()
+    return outcomes

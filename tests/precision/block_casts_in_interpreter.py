@@ -1,30 +1,27 @@
-"""Run as a script by test_cast_kernels.py: Triton's interpreter is chosen before the import.
+"""Run as a script by test_cast_kernels.py, with TRITON_INTERPRET=1.
 
 Prints one line of JSON: how many numbers of casts were compared, how many bytes of layouts for
 products, and what differs.
 """
 
 import json
-import os
 from itertools import product
 
-os.environ["TRITON_INTERPRET"] = "1"
+import numpy as np
+import torch
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-
-from mprun.precision import cast_kernels_triton as kernels  # noqa: E402
-from mprun.precision import get_policy  # noqa: E402
-from mprun.precision.block_formats import (  # noqa: E402
+from mprun.precision import cast_kernels_triton as kernels
+from mprun.precision import get_policy
+from mprun.precision.block_formats import (
     ELEMENTS,
     SCALE_ROUNDINGS,
     cast_blocks,
     cast_blocks_by_kernel,
 )
-from mprun.precision.block_products import laid_out  # noqa: E402
-from mprun.precision.philox import micro_batches, stream_of  # noqa: E402
-from mprun.precision.scaled_products import cast  # noqa: E402
-from tests.shipped import IN_BLOCKS  # noqa: E402
+from mprun.precision.block_products import laid_out
+from mprun.precision.philox import micro_batches, stream_of
+from mprun.precision.scaled_products import cast
+from tests.shipped import IN_BLOCKS
 
 
 def matrices():

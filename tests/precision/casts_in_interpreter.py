@@ -1,18 +1,15 @@
-"""Run as a script by test_cast_kernels.py: Triton's interpreter is chosen before the import.
+"""Run as a script by test_cast_kernels.py, with TRITON_INTERPRET=1.
 
 Prints one line of JSON: how many bytes were compared, and what differs.
 """
 
 import json
-import os
 
-os.environ["TRITON_INTERPRET"] = "1"
+import numpy as np
+import torch
 
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-
-from mprun.precision.block_formats import ELEMENTS  # noqa: E402
-from mprun.precision.scaled_products import cast_by_kernel, saturated  # noqa: E402
+from mprun.precision.block_formats import ELEMENTS
+from mprun.precision.scaled_products import cast_by_kernel, saturated
 
 FORMATS = (ELEMENTS["e4m3"], ELEMENTS["e5m2"])
 SHAPES = ((64, 64), (1, 1), (3, 200), (130, 67), (65, 16))

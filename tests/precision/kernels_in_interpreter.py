@@ -1,27 +1,23 @@
-"""Run as a script by test_single_pass_kernels.py: Triton's interpreter is chosen before the import.
+"""Run as a script by test_single_pass_kernels.py, with TRITON_INTERPRET=1.
 
 Prints one line of JSON: for each check None, or in what it failed.
 """
 
 import json
-import os
-import traceback
 
-os.environ["TRITON_INTERPRET"] = "1"
+import torch
+from torch import nn
+from torch.optim import SGD, Adam
 
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.optim import SGD, Adam  # noqa: E402
-
-from mprun.precision import LogMaxLossScale, MixedPrecisionOptimizer  # noqa: E402
-from mprun.precision.rounded_weights import Piece, RoundedWeights, widen  # noqa: E402
-from mprun.precision.single_pass_cpu import BlockedUpdate  # noqa: E402
-from mprun.precision.single_pass_triton import KernelUpdate  # noqa: E402
-from mprun.precision.torch_update import initialise_state  # noqa: E402
-from mprun.precision.update import Ready  # noqa: E402
-from mprun.precision.update_choice import difference, store_difference  # noqa: E402
-from tests.helpers import making, mixed  # noqa: E402
-from tests.precision.rules import RULES  # noqa: E402
+from mprun.precision import LogMaxLossScale, MixedPrecisionOptimizer
+from mprun.precision.rounded_weights import Piece, RoundedWeights, widen
+from mprun.precision.single_pass_cpu import BlockedUpdate
+from mprun.precision.single_pass_triton import KernelUpdate
+from mprun.precision.torch_update import initialise_state
+from mprun.precision.update import Ready
+from mprun.precision.update_choice import difference, store_difference
+from tests.helpers import making, mixed, outcomes_of
+from tests.precision.rules import RULES
 
 torch.set_num_threads(1)
 CPU = torch.device("cpu")
@@ -228,11 +224,4 @@ CHECKS |= {
 }
 
 if __name__ == "__main__":
-    outcomes = {}
-    for label, (function, *arguments) in CHECKS.items():
-        try:
-            function(*arguments)
-            outcomes[label] = None
-        except Exception:
-            outcomes[label] = traceback.format_exc()
-    print(json.dumps(outcomes))
+    print(json.dumps(outcomes_of(CHECKS)))

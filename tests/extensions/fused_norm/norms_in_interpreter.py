@@ -1,26 +1,22 @@
-"""Run as a script by test_fused_norm.py: Triton's interpreter is chosen before the import.
+"""Run as a script by test_fused_norm.py, with TRITON_INTERPRET=1.
 
 Prints one line of JSON: for each check None or in what it failed, and the numbers compared.
 """
 
 import copy
 import json
-import os
-import sys
-import traceback
 from collections import Counter
 
-os.environ["TRITON_INTERPRET"] = "1"
+import torch
+from torch import nn
+from torch.nn import functional as F
 
-import torch  # noqa: E402
-from torch import nn  # noqa: E402
-from torch.nn import functional as F  # noqa: E402
-
-from mprun.extensions.fused_norm import modules  # noqa: E402
-from mprun.extensions.fused_norm.choice import differences, why_not_on  # noqa: E402
-from mprun.extensions.fused_norm.modules import computed, install, norm_relu, plan  # noqa: E402
-from mprun.precision import cast_model, get_policy  # noqa: E402
-from mprun.precision.casting import CastModel  # noqa: E402
+from mprun.extensions.fused_norm import modules
+from mprun.extensions.fused_norm.choice import differences, why_not_on
+from mprun.extensions.fused_norm.modules import computed, install, norm_relu, plan
+from mprun.precision import cast_model, get_policy
+from mprun.precision.casting import CastModel
+from tests.helpers import outcomes_of
 
 torch.set_num_threads(1)
 CPU, NHWC = torch.device("cpu"), {"memory_format": torch.channels_last}
@@ -292,13 +288,5 @@ CHECKS |= {
 }
 
 if __name__ == "__main__":
-    outcomes = {}
-    for label, (function, *arguments) in CHECKS.items():
-        if len(sys.argv) > 1 and sys.argv[1] not in label:
-            continue
-        try:
-            function(*arguments)
-            outcomes[label] = None
-        except Exception:
-            outcomes[label] = traceback.format_exc()
+    outcomes = outcomes_of(CHECKS)
     print(json.dumps({"outcomes": outcomes, "compared": compared, "different": different}))
