@@ -20,6 +20,7 @@ from mprun.entry_points import loaded
 from mprun.errors import BadInput
 from mprun.precision import LossScale, PrecisionPolicy
 from mprun.precision.casting import NORM_LAYERS
+from mprun.precision.scaled_linear import marked_outputs
 from mprun.precision.torch_update import STATE, has_fused_kernel
 
 
@@ -84,7 +85,9 @@ def optimizer_maker(
     norm_names = norm_parameter_names(module)
     matrices = hidden_matrices(module) if config.component.of_matrices else frozenset()
     if config.component.of_matrices and not matrices:
-        raise BadInput(f"optim.name={config.name}: the network has no hidden matrix")
+        raise BadInput(
+            f"optim.name={config.name}: the network has no hidden matrix (allowed: adamw, ...)"
+        )
     how = {
         "fused": implementation == "fused",
         "foreach": implementation == "foreach",
@@ -132,15 +135,17 @@ def norm_parameter_names(module: nn.Module) -> frozenset[str]:
 
 
 def hidden_matrices(module: nn.Module) -> frozenset[str]:
-    """Return the names of the 2-D weights that are neither an embedding nor of the output layer,
-    the last module of a network with parameters of its own."""
+    """Return the names of the trained 2-D weights that are no gain, no embedding and not of an
+    output layer: the `marked_outputs`, else the last module with parameters of its own."""
     *_, last = (own for own in module.modules() if any(True for _ in own.parameters(recurse=False)))
-    ends = [own for own in module.modules() if isinstance(own, (nn.Embedding, nn.EmbeddingBag))]
-    outside = {id(own) for end in (*ends, last) for own in end.parameters()}
+    outputs = [module.get_submodule(name) for name in marked_outputs(module)] or [last]
+    kinds = (nn.Embedding, nn.EmbeddingBag, *NORM_LAYERS)
+    ends = [*outputs, *(own for own in module.modules() if isinstance(own, kinds))]
+    outside = {id(own) for end in ends for own in end.parameters()}
     return frozenset(
         name
         for name, own in module.named_parameters()
-        if own.dim() == 2 and not own.is_complex() and id(own) not in outside
+        if own.dim() == 2 and own.requires_grad and not own.is_complex() and id(own) not in outside
     )
 
 

@@ -78,6 +78,7 @@ class AuxiliaryHead(nn.Module):
     def __init__(self, side: int, *layers: nn.Module) -> None:
         super().__init__()
         self.pool, self.layers = MapPool((side, side)), nn.Sequential(*layers)
+        self.layers[-1].is_output = True  # type: ignore[assignment]
         self.published = 5 + 3 * (side - 1)
 
     def forward(self, maps: Tensor) -> Tensor:
@@ -114,6 +115,7 @@ class Inception(nn.Module):
             if name in heads:
                 self.heads[name] = heads[name](channels)
         last = nn.Dropout(dropout), nn.Linear(channels, num_classes)
+        last[-1].is_output = True  # type: ignore[assignment]
         self.classifier = nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), *last)
 
     def forward(self, images: Tensor) -> Tensor | tuple[Tensor, ...]:

@@ -155,9 +155,9 @@ def chosen_layers(
 
     Each glob pattern over names of linear layers adds some, in order; one with "!" before it takes
     layers out, and as the first one begins with all. "!last 15%" takes out those in the last 15 %
-    of numbered blocks, rounded up: "blocks.11" is one. A pattern with a wildcard leaves out an
-    output layer: the last module of the network, if it is linear. ValueError if a pattern matches
-    no layer, or none is left.
+    of numbered blocks, rounded up: "blocks.11" is one. A pattern with a wildcard leaves out the
+    `marked_outputs`; without any, the last module of the network, if it is linear. ValueError if a
+    pattern matches no layer, or none is left.
 
     chosen: name of a module -> dtype in which it is to compute instead.
     """
@@ -167,7 +167,7 @@ def chosen_layers(
         if (isinstance(module, nn.Linear) or getattr(module, "is_linear", False))
         and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
     ]
-    output = [*dict(model.named_modules())][-1]
+    outputs = marked_outputs(model) or [*dict(model.named_modules())][-1:]
     patterns = products.modules
     if all(pattern.startswith("!") for pattern in patterns[:1]):
         patterns = ("*", *patterns)
@@ -185,11 +185,11 @@ def chosen_layers(
         if plain != pattern:
             found = {name: None for name in found if name not in matched}
         else:
-            found |= {name: None for name in matched if name != output or name == pattern}
+            found |= {name: None for name in matched if name not in outputs or name == pattern}
     names = [name for name in found if inherited(name, chosen) is None]
     if not names:
-        why = f"{output}, the output layer, has to be named"
-        if linears != [output] and any(pattern.startswith("!") for pattern in patterns):
+        why = f"{outputs[-1]}, the output layer, has to be named"
+        if linears != outputs and any(pattern.startswith("!") for pattern in patterns):
             why = "patterns with ! take all of them out"
         if found:
             why = f"overrides have another dtype for {', '.join([*found][:5])}"
@@ -198,6 +198,11 @@ def chosen_layers(
             f"in {'/'.join(own.name.upper() for own in products.formats)}; {why}"
         )
     return names
+
+
+def marked_outputs(model: nn.Module) -> list[str]:
+    """Return the names of the output layers that a network marks, with a true `is_output`."""
+    return [name for name, own in model.named_modules() if getattr(own, "is_output", False)]
 
 
 def _last_blocks(names: list[str], pattern: str) -> list[str] | None:

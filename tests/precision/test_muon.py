@@ -7,14 +7,16 @@ import torch
 from torch import nn
 
 from mprun.build.precision import hidden_matrices, optimizer_maker
+from mprun.config.components import NETWORKS
 from mprun.config.schema import OptimConfig
 from mprun.errors import BadInput
-from mprun.models.gpt import GPT
+from mprun.models.dcgan import Discriminator, Generator
 from mprun.numerics.probe import UpdateMeter
 from mprun.precision import MixedPrecisionOptimizer, StaticLossScale, build_policy, cast_model
 from mprun.precision.muon import Muon, orthogonal
 
-from ..helpers import assert_same_bits, one_step, raises_line
+from ..helpers import assert_same_bits, configured, one_step, raises_line
+from ..tables import with_extensions
 
 SHAPES = ((24, 40), (40, 24), (32, 32), (64, 1))
 ADJUST = ("original", "match_rms_adamw", "spectral_unclamped")
@@ -113,17 +115,72 @@ def test_a_rate_on_the_device_is_the_same_rate():
     assert torch.equal(*moved) and moved[0].abs().max() > 0.01
 
 
+# Network and variant -> arguments, the hidden matrices, the 2-D weights of embeddings and outputs.
+_CLASSES, _WORDS = {"num_classes": 10}, {"vocab_size": 9}
+HIDDEN = {
+    "alexnet": (_CLASSES, "classifier.1 classifier.4", "classifier.6"),
+    "alexnet 2012": (_CLASSES, "classifier.0 classifier.3", "classifier.6"),
+    "resnet50": (_CLASSES, "", "fc"),
+    "resnet50 preactivation": (_CLASSES, "", "head.4"),
+    "vgg16": (_CLASSES, "classifier.0 classifier.3", "classifier.6"),
+    "googlenet": (
+        _CLASSES,
+        "heads.inception_4a.layers.2 heads.inception_4d.layers.2",
+        "heads.inception_4a.layers.5 heads.inception_4d.layers.5 classifier.3",
+    ),
+    "inception_v2": (_CLASSES, "", "classifier.3"),
+    "inception_v3": (_CLASSES, "", "heads.inception_6e.layers.3 classifier.3"),
+    "lstm_lm": (
+        _WORDS | {"num_layers": 1, "projection_size": 4},
+        "lstm.weight_ih_l0 lstm.weight_hh_l0 lstm.weight_hr_l0",
+        "embedding output",
+    ),
+    "gpt": (
+        _WORDS | {"context_length": 4, "num_layers": 1},
+        "blocks.0.attention.inputs blocks.0.attention.output blocks.0.mlp.inputs "
+        "blocks.0.mlp.output",
+        "embedding positions",
+    ),
+    "conv_autoencoder": ({"channels": 3}, "", ""),
+}
+HIDDEN = with_extensions("HIDDEN", HIDDEN)
+
+
+@pytest.mark.parametrize("network", HIDDEN)
+def test_the_hidden_matrices_of_a_network(network):
+    changes, hidden, others = HIDDEN[network]
+    name, *variant = network.split()
+    changes = changes | ({"variant": variant[0]} if variant else {})
+    with torch.device("meta"):
+        model = configured(name, **changes)
+
+    def full(names):
+        return {own if "weight" in own else f"{own}.weight" for own in names.split()}
+
+    assert hidden_matrices(model) == full(hidden)
+    every = {name for name, own in model.named_parameters() if own.dim() == 2}
+    assert every - full(hidden) == full(others)
+
+
+def test_all_networks_are_looked_at():
+    """GANs are convolutions alone; the other has the user's layers."""
+    assert {*NETWORKS} == {name.split()[0] for name in HIDDEN} | {"dcgan", "custom"}
+    for network in (Generator(), Discriminator()):
+        assert not hidden_matrices(network)
+
+
 def test_which_weights_are_hidden_matrices():
-    gpt = GPT(16, 8, hidden_size=8, num_layers=1, num_heads=2)
-    found = hidden_matrices(gpt)
-    assert found and all(name.startswith("blocks.0.") for name in found)
-    every = {name for name, own in gpt.named_parameters() if own.dim() == 2}
-    assert every - found == {"embedding.weight", "positions.weight"}
     layers = [nn.Embedding(9, 8), nn.Linear(8, 8), nn.Conv2d(1, 1, 3), nn.Linear(8, 9)]
     assert hidden_matrices(nn.Sequential(*layers)) == {"1.weight"}
     assert hidden_matrices(nn.Sequential(*layers, nn.LogSoftmax(-1))) == {"1.weight"}
     layers[3].weight = layers[0].weight  # tied
     assert hidden_matrices(nn.Sequential(*layers)) == {"1.weight"}
+    layers[3:] = [nn.LayerNorm((3, 8)), nn.Linear(8, 8), nn.Linear(8, 9)]  # a gain of 3 x 8
+    layers[4].requires_grad_(False)
+    assert hidden_matrices(nn.Sequential(*layers)) == {"1.weight"}
+    layers[1].is_output = True  # and no other one is
+    layers[4].requires_grad_(True)
+    assert hidden_matrices(nn.Sequential(*layers)) == {"4.weight", "5.weight"}
 
 
 def maker(policy, model, **changes):

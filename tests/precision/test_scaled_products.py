@@ -244,6 +244,16 @@ def test_which_layers(modules, overrides, expected):
             chosen_layers(Two(), products, overrides)
 
 
+def test_marked_output_layers_are_left_out_and_no_other():
+    model = Two()
+    model.inputs.is_output = model.inner[0].is_output = True
+    assert chosen_layers(model, ScaledProducts(), {}) == ["output"]
+    assert chosen_layers(model, ScaledProducts(modules=("inputs",)), {}) == ["inputs"]
+    model.output.is_output = True
+    with pytest.raises(ValueError, match="left .*; output, the output layer, has to be named"):
+        chosen_layers(model, ScaledProducts(), {})
+
+
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()

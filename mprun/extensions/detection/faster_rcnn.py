@@ -249,6 +249,7 @@ class FasterRCNN(nn.Module):
         self.pool, self.head = RegionPool(limits.pool, size / limits.stride), head
         self.classes = nn.Linear(width, 1 + classes)
         self.offsets = nn.Linear(width, 4 * (1 + classes))
+        self.classes.is_output = self.offsets.is_output = True  # type: ignore[assignment]
         self.regions = Regions(limits.regions)
         for own in (shared, self.objectness, self.shifts, self.classes, self.offsets):
             start_normal(own, 0.001 if own is self.offsets else 0.01)

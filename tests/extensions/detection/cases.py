@@ -26,3 +26,17 @@ SCHEDULES = [
     # 5,011 images give 2,505 updates of two.
     ("faster_rcnn_voc", 2505, 70_000, {0: 1e-3, 49_999: 1e-3, 50_000: 1e-4, 69_999: 1e-4}),
 ]
+HIDDEN = {
+    "ssd_mini": ({"num_classes": 10, "image_size": 32}, "", ""),
+    "ssd300": ({"num_classes": 20}, "", ""),
+    "faster_rcnn": (
+        {"num_classes": 10, "image_size": 32},
+        "head.1 head.4",
+        "classes offsets",
+    ),
+    "faster_rcnn vgg16": (
+        {"num_classes": 20, "image_size": 600},
+        "head.1 head.4",
+        "classes offsets",
+    ),
+}

@@ -34,3 +34,10 @@ SCHEDULES = [
         {0: 3e-4, 548: 3e-4, 549: 3e-4 * 0.8333333, 20 * 549 - 1: 3e-4 * 0.8333333**19},
     ),
 ]
+HIDDEN = {
+    "deep_speech2": (
+        {"frequencies": 64, "num_symbols": 9, "num_layers": 1},
+        "recurrent.0.forwards.weight_ih_l0 recurrent.0.forwards.weight_hh_l0 connected.0",
+        "output",
+    )
+}

@@ -44,3 +44,11 @@ RECIPES = {
 SCHEDULES = [
     ("seq2seq_wmt15", 340_000, 340_000, {0: 0.5, 339_999: 0.5}),
 ]
+_LSTMS = "forwards.weight_{0}_l0 backwards.weight_{0}_l0 decoder.weight_{0}_l0"
+HIDDEN = {
+    "seq2seq": (
+        {"source_vocab_size": 9, "target_vocab_size": 9, "num_layers": 1},
+        f"{_LSTMS.format('ih')} {_LSTMS.format('hh')} upper bridge key attention.combine",
+        "source_embedding target_embedding output",
+    )
+}
