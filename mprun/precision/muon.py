@@ -4,28 +4,37 @@ Muon moves a matrix by its momentum made orthogonal: five steps of Newton and Sc
 singular values about 1 (Jordan et al., kellerjordan.github.io/posts/muon). torch.optim.Muon takes
 them in BF16; here their dtype is a value. In BF16 every bit is torch's.
 
-The rate of a matrix depends on its shape, by `adjust_lr`: "original" times the root of max(1,
-rows / columns), "spectral_unclamped" without that bound, "match_rms_adamw" times 0.2 of the root of
-the larger one, with which AdamW's rates fit (arXiv 2502.16982).
+The rate of a matrix depends on its shape, by `adjust_lr` (`_RATIOS`): with "match_rms_adamw"
+AdamW's rates fit (arXiv 2502.16982).
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
+from torch.optim.adamw import adamw
 
 _STEPS, _SMALLEST_NORM = 5, 1e-7  # torch's defaults, as the factors
 _A, _B, _C = 3.4445, -4.775, 2.0315
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+# A matrix's rate over that of its group, of (rows, columns).
+_RATIOS: dict[str, Callable[[int, int], float]] = {
+    "original": lambda rows, columns: math.sqrt(max(1, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+    "spectral_unclamped": lambda rows, columns: math.sqrt(rows / columns),
+}
 
 
 class Muon(Optimizer):
     """One optimizer, because a loss scale, masters and a checkpoint belong to all weights.
+
+    AdamW is torch's function, not an optimizer within this one: that one's step would be a second
+    step to whoever counts, schedules or skips them.
 
     Args:
         params: groups; those with `matrices=True` have 2-D weights, which Muon moves.
@@ -47,51 +56,83 @@ class Muon(Optimizer):
         foreach: bool | None = None,
         capturable: bool = False,
     ):
+        chosen = {"newton_schulz_dtype": newton_schulz_dtype, "adjust_lr": adjust_lr}
+        for (name, value), known in zip(chosen.items(), ([*_DTYPES], [*_RATIOS]), strict=True):
+            if value not in known:
+                raise ValueError(f"{name}={value}: must be one of {', '.join(known)}")
         how = {"weight_decay": weight_decay, "foreach": foreach, "capturable": capturable}
-        # It steps those of this optimizer's groups that have no matrices.
-        self.adamw = AdamW([torch.zeros(0)], 1e-3, betas, eps, **how)  # type: ignore[arg-type]
-        own = {"momentum": momentum, "nesterov": nesterov, "adjust_lr": adjust_lr}
-        own |= {"lr": lr, "newton_schulz_dtype": newton_schulz_dtype, "matrices": False}
-        super().__init__(params, {**self.adamw.defaults, **own})
-        for weight in (own for group in self._groups(True) for own in group["params"]):
+        checked = AdamW([torch.zeros(0)], lr, betas, eps, **how)  # type: ignore[arg-type]
+        of_matrices = {"momentum": momentum, "nesterov": nesterov, "matrices": False}
+        super().__init__(params, {**checked.defaults, **of_matrices, **chosen})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for weight in group["params"] if group["matrices"] else ():
             if weight.dim() != 2:
                 raise ValueError(f"a weight of shape {tuple(weight.shape)} is no matrix")
-            self.state[weight]["momentum_buffer"] = torch.zeros_like(weight)
 
-    def _groups(self, matrices: bool) -> list[dict[str, Any]]:
-        return [group for group in self.param_groups if group["matrices"] == matrices]
+    def initialise_state(self) -> None:
+        """Create the state that a first step would create."""
+        for group in self.param_groups:
+            for weight in group["params"]:
+                self._state_of(weight, group)
 
-    def of_adamw(self) -> AdamW:
-        """Return what steps all else, with this optimizer's groups and state."""
-        self.adamw.param_groups, self.adamw.state = self._groups(False), self.state
-        return self.adamw
+    def _state_of(self, weight: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+        state: dict[str, Tensor] = self.state[weight]
+        if not state and group["matrices"]:
+            state["momentum_buffer"] = torch.zeros_like(weight)
+        elif not state:
+            device = weight.device if group["capturable"] else "cpu"
+            state["step"] = torch.zeros((), dtype=torch.float32, device=device)
+            state |= {name: torch.zeros_like(weight) for name in ("exp_avg", "exp_avg_sq")}
+        return state
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        self.of_adamw().step()
-        for group in self._groups(True):
-            for weight in group["params"]:
-                if weight.grad is not None:
-                    self._move(weight, weight.grad, group)
-
-    def _move(self, weight: Tensor, gradient: Tensor, group: dict[str, Any]) -> None:
-        average, lr = self.state[weight]["momentum_buffer"], group["lr"]
-        average.lerp_(gradient, 1 - group["momentum"])
-        update = gradient.lerp(average, group["momentum"]) if group["nesterov"] else average
-        update = orthogonal(update, _DTYPES[group["newton_schulz_dtype"]])
-        weight.mul_(1 - lr * group["weight_decay"])
-        ratio = _ratio(group["adjust_lr"], *weight.shape)
-        if isinstance(lr, Tensor):  # which the host does not read
-            weight.addcmul_(update.to(weight.dtype), lr.to(weight.dtype), value=-ratio)
-        else:
-            weight.add_(update, alpha=-(lr * ratio))
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            moved = [own for own in group["params"] if own.grad is not None]
+            states = [self._state_of(own, group) for own in moved]
+            gradients = [own.grad for own in moved]
+            if not group["matrices"]:
+                _move_by_adamw(moved, gradients, states, group)
+                continue
+            for own, gradient, state in zip(moved, gradients, states, strict=True):
+                _move_by_muon(own, gradient, state["momentum_buffer"], group)
+        return loss
 
 
-def _ratio(adjust_lr: str, rows: int, columns: int) -> float:
-    if adjust_lr == "match_rms_adamw":
-        return 0.2 * math.sqrt(max(rows, columns))
-    smallest = 1 if adjust_lr == "original" else 0
-    return math.sqrt(max(smallest, rows / columns))
+def _move_by_adamw(
+    weights: list[Tensor],
+    gradients: list[Tensor],
+    states: list[dict[str, Tensor]],
+    group: dict[str, Any],
+) -> None:
+    averages, squares, steps = (
+        [state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")
+    )
+    beta1, beta2 = group["betas"]
+    how = {key: group[key] for key in ("lr", "weight_decay", "eps", "foreach", "capturable")}
+    how |= {"has_complex": any(own.is_complex() for own in weights)}
+    how |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
+    adamw(weights, gradients, averages, squares, [], steps, **how)
+
+
+def _move_by_muon(weight: Tensor, gradient: Tensor, average: Tensor, group: dict[str, Any]) -> None:
+    lr = group["lr"]
+    average.lerp_(gradient, 1 - group["momentum"])
+    update = gradient.lerp(average, group["momentum"]) if group["nesterov"] else average
+    update = orthogonal(update, _DTYPES[group["newton_schulz_dtype"]])
+    weight.mul_(1 - lr * group["weight_decay"])
+    ratio = _RATIOS[group["adjust_lr"]](*weight.shape)
+    if isinstance(lr, Tensor):  # which the host does not read
+        weight.sub_(update.float() * (lr * ratio))
+    else:
+        weight.add_(update, alpha=-(lr * ratio))
 
 
 def orthogonal(matrix: Tensor, dtype: torch.dtype) -> Tensor:

@@ -115,7 +115,7 @@ def initialise_state(optimizer: Optimizer) -> None:
     dampening, and for other optimizers, no state exists before their first step.
     """
     if isinstance(optimizer, Muon):
-        optimizer = optimizer.of_adamw()  # a matrix has its momentum
+        optimizer.initialise_state()
     kind = type(optimizer)  # a subclass may keep more
     for group in optimizer.param_groups:
         for parameter in group["params"]:
@@ -159,10 +159,8 @@ def reads_rate_on_device(optimizer: Optimizer) -> bool:
     """
     groups = optimizer.param_groups
     at_once = isinstance(optimizer, RMSprop) and all(group["foreach"] for group in groups)
-    counts = isinstance(optimizer, Adam) or at_once
+    counts = isinstance(optimizer, Adam | Muon) or at_once
     counts = counts and all(group.get("capturable") for group in groups)
-    if isinstance(optimizer, Muon):
-        return reads_rate_on_device(optimizer.of_adamw())
     return counts or isinstance(optimizer, TensorFlowRMSprop) or is_fused(optimizer)
 
 

@@ -24,6 +24,7 @@ from mprun.precision import (
     get_loss_scale,
     get_policy,
 )
+from mprun.precision.muon import Muon
 from mprun.precision.policy import build_policy, usual_scaler
 
 from ...helpers import assert_same_bits, making, mixed, raises_line
@@ -215,23 +216,29 @@ def test_a_skipped_step_changes_nothing_but_the_scale(mode):
     assert_same_bits(after, before)
 
 
+def muon(parameters, lr):
+    held = [*parameters]
+    groups = [[own for own in held if (own.dim() == 2) is matrix] for matrix in (True, False)]
+    return Muon([{"params": groups[0], "matrices": True}, {"params": groups[1]}], lr)
+
+
 OPTIMIZERS = {
-    "RMSprop": {},
-    "NAdam": {},
-    "RAdam": {},
-    "Adamax": {},
-    "Adadelta": {},
-    "Adafactor": {},
-    "Adagrad": {"lr_decay": 0.1},
-    "SGD": {"momentum": 0.9, "dampening": 0.5},
+    "RMSprop": torch.optim.RMSprop,
+    "NAdam": torch.optim.NAdam,
+    "RAdam": torch.optim.RAdam,
+    "Adamax": torch.optim.Adamax,
+    "Adadelta": torch.optim.Adadelta,
+    "Adafactor": torch.optim.Adafactor,
+    "Adagrad": partial(torch.optim.Adagrad, lr_decay=0.1),
+    "SGD": partial(torch.optim.SGD, momentum=0.9, dampening=0.5),
+    "Muon of mprun": muon,
 }
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_optimizers_skip_as_under_torch(name):
     """Bit-equal to the plain optimizer that took the clean steps alone, the first one skipped."""
-    kind = getattr(torch.optim, name)
-    make = partial(kind, **OPTIMIZERS[name])
+    make = OPTIMIZERS[name]
     model, optimizer = prepared("fp32", make=make, lr=0.01, scaler=StaticLossScale(1024.0))
     plain = net()
     reference = make(plain.parameters(), lr=0.01)
@@ -544,15 +551,16 @@ def test_an_optimizer_is_not_skipped_for_an_overflow_of_another():
     assert not torch.equal(model.conv.weight, before)
 
 
+@pytest.mark.parametrize("make", [torch.optim.AdamW, muon], ids=["adamw", "muon"])
 @pytest.mark.parametrize("state_dtype", [None, "dynamic8", "fp8"])
 @pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_kahan"])
-def test_a_prepared_optimizer_goes_on_bit_for_bit(mode, state_dtype):
+def test_a_prepared_optimizer_goes_on_bit_for_bit(mode, state_dtype, make):
     policy = dataclasses.replace(get_policy(mode), state_dtype=state_dtype)
 
     def made():
         torch.manual_seed(0)
         model = nn.Linear(1024, 4)
-        return mprun.prepare(model, torch.optim.AdamW(model.parameters(), 1e-2), policy)
+        return mprun.prepare(model, make(model.parameters(), 1e-2), policy)
 
     def step(model, optimizer, number):
         optimizer.zero_grad()
@@ -577,7 +585,10 @@ def test_a_prepared_optimizer_goes_on_bit_for_bit(mode, state_dtype):
     assert_same_bits(again.state_dict(), model.state_dict())
     assert_same_bits(other.state_dict(), optimizer.state_dict())
     assert {own.dtype for own in again.parameters()} == {torch.bfloat16}
-    of_weight, of_bias = (state["exp_avg"].dtype for state in other.state.values())
+    names = ("exp_avg", "momentum_buffer")
+    of_weight, of_bias = (
+        next(state[name] for name in names if name in state).dtype for state in other.state.values()
+    )
     in_blocks = torch.float32 if state_dtype is None else torch.uint8
     assert (of_weight, of_bias) == (in_blocks, torch.float32)
 
