@@ -108,15 +108,19 @@ def _representable(config: RunConfig) -> Iterator[str]:
     narrow = "fp16" in dtypes and updates_in_16_bits(precision)
     largest, dtype = (65504.0, "FP16") if narrow else (3e38, "FP32")
     # Adam's first update divides the rate by 1 - beta1.
-    most_lr = largest * (1 - (optim.betas or [0.0])[0]) / max(1.0, optim.bias_lr_factor)
+    most_lr = largest * (1 - (optim.betas or [0.0])[0])
+    most_factor = most_lr / optim.lr
     for key, value, most in (
         ("lr", optim.lr, most_lr),
+        ("bias_lr_factor", optim.bias_lr_factor, most_factor),
+        ("adamw_lr_factor", optim.adamw_lr_factor, most_factor / max(1.0, optim.bias_lr_factor)),
         ("weight_decay", optim.weight_decay, largest),
         ("eps", optim.eps, largest),
         ("initial_accumulator", optim.initial_accumulator, largest),
     ):
         if value is not None and value > most:
-            where = f"{precision.name} updates in {dtype}, which cannot hold it"
+            what = "such a rate" if "_factor" in key else "it"
+            where = f"{precision.name} updates in {dtype}, which cannot hold {what}"
             yield f"optim.{key}={value:g}: {where} (allowed: at most {most:.5g})"
 
 
