@@ -103,6 +103,8 @@ class RoundedWeights:
         initialise_state(self.inner)
         for weight in self.weights:
             made = self.inner.state[weight]
+            if any(key.endswith(SCALE) for key in made):  # in blocks, of which again others come
+                continue
             before = {key: value for key, value in made.items() if key == COMPENSATION}
             if not before and self.rounding == "kahan" and weight.dtype is not torch.float32:
                 before[COMPENSATION] = torch.zeros_like(weight)

@@ -30,7 +30,13 @@ from mprun.extensions.script.shards import (
     keeps_half,
     why_not_sharded,
 )
-from mprun.extensions.script.steps import Scaling, install_hooks, reach, state_of
+from mprun.extensions.script.steps import (
+    Scaling,
+    install_hooks,
+    reach,
+    refuse_cast_codes,
+    state_of,
+)
 from mprun.precision.casting import chosen_dtypes, matching_modules, those_that_match
 from mprun.precision.emulation import ForwardContext, why_no_lstm, why_unsupported
 from mprun.precision.loss_scale import LossScale, get_loss_scale
@@ -134,6 +140,8 @@ def prepare(
             "optimizer: holds no parameter of the model; build it from model.parameters(), of the "
             "same model that is prepared"
         )
+    for each in optimizers:
+        refuse_cast_codes(each)
     if scaler is None:
         scaler = usual_scaler(policy.name) if isinstance(precision, str) else "none"
     scale = scaler if isinstance(scaler, LossScale) else get_loss_scale(scaler, device)

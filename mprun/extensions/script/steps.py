@@ -36,7 +36,7 @@ from mprun.precision.delayed_scaling import DelayedScaling
 from mprun.precision.emulation import ForwardContext, HalfEmulation
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.optimizer import Update
-from mprun.precision.packed_states import IN_BLOCKS
+from mprun.precision.packed_states import IN_BLOCKS, SCALE
 from mprun.precision.philox import micro_batches
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.rounded_weights import RoundedWeights, choose_narrow
@@ -444,6 +444,7 @@ class OptimizerSteps:
         """Let the optimizer's state dictionary hold it."""
         if self._keeps_state:
             return
+        refuse_cast_codes(self.optimizer)
         self._keeps_state = True
         loaded: dict[str, Any] = {}
 
@@ -522,6 +523,20 @@ def state_of(optimizer: Optimizer) -> OptimizerSteps:
         f"optimizer: is a {type(given).__name__} that updates no prepared model; pass the one that "
         "was passed to mprun.prepare"
     )
+
+
+def refuse_cast_codes(optimizer: Optimizer) -> None:
+    """Raise ValueError if state in blocks was loaded before a prepared model could keep its codes.
+
+    Only the hook of `OptimizerSteps` does: torch casts state to the dtype of its weight.
+    """
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if f"{key}{SCALE}" in state and value.dtype is not torch.uint8:
+                raise ValueError(
+                    "optimizer: its state was loaded too early: it is in 8 bits (dynamic8, fp8), "
+                    "and torch has cast it; load it after prepare(model, optimizer, ...)"
+                )
 
 
 def check_finite(parameters: Sequence[Tensor], found_inf: Tensor) -> None:

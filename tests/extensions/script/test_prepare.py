@@ -758,20 +758,50 @@ def test_a_script_begins_anew_with_its_seed_when_its_models_are_gone():
     assert torch.equal(*found)
 
 
+def in_blocks(dtype):
+    """(a plain model, its optimizer after two steps) with state in blocks."""
+    policy = build_policy("own", {"update": {"state_dtype": dtype}})
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = mprun.prepare(model, optimizer, policy)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+    assert optimizer.state[model.weight]["exp_avg"].dtype is torch.uint8
+    return model, optimizer
+
+
 def test_a_plain_model_keeps_its_state_in_blocks_and_no_other_format_takes_it():
-    states = []
-    for dtype in ("dynamic8", "fp8"):
-        policy = build_policy("own", {"update": {"state_dtype": dtype}})
-        model = nn.Linear(64, 64)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        model, optimizer = mprun.prepare(model, optimizer, policy)
-        for _ in range(2):
-            optimizer.zero_grad()
-            model(torch.ones(4, 64)).square().mean().backward()
-            optimizer.step()
-        assert optimizer.state[next(model.parameters())]["exp_avg"].dtype is torch.uint8
-        states.append((optimizer, optimizer.state_dict()))
-    (optimizer, own), (_, other) = states
-    optimizer.load_state_dict(own)
+    (_, optimizer), (_, other) = in_blocks("dynamic8"), in_blocks("fp8")
+    optimizer.load_state_dict(optimizer.state_dict())
     with pytest.raises(ValueError, match="state is kept in fp8, not in dynamic8: load it"):
-        optimizer.load_state_dict(other)
+        optimizer.load_state_dict(other.state_dict())
+
+
+def test_state_in_blocks_stays_when_the_groups_of_its_optimizer_change():
+    """Encoded again it would be another: dynamic8 has no -1."""
+    model, optimizer = in_blocks("dynamic8")
+    kept = copy.deepcopy(optimizer.state[model.weight])
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    mprun.state_of(optimizer)
+    assert_same_bits(optimizer.state[model.weight], kept)
+    mprun.prepare(nn.Linear(2, 2))  # its parameters could be anybody's
+    mprun.state_of(optimizer)
+    assert_same_bits(optimizer.state[model.weight], kept)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16_naive", "amp"])
+def test_state_in_blocks_that_is_loaded_too_early_is_refused(mode):
+    saved = in_blocks("fp8")[1].state_dict()
+    model = nn.Linear(64, 64)
+    early, late = (torch.optim.AdamW(model.parameters(), lr=1e-2) for _ in range(2))
+    early.load_state_dict(saved)
+    with raises_line(ValueError, "load it after prepare"):
+        mprun.prepare(model, early, mode)
+    mprun.prepare(model, None, mode)  # the refusal has prepared nothing
+    late.load_state_dict(saved)
+    model(torch.ones(4, 64)).mean().backward()
+    with raises_line(ValueError, "load it after prepare"):
+        late.step()
