@@ -12,17 +12,18 @@ view would be lost when the model writes into the view in place.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 from torch.autograd.graph import Node as GraphNode
 
 from mprun.precision.loss_scale import LossScale
 from mprun.torch_private import foreach_copy_, foreach_mul
 
-_MARK = "mprun.node"  # in the metadata of a node: (what, owner)
+_MARK = "mprun.node"  # in the metadata of a node: (what, owner); also of one that is torch's
 
 
 class Owner(Protocol):
@@ -30,11 +31,8 @@ class Owner(Protocol):
 
     scale: LossScale | None
 
-    def on_output(self) -> None:
-        """Note that a backward pass enters the model."""
-
-    def on_input(self) -> None:
-        """Note that a gradient leaves the model at its inputs."""
+    def on_pass(self, what: str) -> None:
+        """Note that a gradient passes one of its nodes."""
 
 
 class Node(torch.autograd.Function):
@@ -55,17 +53,15 @@ class Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         owner: Owner = ctx.owner
+        owner.on_pass(ctx.what)
         if owner.scale is None:
             found = _to(gradients, ctx.dtypes)
         elif ctx.what == "out":
-            owner.on_output()
             # Towards the model, see `_Factor`.
             found = _to(_times(gradients, owner.scale.scale, owner, "in"), ctx.dtypes)
         else:
             wide = _to(gradients, ctx.dtypes)
             found = _times(wide, owner.scale.inverse(), owner, "out")
-            if ctx.what == "in":
-                owner.on_input()
         return None, None, None, *found
 
 
@@ -102,14 +98,15 @@ def make_nodes(
         dtype: dtype of the results; None: that of each tensor.
     """
     found: tuple[Tensor, ...] = Node.apply(owner, what, dtype, *tensors)
-    _mark(found, what, owner)
+    mark(found, what, owner)
     return found
 
 
-def _mark(tensors: Iterable[Tensor], what: str, owner: Owner) -> None:
+def mark(tensors: Iterable[Tensor], what: str, owner: Owner) -> None:
+    """Let the nodes that made `tensors` count as nodes of `owner`, unless they already are some."""
     for tensor in tensors:
         if tensor.grad_fn is not None:
-            _marks(tensor.grad_fn)[_MARK] = (what, owner)
+            _marks(tensor.grad_fn).setdefault(_MARK, (what, owner))
 
 
 def _cast_all(
@@ -136,7 +133,7 @@ def _times(
     given = [gradient for gradient in gradients if gradient is not None]
     if torch.is_grad_enabled() and any(gradient.requires_grad for gradient in given):
         factored = [_Factor.apply(gradient, factor) for gradient in given]
-        _mark(factored, what, owner)
+        mark(factored, what, owner)
         products = iter(factored)
     elif len(given) > 1 and all(gradient.layout is torch.strided for gradient in given):
         products = iter(foreach_mul(given, factor))
@@ -145,13 +142,40 @@ def _times(
     return [None if gradient is None else next(products) for gradient in gradients]
 
 
-def refuse_leaks(roots: Iterable[Tensor]) -> None:
+Root = Tensor | GradientEdge
+
+
+def reached(roots: Iterable[Root], leaves: Mapping[int, Owner]) -> list[Owner]:
+    """Return whose passes one from `roots` is: of the owners of nodes or leaves that it meets.
+
+    It ends once it has met all of them, and costs about a microsecond for each node before.
+
+    Args:
+        leaves: id of each parameter -> its owner, of all owners that matter.
+    """
+    missing, found = {*leaves.values()}, list[Owner]()
+    todo, seen = _starts(roots), set[GraphNode]()
+    while todo and missing:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        _, owner = _marks(node).get(_MARK, (None, None))
+        owner = owner or leaves.get(id(getattr(node, "variable", None)))
+        if owner in missing:
+            missing.remove(owner)
+            found.append(owner)
+        todo += [before for before, _ in node.next_functions]
+    return found
+
+
+def refuse_leaks(roots: Iterable[Root]) -> None:
     """Raise RuntimeError if a path from `roots` enters a model, or leaves it to a leaf, past its
     nodes: gradients on that path would miss their scale or keep it.
 
     It costs about a microsecond for each node of the graph.
     """
-    todo: list[tuple[Any, Owner | None]] = [(root.grad_fn, None) for root in roots]
+    todo: list[tuple[Any, Owner | None]] = [(node, None) for node in _starts(roots)]
     seen: set[tuple[GraphNode, int]] = set()
     while todo:
         node, inside = todo.pop()
@@ -176,6 +200,10 @@ def refuse_leaks(roots: Iterable[Tensor]) -> None:
                 )
             inside = None
         todo += [(before, inside) for before, _ in node.next_functions]
+
+
+def _starts(roots: Iterable[Root]) -> list[Any]:
+    return [root.grad_fn if isinstance(root, Tensor) else root.node for root in roots]
 
 
 def _marks(node: GraphNode) -> dict[str, Any]:

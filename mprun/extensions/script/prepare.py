@@ -23,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from mprun.extensions.script.prepared_model import PreparedModel, prepared_modules
+from mprun.extensions.script.scaling import Scaling
 from mprun.extensions.script.shards import (
     FSDP1,
     is_fsdp1,
@@ -30,13 +31,7 @@ from mprun.extensions.script.shards import (
     keeps_half,
     why_not_sharded,
 )
-from mprun.extensions.script.steps import (
-    Scaling,
-    install_hooks,
-    reach,
-    refuse_cast_codes,
-    state_of,
-)
+from mprun.extensions.script.steps import install_hooks, refuse_cast_codes, state_of
 from mprun.precision.casting import chosen_dtypes, matching_modules, those_that_match
 from mprun.precision.emulation import ForwardContext, why_no_lstm, why_unsupported
 from mprun.precision.loss_scale import LossScale, get_loss_scale
@@ -153,7 +148,7 @@ def prepare(
     forward_context = ForwardContext(policy, device, native=native, overrides=dtypes.values())
     install_hooks()
     for one, overrides in own:
-        PreparedModel(one, forward_context, scale, overrides, reach)
+        PreparedModel(one, forward_context, scale, overrides)
     for each in optimizers:
         _take_over(each, scale)
     return model if optimizer is None else (model, optimizer)

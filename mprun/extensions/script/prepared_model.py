@@ -34,7 +34,8 @@ from torch.distributed import (
     is_initialized,
 )
 
-from mprun.extensions.script.nodes import make_nodes
+from mprun.extensions.script import passes
+from mprun.extensions.script.nodes import make_nodes, mark
 from mprun.extensions.script.shards import (
     FSDP1,
     agree,
@@ -76,6 +77,7 @@ from mprun.torch_private import (
     children_of,
     disable_dynamo,
     graph_task,
+    tree_leaves,
     tree_map,
 )
 
@@ -93,18 +95,10 @@ class PreparedModel:
         forward_context: the context in which its calls run.
         loss_scale: loss scale of its gradients.
         overrides: glob pattern over module names -> dtype in which these compute.
-        on_pass: called for each backward pass that enters the model.
     """
 
-    alive: weakref.WeakSet[PreparedModel] = weakref.WeakSet()
-    changing: weakref.WeakSet[PreparedModel] = weakref.WeakSet()  # those that are not plain
-    # Backward passes need a check: a model that is not plain has existed, or the call before the
-    # next pass was audited.
-    is_heard = False
     built = 0  # number of builds, including rebuilds
     drawn = 0  # calls of all models that round at random, on all ranks
-    pass_number = 0  # number of the newest backward pass of the process
-    fed_number = 0  # number of the newest in which a gradient has left a model at its inputs
 
     def __init__(
         self,
@@ -112,11 +106,10 @@ class PreparedModel:
         forward_context: ForwardContext,
         loss_scale: LossScale,
         overrides: Mapping[str, torch.dtype],
-        on_pass: Callable[[PreparedModel], None],
     ):
         self.model, self.forward_context, self.loss_scale = model, forward_context, loss_scale
         self.device_type = forward_context.device.type
-        self.overrides, self.on_pass = dict(overrides), on_pass
+        self.overrides = dict(overrides)
         self.policy = policy = forward_context.policy
         # None if it neither scales nor skips.
         self.scale = loss_scale if loss_scale.skips_nonfinite else None
@@ -132,19 +125,16 @@ class PreparedModel:
         self.audit = Audit(forward_context)
         self.audit.written = self.tensors.written
         self.calls = 0  # with gradients or in training mode
-        self.called_in = -1  # number of the newest pass at the last call
         self.fed = 0  # number of the newest pass in which a gradient has left it at its inputs
-        self.pass_is_due = False  # the next pass is audited, like the call before it
         self.group: Any = None  # of the DistributedDataParallel that has called it
         self.has_gradients = False  # a pass has reached it since its last step
         self.seen: Sequence[Tensor] = ()  # its parameters at the end of the newest pass
         self._guards_step = self._audits = False
-        # Models that passes have reached together with it since then; steps of the optimizers that
-        # hold its parameters; a token for each graph of its calls that is alive.
+        # Models that passes have entered together with it since then.
         self.partners: weakref.WeakSet[PreparedModel] = weakref.WeakSet()
-        # In the order in which they came, the same in all processes.
+        # Steps of the optimizers that hold its parameters, in the order in which they came, the
+        # same in all processes.
         self.updated_by: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
-        self.graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
         self._shards: list[Tensor] = []  # of a sharded model, as its optimizers hold them
         self.state = _OUTSIDE
         # By id and key of a place: its name, the place, its key; the tensor left there as seen from
@@ -165,10 +155,9 @@ class PreparedModel:
         self._first = next(model.parameters())
         self._build()
         self._dtype = self._first.dtype  # as seen from outside
-        PreparedModel.alive.add(self)
-        if not self.is_plain:
-            PreparedModel.changing.add(self)
-            PreparedModel.is_heard = True
+        passes.alive.add(self)
+        if forward_context.emulations:
+            passes.emulating.add(self)
 
     def _build(self) -> None:
         """Set the dtype in which each module computes and its `forward`; again after modules were
@@ -267,11 +256,8 @@ class PreparedModel:
                 return forward.compute_within(args, kwargs)
         audits = is_due(self.calls)
         self._check(forward.module, audits)
-        if audits:
-            self.pass_is_due = PreparedModel.is_heard = True
         forward.was_called = True
         self.calls += 1
-        self.called_in = PreparedModel.pass_number
         if is_initialized():
             if (ddp := active_ddp_module()) is not None:
                 if self.group is None and self.policy.draws:
@@ -286,18 +272,32 @@ class PreparedModel:
             self._guards_step = True
         if self.is_plain:
             with self._in_state(_IN_MODE), self.audit.watching() if audits else nullcontext():
-                return forward.compute_within(args, kwargs)
+                outputs = forward.compute_within(args, kwargs)
+            if audits:
+                self._expect_pass(outputs)
+            return outputs
         args, kwargs = each_tensor((args, kwargs), self._inwards)
         with self._in_mode(forward.module, audits):
             outputs = forward.compute_within(args, kwargs)
         self._let_out(audits)
-        return each_tensor(outputs, self._outwards)
+        outputs = each_tensor(outputs, self._outwards)
+        if audits:
+            self._expect_pass(outputs)
+        return outputs
+
+    @disable_dynamo
+    def _expect_pass(self, outputs: Any) -> None:
+        """Let the model's next pass be audited, if there is to be one."""
+        reaching = [t for t in tree_leaves(outputs) if _has_graph(t)]
+        mark(reaching, "out", self)
+        if reaching:
+            passes.due.add(self)
 
     def _begin_drawing(self) -> None:
         """Take the script's seed if no other model has; a loaded state brings that of its run."""
-        if any(model.policy.draws for model in PreparedModel.alive):
+        if any(model.policy.draws for model in passes.alive):
             gc.collect()  # a model is in circles: those that the script has dropped go here
-        if not any(model.policy.draws for model in PreparedModel.alive):
+        if not any(model.policy.draws for model in passes.alive):
             PreparedModel.drawn = 0
             micro_batches.begin_step(self.forward_context.device, torch.initial_seed(), 0)
 
@@ -374,7 +374,8 @@ class PreparedModel:
             return tensor
         if dtype is None and self._casts:
             dtype = self.policy.param_dtype
-        if self.scale is not None and tensor.requires_grad and is_grad_enabled():
+        changes = self.scale is not None or dtype not in (None, tensor.dtype)
+        if changes and tensor.requires_grad and is_grad_enabled():
             return make_nodes(self, "in", dtype, [tensor])[0]
         return tensor if dtype is None else tensor.to(dtype)
 
@@ -384,10 +385,9 @@ class PreparedModel:
         is_half = tensor.is_floating_point() and tensor.dtype.itemsize == 2
         dtype = torch.float32 if is_half else None
         if tensor.grad_fn is not None:
-            metadata: Any = tensor.grad_fn.metadata  # declared as a method, but a dictionary
-            self.graphs.add(metadata.setdefault("mprun.graph", _Graph()))
             if self.scale is not None:
                 return make_nodes(self, "out", dtype, [tensor])[0]
+            mark([tensor], "out", self)
         return tensor if dtype is None else tensor.to(dtype)
 
     # Hooks of inner modules see the same tensors as without a mode: FP32, unscaled
@@ -493,13 +493,9 @@ class PreparedModel:
 
     # Backward passes and steps
 
-    def on_output(self) -> None:
-        """Note that a backward pass enters the model."""
-        self.on_pass(self)
-
-    def on_input(self) -> None:
-        """Note that a gradient leaves the model at its inputs."""
-        self.fed = PreparedModel.fed_number = PreparedModel.pass_number
+    def on_pass(self, what: str) -> None:
+        """Note that a gradient passes one of its nodes."""
+        passes.on_pass(self, what)
 
     def end_step(self, found_inf: Tensor | None) -> None:
         """End an update; if it was skipped, restore the statistics from before its calls."""
@@ -537,9 +533,7 @@ class PreparedModel:
         made = kind.__new__(kind)
         memo[id(self.model)] = made
         made.__setstate__(copy.deepcopy(self.model.__getstate__(), memo))
-        other = PreparedModel(
-            made, self.forward_context, self.loss_scale, self.overrides, self.on_pass
-        )
+        other = PreparedModel(made, self.forward_context, self.loss_scale, self.overrides)
         if self.delayed is not None and other.delayed is not None:
             other.delayed.take_over(self.delayed.state_dict())
         return made
@@ -590,10 +584,6 @@ class PreparedModel:
             f"{now.device.type} in {now.dtype}; move and cast it before mprun.prepare, whose mode "
             "decides on the dtype of each operation"
         )
-
-
-class _Graph:
-    """A token that lives as long as the graph of a call."""
 
 
 class Forward:
@@ -671,7 +661,6 @@ class Watched(Forward):
                 if is_due(shared.calls) or is_initialized():
                     return shared.call(self, args, kwargs)
                 shared.calls += 1
-                shared.called_in = PreparedModel.pass_number
         if self.plain is not None:
             return self.plain(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)

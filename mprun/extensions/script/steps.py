@@ -14,8 +14,8 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -29,11 +29,13 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from mprun.extensions.script.nodes import refuse_leaks
+from mprun.extensions.script import passes
+from mprun.extensions.script.passes import Passes, run_pass
 from mprun.extensions.script.prepared_model import PreparedModel
-from mprun.extensions.script.shards import agree, are_several, is_shard, local_of
+from mprun.extensions.script.scaling import Scaling, check_finite, scalings
+from mprun.extensions.script.shards import are_several, is_shard, local_of
 from mprun.precision.delayed_scaling import DelayedScaling
-from mprun.precision.emulation import ForwardContext, HalfEmulation
+from mprun.precision.emulation import ForwardContext
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.optimizer import Update
 from mprun.precision.packed_states import IN_BLOCKS, SCALE
@@ -48,66 +50,14 @@ from mprun.precision.torch_update import (
     moved_by,
     put_back_where,
 )
-from mprun.precision.update import ByTorch, Ready, by_dtype, check_and_unscale, largest
+from mprun.precision.update import ByTorch, Ready
 from mprun.torch_private import (
     SCALES_ITSELF,
-    DisableTorchFunction,
-    dispatch_modes,
-    graph_task,
-    queue_callback,
     replace_engine,
-    run_engine,
 )
 
 _WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer")  # call the step of the wrapped one
 _MOST_REPEATS = 60  # of a closure: a scale of 2^24 has then become 2^-36
-
-
-class Scaling:
-    """The iteration of a loss scale that several optimizers share.
-
-    The scale moves once each of them has stepped, or at the latest when one begins again, as
-    torch.amp.GradScaler.update does once in an iteration.
-    """
-
-    _all: weakref.WeakKeyDictionary[LossScale, Scaling] = weakref.WeakKeyDictionary()
-
-    def __init__(self, scale: LossScale):
-        self._scale = weakref.ref(scale)
-        self.name = ""  # of the loss scale in records; empty: its kind
-        self.owners: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
-
-    @classmethod
-    def of(cls, scale: LossScale) -> Scaling:
-        """Return the object of a loss scale."""
-        if scale not in cls._all:
-            cls._all[scale] = cls(scale)
-        return cls._all[scale]
-
-    @property
-    def scale(self) -> LossScale:
-        """The loss scale, which its models hold."""
-        scale = self._scale()
-        assert scale is not None
-        return scale
-
-    def begin(self, optimizer: Optimizer) -> None:
-        self.owners.add(optimizer)
-        if optimizer in self._stepped:
-            self.move()
-
-    def end(self, optimizer: Optimizer, found_inf: Tensor, grad_max: Tensor | None) -> None:
-        """End the step; `found_inf`, 0-dim: it was skipped if that is not 0."""
-        self.scale.record(found_inf, grad_max)
-        self._stepped.add(optimizer)
-        if len(self._stepped) >= len(self.owners):
-            self.move()
-
-    def move(self) -> None:
-        """End the iteration of the scale."""
-        self.scale.update()
-        self._stepped.clear()
 
 
 class OptimizerSteps:
@@ -130,7 +80,7 @@ class OptimizerSteps:
         self._key: Any = None
         self._concerned: list[PreparedModel] = []
         self._is_plain = True
-        self._seen = PreparedModel.pass_number - 1  # the pass before the last step
+        self._seen = Passes.number - 1  # the pass before the last step
         self._found: Tensor | None = None
         # For models that others update, too: float32, 0-dim, its own gradients are not finite.
         self._found_in: weakref.WeakKeyDictionary[PreparedModel, Tensor] = (
@@ -191,7 +141,7 @@ class OptimizerSteps:
         if key == self._key:
             return
         self._key = key
-        owners = {id(own): model for model in PreparedModel.alive for own in model.parameters()}
+        owners = {id(own): model for model in passes.alive for own in model.parameters()}
         found = [owners[id(own)] for group in groups for own in group if id(own) in owners]
         self.models = [*dict.fromkeys(found)]
         self._is_plain = all(model.is_plain for model in self.models)
@@ -200,7 +150,7 @@ class OptimizerSteps:
             for model in self.models:
                 model.audit.optimizers.add(type(self.optimizer).__name__)
                 model.updated_by[self] = None
-            for scaling in _scalings(self.models):
+            for scaling in scalings(self.models):
                 scaling.owners.add(self.optimizer)  # before its first step: the scale waits for it
             self._make_narrow()
             self._is_plain = self._is_plain and self.narrow is None
@@ -271,7 +221,7 @@ class OptimizerSteps:
     ) -> Any:
         """Keep the coming step from moving anything if gradients are not finite."""
         scaled = [model for model in self._concerned if model.scale is not None]
-        for scaling in _scalings(scaled):
+        for scaling in scalings(scaled):
             scaling.begin(self.optimizer)
         if closure is not None:
             if self.narrow is not None:
@@ -308,21 +258,20 @@ class OptimizerSteps:
         for model in concerned:  # in the same order in all processes
             model.roll()
         if found is not None:
-            for scaling in _scalings(concerned):
-                scaling.end(self.optimizer, found, _grad_max(concerned, scaling.scale))
-            for scaling in _scalings(together.difference(concerned)):
+            for scaling in scalings(concerned):
+                scaling.end(self.optimizer, found, concerned)
+            for scaling in scalings(together.difference(concerned)):
                 if not scaling.owners:  # of a loss network that nobody updates
-                    scaling.scale.record(found, _grad_max(together, scaling.scale))
-                    scaling.move()
-        for model in PreparedModel.alive:
+                    scaling.end_without_step(found, together)
+        for model in passes.alive:
             model.tensors.forget()  # `.data` counts no versions
 
     def _newly_fed(self) -> list[PreparedModel]:
         """Return models whose inputs have received gradients since the last step."""
-        seen, self._seen = self._seen, PreparedModel.pass_number
-        if PreparedModel.fed_number <= seen:
+        seen, self._seen = self._seen, Passes.number
+        if Passes.fed <= seen:
             return []
-        return [model for model in PreparedModel.alive if model.fed > seen]
+        return [model for model in passes.alive if model.fed > seen]
 
     def _overflow(self, scaled: list[PreparedModel], fed: list[PreparedModel]) -> Tensor:
         """Return whether a gradient of this optimizer is not finite, float32, 0-dim."""
@@ -539,14 +488,6 @@ def refuse_cast_codes(optimizer: Optimizer) -> None:
                 )
 
 
-def check_finite(parameters: Sequence[Tensor], found_inf: Tensor) -> None:
-    """Set `found_inf` (float32, 0-dim) to 1 if a gradient is not finite; read each value once."""
-    one = torch.ones_like(found_inf)
-    for group in by_dtype(_gradients(parameters)):
-        check_and_unscale(group, found_inf, one)
-    agree(found_inf, parameters)
-
-
 def _say_that_it_waits(optimizer: Optimizer) -> None:
     accepts = inspect.signature(type(optimizer)).parameters
     remedies = [f"{name}=True" for name in ("fused", "capturable") if name in accepts]
@@ -558,30 +499,11 @@ def _say_that_it_waits(optimizer: Optimizer) -> None:
     )
 
 
-def _gradients(parameters: Sequence[Tensor]) -> Iterator[Tensor]:
-    return (local_of(own.grad) for own in parameters if own.grad is not None)
-
-
 def _steps_of(optimizer: Optimizer) -> OptimizerSteps:
     steps: OptimizerSteps | None = optimizer.__dict__.get(_ATTRIBUTE)
     if steps is None:
         steps = optimizer.__dict__[_ATTRIBUTE] = OptimizerSteps(optimizer)
     return steps
-
-
-def _scalings(models: Iterable[PreparedModel]) -> list[Scaling]:
-    """Return the objects of loss scales that scale, each once."""
-    found = [Scaling.of(model.loss_scale) for model in models if model.scale is not None]
-    return [*dict.fromkeys(found)]
-
-
-def _grad_max(models: Iterable[PreparedModel], scale: LossScale) -> Tensor | None:
-    if not scale.needs_grad_max:
-        return None
-    own = [p for model in models if model.loss_scale is scale for p in model.parameters()]
-    found = largest(_gradients(own), scale.scale.device)
-    agree(found, own)
-    return found
 
 
 def _repeated(closure: Callable[[], Any], models: Sequence[PreparedModel]) -> Callable[[], Any]:
@@ -596,9 +518,8 @@ def _repeated(closure: Callable[[], Any], models: Sequence[PreparedModel]) -> Ca
             found = torch.stack([model.found_inf for model in models]).amax()
             if not found.item():
                 return loss
-            for scaling in _scalings(models):
-                scaling.scale.record(found, torch.zeros_like(found))
-                scaling.move()
+            for scaling in scalings(models):
+                scaling.end_without_step(found)
         raise RuntimeError(
             f"closure: gradients are not finite at a loss scale of "
             f"{float(models[0].loss_scale.scale):g}; a scale that does not back off cannot be used"
@@ -632,103 +553,6 @@ def _refuse_unsharded(optimizer: Optimizer, models: Sequence[PreparedModel]) -> 
         )
 
 
-# Backward passes
-
-
-class _Pass:
-    """The backward pass that runs now, and the prepared models it has reached."""
-
-    task = -1
-    models: list[PreparedModel] = []
-
-
-def reach(model: PreparedModel) -> None:
-    """Hear that the backward pass that runs now enters `model`."""
-    task = graph_task()
-    if task != _Pass.task:
-        _Pass.task, _Pass.models = task, []
-        # Twice, to come after the callback in which DistributedDataParallel ends its reduction.
-        queue_callback(lambda: queue_callback(_end_pass))
-    if model in _Pass.models:
-        return
-    _Pass.models.append(model)
-    if model.has_gradients and all(own.grad is None for own in model.seen):
-        # Gradients were cleared without a step. A script that only steps if they are finite would
-        # never let the scale move.
-        model.loss_scale.record(model.found_inf, torch.zeros_like(model.found_inf))
-        Scaling.of(model.loss_scale).move()
-    model.has_gradients = True
-
-
-@torch.no_grad()
-def _end_pass() -> None:
-    """Look at the gradients once, before the script can change them; nothing waits."""
-    with DisableTorchFunction():  # an emulation would look at each access
-        for model in _Pass.models:
-            model.partners.update(_Pass.models)
-            model.found_inf.zero_()
-            model.seen = model.parameters()
-            check_finite(model.seen, model.found_inf)
-            if are_several():  # shards have none before those of several passes are added up
-                model.has_gradients = any(own.grad is not None for own in model.seen)
-            for steps in [*model.updated_by]:
-                steps.look_at(model)
-    _Pass.task, _Pass.models = -1, []
-
-
-def _run_pass(roots: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-    """Run a backward pass as the engine's one entry, through which all passes of torch go.
-
-    A CPU needs the emulation in it, as in a forward pass. The engine gives each node the thread
-    state from the start of the pass, so no node can switch the emulation on. A pass within a pass,
-    from a recomputing checkpoint, runs in the context of the first.
-    """
-    with (_around_pass(roots) if graph_task() == -1 else None) or nullcontext():
-        return run_engine(roots, *args, **kwargs)
-
-
-def _around_pass(roots: Sequence[Tensor]) -> AbstractContextManager[Any] | None:
-    """Return the context that backward passes of prepared models need, or None."""
-    number = PreparedModel.pass_number
-    PreparedModel.pass_number = number + 1
-    if not PreparedModel.is_heard:
-        return None
-    PreparedModel.is_heard = len(PreparedModel.changing) > 0
-    recent = [model for model in PreparedModel.alive if model.called_in == number]
-    if recent and torch.is_autocast_enabled(recent[0].device_type):
-        recent[0].refuse_autocast()
-    due = [model for model in recent if model.pass_is_due]
-    for model in due:
-        model.pass_is_due = False
-    if any(model.scale is not None for model in due):
-        refuse_leaks(roots)
-    # Products of models in other modes would count for the first model.
-    audited = due[:1] if len({model.policy for model in recent}) == 1 else []
-    called = [model for model in PreparedModel.changing if model.calls]
-    return _running(called, audited) if called or audited else None
-
-
-@contextmanager
-def _running(models: Sequence[PreparedModel], audited: Sequence[PreparedModel]) -> Iterator[None]:
-    """Run a backward pass of `models` in their arithmetic."""
-    own = {emulation for model in models for emulation in model.forward_context.emulations}
-    active = dispatch_modes()
-    known = {m.dtype for m in active if isinstance(m, HalfEmulation) and m not in own}
-    with ExitStack() as stack:
-        for model in models:
-            stack.callback(model.tensors.forget)
-            if (
-                model.graphs
-                and model.forward_context.emulations
-                and not known.issuperset(model.forward_context.half_dtypes)
-            ):
-                known.update(model.forward_context.half_dtypes)
-                stack.enter_context(model.forward_context)
-        for model in audited:
-            stack.enter_context(model.audit.watching())
-        yield
-
-
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return _steps_of(optimizer).begin(sys._getframe(1), args, kwargs)
 
@@ -742,4 +566,4 @@ def install_hooks() -> None:
     """Install the hooks around backward passes and steps of this process, once."""
     register_optimizer_step_pre_hook(_before_step)
     register_optimizer_step_post_hook(_after_step)
-    replace_engine(_run_pass)
+    replace_engine(run_pass)

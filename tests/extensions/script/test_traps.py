@@ -8,10 +8,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
 
 import mprun
 from mprun.extensions.script.prepared_model import prepared_modules
 from mprun.precision import StaticLossScale
+from mprun.precision.emulation import HalfEmulation
+from mprun.torch_private import dispatch_modes
 
 from ...helpers import assert_same_bits, raises_line
 from .networks import (
@@ -124,6 +127,52 @@ def test_what_would_go_wrong_is_refused_in_a_line_that_names_the_cure(mode, says
     model, optimizer = prepared(mode)
     with raises_line((RuntimeError, ValueError), says):
         act(model, optimizer)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_pass_of_something_else_is_not_touched(mode):
+    """While the graph of a call waits for its own pass, which is then the one that is watched."""
+    model, optimizer = prepared(mode)
+    loss, seen = loss_of(model), []
+    weight = torch.ones(4, 4, dtype=torch.bfloat16, requires_grad=True)
+    (product := weight @ weight).register_hook(lambda _: seen.append(dispatch_modes()))
+    with torch.autocast("cpu", torch.bfloat16):
+        product.sum().backward()
+    assert seen == [[]]
+    audit = mprun.state_of(optimizer).models[0].audit
+    assert not [name for name in audit.result()["products"] if name.startswith("backward")]
+    loss.backward()
+    assert [name for name in audit.result()["products"] if name.startswith("backward")]
+
+
+@pytest.mark.parametrize("mode", ["fp16_naive", "bf16_master", "amp"])
+def test_a_pass_is_the_models_own_wherever_it_begins(mode):
+    """At a tensor from inside, at gradients of gradients, in a pass within a pass."""
+
+    def begun_inside(model):
+        kept = []
+        model.body.register_forward_hook(lambda _, given, out: kept.append(out))
+        model(IMAGES)
+        return kept[0].square().sum()
+
+    def second(model):
+        inputs = IMAGES.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
+        return gradient.square().sum()
+
+    def within(model):
+        inputs = IMAGES.clone().requires_grad_()
+        return checkpoint(model, inputs, use_reentrant=True).square().sum()
+
+    for begin in begun_inside, second, within:
+        model, optimizer = prepared(mode)
+        loss, seen = begin(model), []
+        for own in model.parameters():
+            own.register_hook(lambda _, seen=seen: seen.append(dispatch_modes()))
+        loss.backward()
+        assert seen, begin.__name__
+        for modes in seen:
+            assert any(isinstance(one, HalfEmulation) for one in modes), begin.__name__
 
 
 @pytest.mark.parametrize("mode", MODES)
