@@ -1,4 +1,4 @@
-"""Backward passes of a script: what those of prepared models need, and what follows at their end.
+"""Backward passes of a script: what those of prepared models need, and the loss scales after them.
 
 torch has one entry for all passes, and they go through `run_pass` here. A pass is a model's own if
 it meets one of the model's nodes or parameters (nodes.py); others run as if there were no model.
@@ -7,16 +7,22 @@ it meets one of the model's nodes or parameters (nodes.py); others run as if the
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from torch import Tensor
+from torch.optim import Optimizer
 
 from mprun.extensions.script.nodes import Root, reached, refuse_leaks
-from mprun.extensions.script.scaling import Scaling, check_finite
-from mprun.extensions.script.shards import are_several
-from mprun.precision.emulation import HalfEmulation
+from mprun.extensions.script.shards import agree, are_several, local_of
+from mprun.extensions.script.tensors import Tensors
+from mprun.precision.audit import Audit, is_due
+from mprun.precision.emulation import ForwardContext, HalfEmulation
+from mprun.precision.loss_scale import LossScale
+from mprun.precision.update import by_dtype, check_and_unscale, largest
 from mprun.torch_private import (
     DisableTorchFunction,
     dispatch_modes,
@@ -25,13 +31,12 @@ from mprun.torch_private import (
     run_engine,
 )
 
-if TYPE_CHECKING:
-    from mprun.extensions.script.prepared_model import PreparedModel
+_MOST_REPEATS = 60  # of a closure: a scale of 2^24 has then become 2^-36
 
 # All prepared models; those whose passes a CPU emulates; those whose next pass is audited.
-alive: weakref.WeakSet[PreparedModel] = weakref.WeakSet()
-emulating: weakref.WeakSet[PreparedModel] = weakref.WeakSet()
-due: weakref.WeakSet[PreparedModel] = weakref.WeakSet()
+alive: weakref.WeakSet[Any] = weakref.WeakSet()
+emulating: weakref.WeakSet[Any] = weakref.WeakSet()
+due: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 class Passes:
@@ -44,35 +49,71 @@ class Passes:
 
     number = fed = 0
     task = -1  # the pass that runs now, as torch counts
-    entered: list[PreparedModel] = []  # by the gradients of that pass that they scale
-    met: set[PreparedModel] = set()  # by any gradient since no pass ran
+    entered: list[Backward] = []  # by the gradients of that pass that they scale
 
 
-def on_pass(model: PreparedModel, what: str) -> None:
-    """Hear that a gradient of the pass that runs now goes through a node of `model`."""
-    Passes.met.add(model)
-    if model.scale is None:
-        return
-    if what == "in":
-        model.fed = Passes.fed = Passes.number
-    elif what == "out":
-        _enter(model)
+class Backward(ABC):
+    """What backward passes know of a prepared model.
 
+    Args:
+        forward_context: the context in which its calls run.
+        loss_scale: loss scale of its gradients.
+    """
 
-def _enter(model: PreparedModel) -> None:
-    task = graph_task()
-    if task != Passes.task:
-        Passes.task, Passes.entered = task, []
-        # Twice, to come after the callback in which DistributedDataParallel ends its reduction.
-        queue_callback(lambda: queue_callback(_end_pass))
-    if model in Passes.entered:
-        return
-    Passes.entered.append(model)
-    if model.has_gradients and all(own.grad is None for own in model.seen):
-        # Gradients were cleared without a step. A script that only steps if they are finite would
-        # never let the scale move.
-        Scaling.of(model.loss_scale).end_without_step(model.found_inf)
-    model.has_gradients = True
+    tensors: Tensors
+
+    def __init__(self, forward_context: ForwardContext, loss_scale: LossScale):
+        self.forward_context, self.policy = forward_context, forward_context.policy
+        self.device_type = forward_context.device.type
+        self.loss_scale = loss_scale
+        # None if it neither scales nor skips.
+        self.scale = loss_scale if loss_scale.skips_nonfinite else None
+        # float32, 0-dim: the gradients of the newest backward pass are not finite.
+        self.found_inf = torch.zeros((), device=forward_context.device)
+        self.audit = Audit(forward_context)
+        self.fed = 0  # number of the newest pass in which a gradient has left it at its inputs
+        self.has_gradients = False  # a pass has reached it since its last step
+        # Models that passes have entered together with it since then.
+        self.partners: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Steps of the optimizers that hold its parameters, in the order in which they came, the
+        # same in all processes.
+        self.updated_by: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+
+    @abstractmethod
+    def parameters(self) -> list[Tensor]:
+        """Return its parameters as optimizers hold them, with their gradients after a pass."""
+
+    def on_pass(self, what: str) -> None:
+        """Hear that a gradient of the pass that runs now goes through one of its nodes."""
+        if self.scale is None:
+            return
+        if what == "in":
+            self.fed = Passes.fed = Passes.number
+        elif what == "out":
+            self._enter()
+
+    def _enter(self) -> None:
+        task = graph_task()
+        if task != Passes.task:
+            Passes.task, Passes.entered = task, []
+            # Twice, to come after the callback in which DistributedDataParallel ends its reduction.
+            queue_callback(lambda: queue_callback(_end_pass))
+        if self in Passes.entered:
+            return
+        Passes.entered.append(self)
+        if self.has_gradients and all(own.grad is None for own in self.parameters()):
+            # Gradients were cleared without a step. A script that only steps if they are finite
+            # would never let the scale move.
+            Scaling.of(self.loss_scale).end_without_step(self.found_inf)
+        self.has_gradients = True
+
+    def refuse_autocast(self) -> None:
+        """Raise RuntimeError: torch.autocast is active."""
+        raise RuntimeError(
+            "torch.autocast is active around a model, or the backward pass of one, prepared as "
+            f"precision={self.policy.name}; remove it: the precision mode decides on the dtype of "
+            "each operation"
+        )
 
 
 @torch.no_grad()
@@ -82,10 +123,9 @@ def _end_pass() -> None:
         for model in Passes.entered:
             model.partners.update(Passes.entered)
             model.found_inf.zero_()
-            model.seen = model.parameters()
-            check_finite(model.seen, model.found_inf)
+            check_finite(own := model.parameters(), model.found_inf)
             if are_several():  # shards have none before those of several passes are added up
-                model.has_gradients = any(own.grad is not None for own in model.seen)
+                model.has_gradients = any(one.grad is not None for one in own)
             for steps in [*model.updated_by]:
                 steps.look_at(model)
     Passes.task, Passes.entered = -1, []
@@ -102,12 +142,12 @@ def run_pass(roots: Sequence[Root], *args: Any, **kwargs: Any) -> Any:
             return run_engine(roots, *args, **kwargs)
     finally:
         if graph_task() == -1:  # a checkpoint's pass within a pass goes on with the same weights
-            while Passes.met:
-                Passes.met.pop().tensors.forget()
+            for model in alive:  # met or not: `.data` counts no versions
+                model.tensors.forget()
 
 
 @contextmanager
-def _in_arithmetic(roots: Sequence[Root], those: Sequence[PreparedModel]) -> Iterator[None]:
+def _in_arithmetic(roots: Sequence[Root], those: Sequence[Backward]) -> Iterator[None]:
     """Emulate and watch, as those models need it whose pass begins at `roots`.
 
     A CPU needs the emulation as in a forward pass. The engine gives each node the thread state from
@@ -115,7 +155,8 @@ def _in_arithmetic(roots: Sequence[Root], those: Sequence[PreparedModel]) -> Ite
     """
     models: list[Any] = reached(roots, {k: one for one in those for k in one.tensors.dtypes()})
     watched = [model for model in models if model in due]
-    due.difference_update(watched)
+    # One that was called again has had its chance: nothing may ever differentiate its outputs.
+    due.difference_update([*watched, *(model for model in due if not is_due(model.calls - 1))])
     if any(model.scale is not None for model in watched):
         refuse_leaks(roots)
     known = {mode.dtype for mode in dispatch_modes() if isinstance(mode, HalfEmulation)}
@@ -130,3 +171,104 @@ def _in_arithmetic(roots: Sequence[Root], those: Sequence[PreparedModel]) -> Ite
         if watched and len({model.policy for model in models}) == 1:
             stack.enter_context(watched[0].audit.watching())
         yield
+
+
+class Scaling:
+    """The iteration of a loss scale that several optimizers share.
+
+    The scale moves once each of them has stepped, or at the latest when one begins again, as
+    torch.amp.GradScaler.update does once in an iteration.
+    """
+
+    _all: weakref.WeakKeyDictionary[LossScale, Scaling] = weakref.WeakKeyDictionary()
+
+    def __init__(self, scale: LossScale):
+        self._scale = weakref.ref(scale)
+        self.name = ""  # of the loss scale in records; empty: its kind
+        self.owners: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    @classmethod
+    def of(cls, scale: LossScale) -> Scaling:
+        """Return the object of a loss scale."""
+        if scale not in cls._all:
+            cls._all[scale] = cls(scale)
+        return cls._all[scale]
+
+    @property
+    def scale(self) -> LossScale:
+        """The loss scale, which its models hold."""
+        scale = self._scale()
+        assert scale is not None
+        return scale
+
+    def begin(self, optimizer: Optimizer) -> None:
+        self.owners.add(optimizer)
+        if optimizer in self._stepped:
+            self.move()
+
+    def end(self, optimizer: Optimizer, found_inf: Tensor, models: Iterable[Backward]) -> None:
+        """End the step of `models`; `found_inf`, 0-dim: it was skipped if that is not 0."""
+        self._record(found_inf, models)
+        self._stepped.add(optimizer)
+        if len(self._stepped) >= len(self.owners):
+            self.move()
+
+    def end_without_step(self, found_inf: Tensor, models: Iterable[Backward] = ()) -> None:
+        """End an iteration in which gradients have come, but no optimizer has stepped for them."""
+        self._record(found_inf, models)
+        self.move()
+
+    def move(self) -> None:
+        """End the iteration of the scale."""
+        self.scale.update()
+        self._stepped.clear()
+
+    def _record(self, found_inf: Tensor, models: Iterable[Backward]) -> None:
+        largest_found = None
+        if self.scale.needs_grad_max:
+            mine = [model for model in models if model.loss_scale is self.scale]
+            own = [parameter for model in mine for parameter in model.parameters()]
+            largest_found = largest(_gradients(own), self.scale.scale.device)
+            agree(largest_found, own)
+        self.scale.record(found_inf, largest_found)
+
+
+def scalings(models: Iterable[Backward]) -> list[Scaling]:
+    """Return the objects of loss scales that scale, each once."""
+    found = [Scaling.of(model.loss_scale) for model in models if model.scale is not None]
+    return [*dict.fromkeys(found)]
+
+
+def check_finite(parameters: Sequence[Tensor], found_inf: Tensor) -> None:
+    """Set `found_inf` (float32, 0-dim) to 1 if a gradient is not finite; read each value once."""
+    one = torch.ones_like(found_inf)
+    for group in by_dtype(_gradients(parameters)):
+        check_and_unscale(group, found_inf, one)
+    agree(found_inf, parameters)
+
+
+def _gradients(parameters: Sequence[Tensor]) -> Iterator[Tensor]:
+    return (local_of(own.grad) for own in parameters if own.grad is not None)
+
+
+def repeated(closure: Callable[[], Any], models: Sequence[Backward]) -> Callable[[], Any]:
+    """Return a closure that runs again, at a smaller scale, until gradients are finite.
+
+    It waits for the device after each call, as LBFGS does.
+    """
+
+    def finite() -> Any:
+        for _ in range(_MOST_REPEATS):
+            loss = closure()
+            found = torch.stack([model.found_inf for model in models]).amax()
+            if not found.item():
+                return loss
+            for scaling in scalings(models):
+                scaling.end_without_step(found)
+        raise RuntimeError(
+            f"closure: gradients are not finite at a loss scale of "
+            f"{float(models[0].loss_scale.scale):g}; a scale that does not back off cannot be used"
+        )
+
+    return finite

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from mprun.extensions.script.prepared_model import PreparedModel, prepared_modules
-from mprun.extensions.script.scaling import Scaling
+from mprun.extensions.script.border import prepared_modules
+from mprun.extensions.script.passes import Scaling
+from mprun.extensions.script.prepared_model import PreparedModel
 from mprun.extensions.script.shards import (
     FSDP1,
     is_fsdp1,
@@ -123,7 +124,8 @@ def prepare(
     dtypes = _dtypes(models, overrides or {})
     own = [(one, {p: dtypes[p] for p in those_that_match(one, dtypes)}) for one in models]
     _check(own, policy, device, native)
-    if keeps_half(policy) and any(map(_is_wrapped, given)):
+    outer = [getattr(one, UNCOMPILED, one) for one in given]
+    if keeps_half(policy) and any(isinstance(one, DistributedDataParallel) for one in outer):
         raise ValueError(
             f"model: is a DistributedDataParallel, but precision={policy.name} changes the dtype "
             "of its parameters; prepare the module inside it first, then put "
@@ -160,10 +162,6 @@ def _inside(model: nn.Module) -> nn.Module:
     if isinstance(inside, DistributedDataParallel):
         inside = inside.module
     return model if inside is model else _inside(inside)
-
-
-def _is_wrapped(model: nn.Module) -> bool:
-    return isinstance(getattr(model, UNCOMPILED, model), DistributedDataParallel)
 
 
 def _take_over(optimizer: Optimizer, scale: LossScale) -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import inspect
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from functools import cache
 from types import FrameType
@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import broadcast, get_world_size
+from torch.distributed import broadcast
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -30,16 +30,20 @@ from torch.optim.optimizer import (
 )
 
 from mprun.extensions.script import passes
-from mprun.extensions.script.passes import Passes, run_pass
-from mprun.extensions.script.prepared_model import PreparedModel
-from mprun.extensions.script.scaling import Scaling, check_finite, scalings
-from mprun.extensions.script.shards import are_several, is_shard, local_of
-from mprun.precision.delayed_scaling import DelayedScaling
+from mprun.extensions.script.passes import (
+    Passes,
+    Scaling,
+    check_finite,
+    repeated,
+    run_pass,
+    scalings,
+)
+from mprun.extensions.script.prepared_model import Draws, PreparedModel
+from mprun.extensions.script.shards import local_of
 from mprun.precision.emulation import ForwardContext
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.optimizer import Update
 from mprun.precision.packed_states import IN_BLOCKS, SCALE
-from mprun.precision.philox import micro_batches
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.rounded_weights import RoundedWeights, choose_narrow
 from mprun.precision.torch_update import (
@@ -51,13 +55,10 @@ from mprun.precision.torch_update import (
     put_back_where,
 )
 from mprun.precision.update import ByTorch, Ready
-from mprun.torch_private import (
-    SCALES_ITSELF,
-    replace_engine,
-)
+from mprun.torch_private import SCALES_ITSELF, replace_engine
 
 _WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer")  # call the step of the wrapped one
-_MOST_REPEATS = 60  # of a closure: a scale of 2^24 has then become 2^-36
+_OF_STATE = ("loss_scale", "narrow", "delayed", "draws")  # what a state dictionary has of ours
 
 
 class OptimizerSteps:
@@ -83,11 +84,10 @@ class OptimizerSteps:
         self._seen = Passes.number - 1  # the pass before the last step
         self._found: Tensor | None = None
         # For models that others update, too: float32, 0-dim, its own gradients are not finite.
-        self._found_in: weakref.WeakKeyDictionary[PreparedModel, Tensor] = (
-            weakref.WeakKeyDictionary()
-        )
+        self._found_in = weakref.WeakKeyDictionary[PreparedModel, Tensor]()
         self._undo = ExitStack()  # closed after the step
         self._keeps_state = False
+        self._loaded: Mapping[str, Any] = {}  # the state dictionary that torch loads now
         self._waits = False  # as it was said
 
     @property
@@ -182,11 +182,18 @@ class OptimizerSteps:
         if not self._concerned or (not self.models and hasattr(self.optimizer, "found_inf")):
             self._concerned = []
             return None
-        _refuse_alone(self.models)
+        for model in self.models:
+            model.refuse_alone()
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
         has_gradients = any(own.grad is not None for own in held_by(self.optimizer))
         if closure is None and self.models and not has_gradients:
-            _refuse_unsharded(self.optimizer, self.models)
+            now = {id(own) for model in self.models for own in model.parameters()}
+            is_sharded = any(model.is_sharded for model in self.models)
+            if is_sharded and now.isdisjoint(map(id, held_by(self.optimizer))):
+                raise RuntimeError(
+                    "the optimizer holds parameters from before fully_shard, which has made "
+                    "others; build it afterwards, from model.parameters()"
+                )
             raise RuntimeError(
                 "no gradients: no backward pass has reached the parameters of this optimizer since "
                 "they were cleared; call loss.backward() before optimizer.step()"
@@ -212,13 +219,7 @@ class OptimizerSteps:
                 if model.calls:
                     model.audit.check_happened()
 
-    def _before(
-        self,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        closure: Any,
-        fed: list[PreparedModel],
-    ) -> Any:
+    def _before(self, args: Any, kwargs: Any, closure: Any, fed: list[PreparedModel]) -> Any:
         """Keep the coming step from moving anything if gradients are not finite."""
         scaled = [model for model in self._concerned if model.scale is not None]
         for scaling in scalings(scaled):
@@ -232,8 +233,8 @@ class OptimizerSteps:
             if not scaled:
                 return None
             self._found = torch.zeros_like(scaled[0].found_inf)
-            repeated = _repeated(closure, scaled)
-            return (args[0], repeated), {k: v for k, v in kwargs.items() if k != "closure"}
+            others = {key: value for key, value in kwargs.items() if key != "closure"}
+            return (args[0], repeated(closure, scaled)), others
         if scaled:
             self._found = self._overflow(scaled, fed)
         if self.narrow is not None:
@@ -369,10 +370,10 @@ class OptimizerSteps:
         state: dict[str, Any] = {"loss_scale": self.scale.state_dict()}
         if self.narrow is not None:
             state["narrow"] = self.narrow.state_dict()
-        if any(delayed := self._delayed()):
+        if any(delayed := [model.delayed for model in self.models]):
             state["delayed"] = [own and own.state_dict() for own in delayed]
         if self.policy.draws:
-            state["draws"] = {"seed": micro_batches.seed, "calls": PreparedModel.drawn}
+            state["draws"] = Draws.state_dict()
         return state
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
@@ -382,12 +383,11 @@ class OptimizerSteps:
             self.scale.load_state_dict(scale)
         if self.narrow is not None and "narrow" in saved:
             self.narrow.load_state_dict(saved["narrow"])
-        for delayed, own in zip(self._delayed(), saved.get("delayed", ()), strict=False):
-            if delayed is not None:
-                delayed.load_state_dict(own)
+        for model, own in zip(self.models, saved.get("delayed", ()), strict=False):
+            if model.delayed is not None:
+                model.delayed.load_state_dict(own)
         if self.policy.draws and (draws := saved.get("draws")) is not None:
-            PreparedModel.drawn = draws["calls"]
-            micro_batches.begin_step(self.forward_context.device, draws["seed"], 0)
+            Draws.load_state_dict(self.forward_context.device, draws)
 
     def _keep_in_state(self) -> None:
         """Let the optimizer's state dictionary hold it."""
@@ -395,38 +395,29 @@ class OptimizerSteps:
             return
         refuse_cast_codes(self.optimizer)
         self._keeps_state = True
-        loaded: dict[str, Any] = {}
+        optimizer = self.optimizer
+        optimizer.register_state_dict_post_hook(lambda _, state: state.update(self.state_dict()))
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        optimizer.register_load_state_dict_post_hook(self._after_load)
 
-        def save(optimizer: Optimizer, state: dict[str, Any]) -> None:
-            state.update(self.state_dict())
+    def _before_load(self, _: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        saved = state.get("narrow", {}).get("state_dtype")
+        kept = None if self.narrow is None else self.narrow.state_dtype
+        if saved != kept and {saved, kept} & set(IN_BLOCKS):
+            raise ValueError(
+                f"optimizer state is kept in {saved or 'fp32'}, not in {kept or 'fp32'}: load it "
+                "into an optimizer with the same precision.update.state_dtype"
+            )
+        self._loaded = state
+        return {k: v for k, v in state.items() if k not in _OF_STATE}
 
-        def load(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-            saved = state.get("narrow", {}).get("state_dtype")
-            kept = None if self.narrow is None else self.narrow.state_dtype
-            if saved != kept and {saved, kept} & set(IN_BLOCKS):
-                raise ValueError(
-                    f"optimizer state is kept in {saved or 'fp32'}, not in {kept or 'fp32'}: load "
-                    "it into an optimizer with the same precision.update.state_dtype"
-                )
-            loaded.clear()
-            loaded.update(state)
-            own = ("loss_scale", "narrow", "delayed", "draws")
-            return {k: v for k, v in state.items() if k not in own}
+    def _after_load(self, _: Optimizer) -> None:
+        loaded, self._loaded = self._loaded, {}
+        self.load_state_dict(loaded)
+        if self.narrow is not None:
+            self._load_narrow(self.narrow, loaded)
 
-        def finish(optimizer: Optimizer) -> None:
-            self.load_state_dict(loaded)
-            if self.narrow is not None:
-                self._load_narrow(self.narrow, loaded)
-            loaded.clear()
-
-        self.optimizer.register_state_dict_post_hook(save)
-        self.optimizer.register_load_state_dict_pre_hook(load)
-        self.optimizer.register_load_state_dict_post_hook(finish)
-
-    def _delayed(self) -> list[DelayedScaling | None]:
-        return [model.delayed for model in self.models]
-
-    def _load_narrow(self, narrow: RoundedWeights, loaded: dict[str, Any]) -> None:
+    def _load_narrow(self, narrow: RoundedWeights, loaded: Mapping[str, Any]) -> None:
         """Restore the state as it was saved: torch casts it to the dtype of its weight."""
         numbers = [number for group in loaded["param_groups"] for number in group["params"]]
         for number, own in zip(numbers, held_by(self.optimizer), strict=True):
@@ -504,53 +495,6 @@ def _steps_of(optimizer: Optimizer) -> OptimizerSteps:
     if steps is None:
         steps = optimizer.__dict__[_ATTRIBUTE] = OptimizerSteps(optimizer)
     return steps
-
-
-def _repeated(closure: Callable[[], Any], models: Sequence[PreparedModel]) -> Callable[[], Any]:
-    """Return a closure that runs again, at a smaller scale, until gradients are finite.
-
-    It waits for the device after each call, as LBFGS does.
-    """
-
-    def finite() -> Any:
-        for _ in range(_MOST_REPEATS):
-            loss = closure()
-            found = torch.stack([model.found_inf for model in models]).amax()
-            if not found.item():
-                return loss
-            for scaling in scalings(models):
-                scaling.end_without_step(found)
-        raise RuntimeError(
-            f"closure: gradients are not finite at a loss scale of "
-            f"{float(models[0].loss_scale.scale):g}; a scale that does not back off cannot be used"
-        )
-
-    return finite
-
-
-def _refuse_alone(models: Sequence[PreparedModel]) -> None:
-    if not are_several():
-        return
-    for model in models:
-        if not model.calls or model.group is not None:
-            continue
-        own = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        if not all(map(is_shard, own)):
-            what = "what fully_shard has left of " if any(map(is_shard, own)) else ""
-            raise RuntimeError(
-                f"{get_world_size()} processes train {what}a prepared model, but nothing adds up "
-                "their gradients; put torch.nn.parallel.DistributedDataParallel around it, or "
-                "apply fully_shard to it, layers first"
-            )
-
-
-def _refuse_unsharded(optimizer: Optimizer, models: Sequence[PreparedModel]) -> None:
-    now = {id(own) for model in models for own in model.parameters()}
-    if any(model.is_sharded for model in models) and now.isdisjoint(map(id, held_by(optimizer))):
-        raise RuntimeError(
-            "the optimizer holds parameters from before fully_shard, which has made others; build "
-            "it afterwards, from model.parameters()"
-        )
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

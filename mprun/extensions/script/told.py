@@ -2,7 +2,7 @@
 
 All of them make the `Run` and call it alike. What is told goes through the store of
 torch.distributed, beside the process groups: the first never waits, also if it alone has a `Run`.
-The others wait where they would have written.
+The others wait where they would have written. A process that is alone tells itself.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from contextlib import suppress
 from datetime import timedelta
 from typing import Any, ClassVar
 
-from torch.distributed import PrefixStore, get_rank, get_world_size
+from torch.distributed import HashStore, PrefixStore, get_rank, get_world_size
 
 from mprun.extensions.script.shards import are_several
 from mprun.torch_private import default_store
@@ -34,8 +34,9 @@ class Told:
 
     def __init__(self, name: str):
         number = self._made[name] = self._made.get(name, 0) + 1
-        self._store = PrefixStore(f"mprun/run/{name}/{number}", default_store())
-        self.rank, self.world = get_rank(), get_world_size()
+        self.rank, self.world = (get_rank(), get_world_size()) if are_several() else (0, 1)
+        store = default_store() if self.world > 1 else HashStore()
+        self._store = PrefixStore(f"mprun/run/{name}/{number}", store)
         self.is_first = self.rank == 0
         self._keys: list[str] = []
         self._store.set(f"made by {self.rank}", "")
@@ -84,8 +85,3 @@ class Told:
     def fail(self, text: str) -> None:
         """Tell the first why this process fails, unless one has before."""
         self._store.compare_set(_FAILED, "", text)
-
-
-def told(name: str) -> Told | None:
-    """Return what several processes tell each other; None: this is the only one."""
-    return Told(name) if are_several() else None

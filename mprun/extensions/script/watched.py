@@ -137,6 +137,7 @@ class ScriptTask:
 
     Attributes:
         prepared: by name; "model" if there is one.
+        first: the first of these.
         metrics: 0-dim tensors of the newest step (`take`).
 
     Raises:
@@ -145,8 +146,8 @@ class ScriptTask:
 
     def __init__(self, optimizers: Optimizers):
         self.prepared = _by_name(optimizers)
-        first = next(iter(self.prepared.values()))
-        self.forward_context, self.policy = first.models[0].forward_context, first.policy
+        self.first = next(iter(self.prepared.values()))
+        self.forward_context, self.policy = self.first.forward_context, self.first.policy
         self.device = self.forward_context.device
         # It has the attributes of a runner's optimizer that probes and records read.
         self.learners = {
@@ -249,10 +250,17 @@ class ScriptTask:
 
     def _tensors(self) -> dict[str, Tensor]:
         """Return parameters and buffers, including those that are in no state."""
+        found = self.parameters() | self._named("named_buffers")
+        return {name: tensor.detach() for name, tensor in found.items()}
+
+    def parameters(self) -> dict[str, Tensor]:
+        """Return all parameters of the models, by learner and name."""
+        return self._named("named_parameters")
+
+    def _named(self, kind: str) -> dict[str, Tensor]:
         return {
-            f"{learner}.{name}": tensor.detach()
+            f"{learner}.{name}": tensor
             for learner, optimizer in self.prepared.items()
-            for kind in ("named_parameters", "named_buffers")
             for name, tensor in getattr(optimizer.module, kind)()
         }
 

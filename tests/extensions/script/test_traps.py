@@ -11,7 +11,8 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import mprun
-from mprun.extensions.script.prepared_model import prepared_modules
+from mprun.extensions.script import passes
+from mprun.extensions.script.border import prepared_modules
 from mprun.precision import StaticLossScale
 from mprun.precision.emulation import HalfEmulation
 from mprun.torch_private import dispatch_modes
@@ -143,6 +144,18 @@ def test_a_pass_of_something_else_is_not_touched(mode):
     assert not [name for name in audit.result()["products"] if name.startswith("backward")]
     loss.backward()
     assert [name for name in audit.result()["products"] if name.startswith("backward")]
+
+
+def test_a_model_that_nothing_differentiates_is_not_waited_for_once_it_is_called_unwatched():
+    """Each pass in between looks for it in its own graph, which costs time."""
+    model, optimizer = prepared("fp32")
+    (prepared_model,) = mprun.state_of(optimizer).models
+    waited = []
+    for _ in range(4):
+        loss_of(model)
+        torch.ones(2, requires_grad=True).sum().backward()
+        waited.append(prepared_model in passes.due)
+    assert waited == [True, True, True, False]
 
 
 @pytest.mark.parametrize("mode", ["fp16_naive", "bf16_master", "amp"])
@@ -514,3 +527,35 @@ def test_what_cuda_cannot_compute_in_fp16_an_override_computes():
     model, optimizer = prepared("fp16_master", parametrized(), overrides={"0": "fp32"})
     model(torch.randn(2, 4)).sum().backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("mode", ["fp16_master_scaled", "mxfp8"])
+def test_weights_written_by_data_count_after_any_pass(mode):
+    """A teacher's call is never differentiated; torch counts no versions of `.data`."""
+    torch.manual_seed(0)
+    student, teacher = (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    mprun.prepare([student, teacher], optimizer, mode)
+    given = torch.ones(1, 8)
+    (student(given) - teacher(given).detach()).square().mean().backward()
+    for own, other in zip(teacher.parameters(), student.parameters(), strict=True):
+        own.data.copy_(other.data)
+    assert torch.equal(teacher(given), student(given))
+
+
+@pytest.mark.parametrize("mode", ["fp16_naive", "bf16_stochastic"])
+def test_torch_func_differentiates_a_model_without_a_scale(mode):
+    model = nn.Linear(32, 32).requires_grad_(False)
+    mprun.prepare(model, precision=mode)
+    given = torch.randn(4, 32, requires_grad=True)
+    model(given).sum().backward()
+    found = torch.func.grad(lambda x: model(x).sum())(given.detach())
+    assert torch.equal(found, given.grad)
+
+
+def test_a_layer_of_another_dtype_is_refused_at_the_next_call():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    mprun.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16_master_scaled")
+    model[1] = nn.Linear(8, 8).half()
+    with pytest.raises(RuntimeError, match="float16"):
+        model(torch.ones(1, 8))
