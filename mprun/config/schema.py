@@ -51,7 +51,7 @@ class OptimConfig:
 
     name: str = one_of(OPTIMIZERS.keys(), "Which optimizer; optim=OPTION sets it", default="sgd")
     lr: float = positive(0.1, "Learning rate, the highest of its schedule")
-    weight_decay: float = from_zero(0.0, "Added to the gradient as L2; decoupled in adamw")
+    weight_decay: float = from_zero(0.0, "Added to the gradient as L2; decoupled in adamw, muon")
     momentum: float | None = share(None, "Momentum; 0: plain SGD")
     nesterov: bool | None = setting(None, "Nesterov's form of momentum")
     betas: list[float] | None = share(None, "Decay of the averages of the gradient and its square")

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ Numbers = npt.NDArray[np.float32]
 class Rounded:
     """State that is kept in another floating-point dtype."""
 
-    def __init__(self, dtype: torch.dtype, device: torch.device):
+    def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
 
     def encode(self, name: str, wide: Tensor, size: int) -> dict[str, Tensor]:
@@ -112,13 +112,13 @@ class Fp8(InBlocks):
 
 
 Packing = Rounded | InBlocks
-IN_BLOCKS: dict[str | None, Callable[[torch.device], Packing]]
-IN_BLOCKS = {"dynamic8": Dynamic8, "fp8": lambda device: Fp8()}
+IN_BLOCKS = ("dynamic8", "fp8")
 STATE_FORMATS: dict[str | None, Callable[[torch.device], Packing]] = {
-    None: partial(Rounded, torch.float32),
-    "fp32": partial(Rounded, torch.float32),
-    "bf16": partial(Rounded, torch.bfloat16),
-    **IN_BLOCKS,
+    None: lambda device: Rounded(torch.float32),
+    "fp32": lambda device: Rounded(torch.float32),
+    "bf16": lambda device: Rounded(torch.bfloat16),
+    "dynamic8": Dynamic8,
+    "fp8": lambda device: Fp8(),
 }
 
 

@@ -56,8 +56,8 @@ class PrecisionPolicy:
     reduce_divide: where that sum is divided, see `mprun.precision.gradients.factors`.
     reduce_order: order in which it is added, see `mprun.distributed.reduction.in_order`.
     rounding: how 16-bit weights without a master copy are stored. "nearest": the update computes in
-        their dtype; "stochastic", "kahan": after an update in FP32, see
-        `mprun.precision.rounded_weights`.
+        their dtype, or in FP32 with a state_dtype; "stochastic", "kahan": after an update in FP32,
+        see `mprun.precision.rounded_weights`.
     state_dtype: format of the optimizer's state between updates, one of `STATE_FORMATS`. None: as
         the update computes it.
     products: products of linear layers in 8 bits or fewer; None: they run like all others.

@@ -62,9 +62,8 @@ def choose_update(
     if why is not None:
         if asked == "auto":
             return None, path, why
-        raise ValueError(
-            f"optim.implementation=single_pass: {why} (allowed: auto, fused, foreach, loop)"
-        )
+        others = f"auto, {'fused, ' * (rule in STATE)}foreach, loop"
+        raise ValueError(f"optim.implementation=single_pass: {why} (allowed: {others})")
     kind: type[SinglePass]
     if device.type == "cpu":
         from mprun.precision.single_pass_cpu import BlockedUpdate

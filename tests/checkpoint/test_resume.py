@@ -55,6 +55,8 @@ QUICK = [("lstm_lm", "amp"), ("dcgan", "bf16_stochastic")]
 # falls between two growths, and skipped updates lie on both sides of it.
 SCALER = ["scaler=dynamic", "scaler.init_scale=16777216", "scaler.growth_interval=3"]
 INIT_SCALE = {"dcgan": ["scaler.init_scale=65536"]}  # few steps bring it to where it fits
+# Large enough that state is kept in blocks.
+WIDE = ["model.hidden_size=64", "precision.update.state_dtype=dynamic8", "train.accumulate=2"]
 
 
 def last_state(directory) -> dict:
@@ -117,10 +119,20 @@ def test_stopping_and_resuming_changes_no_bit(model, mode, tmp_path):
         (*SCALER, "optim=adagrad"),
         (*SCALER, "optim=rmsprop", "optim.momentum=0.9"),
         (*SCALER, "optim=rmsprop_tensorflow", "optim.schedule=cosine"),
+        (*SCALER, "optim=muon", "optim.schedule=cosine", "train.clip_norm=1", *WIDE),
         ("scaler=logmax",),
         (*SCALER, "data.train_tokens=40"),
     ],
-    ids=["schedule", "accumulate", "adagrad", "rmsprop", "tensorflow", "logmax", "epoch end"],
+    ids=[
+        "schedule",
+        "accumulate",
+        "adagrad",
+        "rmsprop",
+        "tensorflow",
+        "muon",
+        "logmax",
+        "epoch end",
+    ],
 )
 @pytest.mark.slow
 def test_schedule_accumulation_and_epoch_ends(more, tmp_path):

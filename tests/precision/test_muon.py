@@ -266,6 +266,8 @@ def test_groups_of_a_configuration():
         maker(cast.policy, nn.Sequential(nn.Linear(8, 9)))
     with raises_line(BadInput, "optim.implementation=fused: torch"):
         maker(cast.policy, model, implementation="fused")
+    with raises_line(ValueError, "single_pass: Muon: only SGD", "(allowed: auto, foreach, loop)"):
+        MixedPrecisionOptimizer(cast, maker(cast.policy, model), update="single_pass")
 
 
 MODES = {
