@@ -32,6 +32,8 @@ _MOST_CONFIG = 256 << 10  # bytes
 _FILES = (".lock", "run.json", "config.yaml", "metrics.jsonl")
 _FOLDERS = ("checkpoints", "numerics", "samples")
 _FIRST = (".lock", "config.yaml")  # all that a run has before run.json
+# Signs of name patterns that a path cannot hold, and without which others would look the same.
+_SIGNS = {"*": "all", "?": "any", "!": "not "}
 # Temporary files of a writing process: `.NAME.PID`.
 _TEMPORARY = re.compile(r"\.(run\.json|config\.yaml|metrics\.jsonl|step-\d{8,}\S*)\.\d+")
 
@@ -63,7 +65,7 @@ def run_name(
         for key, value in _pairs(overrides)
         if key not in _IN_PATH and (key in swept or told(key))
     ]
-    texts = [_distinct(text) if key in swept else text for key, text in pairs]
+    texts = [_distinct(text) if key in swept else _spelled(text) for key, text in pairs]
     ends = [*([config["name"]] if config["name"] else []), f"s{config['seed']}"]
     name = "-".join([choices["precision"], *texts, *ends])
     if len(name) > _LONGEST and swept:
@@ -282,6 +284,13 @@ def _pairs(overrides: tuple[str, ...]):
 def _distinct(text: str) -> str:
     safe = _only_safe(text)
     return safe if safe == text else f"{safe}-{_short_hash(text)}"
+
+
+def _spelled(text: str) -> str:
+    """Return an override with words for what a pattern's signs mean, and its hash; others as is."""
+    key, _, value = text.partition("=")
+    words = re.sub("[*?!]", lambda sign: _SIGNS[sign[0]], value)
+    return text if words == value else f"{_only_safe(f'{key}={words}')}-{_short_hash(text)}"
 
 
 def path_safe(text: str) -> str:

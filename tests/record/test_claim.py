@@ -1,5 +1,6 @@
 """A run directory belongs to one run: claims, names, hashes."""
 
+import re
 import subprocess
 import sys
 import threading
@@ -63,6 +64,19 @@ def test_names_hold_what_differs():
     assert name("name=mine", "device=cpu", "threads=1") == "lstm_lm-docs_words/fp32-mine-s0"
     assert name("numerics=on", "numerics.every=7", "numerics.modules=[lstm]") == name()
     assert name("precision=amp", "scaler=static") == "lstm_lm-docs_words/amp-scaler=static-s0"
+
+
+def test_names_tell_patterns_apart():
+    key = "precision.products.modules"
+    values = ["['*']", "['!*']", "['*',output]", "['!output']", "[output]", "['?output']"]
+    names = [name("model=gpt", "precision=nvfp4", f"{key}={value}") for value in values]
+    assert len(set(names)) == len(values)
+    whole = re.compile(r"[A-Za-z0-9._=+/-]+")  # no shell reads more into it
+    assert all(whole.fullmatch(one) for one in names)
+    assert f"{key}=_all_output-" in names[2] and f"{key}=_not_output-" in names[3]
+    assert names[4].endswith(f"{key}=_output_-s0")  # as ever
+    blocks = "precision.overrides.blocks.*.attention=fp32"
+    assert name("precision=amp", blocks).endswith(f"amp-{blocks.replace('*', '_')}-s0")
 
 
 def test_names_are_safe_paths_of_bounded_length():
