@@ -126,6 +126,8 @@ def _one_line(text: str, longest: int = 200) -> str:
     known = f" {group[1]}" if group is not None and group[1] in GROUPS else ""
     more = f" ... (mprun --help{known})"
     whole, _, _ = text[: longest - len(more)].rpartition(" ")
+    if whole.count("(") > whole.count(")"):
+        more = f" ...; mprun --help{known})"
     return whole.rstrip(",") + more
 
 

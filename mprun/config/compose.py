@@ -28,7 +28,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from mprun.config.components import COMPONENTS
 from mprun.config.fields import RENAMED, did_you_mean, key_called, must_be, nearest
-from mprun.config.keys import current
+from mprun.config.keys import FIELDS, current, wanted
 from mprun.config.metrics import default_margin
 from mprun.config.option_files import conf_dir, folders, mode_of, modes
 from mprun.config.overrides import (
@@ -121,7 +121,8 @@ def _wrong_value(
             return f"{printable(line.lstrip('+'))}: must map module-name patterns to dtypes"
         if mapping is not None:
             return f"{printable(line.lstrip('+'))}: must be {mapping}.NAME=VALUE"
-        return f"{printable(line)}: {_first_line(error.__cause__ or error)}"
+        reason = f"must be {wanted(key)}" if key in FIELDS else _first_line(error.__cause__ or error)
+        return f"{printable(line)}: {reason}"
     return None
 
 

@@ -8,6 +8,7 @@ import dataclasses
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -193,11 +194,25 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; {hint}" if hint else ""
 
 
+_MOST_LISTED = 100  # characters of a list in one line
+
+
 def must_be(word: str, known: Iterable[str], key: str = "") -> str:
-    """Return `must be one of a, b, c`, after the likely meaning: a long list is cut at its end."""
+    """Return `must be one of a, b, c`, after the likely meaning.
+
+    Of a long list, `fp8_*` stands for three or more that begin so.
+    """
     known = list(known)
-    hint = did_you_mean(meant(word, known, key))
-    return f"{f'{hint} It ' if hint else ''}must be one of {', '.join(known) or '(none yet)'}"
+    hint, shown, more = did_you_mean(meant(word, known, key)), known, ""
+    if len(", ".join(known)) > _MOST_LISTED:
+        family = {name: re.split("(?<=_)", name)[0] for name in known}
+        sizes = Counter(family.values())
+        shown = list(
+            dict.fromkeys(f"{f}*" if sizes[f] > 2 else name for name, f in family.items())
+        )
+        more = f" (mprun --help {key})" * bool(key)
+    listed = f"{', '.join(shown) or '(none yet)'}{more}"
+    return f"{f'{hint} It ' if hint else ''}must be one of {listed}"
 
 
 def violations(config: Any, prefix: str = "") -> Iterator[str]:
@@ -214,8 +229,9 @@ def violations(config: Any, prefix: str = "") -> Iterator[str]:
                     yield f"{key}={value}: must be a {what}"
                     break
             else:
+                nulls = ("null",) * (type(None) in get_args(field.type))
                 for item in value if isinstance(value, list) else [value]:
-                    if (reason := _broken(key, item, field.metadata)) is not None:
+                    if (reason := _broken(key, item, field.metadata, nulls)) is not None:
                         yield f"{key}={item}: {reason}"
 
 
@@ -227,12 +243,12 @@ _BOUNDS = {
 }
 
 
-def _broken(key: str, value: Any, rule: Any) -> str | None:
-    """Return what the value of `key` must be, if it is not."""
+def _broken(key: str, value: Any, rule: Any, nulls: Iterable[str]) -> str | None:
+    """Return what the value of `key` must be, if it is not; nulls: choices beside those of `rule`."""
     if isinstance(value, float) and not math.isfinite(value):
         return "must be a finite number"
     if "choices" in rule and value not in rule["choices"]:
-        return must_be(str(value), [str(choice) for choice in rule["choices"]], key)
+        return must_be(str(value), [*map(str, rule["choices"]), *nulls], key)
     if "below_root" in rule and (os.path.isabs(value) or ".." in value.split(os.sep)):
         return "must be a path below data.root"
     bounds = rule.get("bounds", {})

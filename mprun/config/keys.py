@@ -90,6 +90,18 @@ def _kind(annotation: Any) -> str:
     return " or ".join([*words, "null"] if len(parts) > len(words) else words)
 
 
+def wanted(key: str) -> str:
+    """Return `a whole number >= 1`: what a value of another type should have been."""
+    found = []
+    for one in meanings(key):
+        kind, nullable, _ = one.kind.partition(" or null")
+        if one.allowed and kind.endswith(("text", "texts")):
+            kind = kind.replace("texts", "").replace("text", "one of").rstrip()
+        kind = f"a {kind}" if kind.startswith(("whole", "number", "list", "mapping")) else kind
+        found.append(f"{kind} {one.allowed}".rstrip() + (", or null" if nullable else ""))
+    return "; ".join(dict.fromkeys(found))
+
+
 def role_of(key: str) -> Role:
     """Return the role of a key: its field's role, or that of its group."""
     for name in (key, key.partition(".")[0]):

@@ -287,7 +287,7 @@ def cast_model(
             _make_copies(cast, dtypes, policy.master_dtype)
     own_recurrent(model)
     if policy.products is not None:  # before the casts around modules, which include these
-        cast.delayed = install(model, policy.products, chosen)
+        cast.delayed = install(model, policy.products, chosen, policy.name)
     cast_around_modules(model, policy, chosen)
     cast.forwards = [
         (own, before) for own, before in forwards if own.get("forward", _NOTHING) is not before

@@ -115,13 +115,13 @@ def _forward(module: nn.Module, plan: Plan, x: Tensor, table: Tensor | None = No
 
 
 def install(
-    model: nn.Module, products: ScaledProducts, chosen: Mapping[str, torch.dtype]
+    model: nn.Module, products: ScaledProducts, chosen: Mapping[str, torch.dtype], mode: str = ""
 ) -> DelayedScaling | None:
     """Let the `chosen_layers` of `model` compute so, or raise its errors.
 
     Returns what they keep from update to update, or None.
     """
-    names = chosen_layers(model, products, chosen)
+    names = chosen_layers(model, products, chosen, mode)
     is_kept = SCALES[products.scale].is_kept
     delayed = _delayed(model, products, names) if is_kept else None
     device = next(model.parameters()).device
@@ -146,7 +146,7 @@ def _delayed(model: nn.Module, products: ScaledProducts, names: Sequence[str]) -
 
 
 def chosen_layers(
-    model: nn.Module, products: ScaledProducts, chosen: Mapping[str, torch.dtype]
+    model: nn.Module, products: ScaledProducts, chosen: Mapping[str, torch.dtype], mode: str = ""
 ) -> list[str]:
     """Return the names of the layers of `model` that compute as `products` say.
 
@@ -159,14 +159,20 @@ def chosen_layers(
     `marked_outputs`; without any, the last module of the network, if it is linear. ValueError if a
     pattern matches no layer, or none is left.
 
-    chosen: name of a module -> dtype in which it is to compute instead.
+    chosen: name of a module -> dtype in which it is to compute instead. mode: its name, if an error
+    is to name it.
     """
+    key, formats = "precision.products.modules", "/".join(f.name.upper() for f in products.formats)
     linears = [
         name
         for name, module in model.named_modules()
         if (isinstance(module, nn.Linear) or getattr(module, "is_linear", False))
         and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
     ]
+    if not linears:
+        asked = f"precision={mode}: " if mode else ""
+        why = f"its linear layers multiply in {formats}, and the model has none"
+        raise ValueError(f"{asked}{why} (allowed: modes in 16 or 32 bits)")
     outputs = marked_outputs(model) or [*dict(model.named_modules())][-1:]
     patterns = products.modules
     if all(pattern.startswith("!") for pattern in patterns[:1]):
@@ -178,10 +184,8 @@ def chosen_layers(
         if matched is None:
             matched = [name for name in linears if fnmatchcase(name, plain)]
         if not matched:
-            known = ", ".join(linears[:5]) or "the model has none"
-            raise ValueError(
-                f"precision.products.modules: {pattern!r} matches no nn.Linear; some: {known}"
-            )
+            known = ", ".join(linears[:5])
+            raise ValueError(f"{key}: {pattern!r} matches no nn.Linear; some: {known}")
         if plain != pattern:
             found = {name: None for name in found if name not in matched}
         else:
@@ -193,10 +197,8 @@ def chosen_layers(
             why = "patterns with ! take all of them out"
         if found:
             why = f"overrides have another dtype for {', '.join([*found][:5])}"
-        raise ValueError(
-            f"precision.products.modules={list(products.modules)}: no nn.Linear is left to compute "
-            f"in {'/'.join(own.name.upper() for own in products.formats)}; {why}"
-        )
+        left = f"no nn.Linear is left to compute in {formats}; {why}"
+        raise ValueError(f"{key}={list(products.modules)}: {left}")
     return names
 
 
@@ -207,11 +209,12 @@ def marked_outputs(model: nn.Module) -> list[str]:
 
 def _last_blocks(names: list[str], pattern: str) -> list[str] | None:
     """Return the layers in the last blocks if the pattern is "last 15%", else None."""
-    share = re.fullmatch(r"last (\d+)%", pattern)
-    if share is None:
+    if not pattern.startswith("last "):
         return None
-    if int(share[1]) > 100:
-        raise ValueError(f"precision.products.modules: {pattern!r}: must be at most 100 %")
+    share = re.fullmatch(r"last (\d\d?|100)%", pattern)
+    if share is None:
+        must = "must be of the form '!last 15%', from 0 to 100"
+        raise ValueError(f"precision.products.modules: '!{pattern}': {must}")
     found = {name: re.match(r"(.*?\.)?\d+(?=\.|$)", name) for name in names}
     blocks = list(dict.fromkeys(own[0] for own in found.values() if own))
     kept = blocks[: len(blocks) * (100 - int(share[1])) // 100]

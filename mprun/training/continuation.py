@@ -7,8 +7,8 @@ import os
 from pathlib import Path
 
 from mprun.config.compose import config_from_record
-from mprun.config.keys import config_hash, flat, resumable_keys, role_of
-from mprun.config.overrides import parse_overrides
+from mprun.config.keys import config_hash, flat, resumable_keys, role_of, wanted
+from mprun.config.overrides import assignment, parse_overrides
 from mprun.config.schema import RunConfig
 from mprun.config.trust import Vouched, is_outside, vouched
 from mprun.errors import BadInput, Damaged, no_folder
@@ -38,7 +38,8 @@ def read(
     check_seal(directory)
     plain = read_config(directory)
     _check_unchanged(directory, plain, record)
-    config = _checked(_with_overrides(plain, overrides), overrides, given)
+    plain = _with_overrides(plain, overrides, record["choices"])
+    config = _checked(plain, overrides, given)
     check_length(config, record, config.train.steps)
     return record, config
 
@@ -93,25 +94,29 @@ def _checked(plain: dict, overrides: tuple[str, ...], given: Vouched) -> RunConf
         return config_from_record(plain, given)
     except BadInput as error:
         for override in overrides:
-            of_key = f"config.yaml: {override.partition('=')[0]} does not fit "
-            if str(error).startswith(of_key):
-                raise BadInput(f"{override}: {str(error).split(': ', 2)[2]}") from None
+            key = override.partition("=")[0]
+            if str(error).startswith(f"config.yaml: {key} does not fit "):
+                raise BadInput(f"{override}: must be {wanted(key)}") from None
         raise
 
 
-def _with_overrides(plain: dict, overrides: tuple[str, ...]) -> dict:
+def _with_overrides(plain: dict, overrides: tuple[str, ...], choices: dict) -> dict:
+    """Return `plain` as overridden; choices: the run's options of groups, which may be repeated."""
+    before = flat(plain) | choices
     for override in overrides:
         key = override.partition("=")[0]
         if key.lstrip("+") == "resume" or is_outside(override):
             continue
-        if not role_of(key).resumable:
-            raise BadInput(
-                f"{override}: a resumed run keeps its configuration (allowed: {_allowed()})"
-            )
-        group, _, field = key.rpartition(".")
         # Hydra's grammar, as for a new run: YAML takes "off" for false.
         (parsed,) = parse_overrides((override,))
-        (plain.setdefault(group, {}) if group else plain)[field] = parsed.value()
+        value, own = parsed.value(), before.get(key, parsed)
+        if value == own and isinstance(value, bool) == isinstance(own, bool):
+            continue
+        if not role_of(key).resumable:
+            kept = "its configuration" if own is parsed else assignment(key, own)
+            raise BadInput(f"{override}: a resumed run keeps {kept} (allowed: {_allowed()})")
+        group, _, field = key.rpartition(".")
+        (plain.setdefault(group, {}) if group else plain)[field] = value
     return plain
 
 

@@ -16,6 +16,7 @@ import yaml
 from mprun.cli import main
 from mprun.errors import Damaged
 from mprun.record import checkpoint
+from mprun.training.continuation import continued
 
 from ..helpers import TINY_LM, assert_same_bits, record_of, refused, seal_again
 from ..tables import with_extensions
@@ -217,9 +218,11 @@ def test_a_damaged_run_directory_is_named_and_left_as_it_is(run, damage, code, n
 @pytest.mark.parametrize(
     ("extra", "named"),
     [
-        ("optim.lr=1", "optim.lr"),
-        ("seed=1", "seed"),
-        ("train.steps=abc", "train.steps"),
+        ("optim.lr=3", "optim.lr"),
+        ("seed=1", "seed=1: a resumed run keeps seed=0 (allowed: "),
+        ("deterministic=0", "deterministic=0: a resumed run keeps deterministic=false (allowed: "),
+        ("optim=adam", "optim=adam: a resumed run keeps optim="),
+        ("train.steps=abc", "train.steps=abc: must be a whole number"),
         ("train.steps=[", "train.steps"),
         ("train.steps=6", "train.steps"),
         ("train.steps=0", "train."),
@@ -228,8 +231,14 @@ def test_a_damaged_run_directory_is_named_and_left_as_it_is(run, damage, code, n
 )
 def test_what_a_resumed_run_does_not_take(finished, extra, named, capsys):
     before = files_of(finished)
-    refused(capsys, f"resume={finished}", extra, says=named)
-    assert files_of(finished) == before
+    line = refused(capsys, f"resume={finished}", extra, says=named)
+    assert files_of(finished) == before and line.count("(") == line.count(")")
+
+
+def test_what_a_run_has_may_be_said_again(finished):
+    own = record_of(finished)
+    words = ["seed=0", "device=cpu", f"optim={own['choices']['optim']}", *RUN]
+    assert continued((*words, "train.steps=8"), str(finished)).train.steps == 8
 
 
 def test_other_data_than_the_run_began_with_are_refused(run, capsys):

@@ -25,6 +25,12 @@ CASES = [
         "did you mean 'digits_224', 'digits_32' or 'digits_64'?|... (mprun --help data)",
     ),
     # the words of others
+    # families, where the list is long
+    (
+        "precision=foo",
+        "precision=foo: must be one of amp, amp_bf16, bf16_*, fp16_*, fp32, fp8_*, mxfp4, mxfp8, "
+        "|nvfp4, nvfp4_plain, tf32 (mprun --help precision)",
+    ),
     ("precision=16-mixed", "did you mean 'amp'? It must be one of amp, amp_bf16"),
     ("precision=fp16", "did you mean 'amp', 'fp16_master_scaled' or 'fp16_naive'?"),
     ("precision=O2", "did you mean 'fp16_master_scaled'?"),
@@ -63,14 +69,20 @@ CASES = [
     ("scaler.name=static", "scaler.name|scaler=OPTION"),
     ("scaler.kind=dynamic", "scaler.kind|scaler=OPTION"),
     # wrong type
-    ("optim.lr=abc", "optim.lr=abc"),
+    ("optim.lr=abc", "optim.lr=abc: must be a number > 0"),
+    ("optim.betas=x", "optim.betas=x: must be a list of numbers >= 0 and < 1, or null"),
+    ("precision.products.margin=abc", "margin=abc: must be a whole number >= 0 and <= 64"),
+    ("precision.products.history=1.5", "history=1.5: must be a whole number >= 1"),
+    ("precision.products.hadamard=x", "x: must be a list of output, grad_input, grad_weight"),
+    ("precision.update.state_dtype=[fp8]", "must be one of fp32, bf16, dynamic8, fp8, or null"),
+    ("precision.update.state_dtype=int8", "must be one of fp32, bf16, dynamic8, fp8, null"),
     ("optim.lr=true", "optim.lr=true"),
     ("optim.lr=[1]", "optim.lr"),
     ("optim.lr=", "optim.lr="),
     ("optim.lr=null", "optim.lr=null"),
     ("train.steps=ten", "train.steps=ten"),
     ("train.steps=1.5", "train.steps=1.5"),
-    ("deterministic=7x", "deterministic=7x"),
+    ("deterministic=7x", "deterministic=7x: must be true or false"),
     ("name={a:1}", "name="),
     ("optim=adam optim.betas=0.9", "optim.betas"),
     # out of range
@@ -119,6 +131,14 @@ CASES = [
     ("scaler=dynamic scaler.init_scale=1e-30", "scaler.init_scale=1e-30|min_scale"),
     ("scaler=dynamic scaler.min_scale=8 scaler.max_scale=4", "scaler.min_scale=8|max_scale"),
     # combinations that cannot be
+    (
+        "model=dcgan precision=nvfp4",
+        "precision=nvfp4: its linear layers multiply in E2M1, and the model has none (allowed: ",
+    ),
+    (
+        "model=gpt precision=mxfp8 \"precision.products.modules=['!last x%']\"",
+        "precision.products.modules: '!last x%': must be of the form '!last 15%'",
+    ),
     ("precision=tf32 device=cpu", "precision=tf32|fp32"),
     ("precision=amp cpu_half=native device=cpu", "cpu_half=native|emulated"),
     ("optim=adam optim.momentum=0.9", "optim.momentum=0.9|adam"),
@@ -423,6 +443,8 @@ def test_long_lines_keep_what_matters():
     line = _one_line(f"mprun: resume=/tmp/{'deep/' * 100}end: no such folder")
     assert line.startswith("mprun: resume=/tmp/deep/") and len(line) <= 200
     assert line.endswith("deep/end: no such folder")
+    line = _one_line(f"mprun: key=x: stays (allowed: {options})")
+    assert line.endswith(" ...; mprun --help)") and len(line) <= 200
 
 
 @pytest.mark.parametrize("word", ["run", "train"])

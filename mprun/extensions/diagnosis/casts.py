@@ -153,7 +153,7 @@ class CastMeter:
             model = learner.model
             own = {pattern: dtypes[pattern] for pattern in those_that_match(model, dtypes)}
             chosen = chosen_dtypes(model, own, "precision.overrides")
-            names = chosen_layers(model, self.products, chosen)
+            names = chosen_layers(model, self.products, chosen, policy.name)
             self.layers += [(name, model.get_submodule(name)) for name in names]
         self._sums: dict[tuple[str, Place], Tensor] = {}
         self._handles: list[Any] = []
