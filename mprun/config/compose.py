@@ -121,7 +121,9 @@ def _wrong_value(
             return f"{printable(line.lstrip('+'))}: must map module-name patterns to dtypes"
         if mapping is not None:
             return f"{printable(line.lstrip('+'))}: must be {mapping}.NAME=VALUE"
-        reason = f"must be {wanted(key)}" if key in FIELDS else _first_line(error.__cause__ or error)
+        reason = (
+            f"must be {wanted(key)}" if key in FIELDS else _first_line(error.__cause__ or error)
+        )
         return f"{printable(line)}: {reason}"
     return None
 

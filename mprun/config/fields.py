@@ -207,9 +207,7 @@ def must_be(word: str, known: Iterable[str], key: str = "") -> str:
     if len(", ".join(known)) > _MOST_LISTED:
         family = {name: re.split("(?<=_)", name)[0] for name in known}
         sizes = Counter(family.values())
-        shown = list(
-            dict.fromkeys(f"{f}*" if sizes[f] > 2 else name for name, f in family.items())
-        )
+        shown = list(dict.fromkeys(f"{f}*" if sizes[f] > 2 else name for name, f in family.items()))
         more = f" (mprun --help {key})" * bool(key)
     listed = f"{', '.join(shown) or '(none yet)'}{more}"
     return f"{f'{hint} It ' if hint else ''}must be one of {listed}"
@@ -244,7 +242,7 @@ _BOUNDS = {
 
 
 def _broken(key: str, value: Any, rule: Any, nulls: Iterable[str]) -> str | None:
-    """Return what the value of `key` must be, if it is not; nulls: choices beside those of `rule`."""
+    """Return what the value of `key` must be, if it is not; nulls: more choices."""
     if isinstance(value, float) and not math.isfinite(value):
         return "must be a finite number"
     if "choices" in rule and value not in rule["choices"]:

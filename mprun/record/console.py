@@ -136,6 +136,11 @@ def columns(most: int = 80, stream: TextIO | None = None) -> int:
     return max(30, min(most, width))
 
 
+def draws(stream: TextIO) -> bool:
+    """Return whether a line of the stream can be drawn again in its place."""
+    return stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+
+
 class Progress:
     """Show step, loss, scale, skipped updates, throughput and the time left.
 
@@ -159,7 +164,7 @@ class Progress:
         self.total, self.sample, self.seconds, self.samples = total, sample, seconds, samples
         self.stream = sys.stderr if stream is None else stream
         self.terminal = self.stream.isatty()
-        self.drawn = self.terminal and os.environ.get("TERM") not in ("dumb", "unknown")
+        self.drawn = draws(self.stream)
         self.started, self.printed, self.counted = time.monotonic(), -1e9, -1e9
         self.first_step: int | None = None
         self.step, self._text = 0, ""

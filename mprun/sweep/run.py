@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from mprun.errors import DAMAGED, DONE, INTERRUPTED, PREEMPTED, BadInput, MprunError
-from mprun.record.console import columns, to_watch
+from mprun.record.console import columns, draws, to_watch
 from mprun.record.run_directory import is_at
 from mprun.sweep.attempt import Attempt, Start, exit_code, failed_elsewhere, quickest_start
 from mprun.sweep.batch import Batch, Job
@@ -146,6 +146,7 @@ class SweepLoop:
         self.start: Start | None = None  # the way to start a run, chosen at the first one
         # A single run at a time shows its progress directly.
         self.console = _Console() if self.jobs == 1 and not self.plan.launcher else None
+        page.follows = self.console is None and draws(sys.stderr)
 
     def run(self) -> int:
         """Run the cells; return the exit code of the sweep."""
@@ -158,6 +159,7 @@ class SweepLoop:
                         self._start()
                     self._collect()
                     self.page.write()
+                    self.page.follow()
                     time.sleep(_POLL_S)
         except BaseException:
             for attempt in self.running:
@@ -249,11 +251,8 @@ class SweepLoop:
         self.waiting.clear()
         if not self.announced:
             self.announced = True
-            print(
-                f"mprun: {self.stop.reason}: stopping {len(self.running)} runs at their next step"
-                " (Ctrl-C again: kill them)",
-                file=sys.stderr,
-            )
+            stopping = f"stopping {len(self.running)} runs at their next step"
+            self.page.tell(f"mprun: {self.stop.reason}: {stopping} (Ctrl-C again: kill them)")
         for attempt in self.running:
             attempt.kill() if self.stop.insisted else attempt.stop()
 

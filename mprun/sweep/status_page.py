@@ -15,13 +15,14 @@ from pathlib import Path
 
 from mprun.config.keys import flat
 from mprun.errors import DIVERGED, DONE, PREEMPTED
-from mprun.record.console import counted, markdown_table
+from mprun.record.console import columns, counted, markdown_table
 from mprun.record.run_record import now
 from mprun.sweep.attempt import AttemptOutcome, last_line
 from mprun.sweep.jobs import OUTCOMES, Cell, State, outcome_words, record_of, state_of
 from mprun.sweep.mode_table import short, table, without_record
 from mprun.sweep.plan import Plan
 
+_LOOK_S = 1.0  # between two looks at running cells, for a terminal
 _EVERY_S = 10.0  # longest time between two updates of the runs' progress in the file
 _TAIL_BYTES = 8192  # of metrics.jsonl, read for its last record
 _IN_USE = "in use by another process"
@@ -46,6 +47,8 @@ class StatusPage:
         self.started = now()
         self.written = -math.inf
         self.at_once = 1  # most runs seen running at the same time
+        self.follows = False  # whether the last line of a terminal says how far running cells are
+        self.looked = -math.inf
 
     def finished(self, cell: Cell) -> None:
         """Note that the cell has an outcome from before or from elsewhere."""
@@ -85,8 +88,33 @@ class StatusPage:
         self._say(f"[{ended}/{len(self.plan.cells)}] ", cell, ", ".join(words))
         line = last_line(cell) if cause == outcome.words else outcome.words
         if outcome.code not in (DONE, DIVERGED, PREEMPTED) and line and line not in cause:
-            print(f"    {cell.directory.name}: {line}", file=sys.stderr, flush=True)
+            self.tell(f"    {cell.directory.name}: {line}")
         self.written = -math.inf
+
+    def follow(self) -> None:
+        """Draw, if it `follows`, how far the running cells are, as their newest records say."""
+        if not self.follows or time.monotonic() - self.looked < _LOOK_S:
+            return
+        self.looked, parts = time.monotonic(), []
+        for cell in (cell for cell, words in self.words.items() if words == "running"):
+            record, step, loss = self._reached(cell)
+            words = "starting"
+            if step is not None and loss is not None:
+                words = f"step {step}/{record.get('steps', '?')} loss {loss:.4f}"
+            parts.append(" ".join([cell.mode, *self._swept(cell), f"s{cell.seed}: {words}"]))
+        self._draw(short("; ".join(parts), columns(1000, sys.stderr) - 1))
+
+    def tell(self, text: str) -> None:
+        """Print a line on stderr, in place of what was drawn."""
+        self._draw("")
+        print(text, file=sys.stderr, flush=True)
+        self.looked = -math.inf
+
+    def _draw(self, text: str) -> None:
+        if self.follows:
+            stream = getattr(sys.stderr, "drawn", sys.stderr)  # past what escapes these
+            stream.write(f"\r\x1b[K{text}")
+            stream.flush()
 
     def table(self, width: int | None = None) -> str:
         """Return the mode table over all cells that have been started."""
@@ -127,10 +155,7 @@ class StatusPage:
         )
 
     def _row(self, cell: Cell) -> list[str]:
-        record: dict = self._read(cell) or {}
-        newest = _last_record(cell.directory / "metrics.jsonl")
-        step = record.get("last_step") or newest.get("step")
-        loss = record.get("final", {}).get("loss", newest.get("loss"))
+        record, step, loss = self._reached(cell)
         seconds = record.get("seconds") if record.get("status") in OUTCOMES else None
         if seconds is None and self.words.get(cell) == "running":
             seconds = time.monotonic() - self.since[cell]
@@ -143,6 +168,13 @@ class StatusPage:
             "" if loss is None else f"{float(loss):.4f}",
             "" if seconds is None else f"{seconds:.0f}",
         ]
+
+    def _reached(self, cell: Cell) -> tuple[dict, int | None, float | None]:
+        """Return run.json of a cell, {} without one, and its newest step and loss, if known."""
+        record: dict = self._read(cell) or {}
+        newest = _last_record(cell.directory / "metrics.jsonl")
+        step = record.get("last_step") or newest.get("step")
+        return record, step, record.get("final", {}).get("loss", newest.get("loss"))
 
     def _read(self, cell: Cell) -> dict | None:
         """Return run.json; one with an outcome, which stays as it is, is read once."""
@@ -177,14 +209,17 @@ class StatusPage:
         done = sum(min(each, now - self.since[cell]) for cell in running)
         return (each * len(rest) - done) / min(self.at_once, len(rest))
 
+    def _swept(self, cell: Cell) -> list[str]:
+        return [text for text in cell.overrides if text.partition("=")[0] in self.shown]
+
     def _say(self, count: str, cell: Cell, words: str) -> None:
         """Print a line about a cell that fits the terminal; its overrides are cut first."""
         width = shutil.get_terminal_size().columns
-        swept = [text for text in cell.overrides if text.partition("=")[0] in self.shown]
+        swept = self._swept(cell)
         ends = f"{count}{cell.mode} ", f"s{cell.seed}: {words}"
         room = width - len("".join(ends)) - 1
         shown = f"{short(' '.join(swept), room)} " if swept and room >= _SHORTEST else ""
-        print(short(shown.join(ends), width), file=sys.stderr, flush=True)
+        self.tell(short(shown.join(ends), width))
 
 
 def _last_record(path: Path) -> dict:

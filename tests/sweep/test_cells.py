@@ -5,10 +5,12 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections import Counter
 from dataclasses import asdict
+from io import StringIO
 
 import pytest
 
@@ -402,6 +404,37 @@ def test_the_line_of_an_ended_cell_fits_the_terminal(tmp_path, monkeypatch, capf
     assert ended[1] == "[2/6] fp16_master_scaled s1: diverged at step 123456, 0:01:40, ETA 0:03:20"
     assert ended[2].endswith(" s2: preempted, at step 7, 0:00:00, ETA 0:01:40")
     assert "5.35" not in board.table()  # no final evaluation
+
+
+class Terminal(StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_follows_runs_that_go_at_the_same_time(tmp_path, monkeypatch):
+    """In its last line, which each other line replaces; elsewhere nothing is drawn."""
+    sweep = planned(tmp_path, ["fp32", "nvfp4"], 1, "optim.lr=0.1", "name=x")
+    written = {}
+    for kind in (Terminal, StringIO):
+        monkeypatch.setattr(sys, "stderr", kind())
+        monkeypatch.setenv("COLUMNS", "80")
+        page = StatusPage(sweep, "mprun -m")
+        run.SweepLoop(page, jobs=2)
+        for cell in sweep.cells:
+            page.started_run(cell)
+        put(sweep.cells[0], status="running", steps=60)
+        row = '{"split": "train", "step": 40, "loss": 2.7112}\n'
+        (sweep.cells[0].directory / "metrics.jsonl").write_text(row)
+        page.follow()
+        page.follow()  # within a second: not again
+        page.tell("fp32 ends")
+        written[kind] = sys.stderr.getvalue().removeprefix(f"sweep of 2 runs in {tmp_path}\n")
+    cells = [f"{mode} optim.lr=0.1 s0" for mode in ("fp32", "nvfp4")]
+    assert written[StringIO] == f"{cells[0]}: starts\n{cells[1]}: starts\nfp32 ends\n"
+    clear = "\r\x1b[K"
+    *lines, drawn, end = written[Terminal].removeprefix(clear).split(clear)
+    assert "".join([*lines, end]) == written[StringIO]
+    assert drawn == f"{cells[0]}: step 40/60 loss 2.7112; {cells[1]}: starting"
 
 
 def test_a_finished_sweep_says_what_comes_next(tmp_path, monkeypatch, capfd):
