@@ -51,14 +51,15 @@ def _wrapped(line: str, width: int) -> str:
 
 def hanging(text: str, width: int, below: int, start: str = "") -> str:
     """Fill `text` to `width` columns behind `start`, its further lines `below` columns in."""
-    return textwrap.fill(
-        text,
+    filled = textwrap.fill(
+        text.replace(" %", "\0%"),  # stays beside its number
         width,
         initial_indent=start,
         subsequent_indent=" " * below,
         break_long_words=False,
         break_on_hyphens=False,
     )
+    return filled.replace("\0%", " %")
 
 
 class Arguments(argparse.ArgumentParser):

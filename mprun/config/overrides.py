@@ -2,6 +2,7 @@
 
 import math
 import re
+import shlex
 from collections.abc import Iterable
 from decimal import Decimal
 from functools import lru_cache
@@ -80,6 +81,11 @@ def _in_grammar(value: object) -> str:
     if isinstance(value, dict):
         return f"{{{','.join(f'{_in_grammar(k)}:{_in_grammar(v)}' for k, v in value.items())}}}"
     return "null" if value is None else str(value).lower()
+
+
+def in_shell(overrides: Iterable[str]) -> str:
+    """Return overrides as words of a shell: it gets single quotes, and values double ones."""
+    return shlex.join(o if set(o) & set('"\\') else o.replace("'", '"') for o in overrides)
 
 
 def mapping_of(key: str) -> str | None:

@@ -12,7 +12,7 @@ import torch
 
 from mprun.build import Built
 from mprun.config.option_files import option_files
-from mprun.config.overrides import without
+from mprun.config.overrides import in_shell, without
 from mprun.config.schema import RunConfig, ScalerConfig
 from mprun.config.trust import as_overrides
 from mprun.data.source import Source
@@ -140,7 +140,8 @@ def _next(directory: Path, record: dict) -> str:
     kept = without(record["overrides"], "precision", "scaler", "resume")
     if record["attempts"] > 1:
         kept = [*without(kept, *length), f"train.steps={record['steps']}"]
-    return shlex.join(["mprun", *kept, f"precision={'amp' if mode == 'fp32' else 'fp32'}"])
+    other = "amp" if mode == "fp32" else "fp32"
+    return f"mprun {in_shell([*kept, f'precision={other}'])}"
 
 
 def notes(config: RunConfig, built: Built) -> Iterator[str]:

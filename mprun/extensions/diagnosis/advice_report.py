@@ -11,18 +11,55 @@ from mprun.extensions.diagnosis.shapes import MULTIPLE
 
 _SHAPES = 6  # most lines of sizes; the rest is counted
 _LAYERS = 8
+_BOUND = percent(TAKEN_THRESHOLD)
 
 
 def as_text(advice: Advice) -> list[str]:
-    """Return lines for the console, without the last one."""
-    parts = (_evidence, _masters, _scaling, _fp32, _shapes, _fp8, _casts)
-    lines = [line for part in parts for line in part(advice)]
-    lines += ["use it", f"  {advice.command}"]
-    if advice.fp8.command:
-        lines += ["or with FP8 products", f"  {advice.fp8.command}"]
-    if advice.casts is not None and advice.casts.command:
-        lines += [f"or with {' '.join(advice.casts.mode)}", f"  {advice.casts.command}"]
+    """Return lines for the console, without the last one; what was asked for comes first."""
+    parts = [_masters, _scaling, _fp32, _shapes, _fp8]
+    parts.insert(0 if advice.casts is not None else len(parts), _casts)
+    lines = [*_verdicts(advice), *_evidence(advice)]
+    for number, part in enumerate(parts, 1):
+        head, *more = part(advice)
+        lines += [f"{number} {head}", *more]
+    commands = {"in FP16": advice.command, "with FP8 products": advice.fp8.command}
+    if advice.casts is not None:
+        commands = {f"with {' '.join(advice.casts.mode)}": advice.casts.command, **commands}
+    start = "use it "
+    for what, line in commands.items():
+        if line:
+            lines += [f"{start}{what}", f"  {line}"]
+            start = "or "
     return lines + (_check(advice.check) if advice.check else [])
+
+
+def _verdicts(advice: Advice) -> list[str]:
+    """Return a sentence on the mode that was asked for, and one on FP16."""
+    found, needs = [], _needs_of_fp16(advice)
+    if (casts := advice.casts) is not None:
+        kept = len(casts.losses) - len(casts.excluded)
+        worst = {name: own[worst_place(own)] for name, own in casts.losses.items()}
+        name = max(worst, key=lambda name: worst[name].rank)
+        most = f"rounding takes up to {percent(worst[name].taken)} of a sum"
+        found = [f"{' '.join(casts.mode)} suits {kept} of {len(casts.losses)} layers: "]
+        found[0] += f"{most} ({name}; {_BOUND} is the bound)"
+    *first, last = needs or ["neither master weights nor a loss scale"]
+    return [*found, f"FP16 needs {', '.join(first)}{' and ' * bool(first)}{last}"]
+
+
+def _needs_of_fp16(advice: Advice) -> list[str]:
+    masters, scaling = advice.master_weights.needed, advice.loss_scaling
+    needs = ["master weights"] * bool(masters)
+    needs += ["perhaps master weights"] * (masters is None)
+    if scaling.range is None:
+        needs.append("perhaps a loss scale")
+    elif scaling.needed:
+        scale = f"a loss scale of 2^{scaling.range.recommended}"
+        needs.append(scale if scaling.range.fits else f"{scale}, which still loses too much,")
+    if advice.keep_fp32:
+        needs.append(f"FP32 in {', '.join(one.module for one in advice.keep_fp32[:3])}")
+        needs[-1] += f" and {len(advice.keep_fp32) - 3} more" * (len(advice.keep_fp32) > 3)
+    return needs
 
 
 def _check(check: dict) -> list[str]:
@@ -45,7 +82,7 @@ def _evidence(advice: Advice) -> list[str]:
     formats = "+".join(found.formats).upper() or "no gradients"
     rate = " to ".join(f"{lr:g}" for lr in dict.fromkeys(found.lr))
     lines = [
-        f"advice for FP16: {len(found.steps)} probes in {formats}, steps {found.steps[0]} to "
+        f"  measured: {len(found.steps)} probes in {formats}, steps {found.steps[0]} to "
         f"{found.steps[-1]} of {found.of_steps}, learning rate {rate}"
     ]
     if (lowest := found.schedule_lr[0]) < found.lr[0]:
@@ -63,10 +100,10 @@ def _masters(advice: Advice) -> list[str]:
         last = f"  this run's 16-bit weights took {part}"
     if found.needed is None:
         how = "its stores are stochastic or compensated"
-        lines = [f"1 master weights: cannot be told from this run, {how}"]
+        lines = [f"master weights: cannot be told from this run, {how}"]
         return lines if found.applied is None else [*lines, last]
     return [
-        f"1 master weights: {'needed' if found.needed else 'not needed at this learning rate'}",
+        f"master weights: {'needed' if found.needed else 'not needed at this learning rate'}",
         *(
             f"  {format.upper()} weights would lose {percent(share)} of the non-zero updates"
             f"{_worst(found.worst[format])}"
@@ -81,9 +118,9 @@ def _masters(advice: Advice) -> list[str]:
 def _scaling(advice: Advice) -> list[str]:
     found, scales = advice.loss_scaling, advice.loss_scaling.range
     if scales is None:
-        return ["2 loss scaling: cannot be told, every gradient was zero"]
+        return ["loss scaling: cannot be told, every gradient was zero"]
     needed = "needed" if found.needed else "not needed, scale 1 is in the range"
-    lines, share = [f"2 loss scaling: {needed}"], percent(scales.share)
+    lines, share = [f"loss scaling: {needed}"], percent(scales.share)
     for one in found.kinds:
         enough = f"; 2^{one.lowest} brings it to {share}" if (one.lowest or 0) > 0 else ""
         lines += [
@@ -118,26 +155,26 @@ def _scaling(advice: Advice) -> list[str]:
 
 
 def _fp32(advice: Advice) -> list[str]:
-    lines = ["3 keep in FP32"]
+    lines = ["keep in FP32"]
     for one in advice.keep_fp32:
         values = " ".join(f"precision.overrides.{p}=fp32" for p in one.patterns)
         amp = " (precision=amp)" if one.needs_amp else ""
         lines += [f"  {one.module}: {one.reason}", f"    {values}{amp}"]
     if not advice.keep_fp32:
-        largest = advice.largest_activation
-        of = "" if largest is None else f"; largest activation {largest[1]:.3g} in {largest[0]}"
-        lines[0] += f": norm layers, loss and softmax, as the modes do{of}"
+        lines[0] += ": norm layers, loss and softmax, as the modes do"
+        if (largest := advice.largest_activation) is not None:
+            lines.append(f"  largest activation {largest[1]:.3g} in {largest[0]}")
     return lines + [f"  {note}" for note in advice.notes]
 
 
 def _shapes(advice: Advice) -> list[str]:
     found = sorted(advice.idle_shapes, key=lambda shape: shape.usual)
     if not found:
-        return [f"4 shapes for Tensor Cores: all sizes are multiples of {MULTIPLE}"]
+        return [f"shapes for Tensor Cores: all sizes are multiples of {MULTIPLE}"]
     odd = sum(not shape.usual for shape in found)
     counts = {"to look at": odd, "as usual": len(found) - odd}
     count = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
-    lines = [f"4 shapes for Tensor Cores, sizes that are no multiple of {MULTIPLE}: {count}"]
+    lines = [f"shapes for Tensor Cores, sizes that are no multiple of {MULTIPLE}: {count}"]
     for shape in found[:_SHAPES]:
         module = f"{shape.module}: " if shape.module else ""
         end = f" -> {shape.remedy}" if shape.remedy else " (usual)" if shape.usual else ""
@@ -151,10 +188,10 @@ def _fp8(advice: Advice) -> list[str]:
     count = len(found.layers)
     if not count:
         why = f"the probes lack {found.unmeasured[0]}" if found.unmeasured else "there is none"
-        return [f"5 FP8 products of linear layers, without that of the output: {why}"]
+        return [f"FP8 products of linear layers, without that of the output: {why}"]
     fit, bound = f"{count - len(found.excluded)} of {count}", percent(found.threshold)
-    head = f"5 FP8 products: tensor-wise scales suit {fit} linear layers"
-    lines = [f"{head}; flushed to zero, worst layer"]
+    lines = [f"FP8 products: tensor-wise scales suit {fit} linear layers"]
+    lines.append("  flushed to zero, of the worst layer:")
     for operand, (_, format) in OPERANDS.items():
         name, share = found.worst(operand, "most")
         bare, zero = found.worst(operand, "unscaled")
@@ -181,25 +218,21 @@ def _fp8(advice: Advice) -> list[str]:
 def _casts(advice: Advice) -> list[str]:
     found = advice.casts
     if found is None:
-        return [
-            "6 casts of a mode, measured: mprun advise KEY=VALUE ... precision=nvfp4 (or other)"
-        ]
+        return ["casts of a mode, measured: mprun advise KEY=VALUE ... precision=nvfp4 (or other)"]
     mode = " ".join(found.mode) or "this mode"
-    lines = [f"6 casts of {mode}, {found.steps} steps: where each layer loses most, in %"]
+    lines = [f"casts of {mode}, {found.steps} steps: where each layer loses most, in %"]
     places = {name: worst_place(own) for name, own in found.losses.items()}
     order = sorted(places, key=lambda name: -found.losses[name][places[name]].rank)
-    head = ("layer", "operand", "for", "zero", "clipped", "error", "taken")
+    head = ("layer", "operand", "for", "zero", "clipped", "taken")
     rows: list[tuple[str, ...]] = [head]
     for name in order[:_LAYERS]:
         (product, operand), loss = places[name], found.losses[name][places[name]]
-        shares = (loss.flushed, loss.clipped, loss.error, loss.taken)
-        cells = (f"{100 * share:.1f}" for share in shares)
+        cells = (f"{100 * share:.1f}" for share in (loss.flushed, loss.clipped, loss.taken))
         rows.append((name, operand.replace("grad_output", "gradient"), product, *cells))
     lines += [f"  {line}" for line in aligned(rows, head[:3])]
     if len(order) > _LAYERS:
         lines.append(f"  and {len(order) - _LAYERS} more (--json)")
-    bound = percent(TAKEN_THRESHOLD)
-    lines.append(f"  taken: of the sum of magnitudes, by rounding; above {bound} it is left out")
+    lines.append(f"  taken: of the sum of magnitudes, by rounding; above {_BOUND} it is left out")
     for name in found.excluded:
         lines.append(f"  not {'; '.join(in_words(name, found.losses[name], found.products))}")
     changes = cast_changes(found.products, found.losses)

@@ -38,6 +38,7 @@ Options = Mapping[str, dict[str, dict]]  # "scaler=static" -> {"scaler": its val
 # Overrides as typed after `mprun` -> the plain configuration that they change to.
 Changes = dict[tuple[str, ...], dict]
 FP32 = ("precision=fp32",)
+_PRODUCTS = "precision.products"
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +49,12 @@ class Tried:
     cures: bool | None
     result: str
     loss: float | None = None  # the last one, if all steps were taken
+
+    @property
+    def change(self) -> str:
+        """Return its overrides for a reader; formats that are taken away are said in words."""
+        nulls = f"{_PRODUCTS}.input=null" in self.overrides
+        return "linear layers without casts" if nulls else " ".join(self.overrides)
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,9 +187,9 @@ def _proposed(
     if (products := precision.get("products") or {}).get("input"):
         if products["granularity"] == "none":
             keys = [key for key in ("granularity", "weight_granularity") if products.get(key)]
-            yield {f"precision.products.{key}": "tensor" for key in keys}
+            yield {f"{_PRODUCTS}.{key}": "tensor" for key in keys}
         yield from casts
-        yield without_products(products)
+        yield without_products(config, options)
     if half == "fp16":
         yield from _scales(config["scaler"], finding, phase)
     if phase == Phase.UPDATE and optim["eps"] is not None:
@@ -200,13 +207,19 @@ def _proposed(
         yield {"precision": "fp32"}
 
 
-def without_products(products: dict) -> dict[str, Any]:
-    """Return overrides that leave linear layers in the dtype of the mode."""
-    plain = asdict(ProductsConfig())
+def without_products(config: dict, options: Options) -> dict[str, Any]:
+    """Return the mode that is this one but for products, else overrides that leave them out."""
+    precision, plain = config["precision"], asdict(ProductsConfig())
+    products = precision["products"]
+    for option in options.values():
+        other = option.get("precision", {})
+        alike = precision | {"name": other.get("name"), "products": plain}
+        if other == alike and option["scaler"] == config["scaler"]:
+            return {"precision": other["name"]}
     named = [key for key, value in plain.items() if products.get(key, value) != value]
     # Without formats the keys of casts have no other value; the lists name layers, products.
     kept = ("high_precision", "modules")
-    return {f"precision.products.{key}": plain[key] for key in named if key not in kept}
+    return {f"{_PRODUCTS}.{key}": plain[key] for key in named if key not in kept}
 
 
 def _modules(config: dict, finding: Finding) -> list[str]:

@@ -17,6 +17,7 @@ from mprun.extensions.diagnosis.interventions import (
     FP32,
     LONGEST_CONTROL_S,
     Build,
+    Options,
     Tried,
     applied,
     groups_of,
@@ -74,12 +75,13 @@ def find_ending(
     rows: list[dict],
     *,
     steps: int | None,
-    with_cures: bool,
+    options: Options | None,
 ) -> Ending:
     """Train the first steps as the run did, in FP32, and with each change.
 
     config: the run's, as plain values; mode: its precision. rows: its recorded steps. steps: how
-    many; None: at most 400, and as many as take a minute.
+    many; None: at most 400, and as many as take a minute. options: for the changes to try, None:
+    try none.
     """
     built = build(config)
     whole = min(steps or STEPS, built.steps)
@@ -96,9 +98,9 @@ def find_ending(
     fp32 = _mean(_losses(build(config | groups_of(*FP32)), whole))
     casts = sentences(losses, products) if losses else [["not measured"]]
     found = Ending(whole, built.steps, next(other, None), _mean(own), fp32, casts)
-    if with_cures and not found.gap <= SMALLEST_GAP:
-        plain = without_products(config["precision"]["products"])
-        arms = applied(config, [*cast_changes(products, losses), plain], {})
+    if options is not None and not found.gap <= SMALLEST_GAP:
+        plain = without_products(config, options)
+        arms = applied(config, [*cast_changes(products, losses), plain], options)
         found.tried.extend(_try(build, own, changed, found) for own, changed in arms.items())
     return found
 

@@ -284,7 +284,7 @@ def test_the_run_stays_as_evidence_but_is_no_outcome(tmp_path, capsys):
     lines = printed.out.splitlines()
     [path] = tmp_path.glob("*/advise-fp32*")
     assert lines[-1] == f"run: {path}" and len(lines) <= 32
-    assert "steps 5 to 10 of 100" in lines[0]
+    assert "steps 5 to 10 of 100" in lines[1]
     assert any("the schedule goes down to" in line for line in lines)
     command = lines[-2].strip()
     assert command.startswith("mprun device=cpu") and "precision=amp" not in command

@@ -66,6 +66,15 @@ def test_the_command_with_a_cure_composes(cure, left):
     assert main([*words[1:], "--cfg", "job"]) == 0
 
 
+def test_a_command_to_copy_has_double_quotes_in_single_ones():
+    own = ["precision=mxfp4", "precision.products.modules=['*','!output']", r"name=it\'s"]
+    line = command_with(Tried(("optim.lr=0.1",), True, ""), {"overrides": own})
+    assert line.startswith(
+        """mprun precision=mxfp4 'precision.products.modules=["*","!output"]' """
+    )
+    assert shlex.split(line)[3:] == [own[2], "optim.lr=0.1"]
+
+
 def test_the_command_with_a_cure_has_the_user_s_options(tmp_path, capsys):
     (tmp_path / "train").mkdir()
     (tmp_path / "train/mine.yaml").write_text("steps: 7\n")
@@ -77,35 +86,39 @@ def test_the_command_with_a_cure_has_the_user_s_options(tmp_path, capsys):
 
 NONE = "precision.products.input=null precision.products.weight=null "
 NONE += "precision.products.grad_output=null"
-WHOLE = "precision.products.granularity=tensor"
 
 
 def test_products_in_fp8():
-    """With a scale, then without FP8; what is left of it fits together."""
+    """With a scale, then the mode without FP8."""
     of = finding("forward", "blocks.0.mlp.inputs", operation="scaled_mm")
     found = tried(*TINY_GPT, "precision=fp8_unscaled", of=of)
     assert found == [
         "precision.overrides.blocks.0.mlp.inputs=fp32",
         "precision.products.granularity=tensor",
-        f"{NONE} {WHOLE}",
+        "precision=bf16_master",
         "precision.overrides.blocks.*.mlp.inputs=fp32",
         "precision.overrides.blocks.0.mlp=fp32",
         "optim.lr=0.0001",
         "precision=fp32",
     ]
     of_rows = tried(*TINY_GPT, "precision=fp8_rowwise", of=of)
-    of_rows.remove(f"{NONE} {WHOLE} precision.products.scale=fp32")
     assert of_rows == [one for one in found if "granularity" not in one]
+    # Without such a mode its keys, said in words; what is left of them fits together.
+    more = "precision.update.state_dtype=bf16"
     for mode in ("fp8_rowwise", "fp8_unscaled", "nvfp4", "mxfp8_floor"):
-        (cure,) = (one for one in tried(*TINY_GPT, f"precision={mode}", of=of) if NONE in one)
-        changed = compose_config([*TINY_GPT, f"precision={mode}", *cure.split()]).config
+        asked = [*TINY_GPT, f"precision={mode}", more]
+        (cure,) = (one for one in tried(*asked, of=of) if NONE in one)
+        changed = compose_config([*asked, *cure.split()]).config
         assert changed.precision.products.input is None
+        assert Tried(tuple(cure.split()), True, "").change == "linear layers without casts"
+    asked = [*TINY_GPT, "precision=fp8_rowwise", "scaler=dynamic"]
+    assert any(NONE in one for one in tried(*asked, of=of))  # another scaler is another change
     # Changes of casts come before the end of all casts.
     config = compose_config([*TINY_GPT, "precision=mxfp4"]).as_dict()
     key = "precision.products.modules"
     with_casts = [*changes(config, of, OPTIONS, casts=[{key: ["*", "!blocks.0.*"]}])]
     assert with_casts[1] == (f'{key}=["*","!blocks.0.*"]',)
-    assert with_casts[2][0] == "precision.products.input=null"
+    assert with_casts[2] == ("precision=bf16_master",)
 
 
 @pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_kahan"])

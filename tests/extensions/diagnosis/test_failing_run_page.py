@@ -128,7 +128,7 @@ def test_the_advised_scale_matches_without_a_skipped_update(replayed):
     advice = ended(replayed, "mprun advise").stdout
     advised = "precision=fp16_master_scaled scaler=static scaler.scale=65536"
     assert "1 master weights: needed\n" in advice and "2 loss scaling: needed\n" in advice
-    assert advised in advice.partition("use it\n")[2]
+    assert advised in advice.partition("use it in FP16\n")[2]
     (sweep,) = [one for one in commands() if one.startswith("mprun -m") and "static" in one]
     assert advised in sweep
     own, fp32 = sum(losses(folder, SCALED)), sum(losses(folder, "fp32"))

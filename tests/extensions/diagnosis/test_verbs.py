@@ -1,5 +1,6 @@
 """What the verbs of one run have in common: help pages, and bad input found early."""
 
+import shlex
 import subprocess
 import sys
 
@@ -74,7 +75,7 @@ def test_bad_input_is_found_before_torch_is_imported(tmp_path):
 
 
 def test_a_terminal_has_whole_words_and_commands_to_copy(monkeypatch, capsys):
-    command = "          mprun model=lstm_lm " + "optim.lr=0.125 " * 8
+    command = "          mprun model=lstm_lm " + "optim.lr=0.125 " * 8 + '\'a=["*", "!x"]\''
     lines = [f"culprit   {'a long word ' * 9}".rstrip(), f"          {'x' * 50}  result", command]
     page({}, lines, False)
     assert capsys.readouterr().out.splitlines() == lines  # a pipe has a line for each
@@ -82,9 +83,15 @@ def test_a_terminal_has_whole_words_and_commands_to_copy(monkeypatch, capsys):
     monkeypatch.setenv("COLUMNS", "60")
     page({}, lines, False)
     printed = capsys.readouterr().out.splitlines()
-    assert printed[-1] == command and printed[0].startswith("culprit   a long word")
-    assert all(len(line) <= 62 and line.startswith("          ") for line in printed[1:-1])
-    assert "".join(printed).split() == "".join(line + " " for line in lines).split()
+    assert printed[0].startswith("culprit   a long word")
+    assert all(len(line) <= 62 and line.startswith("          ") for line in printed[1:])
+    at = next(number for number, line in enumerate(printed) if line.lstrip().startswith("mprun"))
+    assert max(map(len, printed[at:])) <= 60 and len(printed) > at + 2
+    assert " ".join(printed[:at]).split() == " ".join(lines[:2]).split()
+    page({}, [f"{'x' * 55} +8.12 % more"], False)
+    assert capsys.readouterr().out.splitlines() == ["x" * 55, "+8.12 % more"]
+    told = "\n".join(printed[at:]).replace("\\\n", "")  # as a shell joins lines
+    assert shlex.split(told) == shlex.split(command)
 
 
 @pytest.fixture(scope="module")

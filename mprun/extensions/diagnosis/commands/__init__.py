@@ -1,13 +1,14 @@
 """The verbs, a file each, and what they share: the record that they read, the page they print."""
 
 import json
+import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from mprun.cli.arguments import Arguments, filled
+from mprun.cli.arguments import Arguments, filled, hanging
 from mprun.config.fields import must_be
 from mprun.errors import DONE, BadInput
 from mprun.record.console import columns
@@ -57,13 +58,28 @@ def unfinished(record: Record) -> Record:
 def announce(text: str) -> None:
     """Tell a waiting user at a terminal, before torch is imported, which takes seconds."""
     if sys.stderr.isatty():
-        print(f"mprun: {text} ...", file=sys.stderr, flush=True)
+        note(f"{text} ...")
+
+
+def note(text: str) -> None:
+    """Print a line on stderr, broken at the width of a terminal."""
+    line = f"mprun: {text}"
+    width = columns(200, sys.stderr) if sys.stderr.isatty() else None
+    print(line if width is None else hanging(line, width, 4), file=sys.stderr, flush=True)
+
+
+def command(config_dir: str | None, overrides: Iterable[str]) -> str:
+    """Return the command line of a run, to be copied."""
+    from mprun.config.overrides import in_shell  # here: loads Hydra
+
+    place = [] if config_dir is None else ["--config-dir", config_dir]
+    return " ".join([shlex.join(["mprun", *place]), in_shell(overrides)]).rstrip()
 
 
 def page(content: dict[str, Any], lines: Iterable[str], as_json: bool) -> int:
     """Print the content as JSON, non-finite numbers as text, or the lines; return the exit code.
 
-    On a terminal, lines are broken at its width, but for commands, which are to be copied, and rows
+    On a terminal, lines are broken at its width, commands so that they can be copied, but no rows
     of a table.
     """
     if as_json:
@@ -71,6 +87,21 @@ def page(content: dict[str, Any], lines: Iterable[str], as_json: bool) -> int:
         return DONE
     width = columns(200, sys.stdout) if sys.stdout.isatty() else None
     for line in "\n".join(lines).split("\n"):
-        whole = width is None or line.lstrip().startswith(("mprun ", "|"))
-        print(line if whole else filled(line, width))
+        if width is None or line.startswith("|") or len(line) <= width:
+            print(line)
+        elif line.lstrip().startswith("mprun "):
+            print(_broken_command(line, width))
+        else:
+            print(filled(line, width))
     return DONE
+
+
+def _broken_command(line: str, width: int) -> str:
+    """Break a command at its words; a shell joins the lines again."""
+    indent = " " * (len(line) - len(line.lstrip()))
+    rows = [f"{indent}mprun"]
+    for word in map(shlex.quote, shlex.split(line)[1:]):
+        if len(rows[-1]) + len(word) > width - 3:
+            rows.append(f"{indent} ")
+        rows[-1] += f" {word}"
+    return " \\\n".join(rows)

@@ -1,7 +1,6 @@
 """`mprun advise`: the needs of FP16 and FP8 in this configuration, from a few probed FP32 steps."""
 
 import math
-import shlex
 import sys
 from argparse import Namespace
 from collections.abc import Iterable
@@ -19,6 +18,8 @@ from mprun.config.trust import NOTHING, Vouched, check_vouched, outside, vouched
 from mprun.errors import DIVERGED, DONE, BadInput, MprunError
 from mprun.extensions.diagnosis.commands import (
     announce,
+    command,
+    note,
     page,
     record_of,
     split_words,
@@ -62,7 +63,7 @@ def main(arguments: list[str]) -> int:
         directory, code, casts = _measure(options, base)
         if code != DONE:
             if code == DIVERGED:
-                print("mprun: advise: FP32 itself diverged; fix the recipe first", file=sys.stderr)
+                note("advise: FP32 itself diverged; fix the recipe first")
             print(f"run: {directory}")
             return code
     else:
@@ -71,8 +72,7 @@ def main(arguments: list[str]) -> int:
         announce(f"advise: builds the model of {directory} and reads its probes")
     advice = advise_run(directory, share=options.share, given=given, config_dir=options.config_dir)
     if casts is not None and casts.overrides:
-        start = [*_start(options.config_dir), *base, *casts.overrides]
-        casts = replace(casts, command=shlex.join(start))
+        casts = replace(casts, command=command(options.config_dir, [*base, *casts.overrides]))
     advice = replace(advice, casts=casts)
     if options.check:
         advice = replace(advice, check=_check(options, given, advice, base, directory))
@@ -168,10 +168,9 @@ def advise_run(
         advice = advise(probes, layout(built.task), shapes, config, rates, share=share)
     except BadInput as error:
         raise BadInput(f"advise {directory}: {error}") from None
-    start = [*_start(config_dir), *_own(record.get("overrides", []))]
-    command, fp8 = shlex.join([*start, *advice.overrides]), advice.fp8
+    own, fp8 = _own(record.get("overrides", [])), advice.fp8
     if fp8.overrides:
-        fp8 = replace(fp8, command=shlex.join([*start, *fp8.overrides]))
+        fp8 = replace(fp8, command=command(config_dir, [*own, *fp8.overrides]))
     if formats[0] is not None:
         names = "/".join(dict.fromkeys(str(name).upper() for name in formats))
         what = f"linear layers multiplied in {names}: values that it flushed were gone before the"
@@ -181,11 +180,8 @@ def advise_run(
     if len(losses) > 1 and losses[-1] > 1.5 * abs(losses[0]):
         rose = f"the loss rose from {losses[0]:.4g} to {losses[-1]:.4g} over the measured steps"
         advice.notes.append(f"{rose}: the advice fits an unstable recipe; fix that first")
-    return replace(advice, command=command, fp8=fp8, run=str(directory))
-
-
-def _start(config_dir: str | None) -> list[str]:
-    return ["mprun", *([] if config_dir is None else ["--config-dir", config_dir])]
+    use = command(config_dir, [*own, *advice.overrides])
+    return replace(advice, command=use, fp8=fp8, run=str(directory))
 
 
 def _measure(options: Namespace, base: list[str]) -> tuple[Path, int, "CastAdvice | None"]:
@@ -222,7 +218,7 @@ def _measure(options: Namespace, base: list[str]) -> tuple[Path, int, "CastAdvic
         raise BadInput(str(error)) from None
     if dropped:
         how = "and casts as with" if meter.layers else "without"
-        print(f"mprun: advise measures in FP32, {how} {' '.join(dropped)}", file=sys.stderr)
+        note(f"advise measures in FP32, {how} {' '.join(dropped)}")
     directory = claimed(composed, named, "advise-")
     with locked(directory, new=True):
         record = new_record(directory, composed)

@@ -1,6 +1,5 @@
 """`mprun explain RUN`: replay the failing step, name the operation, try cures."""
 
-import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +11,7 @@ from mprun.config.overrides import without
 from mprun.config.schema import MAX_STEPS, PrecisionConfig
 from mprun.config.trust import NOTHING, Vouched, vouched
 from mprun.errors import BadInput, Damaged
-from mprun.extensions.diagnosis.commands import announce, page, record_of, split_words
+from mprun.extensions.diagnosis.commands import announce, command, page, record_of, split_words
 from mprun.numerics.exponent_shares import FP16_MAX
 from mprun.numerics.post_mortem import power, read_post_mortem
 from mprun.record.run_directory import read_config
@@ -150,10 +149,8 @@ def explain(
         return prepare(checked, device, threads, fused_norm=fused_norm)
 
     run = _Run(directory, record, config, mode, build, missing)
-    if done:
-        found = _of_ending(run, steps, with_cures)
-    else:
-        found = _of_divergence(run, options_of(config_dir) if with_cures else None)
+    options = options_of(config_dir) if with_cures else None
+    found = _of_ending(run, steps, options) if done else _of_divergence(run, options)
     cure = found.smallest
     return found if cure is None else replace(found, command=command_with(cure, record, config_dir))
 
@@ -169,13 +166,13 @@ class _Run(NamedTuple):
     without_gpu: bool
 
 
-def _of_ending(run: _Run, steps: int | None, with_cures: bool) -> Explanation:
-    """Return what casts cost a run that is done; steps: as many, None: as in `find_ending`."""
+def _of_ending(run: _Run, steps: int | None, options: "Options | None") -> Explanation:
+    """Return what casts cost a run that is done; steps, options: as for `find_ending`."""
     from mprun.extensions.diagnosis.worse_ending import find_ending
     from mprun.numerics.failure import recorded_rows
 
     rows, start = recorded_rows(run.directory), (run.build, run.config, run.mode)
-    ending = find_ending(*start, rows, steps=steps, with_cures=with_cures)
+    ending = find_ending(*start, rows, steps=steps, options=options)
     replay, result = ending.in_words()
     found = Explanation(str(run.directory), "done", "", [result], replay + _note(run.without_gpu))
     return replace(found, casts=ending.casts, tried=ending.tried, from_start=True)
@@ -250,11 +247,10 @@ def _note(without_gpu: bool) -> str:
 
 def command_with(cure: "Tried", record: dict, config_dir: str | None = None) -> str:
     """Return the run's command line with the cure in it."""
-    place = [] if config_dir is None else ["--config-dir", config_dir]
     changed = [override.partition("=")[0] for override in cure.overrides]
     scaler = ["scaler"] if "precision" in changed else []  # another mode brings its own
     own = without(record["overrides"], "output_dir", "resume", *changed, *scaler)
-    return shlex.join(["mprun", *place, *own, *cure.overrides])
+    return command(config_dir, [*own, *cure.overrides])
 
 
 def as_dict(explanation: Explanation) -> dict:
@@ -312,7 +308,7 @@ def as_text(explanation: Explanation) -> list[str]:
     if tried:
         since = "from the start of the run up to" if explanation.from_start else "on"
         verdicts = {True: "cures", False: "does not cure", None: "-"}
-        rows = [(" ".join(o.overrides), f"{verdicts[o.cures]:<13}", o.result) for o in tried]
+        rows = [(o.change, f"{verdicts[o.cures]:<13}", o.result) for o in tried]
         rule = (
             f"{since} that step and five more; cures: finite, at most {WORSE:g} times FP32's loss"
         )
@@ -324,7 +320,7 @@ def as_text(explanation: Explanation) -> list[str]:
         parts["cure"] = [f"none of these{fails_too if fp32 else ''}"]
     if cure is not None:
         smallest = "the smallest of them" if finding else f"the smallest change; {cure.result} left"
-        found = f"{' '.join(cure.overrides)} ({smallest})"
+        found = f"{cure.change} ({smallest})"
         parts["cure"] = [found, str(explanation.command)]
     return [
         f"{title if row == 0 else '':<10}{line}"
