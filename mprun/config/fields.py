@@ -215,22 +215,32 @@ def must_be(word: str, known: Iterable[str], key: str = "") -> str:
 
 def violations(config: Any, prefix: str = "") -> Iterator[str]:
     """Yield one line for each value of the dataclass tree `config` that breaks its field's rule."""
+    needed = getattr(getattr(config, "component", None), "needs", ())
     for field in dataclasses.fields(config):
         key, value = f"{prefix}{field.name}", getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             yield from violations(value, key + ".")
         elif value is not None:
-            # OmegaConf does not check the value of an interpolation in place of a container.
-            kinds = {get_origin(part) for part in (field.type, *get_args(field.type))}
-            for kind, what in ((list, "list"), (dict, "mapping")):
-                if kind in kinds and not isinstance(value, kind):
-                    yield f"{key}={value}: must be a {what}"
-                    break
-            else:
-                nulls = ("null",) * (type(None) in get_args(field.type))
-                for item in value if isinstance(value, list) else [value]:
-                    if (reason := _broken(key, item, field.metadata, nulls)) is not None:
-                        yield f"{key}={item}: {reason}"
+            parts = (field.type, *get_args(field.type))
+            if (
+                reason := _wrong_container({get_origin(part) for part in parts}, value)
+            ) is not None:
+                yield f"{key}={value}: {reason}"
+                continue
+            null = type(None) in parts and field.name not in needed
+            for item in value if isinstance(value, list) else [value]:
+                if (reason := _broken(key, item, field.metadata, ["null"] * null)) is not None:
+                    yield f"{key}={item}: {reason}"
+
+
+def _wrong_container(kinds: Collection[Any], value: Any) -> str | None:
+    """Return what OmegaConf does not check: an interpolation's value, and what a list holds."""
+    for kind, what in ((list, "list"), (dict, "mapping")):
+        if kind in kinds and not isinstance(value, kind):
+            return f"must be a {what}"
+    if isinstance(value, list) and any(isinstance(item, (list, dict)) for item in value):
+        return "must hold neither lists nor mappings"
+    return None
 
 
 _BOUNDS = {
@@ -252,8 +262,12 @@ def _broken(key: str, value: Any, rule: Any, nulls: Iterable[str]) -> str | None
     bounds = rule.get("bounds", {})
     if all(_BOUNDS[name][1](value, bound) for name, bound in bounds.items()):
         return None
-    meaning = rule["doc"].partition(";")[0]
-    return f"must be {allowed(bounds)} ({meaning[0].lower()}{meaning[1:]})"
+    return f"must be {allowed(bounds)}{meaning_of(rule['doc'])}"
+
+
+def meaning_of(doc: str) -> str:
+    """Return ` (momentum)`: the first part of a key's meaning, to stand behind its range."""
+    return f" ({doc[0].lower()}{doc[1:].partition(';')[0]})"
 
 
 def allowed(bounds: Mapping[str, float]) -> str:

@@ -13,7 +13,7 @@ from typing import Any, get_args
 from omegaconf import MISSING
 
 from mprun.config.components import NETWORKS
-from mprun.config.fields import RESULT, Role, allowed
+from mprun.config.fields import RESULT, Role, allowed, meaning_of
 from mprun.config.registry import COMPONENTS, TaskKind, kind_called, readers_of
 from mprun.config.schema import ProductsConfig, RunConfig
 
@@ -98,7 +98,8 @@ def wanted(key: str) -> str:
         if one.allowed and kind.endswith(("text", "texts")):
             kind = kind.replace("texts", "").replace("text", "one of").rstrip()
         kind = f"a {kind}" if kind.startswith(("whole", "number", "list", "mapping")) else kind
-        found.append(f"{kind} {one.allowed}".rstrip() + (", or null" if nullable else ""))
+        meaning = "" if "choices" in FIELDS[key][0].metadata else meaning_of(one.doc)
+        found.append(f"{kind} {one.allowed}".rstrip() + ", or null" * bool(nullable) + meaning)
     return "; ".join(dict.fromkeys(found))
 
 

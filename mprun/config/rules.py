@@ -14,6 +14,7 @@ from typing import Any
 from mprun.config import schema
 from mprun.config.components import COMPONENTS, SOURCES
 from mprun.config.fields import is_label, violations
+from mprun.config.keys import wanted
 from mprun.config.metrics import IN_POINTS
 from mprun.config.option_files import named
 from mprun.config.registry import NETWORKS, kind_of, readers_of, shares_streams
@@ -72,7 +73,7 @@ def _of_components(config: RunConfig) -> Iterator[str]:
             yield from rule(node, config)
 
 
-def _only_what_is_read(group: str, node: Any, who: str, what: str) -> Iterator[str]:
+def _only_what_is_read(group: str, node: Any, who: str) -> Iterator[str]:
     """Check that keys of other update rules are null, and that those of this one are not."""
     components, _ = COMPONENTS[group]
     for key in sorted({key for one in components.values() for key in one.reads}):
@@ -82,12 +83,13 @@ def _only_what_is_read(group: str, node: Any, who: str, what: str) -> Iterator[s
             yield f"{group}.{key}={value}: {who} has no such setting; {having} has it"
     for key in sorted(node.component.needs):
         if getattr(node, key) is None:
-            yield f"{group}.{key}=null: {who} needs a {what}"
+            needed = wanted(f"{group}.{key}").replace(", or null", "")
+            yield f"{group}.{key}=null: {who} needs {needed}"
 
 
 def _optim(config: RunConfig) -> Iterator[str]:
     optim = config.optim
-    yield from _only_what_is_read("optim", optim, optim.name, "value")
+    yield from _only_what_is_read("optim", optim, optim.name)
     if optim.betas is not None and len(optim.betas) != 2:
         yield f"optim.betas={list(optim.betas)}: must be two numbers"
     if optim.nesterov and not optim.momentum:
@@ -163,7 +165,7 @@ def _word(value: object) -> str:
 
 def _scaler(config: RunConfig) -> Iterator[str]:
     scaler = config.scaler
-    yield from _only_what_is_read("scaler", scaler, f"scaler={scaler.name}", "number")
+    yield from _only_what_is_read("scaler", scaler, f"scaler={scaler.name}")
     for key, holds, word, other in (
         ("min_scale", operator.le, "<=", "max_scale"),
         ("init_scale", operator.ge, ">=", "min_scale"),
@@ -214,6 +216,12 @@ def _precision(config: RunConfig) -> Iterator[str]:
         yield f"precision={precision.name}: {needed}"
 
 
+# Products of a linear layer -> their operands.
+_PRODUCTS = {
+    "output": ("input", "weight"),
+    "grad_input": ("grad_output", "weight"),
+    "grad_weight": ("grad_output", "input"),
+}
 _OF_CASTS = (
     "granularity weight_granularity scale scale_rounding history margin grad_rounding hadamard"
 ).split()
@@ -255,16 +263,15 @@ def _products(products: schema.ProductsConfig, mode: str) -> Iterator[str]:
     if products.scale != "e8m0" and products.scale_rounding != plain.scale_rounding:
         yield f"{key}.scale_rounding={products.scale_rounding}: needs {key}.scale=e8m0"
     yield from _delayed(products, plain)
-    for name, pair in {
-        "output": ("input", "weight"),
-        "grad_input": ("grad_output", "weight"),
-        "grad_weight": ("grad_output", "input"),
-    }.items():
+    for name, pair in _PRODUCTS.items():
         both = all(formats[operand] == "e5m2" for operand in pair) and _multiplies_codes(products)
         if both and name not in products.high_precision:
             reason = f"{name} multiplies two E5M2 operands, which no GPU does"
             allowed = f"e4m3, or {name} in precision.products.high_precision"
             yield f"precision.products.{pair[0]}=e5m2: {reason} (allowed: {allowed})"
+    if len(set(products.high_precision)) == len(_PRODUCTS):
+        own = f"{key}.high_precision={products.high_precision}"
+        yield f"{own}: leaves no product in these formats; must name two of them at most"
     if not products.modules:
         yield "precision.products.modules=[]: must name a layer, or leave the formats null"
 

@@ -145,7 +145,9 @@ class ProductsConfig:
     scale_rounding: str = one_of(
         "rceil ceil even floor", "scale=e8m0: its rounding; rceil never clips; floor: OCP MX 1.0"
     )
-    history: int = count(1024, "scale=delayed: of how many updates the largest magnitude counts")
+    history: int = count(
+        1024, "scale=delayed: of how many updates the largest magnitude counts", at_most=1_000_000
+    )
     margin: int = from_zero(
         0, "scale=delayed: powers of two left free above that magnitude", at_most=64
     )

@@ -184,7 +184,7 @@ def chosen_layers(
         if matched is None:
             matched = [name for name in linears if fnmatchcase(name, plain)]
         if not matched:
-            known = ", ".join(linears[:5])
+            known = ", ".join(linears[:3])
             raise ValueError(f"{key}: {pattern!r} matches no nn.Linear; some: {known}")
         if plain != pattern:
             found = {name: None for name in found if name not in matched}
@@ -196,7 +196,7 @@ def chosen_layers(
         if linears != outputs and any(pattern.startswith("!") for pattern in patterns):
             why = "patterns with ! take all of them out"
         if found:
-            why = f"overrides have another dtype for {', '.join([*found][:5])}"
+            why = f"overrides have another dtype for {', '.join([*found][:3])}"
         left = f"no nn.Linear is left to compute in {formats}; {why}"
         raise ValueError(f"{key}={list(products.modules)}: {left}")
     return names
@@ -209,11 +209,11 @@ def marked_outputs(model: nn.Module) -> list[str]:
 
 def _last_blocks(names: list[str], pattern: str) -> list[str] | None:
     """Return the layers in the last blocks if the pattern is "last 15%", else None."""
-    if not pattern.startswith("last "):
+    if "%" not in pattern and not pattern.startswith("last "):
         return None
-    share = re.fullmatch(r"last (\d\d?|100)%", pattern)
+    share = re.fullmatch(r"last ([1-9]\d?|100)%", pattern)
     if share is None:
-        must = "must be of the form '!last 15%', from 0 to 100"
+        must = "must be of the form '!last 15%', from 1 to 100"
         raise ValueError(f"precision.products.modules: '!{pattern}': {must}")
     found = {name: re.match(r"(.*?\.)?\d+(?=\.|$)", name) for name in names}
     blocks = list(dict.fromkeys(own[0] for own in found.values() if own))

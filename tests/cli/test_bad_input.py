@@ -69,10 +69,14 @@ CASES = [
     ("scaler.name=static", "scaler.name|scaler=OPTION"),
     ("scaler.kind=dynamic", "scaler.kind|scaler=OPTION"),
     # wrong type
-    ("optim.lr=abc", "optim.lr=abc: must be a number > 0"),
+    ("optim.lr=abc", "optim.lr=abc: must be a number > 0 (learning rate"),
     ("optim.betas=x", "optim.betas=x: must be a list of numbers >= 0 and < 1, or null"),
     ("precision.products.margin=abc", "margin=abc: must be a whole number >= 0 and <= 64"),
     ("precision.products.history=1.5", "history=1.5: must be a whole number >= 1"),
+    ("precision.products.history=1e20", "<= 1,000,000 (scale=delayed: of how many updates"),
+    ("precision.products.granularity=null", "must be text (part that shares a scale: tensor, row"),
+    ("precision.products.modules=[[a]]", "=[['a']]: must hold neither lists nor mappings"),
+    ("optim.average_modules=[{a:1}]", "optim.average_modules=[{'a': 1}]: must hold neither lists"),
     ("precision.products.hadamard=x", "x: must be a list of output, grad_input, grad_weight"),
     ("precision.update.state_dtype=[fp8]", "must be one of fp32, bf16, dynamic8, fp8, or null"),
     ("precision.update.state_dtype=int8", "must be one of fp32, bf16, dynamic8, fp8, null"),
@@ -131,6 +135,13 @@ CASES = [
     ("scaler=dynamic scaler.init_scale=1e-30", "scaler.init_scale=1e-30|min_scale"),
     ("scaler=dynamic scaler.min_scale=8 scaler.max_scale=4", "scaler.min_scale=8|max_scale"),
     # combinations that cannot be
+    (
+        "model=gpt precision=mxfp8 "
+        "precision.products.high_precision=[output,grad_input,grad_weight]",
+        "high_precision=['output', 'grad_input', 'grad_weight']: leaves no product in these",
+    ),
+    ("optim=muon optim.newton_schulz_dtype=null", "muon needs one of bf16, fp16, fp32"),
+    ("optim=muon optim.newton_schulz_dtype=fp8", "must be one of bf16, fp16, fp32\n"),
     (
         "model=dcgan precision=nvfp4",
         "precision=nvfp4: its linear layers multiply in E2M1, and the model has none (allowed: ",

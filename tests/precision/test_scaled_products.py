@@ -231,8 +231,10 @@ class Two(nn.Module):
         (("inputs",), {"inputs": torch.float32}, "overrides have another dtype for inputs"),
         (("!*",), {}, "no nn.Linear is left .*; patterns with ! take all of them out"),
         (("in*", "!in*"), {}, "patterns with ! take all of them out"),
-        (("!last 150%",), {}, "'!last 150%': must be of the form '!last 15%', from 0 to 100"),
+        (("!last 150%",), {}, "'!last 150%': must be of the form '!last 15%', from 1 to 100"),
         (("!last x%",), {}, "'!last x%': must be of the form '!last 15%'"),
+        (("*", "!last 0%"), {}, "'!last 0%': must be of the form '!last 15%'"),
+        (("! Last 15%",), {}, "'! Last 15%': must be of the form '!last 15%'"),
         (("last 15",), {}, "'!last 15': must be of the form '!last 15%'"),
     ],
 )
