@@ -34,9 +34,9 @@ from torch.utils._pytree import keystr, tree_flatten_with_path
 from benchmarks.same_bits import commit_of
 from mprun.build import build
 from mprun.config.compose import compose_config
+from mprun.config.execution_rules import why_not_on
 from mprun.config.option_files import modes
 from mprun.config.registry import shares_streams
-from mprun.config.rules import why_not_on
 from mprun.distributed.group import RankGroup
 from mprun.distributed.rank_info import rank_info_from
 from mprun.distributed.ranks import ALONE

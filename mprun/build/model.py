@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 from mprun.build.data import arguments_of
 from mprun.build.user_code import Factory
 from mprun.config.components.custom import CustomModelConfig
+from mprun.config.execution_rules import auto_channels_last
 from mprun.config.registry import ModelConfig, kind_of
-from mprun.config.rules import auto_channels_last
 from mprun.config.schema import RunConfig
 from mprun.data.source import Source
 from mprun.entry_points import loaded

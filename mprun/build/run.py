@@ -10,8 +10,8 @@ from mprun.build.data import arguments_of, build_data
 from mprun.build.model import uses_channels_last
 from mprun.build.precision import policy_from
 from mprun.build.task import build_task
+from mprun.config.execution_rules import refuse_on, why_no_graph
 from mprun.config.registry import kind_of
-from mprun.config.rules import refuse_on, why_no_graph
 from mprun.config.schema import MAX_STEPS, OptimConfig, RunConfig
 from mprun.data import DataError
 from mprun.data.source import DamagedData, Source

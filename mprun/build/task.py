@@ -22,8 +22,8 @@ from mprun.build.precision import build_loss_scale, optimizer_maker
 from mprun.build.user_code import Factory, Trial
 from mprun.config.components import TASKS
 from mprun.config.components.custom import CustomDataConfig, CustomModelConfig
+from mprun.config.execution_rules import engine_of
 from mprun.config.registry import kind_of, task_of
-from mprun.config.rules import engine_of
 from mprun.config.schema import RunConfig
 from mprun.data.source import Source, kept_random_state
 from mprun.distributed.ranks import ALONE, Ranks

@@ -299,7 +299,7 @@ def _to_start(config: "RunConfig", rank_info: RankInfo | None) -> int:
         return 1
     import torch
 
-    from mprun.config.rules import why_not_on
+    from mprun.config.execution_rules import why_not_on
 
     config.devices = str(torch.cuda.device_count())
     for line in why_not_on(config, int(config.devices)):

@@ -213,6 +213,11 @@ def must_be(word: str, known: Iterable[str], key: str = "") -> str:
     return f"{f'{hint} It ' if hint else ''}must be one of {listed}"
 
 
+def word(value: object) -> str:
+    """Return a value as it is typed, but for what Python quotes."""
+    return "null" if value is None else str(value)
+
+
 def violations(config: Any, prefix: str = "") -> Iterator[str]:
     """Yield one line for each value of the dataclass tree `config` that breaks its field's rule."""
     needed = getattr(getattr(config, "component", None), "needs", ())

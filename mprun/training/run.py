@@ -16,9 +16,9 @@ import torch
 
 from mprun.build import Built, build
 from mprun.config.compose import Composed
+from mprun.config.execution_rules import engine_of, why_not_on
 from mprun.config.keys import config_hash, is_told
 from mprun.config.registry import shares_streams
-from mprun.config.rules import engine_of, why_not_on
 from mprun.config.schema import RunConfig
 from mprun.distributed.rank_info import RankInfo
 from mprun.distributed.ranks import ALONE, Ranks

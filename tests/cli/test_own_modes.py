@@ -10,9 +10,9 @@ import torch
 from mprun.build import build_loss_scale, policy_from
 from mprun.cli import main
 from mprun.compare.findings import VERDICTS
-from mprun.config import rules as check
 from mprun.config.compose import compose_config
 from mprun.config.option_files import modes, option_files
+from mprun.config.precision_rules import of_mode
 from mprun.errors import BadInput
 from mprun.precision import DynamicLossScale, get_policy
 
@@ -181,7 +181,7 @@ def test_whatever_the_rules_let_through_trains(param, autocast, build_run):
         values = dict(zip((*names, "loss_dtype"), (param, autocast, *rest), strict=True))
         for key, value in values.items():
             setattr(config.precision, key, value)
-        if list(check._precision(config)):
+        if list(of_mode(config)):
             continue
         own = [f"precision.{key}={value or 'null'}" for key, value in values.items()]
         built = build_run(*small, *own)

@@ -85,12 +85,16 @@ def test_an_installed_package_adds_an_optimizer_a_scaler_and_a_mode(command, tmp
     for group, name in own.items():
         assert re.search(rf"    {name} .*(Nesterov|stranger)", command("--help", group).stdout)
     assert "log2 of the loss scale (power)" in command("--help", "scaler").stdout
-    assert "of optim  adam, adamw, nadam" in command("--help", "optim.betas").stdout
+    assert "of optim  adam, adamw, muon, nadam" in command("--help", "optim.betas").stdout
     assert command("--help", "precision.bits").stdout.startswith("precision.bits\n  Bits of")
     chosen = [f"{group}={name}" for group, name in own.items()]
     for word, told in (
-        ("optim.momentum=0.9", "optim.momentum=0.9: nadam has no such setting; optim=sgd has it"),
-        ("optim.eps=null", "optim.eps=null: nadam needs a value"),
+        (
+            "optim.momentum=0.9",
+            "optim.momentum=0.9: nadam has no such setting; optim=sgd or optim=rmsprop or "
+            "optim=rmsprop_tensorflow or optim=muon has it",
+        ),
+        ("optim.eps=null", "optim.eps=null: nadam needs a number >= 0 (added to the denominator)"),
         (
             "scaler.exponent=99",
             "scaler.exponent=99: must be >= 0 and <= 24 (log2 of the loss scale)",

@@ -10,7 +10,7 @@ from mprun.build import build, policy_from
 from mprun.build.model import uses_channels_last
 from mprun.build.precision import optimizer_maker
 from mprun.config.compose import compose_config
-from mprun.config.rules import auto_channels_last
+from mprun.config.execution_rules import auto_channels_last
 from mprun.errors import BadInput
 from mprun.execution.cuda_graph import why_not_captured
 from mprun.precision.torch_update import has_fused_kernel

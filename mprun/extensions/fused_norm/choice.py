@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mprun.config.rules import why_no_fused_norm
+from mprun.config.execution_rules import why_no_fused_norm
 from mprun.config.schema import RunConfig
 from mprun.errors import BadInput
 from mprun.extensions.fused_norm.modules import (
