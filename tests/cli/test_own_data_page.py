@@ -1,28 +1,21 @@
 """docs/own_data.md: blocks are the examples, commands run, and what it shows of them holds."""
 
-import os
 import re
-import shlex
-import subprocess
-import sys
-from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[2]
+from ..pages import ROOT, blocks, replay
+
 PAGE = (ROOT / "docs" / "own_data.md").read_text(encoding="utf-8")
 EXAMPLES = ("own_images.py", "own_text.py")
 REFUSED = ("data.options.shft=2", "mprun resume=outputs/digits_net/fp32-s0 train.steps=180")
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
-
-
 def shown() -> dict[str, str]:
     """Command -> what the page shows of its output."""
     found, command = {}, None
-    for line in (line for block in blocks("console") for line in block.splitlines()):
+    for line in (line for block in blocks(PAGE, "console") for line in block.splitlines()):
         if line.startswith("$ "):
             command = line[2:]
             found[command] = ""
@@ -32,35 +25,18 @@ def shown() -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def replayed(tmp_path_factory) -> dict[str, subprocess.CompletedProcess]:
+def replayed(tmp_path_factory) -> dict[str, CompletedProcess]:
     """The page's commands, run in a folder that holds its blocks as files."""
     folder = tmp_path_factory.mktemp("page")
-    for name, block in zip(EXAMPLES, blocks("python"), strict=True):
+    for name, block in zip(EXAMPLES, blocks(PAGE, "python"), strict=True):
         (folder / name).write_text(block)
     (folder / "mine" / "experiment").mkdir(parents=True)
-    (folder / "mine" / "experiment" / "digits_net.yaml").write_text(*blocks("yaml"))
-    program = folder / "bin" / "mprun"
-    program.parent.mkdir()
-    # As the installed command: the current folder is not on Python's path by itself.
-    start = f"import sys; sys.path[:1] = [{str(ROOT)!r}]; import mprun.cli.dispatch"
-    start += "; raise SystemExit(mprun.cli.dispatch.main())"
-    program.write_text(
-        f'#!/bin/sh\nexec {shlex.quote(sys.executable)} -c {shlex.quote(start)} "$@"\n'
-    )
-    program.chmod(0o755)
-    path = f"{program.parent}{os.pathsep}{os.environ['PATH']}"
-    # For the processes of a sweep; no GPU, as the page says.
-    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    return {
-        command: subprocess.run(
-            ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True
-        )
-        for command in shown()
-    }
+    (folder / "mine" / "experiment" / "digits_net.yaml").write_text(*blocks(PAGE, "yaml"))
+    return replay(shown(), folder)
 
 
 def test_the_blocks_are_the_examples_and_short():
-    python = blocks("python")
+    python = blocks(PAGE, "python")
     assert len(python) == len(EXAMPLES)
     for name, block in zip(EXAMPLES, python, strict=True):
         assert block == (ROOT / "docs" / "examples" / name).read_text(encoding="utf-8")

@@ -34,7 +34,8 @@ from mprun.config.keys import FIELDS
 from mprun.config.option_files import conf_dir
 from mprun.config.overrides import parse_overrides, sweep_values
 
-ROOT = Path(__file__).resolve().parents[2]
+from ..pages import ROOT, with_programs
+
 # Pages whose blocks a test of their own runs, against what the page shows of their output.
 OWN_TESTS = {
     "docs/tutorial/why.md": "tests/extensions/diagnosis/test_failing_run_page.py",
@@ -221,16 +222,7 @@ def program(tmp_path_factory) -> dict[str, str]:
     for path in (copy / "conf" / "experiment").glob("quickstart_*.yaml"):
         text = path.read_text(encoding="utf-8")
         path.write_text(re.sub(r"^  steps: \d+", "  steps: 12", text, flags=re.M), "utf-8")
-    programs = copy / "bin"
-    programs.mkdir()
-    python = shlex.quote(sys.executable)
-    for name, line in (("mprun", f"{python} -m mprun"), ("python", python)):
-        (programs / name).write_text(f'#!/bin/sh\nexec {line} "$@"\n')
-        (programs / name).chmod(0o755)
-    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
-    python_path = os.pathsep.join(filter(None, [str(copy), os.environ.get("PYTHONPATH", "")]))
-    own = {"PATH": path, "PYTHONPATH": python_path, "CUDA_VISIBLE_DEVICES": ""}
-    return {**os.environ, **own}
+    return with_programs(copy, copy)
 
 
 @pytest.mark.slow

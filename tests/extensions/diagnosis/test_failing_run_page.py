@@ -1,57 +1,30 @@
 """docs/tutorial/why.md: its commands run as they stand there, and what it says of them holds."""
 
-import os
 import re
-import shlex
-import subprocess
-import sys
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
 from ...helpers import rows_of
+from ...pages import ROOT, blocks, replay
 
-ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs" / "tutorial" / "why.md").read_text(encoding="utf-8")
 RUNS = "outputs/quickstart_underflow"
 SCALED = "fp16_master_scaled-scaler=static-scaler.scale=65536"
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", PAGE, flags=re.DOTALL)
-
-
 def commands() -> list[str]:
-    lines = [line for block in blocks("console") for line in block.splitlines()]
+    lines = [line for block in blocks(PAGE, "console") for line in block.splitlines()]
     return [line.removeprefix("$ ") for line in lines if line.startswith("$ ")]
-
-
-def replay(folder: Path) -> dict[str, subprocess.CompletedProcess]:
-    """Run the page's commands in `folder` in their order: command -> how it ended."""
-    programs = folder / "bin"
-    programs.mkdir()
-    python = shlex.quote(sys.executable)
-    for name, line in (("mprun", f"{python} -m mprun"), ("python", python)):
-        program = programs / name
-        program.write_text(f'#!/bin/sh\nexec {line} "$@"\n')
-        program.chmod(0o755)
-    (script,) = blocks("python")
-    (folder / "shadow.py").write_text(script)
-    path = f"{programs}{os.pathsep}{os.environ['PATH']}"
-    # No GPU, as the page says: FP16 is emulated, and the same on every machine.
-    environment = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
-    return {
-        command: subprocess.run(
-            ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True
-        )
-        for command in commands()
-    }
 
 
 @pytest.fixture(scope="module")
 def replayed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("page")
-    return folder, replay(folder)
+    (script,) = blocks(PAGE, "python")
+    (folder / "shadow.py").write_text(script)
+    return folder, replay(commands(), folder)
 
 
 def losses(folder: Path, mode: str) -> list[float]:
@@ -60,7 +33,7 @@ def losses(folder: Path, mode: str) -> list[float]:
     return [rows_of(folder, "eval")[-1]["loss"] for folder in folders]
 
 
-def ended(replayed, start: str) -> subprocess.CompletedProcess:
+def ended(replayed, start: str) -> CompletedProcess:
     """The one command of the page that starts so."""
     (found,) = [result for command, result in replayed[1].items() if command.startswith(start)]
     return found
