@@ -37,7 +37,7 @@ def _delayed_scale(amax: Tensor, kept: Tensor) -> Tensor:
 
 library.impl("delayed_scale", _delayed_scale, "CPU")
 library.impl("delayed_scale", _delayed_scale, "CUDA")
-library.impl("delayed_scale", lambda amax, kept: torch.empty_like(amax), "Meta")
+library.impl("delayed_scale", lambda amax, kept: kept.new_empty(amax.shape), "Meta")
 
 
 class DelayedScaling:

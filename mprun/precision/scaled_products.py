@@ -273,7 +273,7 @@ def unobserved_cast(
     else:
         # torch.aminmax along a dimension takes ten times as long on a CPU.
         low, high = matrix.amin(dim, keepdim=True), matrix.amax(dim, keepdim=True)
-    amax = torch.maximum(-low, high).float()
+    amax = torch.maximum(-low, high)
     of_tensor = () if kept is None else (kept[operand.place],)
     scale, factor, _ = SCALES[operand.scale].of(amax, operand.element, "", *of_tensor)
     if not matrix.is_cuda:

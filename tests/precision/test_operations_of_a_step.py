@@ -1,11 +1,13 @@
-"""How many operations the loss scale adds to a step: each is a launch on a GPU."""
+"""How many operations loss scales and casts add to a step: each is a launch on a GPU."""
 
+import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mprun.precision import BatchNormGuard
+from mprun.precision import BatchNormGuard, get_policy
 from mprun.precision.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
+from mprun.precision.scaled_products import unobserved_cast
 
 from ..helpers import mixed
 
@@ -61,3 +63,22 @@ def test_gradients_of_a_second_loss_are_added_up_in_one_operation():
     optimizer.backward(layers(torch.ones(1, 2)).sum())
     found = operations(optimizer.backward, layers(torch.ones(1, 2)).sum())
     assert found.count("_foreach_add_") == 1 and "add_" not in found
+
+
+class Conversions(TorchDispatchMode):
+    """How often a single number was converted."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.ops.aten._to_copy.default and args[0].numel() == 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", ["fp8_tensorwise", "fp8_rowwise"])
+def test_the_scale_of_a_cast_is_converted_twice(mode):
+    """The largest number from BF16 to FP64, the scale to FP32."""
+    operand = get_policy(mode).products.operand("input", "output")
+    with Conversions() as seen:
+        unobserved_cast(torch.ones(1, 32, dtype=torch.bfloat16), operand)
+    assert seen.count == 2
