@@ -6,7 +6,8 @@ Every figure is a ratio of two contenders that took turns in one process, so tha
 the machine hits both. The median over turns is judged; the spread is printed beside it.
 The process keeps freed memory (runner_overhead.py says why).
     runner      mprun's loop over a bare PyTorch loop, CPU time, 1 thread (runner_overhead.py)
-    emulation   emulated FP16 over FP32, forward and backward, 2 threads (emulation_cost.py)
+    emulation   emulated FP16 over FP32, forward and backward, CPU time, 1 thread
+                (emulation_cost.py)
     update      the step with master weights over torch's fused FP32 optimizer and one copy,
                 2 threads (update_speed.py)
 """
@@ -121,7 +122,7 @@ _EMULATED = {
 def _emulation(repeats: int, case: str) -> Iterator[Target]:
     from emulation_cost import turns, workloads
 
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
     for work in workloads():
         name = _EMULATED.get((work.name, work.batch))
         if name is None or case not in name:

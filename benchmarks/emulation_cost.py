@@ -4,9 +4,9 @@
 
 One step is forward, loss and backward. The three contenders are float32, half weights under
 emulation, and float32 weights with autocast under emulation. They take turns in one process, so
-that a slow spell of the machine hits all of them. Each ratio is the median over turns of the time
-over float32's. Saved bytes under autocast include the 16-bit copies of the weights, which a small
-batch does not outweigh.
+that a slow spell of the machine hits all of them. Each ratio is the median over turns of the CPU
+time over float32's, so that other work on the machine counts little. Saved bytes under autocast
+include the 16-bit copies of the weights, which a small batch does not outweigh.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Times in ms per step; ratios to float32; saved bytes leave the parameters out."""
+    """CPU times in ms per step; ratios to float32; saved bytes leave the parameters out."""
 
     model: str
     batch: int
@@ -157,7 +157,7 @@ def saved_bytes(model: nn.Module, forward: Callable[[], Tensor]) -> int:
 def turns(
     work: Workload, repeats: int, dtype: torch.dtype
 ) -> tuple[tuple[list[float], list[float], list[float]], list[int]]:
-    """Return seconds per step of each turn (float32, half weights, autocast), and saved bytes."""
+    """Return CPU seconds of each turn (float32, half weights, autocast), and saved bytes."""
     torch.manual_seed(0)
     model, inputs, loss = work.build()
     half_inputs = inputs.to(dtype) if inputs.is_floating_point() else inputs
@@ -186,13 +186,13 @@ def turns(
     for turn in range(repeats + 2):
         for (net, x, mode, cast), spent in zip(contenders, times, strict=True):
             net.zero_grad(set_to_none=True)
-            start = time.perf_counter()
+            start = time.process_time()
             with mode():
                 with cast():
                     y = net(x)
                 (loss(y.float()) * 1024).backward()
             if turn >= 2:
-                spent.append(time.perf_counter() - start)
+                spent.append(time.process_time() - start)
     base, half, cast = times
     return (base, half, cast), saved
 
@@ -215,7 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", default="", help="measure only models with this in their name")
     parser.add_argument("--repeats", type=int, default=15, help="turns measured; two more warm up")
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--dtype", choices=("float16", "bfloat16"), default="float16")
     parser.add_argument("--json", metavar="FILE", help="also write the rows to FILE")
     args = parser.parse_args()
