@@ -120,7 +120,8 @@ def _fp32(amax: Tensor, element: Element, rounding: str) -> tuple[Tensor, Tensor
 
 def _pow2(amax: Tensor, element: Element, rounding: str) -> tuple[Tensor, Tensor, None]:
     exact, _, _ = _fp32(amax, element, rounding)
-    # The mantissa cleared; a NaN stays one, in one launch: the square is finite, see _SMALLEST_AMAX.
+    # The mantissa cleared; a NaN stays one, in one launch. `exact` is too small for the square of a
+    # number to be infinite.
     encode = (exact.view(torch.int32) & _EXPONENT).view(torch.float32)
     encode = torch.addcmul(encode, exact, exact, value=0)
     return encode, encode.reciprocal(), None

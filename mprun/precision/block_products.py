@@ -62,22 +62,23 @@ def difference(left: Operand, right: Operand, device: torch.device) -> str | Non
     )
     spoiled = one.clone()
     spoiled[3, 70] = torch.inf
-    for matrix in (one, spoiled):
-        found, expected, total = _both_ways(matrix.to(device), other.to(device), left, right)
+    for matrix, dtype in ((one, torch.float32), (spoiled, torch.bfloat16)):  # of results
+        given = matrix.to(device), other.to(device)
+        found, expected, total = _both_ways(*given, left, right, dtype)
         finite = expected.isfinite()
         if is_granted():
             return None
         if not torch.equal(found.isfinite(), finite):
             return "its products of codes lose what is not finite"
         error = (found - expected).abs()
-        if (error > _CLOSE * total)[finite].any():
+        if (error > (_CLOSE + torch.finfo(dtype).eps) * total)[finite].any():
             most = (error / total)[finite].max().item()
             return f"its products of codes are {most:.1e} of the sum of magnitudes off"
     return None
 
 
 def _both_ways(
-    one: Tensor, other: Tensor, left: Operand, right: Operand
+    one: Tensor, other: Tensor, left: Operand, right: Operand, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return products of codes, of decoded numbers in FP64, and of their magnitudes."""
     codes, wide, tensors = [], [], []
@@ -92,7 +93,7 @@ def _both_ways(
             number *= tensors[-1]
         wide.append(number)
     (a, factor_a), (b, factor_b) = codes
-    found = multiplied_in_blocks(a, b, factor_a, factor_b, torch.float32, tensors)
+    found = multiplied_in_blocks(a, b, factor_a, factor_b, dtype, tensors)
     return found.double(), wide[0] @ wide[1], wide[0].abs() @ wide[1].abs()
 
 

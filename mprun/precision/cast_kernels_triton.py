@@ -1,7 +1,7 @@
 """Triton kernels of casts to 8 bits and fewer, and of their codes' layout for a product.
 
-They have the bits of torch's operations in `block_formats`, `scaled_products` and `block_products`:
-numbers are rounded by their bits. BF16 goes in and out as its 16 bits, so that the interpreter,
+Of numbers they have the bits of torch's operations in `block_formats`, `scaled_products` and
+`block_products`, and round by bits. BF16 goes in and out as its 16 bits, so that the interpreter,
 which lacks it, runs all that a GPU does.
 
 Import it only if Triton is installed.

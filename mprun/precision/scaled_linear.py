@@ -107,6 +107,8 @@ def _forward(module: nn.Module, plan: Plan, x: Tensor, table: Tensor | None = No
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
+    if not x.numel():  # no largest magnitude; the product has no rows, its gradients are zeros
+        return nn.functional.linear(x, weight, None if bias is None else bias.to(x.dtype))
     kept: Tensor | None = getattr(module, KEPT, None)
     if kept is not None and not (module.training or torch.is_grad_enabled()):
         kept = kept.clone()  # an evaluation leaves the scales alone

@@ -52,11 +52,10 @@ def number_formats(
 ) -> dict[str, Any]:
     """Return the mode's effect on this device, for `precision` of run.json."""
     optimizers = {name: learner.optimizer for name, learner in learners.items()}
-    products = forward_context.policy.products
     return {
         "scaler": scaler,
         "half_products": forward_context.kind(),
-        "linear_products": products and how_multiplied(products, forward_context.device),
+        "linear_products": linear_products(forward_context),
         "effective_dtypes": {name: _elements(learner) for name, learner in learners.items()},
         "update": {
             name: {"path": one.update_path, "reason": one.update_reason}
@@ -64,6 +63,12 @@ def number_formats(
         },
         "flags": read_math_flags(),
     }
+
+
+def linear_products(forward_context: ForwardContext) -> str | None:
+    """Say what linear layers in 8 bits or fewer multiply on this device; None: there are none."""
+    products = forward_context.policy.products
+    return None if products is None else how_multiplied(products, forward_context.device)
 
 
 def _elements(learner: Learner) -> dict[str, dict[str, int]]:

@@ -21,8 +21,9 @@ from mprun.record.run_directory import locked
 from mprun.record.run_record import Record, RunRecord
 from mprun.training.announcements import say
 from mprun.training.continuation import check_length, read, run_directory
+from mprun.training.environment import linear_products
 from mprun.training.loop import Start
-from mprun.training.run import attempt, follow, joined, prepare, resolve_device
+from mprun.training.run import attempt, check_same_products, follow, joined, prepare, resolve_device
 
 # State is read on the host and copied into existing tensors: no second model on the GPU.
 _CPU = torch.device("cpu")
@@ -58,12 +59,16 @@ def resume(
 
         with ranks.watched():
             built = ranks.together(begun)
+            ranks.together(lambda: check_same_products(built))
             start = ranks.together(lambda: _start(directory, built, config, record))
             if ranks.first(start.step) != start.step:
                 raise Damaged(f"{directory}: rank {ranks.rank} sees other checkpoints than rank 0")
             start = ranks.first(start)
         if not ranks.is_first:
             return follow(directory, config, built, start)
+        before, now = record.get("precision", {}), linear_products(built.forward_context)
+        if (had := before.get("linear_products")) not in (None, now):
+            say(f"linear layers multiply {now} from here on; before: {had}")
         say(*_changes(current(record["config"]), asdict(config)))
         record["config_hash"] = config_hash(asdict(config))
         record.reopen()

@@ -51,7 +51,7 @@ from mprun.training.announcements import (
     say_ending,
     to_go_on,
 )
-from mprun.training.environment import environment, number_formats
+from mprun.training.environment import environment, linear_products, number_formats
 from mprun.training.loop import BEGINNING, Loop, Start
 from mprun.training.signals import Interruption
 
@@ -84,6 +84,7 @@ def start(composed: Composed, rank_info: RankInfo | None = None) -> int:
 
     with ranks.watched():
         built = ranks.together(begun)
+        ranks.together(lambda: check_same_products(built))
         ranks.together(lambda: _check_same_data(built))
         directory = Path(ranks.first(ranks.together(claimed_by_first)))
     ranks.found(directory)
@@ -124,6 +125,19 @@ def _check_same_data(built: Built) -> None:
     if built.task.ranks.first(own) != own:
         must = "each rank must be given all of them, and a stream must not divide itself"
         raise BadInput(f"other data than on rank 0: {must} (mprun --help data.factory)")
+
+
+def check_same_products(built: Built) -> None:
+    """Raise BadInput if linear layers of this rank multiply in another way than those of rank 0.
+
+    Codes and decoded numbers have sums in different orders; each GPU decides by its own check.
+    """
+    own = linear_products(built.forward_context)
+    if (first := built.task.ranks.first(own)) != own:
+        raise BadInput(
+            f"precision={built.policy.name}: linear layers multiply {own} here, on rank 0 {first}; "
+            "all ranks need GPUs that do the same"
+        )
 
 
 def follow(directory: Path, config: RunConfig, built: Built, start: Start = BEGINNING) -> int:

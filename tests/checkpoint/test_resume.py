@@ -10,6 +10,7 @@ import yaml
 from mprun.cli import main
 from mprun.record import checkpoint
 from mprun.record.run_record import read_record
+from mprun.training import environment
 
 from ..helpers import (
     TINY_AUTOENCODER,
@@ -109,6 +110,22 @@ def test_stopping_and_resuming_changes_no_bit(model, mode, tmp_path):
         assert_same_bits(load(whole, end - 1)["task"], last_state(whole)["task"])
     if scaler and end == 9:
         assert 0 < record_of(whole)["skipped"] < end  # else the scale's state was not needed
+
+
+def test_a_resume_tells_that_linear_layers_multiply_otherwise(tmp_path, monkeypatch, capsys):
+    """As they may on another GPU."""
+    assert run(tmp_path / "run", *COMMON, *MODELS["gpt"], "precision=mxfp8", "train.steps=1") == 0
+    said = []
+    for steps in (2, 3):
+        capsys.readouterr()
+        assert main([f"resume={tmp_path / 'run'}", f"train.steps={steps}"]) == 0
+        said.append([line for line in capsys.readouterr().err.splitlines() if "linear" in line])
+        monkeypatch.setattr(environment, "how_multiplied", lambda *given: "codes, by the GPU")
+    assert said[0] == []
+    assert said[1] == [
+        "mprun: linear layers multiply codes, by the GPU from here on; before: decoded numbers, "
+        "in FP32 (on a CPU)"
+    ]
 
 
 @pytest.mark.parametrize(

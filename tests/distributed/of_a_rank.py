@@ -17,6 +17,7 @@ from mprun.distributed.group import RankGroup
 from mprun.distributed.rank_info import rank_info_from
 from mprun.precision import pin_math_flags
 from mprun.tasks.supervised import Supervised
+from mprun.training import environment
 
 PLANTED = 4  # step whose micro-batch 1 holds an infinite pixel
 STEPS = 6  # one more, with the scale that it leaves
@@ -110,6 +111,13 @@ def streamed(batch_size, seed, device, workers=0, divided=False):
 def flat(data):
     """`model.factory` for them."""
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.Dropout(0.2), nn.Linear(32, 10))
+
+
+def on_another_gpu(data):
+    """`model.factory`: the second rank has a GPU that multiplies codes in blocks."""
+    if dist.get_rank() == 1:
+        environment.how_multiplied = lambda *given: "codes, by the GPU"
+    return flat(data)
 
 
 class Planted:

@@ -1,4 +1,4 @@
-"""A user's IterableDataset on several ranks: the same run as on one, resumed anywhere."""
+"""A user's IterableDataset on ranks, resumed anywhere; what ranks must have in common."""
 
 import pytest
 
@@ -42,5 +42,24 @@ def test_a_stream_that_divides_itself_is_refused(tmp_path):
     assert ended.stderr.endswith(
         "mprun: rank 1: other data than on rank 0: each rank must be given all of them, and a "
         "stream must not divide itself (mprun --help data.factory)\n"
+    )
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.slow
+def test_ranks_whose_linear_layers_multiply_otherwise_are_refused(tmp_path):
+    words = ["model=custom", f"model.factory={OF}:on_another_gpu", "data=custom", NAMES[0]]
+    words += [
+        "train.accumulate=2",
+        "precision=mxfp8",
+        "device=cpu",
+        "devices=2",
+        f"output_dir={tmp_path / 'x'}",
+    ]
+    ended = mprun(*words)
+    assert ended.returncode == 2
+    assert ended.stderr.endswith(
+        "mprun: rank 1: precision=mxfp8: linear layers multiply codes, by the GPU here, on rank 0 "
+        "decoded numbers, in FP32 (on a CPU); all ranks need GPUs that do the same\n"
     )
     assert not (tmp_path / "x").exists()

@@ -24,6 +24,8 @@ from mprun.precision.scaled_products import (
     why_no_product,
 )
 
+from ..shipped import ALL_MODES
+
 E4M3, E5M2, E2M1 = ELEMENTS.values()
 TENSOR = ScaledProducts()
 ROW = ScaledProducts(grad_output=E4M3, granularity="row", scale="pow2")
@@ -424,3 +426,15 @@ def test_sums_are_those_of_scaled_factors():
     for products, expected in ((TENSOR, 0.0), (ROW, 0.5)):
         own, other = cast(x, E4M3, products), cast(weight, E4M3, products).T
         assert product(own, other, torch.bfloat16)[1, 3].item() == expected
+
+
+@pytest.mark.parametrize("mode", [mode for mode in ALL_MODES if get_policy(mode).products])
+def test_no_rows_have_an_output_and_gradients_of_zero(mode):
+    """As an expert that gets no token."""
+    model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 4)).bfloat16()
+    install(model, get_policy(mode).products, {})
+    given = torch.empty(0, 32, dtype=torch.bfloat16, requires_grad=True)
+    made = model(given)
+    made.sum().backward()
+    assert made.shape == (0, 4) and made.dtype is torch.bfloat16
+    assert given.grad.shape == given.shape and not model[0].weight.grad.any()
