@@ -81,6 +81,9 @@ def mode_values(config: PrecisionConfig) -> dict[str, Any]:
     return flat(values)
 
 
+_OF_LAYERS = ("products.modules", "products.high_precision")
+
+
 @dataclass(frozen=True, slots=True)
 class Mode:
     """A precision mode as its file defines it; `scaler`: its default loss scaler."""
@@ -92,12 +95,15 @@ class Mode:
     def label(self, config: PrecisionConfig) -> str:
         """Return the mode's name, with every override and every value that the mode does not have.
 
-        "fp32" is a baseline; "fp32+param_dtype=fp16" is not.
+        "fp32" is a baseline; "fp32+param_dtype=fp16" is not. Layers that are chosen for products of
+        which there are none, as a sweep may do for all of its arms, change nothing.
         """
         own = mode_values(config)
-        changed = [f"{k}={own[k]}" for k, value in self.values.items() if own[k] != value]
-        changed += [f"{pattern}={dtype}" for pattern, dtype in config.overrides.items()]
-        return "+".join([self.name, *changed])
+        changed = {k: own[k] for k, value in self.values.items() if own[k] != value}
+        if own["products.input"] is None:
+            changed = {k: v for k, v in changed.items() if k not in _OF_LAYERS}
+        changed |= config.overrides
+        return "+".join([self.name, *(f"{k}={value}" for k, value in changed.items())])
 
 
 def mode_of(name: str, config_dir: str | None = None) -> Mode:

@@ -69,9 +69,16 @@ def table(records: list[dict], swept: Iterable[str] = (), width: int | None = No
         groups.setdefault(group, []).append(record)
     everywhere = set.intersection(*map(set, groups))
     rows = []
+    # Values of a mode separate rows, but not from their baseline.
+    of_it: dict[tuple[str, ...], dict[int, float]] = {}
     for group, own in groups.items():
-        shown = [text for text in group if text not in everywhere]
-        rows += [[" ".join([label, *shown]), *row] for label, *row in _rows(own, seeds, baseline)]
+        losses = {r["seed"]: _loss(r) for r in own if _is_of(baseline, r) and _is_outcome(r)}
+        of_it.setdefault(_beside_modes(group), {}).update(losses)
+    for group, own in groups.items():
+        for label, *row in _rows(own, seeds, baseline, of_it[_beside_modes(group)]):
+            shown = (text for text in group if text not in everywhere)
+            more = [text for text in shown if text.removeprefix("precision.") not in label]
+            rows.append([" ".join([label, *more]), *row])
     peak = f"peak MiB: {next(filter(None, measures), 'peak memory')}; "
     precisions = [record["precision"] for record in records]
     modes = [p.get("half_products") for p in precisions if p["mode"] != "fp32"]
@@ -105,15 +112,22 @@ def _is_of(baseline: str, record: dict) -> bool:
     return precision["mode"] == baseline and precision["scaler"] == usual
 
 
-def _rows(records: list[dict], seeds: list[int], baseline: str) -> Iterator[list[str]]:
-    """Yield a row for each mode and scaler of otherwise equal runs, the baseline first."""
+def _beside_modes(overrides: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(text for text in overrides if not text.lstrip("+").startswith("precision."))
+
+
+def _rows(
+    records: list[dict], seeds: list[int], baseline: str, losses: dict[int, float]
+) -> Iterator[list[str]]:
+    """Yield a row for each mode and scaler of otherwise equal runs, the baseline first.
+
+    losses: the baseline's, by seed.
+    """
     found: dict[tuple[str, str], dict[int, dict]] = {}
     for record in sorted(records, key=lambda record: not _is_of(baseline, record)):
         precision = record["precision"]
         found.setdefault((precision["mode"], precision["scaler"]), {})[record["seed"]] = record
     names = [mode for mode, _ in found]
-    of_it = [record for record in records if _is_of(baseline, record)]
-    losses = {record["seed"]: _loss(record) for record in of_it if _is_outcome(record)}
     for (mode, scaler), by_seed in found.items():
         label = f"{mode} ({scaler})" if names.count(mode) > 1 else mode
         own = any(_is_of(baseline, record) for record in by_seed.values())

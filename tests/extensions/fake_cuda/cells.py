@@ -53,7 +53,7 @@ STEPS = 12  # 3 to warm up, then with a graph 9 replays
 # Layers that FP8 could take: linear, not the output.
 WITH_LINEAR = {"alexnet", "vgg16", "googlenet", "gpt", "gpt, manual", "gpt_llama"}
 WITH_LINEAR |= {"seq2seq", "deep_speech2, forward", "faster_rcnn"}
-NO_LINEAR = "no nn.Linear"
+NO_LINEAR = "no nn.Linear is left|the model has none"
 ROW_TABLES = "row tables"
 WAITS = "only the device knows how many"
 

@@ -1,5 +1,7 @@
 """Every model in every mode on CUDA, eager and as a graph: the host side, without a GPU."""
 
+import re
+
 import pytest
 
 from mprun.precision import get_policy
@@ -20,7 +22,7 @@ def test_a_run_from_start_to_end(device, tmp_path, model, mode, graph):
     found = device.run(tmp_path / "run", overrides(model, mode, graph))
     refused = refusal(model, mode, graph)
     if refused is not None:
-        assert refused in found["error"] and not (tmp_path / "run").exists()
+        assert re.search(refused, found["error"]) and not (tmp_path / "run").exists()
         return
     assert_sound(found)
     execution = found["record"]["execution"]
