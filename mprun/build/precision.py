@@ -85,9 +85,9 @@ def optimizer_maker(
     norm_names = norm_parameter_names(module)
     matrices = hidden_matrices(module) if config.component.of_matrices else frozenset()
     if config.component.of_matrices and not matrices:
-        raise BadInput(
-            f"optim.name={config.name}: the network has no hidden matrix (allowed: adamw, ...)"
-        )
+        others = ", ".join(name for name, own in schema.OPTIMIZERS.items() if not own.of_matrices)
+        none = f"optim.name={config.name}: the network has no hidden matrix"
+        raise BadInput(f"{none} (allowed: {others})")
     how = {
         "fused": implementation == "fused",
         "foreach": implementation == "foreach",

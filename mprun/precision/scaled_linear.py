@@ -195,6 +195,8 @@ def chosen_layers(
     names = [name for name in found if inherited(name, chosen) is None]
     if not names:
         why = f"{outputs[-1]}, the output layer, has to be named"
+        if not outputs[-1]:
+            why = "the model is one layer, its output, which has no name"
         if linears != outputs and any(pattern.startswith("!") for pattern in patterns):
             why = "patterns with ! take all of them out"
         if found:
