@@ -78,6 +78,12 @@ class PrecisionPolicy:
     state_dtype: str | None = None
     products: ScaledProducts | None = None
 
+    def __post_init__(self) -> None:
+        for field, allowed in _WORDS.items():
+            value = getattr(self, field, None)
+            if value is not None and value not in allowed:
+                raise ValueError(f"{field}={value!r}: must be one of {', '.join(allowed)}")
+
     @property
     def masters(self) -> str:
         """Say where weights are updated: in masters "kept" from step to step, in "transient" ones

@@ -176,3 +176,8 @@ def test_a_cpu_can_honour_every_mode_but_tf32():
     reasons = {name: why_unsupported(get_policy(name), CPU) for name in TABLE}
     assert "TF32" in reasons.pop("tf32")
     assert set(reasons.values()) == {None}
+
+
+def test_a_word_that_a_policy_does_not_know_is_refused_however_it_comes():
+    with pytest.raises(ValueError, match="state_dtype='dynamic4': must be one of fp32, bf16, dyn"):
+        dataclasses.replace(get_policy("nvfp4"), state_dtype="dynamic4")
