@@ -1,5 +1,6 @@
 """The table of a sweep against records written by hand."""
 
+from mprun.config.compose import compose_config
 from mprun.sweep.jobs import Cell
 from mprun.sweep.mode_table import table, without_record
 
@@ -150,6 +151,25 @@ def test_what_else_is_swept_separates_groups_with_baselines_of_their_own():
     found = rows(runs)
     assert found["amp optim.lr=0.1"]["vs FP32"] == "+50.00 %"
     assert found["amp optim.lr=0.2"]["vs FP32"] == "0 (identical)"
+
+
+def test_values_of_a_mode_separate_rows_but_not_from_their_baseline():
+    """What the name of the mode says already is not said again."""
+    key = "precision.update.state_dtype"
+    narrow = {"precision": {"mode": "mxfp8+update.state_dtype=dynamic8", "scaler": "none"}}
+    runs = [
+        run("fp32", 0, 2.0, overrides=["precision=fp32", f"{key}=null"]),
+        run("mxfp8", 0, 2.2, overrides=["precision=mxfp8", f"{key}=dynamic8"], **narrow),
+    ]
+    found = rows(runs, swept=[key])
+    assert found[f"fp32 {key}=null"]["vs FP32"] == "baseline"
+    assert found["mxfp8+update.state_dtype=dynamic8"]["vs FP32"] == "+10.00 %"
+
+
+def test_layers_chosen_for_products_that_a_mode_lacks_are_no_part_of_its_name():
+    modules = "precision.products.modules=[output]"
+    assert compose_config(["precision=fp32", modules]).mode == "fp32"
+    assert compose_config(["precision=mxfp8", modules]).mode != "mxfp8"
 
 
 def test_every_way_to_end_is_said_in_words(tmp_path):
