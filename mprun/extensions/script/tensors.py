@@ -186,8 +186,18 @@ class Tensors:
             self._moving.add(place)  # from now on compare values: `.data` counts no versions
             if one.is_parameter:
                 self.written.add(one.key)
+            if _is_same_memory(now, own):
+                return  # a copy onto itself would count as another write
+            # A stand-in of its dtype has its version counter, which the script has moved already.
+            target = own.data if one.inside.dtype is own.dtype else own
             # Unwritten values keep their digits beyond 16 bits.
-            own.copy_(torch.where(_differs(now, own), now.to(own.dtype), own))
+            target.copy_(torch.where(_differs(now, own), now.to(own.dtype), own))
+
+
+def _is_same_memory(now: Tensor, own: Tensor) -> bool:
+    if now.layout is not torch.strided or now.dtype is not own.dtype:
+        return False
+    return now.data_ptr() == own.data_ptr() and now.stride() == own.stride()
 
 
 def _state_of(own: Tensor) -> tuple[int, int]:

@@ -559,3 +559,45 @@ def test_a_layer_of_another_dtype_is_refused_at_the_next_call():
     model[1] = nn.Linear(8, 8).half()
     with pytest.raises(RuntimeError, match="float16"):
         model(torch.ones(1, 8))
+
+
+class Bounded(nn.Linear):
+    """A layer that bounds the norm of its weight in `forward`, by `.data` or a counted write."""
+
+    by_data = False
+
+    def forward(self, given):
+        with torch.no_grad():
+            bounded = torch.renorm(self.weight, 2, 0, 0.25)
+            if self.by_data:
+                self.weight.data = bounded
+            else:
+                self.weight.copy_(bounded)
+        # Autograd keeps the FP32 weight itself.
+        return given @ (self.weight * self.weight.square().sum(1, keepdim=True).rsqrt()).t()
+
+
+@pytest.mark.parametrize("by_data", [False, True], ids=["copied", "by_data"])
+@pytest.mark.parametrize(
+    "mode, overrides",
+    [("amp", None), ("fp16_master_scaled", {"1": "fp32"}), ("bf16_master", {"1": "fp32"})],
+    ids=["amp", "half_weights", "no_scale"],
+)
+def test_an_fp32_weight_written_in_forward_is_none_of_torchs_in_place_errors(
+    mode, overrides, by_data
+):
+    """Autograd counts a write once, the script's own: the weight is used after it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Bounded(8, 4, bias=False))
+    model[1].by_data = by_data
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mprun.prepare(model, optimizer, mode, overrides=overrides)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for _ in range(2):  # the second call of a step has the stand-in of the first
+            model(torch.randn(16, 8)).square().mean().backward()
+        norms = model[1].weight.detach().norm(dim=1)
+        # renorm multiplies by 0.25 / (norm + 1e-7); a norm of 8 values rounds at most 8 times.
+        assert bool((norms <= 0.25 * (1 + 9 * 2**-24)).all())
+        optimizer.step()
+    assert mprun.state_of(optimizer).last.found_inf in (None, 0)
