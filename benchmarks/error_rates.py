@@ -4,10 +4,10 @@
 
 Every draw fills two arms of runs with final losses of known truth and calls the function behind the
 command, `compare.verdict.judge`. The baseline mean is 2 nats, the margin 1 % of the baseline's mean
-(as drawn, like in a real comparison). Seed standard deviations are in percent of the mean. Same
-seeds share noise: correlation 0.3 between paired arms. It takes one process, a CPU and fixed seeds.
-It prints Markdown; --write puts error_rates.md and error_rates.json into a folder. --only repeats
-one of the tables in that folder.
+(which the test does not know, like in a real comparison). Seed standard deviations are in percent
+of the mean. Same seeds share noise: correlation 0.3 between paired arms, more in the table
+"scatter". It takes one process, a CPU and fixed seeds. It prints Markdown; --write puts
+error_rates.md and error_rates.json into a folder. --only draws one of the tables there anew.
 
 For the gaps over steps (table "growth") a draw is the curves of all seeds, tested by the functions
 of `compare.gaps`.
@@ -20,6 +20,7 @@ import platform
 import sys
 import time
 from collections import Counter
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -27,9 +28,10 @@ import scipy
 from error_rates_document import document, summary
 
 from mprun.compare.equivalence import nominal_alpha
-from mprun.compare.findings import VERDICTS, Arm, Question, RunData
+from mprun.compare.findings import VERDICTS, Arm, Question, RunData, Verdict
 from mprun.compare.gap_growth import last_half, paired_gaps, slope_interval
 from mprun.compare.verdict import CONCLUSIVE, judge
+from mprun.errors import BadInput
 
 MEAN = 2.0  # nats
 MARGIN = 0.01  # of the mean
@@ -59,6 +61,10 @@ NOISES = {
     "mode in ten, which ends ten times as much worse",
 }
 RARE = 0.1  # share of bad seeds
+SHIFTS = {  # of equal seeds, beside the noise of their difference
+    "additive": "every seed of the mode ends by the same amount above its partner",
+    "scaled": "every seed of the mode ends by the same share above its partner",
+}
 GAP_POINTS = 60  # of a curve of 6,000 steps
 GAP_SD = 0.0005  # of a gap within a seed, relative to the loss
 PLANTED = ("0", "0.0005", "0.0025")  # growth over the last half, relative to the loss
@@ -93,6 +99,17 @@ def noise(kind: str, shape: tuple[int, ...], generator: np.random.Generator) -> 
             [generator.choice(RECORDS[n % len(RECORDS)], shape[1]) for n in range(shape[0])]
         )
     return generator.standard_normal(shape)
+
+
+def paired_losses(
+    true: float, sd: float, seeds: int, draws: int, shift: str, difference_sd: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw as `final_losses`, of seeds whose difference has a deviation of its own."""
+    generator = np.random.default_rng(list(repr((true, sd, seeds, shift, difference_sd)).encode()))
+    base = 1 + sd * generator.standard_normal((draws, seeds))
+    differences = difference_sd * generator.standard_normal((draws, seeds))
+    differences += true * MARGIN * (base if shift == "scaled" else 1)
+    return MEAN * (base + differences), MEAN * base
 
 
 def final_losses(
@@ -134,15 +151,20 @@ def rates(
     kind: str = "normal",
     looks: tuple[int, ...] = (),
     naive: bool = False,
+    difference_sd: float | None = None,
 ) -> dict[str, float]:
-    """Return the share of each verdict, "seeds" and "warned".
+    """Return the share of each verdict, "seeds" and "warned", and "refused" if any was.
 
     "seeds" is the mean number of seeds that a verdict used. "warned" is the share of the verdicts
     "matches" that a permutation test does not confirm.
 
     naive: each of `looks` tests the seeds so far in the ordinary way, until one is conclusive.
+    difference_sd: that of equal seeds; `kind` is then one of SHIFTS.
     """
-    values = final_losses(true, sd, counts, draws, kind, CORRELATION if paired else 0.0)
+    if difference_sd is None:
+        values = final_losses(true, sd, counts, draws, kind, CORRELATION if paired else 0.0)
+    else:
+        values = paired_losses(true, sd, counts[0], draws, kind, difference_sd)
     plans = [(look, look) for look in looks] if naive else [counts]
     stages = [arms(plan, paired) for plan in plans]
     found, seeds, warned = Counter(), 0, 0
@@ -150,7 +172,10 @@ def rates(
         for own, base in stages:
             _fill(own, own_values)
             _fill(base, base_values)
-            verdict, _ = judge(own, base, Question(looks=() if naive else looks, **QUESTION))
+            try:
+                verdict, _ = judge(own, base, Question(looks=() if naive else looks, **QUESTION))
+            except BadInput:  # the mean of the baseline cannot be told from 0
+                verdict = Verdict("refused", "")
             if verdict.name in CONCLUSIVE:
                 break
         found[verdict.name] += 1
@@ -158,6 +183,7 @@ def rates(
         warned += verdict.name == "matches" and "Not confirmed" in verdict.sentence
     share = warned / max(1, found["matches"])
     more = {"seeds": seeds / draws, "warned": share}
+    more |= {"refused": found["refused"] / draws} if found["refused"] else {}
     return {name: found[name] / draws for name in VERDICTS} | more
 
 
@@ -235,6 +261,32 @@ def welch_table(draws: int) -> list[dict]:
     return cells
 
 
+def scatter_table(draws: int) -> list[dict]:
+    """Seeds that scatter more than the differences of equal ones, and arms of uneven size."""
+    cells = [
+        {"sd": sd, "difference_sd": of_difference, "shift": shift, "seeds": count, "true": true}
+        for sd, of_difference, shift in (
+            (0.1, 0.0005, "additive"),
+            (0.2, 0.0001, "additive"),
+            (0.1, 0.0005, "scaled"),
+        )
+        for count in (3, 5, 10)
+        for true in (0, 1)
+    ]
+    for cell in cells:
+        how = {"kind": cell["shift"], "difference_sd": cell["difference_sd"]}
+        cell["rates"] = rates(cell["true"], cell["sd"], (cell["seeds"],) * 2, draws, **how)
+    uneven = [
+        {"sd": 0.002, "seeds": own, "baseline_seeds": 3, "true": true}
+        for own in (10, 20)
+        for true in (0, 1)
+    ]
+    for cell in uneven:
+        counts = cell["seeds"], cell["baseline_seeds"]
+        cell["rates"] = rates(cell["true"], cell["sd"], counts, draws, paired=False)
+    return cells + uneven
+
+
 def looks_table(draws: int) -> list[dict]:
     ways = {
         "fixed n = 10": {},
@@ -305,6 +357,7 @@ def main() -> None:
         "welch": welch_table,
         "looks": looks_table,
         "noise": noise_table,
+        "scatter": scatter_table,
         "growth": growth_table,
     }
     parser.add_argument("--only", choices=tables, help="the other tables are those of --write DIR")
@@ -320,6 +373,7 @@ def main() -> None:
         "versions": f"Python {platform.python_version()}, numpy {np.__version__}, "
         f"scipy {scipy.__version__}",
         "nominal_alpha": nominal_alpha(LOOKS),
+        "drawn": {},
     }
     if arguments.only:
         results = json.loads((arguments.write / "error_rates.json").read_text(encoding="utf-8"))
@@ -327,10 +381,11 @@ def main() -> None:
     for name, table in tables.items():
         if arguments.only in (None, name):
             results[name] = table(arguments.draws)
+            results["drawn"][name] = f"{datetime.now(UTC):%Y-%m-%d}"
             print(f"{name}: {time.perf_counter() - started:.0f} s", file=sys.stderr)
     if not arguments.only:
         results["seconds"] = round(time.perf_counter() - started)
-    results["noises"], results["gaps"] = NOISES, GAPS
+    results["noises"], results["gaps"], results["shifts"] = NOISES, GAPS, SHIFTS
     results["summary"] = summary(results)
     text = document(results)
     print(text)

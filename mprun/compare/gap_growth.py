@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mprun.compare.equivalence import ALPHA, FEWEST_SEEDS, Interval, paired_interval, welch_interval
+from mprun.compare.equivalence import ALPHA, FEWEST_SEEDS, Interval, estimate, paired_interval
 from mprun.compare.findings import Band, Curve, Gap, Group, Row, RunData, curve, grid, on_grid
 from mprun.compare.verdict import GAN_LOSSES, pairing
 from mprun.compare.wording import baseline_name, seeds_text, signed, unit
@@ -99,11 +99,13 @@ def _difference(
     if not len(own) or not len(base):
         return (np.nan,) * 3
     mean = float(base.mean())
-    unit = (100 / abs(mean) if mean else np.nan) if relative else 1.0
     if min(len(own), len(base)) >= FEWEST_SEEDS:
-        estimate = paired_interval if method == "paired" else welch_interval
-        interval = estimate(own.tolist(), base.tolist(), ALPHA)
-        return unit * interval.difference, unit * interval.low, unit * interval.high
+        found = estimate(own.tolist(), base.tolist(), method, relative)
+        unit = 100.0 if relative else 1.0
+        if not math.isfinite(found.high - found.low):
+            return unit * found.difference, np.nan, np.nan
+        return unit * found.difference, unit * found.low, unit * found.high
+    unit = (100 / abs(mean) if mean else np.nan) if relative else 1.0
     low = high = np.nan
     if method == "paired" and len(own) == seeds == 2:
         low, high = sorted(own - base)
@@ -166,10 +168,14 @@ def _why_not(row: Row) -> str | None:
 def paired_gaps(own: np.ndarray, base: np.ndarray, relative: bool) -> np.ndarray:
     """Return float64 [seeds, points]: own - base per seed; own and base are [seeds, points].
 
-    If `relative`, it is in percent of the mean of `base` at that point.
+    If `relative`, it is in percent of the mean of `base` at that point. That mean errs with the
+    seeds, too: each seed's gap has its share of the error, so that their scatter contains it.
     """
+    if not relative:
+        return own - base
+    gaps, mean = own - base, base.mean(0)
     with np.errstate(all="ignore"):
-        return (own - base) * (100 / np.abs(base.mean(0)) if relative else 1.0)
+        return (gaps - gaps.mean(0) * (base / mean - 1)) * (100 / np.abs(mean))
 
 
 def last_half(x: np.ndarray, gaps: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

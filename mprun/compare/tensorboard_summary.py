@@ -174,7 +174,7 @@ def _percent(name: str, arm: Arm, baseline: Arm, x: np.ndarray) -> np.ndarray:
         runs = [own[seed] for seed in shared], [base[seed] for seed in shared]
     with np.errstate(divide="ignore", invalid="ignore"):
         mean, reference = (band(_named(name, one), x).mean for one in runs)
-        return 100 * (mean / reference - 1)
+        return 100 * (mean - reference) / np.abs(reference)
 
 
 def _named(name: str, runs: Sequence[RunData]) -> list[Curve]:

@@ -82,8 +82,8 @@ def judge(arm: Arm, baseline: Arm, question: Question) -> tuple[Verdict, list[Ou
         everything = _values(question, arms, ends, by_seed=False)
         with suppress(BadInput):  # the runs that were compared do have a margin
             if everything.fewest >= FEWEST_SEEDS:
-                margin, unit = _margin_and_unit(everything)
-                interval = equivalence.welch_interval(everything.own, everything.base)
+                margin, unit, _ = _margin_and_unit(everything)
+                interval = _interval(everything, equivalence.ALPHA)
                 found = equivalence.difference_text(interval, unit, margin)
                 name = equivalence.decide(interval, margin)
                 verdict.sentence += f" Over all, unpaired: {name}, {found}."
@@ -159,11 +159,11 @@ def _values(
     return _Values(question, arms, method, own_seeds, base_seeds, *values)
 
 
-def _margin_and_unit(values: _Values) -> tuple[float, Unit]:
-    """Return the margin in the unit of the judged values, and the unit to show differences in.
+def _margin_and_unit(values: _Values) -> tuple[float, Unit, float]:
+    """Return the margin, the unit of `_interval`, and what both are multiples of (or 1).
 
-    Raises BadInput for a relative margin if the mean is within two standard errors of 0, without
-    one run that stands out, and for an absolute margin of half a mean that is not, or more.
+    Raises BadInput for a relative margin if the mean cannot be told from 0, without one run that
+    stands out, and for an absolute margin of half a mean that can, or more.
     """
     question, baseline = values.question, values.arms[1]
     setting, turned = question.margin_setting, question.higher_is_better
@@ -173,26 +173,30 @@ def _margin_and_unit(values: _Values) -> tuple[float, Unit]:
     zero = mean == 0
     if len(usual) >= FEWEST_SEEDS:
         found = equivalence.paired_interval(usual, [0.0] * len(usual))
-        error = math.ldexp(math.sqrt(found.variances[0] / len(usual)), found.exponent)
-        zero = abs(found.difference) <= 2 * error
+        zero = found.low <= 0 <= found.high
     asked = f"{'--margin ' if baseline.foreign else 'compare.margin='}{setting:g}"
     log = "log " if question.as_logarithm else ""
     of_mean = f"the mean {log}{question.metric} of {baseline.reference}"
     if question.relative:
         if zero:
             raise BadInput(
-                f"{asked}: is relative to {of_mean}, which must not be 0: it is {mean:.3g}, within "
-                f"two standard errors of it ({_seeds_text(len(values.base), values.unit)}); give "
+                f"{asked}: is relative to {of_mean}, which must not be 0: it is {mean:.3g}, which "
+                f"{_seeds_text(len(values.base), values.unit)} cannot tell from it; give "
                 "--margin X --absolute, in the unit of the metric"
             )
-        return setting * mean, Unit(100 / mean, " %", turned)
+        return setting, Unit(100.0, " %", turned), mean
     if setting >= mean / 2 and not zero:
         raise BadInput(
             f"{asked}: is absolute, and {of_mean} is {mean:.3g}: must be below half of it, "
             f"{mean / 2:.3g} (of a fraction half a point is 0.005)"
         )
     points = question.metric in IN_POINTS and not baseline.foreign
-    return setting, Unit(1.0, " points" if points else "", turned)
+    return setting, Unit(1.0, " points" if points else "", turned), 1.0
+
+
+def _interval(values: _Values, alpha: float) -> equivalence.Interval:
+    arms = values.own, values.base
+    return equivalence.estimate(*arms, values.method, values.question.relative, alpha)
 
 
 def _at_all_seeds(values: _Values) -> Verdict:
@@ -252,15 +256,13 @@ def _seeds_text(count: int, counted: str = "seed") -> str:
 
 
 def _tested(values: _Values, alpha: float, remedy: str | None = None) -> Verdict:
-    margin, unit = _margin_and_unit(values)
-    paired = values.method == "paired"
-    estimate = equivalence.paired_interval if paired else equivalence.welch_interval
-    interval = estimate(values.own, values.base, alpha)
+    margin, unit, whole = _margin_and_unit(values)
+    interval = _interval(values, alpha)
     name = equivalence.decide(interval, margin)
     words = values.arms[1].reference, remedy, values.unit
     sentence = equivalence.sentence(name, interval, margin, unit, *words)
     half = (interval.high - interval.low) / 2
-    least = None if name in CONCLUSIVE or half <= margin else half
+    least = half if margin < half < math.inf and name not in CONCLUSIVE else None
     if least is not None:
         sentence += (
             f" So many {values.unit}s with this scatter can show no margin below "
@@ -272,20 +274,23 @@ def _tested(values: _Values, alpha: float, remedy: str | None = None) -> Verdict
         name,
         sentence + _strange(values),
         *(values.method, values.own_seeds, values.base_seeds),
-        difference=interval.difference,
-        low=interval.low,
-        high=interval.high,
-        margin=margin,
+        difference=whole * interval.difference,
+        low=whole * interval.low,
+        high=whole * interval.high,
+        margin=whole * margin,
         level=interval.level,
-        least_margin=least,
+        least_margin=None if least is None else whole * least,
         needed=equivalence.seeds_needed(interval, margin) if name == "inconclusive" else None,
     )
 
 
 def _unconfirmed(name: str, values: _Values, margin: float, alpha: float) -> str:
     """Return a warning if a test without assumptions on the noise does not confirm a claim."""
-    paired = values.method == "paired"
-    p, least = equivalence.permutation_p(name, values.own, values.base, paired, margin)
+    paired, margins = values.method == "paired", [margin] * len(values.base)
+    if values.question.relative:  # each value's own share, so that those of both arms scatter alike
+        sign = math.copysign(1.0, math.fsum(values.base))
+        margins = [sign * margin * value for value in values.base]
+    p, least = equivalence.permutation_p(name, values.own, values.base, paired, margins)
     # Six pairs, or 3 and 3 runs, have too few rearrangements: a single one would decide.
     if least > alpha / 5 or p <= alpha:
         return ""
@@ -340,9 +345,11 @@ def _too_few(values: _Values, wanted: int) -> Verdict:
         verdict.difference = own - base
     # A relative margin needs a mean; an arm may have no run.
     if values.base and (any(values.base) or not values.question.relative):
-        verdict.margin, unit = _margin_and_unit(values)
+        margin, unit, whole = _margin_and_unit(values)
+        verdict.margin = whole * margin
         if verdict.difference is not None:
-            so_far = unit.text(verdict.difference, verdict.margin, verdict.difference)
+            difference = verdict.difference / whole
+            so_far = unit.text(difference, margin, difference)
             turned = " (positive is worse)" if unit.turned else ""
             verdict.sentence += f" Difference so far: {so_far}{unit.suffix}{turned}."
     return verdict

@@ -43,11 +43,12 @@ def test_verdicts_of_a_study_are_printed_and_left(runs, capsys):
     rows = {row["label"]: row for row in group["modes"]}
     verdicts = {label: row["verdict"]["name"] for label, row in rows.items()}
     assert verdicts == {"amp": "matches", "fp16_naive": "worse", "bf16_naive": "diverged"}
-    # Mean of the offsets 0.002; s = sqrt(2e-6 / 4); t(0.95, 4) = 2.1318; h = t s / sqrt(5).
+    # Mean of the offsets 0.002; s = sqrt(2e-6 / 4); t(0.95, 4) = 2.1318; h = t s / sqrt(5). The
+    # scatter of FP32's mean moves the ends by less than a hundredth.
     amp = rows["amp"]["verdict"]
     half = 2.131847 * (2e-6 / 4) ** 0.5 / 5**0.5
     assert amp["difference"] == pytest.approx(0.002, rel=1e-9)
-    assert (amp["low"], amp["high"]) == pytest.approx((0.002 - half, 0.002 + half), rel=1e-6)
+    assert (amp["low"], amp["high"]) == pytest.approx((0.002 - half, 0.002 + half), rel=0.01)
     assert amp["margin"] == pytest.approx(0.01 * 2.00, rel=1e-12)
     # Again: what it wrote itself is no run.
     assert compared(capsys, "outputs")["groups"][0]["modes"] == group["modes"]

@@ -13,13 +13,16 @@ from mprun.compare.equivalence import (
     Interval,
     Unit,
     decide,
+    estimate,
     outlier,
     paired_interval,
+    paired_ratio,
     permutation_p,
     seeds_needed,
     sentence,
     t_quantile,
     welch_interval,
+    welch_ratio,
 )
 from mprun.compare.wording import decimals_for
 
@@ -60,17 +63,20 @@ def test_welch_by_hand():
 
 
 @pytest.mark.parametrize("exponent", [-990, -500, 500, 990])
-@pytest.mark.parametrize("interval_of", [paired_interval, welch_interval])
+@pytest.mark.parametrize(
+    "interval_of", [paired_interval, welch_interval, paired_ratio, welch_ratio]
+)
 def test_numbers_of_any_size_compare(interval_of, exponent):
     """A power of two changes no digit, so every bit of an interval is the same."""
     own, base = [2.021, 2.034, 2.017, 2.029], [2.0201, 2.0307, 2.0143, 2.0292]
     small = interval_of(own, base)
     scaled = interval_of(*([math.ldexp(value, exponent) for value in arm] for arm in (own, base)))
+    power = 0 if interval_of in (paired_ratio, welch_ratio) else exponent  # a ratio has no unit
     for name in ("difference", "low", "high"):
-        assert getattr(scaled, name) == math.ldexp(getattr(small, name), exponent) != 0
+        assert getattr(scaled, name) == math.ldexp(getattr(small, name), power) != 0
     assert scaled.variances == small.variances
     for margin in (0.02, 0.0175, 0.001):
-        large = math.ldexp(margin, exponent)
+        large = math.ldexp(margin, power)
         assert decide(scaled, large) == decide(small, margin)
         assert seeds_needed(scaled, large) == seeds_needed(small, margin)
 
@@ -103,6 +109,87 @@ def test_intervals_equal_those_of_scipy(pairs, alpha):
         assert (found.low, found.high) == pytest.approx(ends, rel=1e-9, abs=1e-9)
 
 
+def t_test(own, base, method, u):
+    """scipy's test of mean(own) - mean(base) - u * |mean(base)|."""
+    own, base = np.array(own), np.array(base)
+    shifted = base * (1 + u * np.sign(base.mean()))
+    if method == "paired":
+        return stats.ttest_1samp(own - shifted, 0)
+    return stats.ttest_ind(own, shifted, equal_var=False)
+
+
+@st.composite
+def arms(draw):
+    """A method and two arms whose mean may be of any sign, with noise of many sizes."""
+    method = draw(st.sampled_from(["paired", "Welch"]))
+    counts = [draw(st.integers(3, 10)) for _ in range(2)]
+    generator = np.random.default_rng(draw(st.integers(0, 2**32)))
+    mean = draw(st.sampled_from([2.0, -3.0, 1e-8, 1e12]))
+    scatter, noise, shift = (draw(st.sampled_from([1e-6, 1e-3, 0.1, 0.4])) for _ in range(3))
+    base = 1 + scatter * generator.standard_normal(counts[method == "paired"])
+    shared = base if method == "paired" else 1.0
+    own = shared + shift + noise * generator.standard_normal(len(base) if method == "paired" else 5)
+    return method, (mean * own).tolist(), (mean * base).tolist()
+
+
+@settings(deadline=None, max_examples=80)
+@given(arms(), st.sampled_from([0.05, 0.02]))
+def test_a_relative_interval_inverts_scipy_s_tests(found, alpha):
+    """Word and interval agree with the tests of own - (1 +- margin) * base, whatever the margin."""
+    method, own, base = found
+    interval = estimate(own, base, method, True, alpha)
+    zero = stats.ttest_1samp(base, 0).pvalue >= 2 * alpha
+    assert zero == (interval.low == -math.inf) == (interval.high == math.inf)
+    if zero:
+        assert decide(interval, 1e9) == "inconclusive"
+        return
+    for end, sign in ((interval.low, 1), (interval.high, -1)):
+        test = t_test(own, base, method, end)
+        assert test.pvalue / 2 == pytest.approx(alpha, rel=1e-5) and sign * test.statistic > 0
+    for margin in (1e-3, 0.01, 0.1, 0.3, abs(interval.difference)):
+        above, below = (t_test(own, base, method, u) for u in (margin, -margin))
+        claims = {
+            "matches": (above.statistic < 0 < below.statistic, max(above.pvalue, below.pvalue)),
+            "worse": (above.statistic > 0, above.pvalue),
+            "better": (below.statistic < 0, below.pvalue),
+        }
+        word = decide(interval, margin)
+        for name, (side, p) in claims.items():
+            if not math.isclose(p / 2, alpha, rel_tol=1e-5):
+                assert (word == name) == (side and p / 2 < alpha)
+
+
+def test_a_relative_interval_by_hand():
+    # Base 10, 20, 30 and 2 above each: the ratio is 2 / 20. Fieller's ends are 2 / (20 +- h) with
+    # h = 2.919986 * 10 / sqrt(3) = 16.8586, the baseline's own half width.
+    found = paired_ratio([12.0, 22.0, 32.0], [10.0, 20.0, 30.0])
+    assert found.difference == pytest.approx(0.1, rel=1e-12)
+    assert (found.low, found.high) == pytest.approx((2 / 36.8586, 2 / 3.1414), rel=1e-4)
+    # 25 % above each: exactly that ratio, on the side of the margin that it is.
+    for own, word in (([10.0, 12.5, 15.0], "worse"), ([6.0, 7.5, 9.0], "better")):
+        exact = paired_ratio(own, [8.0, 10.0, 12.0])
+        assert exact.low == exact.difference == exact.high and abs(exact.low) == 0.25
+        assert decide(exact, 0.25) == word and decide(exact, 0.26) == "matches"
+    # Below zero the mode 1 above -2 is worse by half of the mean.
+    for found in (paired_ratio([-1.0] * 3, [-2.0] * 3), welch_ratio([-1.0] * 3, [-2.0] * 3)):
+        assert (found.low, found.difference, found.high) == (0.5, 0.5, 0.5)
+    for of in (paired_ratio, welch_ratio):
+        same = of([0.1, 0.1, 0.1], [0.1, 0.1, 0.1])
+        assert same.identical and (same.low, same.high) == (0, 0)
+
+
+def test_a_relative_interval_of_arms_of_very_different_size():
+    own, base = [1e300, 1.1e300, 0.9e300], [1e-5, 1.1e-5, 1.05e-5]
+    for of in (paired_ratio, welch_ratio):
+        found = of(own, base)
+        assert 0.5e305 < found.low < found.difference < found.high < 2e305
+        assert decide(found, 0.01) == "worse"
+        above = of([1e308, 1e307, 2e307], [1e-308, 1.1e-308, 1.2e-308])
+        assert not above.difference < 1e308 and decide(above, 0.01) != "matches"
+        assert of([1.0, 2.0, 3.0], [0.0, 0.0, 0.0]).low != 0  # no number, and no error
+    assert paired_interval([1.7e308] * 3, [-1.7e308] * 3).low == math.inf
+
+
 def test_an_arm_without_variance_leaves_the_other_ones_degrees_of_freedom():
     found = welch_interval([1.0, 1.0, 1.0], [0.0, 2.0, 4.0])
     # Only the baseline varies: variance 4, degrees 2.
@@ -112,9 +199,9 @@ def test_an_arm_without_variance_leaves_the_other_ones_degrees_of_freedom():
 
 
 def test_what_has_no_interval_and_what_is_no_margin_is_refused():
-    for estimate in (paired_interval, welch_interval):
+    for interval_of in (paired_interval, welch_interval):
         with pytest.raises(ValueError, match="1 values: an interval needs at least 2"):
-            estimate([1.0], [1.0])
+            interval_of([1.0], [1.0])
     with pytest.raises(ValueError, match="zip"):
         paired_interval([1.0, 2.0, 3.0], [1.0, 2.0])
     for margin in (0.0, -1.0, math.nan, math.inf):
@@ -167,8 +254,8 @@ def test_equal_values_are_identical_though_their_mean_rounds():
     assert pairs.identical
     assert (pairs.low, pairs.high) == (0.0, 0.0)
     assert decide(pairs, 0.01) == "matches"
-    for estimate in (paired_interval, welch_interval):  # equal means alone are no equal values
-        assert not estimate([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]).identical
+    for interval_of in (paired_interval, welch_interval):  # equal means alone are no equal values
+        assert not interval_of([1.0, 2.0, 3.0], [3.0, 2.0, 1.0]).identical
 
 
 @pytest.mark.parametrize("counts", [(2, 2), (2, 9), (9, 2)])
@@ -181,8 +268,8 @@ def test_two_seeds_decide_nothing(counts):
 @given(st.lists(st.tuples(values, values), min_size=3, max_size=10), st.floats(1e-3, 1e3))
 def test_exchanging_the_arms_turns_the_verdict(pairs, margin):
     own, base = (list(arm) for arm in zip(*pairs, strict=True))
-    for estimate in (paired_interval, welch_interval):
-        there, back = estimate(own, base), estimate(base, own)
+    for interval_of in (paired_interval, welch_interval):
+        there, back = interval_of(own, base), interval_of(base, own)
         assert (there.low, there.high) == (-back.high, -back.low)
         assert decide(there, margin) == OPPOSITE[decide(back, margin)]
 
@@ -282,6 +369,10 @@ def test_sentence_of_an_inconclusive_interval():
         "inconclusive: needs about 2 more seeds; difference 0.00 (90 % CI -1.69 to +1.69) "
         "includes zero and reaches the margin of ±1.00, 3 seeds, paired."
     )
+    unbounded = estimate([1.0, -1.0, 0.0], [1.0, 2.0, -0.5], "paired", True)
+    assert "difference -1.00 (90 % CI without bounds)" in sentence(
+        "inconclusive", unbounded, 1.0, Unit(1.0, ""), remedy="wait"
+    )
     assert "not reachable with more seeds (needs over 50)" in sentence(
         "inconclusive", found, 0.1, Unit(1.0, "")
     )
@@ -337,6 +428,13 @@ def test_permutation_p_equals_scipy_s(paired):
         n_resamples=np.inf,
     ).pvalue
     assert permutation_p("worse", own, base, paired, 0.1)[0] == pytest.approx(expected, abs=1e-12)
+
+
+def test_permutation_takes_the_margin_of_each_value():
+    own, base = np.array([2.2, 4.1, 8.9, 3.1]), np.array([2.0, 4.0, 8.0, 3.0])
+    for name, sign in (("worse", 1), ("better", -1)):
+        expected = permutation_p(name, own - sign * 0.01 * base, base, True, 0.0)
+        assert permutation_p(name, own, base, True, 0.01 * base) == expected
 
 
 def test_a_claim_that_three_seeds_of_seven_carry_is_not_confirmed():

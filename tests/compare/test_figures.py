@@ -118,12 +118,15 @@ def three_seeds(*own: list[float], base: list[list[float]]):
 
 
 def test_the_difference_is_paired_and_its_band_the_verdicts_interval_at_that_point():
-    # Step 1: differences 0, 0.1, 0.2 of a mean of 2, so 5 % +- t(0.95, 2) s / sqrt(3); t = 2.92.
+    # Step 1: differences 0, 0.1, 0.2 of 1, 2, 3: 5 % of the mean. own - (1 + u) base has the mean
+    # 0.1 - 2 u and the deviation |0.1 - u|. So the ends are u = 0.1 (c -+ 1) / (c -+ 2), where c is
+    # t(0.95, 2) / sqrt(3).
     one = three_seeds([1.0, 4], [2.1, 4], [3.2, 4], base=[[1.0, 4], [2, 4], [3, 4]])
     ((found, b, _),) = differences(one, TRAINING[0], 10)
     assert found is one.rows[0]
-    half = 2.91998558 * 5 / np.sqrt(3)
-    np.testing.assert_allclose([b.mean, b.low, b.high], [[5, 0], [5 - half, 0], [5 + half, 0]])
+    c = 2.91998558 / np.sqrt(3)
+    low, high = 10 * (c - 1) / (c - 2), 10 * (c + 1) / (c + 2)
+    np.testing.assert_allclose([b.mean, b.low, b.high], [[5, 0], [low, 0], [high, 0]])
 
 
 def test_a_point_with_fewer_than_three_seeds_left_has_a_mean_and_no_band():
