@@ -77,7 +77,7 @@ def test_master_weights_alone_learn_less(replayed):
     pairs = zip(losses(folder, "fp16_master"), losses(folder, "fp32"), strict=True)
     assert all(own > 1.01 * fp32 for own, fp32 in pairs)
     verdict = ended(replayed, f"mprun compare {RUNS}").stdout
-    assert re.search(r"^  (likely worse|worse) +fp16_master ", verdict, re.MULTILINE)
+    assert re.search(r"^  worse +fp16_master ", verdict, re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -87,7 +87,7 @@ def test_the_shadow_step_shows_an_encoder_without_gradient(replayed):
         text = ended(replayed, f"python shadow.py {RUNS}/{mode}-s0").stdout
         lines = text.splitlines()
         rows[mode] = [[float(word) for word in re.findall(r"\d\.\d+", line)] for line in lines]
-        assert len(rows[mode]) == 7
+        assert len(rows[mode]) == 5
     for error, *norms in rows["fp16_master"][:3]:
         assert error < 0.05 and max(norms[:3]) < 0.001 and norms[-1] > 0.99
     for own, (error, *norms) in zip(rows["fp16_master"], rows[SCALED], strict=True):
@@ -110,7 +110,7 @@ def test_the_advised_scale_matches_without_a_skipped_update(replayed):
     assert re.search(r"^  matches +fp16_master_scaled \(static\) ", text, re.MULTILINE)
     for seed in range(3):
         steps = rows_of(folder / RUNS / f"{SCALED}-s{seed}", "train")
-        assert len(steps) == 35 and not any(row["skipped"] for row in steps)
+        assert len(steps) == 25 and not any(row["skipped"] for row in steps)
 
 
 @pytest.mark.slow
