@@ -140,8 +140,8 @@ def document(results: dict) -> str:
     days = "; ".join(f"{name} on {day}" for name, day in drawn.items())
     old = [name for name, day in drawn.items() if day < RATIO_SINCE]
     earlier = (
-        f" {', '.join(old)}: drawn when the margin was computed from the baseline's mean and taken "
-        "for known, which is nearly the same where seeds scatter by at most 1 %."
+        "\nDrawn when a margin was computed from the baseline's mean and taken for known, which\n"
+        f"is nearly the same where seeds scatter by at most 1 %: {', '.join(old)}.\n"
         if old
         else ""
     )
@@ -155,8 +155,8 @@ One standard error of a rate near 5 % is {_percent(math.sqrt(0.05 * 0.95 / resul
     {results["command"]}
 
 {results["versions"]}; CPU only, {results["seconds"]:.0f} s in one process. The same
-numbers are in `error_rates.json`. Tables drawn: {days}.{earlier}
-
+numbers are in `error_rates.json`. Tables drawn: {days}.
+{earlier}
 | what | worst rate over the cells |
 |---|---|
 | "matches" although the true difference equals the margin, normal noise, looks included | \
