@@ -433,3 +433,6 @@ class RunConfig:
         None, "Directory of the run; null: by configuration", role=LABEL
     )
     resume: str | None = setting(None, "Run directory to continue; null: a new run", role=LABEL)
+    basis: str | None = setting(
+        None, "What the settings were fixed in, such as a file's hash; null: not said", role=LABEL
+    )

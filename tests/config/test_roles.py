@@ -41,7 +41,10 @@ def test_the_hash_changes_with_each_key_that_can_change_a_number_and_with_no_oth
 @pytest.mark.parametrize(
     ("role", "keys"),
     [
-        (LABEL, "name output_root output_dir resume numerics numerics.enabled numerics.every"),
+        (
+            LABEL,
+            "name output_root output_dir resume basis numerics numerics.enabled numerics.every",
+        ),
         (READING, "train.log_every train.checkpoint_every train.keep_checkpoints"),
         (READING, "train.cuda_graph data.root data.workers data.prefetch data.cache"),
         (READING, "data.vocabulary data.tokenizer"),
@@ -62,10 +65,11 @@ def test_only_these_keys_have_another_role_than_that_of_a_result():
     told = {key for key in FIELDS if role_of(key) is not RESULT}
     groups = {key.partition(".")[0] for key in told}
     assert groups == {
-        *("name", "output_root", "output_dir", "resume", "numerics", "seed", "device", "threads"),
+        *("name", "output_root", "output_dir", "resume", "basis", "numerics", "seed"),
+        *("device", "threads"),
         *("train", "data", "devices", "nodes", "restarts", "dist", "verbose"),
     }
-    assert len(told) == 36
+    assert len(told) == 37
 
 
 def test_a_key_has_one_role_in_all_models_and_data_sources():

@@ -4,7 +4,8 @@ import json
 import shlex
 import sys
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.resources import files
 from pathlib import Path
@@ -16,7 +17,7 @@ from mprun.compare.wording import console, markdown, seeds_text
 from mprun.errors import DONE, BadInput, needing, no_folder
 from mprun.extensions.paper.listing import Listing, commands_of
 from mprun.extensions.paper.rows import ROWS, PaperRow
-from mprun.extensions.paper.settled import held_out, seeds_of, told
+from mprun.extensions.paper.settled import digest, held_out, seeds_of, told
 from mprun.record.console import columns
 from mprun.record.run_record import read_record
 from mprun.sweep.gpus import available_cores
@@ -68,19 +69,53 @@ def main(arguments: list[str]) -> int:
     with needing("cli"):
         from mprun.extensions.paper.outcomes import found_of
         from mprun.extensions.paper.page import Page
+    earlier, remarks = _earlier(options, [row.key for row in rows])
+    rows = [row for row in ROWS if row in rows or row.key in earlier]
     found = []
     for row in rows:
         cells = runs.cells.get(row.key, {})
         directories = {name: [cell.directory for cell in own] for name, own in cells.items()}
         probes = runs.probes.get(row.key)
+        if row.key in earlier:
+            directories, probes = earlier[row.key]
         own = row if options.scale == "small" else row.without_small()
         found.append(found_of(own, directories, reasons.get(row.key, ""), probes))
-    ended = [cell.directory for cell in runs.plan.cells if state_of(cell) is State.FINISHED]
-    page = Page(options.scale, found, rows, _facts(ended, arguments), full_hours())
-    if options.scale == "small" and runs.seeds:
-        page.seeds = told([row.key for row in rows], runs.seeds)
+    ended = {cell.directory: None for cell in runs.plan.cells if state_of(cell) is State.FINISHED}
+    for own_runs, _ in earlier.values():
+        ended |= dict.fromkeys(run for every in own_runs.values() for run in every)
+    page = Page(options.scale, found, rows, _facts([*ended], arguments), full_hours(), remarks)
+    seeds = {*runs.seeds, *(seed for one in found for line in one.lines for seed in line.seeds)}
+    if options.scale == "small" and seeds:
+        page.seeds = told([row.key for row in rows], seeds)
     print(f"paper: {page.write(options.out)}")
     return code
+
+
+def _earlier(
+    options: Namespace, now: Collection[str]
+) -> tuple[dict[str, tuple[dict[str, list[Path]], Path | None]], list[str]]:
+    """Return key -> the runs and the probes of the rows that only an earlier page shows.
+
+    A later `--only` adds its rows to the page in the same folder. The second value has a line for
+    each row that cannot be shown again.
+    """
+    try:
+        page = json.loads((options.out / "paper.json").read_text(encoding="utf-8"))
+        if page["scale"] != options.scale:
+            return {}, [f"the page of --scale {page['scale']} that stood here was replaced"]
+        rows = {key: row for key, row in page["rows"].items() if key not in now}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}, []
+    found, lost = {}, []
+    for key, row in rows.items():
+        named = row.get("runs") or {}
+        directories = {name: [options.out / run for run in own] for name, own in named.items()}
+        if any((run / "run.json").exists() for own in directories.values() for run in own):
+            probes = row.get("probes")
+            found[key] = directories, None if probes is None else options.out / probes
+        elif row.get("fp32"):
+            lost.append(f"{key}: stood on an earlier page, but its runs are not there any more")
+    return found, lost
 
 
 def _asked(row: PaperRow, options: Namespace) -> bool:
@@ -220,7 +255,8 @@ class _Runs:
             for technique, command in commands_of(row, options).items():
                 seeds = f"seed={','.join(map(str, command.seeds))}"
                 self.seeds = self.seeds or command.seeds
-                planned = plan([*command.overrides, seeds], options.config_dir)
+                basis = [f"basis=settings.yaml-{digest()}"] if options.scale == "small" else []
+                planned = plan([*command.overrides, *basis, seeds], options.config_dir)
                 known |= {cell.directory: cell for cell in planned.cells}
                 if technique == "probes":
                     self.probes[row.key] = planned.cells[0].directory
@@ -265,9 +301,14 @@ def _facts(directories: Sequence[Path], arguments: list[str]) -> dict[str, str]:
     packages = known.get("packages") or {}
     machine = known.get("gpu") or f"{known.get('cpu')}, {known.get('cpu_count', '?')} cores"
     seconds = sum(float(record.get("seconds") or 0) for record in records)
+    named = Counter(record.get("config", {}).get("basis") for record in records)
+    fixed = {
+        "settings": f"settings.yaml-{digest()} is the file now; recorded: "
+        + "; ".join(f"{name or 'nothing'} by {count} runs" for name, count in named.items())
+    }
     return {
         "machine": machine,
         "versions": ", ".join(f"{name} {version}" for name, version in packages.items()),
         "runs": f"{len(records)}, {seconds / 60:.0f} minutes of runs in all",
         "written": datetime.now(UTC).isoformat(timespec="seconds"),
-    } | command
+    } | (fixed | command if any(named) else command)

@@ -91,7 +91,7 @@ class Listing:
             except (Damaged, OSError):
                 continue
             if record["status"] in OUTCOMES:
-                given = frozenset(without(record["overrides"], "output_dir"))
+                given = frozenset(without(record["overrides"], "output_dir", "basis"))
                 found[given] = float(record.get("seconds") or 0)
         return found
 

@@ -1,14 +1,16 @@
 """The outcomes of a row's runs, beside those of the paper.
 
-A row has the paper's outcome if it equals FP32 there and `matches` here, or if it diverges there
-and is worse or diverges here. A match tells something only if an arm with less of the paper's
-techniques fails on the same runs: otherwise the network, at this size, needs none of them.
+A row has the paper's outcome if it equals FP32 there and `matches` here, or if it fails there and
+is worse or diverges here; what diverges there and is worse here is told as that. A match tells
+something only if an arm with less of the paper's techniques fails on the same runs: otherwise the
+network, at this size, needs none of them.
 """
 
 import math
 import statistics
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,8 @@ import numpy as np
 from mprun.compare import compare
 from mprun.compare.findings import Comparison, Group
 from mprun.compare.findings import Row as Compared
+from mprun.compare.grouping import ProtoGroup
+from mprun.compare.verdict import assess
 from mprun.compare.wording import (
     baseline_name,
     difference_text,
@@ -27,12 +31,22 @@ from mprun.compare.wording import (
 )
 from mprun.config.option_files import modes
 from mprun.errors import BadInput
-from mprun.extensions.paper.rows import FAILS, NAIVE, ROWS, PaperArm, PaperRow, lstm_text
+from mprun.extensions.paper.rows import (
+    DIVERGES,
+    EQUAL,
+    FAILS,
+    NAIVE,
+    ROWS,
+    PaperArm,
+    PaperRow,
+    lstm_text,
+)
 from mprun.record.run_record import read_record
 
 YES, NO, UNDECIDED, NOT_RUN = "yes", "no", "undecided", "not run"
 _NOT_RUN_TEXT = "naive FP16 was not run"
 WORSE_SIDE = "yes by the margin, yet worse"  # the whole interval is on the worse side
+NOT_DIVERGED = "worse, not diverged"  # of what diverges in the paper
 FAILED = ("diverged", "worse", "likely worse")
 _MODES = ("fp16_naive", "fp16_master", "fp16_master_scaled", "amp")  # BF16 and FP8 came later
 
@@ -49,8 +63,10 @@ class Line:
     mean: str = ""  # of the judged metric over the seeds that ended
     shown: str = ""  # mean of `PaperRow.metric`
     difference: str = ""
+    beside: str = ""  # verdict and difference by `PaperRow.metric`, if another metric decides
     seeds: Sequence[int] = ()  # that were judged
     values: Sequence[str] = ()
+    runs: Sequence[str] = ()  # their directories
 
 
 @dataclass(slots=True)
@@ -60,6 +76,8 @@ class RowOutcome:
     row: PaperRow
     fp32: str = ""  # mean and deviation of FP32's runs
     fp32_shown: str = ""  # their mean of `PaperRow.metric`
+    fp32_values: Sequence[str] = ()
+    fp32_runs: Sequence[str] = ()
     network: str = ""  # that was trained, from the records
     data: str = ""  # that it was trained on
     lines: list[Line] = field(default_factory=list)  # in the order of the row's arms
@@ -165,7 +183,7 @@ def _beside(group: Group, row: PaperRow) -> RowOutcome:
         ran[arm.technique] = own
     titled = row.result._replace(network=f"{group.title}: {row.result.network}")
     differs = tuple(_differences(group, row))
-    told = row._replace(result=titled, arms=tuple(arms), differs=differs, tried="")
+    told = row._replace(result=titled, arms=tuple(arms), differs=differs, tried="", constructed="")
     found = _outcome(told, "", Path(group.baseline.arm.runs[0].path))
     found.slug = group.slug
     return _filled(found, group, ran)
@@ -184,13 +202,18 @@ def _filled(found: RowOutcome, group: Group, ran: Mapping[str, Compared]) -> Row
     """Add the runs of a group; ran: technique -> its runs, also those of FP32."""
     base, found.group = ran["FP32"], group
     found.fp32 = _with_deviation([outcome.value for outcome in base.outcomes])
+    found.fp32_values = [str(outcome.value) for outcome in base.outcomes]
+    found.fp32_runs = [run.path for run in base.arm.runs]
     found.fp32_shown = _mean_of(base, found.row.metric)
     record = read_record(Path(base.arm.runs[0].path))
     found.network, found.data = _network(record, group), _data(record, group)
+    judged = _by_metric(group, found.row.metric)
     for arm, line in zip(found.row.arms, found.lines, strict=True):
         own = ran.get(arm.technique)
         if own is None:
             continue
+        line.beside = judged.get(own.arm.label, "")
+        line.runs = [run.path for run in own.arm.runs]
         line.verdict, line.seeds = own.verdict.name, own.verdict.seeds
         line.mean, line.shown = value_text(own.mean), _mean_of(own, found.row.metric)
         line.difference = difference_text(group, own.verdict)
@@ -200,7 +223,36 @@ def _filled(found: RowOutcome, group: Group, ran: Mapping[str, Compared]) -> Row
             low = ran[line.technique].verdict.low
             lesser = control(line, found.lines)
             line.same_outcome = same_outcome(arm.outcome, line.verdict, low, lesser)
+            if line.same_outcome:
+                _remark(line, arm.outcome, found.row)
     return found
+
+
+def _by_metric(group: Group, metric: str) -> dict[str, str]:
+    """Return label -> verdict and difference by another metric, with its own usual margin."""
+    if metric in ("", group.metric):
+        return {}
+    arms = [row.arm for row in group.rows]
+    proto = ProtoGroup(group.title, group.slug, group.baseline.arm, arms, group.keys)
+    with suppress(BadInput):  # not every run records it
+        other = assess(proto, metric=metric)
+        return {
+            row.arm.label: f"{row.verdict.name}, {difference_text(other, row.verdict)}".strip(", ")
+            for row in other.rows
+        }
+    return {}
+
+
+def _remark(line: Line, published: str, row: PaperRow) -> None:
+    """Put beside an outcome what qualifies it: how its setting was made, another metric's word."""
+    constructed = row.constructed and published != EQUAL and line.verdict in FAILED
+    remarks = ["constructed setting"] * bool(constructed)
+    if line.beside:
+        remarks.append(f"by {row.metric} {line.beside.partition(',')[0]}")
+    text, bracket, inside = line.same_outcome.partition(" (")
+    if remarks:
+        told = [inside.removesuffix(")")] * bool(bracket) + remarks
+        line.same_outcome = f"{text} ({'; '.join(told)})"
 
 
 def control(line: Line, lines: Sequence[Line]) -> Line | None:
@@ -250,7 +302,7 @@ def same_outcome(
     The paper's EQUAL says that nothing is lost; a better result does not contradict it.
 
     Args:
-        published: EQUAL, FAILS or empty.
+        published: EQUAL, FAILS, DIVERGES or empty.
         verdict: as `mprun compare` names it.
         low: the lower end of the difference's interval; positive is worse.
         lesser: its `control`.
@@ -258,7 +310,7 @@ def same_outcome(
     if not published:
         return ""
     if _is_equal(verdict):
-        if published == FAILS:
+        if published != EQUAL:
             return NO
         if low is not None and low > 0:
             return WORSE_SIDE
@@ -266,7 +318,9 @@ def same_outcome(
             return YES
         return f"{YES}, tells nothing ({_NOT_RUN_TEXT if lesser is None else _told(lesser)})"
     if verdict in FAILED:
-        return YES if published == FAILS else NO
+        if published == DIVERGES and verdict != "diverged":
+            return NOT_DIVERGED if verdict == "worse" else f"{verdict}, not diverged"
+        return YES if published in (FAILS, DIVERGES) else NO
     return UNDECIDED
 
 

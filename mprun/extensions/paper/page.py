@@ -1,6 +1,7 @@
 """paper.md, paper.html and paper.json: the paper's tables and figures beside ours."""
 
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -107,6 +108,10 @@ def _notes(found: RowOutcome) -> list[str]:
         notes.append(f"mechanism: {counts}")
     if found.group is not None and found.row.differs and not found.slug:
         notes.append(settled()[found.row.key].reasons(found.margin))
+    if found.row.constructed:
+        notes.append(f"constructed setting: {found.row.constructed}")
+    if beside := [f"{one.technique}: {one.beside}" for one in found.lines if one.beside]:
+        notes.append(f"by {found.row.metric}, margin as mprun's: {'; '.join(beside)}")
     if found.row.tried:
         notes.append(f"tried: {found.row.tried}")
     return notes
@@ -155,14 +160,18 @@ class Page:
             "facts": self.facts,
             "remarks": self.remarks,
         }
-        (folder / "paper.json").write_text(self.json() + "\n", encoding="utf-8")
+        (folder / "paper.json").write_text(self.json(folder) + "\n", encoding="utf-8")
         for ending in ("html", "md"):
             path = folder / f"paper.{ending}"
             path.write_text(render(f"paper_page.{ending}", **given) + "\n", encoding="utf-8")
         return path
 
-    def json(self) -> str:
-        """Return the text of paper.json."""
+    def json(self, folder: Path = Path()) -> str:
+        """Return the text of paper.json; folder: what its paths of runs are relative to."""
+
+        def there(*runs: str | Path) -> list[str]:
+            return [os.path.relpath(run, folder) for run in runs]
+
         rows = {
             one.key: {
                 "network": one.row.result.network,
@@ -171,11 +180,18 @@ class Page:
                 "ours": {"network": one.network, "data": one.data, "metric": one.metric},
                 "differs": (*one.row.differs, *one.row.always),
                 "fp32": one.fp32,
+                "fp32_values": one.fp32_values,
+                "runs": {"FP32": there(*one.fp32_runs)}
+                | {line.technique: there(*line.runs) for line in one.lines},
+                "probes": None if one.probes is None else there(one.probes)[0],
                 "margin": one.margin,
                 "mechanism": mechanism(one),
                 "not_run": one.why_not,
                 "discriminates": one.discriminates,
-                "techniques": [asdict(line) for line in one.lines],
+                "techniques": [
+                    {key: value for key, value in asdict(line).items() if key != "runs"}
+                    for line in one.lines
+                ],
             }
             for one in self.found
         }

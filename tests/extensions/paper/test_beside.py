@@ -3,10 +3,13 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from mprun.cli.dispatch import main
 from mprun.compare.findings import Comparison, Group, Outcome, Row, Verdict
+from mprun.compare.grouping import ProtoGroup
+from mprun.compare.verdict import assess
 from mprun.extensions.paper import outcomes
 from mprun.extensions.paper.outcomes import beside
 from mprun.extensions.paper.page import HEADER, Page, tables, tables_markdown
@@ -296,3 +299,18 @@ def test_options_of_the_other_kind_are_refused(words, named, runs, capsys):
     refused(capsys, "paper", *words, says=named)
     assert [path.name for path in runs.parent.parent.iterdir()] == ["outputs"]
     assert [path.name for path in runs.parent.iterdir()] == ["study"]
+
+
+def test_another_metric_has_a_verdict_of_its_own():
+    losses = {0: 1.0, 1: 1.1, 2: 1.2}
+    base, own = made_arm(losses), made_arm(losses, "amp")
+    for arm, values in ((base, (90.0, 91.0, 92.0)), (own, (89.0, 93.0, 91.0))):
+        for run, value in zip(arm.runs, values, strict=True):
+            run.evals["top1"] = np.array([value])
+    keys = {"compare.metric": "loss", "compare.margin": 0.01, "compare.window": 1}
+    group = assess(ProtoGroup("made", "made", base, [own], keys))
+    assert group.rows[0].verdict.name == "matches"
+    # Differences 1, -2, 1 points: s = sqrt(3), so that the half width is t(0.95, 2) = 2.92.
+    found = outcomes._by_metric(group, "top1")
+    assert found == {"amp": "inconclusive, 0.00 points (-2.92 to +2.92)"}
+    assert outcomes._by_metric(group, "loss") == {} == outcomes._by_metric(group, "cer")

@@ -1,6 +1,7 @@
 """`mprun paper` as a user types it: list, bad input, real runs, the page, going on."""
 
 import json
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
@@ -8,10 +9,12 @@ from argparse import Namespace
 import pytest
 
 from mprun.cli.dispatch import main
+from mprun.extensions.paper import command as paper_command
 from mprun.extensions.paper.listing import Listing, commands_of
 from mprun.extensions.paper.rows import ROWS
-from mprun.extensions.paper.settled import settings
+from mprun.extensions.paper.settled import digest, settings
 
+from ...compare.run_folders import write_run
 from ...helpers import refused
 
 TINY = ["train.steps=20", "train.eval_every=10", "device=cpu"]
@@ -94,6 +97,43 @@ def test_bad_input_is_one_line(arguments, named, tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     refused(capsys, "paper", *arguments, says=named)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_later_row_keeps_the_earlier_ones_on_the_page(tmp_path, capsys, monkeypatch):
+    """Of runs that are there; what is asked for has none yet, as nothing is started here."""
+    monkeypatch.setattr(paper_command._Runs, "run", lambda self, command: 0)
+    out = tmp_path / "out"
+
+    def made_by(name: str) -> dict:
+        given = ["paper", "--only", name, "--seeds", "0-2", "--out", str(out)]
+        assert main(given) == 0
+        return json.loads((out / "paper.json").read_text(encoding="utf-8"))
+
+    # Where the command looks for them, as its plan says.
+    options = paper_command._options(["--only", "biglstm", "--seeds", "0-2", "--out", str(out)])
+    (row,) = (row for row in ROWS if row.key == "biglstm")
+    runs = paper_command._Runs(options, [row], "")
+    assert all(f"basis=settings.yaml-{digest()}" in cell.overrides for cell in runs.plan.cells)
+    finals = {"FP32": 1.0, "FP32 masters, no scale": 1.2, "FP32 masters, scale 128": 0.999}
+    for technique, final in finals.items():
+        for cell in runs.cells["biglstm"][technique]:
+            given = {"basis": f"settings.yaml-{digest()}"}
+            more = {"final": final + 0.01 * cell.seed, "config_hash": cell.config_hash}
+            mode, scaler = cell.mode, cell.scaler
+            write_run(cell.directory, mode, cell.seed, scaler=scaler, overrides=given, **more)
+    first = made_by("biglstm")["rows"]["biglstm"]
+    verdicts = {one["technique"]: one["same_outcome"] for one in first["techniques"]}
+    assert verdicts["FP32 masters, no scale"] == "worse, not diverged (constructed setting)"
+    assert verdicts["FP32 masters, scale 128"] == "yes" and len(first["fp32_values"]) == 3
+    both = made_by("dcgan")
+    assert both["rows"].keys() == {"biglstm", "dcgan"} and both["rows"]["biglstm"] == first
+    assert both["facts"]["settings"].endswith(f"recorded: settings.yaml-{digest()} by 9 runs")
+    page = (out / "paper.md").read_text(encoding="utf-8")
+    assert "| DCGAN" in page and "constructed setting: an accumulator" in page and digest() in page
+    shutil.rmtree(out / "runs")
+    gone = made_by("dcgan")
+    lost = "biglstm: stood on an earlier page, but its runs are not there any more"
+    assert gone["rows"].keys() == {"dcgan"} and gone["remarks"] == [lost]
 
 
 @pytest.mark.slow

@@ -10,16 +10,18 @@ from mprun.config.compose import compose_config
 from mprun.errors import BadInput
 from mprun.extensions.paper.outcomes import (
     NO,
+    NOT_DIVERGED,
     UNDECIDED,
     WORSE_SIDE,
     YES,
     Line,
     RowOutcome,
+    _remark,
     control,
     counted,
     same_outcome,
 )
-from mprun.extensions.paper.rows import DYNAMIC, EQUAL, FAILS, NAIVE, ROWS, _unscaled
+from mprun.extensions.paper.rows import DIVERGES, DYNAMIC, EQUAL, FAILS, NAIVE, ROWS, _unscaled
 from mprun.extensions.paper.settled import held_out, seeds_of, settings, told
 
 
@@ -80,6 +82,11 @@ def test_the_hours_are_those_of_the_roofline(key):
         (FAILS, "worse", YES),
         (FAILS, "likely worse", YES),
         (FAILS, "matches", NO),
+        (DIVERGES, "diverged", YES),
+        (DIVERGES, "worse", "worse, not diverged"),
+        (DIVERGES, "likely worse", "likely worse, not diverged"),
+        (DIVERGES, "matches", NO),
+        (DIVERGES, "inconclusive", UNDECIDED),
         (FAILS, "not assessed", UNDECIDED),
         ("", "matches", ""),
     ],
@@ -87,6 +94,24 @@ def test_the_hours_are_those_of_the_roofline(key):
 def test_same_outcome(published, verdict, expected):
     naive = Line("FP16 weights, no masters", NAIVE.overrides, "", "", "worse")
     assert same_outcome(published, verdict, lesser=naive) == expected
+
+
+def test_what_qualifies_an_outcome_stands_beside_it():
+    (ssd,) = (row for row in ROWS if row.key == "ssd")
+    assert ssd.constructed and not ssd.without_small().constructed
+    worse = Line("FP32 masters, no scale", (), "diverges", NOT_DIVERGED, "worse")
+    _remark(worse, DIVERGES, ssd)
+    assert worse.same_outcome == "worse, not diverged (constructed setting)"
+    scaled = Line("scale 8", (), "77.1", YES, "matches", beside="inconclusive, +0.1 points")
+    _remark(scaled, EQUAL, ssd)
+    assert scaled.same_outcome == "yes (by map inconclusive)"
+    told = Line("scale 9", (), "77.1", "yes, tells nothing (no scale matches too)", "matches")
+    told.beside = "matches, 0 (identical)"
+    _remark(told, EQUAL, ssd)
+    assert told.same_outcome == "yes, tells nothing (no scale matches too; by map matches)"
+    assert counted([RowOutcome(ssd, lines=[worse, scaled, told])]).endswith(
+        '1 "worse, not diverged"; 1 "yes"; 1 "yes, tells nothing".'
+    )
 
 
 ARMS = (_unscaled(), DYNAMIC, NAIVE)
