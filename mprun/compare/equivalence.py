@@ -168,7 +168,8 @@ def paired_ratio(own: Sequence[float], base: Sequence[float], alpha: float = ALP
     middle, below, above = (top / mean if mean else math.nan), -math.inf, math.inf
     rest = [a - middle * b for a, b in zip(over, under, strict=True)]
     _, scatter = _mean_and_variance(rest)
-    if known > 0:
+    identical = not any(differences)
+    if known > 0 or (identical and mean):
         shared = math.fsum(e * (b - mean) for e, b in zip(rest, under, strict=True)) / (count - 1)
         root = math.sqrt((weight * shared) ** 2 + known * weight * scatter)
         reach = weight * shared + math.copysign(root, shared)
@@ -179,7 +180,7 @@ def paired_ratio(own: Sequence[float], base: Sequence[float], alpha: float = ALP
     power = exponent + powers[0] - powers[1]
     middle, low, high = _scaled((middle, middle + below, middle + above), -power)
     spread = "paired", (count, count), (scatter / (mean * mean) if mean else math.nan, 0.0)
-    return Interval(middle, low, high, 1 - 2 * alpha, *spread, not any(differences), power)
+    return Interval(middle, low, high, 1 - 2 * alpha, *spread, identical, power)
 
 
 def welch_ratio(own: Sequence[float], base: Sequence[float], alpha: float = ALPHA) -> Interval:

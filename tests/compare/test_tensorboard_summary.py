@@ -13,9 +13,11 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
+from mprun.compare import tensorboard_summary
 from mprun.compare.tensorboard_summary import write_means, write_summaries
 
 from .made_comparison import comparison, gan_group, group
+from .made_runs import made_arm
 from .run_folders import write_run, write_study
 
 SLUG = "resnet50-digits_32"
@@ -193,3 +195,9 @@ def test_a_real_server_lists_runs_layout_and_text(server):
     assert len(points) == 8
     texts = get(f"{server}/data/plugin/text/tags")
     assert f"{SLUG}/verdict" in texts["_summary/fp32"]
+
+
+def test_a_difference_in_percent_is_worse_above_zero_though_the_loss_is_below():
+    own, base = made_arm({0: -1.0}, "amp"), made_arm({0: -2.0})
+    found = tensorboard_summary._percent("eval/loss", own, base, np.array([100.0]))
+    assert found.tolist() == [50.0]

@@ -298,6 +298,16 @@ def test_a_relative_margin_around_zero_and_below_it():
     base = made_arm({0: 1.0, 1: -1.0, 2: 0.0})
     with raises_line(BadInput, "compare.margin=0.01: is relative to the mean loss of FP32"):
         verdict_of(made_arm({0: 1.0, 1: -1.0, 2: 0.0}, mode="amp"), base)
+    # 2.7 standard errors above 0; for three seeds t(0.95, 2) = 2.92 of them are needed.
+    base = made_arm({0: 1.0, 1: 3.0, 2: 1.2})
+    with raises_line(BadInput, "it is 1.73, which 3 seeds cannot tell from it; give --margin X"):
+        verdict_of(made_arm({0: 1.0, 1: 3.0, 2: 1.2}, mode="amp"), base)
+    # One run far from the others does not make the mean 0, but a ratio has no bounds then.
+    alike = {0: 1.0, 1: 3.0, 2: 1.001}
+    assert verdict_of(made_arm(alike, mode="amp"), made_arm(alike)).name == "matches"
+    far = verdict_of(shifted(0.0), made_arm(FP32 | {4: 40.0}))
+    assert far.name == "inconclusive" and "90 % CI without bounds" in far.sentence
+    assert "One stands out" in far.sentence and far.least_margin is None
     base = made_arm({0: -2.0, 1: -2.0, 2: -2.0})
     verdict = verdict_of(made_arm({0: -1.0, 1: -1.1, 2: -0.9}, mode="amp"), base)
     assert (verdict.name, verdict.margin) == ("worse", 0.02)
