@@ -19,7 +19,7 @@ from mprun.config.option_files import mode_values
 from mprun.entry_points import loaded
 from mprun.errors import BadInput
 from mprun.precision import LossScale, PrecisionPolicy
-from mprun.precision.casting import NORM_LAYERS
+from mprun.precision.module_dtypes import NORM_LAYERS
 from mprun.precision.scaled_linear import marked_outputs
 from mprun.precision.torch_update import STATE, has_fused_kernel
 

@@ -39,7 +39,7 @@ from mprun.precision import (
     cast_model,
     why_no_lstm,
 )
-from mprun.precision.casting import matching_modules, those_that_match
+from mprun.precision.module_dtypes import matching_modules, those_that_match
 from mprun.precision.row_updates import row_tables
 from mprun.tasks import BatchStatistics, Learner, SampleDistance, Task
 

@@ -21,7 +21,7 @@ from mprun.config.fields import nearest
 from mprun.errors import BadInput, MprunError, raised
 from mprun.precision import ForwardContext, PrecisionPolicy, cast_model, ieee_fp32
 from mprun.precision.audit import Audit, Contradiction
-from mprun.precision.casting import those_that_match
+from mprun.precision.module_dtypes import those_that_match
 from mprun.precision.random_states import random_states, restore_random_states
 from mprun.record.memory import ran_out
 

@@ -65,6 +65,8 @@ def _facts(directory: Path, record: Record, measured: MetricsColumns) -> Iterato
     length = f"{last:,}" + (f" of {total:,}" if total else "") + " steps"
     yield "length", f"{length}, {skipped:,} of them skipped" + _seconds(record)
     yield "ended", status_of(directory, record, measured.last_step)
+    if unused := record.get("audit", {}).get("unused"):
+        yield "note", f"no product ran in {unused}, because of overrides: a control"
     if final := record.get("final"):
         yield "final", ", ".join(f"{name} {_number(value)}" for name, value in final.items())
 

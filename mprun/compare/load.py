@@ -295,7 +295,8 @@ def products_text(audit: Mapping[str, Any] | None) -> str:
 
 
 def audit_notes(runs: Sequence[RunData]) -> list[str]:
-    """Return notes on seeds that disagree, tensors that left a model and written parameters."""
+    """Return notes on seeds that disagree, on modes of which nothing ran, on tensors that left a
+    model and on written parameters."""
     notes = []
     watched = [run for run in runs if run.audit.get("watched")]
     shares = {run.seed: _shares([run.audit]) for run in watched}
@@ -306,6 +307,8 @@ def audit_notes(runs: Sequence[RunData]) -> list[str]:
             seeds.setdefault(_shares_text(one), []).append(str(seed))
         told = [f"{text} (seed{'s' * (len(s) > 1)} {', '.join(s)})" for text, s in seeds.items()]
         notes.append(f"the seeds computed their products differently: {'; '.join(told)}")
+    if unused := sorted({run.audit["unused"] for run in watched if "unused" in run.audit}):
+        notes.append(f"no product ran in {', '.join(unused)}: overrides make this arm a control")
     for name, what in _AUDITED.items():
         found = sorted({one for run in watched for one in run.audit.get(name, ())})
         if found:

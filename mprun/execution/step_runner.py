@@ -220,6 +220,7 @@ class StepRunner:
         # It does not see compiled and replayed steps, which run no single operations.
         self.audit = Audit(task.forward_context, parameters)
         self._watched_at = 1  # the number of the next step that the audit watches
+        self.note: str | None = None  # what the audit has to say after the first step
 
     def step(self, index: int, measure: bool = False) -> dict[str, Tensor]:
         """Set the rate, take step `index` (from 0), count a skipped update; no synchronisation.
@@ -228,7 +229,8 @@ class StepRunner:
 
         Raises:
             BadInput: train.compile or a required CUDA graph turns out to be impossible.
-            MprunError: the data source raised it, or the step contradicts the mode.
+            MprunError: the data source raised it, or the step contradicts the mode, of which the
+                first step has to show something.
         """
         self.taken += 1
         watched = self.taken == self._watched_at
@@ -238,7 +240,10 @@ class StepRunner:
             return self._advance(self._take, index, measure)
         try:
             with self.audit.watching(step=True):
-                return self._advance(self._take, index, measure)
+                metrics = self._advance(self._take, index, measure)
+            if self.taken == 1:
+                self.note = self.audit.check_happened()
+            return metrics
         except Contradiction as error:
             raise MprunError(str(error)) from error
 
@@ -297,13 +302,6 @@ class StepRunner:
         """
         if self.graph is not None and self.graph.replayed:
             torch.cuda.empty_cache()
-
-    def check_happened(self) -> None:
-        """Raise MprunError if none of the watched steps computed as the mode says."""
-        try:
-            self.audit.check_happened()
-        except Contradiction as error:
-            raise MprunError(str(error)) from error
 
     def audit_result(self) -> dict[str, Any]:
         """Return the audit of the watched steps, and which steps it cannot watch; for run.json."""

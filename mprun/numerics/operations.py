@@ -4,14 +4,13 @@ import math
 import threading
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
 from operator import add
 from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
 
-from mprun.numerics.state import named_modules
+from mprun.numerics.state import named_learners, named_modules
 from mprun.numerics.trace import (
     UNWRITTEN,
     Collector,
@@ -22,7 +21,8 @@ from mprun.numerics.trace import (
     tensors_in,
 )
 from mprun.precision import PrecisionPolicy, read_math_flags
-from mprun.precision.policy import dtype_name
+from mprun.precision.module_dtypes import chosen_dtypes, those_that_match
+from mprun.precision.policy import DTYPES, dtype_name
 from mprun.record.memory import SavedForBackward, memory_by_kind
 from mprun.torch_private import schema_of, tree_leaves
 
@@ -155,7 +155,8 @@ class FirstStep(Collector):
         self.rows: dict[tuple[str, str, str], OperationRow] = {}
         # Operation -> modules of FP32 products in the forward pass, without those kept in FP32.
         self.fp32_modules: dict[str, set[str]] = {}
-        self._fp32_patterns = [p for p, dtype in overrides.items() if dtype == "fp32"]
+        self.overrides = {pattern: DTYPES[dtype] for pattern, dtype in overrides.items()}
+        self._kept: set[str] = set()  # paths of modules that are to compute in FP32
         self._names: dict[str, str] = {}  # path of a module -> name inside its model
         # (operation and module, whether finite 16-bit operands gave an infinite result).
         self._infinite: list[tuple[str, Tensor]] = []
@@ -165,10 +166,17 @@ class FirstStep(Collector):
         self._trace = Trace(task, self)
 
     def __enter__(self) -> Self:
+        chosen: dict[str, torch.dtype] = {}
+        for prefix, learner in named_learners(self.task):
+            model = learner.model
+            own = {p: self.overrides[p] for p in those_that_match(model, self.overrides)}
+            of_model = chosen_dtypes(model, own, "precision.overrides")
+            chosen |= {f"{prefix}{name}": choice.dtype for name, choice in of_model.items()}
         for path, name, module in named_modules(self.task):
             self._names[path] = name
-            if getattr(module, "computes_in_fp32", False):  # in every mode, by its recipe
-                self._fp32_patterns.append(name)
+            # The first: in every mode, by its recipe.
+            if getattr(module, "computes_in_fp32", False) or chosen.get(path) is torch.float32:
+                self._kept.add(path)
         self._before = [Counter(e.rerouted) for e in self._emulations]
         self.saved.__enter__()
         self._trace.__enter__()
@@ -298,8 +306,7 @@ class FirstStep(Collector):
         self.rows[key] = OperationRow(*map(add, self.rows.get(key, OperationRow()), row))
         if phase == "forward" and name in PRODUCTS and dtype in _FP32:
             modules = self._modules()
-            names = [self._names[path] for path in modules]
-            if not any(fnmatchcase(own, p) for own in names for p in self._fp32_patterns):
+            if self._kept.isdisjoint(modules):
                 self.fp32_modules.setdefault(name, set()).add((modules or [""])[-1])
 
     def _finite(self, operation: Operation) -> Tensor | None:

@@ -30,6 +30,7 @@ from mprun.numerics.exponent_shares import BINS, AppliedUpdates, ExponentCounts
 from mprun.numerics.probe_record import KINDS, LearnerProbe, TensorStats
 from mprun.numerics.state import Learner
 from mprun.precision import DTYPE_NAMES, MixedPrecisionOptimizer
+from mprun.precision.module_dtypes import called_in
 from mprun.precision.rounded_weights import COMPENSATION
 from mprun.precision.torch_update import BY_NUMBER, RULES, rule_of
 from mprun.torch_private import (
@@ -46,7 +47,8 @@ def chosen_modules(learners: Mapping[str, Learner], patterns: Sequence[str]) -> 
     """Return learner -> module name -> module; BadInput for a pattern that matches no module.
 
     patterns: glob patterns over module names, as in precision.overrides; each must match in at
-    least one of the models. Without patterns: every module that has no modules inside.
+    least one of the models. Of a container that is never called the modules inside are probed, too.
+    Without patterns: every module that has no modules inside.
     """
     names = {
         label: {name: module for name, module in learner.model.named_modules() if name}
@@ -60,15 +62,14 @@ def chosen_modules(learners: Mapping[str, Learner], patterns: Sequence[str]) -> 
                 f"numerics.modules={pattern}: matches no module; some modules: {', '.join(close)}"
             )
 
-    def is_chosen(name: str, module: nn.Module) -> bool:
-        if patterns:
-            return any(fnmatchcase(name, pattern) for pattern in patterns)
-        return not any(module.children())
+    def found_in(own: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+        if not patterns:
+            return {name: module for name, module in own.items() if not any(module.children())}
+        matched = [name for name in own if any(fnmatchcase(name, p) for p in patterns)]
+        called = {inside for name in matched for inside in called_in(name, own[name])}
+        return {name: module for name, module in own.items() if name in called.union(matched)}
 
-    return {
-        label: {name: module for name, module in own.items() if is_chosen(name, module)}
-        for label, own in names.items()
-    }
+    return {label: found_in(own) for label, own in names.items()}
 
 
 def owner(parameter: str, chosen: Mapping[str, nn.Module]) -> str | None:

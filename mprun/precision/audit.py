@@ -9,7 +9,7 @@ counts become part of the record.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -129,15 +129,26 @@ class Audit(TorchDispatchMode):
         self.products.update(self.forward_context.recurrent_layers() - before)
         self.watched += 1
 
-    def check_happened(self) -> None:
-        """Raise Contradiction if the mode has not taken effect: no product ran in its dtype.
+    def check_happened(self) -> str | None:
+        """Return a note if overrides leave no product in the mode: such an arm is a control.
 
-        That is a question to the run, of whose attempts the last may have taken no step. Only
-        blocks watched to their end count; without one the question stays open.
+        Only blocks watched to their end count; without one the question stays open.
+
+        Raises:
+            Contradiction: No product ran in the mode, and there are no overrides.
         """
-        found, forward_context = self.result(), self.forward_context
-        if not found["watched"]:
-            return
+        missing, forward_context = self.result().get("unused"), self.forward_context
+        if missing is None:
+            return None
+        mode = forward_context.policy.name
+        what = f"precision={mode}: no operation of the network ran in {missing}"
+        if not forward_context.overridden:
+            raise Contradiction(f"{what}; there is nothing to compare")
+        return f"{what}, because of overrides; this arm is a control"
+
+    def _unused(self, found: Mapping[str, Any]) -> str | None:
+        """Return the part of the mode that no product of `found` ran in, or None."""
+        forward_context = self.forward_context
         seen = {name.partition(" ")[2] for name in found["products"]}
         missing = forward_context.missing()
         products = forward_context.policy.products
@@ -146,11 +157,7 @@ class Audit(TorchDispatchMode):
             missing = None
         elif seen and self._wanted and missing is None:
             missing = forward_context.kind()
-        if missing is not None:
-            raise Contradiction(
-                f"precision={forward_context.policy.name}: no operation of the network ran in "
-                f"{missing}; there is nothing to compare"
-            )
+        return missing
 
     def result(self) -> dict[str, Any]:
         """Return the counts in the form of run.json, those of earlier attempts added."""
@@ -162,7 +169,10 @@ class Audit(TorchDispatchMode):
             "written_in_a_call": self.written,
             "optimizers": self.optimizers,
         }
-        return combined([self.earlier, own])
+        found = combined([self.earlier, own])
+        found.pop("unused", None)
+        missing = self._unused(found) if found["watched"] else None
+        return found if missing is None else found | {"unused": missing}
 
     def _name(self, dtype: torch.dtype | str) -> str:
         """Return the name of a product's dtype; FP32 products may be TF32."""
@@ -193,14 +203,17 @@ class Audit(TorchDispatchMode):
         )
 
 
-def combined(results: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+def combined(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge several results of `Audit.result`: add up the counts, list each name once.
 
-    `not_watched` comes from the newest result that has it.
+    `not_watched` comes from the newest result that has it, `unused` is there if all have it.
     """
     products: Counter[str] = Counter()
     names = ("left_the_model", "written_in_a_call", "optimizers")
     found: dict[str, Any] = {"watched": 0, "products": {}} | dict.fromkeys(names, [])
+    every = [result for result in results if result.get("watched")]
+    if every and all("unused" in result for result in every):
+        found["unused"] = every[-1]["unused"]
     for result in results:
         found["watched"] += result.get("watched", 0)
         products.update(result.get("products", {}))

@@ -1,16 +1,13 @@
 """Put a model into a policy's dtypes, with chosen modules kept in another one.
 
-Models are written in FP32 terms; here each parameter gets its dtype. A module that computes in
-another dtype than its neighbours gets a cast before and after its `forward`. Glob patterns over
-module names select modules, for `precision.overrides` as for every other setting.
+Models are written in FP32 terms; here each parameter gets its dtype, and each module that computes
+in another dtype than its neighbours its casts (`module_dtypes`).
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from difflib import get_close_matches
-from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,59 +15,29 @@ import torch
 from torch import Tensor, nn
 
 from mprun.precision.delayed_scaling import DelayedScaling
+from mprun.precision.module_dtypes import (
+    Chosen,
+    cast_around_modules,
+    cast_tree,
+    chosen_dtypes,
+    dtype_of,
+)
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.recurrent import own_recurrent
 from mprun.precision.row_updates import row_tables
-from mprun.precision.scaled_linear import inherited, install
+from mprun.precision.scaled_linear import install
 from mprun.torch_private import (
     FLAT_WEIGHT_REFS,
     FLAT_WEIGHTS,
     BatchNorm,
-    BatchOrInstanceNorm,
     apply_to_tensors,
     buffers_of,
     flat_weights_of,
     init_flat_weights,
     parameters_of,
     places_of,
-    tree_map,
     version_of,
 )
-
-
-def _names_like(model: nn.Module, pattern: str) -> list[str]:
-    return [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
-
-
-def those_that_match(model: nn.Module, patterns: Iterable[str]) -> list[str]:
-    """Return the patterns that match a module of the model."""
-    return [pattern for pattern in patterns if _names_like(model, pattern)]
-
-
-def matching_modules(model: nn.Module, pattern: str, key: str) -> list[str]:
-    """Return the modules that `pattern` matches; if none, raise a ValueError that names `key`."""
-    matched = _names_like(model, pattern)
-    if not matched:
-        names = _names_like(model, "*")
-        close = get_close_matches(pattern, names, n=3, cutoff=0.0)
-        raise ValueError(f"{key}: {pattern!r} matches no module; some modules: {', '.join(close)}")
-    return matched
-
-
-def chosen_dtypes(
-    model: nn.Module, overrides: Mapping[str, torch.dtype], key: str
-) -> dict[str, torch.dtype]:
-    """Return module name -> dtype of the last pattern of `overrides` that matches it; see
-    `matching_modules`."""
-    chosen: dict[str, torch.dtype] = {}
-    for pattern, dtype in overrides.items():
-        chosen |= dict.fromkeys(matching_modules(model, pattern, key), dtype)
-    return chosen
-
-
-NORM_LAYERS = (BatchOrInstanceNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm)
-# Module name -> dtype of its override.
-_Chosen = Mapping[str, torch.dtype]
 
 
 class Shard(NamedTuple):
@@ -296,7 +263,7 @@ def cast_model(
 
 
 def _dtypes_of_tensors(
-    model: nn.Module, policy: PrecisionPolicy, chosen: _Chosen
+    model: nn.Module, policy: PrecisionPolicy, chosen: Chosen
 ) -> dict[nn.Module, torch.dtype]:
     """Return the dtype of each module's parameters and buffers, except tables with master weights;
     set the dtype of the rows that each table returns."""
@@ -346,31 +313,14 @@ def _make_copies(
             init_flat_weights(module)  # the copies, on a GPU in one buffer
 
 
-def cast_around_modules(model: nn.Module, policy: PrecisionPolicy, chosen: _Chosen) -> None:
-    """Put casts before and after modules that compute in another dtype than their neighbours."""
-    for name, module in model.named_modules():
-        if getattr(module, "computes_in_fp32", False):
-            continue  # in every mode, and its results are losses
-        outer = inherited(name.rpartition(".")[0], chosen)
-        around = outer or policy.autocast_dtype or policy.param_dtype
-        if name in chosen and chosen[name] is not outer:
-            _compute_in(module, chosen[name], around, policy)
-        elif isinstance(module, NORM_LAYERS) and not isinstance(module, BatchNorm):
-            # BatchNorm takes half activations with FP32 parameters and statistics as it is: cuDNN's
-            # and the CPU's kernels read half, compute in FP32 and store half (section 3.3).
-            dtype = dtype_of(name, module, policy, chosen)
-            if dtype is not around:
-                _compute_in(module, dtype, around, policy)
-
-
 def _refuse_without_effect(
-    model: nn.Module, policy: PrecisionPolicy, chosen: _Chosen, overrides: _Chosen
+    model: nn.Module, policy: PrecisionPolicy, chosen: Chosen, overrides: Iterable[str]
 ) -> None:
     """Refuse an override by name of a module that stays in FP32: such an arm would not differ.
 
     A pattern with a wildcard may match such modules beside others.
     """
-    for name, dtype in chosen.items():
+    for name, (dtype, _) in chosen.items():
         module = model.get_submodule(name)
         fixed = getattr(module, "computes_in_fp32", False)
         if policy.autocast_dtype is not None:
@@ -381,54 +331,3 @@ def _refuse_without_effect(
                 f"precision.overrides.{name}={asked}: computes in FP32 in "
                 f"{policy.name} (allowed: fp32)"
             )
-
-
-def dtype_of(name: str, module: nn.Module, policy: PrecisionPolicy, chosen: _Chosen) -> torch.dtype:
-    """Return the dtype of the parameters and buffers of the module `name`.
-
-    chosen: name of a module with an override -> its dtype.
-    """
-    override = inherited(name, chosen)
-    if getattr(module, "computes_in_fp32", False):
-        return torch.float32
-    if isinstance(module, NORM_LAYERS) and name not in chosen:
-        # A kernel takes 16-bit norm parameters only with inputs of the same format.
-        both_16_bits = policy.norm_dtype.itemsize == 2
-        follows = override is torch.float32 or both_16_bits
-        return override if override is not None and follows else policy.norm_dtype
-    return override or policy.param_dtype
-
-
-def _compute_in(
-    module: nn.Module, dtype: torch.dtype, around: torch.dtype, policy: PrecisionPolicy
-) -> None:
-    """Give the module inputs in `dtype`, and its neighbours outputs in theirs, `around`."""
-    autocast = policy.autocast_dtype is not None and dtype.itemsize == 2
-    # Neighbours under autocast cast their inputs themselves.
-    casts_outputs = policy.autocast_dtype is None or around is torch.float32
-    outputs_in = around if casts_outputs else None
-    # No closure: a deep copy of the model has to compute with its own module.
-    module.forward = partial(_forward_in, module.forward, dtype, autocast, outputs_in)
-
-
-def _forward_in(
-    forward: Callable[..., Any],
-    dtype: torch.dtype,
-    autocast: bool,
-    outputs_in: torch.dtype | None,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
-    device = tensors[0].device.type if tensors else "cpu"
-    with torch.autocast(device, dtype=dtype if autocast else None, enabled=autocast):
-        inputs = (args, kwargs) if autocast else cast_tree((args, kwargs), dtype)
-        outputs = forward(*inputs[0], **inputs[1])
-    return outputs if outputs_in is None else cast_tree(outputs, outputs_in)
-
-
-def cast_tree(tree: Any, dtype: torch.dtype) -> Any:
-    """Return nested values with their floating-point tensors in `dtype`."""
-    return tree_map(
-        lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, tree
-    )

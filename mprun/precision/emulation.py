@@ -74,6 +74,8 @@ class ForwardContext:
         overrides: Iterable[torch.dtype] = (),
     ):
         self.policy, self.device = policy, device
+        overrides = [*overrides]
+        self.overridden = bool(overrides)
         wanted = [dtype for dtype in (policy.half_dtype, *overrides) if dtype is not None]
         self._before = calls.copy()
         self.earlier: Mapping[str, int] = {}  # `rerouted` of the run's earlier attempts

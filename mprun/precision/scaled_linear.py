@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
@@ -117,7 +117,7 @@ def _forward(module: nn.Module, plan: Plan, x: Tensor, table: Tensor | None = No
 
 
 def install(
-    model: nn.Module, products: ScaledProducts, chosen: Mapping[str, torch.dtype], mode: str = ""
+    model: nn.Module, products: ScaledProducts, chosen: Collection[str], mode: str = ""
 ) -> DelayedScaling | None:
     """Let the `chosen_layers` of `model` compute so, or raise its errors.
 
@@ -125,7 +125,7 @@ def install(
     """
     names = chosen_layers(model, products, chosen, mode)
     is_kept = SCALES[products.scale].is_kept
-    delayed = _delayed(model, products, names) if is_kept else None
+    delayed = _delayed(model, products, names) if is_kept and names else None
     device = next(model.parameters()).device
     for name in names:
         module = model.get_submodule(name)
@@ -148,7 +148,7 @@ def _delayed(model: nn.Module, products: ScaledProducts, names: Sequence[str]) -
 
 
 def chosen_layers(
-    model: nn.Module, products: ScaledProducts, chosen: Mapping[str, torch.dtype], mode: str = ""
+    model: nn.Module, products: ScaledProducts, chosen: Collection[str], mode: str = ""
 ) -> list[str]:
     """Return the names of the layers of `model` that compute as `products` say.
 
@@ -156,13 +156,13 @@ def chosen_layers(
     product with the table of another module.
 
     Each glob pattern over names of linear layers adds some, in order; one with "!" before it takes
-    layers out, and as the first one begins with all. "!last 15%" takes out those in the last 15 %
+    layers out, and as the first one begins with all. One that matches none means those inside of
+    the modules that it matches. "!last 15%" takes out those in the last 15 %
     of numbered blocks, rounded up: "blocks.11" is one. A pattern with a wildcard leaves out the
     `marked_outputs`; without any, the last module of the network, if it is linear. ValueError if a
-    pattern matches no layer, or none is left.
+    pattern matches no layer, or none is left; overrides may leave none.
 
-    chosen: name of a module -> dtype in which it is to compute instead. mode: its name, if an error
-    is to name it.
+    chosen: names of modules with a dtype of their own. mode: its name, if an error is to name it.
     """
     key, formats = "precision.products.modules", "/".join(f.name.upper() for f in products.formats)
     linears = [
@@ -175,7 +175,8 @@ def chosen_layers(
         asked = f"precision={mode}: " if mode else ""
         why = f"its linear layers multiply in {formats}, and the model has none"
         raise ValueError(f"{asked}{why} (allowed: modes in 16 or 32 bits)")
-    outputs = marked_outputs(model) or [*dict(model.named_modules())][-1:]
+    everything = [*dict(model.named_modules())]
+    outputs = marked_outputs(model) or everything[-1:]
     patterns = products.modules
     if all(pattern.startswith("!") for pattern in patterns[:1]):
         patterns = ("*", *patterns)
@@ -185,6 +186,9 @@ def chosen_layers(
         matched = _last_blocks(linears, plain)
         if matched is None:
             matched = [name for name in linears if fnmatchcase(name, plain)]
+            if not matched:
+                around = [f"{own}." for own in everything if own and fnmatchcase(own, plain)]
+                matched = [name for name in linears if name.startswith(tuple(around))]
         if not matched:
             known = ", ".join(linears[:3])
             raise ValueError(f"{key}: {pattern!r} matches no nn.Linear; some: {known}")
@@ -192,18 +196,15 @@ def chosen_layers(
             found = {name: None for name in found if name not in matched}
         else:
             found |= {name: None for name in matched if name not in outputs or name == pattern}
-    names = [name for name in found if inherited(name, chosen) is None]
-    if not names:
+    if not found:
         why = f"{outputs[-1]}, the output layer, has to be named"
         if not outputs[-1]:
             why = "the model is one layer, its output, which has no name"
         if linears != outputs and any(pattern.startswith("!") for pattern in patterns):
             why = "patterns with ! take all of them out"
-        if found:
-            why = f"overrides have another dtype for {', '.join([*found][:3])}"
         left = f"no nn.Linear is left to compute in {formats}; {why}"
         raise ValueError(f"{key}={list(products.modules)}: {left}")
-    return names
+    return [name for name in found if name not in chosen]
 
 
 def marked_outputs(model: nn.Module) -> list[str]:
@@ -223,12 +224,3 @@ def _last_blocks(names: list[str], pattern: str) -> list[str] | None:
     blocks = list(dict.fromkeys(own[0] for own in found.values() if own))
     kept = blocks[: len(blocks) * (100 - int(share[1])) // 100]
     return [name for name, own in found.items() if own and own[0] not in kept]
-
-
-def inherited(name: str, chosen: Mapping[str, torch.dtype]) -> torch.dtype | None:
-    """Return the dtype chosen for the module `name` or the nearest module around it."""
-    while name:
-        if name in chosen:
-            return chosen[name]
-        name = name.rpartition(".")[0]
-    return None

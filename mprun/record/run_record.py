@@ -72,6 +72,7 @@ class AuditRecord(TypedDict, total=False):
     """The computations of the watched steps (`precision.audit`).
 
     products: "forward fp16" -> number. not_watched: the steps that could not be watched.
+    unused: the format of the mode in which no product ran.
     """
 
     watched: _Count
@@ -80,6 +81,7 @@ class AuditRecord(TypedDict, total=False):
     written_in_a_call: list[str]
     optimizers: list[str]
     not_watched: str
+    unused: str
 
 
 class RunRecord(TypedDict, total=False):

@@ -314,4 +314,6 @@ class Loop:
             metrics = built.stepper.step(index, measure)
         self.outcome.first_step = self.outcome.first_step or first.record()
         self.logger.progress.note(first.summary(built.device.type, self.config.verbose))
+        if built.stepper.note is not None:
+            self.logger.progress.note(f"  NOTE     {built.stepper.note}")
         return metrics

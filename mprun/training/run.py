@@ -302,7 +302,6 @@ def attempt(config: RunConfig, built: Built, record: Record, start: Start = BEGI
                     outcome = loop.train()
                 finally:
                     last = loop.outcome.step
-            built.stepper.check_happened()
         except BaseException as error:
             stopped = isinstance(error, KeyboardInterrupt)  # a second SIGINT, or one between steps
             told = _told(error, config, directory)

@@ -113,7 +113,7 @@ def test_watched_steps_compute_the_same_bits(build_run, task, mode):
     assert_same_bits(plain.task.state_dict(), built.task.state_dict())
     assert built.stepper.audit.watched == 3 and built.stepper.audit.products
     assert plain.stepper.audit.watched == 0
-    built.stepper.check_happened()
+    assert built.stepper.note is None
 
 
 def test_one_step_in_a_thousand_is_watched_after_the_first_three(build_run):
@@ -163,6 +163,34 @@ def test_a_contradiction_in_every_step_is_refused_before_the_run(tmp_path, own_c
     [line] = capsys.readouterr().err.splitlines()
     assert "model.factory=lateautocast:always precision=fp32: addmm inside the model" in line
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("mode", ["bf16_stochastic", "amp", "fp8_tensorwise"])
+def test_an_arm_of_which_overrides_leave_nothing_is_a_control(tmp_path, capsys, mode):
+    """It is said at step 1, and the run goes on to its end."""
+    words = [*TINY_GPT, f"precision={mode}", "precision.overrides.*=fp32", "train.steps=2"]
+    assert run(tmp_path / "sweep" / "own", *words) == 0
+    shown = capsys.readouterr().err
+    assert shown.index(" because of overrides; this arm is a control") < shown.index("step 2/2")
+    assert "FP32 products that" not in shown
+    record, missing = record_of(tmp_path / "sweep" / "own"), "e4m3 emulated-e5m2"
+    assert record["status"] == "done"
+    half = get_policy(mode).half_dtype
+    unused = f"emulated-{missing if mode.startswith('fp8') else NAMES[half]}"
+    assert record["audit"]["unused"] == unused
+    assert main(["show", str(tmp_path / "sweep" / "own")]) == 0
+    assert f"no product ran in {unused}" in capsys.readouterr().out
+    assert run(tmp_path / "sweep" / "fp32", *TINY_GPT, "precision=fp32", "train.steps=2") == 0
+    main(["compare", str(tmp_path / "sweep")])
+    assert f"no product ran in {unused}" in " ".join(capsys.readouterr().out.split())
+
+
+def test_a_container_in_fp32_is_no_product_that_was_not_asked_for(tmp_path, capsys):
+    words = [*TINY_GPT, "precision=bf16_master", "precision.overrides.blocks=fp32", "train.steps=1"]
+    assert run(tmp_path / "run", *words) == 0
+    shown = capsys.readouterr().err
+    assert "FP32 products that" not in shown and "control" not in shown
+    assert {"forward bf16", "forward fp32"} <= {*record_of(tmp_path / "run")["audit"]["products"]}
 
 
 def test_attempts_of_a_resumed_run_add_up(tmp_path):

@@ -13,6 +13,7 @@ from mprun.models.gpt import TiedOutput
 from mprun.precision import ForwardContext, cast_model, emulation, get_policy, scaled_products
 from mprun.precision.block_formats import ELEMENTS, decoded
 from mprun.precision.emulation import why_unsupported
+from mprun.precision.module_dtypes import chosen_dtypes
 from mprun.precision.philox import micro_batches
 from mprun.precision.scaled_linear import chosen_layers, install
 from mprun.precision.scaled_products import (
@@ -224,13 +225,15 @@ class Two(nn.Module):
         (("*",), {"inner": torch.float32}, ["inputs"]),
         (("*",), {"inner": torch.bfloat16}, ["inputs"]),
         (("*", "!inner.*"), {}, ["inputs"]),
+        (("*", "!inner"), {}, ["inputs"]),
+        (("inn*r",), {}, ["inner.0"]),
         (("!inner.*",), {}, ["inputs"]),
         (("!in*", "inner.0"), {}, ["inner.0"]),
         (("*", "!middle"), {}, "'!middle' matches no nn.Linear"),
         (("!last 15%",), {}, ["inputs"]),
         (("middle",), {}, "'middle' matches no nn.Linear; some: inputs, inner.0, output"),
         (("out*",), {}, "no nn.Linear is left to compute in E4M3/E5M2; output, the output layer"),
-        (("inputs",), {"inputs": torch.float32}, "overrides have another dtype for inputs"),
+        (("inputs",), {"inputs": torch.float32}, []),
         (("!*",), {}, "no nn.Linear is left .*; patterns with ! take all of them out"),
         (("in*", "!in*"), {}, "patterns with ! take all of them out"),
         (("!last 150%",), {}, "'!last 150%': must be of the form '!last 15%', from 1 to 100"),
@@ -242,12 +245,13 @@ class Two(nn.Module):
 )
 def test_which_layers(modules, overrides, expected):
     """A list, or what a refusal says."""
-    products = ScaledProducts(modules=modules)
+    products, model = ScaledProducts(modules=modules), Two()
+    chosen = chosen_dtypes(model, overrides, "precision.overrides")
     if isinstance(expected, list):
-        assert chosen_layers(Two(), products, overrides) == expected
+        assert chosen_layers(model, products, chosen) == expected
     else:
         with pytest.raises(ValueError, match=expected):
-            chosen_layers(Two(), products, overrides)
+            chosen_layers(model, products, chosen)
 
 
 def test_marked_output_layers_are_left_out_and_no_other():

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mprun.errors import BadInput
-from mprun.precision.casting import NORM_LAYERS
+from mprun.precision.module_dtypes import NORM_LAYERS
 
 from ..helpers import (
     TINY_AUTOENCODER,

@@ -30,7 +30,7 @@ from mprun.config.schema import PrecisionConfig
 from mprun.numerics.probe import plainly
 from mprun.precision import DTYPES
 from mprun.precision.block_formats import SCALES, Operand, decoded, turn
-from mprun.precision.casting import chosen_dtypes, those_that_match
+from mprun.precision.module_dtypes import chosen_dtypes, those_that_match
 from mprun.precision.scaled_linear import KEPT, chosen_layers
 from mprun.precision.scaled_products import ScaledProducts, unobserved_cast
 from mprun.torch_private import graph_task

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 
 from mprun.config.schema import RunConfig
-from mprun.precision.casting import NORM_LAYERS
+from mprun.precision.module_dtypes import NORM_LAYERS
 from mprun.precision.scaled_linear import chosen_layers
 from mprun.precision.scaled_products import ScaledProducts
 

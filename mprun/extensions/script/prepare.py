@@ -33,9 +33,9 @@ from mprun.extensions.script.shards import (
     why_not_sharded,
 )
 from mprun.extensions.script.steps import install_hooks, refuse_cast_codes, state_of
-from mprun.precision.casting import chosen_dtypes, matching_modules, those_that_match
 from mprun.precision.emulation import ForwardContext, why_no_lstm, why_unsupported
 from mprun.precision.loss_scale import LossScale, get_loss_scale
+from mprun.precision.module_dtypes import chosen_dtypes, matching_modules, those_that_match
 from mprun.precision.policy import (
     DTYPE_NAMES,
     DTYPES,

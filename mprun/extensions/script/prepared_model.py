@@ -41,16 +41,16 @@ from mprun.extensions.script.shards import (
 )
 from mprun.extensions.script.tensors import Tensors
 from mprun.precision.audit import is_due
-from mprun.precision.casting import (
-    CastModel,
+from mprun.precision.casting import CastModel
+from mprun.precision.delayed_scaling import DelayedScaling
+from mprun.precision.emulation import ForwardContext, Losses
+from mprun.precision.loss_scale import LossScale
+from mprun.precision.module_dtypes import (
     cast_around_modules,
     cast_tree,
     chosen_dtypes,
     dtype_of,
 )
-from mprun.precision.delayed_scaling import DelayedScaling
-from mprun.precision.emulation import ForwardContext, Losses
-from mprun.precision.loss_scale import LossScale
 from mprun.precision.optimizer import BatchNormGuard
 from mprun.precision.philox import micro_batches
 from mprun.precision.policy import ieee_fp32
@@ -89,13 +89,15 @@ class PreparedModel(Backward):
     ):
         super().__init__(forward_context, loss_scale)
         self.model, self.overrides, policy = model, dict(overrides), self.policy
-        changes = policy.half_dtype is not None or policy.products is not None
+        in_16_bits = bool(forward_context.half_dtypes)  # of the mode, or of an override
+        changes = in_16_bits or policy.products is not None
         self.is_plain = not changes and self.scale is None  # it computes as without the mode
         self._is_untouched = self.is_plain and policy.fp32_math == "ieee"
         # True if activations are in 16 bits without autocast.
-        casts = policy.autocast_dtype is None and policy.half_dtype is not None
+        casts = policy.autocast_dtype is None and in_16_bits
         self.tensors = Tensors(self, rounds=casts and policy.master_dtype is not None)
-        self.border = Border(self, model, policy.param_dtype if casts else None)
+        narrow = policy.param_dtype if policy.param_dtype.itemsize == 2 else None
+        self.border = Border(self, model, narrow)
         self.stores_half = keeps_half(policy)
         self.audit.written, self.audit.left = self.tensors.written, self.border.left
         self.calls = 0  # with gradients or in training mode
@@ -125,6 +127,8 @@ class PreparedModel(Backward):
         added."""
         # Metrics only count results of other modules.
         metrics = {m for one in self.model.modules() if _is_metric(one) for m in one.modules()}
+        # A loss that is a part of the model is none of it: between calls it is FP32.
+        losses = {m for m in self.model.modules() if isinstance(m, Loss)}
         named = {name: m for name, m in self.model.named_modules() if m not in metrics}
         plain: dict[nn.Module, Any] = {}
         for module in named.values():
@@ -134,7 +138,7 @@ class PreparedModel(Backward):
                 module.__dict__["forward"] = plain[module]
         chosen = chosen_dtypes(self.model, self.overrides, "overrides")
         dtypes = {
-            m: torch.float32 if isinstance(m, Loss) else dtype_of(name, m, self.policy, chosen)
+            m: torch.float32 if m in losses else dtype_of(name, m, self.policy, chosen)
             for name, m in named.items()
         }
         if self.stores_half:
@@ -148,8 +152,10 @@ class PreparedModel(Backward):
                 if self.delayed is not None and before is not None:
                     self.delayed.take_over(before.state_dict())
             cast_around_modules(self.model, self.policy, chosen)
-            for module in metrics:
+            for module in metrics | losses:
                 module.__dict__.pop("forward", None)
+                if plain.get(module) is not None:
+                    module.__dict__["forward"] = plain[module]
         self.tensors.parts = [
             (m, dtype, tuple(children_of(m).values())) for m, dtype in dtypes.items()
         ]
@@ -167,7 +173,6 @@ class PreparedModel(Backward):
     def _entries(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
         """Return the modules whose calls are intercepted: all, or the outermost callable ones."""
         if not self._is_untouched:
-            # A loss that is a part of the model is none of it: between calls it is FP32.
             return [m for m in modules if not isinstance(m, Loss)]
         found, todo = [self.model], [self.model]
         while todo:

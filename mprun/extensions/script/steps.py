@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import sys
+import warnings
 import weakref
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -216,8 +217,8 @@ class OptimizerSteps:
             self._after()
         if self.steps == 1:
             for model in self._concerned:
-                if model.calls:
-                    model.audit.check_happened()
+                if model.calls and (note := model.audit.check_happened()) is not None:
+                    warnings.warn(note, stacklevel=2)
 
     def _before(self, args: Any, kwargs: Any, closure: Any, fed: list[PreparedModel]) -> Any:
         """Keep the coming step from moving anything if gradients are not finite."""

@@ -205,7 +205,7 @@ class ScriptTask:
     def audit(self) -> dict[str, Any]:
         """Return what the models really computed so far, for run.json."""
         models = [model for steps in self.prepared.values() for model in steps.models]
-        return combined(model.audit.result() for model in dict.fromkeys(models))
+        return combined([model.audit.result() for model in dict.fromkeys(models)])
 
     def take(self, step: Callable[[], Any]) -> StepRow:
         """Take a step of the script, and wait for its numbers."""

@@ -205,7 +205,8 @@ def _computed(
                     raise BadInput(f"{both}: together at most {context}, the model's context")
                 own = options.log_softmax == "mode"
                 found[side] = log_probs(built.task, windows, *side[1:], own_format=own)
-        if unused := built.forward_context.missing():
+        unused = built.forward_context.missing()
+        if unused and not built.forward_context.overridden:
             raise MprunError(f"precision={mode}: no operation ran in {unused}")
         products[mode] = built.forward_context.kind()
     about = {"run": run and str(run), "step": kept and kept.step, "seed": config.seed}

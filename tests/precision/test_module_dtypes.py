@@ -1,0 +1,137 @@
+"""Overrides mean modules: a pattern that matches a container means what is in it."""
+
+import pytest
+import torch
+from torch import nn
+
+from mprun.precision import ForwardContext, cast_model, get_policy
+from mprun.precision.module_dtypes import chosen_dtypes
+
+from ..helpers import raises_line
+from .containers import KINDS, Bypassed, Layer, Net, Recomputed, Scaled, Shared, in_turn, seen_in
+
+F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
+CPU = torch.device("cpu")
+MODES = ["bf16_master", "fp16_naive", "bf16_stochastic", "amp", "fp32"]
+
+
+def trained(model, mode, overrides):
+    """Return the outputs of a step of the model in the mode."""
+    policy = get_policy(mode)
+    context = ForwardContext(policy, CPU, overrides=overrides.values())
+    model = cast_model(model, policy, overrides).module
+    with context:
+        with context.autocast():
+            outputs = model(policy.cast_inputs(torch.randn(3, 4)))
+        outputs.float().sum().backward()
+    assert all(own.grad.isfinite().all() for own in model.parameters() if own.grad is not None)
+    return outputs
+
+
+@pytest.mark.parametrize("pattern", ["parts", "parts*", "*"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.few(8)
+def test_a_container_means_what_is_in_it(kind, mode, pattern):
+    half, model = get_policy(mode).half_dtype or F32, KINDS[kind]()
+    other = BF16 if mode == "fp32" else F32
+    outputs = trained(model, mode, {pattern: other})
+    found, autocasts = seen_in(model), mode == "amp"
+    assert len(found) >= 3
+    for name, seen in found.items():
+        is_inside = pattern == "*" or name.startswith("parts")
+        # Under autocast a layer takes any dtype, and casts itself.
+        expected = {other} if is_inside else {half, F32} if autocasts else {half}
+        assert {seen} <= expected, name
+    if not autocasts:
+        assert outputs.dtype is half
+
+
+@pytest.mark.parametrize("mode", ["bf16_master", "amp"])
+def test_a_container_is_its_layers_one_by_one(mode):
+    """Bit for bit where others call these: each has a border of its own."""
+    found = []
+    for overrides in ({"parts": F32}, {"parts.0": F32, "parts.1": F32}):
+        torch.manual_seed(0)
+        model = Net(nn.ModuleList([Layer(), Layer()]), in_turn)
+        found.append(trained(model, mode, overrides))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "also"),
+    [
+        ("encoder.layers", ""),
+        ("decoder.layers", ""),
+        ("encoder", "encoder.own"),
+        ("decoder", "decoder.own"),
+    ],
+)
+@pytest.mark.parametrize("mode", ["bf16_master", "fp16_naive"])
+def test_what_two_parents_share_has_both_names(mode, pattern, also):
+    model, half = Shared(), get_policy(mode).param_dtype
+    outputs = trained(model, mode, {pattern: F32})
+    inside = {"encoder.layers.0", "encoder.layers.1", also}
+    assert {name for name, seen in seen_in(model).items() if seen is F32} == inside - {""}
+    assert outputs.dtype is half
+
+
+def test_the_last_pattern_counts_of_all_names_of_a_module():
+    overrides = {"encoder.layers": F32, "decoder": BF16}
+    chosen = chosen_dtypes(Shared(), overrides, "precision.overrides")
+    assert {name: own.dtype for name, own in chosen.items() if name.endswith("layers.0")} == {
+        "encoder.layers.0": BF16
+    }
+    named = {"decoder.layers.0": F32, "encoder": BF16}  # one that matches goes before one around
+    assert chosen_dtypes(Shared(), named, "")["encoder.layers.0"].dtype is F32
+
+
+@pytest.mark.parametrize("mode", ["bf16_master", "fp16_naive"])
+@pytest.mark.parametrize("where", ["parts.0", "*", "parts.0.layer"])
+def test_parameters_in_containers_follow_the_module_that_computes_with_them(mode, where):
+    model = Net(nn.ModuleList([Scaled()]), in_turn)
+    trained(model, mode, {where: F32})
+    block = model.parts[0]
+    expected = get_policy(mode).param_dtype if where == "parts.0.layer" else F32
+    assert {block.gains[1].dtype, block.shifts["a"].dtype} == {expected}
+
+
+@pytest.mark.parametrize(
+    ("make", "pattern", "says"),
+    [
+        (lambda: Net(nn.ModuleList([Scaled()]), in_turn), "parts.0.gains", "override parts.0"),
+        (lambda: Net(nn.ModuleList([]), in_turn), "parts", "a ModuleList that is never called"),
+        (lambda: nn.MultiheadAttention(4, 2), "out_proj", "the model itself computes with"),
+    ],
+)
+def test_a_pattern_of_nothing_that_is_called_is_refused(make, pattern, says):
+    with raises_line(ValueError, f"precision.overrides: '{pattern}' matches {pattern}", says):
+        cast_model(make(), get_policy("bf16_master"), {pattern: F32})
+
+
+def test_attention_of_torch_computes_in_its_override_with_its_output_layer():
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.attention = Layer(), nn.MultiheadAttention(4, 2)
+
+        def forward(self, x):
+            x = self.first(x)
+            return self.attention(x, x, x)[0]
+
+    assert trained(Attention(), "bf16_master", {"*": F32}).dtype is BF16
+
+
+@pytest.mark.parametrize("mode", ["bf16_master", "amp"])
+@pytest.mark.parametrize("kind", [nn.Sequential, nn.ModuleList])
+def test_a_layer_is_computed_anew_as_it_was(mode, kind):
+    """Inside of a block that a checkpoint computes without what called it."""
+    found = []
+    for block in (Bypassed, Recomputed):
+        torch.manual_seed(0)
+        order = in_turn if kind is nn.ModuleList else (lambda own, x: own(x))
+        parts = [block(), Layer()]
+        model = Net(kind(*parts) if kind is nn.Sequential else kind(parts), order)
+        trained(model, mode, {"parts": F32})
+        found.append([own.grad for own in model.parameters()])
+    assert all(map(torch.equal, *found))
