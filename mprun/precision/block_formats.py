@@ -26,7 +26,6 @@ from torch import Tensor, nn
 from mprun.precision.philox import IN_BLOCK, bits_of, micro_batches
 
 _F32_MAX = torch.finfo(torch.float32).max
-_SMALLEST_AMAX = 1e-12  # torchao's value: a tensor of zeros gets a finite scale
 _EXPONENT = 0x7F800000  # its bits in FP32
 SCALE_ROUNDINGS = ("rceil", "ceil", "even", "floor")
 
@@ -114,16 +113,16 @@ def _one(amax: Tensor, element: Element, rounding: str) -> tuple[Tensor, Tensor,
 
 
 def _fp32(amax: Tensor, element: Element, rounding: str) -> tuple[Tensor, Tensor, None]:
-    encode = (element.top / amax.double().clamp(min=_SMALLEST_AMAX)).float()
+    # At most the largest FP32 number, of zeros too, whatever their sign.
+    encode = (element.top / amax.double().clamp(min=element.top / _F32_MAX)).float()
     return encode, encode.reciprocal(), None
 
 
 def _pow2(amax: Tensor, element: Element, rounding: str) -> tuple[Tensor, Tensor, None]:
     exact, _, _ = _fp32(amax, element, rounding)
-    # The mantissa cleared; a NaN stays one, in one launch. `exact` is too small for the square of a
-    # number to be infinite.
+    # The mantissa cleared; a NaN stays one, in one launch.
     encode = (exact.view(torch.int32) & _EXPONENT).view(torch.float32)
-    encode = torch.addcmul(encode, exact, exact, value=0)
+    encode = torch.add(encode, exact, alpha=0)
     return encode, encode.reciprocal(), None
 
 

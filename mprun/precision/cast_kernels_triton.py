@@ -19,7 +19,6 @@ LAUNCH = {"num_warps": 4, "enable_fp_fusion": False}
 _TILE = 4096  # numbers of a program, or one block
 LARGEST = 128 * 128  # numbers of a block
 _F32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
-_SMALLEST_AMAX = tl.constexpr(1e-12)
 _NAMES = {torch.bfloat16: "bf16", torch.float32: "fp32"}
 
 
@@ -100,7 +99,7 @@ def _scales(
         factor = _on_grid(factor, factor, 448.0, -6, 8, 3, False)
         encode = _at_most(_inverse(factor * _inverse(scale)), _F32_MAX)
     else:
-        least = tl.full(amax.shape, _SMALLEST_AMAX, tl.float64)
+        least = tl.full(amax.shape, TOP / _F32_MAX, tl.float64)
         wider = amax.to(tl.float64)
         wider = tl.where(wider < least, least, wider)
         encode = (tl.full(amax.shape, TOP, tl.float64) / wider).to(tl.float32)

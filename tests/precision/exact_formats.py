@@ -99,7 +99,7 @@ def factors(amax: Q, whole: Q, name: str, scale: str, how: str) -> tuple[Q, Q]:
         before = f32(stored * f32(1 / first))
         encode = min(f32(1 / before), F32_MAX) if before else F32_MAX
         return encode, stored
-    encode = f32(top / max(amax, Q(1, 10**12)))
+    encode = min(f32(top / amax), F32_MAX) if amax else F32_MAX
     encode = Q(2) ** log2_floor(encode) if scale == "pow2" else encode
     return encode, f32(1 / encode)
 

@@ -117,7 +117,9 @@ def test_every_finite_number_is_decoded(element):
         (ROW, 100.0, 0.25),
         (ROW, 448.0, 1.0),
         (UNSCALED, 1e6, 1.0),
-        (TENSOR, 0.0, 1e-12 / 448),
+        (TENSOR, 2.0**-60, 2.0**-60 / 448),
+        (ROW, 2.0**-110, 2.0**-118),
+        (TENSOR, 0.0, 2.0**-128),  # of the largest FP32 number
     ],
 )
 def test_scales_by_hand(products, amax, factor):
@@ -127,6 +129,23 @@ def test_scales_by_hand(products, amax, factor):
     if products is not UNSCALED and amax:
         assert largest == min(448.0, float(torch.tensor(amax / factor).to(E4M3.dtype).float()))
     assert largest <= 448.0
+
+
+@pytest.mark.parametrize(
+    "mode", ["fp8_tensorwise", "fp8_rowwise", "fp8_block", "mxfp8", "nvfp4_plain"]
+)
+def test_small_gradients_keep_their_digits(mode):
+    """A loss times a power of two has gradients times it, bit for bit, as far as BF16 goes."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 1))
+    install(model.bfloat16(), get_policy(mode).products, {})
+    x, found = torch.randn(16, 64).bfloat16(), []
+    for factor in (1.0, 2.0**-50, 2.0**-80):
+        model.zero_grad()
+        (model(x).float().sum() * factor).backward()
+        found.append([own.grad.float() / factor for own in model.parameters()])
+    for other in found[1:]:
+        assert all(map(torch.equal, found[0], other))
 
 
 def test_scales_by_row_go_along_the_sum():

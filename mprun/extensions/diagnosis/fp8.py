@@ -28,7 +28,7 @@ from mprun.numerics.probe_record import ProbeRecord, TensorStats, tensors_of
 # 2^12 times that, E4M3 flushes 3 % of the others (below 4 * 2^(12 - 18.8) = 0.036 deviations); at
 # 2^15 it flushes 23 %, at 2^19 all. A layer is named from a tenth on.
 FLUSHED_THRESHOLD = 0.1
-_SMALLEST_AMAX = 1e-12  # scales stop there
+_LARGEST_SCALE = float(np.finfo(np.float32).max)
 _MOST_POWERS = 64  # tried for a loss scale
 # A tensor of one probe, log2 of the smallest and of the largest scale of its losses.
 Part = tuple[TensorStats, float, float]
@@ -137,7 +137,7 @@ def _flushed(parts: Iterable[Part], format: Format, log2_scale: int = 0) -> Flus
     found, total = np.zeros(4), 0
     for stats, low, high in parts:
         counts, own, amax = stats.counts, stats.counts.nonzero, stats.amax
-        limit = max(amax, _SMALLEST_AMAX) * format.half / format.largest
+        limit = max(amax / format.largest, 1 / _LARGEST_SCALE) * format.half
         by_tensor = counts.up_to(limit) if math.isfinite(amax) else (own, own)
         # If losses have several scales, the worse one counts.
         unscaled = counts.up_to(format.half * 2.0 ** (high - log2_scale))[1]
