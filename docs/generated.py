@@ -2,7 +2,11 @@
 
 import math
 import os
+import re
 from functools import partial
+from pathlib import Path
+
+import torch
 
 from mprun.cli.dispatch import _arguments, verbs
 from mprun.cli.help import BY_OPTION, GROUPS
@@ -10,6 +14,9 @@ from mprun.config.fields import LABEL, LENGTH, MACHINE, READING, RESULT, SEED
 from mprun.config.keys import FIELDS, meanings, role_of
 from mprun.config.option_files import named, option_files, values_in_files, what_it_is
 from mprun.entry_points import loaded
+from mprun.precision import PrecisionPolicy, get_policy
+from mprun.precision.policy import dtype_name, usual_scaler
+from mprun.precision.scaled_products import ScaledProducts
 
 _ROLES = {RESULT: "result", LENGTH: "length", SEED: "seed"}
 _ROLES |= {MACHINE: "machine", READING: "reading", LABEL: "label"}
@@ -62,6 +69,74 @@ def options() -> str:
         rows = [(_code(name), what_it_is(path)) for name, path in option_files(group).items()]
         parts.append(f"### {group}=\n\n{_table(('option', 'what it is'), rows)}")
     return "\n\n".join(parts)
+
+
+_FAMILIES = ("fp32", "tf32", "fp16", "amp", "bf16", "fp8", "mxfp8", "mxfp4", "nvfp4")
+_SCALES = {
+    "fp32": "",
+    "delayed": ", of the last {0.history:,} updates",
+    "pow2": ", a power of two",
+    "e8m0": ", a power of two {1}",
+    "e4m3": ", in E4M3, and one of the tensor",
+}
+_ROUNDED = {
+    "rceil": "rounded up",
+    "ceil": "rounded up",
+    "floor": "rounded down",
+    "even": "of the largest rounded",
+}
+_PARTS = {"tensor": "a tensor", "row": "a row"}
+
+
+def modes() -> str:
+    """The precision modes, by the values in their files; README has this table."""
+    files = option_files("precision")
+    order = sorted(files, key=lambda name: (_FAMILIES.index(name.partition("_")[0]), name))
+    header = ("mode", "parameters", "products", "master weights", "default scaler", "elsewhere")
+    return _table(header, [_mode(name, get_policy(name), files[name]) for name in order])
+
+
+def _mode(name: str, policy: PrecisionPolicy, path: Path) -> tuple[str, ...]:
+    held, norms, half = (
+        dtype_name(own or torch.float32).upper()
+        for own in (policy.param_dtype, policy.norm_dtype, policy.autocast_dtype)
+    )
+    of_norms = "" if held == "FP32" else f", norm layers {'too' if norms == held else norms}"
+    if policy.products is not None:
+        multiplied = f"linear layers: {_casts(policy.products)}"
+    elif policy.autocast_dtype is not None:
+        multiplied = f"`torch.autocast` {str(policy.autocast_dtype).removeprefix('torch.')} lists"
+    elif held == "FP32":
+        is_tf32 = policy.fp32_math == "tf32"
+        multiplied = "TF32 in matmul, convolution, RNN" if is_tf32 else "FP32, TF32 off everywhere"
+    else:
+        multiplied = f"{held} in, FP32 sums, {held} out"
+    masters = {
+        "kept": "parameters are FP32" if held == "FP32" else "FP32",
+        "none": f"none; {held} optimizer state",
+        "transient": "none: updated in FP32, rounded stochastically"
+        if policy.rounding == "stochastic"
+        else "none: what rounding takes away is kept",
+    }
+    masters_of = "-" if (held, half) == ("FP32", "FP32") else masters[policy.masters]
+    found = re.search(r"^# Elsewhere: (.*)\.$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    elsewhere = found[1] if found else ""
+    return _code(name), held + of_norms, multiplied, masters_of, usual_scaler(name), elsewhere
+
+
+def _casts(products: ScaledProducts) -> str:
+    formats = products.input.name.upper()
+    if products.grad_output is not products.input:
+        formats += f", gradients {products.grad_output.name.upper()}"
+    if products.granularity == "none":
+        return f"{formats}; no scale"
+    part = _PARTS.get(products.granularity, f"for {products.granularity}")
+    if products.weight_granularity is not None:
+        part += f", of weights {products.weight_granularity}"
+    scale = _SCALES[products.scale].format(products, _ROUNDED[products.scale_rounding])
+    more = "; gradients rounded stochastically" * (products.grad_rounding == "stochastic")
+    more += "; Hadamard transform of the weight's gradient" * bool(products.hadamard)
+    return f"{formats}; a scale {part}{scale}{more}"
 
 
 def scalers() -> str:
