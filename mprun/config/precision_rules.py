@@ -13,7 +13,8 @@ from mprun.config.schema import DTYPES, RunConfig
 def updates_in_16_bits(precision: schema.PrecisionConfig) -> bool:
     """Return whether an update is rounded operation by operation."""
     is_narrow = precision.master_dtype is None and precision.param_dtype != "fp32"
-    return is_narrow and precision.update.rounding == "nearest"
+    update = precision.update
+    return is_narrow and update.rounding == "nearest" and update.state_dtype is None
 
 
 def of_mode(config: RunConfig) -> Iterator[str]:

@@ -72,6 +72,7 @@ class Audit(TorchDispatchMode):
         self.written: set[str] = set()  # names of parameters that a call of the model wrote to
         self.optimizers: set[str] = set()  # classes of those that updated its parameters
         self.watched = 0  # calls and passes, or steps
+        self.saw_empty = False  # a product of nothing, which does not count
         self.earlier: Mapping[str, Any] = {}  # the result of earlier attempts of the same run
         policy = forward_context.policy
         held = () if policy.products is None else (own.dtype for own in policy.products.formats)
@@ -96,7 +97,11 @@ class Audit(TorchDispatchMode):
     ) -> Any:
         name = schema_of(func).name.rpartition("::")[2]
         if name.removesuffix("_") in _WATCHED:
-            dtypes = [arg.dtype for arg in args if isinstance(arg, Tensor)]
+            tensors = [arg for arg in args if isinstance(arg, Tensor)]
+            if name in PRODUCTS and not all(own.numel() for own in tensors[:3]):
+                self.saw_empty = True
+                return func(*args, **(kwargs or {}))
+            dtypes = [own.dtype for own in tensors]
             dtype = next((d for d in dtypes if d.is_floating_point or d.is_complex), None)
             if dtype is not None:
                 backward = graph_task() != -1
@@ -150,6 +155,8 @@ class Audit(TorchDispatchMode):
         """Return the part of the mode that no product of `found` ran in, or None."""
         forward_context = self.forward_context
         seen = {name.partition(" ")[2] for name in found["products"]}
+        if not seen and self.saw_empty:
+            return None
         missing = forward_context.missing()
         products = forward_context.policy.products
         formats = set() if products is None else {own.name for own in products.formats}

@@ -92,6 +92,27 @@ class PrecisionPolicy:
             return "kept"
         return "none" if self.rounding == "nearest" else "transient"
 
+    def why_stuck(self, decay: float) -> str | None:
+        """Return why an average of the optimizer's state does not decay by this factor, or None.
+
+        State that is rounded to nearest sticks if 1 - decay is below half of the smallest relative
+        distance of two numbers. Blocks have a scale that decays, and random bits are right on
+        average.
+        """
+        stored = DTYPES.get(self.state_dtype or "")
+        if self.state_dtype is None and self.masters == "none":
+            stored = self.param_dtype
+        if stored is None or stored.itemsize != 2:
+            return None
+        least = torch.finfo(stored).eps / 4
+        if not 0 < 1 - decay < least:
+            return None
+        return (
+            f"{self.name} keeps optimizer state in {dtype_name(stored).upper()}, where a number "
+            f"times {decay:g} rounds back to itself: an average of squares does not fall "
+            f"(factors up to {1 - least:.4g} move it)"
+        )
+
     @property
     def half_dtype(self) -> torch.dtype | None:
         """Return the 16-bit dtype that the mode's products run in, or None."""

@@ -13,6 +13,7 @@ import torch
 from mprun.build import Built
 from mprun.config.option_files import option_files
 from mprun.config.overrides import in_shell, without
+from mprun.config.precision_rules import updates_in_16_bits
 from mprun.config.schema import RunConfig, ScalerConfig
 from mprun.config.trust import as_overrides
 from mprun.data.source import Source
@@ -150,12 +151,15 @@ def notes(config: RunConfig, built: Built) -> Iterator[str]:
     numerics, steps = config.numerics, config.train.steps
     if numerics.enabled and steps is not None and numerics.every > steps:
         yield f"numerics.every={numerics.every}: no step of {steps} will be probed"
-    fp16_update = policy.master_dtype is None and policy.param_dtype == "fp16"
+    fp16_update = updates_in_16_bits(policy) and policy.param_dtype == "fp16"
     if fp16_update and optim.eps is not None and 0 < optim.eps <= 2.0**-25:
         yield (
             f"optim.eps={optim.eps:g} rounds to 0 in FP16 (2^-25 and below): {policy.name} "
             f"with {optim.name} divides by zero and ends in NaN; this is a finding"
         )
+    for key, decay in (("betas", (optim.betas or [0, 0])[1]), ("alpha", optim.alpha or 0)):
+        if why := built.policy.why_stuck(decay):
+            yield f"optim.{key}: {why}"
     half = policy.autocast_dtype or policy.param_dtype
     if scaler.kind != "none" and {half, *policy.overrides.values()} == {"fp32"}:
         yield (

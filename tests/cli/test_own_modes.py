@@ -16,7 +16,7 @@ from mprun.config.precision_rules import of_mode
 from mprun.errors import BadInput
 from mprun.precision import DynamicLossScale, get_policy
 
-from ..helpers import TINY_LM, raises_line, record_of, rows_of, run
+from ..helpers import TINY_GPT, TINY_LM, raises_line, record_of, rows_of, run
 
 MODE = """\
 # FP16 products, FP32 masters, and a softmax in FP16.
@@ -190,3 +190,17 @@ def test_whatever_the_rules_let_through_trains(param, autocast, build_run):
         accepted += 1
     # Autocast has FP32 weights.
     assert (accepted > 0) == (autocast is None or param == "fp32")
+
+
+@pytest.mark.parametrize(
+    ("state_dtype", "beta", "warns"),
+    [("bf16", 0.999, True), ("bf16", 0.99, False), ("fp8", 0.999, False)],
+)
+def test_state_that_does_not_decay_is_told_before_step_1(
+    tmp_path, capsys, state_dtype, beta, warns
+):
+    words = [*TINY_GPT, "precision=bf16_master", f"precision.update.state_dtype={state_dtype}"]
+    assert run(tmp_path / "run", *words, f"optim.betas=[0.9,{beta}]", "train.steps=1") == 0
+    shown = capsys.readouterr().err
+    assert (f" keeps optimizer state in BF16, where a number times {beta} " in shown) == warns
+    assert not warns or shown.index(" keeps optimizer") < shown.index("step 1")

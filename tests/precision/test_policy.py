@@ -7,6 +7,7 @@ import torch
 
 from mprun.build import policy_from
 from mprun.config.compose import compose_config
+from mprun.config.precision_rules import updates_in_16_bits
 from mprun.errors import BadInput
 from mprun.precision import ForwardContext, build_policy, get_policy, why_unsupported
 from mprun.precision.block_formats import ELEMENTS
@@ -181,3 +182,34 @@ def test_a_cpu_can_honour_every_mode_but_tf32():
 def test_a_word_that_a_policy_does_not_know_is_refused_however_it_comes():
     with pytest.raises(ValueError, match="state_dtype='dynamic4': must be one of fp32, bf16, dyn"):
         dataclasses.replace(get_policy("nvfp4"), state_dtype="dynamic4")
+
+
+@pytest.mark.parametrize("decay", [0.9, 0.99, 0.995, 0.9975, 0.9985, 0.999, 0.9995, 0.9999])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_state_that_does_not_decay_is_told(dtype, decay):
+    """Every number of 2 decades rounds back to itself, or some move."""
+    numbers = torch.logspace(-2, 0, 999, dtype=torch.float64).to(dtype)
+    sticks = bool((numbers * decay == numbers).all())
+    name = "bf16_naive" if dtype is torch.bfloat16 else "fp16_naive"
+    policies = [get_policy(name)]
+    if dtype is torch.bfloat16:
+        policies.append(dataclasses.replace(get_policy("fp32"), state_dtype="bf16"))
+    for policy in policies:
+        assert (policy.why_stuck(decay) is not None) == sticks
+
+
+@pytest.mark.parametrize(
+    "mode", ["fp32", "bf16_master", "amp_bf16", "bf16_stochastic", "bf16_kahan"]
+)
+def test_state_in_fp32_or_in_blocks_decays(mode):
+    for state_dtype in (None, "fp32", "fp8", "dynamic8"):
+        policy = dataclasses.replace(get_policy(mode), state_dtype=state_dtype)
+        assert policy.why_stuck(0.999) is None and policy.why_stuck(1 - 2.0**-20) is None
+
+
+@pytest.mark.parametrize("mode", ["bf16_naive", "fp16_naive"])
+def test_an_update_with_a_state_format_is_in_fp32(mode):
+    """Also without masters: nothing of it is rounded operation by operation."""
+    words = ["model=gpt", f"precision={mode}", "precision.update.state_dtype=fp8"]
+    assert not updates_in_16_bits(compose_config(words).config.precision)
+    assert updates_in_16_bits(compose_config(words[:2]).config.precision)

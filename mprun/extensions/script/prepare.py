@@ -89,8 +89,8 @@ def prepare(
     """Put a model into a precision mode, in place, and let its optimizers follow the mode.
 
     The same objects come back. From outside the model looks unchanged: its parameters are FP32
-    leaves with unscaled FP32 gradients, its inputs and outputs FP32. A step with non-finite
-    gradients is skipped and moves the loss scale, whichever optimizer takes it.
+    leaves with unscaled FP32 gradients, its inputs and outputs FP32. With a loss scale a step with
+    non-finite gradients is skipped and moves the scale, whichever optimizer takes it.
 
     With gradients enabled a call computes in the mode, also in eval mode (frozen BatchNorm);
     without them eval mode computes in FP32.

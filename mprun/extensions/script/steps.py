@@ -41,6 +41,7 @@ from mprun.extensions.script.passes import (
 )
 from mprun.extensions.script.prepared_model import Draws, PreparedModel
 from mprun.extensions.script.shards import local_of
+from mprun.precision.audit import FIRST
 from mprun.precision.emulation import ForwardContext
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.optimizer import Update
@@ -76,6 +77,7 @@ class OptimizerSteps:
         self._optimizer = weakref.ref(optimizer)
         self.models: list[PreparedModel] = []
         self.steps = 0
+        self._is_checked = self._has_warned = False
         self.last: Update | None = None
         self.narrow: RoundedWeights | None = None
         self._frame: FrameType | None = None  # frame of the step that runs
@@ -153,11 +155,25 @@ class OptimizerSteps:
                 model.updated_by[self] = None
             for scaling in scalings(self.models):
                 scaling.owners.add(self.optimizer)  # before its first step: the scale waits for it
+            self._warn_of_decay()
             self._make_narrow()
             self._is_plain = self._is_plain and self.narrow is None
             self._keep_in_state()
             # torch.amp.GradScaler asks for it in each step, also in one that it skips.
             self.optimizer.__dict__[SCALES_ITSELF] = _NoGradScaler(self.policy.name)
+
+    def _warn_of_decay(self) -> None:
+        """Warn once if averages in the state do not decay in its format."""
+        if self.steps == 0 and not self._has_warned:
+            for group in self.optimizer.param_groups:
+                for key in ("betas", "alpha"):
+                    decay = group.get(key)
+                    decay = decay[1] if isinstance(decay, tuple | list) else decay
+                    why = self.policy.why_stuck(decay) if isinstance(decay, float) else None
+                    if why is not None:
+                        self._has_warned = True
+                        warnings.warn(f"{type(self.optimizer).__name__} {key}: {why}", stacklevel=2)
+                        return
 
     def __reduce__(self) -> Any:
         """Pickle or copy as None: the copy begins anew."""
@@ -215,10 +231,12 @@ class OptimizerSteps:
             self.last = self._untouched
         else:
             self._after()
-        if self.steps == 1:
+        if not self._is_checked and self.steps <= FIRST:
             for model in self._concerned:
                 if model.calls and (note := model.audit.check_happened()) is not None:
                     warnings.warn(note, stacklevel=2)
+            # An empty batch says nothing.
+            self._is_checked = any(model.audit.products for model in self._concerned)
 
     def _before(self, args: Any, kwargs: Any, closure: Any, fed: list[PreparedModel]) -> Any:
         """Keep the coming step from moving anything if gradients are not finite."""

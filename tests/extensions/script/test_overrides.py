@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import mprun
+from mprun.extensions.script.border import prepared_modules
 
 from ...precision.containers import KINDS, Shared, seen_in
 
@@ -44,7 +45,7 @@ def test_an_arm_of_which_overrides_leave_nothing_is_said_at_its_first_step(mode,
     with pytest.warns(UserWarning, match=f"precision={mode}: no operation .* is a control") as said:
         model = trained(KINDS["ModuleList"](), mode, {"*": "fp32"})
     assert len(said) == 1
-    assert "unused" in mprun.extensions.script.border.prepared_modules(model)[""].audit.result()
+    assert "unused" in prepared_modules(model)[""].audit.result()
 
 
 def test_a_loss_in_the_model_stays_fp32_under_a_pattern_that_matches_it():
@@ -60,3 +61,25 @@ def test_a_loss_in_the_model_stays_fp32_under_a_pattern_that_matches_it():
     targets = torch.rand(3, 4)
     outputs = model(torch.randn(3, 4))
     assert torch.equal(model.loss(outputs, targets), (outputs - targets).square().mean())
+
+
+def test_state_that_does_not_decay_is_told_once_before_the_first_step():
+    model = torch.nn.Linear(4, 4)
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.warns(UserWarning, match="AdamW betas: bf16_naive keeps .* times 0.999 ") as told:
+        model, optimizer = mprun.prepare(model, optimizer, "bf16_naive")
+        for _ in range(2):
+            model(torch.randn(3, 4)).sum().backward()
+            optimizer.step()
+    assert len(told) == 1
+
+
+@pytest.mark.parametrize("mode", ["fp8_tensorwise", "fp16_master_scaled", "nvfp4", "amp"])
+def test_an_empty_first_batch_says_nothing_of_the_mode(mode):
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 2))
+    model, optimizer = mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1), mode)
+    for rows in (0, 5):
+        model(torch.randn(rows, 8)).sum().backward()
+        optimizer.step()
+    audit = prepared_modules(model)[""].audit.result()
+    assert audit["watched"] and "unused" not in audit
