@@ -279,7 +279,7 @@ def test_seeds_pair_logs_where_every_run_names_its_own(tmp_path):
         ),
         ("top1", ["--margin", "0.4"], (76, 76.1, 75.9), (70.8, 70.9, 70.7), ["more of it better"]),
         ("val/score", [], SIX, SIX, ["--lower-is-better"]),
-        ("kl", [], AROUND_0, AROUND_0, ["must not be 0: it is 0.0004, within two", "--absolute"]),
+        ("kl", [], AROUND_0, AROUND_0, ["must not be 0: it is 0.0004, which 5 runs", "--absolute"]),
         ("loss", ["--margin", "2", "--absolute"], SIX, SIX, ["must be below h"]),
         ("loss", ["--lower-is-better", "--higher-is-better"], SIX, SIX, ["give one of the two"]),
     ],
