@@ -71,11 +71,12 @@ class _Frames(ABC):
 
         amax is the largest absolute value. underflow, subnormal and overflow are parts (0 to 1) of
         the `nonzero` finite values: those that FP16 rounds to zero, below its normal range and to
-        infinity. They are taken as measured: gradients times 2^log2_loss_scale (the largest, if the
-        losses have several scales). lost_fp16 and lost_bf16 (for updates) are the parts of the
-        updates that round away in that format. applied is the sum of the updates that 16-bit
-        weights took over the sum of the wanted ones. cosine, norm_ratio and relative_error (for
-        weight gradients) compare with the FP32 shadow step.
+        infinity; NaN without such values. underflow and overflow of what FP16 had rounded before
+        are NaN too: they are among the zeros and infinities. They are taken as measured: gradients
+        times 2^log2_loss_scale (the largest, if the losses have several scales). lost_fp16 and
+        lost_bf16 (for updates) are the parts of the updates that round away in that format. applied
+        is the sum of the updates that 16-bit weights took over the sum of the wanted ones. cosine,
+        norm_ratio and relative_error (for weight gradients) compare with the FP32 shadow step.
         """
         return _frame(self.columns("probes"))
 
@@ -373,11 +374,12 @@ def _probe_rows(probe: ProbeRecord) -> Iterator[dict[str, Any]]:
     for name, learner in probe.learners.items():
         found: defaultdict[tuple[str, str], dict[str, Any]] = defaultdict(dict)
         for kind, modules in learner.tensors.items():
+            halves = learner.halves_before(kind)
             for module, stats in modules.items():
                 counts = stats.counts
                 row = {"dtype": stats.dtype, "stride": stats.stride, "amax": stats.amax}
                 row |= {"values": counts.total, "nonzero": counts.nonzero}
-                row |= {"inf": counts.inf, "nan": counts.nan, **counts.shares()._asdict()}
+                row |= {"inf": counts.inf, "nan": counts.nan, **stats.shares(halves)._asdict()}
                 found[kind, module] = row
         for module, lost in learner.lost_updates.items():
             shares = {"lost_fp16": lost.share("fp16"), "lost_bf16": lost.share("bf16")}

@@ -6,7 +6,7 @@ the loss scales at which FP16 holds them.
 
 import math
 import statistics
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 
 from mprun.compare.findings import Group
 from mprun.errors import Damaged
-from mprun.numerics.exponent_shares import AppliedUpdates, LostUpdates, merged
+from mprun.numerics.exponent_shares import AppliedUpdates, LostUpdates, merged, ratio
 from mprun.numerics.probe_record import (
     FOLDER,
     GRADIENT_KINDS,
@@ -28,6 +28,7 @@ from mprun.numerics.probe_record import (
     ProbeRecord,
     ScaleRange,
     TensorStats,
+    halves_before,
     read_probe,
     scale_range,
 )
@@ -85,7 +86,7 @@ class ProbedMode:
         return (
             str(self.seed),
             low if low == high else f"{low} to {high}",
-            *(lost if self.lost.nonzero else ("", "")),
+            *lost,
             f"{self.applied.ratio:.4g}" if self.applied.wanted else "",
             # Five digits: a cosine may be 0.99999 and an error 0.0001.
             *("" if part is None else f"{part:.5g}" for part in (self.cosine, self.relative_error)),
@@ -99,7 +100,11 @@ class ProbedMode:
     def measured(self) -> list[tuple[str, tuple[str, ...]]]:
         """Return (kind, its numbers as text) of each probed kind of tensor."""
         kinds = [kind for kind in KINDS if kind in self.tensors]
-        return [(kind.replace("_", " "), _stats_texts(self.tensors[kind])) for kind in kinds]
+        dtypes = {kind: self.tensors[kind].dtype for kind in kinds}
+        return [
+            (kind.replace("_", " "), _stats_texts(self.tensors[kind], halves_before(kind, dtypes)))
+            for kind in kinds
+        ]
 
 
 def probed_modes(group: Group) -> list[ProbedMode]:
@@ -168,13 +173,16 @@ def _add_tensors(mode: ProbedMode, learner: LearnerProbe, log2_scales: dict[str,
             mode.gradients.setdefault(kind, Gradients()).add(total, scales)
 
 
-def _stats_texts(stats: TensorStats) -> tuple[str, ...]:
-    """Return format, zeros, rounded to 0, subnormal, to infinity, not finite, largest, headroom."""
-    counts, shares = stats.counts, stats.counts.shares()
+def _stats_texts(stats: TensorStats, halves: Collection[str]) -> tuple[str, ...]:
+    """Return format, zeros, rounded to 0, subnormal, to infinity, not finite, largest, headroom.
+
+    halves: of `halves_before`.
+    """
+    counts, shares = stats.counts, stats.shares(halves)
     wrong = counts.inf + counts.nan
     return (
         stats.dtype,
-        share_text(counts.zeros / counts.total) if counts.total else "",
+        stats.zeros_after(halves).removeprefix("zeros ") or share_text(stats.zeros),
         share_text(shares.underflow),
         share_text(shares.subnormal),
         share_text(shares.overflow),
@@ -204,16 +212,20 @@ def exponent_shares(gradients: Gradients) -> tuple[dict[int, float], float]:
             counts[place] = counts.get(place, 0) + count
     total = sum(counts.values()) + zeros
     shares = {exponent: 100 * count / total for exponent, count in sorted(counts.items())}
-    return shares, 100 * zeros / total if total else 0.0
+    return shares, 100 * ratio(zeros, total)
 
 
 def overflow(gradients: Gradients, k: int) -> float:
-    """Return the part (0 to 1) of the non-zero finite values that overflow FP16 at scale 2^k."""
+    """Return the part (0 to 1) of the non-zero finite values that overflow FP16 at scale 2^k.
+
+    NaN without any.
+    """
     lost = sum(
         stats.counts.shares(math.floor(k + high)).overflow * stats.counts.nonzero
         for (_, high), stats in gradients.parts.items()
+        if stats.counts.nonzero
     )
-    return lost / gradients.nonzero if gradients.nonzero else 0.0
+    return ratio(lost, gradients.nonzero)
 
 
 def _histogram(modes: list[ProbedMode], styles: dict[str, Style], kind: str) -> Drawing | None:
@@ -242,6 +254,7 @@ def histogram(
         axis: below the figure.
         of: how the values were changed, for the caption.
     """
+    found = {label: shown for label, shown in found.items() if not math.isnan(shown[1])}
     exponents = [exponent for shares, _ in found.values() for exponent in shares]
     if not exponents:
         return None
@@ -338,8 +351,10 @@ def _set_percents(axes: Axes, frame: tuple[float, float], xlabel: str, ylabel: s
 
 
 def share_text(share: float) -> str:
-    """Return a part (0 to 1) as percent: "0 %", "12.3 %", "0.0021 %", "<0.0001 %"."""
+    """Return a part (0 to 1) as percent: "0 %", "12.3 %", "0.0021 %", "<0.0001 %"; "" for NaN."""
     percent = 100 * share
+    if math.isnan(share):  # of nothing
+        return ""
     if 0 < percent < 1e-4:
         return "<0.0001 %"
     if 0 < percent < 0.1:

@@ -38,6 +38,7 @@ class Shares(NamedTuple):
     """Parts (0 to 1) of the non-zero finite values that FP16 changes in kind.
 
     underflow: rounded to zero. subnormal: not zero, below 2^-14. overflow: rounded to infinity.
+    NaN where there is no such value.
     """
 
     underflow: float
@@ -116,13 +117,13 @@ class ExponentCounts:
 
     def shares(self, log2_scale: int = 0) -> Shares:
         """Return what rounding to FP16 does to the elements times 2^log2_scale; exact."""
-        counts, total = self.by_class(), self.nonzero or 1
+        counts, total = self.by_class(), self.nonzero
         exponents = np.arange(LOWEST, HIGHEST + 1) + log2_scale
         underflow = counts[exponents < FP16_LOST].sum() + counts[exponents == FP16_LOST, 0].sum()
         below_normal = counts[exponents < -15].sum() + counts[exponents == -15, :2].sum()
         overflow = counts[exponents > 15].sum() + counts[exponents == 15, 3].sum()
         found = (underflow, below_normal - underflow, overflow)
-        return Shares(*(int(count) / total for count in found))
+        return Shares(*(ratio(int(count), total) for count in found))
 
     def up_to(self, limit: float) -> tuple[int, int]:
         """Return (least, most) number of non-zero finite elements of magnitude at most `limit`.
@@ -224,8 +225,8 @@ class LostUpdates(Sums):
         return self.total - self.zero - self.nonfinite
 
     def share(self, format: str) -> float:
-        """Return the part (0 to 1) of the non-zero updates lost in one of FORMATS; 0 without."""
-        return getattr(self, format) / (self.nonzero or 1)
+        """Return the part (0 to 1) of the non-zero updates lost in one of FORMATS; NaN without."""
+        return ratio(getattr(self, format), self.nonzero)
 
 
 @dataclass(frozen=True, slots=True)

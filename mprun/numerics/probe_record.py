@@ -32,7 +32,7 @@ import math
 import os
 import re
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,7 @@ from mprun.numerics.exponent_shares import (
     AppliedUpdates,
     ExponentCounts,
     LostUpdates,
+    Shares,
     Sums,
     fp16_headroom,
     merged,
@@ -55,6 +56,7 @@ from mprun.numerics.exponent_shares import (
 from mprun.record.run_directory import json_number
 from mprun.record.seal import content_of, files_of
 
+AFTER_ROUNDING = "measured after rounding: probe in fp32 or use numerics.shadow_every"
 VERSION = 1
 KINDS = ("weights", "inputs", "activations", "activation_gradients", "weight_gradients", "updates")
 GRADIENT_KINDS = ("activation_gradients", "weight_gradients")  # multiplied by the loss scale
@@ -82,12 +84,41 @@ class TensorStats:
             return self.counts.headroom
         return fp16_headroom(self.amax)
 
+    @property
+    def zeros(self) -> float:
+        """Return the part (0 to 1) of all values that are exactly 0."""
+        return ratio(self.counts.zeros, self.counts.total)
+
+    def shares(self, halves: Collection[str]) -> Shares:
+        """Return what rounding to FP16 does to the values; NaN where it was done before.
+
+        halves: of `halves_before`.
+        """
+        found, done = self.counts.shares(), "fp16" in halves
+        return found._replace(underflow=math.nan, overflow=math.nan) if done else found
+
+    def zeros_after(self, halves: Collection[str]) -> str:
+        """Say where all values are 0 and these formats may have made them so; "" elsewhere."""
+        return f"zeros 100 %, {AFTER_ROUNDING}" if halves and self.zeros == 1 else ""
+
     def merge(self, other: "TensorStats") -> "TensorStats":
         """Merge the elements of both; a NaN stays."""
         amax = max(self.amax, other.amax) if self.amax + other.amax >= 0 else math.nan
         dtypes = sorted({*self.dtype.split("+"), *other.dtype.split("+")})
         stride = max(self.stride, other.stride)
         return TensorStats(self.counts.merge(other.counts), amax, "+".join(dtypes), stride)
+
+
+def halves_before(kind: str, dtypes: Mapping[str, str]) -> set[str]:
+    """Return the 16-bit formats that rounded values of a kind before they were counted.
+
+    A gradient of an FP32 weight comes from gradients of activations, which autocast has rounded.
+
+    dtypes: of each kind that was measured.
+    """
+    kinds = GRADIENT_KINDS if kind in GRADIENT_KINDS else (kind,)
+    found = {name for one in kinds for name in dtypes.get(one, "").split("+")}
+    return found & {"fp16", "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,6 +164,24 @@ class LearnerProbe:
         """Return the merge over all modules; None if nothing of this kind was measured."""
         return merged(self.tensors.get(kind, {}).values())
 
+    def halves_before(self, kind: str) -> set[str]:
+        """Return the 16-bit formats that rounded values of this kind before they were counted."""
+        totals = {one: self.total(one) for one in KINDS}
+        return halves_before(kind, {one: own.dtype for one, own in totals.items() if own})
+
+    def in_words(self, kind: str) -> str:
+        """Return the zeros of a kind, and what FP16 makes of the others; "" if not measured."""
+        if (total := self.total(kind)) is None:
+            return ""
+        halves, start = self.halves_before(kind), f"{kind.replace('_', ' ')} ({total.dtype}): "
+        if total.zeros == 1:
+            return start + (total.zeros_after(halves) or "zeros 100 %")
+        shares = zip(("underflow", "subnormal", "overflow"), total.shares(halves), strict=True)
+        known = [f"{what} {100 * part:.3g} %" for what, part in shares if not math.isnan(part)]
+        of = f"; of the others in FP16: {', '.join(known)}" if known else ""
+        after = "; underflow and overflow: measured after rounding" * ("fp16" in halves)
+        return f"{start}zeros {100 * total.zeros:.3g} %{of}{after}"
+
     def total_lost(self) -> LostUpdates:
         """Return the merge over all modules."""
         return merged(self.lost_updates.values()) or LostUpdates()
@@ -156,6 +205,13 @@ class ProbeRecord:
     learners: dict[str, LearnerProbe]
     loss: float | None = None
     loss_fp32: float | None = None
+
+    def __str__(self) -> str:
+        lines = [f"step {self.step}{', skipped' * self.skipped}"]
+        for name, own in self.learners.items():
+            of = f"{name}: " if len(self.learners) > 1 else ""
+            lines += [f"  {of}{text}" for kind in KINDS if (text := own.in_words(kind))]
+        return "\n".join(lines)
 
 
 def write_probe(run_dir: Path, record: ProbeRecord) -> Path:
@@ -293,7 +349,7 @@ class Gradients:
     def zero_share(self) -> float:
         """Return the part (0 to 1) of all elements that are exactly 0; no scale changes these."""
         total = sum(stats.counts.total for stats in self.parts.values())
-        return sum(stats.counts.zeros for stats in self.parts.values()) / (total or 1)
+        return ratio(sum(stats.counts.zeros for stats in self.parts.values()), total)
 
     @property
     def finite(self) -> bool:
@@ -306,12 +362,16 @@ class Gradients:
         return max((s.amax * 2.0 ** shifts[1] for shifts, s in self.parts.items()), default=0.0)
 
     def underflow(self, k: int) -> float:
-        """Return the part (0 to 1) of the non-zero elements that are zero in FP16 at scale 2^k."""
+        """Return the part (0 to 1) of the non-zero elements that are zero in FP16 at scale 2^k.
+
+        NaN without any; of elements that are FP16 already it is at least this part.
+        """
         lost = sum(
             stats.counts.shares(math.floor(k + low)).underflow * stats.counts.nonzero
             for (low, _), stats in self.parts.items()
+            if stats.counts.nonzero
         )
-        return lost / (self.nonzero or 1)
+        return ratio(lost, self.nonzero)
 
     def underflow_of_sum(self, k: int) -> float:
         """Return the lost part of the sum of absolute values, to about 10 %."""
@@ -321,7 +381,7 @@ class Gradients:
             sums = stats.counts.by_class().sum(axis=1) * np.exp2(exponents.astype(np.float64))
             total += float(sums.sum()) * 2.0**low
             lost += float(sums[exponents + math.floor(k + low) < FP16_LOST].sum()) * 2.0**low
-        return lost / total if total else 0.0
+        return ratio(lost, total)
 
     def lowest(self, share: float) -> int | None:
         """Return the smallest k with at most `share` underflow; None without a gradient."""

@@ -283,6 +283,7 @@ def show_probe(writer: "SummaryWriter", record: ProbeRecord) -> None:
     Every tag begins with `values_`. Histograms `exponents/KIND` of whole models: the binary
     exponents of all non-zero finite values, one bucket each. Scalars (`_scalars`), each `/total`
     and `/MODULE`: shares in FP16 of the non-zero values (zeros: of all), headroom in powers of two.
+    A share of nothing has no curve, nor has one of FP16 where the values were FP16 already.
     For a GAN the learner follows the slash.
     """
     from tensorboard.compat.proto.summary_pb2 import Summary
@@ -306,11 +307,12 @@ def show_probe(writer: "SummaryWriter", record: ProbeRecord) -> None:
 def _scalars(measured: LearnerProbe) -> Iterator[tuple[str, str, float | None]]:
     """Yield (tag, module or "total", value) of all curves."""
     for kind, modules in measured.tensors.items():
+        halves = measured.halves_before(kind)
         for name, stats in _with_total(modules):
-            underflow, _, overflow = stats.counts.shares()
+            underflow, _, overflow = stats.shares(halves)
             yield f"{kind}_underflow", name, underflow
             yield f"{kind}_overflow", name, overflow
-            yield f"{kind}_zeros", name, stats.counts.zeros / stats.counts.total
+            yield f"{kind}_zeros", name, stats.zeros
             yield f"{kind}_log2_amax", name, math.log2(stats.amax) if stats.amax else None
             yield f"{kind}_headroom", name, stats.headroom
     for name, lost in _with_total(measured.lost_updates):

@@ -15,7 +15,14 @@ from mprun.errors import BadInput
 from mprun.extensions.diagnosis.cast_advice import CastAdvice
 from mprun.extensions.diagnosis.fp8 import Fp8Advice, fp8_advice
 from mprun.extensions.diagnosis.shapes import IdleShape, Key, Layout
-from mprun.numerics.exponent_shares import FORMATS, FP16_LOST, AppliedUpdates, LostUpdates, merged
+from mprun.numerics.exponent_shares import (
+    FORMATS,
+    FP16_LOST,
+    AppliedUpdates,
+    LostUpdates,
+    merged,
+    ratio,
+)
 from mprun.numerics.probe_record import (
     GRADIENT_KINDS,
     Gradients,
@@ -59,7 +66,8 @@ class MasterWeights:
     share, worst: parts of the non-zero updates, over all probes. needed: in FP16 the share of the
     total, or of a module with 1,000 non-zero updates, is above `threshold`; or 16-bit weights took
     a smaller part of their updates than 1 - threshold. It is None if the run stored its weights
-    with stochastic rounding or a compensation: single updates then say nothing. applied: part of
+    with stochastic rounding or a compensation: single updates then say nothing; or if every update
+    was zero. applied: part of
     the wanted updates that 16-bit weights took; None if weights are updated in FP32.
     """
 
@@ -311,12 +319,12 @@ def _master_weights(used: Sequence[ProbeRecord], layout: Layout) -> MasterWeight
     worst = {f: _worst((name, lost.share(f)) for name, lost in large.items()) for f in FORMATS}
     shares = {format: total.share(format) for format in FORMATS}
     highest = max(shares["fp16"], worst["fp16"].share if worst["fp16"] else 0.0)
-    zero = total.zero / total.total if total.total else 0.0
+    zero = ratio(total.zero, total.total)
     bias = applied.ratio if applied.wanted else None
     # Updates lost by 16-bit weights are among the zeros; the meter sees them.
-    needed: bool | None = highest > LOST_THRESHOLD
+    needed: bool | None = highest > LOST_THRESHOLD if total.nonzero else None
     if bias is not None:
-        needed = (needed or bias < 1 - LOST_THRESHOLD) if total.total else None
+        needed = (bool(needed) or bias < 1 - LOST_THRESHOLD) if total.total else None
     return MasterWeights(needed, LOST_THRESHOLD, shares, worst, zero, bias)
 
 
@@ -387,6 +395,9 @@ def _problems(formats: list[str], gradients: ByKind, layout: Layout) -> list[str
             "count as zeros; advise on the configuration itself measures in FP32"
         )
     for kind, by_module in gradients.items():
+        total = merged(stats for own in by_module.values() for stats in own.parts.values())
+        if total is not None and (zeros := total.zeros_after(narrow)):
+            problems.append(f"{words(kind)}: {zeros}")
         bad = [layout.named(key) for key, own in by_module.items() if not own.finite]
         if bad:
             problems.append(f"{words(kind)} of {', '.join(bad[:3])} are not finite at any scale")

@@ -1,5 +1,6 @@
 """The findings of `mprun advise` as about 30 lines."""
 
+import math
 import shlex
 
 from mprun.compare.wording import aligned
@@ -100,6 +101,8 @@ def _masters(advice: Advice) -> list[str]:
         last = f"  this run's 16-bit weights took {part}"
     if found.needed is None:
         how = "its stores are stochastic or compensated"
+        if found.applied is None and not found.zero_share < 1:
+            how = "every update was zero" if found.zero_share == 1 else "no update was measured"
         lines = [f"master weights: cannot be told from this run, {how}"]
         return lines if found.applied is None else [*lines, last]
     return [
@@ -122,6 +125,9 @@ def _scaling(advice: Advice) -> list[str]:
     needed = "needed" if found.needed else "not needed, scale 1 is in the range"
     lines, share = [f"loss scaling: {needed}"], percent(scales.share)
     for one in found.kinds:
+        if math.isnan(one.lost):
+            lines.append(f"  {words(one.kind)}: every one was zero")
+            continue
         enough = f"; 2^{one.lowest} brings it to {share}" if (one.lowest or 0) > 0 else ""
         lines += [
             f"  {words(one.kind)}: {percent(one.lost)} of the non-zero underflow at scale 1"
@@ -144,7 +150,8 @@ def _scaling(advice: Advice) -> list[str]:
             f"    that takes 2^{scales.lowest} or more; {overflow}",
             "    what is left underflows in FP16; BF16 has the range (bf16_master)",
         ]
-    left = max(found.kinds, key=lambda one: one.lost_recommended)
+    known = [one for one in found.kinds if not math.isnan(one.lost_recommended)]
+    left = max(known, key=lambda one: one.lost_recommended)
     return [
         *lines,
         f"  recommended 2^{scales.recommended} = {2.0**scales.recommended:g}: "
@@ -187,7 +194,11 @@ def _fp8(advice: Advice) -> list[str]:
     found = advice.fp8
     count = len(found.layers)
     if not count:
-        why = f"the probes lack {found.unmeasured[0]}" if found.unmeasured else "there is none"
+        why = (
+            f"the probes have nothing of {found.unmeasured[0]}"
+            if found.unmeasured
+            else "there is none"
+        )
         return [f"FP8 products of linear layers, without that of the output: {why}"]
     fit, bound = f"{count - len(found.excluded)} of {count}", percent(found.threshold)
     lines = [f"FP8 products: tensor-wise scales suit {fit} linear layers"]
@@ -206,7 +217,7 @@ def _fp8(advice: Advice) -> list[str]:
         above = [f"{o} {percent(s)}" for o, s in shares.items() if s > found.threshold]
         lines.append(f"  not {name}: {', '.join(above)}; above {bound}")
     if found.unmeasured:
-        lines.append(f"  not probed, left out: {', '.join(found.unmeasured)}")
+        lines.append(f"  not probed, or zero, left out: {', '.join(found.unmeasured)}")
     name, share = found.worst("output gradient", "unscaled")
     if share > found.threshold:
         power = found.loss_scale

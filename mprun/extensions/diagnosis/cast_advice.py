@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -125,6 +126,8 @@ def sentences(losses: Losses, products: ProductsConfig) -> list[list[str]]:
 
 def percent(share: float) -> str:
     value = 100 * share
+    if math.isnan(share):
+        return "0 of 0"
     if 0 < value < 0.001:
         return "below 0.001 %"
     if 99.9 < value < 100:

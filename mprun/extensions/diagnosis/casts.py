@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from mprun.build import policy_from
 from mprun.config.schema import PrecisionConfig
+from mprun.numerics.exponent_shares import ratio
 from mprun.numerics.probe import plainly
 from mprun.precision import DTYPES
 from mprun.precision.block_formats import SCALES, Operand, decoded, turn
@@ -56,7 +57,7 @@ class CastLoss(NamedTuple):
     """Sums over the numbers of casts, see above.
 
     cut: what clipping takes of magnitudes. powers: of log2(largest possible / |x|), over those that
-    were flushed.
+    were flushed. Shares are NaN where all numbers are zero.
     """
 
     nonzero: float = 0
@@ -71,23 +72,23 @@ class CastLoss(NamedTuple):
 
     @property
     def flushed(self) -> float:
-        return self.zeroed / (self.nonzero or 1)
+        return ratio(self.zeroed, self.nonzero)
 
     @property
     def clipped(self) -> float:
-        return self.above / (self.nonzero or 1)
+        return ratio(self.above, self.nonzero)
 
     @property
     def error(self) -> float:
-        return math.sqrt(self.errors / (self.squares or 1))
+        return math.sqrt(ratio(self.errors, self.squares))
 
     @property
     def taken(self) -> float:
-        return (self.size - self.kept) / (self.size or 1)
+        return ratio(self.size - self.kept, self.size)
 
     @property
     def rank(self) -> float:
-        """Return `taken`, by which to sort; a NaN, of values that are not finite, comes last."""
+        """Return `taken`, by which to sort; a NaN, of no values or not finite ones, comes last."""
         return -math.inf if math.isnan(self.taken) else self.taken
 
     @property
@@ -98,7 +99,7 @@ class CastLoss(NamedTuple):
     @property
     def beside(self) -> float:
         """Return log2 of how much larger than a flushed number its block's largest is."""
-        return self.powers / (self.zeroed or 1)
+        return ratio(self.powers, self.zeroed)
 
     def as_dict(self) -> dict[str, float]:
         return {name: getattr(self, name) for name in ("flushed", "clipped", "error", "taken")}

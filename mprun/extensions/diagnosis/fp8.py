@@ -15,7 +15,7 @@ of two, which have their own bins: the count is exact. A histogram does not dist
 """
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -71,10 +71,10 @@ class Fp8Advice:
     """The linear layers that could have their products in FP8.
 
     layers: name -> operand -> what is flushed, for all measured layers. excluded: those where a
-    tensor-wise scale flushes more than `threshold` of an operand. unmeasured: those where a probe
-    lacks an operand. loss_scale: log2 of the smallest loss scale that keeps each output gradient at
-    `threshold` without scales of tensors, and saturates none. overrides: the mode as typed after
-    `mprun`, empty if no layer is left.
+    tensor-wise scale flushes more than `threshold` of an operand. unmeasured: those where the
+    probes lack an operand, or all of it is zero. loss_scale: log2 of the smallest loss scale that
+    keeps each output gradient at `threshold` without scales of tensors, and saturates none.
+    overrides: the mode as typed after `mprun`, empty if no layer is left.
     """
 
     threshold: float
@@ -98,7 +98,7 @@ def fp8_advice(used: Sequence[ProbeRecord], layout: Layout) -> Fp8Advice:
     for operand, (kind, _) in OPERANDS.items():
         for key, stats, scales in tensors_of(used, kind):
             parts[operand].setdefault(key, []).append((stats, min(scales), max(scales)))
-    measured = [key for key in layout.scaled if all(key in own for own in parts.values())]
+    measured = [key for key in layout.scaled if all(_nonzero(own, key) for own in parts.values())]
     layers = {
         key: {own: _flushed(parts[own][key], format) for own, (_, format) in OPERANDS.items()}
         for key in measured
@@ -145,4 +145,9 @@ def _flushed(parts: Iterable[Part], format: Format, log2_scale: int = 0) -> Flus
         saturated = own - counts.up_to(largest)[0] if not amax <= largest else 0
         found += (*by_tensor, unscaled, saturated)
         total += own
-    return Flushed(*(found / (total or 1)).tolist())
+    return Flushed(*(found / total).tolist())
+
+
+def _nonzero(parts: Mapping[Key, list[Part]], key: Key) -> int:
+    """Return how many non-zero numbers of an operand of a layer were probed, which shares need."""
+    return sum(stats.counts.nonzero for stats, *_ in parts.get(key, ()))

@@ -19,6 +19,7 @@ from mprun.compare.numerics import (
 from mprun.compare.report import picture, samples
 from mprun.extensions.paper.outcomes import FAILED, NOT_RUN, RowOutcome
 from mprun.extensions.paper.rows import PaperFigure
+from mprun.numerics.exponent_shares import ratio
 from mprun.numerics.probe_record import TensorStats
 from mprun.plots.panel import INK, SHIPPED, Drawing, Style, styles
 from mprun.record.run_directory import path_safe
@@ -122,7 +123,7 @@ def _shares(stats: TensorStats, of: Any) -> tuple[dict[int, float], float]:
     counts: dict[int, int] = of(stats.counts.by_exponent())
     total = stats.counts.zeros + sum(counts.values())
     shares = {exponent: 100 * count / total for exponent, count in sorted(counts.items())}
-    return shares, 100 * stats.counts.zeros / total if total else 0.0
+    return shares, 100 * ratio(stats.counts.zeros, total)
 
 
 def _half_ulps(counts: dict[int, int]) -> dict[int, int]:

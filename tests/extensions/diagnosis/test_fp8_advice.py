@@ -264,4 +264,4 @@ def test_a_model_without_such_layers_says_so():
     [line] = [line for line in lines if line.startswith("5 ")]
     assert line == "5 FP8 products of linear layers, without that of the output: there is none"
     assert "or with FP8 products" not in lines
-    assert lines[0] == "FP16 needs perhaps a loss scale"
+    assert lines[0] == "FP16 needs perhaps master weights and perhaps a loss scale"
