@@ -51,6 +51,7 @@ class RunData(MetricsColumns):
     repeats: list[str] = field(default_factory=list)  # paths of its repeats that also ended
     half_products: str = ""  # as recorded: "none", "emulated-fp16", "native-bf16"
     audit: dict[str, Any] = field(default_factory=dict)  # as recorded; empty: not watched
+    bad_batches: dict[str, str] = field(default_factory=dict)  # as recorded
 
 
 def is_gan(keys: dict[str, Any]) -> bool:

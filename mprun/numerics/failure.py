@@ -12,13 +12,21 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mprun.errors import BadInput, Damaged, MprunError
 from mprun.numerics.post_mortem import LAST, StepRow, read_post_mortem, write_post_mortem
-from mprun.numerics.replay import Snapshot, Steps, batches_of, same_loss, size_of
+from mprun.numerics.replay import (
+    Snapshot,
+    Steps,
+    batches_of,
+    nonfinite_batch,
+    same_loss,
+    size_of,
+)
 from mprun.numerics.state import all_finite, buffers, carried, weights
 from mprun.precision.random_states import restore_random_states
 from mprun.record import checkpoint
@@ -27,6 +35,7 @@ from mprun.record.metrics import read_metrics
 from mprun.record.metrics_columns import read_columns
 from mprun.record.run_record import read_record
 
+LOOKED_AT = 3  # batches of skipped updates
 LARGEST_STATE = 2**30  # bytes; a larger copy would take memory that the run may need
 # A copy is taken at most once a second, and only after 200 times the duration of the last one: at
 # most 0.5 % of a run's time.
@@ -97,6 +106,7 @@ def report_failure(
     *,
     scaler_kind: str,
     reason: str | None = None,
+    replayable: bool = True,
 ) -> None:
     """Keep what can be kept of a run that ended as diverged, and write its post-mortem.
 
@@ -111,7 +121,7 @@ def report_failure(
     except (MprunError, RuntimeError, OSError) as error:
         reason = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
     kept = replace(kept, reason=reason)
-    write_post_mortem(directory, cause, step, rows, scaler_kind, asdict(kept))
+    write_post_mortem(directory, cause, step, rows, scaler_kind, asdict(kept), replayable)
 
 
 class FailureKeeper:
@@ -256,15 +266,8 @@ def _train_again(directory: Path, record: dict, plain: dict, build) -> None:
     """Train to the bad step from the newest checkpoint with finite weights, or from the start."""
     if not {"last_step", "cause"} <= record.keys():
         raise Damaged(f"{directory / 'run.json'}: no last_step or cause; not the record of a run")
-    last, built, step, skipped = record["last_step"], build(plain), 0, 0
-    found = checkpoint.load_newest(directory / "checkpoints", torch.device("cpu"))
-    if found is not None:
-        built.task.load_state_dict(found.state["task"])
-        if found.step < last and all_finite(weights(built.task).values()):
-            step, skipped = found.step, found.state["skipped"]
-            restore_random_states(found.state["random"], built.device)
-        else:
-            built = build(plain)
+    last = record["last_step"]
+    built, step, skipped = _started(directory, plain, build, last)
     keeper = FailureKeeper(built)
     keeper.snapshot.take(step, skipped)
     before = read_post_mortem(directory)
@@ -273,6 +276,43 @@ def _train_again(directory: Path, record: dict, plain: dict, build) -> None:
     report_failure(keeper, directory, record["cause"], last, rows, scaler_kind=scaler)
     if "seal" in own:  # has the post-mortem, which names the state that was kept now
         own.seal()
+
+
+def _started(directory: Path, plain: dict, build, last: int) -> tuple[Any, int, int]:
+    """Build the run and go to its newest checkpoint before `last`, if it is finite, or the start.
+
+    Return also the steps done there, and how many of them had a skipped update.
+    """
+    built = build(plain)
+    found = checkpoint.load_newest(directory / "checkpoints", torch.device("cpu"))
+    if found is None:
+        return built, 0, 0
+    built.task.load_state_dict(found.state["task"])
+    if found.step < last and all_finite(weights(built.task).values()):
+        restore_random_states(found.state["random"], built.device)
+        return built, found.step, found.state["skipped"]
+    return build(plain), 0, 0
+
+
+def skipped_state(directory: Path, plain: dict, build, steps: Sequence[int]) -> dict:
+    """Return the state before the first of the skipped updates `steps` whose loss was not finite.
+
+    A batch that is not finite is the cause by itself: the state before the first such batch of a
+    few is that of the start, which costs no step. Else the run is trained again up to the first.
+    """
+    built = build(plain)
+    batch = next((s for s in steps[:LOOKED_AT] if nonfinite_batch(built.task, s - 1)), None)
+    kept = Snapshot(built.task, built.device)
+    if batch is not None:
+        kept.take(batch - 1, 0)
+    else:
+        built, step, skipped = _started(directory, plain, build, steps[0])
+        kept, taken = Snapshot(built.task, built.device), Steps(built, step, skipped)
+        while taken.step < steps[0] - 1:
+            taken.advance()
+        kept.take(taken.step, int(taken.skipped))
+    content = kept.content()
+    return content | {"kind": "skip", "batch": batches_of(built.task, content["step"])}
 
 
 def recorded_rows(directory: Path) -> list[dict]:

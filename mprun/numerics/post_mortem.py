@@ -15,10 +15,12 @@ from typing import NamedTuple
 from mprun.entry_points import hint_of
 from mprun.errors import Damaged
 from mprun.record.console import markdown_table
+from mprun.record.metrics_columns import MetricsColumns
 from mprun.record.run_directory import plain, write_json
 from mprun.record.seal import content_of, files_of
 
 LAST = 50  # steps
+_NAMED = 5  # steps in a sentence
 EXPLOSION = 10.0  # a loss that grew by this factor before the end counts as exploding
 _FILE = Path("numerics") / "post-mortem.json"
 
@@ -75,6 +77,30 @@ def explosion(rows: Sequence[Mapping]) -> tuple[float, int] | None:
     return losses[-1][1] / lowest, losses[-1][0] - calm[-1]
 
 
+def bad_losses(measured: MetricsColumns, batches: Mapping[str, str]) -> str:
+    """Say that the loss itself was not finite in skipped updates of a run; "" if it always was.
+
+    measured: the run's metrics. batches: `bad_batches` of its run.json.
+    """
+    steps, skipped = measured.nonfinite_skips.tolist(), measured.skipped
+    if not steps:
+        return ""
+    of = f"{len(steps)} of {skipped:,} skipped update{'s' * (skipped != 1)}"
+    alike: dict[str, list[str]] = {}
+    for step, text in batches.items():
+        alike.setdefault(text, []).append(step)
+    found = [f"the data of {_steps(own)}: {text}" for text, own in alike.items()]
+    why = f" ({'; '.join(found)})" if found else ""
+    where = _steps(steps)
+    return f"the loss itself was not finite in {of}, {where}: no loss scale cures that{why}"
+
+
+def _steps(steps: Sequence[int | str]) -> str:
+    named = ", ".join(map(str, steps[:_NAMED]))
+    more = f", ... {steps[-1]}" if len(steps) > _NAMED else ""
+    return f"step{'s' * (len(steps) > 1)} {named}{more}"
+
+
 def classify(cause: str, rows: Sequence[Mapping], scaler_kind: str, bad_step: int) -> list[str]:
     """Describe what happened, in one line each; the first says what ended the run.
 
@@ -94,6 +120,8 @@ def classify(cause: str, rows: Sequence[Mapping], scaler_kind: str, bad_step: in
             why = "the static loss scale is too large for some batches"
         elif any(later["loss_scale"] > sooner["loss_scale"] for sooner, later in pairwise(before)):
             why = "dynamic scaling looking for the largest scale: normal"
+        if bad := sum(row["found_inf"] and not math.isfinite(row["loss"]) for row in before):
+            why = f"the loss itself was not finite in {bad} of them, which no loss scale cures"
         lines.append(f"{updates} before: {why}")
     return lines
 
@@ -111,16 +139,25 @@ def _ending(cause: str, rows: Sequence[Mapping], streak: int, bad_step: int) -> 
 
 
 def write_post_mortem(
-    directory: Path, cause: str, step: int, rows: list[dict], scaler_kind: str, kept: dict
+    directory: Path,
+    cause: str,
+    step: int,
+    rows: list[dict],
+    scaler_kind: str,
+    kept: dict,
+    replayable: bool = True,
 ) -> list[str]:
-    """Write both files and return the classification; kept: `failure.Kept` as a dictionary."""
+    """Write both files and return the classification.
+
+    kept: `failure.Kept` as a dictionary. replayable: whether `mprun explain` can take the step.
+    """
     lines = classify(cause, rows, scaler_kind, kept["step"])
     content = {"cause": cause, "step": step, "classification": lines, "failure": kept}
     content["rows"] = plain(rows)
     path = directory / _FILE
     path.parent.mkdir(exist_ok=True)
     write_json(path, content)
-    path.with_suffix(".md").write_text(_markdown(content, rows), encoding="utf-8")
+    path.with_suffix(".md").write_text(_markdown(content, rows, replayable), encoding="utf-8")
     return lines
 
 
@@ -149,7 +186,7 @@ def power(value: float) -> str:
     return f"2^{round(exponent)}" if exponent == round(exponent) else f"2^{exponent:.1f}"
 
 
-def _markdown(content: dict, rows: list[dict]) -> str:
+def _markdown(content: dict, rows: list[dict], replayable: bool) -> str:
     kept = content["failure"]
     lines = [f"# Post-mortem: {content['cause']} (step {content['step']})", ""]
     lines += [f"- {line}" for line in content["classification"]]
@@ -162,7 +199,9 @@ def _markdown(content: dict, rows: list[dict]) -> str:
             same = "no recorded loss to compare with"
         state = f"`{kept['folder']}` (trained again from step {kept['replayed_from']}: {same})"
     explain = "`mprun explain` on this directory replays that step and looks for the cause."
-    lines += [f"- State before step {kept['step']}: {state}.", "", hint_of("explain", explain), ""]
+    lines += [f"- State before step {kept['step']}: {state}.", ""]
+    if replayable:
+        lines += [hint_of("explain", explain), ""]
     norms = sorted({name for row in rows for name in row if name.endswith("grad_norm")})
     header, table = ["step", "loss", "loss scale", "skipped", *norms], []
     for row in rows:

@@ -14,11 +14,14 @@ import torch
 from torch import Tensor
 
 from mprun.numerics.post_mortem import StepRow
+from mprun.numerics.state import nonfinite
 from mprun.precision.random_states import random_states, restore_random_states
 from mprun.torch_private import tree_flatten_with_path, tree_leaves
 
 if TYPE_CHECKING:
     from mprun.build import Built
+
+_PARTS = ("inputs", "targets")  # of a batch; a network's further ones are counts and masks
 
 
 class Steps:
@@ -63,6 +66,21 @@ def batches_of(task, step: int) -> list[tuple[Tensor, ...]]:
     """Return the micro-batches that `step` (from 0) trains on."""
     count = task.samples_per_step // task.data.samples_per_batch
     return [task.data.train_batch(step * count + index) for index in range(count)]
+
+
+def nonfinite_batch(task, step: int) -> dict[str, str]:
+    """Return what is not finite in the batch of `step` (from 0), by name, as `nonfinite` says it.
+
+    That of a script is not known here: nothing is found in it.
+    """
+    if task.data is None:
+        return {}
+    batches = batches_of(task, step)
+    found: dict[str, str] = {}
+    for number, batch in enumerate(batches, start=1):
+        of = f" of micro-batch {number}" if len(batches) > 1 else ""
+        found |= nonfinite({f"{n}{of}": part for n, part in zip(_PARTS, batch, strict=False)})
+    return found
 
 
 def resume_from(built, kept: dict) -> Steps:

@@ -49,6 +49,8 @@ class MetricsColumns:
     # int64, steps with a skipped update, at most 2,000, evenly thinned
     skip_steps: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     longest_skip_streak: int = 0  # consecutive steps whose update was skipped
+    # int64, the steps whose update was skipped and whose loss itself was not finite
+    nonfinite_skips: np.ndarray = field(default_factory=lambda: np.empty(0, np.int64))
     scale_range: tuple[float, float] | None = None  # of loss_scale over all train records
     nonfinite_step: int | None = None  # first step with a non-finite loss whose update was applied
 
@@ -160,7 +162,8 @@ def _columns(path: Path, records: _Records) -> MetricsColumns:
     gapless = np.logical_and.accumulate(first == np.arange(1, len(first) + 1))
     was_skipped = np.diff(skipped, prepend=0) > 0
     skip_steps = step[was_skipped]
-    applied = np.flatnonzero(~np.isfinite(losses) & ~was_skipped)
+    bad = ~np.isfinite(losses)
+    applied = np.flatnonzero(bad & ~was_skipped)
     scales = _numbers([record.loss_scale for record in train])
     known = scales[~np.isnan(scales)]
     updates = np.fromiter((record.updates for record in train), np.float64, count)
@@ -175,6 +178,7 @@ def _columns(path: Path, records: _Records) -> MetricsColumns:
         skipped=int(skipped[-1]) if count else 0,
         skip_steps=evenly(skip_steps, DRAWN_SKIPS),
         longest_skip_streak=_longest_streak(skip_steps),
+        nonfinite_skips=step[bad & was_skipped],
         scale_range=(float(known.min()), float(known.max())) if len(known) else None,
         nonfinite_step=int(step[applied[0]]) if len(applied) else None,
     )

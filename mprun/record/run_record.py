@@ -112,6 +112,7 @@ class RunRecord(TypedDict, total=False):
     launched_by: list[str]  # by which torchrun, as `rank_info.launched_by` names it
     last_step: _Count
     skipped: _Count
+    bad_batches: dict[str, str]  # step -> what in its batch is not finite
     updates: _Count
     final: dict[str, _Number]
     throughput: Throughput
@@ -139,6 +140,7 @@ class Outcome:
     throughput: dict = field(default_factory=dict)
     memory: dict = field(default_factory=dict)
     first_step: dict = field(default_factory=dict)  # what was counted in it, as fields of run.json
+    bad_batches: dict[str, str] = field(default_factory=dict)
 
     def diverged(self, step: int, cause: str) -> bool:
         """Note that the run diverged; return False: it does not go on."""
@@ -161,6 +163,7 @@ class Outcome:
             "throughput": self.throughput,
             "memory": self.memory,
             **self.first_step,
+            **({"bad_batches": self.bad_batches} if self.bad_batches else {}),
         }
 
 

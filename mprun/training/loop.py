@@ -18,12 +18,14 @@ from torch import Tensor
 from mprun.build import Built
 from mprun.config.schema import RunConfig
 from mprun.errors import Damaged, MprunError, Resource
-from mprun.numerics.failure import FailureKeeper, forget_failure, report_failure
+from mprun.numerics.failure import LOOKED_AT, FailureKeeper, forget_failure, report_failure
 from mprun.numerics.operations import FirstStep
 from mprun.numerics.probing import Probing
+from mprun.numerics.replay import nonfinite_batch
 from mprun.numerics.state import bits_of
 from mprun.precision.random_states import random_states
 from mprun.record import checkpoint, memory
+from mprun.record.metrics_columns import read_columns
 from mprun.record.run_directory import Heartbeat
 from mprun.record.run_record import Outcome
 from mprun.training.metric_buffer import MetricBuffer
@@ -283,6 +285,8 @@ class Loop:
         sizes = [size for by_dtype in saved for size in by_dtype.values()]
         outcome.memory["saved_for_backward_bytes"] = sum(sizes) if saved else None
         self._read_throughput()
+        if outcome.skipped and outcome.status in ("done", "diverged") and self.ranks.world == 1:
+            outcome.bad_batches = self._bad_batches()
         if outcome.status == "diverged" and outcome.cause is not None:
             reason = "numerics.keep_failure=false"
             report_failure(
@@ -295,6 +299,21 @@ class Loop:
                 reason=reason if self.ranks.world == 1 else "the run had several ranks",
             )
         return outcome
+
+    def _bad_batches(self) -> dict[str, str]:
+        """Return what is not finite in the batches of the first skipped updates with such a loss.
+
+        The steps are those of all attempts, from the records; no step waits for this.
+        """
+        steps = read_columns(self.directory / "metrics.jsonl").nonfinite_skips[:LOOKED_AT]
+        found = {}
+        for step in steps.tolist():
+            with suppress(MprunError, OSError):  # the end of a run needs no batch
+                found[str(step)] = "; ".join(
+                    f"{name}: {text}"
+                    for name, text in nonfinite_batch(self.built.task, step - 1).items()
+                )
+        return {step: text for step, text in found.items() if text}
 
     def _left_at_once(self, take: Callable, index: int, measure: bool) -> dict[str, Tensor]:
         """Take an early step that may last minutes; a signal ends it at once and discards it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -111,7 +112,10 @@ class Records:
         if self.scale_before is None or newest.found_inf:
             return
         before, self.scale_before = self.scale_before, None
-        if self.progress is not None and newest.skipped and newest.loss_scale < before:
+        settles = newest.skipped and newest.loss_scale < before
+        # A loss that is itself not finite says nothing of the scale; the run's end tells of it.
+        bad = any(row.found_inf and not math.isfinite(row.loss) for row in self.history.rows)
+        if self.progress is not None and settles and not bad:
             updates = f"{newest.skipped} update{'s' * (newest.skipped > 1)}"
             levels = f"{before:g} to {newest.loss_scale:g}"
             found = f"{updates} skipped while the loss scale finds its level ({levels}): normal"

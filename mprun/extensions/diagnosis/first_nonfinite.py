@@ -1,14 +1,24 @@
 """Find the first non-finite value of a failed step, and what had been growing before it."""
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from mprun.extensions.diagnosis.observation import Event, Largest, Observation
 from mprun.numerics.post_mortem import StepRow, power
-from mprun.numerics.replay import Steps, batches_of
-from mprun.numerics.state import buffers, carried, nonfinite, optimizer_state, weights
+from mprun.numerics.probe import plainly
+from mprun.numerics.replay import Steps, nonfinite_batch
+from mprun.numerics.state import (
+    buffers,
+    carried,
+    named_learners,
+    nonfinite,
+    optimizer_state,
+    weights,
+)
 from mprun.numerics.trace import Phase
 from mprun.precision.policy import dtype_name
 
@@ -31,8 +41,9 @@ class Finding:
     "earlier" (something was not finite before the step), "statistics" (the buffers of norm layers,
     before an evaluation) or "not found". kind, step: of `mprun.numerics.failure.Kept`. reproduced:
     whether it failed again. details: name -> number of non-finite values, for the subject of the
-    verdict. ramp: largest values by phase and module, in order of execution, up to the culprit.
-    weights: those that are not finite after the step.
+    verdict; of a step that does not fail "gradients", if all are zero. ramp: largest values by
+    phase and module, in order of execution, up to the culprit. weights: those that are not finite
+    after the step.
     """
 
     verdict: str
@@ -64,16 +75,19 @@ def find_culprit(steps: Steps, kind: str) -> Finding:
     if kind == "evaluation":
         return _find_in_evaluation(steps)
     task = steps.built.task
-    batch = _nonfinite_batch(steps)
+    batch = nonfinite_batch(task, steps.step)
     before = nonfinite(weights(task)) | nonfinite(carried(task)) | nonfinite(optimizer_state(task))
-    with Observation(steps.built) as seen:
+    with Observation(steps.built) as seen, _Gradients(task) as gradients:
         row = steps.advance()
     after = nonfinite(weights(task))
     spoilt = bool(after) or bool(nonfinite(carried(task))) or row.diverged
     failed = {"loss": row.diverged, "collapse": row.found_inf, "state": spoilt}
+    failed["skip"] = row.found_inf and not math.isfinite(row.loss)
     reproduced = failed.get(kind, row.found_inf or spoilt)
     finding = Finding("not found", kind, row.step, reproduced, weights=after)
     if not reproduced:
+        if zero := gradients.in_words(seen.ramp.values()):
+            finding.details = {"gradients": zero}
         return finding
     if batch:
         finding.verdict, finding.details = "data", batch
@@ -105,13 +119,46 @@ def _find_in_evaluation(steps: Steps) -> Finding:
     return finding
 
 
-def _nonfinite_batch(steps: Steps) -> dict[str, str]:
-    if steps.built.task.data is None:  # a script, whose batches are unknown here
-        return {}
-    inputs = [inputs for inputs, *_ in batches_of(steps.built.task, steps.step)]
-    if len(inputs) == 1:
-        return nonfinite({"inputs": inputs[0]})
-    return nonfinite({f"inputs of micro-batch {n}": one for n, one in enumerate(inputs, start=1)})
+class _Gradients:
+    """Look at the gradients of all weights inside the block, as backward makes them.
+
+    nonzero: for each, whether it has a number that is not 0, bool, 0-dim. dtypes: theirs.
+    """
+
+    def __init__(self, task):
+        self.nonzero: list[Tensor] = []
+        self.dtypes: set[torch.dtype] = set()
+        self._weights = [p for _, own in named_learners(task) for p in own.optimizer.held]
+
+    def __enter__(self) -> "_Gradients":
+        trained = (own for own in self._weights if own.requires_grad)
+        self._handles = [own.register_hook(self._look_at) for own in trained]
+        return self
+
+    def __exit__(self, *exception) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _look_at(self, gradient: Tensor | None) -> None:
+        if gradient is None:
+            return
+        with plainly():
+            self.dtypes.add(gradient.dtype)
+            own = gradient.coalesce().values() if gradient.is_sparse else gradient
+            self.nonzero.append(own.ne(0).any())
+
+    def in_words(self, ramp: Iterable[Largest]) -> str:
+        """Say that every gradient was zero, and from where on; "" if one was not."""
+        if not self.nonzero or bool(torch.stack(self.nonzero).any()):
+            return ""
+        names = "+".join(sorted(dtype_name(dtype).upper() for dtype in self.dtypes))
+        passed = [one for one in ramp if one.phase == Phase.BACKWARD and one.value > 0]
+        last = min(passed, key=lambda one: one.value, default=None)
+        where = ""
+        if last is not None:
+            place = {"": "the model itself", "loss": "the loss"}.get(last.module, last.module)
+            where = f"; the last that were not were at most {power(last.value)}, in {place}"
+        return f"every gradient of a weight is zero ({names}): it trains nothing{where}"
 
 
 def _sources(seen: Observation, steps: Steps, row: StepRow) -> set[int]:
@@ -154,7 +201,8 @@ def in_words(finding: Finding) -> list[str]:
     event = finding.event
     if event is None:
         if not finding.reproduced:
-            return ["not found: the step does not fail"]
+            zero = finding.details.get("gradients")
+            return [f"not found: the step does not fail{f', but {zero}' if zero else ''}"]
         where = "".join(f"; {name} {text}" for name, text in finding.details.items())
         return [f"not found: no operation made a value that is not finite{where}"]
     tensor = event.tensor

@@ -423,7 +423,13 @@ def run_trace(directory: Path, record: dict[str, Any], own: "LossScale") -> Over
         scales, notes = _scales(rows, overflowed, own)
         clean = np.where(overflowed | np.isnan(scales), 0.0, scales)
         overflow = np.where(overflowed, scales, np.inf)
+        bad = [
+            row["step"] - 1 for row in rows if row["found_inf"] and not math.isfinite(row["loss"])
+        ]
+        overflow[bad] = 0.0  # at any scale
         notes.insert(0, f"known: {last} steps, {skipped} skipped, each at the run's own scale")
+        if bad:
+            notes.append(f"{len(bad)} of them at any scale: the loss itself was not finite")
         overflow = np.where((probed > clean) & (probed < overflow), probed, overflow)
     else:
         clean, overflow = np.zeros(last), probed
