@@ -45,6 +45,12 @@ class Untrusted(BadInput):
     longest = 600
 
 
+class Refused(BadInput):
+    """A run does not take this command; the line ends with one that it takes, in full."""
+
+    longest = 2000
+
+
 class MissingExtra(BadInput, ImportError):
     """A package is missing that an extra of mprun installs; the message names the extra."""
 

@@ -170,7 +170,7 @@ def _dispatch(arguments: list[str]) -> int:
         stall_after = STALL_AFTER_S if options.stall_after is None else options.stall_after
         given, folder = options.overrides, options.config_dir
         again = options.rerun_damaged
-        return sweep(given, folder, options.jobs, stall_after, _curves, again)
+        return sweep(given, folder, options.jobs, stall_after, _curves, again, _compares)
     return _run(options)
 
 
@@ -183,6 +183,12 @@ def _curves(folders: list[Path], root: Path) -> Path:
     from mprun.compare.tensorboard_summary import write_means
 
     return write_means(folders, root)
+
+
+def _compares(folders: list[Path]) -> bool:
+    from mprun.compare.grouping import comparable
+
+    return comparable(*folders)
 
 
 def _help(arguments: list[str]) -> int:

@@ -1,19 +1,21 @@
 """`mprun ls`: the runs below a folder, each with its status and last value; what to do next."""
 
 import os
+import shlex
 import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 from mprun.cli.arguments import Arguments, hanging
-from mprun.cli.show import commands, status_of
+from mprun.cli.show import status_of
+from mprun.compare.grouping import comparable
 from mprun.compare.load import run_directories
 from mprun.errors import DONE, BadInput, Damaged
 from mprun.record.console import columns
 from mprun.record.metrics_columns import read_columns
 from mprun.record.run_record import Record, read_record
-from mprun.sweep.jobs import OUTCOMES
+from mprun.training.next_commands import OUTCOMES, commands
 
 _WHAT = """\
 The runs below a folder: mode, seed, status, last value, and the commands that go on.
@@ -31,7 +33,8 @@ def main(words: list[str]) -> int:
     folder = arguments.parse(words).path
     if not folder.exists() and folder == Path("outputs"):
         raise BadInput("outputs: no such folder here; name one that holds runs (mprun ls PATH)")
-    rows, asked = [], []
+    rows: list[tuple[str, ...]] = []
+    ended: list[tuple[Path, Record]] = []  # otherwise than as done
     for directory in run_directories(folder):
         try:
             record = read_record(directory, "status", "precision.mode", "config")
@@ -40,14 +43,11 @@ def main(words: list[str]) -> int:
             rows.append((_name(directory, folder), "-", "-", "damaged", str(error)))
             continue
         if record["status"] != "done":
-            own = (
-                one for one in commands(directory, record) if not one.startswith("mprun compare")
-            )
-            asked.append(next(own))
+            ended.append((directory, record))
     has_width = sys.stdout.isatty() or bool(os.environ.get("COLUMNS"))  # else names stay
     for line in _table(rows, columns(160) if has_width else None):
         print(line)
-    for line in _next(folder, rows, asked):
+    for line in _next(folder, rows, ended):
         print(line)
     return DONE
 
@@ -95,14 +95,18 @@ def _fitted(name: str, room: int) -> str:
     return f"{name[: room // 2 - 2]}...{name[-(room - room // 2 - 1) :]}"
 
 
-def _next(folder: Path, rows: list[tuple[str, ...]], asked: list[str]) -> Iterator[str]:
+def _next(
+    folder: Path, rows: list[tuple[str, ...]], ended: list[tuple[Path, Record]]
+) -> Iterator[str]:
     counts = Counter(row[3].partition(" ")[0].rstrip(",") for row in rows)
     yield ""
     yield ", ".join(f"{count} {status}" for status, count in counts.items())
     modes = {row[1] for row in rows if row[3].startswith(OUTCOMES)}
-    if len(modes) > 1:
-        yield f"  mprun compare {folder}"
-    for command in asked[:_MOST_COMMANDS]:
-        yield hanging(command, columns(160), 4, "  ")
-    if len(asked) > _MOST_COMMANDS:
-        yield f"  ... and {len(asked) - _MOST_COMMANDS} more (mprun show RUN)"
+    if len(modes) > 1 and comparable(folder):
+        yield f"  {shlex.join(['mprun', 'compare', str(folder)])}"
+    for directory, record in ended[:_MOST_COMMANDS]:
+        fits = (fit.command for fit in commands(directory, record) if not fit.in_script)
+        if command := next(fits, None):
+            yield hanging(command, columns(160), 4, "  ")
+    if len(ended) > _MOST_COMMANDS:
+        yield f"  ... and {len(ended) - _MOST_COMMANDS} more (mprun show RUN)"

@@ -3,20 +3,19 @@
 import math
 import shlex
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mprun.cli.arguments import Arguments, hanging
-from mprun.config.trust import as_overrides
-from mprun.entry_points import hint_of
+from mprun.compare.grouping import comparable
 from mprun.errors import DONE, BadInput
+from mprun.numerics.post_mortem import bad_losses
 from mprun.record.console import columns
 from mprun.record.metrics_columns import NO_METRIC, MetricsColumns, read_columns
 from mprun.record.run_record import Record, read_record
-from mprun.sweep.jobs import OUTCOMES, is_held
+from mprun.training.next_commands import commands, state_of
 
 _WHAT = """\
 Tell what a run was and how it ended; draw its curves; name the commands that fit it now.
@@ -42,8 +41,10 @@ def main(words: list[str]) -> int:
     for line in curves(measured, columns()):
         print(line)
     print("\nnext")
-    for command in commands(directory, record):
-        print(f"  {command}")
+    itself = shlex.join(["mprun", "show", str(directory)])
+    for fit in commands(directory, record, comparable):
+        if fit.command != itself:
+            print(f"  {'in the script: ' * fit.in_script}{fit.command}")
     return DONE
 
 
@@ -64,6 +65,8 @@ def _facts(directory: Path, record: Record, measured: MetricsColumns) -> Iterato
     last = record.get("last_step", measured.last_step)
     length = f"{last:,}" + (f" of {total:,}" if total else "") + " steps"
     yield "length", f"{length}, {skipped:,} of them skipped" + _seconds(record)
+    if bad := bad_losses(measured, record.get("bad_batches", {})):
+        yield "skipped", bad
     yield "ended", status_of(directory, record, measured.last_step)
     if unused := record.get("audit", {}).get("unused"):
         yield "note", f"no product ran in {unused}, because of overrides: a control"
@@ -78,37 +81,12 @@ def _seconds(record: Record) -> str:
 
 def status_of(directory: Path, record: Record, last_step: int) -> str:
     """Return how a run ended, or that it goes on, in words; last_step: of its metrics."""
-    status, cause = record["status"], record.get("cause")
-    if status == "running":
-        held = False
-        with suppress(FileNotFoundError):
-            held = is_held(directory / ".lock")
-        return f"{'running' if held else 'killed'}, at step {last_step:,}"
+    status, cause = state_of(directory, record), record.get("cause")
+    if record["status"] == "running":
+        return f"{status}, at step {last_step:,}"
     if status in ("diverged", "preempted"):
         status += f" at step {record.get('last_step', last_step):,}"
     return f"{status}: {cause}" if cause else status
-
-
-def commands(directory: Path, record: Record) -> Iterator[str]:
-    """Yield the commands that make sense for a run as it is now, the most useful one first."""
-    yield from filter(None, _commands(directory, record))
-
-
-def _commands(directory: Path, record: Record) -> Iterator[str]:
-    status, folder = record["status"], str(directory)
-    outside = as_overrides(record["config"]) if "script" not in record else []
-    kept = status == "preempted" or any(directory.glob("checkpoints/step-*"))
-    if status not in OUTCOMES and kept and "script" not in record:
-        yield shlex.join(["mprun", f"resume={folder}", *outside])
-    if status == "diverged":
-        yield hint_of("explain", shlex.join(["mprun", "explain", folder, *outside]))
-    if status in OUTCOMES and "measured_for" not in record:
-        beside = directory.parent
-        if sum(1 for _ in beside.glob("*/run.json")) > 1:
-            yield shlex.join(["mprun", "compare", str(beside)])
-    if status == "done" and any(directory.glob("numerics/step-*.json")):
-        yield hint_of("advise", shlex.join(["mprun", "advise", folder]))
-    yield shlex.join(["tensorboard", "--logdir", folder])
 
 
 def curves(measured: MetricsColumns, width: int) -> Iterator[str]:

@@ -16,12 +16,18 @@ from typing import Any
 import numpy as np
 
 from mprun.compare.findings import OUTCOMES, Arm, RunData
-from mprun.compare.load import first_with_outcome, group_notes, is_below, missing_seeds
+from mprun.compare.load import (
+    first_with_outcome,
+    group_notes,
+    is_below,
+    load_runs,
+    missing_seeds,
+)
 from mprun.compare.wording import seeds_text, setting_text
 from mprun.config.fields import nearest
 from mprun.config.keys import role_of
 from mprun.config.option_files import modes
-from mprun.errors import BadInput
+from mprun.errors import BadInput, MprunError
 
 # Keys that may differ inside a group: they define an arm.
 _ARM_PREFIXES = ("precision.", "scaler.")
@@ -127,6 +133,14 @@ def group_runs(
             groups.append(_group(base, family))
     name_groups(groups)
     return groups, [*_why_not(rest, [cell for cell in cells if cell.is_baseline]), *lone]
+
+
+def comparable(*folders: Path) -> bool:
+    """Return whether a comparison of the runs in the folders has anything to judge."""
+    try:
+        return bool(group_runs(load_runs(folders)[0])[0])
+    except (MprunError, OSError):
+        return False
 
 
 def cells_of(

@@ -6,7 +6,6 @@ ended, different machines, and what was really computed, from the audit in the r
 
 import os
 import re
-import shlex
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
@@ -15,9 +14,8 @@ from typing import Any
 
 from mprun.compare.findings import OUTCOMES, Arm, RunData
 from mprun.config.keys import current, flat
-from mprun.entry_points import hint_of
 from mprun.errors import BadInput, Damaged
-from mprun.numerics.post_mortem import read_post_mortem
+from mprun.numerics.post_mortem import bad_losses, read_post_mortem
 from mprun.record.console import counted
 from mprun.record.metrics_columns import read_columns
 from mprun.record.run_record import read_record
@@ -25,7 +23,7 @@ from mprun.record.seal import BrokenSeal, files_of
 
 # Fields with the same name here and in run.json, which every record and which some have.
 _RECORDED = ("seed", "status", "choices", "config_hash", "created", "environment")
-_OPTIONAL = ("cause", "sample", "last_step", "skipped")
+_OPTIONAL = ("cause", "sample", "last_step", "skipped", "bad_batches")
 # The folder that `mprun compare --tensorboard` writes beside the runs.
 SUMMARY_FOLDER = "_summary"
 
@@ -205,9 +203,7 @@ def missing_seeds(runs: Iterable[RunData]) -> list[str]:
             note = f"seed {run.seed}: {run.status}" + (f" ({cause})" if cause else "")
             if run.status == "preempted":
                 note = note.replace("preempted", f"preempted at step {run.last_step}", 1)
-                if not any(key.startswith("script.") for key in run.keys):
-                    note += f"; to go on: {shlex.join(['mprun', f'resume={run.path}'])}"
-            notes.append(note)
+            notes.append(note + _what_fits(run))
     return notes
 
 
@@ -220,13 +216,30 @@ def post_mortems(runs: Iterable[RunData]) -> list[str]:
         try:
             if (found := read_post_mortem(Path(run.path))) is not None:
                 lines = "; ".join(map(str, found["classification"]))
-                see = hint_of("explain", f"; see mprun explain {run.path}")
-                notes.append(f"seed {run.seed}: {lines}{see}")
+                notes.append(f"seed {run.seed}: {lines}{_what_fits(run)}")
         except BrokenSeal:
             raise
         except Damaged as error:  # the verdict does not depend on it
             notes.append(f"seed {run.seed}: {error}")
     return notes
+
+
+def _what_fits(run: RunData) -> str:
+    """Return the command that fits a run best, behind a semicolon; "" without any."""
+    if run.foreign:
+        return ""
+    from mprun.training.next_commands import commands  # here: takes a moment, and few need it
+
+    directory = Path(run.path)
+    fits = commands(directory, read_record(directory), lambda folder: False)
+    best = next((fit for fit in fits if fit.acts and not fit.in_script), None)
+    return "" if best is None else f"; {best}"
+
+
+def skip_notes(runs: Iterable[RunData]) -> list[str]:
+    """Return a note on each run with skipped updates whose loss itself was not finite."""
+    said = ((run, bad_losses(run, run.bad_batches)) for run in runs if not run.foreign)
+    return [f"seed {run.seed}: {text}{_what_fits(run)}" for run, text in said if text]
 
 
 def group_notes(baseline: Arm, arms: Sequence[Arm]) -> list[str]:

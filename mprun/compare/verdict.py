@@ -23,7 +23,7 @@ from mprun.compare.divergence import (
 from mprun.compare.equivalence import FEWEST_SEEDS, Unit
 from mprun.compare.findings import Arm, Group, Outcome, Question, Row, RunData, Verdict, is_gan
 from mprun.compare.grouping import ProtoGroup
-from mprun.compare.load import audit_notes, audit_of, post_mortems
+from mprun.compare.load import audit_notes, audit_of, post_mortems, skip_notes
 from mprun.config.metrics import HIGHER_IS_BETTER, IN_POINTS, default_margin
 from mprun.errors import BadInput
 
@@ -468,7 +468,7 @@ def _row(arm: Arm, baseline: Arm, verdict: Verdict, own: list[Outcome]) -> Row:
         memory_ratio=memory_ratio,
         saved_ratio=saved_ratio,
         audit=audit_of(arm.runs),
-        notes=post_mortems(arm.runs) + audit_notes(arm.runs),
+        notes=post_mortems(arm.runs) + skip_notes(arm.runs) + audit_notes(arm.runs),
     )
 
 

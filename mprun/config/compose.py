@@ -7,7 +7,7 @@ names the key, the value and what is allowed. It imports no torch.
 import logging
 import os
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -269,6 +269,14 @@ def _fill_compare(config: RunConfig) -> None:
         config.compare.margin = default_margin(config.compare.metric, config.data.name)
 
 
+def only_in_script(record: Mapping[str, Any]) -> str:
+    """Say who can take the steps of a script's run, and how."""
+    return (
+        f"from a script ({record['script'].get('file')}), and only that can take its steps; "
+        "there: mprun.probe(step, optimizer), mprun.explain(step, optimizer)"
+    )
+
+
 def config_from_record(record: dict, given: Vouched = NOTHING) -> RunConfig:
     """Rebuild a RunConfig from the plain values of a run directory's config.yaml.
 
@@ -276,10 +284,7 @@ def config_from_record(record: dict, given: Vouched = NOTHING) -> RunConfig:
     that `given`, from this command's line, does not name.
     """
     if "script" in record:
-        raise BadInput(
-            f"config.yaml: from a script ({record['script'].get('file')}), and only that can take "
-            "its steps; there: mprun.probe(step, optimizer), mprun.explain(step, optimizer)"
-        )
+        raise BadInput(f"config.yaml: {only_in_script(record)}")
     record = with_typed(current(record), given)
     check_vouched(outside(record), given)
     _no_interpolation(record)

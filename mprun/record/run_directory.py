@@ -155,6 +155,14 @@ def locked(directory: Path, new: bool = False) -> Iterator[None]:
             raise
 
 
+def is_held(lock: Path) -> bool:
+    """Return whether a process holds the lock file; raise FileNotFoundError if it is missing."""
+    with open(lock, "rb") as file, suppress(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return False
+    return True
+
+
 def is_at(file, path: Path) -> bool:
     """Return whether `path` still is the open file, not another that took its place."""
     try:

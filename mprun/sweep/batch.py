@@ -28,7 +28,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from mprun.errors import DONE, PREEMPTED, RESOURCE
-from mprun.record.run_directory import read_json, write_json
+from mprun.record.run_directory import is_held, read_json, write_json
 from mprun.sweep.attempt import (
     Attempt,
     AttemptOutcome,
@@ -39,7 +39,7 @@ from mprun.sweep.attempt import (
     start_child,
 )
 from mprun.sweep.child import with_parent
-from mprun.sweep.jobs import Cell, State, is_held, state_of
+from mprun.sweep.jobs import Cell, State, state_of
 from mprun.sweep.plan import Plan, launch
 
 _CLOSE_S = 60.0  # a launcher has nothing left to do by then

@@ -1,15 +1,13 @@
 """A cell and the state of its directory: finished, in use, resumable, or to be put aside."""
 
-import fcntl
 import os
 import time
-from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
 from mprun.errors import BadInput, Damaged
-from mprun.record.run_directory import locked, read_config
+from mprun.record.run_directory import is_held, locked, read_config
 from mprun.record.run_record import Record, read_record
 from mprun.record.seal import check_seal
 
@@ -173,11 +171,3 @@ def _in_use(directory: Path) -> bool:
             return time.time() - directory.stat().st_mtime < _CLAIM_S
         except FileNotFoundError:  # put aside by another sweep
             return True
-
-
-def is_held(lock: Path) -> bool:
-    """Return whether a process holds the lock file; raise FileNotFoundError if it is missing."""
-    with open(lock, "rb") as file, suppress(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    return True

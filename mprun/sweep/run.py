@@ -53,6 +53,7 @@ def sweep(
     stall_after: float = STALL_AFTER_S,
     curves: Callable[[list[Path], Path], Path] | None = None,
     rerun_damaged: bool = False,
+    compares: Callable[[list[Path]], bool] | None = None,
 ) -> int:
     """Run all cells and print the table; return 0 if every cell has an outcome, or the worst code.
 
@@ -64,6 +65,7 @@ def sweep(
         curves: writes the mean curves of the runs in some folders below a root, and returns where.
             With it the next commands are printed; without it the caller continues.
         rerun_damaged: whether finished runs with damaged files are put aside and run again.
+        compares: returns whether a comparison of the runs in some folders works.
     """
     planned = plan(overrides, config_dir)
     if planned.launcher and jobs is not None:
@@ -82,13 +84,17 @@ def sweep(
         again = " --rerun-damaged" if loop.left_damaged else ""
         print(f"to go on: {page.command}{again}", file=sys.stderr)
     if curves is not None and loop.stop.reason is None:
-        _say_next(planned, curves)
+        folders = sorted({cell.directory.parent for cell in planned.cells})
+        if compares is None or compares(folders):
+            words = ["mprun", "compare", *map(str, folders)]
+            print(f"verdicts: {shlex.join(words)}", file=sys.stderr)
+        _say_next(planned, folders, curves)
     return code
 
 
-def _say_next(planned: Plan, curves: Callable[[list[Path], Path], Path]) -> None:
-    folders = sorted({cell.directory.parent for cell in planned.cells})
-    print(f"verdicts: {shlex.join(['mprun', 'compare', *map(str, folders)])}", file=sys.stderr)
+def _say_next(
+    planned: Plan, folders: list[Path], curves: Callable[[list[Path], Path], Path]
+) -> None:
     try:
         print(to_watch(curves(folders, planned.root)), file=sys.stderr)
     except (MprunError, OSError) as error:  # the sweep itself has ended well

@@ -4,7 +4,6 @@ import hashlib
 import json
 import math
 import os
-import shlex
 import shutil
 import statistics
 import sys
@@ -21,6 +20,7 @@ from mprun.sweep.attempt import AttemptOutcome, last_line
 from mprun.sweep.jobs import OUTCOMES, Cell, State, outcome_words, record_of, state_of
 from mprun.sweep.mode_table import short, table, without_record
 from mprun.sweep.plan import Plan
+from mprun.training.next_commands import commands
 
 _LOOK_S = 1.0  # between two looks at running cells, for a terminal
 _EVERY_S = 10.0  # longest time between two updates of the runs' progress in the file
@@ -129,8 +129,9 @@ class StatusPage:
                 record: dict = record_of(cell.directory) or {}
                 step, steps = record.get("last_step", "?"), record.get("steps", "?")
                 words = f"{self.words.get(cell, 'stopped')} at step {step} of {steps}"
-                command = shlex.join(["mprun", f"resume={cell.directory}", *cell.outside])
-                lines.append(f"{cell.mode} s{cell.seed}: {words}; to finish it: {command}")
+                fit = next(commands(cell.directory, record), None)
+                how = "" if fit is None else f"; {fit}"
+                lines.append(f"{cell.mode} s{cell.seed}: {words}{how}")
         return lines
 
     def write(self, now: bool = False) -> None:

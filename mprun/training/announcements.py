@@ -4,24 +4,22 @@ import os
 import shlex
 import sys
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from mprun.build import Built
-from mprun.config.option_files import option_files
-from mprun.config.overrides import in_shell, without
 from mprun.config.precision_rules import updates_in_16_bits
 from mprun.config.schema import RunConfig, ScalerConfig
 from mprun.config.trust import as_overrides
 from mprun.data.source import Source
-from mprun.entry_points import hint_of
-from mprun.errors import MprunError
+from mprun.numerics.post_mortem import bad_losses
 from mprun.record.console import DATA_BOUND
-from mprun.record.run_record import Outcome, read_record
+from mprun.record.metrics_columns import read_columns
+from mprun.record.run_record import Outcome
 from mprun.training.continuation import not_longer
+from mprun.training.next_commands import commands
 
 _NAMED, _PRINTED = 20, 3  # files in run.json, files on the console
 _LONG_ENOUGH_S = 20.0
@@ -79,20 +77,30 @@ def _scale(scaler: ScalerConfig) -> str:
 
 
 def say_ending(directory: Path, source: Source, outcome: Outcome, record: dict) -> None:
-    """Print the cause unless the run succeeded, notes on its data, and the next command."""
+    """Print the cause unless the run succeeded, notes on its losses and data, the next command."""
     cause = f"{outcome.status} at step {outcome.step}: {outcome.cause}" if outcome.cause else None
-    diverged = outcome.status == "diverged"
-    explain = shlex.join(["mprun", "explain", str(directory), *as_overrides(record["config"])])
     done = outcome.status == "done" and "measured_for" not in record
+    bad = None
+    if outcome.skipped:
+        measured = read_columns(directory / "metrics.jsonl")
+        bad = bad_losses(measured, record.get("bad_batches", {}))
     say(
         cause,
-        hint_of("explain", f"to find the cause: {explain}") if diverged else None,
-        to_go_on(directory, record["config"]) if outcome.status == "preempted" else None,
+        bad,
+        None if outcome.status == "done" else what_fits(directory, record),
         data_bound(source, outcome.throughput.get("data_wait"), record["seconds"]),
         replaced_line(record["data"]),
-        f"next: {_next(directory, record)}" if done else None,
+        what_fits(directory, record) if done else None,
         f"to train longer: {_longer(directory, record)}" if done else None,
     )
+
+
+def what_fits(directory: Path, record: dict) -> str | None:
+    """Return the command that fits an ended run best, with what it is for; None without any."""
+    best = next(commands(directory, record), None)
+    if best is None or (record["status"] == "done" and "measured_for" in record):
+        return None
+    return f"next: {best.command}" if record["status"] == "done" else str(best)
 
 
 def _longer(directory: Path, record: dict) -> str:
@@ -107,42 +115,6 @@ def _longer(directory: Path, record: dict) -> str:
         )
     given = [f"resume={directory}", f"train.steps={steps}", *as_overrides(record["config"])]
     return shlex.join(["mprun", *given])
-
-
-def to_go_on(directory: Path, config: dict) -> str:
-    """Return the command that continues a run; it names what lies outside of the run."""
-    command = shlex.join(["mprun", f"resume={directory}", *as_overrides(config)])
-    kept = any(directory.glob("checkpoints/step-*"))
-    return f"to go on: {command}" if kept else f"no checkpoint was kept; from step 1: {command}"
-
-
-def _next(directory: Path, record: dict) -> str:
-    """Return the most useful next command: a comparison, or the run that it still lacks.
-
-    With output_dir, or with option files of the user, it is tensorboard for this run.
-    """
-    length = ("train.steps", "train.epochs")  # a resume may have changed it
-    left_out = ("precision", "scaler", "numerics", "seed", "name", "resume", *length)
-    own, mode = without(record["overrides"], *left_out), record["precision"]["mode"]
-    placed = record["config"]["output_dir"] is not None
-    shipped = (o is None or o in option_files(group) for group, o in record["choices"].items())
-    if placed or not all(shipped):
-        return f"tensorboard --logdir {shlex.quote(str(directory))}"
-    modes = {mode}
-    for path in directory.parent.glob("*/run.json"):
-        with suppress(MprunError, OSError):  # the files may be anything
-            beside = read_record(path.parent, "status", "overrides", "precision.mode", "steps")
-            ended = beside["status"] in ("done", "diverged") and "measured_for" not in beside
-            alike = without(beside["overrides"], *left_out) == own
-            if ended and alike and beside["steps"] == record["steps"]:
-                modes.add(beside["precision"]["mode"])
-    if "fp32" in modes and len(modes) > 1:
-        return f"mprun compare {shlex.quote(str(directory.parent))}"
-    kept = without(record["overrides"], "precision", "scaler", "resume")
-    if record["attempts"] > 1:
-        kept = [*without(kept, *length), f"train.steps={record['steps']}"]
-    other = "amp" if mode == "fp32" else "fp32"
-    return f"mprun {in_shell([*kept, f'precision={other}'])}"
 
 
 def notes(config: RunConfig, built: Built) -> Iterator[str]:

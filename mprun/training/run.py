@@ -49,7 +49,7 @@ from mprun.training.announcements import (
     replaced_line,
     say,
     say_ending,
-    to_go_on,
+    what_fits,
 )
 from mprun.training.environment import environment, linear_products, number_formats
 from mprun.training.loop import BEGINNING, Loop, Start
@@ -310,8 +310,7 @@ def attempt(config: RunConfig, built: Built, record: Record, start: Start = BEGI
                 cause = str(error) if plain else f"{type(error).__name__}: {error}"
                 status = "preempted" if stopped else "failed"
                 end(status, cause, last_step=last, exit_code=exit_code_of(told))
-            if stopped:
-                say(to_go_on(directory, record["config"]))
+            say(what_fits(directory, record))
             say(replaced_line(record["data"]))
             _print_directory(directory)
             if told is error:

@@ -26,7 +26,7 @@ from mprun.distributed.ranks import Ranks
 from mprun.execution.step_runner import Compilation
 from mprun.record.console import Progress
 from mprun.record.memory import SPARED, ran_out, shortage
-from mprun.training.announcements import _next
+from mprun.training.announcements import what_fits
 from mprun.training.loop import Loop
 from mprun.training.signals import Interruption, Stopped
 
@@ -96,15 +96,17 @@ def test_the_next_command_is_the_one_that_shows_most(tmp_path, monkeypatch):
         (path / "run.json").write_text(json.dumps(record))
         return path, record
 
+    def _next(*run):
+        return what_fits(*run).removeprefix("next: ")
+
     # The partner that is not there yet, with everything else as it was.
     assert _next(*run("a", "fp32", "seed=1", "optim.lr=0.5")) == (
         "mprun seed=1 optim.lr=0.5 precision=amp"
     )
     assert _next(*run("b", "bf16_naive")) == "mprun precision=fp32"
-    # Of another experiment, measured by advise, not ended, damaged: no partners.
+    # Of another experiment, measured by advise, not ended: no partners.
     run("c", "fp32", measured_for="advise")
     run("d", "fp32", status="preempted")
-    run("e", "fp32")[0].joinpath("run.json").write_text("[")
     assert _next(*run("f", "amp", "name=x")) == "mprun name=x precision=fp32"
     assert _next(*run("g", "amp", "optim.lr=0.5", "seed=3")) == "mprun compare 'outputs/small lm'"
     # A resume made it longer: its partner is as long, and the shorter ones beside it are none.
@@ -112,6 +114,10 @@ def test_the_next_command_is_the_one_that_shows_most(tmp_path, monkeypatch):
     assert _next(*longer) == "mprun optim.lr=0.5 train.steps=900 precision=fp32"
     own = {"model": "lstm_lm", "precision": "mymode"}
     assert _next(*run("h", "mymode", choices=own)) == "tensorboard --logdir 'outputs/small lm/h'"
+    # A damaged record beside them would end the comparison.
+    run("e", "fp32")[0].joinpath("run.json").write_text("[")
+    last = run("j", "amp", "optim.lr=0.5", "seed=4")
+    assert not _next(*last).startswith("mprun compare")
 
 
 def test_diverged_is_3_and_a_result(tmp_path, capsys):

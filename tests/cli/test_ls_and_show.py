@@ -10,7 +10,6 @@ from mprun.cli import main
 from mprun.cli.dispatch import verbs
 from mprun.cli.ls import _fitted
 from mprun.cli.show import curve
-from mprun.training.announcements import to_go_on
 
 from ..helpers import TINY_AUTOENCODER, record_of, refused, run, seal_again
 
@@ -93,12 +92,6 @@ def test_a_stopped_run_and_one_that_goes_on_say_so(runs, capsys):
             assert "running, at step 6" in "\n".join(lines(capsys, "show", str(runs / "one")))
     finally:
         (runs / "one" / "run.json").write_bytes(before)
-
-
-def test_what_kept_no_checkpoint_begins_again(tmp_path):
-    assert to_go_on(tmp_path, {}) == f"no checkpoint was kept; from step 1: mprun resume={tmp_path}"
-    (tmp_path / "checkpoints" / "step-3").mkdir(parents=True)
-    assert to_go_on(tmp_path, {}) == f"to go on: mprun resume={tmp_path}"
 
 
 def test_an_edited_record_is_refused(runs, capsys):

@@ -18,6 +18,7 @@ from mprun.cli import main
 from mprun.errors import DAMAGED, DIVERGED, PREEMPTED, BadInput
 from mprun.record.console import opening
 from mprun.record.run_directory import Pulse, locked, write_config, write_json
+from mprun.record.run_record import Record
 from mprun.sweep import run, status_page
 from mprun.sweep.attempt import AttemptOutcome, ProcessEnd, exit_code, outcome_of
 from mprun.sweep.batch import cell_of
@@ -462,13 +463,18 @@ def test_a_finished_sweep_says_what_comes_next(tmp_path, monkeypatch, capfd):
     assert curves == ["fp16_naive", "fp32"]
 
 
-def test_a_stopped_cell_is_named_with_the_command_that_finishes_it(cell, tiny, capsys):
-    planned = plan([*tiny, "seed=0,1"], None)
-    put(planned.cells[0], status="preempted", last_step=10)
-    (cell.directory / "checkpoints" / "step-00000010").mkdir(parents=True)
+def test_a_stopped_cell_is_named_with_the_command_that_finishes_it(
+    tmp_path, tiny, capsys, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    kept = [*tiny, "train.steps=2", "train.checkpoint_every=1"]
+    planned = plan([*kept, "seed=0,1"], None)
+    cell = planned.cells[0]
+    assert main([*kept, f"output_dir='{cell.directory}'"]) == 0
+    Record(cell.directory, record_of(cell.directory)).end("preempted", "SIGTERM")
     loop = run.SweepLoop(page := StatusPage(planned, "mprun -m"))
     page.words[cell] = "preempted"
-    of = "fp32 s0: preempted at step 10 of 20; to finish it: mprun resume="
+    of = "fp32 s0: preempted at step 2 of 2; to go on: mprun resume="
     assert page.to_finish() == [f"{of}{cell.directory}"]
     loop.jobs = 2
     loop.start = lambda *given: subprocess.Popen(["true"])  # in place of a run

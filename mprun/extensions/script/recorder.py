@@ -24,16 +24,18 @@ from mprun.errors import BadInput, MprunError
 from mprun.extensions.script.shards import local_of
 from mprun.extensions.script.watched import ScriptTask
 from mprun.numerics.failure import FailureKeeper, report_failure
-from mprun.numerics.post_mortem import StepRow
+from mprun.numerics.post_mortem import StepRow, bad_losses
 from mprun.numerics.probing import Probing
 from mprun.precision import DTYPE_NAMES, LossScale
 from mprun.precision.policy import policy_values
 from mprun.record import memory
+from mprun.record.metrics_columns import read_columns
 from mprun.record.run_directory import Heartbeat, claim, locked
 from mprun.record.run_record import Outcome, Record, read_record
 from mprun.training.environment import environment
 from mprun.training.metric_buffer import MetricBuffer
 from mprun.training.metric_logger import Records
+from mprun.training.next_commands import commands
 
 # Keys of a script's configuration that name the arm of a run, not the experiment.
 _OF_ARM = ("precision", "mode", "scaler", "seed")
@@ -183,10 +185,15 @@ class Recorder:
         rows = self._records.history.up_to(step)
         reason = "only the script can take its steps again: run.rewind(), mprun.explain(...)"
         kind = self.task.first.scale.kind
-        report_failure(None, self.directory, cause, step, rows, scaler_kind=kind, reason=reason)
+        report_failure(
+            *(None, self.directory, cause, step, rows),
+            scaler_kind=kind,
+            reason=reason,
+            replayable=False,
+        )
 
-    def end(self, outcome: Outcome, steps: int) -> None:
-        """Write the end of a run, and leave its directory."""
+    def end(self, outcome: Outcome, steps: int) -> list[str]:
+        """Write the end of a run, and leave its directory; return what is to be said of it."""
         self._stop_watching(None)
         outcome.skipped = self._buffer.host_skipped
         outcome.throughput = self._records.throughput("step")
@@ -197,6 +204,11 @@ class Recorder:
             outcome.status, outcome.cause, outcome.results() | computed, steps=max(1, steps)
         )
         self._lock.__exit__(None, None, None)
+        bad = bad_losses(read_columns(self.directory / "metrics.jsonl"), {})
+        if not bad and outcome.status != "diverged":
+            return []
+        fits = (fit for fit in commands(self.directory, self.record) if fit.in_script)
+        return [line for line in (bad, *map(str, fits)) if line]
 
 
 class _Records(Records):

@@ -190,7 +190,8 @@ class Run:
         are read `log_every` steps later.
 
         Args:
-            loss: the step's loss to report, 0-dim.
+            loss: the step's loss to report, 0-dim. It tells of steps whose loss is not finite: with
+                several losses, as of a GAN, pass their sum, and each as a metric.
             metrics: further metrics of the step, one number each.
 
         Raises:
@@ -383,10 +384,11 @@ class Run:
     ) -> None:
         self.status, self.cause = status, cause
         step = self.steps if step is None else step
-        recorder.end(Outcome(status, step, cause, final=self._final), self.steps)
+        lines = recorder.end(Outcome(status, step, cause, final=self._final), self.steps)
         atexit.unregister(self._at_exit)
         self._told.tell("end", status)
-        self._say(f"run: {self.directory}")
+        for line in (*lines, f"run: {self.directory}"):
+            self._say(line)
 
     def _say(self, text: str) -> None:
         print(text, file=sys.stderr)

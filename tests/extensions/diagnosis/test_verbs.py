@@ -107,12 +107,12 @@ def interrupted(tmp_path_factory):
 def test_of_an_interrupted_run_it_is_said_how_to_go_on(interrupted, capsys):
     refused(capsys, "explain", interrupted, says=f"to go on: mprun resume={interrupted}")
     Record(interrupted, record_of(interrupted)).end("running", None)
-    refused(capsys, "explain", interrupted, says=f"if it was killed: mprun resume={interrupted}")
+    refused(capsys, "explain", interrupted, says=f"to go on: mprun resume={interrupted}")
 
 
 def test_without_a_probe_advise_says_when_the_first_is_due_and_what_to_do(interrupted, capsys):
     Record(interrupted, record_of(interrupted)).end("preempted", "SIGTERM")
-    words = ["step 10 would have the first", "mprun advise KEY=VALUE ... takes its own"]
+    words = ["step 10 would have the first", f"to go on: mprun resume={interrupted}"]
     refused(capsys, "advise", interrupted, says=words)
 
 

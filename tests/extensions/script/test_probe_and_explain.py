@@ -114,6 +114,26 @@ def test_an_explanation_names_the_module_and_puts_everything_back():
     assert_same_bits(states(), before)
 
 
+@pytest.mark.parametrize("mode", ["fp16_master", "amp", "fp32"])
+def test_a_step_whose_gradients_all_underflow_says_so(mode):
+    """1e-8 is below half of FP16's smallest number: no scale, no gradient."""
+    model, optimizer = prepared(mode, scaler=None if mode == "fp16_master" else "none")
+    step = stepping(optimizer, lambda: loss_of(model) * 1e-8)
+    found = mprun.explain(step, optimizer)
+    probe = mprun.probe(step, optimizer)
+    zeros = "zeros 100 %, measured after rounding: probe in fp32 or use numerics.shadow_every"
+    assert not found.reproduced
+    if mode == "fp32":
+        assert str(found) == "not found: the step does not fail" and zeros not in str(probe)
+        assert "; of the others in FP16: underflow 100 %" in probe.learners["model"].in_words(
+            "weight_gradients"
+        )
+        return
+    assert str(found).startswith("not found: the step does not fail, but every gradient of a ")
+    assert "it trains nothing; the last that were not were at most 2^-" in str(found)
+    assert str(probe).count(zeros) == 2
+
+
 def test_rates_and_buffers_outside_of_the_state_are_put_back_and_fp32_is_explained():
     class Counts(nn.Linear):
         def __init__(self):

@@ -218,6 +218,21 @@ def test_what_is_wrong_is_said_in_one_line_and_nothing_written(tmp_path, options
     assert not (tmp_path / "out").exists()
 
 
+def test_a_loss_that_is_itself_not_finite_is_told_with_its_step(tmp_path, capsys):
+    """A loss scale skips the update and goes on; that of a GAN is the sum of two losses."""
+    run = recorded(tmp_path, "amp", spoil=12)
+    assert run.status == "done"
+    told = "the loss itself was not finite in 1 of 1 skipped update, step 12: no loss scale cures"
+    how = "on the batch of such a step, in the script: mprun.explain(step, optimizer)"
+    printed = capsys.readouterr().err
+    assert told in printed and how in printed
+    assert main(["show", str(run.directory)]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert told in shown and "in the script: mprun.explain(step, optimizer)" in shown
+    recorded(tmp_path, "amp", seed=1)
+    assert "the loss itself" not in capsys.readouterr().err
+
+
 def test_verbs_that_take_steps_say_that_only_the_script_can(tmp_path, capsys):
     done = recorded(tmp_path, "amp", probe_every=10).directory
     diverged = recorded(tmp_path, "fp16_master", spoil=12).directory

@@ -10,7 +10,7 @@ from typing import Any
 
 from mprun.cli.arguments import Arguments, filled, hanging
 from mprun.config.fields import must_be
-from mprun.errors import DONE, BadInput
+from mprun.errors import DONE, BadInput, Refused
 from mprun.record.console import columns
 from mprun.record.run_directory import plain
 from mprun.record.run_record import Record, read_record
@@ -21,6 +21,16 @@ def record_of(verb: str, directory: Path, instead: str = "a run directory") -> R
     if not (directory / "run.json").is_file():
         raise BadInput(f"{verb} {directory}: no run.json there; pass {instead}")
     return read_record(directory)
+
+
+def refused(verb: str, directory: Path, record: Record, why: str) -> Refused:
+    """Return the error of a run that a verb cannot take, with the commands that take it."""
+    from mprun.training.next_commands import commands  # here: takes a moment, and few need it
+
+    fits = [fit for fit in commands(directory, record) if fit.acts]
+    same = shlex.join(["mprun", verb, str(directory)])
+    others = [str(fit) for fit in fits if not fit.command.startswith(same)]
+    return Refused("; ".join([f"{verb} {directory}: {why}", *others]))
 
 
 def split_words(options: Namespace, parser: Arguments, known: Collection[str] = ()) -> None:

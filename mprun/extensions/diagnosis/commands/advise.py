@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Arguments, number
-from mprun.config.compose import compose_config, config_from_record
+from mprun.config.compose import compose_config, config_from_record, only_in_script
 from mprun.config.keys import PLACES
 from mprun.config.overrides import without
 from mprun.config.schema import MAX_STEPS
@@ -22,6 +22,7 @@ from mprun.extensions.diagnosis.commands import (
     note,
     page,
     record_of,
+    refused,
     split_words,
     unfinished,
 )
@@ -142,13 +143,14 @@ def advise_run(
     the run's. config_dir: the user's options, for the command lines to use the advice.
     """
     record, plain = _recorded(directory), read_config(directory)
+    if "script" in record:
+        raise refused("advise", directory, record, only_in_script(record))
     probes = read_probes(directory)
     if not probes:
         why, numerics = "train it with numerics=on", plain.get("numerics") or {}
         if numerics.get("enabled"):
             why = f"step {numerics['every']} would have the first"
-        other = "mprun advise KEY=VALUE ... takes its own"
-        raise BadInput(f"advise {directory}: no probes there: {why}; {other}")
+        raise refused("advise", directory, record, f"no probes there: {why}")
     products = plain["precision"].get("products") or {}
     formats = [products.get(operand) for operand in ("input", "weight", "grad_output")]
     fp32 = compose_config(_FP32).as_dict()

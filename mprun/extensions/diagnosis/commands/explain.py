@@ -6,14 +6,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mprun.cli.arguments import Arguments, number
-from mprun.config.compose import config_from_record
+from mprun.config.compose import config_from_record, only_in_script
 from mprun.config.overrides import without
 from mprun.config.schema import MAX_STEPS, PrecisionConfig
 from mprun.config.trust import NOTHING, Vouched, vouched
 from mprun.errors import BadInput, Damaged
-from mprun.extensions.diagnosis.commands import announce, command, page, record_of, split_words
+from mprun.extensions.diagnosis.commands import (
+    announce,
+    command,
+    page,
+    record_of,
+    refused,
+    split_words,
+)
 from mprun.numerics.exponent_shares import FP16_MAX
-from mprun.numerics.post_mortem import power, read_post_mortem
+from mprun.numerics.post_mortem import bad_losses, power, read_post_mortem
+from mprun.record.metrics_columns import MetricsColumns, read_columns
 from mprun.record.run_directory import read_config
 from mprun.record.run_record import read_record
 
@@ -37,12 +45,15 @@ on the same step and five more. The run itself is not changed.
 A run in 8 bits or fewer (precision.products) may also be done: why did it end worse? Its first
 steps are trained again, as it did, in FP32, and with each change. It prints what casts of linear
 layers lose, and the smallest change that takes away half of the gap to FP32.
+
+So may any run that skipped an update because the loss itself was not finite. Its batch is looked
+at; if that is sound, the run is trained again up to that step.
 """
 _MORE = """\
 Your own code (data=custom, model=custom) only runs if you name it as the run did.
 
 Exit codes: 0 explained, or reported as not found; 2 bad input (as a run in 16 bits that
-did not diverge);
+did not diverge, with a finite loss);
 4 damaged record.
 """
 
@@ -120,18 +131,22 @@ def explain(
         if cause.startswith("IndexError"):
             replay += "; an index in the batch is outside the table it selects from (an embedding)"
         return Explanation(str(directory), "failed", cause, [f"exception: {cause}"], replay)
-    done = status == "done" and _casts(read_config(directory))
-    if status != "diverged" and not done:
-        raise BadInput(f"explain {directory}: {_nothing_to_explain(directory, record)}")
+    if "script" in record:
+        raise refused("explain", directory, record, only_in_script(record))
+    bad = read_columns(directory / "metrics.jsonl") if status == "done" and steps is None else None
+    skips = [] if bad is None else bad.nonfinite_skips.tolist()
+    done = status == "done" and not skips and _casts(read_config(directory))
+    if status != "diverged" and not done and not skips:
+        raise refused("explain", directory, record, _nothing_to_explain(record))
     if steps is not None and not done:
         raise BadInput(f"--steps {steps}: the run diverged; only for one that is done")
-    needed = ["environment.device", "environment.threads"] + (
-        [] if done else ["last_step", "cause"]
-    )
+    needed = ["environment.device", "environment.threads"]
+    needed += ["last_step", "cause"] if status == "diverged" else []
     environment = read_record(directory, *needed)["environment"]
     config = read_config(directory)
     mode = config_from_record(config, given).precision  # checked before torch is imported
-    announce(f"explain: takes the {'first' if done else 'last'} steps of {directory} again")
+    which = "last" if status == "diverged" else "first"
+    announce(f"explain: takes the {which} steps of {directory} again")
 
     import torch
 
@@ -150,7 +165,12 @@ def explain(
 
     run = _Run(directory, record, config, mode, build, missing)
     options = options_of(config_dir) if with_cures else None
-    found = _of_ending(run, steps, options) if done else _of_divergence(run, options)
+    if done:
+        found = _of_ending(run, steps, options)
+    elif bad is not None:
+        found = _of_skips(run, options, bad)
+    else:
+        found = _of_divergence(run, options)
     cure = found.smallest
     return found if cure is None else replace(found, command=command_with(cure, record, config_dir))
 
@@ -180,16 +200,33 @@ def _of_ending(run: _Run, steps: int | None, options: "Options | None") -> Expla
 
 def _of_divergence(run: _Run, options: "Options | None") -> Explanation:
     """Return what broke a run; options: for the changes to try, None: try none."""
+    from mprun.numerics.failure import kept_state
+
+    kept = kept_state(run.directory, run.record, run.config, run.build)
+    known = read_post_mortem(run.directory) or {"classification": [], "failure": {}}
+    return _replayed(run, options, kept, known)
+
+
+def _of_skips(run: _Run, options: "Options | None", bad: MetricsColumns) -> Explanation:
+    """Return why the loss itself was not finite in skipped updates of a run that is done."""
+    from mprun.numerics.failure import skipped_state
+
+    steps = bad.nonfinite_skips.tolist()
+    kept = skipped_state(run.directory, run.config, run.build, steps)
+    told = bad_losses(bad, run.record.get("bad_batches", {}))
+    return _replayed(run, options, kept, {"classification": [told], "failure": {}})
+
+
+def _replayed(run: _Run, options: "Options | None", kept: dict, known: dict) -> Explanation:
+    """Replay a step from the kept state before it; known: as in a post-mortem."""
     from mprun.extensions.diagnosis.cast_advice import cast_changes, sentences
     from mprun.extensions.diagnosis.casts import CastMeter
     from mprun.extensions.diagnosis.first_nonfinite import find_culprit
     from mprun.extensions.diagnosis.interventions import find_cures
-    from mprun.numerics.failure import kept_state, recorded_rows
+    from mprun.numerics.failure import recorded_rows
     from mprun.numerics.replay import resume_from
 
     directory, config = run.directory, run.config
-    kept = kept_state(directory, run.record, config, run.build)
-    post_mortem = read_post_mortem(directory) or {"classification": [], "failure": {}}
     built = run.build(config)
     try:
         built.task.load_state_dict(kept["task"])
@@ -198,8 +235,9 @@ def _of_divergence(run: _Run, options: "Options | None") -> Explanation:
         raise Damaged(f"numerics/failure: {error}") from None
     with CastMeter(built.task, run.mode) as meter:
         finding = find_culprit(steps, kept["kind"])
-    replay = _replay_in_words(finding, post_mortem["failure"], run.without_gpu)
-    start = (str(directory), "diverged", str(run.record["cause"]), post_mortem["classification"])
+    replay = _replay_in_words(finding, known["failure"], run.without_gpu)
+    status, cause = run.record["status"], run.record.get("cause") or ""
+    start = (str(directory), status, str(cause), known["classification"])
     losses, products = meter.read(), run.mode.products
     found = Explanation(*start, replay, finding, casts=sentences(losses, products))
     curable = finding.reproduced and finding.verdict in ("operation", "not found")
@@ -215,25 +253,21 @@ def _casts(config: dict) -> bool:
     return bool((config.get("precision", {}).get("products") or {}).get("input"))
 
 
-def _nothing_to_explain(directory: Path, record: dict) -> str:
+def _nothing_to_explain(record: dict) -> str:
     status = record.get("status")
     if status in ("preempted", "running"):
-        when = "to go on" if status == "preempted" else "if it was killed"
-        return f"status {status}, no step to explain; {when}: mprun resume={directory}"
+        return f"status {status}, no step to explain"
     why = f"status {status}; only a run that diverged has a step to explain"
-    if status == "done":
-        skipped = record.get("skipped")
-        normal = f"{skipped} skipped updates while the loss scale settles are normal"
-        probed = any(directory.glob("numerics/step-*.json"))
-        which = directory if probed else "with the run's KEY=VALUE"
-        why += f" ({normal})" * bool(skipped) + f"; what FP16 needs here: mprun advise {which}"
+    if skipped := record.get("skipped"):  # with losses that were finite
+        why += f" ({skipped} skipped updates while the loss scale settles are normal)"
     return why
 
 
 def _replay_in_words(finding: "Finding", failure: dict, without_gpu: bool) -> str:
     what = "the evaluation after step" if finding.kind == "evaluation" else "step"
     again = "fails again" if finding.reproduced else "does not fail again"
-    text = f"{what} {finding.step} from its kept state{_note(without_gpu)}: {again}"
+    start = "on its batch" if finding.kind == "skip" else "from its kept state"
+    text = f"{what} {finding.step} {start}{_note(without_gpu)}: {again}"
     if not failure.get("compared"):
         return text
     different = failure["first_difference"]
@@ -302,7 +336,7 @@ def as_text(explanation: Explanation) -> list[str]:
     parts = {"run": [start, *explanation.classification], "replay": [explanation.replay]}
     if finding is not None:
         parts |= {"culprit": in_words(finding), "ramp": _ramp(finding.ramp)}
-    if explanation.casts or explanation.status == "done":
+    if explanation.casts or (explanation.status == "done" and finding is None):
         lost = [line for own in explanation.casts for line in _indented(own)]
         parts["casts"] = lost or [f"none takes more than {percent(TAKEN_THRESHOLD)} of a sum"]
     if tried:

@@ -1,0 +1,381 @@
+"""The table of commands that fit a run as it is now; every place that names one takes it from here.
+
+A command is named only where it works: its verb is installed, the run has what it reads, and its
+line names the code and the paths outside of the run. Needs no torch.
+"""
+
+import io
+import json
+import shlex
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stderr, suppress
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from mprun.entry_points import announced
+from mprun.errors import MprunError
+from mprun.record.run_directory import is_held
+from mprun.record.run_record import read_record
+from mprun.record.seal import check_seal
+
+OUTCOMES = ("done", "diverged")
+STOPPED = ("preempted", "failed", "killed")
+ENDED = (*OUTCOMES, *STOPPED)
+_OF_ONE = ("seed", "name", "output_dir", "output_root")  # keys by which alike runs differ
+
+
+def state_of(directory: Path, record: Mapping[str, Any]) -> str:
+    """Return the recorded status; "killed" for a run that goes on in no process."""
+    if record["status"] != "running":
+        return record["status"]
+    with suppress(FileNotFoundError):
+        if is_held(directory / ".lock"):
+            return "running"
+    return "killed"
+
+
+@dataclass(frozen=True)
+class Now:
+    """A run as it is now. compares: whether `mprun compare` can compare what a folder holds."""
+
+    directory: Path
+    record: Mapping[str, Any]
+    compares: Callable[[Path], bool]
+
+    @cached_property
+    def status(self) -> str:
+        return state_of(self.directory, self.record)
+
+    @property
+    def of_script(self) -> bool:
+        return "script" in self.record
+
+    @cached_property
+    def outside(self) -> tuple[str, ...]:
+        """Return what lies outside of the run, as a command has to name it."""
+        from mprun.config.trust import as_overrides  # here: loads Hydra
+
+        return as_overrides(self.record["config"])
+
+    def words(self, *start: str) -> str:
+        """Return a command with what it has to name, quoted for a shell."""
+        return shlex.join([*start, *self.outside])
+
+    @property
+    def keeps_checkpoint(self) -> bool:
+        return any(self.directory.glob("checkpoints/step-*"))
+
+    @cached_property
+    def can_go_on(self) -> bool:
+        """Return whether a resume takes the run: its files, its configuration, its torch."""
+        from mprun.training.continuation import continued
+
+        lost = "first_checkpoint" in self.record and not self.keeps_checkpoint
+        return not (lost or self._other_torch) and _works(
+            lambda: continued(self.outside, str(self.directory))
+        )
+
+    @property
+    def _other_torch(self) -> bool:
+        environment = self.record.get("environment") or {}
+        recorded = (environment.get("packages") or {}).get("torch")
+        try:
+            return _release(version("torch")) != _release(recorded or "")
+        except PackageNotFoundError:
+            return True
+
+    @cached_property
+    def can_be_built(self) -> bool:
+        """Return whether its network and data can be built again, by this version."""
+        one = {key: value for key, value in self.record["config"].items() if key not in _OF_ONE}
+        whole = _works(lambda: check_seal(self.directory))
+        return whole and _can_be_built(json.dumps(one, sort_keys=True), self.outside)
+
+    @cached_property
+    def has_probes(self) -> bool:
+        """Return whether a probe tells of tensors at an applied update, as advice needs one."""
+        from mprun.numerics.probe_record import read_probes  # here: loads numpy
+
+        def found() -> bool:
+            probes = (probe for probe in read_probes(self.directory) if not probe.skipped)
+            return any(own.tensors for probe in probes for own in probe.learners.values())
+
+        return _works(found)
+
+    @property
+    def has_bad_losses(self) -> bool:
+        """Return whether the loss itself was not finite in an update that was skipped."""
+        from mprun.record.metrics_columns import read_columns  # here: loads numpy
+
+        path = self.directory / "metrics.jsonl"
+        return _works(lambda: len(read_columns(path).nonfinite_skips) > 0)
+
+    @property
+    def casts(self) -> bool:
+        """Return whether its linear layers multiply casts, of which `explain` tells the cost."""
+        precision = self.record["config"].get("precision") or {}
+        return bool((precision.get("products") or {}).get("input"))
+
+    @property
+    def is_judged(self) -> bool:
+        return "measured_for" not in self.record
+
+    @property
+    def is_compared(self) -> bool:
+        """Return whether it is one of several runs that can be compared."""
+        beside = self.directory.parent
+        return sum(1 for _ in beside.glob("*/run.json")) > 1 and self.compares(beside)
+
+    @property
+    def is_alone(self) -> bool:
+        """Return whether one process trained it: a script of several cannot go back."""
+        return not self.record.get("ranks")
+
+    @cached_property
+    def partner(self) -> str | None:
+        """Return the command of the run that a comparison still lacks; None: it lacks none."""
+        from mprun.config.option_files import option_files
+        from mprun.config.overrides import in_shell, without
+
+        record, length = self.record, ("train.steps", "train.epochs")
+        shipped = (o is None or o in option_files(group) for group, o in self._choices.items())
+        if record["config"].get("output_dir") is not None or not all(shipped):
+            return None
+        if {"fp32", record["precision"]["mode"]} <= (modes := self.modes_beside) and len(modes) > 1:
+            return None
+        kept = without(record["overrides"], "precision", "scaler", "resume")
+        if record["attempts"] > 1:  # a resume may have changed it
+            kept = [*without(kept, *length), f"train.steps={record['steps']}"]
+        other = "amp" if record["precision"]["mode"] == "fp32" else "fp32"
+        return f"mprun {in_shell([*kept, f'precision={other}'])}"
+
+    @property
+    def _choices(self) -> Mapping[str, str | None]:
+        return self.record.get("choices") or {}
+
+    @cached_property
+    def modes_beside(self) -> set[str]:
+        """Return the modes of the runs beside this one that differ from it in nothing else."""
+        from mprun.config.overrides import without
+
+        of_arm = ("precision", "scaler", "numerics", "seed", "name", "resume")
+        left_out = (*of_arm, "train.steps", "train.epochs")
+        record, found = self.record, {self.record["precision"]["mode"]}
+        own = without(record["overrides"], *left_out)
+        for path in self.directory.parent.glob("*/run.json"):
+            with suppress(MprunError, OSError):  # the files may be anything
+                beside = read_record(path.parent, "status", "overrides", "precision.mode", "steps")
+                ended = beside["status"] in OUTCOMES and "measured_for" not in beside
+                alike = without(beside["overrides"], *left_out) == own
+                if ended and alike and beside["steps"] == record["steps"]:
+                    found.add(beside["precision"]["mode"])
+        return found
+
+    @cached_property
+    def advice(self) -> str | None:
+        """Return the command that measures what FP16 needs in this configuration, if it can."""
+        from mprun.config.option_files import option_files
+        from mprun.config.overrides import in_shell, without
+
+        if not all(o is None or o in option_files(g) for g, o in self._choices.items()):
+            return None
+        left_out = ("precision", "scaler", "numerics", "output_dir", "resume")
+        return f"mprun advise {in_shell(without(self.record['overrides'], *left_out))}".rstrip()
+
+
+@lru_cache(64)  # a tenth of a second each, and the runs of a sweep differ in their seeds
+def _can_be_built(config: str, outside: tuple[str, ...]) -> bool:
+    from mprun.config.compose import config_from_record
+    from mprun.config.trust import vouched
+
+    return _works(lambda: config_from_record(json.loads(config), vouched(outside)))
+
+
+def _release(text: str) -> str:
+    return text.partition("+")[0]
+
+
+def _works(ask: Callable[[], Any]) -> bool:
+    """Return whether a question that a command asks first is answered, and by no False."""
+    try:
+        with redirect_stderr(io.StringIO()):
+            return ask() is not False
+    except (MprunError, OSError, ImportError):
+        return False
+
+
+def _is_installed(verb: str = "") -> bool:
+    """Return whether the command is installed, and this verb of an extension."""
+    here = find_spec("hydra") is not None
+    return here and (not verb or verb in announced("mprun.verbs"))
+
+
+class Fit(NamedTuple):
+    """A row: what it is for, of which kind of run ("run", "script"), in which states, and how.
+
+    fits: what else must be there. command: a line of a shell, or of the script (`in_script`).
+    """
+
+    purpose: str
+    kinds: tuple[str, ...]
+    statuses: tuple[str, ...]
+    fits: Callable[[Now], bool]
+    command: Callable[[Now], str]
+    in_script: bool = False
+
+
+def _explains(now: Now) -> bool:
+    return _is_installed("explain") and now.can_be_built
+
+
+def _in_script(now: Now) -> str:
+    # The copy that the script goes back to is of some step before the bad one.
+    steps = max(1, now.record.get("last_step", 1))
+    return f"run.rewind(); mprun.explain(step, optimizer, steps={steps})"
+
+
+def _resume(now: Now) -> str:
+    return now.words("mprun", f"resume={now.directory}")
+
+
+def _explain(now: Now) -> str:
+    return now.words("mprun", "explain", str(now.directory))
+
+
+RUN, SCRIPT, BOTH = ("run",), ("script",), ("run", "script")
+TABLE = (
+    Fit(
+        "to go on",
+        RUN,
+        STOPPED,
+        lambda now: _is_installed() and now.keeps_checkpoint and now.can_go_on,
+        _resume,
+    ),
+    Fit(
+        "no checkpoint was kept; from step 1",
+        RUN,
+        STOPPED,
+        lambda now: _is_installed() and not now.keeps_checkpoint and now.can_go_on,
+        _resume,
+    ),
+    Fit("to find the cause", RUN, ("diverged",), _explains, _explain),
+    Fit(
+        "to find what made the loss not finite",
+        RUN,
+        ("done",),
+        lambda now: now.has_bad_losses and _explains(now),
+        _explain,
+    ),
+    Fit(
+        "to find the cause, in the script",
+        SCRIPT,
+        ("diverged",),
+        lambda now: now.is_alone and "explain" in announced("mprun.verbs"),
+        _in_script,
+        in_script=True,
+    ),
+    Fit(
+        "on the batch of such a step, in the script",
+        SCRIPT,
+        ("done",),
+        lambda now: now.is_alone and now.has_bad_losses and "explain" in announced("mprun.verbs"),
+        lambda now: "mprun.explain(step, optimizer)",
+        in_script=True,
+    ),
+    Fit(
+        "to see the run",
+        SCRIPT,
+        ENDED,
+        lambda now: _is_installed(),
+        lambda now: shlex.join(["mprun", "show", str(now.directory)]),
+    ),
+    Fit(
+        "to compare",
+        BOTH,
+        OUTCOMES,
+        lambda now: _is_installed() and now.is_judged and now.is_compared,
+        lambda now: shlex.join(["mprun", "compare", str(now.directory.parent)]),
+    ),
+    Fit(
+        "to have what it is compared with",
+        RUN,
+        ("done",),
+        lambda now: _is_installed() and now.is_judged and now.partner is not None,
+        lambda now: str(now.partner),
+    ),
+    Fit(
+        "to find what its casts cost",
+        RUN,
+        ("done",),
+        lambda now: now.casts and not now.has_bad_losses and _explains(now),
+        _explain,
+    ),
+    Fit(
+        "to see what FP16 needs here",
+        RUN,
+        ("done",),
+        lambda now: _is_installed("advise") and now.has_probes and now.can_be_built,
+        lambda now: now.words("mprun", "advise", str(now.directory)),
+    ),
+    Fit(
+        "to see its curves",
+        BOTH,
+        (*ENDED, "running"),
+        lambda now: find_spec("tensorboard") is not None,
+        lambda now: shlex.join(["tensorboard", "--logdir", str(now.directory)]),
+    ),
+    Fit(
+        "to see what FP16 needs here",
+        RUN,
+        ("done",),
+        lambda now: _is_installed("advise") and not now.has_probes and now.advice is not None,
+        lambda now: str(now.advice),
+    ),
+)
+
+
+class Next(NamedTuple):
+    """What fits a run: a line of a shell, or one for its script."""
+
+    purpose: str
+    command: str
+    in_script: bool
+
+    @property
+    def acts(self) -> bool:
+        """Return whether it does more than show the curves."""
+        return not self.command.startswith("tensorboard ")
+
+    def __str__(self) -> str:
+        return f"{self.purpose}: {self.command}"
+
+
+def commands(
+    directory: Path, record: Mapping[str, Any], compares: Callable[[Path], bool] | None = None
+) -> Iterator[Next]:
+    """Yield what fits a run, the most useful first.
+
+    record: its run.json, not damaged: for a damaged run nothing fits. compares: whether a
+    comparison of what a folder holds works (`mprun.compare.grouping.comparable`, for who may ask
+    it); None: whether FP32 and another mode stand beside each other there.
+    """
+    now = Now(directory, record, compares or (lambda folder: _lacks_nothing(now)))
+    kind = "script" if now.of_script else "run"
+    for row in TABLE:
+        if kind in row.kinds and now.status in row.statuses and row.fits(now):
+            yield Next(row.purpose, row.command(now), row.in_script)
+
+
+def _lacks_nothing(now: Now) -> bool:
+    if now.of_script or "fp32" not in now.modes_beside or len(now.modes_beside) < 2:
+        return False
+    # One damaged record is the end of a comparison.
+    return all(_is_whole(path.parent) for path in now.directory.parent.glob("*/run.json"))
+
+
+def _is_whole(directory: Path) -> bool:
+    return _works(lambda: read_record(directory, "status"))

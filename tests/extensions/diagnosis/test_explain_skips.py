@@ -1,0 +1,66 @@
+"""`mprun explain` of a run that is done: why the loss itself was not finite in skipped updates."""
+
+import math
+
+import pytest
+
+from mprun.cli import main
+from mprun.extensions.diagnosis.commands.scaler_replay import replayed
+
+from ...helpers import refused, rows_of, run
+from ...numerics.small_runs import as_json
+from ...numerics.spoilt_data import RUN
+
+OUTSIDE = [word for word in RUN if "factory=" in word]
+
+
+@pytest.fixture
+def spoilt(tmp_path, monkeypatch):
+    """A run with a spoilt batch in each epoch; a function of what is in it."""
+
+    def make(spoilt_with, *overrides):
+        monkeypatch.setenv("SPOILT_WITH", spoilt_with)
+        assert run(tmp_path / "run", *RUN, *overrides) == 0
+        return tmp_path / "run"
+
+    return make
+
+
+@pytest.mark.parametrize(("value", "kind"), [("nan", "NaN"), ("inf", "infinite")])
+def test_data_are_named_without_training_again(spoilt, capsys, value, kind):
+    folder = spoilt(value)
+    found = as_json(capsys, "explain", folder, *OUTSIDE)
+    assert (found["status"], found["verdict"], found["reproduced"]) == ("done", "data", True)
+    assert found["details"] == {"inputs": f"3 of 256 values are {kind}"}
+    first = next(row["step"] for row in rows_of(folder, "train") if not math.isfinite(row["loss"]))
+    assert found["step"] == first and found["tried"] == []
+
+
+@pytest.mark.parametrize("kept", [(), ("train.checkpoint_every=1", "train.keep_checkpoints=99")])
+def test_an_operation_is_named_where_the_data_are_sound(spoilt, capsys, kept):
+    """The square root of a number below zero: the run is trained again up to that step."""
+    folder = spoilt("-1", *kept)
+    before = sorted(path.name for path in (folder / "numerics").glob("*"))
+    found = as_json(capsys, "explain", folder, *OUTSIDE, "--no-cures")
+    assert (found["verdict"], found["reproduced"]) == ("operation", True)
+    assert (found["culprit"]["module"], found["culprit"]["operation"]) == ("1", "sqrt")
+    assert sorted(path.name for path in (folder / "numerics").glob("*")) == before
+    assert main(["explain", str(folder), *OUTSIDE, "--no-cures"]) == 0
+    printed = capsys.readouterr().out
+    assert "the loss itself was not finite in 2 of 2" in printed and "casts" not in printed
+
+
+def test_a_scale_that_finds_its_level_has_nothing_to_explain(spoilt, capsys):
+    folder = spoilt("0.5", "scaler.init_scale=16777216")
+    said = ["while the loss scale settles are normal)", "mprun advise "]
+    refused(capsys, "explain", folder, *OUTSIDE, says=said)
+
+
+def test_no_other_scaler_would_have_taken_the_step(spoilt):
+    """Its overflow is that of no scale: each scaler skips it, however small its scale."""
+    folder = spoilt("nan")
+    steps = [row["step"] for row in rows_of(folder, "train") if not math.isfinite(row["loss"])]
+    found = replayed(folder)
+    for name, own in found.replays.items():
+        assert set(steps) <= set(own.skipped.tolist()), name
+    assert any("at any scale: the loss itself was not finite" in note for note in found.trace.notes)
