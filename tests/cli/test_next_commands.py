@@ -100,6 +100,7 @@ class Made:
 
     def script(self, name) -> SimpleNamespace:
         """What `script_run` returns, of SCRIPTS."""
+        pytest.importorskip("mprun.extensions.script")
         if name not in self.scripts:
             mode, status, spoil = SCRIPTS[name]
             place = "pair" if name in ("done", "beside") else name
