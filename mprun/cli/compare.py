@@ -21,7 +21,8 @@ Does each precision mode match FP32, or another baseline?
 PATH is a run directory or a folder with runs (searched to any depth). Verdicts only use
 metrics.jsonl and run.json; the report also shows probes (numerics=on). Each mode gets a
 divergence rule, then an equivalence test (paired TOST over seeds). The test's margin is fixed in
-the runs' configuration (compare.metric, compare.margin, compare.baseline)."""
+the runs' configuration (compare.metric, compare.margin, compare.baseline). Which way a metric
+goes, and its unit, are in each run's record, as its task declares them."""
 _MORE = """\
 Logs of other tools, a path a run:
   mprun compare --tag train/loss fp32=base0,base1,base2 amp=amp0,amp1,amp2
@@ -40,8 +41,9 @@ _FLAGS = {
     "--tensorboard": "write summary runs (mean, lower, upper, margin charts) for TensorBoard",
     "--check": "exit code 3 unless every mode matches and nothing was left out",
     "--no-report": "print only",
-    "--higher-is-better": "the --tag is an accuracy or a score (--margin is then absolute)",
-    "--lower-is-better": "the --tag is neither (the default for loss, error, perplexity)",
+    "--higher-is-better": "the --tag, or a metric of which the runs do not say it, is an accuracy "
+    "or a score (--margin is then absolute)",
+    "--lower-is-better": "it is neither (the default for loss, error, perplexity)",
     "--paired": "runs of --tag are in the order of the same seeds in every label",
     "--json": "print results.json instead of a table",
     "--markdown": "print report.md instead of a table",
@@ -49,7 +51,7 @@ _FLAGS = {
 _BASELINE = """the runs of this precision mode, or below this path, are the baseline (default: the
 mode that the runs' compare.baseline names, fp32)"""
 _MARGIN = """another margin than compare.margin: relative (0.01 = 1 %%) for losses and distances,
-percentage points for top1 and top5 (the report says so)"""
+else in the metric's unit: points for top1, a fraction for one of 0 to 1 (the report says so)"""
 _LOOKS = """verdicts at these numbers of seeds, with an error rate of 5 %% (normal noise) over all
 looks"""
 

@@ -55,12 +55,13 @@ def compare(
         allow: Keys in which runs may nevertheless differ from the baseline.
         metric: An evaluation metric to use instead of the runs' compare.metric.
         margin: A margin to use instead of the runs' compare.margin: relative (0.01 = 1 %) for
-            losses and distances, percentage points for top1 and top5.
+            losses and distances, else in the metric's unit: points for top1.
         looks: Planned numbers of seeds for a verdict, ascending from 3.
         tag: Compare this scalar of other tools' logs.
         step: With `tag`: the column that counts the steps.
-        higher_is_better: With `tag` and `margin`: the scalar is an accuracy or a score.
-        lower_is_better: With `tag`: the scalar is not an accuracy or a score.
+        higher_is_better: With `margin`: the metric is an accuracy or a score. For a `tag`, and for
+            a metric of which the runs do not say it.
+        lower_is_better: The same: it is not an accuracy or a score.
         absolute: The margin is in the metric's own unit, not relative to the baseline.
         paired: With `tag`: every label lists its runs in the order of the same seeds.
 
@@ -101,6 +102,7 @@ def compare(
     }
     _refuse_contradictions(asked)
     plan = planned_looks(looks) if looks else []
+    directed = higher_is_better or lower_is_better
     if tag is None:
         runs, notes = load_runs(places, baseline if isinstance(baseline, Path) else None)
         there = sorted({run.mode for run in runs})
@@ -115,7 +117,6 @@ def compare(
         reader = announced("mprun.readers").get("tag")
         if reader is None:
             raise BadInput(f"--tag {tag}: needs mprun.extensions.logs, which is missing here")
-        directed = higher_is_better or lower_is_better
         foreign = loaded(reader)(places, tag, step=step, paired=paired, directed=directed)
         protos, refused, runs, notes = [foreign], [], foreign.baseline.runs, []
     if not protos:
@@ -128,7 +129,7 @@ def compare(
                 metric=metric or tag,
                 margin=asked["--margin"],
                 looks=plan,
-                higher_is_better=higher_is_better,
+                higher_is_better=higher_is_better if directed else None,
                 absolute=absolute,
             )
         except BadInput as error:  # concerns one group; the others are still compared
@@ -157,9 +158,9 @@ def _several(given: Any) -> list[Any]:
 def _refuse_contradictions(asked: dict[str, Any]) -> None:
     """Raise BadInput for options that contradict each other."""
     foreign = asked["--tag"] is not None
-    for flag in ("--higher-is-better", "--lower-is-better", "--paired", "--step"):
+    for flag in ("--paired", "--step"):
         if asked[flag] and not foreign:
-            raise BadInput(f"{flag}: only with --tag; a run of mprun knows its metrics and seeds")
+            raise BadInput(f"{flag}: only with --tag; a run of mprun knows its steps and seeds")
     if asked["--higher-is-better"] and asked["--lower-is-better"]:
         raise BadInput("--higher-is-better, --lower-is-better: give one of the two")
     for flag in ("--higher-is-better", "--absolute"):
@@ -200,6 +201,9 @@ def _stamps(asked: dict[str, Any], runs: "list[RunData]", groups: "Sequence[Grou
         if given is not None and not isinstance(given, Path) and configured - {given}:
             before = ", ".join(str(value) for value in sorted(configured, key=str))
             stamps.append(f"{flag} {given}: chosen after the runs, which say {before}")
+    for flag in ("--higher-is-better", "--lower-is-better"):
+        if asked[flag] and asked["--tag"] is None:
+            stamps.append(f"{flag}: said when the runs were compared, not by their task")
     if asked["--tag"] is not None:
         margin = asked["--margin"]
         told = "the default of 1 %" if margin is None else f"--margin {margin:g}"

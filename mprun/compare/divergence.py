@@ -43,7 +43,9 @@ def divergences(
     return [_failed_itself(run) or _learned_nothing(run, ends) for run in runs]
 
 
-def baseline_progress(baseline: Sequence[RunData], metric: str, *, gan: bool) -> str | None:
+def baseline_progress(
+    baseline: Sequence[RunData], metric: str, *, gan: bool, higher_is_better: bool = False
+) -> str | None:
     """Return the numbers that show that the baseline learned next to nothing itself.
 
     The mean loss over the first 10 steps must exceed that over the last tenth of the records by
@@ -57,7 +59,8 @@ def baseline_progress(baseline: Sequence[RunData], metric: str, *, gan: bool) ->
         return None
     start, end = (sum(values) / len(runs) for values in zip(*ends, strict=True))
     if gan:
-        return None if end < 0.9 * start else f"{metric} {start:.4g} to {end:.4g}"
+        low, high = (start, end) if higher_is_better else (end, start)
+        return None if low < 0.9 * high else f"{metric} {start:.4g} to {end:.4g}"
     count = min(min(10, run.first_losses.size, run.last_losses.size) for run in runs)
     scatter = sum(map(_scatter, runs)) / len(runs)
     if start - end > 2 * scatter * (2 / count) ** 0.5:

@@ -3,7 +3,6 @@
 The curves of several seeds are put on one grid, as their mean and the range of the seeds.
 """
 
-import re
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -12,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from mprun.config.keys import kind_recorded
+from mprun.config.metrics import Metric, stated, told_by_name
+from mprun.config.registry import metric_called
 from mprun.record.metrics_columns import MetricsColumns
 
 # All verdicts, in the order in which a table explains them.
@@ -19,6 +20,7 @@ VERDICTS = (
     *("matches", "worse", "likely worse", "better", "likely better", "diverged"),
     *("invalid baseline", "inconclusive", "not assessed"),
 )
+_DIRECTION = "compare.higher_is_better"
 OUTCOMES = ("done", "diverged")  # a failed, preempted or running run has no outcome
 Curve = tuple[np.ndarray, np.ndarray]  # x ascending, y; float64 [records]
 
@@ -52,6 +54,19 @@ class RunData(MetricsColumns):
     half_products: str = ""  # as recorded: "none", "emulated-fp16", "native-bf16"
     audit: dict[str, Any] = field(default_factory=dict)  # as recorded; empty: not watched
     bad_batches: dict[str, str] = field(default_factory=dict)  # as recorded
+    metrics: dict[str, Metric] = field(default_factory=dict)  # as recorded; empty: not recorded
+
+    def metric_called(self, name: str) -> Metric | None:
+        """Return a metric of its evaluations; None if nothing says which way it goes."""
+        if name in self.metrics:
+            return self.metrics[name]
+        if not self.metrics:  # recorded by an earlier mprun
+            kind = kind_recorded(self.keys.get("model.name"), self.keys.get("model.task"))
+            if (known := kind.metric(name) or metric_called(name)) is not None:
+                return known
+            if self.keys.get("compare.metric") == name and self.keys.get(_DIRECTION):
+                return stated(name, True)
+        return stated(name, False) if told_by_name(name) is False else None
 
 
 def is_gan(keys: dict[str, Any]) -> bool:
@@ -197,6 +212,7 @@ class Question:
 
     metric: str  # "loss", "top1", "sliced_wasserstein"; the tag of a foreign log
     higher_is_better: bool = False
+    unit: str = "relative"  # of `Metric`
     relative: bool = True
     margin_setting: float = 0.01
     window: int = 1  # evaluations averaged into an outcome
@@ -207,8 +223,7 @@ class Question:
     @property
     def as_logarithm(self) -> bool:
         """Return whether the metric's logarithm is judged: the loss behind a perplexity."""
-        words = set(re.split(r"[^a-z]+", self.metric.lower()))
-        return self.relative and bool(words & {"perplexity", "ppl"}) and "log" not in words
+        return self.relative and self.unit == "perplexity"
 
 
 @dataclass(slots=True, kw_only=True)

@@ -14,6 +14,7 @@ from typing import Any
 
 from mprun.compare.findings import OUTCOMES, Arm, RunData
 from mprun.config.keys import current, flat
+from mprun.config.metrics import Metric
 from mprun.errors import BadInput, Damaged
 from mprun.numerics.post_mortem import bad_losses, read_post_mortem
 from mprun.record.console import counted
@@ -157,6 +158,7 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
             flags=precision.get("flags", {}),
             half_products=precision.get("half_products") or "",
             audit=record.get("audit") or {},
+            metrics={name: Metric(name, **own) for name, own in record.get("metrics", {}).items()},
             sample_grid=max(samples, key=natural_order, default=None),
         )
     except KeyError as error:

@@ -250,7 +250,8 @@ def _purpose(group: Group) -> str:
         return told[0]
     of = "" if group.relative else f" of {text.baseline_name(group)}'s"
     within = f"lies within ±{text.margin_text(group)}{of}"
-    return f"{told[0]} A mode matches if the interval of its {group.metric} {within}."
+    higher = " (higher is better)" * group.higher_is_better
+    return f"{told[0]} A mode matches if the interval of its {group.metric}{higher} {within}."
 
 
 def _facts(group: Group) -> dict[str, str]:

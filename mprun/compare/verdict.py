@@ -24,7 +24,7 @@ from mprun.compare.equivalence import FEWEST_SEEDS, Unit
 from mprun.compare.findings import Arm, Group, Outcome, Question, Row, RunData, Verdict, is_gan
 from mprun.compare.grouping import ProtoGroup
 from mprun.compare.load import audit_notes, audit_of, post_mortems, skip_notes
-from mprun.config.metrics import HIGHER_IS_BETTER, IN_POINTS, default_margin
+from mprun.config.metrics import Metric, stated
 from mprun.errors import BadInput
 
 GAN_LOSSES = ("loss", "d_loss", "g_loss")
@@ -129,7 +129,8 @@ def _beforehand(
             "samples; runs with compare.metric=sliced_wasserstein are judged "
             "(docs/sample_metric.md)."
         )
-    unlearned = baseline_progress(baseline.runs, question.metric, gan=question.gan)
+    of_gan = {"gan": question.gan, "higher_is_better": question.higher_is_better}
+    unlearned = baseline_progress(baseline.runs, question.metric, **of_gan)
     if unlearned is None:
         return None
     return "invalid baseline", (
@@ -190,8 +191,7 @@ def _margin_and_unit(values: _Values) -> tuple[float, Unit, float]:
             f"{asked}: is absolute, and {of_mean} is {mean:.3g}: must be below half of it, "
             f"{mean / 2:.3g} (of a fraction half a point is 0.005)"
         )
-    points = question.metric in IN_POINTS and not baseline.foreign
-    return setting, Unit(1.0, " points" if points else "", turned), 1.0
+    return setting, Unit(1.0, " points" if question.unit == "points" else "", turned), 1.0
 
 
 def _interval(values: _Values, alpha: float) -> equivalence.Interval:
@@ -372,18 +372,21 @@ def assess(
     metric: str | None = None,
     margin: float | None = None,
     looks: Sequence[int] = (),
-    higher_is_better: bool = False,
+    higher_is_better: bool | None = None,
     absolute: bool = False,
 ) -> Group:
     """Judge every arm of `proto` against its baseline.
 
     metric, margin: used instead of those in the runs' configuration. higher_is_better: for a
-    foreign tag; the direction of the runs' own metrics is known. absolute: the margin is in the
-    metric's unit, as it always is for metrics in percent and where higher is better. BadInput: see
-    `judge`.
+    metric whose direction the runs do not tell, or a foreign tag. absolute: the margin is in the
+    metric's unit, as it always is for points and fractions. BadInput: see `judge`.
     """
     keys, base = proto.keys, proto.baseline
-    question = _question(proto, metric, margin, higher_is_better, absolute)
+    name = metric or keys.get("compare.metric")
+    if name is None or (not base.foreign and "compare.window" not in keys):
+        raise BadInput("compare.metric, compare.window: the runs differ in it; give --metric")
+    known = _metric(proto, name, higher_is_better)
+    question = _question(proto, known, margin, absolute)
     question.looks = looks
     rows = [_row(arm, base, *judge(arm, base, question)) for arm in proto.arms]
     # Use the mean of the runs behind the differences, if they are the same for all modes.
@@ -399,42 +402,66 @@ def assess(
         notes=list(proto.notes),
     )
     samples, margin = keys.get("data.eval_samples"), question.margin_setting
-    counted = question.higher_is_better and question.metric not in ("map", "bleu")
-    if counted and samples and 100 / samples > margin / 2:
+    whole = 100 if known.unit == "points" else 1
+    if known.counts_samples and samples and whole / samples > margin / 2:
         group.notes.append(
-            f"one evaluated sample is {100 / samples:.2g} points, too coarse for a margin of "
-            f"{margin:g}: matches by rounding are likely; evaluate on more samples"
+            f"one evaluated sample is {whole / samples:.2g}{' points' * (whole == 100)}, too "
+            f"coarse for a margin of {margin:g}: matches by rounding are likely; evaluate on more "
+            "samples"
         )
     for row in [] if question.gan else group.rows:
         _check_first_steps(row, base)
     return group
 
 
-def _question(
-    proto: ProtoGroup, metric: str | None, margin: float | None, higher: bool, absolute: bool
-) -> Question:
+def _metric(proto: ProtoGroup, name: str, higher: bool | None) -> Metric:
+    """Return the metric as the runs have it; higher: the direction on the command line.
+
+    Raises BadInput if neither tells the direction, or two contradict each other.
+    """
+    if proto.baseline.foreign:
+        return stated(name, bool(higher))
+    found: dict[tuple[bool, str], tuple[Metric, str]] = {}  # direction, unit -> one, of which run
+    for run in (run for arm in (proto.baseline, *proto.arms) for run in arm.runs):
+        if (own := run.metric_called(name)) is not None:
+            found.setdefault((own.higher_is_better, own.unit), (own, run.path))
+    if not found and higher is None:
+        raise BadInput(
+            f"compare.metric={name}: is more of it better, or less? The runs do not say; give "
+            "--higher-is-better (with --margin X in its unit) or --lower-is-better"
+        )
+    if len(found) > 1:
+        (one, path), (other, another) = [*found.values()][:2]
+        raise BadInput(
+            f"compare.metric={name}: runs contradict each other: {one.direction} is better "
+            f"({one.unit}) or {other.direction} ({other.unit}), in {path} and {another}"
+        )
+    metric, path = next(iter(found.values()), (stated(name, bool(higher)), ""))
+    if higher not in (None, metric.higher_is_better):
+        flag = "--higher-is-better" if higher else "--lower-is-better"
+        raise BadInput(f"{flag}: {metric.direction} {name} is better in {path}")
+    return metric
+
+
+def _question(proto: ProtoGroup, metric: Metric, margin: float | None, absolute: bool) -> Question:
     """Return the question asked of the runs; margin None: the runs' own for their metric."""
-    keys, foreign = proto.keys, proto.baseline.foreign
-    metric = metric or keys.get("compare.metric")
-    if metric is None or (not foreign and "compare.window" not in keys):
-        raise BadInput("compare.metric, compare.window: the runs differ in it; give --metric")
-    of_script = keys.get("compare.higher_is_better")
-    accuracy = higher if foreign else of_script or metric in HIGHER_IS_BETTER
-    if margin is None and keys.get("compare.metric") == metric:
+    keys = proto.keys
+    if margin is None and keys.get("compare.metric") == metric.name:
         if "compare.margin" not in keys:
             raise BadInput("compare.margin: the runs differ in it; give --margin")
         margin = keys["compare.margin"]
-    if margin is None:
-        margin = default_margin(metric, keys.get("data.name"))
-    relative = not (accuracy or absolute or (metric in IN_POINTS and not foreign))
+    if margin is None and (margin := metric.margin_on(keys.get("data.name"))) is None:
+        raise BadInput(f"compare.margin=null: {metric.name} needs --margin X, in its own unit")
+    relative = metric.relative and not absolute
     if relative and margin >= 0.5:
         raise BadInput(
             f"margin {margin:g}: is relative, 0.01 means 1 %; must be below 0.5 (--absolute: in "
             "the unit of the metric)"
         )
     return Question(
-        metric=metric,
-        higher_is_better=accuracy,
+        metric=metric.name,
+        higher_is_better=metric.higher_is_better,
+        unit=metric.unit,
         relative=relative,
         margin_setting=margin,
         window=keys.get("compare.window", 1),

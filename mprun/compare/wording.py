@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from mprun.compare.findings import Comparison, Gap, Group, Row, Verdict
 from mprun.compare.load import products_text
-from mprun.config.metrics import IN_POINTS
 from mprun.record.console import columns, markdown_table
 from mprun.record.run_directory import json_values
 
@@ -41,8 +40,7 @@ def unit(group: Group) -> str:
     """Return the unit of the differences from `scaled`: "%", "points" or nothing."""
     if group.relative:
         return "%"
-    own = not group.baseline.arm.foreign  # its metric tells whether it has points or fractions
-    return "points" if own and group.metric in IN_POINTS else ""
+    return "points" if group.unit == "points" else ""
 
 
 def scaled(group: Group, verdict: Verdict, value: float | None) -> float | None:
@@ -384,9 +382,9 @@ def gap_lines(rows: Iterable[Row]) -> list[str]:
 def judged(comparison: Comparison, group: Group) -> str:
     """Return the metric and margin of the verdicts in a sentence."""
     text = f"Judged: {metric_name(group)}, "
-    if group.baseline.arm.foreign:
+    if group.baseline.arm.foreign or group.higher_is_better:
         text += f"{'higher' if group.higher_is_better else 'lower'} is better, "
-    elif baseline_name(group) != "FP32":
+    if not group.baseline.arm.foreign and baseline_name(group) != "FP32":
         text += f"baseline {baseline_name(group)}, "
     text += "as its logarithm, " if group.as_logarithm else ""
     text += f"margin ±{margin_text(group)}; positive is worse"
@@ -442,7 +440,7 @@ def results(comparison: Comparison) -> dict[str, Any]:
     """
     groups = [
         {
-            **_fields(group, "title slug metric higher_is_better relative"),
+            **_fields(group, "title slug metric higher_is_better unit relative"),
             "margin": group.margin_setting,
             **_fields(group, "window notes keys"),
             "baseline": _row_results(group, group.baseline),

@@ -29,7 +29,6 @@ from omegaconf.errors import OmegaConfBaseException
 from mprun.config.components import COMPONENTS
 from mprun.config.fields import RENAMED, did_you_mean, key_called, must_be, nearest
 from mprun.config.keys import FIELDS, current, wanted
-from mprun.config.metrics import default_margin
 from mprun.config.option_files import conf_dir, folders, mode_of, modes
 from mprun.config.overrides import (
     MAPPING,
@@ -262,11 +261,15 @@ def _factories_given(composed: DictConfig) -> None:
 
 
 def _fill_compare(config: RunConfig) -> None:
-    """Put metric and margin into the record: a later default must not move a verdict."""
+    """Put metric and margin into the record: a later default must not move a verdict.
+
+    The margin of a metric that a user's class alone declares is recorded with it (`as_record`).
+    """
+    kind = kind_of(config.model)
     if config.compare.metric is None:
-        config.compare.metric = kind_of(config.model).judged
-    if config.compare.margin is None:
-        config.compare.margin = default_margin(config.compare.metric, config.data.name)
+        config.compare.metric = kind.judged
+    if config.compare.margin is None and (metric := kind.metric(config.compare.metric)):
+        config.compare.margin = metric.margin_on(config.data.name)
 
 
 def only_in_script(record: Mapping[str, Any]) -> str:

@@ -45,6 +45,8 @@ SEED = Role(hashed=True, resumable=False, compared=False, told=False)
 MACHINE = Role(hashed=True, resumable=False, compared=True, told=False)
 # The way to read data, execute steps and write records: the same numbers at another speed.
 READING = Role(hashed=False, resumable=True, compared=False, told=False)
+# The reading of a result: no number of the run, and runs that say nothing of it stay comparable.
+JUDGED = Role(hashed=False, resumable=True, compared=False, told=False)
 # The run's name, and what is watched in it; a run keeps the values of its start.
 LABEL = Role(hashed=False, resumable=False, compared=False, told=False)
 

@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 from omegaconf import MISSING
 
 from mprun.config.fields import READING, count, place, ranged, setting
+from mprun.config.metrics import LOSS, Metric
 from mprun.entry_points import announced
 from mprun.errors import BadInput, raised
 
@@ -95,7 +96,7 @@ class TaskKind:
 
     name: str
     builder: str  # `module:attribute` of its class
-    metrics: tuple[str, ...]  # of its evaluation
+    metrics: tuple[Metric, ...]  # of its evaluation
     judged: str = "loss"  # the metric of a verdict if none is set
     family: str = "images"  # the kind of data that it learns from
     network_kind: str = ""  # in words, for messages
@@ -104,6 +105,16 @@ class TaskKind:
     streams: bool = False  # a batch is a piece of each of several streams, which may have a state
     overlaps: bool = False  # gradients can be summed over ranks during the backward pass
     of_own_networks: bool = False  # a user's network can learn it by its name
+
+    def __post_init__(self) -> None:
+        if not all(isinstance(metric, Metric) for metric in self.metrics):
+            raise TypeError(f"task {self.name}: metrics must be of mprun.config.metrics.Metric")
+        if self.metric(self.judged) is None:
+            raise ValueError(f"task {self.name}: judged={self.judged!r} is none of its metrics")
+
+    def metric(self, name: str) -> Metric | None:
+        """Return the metric of that name; None if the task does not declare it."""
+        return next((metric for metric in self.metrics if metric.name == name), None)
 
 
 @dataclass(slots=True)
@@ -169,8 +180,17 @@ def shares_streams(model: ModelConfig) -> bool:
 
 
 def kind_called(name: str) -> TaskKind:
-    """Return the registered facts of a task; defaults for a user's class."""
-    return TASKS.get(name) or TaskKind(name=name, builder=name, metrics=())
+    """Return the registered facts of a task; defaults for a user's class, which has a loss."""
+    return TASKS.get(name) or TaskKind(name=name, builder=name, metrics=(LOSS,))
+
+
+def metric_called(name: str) -> Metric | None:
+    """Return the metric of that name of all registered tasks; None without one, or if they differ.
+
+    A record of an earlier version names its metrics alone.
+    """
+    found = {metric for kind in TASKS.values() for metric in kind.metrics if metric.name == name}
+    return found.pop() if len(found) == 1 else None
 
 
 def readers_of(group: str, key: str) -> list[str]:

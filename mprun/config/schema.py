@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from omegaconf import MISSING
 
 from mprun.config.fields import (
+    JUDGED,
     LABEL,
     LENGTH,
     MACHINE,
@@ -351,7 +352,10 @@ class CompareConfig:
         None, "Metric of the final evaluation to judge; null: top1 for classifiers, else loss"
     )
     margin: float | None = positive(
-        None, "Difference that still matches: share of baseline's mean, top1: points; null: default"
+        None, "Difference that still matches: share of baseline's mean, or in the metric's unit"
+    )
+    higher_is_better: bool | None = setting(
+        None, "Direction of a metric that its task does not declare; null: as declared", role=JUDGED
     )
     baseline: str = setting("fp32", "Precision mode against which the others are judged")
     window: int = count(1, "Number of last evaluations to average into a run's outcome")

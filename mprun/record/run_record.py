@@ -84,6 +84,15 @@ class AuditRecord(TypedDict, total=False):
     unused: str
 
 
+class MetricRecord(TypedDict):
+    """A metric of the evaluations, as `mprun.config.metrics.Metric` has it."""
+
+    higher_is_better: bool
+    unit: Literal["relative", "perplexity", "points", "fraction", "own"]
+    margin: Annotated[float, msgspec.Meta(gt=0)] | None  # of "matches", where none is set
+    counts_samples: bool
+
+
 class RunRecord(TypedDict, total=False):
     """The content of run.json, of any attempt and however it ended."""
 
@@ -114,6 +123,7 @@ class RunRecord(TypedDict, total=False):
     skipped: _Count
     bad_batches: dict[str, str]  # step -> what in its batch is not finite
     updates: _Count
+    metrics: dict[str, MetricRecord]
     final: dict[str, _Number]
     throughput: Throughput
     memory: Memory

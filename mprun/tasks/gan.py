@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mprun.config.components import TASKS
 from mprun.data.source import Batch, Source
 from mprun.precision import ForwardContext, LossScale, PrecisionPolicy
 from mprun.tasks.sample_distance import SampleDistance
@@ -31,6 +32,8 @@ class GAN(Task):
         loss_scales: for real, fake and generator loss; the same object may stand several times.
         sample_distance: adds the metric sliced_wasserstein to an evaluation; None saves its time.
     """
+
+    metrics = TASKS["gan"].metrics
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mprun.config.components import TASKS
 from mprun.data.source import Batch, Source
 from mprun.distributed.ranks import ALONE, Ranks
 from mprun.precision import ForwardContext, LossScale, PrecisionPolicy
@@ -71,6 +72,8 @@ class Classification(Supervised):
     losses are propagated times `aux_weight` and not reported.
     """
 
+    metrics = TASKS["classification"].metrics
+
     def __init__(
         self, *arguments: Any, label_smoothing: float = 0.0, aux_weight: float = 0.0, **named: Any
     ):
@@ -106,6 +109,7 @@ class Classification(Supervised):
 class Reconstruction(Supervised):
     """Mean squared error per pixel of a reconstructed image; the only metric is loss."""
 
+    metrics = TASKS["reconstruction"].metrics
     casts_images = False  # they are also the target
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -153,6 +157,7 @@ class LanguageModel(Supervised):
             the streams of a batch. The reported loss is the mean in both cases.
     """
 
+    metrics = TASKS["language_model"].metrics
     sample = "token"
 
     def __init__(

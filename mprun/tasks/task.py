@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from mprun.config.metrics import LOSS, Metric
 from mprun.data.source import Batch, Source
 from mprun.distributed.ranks import ALONE, Ranks, seed_micro_batch
 from mprun.precision import (
@@ -34,6 +35,7 @@ class Task(ABC):
     """
 
     sample = "image"  # the unit of throughput, or "token", "utterance"
+    metrics: Sequence[Metric] = (LOSS,)  # that `evaluate` returns
     casts_images = True  # images are loaded in the dtype of the parameters
     channels_last = False  # images are in NHWC order; set by the code that builds the networks so
     learners: dict[str, "Learner"]  # the trained models, by name
@@ -155,7 +157,7 @@ class Task(ABC):
 
     @abstractmethod
     def evaluate(self) -> dict[str, float]:
-        """Return metrics of the whole held-out split; always `loss`."""
+        """Return `metrics` of the whole held-out split: name -> value; always `loss`."""
 
     @property
     def evaluating_ranks(self) -> Ranks:

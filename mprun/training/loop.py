@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mprun.build import Built
 from mprun.config.schema import RunConfig
-from mprun.errors import Damaged, MprunError, Resource
+from mprun.errors import BadInput, Damaged, MprunError, Resource
 from mprun.numerics.failure import LOOKED_AT, FailureKeeper, forget_failure, report_failure
 from mprun.numerics.operations import FirstStep
 from mprun.numerics.probing import Probing
@@ -215,9 +215,12 @@ class Loop:
         self.heartbeat.beat()
         set_back = self.built.forward_context.counted()
         try:
-            outcome.final = self.logger.evaluate(step, self.heartbeat.beat, self._breaks)
-        except BaseException:
+            judged = str(self.config.compare.metric)
+            outcome.final = self.logger.evaluate(step, judged, self.heartbeat.beat, self._breaks)
+        except BaseException as error:
             set_back()  # the next attempt evaluates again
+            if isinstance(error, BadInput) and self.ranks.world == 1:
+                self.save_what_is_whole()
             raise
         self.built.stepper.give_back_cache()
         self.heartbeat.beat()

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from mprun.errors import BadInput
 from mprun.numerics.post_mortem import History, StepRow
 from mprun.record.console import Progress
 from mprun.record.metrics import MetricsFile, TensorBoardView, write_sample_grid
@@ -164,12 +165,14 @@ class MetricLogger(Records):
     def evaluate(
         self,
         step: int,
+        judged: str,
         beat: Callable[[], None],
         breaks: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> dict[str, float]:
         """Evaluate, record and return the metrics; the throughput clock does not count it.
 
-        beat: called between two batches. breaks: encloses what may be left unfinished.
+        judged: the metric of the verdict; BadInput if the task does not return it. beat: called
+        between two batches. breaks: encloses what may be left unfinished.
         """
         started = time.perf_counter()
 
@@ -181,6 +184,9 @@ class MetricLogger(Records):
         self.task.on_evaluated = on_evaluated
         with breaks():
             values = self.task.evaluate()
+        if judged not in values:
+            found = ", ".join(values) or "nothing"
+            raise BadInput(f"compare.metric={judged}: the task's evaluate() returned {found}")
         self.write_evaluation(step, values, time.perf_counter() - started)
         samples = self.task.samples()
         if samples is not None:

@@ -23,7 +23,15 @@ from mprun.training.announcements import say
 from mprun.training.continuation import check_length, read, run_directory
 from mprun.training.environment import linear_products
 from mprun.training.loop import Start
-from mprun.training.run import attempt, check_same_products, follow, joined, prepare, resolve_device
+from mprun.training.run import (
+    attempt,
+    check_same_products,
+    follow,
+    joined,
+    metrics_of,
+    prepare,
+    resolve_device,
+)
 
 # State is read on the host and copied into existing tensors: no second model on the GPU.
 _CPU = torch.device("cpu")
@@ -55,6 +63,7 @@ def resume(
             built = prepare(config, device, threads, ranks, fused_norm)
             _check_same_data(path, record, built)
             check_length(config, record, built.steps)
+            metrics_of(config, built.task)
             return built
 
         with ranks.watched():

@@ -15,10 +15,12 @@ import numpy
 import torch
 
 from mprun.build import Built, build
+from mprun.config.components import TASKS
 from mprun.config.compose import Composed
 from mprun.config.execution_rules import engine_of, why_not_on
 from mprun.config.keys import config_hash, is_told
-from mprun.config.registry import shares_streams
+from mprun.config.metrics import Metric, as_record, with_judged
+from mprun.config.registry import shares_streams, task_of
 from mprun.config.schema import RunConfig
 from mprun.distributed.rank_info import RankInfo
 from mprun.distributed.ranks import ALONE, Ranks
@@ -41,6 +43,7 @@ from mprun.record.memory import card_memory, ran_out, shortage
 from mprun.record.metrics import TensorBoardView
 from mprun.record.run_directory import claim, claim_exactly, locked, run_name
 from mprun.record.run_record import Record
+from mprun.tasks import Task
 from mprun.torch_private import DYNAMO
 from mprun.training.announcements import (
     announce,
@@ -73,6 +76,7 @@ def start(composed: Composed, rank_info: RankInfo | None = None) -> int:
 
     def begun() -> Built:
         built = prepare(config, device, config.threads, ranks)
+        metrics_of(config, built.task)
         with _memory_as_resource(config):
             _check_data(built)
             if config.deterministic and device.type == "cuda":
@@ -180,6 +184,15 @@ def claimed(composed: Composed, named: tuple[str, ...], prefix: str = "") -> Pat
     return claim(Path(config.output_root) / folder, prefix + name)
 
 
+def metrics_of(config: RunConfig, task: Task) -> dict[str, Metric]:
+    """Return name -> metric of a run's evaluations; BadInput if nobody declares the judged one."""
+    name = task_of(config.model)
+    if not all(isinstance(metric, Metric) for metric in task.metrics):
+        raise BadInput(f"model.task={name}: metrics must be a tuple of mprun.config.metrics.Metric")
+    closed = name in TASKS
+    return with_judged(task.metrics, config.compare, name, config.data.name, closed=closed)
+
+
 def new_record(directory: Path, composed: Composed) -> Record:
     """Return the record of a run that has not begun."""
     return Record.new(
@@ -270,6 +283,7 @@ def attempt(config: RunConfig, built: Built, record: Record, start: Start = BEGI
             # It has the mode's name; the mode's file may be gone by now.
             precision=record["precision"] | numbers,
             data={"sha256": built.data.sha256, **built.data.description},
+            metrics=as_record(metrics_of(config, task), config.data.name),
             environment=environment(built.device),
             ranks=_described(config, built),
             launched_by=task.ranks.launched_by,

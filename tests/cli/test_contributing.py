@@ -1,4 +1,4 @@
-"""docs/extend.md, done as it stands: mode, scaler, optimizer, model, task, verb, log format."""
+"""docs/extend.md, done as it stands: mode, scaler, optimizer, model, task, metric, verb, log."""
 
 import json
 import re
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from mprun.cli import main
 from mprun.config.option_files import conf_dir
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -99,6 +100,25 @@ def test_a_model_is_two_files_and_a_task_one(checkout):
     task = "model.task=mprun.tasks.regression:Regression"
     record = record_of(checkout, "model=mlp", "precision=fp16_master_scaled", task)
     assert record["status"] == "done" and set(record["final"]) == {"loss"}
+
+
+def test_a_metric_is_declared_by_its_task(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "with_f1.py").write_text(block("with_f1.py"), encoding="utf-8")
+    (tmp_path / "its_mlp.py").write_text(block("mprun/models/mlp.py"), encoding="utf-8")
+    own = ("model=custom", "model.factory=its_mlp:build", "data=digits_32", "output_dir=run")
+    words = (*own, "model.task=with_f1:WithF1", "compare.metric=f1", "optim=sgd", *SHORT)
+    assert main([*words]) == 0
+    record = json.loads((tmp_path / "run" / "run.json").read_text(encoding="utf-8"))
+    assert record["metrics"]["f1"]["higher_is_better"] and 0 < record["final"]["f1"] < 1
+    units = re.findall(r"^\| `(\w+)` \|.* \| (0\.\d+|none)\b.*$", PAGE, re.MULTILINE)
+    usual = {unit: float(margin) for unit, margin in units if margin != "none"}
+    assert {unit for unit, _ in units} - usual.keys() == {"own"}
+    for name, unit in (("loss", "relative"), ("top1", "points"), ("f1", "fraction")):
+        found = record["metrics"][name]
+        counted = 2 if found["counts_samples"] else 1  # on 360 digits
+        assert (found["unit"], found["margin"]) == (unit, counted * usual[unit])
 
 
 def test_a_verb_is_an_entry_point(checkout):

@@ -34,7 +34,8 @@ def test_the_margin_of_an_experiment_file_arrives_in_the_verdict(tmp_path):
         "# @package _global_\ndefaults:\n  - override /model: lstm_lm\ncompare:\n  margin: 0.0025\n"
     )
     set_up = compose_config(["experiment=mine"], str(tmp_path)).as_dict()["compare"]
-    assert set_up == {"metric": "loss", "margin": 0.0025, "window": 1, "baseline": "fp32"}
+    known = {"metric": "loss", "margin": 0.0025, "window": 1, "baseline": "fp32"}
+    assert set_up == known | {"higher_is_better": None}
     folder = study(tmp_path / "runs", **{f"compare.{key}": set_up[key] for key in set_up})
     found = mprun.compare(folder)
     [group] = found.groups

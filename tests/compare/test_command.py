@@ -92,7 +92,7 @@ def test_another_learning_rate_is_refused_unless_told(runs, capsys):
         (["outputs", "--metric", "top1"], "top1"),
         (["outputs", "--json", "--markdown"], "--json"),
         (["outputs", "--frobnicate"], "--frobnicate"),
-        (["outputs", "--higher-is-better"], "--higher-is-better: only with --tag"),
+        (["outputs", "--higher-is-better"], "--higher-is-better: needs --margin"),
         (["outputs", "--paired"], "--paired: only with --tag"),
         (["outputs", "--step", "epoch"], "--step: only with --tag"),
         (["outputs", "--absolute"], "--absolute: needs --margin"),

@@ -144,7 +144,8 @@ def test_a_fall_of_an_accuracy_is_above_zero_in_points():
     one = three_seeds([70.0, 80], [70, 80], [70, 80], base=[[70.0, 81]] * 3)
     for every in one.every_run:
         every.evals = {"step": every.train["step"], "top1": every.train["loss"]}
-    one = replace(one, metric="top1", relative=False, margin_setting=0.5, higher_is_better=True)
+    points = {"unit": "points", "relative": False, "margin_setting": 0.5}
+    one = replace(one, metric="top1", higher_is_better=True, **points)
     ((_, b, _),) = differences(one, evaluation("top1"), 10)
     np.testing.assert_allclose(b.mean, [0, 1])
     drawing = drawn(one)["difference"]
@@ -291,7 +292,7 @@ def test_the_scale_of_the_rows_ends_at_a_tick_beyond_every_mode():
 def test_points_of_accuracy_are_not_turned_into_percent():
     one = group(seeds=3, steps=400)
     verdict = Verdict("matches", ".", "paired", [0], [0], 0.2, -0.1, 0.45, margin=0.5)
-    points = {"relative": False, "margin_setting": 0.5, "higher_is_better": True}
+    points = {"unit": "points", "relative": False, "margin_setting": 0.5, "higher_is_better": True}
     one = replace(one, metric="top1", rows=[replace(one.rows[3], verdict=verdict)], **points)
     (axes,) = drawn(one)["intervals"].figure.axes
     assert [line.get_xdata()[0] for line in axes.lines if line.get_marker() == "o"] == [0.2]

@@ -31,7 +31,7 @@ def test_window():
 def test_window_of_perplexity_is_the_mean_loss():
     base = made_arm({})
     base.runs = [made_run(0, 2.0, 8.0, metric="perplexity")]
-    (found,) = outcomes(base, base, Question(metric="perplexity", window=2))
+    (found,) = outcomes(base, base, Question(metric="perplexity", unit="perplexity", window=2))
     assert found.value == pytest.approx(4.0, rel=1e-15)  # sqrt(2 * 8), not 5
 
 
@@ -74,7 +74,7 @@ def test_a_run_without_an_outcome_is_named(run, metric, said):
     own = made_arm({0: 2.0, 1: 2.0}, mode="amp", metric=metric)
     own.runs[1] = run
     with raises_line(BadInput, "runs/amp/s1", said):
-        outcomes(own, own, Question(metric=metric))
+        outcomes(own, own, Question(metric=metric, unit="perplexity"))
 
 
 def test_an_error_rate_is_judged_in_points_and_lower_is_better(tmp_path):

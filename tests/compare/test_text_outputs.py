@@ -97,7 +97,7 @@ def test_differences_have_the_unit_and_the_digits_of_the_margin():
     relative = Verdict("matches", ".", difference=0.0006, low=-0.0003, high=0.0015, margin=0.003)
     assert shown(relative) == "+0.20 % (-0.10 to +0.50)"
     points = Verdict("matches", ".", difference=0.2, low=-0.1, high=0.45, margin=0.5)
-    changes = {"metric": "top1", "relative": False, "margin_setting": 0.5}
+    changes = {"metric": "top1", "unit": "points", "relative": False, "margin_setting": 0.5}
     assert shown(points, **changes) == "+0.20 points (-0.10 to +0.45)"
     assert shown(replace(points, low=None, high=None), **changes) == "+0.20 points"
     assert shown(Verdict("diverged", ".")) == ""

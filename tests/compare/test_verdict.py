@@ -16,7 +16,8 @@ from ..helpers import raises_line
 from .made_runs import made_arm, made_run
 
 LOSS = {"metric": "loss", "higher_is_better": False, "relative": True, "margin_setting": 0.01}
-TOP1 = {"metric": "top1", "higher_is_better": True, "relative": False, "margin_setting": 0.5}
+TOP1 = {"metric": "top1", "higher_is_better": True, "unit": "points", "relative": False}
+TOP1 |= {"margin_setting": 0.5}
 # Seeds differ by ten times the jitter, so that a test which did not pair would see nothing.
 FP32 = {0: 1.97, 1: 1.99, 2: 2.02, 3: 1.98, 4: 2.04}  # mean 2: the margin of 1 % is 0.02
 JITTER = {0: 0.004, 1: -0.004, 2: 0.002, 3: -0.002, 4: 0.0}  # s = sqrt(4e-5 / 4) = 0.00316
@@ -286,7 +287,9 @@ def test_perplexity_is_judged_as_its_logarithm():
     losses = {0: 4.0, 1: 4.1, 2: 3.9}  # nats; mean 4, margin 0.04
     base = made_arm({s: math.exp(v) for s, v in losses.items()}, metric="perplexity")
     own = made_arm({s: math.exp(v + 0.05) for s, v in losses.items()}, "amp", metric="perplexity")
-    verdict, found = judge(own, base, Question(**(LOSS | {"metric": "perplexity"})))
+    verdict, found = judge(
+        own, base, Question(**(LOSS | {"metric": "perplexity", "unit": "perplexity"}))
+    )
     assert verdict.name == "worse"
     assert verdict.difference == pytest.approx(0.05, abs=1e-12)
     assert verdict.margin == pytest.approx(0.04, abs=1e-12)

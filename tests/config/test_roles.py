@@ -9,7 +9,7 @@ from mprun.build.data import arguments_of
 from mprun.config import schema
 from mprun.config.components import NETWORKS, SOURCES
 from mprun.config.compose import compose_config, config_from_record
-from mprun.config.fields import LABEL, LENGTH, MACHINE, READING, RESULT, SEED
+from mprun.config.fields import JUDGED, LABEL, LENGTH, MACHINE, READING, RESULT, SEED
 from mprun.config.keys import FIELDS, config_hash, current, flat, resumable_keys, role_of
 from mprun.config.registry import ModelConfig, network
 from mprun.entry_points import loaded
@@ -51,6 +51,7 @@ def test_the_hash_changes_with_each_key_that_can_change_a_number_and_with_no_oth
         (LENGTH, "train.steps train.epochs train.eval_every"),
         (MACHINE, "device threads"),
         (SEED, "seed"),
+        (JUDGED, "compare.higher_is_better"),
         (RESULT, "optim.lr data.batch_size model.name data data.name cpu_half deterministic"),
         # Of no schema: the record of an earlier version, the user's own code, the data's content.
         (RESULT, "data.sha256 data.options.root model.options.name train.something"),
@@ -67,9 +68,9 @@ def test_only_these_keys_have_another_role_than_that_of_a_result():
     assert groups == {
         *("name", "output_root", "output_dir", "resume", "basis", "numerics", "seed"),
         *("device", "threads"),
-        *("train", "data", "devices", "nodes", "restarts", "dist", "verbose"),
+        *("train", "data", "devices", "nodes", "restarts", "dist", "verbose", "compare"),
     }
-    assert len(told) == 37
+    assert len(told) == 38
 
 
 def test_a_key_has_one_role_in_all_models_and_data_sources():
@@ -129,7 +130,8 @@ def test_the_keys_of_a_continuation():
         """train.steps train.epochs train.log_every train.eval_every train.checkpoint_every
         train.keep_checkpoints train.cuda_graph train.activation_checkpointing data.root
         data.workers data.prefetch data.cache data.vocabulary data.tokenizer devices nodes
-        restarts dist dist.engine dist.order dist.bucket_mb dist.timeout_s verbose""".split()
+        restarts dist dist.engine dist.order dist.bucket_mb dist.timeout_s verbose
+        compare.higher_is_better""".split()
     )
 
 

@@ -1,20 +1,29 @@
 """Generated images, from a generator or a decoder that ends in tanh."""
 
+from dataclasses import replace
+
 from mprun.config.components.images import SIDE, in_tanh
 from mprun.config.fields import count, one_of, ranged
+from mprun.config.metrics import LOSS, Metric
 from mprun.config.registry import ModelConfig, network, task
 
 task(
     "gan",
     builder="mprun.tasks.gan:GAN",
-    metrics=("loss", "d_loss", "g_loss", "sliced_wasserstein"),
+    metrics=(
+        LOSS,
+        replace(LOSS, name="d_loss"),
+        replace(LOSS, name="g_loss"),
+        # docs/sample_metric.md weighs this margin against measured noise.
+        Metric("sliced_wasserstein", higher_is_better=False, unit="relative", margin=0.1),
+    ),
     networks=2,
     of_own_networks=True,
 )
 task(
     "reconstruction",
     builder="mprun.tasks.supervised:Reconstruction",
-    metrics=("loss",),
+    metrics=(LOSS,),
     overlaps=True,
 )
 

@@ -16,13 +16,16 @@ from mprun.config.fields import (
     setting,
     share,
 )
+from mprun.config.metrics import LOSS, Metric
 from mprun.config.registry import DataConfig, ModelConfig, Rule, network, source, task, task_of
 from mprun.config.schema import RunConfig
+
+_accuracy = partial(Metric, higher_is_better=True, unit="points", counts_samples=True)
 
 task(
     "classification",
     builder="mprun.tasks.supervised:Classification",
-    metrics=("loss", "top1", "top5"),
+    metrics=(LOSS, *map(_accuracy, ("top1", "top5"))),
     # Table 1 of the paper. The held-out loss of a small classifier varies by a quarter from seed to
     # seed, so no affordable number of seeds decides about 1 % of it.
     judged="top1",

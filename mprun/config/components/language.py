@@ -5,13 +5,14 @@ from functools import partial
 from typing import Any
 
 from mprun.config.fields import count, from_zero, one_of, place, positive, ranged, setting, share
+from mprun.config.metrics import LOSS, PERPLEXITY
 from mprun.config.registry import DataConfig, ModelConfig, network, source, task
 from mprun.config.schema import RunConfig
 
 task(
     "language_model",
     builder="mprun.tasks.supervised:LanguageModel",
-    metrics=("loss", "perplexity"),
+    metrics=(LOSS, PERPLEXITY),
     family="text",
     network_kind="language model",
     sizes=("vocab_size",),

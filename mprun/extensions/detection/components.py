@@ -12,13 +12,14 @@ from mprun.config.components.images import (
     prefetch,
 )
 from mprun.config.fields import RESULT, one_of, place, ranged, setting, share
+from mprun.config.metrics import LOSS, Metric
 from mprun.config.registry import ModelConfig, network, source, task
 from mprun.config.schema import RunConfig
 
 task(
     "detection",
     builder="mprun.extensions.detection.task:Detection",
-    metrics=("loss", "map"),
+    metrics=(LOSS, Metric("map", higher_is_better=True, unit="points")),
     family="boxes",
     overlaps=True,
 )

@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mprun.config.components import TASKS
 from mprun.data.source import Batch
 from mprun.extensions.detection.boxes import CLASS, DIFFICULT, SCORE, overlaps
 from mprun.tasks.supervised import Supervised
@@ -30,6 +31,8 @@ class Detection(Supervised):
 
     The network takes images and targets ``[batch, most, 6]`` (`canvases`); it returns `Detections`.
     """
+
+    metrics = TASKS["detection"].metrics
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         images, targets = batch

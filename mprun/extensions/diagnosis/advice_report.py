@@ -3,7 +3,7 @@
 import math
 import shlex
 
-from mprun.compare.wording import aligned
+from mprun.compare.wording import aligned, signed
 from mprun.extensions.diagnosis.advice import Advice, Worst, words
 from mprun.extensions.diagnosis.cast_advice import cast_changes, in_words, percent
 from mprun.extensions.diagnosis.casts import TAKEN_THRESHOLD, worst_place
@@ -69,10 +69,10 @@ def _check(check: dict) -> list[str]:
         f"({check['metric']} {check['baseline']:.5g}); brief, and no word on a whole run"
     ]
     for arm in check["arms"]:
-        percent, difference = arm["difference_percent"], "no final value"
-        if percent is not None:
-            small = abs(percent) < 0.01
-            difference = "within 0.01 % of FP32" if small else f"{percent:+.2f} % from FP32"
+        value, difference = arm["difference"], "no final value"
+        if value is not None and arm["margin"]:
+            number = signed(value, arm["margin"], [value])
+            difference = f"{number} {arm['unit']}".rstrip() + " from FP32 (positive is worse)"
         skipped = f"    {difference}, {arm['skipped']} skipped updates"
         lines += [f"  {arm['name']}: {arm['overrides']}", skipped, f"    {arm['verdict']}"]
     return [*lines, f"  for the report: mprun compare {shlex.quote(check['folder'])}"]

@@ -30,6 +30,7 @@ from mprun.compare.divergence import foreign_width, nonfinite_from
 from mprun.compare.findings import Arm, RunData
 from mprun.compare.grouping import ProtoGroup
 from mprun.compare.load import search
+from mprun.config.metrics import told_by_name
 from mprun.errors import BadInput
 from mprun.extensions.logs.log_formats import logs_in, read_logs
 from mprun.extensions.logs.wanted import Log, listed
@@ -41,9 +42,6 @@ _MOST_NAMED = 20
 # Sub-folders of one run that are not runs: Keras writes the first two.
 _PARTS = ("train", "validation", "training", "val", "valid", "eval", "evaluation", "test", "dev")
 _SEED = re.compile(r"seed[ =_-]?(\d+)", re.IGNORECASE)
-# Words in names that tell the direction; for any other name the user must say it.
-_LOWER = ("loss losses error err perplexity ppl nll bpb bpc mse mae rmse wer cer fid kl").split()
-_HIGHER = ("acc accuracy top score reward return auc precision recall bleu psnr ssim").split()
 _FEWEST_STEPS = 3  # with fewer steps, equal values prove no copy and the common steps make no curve
 
 
@@ -66,8 +64,11 @@ def load_foreign(
     that a log lacks (it lists the existing ones). The same for runs that look like parts of runs,
     and for logs without common steps. Raises Damaged for broken numbers.
     """
-    if not directed:
-        _refuse_unknown_direction(tag)
+    if not directed and told_by_name(tag) is not False:
+        raise BadInput(
+            f"--tag {tag}: is more of it better, or less? Give --higher-is-better (with --margin X "
+            "in its unit) or --lower-is-better"
+        )
     taken = _taken(specs, tag, step)
     by_seed = _name_seeds(taken, paired)
     notes: list[str] = []
@@ -105,15 +106,6 @@ def load_foreign(
             )
     notes += _align([arms[baseline], *others], tag)
     return ProtoGroup(tag, "foreign", arms[baseline], others, {}, notes, bool(by_seed))
-
-
-def _refuse_unknown_direction(tag: str) -> None:
-    words = set(re.split(r"[^a-z]+", tag.lower()))
-    if not words & set(_LOWER) or words & set(_HIGHER):
-        raise BadInput(
-            f"--tag {tag}: is more of it better, or less? Give --higher-is-better (with --margin X "
-            "in its unit) or --lower-is-better"
-        )
 
 
 def _taken(specs: Sequence[str], tag: str, step: str | None) -> dict[str, list[Log]]:

@@ -14,8 +14,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from mprun.compare.findings import Group
+from mprun.config.registry import metric_called
 
 EQUAL, FAILS, DIVERGES = "equal", "fails", "diverges"
+# The paper's metrics, as tasks here declare them.
+_METRICS = {"top-1 (%)": "top1", "mAP (%)": "map", "CER (%)": "cer"}
 
 
 class Published(NamedTuple):
@@ -32,13 +35,18 @@ class Published(NamedTuple):
     scope: str = ""  # size, schedule and how it was measured
 
     def difference(self, value: str) -> str:
-        """Return the difference to FP32 in points, as in `mprun compare`: positive is worse."""
+        """Return the difference to FP32 in points, as in `mprun compare`: positive is worse.
+
+        It is empty without numbers, and where the extension with such a task is not there.
+        """
+        declared = metric_called(_METRICS.get(self.metric, ""))
         try:
             worse = float(self.fp32) - float(value)
         except ValueError:
             return ""
-        higher_is_worse = self.metric.startswith(("CER", "perplexity"))
-        return f"{-worse if higher_is_worse else worse:+.2f} points"
+        if declared is None:
+            return ""
+        return f"{worse if declared.higher_is_better else -worse:+.2f} {declared.unit}"
 
 
 class PaperArm(NamedTuple):

@@ -16,7 +16,6 @@ from __future__ import annotations
 import atexit
 import math
 import operator
-import re
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -27,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mprun.config.metrics import as_record, stated, told_by_name
 from mprun.errors import DIVERGED
 from mprun.extensions.script.recorder import Recorder, configuration, name_of
 from mprun.extensions.script.told import Told
@@ -43,7 +43,6 @@ from mprun.training.environment import number_formats
 _RESERVED = frozenset(
     "split step updates skipped epoch loss_scale found_inf lr seconds samples_per_s".split()
 )
-_SCORE = re.compile(r"(?i)acc|top[-_]?\d|bleu|auc|(^|[^a-z])(f1|map|recall)")
 
 
 class Diverged(SystemExit):
@@ -70,8 +69,8 @@ class Run:
         metric: metric of `evaluate` that the verdict rests on.
         margin: difference up to which the metric matches FP32: relative (0.01: 1 %), or in the
             metric's own unit if higher is better; None: 1 %.
-        higher_is_better: the metric is an accuracy or a score; needs a margin. None: no, but the
-            name of such a metric is refused.
+        higher_is_better: the metric is an accuracy or a score; needs a margin. None: no, if its
+            name says so (loss, error, perplexity); any other name is refused.
         name: name of the experiment; None: the script's file.
         log_every: steps between two records; the first 20 and every skipped step have one too.
         probe_every: probe the steps divisible by this, see `mprun.probe`; 0: none.
@@ -108,7 +107,7 @@ class Run:
         probe_every = _integer("probe_every", probe_every, 0)
         if not isinstance(config, Mapping):
             raise ValueError(f"config: must be a mapping, not a {type(config).__name__}")
-        if higher_is_better is None and _SCORE.search(metric):
+        if higher_is_better is None and (higher_is_better := told_by_name(metric)) is not False:
             raise ValueError(
                 f"metric={metric}: say higher_is_better=True and a margin in its own unit, or "
                 "higher_is_better=False if less of it is better"
@@ -135,8 +134,7 @@ class Run:
         usual, scaler = usual_scaler(task.policy.name), task.first.scaler_name
         script = Path(sys.argv[0]) if sys.argv and sys.argv[0] else None
         compare: dict[str, Any] = {"metric": metric, "margin": margin, "window": 1}
-        if higher_is_better:
-            compare["higher_is_better"] = True
+        judged = stated(metric, higher_is_better)
         values = configuration(task, config, seed, script, compare)
         own = "" if scaler == usual else f"-{scaler}"
         self.directory = Path(folder) / path_safe(f"{mode}{own}-s{seed}")
@@ -146,6 +144,7 @@ class Run:
             known: dict[str, Any] = {
                 "script": {"file": script and script.name, "arguments": sys.argv[1:]},
                 "choices": {"experiment": name or name_of(script)},
+                "metrics": as_record({metric: judged}, None),
                 "precision": {
                     "mode": mode,
                     "usual_scaler": usual,

@@ -4,13 +4,14 @@ from collections.abc import Iterator
 
 from mprun.config.components.images import prefetch
 from mprun.config.fields import below_root, count, positive, ranged, setting
+from mprun.config.metrics import LOSS, Metric
 from mprun.config.registry import DataConfig, ModelConfig, network, source, task
 from mprun.config.schema import RunConfig
 
 task(
     "speech",
     builder="mprun.extensions.speech.task:Speech",
-    metrics=("loss", "cer"),
+    metrics=(LOSS, Metric("cer", higher_is_better=False, unit="points")),
     family="utterances",
     network_kind="speech recogniser",
     sizes=("num_symbols",),

@@ -2,6 +2,7 @@
 
 from torch import Tensor
 
+from mprun.config.components import TASKS
 from mprun.data.source import Batch
 from mprun.extensions.speech.ctc import ctc_losses, edit_distances, greedy
 from mprun.tasks.supervised import Supervised
@@ -26,6 +27,7 @@ class Speech(Supervised):
     no symbol at all.
     """
 
+    metrics = TASKS["speech"].metrics
     sample = "utterance"
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:

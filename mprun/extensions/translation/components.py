@@ -13,13 +13,14 @@ from mprun.config.components.language import (
     vocab_multiple,
 )
 from mprun.config.fields import count, is_label, positive, ranged, setting, share
+from mprun.config.metrics import LOSS, PERPLEXITY, Metric
 from mprun.config.registry import DataConfig, ModelConfig, network, source, task
 from mprun.config.schema import RunConfig
 
 task(
     "translation",
     builder="mprun.extensions.translation.task:Translation",
-    metrics=("loss", "perplexity", "bleu"),
+    metrics=(LOSS, PERPLEXITY, Metric("bleu", higher_is_better=True, unit="points")),
     family="sentence_pairs",
     network_kind="translation model",
     sizes=("source_vocab_size", "target_vocab_size"),

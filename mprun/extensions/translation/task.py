@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from mprun.config.components import TASKS
 from mprun.data.source import Batch
 from mprun.extensions.translation.sentence_pairs import BEGIN_ID, END_ID, PADDING_ID, UNKNOWN_ID
 from mprun.tasks.supervised import Supervised, cross_entropy
@@ -26,6 +27,7 @@ class Translation(Supervised):
     several micro-batches is the mean of their losses, not weighted by words.
     """
 
+    metrics = TASKS["translation"].metrics
     sample = "token"
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:

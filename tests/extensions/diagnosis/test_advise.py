@@ -409,4 +409,4 @@ def test_check_trains_with_the_advice_and_without(tmp_path, capsys):
     assert scale_1["overrides"] == "precision=fp16_master"
     for arm in found["arms"]:
         assert arm["skipped"] == arm["diverged"] == 0
-        assert abs(arm["difference_percent"]) < 1 and "3 seeds" in arm["verdict"]
+        assert abs(arm["difference"]) < 1 and arm["unit"] == "%" and "3 seeds" in arm["verdict"]

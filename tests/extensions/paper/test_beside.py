@@ -46,6 +46,7 @@ def group(keys, modes, metric="loss", baseline=0.5, margin=0.01, **more) -> Grou
         slug="g",
         metric=metric,
         higher_is_better=points,
+        unit="points" if points else "relative",
         relative=not points,
         margin_setting=margin,
         baseline=row("fp32", (0, 1, 2), baseline, Verdict("baseline", ""), **more),

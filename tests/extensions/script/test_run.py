@@ -205,6 +205,7 @@ def test_a_non_finite_evaluation_is_a_divergence(tmp_path):
         ({"log_every": 0}, "log_every=0"),
         ({"margin": 0.7}, "margin=0.7"),
         ({"higher_is_better": True}, "margin=None"),
+        ({"metric": "iou"}, "metric=iou: say higher_is_better=True and a margin in its own unit"),
         ({"modules": ["nothing"], "probe_every": 1}, "matches no module"),
         ({"data": Path("nowhere")}, "no such file"),
         ({"config": {"all": list(range(200_000))}}, "must be at most"),

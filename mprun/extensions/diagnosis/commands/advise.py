@@ -270,22 +270,25 @@ def _judged(directories: list[Path], arms: dict[str, list[str]]) -> dict:
     from mprun.compare.grouping import group_runs
     from mprun.compare.load import load_runs
     from mprun.compare.verdict import assess
+    from mprun.compare.wording import shown, unit
 
     runs, _ = load_runs(directories)
     protos, refused = group_runs(runs)
     if not protos:
         raise MprunError(f"advise --check: {refused[0]}")
     group = assess(protos[0])
-    mean, found = group.baseline.mean, []
+    found = []
     for name, overrides in arms.items():
         static = "scaler=static" in overrides
         row = next(row for row in group.rows if (row.arm.runs[0].scaler == "static") == static)
-        off = None if not mean or row.mean is None else 100 * (row.mean - mean) / abs(mean)
         arm = {"name": name, "overrides": " ".join(overrides), "mean": row.mean}
-        arm |= {"difference_percent": off, "skipped": row.skipped}
+        numbers = shown(group, row.verdict)
+        arm |= {"difference": numbers["difference"], "margin": numbers["margin"]}
+        arm["unit"] = unit(group)
+        arm["skipped"] = row.skipped
         arm["diverged"] = sum(outcome.diverged is not None for outcome in row.outcomes)
         found.append(arm | {"verdict": row.verdict.sentence})
-    return {"metric": group.metric, "baseline": mean, "arms": found}
+    return {"metric": group.metric, "baseline": group.baseline.mean, "arms": found}
 
 
 def _own(overrides: Iterable[str]) -> list[str]:

@@ -1,0 +1,348 @@
+"""Every metric states its direction and its unit, and what judges a run asks for them there."""
+
+import json
+import sys
+from typing import get_args
+
+import pytest
+import torch
+
+from mprun import compare
+from mprun.cli import main
+from mprun.compare.wording import difference_text
+from mprun.config.components import TASKS
+from mprun.config.compose import compose_config
+from mprun.config.metrics import _MARGINS, LOSS, Metric, told_by_name
+from mprun.config.registry import TaskKind, metric_called, task_of
+from mprun.entry_points import loaded
+from mprun.record.run_record import MetricRecord
+from mprun.training.run import prepare
+
+from ..compare.run_folders import write_run
+from ..helpers import ONE_CORE, TINY_GAN, record_of
+from ..numerics.small_runs import SMALL
+from ..tables import with_extensions
+
+SMALL = with_extensions("SMALL", SMALL)
+SMALL["dcgan"] = TINY_GAN
+HIGHER = {"top1", "top5", "map", "bleu"}
+POINTS = HIGHER | {"cer"}
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_registered_task_declares_what_its_class_has(name):
+    kind = TASKS[name]
+    assert loaded(kind.builder).metrics == kind.metrics
+    assert len({metric.name for metric in kind.metrics}) == len(kind.metrics)
+    assert kind.metric("loss") == LOSS and kind.metric(kind.judged) is not None
+    for metric in kind.metrics:
+        assert metric.higher_is_better == (metric.name in HIGHER), metric
+        unit = "points" if metric.name in POINTS else "relative"
+        assert metric.unit == ("perplexity" if metric.name == "perplexity" else unit), metric
+
+
+def test_the_small_runs_have_every_task():
+    assert {task_of(compose_config(own).config.model) for own in SMALL.values()} == TASKS.keys()
+
+
+@pytest.mark.parametrize("name", [name for name in SMALL if name not in ("resnet50", "two_stages")])
+def test_an_evaluation_returns_what_its_task_declares(name):
+    judged = ["compare.metric=sliced_wasserstein"] * (name == "dcgan")
+    config = compose_config([*ONE_CORE, *SMALL[name], *judged]).config
+    built = prepare(config, torch.device("cpu"), 1)
+    assert set(built.task.evaluate()) == {metric.name for metric in built.task.metrics}
+
+
+def test_margins_follow_from_the_unit():
+    def margin(unit, data="cifar10", **more):
+        return Metric("m", higher_is_better=True, unit=unit, **more).margin_on(data)
+
+    assert [margin(unit) for unit in _MARGINS] == [0.01, 0.01, 0.5, 0.005, None]
+    assert margin("points", "digits", counts_samples=True) == 1.0  # one of 360 is 0.28 points
+    assert margin("fraction", "digits", counts_samples=True) == 0.01
+    assert margin("points", "digits") == 0.5 and margin("own", "digits", margin=3.0) == 3.0
+    assert margin("points", "digits", margin=0.7, counts_samples=True) == 0.7
+    assert get_args(MetricRecord.__annotations__["unit"]) == tuple(_MARGINS)
+
+
+@pytest.mark.parametrize(
+    ("facts", "reason"),
+    [
+        ({"higher_is_better": True}, "unit"),
+        ({"unit": "points"}, "higher_is_better"),
+        ({"higher_is_better": True, "unit": "percent"}, "must be one of relative, perplexity"),
+        ({"higher_is_better": "no", "unit": "own"}, "must be True or False"),
+        ({"higher_is_better": True, "unit": "own", "margin": -1}, "must be above 0"),
+    ],
+)
+def test_a_metric_without_direction_or_unit_is_none(facts, reason):
+    with pytest.raises((TypeError, ValueError), match=reason):
+        Metric("m", **facts)
+
+
+@pytest.mark.parametrize(
+    "facts", [{"metrics": ("loss",)}, {"metrics": (LOSS,), "judged": "f1"}, {"metrics": ()}]
+)
+def test_a_task_judges_what_it_declares(facts):
+    with pytest.raises((TypeError, ValueError), match="task t: "):
+        TaskKind(name="t", builder="a:b", **facts)
+
+
+def test_only_a_plain_name_tells_its_direction():
+    said = {"val/loss": False, "ppl": False, "eval_acc": True, "iou": None, "top1_err": None}
+    assert {name: told_by_name(name) for name in said} == said
+
+
+# A user's task
+
+OWN = """
+from torch import nn
+from mprun.config.metrics import Metric
+from mprun.tasks.supervised import Classification
+
+
+def network(data):
+    images, _ = data.train_batch(0)
+    return nn.Sequential(nn.Flatten(), nn.Linear(images[0].numel(), data.num_classes))
+
+
+class Silent(Classification):
+    def evaluate(self):
+        found = super().evaluate()
+        return found | {"f1": found["top1"] / 100}
+
+
+class WithF1(Silent):
+    metrics = (*Classification.metrics, Metric("f1", higher_is_better=True, unit="fraction"))
+
+
+class Forgetful(WithF1):
+    def evaluate(self):
+        return Classification.evaluate(self)
+
+
+class Words(WithF1):
+    metrics = ("loss", "f1")
+"""
+RUN = [*ONE_CORE, "model=custom", "model.factory=f1_task:network", "data=digits_32"]
+RUN += ["data.batch_size=8", "train.steps=2", "optim=sgd_plain", "output_dir=run"]
+F1 = "compare.metric=f1"
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "f1_task.py").write_text(OWN)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "line"),
+    [
+        (
+            "Silent",
+            [F1],
+            "compare.metric=f1: f1_task:Silent does not declare it; say "
+            "compare.higher_is_better=true and compare.margin in its own unit, or "
+            "compare.higher_is_better=false if less of it is better",
+        ),
+        (
+            "Silent",
+            [F1, "compare.higher_is_better=true"],
+            "compare.margin=null: f1 needs one, in its own unit",
+        ),
+        (
+            "WithF1",
+            [F1, "compare.higher_is_better=false"],
+            "compare.higher_is_better=false: f1_task:WithF1 declares that more f1 is better "
+            "(allowed: null)",
+        ),
+        (
+            "WithF1",
+            ["compare.higher_is_better=true"],
+            "compare.higher_is_better=true: f1_task:WithF1 declares that less loss is better "
+            "(allowed: null)",
+        ),
+        (
+            "WithF1",
+            [F1, "compare.margin=0.5"],
+            "compare.margin=0.5: must be below 0.5; of a fraction half a point is 0.005",
+        ),
+        (
+            "Words",
+            [F1],
+            "model.task=f1_task:Words: metrics must be a tuple of mprun.config.metrics.Metric",
+        ),
+    ],
+)
+def test_a_metric_without_a_direction_is_refused_before_anything_is_written(
+    folder, capsys, task, words, line
+):
+    assert main([*RUN, f"model.task=f1_task:{task}", *words]) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == f"mprun: {line}"
+    assert not (folder / "run").exists()
+
+
+def test_a_key_that_contradicts_a_registered_task_is_refused(folder, capsys):
+    assert main([*RUN, "compare.higher_is_better=false"]) == 2
+    said = "mprun: compare.higher_is_better=false: custom declares that more top1 is better"
+    assert capsys.readouterr().err.startswith(said)
+
+
+@pytest.mark.parametrize(
+    ("task", "words", "expected"),
+    [
+        ("WithF1", [], (True, "fraction", 0.005)),
+        ("Silent", ["compare.higher_is_better=true", "compare.margin=0.02"], (True, "own", None)),
+        ("Silent", ["compare.higher_is_better=false"], (False, "relative", 0.01)),
+    ],
+)
+def test_a_record_tells_direction_and_unit(folder, task, words, expected):
+    assert main([*RUN, f"model.task=f1_task:{task}", F1, *words]) == 0
+    found = record_of("run")["metrics"]
+    names = ("higher_is_better", "unit", "margin")
+    assert tuple(found["f1"][name] for name in names) == expected
+    assert tuple(found["top1"][name] for name in names) == (True, "points", 1.0)
+
+
+def test_a_judged_metric_that_is_not_returned_ends_the_run_and_keeps_its_work(
+    folder, capsys, monkeypatch
+):
+    task = "model.task=f1_task:Forgetful"
+    assert main([*RUN, task, F1]) == 2
+    line = "mprun: compare.metric=f1: the task's evaluate() returned loss, top1, top5"
+    assert capsys.readouterr().err.splitlines()[-1] == line
+    f1_task = sys.modules["f1_task"]
+    monkeypatch.setattr(f1_task.Forgetful, "evaluate", f1_task.Silent.evaluate)
+    assert main(["resume=run", task, RUN[3]]) == 0
+    assert "f1" in record_of("run")["final"] and record_of("run")["last_step"] == 2
+
+
+# Reading records
+
+FRACTION = {"higher_is_better": True, "unit": "fraction", "margin": 0.005, "counts_samples": False}
+
+
+def runs_of(folder, name, fp32, amp, metrics=None, more=None):
+    """Runs of both modes with three seeds each, whose last evaluations have such values."""
+    for mode, value in {"fp32": fp32, "amp": amp}.items():
+        for seed, noise in enumerate((-0.0003, 0.0, 0.0003)):
+            keys = {"compare.metric": name, "compare.margin": None, **(more or {})}
+            record = {"metrics": {name: metrics}} if metrics else {}
+            run = write_run(folder / f"{mode}{seed}", mode, seed, overrides=keys, **record)
+            lines, own = run / "metrics.jsonl", f'"{name}": {value * (1 + noise)}'
+            lines.write_text(lines.read_text().replace('"perplexity": 2.0', own))
+    return folder
+
+
+def test_every_output_has_the_direction_and_the_unit_of_the_record(tmp_path, capsys):
+    runs_of(tmp_path, "f1", 0.212, 0.148, FRACTION)
+    assert main(["compare", str(tmp_path), "--check", "--tensorboard"]) == 3
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Judged: f1, higher is better, margin ±0.005;" in shown and "points" not in shown
+    assert "worse amp 0.148 +0.0640 (" in shown
+    [group] = json.loads((tmp_path / "compare" / "results.json").read_text())["groups"]
+    [mode] = group["modes"]
+    assert (group["higher_is_better"], group["relative"], group["margin"]) == (True, False, 0.005)
+    assert mode["verdict"]["name"] == "worse" and mode["verdict"]["shown"]["unit"] == ""
+    report = (tmp_path / "compare" / "report.html").read_text()
+    assert "amp is worse than FP32." in report and "higher is better" in report
+    found = compare(tmp_path).columns()
+    assert found["verdict"][1] == "worse" and found["difference"][1] == pytest.approx(0.064)
+
+
+@pytest.mark.parametrize(
+    ("name", "fp32", "amp", "verdict"),
+    [
+        ("top1", 70.0, 60.0, "+10.00 points"),
+        ("map", 70.0, 60.0, "+10.00 points"),
+        ("cer", 3.0, 4.0, "+1.00 points"),
+        ("perplexity", 8.0, 9.0, " %"),
+        ("sliced_wasserstein", 1.0, 1.5, "+50.0 %"),
+    ],
+)
+def test_an_older_record_with_a_known_name_reads_as_before(tmp_path, name, fp32, amp, verdict):
+    if metric_called(name) is None:
+        pytest.skip("its extension is not there")
+    [group] = compare(runs_of(tmp_path, name, fp32, amp)).groups
+    assert group.rows[0].verdict.name == "worse"
+    assert verdict in group.rows[0].verdict.sentence, group.rows[0].verdict.sentence
+
+
+def test_an_older_record_with_an_unknown_name_is_asked_about(tmp_path, capsys):
+    runs_of(tmp_path, "f1", 0.212, 0.148, more={"compare.margin": 0.01})
+    assert main(["compare", str(tmp_path), "--no-report"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("mprun: compare.metric=f1: is more of it better, or less? The runs do")
+    told = ["compare", str(tmp_path), "--no-report", "--check", "--margin", "0.01"]
+    assert main([*told, "--higher-is-better"]) == 3
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "worse amp 0.148 +0.0640" in shown and "--higher-is-better: said when" in shown
+    assert main([*told[:-2], "--lower-is-better"]) == 3
+    assert "better amp 0.148 -30.19 %" in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("name", "higher", "difference"), [("top1", True, "+0.100 ("), ("cer", False, "-12.5 % (")]
+)
+def test_a_script_whose_metric_has_the_name_of_a_task_keeps_its_own_unit(
+    tmp_path, capsys, name, higher, difference
+):
+    own = {"higher_is_better": higher, "unit": "own" if higher else "relative", "margin": 0.01}
+    own["counts_samples"] = False
+    runs_of(tmp_path, name, 0.8, 0.7, own, {"compare.margin": 0.02})
+    assert main(["compare", str(tmp_path), "--no-report"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert difference in shown and "points" not in shown
+
+
+def test_a_script_of_an_earlier_version_that_said_it_is_heard(tmp_path):
+    more = {"compare.margin": 0.01, "compare.higher_is_better": True}
+    [group] = compare(runs_of(tmp_path, "accuracy", 0.8, 0.7, more=more)).groups
+    assert (group.higher_is_better, group.relative) == (True, False)
+    assert group.rows[0].verdict.name == "worse"
+
+
+def test_runs_and_command_that_contradict_each_other_are_refused(tmp_path, capsys):
+    runs_of(tmp_path / "a", "f1", 0.2, 0.1, FRACTION)
+    words = ["compare", str(tmp_path / "a"), "--no-report"]
+    assert main([*words, "--lower-is-better"]) == 2
+    said = "mprun: --lower-is-better: more f1 is better in "
+    assert capsys.readouterr().err.startswith(said)
+    run = tmp_path / "a" / "amp1" / "run.json"
+    run.write_text(run.read_text().replace('"higher_is_better": true', '"higher_is_better": false'))
+    assert main(words) == 2
+    error = capsys.readouterr().err
+    assert "f1: runs contradict each other: more is better (fraction) or less (" in error
+
+
+def test_a_record_with_a_metric_of_no_unit_is_damaged(tmp_path, capsys):
+    runs_of(tmp_path, "f1", 0.2, 0.1, FRACTION | {"unit": "furlongs"})
+    assert main(["compare", str(tmp_path)]) == 4
+    assert "run.json: metrics" in capsys.readouterr().err
+
+
+def test_a_gan_whose_metric_rises_has_learned():
+    from mprun.compare.divergence import baseline_progress
+
+    from ..compare.made_runs import made_run
+
+    rising = [made_run(0, 1.0, 2.0, metric="score")]
+    assert baseline_progress(rising, "score", gan=True) == "score 1 to 2"
+    assert baseline_progress(rising, "score", gan=True, higher_is_better=True) is None
+    falling = [made_run(0, 2.0, 1.0, metric="score")]
+    found = baseline_progress(falling, "score", gan=True, higher_is_better=True)
+    assert found == "score 2 to 1"
+
+
+@pytest.mark.parametrize(("own", "word"), [(30.001, "matches"), (27.0, "worse"), (33.0, "better")])
+def test_more_may_be_better_of_a_relative_metric(tmp_path, own, word):
+    record = {"higher_is_better": True, "unit": "relative", "margin": 0.01, "counts_samples": False}
+    [group] = compare(runs_of(tmp_path, "psnr", 30.0, own, record)).groups
+    [row] = group.rows
+    assert row.verdict.name == word
+    shown = difference_text(group, row.verdict)
+    assert shown.startswith(
+        {"matches": "-0.003 %", "worse": "+10.00 %", "better": "-10.00 %"}[word]
+    )
