@@ -32,15 +32,14 @@ from mprun.compare.grouping import ProtoGroup
 from mprun.compare.load import search
 from mprun.config.metrics import told_by_name
 from mprun.errors import BadInput
-from mprun.extensions.logs.log_formats import logs_in, read_logs
-from mprun.extensions.logs.wanted import Log, listed
+from mprun.extensions.logs.log_formats import logs_in, read_logs, texts_in
+from mprun.extensions.logs.wanted import PARTS, Log, listed
 from mprun.record.metrics_columns import evenly
 
 _BASELINES = ("fp32", "baseline")
 _DRAWN = 500
 _MOST_NAMED = 20
-# Sub-folders of one run that are not runs: Keras writes the first two.
-_PARTS = ("train", "validation", "training", "val", "valid", "eval", "evaluation", "test", "dev")
+_PARTS = {*PARTS.split()}  # in names of what is no run, but a part of one
 _SEED = re.compile(r"seed[ =_-]?(\d+)", re.IGNORECASE)
 _FEWEST_STEPS = 3  # with fewer steps, equal values prove no copy and the common steps make no curve
 
@@ -153,9 +152,14 @@ def _logs_at(given: str, tag: str, step: str | None, below: dict[Path, list[Path
         raise BadInput(f"{path}: no such file or directory")
     found = [path]
     if path.is_dir():  # Weights & Biases links to the latest run beside it
-        found = [*{one.resolve(): one for one in search(path, logs_in)}.values()]
+        listed = [*search(path, logs_in)] or [*search(path, texts_in)]
+        found = [*{one.resolve(): one for one in listed}.values()]
+        _refuse_part_files(found)
     if not found:
-        raise BadInput(f"{path}: holds no log: TensorBoard events, MLflow runs, tables, JSON lines")
+        raise BadInput(
+            f"{path}: holds no log: TensorBoard events, MLflow runs, tables, JSON lines, text in "
+            "*.log, *.out or *.txt"
+        )
     for one in found:
         folder = one if one.is_dir() else one.parent
         if path.is_dir() and folder != path and folder not in below.get(folder.parent, []):
@@ -185,6 +189,16 @@ def _refuse_parts(label: str, below: dict[Path, list[Path]]) -> None:
                 f"{label}: {folder} beside {others[:120]}: runs, or parts of one? Name every run, "
                 f"e.g. {label}={folder},{folder.parent.parent / 'other' / folder.name}"
             )
+
+
+def _refuse_part_files(logs: list[Path]) -> None:
+    """Raise BadInput if files of a folder are called after parts of a run, and unlike parts."""
+    first: dict[Path, tuple[Path, set[str]]] = {}
+    for log in logs:
+        parts = _PARTS & {*re.split(r"[^a-z]+", log.name.lower())}
+        other, its_parts = first.setdefault(log.parent, (log, parts))
+        if log.is_file() and parts != its_parts:
+            raise BadInput(f"{log} beside {other.name}: runs, or parts of one? Name every run")
 
 
 def _refuse_same(logs: Iterable[Log]) -> None:

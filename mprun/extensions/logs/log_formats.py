@@ -10,7 +10,7 @@ import json
 import logging
 import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from mprun.entry_points import announced, loaded
 from mprun.errors import BadInput, Damaged
 from mprun.extensions.logs.wanted import (
     EXPONENT,
+    LINE,
     MARKS,
     STEPS,
     Log,
@@ -30,7 +31,9 @@ from mprun.extensions.logs.wanted import (
     Wanted,
     in_order,
     listed,
+    part_of,
     read_numbers,
+    splits,
     table,
 )
 
@@ -38,6 +41,9 @@ from mprun.extensions.logs.wanted import (
 _NUMBER = rf"[-+]?(?:\d+(?:[.,'’]\d+)*\.?{EXPONENT}|[.,]\d+{EXPONENT}|nan|inf(?:inity)?)\b"
 # What Python prints for a number that is none of its literals: nan, np.float64(0.5), tensor(0.5).
 _PRINTED = re.compile(r"(?:[\w.]*float\d*|tensor)\(([^(),]*)[^()]*\)|(?<![\w'])(-?(?:nan|inf))\b")
+
+
+_TEXTS = (".log", ".out", ".txt")  # how names of text logs end, the most telling one first
 
 
 class LogFormat(NamedTuple):
@@ -87,6 +93,17 @@ def logs_in(folder: Path) -> list[Path]:
     return next(filter(None, found), [])
 
 
+def texts_in(folder: Path) -> list[Path]:
+    """Return the logs that no format knows by their names: Sacred's, else files of text."""
+    entries = sorted(folder.iterdir(), key=lambda entry: natural_order(entry.name))
+    files = [entry for entry in entries if entry.is_file()]
+    if sacred := [file for file in files if file.name == "metrics.json" and _is_sacred(file)]:
+        return sacred
+    names = [(file, file.name.lower().removesuffix(".gz")) for file in files]
+    found = ([file for file, name in names if name.endswith(end)] for end in _TEXTS)
+    return next(filter(None, found), [])
+
+
 def _mlflow(wanted: Wanted) -> list[Log] | None:
     """Read the file of the tag in the folder of an MLflow run."""
     metrics = wanted.path / "metrics"
@@ -131,7 +148,7 @@ def _events(wanted: Wanted) -> list[Log] | None:
 
     logging.getLogger("tensorboard").setLevel(logging.ERROR)
     for file in [path] if path.is_file() else filter(_is_events, sorted(path.iterdir())):
-        if not _ends_whole(file):
+        if not _is_whole(file):
             wanted.notes.append(f"{file.name} ends within a record: read up to there")
     # 0 keeps every point; the default draws 10,000 at random. One is enough of everything else.
     limits = dict.fromkeys(reader.DEFAULT_SIZE_GUIDANCE, 1) | {reader.SCALARS: 0}
@@ -155,19 +172,37 @@ def _events(wanted: Wanted) -> list[Log] | None:
     return [Log(path, "", table(points), "step")]
 
 
-def _ends_whole(path: Path) -> bool:
-    """Return whether an event file ends where a record does: its length, 4 bytes, it, 4 bytes."""
-    size = path.stat().st_size
+def _is_whole(path: Path) -> bool:
+    """Return whether an event file ends where a record does; Damaged for a wrong checksum.
+
+    A record is its length in 8 bytes, their checksum, its content, the checksum of that.
+    TensorBoard takes a wrong one for the end of the file.
+    """
+    from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
+
+    def right(content: bytes) -> bool:
+        return int(masked_crc32c(content[:-4])) == int.from_bytes(content[-4:], "little")
+
+    size, place = path.stat().st_size, 0
     with open(path, "rb") as file:
-        while (place := file.tell()) < size:
-            length = int.from_bytes(file.read(8), "little")
-            if place + 16 + length > size:
+        while place < size:
+            head = file.read(12)
+            length = int.from_bytes(head[:8], "little")
+            whole = len(head) < 12 or right(head)
+            if whole and place + 16 + length > size:
                 return False
-            file.seek(place + 16 + length)
+            if not whole or not right(file.read(length + 4)):
+                raise Damaged(
+                    f"{path}: byte {place}: a record's checksum is another; to keep what is before "
+                    f"it: truncate -s {place} FILE"
+                )
+            place += 16 + length
     return True
 
 
 _BLOCK = 2**15  # of LevelDB's log format, which no record's header crosses
+_WANDB = b":W&B\xe1\xbe\x00"  # name, magic number 0xBEE1, version
+_EXPORT = "export the run's history as CSV or JSON lines (wandb.Api().run(NAME).history()) instead"
 
 
 def _wandb(wanted: Wanted) -> list[Log] | None:
@@ -177,6 +212,11 @@ def _wandb(wanted: Wanted) -> list[Log] | None:
     """
     if wanted.path.suffix != ".wandb" or not wanted.path.is_file():
         return None
+    if (head := wanted.path.read_bytes()[:7]) != _WANDB:
+        raise BadInput(
+            f"{wanted.path}: begins with {head.hex(' ')}, must be {_WANDB.hex(' ')} as the offline "
+            f"runs that mprun reads; {_EXPORT}"
+        )
     rows: list[Row] = []
     for number, record in enumerate(_framed(wanted), start=1):
         row: dict[str, Any] = {}
@@ -212,11 +252,11 @@ def _fields(message: bytes, wanted: int) -> Iterator[bytes]:
 
 
 def _framed(wanted: Wanted) -> Iterator[bytes]:
-    """Yield the records of a file in LevelDB's log format behind seven bytes of wandb's own.
+    """Yield the records of a file in LevelDB's log format behind `_WANDB`.
 
     A record has CRC-32, length, kind (1: whole, 2: first, 3: middle, 4: last part) and content.
     """
-    data, at, content = wanted.path.read_bytes(), 7, b""
+    data, at, content = wanted.path.read_bytes(), len(_WANDB), b""
     while at < len(data):
         if (left := _BLOCK - at % _BLOCK) < 7:
             at += left
@@ -226,7 +266,7 @@ def _framed(wanted: Wanted) -> Iterator[bytes]:
             wanted.notes.append("it ends within a record: read up to there")
             return
         if zlib.crc32(data[at + 6 : stop]) != int.from_bytes(data[at : at + 4], "little"):
-            raise Damaged(f"{wanted.path}: byte {at}: a record's checksum is another")
+            raise Damaged(f"{wanted.path}: byte {at}: a record's checksum is another; {_EXPORT}")
         content += data[start:stop]
         if data[at + 6] in (1, 4):
             yield content
@@ -260,7 +300,8 @@ def _cells(wanted: Wanted) -> list[Log] | None:
             return None
         steps = wanted.steps(list(filter(None, header)))  # an index has no name
         values = _value_names(wanted, header)
-        places = [header.index(name) for name in (steps, *values)]
+        apart = [name for name in splits(dict.fromkeys(header)) if name not in (steps, *values)]
+        places = [header.index(name) for name in (steps, *values, *apart)]
         for name in (steps, *values):
             if header.count(name) > 1:
                 several = f"{header.count(name)} columns are called {name!r}"
@@ -278,6 +319,8 @@ def _cells(wanted: Wanted) -> list[Log] | None:
             rows.append((f"line {reader.line_num}", found))
     except csv.Error as error:
         raise Damaged(f"{path}: not a table ({error})") from None
+    if tag not in values and (told := wanted.told(rows)):
+        rows, values = told, {tag: ("", True)}
     return wanted.of_columns(rows, steps, values)
 
 
@@ -290,7 +333,9 @@ def _value_names(wanted: Wanted, names: Sequence[str]) -> dict[str, tuple[str, b
     exported = [name for name in names if name.endswith(f" - {tag}")]
     if exported:
         return {name: (name.removesuffix(f" - {tag}"), True) for name in exported}
-    if "Value" in names:
+    if tag.rpartition("/")[2] in names and splits(dict.fromkeys(names)):
+        return {tag.rpartition("/")[2]: ("", True)}
+    if "Value" in names and {*names} <= {"Wall time", "Relative", "Step", "Value", ""}:
         # TensorBoard's export is called run-NAME-tag-TAG.csv, with "/" as "_".
         _, told, rest = path.name.removesuffix(".gz").removesuffix(".csv").partition("-tag-")
         if told and rest != tag.replace("/", "_"):
@@ -300,27 +345,42 @@ def _value_names(wanted: Wanted, names: Sequence[str]) -> dict[str, tuple[str, b
 
 
 def _printed(wanted: Wanted) -> list[Log] | None:
-    """Read dictionaries as Python prints them, one a line; None if there is none with the tag."""
+    """Read dictionaries, one a line, as Python prints them; None if there is none with the tag.
+
+    Behind other words, as fairseq writes them, they may also be JSON.
+    """
     rows: list[Row] = []
+    behind = re.match(r"\s*(?:\{|\[\s*[\[{])", wanted.text) is None
     for number, line in enumerate(wanted.lines(), start=1):
-        start, stop = line.find("{'"), line.rfind("}") + 1
+        start = line.find("{'")
+        decoded = start < 0 and behind and (start := line.find('{"')) >= 0
+        stop = line.rfind("}") + 1
         if not 0 <= start < stop:
             continue
-        for text in (line[start:stop], _PRINTED.sub(r"'\1\2'", line[start:stop])):
-            with suppress(ValueError, SyntaxError, RecursionError, MemoryError):
-                told = ast.parse(text, mode="eval").body
-                record = ast.literal_eval(told)
-                break
-        else:
-            if f"'{wanted.tag}'" in line:
-                raise Damaged(f"{wanted.path}: line {number}: not one dictionary")
+        read = _loaded if decoded else _literal
+        try:
+            record = read(line[start:stop], f"{wanted.path}: line {number}")
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            if re.search(rf"['\"]{re.escape(wanted.tag)}['\"]", line):
+                raise Damaged(f"{wanted.path}: line {number}: not one dictionary") from None
             continue
-        if isinstance(told, ast.Dict) and len(record) < len(told.keys):
-            raise BadInput(f"{wanted.path}: line {number}: a name stands twice in it")
         if isinstance(record, dict):
-            rows.append((f"line {number}", flat(record)))
+            rows.append((f"line {number}", {LINE: part_of(line[:start])} | flat(record)))
     begins = wanted.text.lstrip().startswith("{'")
-    return wanted.of_records(rows) if begins or any(wanted.tag in row for _, row in rows) else None
+    return wanted.of_records(rows) if begins or wanted.told(rows) else None
+
+
+def _literal(text: str, where: str) -> Any:
+    """Return what Python printed; raise BadInput if a name stands twice in a dictionary."""
+    try:
+        told = ast.parse(text, mode="eval").body
+        record = ast.literal_eval(told)
+    except (ValueError, SyntaxError):
+        told = ast.parse(_PRINTED.sub(r"'\1\2'", text), mode="eval").body
+        record = ast.literal_eval(told)
+    if isinstance(told, ast.Dict) and len(record) < len(told.keys):
+        raise BadInput(f"{where}: a name stands twice in it")
+    return record
 
 
 def _json(wanted: Wanted) -> list[Log] | None:
@@ -343,7 +403,7 @@ def _json(wanted: Wanted) -> list[Log] | None:
     if isinstance(content, dict) and isinstance(content.get("log_history"), list):
         content = content["log_history"]  # trainer_state.json
     if isinstance(content, dict) and isinstance(content.get(tag), (list, dict)):
-        content = _records_of_columns(path, content, tag, wanted.step)
+        content = _records_of_columns(wanted, content)
     records = content if isinstance(content, list) else [content]
     if not all(isinstance(record, dict) for record in records):
         raise Damaged(f"{path}: not a list of records")
@@ -382,31 +442,80 @@ def _loaded(text: str, where: str) -> Any:
     return json.loads(text, object_pairs_hook=once)
 
 
-def _records_of_columns(path: Path, content: dict, tag: str, step: str | None) -> list[dict]:
-    """Make one record a step from {"loss": [2.1, 1.9]}, {"loss": {"10": 2.1}} or Megatron's.
+# What may stand beside the values of Megatron's golden values and Sacred's metrics.
+_BESIDE = ("values", "steps", "timestamps", "start_step", "end_step", "step_interval")
 
-    If nothing counts the steps, the places in the list do, under the name "".
+
+def _records_of_columns(wanted: Wanted, content: dict[str, Any]) -> list[dict]:
+    """Make one record a step from {"loss": [2.1, 1.9]}, {"loss": {"10": 2.1}} and the like.
+
+    Megatron and Sacred have values and their steps below the name. If nothing counts the steps,
+    the places in the list do, under the name "".
     """
-    column = content[tag]
-    steps: Iterable[Any]
-    counted = step or "step"
-    if isinstance(column, dict) and "values" in column:  # Megatron
-        values = column["values"]
-        first, every = column.get("start_step", 1), column.get("step_interval", 1)
-        steps = values if isinstance(values, dict) else range(first, 10**12, max(1, every))
-    else:
-        values, steps = column, column if isinstance(column, dict) else range(1, 10**12)
-        counted = counted if isinstance(column, dict) else ""
-        for name in [step] if step else [n for n in STEPS if n in content and n != tag]:
-            if name not in content:
-                raise BadInput(f"{path}: --step {name}: not there; has {listed(list(content))}")
-            steps = content[name]
-            steps, counted = (steps.values() if isinstance(steps, dict) else steps), name
-            break
-    values = values.values() if isinstance(values, dict) else values
-    if not isinstance(values, Iterable) or isinstance(values, str):
-        raise Damaged(f"{path}: {tag!r} is no list of values")
-    return [{counted: at, tag: one} for at, one in zip(steps, values, strict=False)]
+    path, tag, step = wanted.path, wanted.tag, wanted.step
+    values, steps, counted = content[tag], None, "step"
+    if isinstance(values, dict) and "values" in values:
+        column, values = values, values["values"]
+        if unknown := [name for name in column if name not in _BESIDE]:
+            raise BadInput(
+                f"{path}: {tag!r} has {listed(unknown)} beside its values, which may change what "
+                f"they mean; known are {listed(_BESIDE[1:])}"
+            )
+        if step not in (None, "step", "steps"):
+            raise BadInput(f"{path}: --step {step}: not there; has {listed([*column])}")
+        if "steps" in column:
+            steps = column["steps"]
+        elif not isinstance(values, dict):
+            first, every = column.get("start_step", 1), max(1, column.get("step_interval", 1))
+            steps = range(first, first + every * len(values), every)
+    elif found := _counting(wanted, content):
+        steps, counted = content[found], found
+    elif not isinstance(values, dict):
+        steps, counted = range(1, len(values) + 1), ""
+    if steps is None:
+        steps = [*values]
+    lists = [[*one.values()] if isinstance(one, dict) else one for one in (steps, values)]
+    for name, one in zip((counted, tag), lists, strict=True):
+        if not isinstance(one, (list, range)):
+            raise Damaged(f"{path}: {name!r} is no list of values")
+    if len(lists[0]) != len(lists[1]):
+        raise BadInput(
+            f"{path}: {counted!r} has {len(lists[0])} values and {tag!r} {len(lists[1])}: must be "
+            "as many"
+        )
+    return [{counted: at, tag: one} for at, one in zip(*lists, strict=True)]
+
+
+def _counting(wanted: Wanted, content: dict[str, Any]) -> str | None:
+    """Return the name of the list that counts the steps of the tag's, None if there is none.
+
+    BadInput if only a list with a strange name may: whole numbers that rise, as many as values.
+    """
+    if wanted.step is not None:
+        return wanted.steps(list(content))
+    if found := next((name for name in STEPS if name in content and name != wanted.tag), None):
+        return found
+    rising = []
+    for name, one in content.items():
+        own = [*one.values()] if isinstance(one, dict) else one
+        if isinstance(own, list) and len(own) == len(content[wanted.tag]) > 1:
+            whole = all(isinstance(at, int) and not isinstance(at, bool) for at in own)
+            if whole and all(at < after for at, after in zip(own, own[1:], strict=False)):
+                rising.append(name)
+    if rising and wanted.tag not in rising:
+        raise BadInput(
+            f"{wanted.path}: --tag {wanted.tag}: does {' or '.join(map(repr, rising))} beside it "
+            f"count its steps? Say so with --step {rising[0]}"
+        )
+    return None
+
+
+def _is_sacred(path: Path) -> bool:
+    with suppress(ValueError, OSError, RecursionError):
+        content = json.loads(path.read_text(encoding="utf-8"))
+        columns = content.values() if isinstance(content, dict) else ()
+        return any(isinstance(own, dict) and {"steps", "values"} <= {*own} for own in columns)
+    return False
 
 
 def _mlperf(wanted: Wanted) -> list[Log] | None:
@@ -448,23 +557,30 @@ def _words(wanted: Wanted) -> list[Log] | None:
     """Read lines with names before their numbers; None if none holds steps and values."""
     # A name follows the line's start, a mark, a number or two blanks: "val loss" is not "loss".
     before = r"(?:^|[|,;:)\]-]\s*|\s{2,}|\d\s+)"
-    value = re.compile(rf"{before}{re.escape(wanted.tag)}\s*[:=]?\s*({_NUMBER})", re.IGNORECASE)
-    told = []
-    for number, line in enumerate(wanted.lines(), start=1):
-        line = re.sub(r"\x1b\[[0-9;]*m", "", line)  # colours
-        if found := value.findall(line):
-            told.append((f"line {number}", line, found))
+    lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in wanted.lines()]  # without colours
+    told: list[tuple[str, str, re.Match, list[str]]] = []
+    for tag in dict.fromkeys((wanted.tag, wanted.tag.rpartition("/")[2])):
+        value = re.compile(rf"{before}{re.escape(tag)}\s*[:=]?\s*({_NUMBER})", re.IGNORECASE)
+        for number, line in enumerate(lines, start=1):
+            if first := value.search(line):
+                told.append((f"line {number}", line, first, value.findall(line)))
+        if told:
+            break
     for name in (wanted.step,) if wanted.step else STEPS:
         count = re.compile(rf"{before}{re.escape(name)}\s*[:=]?\s*({_NUMBER})", re.IGNORECASE)
         rows: list[Row] = []
-        for where, line, found in told:
+        for where, line, first, found in told:
             if at := count.search(line):
                 if len(set(found)) > 1:
                     both = " and ".join(found)
                     raise BadInput(f"{wanted.path}: {where}: {wanted.tag} is {both}: must be one")
-                rows.append((where, {name: at[1], wanted.tag: found[0]}))
+                kind = part_of(line[: first.start()])
+                rows.append((where, {name: at[1], LINE: kind, tag: first[1]}))
         if rows:
-            return wanted.of_columns(rows, name, {wanted.tag: ("", True)})
+            return wanted.of_records(rows)
+    if told:
+        names = _words_before_numbers("\n".join(line for _, line, *_ in told))
+        raise wanted.no_steps([name for name in names if name.lower() != tag.lower()])
     return None
 
 

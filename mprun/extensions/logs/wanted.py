@@ -17,11 +17,23 @@ from mprun.errors import BadInput, Damaged
 
 # Names that count steps, the best first; a log with several of them uses the first.
 STEPS = (
-    *("step", "global_step", "_step", "trainer/global_step", "train/global_step", "step_num"),
-    *("iteration", "iter", "iterations", "update", "updates", "num_updates", "samples_count"),
-    *("timesteps", "total_timesteps", "time/total_timesteps", "epoch", "epoch_num"),
+    *("step", "steps", "global_step", "_step", "trainer/global_step", "train/global_step"),
+    *("step_num", "iteration", "iter", "iterations", "num_updates", "update", "updates"),
+    *("samples_count", "timesteps", "total_timesteps", "time/total_timesteps"),
+    *("epoch", "epochs", "epoch_num"),
 )
-_SPLITS = ("split", "phase", "stage", "mode")  # fields that tell training from evaluation records
+# Folders, files and lines with another of these words hold another curve of the same run.
+PARTS = "train training val valid validation validate eval evaluation evaluate test testing dev"
+_PART = re.compile(
+    rf"(?<![\w/.-])(?:train_inner|{'|'.join(PARTS.split())})(?![\w/.-])", re.IGNORECASE
+)
+LINE = "kind of line"  # the field that holds `part_of` a line
+# Fields that tell one curve of a name from another.
+SPLITS = (
+    *("split", "phase", "stage", "mode", "subset", "partition", "dataset", "type", "kind"),
+    *("tag", "metric", "key", "name", "run", "run_id", "run_name", "rank", "fold", "seed"),
+    LINE,
+)
 EXPONENT = r"(?:[eE][-+]?\d+)?"
 # How a whole number is written, by its decimal mark; the other mark groups thousands, as blanks and
 # apostrophes do.
@@ -95,20 +107,24 @@ class Wanted:
         """Note that the last line is left out."""
         self.notes.append(f"line {number} does not end: it may be cut off, and is left out")
 
+    def told(self, rows: list[Row]) -> list[Row]:
+        """Return the rows with the tag; "valid/loss" also means `loss` in those of `valid`."""
+        if told := [(where, row) for where, row in rows if self.tag in row]:
+            return told
+        split, among, name = self.tag.rpartition("/")
+        return [
+            (where, row | {self.tag: row[name]})
+            for where, row in rows
+            if among and name in row and split in _kinds(row)
+        ]
+
     def of_records(self, rows: list[Row]) -> list[Log]:
         """Return the one run of records, which may be of several kinds."""
-        told = [(where, row) for where, row in rows if self.tag in row]
+        told = self.told(rows)
         if not told:
-            names = [name for _, row in rows for name in row]
+            names = [name for _, row in rows for name in row if name != LINE]
             names = [name.partition(".")[0] for name in names] if len(rows) == 1 else names
             raise self.no_tag(dict.fromkeys(names))
-        for key in _SPLITS:
-            found = sorted({str(row[key]) for _, row in told if key in row})
-            if len(found) > 1:
-                raise BadInput(
-                    f"{self.path}: --tag {self.tag}: is of several values of {key!r} "
-                    f"({listed(found)}); must be of one, in a file of its own"
-                )
         names = [name for name in told[0][1] if all(name in row for _, row in told)]
         return self.of_columns(told, self.steps(names), {self.tag: ("", True)})
 
@@ -117,13 +133,15 @@ class Wanted:
     ) -> list[Log]:
         """Return a run for each column of values; rows without a value are left out.
 
-        steps: the column of the steps. values: column -> (run, `Log.named`).
+        steps: the column of the steps. values: column -> (run, `Log.named`). BadInput if the rows
+        tell by a field of `SPLITS` that they are not all of one curve.
         """
         logs = []
         for name, (run, named) in values.items():
             told = [number for number, (_, row) in enumerate(rows) if row[name] not in _EMPTY]
             if not told:
                 raise BadInput(f"{self.path}: column {name!r} is empty")
+            self._refuse_several([rows[number][1] for number in told], {steps, name})
             after = [row for row in rows[told[-1] + 1 :] if row[1][steps] not in _EMPTY]
             places = [rows[number][0] for number in told]
             cells = [
@@ -144,6 +162,15 @@ class Wanted:
                     )
             logs.append(Log(self.path, run, points, steps, named, places))
         return logs
+
+    def _refuse_several(self, rows: list[dict[str, Any]], taken: set[str]) -> None:
+        for key in dict.fromkeys(key for row in rows for key in splits(row) if key not in taken):
+            found = sorted({str(row.get(key, "")) or "none" for row in rows})
+            if len(found) > 1:
+                raise BadInput(
+                    f"{self.path}: --tag {self.tag}: is of several values of {key!r} "
+                    f"({listed(found)}); must be of one, e.g. --tag {found[-1]}/{self.tag}"
+                )
 
     def _numbers(self, cells: Sequence[tuple[str, Any]]) -> list[float]:
         """Return cells, each with its place, as numbers.
@@ -170,18 +197,22 @@ class Wanted:
 
     def steps(self, names: Sequence[str]) -> str:
         """Return the name of the column that counts the steps."""
-        if self.step is None:
-            by_lower = {name.lower(): name for name in reversed(names)}
-            found = next((by_lower[name] for name in (*STEPS, "") if name in by_lower), None)
-            if found is not None:
-                return found
-            raise BadInput(
-                f"{self.path}: no column 'step' or 'epoch'; has {listed(names)}; say with "
-                "--step COLUMN which one counts the steps"
-            )
-        if self.step not in names:
-            raise BadInput(f"{self.path}: --step {self.step}: not there; has {listed(names)}")
-        return self.step
+        by_lower = {name.lower(): name for name in reversed(names)}
+        usual = (by_lower[name] for name in (*STEPS, "") if name in by_lower)
+        of_that_name = (name for name in names if name == self.step)
+        found = next(usual if self.step is None else of_that_name, None)
+        if found is None:
+            raise self.no_steps(names)
+        return found
+
+    def no_steps(self, names: Sequence[str]) -> BadInput:
+        """Return the error for a log with the tag that counts its steps under a strange name."""
+        if self.step is not None:
+            return BadInput(f"{self.path}: --step {self.step}: not there; has {listed(names)}")
+        return BadInput(
+            f"{self.path}: no column 'step' or 'epoch'; has {listed(names)}; say with "
+            "--step COLUMN which one counts the steps"
+        )
 
     def no_tag(self, known: Iterable[str]) -> BadInput:
         """Return the error that names the existing tags."""
@@ -216,53 +247,85 @@ def read_numbers(cells: Iterable[Any], decimal: str) -> list[float]:
     return numbers
 
 
+def splits(row: dict[str, Any]) -> list[str]:
+    """Return the fields of a row that tell its curve from others of the name."""
+    return [key for key in row if key.lower() in SPLITS]
+
+
+def _kinds(row: dict[str, Any]) -> set[str]:
+    return {str(row[key]) or "none" for key in splits(row)} or {"none"}
+
+
+def part_of(line: str) -> str:
+    """Return the words in a line that tell training from evaluation, "" if there is none."""
+    return " ".join(dict.fromkeys(word.lower() for word in _PART.findall(line)))
+
+
 def in_order(log: Log) -> None:
     """Let the steps of a log rise; a note says what was written again.
 
     A run that was resumed goes back to the step of its checkpoint: what it wrote from there on
     counts, and what an earlier attempt had written does not.
 
-    Raises BadInput if the log begins again, or if most of its steps were written twice.
+    Raises BadInput if the log begins again, if a step has two values without a step back, if most
+    steps were written twice, or what follows a step back is not as dense as what it replaces.
     """
     steps = log.points[:, 0]
     if (np.diff(steps) > 0).all():
         return
     places = log.places or [f"value {number}" for number in range(1, len(steps) + 1)]
-    kept: dict[float, float] = {}
-    again, other, backwards, left_out, first = 0, 0, 0, 0, ""
+    kept: dict[float, tuple[float, str]] = {}  # step -> value, place
+    backwards: list[tuple[str, float, float, list[float]]] = []
+    again = 0
     for where, (step, value) in zip(places, log.points.tolist(), strict=True):
-        if step in kept and (kept[step] == value or kept[step] != kept[step] and value != value):
+        last = next(reversed(kept), -np.inf)
+        old, before = kept.get(step, (None, ""))
+        if old == value or (old is not None and old != old and value != value):
             again += 1
             continue
-        if kept and step <= (last := next(reversed(kept))):
-            other += 1
-            if step == last:
-                again += 1
-            elif step <= steps[0]:
+        if step == last:
+            raise BadInput(
+                f"{log.name}: step {step:g} has two values, {old:g} in {before} and {value:g} in "
+                f"{where}: two curves of one name? Give each a name or a log of its own, or say "
+                "with --step COLUMN what counts the steps"
+            )
+        if step < last:
+            if step <= steps[0]:
                 raise BadInput(
                     f"{log.name}: {where}: begins again, at step {step:g} after {last:g}: a second "
                     "run or attempt? Give each a log of its own"
                 )
-            else:
-                backwards += 1
-                first = first or f"{where}: goes back to step {step:g} after {last:g}"
-            while kept and next(reversed(kept)) >= step:
-                left_out += kept.popitem()[0] > step
-        kept[step] = value
-    if other > len(kept) / 2:
+            lost = []
+            while (end := next(reversed(kept))) >= step:
+                lost.append(end)
+                del kept[end]
+            backwards.append((where, step, last, lost))
+        kept[step] = (value, where)
+    if len(backwards) > len(kept) / 2:
         raise BadInput(
-            f"{log.name}: {other} of {len(kept)} steps are written again, with another value: "
-            "several runs in one log? Give each a file or a folder of its own"
+            f"{log.name}: {len(backwards)} of {len(kept)} steps are written again, with another "
+            "value: several runs in one log? Give each a file or a folder of its own"
         )
     if again:
-        log.notes.append(f"{log.name}: {again} steps written twice; the last value counts")
+        log.notes.append(f"{log.name}: {again} steps written twice, with the same value")
+    for where, step, last, lost in backwards:
+        # A resumed run writes as often as before; another curve of the name need not.
+        gone = sum(one <= next(reversed(kept)) for one in lost)
+        come = sum(step <= one <= last for one in kept)
+        if max(gone, come) > 2 * min(gone, come) + 2:
+            raise BadInput(
+                f"{log.name}: {where}: goes back to step {step:g} after {last:g}, with {come} "
+                f"values for {gone}: another curve of that name? Give each a log of its own"
+            )
     if backwards:
-        more = f" (and {backwards - 1} times more)" if backwards > 1 else ""
+        (where, step, last, _), *more = backwards
+        left_out = sum(one != step for _, step, _, lost in backwards for one in lost)
         log.notes.append(
-            f"{log.name}: {first}{more}: what is written from there on counts, and of what was "
-            f"before it {left_out} values do not"
+            f"{log.name}: {where}: goes back to step {step:g} after {last:g}"
+            f"{f' (and {len(more)} times more)' if more else ''}: what is written from there on "
+            f"counts, and of what was before it {left_out} values do not"
         )
-    log.points, log.places = table([*kept.items()]), ()
+    log.points, log.places = table([(step, value) for step, (value, _) in kept.items()]), ()
 
 
 def listed(names: Sequence[str], most: int = 10) -> str:

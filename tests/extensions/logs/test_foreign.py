@@ -116,12 +116,12 @@ def test_a_folder_per_label_holds_its_runs_in_natural_order(tmp_path):
 
 
 def test_steps_written_twice_count_once_and_are_noted(tmp_path):
-    text = "loss,step\n9,1\n9,1\n8,2\n7,3\n6,3\n5,4\n"
+    text = "loss,step\n9,1\n9,1\n8,2\n6,3\n6,3\n5,4\n"
     log, same = (write_csv(tmp_path / name, text) for name in ("a.csv", "b.csv"))
     group, _ = arms(specs(fp32=log, amp=same), "loss")
     [run] = group.baseline.runs
     assert run.evals["step"].tolist() == [1, 2, 3, 4] and run.evals["loss"].tolist() == [9, 8, 6, 5]
-    assert f"{log}: 2 steps written twice; the last value counts" in group.notes
+    assert f"{log}: 2 steps written twice, with the same value" in group.notes
 
 
 def test_values_that_are_not_finite_survive_and_are_noted(tmp_path):
@@ -362,7 +362,7 @@ def test_several_runs_in_one_log_are_refused(tmp_path):
     with raises_line(BadInput, "a: value 4: begins again, at step 1 after 3: a second run or att"):
         load_foreign(specs(fp32=other, amp=tmp_path / "a"), "loss")
     ranks = write_csv(tmp_path / "d.csv", "step,loss\n1,3\n1,4\n2,2.5\n2,3.5\n3,2\n3,3\n")
-    with raises_line(BadInput, "3 of 3 steps are written again, with another value"):
+    with raises_line(BadInput, "d.csv: step 1 has two values, 3 in line 2 and 4 in line 3: two cu"):
         load_foreign(specs(fp32=other, amp=ranks), "loss")
     group, _ = arms(specs(fp32=other, amp=tmp_path / "b"), "loss")
     assert any("3 steps written twice" in note for note in group.notes)

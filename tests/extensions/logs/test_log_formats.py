@@ -54,6 +54,23 @@ STATE = {
 GOLDEN = {
     "lm loss": {"start_step": 1, "end_step": 2, "step_interval": 1, "values": {"1": 0.5, "2": 0.25}}
 }
+SACRED = {  # FileStorageObserver.log_metrics
+    "loss": {"steps": [1, 2], "timestamps": ["2026-01-01T00:00:00"] * 2, "values": VALUES}
+}
+# fairseq's SimpleProgressBar and JsonProgressBar, below a Python and a Hydra logger.
+SIMPLE = (
+    "2026-01-01 00:00:00 | INFO | train_inner | epoch 001:      {s} / 2 loss={v}, ppl=2, "
+    "num_updates={s}, lr=0.1\n2026-01-01 00:00:00 | INFO | valid | epoch 00{s} | valid on 'valid' "
+    "subset | loss 1{v} | num_updates {s}\n2026-01-01 00:00:00 | INFO | train | epoch 00{s} | "
+    "loss 2{v} | ppl 2 | num_updates {s} | lr 0.1"
+)
+AS_JSON = (
+    '[2026-01-01 00:00:00,123][train_inner][INFO] - {{"epoch": 1, "update": 0.5, "loss": "{v}", '
+    '"num_updates": "{s}"}}\n[2026-01-01 00:00:00,123][valid][INFO] - {{"epoch": {s}, '
+    '"valid_loss": "9", "valid_num_updates": "{s}"}}'
+)
+LLMC = "s:{s} tel:9.0000\ns:{s} eval:0.2500\ns:{s} trl:{v:.6f} lr:0.000600 norm:1.2300"
+BOTH = '{{"split": "train", "step": {s}, "loss": 9}}\n{{"split": "eval", "step": {s}, "loss": {v}}}'
 OLD_GOLDEN = {"lm loss": {"start_step": 1, "end_step": 2, "step_interval": 1, "values": VALUES}}
 
 
@@ -89,6 +106,13 @@ OLD_GOLDEN = {"lm loss": {"start_step": 1, "end_step": 2, "step_interval": 1, "v
          "eval.loss", "step"),
         ("golden_values.json", json.dumps(GOLDEN), "lm loss", "step"),
         ("golden_values.json", json.dumps(OLD_GOLDEN), "lm loss", "step"),
+        ("metrics.json", json.dumps(SACRED), "loss", "step"),
+        ("history.json", json.dumps({"steps": [1, 2], "loss": VALUES}), "loss", "steps"),
+        ("run.log", lines(SIMPLE), "train_inner/loss", "num_updates"),
+        ("run.log", lines(AS_JSON), "loss", "num_updates"),
+        ("both.jsonl", lines(BOTH), "eval/loss", "step"),
+        ("both.csv", lines("train,{s},9\neval,{s},{v}", "Split,step,loss\n"), "eval/loss", "step"),
+        ("both.log", lines("step {s} loss: {v}\ntest: step {s} loss: 9"), "none/loss", "step"),
         ("metrics/train/loss", lines("1795359040745 {v} {s}"), "train/loss", "step"),
         ("losses.txt", lines("{s} {v}"), "loss", "step"),
         ("titan.log", lines(TITAN, "[rank0]: started\n", "[titan] validate step: 2  loss: 9.0\n"),
@@ -108,7 +132,6 @@ def test_a_log_is_read_in_its_own_form(tmp_path, name, text, tag, steps):
     assert log.steps == steps
 
 
-BOTH = "".join(f'{{"split": "{s}", "step": 1, "loss": 2}}\n' for s in ("train", "eval"))
 FRAMES = ",frames,loss\n0,100,0.5\n1,200,0.25\n"
 
 
@@ -121,7 +144,19 @@ FRAMES = ",frames,loss\n0,100,0.5\n1,200,0.25\n"
             None,
             ["--tag loss: not there; has ", "lm loss, loss sc"],
         ),
-        ("a.jsonl", BOTH, None, ["is of several values of 'split' (eval, train); must be"]),
+        ("a.jsonl", lines(BOTH), None, ["is of several values of 'split' (eval, train); must be"]),
+        (
+            "main.log",
+            lines(LLMC.replace("trl", "loss")),
+            None,
+            ["has s, lr, norm; say with --step"],
+        ),
+        (
+            "main.log",
+            lines(LLMC.replace("trl", "loss")),
+            "t",
+            ["--step t: not there; has s, lr, n"],
+        ),
         ("a.csv", FRAMES, None, ["no column 'step' or 'epoch'; has frames, loss; say with"]),
         ("a.csv", FRAMES, "frame", ["--step frame: not there; has frames, loss"]),
     ],
@@ -277,6 +312,18 @@ def zipped(text):
         ("a.log", "{'loss': 1, 'epoch': 1}\n{'loss': 2, 'epoch': 2, 'loss': 1}\n",
          "line 2: a name stands twice in it"),
         ("a.log", "step 1 loss 3\nstep 2 loss 2  loss 1\n", "line 2: loss is 2 and 1: must be one"),
+        ("a.log", "step 1 loss 3\nstep 2 loss 2\nstep 2 loss 4\n",
+         "step 2 has two values, 2 in line 2 and 4 in line 3: two curves of one name? Give each"),
+        ("a.csv", TABLE + "4,9\n10,8\n12,8\n", "line 12: goes back to step 4 after 10, with 2 val"),
+        ("a.log", lines(SIMPLE), "--tag loss: is of several values of 'kind of line' (train, tra"),
+        ("a.csv", "Split,step,loss\ntrain,1,2\neval,2,1\n", "--tag loss: is of several values of "
+         "'Split' (eval, train); must be of one, e.g. --tag train/loss"),
+        ("a.csv", "Step,Tag,Value\n1,lr,2\n", "--tag loss: not there; has Tag, Value"),
+        ("a.json", '{"tokens": [10, 20], "loss": [2, 1]}', "--tag loss: does 'tokens' beside it "
+         "count its steps? Say so with --step tokens"),
+        ("a.json", '{"step": [1, 2, 3], "loss": [2, 1]}', "'step' has 3 values and 'loss' 2: m"),
+        ("a.json", '{"loss": {"values": [2, 1], "steps": [1]}}', "'step' has 1 values and 'loss'"),
+        ("a.json", '{"loss": {"values": [2, 1], "tokens": [5, 9]}}', "'loss' has tokens beside it"),
         ("a.csv", "step;loss\n1;2,345\n2;2,125\n", "line 2: '2,345' is 2345 or 2.345, and no oth"),
         ("a.log", "step 1 loss 2,345\n", "line 1: '2,345' is 2345 or 2.345, and no other number"),
     ],
@@ -365,7 +412,7 @@ def test_a_resumed_run_counts_from_its_checkpoint_on(tmp_path):
     path.write_text(TABLE + "8,2.2\n9,2.1\n")
     [log] = read_logs(path, "loss")
     assert len(log.points) == 10 and log.notes == [
-        f"{path}: 2 steps written twice; the last value counts"
+        f"{path}: 2 steps written twice, with the same value"
     ]
 
 
@@ -388,6 +435,57 @@ def test_an_event_file_that_ends_within_a_record_is_read_up_to_it(tmp_path, left
     [log] = read_logs(tmp_path, "loss")
     assert 1 <= len(log.points) < 3
     assert log.notes == [f"{tmp_path}: {path.name} ends within a record: read up to there"]
+
+
+def test_an_event_file_with_a_wrong_byte_is_refused_there(tmp_path):
+    [path] = write_events(tmp_path, {"loss": [(s, 1 / s) for s in range(1, 9)]}).iterdir()
+    whole = path.read_bytes()
+    for place in (len(whole) // 2, len(whole) - 9, 3):
+        path.write_bytes(bytes(byte ^ (255 * (at == place)) for at, byte in enumerate(whole)))
+        with raises_line(Damaged, f"{path}: byte ", "a record's checksum is another") as caught:
+            read_logs(tmp_path, "loss")
+        begin = int(str(caught.value).partition(": byte ")[2].partition(":")[0])
+        assert begin <= place
+        path.write_bytes(path.read_bytes()[:begin])  # as the line says
+        if begin:
+            assert len(read_logs(tmp_path, "loss")[0].points) < 8
+
+
+def test_a_folder_of_text_logs_reads_as_its_files_do(tmp_path):
+    for name in ("fp32", "amp"):
+        (tmp_path / name).mkdir()
+        for seed in (0, 1, 10):
+            text = lines(f"step: {{s}}  loss: {seed}{{v}}")
+            (tmp_path / name / f"s{seed}.log").write_text(text)
+        (tmp_path / name / "requirements.txt").write_text("torch==2.0\n")
+        (tmp_path / "sacred" / name / "1").mkdir(parents=True)
+        (tmp_path / "sacred" / name / "1/metrics.json").write_text(json.dumps(SACRED))
+        (tmp_path / "sacred" / name / "1/cout.txt").write_text("INFO - training\n")
+    group = load_foreign([f"fp32={tmp_path / 'fp32'}", f"amp={tmp_path / 'amp'}"], "loss")
+    assert [run.evals["loss"][0] for run in group.baseline.runs] == [0.5, 10.5, 100.5]
+    runs = [f"{name}={tmp_path / 'sacred' / name}" for name in ("fp32", "amp")]
+    assert load_foreign(runs, "loss").baseline.runs[0].path.endswith("metrics.json")
+    (tmp_path / "amp/valid.log").write_text(lines("step: {s}  loss: {v}"))
+    with raises_line(
+        BadInput, "amp/valid.log beside s0.log: runs, or parts of one? Name every run"
+    ):
+        load_foreign([f"fp32={tmp_path / 'fp32'}", f"amp={tmp_path / 'amp'}"], "loss")
+
+
+def test_steps_are_those_that_stand_beside_the_values(tmp_path):
+    sacred = {"loss": SACRED["loss"] | {"steps": [10, 20]}}
+    (tmp_path / "metrics.json").write_text(json.dumps(sacred))
+    [log] = read_logs(tmp_path / "metrics.json", "loss")
+    assert log.points.tolist() == [[10, 0.5], [20, 0.25]]
+
+
+def test_a_count_of_another_name_is_read_by_its_name(tmp_path):
+    (tmp_path / "main.log").write_text(lines(LLMC))
+    [log] = read_logs(tmp_path / "main.log", "trl", "s")
+    assert log.points.tolist() == [[1, 0.5], [2, 0.25]]
+    (tmp_path / "a.json").write_text('{"tokens": [10, 20], "loss": [0.5, 0.25]}')
+    [log] = read_logs(tmp_path / "a.json", "loss", "tokens")
+    assert log.points.tolist() == [[10, 0.5], [20, 0.25]]
 
 
 def framed(*records):
@@ -449,6 +547,9 @@ def test_an_offline_run_is_its_history(tmp_path):
         return message((1, 7), (2, message(*items, (2, message((1, step))))), (200, b"info"))
 
     path = tmp_path / "run.wandb"
+    path.write_bytes(b":W&B\xe1\xbe\x01" + bytes(99))
+    with raises_line(BadInput, f"{path}: begins with 3a 57 26 42 e1 be 01, must be 3a", "export "):
+        read_logs(path, "loss")
     other = message((1, 1), (17, b"y" * 200))
     path.write_bytes(framed(other, record(1, b"0.5"), other, record(2, b"0.25"), record(3, b"NaN")))
     [log] = read_logs(path, "val.loss")
