@@ -9,6 +9,7 @@ import os
 import weakref
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import TypedDict, Unpack
@@ -305,6 +306,16 @@ _VERSIONS = {20240520: (1, "uint16"), 20240801: (7, "uint32")}  # of GPT-2's tok
 # Tokens are at most 2^31 - 1: torch knows int32 on every device.
 _DTYPES = {"uint16": torch.uint16, "uint32": torch.int32, "int32": torch.int32}
 _LOOKED_AT = 65_536  # words, to see whether their width is right
+# How files begin that are often at hand under the name of a token file.
+_OTHER_FILES = {
+    b"\x93NUMPY": "a NumPy array (.npy)",
+    b"PK\x03\x04": "a zip archive (.npz, torch.save)",
+    b"\x1f\x8b\x08": "a gzip archive",
+    b"\x28\xb5\x2f\xfd": "a zstd archive",
+    b"\x89HDF": "an HDF5 file",
+    b"PAR1": "a Parquet file",
+    b"ARROW1": "an Arrow file",
+}
 
 
 class TokenFiles(TokenStreams):
@@ -354,12 +365,12 @@ class EncodedFile(TokenFile):
     def __init__(self, path: Path, vocab_size: int, dtype: str) -> None:
         super().__init__(path)
         self.vocab_size = vocab_size
-        header = np.zeros(3, "<i4")
-        if self.bytes >= _HEADER_BYTES:
-            self._read_bytes(header, 0)
-        version, headed = _VERSIONS.get(int(header[0]), (None, None))
+        version, promised, headed = self._header()
         if headed is not None:
             self.start = _HEADER_BYTES
+            if dtype != "auto" and _DTYPES[dtype] is not _DTYPES[headed]:
+                wrong = f"data.dtype={dtype}: its header (version {version}) is that of {headed}"
+                raise DataError(f"{path}: {wrong} (allowed here: auto, {headed})")
         if dtype == "auto":
             dtype = headed or ("uint16" if vocab_size <= 2**16 else "uint32")
         self.dtype = _DTYPES[dtype]
@@ -368,13 +379,45 @@ class EncodedFile(TokenFile):
             what = "an odd number of bytes" if width == 2 else "no multiple of four bytes"
             raise DamagedData(f"{path}: {what} ({self.bytes}), tokens have {width}")
         self.tokens = rest // width
-        if headed and (header[1] != version or header[2] != self.tokens):
+        if headed and promised != self.tokens:
             raise DamagedData(
-                f"{path}: {self.tokens} tokens, its header (version {header[1]}) says {header[2]}"
+                f"{path}: {self.tokens} tokens, its header (version {version}) says {promised}"
             )
         if not self.tokens:
             raise DamagedData(f"{path}: no token")
         self._check_width(dtype)
+
+    def _header(self) -> tuple[int, int, str | None]:
+        """Return version, number of tokens and dtype of llm.c's header; without one, no dtype.
+
+        Raises DataError for a file of another kind, DamagedData for a header of another version.
+        """
+        head = np.zeros(min(self.bytes, 2 * _HEADER_BYTES), np.uint8)
+        self._read_bytes(head, 0)
+        content = head.tobytes()
+        magic, version, promised = np.frombuffer(content[:12].ljust(12, b"\0"), "<i4").tolist()
+        known, headed = _VERSIONS.get(magic, (None, None))
+        if headed is not None:
+            if version != known or self.bytes < _HEADER_BYTES:
+                raise DamagedData(
+                    f"{self.path}: the header of magic {magic} has version {version} in a file of "
+                    f"{self.bytes} bytes, must have version {known} and {_HEADER_BYTES} bytes"
+                )
+            return version, promised, headed
+        what = next((what for begin, what in _OTHER_FILES.items() if content.startswith(begin)), "")
+        if not what and len(content) > _HEADER_BYTES and not head[64:_HEADER_BYTES].any():
+            if head.any():
+                what = f"a file with a header of magic {magic}, which no file of tokens has here"
+        if not what and len(content) > 64 and b"\0" not in content:
+            with suppress(UnicodeDecodeError):
+                content.rstrip(bytes(range(128, 256))).decode()
+                what = "a text"
+        if what:
+            raise DataError(
+                f"{self.path}: begins as {what}; must be integers and nothing else, as "
+                "numpy's array.tofile writes them, or behind a header as llm.c's"
+            )
+        return 0, 0, None
 
     def _check_width(self, dtype: str) -> None:
         """Raise DataError if the first words are halves of tokens, or pairs of them."""

@@ -1,5 +1,8 @@
 """nanoGPT's and llm.c's files of tokens: values, boundaries, and what is refused."""
 
+import gzip
+import io
+
 import numpy as np
 import pytest
 import torch
@@ -15,12 +18,13 @@ TRAIN = (np.arange(103) * 631 + 40_000) % WORDS  # up to 65,240: beyond int16
 HELD_OUT = np.arange(40, 0, -1)
 
 
-def write(path, tokens, header=None, dtype="<u2"):
+def header(numbers, dtype="<i4"):
+    return np.array([*numbers, *[0] * (256 - len(numbers))], dtype).tobytes()
+
+
+def write(path, tokens, head=None, dtype="<u2"):
     tokens = np.asarray(tokens, dtype).tobytes()
-    head = b""
-    if header is not None:
-        head = np.array([*header, *[0] * (256 - len(header))], "<i4").tobytes()
-    path.write_bytes(head + tokens)
+    path.write_bytes((b"" if head is None else header(head)) + tokens)
 
 
 def made(root):
@@ -42,7 +46,7 @@ def shards(tmp_path):
         ("fineweb_train_000001.bin", TRAIN[:60]),
         ("fineweb_val_000000.bin", HELD_OUT),
     ):
-        write(tmp_path / name, tokens, header=(20240520, 1, len(tokens)))
+        write(tmp_path / name, tokens, head=(20240520, 1, len(tokens)))
     return tmp_path
 
 
@@ -130,7 +134,11 @@ def test_a_token_beyond_the_vocabulary_is_named_where_it_is_read(folder):
         ),
         (
             lambda root: write(root / "train.bin", TRAIN, (20240520, 2, 103)),
-            "103 tokens, its header (version 2) says 103",
+            "train.bin: the header of magic 20240520 has version 2 in a file of 1230 bytes, must ",
+        ),
+        (
+            lambda root: (root / "val.bin").write_bytes(np.array([20240520, 1, 9], "<i4")),
+            "val.bin: the header of magic 20240520 has version 1 in a file of 12 bytes, must have",
         ),
         (
             lambda root: (root / "val.bin").write_bytes(b"\x01\x00\x02"),
@@ -147,6 +155,41 @@ def test_damaged_files_are_refused(folder, damage, says):
     damage(folder)
     with raises_line(DamagedData, says):
         source(folder)
+
+
+def saved(write_to, *arguments):
+    written = io.BytesIO()
+    write_to(written, *arguments)
+    return written.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("content", "what"),
+    [
+        (saved(np.save, TRAIN), "a NumPy array (.npy)"),
+        (saved(np.savez, TRAIN), "a zip archive (.npz, torch.save)"),
+        (gzip.compress(TRAIN.astype("<u2").tobytes()), "a gzip archive"),
+        ("Größe, in the words of a text that is no file of tokens. ".encode() * 40, "a text"),
+        # llm.c's weights of a network, and big-endian tokens with its header.
+        (
+            header((20240326, 3, 1024, 50257, 12, 12, 768)) + bytes(range(200)),
+            "a file with a header",
+        ),
+        (header((20240520, 1, 100), ">i4") + bytes(range(200)), "a file with a header of magic "),
+    ],
+)
+def test_what_is_no_file_of_tokens_is_refused_by_name(folder, content, what):
+    (folder / "train.bin").write_bytes(content)
+    with raises_line(DataError, f"{folder / 'train.bin'}: begins as {what}") as caught:
+        source(folder, 60_000)
+    assert caught.type is DataError
+
+
+def test_a_dtype_that_is_not_the_headers_is_refused(wide_shards):
+    wrong = "data.dtype=uint16: its header (version 7) is that of uint32 (allowed here: auto, uin"
+    with raises_line(DataError, f"fineweb_train_000000.bin: {wrong}"):
+        source(wide_shards, dtype="uint16")
+    assert source(wide_shards, dtype="int32").description["train_samples"] == 103
 
 
 @pytest.mark.parametrize("most", [2, 60, 50_257, 128_256])
