@@ -5,6 +5,7 @@
 
 import hashlib
 import os
+from collections import Counter
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple, TypedDict, Unpack
@@ -74,6 +75,12 @@ class BoxSplit:
                 f"annotation has {said[0]} x {said[1]}"
             )
         return image
+
+
+def first_repeated(values: Sequence[Any]) -> list[Any]:
+    """Return the first of the values that stands there twice, in a list; an empty one if none."""
+    counts = Counter(values)
+    return [value for value in values if counts[value] > 1][:1]
 
 
 def _size(path: str) -> int:

@@ -15,9 +15,16 @@ import numpy as np
 
 from mprun.data.image_files import printable, read_file
 from mprun.data.source import DamagedData, DataError
-from mprun.extensions.detection.boxed_images import BoxedImages, BoxOptions, BoxSplit, Objects
+from mprun.extensions.detection.boxed_images import (
+    BoxedImages,
+    BoxOptions,
+    BoxSplit,
+    Objects,
+    first_repeated,
+)
 from mprun.extensions.detection.canvases import FIELDS
 
+MAX_SIDE = 2**20  # pixels
 MAX_BYTES = 2**32  # instances_train2017.json has 449 MB
 
 
@@ -55,17 +62,27 @@ def read_instances(path: str) -> Instances:
         raise DataError(f"{shown}: no such file; data.root needs annotations/instances_NAME.json")
     try:
         return msgspec.json.decode(read_file(path, MAX_BYTES), type=Instances)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise DamagedData(f"{shown}: no instances of COCO: {error}") from None
 
 
 def objects_of(found: Instances, shown: str) -> tuple[list[str], list[Objects]]:
     """Return the names of the images and their objects; DamagedData names a fault."""
+    unique: tuple[tuple[str, list[Any]], ...] = (
+        ("categories have the id", [own.id for own in found.categories]),
+        ("images have the id", [own.id for own in found.images]),
+        ("images have the file_name", [own.file_name for own in found.images]),
+    )
+    for what, values in unique:
+        if twice := first_repeated(values):
+            raise DamagedData(f"{shown}: two {what} {printable(str(twice[0]))}")
     classes = {own.id: number for number, own in enumerate(categories_of(found))}
     rows: dict[int, list[list[float]]] = {own.id: [] for own in found.images}
     sizes = {own.id: (own.width, own.height) for own in found.images}
-    if any(min(size) < 1 for size in sizes.values()):
-        raise DamagedData(f"{shown}: has an image without width or height")
+    for image in found.images:
+        if not (0 < image.width <= MAX_SIDE and 0 < image.height <= MAX_SIDE):
+            size = f"{image.width} x {image.height}"
+            raise DamagedData(f"{shown}: image {image.id} is said to have {size} pixels")
     for number, own in enumerate(found.annotations):
         where = f"{shown}: annotation {number}"
         if own.image_id not in rows or own.category_id not in classes:
@@ -83,11 +100,10 @@ def objects_of(found: Instances, shown: str) -> tuple[list[str], list[Objects]]:
         rows[own.image_id].append([*sides, classes[own.category_id], own.iscrowd == 1])
     names = []
     for image in found.images:
-        if os.path.isabs(image.file_name) or ".." in image.file_name.split("/"):
-            raise DamagedData(
-                f"{shown}: {printable(image.file_name)!r} is no name below its folder"
-            )
-        names.append(image.file_name)
+        name = image.file_name
+        if os.path.isabs(name) or ".." in name.split("/") or "\0" in name:
+            raise DamagedData(f"{shown}: {printable(name)!r} is no name below its folder")
+        names.append(name)
     made = [np.array(own, np.float32).reshape(-1, FIELDS) for own in rows.values()]
     return names, [Objects(*own) for own in zip(sizes.values(), made, strict=True)]
 

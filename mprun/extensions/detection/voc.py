@@ -20,7 +20,13 @@ import numpy as np
 
 from mprun.data.image_files import printable, read_file
 from mprun.data.source import DamagedData, DataError
-from mprun.extensions.detection.boxed_images import BoxedImages, BoxOptions, BoxSplit, Objects
+from mprun.extensions.detection.boxed_images import (
+    BoxedImages,
+    BoxOptions,
+    BoxSplit,
+    Objects,
+    first_repeated,
+)
 from mprun.extensions.detection.boxes import DIFFICULT
 from mprun.extensions.detection.canvases import FIELDS
 
@@ -117,6 +123,8 @@ def _listed(path: str) -> list[str]:
             raise DamagedData(f"{printable(path)}: {printable(name[:70])!r} is no name of an image")
     if not names:
         raise DamagedData(f"{printable(path)}: lists no image")
+    if twice := first_repeated(names):
+        raise DamagedData(f"{printable(path)}: lists {twice[0]} twice")
     return names
 
 

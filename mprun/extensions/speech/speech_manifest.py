@@ -147,9 +147,16 @@ def _utterance(row: dict, folder: str, where: str) -> Utterance:
         if not isinstance(value, str) or "\0" in value:
             raise DamagedData(f"{where}: has no {key}")
     try:
+        os.fsencode(str(audio))
+    except UnicodeEncodeError:  # JSON may hold half a character
+        raise DamagedData(f"{where}: audio_filepath={audio!r} is no name of a file") from None
+    try:
         seconds = None if duration is None else float(duration)
-    except (TypeError, ValueError):
-        raise DamagedData(f"{where}: duration={duration!r} is no number") from None
+    except (TypeError, ValueError, OverflowError):
+        seconds = math.nan
+    if seconds is not None and not math.isfinite(seconds):
+        shown = printable(repr(duration)[:40])
+        raise DamagedData(f"{where}: duration={shown} is no number of seconds")
     words = " ".join(str(text).split())
     return Utterance(os.path.join(folder, str(audio)), words, seconds, where)
 
@@ -194,7 +201,7 @@ def read_wav(path: str, sample_rate: int) -> np.ndarray:
             content = file.readframes(promised)
     except OSError as error:
         raise DamagedData(f"{shown}: cannot be read: {error.strerror}") from error
-    except (wave.Error, EOFError) as error:
+    except (wave.Error, EOFError, RuntimeError) as error:  # RuntimeError: a chunk beyond its file
         reason = str(error) or "it ends"
         raise DamagedData(f"{shown}: is no WAV file of PCM samples: {reason}") from error
     if rate != sample_rate:

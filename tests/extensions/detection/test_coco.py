@@ -15,6 +15,7 @@ SIZE = 60, 40  # width, height
 DOG = {"category_id": 18, "bbox": [6, 4, 30, 20], "iscrowd": 0, "area": 600}
 CROWD = {"category_id": 1, "bbox": [0, 0, 60.5, 40], "iscrowd": 1}
 FLAT = {"category_id": 1, "bbox": [3, 3, 0, 10], "iscrowd": 0}
+IMAGE = {"id": 100, "file_name": f"{0:012}.jpg", "width": 60, "height": 40}
 CATEGORIES = [{"id": 18, "name": "dog"}, {"id": 1, "name": "person"}, {"id": 90, "name": "brush"}]
 
 
@@ -89,6 +90,12 @@ def test_boxes_classes_and_crowds(tmp_path):
             "is no name below its folder",
         ),
         ({"images": []}, "has image_id 100"),
+        ({"images": 2 * [IMAGE]}, "instances_val2017.json: two images have the id 100"),
+        ({"images": [IMAGE, IMAGE | {"id": 5}]}, "two images have the file_name 000000000000.jpg"),
+        ({"categories": [*CATEGORIES, CATEGORIES[0]]}, "two categories have the id 18"),
+        ({"images": [IMAGE | {"height": 0}]}, "image 100 is said to have 60 x 0 pixels"),
+        ({"images": [IMAGE | {"width": 10**30}]}, "instances_val2017.json: "),
+        ({"images": [IMAGE | {"file_name": "a\0.jpg"}]}, "is no name below its folder"),
     ],
 )
 def test_damage_is_one_line(tmp_path, changed, says):
@@ -102,6 +109,12 @@ def test_missing_files(tmp_path):
     made(tmp_path)
     with raises_line(DataError, "annotations/instances_val2014.json: no such file"):
         coco(tmp_path, eval_folder="val2014")
+    path = tmp_path / "annotations/instances_train2017.json"
+    whole = path.read_bytes()
+    path.write_bytes(whole.replace(b".jpg", b".\xffg"))
+    with raises_line(DamagedData, "instances_train2017.json: no instances of COCO: 'utf-8' codec"):
+        coco(tmp_path)
+    path.write_bytes(whole)
     (tmp_path / "val2017" / "000000000001.jpg").unlink()
     with raises_line(DamagedData, "val2017/000000000001.jpg: cannot be read"):
         coco(tmp_path)

@@ -185,6 +185,9 @@ def test_missing_and_wrong_files(root):
     (folder / "ImageSets/Main/trainval.txt").write_text("../../secret\n")
     with pytest.raises(DamagedData, match="'../../secret' is no name of an image"):
         voc(root)
+    (folder / "ImageSets/Main/trainval.txt").write_text("000001\n000002\n000001\n")
+    with pytest.raises(DamagedData, match="trainval.txt: lists 000001 twice"):
+        voc(root)
     (folder / "ImageSets/Main/trainval.txt").unlink()
     with pytest.raises(DataError, match="data.root needs VOCdevkit/VOC2007"):
         voc(root)

@@ -1,6 +1,7 @@
 """Strips of digits; WAV files and manifests, whole and damaged."""
 
 import json
+import math
 import struct
 import sys
 import wave
@@ -250,6 +251,13 @@ DAMAGE = [
     ("train.json", b"[1]\n", "train.json:1: is a list"),
     ("train.json", LINE | {"text": None}, "train.json:1: has no text"),
     ("train.json", LINE | {"duration": "long"}, "train.json:1: duration='long' is no number"),
+    ("train.json", LINE | {"duration": math.nan}, "train.json:1: duration=nan is no number of sec"),
+    ("train.json", LINE | {"duration": 10**400}, "train.json:1: duration=1000"),
+    (
+        "train.json",
+        LINE | {"audio_filepath": "\ud800.wav"},
+        "train.json:1: audio_filepath='\\ud800",
+    ),
     ("train.json", b"\n", "train.json: lists no utterance"),
     ("train.json", b"\xff\xfe\x00", "train.json: is no UTF-8 text"),
     ("train.json", LINE | {"text": "xa"}, "train.json:1: 'x' of its text is not in the alphabet"),
@@ -258,6 +266,7 @@ DAMAGE = [
     ("0.wav", lambda wav: wav[:-100], "0.wav: ends before its samples do"),
     ("0.wav", b"fLaC and so on", "0.wav: is no WAV file of PCM samples"),
     ("0.wav", {"samples": []}, "0.wav: ends before its samples do, or has none"),
+    ("0.wav", lambda wav: wav[:22] + b"1e999" + wav[22:], "0.wav: is no WAV file of PCM samples: "),
     ("0.wav", lambda wav: wav[:20] + FLOATS + wav[22:], "of PCM samples: unknown format: 3"),
 ]
 
