@@ -465,15 +465,18 @@ def _records_of_columns(wanted: Wanted, content: dict[str, Any]) -> list[dict]:
             raise BadInput(f"{path}: --step {step}: not there; has {listed([*column])}")
         if "steps" in column:
             steps = column["steps"]
-        elif not isinstance(values, dict):
-            first, every = column.get("start_step", 1), max(1, column.get("step_interval", 1))
+        elif isinstance(values, list):
+            first, every = column.get("start_step", 1), column.get("step_interval", 1)
+            if not (isinstance(first, int) and isinstance(every, int) and every >= 0):
+                raise Damaged(f"{path}: {tag!r}: start_step and step_interval must be integers")
+            every = max(1, every)
             steps = range(first, first + every * len(values), every)
     elif found := _counting(wanted, content):
         steps, counted = content[found], found
     elif not isinstance(values, dict):
         steps, counted = range(1, len(values) + 1), ""
     if steps is None:
-        steps = [*values]
+        steps = [*values] if isinstance(values, dict) else []
     lists = [[*one.values()] if isinstance(one, dict) else one for one in (steps, values)]
     for name, one in zip((counted, tag), lists, strict=True):
         if not isinstance(one, (list, range)):

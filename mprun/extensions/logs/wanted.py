@@ -331,7 +331,8 @@ def in_order(log: Log) -> None:
 def listed(names: Sequence[str], most: int = 10) -> str:
     """Return the first names as text, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
-    return (", ".join(names[:most]) or "none") + more
+    shown = [name if name.isprintable() else repr(name) for name in names[:most]]
+    return (", ".join(shown) or "none") + more
 
 
 def table(points: list) -> np.ndarray:

@@ -233,6 +233,13 @@ def test_folders_of_several_tools_are_runs(tmp_path):
         ("a.jsonl", '{"step": 1, "loss": 2}\n{"step": \n{"step": 3, "loss": 2}\n', "line 2: not a"),
         ("a.json", '[{"step": 1, "loss": true}]', "record 1: True is not a number"),
         ("a.json", "[1, 2]", "not a list of records"),
+        ("a.json", '{"loss": {"values": 5}}', "'loss' is no list of values"),
+        (
+            "a.json",
+            '{"loss": {"values": [5], "start_step": "x"}}',
+            "'loss': start_step and step_int",
+        ),
+        ("a.json", '{"loss": [1, 2], "step": 5}', "'step' is no list of values"),
         ("a.txt", "1 0.5\n1e999 0.25\n", "steps must be finite"),
         ("a.log", ":::MLLOG {nothing}\n", "line 1: not an entry of MLPerf"),
     ],
@@ -318,6 +325,7 @@ def zipped(text):
         ("a.log", lines(SIMPLE), "--tag loss: is of several values of 'kind of line' (train, tra"),
         ("a.csv", "Split,step,loss\ntrain,1,2\neval,2,1\n", "--tag loss: is of several values of "
          "'Split' (eval, train); must be of one, e.g. --tag train/loss"),
+        ("a.json", '{"a\\nb": [1, 2]}', "--tag loss: not there; has 'a\\nb'"),
         ("a.csv", "Step,Tag,Value\n1,lr,2\n", "--tag loss: not there; has Tag, Value"),
         ("a.json", '{"tokens": [10, 20], "loss": [2, 1]}', "--tag loss: does 'tokens' beside it "
          "count its steps? Say so with --step tokens"),
