@@ -1,7 +1,8 @@
 """The ways a run can end other than by a bug, each with its exit code.
 
 Exit codes: 0 done, 1 a bug in mprun, 2 bad input, 3 diverged, 4 damaged data or checkpoint,
-5 resource (disk, memory, lost worker), 75 preempted and resumable, 130 interrupted.
+5 resource (disk, memory, lost worker), 75 asked to stop: resume, or start again where no run had
+begun, 130 interrupted.
 """
 
 import os
@@ -114,9 +115,13 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, MprunError):
         return error.exit_code
     if isinstance(error, KeyboardInterrupt):  # carries the signal's name
-        number = getattr(signal, str(error) or "SIGINT", signal.SIGINT)
-        return INTERRUPTED if number == signal.SIGINT else 128 + number
+        return exit_code_after(getattr(signal, str(error) or "SIGINT", signal.SIGINT))
     return BUG
+
+
+def exit_code_after(number: int) -> int:
+    """Return the exit code of a command that a signal asked to stop, however far it was."""
+    return INTERRUPTED if number == signal.SIGINT else PREEMPTED
 
 
 def raised(error: BaseException) -> str:

@@ -24,7 +24,7 @@ from mprun.distributed.rank_info import RankInfo, completed, is_restart, rank_in
 from mprun.entry_points import announced, loaded
 from mprun.errors import BAD_INPUT, DONE, RESOURCE, BadInput, MprunError, needing
 from mprun.record.console import steady_terminal
-from mprun.training.signals import Interruption, Stopped
+from mprun.training.signals import Interruption
 
 if TYPE_CHECKING:
     from mprun.config.compose import Composed
@@ -74,10 +74,8 @@ def _ended(arguments: list[str], interruption: Interruption) -> int:
         return error.exit_code
     except SystemExit as ended:  # argparse, after a help page
         return int(ended.code or DONE)
-    except Stopped as stopped:
-        return 128 + signal.Signals[str(stopped)]  # INTERRUPTED for SIGINT
-    except KeyboardInterrupt:
-        return errors.INTERRUPTED
+    except KeyboardInterrupt as stopped:
+        return errors.exit_code_of(stopped)
     except BrokenPipeError:
         # `mprun --help | head`: the reader of stdout has closed it, perhaps before the end.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -23,7 +23,15 @@ from torch.distributed.elastic.multiprocessing.api import PContext
 from mprun.data.loader import available_cores
 from mprun.distributed.rank_info import RankInfo
 from mprun.distributed.store import LOST, directory_in, failure_of, named, store_of
-from mprun.errors import ASKING, DONE, INTERRUPTED, PREEMPTED, RESOURCE, SEVERITY, MprunError
+from mprun.errors import (
+    ASKING,
+    DONE,
+    PREEMPTED,
+    RESOURCE,
+    SEVERITY,
+    MprunError,
+    exit_code_after,
+)
 from mprun.record.run_directory import locked
 from mprun.record.run_record import read_record
 
@@ -177,8 +185,8 @@ def _judged(
     """
     first = rank_info.node * rank_info.devices
     if asked:  # a rank without a handler yet was ended by the signal
-        of_it = INTERRUPTED if asked == signal.SIGINT else 128 + asked
-        codes = {rank: of_it if code == -asked else code for rank, code in codes.items()}
+        ended = exit_code_after(asked)
+        codes = {rank: ended if code == -asked else code for rank, code in codes.items()}
     killed = {first + r: -c for r, c in codes.items() if c is not None and c < 0}
     hung = [first + rank for rank, code in codes.items() if code is None]
     said = failure_of(store)

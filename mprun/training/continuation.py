@@ -8,7 +8,7 @@ from pathlib import Path
 
 from mprun.config.compose import config_from_record
 from mprun.config.keys import config_hash, flat, resumable_keys, role_of, wanted
-from mprun.config.overrides import assignment, parse_overrides
+from mprun.config.overrides import MAPPING, assignment, mapping_of, parse_overrides
 from mprun.config.schema import RunConfig
 from mprun.config.trust import Vouched, is_outside, vouched
 from mprun.errors import BadInput, Damaged, no_folder
@@ -104,12 +104,17 @@ def _with_overrides(plain: dict, overrides: tuple[str, ...], choices: dict) -> d
     """Return `plain` as overridden; choices: the run's options of groups, which may be repeated."""
     before = flat(plain) | choices
     for override in overrides:
-        key = override.partition("=")[0]
-        if key.lstrip("+") == "resume" or is_outside(override):
+        key = override.partition("=")[0].lstrip("+")
+        if key == "resume" or is_outside(override):
             continue
         # Hydra's grammar, as for a new run: YAML takes "off" for false.
         (parsed,) = parse_overrides((override,))
         value, own = parsed.value(), before.get(key, parsed)
+        if mapping_of(key) == MAPPING and isinstance(value, dict):
+            found = {pattern: before.get(f"{MAPPING}.{pattern}") for pattern in value}
+            key, own = MAPPING, parsed if None in found.values() else found
+        elif isinstance(own, str):
+            value = str(value)  # a name may look like a number
         if value == own and isinstance(value, bool) == isinstance(own, bool):
             continue
         if not role_of(key).resumable:

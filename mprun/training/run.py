@@ -83,20 +83,31 @@ def start(composed: Composed, rank_info: RankInfo | None = None) -> int:
                 _check_determinism(built)
         return built
 
-    def claimed_by_first() -> str:
-        return str(claimed(composed, composed.overrides)) if ranks.is_first else ""
+    made: list[Path] = []
 
-    with ranks.watched():
-        built = ranks.together(begun)
-        ranks.together(lambda: check_same_products(built))
-        ranks.together(lambda: _check_same_data(built))
-        directory = Path(ranks.first(ranks.together(claimed_by_first)))
-    ranks.found(directory)
-    if not ranks.is_first:
-        return follow(directory, config, built)
-    with locked(directory, new=True):
-        say(*notes(config, built))
-        return attempt(config, built, new_record(directory, composed))
+    def claimed_by_first() -> str:
+        if not ranks.is_first:
+            return ""
+        made.append(claimed(composed, composed.overrides))
+        return str(made[0])
+
+    try:
+        with ranks.watched():
+            built = ranks.together(begun)
+            ranks.together(lambda: check_same_products(built))
+            ranks.together(lambda: _check_same_data(built))
+            directory = Path(ranks.first(ranks.together(claimed_by_first)))
+        ranks.found(directory)
+        if not ranks.is_first:
+            return follow(directory, config, built)
+        with locked(directory, new=True):
+            say(*notes(config, built))
+            return attempt(config, built, new_record(directory, composed))
+    except BaseException:
+        for path in made:
+            with suppress(OSError):  # what is not empty is a run
+                path.rmdir()
+        raise
 
 
 def joined(config: RunConfig, device: torch.device, rank_info: RankInfo | None) -> Ranks:

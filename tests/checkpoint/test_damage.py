@@ -241,6 +241,16 @@ def test_what_a_run_has_may_be_said_again(finished):
     assert continued((*words, "train.steps=8"), str(finished)).train.steps == 8
 
 
+def test_a_name_like_a_number_and_an_entry_of_a_mapping_may_be_said_again(tmp_path, capsys):
+    words = [*TINY_LM, "precision=amp", "name=7", "++train.steps=1"]
+    given = [*words, "precision.overrides.lstm*=fp32"]
+    assert main([*given, f"output_dir='{tmp_path / 'run'}'"]) == 0
+    again = f"resume={tmp_path / 'run'}"
+    assert continued((*given, again), str(tmp_path / "run")).name == "7"
+    says = "keeps precision.overrides={'lstm*':fp32} (allowed: "
+    refused(capsys, *words, "precision.overrides.lstm*=fp16", again, says=says)
+
+
 def test_other_data_than_the_run_began_with_are_refused(run, capsys):
     seal_again(run, data=record_of(run)["data"] | {"sha256": 64 * "0"})
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file()}

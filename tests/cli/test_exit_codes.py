@@ -458,8 +458,19 @@ def test_loading_is_left_at_once_and_nothing_is_written(tmp_path):
     assert process.stdout.readline() == "loading\n"
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=30)
-    assert process.returncode == 128 + signal.SIGTERM and "mprun: SIGTERM: stopping" in err
+    assert process.returncode == 75 and "mprun: SIGTERM: stopping" in err
     assert not (tmp_path / "r").exists()
+
+
+@pytest.mark.parametrize("where", ["build.run.build_data", "record.run_directory.refuse_strange"])
+def test_asked_to_stop_before_there_is_a_run(where, tmp_path, monkeypatch, capfd):
+    """While data load, or between a run's directory and its first file: the same command again."""
+    with monkeypatch.context() as patched:
+        patched.setattr(f"mprun.{where}", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+        assert run(tmp_path / "r", *TINY_LM, "train.steps=1") == 75
+    assert capfd.readouterr().err == "mprun: SIGTERM: stopping\n"
+    assert list(tmp_path.iterdir()) == []
+    assert run(tmp_path / "r", *TINY_LM, "train.steps=1") == 0
 
 
 @pytest.mark.parametrize(

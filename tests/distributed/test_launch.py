@@ -330,7 +330,7 @@ def test_ranks_end_with_who_started_them(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 75), (signal.SIGINT, 130)])
 @pytest.mark.parametrize("after_s", [0.0, 0.5, 1.5])
 def test_asked_to_stop_before_there_is_a_run(number, code, after_s, tmp_path):
     process = start(*EXACT, "devices=2", f"output_dir={tmp_path / 'run'}")
