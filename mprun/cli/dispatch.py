@@ -23,6 +23,7 @@ from mprun.cli.arguments import Arguments, number
 from mprun.distributed.rank_info import RankInfo, completed, is_restart, rank_info_from
 from mprun.entry_points import announced, loaded
 from mprun.errors import BAD_INPUT, DONE, RESOURCE, BadInput, MprunError, needing
+from mprun.file_system import FAILING
 from mprun.record.console import steady_terminal
 from mprun.training.signals import Interruption
 
@@ -37,11 +38,11 @@ VERBS = {
     "show": "mprun.cli.show:main",
     "doctor": "mprun.cli.doctor:main",
 }
-# A full disk, a quota, a read-only or failing file system, a forbidden folder, or an invalid path.
+# A failing or read-only file system, a forbidden folder, too many open files, or an invalid path.
 _OF_THE_SYSTEM = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO), RESOURCE),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EMFILE, errno.ENFILE), RESOURCE),
-    **{errno.ENOMEM: RESOURCE, errno.ENAMETOOLONG: BAD_INPUT},
+    **dict.fromkeys((*FAILING, errno.EROFS, errno.EACCES, errno.EPERM), RESOURCE),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE, errno.ENOMEM), RESOURCE),
+    **{errno.ENAMETOOLONG: BAD_INPUT, errno.ELOOP: BAD_INPUT},
 }
 # Keys for the place of a run, not its content.
 _OF_RANKS = ("devices", "nodes", "restarts")

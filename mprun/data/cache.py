@@ -1,6 +1,5 @@
 """A cache on disk: encoded text, which is read from there, and arrays, which only save time."""
 
-import errno
 import hashlib
 import io
 import json
@@ -17,6 +16,7 @@ import numpy as np
 
 from mprun.data.source import DamagedData, DataError
 from mprun.errors import Resource
+from mprun.file_system import FAILING, discard, sync, sync_folder
 
 FORMAT = 1
 # Hashing costs about 1 s per GB. Smaller files are hashed at every start, larger ones when their
@@ -27,7 +27,6 @@ ANNOUNCED_ABOVE = 1 << 30  # a pass takes seconds from here on, before anything 
 _SETTLED_NS = 2_000_000_000
 # A killed writer leaves its temporary file behind.
 _ABANDONED_S = 3600
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 Key = Mapping[str, str | int | bool | None]
 Blocks = Iterable[np.ndarray | bytes | str]  # a str is a line
@@ -90,13 +89,13 @@ class Cache:
             for left in self.folder.glob(f".{path.stem}.*"):
                 with suppress(FileNotFoundError):  # another process was faster
                     if time.time() - left.stat().st_mtime > _ABANDONED_S:
-                        left.unlink()
+                        discard(left)
             size, sha256 = _write(path, blocks)
             header = {"format": FORMAT, "key": key, "bytes": size, "sha256": sha256}
             _write(path.with_suffix(".json"), [json.dumps(header, indent=1).encode()])
         except OSError as error:
             reason = f"{self.folder}: {error.strerror}"
-            if error.errno in _FULL:
+            if error.errno in FAILING:
                 raise Resource(f"data.cache={reason}; encoded text goes there") from error
             raise DataError(f"data.cache={reason}; name a folder for the encoded text") from error
         return path
@@ -167,16 +166,11 @@ def _write(path: Path, blocks: Blocks) -> tuple[int, str]:
                 content = block.data if isinstance(block, np.ndarray) else block
                 size += file.write(content)
                 digest.update(content)
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file)
         os.replace(temporary, path)
     finally:
-        temporary.unlink(missing_ok=True)
-    descriptor = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+        discard(temporary)
+    sync_folder(path.parent)
     return size, digest.hexdigest()
 
 

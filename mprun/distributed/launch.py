@@ -185,8 +185,8 @@ def _judged(
     """
     first = rank_info.node * rank_info.devices
     if asked:  # a rank without a handler yet was ended by the signal
-        ended = exit_code_after(asked)
-        codes = {rank: ended if code == -asked else code for rank, code in codes.items()}
+        of_it = exit_code_after(asked)
+        codes = {rank: of_it if code == -asked else code for rank, code in codes.items()}
     killed = {first + r: -c for r, c in codes.items() if c is not None and c < 0}
     hung = [first + rank for rank, code in codes.items() if code is None]
     said = failure_of(store)

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from mprun.errors import Damaged, Resource
+from mprun.file_system import discard, sync_folder
 from mprun.record.run_directory import read_json, synced
 
 _NAME = re.compile(r"step-(\d{8,})$")
@@ -54,11 +55,9 @@ def save(folder: Path, step: int, state: dict, keep: int, **belonging: Any) -> P
         with synced(temporary / "manifest.json") as file:
             file.write(json.dumps(manifest).encode())
         if final.exists():
-            shutil.rmtree(final)
+            _drop(final)
         os.replace(temporary, final)
-        descriptor = os.open(folder, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+        sync_folder(folder)
     except (OSError, RuntimeError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         # torch.save reports a full disk as a RuntimeError with the OSError behind it.
@@ -71,8 +70,12 @@ def save(folder: Path, step: int, state: dict, keep: int, **belonging: Any) -> P
         if kept[True] < keep and kept[good] < keep:
             kept[good] += 1
         else:
-            shutil.rmtree(old)
+            _drop(old)
     return final
+
+
+def _drop(path: Path) -> None:
+    discard(path, path.with_name(f".{path.name}.old.{os.getpid()}"))
 
 
 def load_newest(folder: Path, map_location: torch.device) -> Checkpoint | None:

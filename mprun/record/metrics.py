@@ -2,13 +2,13 @@
 
 import hashlib
 import json
-import os
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, ClassVar
 
 from mprun.errors import Damaged
+from mprun.file_system import sync
 from mprun.record.metrics_columns import NON_FINITE, complete_lines, parsed_json
 from mprun.record.run_directory import plain, replacing
 from mprun.record.seal import content_of
@@ -41,7 +41,7 @@ class MetricsFile:
 
     def close(self) -> None:
         """Force the records onto the disk and close the file."""
-        os.fsync(self.file.fileno())
+        sync(self.file)
         self.file.close()
 
 

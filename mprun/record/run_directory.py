@@ -4,8 +4,6 @@ A reader cannot know who made a directory. The directory is therefore data: noth
 read, written or removed through it. Its lock file carries the training loop's heartbeat.
 """
 
-import errno
-import fcntl
 import glob
 import hashlib
 import json
@@ -22,6 +20,7 @@ from typing import Any, BinaryIO
 import yaml
 
 from mprun.errors import BadInput, Damaged, Resource
+from mprun.file_system import FAILING, discard, lock, sync
 from mprun.record.seal import MOST_JSON, content_of, plain_content
 
 # Keys that the path always shows, in their own form.
@@ -103,8 +102,9 @@ def claim_exactly(path: Path) -> Path:
         path.mkdir()
         return path
     with suppress(OSError), open(path / ".lock", "rb") as file:  # of a process that was killed
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if all(one.name in _FIRST or _TEMPORARY.fullmatch(one.name) for one in path.iterdir()):
+        if lock(file, shared=True) and all(
+            one.name in _FIRST or _TEMPORARY.fullmatch(one.name) for one in path.iterdir()
+        ):
             return path
     raise BadInput(f"output_dir={path}: exists already; use another directory or resume={path}")
 
@@ -115,7 +115,7 @@ def _making(key: str, path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in FAILING:
             raise Resource(f"{key}={path}: {error.strerror}") from None
         raise BadInput(
             f"{key}={path}: cannot be made ({error.strerror}); choose another folder"
@@ -135,32 +135,21 @@ def locked(directory: Path, new: bool = False) -> Iterator[None]:
     """
     refuse_strange(directory)
     with open(directory / ".lock", "a", encoding="utf-8") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A sweep may have moved the directory in between, and the locked file with it.
-            held = is_at(file, directory / ".lock")
-        except BlockingIOError:
-            held = False
-        if not held:
+        held = lock(file)
+        # A sweep may have moved the directory in between, and the locked file with it.
+        if held is False or not is_at(file, directory / ".lock"):
             raise BadInput(f"{directory}: in use by another process")
-        for pattern in (".*", "*/.*", "*/*/.*"):
+        # Without locks another process may be writing them.
+        for pattern in (".*", "*/.*", "*/*/.*") if held else ():
             for path in list(directory.glob(pattern)):
                 if _TEMPORARY.fullmatch(path.name) and not path.is_symlink():
-                    shutil.rmtree(path) if path.is_dir() else path.unlink()
+                    discard(path)
         try:
             yield
         except BaseException:
             if new and not (directory / "run.json").exists():
                 shutil.rmtree(directory, ignore_errors=True)
             raise
-
-
-def is_held(lock: Path) -> bool:
-    """Return whether a process holds the lock file; raise FileNotFoundError if it is missing."""
-    with open(lock, "rb") as file, suppress(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        return False
-    return True
 
 
 def is_at(file, path: Path) -> bool:
@@ -200,8 +189,7 @@ def synced(path: Path) -> Iterator[BinaryIO]:
     """Open the new file `path`; its content is on the disk when the block ends."""
     with open(path, "wb") as file:
         yield file
-        file.flush()
-        os.fsync(file.fileno())
+        sync(file)
 
 
 @contextmanager

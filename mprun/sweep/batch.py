@@ -10,7 +10,6 @@ The launcher prints, and blocks while its jobs run, so it has a separate process
 Its workers are reused (joblib) or told to end early (submitit), so each starts a process for a run.
 """
 
-import fcntl
 import os
 import signal
 import subprocess
@@ -28,7 +27,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 
 from mprun.errors import DONE, PREEMPTED, RESOURCE
-from mprun.record.run_directory import is_held, read_json, write_json
+from mprun.file_system import is_held, lock
+from mprun.record.run_directory import read_json, write_json
 from mprun.sweep.attempt import (
     Attempt,
     AttemptOutcome,
@@ -56,7 +56,7 @@ class Batch:
         self.folder = parent / f"{name}-{number}"
         self.folder.mkdir()
         self.alive = open(self.folder / "alive", "w", encoding="utf-8")  # noqa: SIM115
-        fcntl.flock(self.alive, fcntl.LOCK_EX)
+        lock(self.alive)
         write_json(
             self.folder / "jobs.json",
             {
@@ -203,7 +203,7 @@ def _unwanted(folder: Path, jobs: dict) -> bool:
     """Return whether the sweep wants its runs to stop, or is gone."""
     if (folder / "stop").exists():
         return True
-    return jobs["ends_with_sweep"] and not is_held(folder / "alive")
+    return jobs["ends_with_sweep"] and is_held(folder / "alive") is False
 
 
 if __name__ == "__main__":

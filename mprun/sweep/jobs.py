@@ -7,7 +7,8 @@ from enum import Enum
 from pathlib import Path
 
 from mprun.errors import BadInput, Damaged
-from mprun.record.run_directory import is_held, locked, read_config
+from mprun.file_system import is_held
+from mprun.record.run_directory import locked, read_config
 from mprun.record.run_record import Record, read_record
 from mprun.record.seal import check_seal
 
@@ -165,7 +166,7 @@ def _check_same(cell: Cell, record: dict) -> None:
 
 def _in_use(directory: Path) -> bool:
     try:
-        return is_held(directory / ".lock")
+        return bool(is_held(directory / ".lock"))
     except FileNotFoundError:
         try:
             return time.time() - directory.stat().st_mtime < _CLAIM_S

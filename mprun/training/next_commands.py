@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 from mprun.entry_points import announced
 from mprun.errors import MprunError
-from mprun.record.run_directory import is_held
+from mprun.file_system import is_held
 from mprun.record.run_record import read_record
 from mprun.record.seal import check_seal
 
@@ -32,10 +32,10 @@ def state_of(directory: Path, record: Mapping[str, Any]) -> str:
     """Return the recorded status; "killed" for a run that goes on in no process."""
     if record["status"] != "running":
         return record["status"]
+    held: bool | None = False
     with suppress(FileNotFoundError):
-        if is_held(directory / ".lock"):
-            return "running"
-    return "killed"
+        held = is_held(directory / ".lock")
+    return {True: "running", False: "killed", None: "running or killed"}[held]
 
 
 @dataclass(frozen=True)

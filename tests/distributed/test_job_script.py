@@ -26,7 +26,10 @@ code=$(head -n 1 "$CODES"); sed -i 1d "$CODES"; exit "$code"
 SRUN_OF_TWO = """#!/bin/bash
 while [[ $1 == --* ]]; do shift; done
 export SLURM_STEP_ID=0 SLURM_NTASKS=2 SLURM_NNODES=1 SLURM_NODEID=0 SLURM_JOB_NODELIST=localhost
-for task in 0 1; do SLURM_PROCID=$task SLURM_LOCALID=$task "$@" 2>> "$SAID.$task" & tasks+=($!); done
+for task in 0 1; do
+    SLURM_PROCID=$task SLURM_LOCALID=$task "$@" 2>> "$SAID.$task" &
+    tasks+=($!)
+done
 worst=0
 for task in "${tasks[@]}"; do wait "$task"; code=$?; ((code > worst)) && worst=$code; done
 exit $worst
