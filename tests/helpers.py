@@ -86,6 +86,12 @@ def run(directory, *overrides) -> int:
     return main([*overrides, f"output_dir='{directory}'"])
 
 
+def but(words, *changes) -> list[str]:
+    """The overrides `words` with `changes` in place of those of the same keys."""
+    keys = {change.partition("=")[0] for change in changes}
+    return [*(word for word in words if word.partition("=")[0] not in keys), *changes]
+
+
 def record_of(directory) -> dict:
     """What run.json holds."""
     return json.loads((Path(directory) / "run.json").read_text())

@@ -109,7 +109,16 @@ class Arguments(argparse.ArgumentParser):
                 hint = did_you_mean(_as_option(word) or meant(word, self.verbs))
                 verbs = f"a verb ({', '.join(self.verbs)})" if self.verbs else "an option"
                 self.error(f"'{word}': {hint and f'{hint} It is '}neither {verbs} nor key=value")
+        self._refuse_twice(found.overrides if self.takes_overrides else [])
         return found
+
+    def _refuse_twice(self, overrides: list[str]) -> None:
+        """Refuse a key with two values: whoever reads the line cannot know which one counts."""
+        given: dict[str, str] = {}
+        for word in overrides:
+            key, _, value = word.lstrip("+").partition("=")
+            if (before := given.setdefault(key, value)) != value:
+                self.error(f"{word}: {key}={before} stands before it; give {key} once")
 
     def _as_override(self, arguments: list[str], unknown: str) -> str:
         """Return `; did you mean 'optim.lr=0.1'?` for `--lr 0.1`, or nothing without such a key."""

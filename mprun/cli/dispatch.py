@@ -212,12 +212,14 @@ def _run(options: argparse.Namespace) -> int:
     if rank_info is not None:
         # Its lines are about sockets, with frames of C++; each error raises an exception as well.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
-    for override in overrides:
-        key, _, value = override.lstrip("+").partition("=")
-        if key == "resume" and value != "null":
-            return _resumed(overrides, value, options.config_dir, rank_info)
     from mprun.config.compose import compose_config
+    from mprun.config.overrides import parse_overrides
 
+    for override in overrides:
+        if override.lstrip("+").partition("=")[0] == "resume":
+            [parsed] = parse_overrides((override,))
+            if (path := parsed.value()) is not None:
+                return _resumed(overrides, str(path), options.config_dir, rank_info)
     composed = compose_config(overrides, options.config_dir)
     choices, config = composed.choices, composed.config
     if rank_info is None or rank_info.is_first:
@@ -331,10 +333,10 @@ def _launched(
         what = f"{most} GPUs"
     if devices > most:
         raise BadInput(f"devices={devices}: this machine has {what} (allowed: 1 to {most}, auto)")
-    given = {override.partition("=")[0] for override in overrides}
-    own = [] if "devices" in given and config.devices == str(devices) else [f"devices={devices}"]
+    from mprun.config.overrides import without
+
     return launch(
-        [*overrides, *own],
+        [*without(overrides, "devices"), f"devices={devices}"],
         devices,
         config_dir=config_dir,
         rank_info=rank_info,

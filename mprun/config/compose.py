@@ -24,7 +24,11 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import (
+    GrammarParseError,
+    InterpolationResolutionError,
+    OmegaConfBaseException,
+)
 
 from mprun.config.components import COMPONENTS
 from mprun.config.fields import RENAMED, did_you_mean, key_called, must_be, nearest
@@ -54,7 +58,10 @@ from mprun.config.trust import (
 from mprun.errors import BadInput
 
 # Errors of Hydra and OmegaConf for overrides that do not compose (OSError: names too long).
-_OF_PYTHON = (AttributeError, ValueError, TypeError, OSError, RecursionError)
+_OF_PYTHON = (
+    *(AssertionError, AttributeError, LookupError, ValueError, TypeError),
+    *(OSError, RecursionError),
+)
 COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, *_OF_PYTHON)
 
 
@@ -80,13 +87,13 @@ def diagnose(parsed: list[Override], error: Exception, places: list[str]) -> str
     try:
         known = _keys(OmegaConf.to_container(_composed(choices, places)))
     except COMPOSITION_ERRORS as group_error:
-        return _in_file(_first_line(group_error), groups, places)
+        return _in_file(group_error, groups, places)
     # Set mandatory keys, so that the error found is that of the checked line.
     factories = [f"{key}=package.module:function" for key in FACTORY_KEYS if key in known]
     chosen = choices + parse_overrides(factories)
     values = (override for override in parsed if override.key_or_group not in groups)
     wrong = (_wrong_value(override, chosen, known, groups, places) for override in values)
-    return next(filter(None, wrong), None) or _in_file(_first_line(error), groups, places)
+    return next(filter(None, wrong), None) or _in_file(error, groups, places)
 
 
 def _composed(overrides: list[Override], places: list[str]) -> DictConfig:
@@ -115,15 +122,12 @@ def _wrong_value(
         return f"{printable(key)}: unknown key{hint}"
     try:
         OmegaConf.to_object(_composed([*chosen, override], places))
-    except COMPOSITION_ERRORS as error:
+    except COMPOSITION_ERRORS:
         if key == MAPPING:
             return f"{printable(line.lstrip('+'))}: must map module-name patterns to dtypes"
         if mapping is not None:
             return f"{printable(line.lstrip('+'))}: must be {mapping}.NAME=VALUE"
-        reason = (
-            f"must be {wanted(key)}" if key in FIELDS else _first_line(error.__cause__ or error)
-        )
-        return f"{printable(line)}: {reason}"
+        return f"{printable(line)}: {f'must be {wanted(key)}' if key in FIELDS else _DO_NOT_FIT}"
     return None
 
 
@@ -134,21 +138,25 @@ def _keys(tree: Any, prefix: str = "") -> set[str]:
     return {prefix + key for key in tree}.union(*below)
 
 
-def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if not lines:
-        return repr(error)
-    # "In 'train/mine': ConfigKeyError raised while composing config:" explains in the next line.
-    return " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+_DO_NOT_FIT = "the keys of the chosen option files do not take it"
 
 
-def _in_file(line: str, groups: set[str], places: list[str]) -> str:
-    """Return Hydra's line about an option file as one that names the file and what is allowed."""
+def _in_file(error: Exception, groups: set[str], places: list[str]) -> str:
+    """Return Hydra's error about an option file as a line with the file and what is allowed."""
+    if isinstance(error, InterpolationResolutionError | GrammarParseError):
+        key = error.full_key or "an option file"
+        return f"{key}: its ${{...}} has no value; write the key of one, or the value"
+    line = " ".join(str(error).split())
     found = re.match(
         r"In '(?P<option>.+?)': (\w+ raised while composing config: )?(?P<what>.+)", line
     )
     if found is None:
-        return line
+        if twice := re.match(r"Multiple values for (\S+?)\.", line):
+            again = f"the later one has to say 'override /{twice[1]}: OPTION'"
+            return f"{twice[1]}: chosen in two option files; {again}"
+        if unknown := re.match("Key '(.+?)' not in", line):
+            return f"{unknown[1]}: unknown key in an option file{nearest(unknown[1], groups)}"
+        return "the chosen option files do not fit together; try them one by one"
     what, files = found["what"].rstrip("."), [Path(p, f"{found['option']}.yaml") for p in places]
     if override := re.match("Could not override '(.+?)'", what):
         what = f"override {override[1]}: no such group{nearest(override[1], groups)}"
@@ -158,6 +166,8 @@ def _in_file(line: str, groups: set[str], places: list[str]) -> str:
         # Hydra blames its own file where the option of another one overrides this group.
         files += (path for place in places for path in Path(place).glob("experiment/*.yaml"))
         files = [f for f in files if f.is_file() and option in f.read_text("utf-8", "replace")]
+    else:
+        what = "its keys or its defaults do not fit"
     return f"{next((f for f in files if f.is_file()), found['option'])}: {what}"
 
 

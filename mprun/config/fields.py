@@ -10,6 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import partial
@@ -61,7 +62,8 @@ def setting(default: Any, doc: str, **more: Any) -> Any:
         default: list and dict create a new object for each configuration.
         doc: the field's meaning in one line: unit, and the meaning of null or 0. A key's help and
             the documentation's page of keys show it.
-        more: role: one of the roles above; default RESULT.
+        more: role: one of the roles above; default RESULT. path: the value names a file or a
+            folder, so that a command line takes it as it is.
     """
     metadata = {"doc": doc, **more}
     if callable(default):
@@ -75,12 +77,12 @@ def place(doc: str, *, unset: str = "", role: Role = READING) -> Any:
     One in a record is used only if the command names it too (mprun.config.trust). unset: another
     place outside of the run, for which null stands.
     """
-    return setting(None, doc, role=role, place=True, unset=unset)
+    return setting(None, doc, role=role, place=True, path=True, unset=unset)
 
 
 def below_root(doc: str) -> Any:
     """Declare the name of a file below `data.root`, by default null."""
-    return setting(None, doc, below_root=True)
+    return setting(None, doc, below_root=True, path=True)
 
 
 def ranged(
@@ -222,7 +224,9 @@ def word(value: object) -> str:
 
 def violations(config: Any, prefix: str = "") -> Iterator[str]:
     """Yield one line for each value of the dataclass tree `config` that breaks its field's rule."""
-    needed = getattr(getattr(config, "component", None), "needs", ())
+    needed: Collection[str] = ()
+    with suppress(LookupError):  # a file may name no component; its field is wrong then
+        needed = getattr(getattr(config, "component", None), "needs", ())
     for field in dataclasses.fields(config):
         key, value = f"{prefix}{field.name}", getattr(config, field.name)
         if dataclasses.is_dataclass(value):
@@ -274,7 +278,8 @@ def _broken(key: str, value: Any, rule: Any, nulls: Iterable[str]) -> str | None
 
 def meaning_of(doc: str) -> str:
     """Return ` (momentum)`: the first part of a key's meaning, to stand behind its range."""
-    return f" ({doc[0].lower()}{doc[1:].partition(';')[0]})"
+    first = doc[0] if doc[1:2].isupper() else doc[0].lower()
+    return f" ({first}{doc[1:].partition(';')[0]})"
 
 
 def allowed(bounds: Mapping[str, float]) -> str:

@@ -43,7 +43,8 @@ for _key, _field, _owner in _fields(RunConfig):
     _OWNERS.setdefault(_key, []).append(_owner)
 
 
-# Keys whose value is a path outside of the run.
+# Keys whose value is a path, and of them those of data outside of the run.
+PATHS = frozenset(key for key, (field, *_) in FIELDS.items() if field.metadata.get("path"))
 PLACES = tuple(key for key, (field, *_) in FIELDS.items() if field.metadata.get("place"))
 
 

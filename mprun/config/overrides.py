@@ -9,9 +9,16 @@ from functools import lru_cache
 from typing import get_args
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString, RangeSweep
+from hydra.core.override_parser.types import (
+    Glob,
+    Override,
+    Quote,
+    QuotedString,
+    RangeSweep,
+    Sweep,
+)
 
-from mprun.config.keys import FIELDS
+from mprun.config.keys import FIELDS, PATHS, wanted
 from mprun.config.registry import COMPONENTS
 from mprun.errors import BadInput
 
@@ -25,26 +32,69 @@ _CHOSEN_BY_GROUP = (*(f"{group}.name" for group in COMPONENTS), "scaler.kind")
 _SCIENTIFIC = re.compile(r"(?<![^,(])\d+(?:\.\d+)?[eE][+]?\d+(?![^,)])")
 
 
-def parse_overrides(overrides: Iterable[str]) -> list[Override]:
+def parse_overrides(overrides: Iterable[str], *, sweep: bool = False) -> list[Override]:
     """Parse each override as Hydra does; BadInput names the one that is not `key=value`.
 
     `precision.overrides.layer4.*=fp32` becomes an entry of the mapping `precision.overrides`, and
-    `train.steps=1e3` an integer.
+    `train.steps=1e3` an integer. A path is taken as it is typed.
+
+    sweep: whether a comma separates paths, as it separates other values.
     """
     parsed = []
     for text in overrides:
         try:
-            override = _parse(_entry_as_mapping(_whole_as_int(text)))
+            override = _parse(_path_quoted(_entry_as_mapping(_whole_as_int(text)), sweep))
         except OSError:  # for example, no descriptor left for a part of the parser
             raise
         # Other errors too: int() refuses 4,300 digits, deep nesting exhausts the stack.
-        except Exception as error:
-            reason = [line for line in str(error).splitlines() if line.strip()][1:2]
-            detail = f" ({reason[0].strip()})" if reason else ""
-            raise BadInput(f"'{printable(text)}': not of the form key=value{detail}") from None
+        except Exception:
+            override = _as_text(text)
         _refuse(override, text)
         parsed.append(override)
     return parsed
+
+
+def _as_text(text: str) -> Override:
+    """Return an override that Hydra's grammar refuses with its value as text, if it may be text.
+
+    The schema then takes it, or says what it must be. No schema knows an argument of the user's
+    function: there it needs quotes, since a list without its bracket is no text.
+    """
+    key, equals, value = text.partition("=")
+    name = key.lstrip("+~")
+    try:
+        quoted = _parse(assignment(key, value))
+    except Exception:  # the key is wrong, or nothing can be typed so
+        quoted = None
+    if quoted is None or not equals:
+        form = "a key has letters, digits, _, - and dots" if equals and name else "no key or no ="
+        raise BadInput(f"'{printable(text)}': not of the form key=value ({form})") from None
+    if mapping_of(name) == MAPPING:
+        raise BadInput(f"{printable(text)}: must map module-name patterns to dtypes") from None
+    if "${" not in value and name in FIELDS and name not in COMPONENTS and str not in _kinds(name):
+        raise BadInput(f"{printable(text)}: must be {wanted(name)}") from None
+    if mapping_of(name) is None:
+        return quoted
+    needs = f"as text it needs quotes: {in_shell([assignment(key, value)])}"
+    raise BadInput(f"{printable(text)}: no number, list or mapping; {needs}") from None
+
+
+_IN_QUOTES = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+_BETWEEN_COMMAS = re.compile(rf"(?:^|(?<=,))(?:(?:{_IN_QUOTES})(?=,|$)|[^,]*)", re.DOTALL)
+
+
+def _path_quoted(text: str, sweep: bool) -> str:
+    """Quote a path, so that Hydra takes it as it is; null and a path in quotes stay."""
+    key, equals, value = text.partition("=")
+    if not equals or key.lstrip("+") not in PATHS:
+        return text
+    paths = _BETWEEN_COMMAS.findall(value) if sweep else [value]
+    return f"{key}=" + ",".join(
+        path
+        if path in ("", "null") or re.fullmatch(_IN_QUOTES, path, re.DOTALL)
+        else QuotedString(path, Quote.single).with_quotes()
+        for path in paths
+    )
 
 
 def as_hydra_takes(parsed: Iterable[Override]) -> list[Override]:
@@ -154,8 +204,7 @@ def _is_of_launcher(key: str) -> bool:
 def _whole_as_int(text: str) -> str:
     """Rewrite 1e3, a float to Hydra, as an integer if the key only takes integers."""
     key, _, values = text.partition("=")
-    kinds = {kind for field in FIELDS.get(key, ()) for kind in (field.type, *get_args(field.type))}
-    if int not in kinds or float in kinds:
+    if int not in (kinds := _kinds(key)) or float in kinds:
         return text
 
     def whole(match: re.Match[str]) -> str:
@@ -163,6 +212,11 @@ def _whole_as_int(text: str) -> str:
         return str(int(value)) if value.is_integer() and abs(value) < 2**53 else match[0]
 
     return f"{key}={re.sub(_SCIENTIFIC, whole, values)}"
+
+
+def _kinds(key: str) -> set[object]:
+    """Return the types that the fields of a key name: {float, NoneType} and what they are in."""
+    return {kind for field in FIELDS.get(key, ()) for kind in (field.type, *get_args(field.type))}
 
 
 def _entry_as_mapping(text: str) -> str:
@@ -176,8 +230,29 @@ def _entry_as_mapping(text: str) -> str:
     return f"{MAPPING}=" + ",".join(f"{{{key}:{dtype}}}" for dtype in dtypes.split(","))
 
 
+def _holds_function(value: object) -> bool:
+    """Return whether a list or a mapping holds a function of Hydra's grammar."""
+    parts = value if isinstance(value, list) else value.values() if isinstance(value, dict) else ()
+    return any(isinstance(part, Glob | Sweep) or _holds_function(part) for part in parts)
+
+
+# Why keys of Hydra's own are refused, and what is used instead; by how they begin.
+_PLACES_OUTPUT = "mprun places its own output; use name=, output_root= or output_dir="
+_HYDRA = (
+    (("run", "sweep.", "output_subdir", "job.name", "runtime.output"), _PLACES_OUTPUT),
+    ("searchpath", "option files are mprun's and those of one folder; use --config-dir DIR"),
+    (("verbose", "job_logging", "hydra_logging"), "mprun prints without Hydra's logs; use -v"),
+    (("mode", "sweeper"), "mprun sweeps by itself; use -m with lists, range(), choice(), glob()"),
+    ("job.env_set", "mprun sets no variables; set them in the shell"),
+    ("job.chdir", "mprun stays in the folder that it was started in; use output_dir="),
+)
+_NO_HYDRA = "Hydra only composes the configuration here; none of its own keys has an effect"
+
+
 def _refuse(override: Override, text: str) -> None:
     key = override.key_or_group
+    if "\0" in text:
+        raise BadInput(f"{printable(text)}: no value holds a zero byte")
     if "${" in text:
         # It could put an environment variable into the record, or one group in place of another.
         raise BadInput(f"{printable(text)}: ${{...}} is for configuration files; write the value")
@@ -186,12 +261,16 @@ def _refuse(override: Override, text: str) -> None:
     if _is_of_launcher(key):
         raise BadInput(f"{key}: only a sweep (-m) has a launcher")
     if re.split(r"[./]", key)[0] == "hydra":
-        use = "use name=, output_root= or output_dir="
-        raise BadInput(f"{key}: mprun places its own output; {use}")
+        name = key.replace("/", ".").removeprefix("hydra.")
+        why = next((why for names, why in _HYDRA if name.startswith(names)), _NO_HYDRA)
+        raise BadInput(f"{printable(key)}: {why}")
     if override.is_delete():
         raise BadInput(f"{printable(text)}: no key can be left out; set it to another value")
     if key in _CHOSEN_BY_GROUP:
         group = key.partition(".")[0]
         raise BadInput(f"{printable(text)}: not a value to set; choose {group}=OPTION")
+    if _holds_function(override.value()):
+        whole = "choice(), range() and glob() stand for a whole value"
+        raise BadInput(f"{printable(text)}: {whole}")
     if override.package is not None:
         raise BadInput(f"{printable(text)}: a group has one place; write {key}=OPTION")

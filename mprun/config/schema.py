@@ -432,11 +432,13 @@ class RunConfig:
     verbose: bool = setting(False, "Print the whole table of step 1; -v sets it", role=READING)
     deterministic: bool = setting(False, "Deterministic kernels, cudnn.benchmark off")
     name: str | None = setting(None, "Free label in the path of the run; null: none", role=LABEL)
-    output_root: str = setting("outputs", "Folder of run directories", role=LABEL)
+    output_root: str = setting("outputs", "Folder of run directories", role=LABEL, path=True)
     output_dir: str | None = setting(
-        None, "Directory of the run; null: by configuration", role=LABEL
+        None, "Directory of the run; null: by configuration", role=LABEL, path=True
     )
-    resume: str | None = setting(None, "Run directory to continue; null: a new run", role=LABEL)
+    resume: str | None = setting(
+        None, "Run directory to continue; null: a new run", role=LABEL, path=True
+    )
     basis: str | None = setting(
         None, "What the settings were fixed in, such as a file's hash; null: not said", role=LABEL
     )

@@ -8,6 +8,7 @@ then `mprun.config.compose` calls all of Hydra, whose answer and errors count.
 
 import os
 import pickle
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -26,7 +27,8 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from mprun.config.components import COMPONENTS
 from mprun.config.fields import RENAMED, nearest
-from mprun.config.keys import FIELDS
+from mprun.config.keys import FIELDS, wanted
+from mprun.config.overrides import FREE_MAPPINGS
 from mprun.config.schema import RunConfig
 from mprun.errors import BadInput
 
@@ -82,7 +84,7 @@ class OptionFolders(ConfigRepository):
         known = _read.get(path)
         if known is None or known.stamp != stamp:
             text, values = _content(path)
-            defaults = ListConfig(values.pop("defaults", []))
+            defaults = ListConfig(_defaults_in(path, values.pop("defaults", [])))
             header = _NO_PACKAGE | ConfigSource._get_header_dict(text[:512])
             known = _File(stamp, values, header, self._create_defaults_list(config_path, defaults))
             _read[path] = known
@@ -104,7 +106,8 @@ class OptionFolders(ConfigRepository):
 
     def blamed(self, config_path: str, error: OmegaConfBaseException) -> BadInput:
         """Return the error of an option's values in one line with file, key and what is wrong."""
-        key, reason = str(error.full_key or ""), str(error).splitlines()[0]
+        key = str(error.full_key or "").partition("[")[0]
+        reason = f"must be {wanted(key)}" if key in FIELDS else "does not fit the keys"
         if isinstance(error, ConfigKeyError):
             group, dot, name = key.rpartition(".")
             beside = (
@@ -133,6 +136,32 @@ def _content(path: str) -> tuple[str, dict[str, Any]]:
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise BadInput(f"{path}: must map keys, which are text, to values")
     return text, values
+
+
+def _defaults_in(path: str, entries: Any) -> list[Any]:
+    """Return an option file's defaults list; raise BadInput for one of another form."""
+    for entry in entries if isinstance(entries, list) else [None]:
+        options: list[Any] = [entry]
+        if isinstance(entry, dict) and len(entry) == 1:
+            options = [option for option in entry.values() if option is not None]
+        if not all(isinstance(option, str) for option in options):
+            raise BadInput(f"{path}: defaults: must be a list of OPTION and GROUP: OPTION")
+    return entries
+
+
+def _not_a_group(values: dict[str, Any]) -> str:
+    """Return the first key of an option file whose value stands in place of a group of keys."""
+    groups = {*FREE_MAPPINGS, *(key.rpartition(".")[0] for key in FIELDS)}
+    return next((k for k, one in _leaves(values) if k in groups and one != {}), "")
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (key, value) of all values that are no mapping, or an empty one."""
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,6 +226,8 @@ def _base(options: OptionFolders, chosen: list[Override]) -> _Base:
         files[name] = file.values
         for part in reversed(package.split(".") if package else []):
             files[name] = {part: files[name]}
+        if key := _not_a_group(files[name]):
+            raise BadInput(f"{options.path(name)}: {key}: must be {wanted(key)}")
         _merge(values, files[name])
     for group in ("model", "data"):
         path = options.path(f"{group}/{found.overrides.known_choices.get(group)}")

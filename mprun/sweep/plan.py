@@ -20,6 +20,7 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext
 from omegaconf import DictConfig
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from mprun.config.compose import (
     COMPOSITION_ERRORS,
@@ -109,8 +110,9 @@ def _check_values(overrides: list[str]) -> None:
         try:
             _composed([*chosen, text] if text not in chosen else chosen)
         except COMPOSITION_ERRORS as error:
-            reason = str(error.__cause__ or error).splitlines()
-            raise BadInput(f"{printable(text)}: {reason[0] if reason else 'no value'}") from None
+            unknown = isinstance(error.__cause__ or error, ConfigAttributeError | ConfigKeyError)
+            why = "the launcher has no such key" if unknown else "no value that the launcher takes"
+            raise BadInput(f"{printable(text)}: {why}") from None
 
 
 def _composed(overrides: list[str]) -> DictConfig:
@@ -137,7 +139,7 @@ def plan(overrides: list[str], config_dir: str | None) -> Plan:
     """
     of_launcher, overrides = split_launcher(overrides)
     launcher = checked_launcher(of_launcher)
-    parsed = parse_overrides(overrides)
+    parsed = parse_overrides(overrides, sweep=True)
     swept = frozenset(o.key_or_group for o in parsed if o.is_sweep_override())
     if {"output_dir", "resume"} & {o.key_or_group for o in parsed}:
         raise BadInput("output_dir, resume: not with -m; each run of a sweep has its own directory")

@@ -14,7 +14,7 @@ from mprun.record.run_record import Record
 from mprun.sweep.mode_table import table
 
 from .. import helpers
-from ..helpers import record_of, rows_of
+from ..helpers import but, record_of, rows_of
 from ..tables import with_extensions
 
 HONEST = """
@@ -124,7 +124,7 @@ def test_what_only_reads_imports_nothing(edited, capsys):
 
 
 def test_the_same_names_again_continue_the_run_bit_for_bit(folder, capsys):
-    assert main([*RUN, "output_dir=straight", "train.steps=6"]) == 0
+    assert main(but(RUN, "output_dir=straight", "train.steps=6")) == 0
     assert main([*RUN, "output_dir=run"]) == 0
     assert "names code" in refused(capsys, "resume=run", "train.steps=6")
     assert main(["resume=run", "train.steps=6", *NAMES]) == 0

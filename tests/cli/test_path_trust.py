@@ -11,8 +11,9 @@ import yaml
 from mprun.cli import main
 from mprun.config.keys import config_hash
 from mprun.record.run_directory import Heartbeat, write_json
+from mprun.sweep.plan import plan
 
-from ..helpers import record_of, refused, rows_of, seal_again
+from ..helpers import but, record_of, refused, rows_of, seal_again
 from ..tables import with_extensions
 
 ROOT = "data.root=texts"
@@ -74,7 +75,7 @@ def test_nothing_is_written_where_a_record_says_that_its_run_was(run, folder):
 
 
 def test_a_run_of_ones_own_goes_on_bit_for_bit_where_its_data_are_now(run, folder, capsys):
-    assert main([*RUN, "output_dir=straight", "train.steps=6"]) == 0
+    assert main(but(RUN, "output_dir=straight", "train.steps=6")) == 0
     (folder / "texts").rename(folder / "moved, 2")
     refused(capsys, "resume=run", "train.steps=6", says="add data.root=texts data.cache=cached")
     assert main(["resume=run", "train.steps=6", "data.root='moved, 2'", "data.cache=null"]) == 0
@@ -133,3 +134,43 @@ def test_a_sweep_names_the_paths_of_the_runs_that_it_continues(folder, capsys):
     newest.rename(folder / "gone")
     assert main(sweep) == 0
     assert (record_of(first)["status"], record_of(first)["attempts"]) == ("done", 2)
+
+
+# As a shell hands them over; what Hydra's grammar would read into them is not meant.
+ODD = ["jürgen", "日本", "it's", 'a"b', "a&b;c", "a=b", "[x]", "{y: 1}", "f(x", "$HOME", "#1", "a, b"]
+ODD += ["a:b\\c", "*?!", "true", "1e3", "~x", "'a'b", "new\nline", " blank "]
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.few(5)
+def test_a_path_may_hold_any_character(name, folder, capsys):
+    """Of data, of a cache, of a run and of options: the run is made, continued and shown."""
+    for part in ("data", "cache", "options/experiment"):
+        (folder / name / part).mkdir(parents=True)
+    (folder / "texts").rename(folder / name / "data" / "t")
+    text = "# @package _global_\ntrain: {log_every: 1}\n"
+    (folder / name / "options" / "experiment" / "own.yaml").write_text(text)
+    run, options = f"{name}/run", ["--config-dir", f"{name}/options"]
+    places = [f"data.root={name}/data/t", f"data.cache={name}/cache"]
+    own = [word for word in RUN if word not in NAMED]
+    assert main([*options, *own, *places, "experiment=own", f"output_dir={run}"]) == 0
+    assert any((folder / name / "cache").iterdir())
+    line = refused(capsys, f"resume={run}", "train.steps=5", says="the run's record names a path")
+    words = shlex.split(line.partition("if it is yours, add ")[2])
+    if "\n" not in name:  # which a line cannot show
+        assert main([f"resume={run}", "train.steps=5", *words]) == 0
+    assert main([f"resume={run}", "train.steps=6", *places]) == 0
+    assert rows_of(folder / run)[-1]["step"] == 6
+    capsys.readouterr()
+    assert main(["show", run]) == 0
+    assert name.strip()[:3].encode() in capsys.readouterr().out.encode() or "\n" in name
+    assert main([*but(own, *places, f"output_root={name}/out")]) == 0
+    assert len(list((folder / name / "out").glob("*/*/run.json"))) == 1
+
+
+def test_a_comma_separates_paths_in_a_sweep(folder):
+    """But not within quotes."""
+    for name in ("a, 1", "it's"):
+        (folder / name).symlink_to(folder / "texts")
+    parsed = plan([*RUN[2:], "data=text", "data.root='a, 1',it's"], None)
+    assert [dict(cell.data_places)["root"] for cell in parsed.cells] == ["a, 1", "it's"]

@@ -15,7 +15,7 @@ from mprun.record import seal
 from mprun.record.run_record import Record, read_record
 from mprun.record.seal import BrokenSeal, check_seal, content_of, files_of
 
-from ..helpers import TINY_GAN, TINY_LM, record_of, refused
+from ..helpers import TINY_GAN, TINY_LM, but, record_of, refused
 from ..tables import with_extensions
 
 RUN = [
@@ -41,7 +41,7 @@ def finished(tmp_path_factory):
 @pytest.fixture(scope="module")
 def baseline(tmp_path_factory):
     folder = tmp_path_factory.mktemp("seal") / "baseline"
-    assert main([*RUN, "precision=fp32", f"output_dir='{folder}'"]) == DONE
+    assert main(but(RUN, "precision=fp32", f"output_dir='{folder}'")) == DONE
     return folder
 
 
@@ -205,7 +205,7 @@ def test_a_failed_run_is_sealed_and_tells_its_last_step(tmp_path, monkeypatch):
 
     monkeypatch.setattr("mprun.training.loop.Loop.save", fails)
     folder = tmp_path / "run"
-    assert main([*RUN, "train.checkpoint_every=4", f"output_dir='{folder}'"]) == 1
+    assert main(but(RUN, "train.checkpoint_every=4", f"output_dir='{folder}'")) == 1
     record = record_of(folder)
     assert (record["status"], record["last_step"]) == ("failed", 4)
     check_seal(folder)
