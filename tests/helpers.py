@@ -87,9 +87,8 @@ def run(directory, *overrides) -> int:
 
 
 def but(words, *changes) -> list[str]:
-    """The overrides `words` with `changes` in place of those of the same keys."""
-    keys = {change.partition("=")[0] for change in changes}
-    return [*(word for word in words if word.partition("=")[0] not in keys), *changes]
+    """The overrides `words` and `changes`, of each key the last one alone."""
+    return list({word.partition("=")[0]: word for word in (*words, *changes)}.values())
 
 
 def record_of(directory) -> dict:

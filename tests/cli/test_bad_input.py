@@ -318,6 +318,24 @@ CASES = [
     ("resume=" + "a" * 3000, "resume=aaa"),
     # Hydra's own
     ("hydra.run.dir=/tmp/x", "hydra.run.dir|output_dir="),
+    ("hydra.searchpath=[file:///tmp/x]", "hydra.searchpath: option files are |--config-dir DIR"),
+    ("hydra.verbose=true", "hydra.verbose: mprun prints without Hydra's logs; use -v"),
+    ("hydra/job_logging=none", "hydra/job_logging: mprun prints without"),
+    ("hydra.mode=MULTIRUN", "hydra.mode: mprun sweeps by itself; use -m"),
+    ("hydra/sweeper=basic", "hydra/sweeper: mprun sweeps by itself; use -m"),
+    ("hydra.job.env_set.A=1", "hydra.job.env_set.A: mprun sets no variables"),
+    ("hydra.job.chdir=true", "hydra.job.chdir: mprun stays in the folder"),
+    # given twice
+    ("model=resnet50 model=dcgan", "model=dcgan: model=resnet50 stands before it; give model once"),
+    ("seed=1 +seed=2", "+seed=2: seed=1 stands before it"),
+    ("-m seed=1,2 seed=3", "seed=3: seed=1,2 stands before it"),
+    # what is no text without quotes, and what no list or mapping holds
+    ("data.options.x=[1,2", "data.options.x=[1,2: no number, |'data.options.x=\"[1,2\"'"),
+    ("precision.overrides.fc=f(p", "precision.overrides.fc=f(p: must map module-name patterns"),
+    ("precision.overrides.fc=glob(*)", "glob(*): choice(), range() and glob() stand for a whole"),
+    ("optim.betas=[choice(1,2)]", "optim.betas=[choice(1,2)]: choice(), range() and glob()"),
+    ("optim.betas.1=1 optim=adam", "optim.betas.1: unknown key"),
+    ("name=jürgen", "name=jürgen|must be 1 to 64 of letters"),
     ("hydra/launcher=joblib", "hydra/launcher"),
     ("+hydra.foo=1", "hydra.foo"),
     ("--config-dir=/nope", "--config-dir /nope|no such"),
@@ -403,7 +421,7 @@ OPTION_FILES = [
         "products:\n  power_of_two: true\n",
         "unknown key; now precision.products.scale: pow2 for true",
     ),
-    ("precision", "overrides: [1]\n", "precision.overrides: must be a mapping"),
+    ("precision", "overrides: [1]\n", "precision.overrides: must "),
     ("optim", "name: sgd\nlr: abc\n", "optim.lr: must be a number > 0 (learning rate"),
     ("train", "foo: 1\n", "train.foo: unknown key"),
     (

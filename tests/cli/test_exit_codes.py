@@ -30,7 +30,17 @@ from mprun.training.announcements import what_fits
 from mprun.training.loop import Loop
 from mprun.training.signals import Interruption, Stopped
 
-from ..helpers import LM, TINY_AUTOENCODER, TINY_LM, record_of, refused, rows_of, run, seal_again
+from ..helpers import (
+    LM,
+    TINY_AUTOENCODER,
+    TINY_LM,
+    but,
+    record_of,
+    refused,
+    rows_of,
+    run,
+    seal_again,
+)
 
 
 def test_done_is_0(tmp_path, capsys, monkeypatch):
@@ -273,7 +283,7 @@ def test_an_unwritable_folder_is_named(tmp_path, capsys):
 def start(folder, *overrides, **more) -> subprocess.Popen:
     """A run of a million steps, but for what `overrides` say; more: of the process."""
     endless = ["train.steps=1000000", "train.log_every=1", "train.checkpoint_every=1000000"]
-    words = [*LM, "precision=amp", *endless, *overrides, f"output_dir='{folder}'"]
+    words = but([*LM, "precision=amp", *endless], *overrides, f"output_dir='{folder}'")
     if any(word.startswith("data=") for word in overrides):  # which has no such keys
         words = [word for word in words if not word.startswith(("data.vocab", "data.seq"))]
     return subprocess.Popen([sys.executable, "-m", "mprun", *words], text=True, **more)

@@ -20,9 +20,9 @@ from mprun.data.source import EpochOrder
 from mprun.training import announcements as messages
 
 from ..distributed.processes import children_of
-from ..helpers import TINY_AUTOENCODER, record_of, refused, rows_of
+from ..helpers import TINY_AUTOENCODER, but, record_of, refused, rows_of
 
-COMMAND = [*TINY_AUTOENCODER, "data=image_folder", "data.value_range=tanh", "data.batch_size=4"]
+COMMAND = but(TINY_AUTOENCODER, "data=image_folder", "data.value_range=tanh", "data.batch_size=4")
 
 
 @pytest.fixture

@@ -1,6 +1,7 @@
 """Whatever is typed composes or is bad input in one line; nothing else is ever raised."""
 
 import random
+import re
 
 import pytest
 
@@ -27,6 +28,24 @@ GOOD = """
 optim.lr=0.1 seed=3 precision=amp model=dcgan train.steps=7 name=x precision.overrides.fc*=fp32
 optim=adam scaler=dynamic threads=1
 """.split()
+KEYS += ["data.root", "data.options.x", "model.options.a.b", "optim.betas.1", "hydra.searchpath"]
+VALUES += [
+    "it's",
+    "a&b;c",
+    "f(x",
+    "a b)",
+    "[[1]",
+    "[a:b]",
+    "{a:b,a:c}",
+    "[choice(1,2)]",
+    "???",
+    "-x",
+]
+# What libraries say, in their words or in those of Python.
+FOREIGN = re.compile(
+    r"[Hh]ydra(?!['./ ]|:)|hydra\.cc|OmegaConf|zip\(|Lexer|mismatched|viable|extraneous|DictConfig"
+    r"|ListConfig|AnyNode|could not be converted|[Ii]nterpolation|not in '|Error|object at|\(\^\)"
+)
 PREFIXES = ["", "", "", "", "+", "++", "~"]
 
 
@@ -47,7 +66,8 @@ def test_random_command_lines():
             compose_config(overrides)
             outcomes["composed"] += 1
         except BadInput as error:
-            assert str(error), overrides
+            assert str(error) and "\n" not in str(error).rstrip("\n"), overrides
+            assert not FOREIGN.search(str(error)), (overrides, str(error))
             outcomes["refused"] += 1
         except Exception as error:
             message = f"seed {seed}, number {number}: {overrides} raised {error!r}"

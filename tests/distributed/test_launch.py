@@ -23,7 +23,7 @@ from mprun.errors import BadInput, RankFailed
 from mprun.record import checkpoint
 from mprun.record.run_directory import claim, claimed_before, locked
 
-from ..helpers import record_of, refused, rows_of
+from ..helpers import but, record_of, refused, rows_of
 from .of_a_rank import digest, environment_of
 from .processes import children_of, mprun, start, with_word
 from .test_faults import arguments_of, faulty
@@ -403,7 +403,7 @@ def test_what_fails_on_one_rank_fails_on_all_with_its_code():
     ("words", "told"),
     [
         (["-m", *LM, "seed=0,1"], "a sweep starts the ranks of its runs itself"),
-        ([*EXACT, "train.accumulate=1000", "devices=1000"], "devices=1000: this machine has"),
+        (but(EXACT, "train.accumulate=1000", "devices=1000"), "devices=1000: this machine has"),
     ],
 )
 def test_what_is_not_started(words, told, tmp_path, monkeypatch, capsys):

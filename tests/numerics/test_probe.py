@@ -22,7 +22,16 @@ from mprun.precision.loss_scale import NoLossScale
 from mprun.record.run_record import read_record
 from mprun.tasks import Classification, Learner
 
-from ..helpers import assert_same_bits, making, mixed, numbers_of, refused, run, without_waiting
+from ..helpers import (
+    assert_same_bits,
+    but,
+    making,
+    mixed,
+    numbers_of,
+    refused,
+    run,
+    without_waiting,
+)
 from .small_runs import SMALL, watched_steps
 
 MODES = ("fp32", "fp16_master_scaled", "amp")
@@ -385,7 +394,7 @@ def test_a_shadow_needs_numerics_on():
 def test_a_resumed_run_writes_its_later_probes_again(tmp_path):
     path = tmp_path / "run"
     every = ["numerics=on", "numerics.every=1", "train.checkpoint_every=2", "train.steps=3"]
-    assert run(path, *TINY, *every) == 0
+    assert run(path, *but(TINY, *every)) == 0
     files = sorted((path / "numerics").iterdir())
     contents = [file.read_text() for file in files]
     read_record(path).reopen()  # as a kill leaves it, without a seal

@@ -27,6 +27,8 @@ from mprun.sweep.plan import Plan, plan
 from mprun.sweep.status_page import StatusPage
 from mprun.training.loop import Heartbeat
 
+from ..helpers import but
+
 RECORD = {
     "seed": 0,
     "sample": "image",
@@ -153,7 +155,7 @@ def test_a_run_on_data_elsewhere_is_not_this_cells(key, group, words, tmp_path, 
     model = "lstm_lm" if group == "lm1b" else "resnet50"
     fixed = ["device=cpu", f"model={model}", f"data={group}", "data.root=A", "seed=0"]
     here, there, linked = (
-        plan([*fixed, f"{key}={place}"], None).cells[0] for place in ("A", "B", "link")
+        plan(but(fixed, f"{key}={place}"), None).cells[0] for place in ("A", "B", "link")
     )
     assert here.directory == there.directory and here.config_hash == there.config_hash
     config = {"data": dict(here.data_places)}

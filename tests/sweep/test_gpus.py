@@ -17,7 +17,7 @@ from mprun.sweep.gpus import Gpus, visible_gpus
 from mprun.sweep.jobs import Cell
 from mprun.sweep.plan import plan
 
-from ..helpers import refused
+from ..helpers import but, refused
 
 
 @pytest.fixture(autouse=True)
@@ -152,7 +152,7 @@ def started(monkeypatch):
 def test_no_gpu_has_two_runs(swept, jobs, given, at_once, told, tiny, started, monkeypatch, capfd):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,GPU-b,MIG-c,3")
     # Each of them is killed, which a sweep ends with: its GPUs come back all the same.
-    arguments = [*tiny, "device=auto", "train.accumulate=6", *swept]
+    arguments = but(tiny, "device=auto", "train.accumulate=6", *swept)
     assert main(["-m", *arguments, "-j", str(jobs)]) == 5
     assert [",".join(own) for own, _ in started] == given
     for _, together in started:
