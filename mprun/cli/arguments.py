@@ -6,7 +6,6 @@ Hydra's overrides (key=value) may be anywhere between the options.
 import argparse
 import glob
 import re
-import textwrap
 from collections.abc import Callable, Collection, Sequence
 from itertools import zip_longest
 from typing import NoReturn
@@ -14,6 +13,7 @@ from typing import NoReturn
 from mprun.config.fields import did_you_mean, key_called, meant, must_be, nearest
 from mprun.errors import BadInput
 from mprun.record.console import columns
+from mprun.record.layout import hanging
 
 
 class _Page(argparse.HelpFormatter):
@@ -47,19 +47,6 @@ def _wrapped(line: str, width: int) -> str:
     gap = line.rfind("  ", indent)  # before the last column
     below = gap + 2 if indent <= gap < width - 20 else indent + 2 * (indent > 0)
     return hanging(line, width, below)
-
-
-def hanging(text: str, width: int, below: int, start: str = "") -> str:
-    """Fill `text` to `width` columns behind `start`, its further lines `below` columns in."""
-    filled = textwrap.fill(
-        text.replace(" %", "\0%"),  # stays beside its number
-        width,
-        initial_indent=start,
-        subsequent_indent=" " * below,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return filled.replace("\0%", " %")
 
 
 class Arguments(argparse.ArgumentParser):

@@ -2,9 +2,10 @@
 
 import json
 
-from mprun.cli.arguments import Arguments, hanging
+from mprun.cli.arguments import Arguments
 from mprun.config.option_files import folders
 from mprun.errors import DONE
+from mprun.record.layout import hanging
 
 # Keys of --json, in this order and on every machine; "works" is null if it was not tested.
 KEYS = {

@@ -7,18 +7,19 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from mprun.cli.arguments import Arguments, hanging
+from mprun.cli.arguments import Arguments
 from mprun.cli.show import status_of
 from mprun.compare.grouping import comparable
 from mprun.compare.load import run_directories
 from mprun.errors import DONE, BadInput, Damaged
 from mprun.record.console import columns
+from mprun.record.layout import aligned, hanging
 from mprun.record.metrics_columns import read_columns
 from mprun.record.run_record import Record, read_record
 from mprun.training.next_commands import OUTCOMES, commands
 
 _WHAT = """\
-The runs below a folder: mode, seed, status, last value, and the commands that go on.
+The runs below a folder: path, mode, seed, status, last value, and the commands that go on.
 
 The value is that of the last evaluation, of the metric that the run is judged by, else the last
 training loss ("at" its step). PATH is searched to any depth; nothing is written."""
@@ -38,21 +39,22 @@ def main(words: list[str]) -> int:
     for directory in run_directories(folder):
         try:
             record = read_record(directory, "status", "precision.mode", "config")
-            rows.append(_row(directory, folder, record))
+            rows.append(_row(directory, record))
         except (Damaged, OSError) as error:
-            rows.append((_name(directory, folder), "-", "-", "damaged", str(error)))
+            why = str(error).replace(f"{directory}{os.sep}", "")
+            rows.append((_name(directory), "-", "-", "damaged", why))
             continue
         if record["status"] != "done":
             ended.append((directory, record))
     has_width = sys.stdout.isatty() or bool(os.environ.get("COLUMNS"))  # else names stay
-    for line in _table(rows, columns(160) if has_width else None):
-        print(line)
+    for line in aligned([_HEADER, *rows], set(_HEADER), columns(160) if has_width else None):
+        print(line.replace("\0", " "))
     for line in _next(folder, rows, ended):
         print(line)
     return DONE
 
 
-def _row(directory: Path, folder: Path, record: Record) -> tuple[str, ...]:
+def _row(directory: Path, record: Record) -> tuple[str, ...]:
     metric = (record["config"].get("compare") or {}).get("metric") or "loss"
     final, step = record.get("final") or {}, record.get("last_step")
     last = f"{metric} {final[metric]:.4g}" if isinstance(final.get(metric), float) else ""
@@ -64,35 +66,12 @@ def _row(directory: Path, folder: Path, record: Record) -> tuple[str, ...]:
     if "measured_for" in record:
         status = f"measured for {record['measured_for']}"
     seed, mode = str(record.get("seed", "-")), record["precision"]["mode"]
-    return _name(directory, folder), mode, seed, status.partition(": ")[0], last
+    return _name(directory), mode, seed, status.partition(": ")[0], last
 
 
-def _name(directory: Path, folder: Path) -> str:
-    return str(directory.relative_to(folder)) if directory != folder else str(directory)
-
-
-def _table(rows: list[tuple[str, ...]], width: int | None) -> Iterator[str]:
-    """Yield lines of at most `width` columns, None: any. A long name loses parts of its folder."""
-    whole = [_HEADER, *rows]
-    others = [max(len(row[place]) for row in whole) for place in range(1, len(_HEADER))]
-    room = 1000 if width is None else width - sum(others[:-1]) - min(others[-1], 24)
-    room = max(20, room - 2 * len(others))
-    for name, *cells in whole:
-        name = _fitted(name, room)
-        longest = min(room, max(len(row[0]) for row in whole))
-        texts = [name.ljust(longest)]
-        texts += [cell.ljust(size) for cell, size in zip(cells, others, strict=True)]
-        yield "  ".join(texts).rstrip()[:width]
-
-
-def _fitted(name: str, room: int) -> str:
-    """Shorten a name: first its folder, since the rest tells it from its neighbours."""
-    if len(name) <= room:
-        return name
-    folder, _, own = name.rpartition("/")
-    if folder and len(own) + 8 <= room:
-        return f"{folder[: room - len(own) - 4]}.../{own}"
-    return f"{name[: room // 2 - 2]}...{name[-(room - room // 2 - 1) :]}"
+def _name(directory: Path) -> str:
+    """Return the path that `mprun show` takes, as a shell does; its blanks break no line."""
+    return shlex.quote(str(directory)).replace(" ", "\0")
 
 
 def _next(

@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from mprun.cli.arguments import Arguments, hanging
+from mprun.cli.arguments import Arguments
 from mprun.compare.grouping import comparable
 from mprun.errors import DONE, BadInput
 from mprun.numerics.post_mortem import bad_losses
 from mprun.record.console import columns
+from mprun.record.layout import hanging
 from mprun.record.metrics_columns import NO_METRIC, MetricsColumns, read_columns
 from mprun.record.run_record import Record, read_record
 from mprun.training.next_commands import commands, state_of

@@ -22,6 +22,7 @@ from mprun.compare.findings import Comparison, Group, Row
 from mprun.compare.load import read_run_record, run_directories
 from mprun.errors import BadInput, needing
 from mprun.numerics.probe_record import GRADIENT_KINDS, ProbeRecord, read_probes
+from mprun.record.layout import aligned
 from mprun.record.metrics import read_metrics
 from mprun.record.metrics_columns import NO_METRIC
 
@@ -216,7 +217,7 @@ class RecordedRuns(_Frames, Sequence[RecordedRun]):
         if len(self) == 1:
             return repr(self.one)
         table, more = self._shown()
-        return "\n".join([*text.aligned(table), *more])
+        return "\n".join([*aligned(table), *more])
 
     def _repr_html_(self) -> str:
         table, more = self._shown()

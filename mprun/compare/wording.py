@@ -5,8 +5,7 @@ Every output formats numbers with these functions, and every table is made by `f
 
 import math
 import re
-import textwrap
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mprun.compare.findings import Comparison, Gap, Group, Row, Verdict
 from mprun.compare.load import products_text
 from mprun.record.console import columns, markdown_table
+from mprun.record.layout import aligned, hanging
 from mprun.record.run_directory import json_values
 
 if TYPE_CHECKING:
@@ -296,18 +296,6 @@ def filled(rows: Sequence[dict[str, str]], heads: dict[str, str]) -> list[list[s
     return [header, *([row.get(name, "") for name in kept] for row in rows)]
 
 
-def aligned(lines: Sequence[Sequence[str]], left: Container[str] | None = None) -> list[str]:
-    """Return lines of columns as wide as their longest cell.
-
-    left: heads of the columns that are justified to the left, the others to the right; None: all.
-    """
-    columns = []
-    for column in zip(*lines, strict=True):
-        justified = str.ljust if left is None or column[0] in left else str.rjust
-        columns.append([justified(cell, max(map(len, column))) for cell in column])
-    return ["  ".join(line).rstrip() for line in zip(*columns, strict=True)]
-
-
 def templates() -> "Environment":
     """Return the templates of all pages; they escape every value."""
     from jinja2 import Environment, FileSystemLoader, StrictUndefined  # most commands show no page
@@ -402,26 +390,22 @@ def notes_of(group: Group) -> list[str]:
 
 def _table(group: Group) -> str:
     """Return a terminal's table, numbers to the right."""
-    heads = {"mean": group.metric, "skipped updates": "skipped", "loss scale": "scale"}
+    heads = {"mean": group.metric, "skipped updates": "skips", "loss scale": "scale"}
     heads |= {"seeds": counted_name(group), "peak memory": "memory"}
     rows = cells(group)
     for row in rows:  # the line is too short for the seeds of a mean; a sentence names them
         row["mean"] = row["mean"].partition(" (")[0]
     found = filled(rows, heads | {"kept for backward": "", "products": ""})
-    lines = aligned(found, {"verdict", "mode", "difference", "scale"})
-    return "\n".join(f"  {line}" for line in lines)
+    left = {"verdict", "mode", "difference", "scale"}
+    lines, width = aligned(found, left, columns(120), found[0].index("mode")), columns(120)
+    indent = "  " if max(map(len, lines)) + 2 <= width else ""
+    return "\n".join(f"{indent}{line}" for line in lines)
 
 
 def _wrapped(lines: Iterable[str], indent: str = "  ") -> str:
     """Put each line on its own line, wrapped with a deeper indent."""
-    wrapper = textwrap.TextWrapper(
-        columns(120),
-        initial_indent=indent,
-        subsequent_indent=indent + "  ",
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-    return "".join("\n" + wrapper.fill(line) for line in lines)
+    below = len(indent) + 2
+    return "".join("\n" + hanging(line, columns(120), below, indent) for line in lines)
 
 
 def _list(lines: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from mprun.config.keys import is_told
 from mprun.record.console import markdown_table
+from mprun.record.layout import fitted_tables
 from mprun.sweep.jobs import OUTCOMES, Cell, outcome_words
 
 
@@ -42,8 +43,7 @@ def table(records: list[dict], swept: Iterable[str] = (), width: int | None = No
     The difference compares the mean losses over the seeds that baseline and mode share, as in
     `compare`. A run without an outcome has no loss here and is in no mean; a mean or a difference
     that lacks seeds says so. Speed and peak memory of an emulated mode are marked, and left out if
-    every mode is emulated. Columns that do not fit into `width` characters are left out, first the
-    losses of single seeds.
+    every mode is emulated. It fits into `width` characters.
 
     Args:
         records: the run.json of every run.
@@ -88,20 +88,9 @@ def table(records: list[dict], swept: Iterable[str] = (), width: int | None = No
         peak = "speed and peak memory left out, they would be the emulation's; "
     note = f"loss: final evaluation; {peak}saved MiB: kept for backward (under autocast with the "
     note += "16-bit weight copies)"
-    if width is None:
-        return f"{markdown_table(header, rows)}\n\n{note}"
-    return f"{_fitting(header, rows, width)}\n\n{textwrap.fill(note, width)}"
-
-
-def _fitting(header: list[str], rows: list[list[str]], width: int) -> str:
-    text = markdown_table(header, rows)
-    for dropped in ("loss, seed", "saved MiB", "skipped", "peak MiB"):
-        if text.find("\n") <= width:
-            break
-        kept = [i for i, name in enumerate(header) if not name.startswith(dropped)]
-        header, *rows = [[row[i] for i in kept] for row in (header, *rows)]
-        text = markdown_table(header, rows)
-    return text
+    if width is not None:
+        note = textwrap.fill(note, width)
+    return f"{fitted_tables(markdown_table(header, rows), width)}\n\n{note}"
 
 
 def _is_of(baseline: str, record: dict) -> bool:

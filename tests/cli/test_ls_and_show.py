@@ -2,13 +2,13 @@
 
 import fcntl
 import math
+import shlex
 
 import numpy as np
 import pytest
 
 from mprun.cli import main
 from mprun.cli.dispatch import verbs
-from mprun.cli.ls import _fitted
 from mprun.cli.show import curve
 
 from ..helpers import TINY_AUTOENCODER, record_of, refused, run, seal_again
@@ -32,35 +32,50 @@ def lines(capsys, *words) -> list[str]:
 
 def test_ls_has_a_line_for_each_run_and_what_to_do_next(runs, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    header, one, two, _, counted, *following = lines(capsys, "ls", str(runs))
+    monkeypatch.chdir(runs.parent)
+    header, one, two, _, counted, *following = lines(capsys, "ls", runs.name)
     assert header.split() == ["run", "mode", "seed", "status", "last"]
     loss = record_of(runs / "one")["final"]["loss"]
-    assert one.split() == ["one", "fp32", "0", "done", "loss", f"{loss:.4g}"]
-    assert two.split()[:4] == ["two", "fp16_naive", "1", "diverged"]
+    assert one.split() == [f"{runs.name}/one", "fp32", "0", "done", "loss", f"{loss:.4g}"]
+    assert two.split()[:4] == [f"{runs.name}/two", "fp16_naive", "1", "diverged"]
     assert counted == "1 done, 1 diverged"
-    assert following[0] == f"  mprun compare {runs}"
-    told = ["mprun", "explain", f"{runs}/two"]
+    assert following[0] == f"  mprun compare {runs.name}"
+    told = ["mprun", "explain", f"{runs.name}/two"]
     if "explain" not in verbs():  # of an extension
-        told = ["tensorboard", "--logdir", f"{runs}/two"]
+        told = ["tensorboard", "--logdir", f"{runs.name}/two"]
     assert " ".join(following[1:]).split() == told
 
 
-def test_ls_goes_on_past_a_damaged_record_and_stays_in_80_columns(runs, capsys, monkeypatch):
+def test_ls_cuts_nothing_and_its_names_are_those_that_show_takes(
+    runs, tmp_path, capsys, monkeypatch
+):
     monkeypatch.setenv("COLUMNS", "80")
-    long = runs / ("x" * 90)
-    long.mkdir()
-    try:
-        (long / "run.json").write_text("{")
-        found = lines(capsys, "ls", str(runs))
-        assert max(map(len, found[:5])) <= 80
-        assert any("damaged" in line and "xxx...xxx" in line for line in found)
-        assert any(line.startswith("one ") for line in found)
-        monkeypatch.delenv("COLUMNS")  # what is not a terminal has names that can be copied
-        assert any("x" * 90 in line for line in lines(capsys, "ls", str(runs)))
-        assert _fitted("a_long_folder/fp32-s0", 20) == "a_long_fo.../fp32-s0"
-    finally:
-        (long / "run.json").unlink()
-        long.rmdir()
+    monkeypatch.chdir(tmp_path)
+    record = (runs / "one" / "run.json").read_bytes()
+    last = (runs / "one" / "metrics.jsonl").read_bytes()
+    names = [f"{'deep/' * 20}fp32-s{seed}" for seed in (0, 1)]  # equal where either end is cut
+    names += ["a name  with blanks", "it's; $HOME", "short", "n" * 120]
+    for name in names:
+        (folder := tmp_path / "all" / name).mkdir(parents=True)
+        (folder / "run.json").write_bytes(record)
+        (folder / "metrics.jsonl").write_bytes(last)
+    (broken := tmp_path / "all" / ("x" * 90)).mkdir()
+    (broken / "run.json").write_text("{")
+    head, below, *found = lines(capsys, "ls", "all")[: 2 * len(names) + 4]
+    assert head == "run" and below.split() == ["mode", "seed", "status", "last"]
+    loss = f"loss {record_of(runs / 'one')['final']['loss']:.4g}"
+    rows = dict(zip(found[::2], found[1::2], strict=True))
+    damaged = rows.pop(str(broken.relative_to(tmp_path)))
+    assert "damaged" in damaged and "run.json" in damaged
+    assert len(rows) == len(names)
+    for name, cells in rows.items():
+        assert cells.split("  ")[-1].strip() == loss and len(cells) <= 80
+        [path] = shlex.split(name)
+        assert main(["show", path]) == 0
+        capsys.readouterr()
+    assert {shlex.split(name)[0] for name in rows} == {f"all/{name}" for name in names}
+    monkeypatch.delenv("COLUMNS")  # what is no terminal gets a line for each run
+    assert any("x" * 90 in line and "damaged" in line for line in lines(capsys, "ls", "all"))
 
 
 def test_show_tells_what_it_was_how_it_ended_and_the_commands(runs, capsys, monkeypatch):

@@ -1,6 +1,8 @@
 """report.md, the console and results.json."""
 
 import json
+import re
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -57,7 +59,8 @@ def test_markup_in_labels_and_notes_is_escaped():
     assert "- line one line two \\`x\\`" in text
 
 
-def test_the_console_puts_the_verdict_first_in_aligned_columns(made):
+def test_the_console_puts_the_verdict_first_in_aligned_columns(made, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     lines = console(made).splitlines()
     assert max(map(len, lines)) <= 120
     start = next(i for i, line in enumerate(lines) if line.startswith("  verdict"))
@@ -70,6 +73,18 @@ def test_the_console_puts_the_verdict_first_in_aligned_columns(made):
     text = " ".join(" ".join(lines).split())
     assert "amp: matches FP32: difference +0.12 %" in text
     assert text.index("--allow optim.lr") < text.index("resnet50-digits_32")
+
+
+def test_a_verdict_table_fits_80_columns_with_every_number(made, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "200")
+    wide = console(made)
+    monkeypatch.setenv("COLUMNS", "80")
+    narrow = console(made)
+    assert max(map(len, narrow.splitlines())) <= 80 < max(map(len, wide.splitlines()))
+    assert not Counter(wide.split()) - Counter(narrow.split())
+    # What does not fit stands below, beside the modes again.
+    below = r"^ *fp16_master_scaled +20  2\^12 to 2\^15 +1.26x +0.75x$"
+    assert re.search(below, narrow, re.MULTILINE)
 
 
 def test_results_are_plain_json_with_the_numbers_of_the_findings(made):

@@ -13,6 +13,7 @@ from mprun.cli.arguments import Arguments, known_modes, names, number
 from mprun.config.compose import compose_config
 from mprun.errors import BUG, DONE, INTERRUPTED, RESOURCE, BadInput
 from mprun.extensions.bench.cases import REFERENCES, check_overrides
+from mprun.record.layout import for_terminal
 
 LEAST_BUDGET_S = 20
 _WHAT = """\
@@ -128,7 +129,7 @@ def bench(contest: str, options: Namespace, again: list[str], started: float) ->
     if options.json:
         print(json.dumps(content, indent=1, allow_nan=False))
     else:
-        print(f"{text}\nbench: {folder}")
+        print(f"{for_terminal(text)}\nbench: {folder}")
     return exit_code(content)
 
 

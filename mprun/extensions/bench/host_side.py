@@ -23,6 +23,7 @@ from mprun.extensions.bench.measure import Contender, host_seconds
 from mprun.extensions.bench.worker import Worker, release
 from mprun.precision.torch_update import take_for_granted
 from mprun.record.console import markdown_table
+from mprun.record.layout import for_terminal
 from mprun.record.memory import SPARED
 from mprun.record.run_directory import write_json
 
@@ -73,7 +74,7 @@ def host(contest: Contest, options: Namespace) -> int:
                 found = [row | {"batch": None if _fits(row, card) else batch} for row in found]
             rows += found
     except KeyboardInterrupt:
-        print(report(rows, card))
+        print(for_terminal(report(rows, card)))
         return INTERRUPTED
     facts = {"torch": torch.__version__, "note": NOTE, "rows": rows}
     text = report(rows, card)
@@ -84,7 +85,7 @@ def host(contest: Contest, options: Namespace) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "host.json", facts)
         (folder / "host.md").write_text(text + "\n", encoding="utf-8")
-    print(json.dumps(facts, indent=1) if options.json else text)
+    print(json.dumps(facts, indent=1) if options.json else for_terminal(text))
     return DONE
 
 

@@ -30,6 +30,7 @@ from mprun.extensions.bench.contest import Contest
 from mprun.extensions.bench.measure import synchronise
 from mprun.extensions.bench.session import claimed
 from mprun.record.console import markdown_table
+from mprun.record.layout import for_terminal
 from mprun.record.run_directory import write_json
 from mprun.sweep.child import child
 from mprun.training.run import joined, prepare, resolve_device
@@ -60,7 +61,8 @@ def scaling(options: Namespace, devices: str) -> int:
             write_json(folder / "scaling.json", content)
     text = _table(rows)
     (folder / "scaling.md").write_text(f"{text}\n", encoding="utf-8")
-    print(json.dumps(content, indent=1) if options.json else f"{text}\nbench: {folder}")
+    shown = f"{for_terminal(text)}\nbench: {folder}"
+    print(json.dumps(content, indent=1) if options.json else shown)
     return DONE
 
 

@@ -2,23 +2,29 @@
 
 import math
 import shlex
+from functools import partial
 
-from mprun.compare.wording import aligned, signed
+from mprun.compare.wording import signed
 from mprun.extensions.diagnosis.advice import Advice, Worst, words
 from mprun.extensions.diagnosis.cast_advice import cast_changes, in_words, percent
 from mprun.extensions.diagnosis.casts import TAKEN_THRESHOLD, worst_place
 from mprun.extensions.diagnosis.fp8 import OPERANDS
 from mprun.extensions.diagnosis.shapes import MULTIPLE
+from mprun.record.layout import aligned
 
 _SHAPES = 6  # most lines of sizes; the rest is counted
 _LAYERS = 8
 _BOUND = percent(TAKEN_THRESHOLD)
 
 
-def as_text(advice: Advice) -> list[str]:
-    """Return lines for the console, without the last one; what was asked for comes first."""
+def as_text(advice: Advice, width: int | None = None) -> list[str]:
+    """Return lines for the console, without the last one; what was asked for comes first.
+
+    width: of tables; None: any.
+    """
     parts = [_masters, _scaling, _fp32, _shapes, _fp8]
-    parts.insert(0 if advice.casts is not None else len(parts), _casts)
+    casts = partial(_casts, width=width and width - 2)
+    parts.insert(0 if advice.casts is not None else len(parts), casts)
     lines = [*_verdicts(advice), *_evidence(advice)]
     for number, part in enumerate(parts, 1):
         head, *more = part(advice)
@@ -226,7 +232,7 @@ def _fp8(advice: Advice) -> list[str]:
     return lines
 
 
-def _casts(advice: Advice) -> list[str]:
+def _casts(advice: Advice, width: int | None) -> list[str]:
     found = advice.casts
     if found is None:
         return ["casts of a mode, measured: mprun advise KEY=VALUE ... precision=nvfp4 (or other)"]
@@ -240,7 +246,7 @@ def _casts(advice: Advice) -> list[str]:
         (product, operand), loss = places[name], found.losses[name][places[name]]
         cells = (f"{100 * share:.1f}" for share in (loss.flushed, loss.clipped, loss.taken))
         rows.append((name, operand.replace("grad_output", "gradient"), product, *cells))
-    lines += [f"  {line}" for line in aligned(rows, head[:3])]
+    lines += [f"  {line}" for line in aligned(rows, head[:3], width)]
     if len(order) > _LAYERS:
         lines.append(f"  and {len(order) - _LAYERS} more (--json)")
     lines.append(f"  taken: of the sum of magnitudes, by rounding; above {_BOUND} it is left out")

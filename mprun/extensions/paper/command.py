@@ -19,6 +19,7 @@ from mprun.extensions.paper.listing import Listing, commands_of
 from mprun.extensions.paper.rows import ROWS, PaperRow
 from mprun.extensions.paper.settled import digest, held_out, seeds_of, told
 from mprun.record.console import columns
+from mprun.record.layout import for_terminal
 from mprun.record.run_record import read_record
 from mprun.sweep.gpus import available_cores
 from mprun.sweep.jobs import Cell, State, state_of
@@ -139,7 +140,7 @@ def _beside(options: Namespace, arguments: list[str]) -> int:
         print(page.json())
     else:
         print((markdown if options.markdown else console)(comparison))
-        print("\n".join(["", tables_markdown(tables(found)), *without]))
+        print("\n".join(["", for_terminal(tables_markdown(tables(found))), *without]))
     if not options.no_report:
         out = options.out or folder_beside(options.runs) / "compare"
         written = [f"report: {comparison.write(out)}", f"paper: {page.write(out)}"]

@@ -15,6 +15,7 @@ from mprun.errors import Damaged
 from mprun.extensions.paper.rows import ROWS, PaperRow
 from mprun.extensions.paper.settled import held_out, settings
 from mprun.record.console import markdown_table
+from mprun.record.layout import aligned, hanging
 from mprun.record.run_record import read_record
 from mprun.sweep.gpus import available_cores
 from mprun.sweep.jobs import OUTCOMES
@@ -137,11 +138,9 @@ class Listing:
         if width is None:
             yield markdown_table(header, table[1:])
         else:
-            for key, place, state, time, network, told in table:
-                line = f"{key:<17}{place:<11}{state:<9}{time:<8}{network}"
-                yield line if len(line) < width else line[: width - 4] + "..."
-                if key in self.reasons:
-                    yield f"{'':17}{told}"[: 2 * width]
+            yield from aligned([row[:-1] for row in table], set(header), width)
+            for key in (row.key for row in self.rows if row.key in self.reasons):
+                yield hanging(self.reasons[key], width, 4, f"{key}: ")
         yield f"\n{self.estimate()}"
         if len(self.finished) < len(self.seconds):
             first = next(row.key for row in self.rows if self.runs[row.key])

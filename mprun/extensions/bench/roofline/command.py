@@ -17,6 +17,7 @@ from mprun.extensions.bench.roofline.limits import (
 )
 from mprun.extensions.bench.roofline.ranks import LINKS, MOST_RANKS, link_of, nodes_of, on_ranks
 from mprun.extensions.bench.roofline.ranks import as_text as ranks_text
+from mprun.record.layout import for_terminal
 
 if TYPE_CHECKING:
     from mprun.extensions.bench.roofline.count import Counted
@@ -44,7 +45,8 @@ def main(arguments: list[str]) -> int:
     if options.json:
         print(json.dumps(found, indent=1, allow_nan=False))
     else:
-        print(ranks_text(found) if options.ranks else as_text(found, options.top))
+        text = ranks_text(found) if options.ranks else as_text(found, options.top)
+        print(for_terminal(text))
     return DONE
 
 

@@ -8,10 +8,11 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from mprun.cli.arguments import Arguments, filled, hanging
+from mprun.cli.arguments import Arguments, filled
 from mprun.config.fields import must_be
 from mprun.errors import DONE, BadInput, Refused
 from mprun.record.console import columns
+from mprun.record.layout import fitted_tables, hanging
 from mprun.record.run_directory import plain
 from mprun.record.run_record import Record, read_record
 
@@ -86,18 +87,23 @@ def command(config_dir: str | None, overrides: Iterable[str]) -> str:
     return " ".join([shlex.join(["mprun", *place]), in_shell(overrides)]).rstrip()
 
 
+def page_width(beside: int = 0) -> int | None:
+    """Return the columns of a page, less those `beside` a table; None: any, without a terminal."""
+    return columns(200, sys.stdout) - beside if sys.stdout.isatty() else None
+
+
 def page(content: dict[str, Any], lines: Iterable[str], as_json: bool) -> int:
     """Print the content as JSON, non-finite numbers as text, or the lines; return the exit code.
 
-    On a terminal, lines are broken at its width, commands so that they can be copied, but no rows
-    of a table.
+    On a terminal, lines are broken at its width, commands so that they can be copied, and tables
+    fit it.
     """
     if as_json:
         print(json.dumps(plain(content), indent=1, allow_nan=False))
         return DONE
-    width = columns(200, sys.stdout) if sys.stdout.isatty() else None
-    for line in "\n".join(lines).split("\n"):
-        if width is None or line.startswith("|") or len(line) <= width:
+    width = page_width()
+    for line in fitted_tables("\n".join(lines), width).split("\n"):
+        if width is None or len(line) <= width:
             print(line)
         elif line.lstrip().startswith("mprun "):
             print(_broken_command(line, width))

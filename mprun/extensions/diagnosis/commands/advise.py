@@ -21,6 +21,7 @@ from mprun.extensions.diagnosis.commands import (
     command,
     note,
     page,
+    page_width,
     record_of,
     refused,
     split_words,
@@ -79,7 +80,7 @@ def main(arguments: list[str]) -> int:
         advice = replace(advice, check=_check(options, given, advice, base, directory))
     from mprun.extensions.diagnosis.advice_report import as_text
 
-    content, lines = advice.as_dict(), as_text(advice)
+    content, lines = advice.as_dict(), as_text(advice, page_width())
     if options.run is not None:
         content["scalers"], more = _scalers(directory)
         lines += more

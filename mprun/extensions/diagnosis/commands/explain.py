@@ -15,12 +15,14 @@ from mprun.extensions.diagnosis.commands import (
     announce,
     command,
     page,
+    page_width,
     record_of,
     refused,
     split_words,
 )
 from mprun.numerics.exponent_shares import FP16_MAX
 from mprun.numerics.post_mortem import bad_losses, power, read_post_mortem
+from mprun.record.layout import aligned
 from mprun.record.metrics_columns import MetricsColumns, read_columns
 from mprun.record.run_directory import read_config
 from mprun.record.run_record import read_record
@@ -30,6 +32,7 @@ if TYPE_CHECKING:
     from mprun.extensions.diagnosis.interventions import Options, Tried
     from mprun.extensions.diagnosis.observation import Largest
 
+_MARGIN = 10  # columns of a title, left of its lines
 RAMP = 12  # modules printed before the culprit
 _OUTSIDE = {"forward": "(the model itself)", "loss": "(the loss)", "backward": "(no module)"}
 _VERDICTS = {"failed": "exception", "done": "casts"}  # without a replayed step
@@ -324,7 +327,6 @@ def _chosen(record: object, names: str) -> dict:
 
 def as_text(explanation: Explanation) -> list[str]:
     """Return the lines for the console."""
-    from mprun.compare.wording import aligned
     from mprun.extensions.diagnosis.cast_advice import percent
     from mprun.extensions.diagnosis.casts import TAKEN_THRESHOLD
     from mprun.extensions.diagnosis.first_nonfinite import in_words
@@ -348,7 +350,7 @@ def as_text(explanation: Explanation) -> list[str]:
         )
         if finding is None:
             rule = f"the same steps; cures: takes away {percent(PART)} of the gap to FP32"
-        parts["tried"] = [rule, *aligned(rows)]
+        parts["tried"] = [rule, *aligned(rows, width=page_width(beside=_MARGIN))]
         fp32 = any(one.overrides == FP32 and one.cures is False for one in tried)
         fails_too = "; FP32 fails as well: the recipe is at fault, not the precision"
         parts["cure"] = [f"none of these{fails_too if fp32 else ''}"]
@@ -357,7 +359,7 @@ def as_text(explanation: Explanation) -> list[str]:
         found = f"{cure.change} ({smallest})"
         parts["cure"] = [found, str(explanation.command)]
     return [
-        f"{title if row == 0 else '':<10}{line}"
+        f"{title if row == 0 else '':<{_MARGIN}}{line}"
         for title, lines in parts.items()
         for row, line in enumerate(lines)
     ]
@@ -368,7 +370,6 @@ def _indented(lines: list[str]) -> list[str]:
 
 
 def _ramp(ramp: list["Largest"]) -> list[str]:
-    from mprun.compare.wording import aligned
 
     if not ramp:
         return []
@@ -379,4 +380,4 @@ def _ramp(ramp: list["Largest"]) -> list[str]:
         shown.append((one.phase, place, power(one.value), dtype))
     if (before := len(ramp) - len(shown)) > 0:
         lines.append(f"... {before} before")
-    return lines + aligned(shown)
+    return lines + aligned(shown, width=page_width(beside=_MARGIN))
