@@ -82,6 +82,22 @@ def needing(extra: str) -> Iterator[None]:
         ) from None
 
 
+def shortened(text: str, most: int) -> str:
+    """Return `text` in one line of at most `most` characters: whole words, then " ...".
+
+    Only a first word that is longer loses its middle, so that both of its ends tell what it was.
+    """
+    words = text.split()
+    text, end = " ".join(words), " ..."
+    if len(text) <= most:
+        return text
+    if len(words[0]) > most - len(end) * (len(words) > 1):
+        tail = max(1, (most - 3) // 3)
+        return f"{words[0][: most - 3 - tail]}...{words[0][-tail:]}"
+    whole = text[: most - len(end) + 1].rpartition(" ")[0]
+    return whole.rstrip(",;") + end
+
+
 def no_folder(path: str | Path) -> str:
     """Return what is wrong with a path that is no folder, after its name."""
     # Not Path.exists, which raises for a name that is too long.

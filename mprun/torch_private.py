@@ -174,7 +174,7 @@ def said_by_a_compiler(error: BaseException) -> str | None:
         return None
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [""]
     said = " ".join(lines[: 1 + lines[0].endswith(":")])
-    return f"{type(error).__name__}: {said[:200]}"
+    return f"{type(error).__name__}: {said}"
 
 
 def compile_options(mode: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from mprun import errors
 from mprun.cli.arguments import Arguments, number
 from mprun.distributed.rank_info import RankInfo, completed, is_restart, rank_info_from
 from mprun.entry_points import announced, loaded
-from mprun.errors import BAD_INPUT, DONE, RESOURCE, BadInput, MprunError, needing
+from mprun.errors import BAD_INPUT, DONE, RESOURCE, BadInput, MprunError, needing, shortened
 from mprun.file_system import FAILING
 from mprun.record.console import steady_terminal
 from mprun.training.signals import Interruption
@@ -46,6 +46,8 @@ _OF_THE_SYSTEM = {
 }
 # Keys for the place of a run, not its content.
 _OF_RANKS = ("devices", "nodes", "restarts")
+# Characters of a line's last words that stay where its middle goes: at most, at least.
+_LAST, _LEAST = 75, 25
 _TOLD_S = 10.0  # for rank 0 to say why nothing is started
 
 
@@ -106,28 +108,36 @@ def _ended(arguments: list[str], interruption: Interruption) -> int:
 
 
 def _one_line(text: str, longest: int = 200) -> str:
-    """Cut to at most `longest` characters; the name comes first, what is allowed last.
+    """Cut to at most `longest` characters, at words; the name comes first, what is allowed last.
 
     A long list of allowed values loses its end, any other text its middle.
     """
     text = "".join(c if c.isprintable() else " " for c in text)
     if len(text) <= longest:
         return text
-    words = (w if len(w) <= 100 else f"{w[:60]}...{w[-30:]}" for w in text.split(" "))
-    text = " ".join(words)
-    if len(text) <= longest:
-        return text
-    if not re.search("one of|allowed: |choose |a verb ", text):
-        return f"{text[: longest - 80]} ... {text[-75:]}"
-    from mprun.cli.help import GROUPS
+    words = text.split(" ")
+    room = min(_LAST, longest - len(" ".join([*words[:2], "..."])))
+    if room < _LEAST or max(map(len, words)) > longest - _LEAST:  # a path leaves none
+        room = _LAST
+        words = [w if len(w) <= 100 else f"{w[:60]}...{w[-30:]}" for w in words]
+        text = " ".join(words)
+        if len(text) <= longest:
+            return text
+    if re.search("one of|allowed: |choose |a verb ", text):
+        from mprun.cli.help import GROUPS
 
-    group = re.match(r"(?:mprun: )?([a-z]+)[.=]", text)
-    known = f" {group[1]}" if group is not None and group[1] in GROUPS else ""
-    more = f" ... (mprun --help{known})"
-    whole, _, _ = text[: longest - len(more)].rpartition(" ")
-    if whole.count("(") > whole.count(")"):
-        more = f" ...; mprun --help{known})"
-    return whole.rstrip(",") + more
+        group = re.match(r"(?:mprun: )?([a-z]+)[.=]", text)
+        known = f" {group[1]}" if group is not None and group[1] in GROUPS else ""
+        more = f" ... (mprun --help{known})"
+        whole, _, _ = text[: longest - len(more)].rpartition(" ")
+        if whole.count("(") > whole.count(")"):
+            more = f" ...; mprun --help{known})"
+        return whole.rstrip(",") + more
+    last: list[str] = []
+    while len(" ".join([words[-1], *last])) < room:
+        last.insert(0, words.pop())
+    end = " ".join(["", *last])
+    return shortened(" ".join(words), longest - len(end)) + end
 
 
 def _dispatch(arguments: list[str]) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from mprun.compare.findings import OUTCOMES, Arm, RunData
 from mprun.config.keys import current, flat
 from mprun.config.metrics import Metric
-from mprun.errors import BadInput, Damaged
+from mprun.errors import BadInput, Damaged, shortened
 from mprun.numerics.post_mortem import bad_losses, read_post_mortem
 from mprun.record.console import counted
 from mprun.record.metrics_columns import read_columns
@@ -201,7 +201,7 @@ def missing_seeds(runs: Iterable[RunData]) -> list[str]:
     notes = []
     for run in sorted(runs, key=lambda run: run.seed):
         if run.status not in OUTCOMES:
-            cause = (run.cause or "").partition("\n")[0][:120]
+            cause = shortened((run.cause or "").partition("\n")[0], 120)
             note = f"seed {run.seed}: {run.status}" + (f" ({cause})" if cause else "")
             if run.status == "preempted":
                 note = note.replace("preempted", f"preempted at step {run.last_step}", 1)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from mprun.config.registry import NETWORKS, kind_of, shares_streams
 from mprun.config.schema import RunConfig
-from mprun.errors import BadInput
+from mprun.errors import BadInput, shortened
 
 
 def world_of(config: RunConfig) -> int | None:
@@ -19,7 +19,7 @@ def of_ranks(config: RunConfig) -> Iterator[str]:
     """Yield what is wrong with the number of ranks, or what so many cannot compute."""
     devices = config.devices
     if devices != "auto" and not (devices.isdecimal() and 1 <= int(devices[:6]) <= 1024):
-        yield f"devices={devices[:70]}: must be a whole number from 1 to 1024, or auto"
+        yield f"devices={shortened(devices, 70)}: must be a whole number from 1 to 1024, or auto"
         return
     if devices == "auto" and config.device == "cpu":
         yield "devices=auto: counts GPUs; with device=cpu give a number"

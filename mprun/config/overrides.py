@@ -20,7 +20,7 @@ from hydra.core.override_parser.types import (
 
 from mprun.config.keys import FIELDS, PATHS, wanted
 from mprun.config.registry import COMPONENTS
-from mprun.errors import BadInput
+from mprun.errors import BadInput, shortened
 
 # The mapping from module-name patterns to dtypes: its keys hold dots and stars.
 MAPPING = "precision.overrides"
@@ -194,7 +194,7 @@ def _check_range(override: Override, start: Decimal, stop: Decimal, step: Decima
 def printable(value: object) -> str:
     """Return `value` on one short line, whatever it holds."""
     text = "".join(c if c.isprintable() else "?" for c in str(value))
-    return text if len(text) <= 80 else text[:77] + "..."
+    return text if len(text) <= 80 else shortened(text, 80)
 
 
 def _is_of_launcher(key: str) -> bool:

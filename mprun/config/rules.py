@@ -20,7 +20,7 @@ from mprun.config.precision_rules import of_mode, updates_in_16_bits
 from mprun.config.registry import kind_of, readers_of
 from mprun.config.schema import RunConfig
 from mprun.config.trust import check_own_code
-from mprun.errors import BadInput, no_folder
+from mprun.errors import BadInput, no_folder, shortened
 
 
 def check(config: RunConfig, *, files: bool = True) -> None:
@@ -51,7 +51,7 @@ def _names(config: RunConfig) -> Iterator[str]:
     of_files = {"scaler.name": config.scaler.name, "precision.name": config.precision.name}
     for key, name in {"name": config.name, **of_files}.items():
         if name is not None and not is_label(name):
-            yield f"{key}={name[:70]!r}: must be 1 to 64 of letters, digits, . _ and -"
+            yield f"{key}={shortened(name, 70)!r}: must be 1 to 64 of letters, digits, . _ and -"
 
 
 def _data_fits_model(config: RunConfig) -> Iterator[str]:

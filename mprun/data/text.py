@@ -25,6 +25,7 @@ from mprun.data.vocabulary import (
     text_lines,
     word_blocks,
 )
+from mprun.errors import shortened
 
 _PATTERNS = ("wiki.{}.tokens", "wiki.{}.raw", "ptb.{}.txt", "{}.txt", "{}.tokens")
 _NAMES = {"train": ["train"], "valid": ["valid", "validation", "val", "dev"], "test": ["test"]}
@@ -261,7 +262,7 @@ def read_vocabulary(path: Path, sha256: str, required: tuple[str, ...]) -> tuple
         if not 1 <= len(fields) <= 2 or not all(count.isdecimal() for count in fields[1:]):
             raise DamagedData(f"{path}: line {number} is not a word, or a word and its count")
         if fields[0] in words:
-            raise DamagedData(f"{path}: line {number} repeats {fields[0][:50]!r}")
+            raise DamagedData(f"{path}: line {number} repeats {shortened(fields[0], 50)!r}")
         words[fields[0]] = None
     missing = [word for word in required if word not in words]
     if missing:

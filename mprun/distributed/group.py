@@ -35,6 +35,7 @@ from mprun.errors import (
     RankFailed,
     Resource,
     exit_code_of,
+    shortened,
 )
 from mprun.record.memory import ran_out
 from mprun.torch_private import exchanges_begun
@@ -226,7 +227,7 @@ class RankGroup(Ranks):
             # The library puts the line of its source in front.
             text = re.sub(r"^\[\S+\]\s*", "", str(error)).partition("\n")[0].partition(". ")[0]
             timed_out = "timed out" in text.lower() or "timeout" in text.lower()
-            why = no_answer(self.timeout_s) if timed_out else f"{LOST} ({text[:80]})"
+            why = no_answer(self.timeout_s) if timed_out else f"{LOST} ({shortened(text, 80)})"
             late = late_ranks(self.store, self.world, self.rank)
             if not late and self.world == 2:
                 late = [1 - self.rank]

@@ -47,7 +47,7 @@ def why_decoded(left: Operand, right: Operand, device: torch.device) -> str | No
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError) as error:  # of a cuBLAS without them
-        return str(error).strip().partition("\n")[0][:100]
+        return str(error).strip().partition("\n")[0]
 
 
 def difference(left: Operand, right: Operand, device: torch.device) -> str | None:

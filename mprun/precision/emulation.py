@@ -222,7 +222,7 @@ def why_no_lstm(
         with torch.autocast(device.type, dtype=policy.autocast_dtype, enabled=autocast):
             outputs, _ = lstm(inputs)
     except RuntimeError as error:
-        return f"torch has no {wanted} LSTM here ({str(error).splitlines()[0][:60]})"
+        return f"torch has no {wanted} LSTM here ({str(error).splitlines()[0]})"
     if outputs.dtype is not wanted:
         return f"torch computes the LSTM in {outputs.dtype} here, not in {wanted}"
     return None

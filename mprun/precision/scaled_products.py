@@ -335,7 +335,7 @@ def why_no_product(products: ScaledProducts, device: torch.device) -> str | None
     except torch.OutOfMemoryError:
         raise
     except (RuntimeError, ValueError) as error:
-        return str(error).strip().partition("\n")[0][:100]
+        return str(error).strip().partition("\n")[0]
     return None
 
 

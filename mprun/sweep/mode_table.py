@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from mprun.config.keys import is_told
+from mprun.errors import shortened
 from mprun.record.console import markdown_table
 from mprun.record.layout import fitted_tables
 from mprun.sweep.jobs import OUTCOMES, Cell, outcome_words
@@ -21,12 +22,6 @@ def without_record(cell: Cell, words: str) -> dict:
         "status": "failed",
         "cause": words.removeprefix("failed: "),
     }
-
-
-def short(text: str, length: int) -> str:
-    """Cut `text` to one line of at most `length` characters."""
-    text = " ".join(text.split())
-    return text if len(text) <= length else text[: length - 3] + "..."
 
 
 def _separates(override: str, swept: Iterable[str]) -> bool:
@@ -181,7 +176,7 @@ def _statuses(records: list[dict]) -> str:
         f"diverged at step {span}" if r["status"] == "diverged" else outcome_words(r)
         for r in records
     )
-    texts = {short(way, 100): count for way, count in ways.items()}
+    texts = {shortened(way, 100): count for way, count in ways.items()}
     return ", ".join(text if len(ways) == 1 else f"{n} {text}" for text, n in texts.items())
 
 

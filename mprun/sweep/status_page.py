@@ -13,12 +13,12 @@ from datetime import timedelta
 from pathlib import Path
 
 from mprun.config.keys import flat
-from mprun.errors import DIVERGED, DONE, PREEMPTED
+from mprun.errors import DIVERGED, DONE, PREEMPTED, shortened
 from mprun.record.console import columns, counted, markdown_table
 from mprun.record.run_record import now
 from mprun.sweep.attempt import AttemptOutcome, last_line
 from mprun.sweep.jobs import OUTCOMES, Cell, State, outcome_words, record_of, state_of
-from mprun.sweep.mode_table import short, table, without_record
+from mprun.sweep.mode_table import table, without_record
 from mprun.sweep.plan import Plan
 from mprun.training.next_commands import commands
 
@@ -77,7 +77,7 @@ class StatusPage:
     def ended(self, cell: Cell, outcome: AttemptOutcome) -> None:
         """Report the end of an attempt: its outcome and loss, the number ended, the time left."""
         self.words[cell] = outcome.words
-        cause = short(outcome.words, _LONGEST)
+        cause = shortened(outcome.words, _LONGEST)
         words = ([] if outcome.code == DONE else [cause]) + _results(self._record(cell) or {})
         if cell in self.since:
             self.seconds[cell] = time.monotonic() - self.since[cell]
@@ -102,7 +102,7 @@ class StatusPage:
             if step is not None and loss is not None:
                 words = f"step {step}/{record.get('steps', '?')} loss {loss:.4f}"
             parts.append(" ".join([cell.mode, *self._swept(cell), f"s{cell.seed}: {words}"]))
-        self._draw(short("; ".join(parts), columns(1000, sys.stderr) - 1))
+        self._draw(shortened("; ".join(parts), columns(1000, sys.stderr) - 1))
 
     def tell(self, text: str) -> None:
         """Print a line on stderr, in place of what was drawn."""
@@ -164,7 +164,7 @@ class StatusPage:
         before = outcome_words(record) if record.get("status") in OUTCOMES else "waiting"
         return [
             self._name(cell),
-            short(self.words.get(cell, before), 120),
+            shortened(self.words.get(cell, before), 120),
             "" if step is None else f"{step}/{record.get('steps', '?')}",
             "" if loss is None else f"{float(loss):.4f}",
             "" if seconds is None else f"{seconds:.0f}",
@@ -219,8 +219,8 @@ class StatusPage:
         swept = self._swept(cell)
         ends = f"{count}{cell.mode} ", f"s{cell.seed}: {words}"
         room = width - len("".join(ends)) - 1
-        shown = f"{short(' '.join(swept), room)} " if swept and room >= _SHORTEST else ""
-        self.tell(short(shown.join(ends), width))
+        shown = f"{shortened(' '.join(swept), room)} " if swept and room >= _SHORTEST else ""
+        self.tell(shortened(shown.join(ends), width))
 
 
 def _last_record(path: Path) -> dict:

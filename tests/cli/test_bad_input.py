@@ -1,6 +1,7 @@
 """Bad input: exit code 2, one line of at most 200 characters with the key, nothing written."""
 
 import os
+import random
 import shlex
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 from mprun.cli import main
 from mprun.cli.dispatch import _one_line
+from mprun.errors import shortened
 
 from ..helpers import refused
 from ..tables import with_extensions
@@ -474,6 +476,36 @@ def test_long_lines_keep_what_matters():
     assert line.endswith("deep/end: no such folder")
     line = _one_line(f"mprun: key=x: stays (allowed: {options})")
     assert line.endswith(" ...; mprun --help)") and len(line) <= 200
+
+
+WORDS = ("7", "skipped", "12,345.6789", "/data/a/path/of/a/run-s0,", "normal;", "(2^16)", "w" * 70)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_a_long_line_is_cut_between_words(seed):
+    draw = random.Random(seed)
+    given = ["mprun:", "outputs/run:", *draw.choices(WORDS, k=60)]
+    for longest in (200, 600):
+        line = _one_line(" ".join(given), longest)
+        assert len(line) <= longest
+        left = [word for word in line.split(" ") if word != "..."]
+        assert {word.rstrip(",;:") for word in left} <= {word.rstrip(",;:") for word in given}
+        assert left[:2] == given[:2] and left[-1] == given[-1]
+    for most in (80, 120):
+        cut = shortened(" ".join(given), most)
+        assert len(cut) <= most and cut.endswith(" ...")
+        assert {word.rstrip(",;:") for word in cut.split(" ")[:-1]} <= {
+            word.rstrip(",;:") for word in given
+        }
+
+
+def test_a_path_stays_whole_where_a_line_can_hold_it():
+    path = f"/home/user/{'deeper/' * 20}run.json"
+    line = _one_line(f"mprun: {path}: {'this is why it cannot be read ' * 4}and what to do")
+    assert path in line and line.endswith(" and what to do") and len(line) <= 200
+    assert (
+        shortened("one word", 8) == "one word" and shortened("x" * 90 + " y", 60).count("x") == 57
+    )
 
 
 @pytest.mark.parametrize("word", ["run", "train"])

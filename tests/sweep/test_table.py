@@ -194,7 +194,7 @@ def test_every_way_to_end_is_said_in_words(tmp_path):
     assert "| hung: no progress for 9 s, killed " in status["bf16_master"]
     assert "| hung: no progress for 9 s, stopped " in status["amp_bf16"]
     assert "| preempted " in status["tf32"]
-    assert "| 1 done, 1 failed: out of memory: 999" in status["fp32"]
+    assert "| 1 done, 1 failed: out of memory: ... |" in status["fp32"]
     assert max(map(len, text)) < 300
 
 

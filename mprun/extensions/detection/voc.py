@@ -20,6 +20,7 @@ import numpy as np
 
 from mprun.data.image_files import printable, read_file
 from mprun.data.source import DamagedData, DataError
+from mprun.errors import shortened
 from mprun.extensions.detection.boxed_images import (
     BoxedImages,
     BoxOptions,
@@ -94,7 +95,7 @@ def _number(node: ElementTree.Element, path: str) -> float:
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise ValueError(f"{path} is {printable(text[:40])!r}, must be a number")
+        raise ValueError(f"{path} is {shortened(printable(text), 40)!r}, must be a number")
     return value
 
 
@@ -120,7 +121,8 @@ def _listed(path: str) -> list[str]:
         ) from error
     for name in names:
         if not _NAME.fullmatch(name):
-            raise DamagedData(f"{printable(path)}: {printable(name[:70])!r} is no name of an image")
+            named = shortened(printable(name), 70)
+            raise DamagedData(f"{printable(path)}: {named!r} is no name of an image")
     if not names:
         raise DamagedData(f"{printable(path)}: lists no image")
     if twice := first_repeated(names):

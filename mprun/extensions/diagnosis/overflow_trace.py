@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from mprun.errors import BadInput
+from mprun.errors import BadInput, shortened
 from mprun.numerics.exponent_shares import FP16_MAX
 
 SCAN = 256  # steps examined first for the next overflow
@@ -263,5 +263,5 @@ def _number(row: dict[str, Any], name: str) -> float | None:
     except (TypeError, ValueError):
         number = math.nan
     if not number >= 0:
-        raise ValueError(f"{name}={str(value)[:40]}: must be a number >= 0")
+        raise ValueError(f"{name}={shortened(str(value), 40)}: must be a number >= 0")
     return number

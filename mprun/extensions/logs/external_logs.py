@@ -31,7 +31,7 @@ from mprun.compare.findings import Arm, RunData
 from mprun.compare.grouping import ProtoGroup
 from mprun.compare.load import search
 from mprun.config.metrics import told_by_name
-from mprun.errors import BadInput
+from mprun.errors import BadInput, shortened
 from mprun.extensions.logs.log_formats import logs_in, read_logs, texts_in
 from mprun.extensions.logs.wanted import PARTS, Log, listed
 from mprun.record.metrics_columns import evenly
@@ -184,9 +184,9 @@ def _refuse_parts(label: str, below: dict[Path, list[Path]]) -> None:
     for folder in every if len(names) > 1 else ():
         again = seen.setdefault(folder.name, folder) if folder in siblings else folder
         if again != folder or folder.name.lower() in _PARTS:
-            others = ", ".join(str(one) for one in every if one != folder)
+            others = shortened(", ".join(str(one) for one in every if one != folder), 120)
             raise BadInput(
-                f"{label}: {folder} beside {others[:120]}: runs, or parts of one? Name every run, "
+                f"{label}: {folder} beside {others}: runs, or parts of one? Name every run, "
                 f"e.g. {label}={folder},{folder.parent.parent / 'other' / folder.name}"
             )
 

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mprun.errors import needing
+from mprun.errors import needing, shortened
 from mprun.extensions.script.prepare import Model, Opt, Options, prepare
 from mprun.extensions.script.run import Run
 from mprun.precision.policy import get_policy
@@ -252,12 +252,8 @@ class _Progress:
             filled = 20 * self.done // self.total
             bar = "━" * filled + "╌" * (20 - filled)
             line = f"{bar} {self.done} of {self.total} runs; {text}"
-            print(
-                f"\r\x1b[K{line[: columns(80, sys.stderr) - 1]}",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
+            line = shortened(line, columns(80, sys.stderr) - 1)
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
 
     def __repr__(self) -> str:
         return f"{self.done} of {self.total} runs; {self.text}"

@@ -16,6 +16,7 @@ from mprun.config.fields import count, is_label, positive, ranged, setting, shar
 from mprun.config.metrics import LOSS, PERPLEXITY, Metric
 from mprun.config.registry import DataConfig, ModelConfig, network, source, task
 from mprun.config.schema import RunConfig
+from mprun.errors import shortened
 
 task(
     "translation",
@@ -79,7 +80,8 @@ class UnicodeNamesConfig(SentencePairsConfig):
 def _languages(data: "ParallelTextConfig", config: RunConfig) -> Iterator[str]:
     for key in ("source_language", "target_language"):
         if not is_label(language := getattr(data, key)):
-            yield f"data.{key}={language[:70]!r}: must be 1 to 64 of letters, digits, . _ and -"
+            given = f"data.{key}={shortened(language, 70)!r}"
+            yield f"{given}: must be 1 to 64 of letters, digits, . _ and -"
     if data.source_language == data.target_language:
         yield f"data.target_language={data.target_language}: must differ from data.source_language"
 
