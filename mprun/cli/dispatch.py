@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -202,17 +203,23 @@ def _compares(folders: list[Path]) -> bool:
 
 def _help(arguments: list[str]) -> int:
     """Print the help page, or that of the keys, groups and verbs beside --help."""
-    from mprun.cli.help import GROUPS, first_page, help_text, key_help
+    from mprun.cli.help import GROUPS, first_page, help_text, key_help, option_help
 
     others = [word for word in arguments if word not in ("--help", "-h")]
     options, _ = _arguments().parse_known_args(others)
-    asked = [word for word in options.overrides if "=" not in word and not word.startswith("~")]
+    given = [word for word in options.overrides if not word.startswith("~")]
+    asked = [word for word in given if "=" not in word or word.partition("=")[0] in GROUPS]
     if asked and asked[0] in verbs().keys() - {*GROUPS, "compare"}:
         return loaded(verbs()[asked[0]])(["--help"])
     if asked == ["all"]:
         print(help_text(verbs(), _arguments(), options.config_dir), end="")
         return DONE
-    pages = [key_help(word, verbs(), options.config_dir) for word in asked]
+    pages = []
+    for word in asked:
+        group, chosen, option = word.partition("=")
+        of_option = partial(option_help, group, option)
+        of_key = partial(key_help, word, verbs())
+        pages.append((of_option if chosen else of_key)(options.config_dir))
     print("\n".join(pages) or first_page(verbs()), end="")
     return DONE
 

@@ -17,11 +17,11 @@ import yaml
 
 from mprun.cli.arguments import filled
 from mprun.config.components import COMPONENTS
-from mprun.config.fields import did_you_mean, key_called, nearest
+from mprun.config.fields import did_you_mean, key_called, must_be, nearest, word
 from mprun.config.keys import FIELDS, Meaning, meanings, role_of
 from mprun.config.option_files import conf_dir, named, option_files, values_in_files, what_it_is
 from mprun.entry_points import loaded, source_of
-from mprun.errors import DONE, BadInput
+from mprun.errors import DONE, BadInput, shortened
 from mprun.record.console import columns
 
 _TITLE = "mprun: what does lower precision do to a training run, compared with FP32?\n"
@@ -49,6 +49,7 @@ Use
   mprun resume=outputs/RUN                  continue from the last checkpoint
   mprun --config-dir DIR precision=mine     your modes, scalers, ...,
                                             each from DIR/GROUP/OPTION.yaml
+  mprun --help model=gpt                    the keys of an option, its values
   mprun --help optim.lr                     what a key or a group means
   mprun --cfg job model=dcgan               print the whole configuration
   mprun --info defaults model=dcgan         print the files that make it up
@@ -57,6 +58,7 @@ Use
 _MORE = """\
 More
   mprun --help precision                    options and keys of a group
+  mprun --help model=gpt                    the keys of an option, its values
   mprun --help optim.lr                     what a key means
   mprun compare --help                      what a verb does, its options
   mprun --help all                          every option, group, and key
@@ -69,6 +71,8 @@ Results: the `tensorboard --logdir` that a run or a sweep prints at its end.
 GROUPS = ("model", "data", "optim", "precision", "scaler", "train", "numerics", "experiment")
 # Fields that a group's option sets; mappings take the user's entry after the key.
 BY_OPTION = ("name", "kind")
+_OWN_KEYS = ("model", "data")  # groups whose options have different keys
+_WIDEST = 34  # columns of a key and its value, left of its meaning
 
 
 def first_page(verbs: dict[str, str]) -> str:
@@ -129,7 +133,7 @@ def key_help(word: str, verbs: Collection[str], config_dir: str | None = None) -
 def _meaning(key: str, meaning: Meaning, config_dir: str | None) -> str:
     group, _, field = key.rpartition(".")
     files: dict[str, list[str]] = {}
-    if group not in ("", "model", "data"):  # of these an option file is that of one variant
+    if group not in ("", *_OWN_KEYS):  # of these an option file is that of one variant
         for option, value in values_in_files(group, field, config_dir).items():
             files.setdefault("null" if value is None else str(value), []).append(option)
     in_files = [f"{value} in {', '.join(options)}" for value, options in files.items()]
@@ -150,24 +154,72 @@ def _keys_of(group: str, verbs: Collection[str], config_dir: str | None) -> str:
         if key.startswith(f"{group}."):
             for one in meanings(key):
                 docs.setdefault((key, one.doc), []).extend(one.variants)
+    every = set().union(*docs.values())
     several = len({tuple(of) for of in docs.values()}) > 1
+    own_keys = group in _OWN_KEYS  # the page of an option has them
     longest = max((len(key) for key, _ in docs), default=0)
     lines = []
     for (key, doc), of in docs.items():
-        if key.rpartition(".")[2] not in BY_OPTION:
-            owners = f" ({', '.join(of)})" if several and of else ""
+        if key.rpartition(".")[2] not in BY_OPTION and not (own_keys and set(of) != every):
+            owners = f" ({', '.join(of)})" if several and of and not own_keys else ""
             lines.append(f"  {key:<{longest}}  {doc}{owners}")
     what = _about(group)
     parts = [filled("\n".join([f"{group}: {what[0].lower()}{what[1:]}", *lines]))]
-    parts += [_group(group, config_dir)] if group in GROUPS else []
+    parts += [_group(group, config_dir, own_keys)] if group in GROUPS else []
+    if group in GROUPS and option_files(group):
+        of_one = f"{group}={next(iter(option_files(group)))}"
+        parts.append(f"  mprun --help {of_one}: the keys of one, with its values")
     parts += [f"  mprun {group} --help: the verb"] if group in verbs else []
     return "\n".join([*parts, ""])
 
 
-def _group(name: str, config_dir: str | None) -> str:
-    options = option_files(name, config_dir).items()
-    lines = [f"    {option:<22}  {what_it_is(path)}" for option, path in options]
+def option_help(group: str, option: str, config_dir: str | None = None) -> str:
+    """Return what an option is, and the keys that it has, with its values and their meaning."""
+    files = option_files(group, config_dir)
+    if option not in files:
+        raise BadInput(f"--help {group}={option}: {must_be(option, files, group)}")
+    from mprun.config.compose import option_values
+
+    built, values = named(group, config_dir)[option], option_values(group, option, config_dir)
+    rows = [
+        (f"{group}.{key}={_typed(value)}", meaning.doc)
+        for key, value in values.items()
+        if key not in BY_OPTION and f"{group}.{key}" in FIELDS
+        for meaning in meanings(f"{group}.{key}")
+        if not meaning.variants or built in meaning.variants
+    ]
+    longest = min(_WIDEST, max((len(start) for start, _ in rows), default=0))
+    lines = [f"  {start:<{longest}}  {doc}" for start, doc in rows]
+    more = f"  mprun --cfg job {group}={option}: the whole configuration"
+    if rows:
+        more = f"  mprun --help {group}.KEY: its type and range\n{more}"
+    page = "\n".join([f"{group}={option}: {what_it_is(files[option])}", *lines])
+    return f"{filled(page)}\n{more}\n"
+
+
+def _typed(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else word(value)
+
+
+def _group(name: str, config_dir: str | None, a_line: bool = False) -> str:
+    """Return the options of a group and what they are; a_line: each in one."""
+    options = {one: what_it_is(path) for one, path in option_files(name, config_dir).items()}
+    longest = max(map(len, options), default=0) if a_line else 22
+    if a_line:
+        options = {one: _start_of(text, columns() - longest - 6) for one, text in options.items()}
+    lines = [f"    {option:<{longest}}  {text}" for option, text in options.items()]
     return filled("\n".join([f"  {name}", *lines]))
+
+
+def _start_of(sentence: str, most: int) -> str:
+    """Return the parts of a sentence that fit: whole ones, unless these say too little."""
+    if len(sentence) <= most:
+        return sentence
+    parts = (sentence[: end.start()] for end in re.finditer(r"[,;] |(?<!=\d): | \(", sentence))
+    whole = [part for part in parts if len(part) < most and part.count("(") == part.count(")")]
+    if not whole or len(whole[-1]) < most // 3:
+        return shortened(sentence, most)
+    return f"{whole[-1].rstrip('.')}."
 
 
 def _keys() -> list[str]:
@@ -313,7 +365,7 @@ def _overrides(word: str, words: list[str], config_dir: str | None) -> list[str]
             known = ["false", "true"]
         return [f"{key}={value}" for value in _listed(values, list(dict.fromkeys(known)))]
     own = {}  # group -> the fields of the option chosen on the line
-    for group in ("model", "data"):
+    for group in _OWN_KEYS:
         chosen = [word.partition("=")[2] for word in words if word.startswith(f"{group}=")]
         name = named(group, config_dir).get(chosen[-1]) if chosen else None
         if (component := COMPONENTS[group][0].get(name or "")) is not None:

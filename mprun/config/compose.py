@@ -32,7 +32,7 @@ from omegaconf.errors import (
 
 from mprun.config.components import COMPONENTS
 from mprun.config.fields import RENAMED, did_you_mean, key_called, must_be, nearest
-from mprun.config.keys import FIELDS, current, wanted
+from mprun.config.keys import FIELDS, current, flat, wanted
 from mprun.config.option_files import conf_dir, folders, mode_of, modes
 from mprun.config.overrides import (
     MAPPING,
@@ -219,6 +219,17 @@ def compose_config(
         raise BadInput(f"compare.baseline={baseline}: {must_be(baseline, known, 'precision')}")
     mode = mode_of(config.precision.name, config_dir)
     return Composed(config, choices, overrides, mode.label(config.precision), mode.scaler)
+
+
+def option_values(group: str, option: str, config_dir: str | None = None) -> dict[str, Any]:
+    """Return key -> value of a group with one of its options, by dotted key below the group.
+
+    Nothing is checked or interpolated; a value that the user must set is "???".
+    """
+    places = [os.path.abspath(folder) for folder in folders(config_dir)]
+    chosen = as_hydra_takes(parse_overrides([f"{group}={option}"]))
+    values: Any = OmegaConf.to_container(select(chosen, places)[0])
+    return flat(values[group]) if group in values else {}
 
 
 def _composed_by_hydra(

@@ -20,7 +20,7 @@ from mprun.cli.help import GROUPS, completions
 from mprun.config import option_files
 from mprun.config.compose import compose_config
 from mprun.config.fields import allowed
-from mprun.config.keys import FIELDS
+from mprun.config.keys import FIELDS, meanings
 from mprun.config.option_files import conf_dir
 
 from ..helpers import refused
@@ -110,8 +110,33 @@ def test_help_of_every_key_group_and_verb(capsys, monkeypatch):
         text = capsys.readouterr().out
         assert max(map(len, text.splitlines())) <= 80, word
         for key in (key for key in FIELDS if key.startswith(f"{word}.")):
-            assert f"  {key} " in text or key.endswith((".name", ".kind")), key
+            owned = word in ("model", "data") and any(one.variants for one in meanings(key))
+            assert f"  {key} " in text or owned or key.endswith((".name", ".kind")), key
+        assert word not in ("model", "data") or len(text.splitlines()) < 45
     assert "usage: mprun doctor" in page(capsys, "--help", "doctor")
+
+
+def test_help_of_an_option_has_its_keys_alone_with_its_values(capsys):
+    text = page(capsys, "--help", "model=gpt")
+    assert text.startswith("model=gpt: GPT-2 as in nanoGPT")
+    assert "model.hidden_size=128 Units of the residual stream" in text
+    assert "model.bias=false" in text and "dropout" not in text and "projection_size" not in text
+    assert "model.hidden_size=768" in page(capsys, "model=gpt2", "--help")
+    assert "optim.momentum=" in page(capsys, "--help", "optim=sgd")
+    assert "betas" not in page(capsys, "--help", "optim=sgd")
+    assert "data.root=null" in page(capsys, "--help", "data=imagenet")
+    refused(capsys, "--help", "model=gptt", says="did you mean 'gpt'?")
+
+
+@pytest.mark.slow
+def test_help_of_every_option_fits_80_columns(capsys, monkeypatch):
+    monkeypatch.setattr(option_files, "_text_of", cache(option_files._text_of))
+    for group in GROUPS:
+        for option in option_files.option_files(group):
+            assert main(["--help", f"{group}={option}"]) == 0
+            lines = capsys.readouterr().out.splitlines()
+            assert lines[0].startswith(f"{group}={option}: ")
+            assert max(map(len, lines)) <= 80, (group, option)
 
 
 def test_help_of_an_entry_of_a_mapping(capsys):
