@@ -60,7 +60,8 @@ def main(arguments: list[str]) -> int:
 
 def page(facts: dict) -> str:
     """Format the facts of `mprun.cli.machine.machine_facts` for a terminal of 80 columns."""
-    lines = [_wrapped(f"{name:<14}", text) for name, text in _rows(facts)]
+    lines = [hanging(summary(facts), 80, 4), ""]
+    lines += [_wrapped(f"{name:<14}", text) for name, text in _rows(facts)]
     lines += ["", f"{'mode':<20} on this machine"]
     for name, mode in facts["modes"].items():
         lines.append(_wrapped(f"{name:<20} {mode['verdict']:<9} ", mode["reason"]))
@@ -73,6 +74,28 @@ def page(facts: dict) -> str:
         stock = f"   (torch: {flag['stock']})" if differs else ""
         lines.append(f"  {name} = {flag['pinned']}{stock}")
     return "\n".join(lines)
+
+
+def summary(facts: dict) -> str:
+    """Return in a line what will happen here; what does not work comes first."""
+    wrong = [f"GPU {gpu['index']} cannot be read" for gpu in facts["gpus"] if gpu["why"]]
+    tests = {f"{rule}'s single pass": one for rule, one in facts["single_pass"].items()}
+    tests["CUDA graphs"] = facts["cuda_graph"]
+    tests["energy (NVML)"] = facts["nvml"] if facts["gpus"] else {"works": None}
+    wrong += [f"no {what}" for what, one in tests.items() if one["works"] is False]
+    if not facts["kernels"]["cpu"]["onednn"]:
+        wrong.append("no oneDNN")
+    by_verdict: dict[str, list[str]] = {}
+    for name, mode in facts["modes"].items():
+        by_verdict.setdefault(mode["verdict"], []).append(name)
+    where = "CPU only: modes below FP32 are emulated"
+    if facts["gpus"]:
+        count = f"{len(by_verdict.get('honoured', []))} of {len(facts['modes'])} modes"
+        where = f"CUDA on {facts['gpus'][0]['name']}: {count} run in its arithmetic"
+    refused = f", refused: {', '.join(by_verdict['refused'])}" if "refused" in by_verdict else ""
+    if not wrong:
+        return f"{where}{refused}; nothing is missing"
+    return f"{', '.join(wrong)} (see below); {where}{refused}"
 
 
 def _rows(facts: dict) -> list[tuple[str, str]]:

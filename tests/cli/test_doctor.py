@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mprun.cli import main
-from mprun.cli.doctor import KEYS, page
+from mprun.cli.doctor import KEYS, page, summary
 from mprun.cli.machine import _verdict, machine_facts, modes
 from mprun.errors import BadInput
 from mprun.precision import ForwardContext, get_policy, pin_math_flags, read_math_flags
@@ -87,6 +87,21 @@ def test_the_page_names_machine_kernels_and_pinned_flags(capsys):
     for name, value in read_math_flags().items():
         assert f"\n  {name} = {value}" in text
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_the_first_line_is_the_verdict_with_what_is_wrong_in_front(facts):
+    calm = {**facts, "device": "cpu", "gpus": [], "modes": {"fp32": {"verdict": "honoured"}}}
+    assert summary(calm) == "CPU only: modes below FP32 are emulated; nothing is missing"
+    refused = {**calm, "modes": {"tf32": {"verdict": "refused"}}}
+    assert summary(refused).endswith("are emulated, refused: tf32; nothing is missing")
+    gpu, bad = {"index": 0, "name": "NVIDIA Made", "why": None}, {"works": False, "why": "x"}
+    on_gpu = {**calm, "gpus": [gpu], "single_pass": {"adam": bad}, "cuda_graph": bad, "nvml": bad}
+    assert summary(on_gpu) == (
+        "no adam's single pass, no CUDA graphs, no energy (NVML) (see below); "
+        "CUDA on NVIDIA Made: 1 of 1 modes run in its arithmetic"
+    )
+    full = page(facts)
+    assert " ".join(full.partition("\n\n")[0].split()) == summary(facts)
 
 
 def test_json_is_one_object_with_the_keys_that_help_explains(capsys):
