@@ -423,7 +423,7 @@ OPTION_FILES = [
         "products:\n  power_of_two: true\n",
         "unknown key; now precision.products.scale: pow2 for true",
     ),
-    ("precision", "overrides: [1]\n", "precision.overrides: must "),
+    ("precision", "overrides: [1]\n", "own/precision/mine.yaml: precision.overrides: "),
     ("optim", "name: sgd\nlr: abc\n", "optim.lr: must be a number > 0 (learning rate"),
     ("train", "foo: 1\n", "train.foo: unknown key"),
     (
