@@ -366,8 +366,11 @@ def _printed(wanted: Wanted) -> list[Log] | None:
             continue
         if isinstance(record, dict):
             rows.append((f"line {number}", {LINE: part_of(line[:start])} | flat(record)))
-    begins = wanted.text.lstrip().startswith("{'")
-    return wanted.of_records(rows) if begins or wanted.told(rows) else None
+    if wanted.text.lstrip().startswith("{'"):
+        return wanted.of_records(rows)
+    # A summary at the end is no log of what stands in words above it.
+    told = wanted.told(rows)
+    return wanted.of_records(rows) if len(told) > len(_in_words(wanted)[1]) else None
 
 
 def _literal(text: str, where: str) -> Any:
@@ -536,12 +539,17 @@ def _mlperf(wanted: Wanted) -> list[Log] | None:
 
 
 def _plain_numbers(wanted: Wanted) -> list[Log] | None:
-    """Read "timestamp value step" (MLflow) or "step value" lines; None if it is anything else."""
+    """Read "timestamp value step" (MLflow) or "step value" lines; None if it is anything else.
+
+    MLflow adds name and digest of the dataset that a value was measured on, if it knows them.
+    """
     tag, rows = wanted.tag, []
     columns = {2: ("step", tag), 3: ("timestamp", tag, "step")}
+    columns[5] = (*columns[3], "dataset", "digest")
     for number, line in enumerate(wanted.lines(), start=1):
         cells = line.split()
-        if all(len(read_numbers(cells, decimal)) < len(cells) for decimal in MARKS):
+        numbers = cells[:3]
+        if all(len(read_numbers(numbers, decimal)) < len(numbers) for decimal in MARKS):
             return None
         if cells and len(cells) not in columns:
             return None
@@ -552,12 +560,30 @@ def _plain_numbers(wanted: Wanted) -> list[Log] | None:
     # A timestamp is a time since 1970.
     if max(read_numbers([rows[0][1].get("timestamp", 1e9)], "."), default=0.0) < 1e9:
         return None
+    datasets = sorted({row.get("dataset", "") for _, row in rows})
+    if len(datasets) > 1:
+        raise BadInput(
+            f"{wanted.path}: has values on several datasets ({listed(datasets)}); give each a "
+            "metric or a file of its own"
+        )
     named = str(wanted.path).endswith(f"/{tag}")
     return wanted.of_columns(rows, "step", {tag: ("", named)})
 
 
 def _words(wanted: Wanted) -> list[Log] | None:
-    """Read lines with names before their numbers; None if none holds steps and values."""
+    """Read lines with names before their numbers; None if none holds the tag."""
+    told, rows = _in_words(wanted)
+    if rows:
+        return wanted.of_records(rows)
+    if told:
+        names = _words_before_numbers("\n".join(told))
+        tag = wanted.tag.rpartition("/")[2].lower()
+        raise wanted.no_steps([name for name in names if name.lower() != tag])
+    return None
+
+
+def _in_words(wanted: Wanted) -> tuple[list[str], list[Row]]:
+    """Return the lines with the tag before a number, and the rows of those with steps, too."""
     # A name follows the line's start, a mark, a number or two blanks: "val loss" is not "loss".
     before = r"(?:^|[|,;:)\]-]\s*|\s{2,}|\d\s+)"
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in wanted.lines()]  # without colours
@@ -569,9 +595,9 @@ def _words(wanted: Wanted) -> list[Log] | None:
                 told.append((f"line {number}", line, first, value.findall(line)))
         if told:
             break
+    rows: list[Row] = []
     for name in (wanted.step,) if wanted.step else STEPS:
         count = re.compile(rf"{before}{re.escape(name)}\s*[:=]?\s*({_NUMBER})", re.IGNORECASE)
-        rows: list[Row] = []
         for where, line, first, found in told:
             if at := count.search(line):
                 if len(set(found)) > 1:
@@ -580,11 +606,8 @@ def _words(wanted: Wanted) -> list[Log] | None:
                 kind = part_of(line[: first.start()])
                 rows.append((where, {name: at[1], LINE: kind, tag: first[1]}))
         if rows:
-            return wanted.of_records(rows)
-    if told:
-        names = _words_before_numbers("\n".join(line for _, line, *_ in told))
-        raise wanted.no_steps([name for name in names if name.lower() != tag.lower()])
-    return None
+            break
+    return [line for _, line, *_ in told], rows
 
 
 def _words_before_numbers(text: str) -> list[str]:

@@ -17,15 +17,18 @@ from mprun.errors import BadInput, Damaged
 
 # Names that count steps, the best first; a log with several of them uses the first.
 STEPS = (
-    *("step", "steps", "global_step", "_step", "trainer/global_step", "train/global_step"),
-    *("step_num", "iteration", "iter", "iterations", "num_updates", "update", "updates"),
-    *("samples_count", "timesteps", "total_timesteps", "time/total_timesteps"),
-    *("epoch", "epochs", "epoch_num"),
+    *("step", "global_step", "_step", "trainer/global_step", "train/global_step", "step_num"),
+    *("iteration", "iter", "iterations", "num_updates", "update", "updates", "samples_count"),
+    *("timesteps", "total_timesteps", "time/total_timesteps", "epoch", "epoch_num"),
+    *("steps", "epochs"),
 )
 # Folders, files and lines with another of these words hold another curve of the same run.
 PARTS = "train training val valid validation validate eval evaluation evaluate test testing dev"
+# In "val loss 2.1" it is part of a metric's name, in "Train Epoch: 1" it is not.
 _PART = re.compile(
-    rf"(?<![\w/.-])(?:train_inner|{'|'.join(PARTS.split())})(?![\w/.-])", re.IGNORECASE
+    rf"(?<![\w/.-])(?:train_inner|{'|'.join(PARTS.split())})(?![\w/.-])"
+    r"(?!\s+(?!epoch|step|iter|batch)[a-z]\w*\s*[:=]?\s*[-+.\d])",
+    re.IGNORECASE,
 )
 LINE = "kind of line"  # the field that holds `part_of` a line
 # Fields that tell one curve of a name from another.
@@ -249,7 +252,7 @@ def read_numbers(cells: Iterable[Any], decimal: str) -> list[float]:
 
 def splits(row: dict[str, Any]) -> list[str]:
     """Return the fields of a row that tell its curve from others of the name."""
-    return [key for key in row if key.lower() in SPLITS]
+    return [key for key in row if key.lower().rpartition(".")[2] in SPLITS]
 
 
 def _kinds(row: dict[str, Any]) -> set[str]:

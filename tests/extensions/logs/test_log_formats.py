@@ -106,6 +106,9 @@ OLD_GOLDEN = {"lm loss": {"start_step": 1, "end_step": 2, "step_interval": 1, "v
          "eval.loss", "step"),
         ("golden_values.json", json.dumps(GOLDEN), "lm loss", "step"),
         ("golden_values.json", json.dumps(OLD_GOLDEN), "lm loss", "step"),
+        ("run.log", "Train: step 1 | loss 0.5\nTrain: step 2 | val loss 9.1 | loss 0.25\n"
+         'done: {"loss": 0.1, "step": 2}\n', "loss", "step"),
+        ("metrics/loss", lines(f"{NOW} {{v}} {{s}} corpus 1f2e3d4c"), "loss", "step"),
         ("metrics.json", json.dumps(SACRED), "loss", "step"),
         ("history.json", json.dumps({"steps": [1, 2], "loss": VALUES}), "loss", "steps"),
         ("run.log", lines(SIMPLE), "train_inner/loss", "num_updates"),
@@ -325,7 +328,12 @@ def zipped(text):
         ("a.log", lines(SIMPLE), "--tag loss: is of several values of 'kind of line' (train, tra"),
         ("a.csv", "Split,step,loss\ntrain,1,2\neval,2,1\n", "--tag loss: is of several values of "
          "'Split' (eval, train); must be of one, e.g. --tag train/loss"),
+        ("a.json", '[{"step": 1, "loss": 2}, {"step": 3, "loss": 2, "context": {"subset": "val"}}]',
+         "--tag loss: is of several values of 'context.subset' (none, val); must be of one"),
         ("a.json", '{"a\\nb": [1, 2]}', "--tag loss: not there; has 'a\\nb'"),
+        ("loss", f"{NOW} 2 1 train 1f\n{NOW} 3 2 eval 2e\n", "has values on several datasets (ev"),
+        ("a.log", "step 1 | loss 3\nval: step 2 | loss 3\n", "--tag loss: is of several values "
+         "of 'kind of line' (none, val); must be of one, e.g. --tag val/loss"),
         ("a.csv", "Step,Tag,Value\n1,lr,2\n", "--tag loss: not there; has Tag, Value"),
         ("a.json", '{"tokens": [10, 20], "loss": [2, 1]}', "--tag loss: does 'tokens' beside it "
          "count its steps? Say so with --step tokens"),
