@@ -233,7 +233,7 @@ def test_a_folder_without_a_split_is_the_wrong_one(folder):
 @pytest.mark.parametrize(
     ("words", "code", "says"),
     [
-        ([], 0, ""),
+        (["data.vocab_size=60"], 0, ""),
         (["data.vocab_size=30"], 4, "train.bin: token "),
         (["data.vocab_size=70000"], 2, "train.bin: data.dtype=uint32: most words are 70000"),
         (["data.vocab_size=1"], 2, "data.vocab_size=1: must be"),
@@ -242,7 +242,7 @@ def test_a_folder_without_a_split_is_the_wrong_one(folder):
 def test_a_run_reads_them_or_ends_with_one_line(folder, tmp_path, capsys, words, code, says):
     write(folder / "train.bin", np.arange(2000) % 60)
     network = ["model=gpt", "model.hidden_size=8", "model.num_layers=1", "model.num_heads=2"]
-    data = ["data=token_files", f"data.root='{folder}'", "data.vocab_size=60"]
+    data = ["data=token_files", f"data.root='{folder}'"]
     sizes = ["data.batch_size=2", "data.sequence_length=8", "train.steps=2"]
     assert run(tmp_path / "run", *ONE_CORE, *network, *data, *sizes, *words) == code
     lines = [line for line in capsys.readouterr().err.splitlines() if line.startswith("mprun: ")]
