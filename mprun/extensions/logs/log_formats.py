@@ -202,7 +202,7 @@ def _is_whole(path: Path) -> bool:
 
 _BLOCK = 2**15  # of LevelDB's log format, which no record's header crosses
 _WANDB = b":W&B\xe1\xbe\x00"  # name, magic number 0xBEE1, version
-_EXPORT = "export the run's history as CSV or JSON lines (wandb.Api().run(NAME).history()) instead"
+_EXPORT = "export its history as CSV or JSON lines instead"
 
 
 def _wandb(wanted: Wanted) -> list[Log] | None:
@@ -214,8 +214,8 @@ def _wandb(wanted: Wanted) -> list[Log] | None:
         return None
     if (head := wanted.path.read_bytes()[:7]) != _WANDB:
         raise BadInput(
-            f"{wanted.path}: begins with {head.hex(' ')}, must be {_WANDB.hex(' ')} as the offline "
-            f"runs that mprun reads; {_EXPORT}"
+            f"{wanted.path}: begins with {head.hex()}, offline runs that mprun reads with "
+            f"{_WANDB.hex()}; {_EXPORT}"
         )
     rows: list[Row] = []
     for number, record in enumerate(_framed(wanted), start=1):

@@ -564,7 +564,7 @@ def test_an_offline_run_is_its_history(tmp_path):
 
     path = tmp_path / "run.wandb"
     path.write_bytes(b":W&B\xe1\xbe\x01" + bytes(99))
-    with raises_line(BadInput, f"{path}: begins with 3a 57 26 42 e1 be 01, must be 3a", "export "):
+    with raises_line(BadInput, f"{path}: begins with 3a572642e1be01, off", "export its"):
         read_logs(path, "loss")
     other = message((1, 1), (17, b"y" * 200))
     path.write_bytes(framed(other, record(1, b"0.5"), other, record(2, b"0.25"), record(3, b"NaN")))
