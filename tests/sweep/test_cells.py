@@ -168,7 +168,7 @@ def test_a_run_on_data_elsewhere_is_not_this_cells(key, group, words, tmp_path, 
         assert "\n" not in str(caught.value)
     # Before anything is started or written.
     before = sorted(tmp_path.rglob("*"))
-    assert main(["-m", *fixed, f"{key}=B"]) == 2
+    assert main(["-m", *but(fixed, f"{key}=B")]) == 2
     assert sorted(tmp_path.rglob("*")) == before
 
 

@@ -18,19 +18,19 @@ from mprun.extensions.diagnosis.log_probabilities import (
 from mprun.models.gpt import GPT
 from mprun.precision import pin_math_flags
 
-from ...helpers import TINY_GPT, TINY_LM, refused, seal_again
+from ...helpers import TINY_GPT, TINY_LM, but, refused, seal_again
 from ...numerics.small_runs import as_json
 
 WORDS, LENGTH = 24, 12
-GPT_LM = [
-    *TINY_GPT,
+GPT_LM = but(
+    TINY_GPT,
     "model.num_layers=2",
     "model.num_heads=4",
     f"data.vocab_size={WORDS}",
     f"data.sequence_length={LENGTH}",
     "data.train_tokens=400",
     "data.eval_tokens=1500",
-]
+)
 
 
 @pytest.fixture(autouse=True)
