@@ -15,7 +15,7 @@ from mprun.numerics.post_mortem import bad_losses
 from mprun.record.console import columns
 from mprun.record.layout import hanging
 from mprun.record.metrics_columns import NO_METRIC, MetricsColumns, read_columns
-from mprun.record.run_record import Record, read_record
+from mprun.record.run_record import Record, product_shares, read_record, shares_text
 from mprun.training.next_commands import commands, state_of
 
 _WHAT = """\
@@ -71,6 +71,8 @@ def _facts(directory: Path, record: Record, measured: MetricsColumns) -> Iterato
     yield "ended", status_of(directory, record, measured.last_step)
     if unused := record.get("audit", {}).get("unused"):
         yield "note", f"no product ran in {unused}, because of overrides: a control"
+    if products := product_shares(record.get("audit") or {}):
+        yield "products", f"by calls: {shares_text(products)}"
     if final := record.get("final"):
         yield "final", ", ".join(f"{name} {_number(value)}" for name, value in final.items())
 

@@ -6,7 +6,6 @@ ended, different machines, and what was really computed, from the audit in the r
 
 import os
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -19,7 +18,7 @@ from mprun.errors import BadInput, Damaged, shortened
 from mprun.numerics.post_mortem import bad_losses, read_post_mortem
 from mprun.record.console import counted
 from mprun.record.metrics_columns import read_columns
-from mprun.record.run_record import read_record
+from mprun.record.run_record import product_shares, read_record, shares_text
 from mprun.record.seal import BrokenSeal, files_of
 
 # Fields with the same name here and in run.json, which every record and which some have.
@@ -297,7 +296,7 @@ def audit_of(runs: Sequence[RunData]) -> dict[str, Any] | None:
     if not audits:
         return None
     watched = sum(audit["watched"] for audit in audits)
-    found: dict[str, Any] = {"watched": watched, "products": _shares(audits)}
+    found: dict[str, Any] = {"watched": watched, "products": product_shares(*audits)}
     for name in (*_AUDITED, "optimizers"):
         found[name] = sorted({one for audit in audits for one in audit.get(name, ())})
     unseen = {audit["not_watched"] for audit in audits if audit.get("not_watched")}
@@ -306,7 +305,7 @@ def audit_of(runs: Sequence[RunData]) -> dict[str, Any] | None:
 
 def products_text(audit: Mapping[str, Any] | None) -> str:
     """Return the shares of products, the largest first: "fp16 85 %, fp32 15 %"."""
-    return "not watched" if audit is None else _shares_text(audit["products"])
+    return "not watched" if audit is None else shares_text(audit["products"])
 
 
 def audit_notes(runs: Sequence[RunData]) -> list[str]:
@@ -314,12 +313,12 @@ def audit_notes(runs: Sequence[RunData]) -> list[str]:
     model and on written parameters."""
     notes = []
     watched = [run for run in runs if run.audit.get("watched")]
-    shares = {run.seed: _shares([run.audit]) for run in watched}
+    shares = {run.seed: product_shares(run.audit) for run in watched}
     by_dtype = [[one.get(d, 0.0) for one in shares.values()] for d in set().union(*shares.values())]
     if any(max(own) - min(own) > _ALIKE for own in by_dtype):
         seeds: dict[str, list[str]] = {}
         for seed, one in shares.items():
-            seeds.setdefault(_shares_text(one), []).append(str(seed))
+            seeds.setdefault(shares_text(one), []).append(str(seed))
         told = [f"{text} (seed{'s' * (len(s) > 1)} {', '.join(s)})" for text, s in seeds.items()]
         notes.append(f"the seeds computed their products differently: {'; '.join(told)}")
     if unused := sorted({run.audit["unused"] for run in watched if "unused" in run.audit}):
@@ -330,22 +329,3 @@ def audit_notes(runs: Sequence[RunData]) -> list[str]:
             more = f" and {len(found) - 5} more" if len(found) > 5 else ""
             notes.append(f"{what}: {', '.join(found[:5])}{more}")
     return notes
-
-
-def _shares(audits: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    counts: Counter[str] = Counter()
-    for audit in audits:
-        for name, count in audit.get("products", {}).items():
-            counts[name.rpartition(" ")[2]] += count
-    return {dtype: count / counts.total() for dtype, count in counts.most_common() if count}
-
-
-def _shares_text(shares: Mapping[str, float]) -> str:
-    """Return shares in whole per cent; only exact 1 is "100 %", and none is "0 %"."""
-
-    def text(share: float) -> str:
-        if share == 1:
-            return "100 %"
-        return "<1 %" if share < 0.005 else ">99 %" if share >= 0.995 else f"{100 * share:.0f} %"
-
-    return ", ".join(f"{dtype} {text(share)}" for dtype, share in shares.items()) or "none"

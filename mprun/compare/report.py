@@ -233,7 +233,7 @@ def _columns(group: Group) -> dict[str, str]:
         "mean": f"{group.metric}, mean",
         "seeds": text.counted_name(group),
         "difference": f"difference, {interval}\npositive is worse",
-        "products": "products\ncomputed in",
+        "products": "products\ncomputed in,\nby calls",
         **{name: f"{name}\nover {base}" for name in ("speed", "peak memory", "kept for backward")},
     }
     header, *_ = text.table(group, {})

@@ -354,7 +354,7 @@ def console(comparison: Comparison) -> str:
         how = [judged(comparison, group)]
         if any(row.audit for row in group.every_row):
             told = (f"{row.arm.label}: {products_text(row.audit)}" for row in group.every_row)
-            how.append(f"Products computed in: {'; '.join(told)}.")
+            how.append(f"Products computed in, by calls: {'; '.join(told)}.")
         parts.append(f"{group.title}{_wrapped(how)}\n\n{_table(group)}\n{_wrapped(said)}")
     if comparison.not_compared:
         parts.append("not compared:" + _wrapped(comparison.not_compared))

@@ -24,6 +24,7 @@ from mprun.precision import PrecisionPolicy, read_math_flags
 from mprun.precision.module_dtypes import chosen_dtypes, those_that_match
 from mprun.precision.policy import DTYPES, dtype_name
 from mprun.record.memory import SavedForBackward, memory_by_kind
+from mprun.record.run_record import shares_text
 from mprun.torch_private import schema_of, tree_leaves
 
 # Allocations and views under another name.
@@ -211,11 +212,14 @@ class FirstStep(Collector):
         """Return the entries of run.json."""
         return {"operations": self.operations(), "memory_by_kind": self.memory()}
 
-    def summary(self, device: str, whole: bool) -> str:
-        """Return what the console gets: a line and warnings, or the `whole` of at most ten."""
+    def summary(self, device: str, whole: bool, products: Mapping[str, float]) -> str:
+        """Return what the console gets: a line and warnings, or the `whole` of at most ten.
+
+        products: their shares by dtype, as the audit has them.
+        """
         operations, mode = self.operations(), self.policy.name
         text = lines(operations, self.memory(), self.flags, mode, device) if whole else []
-        return "\n".join(text or [in_short(operations), *warnings(operations, mode)])
+        return "\n".join(text or [in_short(operations, products), *warnings(operations, mode)])
 
     def not_in_16_bits(self) -> list[str]:
         """Return unrequested FP32 products of a 16-bit mode, e.g. "addmm in output"; else empty."""
@@ -397,12 +401,11 @@ def lines(
     return text + warnings(operations, mode)
 
 
-def in_short(operations: Mapping) -> str:
-    """Return the dtypes of a step's products in one line."""
-    flops = _totals([r for r in operations["rows"] if r["operation"] in PRODUCTS], "dtype", "flops")
-    total = sum(flops.values()) or 1
-    shares = ", ".join(f"{100 * own / total:.3g} % in {dtype}" for dtype, own in flops.items())
-    text = f"{_in_units(total, *_COUNTS)}FLOP, {shares}" if flops else "no products seen"
+def in_short(operations: Mapping, products: Mapping[str, float]) -> str:
+    """Return a step's work and the dtypes of its products in one line; products: shares."""
+    total = sum(row.get("flops", 0) for row in operations["rows"])
+    text = f"{_in_units(total, *_COUNTS)}FLOP" if total else "no products seen"
+    text += f"; products by calls: {shares_text(products)}" if products else ""
     return f"step {operations['step']}: {text} (whole table: -v, run.json)"
 
 
@@ -445,11 +448,10 @@ def memory_line(memory: Mapping) -> str:
 
 def _products(rows: list[Mapping]) -> list[str]:
     flops = _totals(rows, "dtype", "flops")
-    total, text, label = sum(flops.values()) or 1, [], "products"
+    text, label = [], "products"
     for dtype, own in flops.items():
         names = list(dict.fromkeys(row["operation"] for row in rows if row["dtype"] == dtype))
-        share = f"{100 * own / total:.3g} % of {_in_units(total, *_COUNTS)}FLOP"
-        text.append(f"  {label:<9}{dtype} {share}: {_some(names)}")
+        text.append(f"  {label:<9}{dtype} {_in_units(own, *_COUNTS)}FLOP: {_some(names)}")
         label = ""
     return text or ["  products none seen"]
 

@@ -166,12 +166,15 @@ class Audit(TorchDispatchMode):
             missing = forward_context.kind()
         return missing
 
+    def counts(self) -> dict[str, int]:
+        """Return the products of this attempt as run.json has them: {"forward fp16": 3}."""
+        return {f"{phase} {self._name(dtype)}": n for (phase, dtype), n in self.products.items()}
+
     def result(self) -> dict[str, Any]:
         """Return the counts in the form of run.json, those of earlier attempts added."""
-        counts = {f"{phase} {self._name(dtype)}": n for (phase, dtype), n in self.products.items()}
         own = {
             "watched": self.watched,
-            "products": counts,
+            "products": self.counts(),
             "left_the_model": self.left,
             "written_in_a_call": self.written,
             "optimizers": self.optimizers,

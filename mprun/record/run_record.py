@@ -8,6 +8,7 @@ earlier version say: a reader names the fields that it needs.
 import json
 import math
 import time
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -271,6 +272,29 @@ def in_words(error: Exception) -> str:
     text = str(error) or "nested too deeply"
     what, _, where = text.partition(" - at `$")
     return f"{where.strip('.`')}: {what}" if where else f"not the record of a run ({what})"
+
+
+def product_shares(*audits: Mapping[str, Any]) -> dict[str, float]:
+    """Return dtype -> its share of the products of both passes, by calls, the largest first.
+
+    One definition for every place: a call is a product, whatever its size.
+    """
+    counts: Counter[str] = Counter()
+    for audit in audits:
+        for name, count in audit.get("products", {}).items():
+            counts[name.rpartition(" ")[2]] += count
+    return {dtype: count / counts.total() for dtype, count in counts.most_common() if count}
+
+
+def shares_text(shares: Mapping[str, float]) -> str:
+    """Return shares in whole per cent; only exact 1 is "100 %", and none is "0 %"."""
+
+    def text(share: float) -> str:
+        if share == 1:
+            return "100 %"
+        return "<1 %" if share < 0.005 else ">99 %" if share >= 0.995 else f"{100 * share:.0f} %"
+
+    return ", ".join(f"{dtype} {text(share)}" for dtype, share in shares.items()) or "none"
 
 
 def now() -> str:

@@ -27,7 +27,7 @@ from mprun.precision.random_states import random_states
 from mprun.record import checkpoint, memory
 from mprun.record.metrics_columns import read_columns
 from mprun.record.run_directory import Heartbeat
-from mprun.record.run_record import Outcome
+from mprun.record.run_record import Outcome, product_shares
 from mprun.training.metric_buffer import MetricBuffer
 from mprun.training.metric_logger import MetricLogger
 from mprun.training.signals import Interruption, Stopped
@@ -335,7 +335,8 @@ class Loop:
         with FirstStep(built.task, built.policy, overrides, index + 1) as first:
             metrics = built.stepper.step(index, measure)
         self.outcome.first_step = self.outcome.first_step or first.record()
-        self.logger.progress.note(first.summary(built.device.type, self.config.verbose))
+        products = product_shares({"products": built.stepper.audit.counts()})
+        self.logger.progress.note(first.summary(built.device.type, self.config.verbose, products))
         if built.stepper.note is not None:
             self.logger.progress.note(f"  NOTE     {built.stepper.note}")
         return metrics

@@ -26,6 +26,7 @@ from mprun.distributed.ranks import Ranks
 from mprun.execution.step_runner import Compilation
 from mprun.record.console import Progress
 from mprun.record.memory import SPARED, ran_out, shortage
+from mprun.record.run_record import product_shares, shares_text
 from mprun.training.announcements import what_fits
 from mprun.training.loop import Loop
 from mprun.training.signals import Interruption, Stopped
@@ -59,7 +60,10 @@ def test_done_is_0(tmp_path, capsys, monkeypatch):
     emulated = "amp (fp16 products emulated), loss scale from 65536 (dynamic)"
     assert lines[2:4] == [f"  mode     {emulated}", "  device   cpu, 1 thread; steps 1 to 2"]
     assert lines[4] == f"  run      {tmp_path / 'r'}" and lines[6] == "computing step 1/2"
-    assert lines[7].startswith("step 1: ") and "% in emulated fp16" in lines[7]
+    # One definition of the share everywhere: that of `mprun show` and `mprun compare`.
+    shares = shares_text(product_shares(record["audit"]))
+    assert lines[7].startswith("step 1: ") and f"; products by calls: {shares} (" in lines[7]
+    assert re.fullmatch(r"fp16 \d+ %, fp32 \d+ %", shares)
     assert lines[5] == f"  watch    tensorboard --logdir {tmp_path / 'r'}"
     assert lines[-2] == f"mprun: next: tensorboard --logdir {tmp_path / 'r'}"
     assert lines[-1].startswith("mprun: to train longer: begin again with train.steps=")

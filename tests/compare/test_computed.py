@@ -30,7 +30,7 @@ def said(capsys, folder, *words) -> str:
 def test_the_terminal_says_it_in_a_line_and_its_table_stays_as_wide(study, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     with_audit = said(capsys, study, "--no-report")
-    line = "Products computed in: fp32: fp32 100 %; amp: fp16 80 %, fp32 20 %."
+    line = "Products computed in, by calls: fp32: fp32 100 %; amp: fp16 80 %, fp32 20 %."
     assert line in " ".join(with_audit.split())
     for run in study.iterdir():
         change_record(run, audit=None)
