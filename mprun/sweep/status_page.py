@@ -26,8 +26,8 @@ _LOOK_S = 1.0  # between two looks at running cells, for a terminal
 _EVERY_S = 10.0  # longest time between two updates of the runs' progress in the file
 _TAIL_BYTES = 8192  # of metrics.jsonl, read for its last record
 _IN_USE = "in use by another process"
-# Characters in a line about a cell: at least for its overrides, at most for its end.
-_SHORTEST, _LONGEST = 10, 30
+# Characters of a cell's end in a line about it, at most.
+_LONGEST = 30
 
 
 class StatusPage:
@@ -219,7 +219,10 @@ class StatusPage:
         swept = self._swept(cell)
         ends = f"{count}{cell.mode} ", f"s{cell.seed}: {words}"
         room = width - len("".join(ends)) - 1
-        shown = f"{shortened(' '.join(swept), room)} " if swept and room >= _SHORTEST else ""
+        shown = ""
+        if swept and room >= len("..."):  # a value is shown whole or not at all
+            fits = len(swept[0]) + len(" ...") <= room
+            shown = f"{shortened(' '.join(swept), room) if fits else '...'} "
         self.tell(shortened(shown.join(ends), width))
 
 

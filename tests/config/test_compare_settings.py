@@ -67,7 +67,7 @@ def test_a_mode_of_ones_own_may_be_the_baseline(tmp_path):
         ("compare.margin=inf", "compare.margin=inf|finite"),
         ("compare.baseline=bf16", "compare.baseline=bf16|did you mean|amp_bf16"),
         ("compare.window=0", "compare.window=0|>= 1"),
-        ("compare.window=2", "compare.window=2|train.eval_every=0|1 to 1"),
+        ("compare.window=2 train.eval_every=0", "compare.window=2|train.eval_every=0|1 to 1"),
         ("compare.window=4 train.steps=5 train.eval_every=2", "compare.window=4|1 to 3"),
         ("model=dcgan compare.metric=top1", "compare.metric=top1|sliced_wasserstein"),
         ("model=resnet50 compare.metric=sliced_wasserstein", "sliced_wasserstein|top5"),
