@@ -100,12 +100,22 @@ class Arguments(argparse.ArgumentParser):
         return found
 
     def _refuse_twice(self, overrides: list[str]) -> None:
-        """Refuse a key with two values: whoever reads the line cannot know which one counts."""
+        """Refuse two options of one group, of which the second would replace all keys of the first.
+
+        Of a key the last value counts, as in Hydra: a script may append to what it was given.
+        """
         given: dict[str, str] = {}
         for word in overrides:
             key, _, value = word.lstrip("+").partition("=")
-            if (before := given.setdefault(key, value)) != value:
+            before = given.setdefault(key, value)
+            if before != value and "." not in key and self._is_group(key):
                 self.error(f"{word}: {key}={before} stands before it; give {key} once")
+
+    @staticmethod
+    def _is_group(key: str) -> bool:
+        from mprun.config.keys import FIELDS  # here: reading the schema takes a moment
+
+        return key == "experiment" or any(field.startswith(f"{key}.") for field in FIELDS)
 
     def _as_override(self, arguments: list[str], unknown: str) -> str:
         """Return `; did you mean 'optim.lr=0.1'?` for `--lr 0.1`, or nothing without such a key."""

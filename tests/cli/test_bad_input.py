@@ -329,8 +329,8 @@ CASES = [
     ("hydra.job.chdir=true", "hydra.job.chdir: mprun stays in the folder"),
     # given twice
     ("model=resnet50 model=dcgan", "model=dcgan: model=resnet50 stands before it; give model once"),
-    ("seed=1 +seed=2", "+seed=2: seed=1 stands before it"),
-    ("-m seed=1,2 seed=3", "seed=3: seed=1,2 stands before it"),
+    ("experiment=quickstart_underflow +experiment=quickstart_lost_updates", "give experiment once"),
+    ("-m optim=sgd,adam optim=adamw", "optim=adamw: optim=sgd,adam stands before it"),
     # what is no text without quotes, and what no list or mapping holds
     ("data.options.x=[1,2", "data.options.x=[1,2: no number, |'data.options.x=\"[1,2\"'"),
     ("precision.overrides.fc=f(p", "precision.overrides.fc=f(p: must map module-name patterns"),
