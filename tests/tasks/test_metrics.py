@@ -236,7 +236,8 @@ def runs_of(folder, name, fp32, amp, metrics=None, more=None):
     return folder
 
 
-def test_every_output_has_the_direction_and_the_unit_of_the_record(tmp_path, capsys):
+def test_every_output_has_the_direction_and_the_unit_of_the_record(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "120")
     runs_of(tmp_path, "f1", 0.212, 0.148, FRACTION)
     assert main(["compare", str(tmp_path), "--check", "--tensorboard"]) == 3
     shown = " ".join(capsys.readouterr().out.split())
