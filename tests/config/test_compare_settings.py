@@ -84,3 +84,15 @@ def test_a_window_that_the_run_has():
     assert config.compare.window == 3
     # With epochs the number of steps is known only when the data are.
     assert compose_config(["compare.window=3", "train.epochs=2"]).config.compare.window == 3
+
+
+@pytest.mark.parametrize("model", ["lstm_lm", "resnet50", "gpt", "dcgan", "conv_autoencoder"])
+def test_a_default_run_evaluates_five_times(model):
+    """Else its curves have one point."""
+    train = compose_config([f"model={model}"]).config.train
+    assert train.eval_every and train.steps == 5 * train.eval_every
+
+
+def test_rows_of_the_paper_evaluate_as_they_were_measured():
+    for network in ("alexnet", "vgg", "googlenet", "inception_v2", "inception_v3", "resnet50"):
+        assert compose_config([f"experiment=paper_{network}"]).config.train.eval_every == 0
