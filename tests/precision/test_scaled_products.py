@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import re
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -43,19 +44,24 @@ def cast(matrix, element, products, dim=-1):
 
 
 def skip_without_rows(needed: bool) -> None:
-    """Skip where torch's own kernel on a CPU, as of 2.11, has a scale for each tensor alone.
+    """Skip where torch's own kernel on a CPU, as of 2.11, has a scale for each tensor alone."""
+    one = torch.ones(16, 16).to(E4M3.dtype)
+    factors = (torch.ones(16, 1), torch.ones(1, 16)) if needed else (torch.ones(()), torch.ones(()))
+    try:
+        torch._scaled_mm(one, one.t(), *factors, out_dtype=torch.bfloat16)
+    except RuntimeError:
+        pytest.skip("this torch has no products with scales by row on a CPU")
 
-    oneDNN has it for some sizes alone on a processor with fewer instructions.
-    """
-    for rows, inner, columns in ((16, 16, 16), (128, 48, 64), (128, 64, 48), (64, 128, 48)):
-        left = torch.ones(rows, inner).to(E4M3.dtype)
-        right = torch.ones(columns, inner).to(E4M3.dtype).t()
-        by_row = (torch.ones(rows, 1), torch.ones(1, columns))
-        factors = by_row if needed else (torch.ones(()), torch.ones(()))
-        try:
-            torch._scaled_mm(left, right, *factors, out_dtype=torch.bfloat16)
-        except RuntimeError:
-            pytest.skip("this torch has no products with scales by row on this CPU")
+
+@contextmanager
+def skipping_what_onednn_lacks():
+    """Skip where oneDNN has no kernel for these sizes with the instructions of this processor."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "could not create a primitive" not in str(error):
+            raise
+        pytest.skip("oneDNN has no such product on this processor")
 
 
 REFUSED = "_scaled_mm: scales by row need compute capability 9.0"
@@ -223,10 +229,12 @@ def test_torchao_gives_the_same_but_for_the_order_of_sums(recipe, products, dtyp
     install(nn.Sequential(layer, nn.ReLU()), products, {})
     own = torch.randn(4, 32, 48, dtype=dtype).requires_grad_()
     other = own.detach().clone().requires_grad_()
-    found, expected = layer(own), theirs(other)
+    found = layer(own)
     gradient = torch.randn_like(found)
     found.backward(gradient)
-    expected.backward(gradient)
+    with skipping_what_onednn_lacks():
+        expected = theirs(other)
+        expected.backward(gradient)
     weight, rows = layer.weight.detach(), own.detach().flatten(0, 1)
     passed = gradient.flatten(0, 1)
     for mine, others, left, right in (
