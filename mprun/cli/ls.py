@@ -40,9 +40,10 @@ def main(words: list[str]) -> int:
         try:
             record = read_record(directory, "status", "precision.mode", "config")
             rows.append(_row(directory, record))
-        except (Damaged, OSError) as error:
+        except (BadInput, Damaged, OSError) as error:
             why = str(error).replace(f"{directory}{os.sep}", "")
-            rows.append((_name(directory), "-", "-", "damaged", why))
+            status = "unknown" if isinstance(error, BadInput) else "damaged"
+            rows.append((_name(directory), "-", "-", status, why))
             continue
         if record["status"] != "done":
             ended.append((directory, record))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from mprun.compare.findings import OUTCOMES, Arm, RunData
-from mprun.config.keys import current, flat
+from mprun.config.keys import config_hash, current, flat
 from mprun.config.metrics import Metric
 from mprun.errors import BadInput, Damaged, shortened
 from mprun.numerics.post_mortem import bad_losses, read_post_mortem
@@ -22,7 +22,7 @@ from mprun.record.run_record import product_shares, read_record, shares_text
 from mprun.record.seal import BrokenSeal, files_of
 
 # Fields with the same name here and in run.json, which every record and which some have.
-_RECORDED = ("seed", "status", "choices", "config_hash", "created", "environment")
+_RECORDED = ("seed", "status", "choices", "created", "environment")
 _OPTIONAL = ("cause", "sample", "last_step", "skipped", "bad_batches")
 # The folder that `mprun compare --tensorboard` writes beside the runs.
 SUMMARY_FOLDER = "_summary"
@@ -133,6 +133,7 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
         )
     try:
         precision, memory = record["precision"], record.get("memory", {})
+        config = current(record["config"])
         data = record.get("data") or {}
         measured = {field.name: getattr(columns, field.name) for field in fields(columns)}
         if precision["scaler"] == "none":
@@ -148,7 +149,8 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
             **measured
             | {name: record[name] for name in _RECORDED}
             | {name: record[name] for name in _OPTIONAL if name in record},
-            keys=flat(current(record["config"])) | about_data,
+            keys=flat(config) | about_data,
+            config_hash=config_hash(config),
             usual_scaler=precision.get("usual_scaler"),
             samples_per_s=record.get("throughput", {}).get("samples_per_s"),
             peak_bytes=memory.get("peak_bytes"),

@@ -25,6 +25,7 @@ from hydra.errors import HydraException
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
+    ConfigKeyError,
     GrammarParseError,
     InterpolationResolutionError,
     OmegaConfBaseException,
@@ -320,8 +321,10 @@ def config_from_record(record: dict, given: Vouched = NOTHING) -> RunConfig:
                 root[group] = OmegaConf.structured(components[name].config)
         config: Any = OmegaConf.to_object(OmegaConf.merge(root, record))
     except (KeyError, TypeError, AttributeError, ValueError, OmegaConfBaseException) as error:
-        where = f"config.yaml: {getattr(error, 'full_key', None) or ''}".rstrip(": ")
-        reason = str(error).splitlines()[0]
+        key = str(getattr(error, "full_key", None) or "")
+        if isinstance(error, ConfigKeyError):
+            raise BadInput(f"config.yaml: {key}: no key of this version of mprun") from None
+        where, reason = f"config.yaml: {key}".rstrip(": "), str(error).splitlines()[0]
         raise BadInput(f"{where} does not fit this version of mprun: {reason}") from None
     check(config)
     say_own(record, given)

@@ -63,7 +63,9 @@ def setting(default: Any, doc: str, **more: Any) -> Any:
         doc: the field's meaning in one line: unit, and the meaning of null or 0. A key's help and
             the documentation's page of keys show it.
         more: role: one of the roles above; default RESULT. path: the value names a file or a
-            folder, so that a command line takes it as it is.
+            folder, so that a command line takes it as it is. restates: False if
+            runs whose record lacks the key computed something else than its default says, or if
+            every record has it. A record without the key then does not count as having the default.
     """
     metadata = {"doc": doc, **more}
     if callable(default):

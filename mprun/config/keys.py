@@ -6,16 +6,16 @@ A key that no schema has (of an older record, the user's code, a group) may chan
 import dataclasses
 import hashlib
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from types import UnionType
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 from omegaconf import MISSING
 
 from mprun.config.components import NETWORKS
 from mprun.config.fields import RESULT, Role, allowed, meaning_of
 from mprun.config.registry import COMPONENTS, TaskKind, kind_called, readers_of
-from mprun.config.schema import ProductsConfig, RunConfig
+from mprun.config.schema import RunConfig
 
 
 def _fields(
@@ -135,8 +135,21 @@ def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return keys
 
 
+# What a script's configuration has of the schema; the rest of it are the script's own settings.
+_OF_SCRIPTS = ("precision", "compare")
+
+
 def current(config: dict[str, Any]) -> dict[str, Any]:
-    """Return a recorded configuration with the keys of an earlier mprun under their names here."""
+    """Return a recorded configuration with the keys of this version.
+
+    A renamed key has its new name. A key that came later has its default, which restates what runs
+    without it computed, unless its field says `restates=False`. Keys of no schema stay.
+    """
+    groups = _OF_SCRIPTS if "script" in config else None
+    return _filled(_renamed(config), RunConfig, groups)
+
+
+def _renamed(config: dict[str, Any]) -> dict[str, Any]:
     precision: Any = config.get("precision")
     products = precision.get("products") if isinstance(precision, dict) else None
     if not isinstance(products, dict) or "power_of_two" not in products:
@@ -145,8 +158,33 @@ def current(config: dict[str, Any]) -> dict[str, Any]:
     own["scale"] = "pow2" if products["power_of_two"] else "fp32"
     if products.get("input") is None:  # what had no effect
         own = {key: own[key] for key in ("high_precision", "modules") if key in own}
-    later = dataclasses.asdict(ProductsConfig())  # with the defaults of keys that came with scale
-    return config | {"precision": precision | {"products": later | own}}
+    return config | {"precision": precision | {"products": own}}
+
+
+def _filled(
+    values: dict[str, Any], schema: Any, only: Collection[str] | None = None
+) -> dict[str, Any]:
+    """Return `values` with the fields of `schema` that they lack; only: of these groups."""
+    found = dict(values)
+    for field in dataclasses.fields(schema):
+        name, factory = field.name, cast(Any, field.default_factory)
+        if only is not None and name not in only:
+            continue
+        group = factory if dataclasses.is_dataclass(factory) else None
+        if schema is RunConfig and name in COMPONENTS:
+            if not isinstance(found.get(name), dict):
+                continue
+            table, key = COMPONENTS[name]
+            chosen = table.get(str(found[name].get(key)))
+            group = group if chosen is None else chosen.config
+        if group is not None:
+            if isinstance(inner := found.get(name, {}), dict):
+                found[name] = _filled(inner, group)
+        elif name not in found and field.metadata.get("restates", True):
+            default = field.default if factory is dataclasses.MISSING else factory()
+            if default not in (dataclasses.MISSING, MISSING):
+                found[name] = default
+    return found
 
 
 def kind_recorded(name: str | None, own_task: str | None) -> TaskKind:
@@ -155,7 +193,61 @@ def kind_recorded(name: str | None, own_task: str | None) -> TaskKind:
     return kind_called((network and network.task) or own_task or "")
 
 
+def hash_fields(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a record that tell its configuration from others, whoever reads it."""
+    left_out = sorted(key for key in flat(config) if not role_of(key).hashed)
+    return {"config_hash": config_hash(config), "not_hashed": left_out}
+
+
 def config_hash(config: dict[str, Any]) -> str:
     """Return the SHA-256 (hex) of all values in a configuration that can change a number."""
-    hashed = {key: value for key, value in flat(config).items() if role_of(key).hashed}
+    return _digest({key: value for key, value in flat(config).items() if role_of(key).hashed})
+
+
+def is_as_hashed(record: Mapping[str, Any]) -> bool:
+    """Return whether the configuration of a record is the one that its `config_hash` is of.
+
+    The record names the keys without a part in its hash. One of before record form 2 does not, and
+    was hashed by one of the rules that mprun has had.
+    """
+    config, left_out = record["config"], record.get("not_hashed")
+    if left_out is not None:
+        kept = {key: value for key, value in flat(config).items() if key not in left_out}
+        return _digest(kept) == record["config_hash"]
+    nested = (_hashed(config, added) for added in ({}, _ADDED, _ADDED | _ADDED_TO_NETWORKS))
+    return record["config_hash"] in (config_hash(config), *map(_digest, nested))
+
+
+def _digest(hashed: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
+
+
+# Records of form 1 have hashes that left these keys out at these values, and their group with them.
+_ADDED: dict[str, Any] = {
+    "precision.reduce_dtype": None,
+    "precision.reduce_divide": "after",
+    "precision.products.input": None,
+    "precision.products.weight": None,
+    "precision.products.grad_output": None,
+    "precision.products.granularity": "tensor",
+    "precision.products.power_of_two": False,
+    "precision.products.high_precision": [],
+    "precision.products.modules": ["*"],
+    "precision.update.rounding": "nearest",
+    "precision.update.state_dtype": None,
+    "compare.baseline": "fp32",
+}
+_ADDED_TO_NETWORKS = {"model.width": 1.0, "model.variant": "v1.5", "model.aux_weight": 0.0}
+
+
+def _hashed(config: dict[str, Any], added: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return what a hash of record form 1 was of, without the keys that were `added`."""
+    found = {}
+    for name, value in config.items():
+        key = f"{prefix}{name}"
+        if not role_of(key).hashed or (key in added and added[key] == value):
+            continue
+        found[name] = _hashed(value, added, f"{key}.") if isinstance(value, dict) else value
+        if found[name] == {} and any(one.startswith(f"{key}.") for one in added):
+            del found[name]
+    return found

@@ -190,15 +190,20 @@ class PrecisionConfig:
         name="", config=object, builder="mprun.precision:build_policy"
     )
     name: str = setting(MISSING, "Name of the precision mode, that of its file")
-    param_dtype: str = one_of(DTYPES, "Dtype of weights, activations and their gradients")
-    norm_dtype: str = one_of(DTYPES, "Dtype of parameters and statistics of norm layers")
+    # Every record has these dtypes: one without them does not count as FP32.
+    param_dtype: str = one_of(
+        DTYPES, "Dtype of weights, activations and their gradients", restates=False
+    )
+    norm_dtype: str = one_of(
+        DTYPES, "Dtype of parameters and statistics of norm layers", restates=False
+    )
     master_dtype: str | None = one_of(
         "fp32", "Dtype of the master weights; null: none, parameters are updated in place"
     )
     grad_dtype: str = one_of(
-        DTYPES, "Dtype in which gradients accumulate, are unscaled and clipped"
+        DTYPES, "Dtype in which gradients accumulate, are unscaled and clipped", restates=False
     )
-    loss_dtype: str = one_of(DTYPES, "Dtype of softmax and loss")
+    loss_dtype: str = one_of(DTYPES, "Dtype of softmax and loss", restates=False)
     autocast_dtype: str | None = one_of(
         "fp16 bf16", "Dtype of torch.autocast's op lists; null: no autocast", default=None
     )

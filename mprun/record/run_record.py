@@ -18,10 +18,14 @@ from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 
-from mprun.errors import INTERRUPTED, STATUS_EXIT_CODE, Damaged
+from mprun import __version__
+from mprun.errors import INTERRUPTED, STATUS_EXIT_CODE, BadInput, Damaged
 from mprun.record.run_directory import refuse_strange, write_config, write_json
 from mprun.record.seal import plain_content, read_fields, seal_of
 
+# The version of the record's form. 1, which records do not name: `config_hash` is of keys that
+# nothing names. 2: `not_hashed` names the keys without a part in it.
+FORM = 2
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 # The numbers that JSON lacks are words.
 _Number = float | Literal["nan", "inf", "-inf"]
@@ -39,6 +43,8 @@ class Precision(TypedDict, total=False):
 
 
 class Environment(TypedDict, total=False):
+    mprun: str
+    commit: str | None
     device: Literal["cpu", "cuda"]
     threads: Annotated[int, msgspec.Meta(ge=1, le=2**20)]
     packages: dict[str, str | None]
@@ -97,11 +103,14 @@ class MetricRecord(TypedDict):
 class RunRecord(TypedDict, total=False):
     """The content of run.json, of any attempt and however it ended."""
 
+    mprun: str  # the version that took its last attempt
+    record_form: _Count
     status: Literal["running", "done", "failed", "diverged", "preempted"]
     script: dict[str, Any]
     choices: dict[str, str | None]
     overrides: list[str]
     config_hash: str
+    not_hashed: list[str]
     precision: Precision
     created: str
     attempts: _Count
@@ -178,6 +187,10 @@ class Outcome:
         }
 
 
+# The first keys of each record.
+_VERSIONS: dict[str, Any] = {"mprun": __version__, "record_form": FORM}
+
+
 class Record(dict[str, Any]):
     """The content of run.json, and all that writes it; the fields are those of `RunRecord`."""
 
@@ -188,13 +201,17 @@ class Record(dict[str, Any]):
     @classmethod
     def new(cls, directory: Path, **fields: Any) -> "Record":
         """Return the record of a run that has not begun; writes nothing."""
-        return cls(directory, {"status": "running", **fields, "created": now(), "attempts": 0})
+        begun = {"status": "running", **fields, "created": now(), "attempts": 0}
+        return cls(directory, _VERSIONS | begun)
 
     def begin(self, config: dict[str, Any], **fields: Any) -> None:
         """Write config.yaml and the start of an attempt: what is known before its first step."""
         self._began = time.perf_counter()
         write_config(self.directory, config)
-        self.update(status="running", cause=None, config=config, seed=config["seed"], **fields)
+        begun = {"status": "running", "cause": None, "config": config, "seed": config["seed"]}
+        others = {key: value for key, value in self.items() if key not in _VERSIONS}
+        self.clear()
+        self.update(_VERSIONS | others | begun, **fields)
         self["attempts"] += 1
         write_json(self.directory / "run.json", self)
 
@@ -238,6 +255,7 @@ def read_record(directory: Path, *needed: str) -> Record:
     """Read run.json; the fields `needed` ("steps", "environment.device") must be there.
 
     Raises:
+        BadInput: A later version wrote it, in a form that this one does not know.
         BrokenSeal: It is not what the run wrote at its end.
         Damaged: It is not JSON, or a field is missing or contradicts `RunRecord`.
         FileNotFoundError: There is none.
@@ -249,6 +267,11 @@ def read_record(directory: Path, *needed: str) -> Record:
         msgspec.convert(record, RunRecord)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise Damaged(f"{path}: {in_words(error)}") from None
+    if (form := record.get("record_form", 1)) > FORM:
+        raise BadInput(
+            f"{path}: form {form} of a record, written by {written_by(record)}; mprun "
+            f"{__version__} knows up to {FORM}: use that version"
+        )
     for key in needed:
         found: Any = record
         for name in key.split("."):
@@ -256,6 +279,20 @@ def read_record(directory: Path, *needed: str) -> Record:
         if found is None:
             raise Damaged(f"{path}: not the record of a run (no {key})")
     return Record(directory, record)
+
+
+def written_by(record: Mapping[str, Any]) -> str:
+    """Return "mprun 0.1.0 (commit 0ddec8ebd4fa)": the version that wrote a record last."""
+    environment = record.get("environment") or {}
+    version = record.get("mprun") or environment.get("mprun")
+    commit = environment.get("commit")
+    name = f"mprun {version}" if version else f"a version before mprun {__version__}"
+    return f"{name} (commit {commit[:12]})" if commit else name
+
+
+def of_another_version(record: Mapping[str, Any]) -> str:
+    """Return what to do with a run that this version cannot go on with."""
+    return f"written by {written_by(record)}: go on with that version, or begin a new run"
 
 
 def _last_recorded(directory: Path) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from mprun.config.keys import config_hash, current
 from mprun.errors import BadInput, Damaged
 from mprun.file_system import is_held
 from mprun.record.run_directory import locked, read_config
@@ -149,7 +150,9 @@ def keep_log(cell: Cell) -> None:
 
 def _check_same(cell: Cell, record: dict) -> None:
     """Raise BadInput unless the run has the cell's configuration and data."""
-    if record.get("config_hash") != cell.config_hash:
+    # An earlier version's hash is of the keys that it had.
+    hashes = record.get("config_hash"), config_hash(current(record.get("config", {})))
+    if cell.config_hash not in hashes:
         raise BadInput(
             f"{cell.directory}: holds a run of another configuration; use name= for "
             "a separate sweep"

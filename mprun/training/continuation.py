@@ -7,13 +7,13 @@ import os
 from pathlib import Path
 
 from mprun.config.compose import config_from_record
-from mprun.config.keys import config_hash, flat, resumable_keys, role_of, wanted
+from mprun.config.keys import flat, is_as_hashed, resumable_keys, role_of, wanted
 from mprun.config.overrides import MAPPING, assignment, mapping_of, parse_overrides
 from mprun.config.schema import RunConfig
 from mprun.config.trust import Vouched, is_outside, vouched
-from mprun.errors import BadInput, Damaged, no_folder
+from mprun.errors import BadInput, Damaged, Untrusted, no_folder
 from mprun.record.run_directory import read_config
-from mprun.record.run_record import Record, read_record
+from mprun.record.run_record import Record, of_another_version, read_record
 from mprun.record.seal import check_seal
 
 # The fields of run.json that a continuation reads.
@@ -39,7 +39,15 @@ def read(
     plain = read_config(directory)
     _check_unchanged(directory, plain, record)
     plain = _with_overrides(plain, overrides, record["choices"])
-    config = _checked(plain, overrides, given)
+    try:
+        config = _checked(plain, overrides, given)
+    except Untrusted:
+        raise
+    except BadInput as error:
+        changed = [one for one in overrides if not one.lstrip("+").startswith("resume=")]
+        if changed and not str(error).startswith("config.yaml:"):
+            raise
+        raise BadInput(f"{error}; {of_another_version(record)}") from None
     check_length(config, record, config.train.steps)
     return record, config
 
@@ -66,7 +74,7 @@ def run_directory(path: str) -> Path:
 def _check_unchanged(directory: Path, plain: dict, record: dict) -> None:
     """Raise Damaged unless the configurations in config.yaml and run.json are the run's own."""
     recorded = record["config"]
-    if config_hash(recorded) != record["config_hash"]:
+    if not is_as_hashed(record):
         raise Damaged(f"{directory / 'run.json'}: config does not match config_hash")
     there, here = flat(recorded), flat(plain)
     for key in there | here:

@@ -9,7 +9,7 @@ import msgspec
 import torch
 
 from mprun.build import Built
-from mprun.config.keys import config_hash, current, flat
+from mprun.config.keys import current, flat, hash_fields
 from mprun.config.schema import RunConfig
 from mprun.data.source import DamagedData
 from mprun.distributed.rank_info import RankInfo
@@ -18,10 +18,10 @@ from mprun.precision.random_states import restore_random_states
 from mprun.record import checkpoint
 from mprun.record.metrics import drop_later, metrics_until, parsed_metrics
 from mprun.record.run_directory import locked
-from mprun.record.run_record import Record, RunRecord
+from mprun.record.run_record import Record, RunRecord, of_another_version, written_by
 from mprun.training.announcements import say
 from mprun.training.continuation import check_length, read, run_directory
-from mprun.training.environment import linear_products
+from mprun.training.environment import environment, linear_products
 from mprun.training.loop import Start
 from mprun.training.run import (
     attempt,
@@ -79,7 +79,7 @@ def resume(
         if (had := before.get("linear_products")) not in (None, now):
             say(f"linear layers multiply {now} from here on; before: {had}")
         say(*_changes(current(record["config"]), asdict(config)))
-        record["config_hash"] = config_hash(asdict(config))
+        record.update(hash_fields(asdict(config)))
         record.reopen()
         with open(directory / "metrics.jsonl", "ab") as metrics:
             metrics.truncate(start.metrics_bytes)
@@ -126,7 +126,10 @@ def _start(directory: Path, built: Built, config: RunConfig, record: Record) -> 
         built.task.load_state_dict(newest.state["task"])
         restore_random_states(newest.state["random"], built.device)
     except Exception as error:  # of any type: the file may hold anything
-        raise Damaged(f"{place}: not the state of this run ({raised(error)})") from error
+        reason = f"{place}: not the state of this run ({raised(error)})"
+        if written_by(record) != written_by({"environment": environment(built.device)}):
+            raise BadInput(f"{reason}; {of_another_version(record)}") from error
+        raise Damaged(reason) from error
     if not ranks.is_first:  # writes no records; rank 0 decides how the run goes on
         return Start(step, skipped)
     kept = metrics_until(metrics, step, newest.manifest.get("metrics", {}))

@@ -18,7 +18,7 @@ from mprun.build import Built, build
 from mprun.config.components import TASKS
 from mprun.config.compose import Composed
 from mprun.config.execution_rules import engine_of, why_not_on
-from mprun.config.keys import config_hash, is_told
+from mprun.config.keys import config_hash, hash_fields, is_told
 from mprun.config.metrics import Metric, as_record, with_judged
 from mprun.config.registry import shares_streams, task_of
 from mprun.config.schema import RunConfig
@@ -210,7 +210,7 @@ def new_record(directory: Path, composed: Composed) -> Record:
         directory,
         choices=composed.choices,
         overrides=list(composed.overrides),
-        config_hash=config_hash(composed.as_dict()),
+        **hash_fields(composed.as_dict()),
         precision={"mode": composed.mode, "usual_scaler": composed.usual_scaler},
     )
 

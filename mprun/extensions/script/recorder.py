@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mprun.config.keys import config_hash
+from mprun.config.keys import hash_fields
 from mprun.config.schema import ScalerConfig
 from mprun.errors import BadInput, MprunError
 from mprun.extensions.script.shards import local_of
@@ -70,9 +70,7 @@ class Recorder:
         self._lock = locked(self.directory)
         self._lock.__enter__()
         try:
-            self.record = Record.new(
-                self.directory, overrides=[], config_hash=config_hash(values), **known
-            )
+            self.record = Record.new(self.directory, overrides=[], **hash_fields(values), **known)
             self.record.begin(
                 values,
                 initial_state=initial_state(task),
