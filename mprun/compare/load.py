@@ -6,6 +6,7 @@ ended, different machines, and what was really computed, from the audit in the r
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -40,10 +41,11 @@ def load_runs(
     broken run.json or metrics.jsonl.
     """
     found: dict[Path, Path] = {}  # resolved -> as given
+    notes: list[str] = []
     for path in [*paths, *([] if baseline is None else [baseline])]:
-        for directory in run_directories(Path(path)):
+        for directory in run_directories(Path(path), notes.append):
             found.setdefault(directory.resolve(), directory)
-    runs, notes = [], []
+    runs = []
     for directory in counted(found.values(), "reading runs"):
         record = read_run_record(directory)
         if "measured_for" in record:
@@ -70,13 +72,28 @@ def is_below(path: Path, folder: Path | None) -> bool:
     return folder is not None and path.resolve().is_relative_to(folder.resolve())
 
 
-def run_directories(path: Path) -> list[Path]:
-    """Return the run directories at or below `path`, as `search` sorts them; BadInput if none."""
+def _say(line: str) -> None:
+    print(f"mprun: {line}", file=sys.stderr)
+
+
+def run_directories(path: Path, say: Callable[[str], object] = _say) -> list[Path]:
+    """Return the run directories at or below `path`, as `search` sorts them; BadInput if none.
+
+    say: takes a line for each folder with the files of a run but without its run.json.
+    """
     if not path.exists():
         raise BadInput(f"{path}: no such file or directory")
     if not path.is_dir():
         raise BadInput(f"{path}: not a folder; give a run directory or a folder that holds runs")
-    found = [*search(path, lambda folder: [folder] * (folder / "run.json").is_file())]
+
+    def found_in(folder: Path) -> list[Path]:
+        if (folder / "run.json").is_file():
+            return [folder]
+        if all((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
+            say(f"{folder}: left out, its run.json is gone")
+        return []
+
+    found = [*search(path, found_in)]
     if not found:
         raise BadInput(f"{path}: no run there; give a run directory or a folder that holds runs")
     return found

@@ -199,7 +199,10 @@ class Sums:
     def from_json(cls, content: Mapping) -> Self:
         """Invert `to_json`; KeyError, TypeError or ValueError for anything else."""
         zeros: dict[str, Any] = {one.name: one.default for one in fields(cls)}  # type: ignore[arg-type]
-        return cls(**{name: type(zeros[name])(value) for name, value in content.items()})
+        found = {name: type(zeros[name])(value) for name, value in content.items()}
+        if any(isinstance(value, int) and abs(value) >= 2**63 for value in found.values()):
+            raise ValueError("a count that no int64 holds")
+        return cls(**found)
 
 
 FORMATS = ("fp16", "bf16")

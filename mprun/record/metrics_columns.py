@@ -86,10 +86,9 @@ def read_columns(path: Path) -> MetricsColumns:
     lines = complete_lines(data)
     try:
         # msgspec does not check the encoding of fields it skips; `MetricsFile` writes ASCII.
-        records = _decoded(lines) if data.isascii() else _parsed(path, lines)
-    except msgspec.MsgspecError:
-        records = _parsed(path, lines)
-    return _columns(path, records)
+        return _columns(path, _decoded(lines) if data.isascii() else _parsed(path, lines))
+    except (msgspec.MsgspecError, OverflowError):
+        return _columns(path, _parsed(path, lines))
 
 
 def complete_lines(data: bytes) -> list[bytes]:
@@ -105,9 +104,18 @@ def complete_lines(data: bytes) -> list[bytes]:
 def parsed_json(path: Path, number: int, line: bytes) -> Any:
     """Parse line `number` of a metrics.jsonl; raise Damaged if it is not JSON."""
     try:
-        return json.loads(line)
+        return json.loads(line, parse_int=_whole)
+    except OverflowError:
+        raise Damaged(f"{path}: line {number}: a number that no float holds") from None
     except (ValueError, RecursionError):  # not JSON, or not UTF-8
         raise Damaged(f"{path}: line {number} is not JSON") from None
+
+
+def _whole(digits: str) -> int:
+    """Return a whole number; OverflowError for one that no float holds."""
+    number = int(digits)
+    float(number)
+    return number
 
 
 def _decoded(lines: list[bytes]) -> _Records:

@@ -5,6 +5,7 @@ import os
 import pytest
 
 from mprun.compare.load import load_runs, natural_order, run_directories
+from mprun.compare.notebook import load
 from mprun.config.keys import flat
 from mprun.errors import BadInput, Damaged
 
@@ -207,3 +208,15 @@ def test_names_and_keys():
     ordered = sorted(["s10", "s2", "s1", "a", "10", "9"], key=natural_order)
     assert ordered == ["9", "10", "a", "s1", "s2", "s10"]
     assert flat({"a": {"b": {"c": 1}, "d": {}}, "e": [1]}) == {"a.b.c": 1, "a.d": {}, "e": [1]}
+
+
+def test_a_run_whose_record_is_gone_is_named(tmp_path, capsys):
+    write_run(tmp_path / "a")
+    write_run(tmp_path / "b", "amp")
+    (tmp_path / "b" / "config.yaml").touch()
+    (tmp_path / "b" / "run.json").unlink()
+    line = f"{tmp_path / 'b'}: left out, its run.json is gone"
+    runs, notes = load_runs([tmp_path])
+    assert [run.mode for run in runs] == ["fp32"] and notes == [line]
+    assert len(load(tmp_path)) == 1
+    assert capsys.readouterr().err == f"mprun: {line}\n"

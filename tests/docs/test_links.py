@@ -10,7 +10,7 @@ from mprun import errors
 from mprun.cli import main
 from mprun.record.run_record import RunRecord
 
-from ..helpers import TINY_LM, rows_of, run
+from ..helpers import TINY_GAN, TINY_LM, rows_of, run
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [*ROOT.glob("*.md"), *(p for p in (ROOT / "docs").rglob("*.md") if "_build" not in p.parts)]
@@ -62,6 +62,11 @@ def test_every_field_of_a_runs_files_and_of_a_comparison_is_on_the_page(tmp_path
         assert run(folder, *TINY_LM, *kept, f"precision={mode}", *more) == 0
     for record in rows_of(folder):
         assert record.keys() <= named["metrics.jsonl"]
+    gan = tmp_path / "gan"
+    assert run(gan, *TINY_GAN, "train.steps=1", "precision=amp") == 0
+    written = set().union(*rows_of(folder, "train"), *rows_of(gan, "train"))
+    table = re.findall(r"^\| (`.*) \| train", sections["metrics.jsonl"], re.MULTILINE)
+    assert set(re.findall(r"`(\w+)`", " ".join(table))) <= written | {"data_wait"}
     probe = json.loads((folder / "numerics" / "step-00000002.json").read_text())
     learner = probe["learners"]["model"]
     histogram = next(iter(learner["tensors"]["weights"].values()))

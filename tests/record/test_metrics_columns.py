@@ -16,7 +16,7 @@ from mprun.build import build
 from mprun.config.compose import compose_config
 from mprun.errors import Damaged
 from mprun.record import metrics_columns
-from mprun.record.metrics import MetricsFile
+from mprun.record.metrics import MetricsFile, read_metrics
 from mprun.record.metrics_columns import _columns, _decoded, _parsed, complete_lines, read_columns
 from mprun.training.loop import Loop
 from mprun.training.signals import Interruption
@@ -331,3 +331,13 @@ def test_what_the_trainer_writes_is_read_by_msgspec(tmp_path):
     assert_equal(columns, parsed(tmp_path / "metrics.jsonl"))
     assert columns.evals["step"].tolist() == [15, 25] and columns.last_step == 25
     assert len(columns.first_losses) == 20 and columns.scale_range[1] == 2.0**24
+
+
+@pytest.mark.parametrize("key", ["loss", "loss_scale", "top1"])
+def test_a_number_that_no_float_holds_is_damage(tmp_path, key):
+    split = "eval" if key == "top1" else "train"
+    record = {"split": split, "step": 1, "updates": 1, "skipped": 0, "loss": 1.0, key: 10**400}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    for read in (read_columns, read_metrics):
+        with pytest.raises(Damaged, match="line 1: a number that no float holds"):
+            read(tmp_path / "metrics.jsonl")

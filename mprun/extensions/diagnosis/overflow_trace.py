@@ -260,7 +260,7 @@ def _number(row: dict[str, Any], name: str) -> float | None:
         return None
     try:
         number = float(_WORDS.get(value, value) if isinstance(value, str) else value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not number >= 0:
         raise ValueError(f"{name}={shortened(str(value), 40)}: must be a number >= 0")

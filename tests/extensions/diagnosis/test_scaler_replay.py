@@ -409,3 +409,21 @@ def test_fp32_gradients_count_only_in_a_run_that_has_no_fp16(tmp_path):
     assert trace.likely_overflow.tolist() == [2.0**7] * 2
     trace = run_trace(tmp_path, record, DynamicLossScale(1.0, min_scale=1.0))
     assert trace.likely_overflow.tolist() == [math.inf] * 2
+
+
+def test_a_count_that_no_machine_holds_is_damage_and_a_limit_bad_input(tmp_path, capsys):
+    run(tmp_path / "a", *TINY_LM, "train.steps=2", "numerics=on", "numerics.every=2")
+    path = tmp_path / "a" / "numerics" / "step-00000002.json"
+    content = json.loads(path.read_text())
+    kinds = content["learners"]["model"]["tensors"]
+    next(iter(kinds["weight_gradients"].values()))["zeros"] = 10**39
+    path.write_text(json.dumps(content))
+    record = json.loads((tmp_path / "a" / "run.json").read_text())
+    del record["seal"]
+    (tmp_path / "a" / "run.json").write_text(json.dumps(record))
+    capsys.readouterr()
+    assert main(["scaler-replay", str(tmp_path / "a")]) == 4
+    assert "not a probe record (OverflowError" in capsys.readouterr().err
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text(json.dumps({"step": 0, "limit": 10**400}))
+    refused(capsys, "scaler-replay", trace, says="limit=1000")
