@@ -14,6 +14,7 @@ from mprun.compare.findings import Comparison
 from mprun.compare.wording import console, markdown, results
 from mprun.errors import DIVERGED, DONE, BadInput
 from mprun.record.console import to_watch
+from mprun.record.run_directory import refuse_link
 
 _WHAT = """\
 Does each precision mode match FP32, or another baseline?
@@ -65,7 +66,7 @@ def main(words: list[str]) -> int:
     options = parse(words)
     comparison = compare(options.paths, **{name: getattr(options, name) for name in _JUDGING})
     beside = folder_beside(_paths(options))
-    folder = options.out or beside / "compare"
+    folder = options.out or refuse_link(beside / "compare")
     report = None if options.no_report else comparison.write(folder)
     if options.tensorboard:
         from mprun.compare.tensorboard_summary import write_summaries

@@ -28,6 +28,7 @@ from mprun.config.option_files import option_files, what_it_is
 from mprun.errors import BadInput
 from mprun.plots.panel import INK, MARKS, Drawing, inline_svg, settings, styles
 from mprun.record.console import counted
+from mprun.record.run_directory import replacing, write_json, write_text
 from mprun.record.seal import content_of
 
 LIMIT = 1_000_000  # bytes of report.html
@@ -89,13 +90,13 @@ def write_folder(comparison: Comparison, folder: Path) -> Path:
         (folder / name).unlink(missing_ok=True)
     report = folder / "report.html"
     with settings():
-        report.write_text(_Report(comparison, folder).fitting_page(), encoding="utf-8")
-    (folder / "report.md").write_text(text.markdown(comparison) + "\n", encoding="utf-8")
+        write_text(report, _Report(comparison, folder).fitting_page())
+    write_text(folder / "report.md", text.markdown(comparison) + "\n")
     # The figures of a page that `mprun paper` wrote are not listed.
     own = (folder.glob(f"{group.slug}-*.png") for group in comparison.groups)
     figures = sorted({path.name for found in own for path in found})
-    found = json.dumps(text.results(comparison) | {"figures": figures}, indent=1, allow_nan=False)
-    (folder / "results.json").write_text(found + "\n", encoding="utf-8")
+    found = text.results(comparison) | {"figures": figures}
+    write_json(folder / "results.json", found, durable=False, allow_nan=False)
     return report
 
 
@@ -214,7 +215,8 @@ def picture(drawing: Drawing, name: str, folder: Path | None, svg: bool = True) 
     if folder is not None:  # without matplotlib's version, which says nothing of the runs
         options: dict[str, Any] = {"metadata": {"Software": None}, "dpi": _DPI}
         options["pil_kwargs"] = {"compress_level": 3}  # as small as 6, in two thirds of the time
-        drawing.figure.savefig(folder / f"{name}.png", **options)
+        with replacing(folder / f"{name}.png", durable=False) as file:
+            drawing.figure.savefig(file, format="png", **options)
     return {
         "file": f"{name}.png",
         "caption": drawing.caption,

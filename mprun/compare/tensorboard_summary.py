@@ -36,8 +36,9 @@ from mprun.compare.findings import (
 )
 from mprun.compare.load import SUMMARY_FOLDER, load_runs
 from mprun.compare.wording import group_markdown
-from mprun.record.console import counted
+from mprun.record.console import counted, printable
 from mprun.record.metrics_columns import NO_METRIC
+from mprun.record.run_directory import refuse_link
 
 _SUFFIX = ".mprun-compare"  # ends the names of event files: a later comparison finds its own
 _POINTS = 200  # TensorBoard would keep 1,000 per tag, but draws a dot on each
@@ -112,26 +113,26 @@ def write_means(folders: Sequence[Path], root: Path) -> Path:
 
 
 def _write_sections(sections: Sequence[_Section], root: Path) -> Path:
-    folder = root / SUMMARY_FOLDER
-    _remove_old(folder)
+    folder = refuse_link(root / SUMMARY_FOLDER)
     if len(sections) == 1:
         sections[0].slug = ""
     labels = list(dict.fromkeys(arm.label for section in sections for arm in section.arms))
+    places = [refuse_link(folder / name) for name in _folder_names(labels)]
+    _remove_old(folder)
     # Serialized, a tenth of the size of the objects.
     events: dict[str, list[bytes]] = {label: [] for label in labels}
     events[labels[0]].append(_layout(sections).SerializeToString())
     for section in counted(sections, "averaging configurations"):
         if section.text:
             about = text_plugin.create_summary_metadata(None, "What mprun compare found.")
-            told = _tensor(section.tag("verdict"), about, section.text.encode())
+            told = _tensor(section.tag("verdict"), about, printable(section.text).encode())
             events[section.arms[0].label].append(told.SerializeToString())
         for label, found in _scalars(section).items():
             events[label] += [event.SerializeToString() for event in found]
-    named = [*zip(labels, _folder_names(labels), strict=True)]
-    for label, place in counted(named, "writing the curves of modes"):
+    for label, place in counted([*zip(labels, places, strict=True)], "writing the curves of modes"):
         if events[label]:
             now = time.time()
-            writer = EventFileWriter(str(folder / place), 1000, filename_suffix=_SUFFIX)
+            writer = EventFileWriter(str(place), 1000, filename_suffix=_SUFFIX)
             for content in events.pop(label):
                 event = Event.FromString(content)
                 event.wall_time = now

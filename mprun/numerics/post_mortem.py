@@ -16,7 +16,7 @@ from mprun.entry_points import hint_of
 from mprun.errors import Damaged
 from mprun.record.console import markdown_table
 from mprun.record.metrics_columns import MetricsColumns
-from mprun.record.run_directory import plain, write_json
+from mprun.record.run_directory import plain, write_json, write_text
 from mprun.record.seal import content_of, files_of
 
 LAST = 50  # steps
@@ -157,7 +157,7 @@ def write_post_mortem(
     path = directory / _FILE
     path.parent.mkdir(exist_ok=True)
     write_json(path, content)
-    path.with_suffix(".md").write_text(_markdown(content, rows, replayable), encoding="utf-8")
+    write_text(path.with_suffix(".md"), _markdown(content, rows, replayable))
     return lines
 
 

@@ -68,11 +68,13 @@ def printable(text: str) -> str:
     Line ends, tabs and blanks of any width stay. A terminal obeys control characters, and file
     names, records and logs may hold any.
     """
-    if text.isprintable():
-        return text
+    return "\n".join(line if line.isprintable() else _seen(line) for line in text.split("\n"))
+
+
+def _seen(line: str) -> str:
     return "".join(
-        c if c.isprintable() or c in "\n\t" or unicodedata.category(c) == "Zs" else _escaped(c)
-        for c in text
+        c if c.isprintable() or c == "\t" or unicodedata.category(c) == "Zs" else _escaped(c)
+        for c in line
     )
 
 

@@ -21,6 +21,7 @@ import yaml
 
 from mprun.errors import BadInput, Damaged, Resource
 from mprun.file_system import FAILING, discard, lock, sync
+from mprun.record.console import printable
 from mprun.record.seal import MOST_JSON, content_of, plain_content
 
 # Keys that the path always shows, in their own form.
@@ -187,16 +188,21 @@ def refuse_strange(directory: Path) -> None:
 @contextmanager
 def synced(path: Path) -> Iterator[BinaryIO]:
     """Open the new file `path`; its content is on the disk when the block ends."""
-    with open(path, "wb") as file:
+    with open(path, "xb") as file:
         yield file
         sync(file)
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[BinaryIO]:
-    """Open a file that replaces `path` at the end: readers see the old or the new content."""
+def replacing(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
+    """Open a file that replaces `path` at the end: readers see the old or the new content.
+
+    A link at `path` is replaced, too: nothing is written through it. durable: wait for the disk,
+    as what cannot be made again needs it.
+    """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with synced(temporary) as file:
+    temporary.unlink(missing_ok=True)
+    with synced(temporary) if durable else open(temporary, "xb") as file:
         yield file
     os.replace(temporary, path)
 
@@ -227,10 +233,27 @@ def json_values(value: Any) -> Any:
     return json.loads(words, parse_constant=names.get)
 
 
-def write_json(path: Path, content: dict) -> None:
-    """Write `content` to `path` at once: a reader sees the old file or the new one."""
-    with replacing(path) as file:
-        file.write(f"{json.dumps(content, indent=1)}\n".encode())
+def write_text(path: Path, text: str) -> None:
+    """Write a text for people at once: whoever prints the file gets `printable` text alone."""
+    with replacing(path, durable=False) as file:
+        file.write(printable(text).encode())
+
+
+def refuse_link(path: Path) -> Path:
+    """Return `path`; raise BadInput if it is a link: nothing is written through one."""
+    if path.is_symlink():
+        raise BadInput(
+            f"{path}: a link, through which nothing is written; remove it, or name another folder"
+        )
+    return path
+
+
+def write_json(path: Path, content: Any, durable: bool = True, **layout: Any) -> None:
+    """Write `content` to `path` at once; durable: as for `replacing`, layout: as of json.dumps."""
+    text = json.dumps(content, **{"indent": 1, **layout})
+    with replacing(path, durable) as file:
+        # json escapes every other control character.
+        file.write(f"{text}\n".replace("\x7f", "\\u007f").encode())
 
 
 def read_json(path: Path) -> dict:

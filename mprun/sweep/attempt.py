@@ -272,6 +272,7 @@ class Attempt:
             if self.config_dir is not None:
                 arguments += ["--config-dir", self.config_dir]
         self.cell.log.parent.mkdir(parents=True, exist_ok=True)
+        self.cell.log.unlink(missing_ok=True)  # perhaps a link
         self.process = self.start([str(os.getpid()), *arguments], self.cell.log, self.environment)
         self.pulse = Pulse(self.cell.directory)
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from mprun.config.keys import config_hash, current
 from mprun.errors import BadInput, Damaged
 from mprun.file_system import is_held
-from mprun.record.run_directory import locked, read_config
+from mprun.record.run_directory import locked, read_config, refuse_link
 from mprun.record.run_record import Record, read_record
 from mprun.record.seal import check_seal
 
@@ -57,8 +57,17 @@ def data_places(config: dict) -> tuple[tuple[str, str | None], ...]:
 def state_of(cell: Cell) -> State:
     """Return the state of a cell on disk; raise BadInput if its directory has something else.
 
-    A run on data in another folder is something else: their content is known only once read.
+    A run on data in another folder is something else: their content is known only once read. A link
+    may lead to a finished run; any other would be written through.
     """
+    state = _state_of(cell)
+    if state is not State.FINISHED:
+        refuse_link(cell.directory.parent)
+        refuse_link(cell.directory)
+    return state
+
+
+def _state_of(cell: Cell) -> State:
     if not cell.directory.exists():
         return State.NEW
     if not cell.directory.is_dir():
@@ -118,6 +127,7 @@ def put_aside(cell: Cell, *, finished: bool = False) -> None:
 
     finished: also that of a run with an outcome, which otherwise stays.
     """
+    refuse_link(cell.directory)
     keep_log(cell)
     if not cell.directory.exists():
         return
@@ -140,8 +150,8 @@ def keep_log(cell: Cell) -> None:
     if not cell.log.is_file() or not cell.directory.is_dir():
         return
     kept = cell.directory / "console.log"
-    if not kept.exists():
-        cell.log.rename(kept)  # works on a full disk
+    if kept.is_symlink() or not kept.exists():
+        cell.log.rename(kept)  # works on a full disk, and replaces a link
         return
     with open(kept, "ab") as file:
         file.write(cell.log.read_bytes())

@@ -15,6 +15,7 @@ from pathlib import Path
 from mprun.config.keys import flat
 from mprun.errors import DIVERGED, DONE, PREEMPTED, shortened
 from mprun.record.console import columns, counted, markdown_table
+from mprun.record.run_directory import write_text
 from mprun.record.run_record import now
 from mprun.sweep.attempt import AttemptOutcome, last_line
 from mprun.sweep.jobs import OUTCOMES, Cell, State, outcome_words, record_of, state_of
@@ -139,12 +140,10 @@ class StatusPage:
         if not now and time.monotonic() - self.written < _EVERY_S:
             return
         self.written = time.monotonic()
-        temporary = self.path.with_name(f".{self.path.name}.{os.getpid()}")
         # A full disk must not end runs that do not need it.
         with suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            temporary.write_text(self._text(), encoding="utf-8")
-            os.replace(temporary, self.path)
+            write_text(self.path, self._text())
 
     def _text(self) -> str:
         rows = [self._row(cell) for cell in self.plan.cells]

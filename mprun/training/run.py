@@ -41,7 +41,7 @@ from mprun.precision import pin_math_flags
 from mprun.precision.random_states import restore_dropout_state
 from mprun.record.memory import card_memory, ran_out, shortage
 from mprun.record.metrics import TensorBoardView
-from mprun.record.run_directory import claim, claim_exactly, locked, run_name
+from mprun.record.run_directory import claim, claim_exactly, locked, refuse_link, run_name
 from mprun.record.run_record import Record
 from mprun.tasks import Task
 from mprun.torch_private import DYNAMO
@@ -192,7 +192,7 @@ def claimed(composed: Composed, named: tuple[str, ...], prefix: str = "") -> Pat
     if config.output_dir is not None:
         return claim_exactly(Path(config.output_dir))
     folder, name = run_name(composed.as_dict(), composed.choices, named, told=is_told)
-    return claim(Path(config.output_root) / folder, prefix + name)
+    return claim(refuse_link(Path(config.output_root) / folder), prefix + name)
 
 
 def metrics_of(config: RunConfig, task: Task) -> dict[str, Metric]:

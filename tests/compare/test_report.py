@@ -10,12 +10,14 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
+from mprun.compare import compare
 from mprun.compare.findings import VERDICTS, Arm, Comparison, Gap, Row, Verdict
 from mprun.compare.report import LIMIT, write_folder
 from mprun.compare.wording import answer, answers
 from mprun.plots.panel import MARKS
 
 from .made_comparison import Page, comparison, gan_group, group
+from .run_folders import write_run
 
 
 def written(a_comparison: Comparison, folder) -> tuple[str, Page]:
@@ -324,3 +326,13 @@ def test_an_answer_about_a_part_of_the_runs_says_so():
     row = one.rows[0]
     row.verdict.name, row.verdict.left_out = "matches", ["having no partner: seed 3 of this mode"]
     assert answer(one, row).endswith("matches FP32 in what was compared, which is not all.")
+
+
+def test_control_characters_of_a_record_reach_no_file(tmp_path):
+    text = "\x1b]0;x\x07\x9b2J\u202e"
+    write_run(tmp_path / "runs" / "a", choices={"model": text, "data": "d"})
+    write_run(tmp_path / "runs" / "b", "amp", choices={"model": text, "data": "d"})
+    report = compare([tmp_path / "runs"]).write(tmp_path / "out")
+    for path in (report, *report.parent.glob("*.md"), report.parent / "results.json"):
+        assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", path.read_text()), path
+        assert "u001b]0;x" in path.read_text() or "\\x1b]0;x" in path.read_text(), path

@@ -15,7 +15,9 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 
 from mprun.compare import tensorboard_summary
 from mprun.compare.tensorboard_summary import write_means, write_summaries
+from mprun.errors import BadInput
 
+from ..helpers import raises_line
 from .made_comparison import comparison, gan_group, group
 from .made_runs import made_arm
 from .run_folders import write_run, write_study
@@ -201,3 +203,13 @@ def test_a_difference_in_percent_is_worse_above_zero_though_the_loss_is_below():
     own, base = made_arm({0: -1.0}, "amp"), made_arm({0: -2.0})
     found = tensorboard_summary._percent("eval/loss", own, base, np.array([100.0]))
     assert found.tolist() == [50.0]
+
+
+@pytest.mark.parametrize("place", ["_summary", "_summary/fp32"])
+def test_nothing_is_written_behind_a_link(place, tmp_path):
+    (tmp_path / "theirs").mkdir()
+    (tmp_path / place).parent.mkdir(exist_ok=True)
+    (tmp_path / place).symlink_to(tmp_path / "theirs")
+    with raises_line(BadInput, f"{place}: a link, through which nothing is written"):
+        write_summaries(comparison(group(steps=400)), tmp_path)
+    assert not any((tmp_path / "theirs").iterdir()) and (tmp_path / place).is_symlink()

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from pathlib import Path
 
 import pytest
 import yaml
@@ -11,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from mprun.cli import main
 from mprun.config.compose import compose_config
 from mprun.config.keys import config_hash
+from mprun.record.run_directory import write_json, write_text
 
 from ..helpers import LM, TINY_GAN, TINY_LM, numbers_of, record_of, refused, rows_of, run
 
@@ -174,3 +176,26 @@ def test_an_existing_directory_is_not_touched(scaled, capsys):
     before = {path: path.stat().st_mtime_ns for path in scaled.rglob("*")}
     refused(capsys, *SCALED, f"output_dir='{scaled}'", says="exists already")
     assert {path: path.stat().st_mtime_ns for path in scaled.rglob("*")} == before
+
+
+def test_pages_replace_links_and_hold_no_control_characters(tmp_path):
+    theirs = tmp_path / "theirs"
+    theirs.write_text("kept")
+    for name, write in (("a.md", write_text), ("a.json", write_json)):
+        (tmp_path / name).symlink_to(theirs)
+        write(tmp_path / name, "\x1b[2J\x7f\u202e \u00fc\t|\n\rb")
+        assert not (tmp_path / name).is_symlink() and theirs.read_text() == "kept"
+    assert (tmp_path / "a.md").read_text() == "\\x1b[2J\\x7f\\u202e \u00fc\t|\n\\rb"
+    assert json.loads((tmp_path / "a.json").read_text()) == "\x1b[2J\x7f\u202e \u00fc\t|\n\rb"
+    assert all(byte >= 32 or byte == 10 for byte in (tmp_path / "a.json").read_bytes())
+    assert b"\x7f" not in (tmp_path / "a.json").read_bytes()
+
+
+def test_a_run_is_not_put_behind_a_link_below_the_output_folder(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("theirs").mkdir()
+    Path("outputs").mkdir()
+    Path("outputs/lstm_lm-synthetic_tokens").symlink_to(tmp_path / "theirs")
+    says = "outputs/lstm_lm-synthetic_tokens: a link, through which nothing is written"
+    refused(capsys, *TINY_LM, "train.steps=1", says=says)
+    assert not any(Path("theirs").iterdir())

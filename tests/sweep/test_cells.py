@@ -487,3 +487,16 @@ def test_a_stopped_cell_is_named_with_the_command_that_finishes_it(
     assert said == ["fp32 s0: goes on from its checkpoint", "fp32 s1: starts"]
     for attempt in loop.running:
         attempt.process.wait()
+
+
+def test_only_a_finished_run_may_be_behind_a_link(cell, tmp_path):
+    theirs = tmp_path / "theirs"
+    theirs.mkdir()
+    cell.directory.parent.mkdir(parents=True)
+    cell.directory.symlink_to(theirs)
+    for look in (state_of, put_aside):
+        with pytest.raises(BadInput, match="a link, through which nothing is written"):
+            look(cell)
+    assert not any(theirs.iterdir())
+    put(cell, status="done")
+    assert state_of(cell) is State.FINISHED

@@ -25,7 +25,7 @@ from mprun.precision.torch_update import take_for_granted
 from mprun.record.console import markdown_table
 from mprun.record.layout import for_terminal
 from mprun.record.memory import SPARED
-from mprun.record.run_directory import write_json
+from mprun.record.run_directory import write_json, write_text
 
 WARM_UP, COUNTED, TIMED = 4, 3, 15  # steps; a graph is recorded during warm-up
 
@@ -84,7 +84,7 @@ def host(contest: Contest, options: Namespace) -> int:
         folder = Path(options.out)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "host.json", facts)
-        (folder / "host.md").write_text(text + "\n", encoding="utf-8")
+        write_text(folder / "host.md", text + "\n")
     print(json.dumps(facts, indent=1) if options.json else for_terminal(text))
     return DONE
 

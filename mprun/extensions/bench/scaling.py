@@ -31,7 +31,7 @@ from mprun.extensions.bench.measure import synchronise
 from mprun.extensions.bench.session import claimed
 from mprun.record.console import markdown_table
 from mprun.record.layout import for_terminal
-from mprun.record.run_directory import write_json
+from mprun.record.run_directory import write_json, write_text
 from mprun.sweep.child import child
 from mprun.training.run import joined, prepare, resolve_device
 
@@ -60,7 +60,7 @@ def scaling(options: Namespace, devices: str) -> int:
             content = {"device": device.type, "overrides": list(options.overrides), "rows": rows}
             write_json(folder / "scaling.json", content)
     text = _table(rows)
-    (folder / "scaling.md").write_text(f"{text}\n", encoding="utf-8")
+    write_text(folder / "scaling.md", f"{text}\n")
     shown = f"{for_terminal(text)}\nbench: {folder}"
     print(json.dumps(content, indent=1) if options.json else shown)
     return DONE

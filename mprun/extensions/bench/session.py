@@ -25,7 +25,7 @@ from mprun.extensions.bench.cases import BenchGroup, BenchRow
 from mprun.extensions.bench.child import ChildFailed, ChildProcess, TimeUp
 from mprun.extensions.bench.contest import Contest
 from mprun.extensions.bench.report import write_figure
-from mprun.record.run_directory import claim, json_values, write_json
+from mprun.record.run_directory import claim, json_values, write_json, write_text
 from mprun.training.environment import environment
 from mprun.training.run import resolve_device
 from mprun.training.signals import Interruption, Stopped
@@ -398,6 +398,6 @@ def run_bench(contest: Contest, options: Namespace, started: float) -> tuple[dic
         content["elapsed_s"] = time.monotonic() - started
         write_json(folder / "bench.json", content)
         text = contest.report(content)
-        (folder / "bench.md").write_text(text, encoding="utf-8")
+        write_text(folder / "bench.md", text)
         write_figure(folder / "bench.png", content)
     return content, text, folder

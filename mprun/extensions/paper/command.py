@@ -20,6 +20,7 @@ from mprun.extensions.paper.rows import ROWS, PaperRow
 from mprun.extensions.paper.settled import digest, held_out, seeds_of, told
 from mprun.record.console import columns
 from mprun.record.layout import for_terminal
+from mprun.record.run_directory import refuse_link
 from mprun.record.run_record import read_record
 from mprun.sweep.gpus import available_cores
 from mprun.sweep.jobs import Cell, State, state_of
@@ -142,7 +143,7 @@ def _beside(options: Namespace, arguments: list[str]) -> int:
         print((markdown if options.markdown else console)(comparison))
         print("\n".join(["", for_terminal(tables_markdown(tables(found))), *without]))
     if not options.no_report:
-        out = options.out or folder_beside(options.runs) / "compare"
+        out = options.out or refuse_link(folder_beside(options.runs) / "compare")
         written = [f"report: {comparison.write(out)}", f"paper: {page.write(out)}"]
         print("\n".join(written), file=sys.stderr if options.json else sys.stdout)
     return DONE

@@ -71,6 +71,7 @@ def figure_of(figure: PaperFigure, found: RowOutcome, folder: Path) -> dict[str,
     grids = samples(found.group) if not figure.draws and found.group else []
     for grid in grids:
         grid["file"] = f"{name}-{path_safe(grid['what'])}.png"
+        (folder / grid["file"]).unlink(missing_ok=True)  # perhaps a link
         shutil.copyfile(grid["path"], folder / grid["file"])
     return {
         "title": f"Figure {figure.key.removeprefix('fig')}",

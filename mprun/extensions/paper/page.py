@@ -14,6 +14,7 @@ from mprun.extensions.paper.rows import PaperRow
 from mprun.extensions.paper.settled import settings as settled
 from mprun.plots.panel import settings
 from mprun.record.console import markdown_table
+from mprun.record.run_directory import write_json, write_text
 
 SCALE = {
     "small": "Embedded data, networks reduced until a CPU trains them: numbers are not comparable "
@@ -160,10 +161,10 @@ class Page:
             "facts": self.facts,
             "remarks": self.remarks,
         }
-        (folder / "paper.json").write_text(self.json(folder) + "\n", encoding="utf-8")
+        write_json(folder / "paper.json", json.loads(self.json(folder)), durable=False)
         for ending in ("html", "md"):
             path = folder / f"paper.{ending}"
-            path.write_text(render(f"paper_page.{ending}", **given) + "\n", encoding="utf-8")
+            write_text(path, render(f"paper_page.{ending}", **given) + "\n")
         return path
 
     def json(self, folder: Path = Path()) -> str:

@@ -4,7 +4,6 @@ The loss scales are those of training, on the CPU. The trace of a recorded run c
 skipped updates, its scales and its probes, which show how far gradients were from overflow.
 """
 
-import json
 import math
 import sys
 from argparse import Namespace
@@ -26,6 +25,7 @@ from mprun.extensions.diagnosis.commands import announce, page, record_of, unfin
 from mprun.extensions.diagnosis.overflow_trace import OverflowTrace, read_trace_file
 from mprun.numerics.probe_record import GRADIENT_KINDS, ProbeRecord, read_probes, tensors_of
 from mprun.record.console import markdown_table
+from mprun.record.run_directory import replacing, write_json
 
 if TYPE_CHECKING:
     from mprun.precision import LossScale
@@ -65,8 +65,8 @@ def main(arguments: list[str]) -> int:
         given.out.mkdir(parents=True, exist_ok=True)
         figures = [given.out / "scaler-replay.png", given.out / "scaler-replay.svg"]
         draw_replays(found.replays, found.trace, figures)
-        text = json.dumps(found.as_dict(), allow_nan=False)
-        (given.out / "scaler-replay.json").write_text(text + "\n", encoding="utf-8")
+        content = found.as_dict()
+        write_json(given.out / "scaler-replay.json", content, indent=None, allow_nan=False)
         print(f"figure: {figures[0]}", file=sys.stderr)
     return DONE
 
@@ -482,7 +482,8 @@ def draw_replays(replays: dict[str, Replay], trace: OverflowTrace, paths: list[P
     with settings():
         figure = _figure(replays, trace)
         for path in paths:
-            figure.savefig(path, dpi=160)
+            with replacing(path, durable=False) as file:
+                figure.savefig(file, dpi=160, format=path.suffix[1:])
 
 
 def _figure(replays: dict[str, Replay], trace: OverflowTrace):
