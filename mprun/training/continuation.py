@@ -45,7 +45,8 @@ def read(
         raise
     except BadInput as error:
         changed = [one for one in overrides if not one.lstrip("+").startswith("resume=")]
-        if changed and not str(error).startswith("config.yaml:"):
+        of_record = str(error).startswith("config.yaml:") or not changed
+        if "script" in plain or not of_record:
             raise
         raise BadInput(f"{error}; {of_another_version(record)}") from None
     check_length(config, record, config.train.steps)
