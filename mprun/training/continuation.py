@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from mprun.config.compose import config_from_record
-from mprun.config.keys import flat, is_as_hashed, resumable_keys, role_of, wanted
+from mprun.config.keys import current, flat, is_as_hashed, resumable_keys, role_of, wanted
 from mprun.config.overrides import MAPPING, assignment, mapping_of, parse_overrides
 from mprun.config.schema import RunConfig
 from mprun.config.trust import Vouched, is_outside, vouched
@@ -77,7 +77,8 @@ def _check_unchanged(directory: Path, plain: dict, record: dict) -> None:
     recorded = record["config"]
     if not is_as_hashed(record):
         raise Damaged(f"{directory / 'run.json'}: config does not match config_hash")
-    there, here = flat(recorded), flat(plain)
+    # An attempt that ended between its two files has left keys of two versions.
+    there, here = flat(current(recorded)), flat(current(plain))
     for key in there | here:
         if there.get(key) != here.get(key) and not role_of(key).resumable:
             raise Damaged(

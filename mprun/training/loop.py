@@ -28,6 +28,7 @@ from mprun.record import checkpoint, memory
 from mprun.record.metrics_columns import read_columns
 from mprun.record.run_directory import Heartbeat
 from mprun.record.run_record import Outcome, product_shares
+from mprun.training.announcements import say
 from mprun.training.metric_buffer import MetricBuffer
 from mprun.training.metric_logger import MetricLogger
 from mprun.training.signals import Interruption, Stopped
@@ -311,11 +312,14 @@ class Loop:
         steps = read_columns(self.directory / "metrics.jsonl").nonfinite_skips[:LOOKED_AT]
         found = {}
         for step in steps.tolist():
-            with suppress(MprunError, OSError):  # the end of a run needs no batch
+            try:
                 found[str(step)] = "; ".join(
                     f"{name}: {text}"
                     for name, text in nonfinite_batch(self.built.task, step - 1).items()
                 )
+            # A source of the user's may refuse to go back with any error; the outcome is there.
+            except Exception as error:
+                say(f"the batch of step {step} could not be read again: {error}")
         return {step: text for step, text in found.items() if text}
 
     def _left_at_once(self, take: Callable, index: int, measure: bool) -> dict[str, Tensor]:

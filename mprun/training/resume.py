@@ -79,8 +79,9 @@ def resume(
         if (had := before.get("linear_products")) not in (None, now):
             say(f"linear layers multiply {now} from here on; before: {had}")
         say(*_changes(current(record["config"]), asdict(config)))
-        record.update(hash_fields(asdict(config)))
         record.reopen()
+        # Written with the configuration itself, by `begin`: a kill before leaves the former two.
+        record.update(hash_fields(asdict(config)))
         with open(directory / "metrics.jsonl", "ab") as metrics:
             metrics.truncate(start.metrics_bytes)
         drop_later(directory, start.step)

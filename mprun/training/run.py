@@ -335,7 +335,8 @@ def attempt(config: RunConfig, built: Built, record: Record, start: Start = BEGI
                 cause = str(error) if plain else f"{type(error).__name__}: {error}"
                 status = "preempted" if stopped else "failed"
                 end(status, cause, last_step=last, exit_code=exit_code_of(told))
-            say(what_fits(directory, record))
+            with suppress(Exception):  # nothing may take the place of the error
+                say(what_fits(directory, record))
             say(replaced_line(record["data"]))
             _print_directory(directory)
             if told is error:

@@ -37,6 +37,24 @@ def data(batch_size, seed, device):
     return DatasetSource(Images(), held_out, num_classes=3, **own)
 
 
+class OneWay(DatasetSource):
+    """Refuses to go back to an earlier batch, as a stream does."""
+
+    newest = -1
+
+    def train_batch(self, index):
+        if index < self.newest:
+            raise ValueError("a stream has no way back")
+        self.newest = index
+        return super().train_batch(index)
+
+
+def stream(batch_size, seed, device):
+    own = {"batch_size": batch_size, "seed": seed, "device": device}
+    held_out = torch.utils.data.Subset(Images(), range(8, 24))
+    return OneWay(Images(), held_out, num_classes=3, **own)
+
+
 class Root(nn.Module):
     """Is NaN for an image with a number below zero, which is sound data."""
 

@@ -58,6 +58,17 @@ def test_the_end_of_the_run_show_and_compare_tell_it(tmp_path, monkeypatch, caps
     assert told in " ".join(capsys.readouterr().out.split())
 
 
+def test_a_source_that_refuses_to_go_back_takes_no_outcome(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("SPOILT_WITH", "nan")
+    words = [word.replace("spoilt_data:data", "spoilt_data:stream") for word in RUN]
+    assert run(tmp_path / "amp", *words) == 0
+    record = record_of(tmp_path / "amp")
+    assert record["status"] == "done" and "bad_batches" not in record
+    step = bad_steps(tmp_path / "amp")[0]
+    said = f"mprun: the batch of step {step} could not be read again: a stream has no way back\n"
+    assert said in capsys.readouterr().err
+
+
 def test_either_loss_of_a_gan_counts(tmp_path):
     def spoil(index, batch):
         images, *rest = batch

@@ -21,7 +21,7 @@ from mprun.config.compose import compose_config
 from mprun.config.keys import config_hash, current, flat, hash_fields, is_as_hashed
 from mprun.config.schema import RunConfig
 from mprun.record import checkpoint
-from mprun.record.run_directory import write_json
+from mprun.record.run_directory import write_config, write_json
 from mprun.record.run_record import FORM, read_record, written_by
 from tests.helpers import record_of, refused, rows_of
 
@@ -29,6 +29,7 @@ OLD = Path(__file__).parent / "old_records"
 RECORDS = sorted(path.name for path in OLD.iterdir())
 FP32 = [name for name in RECORDS if name.endswith("-fp32")]
 NEW_MODE = "2026-11-28-bf16_master"
+CONFIG_WRITER = "mprun.record.run_record.write_config"
 SAME_TORCH = torch.__version__.split("+")[0] == "2.15.0"  # the records' own
 
 
@@ -88,6 +89,24 @@ def test_an_old_run_is_resumed(old, capsys):
     assert record["config_hash"] == config_hash(record["config"])
     # As FP32 ends with six steps at once; BF16 and other processors round otherwise.
     assert rows_of(old, "eval")[-1]["loss"] == pytest.approx(2.79011, rel=1e-4)
+
+
+@pytest.mark.parametrize("after", ["mprun.training.resume.attempt", CONFIG_WRITER])
+def test_a_resume_that_ends_before_its_record_is_whole_can_be_repeated(old, monkeypatch, after):
+    """Two files tell the configuration, and a process may be killed between them."""
+    if not SAME_TORCH:
+        pytest.skip("the run used another torch")
+
+    def killed(*given):
+        if after == CONFIG_WRITER:
+            write_config(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(after, killed)
+        main([f"resume={old}", "train.steps=6"])
+    assert is_as_hashed(record_of(old))
+    assert main([f"resume={old}", "train.steps=6"]) == 0
 
 
 def unsealed(run, **changes):
