@@ -190,9 +190,10 @@ def _compare(config: RunConfig) -> Iterator[str]:
     train = config.train
     if train.steps is not None and window > 1:
         # The last step is always evaluated.
-        evaluations = -(-train.steps // train.eval_every) if train.eval_every else 1
+        every = train.evaluates_every(train.steps)
+        evaluations = -(-train.steps // every) if every else 1
         if window > evaluations:
-            run = f"{train.steps} steps with train.eval_every={train.eval_every}"
+            run = f"{train.steps} steps with train.eval_every={every}"
             yield f"compare.window={window}: {run} have {evaluations} (allowed: 1 to {evaluations})"
 
 

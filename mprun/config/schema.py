@@ -316,7 +316,11 @@ class TrainConfig:
         None, "Length in epochs, with train.steps=null", at_most=10_000.0, role=LENGTH
     )
     log_every: int = count(10, "Steps between two records and lines of progress", role=READING)
-    eval_every: int = from_zero(0, "Steps between two evaluations; 0: only at the end", role=LENGTH)
+    eval_every: int | None = from_zero(
+        0,
+        "Steps between two evaluations; null: a fifth of the run; 0: only at the end",
+        role=LENGTH,
+    )
     checkpoint_every: int = from_zero(
         0, "Steps between two checkpoints; 0: only when a signal stops the run", role=READING
     )
@@ -346,6 +350,10 @@ class TrainConfig:
     fused_norm: str = one_of(
         "off auto on", "BatchNorm, sum and ReLU in one CUDA kernel; auto: if it is faster here"
     )
+
+    def evaluates_every(self, steps: int) -> int:
+        """Return the steps between two evaluations in a run of `steps`; 0: only at its end."""
+        return -(-steps // 5) if self.eval_every is None else self.eval_every
 
 
 @dataclass(slots=True)

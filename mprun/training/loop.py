@@ -127,7 +127,8 @@ class Loop:
     def due(self, step: int) -> tuple[bool, bool, bool]:
         """Return whether to log, save, evaluate after `step`; the last has all that is enabled."""
         train, last = self.config.train, step == self.built.steps
-        intervals = (train.log_every, train.checkpoint_every, train.eval_every)
+        evaluates = train.evaluates_every(self.built.steps)
+        intervals = (train.log_every, train.checkpoint_every, evaluates)
         log, save, evaluate = (every > 0 and (last or step % every == 0) for every in intervals)
         return last or log, save, last or evaluate
 

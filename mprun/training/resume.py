@@ -112,7 +112,7 @@ def _start(directory: Path, built: Built, config: RunConfig, record: Record) -> 
         return Start()
     for line in newest.warnings:
         print(f"mprun: warning: {line}; using the one before", file=sys.stderr)
-    step, every = newest.step, config.train.eval_every
+    step, every = newest.step, config.train.evaluates_every(built.steps)
     over = BadInput(
         f"resume={directory}: already at step {step} of {built.steps}; give a larger train.steps"
     )

@@ -90,7 +90,9 @@ def test_a_window_that_the_run_has():
 def test_a_default_run_evaluates_five_times(model):
     """Else its curves have one point."""
     train = compose_config([f"model={model}"]).config.train
-    assert train.eval_every and train.steps == 5 * train.eval_every
+    assert train.eval_every is None and 5 * train.evaluates_every(train.steps) == train.steps
+    # At any length, however many samples are held out.
+    assert train.evaluates_every(450_000) == 90_000 and train.evaluates_every(1) == 1
 
 
 def test_rows_of_the_paper_evaluate_as_they_were_measured():

@@ -80,6 +80,7 @@ def test_the_first_twenty_steps_are_recorded_whatever_log_every_says(tmp_path):
     few, every = tmp_path / "few", tmp_path / "every"
     # Overflows at first, so that skipped updates lie among the first steps.
     scaled = [*TINY_LM, "precision=amp", "scaler.init_scale=16777216", "train.steps=30"]
+    scaled.append("train.eval_every=0")  # an evaluation flushes, too
     assert run(few, *scaled, "train.log_every=25") == 0
     assert run(every, *scaled, "train.log_every=1") == 0
     records, all_records = rows_of(few, "train"), rows_of(every, "train")
