@@ -105,18 +105,27 @@ def _earlier(
         page = json.loads((options.out / "paper.json").read_text(encoding="utf-8"))
         if page["scale"] != options.scale:
             return {}, [f"the page of --scale {page['scale']} that stood here was replaced"]
-        rows = {key: row for key, row in page["rows"].items() if key not in now}
-    except (OSError, ValueError, KeyError, TypeError):
+        found, lost = {}, []
+        for key, row in page["rows"].items():
+            if key in now:
+                continue
+            named = row.get("runs") or {}
+            every = {name: [options.out / run for run in own] for name, own in named.items()}
+            there = {
+                name: [run for run in own if (run / "run.json").exists()]
+                for name, own in every.items()
+            }
+            total, left = (sum(map(len, runs.values())) for runs in (every, there))
+            if left:
+                probes = row.get("probes")
+                found[key] = there, None if probes is None else options.out / probes
+                if left < total:
+                    gone = f"{total - left} of its {total} runs are not there any more"
+                    lost.append(f"{key}: stood on an earlier page, but {gone}")
+            elif row.get("fp32"):
+                lost.append(f"{key}: stood on an earlier page, but its runs are not there any more")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return {}, []
-    found, lost = {}, []
-    for key, row in rows.items():
-        named = row.get("runs") or {}
-        directories = {name: [options.out / run for run in own] for name, own in named.items()}
-        if any((run / "run.json").exists() for own in directories.values() for run in own):
-            probes = row.get("probes")
-            found[key] = directories, None if probes is None else options.out / probes
-        elif row.get("fp32"):
-            lost.append(f"{key}: stood on an earlier page, but its runs are not there any more")
     return found, lost
 
 

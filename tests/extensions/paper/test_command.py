@@ -130,10 +130,19 @@ def test_a_later_row_keeps_the_earlier_ones_on_the_page(tmp_path, capsys, monkey
     assert both["facts"]["settings"].endswith(f"recorded: settings.yaml-{digest()} by 9 runs")
     page = (out / "paper.md").read_text(encoding="utf-8")
     assert "| DCGAN" in page and "constructed setting: an accumulator" in page and digest() in page
+    for left, technique in ((8, "FP32 masters, scale 128"), (7, "FP32")):
+        shutil.rmtree(runs.cells["biglstm"][technique][0].directory)
+        fewer = made_by("dcgan")
+        short = f"biglstm: stood on an earlier page, but 1 of its {left + 1} runs are not there any"
+        assert fewer["remarks"] == [f"{short} more"] and "biglstm" in fewer["rows"]
+        assert fewer["facts"]["settings"].endswith(f"by {left} runs")
     shutil.rmtree(out / "runs")
     gone = made_by("dcgan")
     lost = "biglstm: stood on an earlier page, but its runs are not there any more"
     assert gone["rows"].keys() == {"dcgan"} and gone["remarks"] == [lost]
+    for other in ([], None, {"biglstm": None}, {"biglstm": {"runs": [1]}}):
+        (out / "paper.json").write_text(json.dumps({"scale": "small", "rows": other}))
+        assert made_by("dcgan")["rows"].keys() == {"dcgan"}
 
 
 @pytest.mark.slow
