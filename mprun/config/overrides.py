@@ -83,10 +83,16 @@ _IN_QUOTES = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _BETWEEN_COMMAS = re.compile(rf"(?:^|(?<=,))(?:(?:{_IN_QUOTES})(?=,|$)|[^,]*)", re.DOTALL)
 
 
+_SWEEP_FUNCTION = re.compile(r"(?:choice|glob|range|interval|sort|shuffle|tag)\(.*\)", re.DOTALL)
+
+
 def _path_quoted(text: str, sweep: bool) -> str:
-    """Quote a path, so that Hydra takes it as it is; null and a path in quotes stay."""
+    """Quote a path, so that Hydra takes it as it is; null and a path in quotes stay.
+
+    In a sweep a value that is a function of Hydra's, such as `choice(/a,/b)`, stays, too.
+    """
     key, equals, value = text.partition("=")
-    if not equals or key.lstrip("+") not in PATHS:
+    if not equals or key.lstrip("+") not in PATHS or (sweep and _SWEEP_FUNCTION.fullmatch(value)):
         return text
     paths = _BETWEEN_COMMAS.findall(value) if sweep else [value]
     return f"{key}=" + ",".join(

@@ -54,9 +54,10 @@ def test_what_is_swept_is_in_the_name(swept, expected):
     assert names(swept) == expected
 
 
-def test_a_sweep_over_places_of_data(tmp_path_factory):
+@pytest.mark.parametrize("form", ["{},{}", "choice({},{})", "shuffle({},{})", "choice({}, '{}')"])
+def test_a_sweep_over_places_of_data(tmp_path_factory, form):
     places = [tmp_path_factory.mktemp("images") for _ in range(2)]
-    root = f"data.root={places[0]},{places[1]}"
+    root = f"data.root={form.format(*places)}"
     swept = plan(["model=resnet50", "data=image_folder", root], None)
     assert len({cell.directory for cell in swept.cells}) == 2
     assert [dict(cell.data_places)["root"] for cell in swept.cells] == list(map(str, places))
