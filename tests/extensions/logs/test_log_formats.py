@@ -453,6 +453,17 @@ def test_an_event_file_that_ends_within_a_record_is_read_up_to_it(tmp_path, left
     assert log.notes == [f"{tmp_path}: {path.name} ends within a record: read up to there"]
 
 
+def test_each_record_of_an_event_file_is_checked_once(tmp_path, monkeypatch):
+    from tensorboard.compat.tensorflow_stub import pywrap_tensorflow as own
+
+    write_events(tmp_path, {"loss": [(s, 1 / s) for s in range(1, 50)]})
+    count, checksum = [], own.masked_crc32c
+    monkeypatch.setattr(own, "masked_crc32c", lambda data: count.append(1) or checksum(data))
+    [log] = read_logs(tmp_path, "loss")
+    # Of the length and of the content, also for what stands before the points.
+    assert len(log.points) == 49 and 98 <= len(count) <= 110
+
+
 def test_an_event_file_with_a_wrong_byte_is_refused_there(tmp_path):
     [path] = write_events(tmp_path, {"loss": [(s, 1 / s) for s in range(1, 9)]}).iterdir()
     whole = path.read_bytes()
