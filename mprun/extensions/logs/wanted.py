@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,8 @@ SPLITS = (
     *("tag", "metric", "key", "name", "run", "run_id", "run_name", "rank", "fold", "seed"),
     LINE,
 )
+# Those of them whose values are never stretches of one curve.
+_APART = ("tag", "metric", "key", "rank", "fold", "seed", LINE)
 EXPONENT = r"(?:[eE][-+]?\d+)?"
 # How a whole number is written, by its decimal mark; the other mark groups thousands, as blanks and
 # apostrophes do.
@@ -144,7 +147,7 @@ class Wanted:
             told = [number for number, (_, row) in enumerate(rows) if row[name] not in _EMPTY]
             if not told:
                 raise BadInput(f"{self.path}: column {name!r} is empty")
-            self._refuse_several([rows[number][1] for number in told], {steps, name})
+            self._refuse_several([rows[number][1] for number in told], steps, name)
             after = [row for row in rows[told[-1] + 1 :] if row[1][steps] not in _EMPTY]
             places = [rows[number][0] for number in told]
             cells = [
@@ -166,14 +169,21 @@ class Wanted:
             logs.append(Log(self.path, run, points, steps, named, places))
         return logs
 
-    def _refuse_several(self, rows: list[dict[str, Any]], taken: set[str]) -> None:
-        for key in dict.fromkeys(key for row in rows for key in splits(row) if key not in taken):
-            found = sorted({str(row.get(key, "")) or "none" for row in rows})
-            if len(found) > 1:
+    def _refuse_several(self, rows: list[dict[str, Any]], steps: str, name: str) -> None:
+        counted = read_numbers([row[steps] for row in rows], ".")
+        rises = len(counted) == len(rows) and bool((np.diff(counted) > 0).all())
+        for key in dict.fromkeys(key for row in rows for key in splits(row)):
+            values = [str(row.get(key, "")) or "none" for row in rows]
+            found = [*dict.fromkeys(values)]
+            if key in (steps, name) or len(found) == 1:
+                continue
+            if not _of_one_curve(key, values, rises):
+                found.sort()
                 raise BadInput(
                     f"{self.path}: --tag {self.tag}: is of several values of {key!r} "
                     f"({listed(found)}); must be of one, e.g. --tag {found[-1]}/{self.tag}"
                 )
+            self.notes.append(f"one curve over {len(found)} values of {key!r} ({listed(found)})")
 
     def _numbers(self, cells: Sequence[tuple[str, Any]]) -> list[float]:
         """Return cells, each with its place, as numbers.
@@ -224,6 +234,21 @@ class Wanted:
             f"{self.path}: --tag {self.tag}: not there; has {listed(names)}"
             f"{nearest(self.tag, names)}"
         )
+
+
+def _of_one_curve(key: str, values: list[str], rises: bool) -> bool:
+    """Return whether a field that changes from row to row still belongs to one curve.
+
+    Each row has a value of its own, as a checkpoint's name is; or the values follow one another on
+    rising steps, as phases do. Training and evaluation are two curves in any order.
+    """
+    if any({*re.split("[^a-z]+", value.lower())} & {*PARTS.split()} for value in values):
+        return False
+    several = len({*values})
+    if several == len(values):
+        return True
+    changes = sum(one != other for one, other in pairwise(values))
+    return rises and changes == several - 1 and key.lower().rpartition(".")[2] not in _APART
 
 
 def _plain(cell: Any) -> float:

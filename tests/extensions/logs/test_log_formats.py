@@ -334,6 +334,10 @@ def zipped(text):
         ("loss", f"{NOW} 2 1 train 1f\n{NOW} 3 2 eval 2e\n", "has values on several datasets (ev"),
         ("a.log", "step 1 | loss 3\nval: step 2 | loss 3\n", "--tag loss: is of several values "
          "of 'kind of line' (none, val); must be of one, e.g. --tag val/loss"),
+        ("a.csv", "step,loss,phase\n1,2,a\n2,2,b\n3,1,a\n", "--tag loss: is of several values of"),
+        ("a.csv", "step,loss,phase\n1,2,a\n2,2,a\n2,1,b\n", "--tag loss: is of several values of"),
+        ("a.csv", "step,loss,phase\n1,2,a\n2,2,a\n3,1,valid\n", "--tag loss: is of several valu"),
+        ("a.csv", "step,loss,Fold\n1,2,1\n2,2,1\n3,1,2\n", "--tag loss: is of several values of"),
         ("a.csv", "Step,Tag,Value\n1,lr,2\n", "--tag loss: not there; has Tag, Value"),
         ("a.json", '{"tokens": [10, 20], "loss": [2, 1]}', "--tag loss: does 'tokens' beside it "
          "count its steps? Say so with --step tokens"),
@@ -389,6 +393,8 @@ HF = "{{'loss': {v}, 'grad_norm': np.float64(1.5), 'learning_rate': 5e-05, 'epoc
         ("a.jsonl", lines('{{"step": {s}, "loss": {v}}}', after='{"step": 3, "lo'), "loss",
          "line 3 does not end: it may be cut off, and is left out"),
         ("a.jsonl", lines('{{"step": {s}, "loss": {v}}}').strip(), "loss", None),
+        ("a.jsonl", lines('{{"step": {s}, "loss": {v}, "name": "ckpt-{s}"}}'), "loss",
+         "a.jsonl: one curve over 2 values of 'name' (ckpt-1, ckpt-2)"),
     ],
 )  # fmt: skip
 def test_a_log_is_read_as_it_is_meant(tmp_path, name, text, tag, note):
@@ -451,6 +457,16 @@ def test_an_event_file_that_ends_within_a_record_is_read_up_to_it(tmp_path, left
     [log] = read_logs(tmp_path, "loss")
     assert 1 <= len(log.points) < 3
     assert log.notes == [f"{tmp_path}: {path.name} ends within a record: read up to there"]
+
+
+def test_phases_on_rising_steps_are_one_curve(tmp_path):
+    rows = "".join(f"{s},{3 - s / 10},{'warmup' if s < 4 else 'main'}\n" for s in range(9))
+    (tmp_path / "a.csv").write_text(f"step,loss,phase\n{rows}")
+    [log] = read_logs(tmp_path / "a.csv", "loss")
+    assert log.points[:, 0].tolist() == [*range(9)]
+    said = f"{tmp_path / 'a.csv'}: one curve over 2 values of 'phase' (warmup, main)"
+    assert log.notes == [said]
+    assert len(read_logs(tmp_path / "a.csv", "warmup/loss")[0].points) == 4
 
 
 def test_each_record_of_an_event_file_is_checked_once(tmp_path, monkeypatch):
