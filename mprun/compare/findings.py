@@ -20,7 +20,6 @@ VERDICTS = (
     *("matches", "worse", "likely worse", "better", "likely better", "diverged"),
     *("invalid baseline", "inconclusive", "not assessed"),
 )
-_DIRECTION = "compare.higher_is_better"
 OUTCOMES = ("done", "diverged")  # a failed, preempted or running run has no outcome
 Curve = tuple[np.ndarray, np.ndarray]  # x ascending, y; float64 [records]
 
@@ -61,11 +60,12 @@ class RunData(MetricsColumns):
         if name in self.metrics:
             return self.metrics[name]
         if not self.metrics:  # recorded by an earlier mprun
+            # A script said higher_is_better, or less of its judged metric was better.
+            if "script.file" in self.keys and self.keys.get("compare.metric") == name:
+                return stated(name, bool(self.keys.get("compare.higher_is_better")))
             kind = kind_recorded(self.keys.get("model.name"), self.keys.get("model.task"))
             if (known := kind.metric(name) or metric_called(name)) is not None:
                 return known
-            if self.keys.get("compare.metric") == name and self.keys.get(_DIRECTION):
-                return stated(name, True)
         return stated(name, False) if told_by_name(name) is False else None
 
 

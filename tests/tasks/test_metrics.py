@@ -298,11 +298,15 @@ def test_a_script_whose_metric_has_the_name_of_a_task_keeps_its_own_unit(
     assert difference in shown and "points" not in shown
 
 
-def test_a_script_of_an_earlier_version_that_said_it_is_heard(tmp_path):
-    more = {"compare.margin": 0.01, "compare.higher_is_better": True}
-    [group] = compare(runs_of(tmp_path, "accuracy", 0.8, 0.7, more=more)).groups
-    assert (group.higher_is_better, group.relative) == (True, False)
-    assert group.rows[0].verdict.name == "worse"
+@pytest.mark.parametrize(
+    ("name", "said", "verdict"),
+    [("accuracy", True, "worse"), ("distance", None, "better"), ("cer", None, "better")],
+)
+def test_a_script_of_an_earlier_version_said_the_direction(tmp_path, name, said, verdict):
+    more = {"script": {"file": "own.py"}, "compare.margin": 0.01, "compare.higher_is_better": said}
+    [group] = compare(runs_of(tmp_path, name, 0.8, 0.7, more=more)).groups
+    assert (group.higher_is_better, group.relative) == (bool(said), not said)
+    assert group.rows[0].verdict.name == verdict
 
 
 def test_runs_and_command_that_contradict_each_other_are_refused(tmp_path, capsys):
