@@ -196,7 +196,7 @@ def _curves(folders: list[Path], root: Path) -> Path:
 
 
 def _compares(folders: list[Path]) -> bool:
-    from mprun.compare.grouping import comparable
+    from mprun.compare.verdict import comparable
 
     return comparable(*folders)
 

@@ -20,14 +20,13 @@ from mprun.compare.load import (
     first_with_outcome,
     group_notes,
     is_below,
-    load_runs,
     missing_seeds,
 )
 from mprun.compare.wording import seeds_text, setting_text
 from mprun.config.fields import nearest
 from mprun.config.keys import role_of
 from mprun.config.option_files import modes
-from mprun.errors import BadInput, MprunError
+from mprun.errors import BadInput
 
 # Keys that may differ inside a group: they define an arm.
 _ARM_PREFIXES = ("precision.", "scaler.")
@@ -64,6 +63,11 @@ class ProtoGroup:
     keys: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     by_seed: bool = True
+
+    @property
+    def every_run(self) -> list[RunData]:
+        """Return the runs of the baseline, then those of the modes."""
+        return [run for arm in (self.baseline, *self.arms) for run in arm.runs]
 
 
 @dataclass(slots=True)
@@ -133,14 +137,6 @@ def group_runs(
             groups.append(_group(base, family))
     name_groups(groups)
     return groups, [*_why_not(rest, [cell for cell in cells if cell.is_baseline]), *lone]
-
-
-def comparable(*folders: Path) -> bool:
-    """Return whether a comparison of the runs in the folders has anything to judge."""
-    try:
-        return bool(group_runs(load_runs(folders)[0])[0])
-    except (MprunError, OSError):
-        return False
 
 
 def cells_of(

@@ -9,6 +9,7 @@ import statistics
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
@@ -22,10 +23,10 @@ from mprun.compare.divergence import (
 )
 from mprun.compare.equivalence import FEWEST_SEEDS, Unit
 from mprun.compare.findings import Arm, Group, Outcome, Question, Row, RunData, Verdict, is_gan
-from mprun.compare.grouping import ProtoGroup
-from mprun.compare.load import audit_notes, audit_of, post_mortems, skip_notes
+from mprun.compare.grouping import ProtoGroup, group_runs
+from mprun.compare.load import audit_notes, audit_of, load_runs, post_mortems, skip_notes
 from mprun.config.metrics import Metric, stated
-from mprun.errors import BadInput
+from mprun.errors import BadInput, MprunError
 
 GAN_LOSSES = ("loss", "d_loss", "g_loss")
 CONCLUSIVE = ("matches", "worse", "better")
@@ -414,6 +415,21 @@ def assess(
     return group
 
 
+def comparable(*folders: Path) -> bool:
+    """Return whether a comparison of the runs in the folders judges a group of them."""
+    try:
+        return any(map(_is_assessed, group_runs(load_runs(folders)[0])[0]))
+    except (MprunError, OSError):
+        return False
+
+
+def _is_assessed(proto: ProtoGroup) -> bool:
+    with suppress(BadInput):
+        assess(proto)
+        return True
+    return False
+
+
 def _metric(proto: ProtoGroup, name: str, higher: bool | None) -> Metric:
     """Return the metric as the runs have it; higher: the direction on the command line.
 
@@ -422,7 +438,7 @@ def _metric(proto: ProtoGroup, name: str, higher: bool | None) -> Metric:
     if proto.baseline.foreign:
         return stated(name, bool(higher))
     found: dict[tuple[bool, str], tuple[Metric, str]] = {}  # direction, unit -> one, of which run
-    for run in (run for arm in (proto.baseline, *proto.arms) for run in arm.runs):
+    for run in proto.every_run:
         if (own := run.metric_called(name)) is not None:
             found.setdefault((own.higher_is_better, own.unit), (own, run.path))
     if not found and higher is None:
@@ -450,7 +466,16 @@ def _question(proto: ProtoGroup, metric: Metric, margin: float | None, absolute:
         if "compare.margin" not in keys:
             raise BadInput("compare.margin: the runs differ in it; give --margin")
         margin = keys["compare.margin"]
-    if margin is None and (margin := metric.margin_on(keys.get("data.name"))) is None:
+    if margin is None:
+        declared = [own for run in proto.every_run if (own := run.metric_called(metric.name))]
+        found = {own.margin_on(keys.get("data.name")) for own in declared or [metric]}
+        if len(found) > 1:
+            several = ", ".join(sorted("none" if one is None else f"{one:g}" for one in found))
+            raise BadInput(
+                f"the runs differ in the margin of {metric.name} ({several}): give --margin"
+            )
+        margin = found.pop()
+    if margin is None:
         raise BadInput(f"compare.margin=null: {metric.name} needs --margin X, in its own unit")
     relative = metric.relative and not absolute
     if relative and margin >= 0.5:

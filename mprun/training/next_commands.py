@@ -360,7 +360,7 @@ def commands(
     """Yield what fits a run, the most useful first.
 
     record: its run.json, not damaged: for a damaged run nothing fits. compares: whether a
-    comparison of what a folder holds works (`mprun.compare.grouping.comparable`, for who may ask
+    comparison of what a folder holds works (`mprun.compare.verdict.comparable`, for who may ask
     it); None: whether FP32 and another mode stand beside each other there.
     """
     now = Now(directory, record, compares or (lambda folder: _lacks_nothing(now)))

@@ -9,6 +9,7 @@ import torch
 
 from mprun import compare
 from mprun.cli import main
+from mprun.compare.verdict import comparable
 from mprun.compare.wording import difference_text
 from mprun.config.components import TASKS
 from mprun.config.compose import compose_config
@@ -320,6 +321,35 @@ def test_runs_and_command_that_contradict_each_other_are_refused(tmp_path, capsy
     assert main(words) == 2
     error = capsys.readouterr().err
     assert "f1: runs contradict each other: more is better (fraction) or less (" in error
+    assert not comparable(tmp_path)
+
+
+def test_margins_that_the_runs_declare_are_one(tmp_path, capsys):
+    runs_of(tmp_path, "f1", 0.2, 0.1, FRACTION)
+    run = tmp_path / "amp1" / "run.json"
+    run.write_text(run.read_text().replace('"margin": 0.005', '"margin": 0.2'))
+    words = ["compare", str(tmp_path), "--no-report"]
+    assert main(words) == 2
+    said = "mprun: the runs differ in the margin of f1 (0.005, 0.2): give --margin"
+    assert capsys.readouterr().err.startswith(said)
+    assert main([*words, "--margin", "0.005"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("metrics", "fp32", "works"),
+    [
+        (FRACTION, 0.2, True),
+        (FRACTION | {"unit": "own", "margin": None}, 0.2, False),
+        (FRACTION | {"unit": "relative", "margin": 0.01}, 0.0, False),  # of a mean near 0
+    ],
+)
+def test_a_comparison_is_named_where_it_judges(tmp_path, capsys, metrics, fp32, works):
+    runs_of(tmp_path, "f1", fp32, 0.1, metrics)
+    assert comparable(tmp_path) == works
+    assert main(["compare", str(tmp_path), "--no-report"]) == (0 if works else 2)
+    capsys.readouterr()
+    assert main(["ls", str(tmp_path)]) == 0
+    assert ("mprun compare" in capsys.readouterr().out) == works
 
 
 def test_a_record_with_a_metric_of_no_unit_is_damaged(tmp_path, capsys):
