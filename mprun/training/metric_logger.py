@@ -186,7 +186,10 @@ class MetricLogger(Records):
             values = self.task.evaluate()
         if judged not in values:
             found = ", ".join(values) or "nothing"
-            raise BadInput(f"compare.metric={judged}: the task's evaluate() returned {found}")
+            raise BadInput(
+                f"compare.metric={judged}: the task's evaluate() returned {found}; the run can go "
+                f"on once it returns {judged}"
+            )
         self.write_evaluation(step, values, time.perf_counter() - started)
         samples = self.task.samples()
         if samples is not None:

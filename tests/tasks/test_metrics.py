@@ -212,7 +212,8 @@ def test_a_judged_metric_that_is_not_returned_ends_the_run_and_keeps_its_work(
 ):
     task = "model.task=f1_task:Forgetful"
     assert main([*RUN, task, F1]) == 2
-    line = "mprun: compare.metric=f1: the task's evaluate() returned loss, top1, top5"
+    line = "mprun: compare.metric=f1: the task's evaluate() returned loss, top1, top5; "
+    line += "the run can go on once it returns f1"
     assert capsys.readouterr().err.splitlines()[-1] == line
     f1_task = sys.modules["f1_task"]
     monkeypatch.setattr(f1_task.Forgetful, "evaluate", f1_task.Silent.evaluate)
