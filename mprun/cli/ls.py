@@ -15,8 +15,8 @@ from mprun.errors import DONE, BadInput, Damaged
 from mprun.record.console import columns
 from mprun.record.layout import aligned, hanging
 from mprun.record.metrics_columns import read_columns
-from mprun.record.run_record import Record, read_record
-from mprun.training.next_commands import OUTCOMES, commands
+from mprun.record.run_record import OUTCOMES, Record, read_record
+from mprun.training.next_commands import commands
 
 _WHAT = """\
 The runs below a folder: path, mode, seed, status, last value, and the commands that go on.

@@ -20,7 +20,6 @@ VERDICTS = (
     *("matches", "worse", "likely worse", "better", "likely better", "diverged"),
     *("invalid baseline", "inconclusive", "not assessed"),
 )
-OUTCOMES = ("done", "diverged")  # a failed, preempted or running run has no outcome
 Curve = tuple[np.ndarray, np.ndarray]  # x ascending, y; float64 [records]
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mprun.compare.findings import OUTCOMES, Arm, RunData
+from mprun.compare.findings import Arm, RunData
 from mprun.compare.load import (
     first_with_outcome,
     group_notes,
@@ -27,6 +27,7 @@ from mprun.config.fields import nearest
 from mprun.config.keys import role_of
 from mprun.config.option_files import modes
 from mprun.errors import BadInput
+from mprun.record.run_record import OUTCOMES
 
 # Keys that may differ inside a group: they define an arm.
 _ARM_PREFIXES = ("precision.", "scaler.")

@@ -12,14 +12,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from mprun.compare.findings import OUTCOMES, Arm, RunData
+from mprun.compare.findings import Arm, RunData
 from mprun.config.keys import config_hash, current, flat
 from mprun.config.metrics import Metric
 from mprun.errors import BadInput, Damaged, shortened
 from mprun.numerics.post_mortem import bad_losses, read_post_mortem
 from mprun.record.console import counted
 from mprun.record.metrics_columns import read_columns
-from mprun.record.run_record import product_shares, read_record, shares_text
+from mprun.record.run_record import OUTCOMES, product_shares, read_record, shares_text
 from mprun.record.seal import BrokenSeal, files_of
 
 # Fields with the same name here and in run.json, which every record and which some have.

@@ -25,7 +25,6 @@ from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from mprun.compare import grouping
 from mprun.compare.findings import (
-    OUTCOMES,
     Arm,
     Comparison,
     Curve,
@@ -39,6 +38,7 @@ from mprun.compare.wording import group_markdown
 from mprun.record.console import counted, printable
 from mprun.record.metrics_columns import NO_METRIC
 from mprun.record.run_directory import refuse_link
+from mprun.record.run_record import OUTCOMES
 
 _SUFFIX = ".mprun-compare"  # ends the names of event files: a later comparison finds its own
 _POINTS = 200  # TensorBoard would keep 1,000 per tag, but draws a dot on each

@@ -26,6 +26,8 @@ from mprun.record.seal import plain_content, read_fields, seal_of
 # The version of the record's form. 1, which records do not name: `config_hash` is of keys that
 # nothing names. 2: `not_hashed` names the keys without a part in it.
 FORM = 2
+# Statuses of a run that has an outcome; a failed, preempted or running one has none.
+OUTCOMES = ("done", "diverged")
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 # The numbers that JSON lacks are words.
 _Number = float | Literal["nan", "inf", "-inf"]

@@ -10,10 +10,9 @@ from mprun.config.keys import config_hash, current
 from mprun.errors import BadInput, Damaged
 from mprun.file_system import is_held
 from mprun.record.run_directory import locked, read_config, refuse_link
-from mprun.record.run_record import Record, read_record
+from mprun.record.run_record import OUTCOMES, Record, read_record
 from mprun.record.seal import check_seal
 
-OUTCOMES = ("done", "diverged")
 # A directory without a lock file may belong to a run that has just made it.
 _CLAIM_S = 10.0
 # Paths of data: neither in a configuration's hash nor, unless swept, in a directory's name.

@@ -10,7 +10,8 @@ from mprun.config.keys import is_told
 from mprun.errors import shortened
 from mprun.record.console import markdown_table
 from mprun.record.layout import fitted_tables
-from mprun.sweep.jobs import OUTCOMES, Cell, outcome_words
+from mprun.record.run_record import OUTCOMES
+from mprun.sweep.jobs import Cell, outcome_words
 
 
 def without_record(cell: Cell, words: str) -> dict:

@@ -16,9 +16,9 @@ from mprun.config.keys import flat
 from mprun.errors import DIVERGED, DONE, PREEMPTED, shortened
 from mprun.record.console import columns, counted, markdown_table
 from mprun.record.run_directory import write_text
-from mprun.record.run_record import now
+from mprun.record.run_record import OUTCOMES, now
 from mprun.sweep.attempt import AttemptOutcome, last_line
-from mprun.sweep.jobs import OUTCOMES, Cell, State, outcome_words, record_of, state_of
+from mprun.sweep.jobs import Cell, State, outcome_words, record_of, state_of
 from mprun.sweep.mode_table import table, without_record
 from mprun.sweep.plan import Plan
 from mprun.training.next_commands import commands

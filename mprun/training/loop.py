@@ -27,7 +27,7 @@ from mprun.precision.random_states import random_states
 from mprun.record import checkpoint, memory
 from mprun.record.metrics_columns import read_columns
 from mprun.record.run_directory import Heartbeat
-from mprun.record.run_record import Outcome, product_shares
+from mprun.record.run_record import OUTCOMES, Outcome, product_shares
 from mprun.training.announcements import say
 from mprun.training.metric_buffer import MetricBuffer
 from mprun.training.metric_logger import MetricLogger
@@ -290,7 +290,7 @@ class Loop:
         sizes = [size for by_dtype in saved for size in by_dtype.values()]
         outcome.memory["saved_for_backward_bytes"] = sum(sizes) if saved else None
         self._read_throughput()
-        if outcome.skipped and outcome.status in ("done", "diverged") and self.ranks.world == 1:
+        if outcome.skipped and outcome.status in OUTCOMES and self.ranks.world == 1:
             outcome.bad_batches = self._bad_batches()
         if outcome.status == "diverged" and outcome.cause is not None:
             reason = "numerics.keep_failure=false"

@@ -19,10 +19,9 @@ from typing import Any, NamedTuple
 from mprun.entry_points import announced
 from mprun.errors import MprunError
 from mprun.file_system import is_held
-from mprun.record.run_record import read_record
+from mprun.record.run_record import OUTCOMES, read_record
 from mprun.record.seal import check_seal
 
-OUTCOMES = ("done", "diverged")
 STOPPED = ("preempted", "failed", "killed")
 ENDED = (*OUTCOMES, *STOPPED)
 _OF_ONE = ("seed", "name", "output_dir", "output_root")  # keys by which alike runs differ

@@ -16,9 +16,8 @@ from mprun.extensions.paper.rows import ROWS, PaperRow
 from mprun.extensions.paper.settled import held_out, settings
 from mprun.record.console import markdown_table
 from mprun.record.layout import aligned, hanging
-from mprun.record.run_record import read_record
+from mprun.record.run_record import OUTCOMES, read_record
 from mprun.sweep.gpus import available_cores
-from mprun.sweep.jobs import OUTCOMES
 
 PROBES = ("precision=fp32", "numerics=on", "numerics.every=20")
 
