@@ -338,7 +338,7 @@ TABLE = (
 
 
 class Next(NamedTuple):
-    """What fits a run: a line of a shell, or one for its script."""
+    """A command that fits a run: a line of a shell, or one for its script."""
 
     purpose: str
     command: str

@@ -99,7 +99,7 @@ class Made:
         return self.runs[name]
 
     def script(self, name) -> SimpleNamespace:
-        """What `script_run` returns, of SCRIPTS."""
+        """Return a run of SCRIPTS, made by `script_run`."""
         pytest.importorskip("mprun.extensions.script")
         if name not in self.scripts:
             mode, status, spoil = SCRIPTS[name]

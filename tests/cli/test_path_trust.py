@@ -144,7 +144,7 @@ ODD += ["a, b", "a:b\\c", "*?!", "true", "1e3", "~x", "'a'b", "new\nline", " bla
 @pytest.mark.parametrize("name", ODD)
 @pytest.mark.few(5)
 def test_a_path_may_hold_any_character(name, folder, capsys):
-    """Of data, of a cache, of a run and of options: the run is made, continued and shown."""
+    """Make, continue and show a run with such paths of data, cache, run and options."""
     for part in ("data", "cache", "options/experiment"):
         (folder / name / part).mkdir(parents=True)
     (folder / "texts").rename(folder / name / "data" / "t")

@@ -186,7 +186,7 @@ def test_gradients_that_are_all_zero_or_infinite_have_no_figure(probed_group, tm
 
 @pytest.mark.parametrize("weights", ["fp16", "fp32"])  # under autocast weights are FP32
 def test_zeros_after_rounding_say_so(probed_group, tmp_path, weights):
-    """Where all gradients are 0 in FP16 the share that underflowed is not 0 %: it is not known."""
+    """The underflow share is not 0 % where all gradients are 0 in FP16: it is not known."""
     zeros = ExponentCounts.from_json({"zeros": 9, "inf": 0, "nan": 0, "classes": [{}] * 4})
     tensors = {
         "activation_gradients": {"a": TensorStats(zeros, 0.0, "fp16")},

@@ -182,7 +182,7 @@ def test_what_is_not_finite_is_not_hidden_by_the_cast(products, bad):
 
 
 def equal_but_for_the_order_of_sums(found, expected, left, right):
-    """Of `left` [n, k] times `right` [k, m], before they are cast.
+    """Return whether two results of casts of `left` [n, k] times `right` [k, m] agree.
 
     A processor's kernel adds the k exact FP32 products in an order of its own. Each addition rounds
     by half an ulp of at most the sum of magnitudes, which casts to 8 bits change by a quarter at

@@ -1,4 +1,4 @@
-"""What a file system lacks, or refuses, by error number: a run goes on, or ends in one line.
+"""A run goes on, or ends in one line, where a file system lacks or refuses a call.
 
 The calls of the operating system fail as those file systems let them fail; all else is real.
 """
@@ -119,7 +119,7 @@ def test_a_checkpoint_that_is_not_on_the_disk_is_none(folders, failing, tmp_path
 @pytest.mark.parametrize("call", ["rename", "rmdir", "unlink"])
 @pytest.mark.few(5)
 def test_an_old_checkpoint_that_stays_ends_no_run(call, name, failing, tmp_path, capsys):
-    """What stays is whole, or does not look like a checkpoint: the run can be resumed."""
+    """The run can be resumed: what stays is whole, or does not look like a checkpoint."""
     folder = tmp_path / "run"
     failing(os, call, name, lambda path, *_: "step-0" in str(path) or str(path) == "state.pt")
     assert run(folder, *KEEPS, "train.steps=4") == 0

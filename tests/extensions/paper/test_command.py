@@ -100,7 +100,7 @@ def test_bad_input_is_one_line(arguments, named, tmp_path, capsys, monkeypatch):
 
 
 def test_a_later_row_keeps_the_earlier_ones_on_the_page(tmp_path, capsys, monkeypatch):
-    """Of runs that are there; what is asked for has none yet, as nothing is started here."""
+    """The earlier rows have runs; what is asked for has none, as nothing is started here."""
     monkeypatch.setattr(paper_command._Runs, "run", lambda self, command: 0)
     out = tmp_path / "out"
 
