@@ -38,8 +38,10 @@ class Role:
 
 # The learned task, and how; the role of every field without another one.
 RESULT = Role(hashed=True, resumable=False, compared=True, told=True)
-# The length, and the interval of evaluations.
 LENGTH = Role(hashed=True, resumable=True, compared=True, told=True)
+# The interval of evaluations, which changes no training: `compare` sees to it that the judged ones
+# are of the same steps.
+INTERVAL = Role(hashed=True, resumable=True, compared=False, told=True)
 # The runs of one experiment; paths and tables have a separate place for it.
 SEED = Role(hashed=True, resumable=False, compared=False, told=False)
 # The place of computation: another device rounds differently, but the task is the same.

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 from omegaconf import MISSING
 
 from mprun.config.fields import (
+    INTERVAL,
     JUDGED,
     LABEL,
     LENGTH,
@@ -319,7 +320,7 @@ class TrainConfig:
     eval_every: int | None = from_zero(
         0,
         "Steps between two evaluations; null: a fifth of the run; 0: only at the end",
-        role=LENGTH,
+        role=INTERVAL,
     )
     checkpoint_every: int = from_zero(
         0, "Steps between two checkpoints; 0: only when a signal stops the run", role=READING

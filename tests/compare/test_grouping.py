@@ -322,3 +322,13 @@ def test_what_is_not_all_fp32_is_no_baseline(tmp_path, changed):
     write_run(tmp_path / "amp", "amp")
     groups, lines = grouped(tmp_path)
     assert groups == [] and "no FP32 runs" in lines[0]
+
+
+def test_intervals_of_evaluations_may_differ_if_the_last_steps_agree(tmp_path):
+    """Runs from before the default changed are the baseline of new ones."""
+    write_study(tmp_path, {"fp32": [1.0] * 3})
+    for seed in range(3):
+        write_run(tmp_path / f"amp-s{seed}", "amp", seed, overrides={"train.eval_every": 20})
+    [group], lines = grouped(tmp_path)
+    assert group.baseline.mode == "fp32" and [arm.mode for arm in group.arms] == ["amp"]
+    assert lines == [] and "train.eval_every" not in group.arms[0].label

@@ -9,7 +9,7 @@ from mprun.build.data import arguments_of
 from mprun.config import schema
 from mprun.config.components import NETWORKS, SOURCES
 from mprun.config.compose import compose_config, config_from_record
-from mprun.config.fields import JUDGED, LABEL, LENGTH, MACHINE, READING, RESULT, SEED
+from mprun.config.fields import INTERVAL, JUDGED, LABEL, LENGTH, MACHINE, READING, RESULT, SEED
 from mprun.config.keys import FIELDS, config_hash, current, flat, resumable_keys, role_of
 from mprun.config.registry import ModelConfig, network
 from mprun.entry_points import loaded
@@ -48,7 +48,8 @@ def test_the_hash_changes_with_each_key_that_can_change_a_number_and_with_no_oth
         (READING, "train.log_every train.checkpoint_every train.keep_checkpoints"),
         (READING, "train.cuda_graph data.root data.workers data.prefetch data.cache"),
         (READING, "data.vocabulary data.tokenizer"),
-        (LENGTH, "train.steps train.epochs train.eval_every"),
+        (LENGTH, "train.steps train.epochs"),
+        (INTERVAL, "train.eval_every"),
         (MACHINE, "device threads"),
         (SEED, "seed"),
         (JUDGED, "compare.higher_is_better"),
@@ -136,10 +137,10 @@ def test_the_keys_of_a_continuation():
 
 
 def test_what_is_not_hashed_is_not_compared_either():
-    """Runs of one hash are one experiment; seeds are hashed and belong to one experiment too."""
+    """Runs of one hash are one experiment, to which other seeds and intervals belong, too."""
     for key in FIELDS:
         role = role_of(key)
-        assert role.hashed == role.compared or role is SEED, key
+        assert role.hashed == role.compared or role in (SEED, INTERVAL), key
 
 
 def test_no_setting_of_a_data_source_is_lost_on_the_way():
