@@ -54,8 +54,9 @@ _TOLD_S = 10.0  # for rank 0 to say why nothing is started
 
 def main(arguments: list[str] | None = None) -> int:
     """Entry point of the `mprun` command; returns the exit code."""
+    own_process = arguments is None
     arguments = sys.argv[1:] if arguments is None else arguments
-    with steady_terminal(), Interruption() as interruption:
+    with steady_terminal(), Interruption(ends_process=own_process) as interruption:
         code = _ended(arguments, interruption)
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():

@@ -343,6 +343,7 @@ def attempt(config: RunConfig, built: Built, record: Record, start: Start = BEGI
                 raise
             raise told from error
         results = outcome.results() | {"emulated": built.forward_context.rerouted()}
+        interruption.settle()
         end(outcome.status, outcome.cause, results, exit_code=outcome.exit_code)
         if outcome.status != "preempted":
             _write_hyperparameters(directory, config, record)

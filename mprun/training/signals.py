@@ -27,9 +27,13 @@ class Interruption:
     The run stops at the next step boundary. Within `breaks` it stops at once, by `Stopped`, which
     is raised again if foreign code (a compiler, a destructor) swallows it. A second SIGINT stops
     at once anywhere. Ignored signals stay ignored (SIGHUP, by nohup), except SIGINT and SIGTERM.
+
+    Args:
+        ends_process: the process ends afterwards, so that signals which were settled stay ignored.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, ends_process: bool = False) -> None:
+        self.ends_process = ends_process
         self.reason: str | None = None
         self._breaks = False
         self._raised: weakref.ref[Stopped] | None = None
@@ -69,7 +73,18 @@ class Interruption:
 
     def __exit__(self, *exception) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            if not (self.ends_process and signal.getsignal(number) == signal.SIG_IGN):
+                signal.signal(number, handler)
+
+    def settle(self) -> None:
+        """Ignore what asks for an end, but for SIGINT: the outcome is there, and is the exit code.
+
+        The handlers that were there before do not come back.
+        """
+        for number in [*self._before]:
+            if number != signal.SIGINT:
+                del self._before[number]
+                signal.signal(number, signal.SIG_IGN)
 
     def _note(self, number: int, frame) -> None:
         if number == signal.SIGALRM and self._raised is not None:  # the timer of `_break`

@@ -12,6 +12,7 @@ from benchmarks.faults.stops import BOUNDARIES, EXIT_CODES, RUN, STEPS, cases, p
 from mprun.cli import main
 from mprun.record import checkpoint
 from mprun.record.run_record import Record
+from mprun.training import run as training_run
 
 from ..helpers import record_of, refused, run
 
@@ -112,3 +113,20 @@ def test_what_was_computed_goes_on_in_an_attempt_without_a_step(tmp_path, capsys
         assert main([f"resume={directory}"]) == code
         assert says in capsys.readouterr().err.splitlines()[-1]
     same_end(directory, whole)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1"])
+def test_a_signal_after_the_outcome_changes_no_exit_code(tmp_path, monkeypatch, name):
+    """A job that was done would be queued again."""
+    real, number = training_run.attempt, getattr(signal, name)
+    before = signal.getsignal(number)
+
+    def late(*given):
+        code = real(*given)
+        os.kill(os.getpid(), number)
+        return code
+
+    monkeypatch.setattr(training_run, "attempt", late)
+    assert run(tmp_path / "run", *CASES["amp"], *RUN) == 0
+    assert record_of(tmp_path / "run")["status"] == "done"
+    assert signal.getsignal(number) == before

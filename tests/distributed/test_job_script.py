@@ -9,6 +9,7 @@ import time
 import pytest
 
 from mprun.config.compose import compose_config
+from mprun.record.run_directory import write_json
 
 from ..helpers import numbers_of, record_of, rows_of
 from ..pages import with_programs
@@ -36,6 +37,7 @@ exit $worst
 """
 SCONTROL = """#!/bin/bash
 echo "scontrol $*" >> "$SAID"
+[ -z "$REFUSES" ]
 """
 WORDS = re.compile(r"^words=\((experiment=.*)\)$", re.MULTILINE)
 # A network of this size, and data for it, in place of the script's own.
@@ -84,6 +86,21 @@ def test_what_it_does_after_each_exit_code(codes, ends, resumed, requeued, tmp_p
         assert compose_config(words[:6], files=False).config.data.root == "/data/imagenet"
 
 
+def test_a_job_that_slurm_does_not_queue_again_has_not_succeeded(tmp_path):
+    (tmp_path / "codes").write_text("75\n")
+    own = beside_slurm(tmp_path, SRUN, CODES=str(tmp_path / "codes"), REFUSES="1")
+    assert subprocess.run(["bash", SCRIPT], env=own).returncode == 75
+
+
+def test_a_job_that_is_queued_again_after_its_end_has_succeeded(tmp_path):
+    run = tmp_path / "runs" / "7"
+    run.mkdir(parents=True)
+    write_json(run / "run.json", {"seed": 0, "status": "done"})
+    own = beside_slurm(tmp_path, SRUN, CODES=os.devnull)
+    assert subprocess.run(["bash", SCRIPT], env=own).returncode == 0
+    assert not (tmp_path / "said").exists()
+
+
 @pytest.mark.slow
 def test_it_goes_on_to_the_end_after_each_preemption(tmp_path):
     """Asked to stop before Python runs, before a run is there, and in it; srun is all that is made.
@@ -125,6 +142,7 @@ def test_it_goes_on_to_the_end_after_each_preemption(tmp_path):
         assert (run / "run.json").exists() == (number > 1)
         assert number < 2 or record_of(run)["status"] == "preempted"
     assert subprocess.run(started, env=own, timeout=300).returncode == 0
+    assert subprocess.run(started, env=own, timeout=60).returncode == 0
     straight = beside_slurm(homes[1], SRUN_OF_TWO)
     assert subprocess.run(started, env=straight, timeout=300).returncode == 0
     assert not (homes[1] / "said").exists()
