@@ -14,7 +14,7 @@ from matplotlib.transforms import blended_transform_factory
 
 from mprun.compare.equivalence import FEWEST_SEEDS
 from mprun.compare.findings import Band, Curve, Gap, Group, Row, RunData, bands, curve
-from mprun.compare.gap_growth import Plot, differences
+from mprun.compare.gap_growth import Plot, differences, shared_curves
 from mprun.compare.wording import baseline_name, margin_text, signed, unit
 from mprun.plots.panel import (
     GREY,
@@ -42,8 +42,10 @@ def curves(group: Group, styles: dict[str, Style], plot: Plot, points: int) -> D
     No mode hides another (`_lines`). Only the baseline has a band of its seeds, so no two colours
     mix.
     """
-    found = bands(group, plot.curve_of, points)
-    longest = max(len(plot.curve_of(run)[0]) for run in group.every_run)
+    foreign = group.baseline.arm.foreign  # drawn where they are compared, as in other figures
+    own = [plot.curve_of(run) for run in group.every_run]
+    read = shared_curves(group, plot) if foreign else own
+    found, longest = bands(group, read, points), max(len(x) for x, _ in read)
     if not found or longest < (2 if plot.of_evals else 1):
         return None
     base = found[0][1] if found[0][0] is group.baseline else None
@@ -237,7 +239,7 @@ def difference_rows(
     axes.set(xlabel=plot.xlabel)
     caption = _difference_caption(group, plot, found, judged)
     caption += " A cross marks where a run diverged." if ended else ""
-    longest = max(len(plot.curve_of(run)[0]) for run in group.every_run)
+    longest = max(len(x) for x, _ in shared_curves(group, plot))
     x, means = found[0][1].x, {_number(group, row): b.mean for row, b, _ in found}
     caption += _binning(longest, len(x))
     name = "difference" + "-training" * (not plot.of_evals)

@@ -4,7 +4,7 @@ The curves of several seeds are put on one grid, as their mean and the range of 
 """
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -261,15 +261,18 @@ class Comparison:
     version: str = ""
 
 
-def bands(group: Group, read: Callable[[RunData], Curve], points: int) -> list[tuple[Row, Band]]:
-    """Return the band of each row with at least one value, on one grid; read: a run's curve."""
-    x = grid([read(run) for run in group.every_run], points)
-    every = [(row, band([read(run) for run in row.arm.runs], x)) for row in group.every_row]
+def bands(group: Group, curves: list[Curve], points: int) -> list[tuple[Row, Band]]:
+    """Return the band of each row with a value, on one grid; curves: of `group.every_run`."""
+    x, remaining = grid(curves, points), iter(curves)
+    every = [(row, band([next(remaining) for _ in row.arm.runs], x)) for row in group.every_row]
     return [(row, found) for row, found in every if np.isfinite(found.mean).any()]
 
 
 def grid(curves: list[Curve], points: int) -> np.ndarray:
-    """Return the x values of the curves, or `points` evenly spaced ones if there are more."""
+    """Return the x values of the curves; if there are more, `points` evenly spaced ones.
+
+    Of these only those are left that have a record nearest to them.
+    """
     known = [finite for x, _ in curves if len(finite := x[np.isfinite(x)])]
     if not known:
         return np.empty(0)
@@ -277,7 +280,25 @@ def grid(curves: list[Curve], points: int) -> np.ndarray:
         every = np.unique(np.concatenate(known))
         if len(every) <= points:
             return every
-    return np.linspace(min(x.min() for x in known), max(x.max() for x in known), points)
+    x = np.linspace(min(x.min() for x in known), max(x.max() for x in known), points)
+    nearest = np.searchsorted((x[1:] + x[:-1]) / 2, np.concatenate(known))
+    return x[np.unique(nearest)]
+
+
+def at_shared_steps(curves: list[Curve], end: float = np.inf) -> list[Curve]:
+    """Return of each curve the records at the steps that every curve has, up to step `end`.
+
+    Other steps would compare a record with what lies between two records. A curve has no say
+    on steps from its next record on, which did not come.
+    """
+    steps = np.unique(np.concatenate([x for x, _ in curves])) if curves else np.empty(0)
+    shared = steps <= end
+    for x, _ in curves:
+        if len(x):
+            following = x.max() + (np.median(np.diff(x)) if len(x) > 1 else 0.0)
+            shared &= np.isin(steps, x) | (steps >= following)
+    keep = [np.isin(x, steps[shared]) for x, _ in curves]
+    return [(x[kept], y[kept]) for (x, y), kept in zip(curves, keep, strict=True)]
 
 
 def band(curves: list[Curve], x: np.ndarray) -> Band:

@@ -13,7 +13,18 @@ from dataclasses import dataclass
 import numpy as np
 
 from mprun.compare.equivalence import ALPHA, FEWEST_SEEDS, Interval, estimate, paired_interval
-from mprun.compare.findings import Band, Curve, Gap, Group, Row, RunData, curve, grid, on_grid
+from mprun.compare.findings import (
+    Band,
+    Curve,
+    Gap,
+    Group,
+    Row,
+    RunData,
+    at_shared_steps,
+    curve,
+    grid,
+    on_grid,
+)
 from mprun.compare.verdict import GAN_LOSSES, pairing
 from mprun.compare.wording import baseline_name, seeds_text, signed, unit
 
@@ -54,6 +65,16 @@ def evaluation(metric: str) -> Plot:
     return Plot(f"eval-{name}", f"Evaluation: {metric}", "step", metric, "step", metric, True)
 
 
+def shared_curves(group: Group, plot: Plot) -> list[Curve]:
+    """Return the curve of each of `group.every_run` at the steps that they share.
+
+    Nothing lies beyond the last step at which foreign logs are judged.
+    """
+    judged = [run.judged[-1] for run in group.every_run if run.judged is not None]
+    read = [plot.curve_of(run) for run in group.every_run]
+    return at_shared_steps(read, max(judged, default=np.inf))
+
+
 def differences(group: Group, plot: Plot, points: int) -> list[tuple[Row, Band, str]]:
     """Return (row, mode minus baseline over x, "paired" or "Welch") per mode; positive is worse.
 
@@ -75,16 +96,19 @@ def differences(group: Group, plot: Plot, points: int) -> list[tuple[Row, Band, 
 
 def _by_seed(group: Group, plot: Plot, points: int) -> tuple[np.ndarray, _Values, list[_Values]]:
     """Return x [points], and the judged values of the baseline and of every other row."""
-    x = grid([plot.curve_of(run) for run in group.every_run], points)
+    curves = shared_curves(group, plot)
+    x, remaining = grid(curves, points), iter(curves)
 
-    def judged(run: RunData) -> np.ndarray:
+    def judged(of_run: Curve) -> np.ndarray:
         """Return the values of a run at x; lower is better."""
-        values = on_grid(*plot.curve_of(run), x)
+        values = on_grid(*of_run, x)
         with np.errstate(all="ignore"):
             values = np.log(values) if plot.of_evals and group.as_logarithm else values
         return -values if plot.of_evals and group.higher_is_better else values
 
-    base, *others = ({run.seed: judged(run) for run in row.arm.runs} for row in group.every_row)
+    base, *others = (
+        {run.seed: judged(next(remaining)) for run in row.arm.runs} for row in group.every_row
+    )
     return x, base, others
 
 
@@ -121,7 +145,9 @@ def follow_gaps(group: Group) -> None:
     plots = [] if group.gan and group.metric in GAN_LOSSES else [evaluation(group.metric)]
     plots += [] if group.gan or group.baseline.arm.foreign else TRAINING[:1]
     if len(plots) > 1:
-        late = [2 * plots[0].curve_of(run)[0] >= run.last_step for run in group.baseline.arm.runs]
+        runs = group.baseline.arm.runs
+        own = zip(runs, shared_curves(group, plots[0]), strict=False)
+        late = [2 * x >= run.last_step for run, (x, _) in own]
         plots = plots if all(at.sum() >= FEWEST_POINTS for at in late) else plots[1:]
     for plot in plots[:1]:
         _, base, others = _by_seed(group, plot, POINTS)
@@ -146,7 +172,7 @@ def _gap(group: Group, row: Row, plot: Plot, band: Band, own: _Values, base: _Va
             gap.seeds, gap.level = seeds, row.verdict.level
             _test(gap, group, x, gaps)
         else:
-            few = f"fewer than {FEWEST_POINTS} recorded steps in the last half"
+            few = f"fewer than {FEWEST_POINTS} steps of the last half are in all curves"
             gap.sentence = f"not assessed: {few}."
     return gap
 

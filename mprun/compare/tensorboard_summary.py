@@ -29,6 +29,7 @@ from mprun.compare.findings import (
     Comparison,
     Curve,
     RunData,
+    at_shared_steps,
     band,
     curve,
     grid,
@@ -160,11 +161,11 @@ def _curves(section: _Section) -> Iterator[tuple[str, str, np.ndarray, np.ndarra
                 yield arm.label, highest, x, found.high
             if section.baseline and name.endswith("/loss"):
                 tag = section.tag(f"{name} vs {section.baseline} (%)")
-                yield arm.label, tag, x, _percent(name, arm, section.arms[0], x)
+                yield arm.label, tag, *_percent(name, arm, section.arms[0])
 
 
-def _percent(name: str, arm: Arm, baseline: Arm, x: np.ndarray) -> np.ndarray:
-    """Return the arm's difference to the baseline at each x, in % of the baseline's mean.
+def _percent(name: str, arm: Arm, baseline: Arm) -> tuple[np.ndarray, np.ndarray]:
+    """Return the shared steps, and there the arm's difference in % of the baseline's mean.
 
     Means are over the seeds that both have, as in a verdict; foreign logs have none.
     """
@@ -173,9 +174,12 @@ def _percent(name: str, arm: Arm, baseline: Arm, x: np.ndarray) -> np.ndarray:
         own, base = ({run.seed: run for run in one} for one in runs)
         shared = [seed for seed in own if seed in base]
         runs = [own[seed] for seed in shared], [base[seed] for seed in shared]
+    judged = [run.judged[-1] for one in runs for run in one if run.judged is not None]
+    every = at_shared_steps(_named(name, [*runs[0], *runs[1]]), max(judged, default=np.inf))
+    x, count = grid(every, _POINTS), len(runs[0])
     with np.errstate(divide="ignore", invalid="ignore"):
-        mean, reference = (band(_named(name, one), x).mean for one in runs)
-        return 100 * (mean - reference) / np.abs(reference)
+        mean, reference = (band(one, x).mean for one in (every[:count], every[count:]))
+        return x, 100 * (mean - reference) / np.abs(reference)
 
 
 def _named(name: str, runs: Sequence[RunData]) -> list[Curve]:

@@ -9,7 +9,14 @@ from scipy import stats
 
 import mprun
 from mprun.compare.findings import Arm
-from mprun.compare.gap_growth import follow_gaps, last_half, paired_gaps, slope_interval
+from mprun.compare.gap_growth import (
+    differences,
+    evaluation,
+    follow_gaps,
+    last_half,
+    paired_gaps,
+    slope_interval,
+)
 from mprun.compare.grouping import ProtoGroup
 from mprun.compare.report import write_folder
 from mprun.compare.verdict import assess
@@ -204,3 +211,71 @@ def test_a_metric_in_points_keeps_its_unit_and_turns():
     # Fewer points are worse: 1, 2, 3 points per 1,000 steps.
     assert gap.unit == "points" and gap.slope == pytest.approx(2.0, rel=1e-9)
     assert "grows by +2.0 points per 1,000 steps" in gap.sentence
+
+
+def at_intervals(every, base_every, offset, **fields):
+    """A mode `offset` above a curve that falls from 3 to 1; each arm recorded at its own steps."""
+    arms = []
+    for label, interval, above in (("fp32", base_every, 0.0), ("amp", every, offset)):
+        steps = list(range(interval, 991, interval))
+        runs = []
+        for seed in range(3):
+            values = [1 + 2 * math.exp(-step / 150) + seed / 100 + above for step in steps]
+            runs.append(made_run(seed, *values, mode=label, steps=steps, **fields))
+        arms.append(Arm(label, label, runs))
+    return arms
+
+
+@pytest.mark.parametrize("every, last", [(25, 950), (15, 990)])
+def test_logs_of_other_intervals_have_a_gap_at_their_shared_steps_alone(every, last):
+    arms = at_intervals(every, 10, 0.001, foreign=True)
+    shared = np.arange(math.lcm(every, 10), 991, math.lcm(every, 10), dtype=float)
+    for run in (run for arm in arms for run in arm.runs):
+        run.judged = shared[-3:]
+    a_group = assess(ProtoGroup("made", "made", arms[0], arms[1:], {}), metric="loss")
+    follow_gaps(a_group)
+    gap = a_group.rows[0].gap
+    mean = 1.01 + 2 * np.exp(-shared / 150)
+    np.testing.assert_array_equal(gap.band.x, shared)
+    np.testing.assert_allclose(gap.band.mean, 0.1 / mean, rtol=1e-9)
+    late = shared >= last / 2
+    assert gap.steps == (shared[late][0], last)
+    slope, _ = np.polyfit(shared[late], (0.1 / mean)[late], 1)
+    assert gap.slope == pytest.approx(100 * slope, rel=1e-6)
+    [(_, drawn, _)] = differences(a_group, evaluation("loss"), 240)  # the figure's
+    np.testing.assert_array_equal(drawn.x, shared)
+    np.testing.assert_allclose(drawn.mean, gap.band.mean)
+
+
+def test_nothing_is_said_beyond_the_last_compared_step():
+    """One log of the mode ends early; the others go on alone."""
+    arms = at_intervals(10, 10, 0.001, foreign=True)
+    short = arms[1].runs[2]
+    short.evals = {name: values[:60] for name, values in short.evals.items()}
+    for run in (run for arm in arms for run in arm.runs):
+        run.judged = short.evals["step"][-6:]
+    a_group = assess(ProtoGroup("made", "made", arms[0], arms[1:], {}), metric="loss")
+    follow_gaps(a_group)
+    assert a_group.rows[0].gap.band.x[-1] == a_group.rows[0].gap.steps[1] == 600
+
+
+def test_training_losses_written_at_other_intervals_are_compared_where_both_are():
+    arms = at_intervals(25, 10, 0.0)
+    for run in (run for arm in arms for run in arm.runs):
+        run.train = {name: run.evals[name] for name in ("step", "updates", "loss")}
+        run.last_step = 990
+        run.evals = {name: run.evals[name][-1:] for name in run.evals}
+        run.evals["step"] = np.array([990.0])
+    a_group = assess(ProtoGroup("made", "made", arms[0], arms[1:], KEYS))
+    follow_gaps(a_group)
+    gap = a_group.rows[0].gap
+    assert gap.of == "training loss" and gap.band.x.tolist() == list(range(50, 951, 50))
+    np.testing.assert_array_equal(gap.band.mean, 0)
+
+
+def test_too_few_shared_steps_are_not_assessed():
+    arms = at_intervals(110, 90, 0.0, foreign=True)  # 990 alone
+    a_group = assess(ProtoGroup("made", "made", arms[0], arms[1:], {}), metric="loss")
+    follow_gaps(a_group)
+    said = "not assessed: fewer than 3 steps of the last half are in all curves."
+    assert a_group.rows[0].gap.sentence == said

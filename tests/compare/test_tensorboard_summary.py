@@ -14,12 +14,13 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.plugins.custom_scalar import layout_pb2
 
 from mprun.compare import tensorboard_summary
+from mprun.compare.findings import Arm
 from mprun.compare.tensorboard_summary import write_means, write_summaries
 from mprun.errors import BadInput
 
 from ..helpers import raises_line
 from .made_comparison import comparison, gan_group, group
-from .made_runs import made_arm
+from .made_runs import made_arm, made_run
 from .run_folders import write_run, write_study
 
 SLUG = "resnet50-digits_32"
@@ -201,8 +202,19 @@ def test_a_real_server_lists_runs_layout_and_text(server):
 
 def test_a_difference_in_percent_is_worse_above_zero_though_the_loss_is_below():
     own, base = made_arm({0: -1.0}, "amp"), made_arm({0: -2.0})
-    found = tensorboard_summary._percent("eval/loss", own, base, np.array([100.0]))
-    assert found.tolist() == [50.0]
+    steps, found = tensorboard_summary._percent("eval/loss", own, base)
+    assert (steps.tolist(), found.tolist()) == ([100.0], [50.0])
+
+
+def test_differences_are_at_the_steps_that_both_recorded():
+    """One curve, 1 / step, recorded every 10 and every 25 steps, has no difference to itself."""
+    arms = []
+    for mode, every in (("amp", 25), ("fp32", 10)):
+        steps = list(range(every, 111, every))
+        finals = [1 / step for step in steps]
+        arms.append(Arm(mode, mode, [made_run(0, *finals, mode=mode, steps=steps)]))
+    steps, found = tensorboard_summary._percent("eval/loss", *arms)
+    assert (steps.tolist(), found.tolist()) == ([50.0, 100.0], [0.0, 0.0])
 
 
 @pytest.mark.parametrize("place", ["_summary", "_summary/fp32"])
