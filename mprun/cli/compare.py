@@ -79,7 +79,10 @@ def main(words: list[str]) -> int:
         print((markdown if options.markdown else console)(comparison))
         if report is not None:
             print(f"report: {report}")
-    return DIVERGED if options.check and not _all_match(comparison) else DONE
+    why = _why_not(comparison) if options.check else ""
+    if why:
+        print(f"--check: {why}", file=sys.stderr if options.json or options.markdown else None)
+    return DIVERGED if why else DONE
 
 
 def parse(words: Sequence[str]) -> Namespace:
@@ -138,8 +141,20 @@ def folder_beside(words: Sequence[str]) -> Path:
     return common.relative_to(Path.cwd()) if common.is_relative_to(Path.cwd()) else common
 
 
-def _all_match(comparison: Comparison) -> bool:
+def _why_not(comparison: Comparison) -> str:
+    """Return why --check fails; empty if every mode matches and nothing was left out.
+
+    A crash is no accident until its cause is known.
+    """
     rows = [row for group in comparison.groups for row in group.rows]
-    if comparison.not_compared or any(row.arm.missing or row.verdict.left_out for row in rows):
-        return False  # a crash is no accident until its cause is known
-    return bool(rows) and all(row.verdict.name == "matches" for row in rows)
+    names = dict.fromkeys(row.verdict.name for row in rows if row.verdict.name != "matches")
+    found = [
+        f"{', '.join(row.arm.label for row in rows if row.verdict.name == name)}: {name}"
+        for name in names
+    ]
+    for row in rows:
+        lost = [f"no outcome of {len(row.arm.missing)} of its runs"] * bool(row.arm.missing)
+        parts = [*lost, *row.verdict.left_out]
+        found += [f"{row.arm.label}: left out, {'; '.join(parts)}"] * bool(parts)
+    found += [f"not compared: {line}" for line in comparison.not_compared]
+    return "; ".join(found) if rows else "no mode to compare"

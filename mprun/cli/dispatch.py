@@ -138,8 +138,23 @@ def _one_line(text: str, longest: int = 200) -> str:
     last: list[str] = []
     while len(" ".join([words[-1], *last])) < room:
         last.insert(0, words.pop())
-    end = " ".join(["", *last])
-    return shortened(" ".join(words), longest - len(end)) + end
+    # A parenthesis is left whole, or out: its rest alone would say nothing.
+    whole = [at for at in range(len(last)) if _closes(" ".join(last[at:]))]
+    end = " ".join(["", *last[whole[0] if whole else 0 :]])
+    start = shortened(" ".join(words), longest - len(end))
+    if start.count("(") > start.count(")") and _closes(end):
+        start = start[: start.rindex("(")].rstrip() + " ..."
+    return start + end
+
+
+def _closes(text: str) -> bool:
+    """Return whether the text closes no parenthesis that it has not opened."""
+    depth = 0
+    for character in text:
+        depth += (character == "(") - (character == ")")
+        if depth < 0:
+            return False
+    return True
 
 
 def _dispatch(arguments: list[str]) -> int:

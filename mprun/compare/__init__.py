@@ -119,6 +119,9 @@ def compare(
             raise BadInput(f"--tag {tag}: needs mprun.extensions.logs, which is missing here")
         foreign = loaded(reader)(places, tag, step=step, paired=paired, directed=directed)
         protos, refused, runs, notes = [foreign], [], foreign.baseline.runs, []
+        given = asked["--margin"]
+        told = "the default of 1 %" if given is None else f"{given:g}, from the command line"
+        notes.append(f"margin: {told}")
     if not protos:
         raise BadInput(refused[0] if refused else f"{places[0]}: no runs to compare")
     groups = []
@@ -204,10 +207,6 @@ def _stamps(asked: dict[str, Any], runs: "list[RunData]", groups: "Sequence[Grou
     for flag in ("--higher-is-better", "--lower-is-better"):
         if asked[flag] and asked["--tag"] is None:
             stamps.append(f"{flag}: said when the runs were compared, not by their task")
-    if asked["--tag"] is not None:
-        margin = asked["--margin"]
-        told = "the default of 1 %" if margin is None else f"--margin {margin:g}"
-        stamps.append(f"foreign logs name no margin: {told} was taken when they were compared")
     if isinstance(asked["--baseline"], Path):
         stamps.append(f"--baseline {asked['--baseline']}: chosen on the command line")
     found: dict[tuple[str, str], list[str]] = {}  # group and what its verdicts leave out -> modes

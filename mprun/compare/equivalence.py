@@ -32,6 +32,7 @@ from mprun.compare.wording import decimals_for, signed
 
 ALPHA = 0.05  # one-sided
 FEWEST_SEEDS = 3
+ROUNDING = 1e-6  # of the margin: below it a difference is that of rounding, not worth a word
 MOST_SEEDS = 50  # if more are needed, the text says "not reachable"
 
 
@@ -361,7 +362,8 @@ def sentence(
         if interval.identical:
             return f"matches {reference} (identical): no difference in any run compared, {seeds}."
         text = f"matches {reference}: {found} is inside {around}, {seeds}."
-        if interval.low > 0 or interval.high < 0:
+        least = ROUNDING * margin
+        if interval.low > least or interval.high < -least:
             text += " A small consistent difference exists: 0 is outside the interval."
         return text
     if name == "inconclusive":

@@ -242,6 +242,14 @@ class Group(Question):
         return [self.baseline, *self.rows]
 
     @property
+    def judged_steps(self) -> list[float]:
+        """Return the steps whose mean is a foreign log's outcome; empty for runs of mprun."""
+        for run in self.every_run:
+            if run.judged is not None:
+                return run.judged.tolist()
+        return []
+
+    @property
     def every_run(self) -> list[RunData]:
         """Return the runs of the baseline, then those of the modes."""
         return [run for row in self.every_row for run in row.arm.runs]

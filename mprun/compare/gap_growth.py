@@ -12,7 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from mprun.compare.equivalence import ALPHA, FEWEST_SEEDS, Interval, estimate, paired_interval
+from mprun.compare.equivalence import (
+    ALPHA,
+    FEWEST_SEEDS,
+    ROUNDING,
+    Interval,
+    estimate,
+    paired_interval,
+)
 from mprun.compare.findings import (
     Band,
     Curve,
@@ -231,7 +238,11 @@ def _test(gap: Gap, group: Group, x: np.ndarray, gaps: np.ndarray) -> None:
     numbers = [gap.per * part for part in (interval.difference, interval.low, interval.high)]
     gap.slope, gap.low, gap.high = numbers
     gap.end = float(gaps.mean() + interval.difference * (x[-1] - x.mean()))
-    gap.name = "grows" if interval.low > 0 else "no growth seen"
+    # Growth over the tested steps, in the gap's unit, that differs from rounding.
+    margin = group.margin_setting if gap.of_evals or group.relative else 0.01
+    margin *= 100 if gap.unit == "%" else 1
+    least = ROUNDING * margin / float(x[-1] - x[0])
+    gap.name = "grows" if interval.low > least else "no growth seen"
     digits_of = max(map(abs, numbers)) / 2 or 1.0  # shows two to three digits of the largest
     slope, low, high = (signed(number, digits_of, numbers) for number in numbers)
     per = "step" if gap.per == 1 else f"{gap.per:,} steps"
@@ -242,6 +253,8 @@ def _test(gap: Gap, group: Group, x: np.ndarray, gaps: np.ndarray) -> None:
         text = f"the lead over {base} shrinks: {slope} {in_unit} {around}"
     elif gap.name == "grows":
         text = f"the gap to {base} grows by {slope} {in_unit} {around}"
+    elif max(map(abs, (interval.low, interval.high))) <= least and not interval.identical:
+        text = "no growth seen (no more than rounding)"
     elif interval.identical:
         text = "no growth seen (no gap changes)"
     elif interval.high < 0:

@@ -334,7 +334,7 @@ class ComparedRuns(Comparison):
         except ModuleNotFoundError:  # without matplotlib the tables suffice
             pass
         lines = [*(f"not compared: {line}" for line in self.not_compared), *self.notes]
-        return _html(groups=shown, stamps=self.stamps, lines=lines)
+        return _html(groups=shown, stamps=self.stamps, heading=text.stamped(self), lines=lines)
 
 
 def _verdict_row(group: Group, row: Row) -> dict[str, Any]:
@@ -433,5 +433,5 @@ def _texts(row: dict[str, Any]) -> dict[str, str]:
 
 
 def _html(**given: Any) -> str:
-    empty: dict[str, Any] = dict.fromkeys(("groups", "tables", "stamps", "lines"), ())
+    empty: dict[str, Any] = dict.fromkeys(("groups", "tables", "stamps", "heading", "lines"), ())
     return text.templates().get_template("notebook.html").render(**{**empty, **given})

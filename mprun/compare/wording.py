@@ -111,6 +111,13 @@ def question(comparison: Comparison) -> str:
     return f"does each mode match {names.pop() if len(names) == 1 else 'its baseline'}?"
 
 
+def stamped(comparison: Comparison) -> str:
+    """Return the heading of the stamps; of foreign logs they only tell what was left out."""
+    if any(group.baseline.arm.foreign for group in comparison.groups):
+        return "Not everything was compared:"
+    return "Not the comparison that the runs were set up for:"
+
+
 def answer(group: Group, row: Row) -> str:
     """Return the result for one mode in one short sentence."""
     verdict, label, base = row.verdict, row.arm.label, baseline_name(group)
@@ -313,7 +320,7 @@ def markdown(comparison: Comparison) -> str:
     """Return report.md: stamps first, then per group the verdict table, its sentences and notes."""
     parts = [f"# D{question(comparison)[1:]}"]
     if comparison.stamps:
-        parts += ["**Not the comparison that the runs were set up for:**", _list(comparison.stamps)]
+        parts += [f"**{stamped(comparison)}**", _list(comparison.stamps)]
     for group in comparison.groups:
         parts += [f"## {_plain(group.title)}", group_markdown(comparison, group)]
     for title, lines in (("Not compared", comparison.not_compared), ("Notes", comparison.notes)):
@@ -343,7 +350,7 @@ def console(comparison: Comparison) -> str:
     """Return a terminal's output: per group aligned columns, verdict first, then the sentences."""
     parts = []
     if comparison.stamps:
-        parts.append("Not the comparison that the runs were set up for:")
+        parts.append(stamped(comparison))
         parts[-1] += _wrapped(comparison.stamps)
     for group in comparison.groups:
         said = [f"{row.arm.label}: {row.verdict.sentence}" for row in group.rows]
@@ -369,7 +376,9 @@ def gap_lines(rows: Iterable[Row]) -> list[str]:
 
 def judged(comparison: Comparison, group: Group) -> str:
     """Return the metric and margin of the verdicts in a sentence."""
-    text = f"Judged: {metric_name(group)}, "
+    text, steps = f"Judged: {metric_name(group)}, ", group.judged_steps
+    if len(steps) > 1:
+        text += f"mean of steps {steps[0]:.12g} to {steps[-1]:.12g} ({len(steps)} values), "
     if group.baseline.arm.foreign or group.higher_is_better:
         text += f"{'higher' if group.higher_is_better else 'lower'} is better, "
     if not group.baseline.arm.foreign and baseline_name(group) != "FP32":
@@ -426,7 +435,8 @@ def results(comparison: Comparison) -> dict[str, Any]:
         {
             **_fields(group, "title slug metric higher_is_better unit relative"),
             "margin": group.margin_setting,
-            **_fields(group, "window notes keys"),
+            "window": len(group.judged_steps) or group.window,
+            **_fields(group, "judged_steps notes keys"),
             "baseline": _row_results(group, group.baseline),
             "modes": [_row_results(group, row) for row in group.rows],
         }

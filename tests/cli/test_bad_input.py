@@ -528,3 +528,13 @@ def test_more_memory_than_there_is_ends_in_one_line_too(capsys, tmp_path, monkey
     # 4 x 10^9 x 10^9 weights: more bytes than a 64-bit machine can address.
     refused(capsys, "model.hidden_size=1000000000", "device=cpu", says="out of memory", code=5)
     assert tree(tmp_path) == []
+
+
+def test_a_long_line_is_not_cut_in_a_parenthesis():
+    modes = ", ".join(f"fp16_master+blocks.{number}=fp32" for number in range(5))
+    line = _one_line(
+        f"mprun: gpt: {modes} (5 runs, e.g. g/a): not compared, no FP32 runs ({'x' * 30}) given"
+    )
+    assert line.count("(") == line.count(")") == 1 and "... not compared, no FP32" in line
+    line = _one_line(f"mprun: gpt ({'a long list ' * 30}): not compared, {'words ' * 9}after it")
+    assert line.count("(") == line.count(")") and line.startswith("mprun: gpt ...")

@@ -279,3 +279,12 @@ def test_too_few_shared_steps_are_not_assessed():
     follow_gaps(a_group)
     said = "not assessed: fewer than 3 steps of the last half are in all curves."
     assert a_group.rows[0].gap.sentence == said
+
+
+@pytest.mark.parametrize("size, says", [(1e-11, False), (1e-5, True)])
+def test_differences_of_rounding_are_neither_growth_nor_consistent(size, says):
+    gaps = [lambda step, scale=1 + seed / 100: scale * size * step / 2000 for seed in range(3)]
+    row = followed(gaps).rows[0]
+    assert row.grows == says and row.verdict.name == "matches"
+    assert ("consistent difference" in row.verdict.sentence) == says
+    assert ("no more than rounding" in row.gap.sentence) != says

@@ -501,6 +501,38 @@ def test_logs_of_other_intervals_are_not_averaged_over_other_stretches(
     refused(capsys, *words, says="0 steps in common")
 
 
+def test_what_was_averaged_and_whose_margin_it_is_are_told(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    logs = csv_logs(tmp_path, "one", 20), csv_logs(tmp_path, "other", 20)  # 50 values each
+    words = ["--tag", "loss", "--paired", f"fp32={logs[0]}", f"amp={logs[1]}", "--margin", "0.005"]
+    found = compared(capsys, *words)
+    [group] = found["groups"]
+    assert group["judged_steps"] == [920, 940, 960, 980, 1000] and group["window"] == 5
+    assert found["stamps"] == [] and "margin: 0.005, from the command line" in found["notes"]
+    assert main(["compare", *words]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "Judged: loss, mean of steps 920 to 1000 (5 values), lower is better" in shown
+    assert "set up for" not in shown
+    page = " ".join((tmp_path / "compare/report.html").read_text().split())
+    assert "chosen when the logs were compared" in page and "steps 920 to 1000" in page
+    assert "fixed in the configuration" not in page and "set up for" not in page
+
+
+def test_a_failed_check_ends_with_its_reason(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    words = [
+        f"{label}={csv_logs(tmp_path, label, every)}"
+        for label, every in (("fp32", 10), ("amp", 15))
+    ]
+    for path in tmp_path.glob("amp*.csv"):  # ends early
+        path.write_text("\n".join(path.read_text().split("\n")[:40]) + "\n")
+    words = ["compare", "--tag", "loss", "--paired", "--no-report", *words]
+    assert main(words) == 0 and "--check" not in capsys.readouterr().out
+    assert main([*words, "--check"]) == 3
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last.startswith("--check: amp: left out, compared up to step 570 of 1000")
+
+
 def test_a_tag_that_is_not_in_the_file_name_is_told(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     words = ["compare", "--tag", "eval/loss", "--no-report"]
