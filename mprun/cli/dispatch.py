@@ -139,8 +139,8 @@ def _one_line(text: str, longest: int = 200) -> str:
     while len(" ".join([words[-1], *last])) < room:
         last.insert(0, words.pop())
     # A parenthesis is left whole, or out: its rest alone would say nothing.
-    whole = [at for at in range(len(last)) if _closes(" ".join(last[at:]))]
-    end = " ".join(["", *last[whole[0] if whole else 0 :]])
+    starts = [at for at in range(len(last)) if _closes(" ".join(last[at:]))]
+    end = " ".join(["", *last[starts[0] if starts else 0 :]])
     start = shortened(" ".join(words), longest - len(end))
     if start.count("(") > start.count(")") and _closes(end):
         start = start[: start.rindex("(")].rstrip() + " ..."

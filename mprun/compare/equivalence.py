@@ -362,8 +362,8 @@ def sentence(
         if interval.identical:
             return f"matches {reference} (identical): no difference in any run compared, {seeds}."
         text = f"matches {reference}: {found} is inside {around}, {seeds}."
-        least = ROUNDING * margin
-        if interval.low > least or interval.high < -least:
+        rounding = ROUNDING * margin
+        if interval.low > rounding or interval.high < -rounding:
             text += " A small consistent difference exists: 0 is outside the interval."
         return text
     if name == "inconclusive":
