@@ -47,8 +47,10 @@ _OF_THE_SYSTEM = {
 }
 # Keys for the place of a run, not its content.
 _OF_RANKS = ("devices", "nodes", "restarts")
-# Characters of a line's last words that stay where its middle goes: at most, at least.
-_LAST, _LEAST = 75, 25
+_LAST = 75  # characters of a line's last words that stay where its middle goes, at most
+# Characters that a path keeps at least, at both ends; one of more than _LONG loses its middle in any
+# line that is too long.
+_SHORT, _LONG = 60, 100
 _TOLD_S = 10.0  # for rank 0 to say why nothing is started
 
 
@@ -117,14 +119,16 @@ def _one_line(text: str, longest: int = 200) -> str:
     text = "".join(c if c.isprintable() else " " for c in text)
     if len(text) <= longest:
         return text
+    # A long path gives way, not the message beside it.
     words = text.split(" ")
+    long = [len(word) for word in words if len(word) > _SHORT]
+    most = max(_SHORT, (longest - len(text) + sum(long)) // max(1, len(long)))
+    narrow = " ".join(shortened(word, most) if len(word) > most else word for word in words)
+    if len(narrow) <= longest:
+        return narrow
+    words = [shortened(word, _SHORT) if len(word) > _LONG else word for word in words]
+    text = " ".join(words)
     room = min(_LAST, longest - len(" ".join([*words[:2], "..."])))
-    if room < _LEAST or max(map(len, words)) > longest - _LEAST:  # a path leaves none
-        room = _LAST
-        words = [w if len(w) <= 100 else f"{w[:60]}...{w[-30:]}" for w in words]
-        text = " ".join(words)
-        if len(text) <= longest:
-            return text
     if re.search("one of|allowed: |choose |a verb ", text):
         from mprun.cli.help import GROUPS
 

@@ -499,10 +499,17 @@ def test_a_long_line_is_cut_between_words(seed):
         }
 
 
-def test_a_path_stays_whole_where_a_line_can_hold_it():
+def test_a_path_loses_its_middle_before_the_message_loses_a_word():
     path = f"/home/user/{'deeper/' * 20}run.json"
-    line = _one_line(f"mprun: {path}: {'this is why it cannot be read ' * 4}and what to do")
-    assert path in line and line.endswith(" and what to do") and len(line) <= 200
+    why = "must be one of loss, top1, top5"
+    assert _one_line(f"mprun: {path}: {why}") == f"mprun: {path}: {why}"
+    why += ", macro_f1_percent, sliced_wasserstein, perplexity and what else is there, 123"
+    for line in (_one_line(f"mprun: {path}: {why}"), _one_line(f"mprun: {why} in {path}")):
+        assert why in line and len(line) == 200
+        assert " /home/user/deeper/" in line and "..." in line and "deeper/run.json" in line
+    why = "this is why it cannot be read " * 5 + "and what to do"
+    line = _one_line(f"mprun: {path}: {why}")
+    assert len(line) <= 200 and line.endswith(" and what to do") and "deeper/run.json: this" in line
     assert (
         shortened("one word", 8) == "one word" and shortened("x" * 90 + " y", 60).count("x") == 57
     )
