@@ -25,8 +25,10 @@ from mprun.compare.equivalence import FEWEST_SEEDS, Unit
 from mprun.compare.findings import Arm, Group, Outcome, Question, Row, RunData, Verdict, is_gan
 from mprun.compare.grouping import ProtoGroup, group_runs
 from mprun.compare.load import audit_notes, audit_of, load_runs, post_mortems, skip_notes
+from mprun.config.fields import must_be
 from mprun.config.metrics import Metric, stated
 from mprun.errors import BadInput, MprunError
+from mprun.record.metrics_columns import NO_METRIC
 
 GAN_LOSSES = ("loss", "d_loss", "g_loss")
 CONCLUSIVE = ("matches", "worse", "better")
@@ -437,6 +439,11 @@ def _metric(proto: ProtoGroup, name: str, higher: bool | None) -> Metric:
     """
     if proto.baseline.foreign:
         return stated(name, bool(higher))
+    known = dict.fromkeys(one for run in proto.every_run for one in run.evals if one not in NO_METRIC)
+    if known and name not in known:
+        raise BadInput(
+            f"compare.metric={name}: not in the runs' evaluations; {must_be(name, known)}"
+        )
     found: dict[tuple[bool, str], tuple[Metric, str]] = {}  # direction, unit -> one, of which run
     for run in proto.every_run:
         if (own := run.metric_called(name)) is not None:

@@ -7,9 +7,10 @@ record of a run holds them, so that its readers need no code of the task.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any
 
+from mprun.config.fields import did_you_mean, meant
 from mprun.errors import BadInput
 
 # Unit -> the margin of "matches" if none is set. Margins are judged, not derived. Half a point of
@@ -127,17 +128,26 @@ def with_judged(
     Raises:
         BadInput: nobody says which way the judged metric goes, or two contradict each other.
     """
-    found = {metric.name: metric for metric in declared}
+    found: dict[str, Metric] = {}
+    for metric in declared:
+        if (other := found.setdefault(metric.name, metric)) != metric:
+            one, two = asdict(other), asdict(metric)
+            key = next(key for key in one if one[key] != two[key])
+            raise BadInput(
+                f"model.task={task}: metrics declares {metric.name} twice, with {key}={one[key]} "
+                f"and {two[key]}; must be once"
+            )
     name, higher = compare.metric, compare.higher_is_better
     if name not in found:
         if closed:
             must = f"must be one of {', '.join(found)} for {task}"
             raise BadInput(f"compare.metric={name}: {must}")
         if higher is None:
+            hint = did_you_mean(meant(name, found))
             raise BadInput(
-                f"compare.metric={name}: {task} does not declare it; say compare.higher_is_better="
-                "true and compare.margin in its own unit, or compare.higher_is_better=false if "
-                "less of it is better"
+                f"compare.metric={name}: {hint}{' ' if hint else ''}{task} declares "
+                f"{', '.join(found)}; of another say compare.higher_is_better=true (and "
+                "compare.margin) or =false"
             )
         found[name] = stated(name, higher)
     elif higher not in (None, found[name].higher_is_better):

@@ -124,6 +124,10 @@ class Forgetful(WithF1):
 
 class Words(WithF1):
     metrics = ("loss", "f1")
+
+
+class Twice(WithF1):
+    metrics = (*WithF1.metrics, Metric("f1", higher_is_better=False, unit="fraction"))
 """
 RUN = [*ONE_CORE, "model=custom", "model.factory=f1_task:network", "data=digits_32"]
 RUN += ["data.batch_size=8", "train.steps=2", "optim=sgd_plain", "output_dir=run"]
@@ -144,9 +148,20 @@ def folder(tmp_path, monkeypatch):
         (
             "Silent",
             [F1],
-            "compare.metric=f1: f1_task:Silent does not declare it; say "
-            "compare.higher_is_better=true and compare.margin in its own unit, or "
-            "compare.higher_is_better=false if less of it is better",
+            "compare.metric=f1: f1_task:Silent declares loss, top1, top5; of another say "
+            "compare.higher_is_better=true (and compare.margin) or =false",
+        ),
+        (
+            "WithF1",
+            ["compare.metric=F1"],
+            "compare.metric=F1: did you mean 'f1'? f1_task:WithF1 declares loss, top1, top5, f1; of "
+            "another say compare.higher_is_better=true (and compare.margin) or =false",
+        ),
+        (
+            "Twice",
+            [F1],
+            "model.task=f1_task:Twice: metrics declares f1 twice, with higher_is_better=True and "
+            "False; must be once",
         ),
         (
             "Silent",
@@ -279,6 +294,10 @@ def test_an_older_record_with_an_unknown_name_is_asked_about(tmp_path, capsys):
     error = capsys.readouterr().err
     assert error.startswith("mprun: compare.metric=f1: is more of it better, or less? The runs do")
     told = ["compare", str(tmp_path), "--no-report", "--check", "--margin", "0.01"]
+    said = "compare.metric=F1: not in the runs' evaluations; did you mean 'f1'? It must be one of"
+    for direction in ([], ["--higher-is-better"]):
+        assert main([*told, "--metric", "F1", *direction]) == 2
+        assert capsys.readouterr().err.startswith(f"mprun: {said} ")
     assert main([*told, "--higher-is-better"]) == 3
     shown = " ".join(capsys.readouterr().out.split())
     assert "worse amp 0.148 +0.0640" in shown and "--higher-is-better: said when" in shown
