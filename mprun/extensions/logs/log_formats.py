@@ -445,6 +445,8 @@ def _json(wanted: Wanted) -> list[Log] | None:
     if not all(isinstance(record, dict) for record in records):
         raise Damaged(f"{path}: not a list of records")
     rows = [(f"record {place}", flat(record)) for place, record in enumerate(records, start=1)]
+    if isinstance(content, dict) and not wanted.told(rows):
+        raise wanted.no_tag(content)
     return wanted.of_records(rows)
 
 

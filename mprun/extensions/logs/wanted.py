@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mprun.config.fields import nearest
+from mprun.config.fields import did_you_mean, nearest
 from mprun.errors import BadInput, Damaged
 
 # Names that count steps, the best first; a log with several of them uses the first.
@@ -129,7 +129,6 @@ class Wanted:
         told = self.told(rows)
         if not told:
             names = [name for _, row in rows for name in row if name != LINE]
-            names = [name.partition(".")[0] for name in names] if len(rows) == 1 else names
             raise self.no_tag(dict.fromkeys(names))
         names = [name for name in told[0][1] if all(name in row for _, row in told)]
         return self.of_columns(told, self.steps(names), {self.tag: ("", True)})
@@ -230,10 +229,9 @@ class Wanted:
     def no_tag(self, known: Iterable[str]) -> BadInput:
         """Return the error that names the existing tags."""
         names = list(known)
-        return BadInput(
-            f"{self.path}: --tag {self.tag}: not there; has {listed(names)}"
-            f"{nearest(self.tag, names)}"
-        )
+        ends = [name for name in names if re.split("[./]", name)[-1] == self.tag][:3]
+        hint = f"; {did_you_mean(ends)}" if ends else nearest(self.tag, names)
+        return BadInput(f"{self.path}: --tag {self.tag}: not there; has {listed(names)}{hint}")
 
 
 def _of_one_curve(key: str, values: list[str], rises: bool) -> bool:

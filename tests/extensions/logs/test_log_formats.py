@@ -515,6 +515,15 @@ def test_a_folder_of_text_logs_reads_as_its_files_do(tmp_path):
         load_foreign([f"fp32={tmp_path / 'fp32'}", f"amp={tmp_path / 'amp'}"], "loss")
 
 
+def test_names_with_points_are_told_whole(tmp_path):
+    (path := tmp_path / "metrics.json").write_text(
+        json.dumps({f"training.{name}": SACRED["loss"] for name in ("loss", "accuracy")})
+    )
+    has = "has training.loss, training.accuracy; did you mean 'training.loss'?"
+    with raises_line(BadInput, f"--tag loss: not there; {has}"):
+        read_logs(path, "loss")
+
+
 def test_steps_are_those_that_stand_beside_the_values(tmp_path):
     sacred = {"loss": SACRED["loss"] | {"steps": [10, 20]}}
     (tmp_path / "metrics.json").write_text(json.dumps(sacred))
