@@ -439,7 +439,8 @@ def _metric(proto: ProtoGroup, name: str, higher: bool | None) -> Metric:
     """
     if proto.baseline.foreign:
         return stated(name, bool(higher))
-    known = dict.fromkeys(one for run in proto.every_run for one in run.evals if one not in NO_METRIC)
+    evals = (one for run in proto.every_run for one in run.evals)
+    known = dict.fromkeys(one for one in evals if one not in NO_METRIC)
     if known and name not in known:
         raise BadInput(
             f"compare.metric={name}: not in the runs' evaluations; {must_be(name, known)}"

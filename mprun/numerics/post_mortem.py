@@ -22,7 +22,20 @@ from mprun.record.seal import content_of, files_of
 LAST = 50  # steps
 _NAMED = 5  # steps in a sentence
 EXPLOSION = 10.0  # a loss that grew by this factor before the end counts as exploding
+NONFINITE_EVALUATION = "non-finite evaluation "  # before the name of the metric
 _FILE = Path("numerics") / "post-mortem.json"
+
+
+def nonfinite_metric(values: Mapping[str, float]) -> str | None:
+    """Return why a run ends after an evaluation; None if all of its values are finite.
+
+    The loss is named if it is among them. Of another metric the value tells it from the loss.
+    """
+    bad = [name for name, value in values.items() if not math.isfinite(value)]
+    if not bad:
+        return None
+    name = "loss" if "loss" in bad else f"{bad[0]} = {values[bad[0]]:g}"
+    return f"{NONFINITE_EVALUATION}{name}"
 
 
 class StepRow(NamedTuple):
@@ -132,7 +145,10 @@ def _ending(cause: str, rows: Sequence[Mapping], streak: int, bad_step: int) -> 
         count = max(streak, next((int(word) for word in cause.split() if word.isdigit()), 0))
         return f"collapse: {count} skips in a row at the floor (loss scale {power(floor)})"
     if "evaluation" in cause:
-        return "non-finite loss in an evaluation"
+        _, _, name = cause.partition(NONFINITE_EVALUATION)
+        if name in ("", "loss"):
+            return "non-finite loss in an evaluation"
+        return f"an evaluation returned {name}; the loss is finite"
     late = f" ({rows[-1]['step']}); the cause is step {bad_step}" if rows else ""
     known = bool(rows) and bad_step < rows[-1]["step"]
     return f"non-finite loss at an applied step{late if known else ''}"

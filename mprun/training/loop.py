@@ -4,7 +4,6 @@ On a GPU the loop waits for the device only at evaluations and checkpoints. The 
 are read an interval later (`metric_buffer`), so a divergence is noticed up to an interval late.
 """
 
-import math
 import signal
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -20,6 +19,7 @@ from mprun.config.schema import RunConfig
 from mprun.errors import BadInput, Damaged, MprunError, Resource
 from mprun.numerics.failure import LOOKED_AT, FailureKeeper, forget_failure, report_failure
 from mprun.numerics.operations import FirstStep
+from mprun.numerics.post_mortem import nonfinite_metric
 from mprun.numerics.probing import Probing
 from mprun.numerics.replay import nonfinite_batch
 from mprun.numerics.state import bits_of
@@ -227,9 +227,8 @@ class Loop:
         self.built.stepper.give_back_cache()
         self.heartbeat.beat()
         memory.reset_peak(device)
-        for name, value in outcome.final.items():
-            if not math.isfinite(value):
-                return outcome.diverged(step, f"non-finite evaluation {name}")
+        if (cause := nonfinite_metric(outcome.final)) is not None:
+            return outcome.diverged(step, cause)
         return True
 
     def save(self, step: int) -> None:

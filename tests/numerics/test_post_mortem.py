@@ -11,6 +11,7 @@ from mprun.numerics.post_mortem import (
     StepRow,
     classify,
     explosion,
+    nonfinite_metric,
     power,
     read_post_mortem,
     write_post_mortem,
@@ -46,6 +47,13 @@ def test_a_non_finite_loss_at_an_applied_step_and_what_spoilt_the_weights():
     assert classify("non-finite loss", rows, "none", 2) == earlier
     evaluation = ["non-finite loss in an evaluation"]
     assert classify("non-finite evaluation loss", rows_of((2.3, 1, 0)), "none", 1) == evaluation
+    for values, why in (
+        ({"f9": math.nan, "loss": 2.3}, ["an evaluation returned f9 = nan; the loss is finite"]),
+        ({"f9": math.nan, "loss": math.inf}, evaluation),
+    ):
+        cause = nonfinite_metric(values)
+        assert classify(cause, rows_of((2.3, 1, 0)), "none", 1) == why
+    assert nonfinite_metric({"loss": 2.3, "f9": 0.0}) is None
 
 
 def test_an_explosion_has_a_factor_and_a_length():

@@ -9,6 +9,7 @@ import torch
 
 from mprun import compare
 from mprun.cli import main
+from mprun.cli.dispatch import verbs
 from mprun.compare.verdict import comparable
 from mprun.compare.wording import difference_text
 from mprun.config.components import TASKS
@@ -16,6 +17,7 @@ from mprun.config.compose import compose_config
 from mprun.config.metrics import _MARGINS, LOSS, Metric, told_by_name
 from mprun.config.registry import TaskKind, metric_called, task_of
 from mprun.entry_points import loaded
+from mprun.numerics.post_mortem import read_post_mortem
 from mprun.record.run_record import MetricRecord
 from mprun.training.run import prepare
 
@@ -154,8 +156,8 @@ def folder(tmp_path, monkeypatch):
         (
             "WithF1",
             ["compare.metric=F1"],
-            "compare.metric=F1: did you mean 'f1'? f1_task:WithF1 declares loss, top1, top5, f1; of "
-            "another say compare.higher_is_better=true (and compare.margin) or =false",
+            "compare.metric=F1: did you mean 'f1'? f1_task:WithF1 declares loss, top1, top5, f1; "
+            "of another say compare.higher_is_better=true (and compare.margin) or =false",
         ),
         (
             "Twice",
@@ -234,6 +236,20 @@ def test_a_judged_metric_that_is_not_returned_ends_the_run_and_keeps_its_work(
     monkeypatch.setattr(f1_task.Forgetful, "evaluate", f1_task.Silent.evaluate)
     assert main(["resume=run", task, RUN[3]]) == 0
     assert "f1" in record_of("run")["final"] and record_of("run")["last_step"] == 2
+
+
+def test_a_metric_that_is_nan_is_told_from_the_loss(folder, capsys):
+    source = (folder / "f1_task.py").read_text().replace("found | {", 'found | {"f9": torch.nan, ')
+    (folder / "nan_task.py").write_text(f"import torch\n{source}")
+    task = ["model.task=nan_task:WithF1", "model.factory=nan_task:network"]
+    assert main([*RUN, *task, F1]) == 3
+    assert record_of("run")["cause"] == "non-finite evaluation f9 = nan"
+    told = "an evaluation returned f9 = nan; the loss is finite"
+    assert read_post_mortem(folder / "run")["classification"][0] == told
+    if "explain" in verbs():
+        capsys.readouterr()
+        main(["explain", "run", "--no-cures", *task])
+        assert "evaluate(): the loss is finite, and no" in capsys.readouterr().out
 
 
 # Reading records

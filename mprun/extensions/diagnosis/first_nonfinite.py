@@ -204,6 +204,9 @@ def in_words(finding: Finding) -> list[str]:
             zero = finding.details.get("gradients")
             return [f"not found: the step does not fail{f', but {zero}' if zero else ''}"]
         where = "".join(f"; {name} {text}" for name, text in finding.details.items())
+        if math.isfinite(float(finding.details.get("loss", "nan"))):
+            own = "evaluate(): the loss is finite, and no operation made a value that is not"
+            return [f"{own}{where}"]
         return [f"not found: no operation made a value that is not finite{where}"]
     tensor = event.tensor
     if event.phase not in (Phase.UNSCALE, Phase.UPDATE) and tensor in ("output", "gradient"):

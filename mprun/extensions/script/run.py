@@ -31,6 +31,7 @@ from mprun.errors import DIVERGED
 from mprun.extensions.script.recorder import Recorder, configuration, name_of
 from mprun.extensions.script.told import Told
 from mprun.extensions.script.watched import Optimizers, ScriptTask
+from mprun.numerics.post_mortem import nonfinite_metric
 from mprun.numerics.probe import chosen_modules
 from mprun.numerics.state import bits_of
 from mprun.precision import DTYPE_NAMES
@@ -249,10 +250,8 @@ class Run:
         with self._telling(key, self._in_common):
             self._diverge(self._recorder, self._recorder.evaluate(self.steps, values))
             self._final = values
-            for name, value in values.items():
-                if not math.isfinite(value):
-                    found = self.steps, f"non-finite evaluation {name}"
-                    self._diverge(self._recorder, found)
+            if (cause := nonfinite_metric(values)) is not None:
+                self._diverge(self._recorder, (self.steps, cause))
 
     def rewind(self) -> int:
         """Restore models, optimizers, loss scales and random states from the newest kept copy.
