@@ -62,7 +62,9 @@ def _facts(directory: Path, record: Record, measured: MetricsColumns) -> Iterato
     named = [f"{name} {packages[name]}" for name in ("torch", "mprun") if packages.get(name)]
     device = machine.get("gpu") or machine.get("cpu") or machine.get("device", "unknown")
     yield "device", ", ".join([str(device), *named])
-    total, skipped = record.get("steps"), record.get("skipped", measured.skipped)
+    # A script does not tell its length: `steps` are those that it has taken.
+    total = None if "script" in record else record.get("steps")
+    skipped = record.get("skipped", measured.skipped)
     last = record.get("last_step", measured.last_step)
     length = f"{last:,}" + (f" of {total:,}" if total else "") + " steps"
     yield "length", f"{length}, {skipped:,} of them skipped" + _seconds(record)

@@ -164,6 +164,8 @@ def test_a_divergence_is_recorded_and_the_script_goes_on(tmp_path, capsys):
     post_mortem = json.loads((run.directory / "numerics" / "post-mortem.json").read_text())
     assert post_mortem["failure"]["step"] == 17
     assert "diverged at step 17" in capsys.readouterr().err
+    assert main(["show", str(run.directory)]) == 0  # found at step 20; nobody says how long it is
+    assert "length   17 steps, " in capsys.readouterr().out
     # A skipped step is none.
     run = recorded(tmp_path, "amp", spoil=17, log_every=5)
     record = read_record(run.directory)
