@@ -19,10 +19,11 @@ from mprun.record.run_record import OUTCOMES, Record, read_record
 from mprun.training.next_commands import commands
 
 _WHAT = """\
-The runs below a folder: path, mode, seed, status, last value, and the commands that go on.
+The runs below folders: path, mode, seed, status, last value, and the commands that go on.
 
 The value is that of the last evaluation, of the metric that the run is judged by, else the last
-training loss ("at" its step). PATH is searched to any depth; nothing is written."""
+training loss ("at" its step). PATH (outputs by default) is searched
+to any depth; nothing is written."""
 _HEADER: tuple[str, ...] = ("run", "mode", "seed", "status", "last")
 _MOST_COMMANDS = 8
 
@@ -30,13 +31,13 @@ _MOST_COMMANDS = 8
 def main(words: list[str]) -> int:
     """Entry point of the verb; returns the exit code."""
     arguments = Arguments("ls", _WHAT)
-    arguments.add_argument("path", nargs="?", type=Path, default=Path("outputs"), metavar="PATH")
-    folder = arguments.parse(words).path
-    if not folder.exists() and folder == Path("outputs"):
+    arguments.add_argument("paths", nargs="*", type=Path, metavar="PATH")
+    folders = arguments.parse(words).paths or [Path("outputs")]
+    if folders == [Path("outputs")] and not folders[0].exists():
         raise BadInput("outputs: no such folder here; name one that holds runs (mprun ls PATH)")
     rows: list[tuple[str, ...]] = []
     ended: list[tuple[Path, Record]] = []  # otherwise than as done
-    for directory in run_directories(folder):
+    for directory in dict.fromkeys(run for one in folders for run in run_directories(one)):
         try:
             record = read_record(directory, "status", "precision.mode", "config")
             rows.append(_row(directory, record))
@@ -50,7 +51,7 @@ def main(words: list[str]) -> int:
     has_width = sys.stdout.isatty() or bool(os.environ.get("COLUMNS"))  # else names stay
     for line in aligned([_HEADER, *rows], set(_HEADER), columns(160) if has_width else None):
         print(line.replace("\0", " "))
-    for line in _next(folder, rows, ended):
+    for line in _next(folders, rows, ended):
         print(line)
     return DONE
 
@@ -76,14 +77,14 @@ def _name(directory: Path) -> str:
 
 
 def _next(
-    folder: Path, rows: list[tuple[str, ...]], ended: list[tuple[Path, Record]]
+    folders: list[Path], rows: list[tuple[str, ...]], ended: list[tuple[Path, Record]]
 ) -> Iterator[str]:
     counts = Counter(row[3].partition(" ")[0].rstrip(",") for row in rows)
     yield ""
     yield ", ".join(f"{count} {status}" for status, count in counts.items())
     modes = {row[1] for row in rows if row[3].startswith(OUTCOMES)}
-    if len(modes) > 1 and comparable(folder):
-        yield f"  {shlex.join(['mprun', 'compare', str(folder)])}"
+    if len(modes) > 1 and comparable(*folders):
+        yield f"  {shlex.join(['mprun', 'compare', *map(str, folders)])}"
     for directory, record in ended[:_MOST_COMMANDS]:
         fits = (fit.command for fit in commands(directory, record) if not fit.in_script)
         if command := next(fits, None):

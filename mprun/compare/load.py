@@ -19,7 +19,7 @@ from mprun.errors import BadInput, Damaged, shortened
 from mprun.numerics.post_mortem import bad_losses, read_post_mortem
 from mprun.record.console import counted
 from mprun.record.metrics_columns import read_columns
-from mprun.record.run_record import OUTCOMES, product_shares, read_record, shares_text
+from mprun.record.run_record import OUTCOMES, is_foreign, product_shares, read_record, shares_text
 from mprun.record.seal import BrokenSeal, files_of
 
 # Fields with the same name here and in run.json, which every record and which some have.
@@ -87,7 +87,7 @@ def run_directories(path: Path, say: Callable[[str], object] = _say) -> list[Pat
         raise BadInput(f"{path}: not a folder; give a run directory or a folder that holds runs")
 
     def found_in(folder: Path) -> list[Path]:
-        if (folder / "run.json").is_file():
+        if (folder / "run.json").is_file() and not is_foreign(folder):
             return [folder]
         if all((folder / name).is_file() for name in ("config.yaml", "metrics.jsonl")):
             say(f"{folder}: left out, its run.json is gone")

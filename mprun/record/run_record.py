@@ -21,13 +21,15 @@ import msgspec
 from mprun import __version__
 from mprun.errors import INTERRUPTED, STATUS_EXIT_CODE, BadInput, Damaged
 from mprun.record.run_directory import refuse_strange, write_config, write_json
-from mprun.record.seal import plain_content, read_fields, seal_of
+from mprun.record.seal import MOST_JSON, plain_content, read_fields, seal_of
 
 # The version of the record's form. 1, which records do not name: `config_hash` is of keys that
 # nothing names. 2: `not_hashed` names the keys without a part in it.
 FORM = 2
 # Statuses of a run that has an outcome; a failed, preempted or running one has none.
 OUTCOMES = ("done", "diverged")
+# Of these every record has one, of any version; no other tool's run.json has.
+_OF_EVERY_RECORD = {"mprun", "record_form", "config_hash", "precision"}
 _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 # The numbers that JSON lacks are words.
 _Number = float | Literal["nan", "inf", "-inf"]
@@ -257,12 +259,14 @@ def read_record(directory: Path, *needed: str) -> Record:
     """Read run.json; the fields `needed` ("steps", "environment.device") must be there.
 
     Raises:
-        BadInput: A later version wrote it, in a form that this one does not know.
+        BadInput: Another tool wrote it, or a later version in a form that this one does not know.
         BrokenSeal: It is not what the run wrote at its end.
         Damaged: It is not JSON, or a field is missing or contradicts `RunRecord`.
         FileNotFoundError: There is none.
     """
     path = directory / "run.json"
+    if is_foreign(directory):
+        raise BadInput(f"{directory}: not a run of mprun, though it has a run.json")
     refuse_strange(directory)
     try:
         record = read_fields(directory)
@@ -281,6 +285,16 @@ def read_record(directory: Path, *needed: str) -> Record:
         if found is None:
             raise Damaged(f"{path}: not the record of a run (no {key})")
     return Record(directory, record)
+
+
+def is_foreign(directory: Path) -> bool:
+    """Return whether run.json is that of another tool, as Sacred has one; a torn one is not."""
+    if any((directory / name).exists() for name in ("config.yaml", "metrics.jsonl")):
+        return False
+    with suppress(OSError, ValueError, RecursionError, Damaged):
+        record = json.loads(plain_content(directory / "run.json", MOST_JSON))
+        return isinstance(record, dict) and not _OF_EVERY_RECORD & record.keys()
+    return False
 
 
 def written_by(record: Mapping[str, Any]) -> str:

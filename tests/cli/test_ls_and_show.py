@@ -46,6 +46,25 @@ def test_ls_has_a_line_for_each_run_and_what_to_do_next(runs, capsys, monkeypatc
     assert " ".join(following[1:]).split() == told
 
 
+def test_ls_takes_several_folders(runs, capsys):
+    both = [str(runs / "one"), str(runs / "two")]
+    found = lines(capsys, "ls", *both, both[0])
+    assert [line.split()[0] for line in found[1:3]] == both and found[4] == "1 done, 1 diverged"
+    assert found[5].split() == ["mprun", "compare", *both, both[0]]
+
+
+def test_another_tools_run_json_is_no_run(tmp_path, capsys):
+    (other := tmp_path / "1").mkdir()
+    (other / "run.json").write_text('{"status": "COMPLETED", "start_time": "2026-01-01"}')
+    refused(capsys, "ls", tmp_path, says="no run there")
+    for verb in ("show", "compare"):
+        refused(capsys, verb, other, says=["not a run of mprun", "no run there"][verb != "show"])
+    refused(capsys, f"resume={other}", says="not a run of mprun")
+    (torn := tmp_path / "2").mkdir()
+    (torn / "run.json").write_text('{"config_hash": 3}')
+    assert "damaged" in "\n".join(lines(capsys, "ls", str(tmp_path)))
+
+
 def test_ls_cuts_nothing_and_its_names_are_those_that_show_takes(
     runs, tmp_path, capsys, monkeypatch
 ):
