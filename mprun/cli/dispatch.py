@@ -48,8 +48,8 @@ _OF_THE_SYSTEM = {
 # Keys for the place of a run, not its content.
 _OF_RANKS = ("devices", "nodes", "restarts")
 _LAST = 75  # characters of a line's last words that stay where its middle goes, at most
-# Characters that a path keeps at least, at both ends; one of more than _LONG loses its middle in any
-# line that is too long.
+# Characters that a path keeps at least, at both ends. One of more than _LONG loses its middle in
+# any line that is too long.
 _SHORT, _LONG = 60, 100
 _TOLD_S = 10.0  # for rank 0 to say why nothing is started
 
