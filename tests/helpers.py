@@ -23,8 +23,8 @@ from mprun.precision import MixedPrecisionOptimizer, cast_model, get_policy
 from mprun.record.metrics import read_metrics
 from mprun.record.run_record import Record
 
-# Small runs as the overrides a user would type: a step takes milliseconds on one core. They evaluate
-# at their end alone, unless more is said.
+# Small runs as the overrides a user would type: a step takes milliseconds on one core. They
+# evaluate at their end alone, unless more is said.
 ONE_CORE = ["device=cpu", "threads=1", "train.eval_every=0"]
 LM = [
     *ONE_CORE,

@@ -37,6 +37,7 @@ _SVG = re.compile("<svg.*?</svg>", re.DOTALL)
 _DPI = 160
 _POINTS = 240  # points of a curve on a page with room
 _GRID_PIXELS = 360  # width of an embedded sample grid
+_UNFINISHED = {"format": 1, "figures": list[str]()}  # results.json until all is there
 # (points of a curve, figures shown or None for all): the first level that fits is used.
 _MAIN = ("intervals", "difference", "loss-steps", "loss-scale")  # not folded
 _LEVELS: list[tuple[int, tuple[str, ...] | None]] = [
@@ -88,6 +89,8 @@ def write_folder(comparison: Comparison, folder: Path) -> Path:
         raise BadInput(f"--out {folder}: cannot be made ({error.strerror})") from None
     for name in earlier:  # perhaps of other groups
         (folder / name).unlink(missing_ok=True)
+    # One that ends before its page is replaced by the next one, too.
+    write_json(folder / "results.json", _UNFINISHED, durable=False)
     report = folder / "report.html"
     with settings():
         write_text(report, _Report(comparison, folder).fitting_page())
@@ -109,7 +112,8 @@ def _earlier_figures(folder: Path) -> list[str]:
         return []
     try:
         content = json.loads((folder / "results.json").read_text(encoding="utf-8"))
-        if content["format"] == 1 and (folder / "report.html").is_file():
+        is_whole = (folder / "report.html").is_file()
+        if content["format"] == 1 and (is_whole or content == _UNFINISHED):
             return [name for name in content["figures"] if Path(name).name == name]
     except (OSError, ValueError, KeyError, TypeError):
         pass

@@ -268,7 +268,7 @@ def _tested(values: _Values, alpha: float, remedy: str | None = None) -> Verdict
     least = half if margin < half < math.inf and name not in CONCLUSIVE else None
     if least is not None:
         sentence += (
-            f" So many {values.unit}s with this scatter can show no margin below "
+            f" {_seeds_text(values.fewest, values.unit)} with this scatter can show no margin below "
             f"±{unit.size(least, margin)}."
         )
     if name in CONCLUSIVE:

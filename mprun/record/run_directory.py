@@ -202,9 +202,14 @@ def replacing(path: Path, durable: bool = True) -> Iterator[BinaryIO]:
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     temporary.unlink(missing_ok=True)
-    with synced(temporary) if durable else open(temporary, "xb") as file:
-        yield file
-    os.replace(temporary, path)
+    try:
+        with synced(temporary) if durable else open(temporary, "xb") as file:
+            yield file
+        os.replace(temporary, path)
+    except BaseException:  # a signal, too
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
 
 
 def json_number(value: float) -> float | str:

@@ -10,6 +10,7 @@ import pytest
 
 import mprun
 from mprun.cli import main
+from mprun.record.run_directory import write_json
 
 from ..helpers import refused
 from .run_folders import compared, write_run, write_study
@@ -144,3 +145,21 @@ def test_a_record_cannot_command_the_terminal(tmp_path, monkeypatch, capsys):
         assert "\x1b" not in printed.out + printed.err and "\x07" not in printed.out
         assert r"amp\x1b]0;X\x07" in printed.out or "--json" in how
     assert "amp\x1b]0;X\x07" in repr(json.loads(printed.out)).encode().decode("unicode_escape")
+
+
+def test_a_comparison_that_was_stopped_is_replaced_by_the_next_one(runs, monkeypatch):
+    """Ctrl-C comes while the figures are drawn, or while a file is written."""
+    for place in ("mprun.compare.report.write_json", "mprun.compare.report._Report.fitting_page"):
+        calls = []
+
+        def stopped(*given, place=place, calls=calls, **options):
+            calls.append(place)
+            if place.endswith("write_json") and len(calls) == 1:  # the note that it has begun
+                return write_json(*given, **options)
+            raise KeyboardInterrupt("SIGINT")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(place, stopped)
+            assert main(["compare", "outputs/study"]) == 130
+        assert main(["compare", "outputs/study"]) == 0
+    assert not [*(runs / "compare").glob(".*")]

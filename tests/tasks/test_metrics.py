@@ -234,7 +234,7 @@ def test_a_judged_metric_that_is_not_returned_ends_the_run_and_keeps_its_work(
     assert capsys.readouterr().err.splitlines()[-1] == line
     f1_task = sys.modules["f1_task"]
     monkeypatch.setattr(f1_task.Forgetful, "evaluate", f1_task.Silent.evaluate)
-    assert main(["resume=run", task, RUN[3]]) == 0
+    assert main(["resume=run", task, "model.factory=f1_task:network"]) == 0
     assert "f1" in record_of("run")["final"] and record_of("run")["last_step"] == 2
 
 
