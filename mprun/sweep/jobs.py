@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from mprun.config.keys import config_hash, current
+from mprun.config.keys import config_hash, current, is_as_hashed
 from mprun.errors import BadInput, Damaged
 from mprun.file_system import is_held
 from mprun.record.run_directory import locked, read_config, refuse_link
@@ -160,8 +160,11 @@ def keep_log(cell: Cell) -> None:
 def _check_same(cell: Cell, record: dict) -> None:
     """Raise BadInput unless the run has the cell's configuration and data."""
     # An earlier version's hash is of the keys that it had.
-    hashes = record.get("config_hash"), config_hash(current(record.get("config", {})))
-    if cell.config_hash not in hashes:
+    if cell.config_hash != record.get("config_hash") and not (
+        "config" in record
+        and is_as_hashed(record)
+        and cell.config_hash == config_hash(current(record["config"]))
+    ):
         raise BadInput(
             f"{cell.directory}: holds a run of another configuration; use name= for "
             "a separate sweep"

@@ -66,6 +66,7 @@ class Loop:
         self.built, self.config, self.directory, self.start = built, config, directory, start.step
         self.evaluate_first, self.checkpointed = start.evaluate_first, checkpointed
         self.interruption, self.ranks = interruption, built.task.ranks
+        self.evaluates_every = config.train.evaluates_every(built.steps)
         built.stepper.skipped.fill_(start.skipped)
         self.buffer = MetricBuffer(
             built.device, start.skipped, built.task.loss_scales, built.data.defer_wait
@@ -127,8 +128,7 @@ class Loop:
     def due(self, step: int) -> tuple[bool, bool, bool]:
         """Return whether to log, save, evaluate after `step`; the last has all that is enabled."""
         train, last = self.config.train, step == self.built.steps
-        evaluates = train.evaluates_every(self.built.steps)
-        intervals = (train.log_every, train.checkpoint_every, evaluates)
+        intervals = (train.log_every, train.checkpoint_every, self.evaluates_every)
         log, save, evaluate = (every > 0 and (last or step % every == 0) for every in intervals)
         return last or log, save, last or evaluate
 

@@ -28,7 +28,8 @@ NAIVE_ADAM = [*LM, "precision=fp16_naive", "optim=adam"]  # whose eps is 0 in FP
 
 def run(folder, *overrides, plant=None, steps=6):
     """Train below `folder` and return (run directory, exit code). plant: called with the Built."""
-    composed = compose_config([*overrides, f"train.steps={steps}", "device=cpu", "threads=1"])
+    own = [f"train.steps={steps}", "device=cpu", "threads=1"]
+    composed = compose_config(["train.eval_every=0", *overrides, *own])
     built = prepare(composed.config, CPU, 1)
     if plant is not None:
         plant(built)

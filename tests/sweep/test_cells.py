@@ -447,6 +447,7 @@ def test_a_finished_sweep_says_what_comes_next(tmp_path, monkeypatch, capfd):
     for cell in sweep.cells:
         precision = {"mode": cell.mode, "scaler": "none"}
         config = {"precision": {"name": cell.mode}, "seed": cell.seed}
+        config["compare"] = {"metric": "loss", "window": 1, "margin": 0.01}
         ended = {"status": "done", "last_step": 20, "final": {"loss": 1.0}}
         more = {"choices": {}, "environment": {}, "created": "2026-11-20T10:00:00+00:00"}
         put(cell, seed=cell.seed, precision=precision, config=config, **ended, **more)
