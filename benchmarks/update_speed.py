@@ -30,7 +30,9 @@ from torch import nn
 from torch.optim import SGD, Adagrad, Adam, Optimizer
 from update_bytes import update_bytes
 
-from mprun import models
+from mprun.models.classifiers import resnet50
+from mprun.models.dcgan import ConvAutoencoder
+from mprun.models.lstm import LSTMLanguageModel
 from mprun.precision import (
     CastModel,
     MixedPrecisionOptimizer,
@@ -42,11 +44,11 @@ from mprun.precision.single_pass_cpu import BlockedUpdate
 from mprun.precision.torch_update import has_fused_kernel, initialise_state
 
 MODELS = {
-    "resnet50": lambda: models.resnet50(1000),
+    "resnet50": lambda: resnet50(1000),
     # 2 layers of 1,024 units projected to 512 on 10,000 words: 19 M parameters in 11 tensors.
-    "lstm_lm": lambda: models.LSTMLanguageModel(10_000, 512, 1024, 2, projection_size=512),
+    "lstm_lm": lambda: LSTMLanguageModel(10_000, 512, 1024, 2, projection_size=512),
     # As many tensors as a small network has, all in one block.
-    "autoencoder": lambda: models.ConvAutoencoder(64, 32, 8, 1),
+    "autoencoder": lambda: ConvAutoencoder(64, 32, 8, 1),
 }
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "sgd_momentum": lambda t, **kw: SGD(t, 1e-6, 0.9, weight_decay=1e-4, **kw),

@@ -268,8 +268,8 @@ def _tested(values: _Values, alpha: float, remedy: str | None = None) -> Verdict
     least = half if margin < half < math.inf and name not in CONCLUSIVE else None
     if least is not None:
         sentence += (
-            f" {_seeds_text(values.fewest, values.unit)} with this scatter can show no margin below "
-            f"±{unit.size(least, margin)}."
+            f" {_seeds_text(values.fewest, values.unit)} with this scatter can show no margin "
+            f"below ±{unit.size(least, margin)}."
         )
     if name in CONCLUSIVE:
         sentence += _unconfirmed(name, values, margin, alpha)
