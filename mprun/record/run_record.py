@@ -287,13 +287,17 @@ def read_record(directory: Path, *needed: str) -> Record:
     return Record(directory, record)
 
 
+_STATUSES = (*OUTCOMES, "running", "failed", "preempted")
+
+
 def is_foreign(directory: Path) -> bool:
     """Return whether run.json is that of another tool, as Sacred has one; a torn one is not."""
     if any((directory / name).exists() for name in ("config.yaml", "metrics.jsonl")):
         return False
     with suppress(OSError, ValueError, RecursionError, Damaged):
         record = json.loads(plain_content(directory / "run.json", MOST_JSON))
-        return isinstance(record, dict) and not _OF_EVERY_RECORD & record.keys()
+        other = isinstance(record, dict) and record.get("status", "done") not in _STATUSES
+        return other and not _OF_EVERY_RECORD & record.keys()
     return False
 
 

@@ -46,7 +46,8 @@ def test_ls_has_a_line_for_each_run_and_what_to_do_next(runs, capsys, monkeypatc
     assert " ".join(following[1:]).split() == told
 
 
-def test_ls_takes_several_folders(runs, capsys):
+def test_ls_takes_several_folders(runs, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "400")
     both = [str(runs / "one"), str(runs / "two")]
     found = lines(capsys, "ls", *both, both[0])
     assert [line.split()[0] for line in found[1:3]] == both and found[4] == "1 done, 1 diverged"

@@ -228,7 +228,7 @@ DAMAGES = [
     (cut, 4, "train.en.gz: no whole gzip file ("),
     (lambda root: shutil.move(root / "train.en", root / "train.en.gz"), 4, "(Not a gzipped file"),
     (three_columns, 4, "train.tsv: line 2 has 3 columns, must be source, tab, target"),
-    (lambda root: (root / "valid.de").unlink(), 2, "no valid split (valid.en has no "),
+    (lambda root: (root / "valid.de").unlink(), 2, "no valid split "),
 ]
 
 
