@@ -10,7 +10,7 @@ import torch
 
 from mprun.cli.dispatch import _arguments, verbs
 from mprun.cli.help import BY_OPTION, GROUPS
-from mprun.config.fields import LABEL, LENGTH, MACHINE, READING, RESULT, SEED
+from mprun.config.fields import INTERVAL, JUDGED, LABEL, LENGTH, MACHINE, READING, RESULT, SEED
 from mprun.config.keys import FIELDS, meanings, role_of
 from mprun.config.option_files import named, option_files, values_in_files, what_it_is
 from mprun.entry_points import loaded
@@ -20,6 +20,7 @@ from mprun.precision.scaled_products import ScaledProducts
 
 _ROLES = {RESULT: "result", LENGTH: "length", SEED: "seed"}
 _ROLES |= {MACHINE: "machine", READING: "reading", LABEL: "label"}
+_ROLES |= {INTERVAL: "interval", JUDGED: "judged"}
 
 
 def _table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from mprun.config.keys import FIELDS, role_of
+
 from ..extensions.test_deleted import EXTENSIONS, OF_THE_HOUSE, with_those_above
 from ..synchronisation import test_files_of_a_step as step
 
@@ -86,3 +88,9 @@ def test_readme_s_table_of_modes_is_made_of_their_files():
     table = generated["modes"]()
     assert table.count("\n") == 1 + len(list((ROOT / "conf" / "precision").glob("*.yaml")))
     assert f"\n{table}\n\n" in (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_each_role_has_a_name_in_the_reference():
+    """Without one the site cannot be built, which the default tests do not do."""
+    named = runpy.run_path(str(ROOT / "docs" / "generated.py"))["_ROLES"]
+    assert {role_of(key) for key in FIELDS} <= set(named)
