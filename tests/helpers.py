@@ -162,6 +162,17 @@ def without_waiting():
         torch.cuda.set_sync_debug_mode("default")
 
 
+@contextmanager
+def skipping_what_onednn_lacks():
+    """Skip where oneDNN has no kernel for these sizes with the instructions of this processor."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "could not create a primitive" not in str(error):
+            raise
+        pytest.skip("oneDNN has no such product on this processor")
+
+
 def assert_same_bits(one, other) -> None:
     """Nested values of the same form: tensors of equal dtype and bits, NaN being equal to NaN."""
     (left, form), (right, other_form) = tree_flatten_with_path(one), tree_flatten_with_path(other)

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import re
-from contextlib import contextmanager
 
 import pytest
 import torch
@@ -26,6 +25,7 @@ from mprun.precision.scaled_products import (
     why_no_product,
 )
 
+from ..helpers import skipping_what_onednn_lacks
 from ..shipped import ALL_MODES
 
 E4M3, E5M2, E2M1 = ELEMENTS.values()
@@ -51,17 +51,6 @@ def skip_without_rows(needed: bool) -> None:
         torch._scaled_mm(one, one.t(), *factors, out_dtype=torch.bfloat16)
     except RuntimeError:
         pytest.skip("this torch has no products with scales by row on a CPU")
-
-
-@contextmanager
-def skipping_what_onednn_lacks():
-    """Skip where oneDNN has no kernel for these sizes with the instructions of this processor."""
-    try:
-        yield
-    except RuntimeError as error:
-        if "could not create a primitive" not in str(error):
-            raise
-        pytest.skip("oneDNN has no such product on this processor")
 
 
 REFUSED = "_scaled_mm: scales by row need compute capability 9.0"
@@ -207,7 +196,9 @@ def test_a_product_is_that_of_torch_s_own_kernel(products, dtype, formats):
     draw = torch.Generator().manual_seed(0)
     left, right = torch.randn(37, 53, generator=draw) * 3, torch.randn(29, 53, generator=draw)
     own, other = cast(left, formats[0], products), cast(right, formats[1], products).T
-    expected = torch._scaled_mm(own.values, other.values, own.factor, other.factor, out_dtype=dtype)
+    factors = own.factor, other.factor
+    with skipping_what_onednn_lacks():
+        expected = torch._scaled_mm(own.values, other.values, *factors, out_dtype=dtype)
     assert equal_but_for_the_order_of_sums(product(own, other, dtype), expected, left, right.T)
 
 
