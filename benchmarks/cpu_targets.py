@@ -8,8 +8,6 @@ The process keeps freed memory (runner_overhead.py says why).
     runner      mprun's loop over a bare PyTorch loop, CPU time, 1 thread (runner_overhead.py)
     emulation   emulated FP16 over FP32, forward and backward, CPU time, 1 thread
                 (emulation_cost.py)
-    update      the step with master weights over torch's fused FP32 optimizer and one copy,
-                2 threads (update_speed.py)
 """
 
 import argparse
@@ -26,7 +24,7 @@ import torch
 
 from mprun.record.console import markdown_table
 
-GROUPS = ("runner", "emulation", "update")
+GROUPS = ("runner", "emulation")
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,24 +131,7 @@ def _emulation(repeats: int, case: str) -> Iterator[Target]:
             yield Target("emulation", f"{name}, {kind}", work.target, ratios)
 
 
-def _update(repeats: int, case: str) -> Iterator[Target]:
-    from update_speed import MODELS, Step, in_turns, model_in, reference
-
-    torch.set_num_threads(2)
-    device = torch.device("cpu")
-    for model in MODELS:
-        for optimizer in ("sgd_momentum", "adam"):
-            name = f"{model}, {optimizer}"
-            if case not in name:
-                continue
-            cast = model_in(model, "fp16_master_scaled", device)
-            contenders = [Step(cast, optimizer, "auto", device), reference(cast, optimizer, device)]
-            ours, least = in_turns(contenders, device, repeats)
-            ratios = [own / other for own, other in zip(ours, least, strict=True)]
-            yield Target("update", name, 1.0, ratios)
-
-
-_MEASURE = {"runner": _runner, "emulation": _emulation, "update": _update}
+_MEASURE = {"runner": _runner, "emulation": _emulation}
 
 if __name__ == "__main__":
     from runner_overhead import keep_freed_memory

@@ -29,7 +29,7 @@ def rank(number: int, world: int, port: int, mib: float, rounds: int) -> None:
     each = int(mib * 2**20 / 4 / 160)
     gradients = [torch.randn(each) for _ in range(160)]
     whole = torch.randn(each * 160)
-    reduction = FlatReduction(group, fixed=False, bucket_bytes=25 * 2**20)
+    reduction = FlatReduction(group, world, fixed=False, bucket_bytes=25 * 2**20)
 
     def summed() -> None:
         reduction.add(gradients)

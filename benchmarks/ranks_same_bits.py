@@ -1,7 +1,7 @@
 """Show which runs on several ranks have the bits of one rank, and how far the others are from it.
 
     python -m benchmarks.ranks_same_bits [--tasks gpt gan] [--modes fp32 amp] [--worlds 1 2 3 4]
-                                         [--engines fixed fast ddp] [--out FOLDER]
+                                         [--engines fixed fast fsdp] [--out FOLDER]
                                          [--beside FILE]
 
 Every cell, a task in a precision mode, trains alone in one process and then on each number of
@@ -75,21 +75,30 @@ NETWORKS = {
 }
 SCALED = ("fp16_master_scaled", "amp")
 OVERFLOW = ("classification", "gan", "speech", "own task")  # at the default scale, 65536
+# Kernels that compute the last numbers of a shard like all others; also alone.
+UNFUSED = "optim.implementation=foreach"
 ENGINES = {
     "fixed": ["dist.engine=flat", "dist.order=fixed"],
     "fast": ["dist.engine=flat"],
     "ddp": ["dist.engine=ddp"],
-    "fsdp": ["dist.engine=fsdp", "dist.order=fixed"],
-    "fsdp_fast": ["dist.engine=fsdp"],
+    "ddp_fixed": ["dist.engine=ddp", "dist.order=fixed"],
+    "fsdp": ["dist.engine=fsdp", "dist.order=fixed", UNFUSED],
+    "fsdp_fast": ["dist.engine=fsdp", UNFUSED],
 }
-EXACT = ("fixed", "fsdp")  # they promise the bits of one rank; of the others some modes
+EXACT = (
+    "fixed",
+    "ddp_fixed",
+    "fsdp",
+)  # they promise the bits of one rank; of the others some modes
 SOME = ["fp32", "fp16_master_scaled", "amp", "bf16_stochastic", "fp8_rowwise"]
 WHY = {
     "fixed": "The gradients of each micro-batch are gathered, and added in their order.",
     "fast": "Each rank adds its micro-batches, then gloo adds the ranks, in the order of its ring: "
     "FP32 sums in another order.",
     "ddp": "DistributedDataParallel sums each bucket during backward, likewise in gloo's order.",
-    "fsdp": "Weights, masters and optimizer state on shards, in the same order as above.",
+    "ddp_fixed": "The same, but the micro-batches of a bucket are gathered, and added in order.",
+    "fsdp": "Weights and optimizer state on shards, in the same order; without fused kernels of "
+    "the update, on one rank too.",
     "fsdp_fast": "The same, summed by gloo.",
 }
 
@@ -266,19 +275,23 @@ def main() -> int:
     started, date = time.monotonic(), datetime.now(UTC).date().isoformat()
     torch.set_num_threads(1)
     names = [(task, mode) for task in options.tasks for mode in options.modes]
-    alone = {name: trained(words_of(*name), ALONE) for name in names}
+    fused = {name: trained(words_of(*name), ALONE) for name in names}
+    unfused: dict[tuple[str, str], dict[str, Any]] = {}
+    if any(engine.startswith("fsdp") for engine in options.engines):
+        unfused = {name: trained([*words_of(*name), UNFUSED], ALONE) for name in names}
     print(f"alone: {time.monotonic() - started:.0f} s", flush=True)
     cells: dict[str, Any] = {task: {mode: {} for mode in options.modes} for task in options.tasks}
     broken = []
     for engine in options.engines:
         modes_of_engine = columns_of(engine, options.modes)
+        alone = unfused if UNFUSED in ENGINES[engine] else fused
         chosen = [name for name in names if name[1] in modes_of_engine]
         for task, mode in chosen:
             cells[task][mode][engine] = {}
         runs = [name for name in chosen if "refused" not in alone[name]]
         words = {" ".join(name): [*words_of(*name), *ENGINES[engine]] for name in runs}
         for world in options.worlds:
-            if world == 1 and not engine.startswith("fsdp"):
+            if world == 1:
                 continue  # that is the run alone
             ranks = on_ranks(world, words)
             for task, mode in chosen:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mprun.build import build
 from mprun.config.compose import compose_config
+from mprun.distributed.reduction import factors
 from mprun.precision import pin_math_flags
-from mprun.precision.gradients import factors
 from mprun.record.console import markdown_table
 
 RANKS, SCALES = (2, 8, 64, 1024), (1, 1024, 65536)
@@ -33,12 +33,12 @@ def gradients(model: str, scale: int) -> list[Tensor]:
     task = build(config, torch.device("cpu")).task
     task.train_step(0)
     (batch,) = task.load(1)
-    with task.forward_context:
-        _, loss = task.loss(batch)
-        task.learner.optimizer.zero_grad()
-        task.loss_scale.backward(loss)
-    found = [parameter.grad for parameter in task.learner.model.parameters()]
-    return [grad for grad in found if grad is not None and grad.dtype is torch.float16]
+    _, loss = task.loss(batch)
+    task.learner.zero_grad()
+    loss.backward()
+    computed = [own for own, dtype in task.learner.steps.computed() if dtype is torch.float16]
+    # FP32 gradients are those of FP16 divided by the scale, a power of two.
+    return [(own.grad * scale).half() for own in computed if own.grad is not None]
 
 
 def lost(made: list[Tensor], ranks: int) -> tuple[float, float]:

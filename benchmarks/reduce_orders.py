@@ -22,9 +22,8 @@ from torch import Tensor
 
 from mprun.build import build
 from mprun.config.compose import compose_config
-from mprun.distributed.reduction import in_order
+from mprun.distributed.reduction import factors, in_order
 from mprun.precision import DTYPES, pin_math_flags
-from mprun.precision.gradients import factors
 from mprun.precision.policy import DIVIDE, ORDERS
 from mprun.record.console import markdown_table
 from mprun.training.environment import environment

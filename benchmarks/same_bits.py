@@ -122,7 +122,8 @@ def hashes_of(folder: Path) -> dict[str, str]:
     if not saved:
         return {}
     hashes = {"weights": hashlib.sha256(), "other state": hashlib.sha256()}
-    for path, leaf in tree_flatten_with_path(torch.load(saved[-1], weights_only=True))[0]:
+    state = of_one_engine(torch.load(saved[-1], weights_only=True))
+    for path, leaf in sorted(tree_flatten_with_path(state)[0], key=lambda leaf: keystr(leaf[0])):
         name = keystr(path)
         if name.startswith("['computed']"):  # facts of run.json
             continue
@@ -133,6 +134,22 @@ def hashes_of(folder: Path) -> dict[str, str]:
         else:
             found.update(f"{name} {leaf!r}".encode())
     return {name: found.hexdigest() for name, found in hashes.items()}
+
+
+def of_one_engine(state: Any) -> Any:
+    """Return the state of a checkpoint in the form of today, whose weights are the masters.
+
+    A carried state, which has left the model, is FP32 today; before it had the mode's dtype.
+    """
+    if not isinstance(state, dict):
+        return state
+    if {"model", "optimizer"} <= state.keys():
+        model, optimizer = state["model"], state["optimizer"]
+        rest = {k: v for k, v in optimizer.items() if k != "masters"}
+        state = {"model": model | optimizer["masters"], **rest}
+    if state.get("hidden"):
+        state = state | {"hidden": tuple(part.float() for part in state["hidden"])}
+    return {key: of_one_engine(value) for key, value in state.items()}
 
 
 def verdict(one: dict[str, Any], other: dict[str, Any]) -> str:

@@ -18,8 +18,8 @@ import torch
 
 from mprun.record.console import markdown_table
 from mprun.training.environment import environment
-from tests.extensions.script.loop_outcomes import ALL, Outcome, fault, outcome, plainly
-from tests.extensions.script.loops import LOOPS
+from tests.script.loop_outcomes import ALL, Outcome, fault, outcome, plainly
+from tests.script.loops import LOOPS
 
 RESULTS = Path(__file__).resolve().parents[1] / "docs" / "results"
 KINDS = ("equal", "near", "refused", "far", "failed")
@@ -88,13 +88,13 @@ def _few(names: list[str]) -> str:
 _HEAD = """# Training loops of one's own in every mode, {date}, CPU
 
 {count} training loops as scripts have them (`loops.py` and `loop_shapes.py` in
-`tests/extensions/script`), with one line that calls `mprun.prepare`, against the same script
+`tests/script`), with one line that calls `mprun.prepare`, against the same script
 without it; {cpu}, {cpu_count} cores, torch {torch}, Python {python}, commit {commit}:
 
     {command}
 
 A deviation is the distance between both ends, as a share of how far the plain script moved.
-`tolerance` in `tests/extensions/script/loop_outcomes.py` derives what rounding explains; beyond
+`tolerance` in `tests/script/loop_outcomes.py` derives what rounding explains; beyond
 it is far. A refusal is one line of mprun's own; an error is any other exception."""
 
 

@@ -3,12 +3,11 @@
     python -m benchmarks.script_overhead [--rounds N] [--width N] [--modes fp32,amp,...]
 
 The model is a small LSTM language model, whose step takes about half a millisecond on one core:
-every microsecond shows (`--width` makes it larger). Four loops take turns, some steps each, in
-changing order: plain torch in FP32, the same script with prepared objects, the same with a run
-directory, and the runner's engine in that mode (mprun/precision/__init__.py). In a 16-bit mode on a
-CPU the ratio to plain torch is mostly the emulation, which the engine pays, too; in fp32 it is only
-`prepare`. mprun's hooks for the whole process (optimizer steps, backward passes) are removed from
-torch during the turns of the plain loop.
+every microsecond shows (`--width` makes it larger). Three loops take turns, some steps each, in
+changing order: plain torch in FP32, the same script with prepared objects, and the same with a run
+directory. In a 16-bit mode on a CPU the ratio to plain torch is mostly the emulation; in fp32 it is
+only `prepare`. mprun's hooks for the whole process (optimizer steps, backward passes) are removed
+from torch during the turns of the plain loop.
 
 It prints the median of each round's ratio with its 95 % interval (order statistics, no assumption
 on the distribution), and the ratio of the 20th percentiles, because other work only adds time.
@@ -27,14 +26,6 @@ from torch.nn import functional as F
 from torch.optim import optimizer as optim
 
 import mprun
-from mprun.precision import (
-    ForwardContext,
-    MixedPrecisionOptimizer,
-    cast_model,
-    get_loss_scale,
-    get_policy,
-)
-from mprun.precision.policy import usual_scaler
 
 PLAIN_ENGINE = torch.autograd._engine_run_backward  # before mprun.prepare wraps it
 STEPS = 25  # of a loop in a round
@@ -78,28 +69,6 @@ def script_step(model, optimizer, tokens, run) -> Callable[[], None]:
         optimizer.step()
         if run is not None:
             run.step(loss)
-
-    return step
-
-
-def by_hand(mode: str) -> Callable[[], None]:
-    """Return a step of the engine's loop."""
-    (model, tokens), policy = model_and_batch(), get_policy(mode)
-    forward_context, cast = ForwardContext(policy, tokens.device), cast_model(model, policy)
-    scale = get_loss_scale(usual_scaler(mode))
-    optimizer = MixedPrecisionOptimizer(
-        cast, lambda named: torch.optim.SGD([p for _, p in named], 0.1), scale
-    )
-
-    def step() -> None:
-        optimizer.zero_grad()
-        with forward_context:
-            with forward_context.autocast():
-                logits = model(tokens[:-1])
-            loss = F.cross_entropy(logits.float().flatten(0, 1), tokens[1:].flatten())
-            optimizer.backward(loss)
-        optimizer.step()
-        scale.update()
 
     return step
 
@@ -153,7 +122,6 @@ def main() -> None:
                 "plain": plain(),
                 "prepared": prepared(mode, None),
                 "prepared, Run": prepared(mode, recorded),
-                "engine by hand": by_hand(mode),
             }
             times: dict[str, list[float]] = {name: [] for name in loops}
             for number in range(options.rounds + 2):

@@ -4,7 +4,7 @@
     python -m benchmarks.shards_memory --fake-cuda [--json FILE] [OVERRIDE ...]
 
 Ranks are processes on gloo, 1, 2 and 4 of them. It counts storages, not the peak of a process:
-weights or masters, their 16-bit copies, gradients, the optimizer's state; of the ranks the one that
+weights, gradients, the optimizer's state; of the ranks the one that
 holds most. torch's own: `fully_shard` on each block and the rest in the same dtypes, norm layers
 with the others, `torch.optim.AdamW` on its parameters.
 
@@ -22,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -45,8 +46,8 @@ from mprun.precision import pin_math_flags
 from mprun.record.memory import memory_by_kind
 from mprun.training.environment import environment
 
-KINDS = ("parameters", "master_weights", "gradients", "optimizer_state")
-MODES = ("fp32", "fp16_master_scaled", "bf16_stochastic")
+KINDS = ("parameters", "gradients", "optimizer_state")
+MODES = ("fp32", "fp16_master_scaled", "amp")
 GPT = [
     *("model=gpt", "model.num_layers=4", "model.hidden_size=256", "model.num_heads=8"),
     *("data=synthetic_tokens", "data.vocab_size=4096", "data.batch_size=2"),
@@ -59,7 +60,7 @@ GPT2 = [
     *("train.accumulate=8", "train.cuda_graph=off", "device=cuda"),
 ]
 FAKE = ("fp32", "torch, fp32", "fp16_master_scaled", "torch, fp16_master_scaled")
-FAKE += ("bf16_stochastic", "fp16_master_scaled, fixed")
+FAKE += ("amp", "fp16_master_scaled, fixed")
 
 
 def ours(mode: str, overrides: list[str], ranks: Any) -> dict[str, int]:
@@ -70,9 +71,7 @@ def ours(mode: str, overrides: list[str], ranks: Any) -> dict[str, int]:
     built.stepper.step(0)
     learner = built.task.learners["model"]
     held = {kind: sum(sizes.values()) for kind, sizes in memory_by_kind([learner]).items()}
-    found = {kind: held.get(kind, 0) for kind in KINDS}
-    used = [*learner.optimizer.gradients_in_use(), *(p.grad for p in learner.model.parameters())]
-    return found | {"gradients": _bytes(own for own in used if own is not None)}
+    return {kind: held.get(kind, 0) for kind in KINDS}
 
 
 def torchs(mode: str, overrides: list[str], ranks: Any) -> dict[str, int]:
@@ -173,7 +172,8 @@ def be_fake(world: int, who: str, overrides: list[str]) -> None:
     if who.startswith("torch"):
         step = torchs_step(config, ranks)
     else:
-        config.devices, config.dist.engine = str(world), "fsdp" if world > 1 else "auto"
+        config = replace(config, devices=str(world))
+        config.dist.engine = "fsdp" if world > 1 else "auto"
         built = build(config, device, ranks)
         step = partial(built.stepper.eager_step, measure=False)
     for index in range(3):
@@ -249,9 +249,7 @@ def main() -> None:
         write(given.json, {"bytes": print_fake(given.overrides)})
         return
     found = {world: on(world, given.overrides) for world in (1, 2, 4)}
-    print(
-        "| KiB a rank | W | weights | masters | gradients | state | together |\n" + "|---" * 7 + "|"
-    )
+    print("| KiB a rank | W | weights | gradients | state | together |\n" + "|---" * 6 + "|")
     for who in found[1]:
         for world, rows in found.items():
             sizes = [rows[who].get(kind, 0) for kind in KINDS]

@@ -24,22 +24,22 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from mprun.compare import compare as compare
     from mprun.compare.notebook import load as load
-    from mprun.extensions.script import prepare as prepare
-    from mprun.extensions.script import state_of as state_of
-    from mprun.extensions.script.run import Diverged as Diverged
-    from mprun.extensions.script.run import Run as Run
-    from mprun.extensions.script.sweep import sweep as sweep
-    from mprun.extensions.script.watched import explain as explain
-    from mprun.extensions.script.watched import probe as probe
+    from mprun.extensions.diagnosis.of_script import explain as explain
+    from mprun.prepared import prepare as prepare
+    from mprun.prepared import state_of as state_of
+    from mprun.script.run import Diverged as Diverged
+    from mprun.script.run import Run as Run
+    from mprun.script.sweep import sweep as sweep
+    from mprun.script.watched import probe as probe
 
 # Name -> its module; `mprun.compare` and `mprun.sweep` are packages that can be called.
 _PUBLIC = {
-    "prepare": "mprun.extensions.script",
-    "state_of": "mprun.extensions.script",
-    "Run": "mprun.extensions.script.run",
-    "Diverged": "mprun.extensions.script.run",
-    "probe": "mprun.extensions.script.watched",
-    "explain": "mprun.extensions.script.watched",
+    "prepare": "mprun.prepared",
+    "state_of": "mprun.prepared",
+    "Run": "mprun.script.run",
+    "Diverged": "mprun.script.run",
+    "probe": "mprun.script.watched",
+    "explain": "mprun.extensions.diagnosis.of_script",
     "load": "mprun.compare.notebook",
     "compare": "mprun.compare",
     "sweep": "mprun.sweep",

@@ -1,7 +1,7 @@
 """Entry points: names by which installed packages, and mprun's own extensions, add to the core.
 
 Groups: `mprun.components` registers networks, data and tasks (mprun.config.registry); `mprun.verbs`
-names commands (mprun.cli.dispatch); `mprun.execution` has `fused_norm` (mprun.build);
+names commands (mprun.cli.dispatch);
 `mprun.tokenizers` has `subwords` (mprun.data.vocabulary);
 `mprun.readers` has `tag`, which reads other tools' logs (mprun.compare), in the formats of
 `mprun.log_formats` too (mprun.extensions.logs). The command `mprun` itself is in `console_scripts`,

@@ -38,6 +38,8 @@ disable_dispatch_modes = _python_dispatch._disable_current_modes
 function_modes = torch.overrides._get_current_function_mode_stack
 # Context without function modes.
 DisableTorchFunction = torch._C.DisableTorchFunction
+# The same for tensors' dispatch, subclasses' too. If gone: `disable_dispatch_modes`.
+DisableTorchDispatch = torch._C._DisableTorchDispatch
 # Dispatch mode whose tensors have no values.
 FakeTensorMode = fake_tensor.FakeTensorMode
 # Context below autocast on a CPU, for kernels of autocast.
@@ -65,9 +67,19 @@ queue_callback: Callable[[Callable[[], Any]], None] = Variable._execution_engine
 run_engine = torch.autograd._engine_run_backward
 
 
-def replace_engine(run: Callable[..., Any]) -> None:
-    """Let every later backward pass of the process call `run` in place of `run_engine`."""
-    setattr(torch.autograd, "_engine_run_backward", run)  # noqa: B010 - for mypy no attribute
+def replace_engine(run: Callable[..., Any]) -> Callable[[], None]:
+    """Let every later backward pass of the process call `run` in place of `run_engine`.
+
+    Returns a function that undoes it, unless somebody else has replaced it again.
+    """
+    name = "_engine_run_backward"
+    setattr(torch.autograd, name, run)
+
+    def undo() -> None:
+        if getattr(torch.autograd, name) is run:
+            setattr(torch.autograd, name, run_engine)
+
+    return undo
 
 
 # Arithmetic on lists of tensors. If gone: a loop over the tensors, with the same bits.
@@ -80,13 +92,6 @@ foreach_norm = torch._foreach_norm
 # Kernels of torch.amp.GradScaler. If gone: its source names their successors.
 unscale_and_find_inf_ = torch._amp_foreach_non_finite_check_and_unscale_
 update_scale_ = torch._amp_update_scale_
-# Kernels of torch.optim with fused=True, by rule. If gone: its source names their successors.
-FUSED: dict[str | None, Callable[..., None]] = {
-    "adagrad": torch._fused_adagrad_,
-    "adam": torch._fused_adam_,
-    "adamw": torch._fused_adamw_,
-    "sgd": torch._fused_sgd_,
-}
 # FP8 product. If gone: torch.nn.functional.scaled_mm, which costs a Python call.
 scaled_mm = torch._scaled_mm
 # cuDNN's recurrent layers, the one buffer of their weights, their dropout. If gone: torch.lstm,
@@ -118,10 +123,9 @@ children_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_modules")
 # A module's hooks, and its methods that call them and that copy it for nn.DataParallel. Likewise.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 CALL_WITH_HOOKS, REPLICATE = "_call_impl", "_replicate_for_data_parallel"
-# A recurrent layer's list of weights, weak references to them, and what makes both. Likewise.
+# A recurrent layer's list of weights, and weak references to them. Likewise.
 FLAT_WEIGHTS, FLAT_WEIGHT_REFS = "_flat_weights", "_flat_weight_refs"
 flat_weights_of: Callable[[nn.RNNBase], list[Any]] = attrgetter(FLAT_WEIGHTS)
-init_flat_weights = nn.RNNBase._init_flat_weights
 # Bases of batch norms, of batch and instance norms, of losses. If gone: the public classes.
 BatchNorm, BatchOrInstanceNorm, Loss = batchnorm._BatchNorm, batchnorm._NormBase, loss._Loss
 # DistributedDataParallel in its forward pass, None: none. If gone: a hook on its forward.

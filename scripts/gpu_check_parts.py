@@ -75,7 +75,7 @@ def tests_models(setting: Setting, seconds: float) -> list[Step]:
 
 
 def tests_update(setting: Setting, seconds: float) -> list[Step]:
-    """Test the single-pass update against its self-test and the plain way; test loss scales."""
+    """Test updates, casts and loss scales."""
     return _tests(setting, "tests_update", _in_folder("precision"))
 
 
@@ -83,20 +83,6 @@ def tests_graphs(setting: Setting, seconds: float) -> list[Step]:
     """Test CUDA graphs in the most important modes."""
     chosen = "not (" + " or ".join(_LATER_MODES) + ")"
     return _tests(setting, "tests_graphs", _in_folder("execution"), "-k", chosen)
-
-
-def fused_norm(setting: Setting, seconds: float) -> list[Step]:
-    """Compare and time BatchNorm with ReLU in one kernel; then steps of ResNet-50 with it."""
-    if setting.dry:  # the kernels are CUDA's
-        return []
-    record, out = setting.work / "fused_norm.json", setting.work / "bench_fused_norm"
-    command = _python("benchmarks/fused_norm.py", "--device", "cuda", "--json", str(record))
-    beside = _python("-m", "mprun", "bench", "--plain", "--budget", str(int(seconds / 2)))
-    beside += ["--out", str(out), "--modes", "fp16_master_scaled,amp", "train.fused_norm=on"]
-    beside += ["model=resnet50", "data=synthetic_images", "data.image_size=224"]
-    bench = [*beside, "data.batch_size=256"]
-    table = {"table": out / "bench.md", "record": out / "bench.json"}
-    return [Step("fused_norm", command, record=record), Step("bench_fused_norm", bench, **table)]
 
 
 def tests_others(setting: Setting, seconds: float) -> list[Step]:
@@ -185,14 +171,6 @@ def _bench(
     elif setting.dry:
         usual = ["--windows", "2", "--steps-per-window", "2", "device=cpu", *dry.split()]
     return Step(name, [*command, *usual], table=out / "bench.md", record=out / "bench.json")
-
-
-def update(setting: Setting, seconds: float) -> list[Step]:
-    record = setting.work / "update_speed.json"
-    command = _python("benchmarks/update_speed.py", "--device", setting.device)
-    if setting.dry:
-        command += ["--only", "autoencoder", "--turns", "2", "--threads", "1"]
-    return [Step("update_speed", [*command, "--json", str(record)], record=record)]
 
 
 def tests_ranks(setting: Setting, seconds: float) -> list[Step]:
@@ -286,11 +264,9 @@ PARTS = {
     "results": Part(280, results),
     "data": Part(225, real_data),
     "gpt": Part(505, gpt),
-    "fused_norm": Part(80, fused_norm),
-    "bench_peers": Part(160, bench_peers),
-    "update": Part(35, update),
-    "tests_others": Part(110, tests_others),
-    "tests_slow": Part(120, tests_slow),
+    "bench_peers": Part(220, bench_peers),
+    "tests_others": Part(135, tests_others),
+    "tests_slow": Part(150, tests_slow),
     "tests_ranks": Part(150, tests_ranks),
     "bench_ranks": Part(355, bench_ranks),
 }
@@ -302,7 +278,7 @@ CALLS = {
     ),
     "verdicts": ("results", "data"),
     "gpt": ("gpt",),
-    "peers": ("fused_norm", "bench_peers", "update", "tests_others", "tests_slow"),
+    "peers": ("bench_peers", "tests_others", "tests_slow"),
     "ranks": ("tests_ranks", "bench_ranks"),
 }
 

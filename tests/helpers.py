@@ -19,9 +19,11 @@ from mprun.build.data import arguments_of
 from mprun.cli import main
 from mprun.config.components import NETWORKS, SOURCES
 from mprun.entry_points import loaded
-from mprun.precision import MixedPrecisionOptimizer, cast_model, get_policy
+from mprun.precision import ForwardContext, NoLossScale, get_policy
+from mprun.prepared.prepared_model import PreparedModel
 from mprun.record.metrics import read_metrics
 from mprun.record.run_record import Record
+from mprun.tasks import Learner
 
 # Small runs as the overrides a user would type: a step takes milliseconds on one core. They
 # evaluate at their end alone, unless more is said.
@@ -134,21 +136,26 @@ def making(optimizer, *arguments, **settings):
     return lambda named: optimizer([tensor for _, tensor in named], *arguments, **settings)
 
 
-def mixed(model, mode, make=None, scale=None, **options):
-    """(the model cast to a mode, its optimizer); make: as of `making`, plain SGD of rate 1."""
-    cast = cast_model(model, get_policy(mode))
-    make = make or making(torch.optim.SGD, 1.0)
-    return cast, MixedPrecisionOptimizer(cast, make, scale, **options)
+def mixed(model, mode, make=None, scale=None, *, overrides=None, seed=0, native=False, **options):
+    """The learner of a model in a mode, as a run builds it.
+
+    make: as of `making`, plain SGD of rate 1. options: arguments of `Learner`.
+    """
+    policy = get_policy(mode) if isinstance(mode, str) else mode
+    device = next(model.parameters()).device
+    context = ForwardContext(policy, device, native=native, overrides=(overrides or {}).values())
+    scale = scale or NoLossScale(device)
+    prepared = PreparedModel(model, context, scale, overrides or {}, of_run=True, seed=seed)
+    trained = [(name, own) for name, own in model.named_parameters() if own.requires_grad]
+    return Learner(prepared, (make or making(torch.optim.SGD, 1.0))(trained), **options)
 
 
-def one_step(cast, optimizer, inputs, loss=lambda outputs: outputs.square().mean(), measure=False):
-    """Take one step on the FP32 outputs, the scale's included; what `optimizer.step` says of it."""
-    optimizer.zero_grad()
-    optimizer.backward(loss(cast.module(cast.policy.cast_inputs(inputs)).float()))
-    update = optimizer.step(measure)
-    for scale in optimizer.loss_scales:
-        scale.update()
-    return update
+def one_step(learner, inputs, loss=lambda outputs: outputs.square().mean(), measure=False):
+    """Take one step on the outputs; what `Learner.step` says of it."""
+    learner.zero_grad()
+    loss(learner.network(inputs)).backward()
+    learner.end_part()
+    return learner.step(measure)
 
 
 @contextmanager

@@ -45,7 +45,7 @@ BOUNDARIES = [
     Boundary("config.yaml written", f"{_RECORD}:write_config", after=True),
     Boundary("run.json begun", f"{_RECORD}:write_json", after=True),
     Boundary("before step 1", f"{_LOOP}.advance"),
-    Boundary("in step 1", "mprun.precision:MixedPrecisionOptimizer.backward"),
+    Boundary("in step 1", "mprun.tasks.learner:Learner.end_part"),
     Boundary("after step 1", f"{_LOOP}.advance", after=True),
     Boundary("a log line", "mprun.record.console:Progress.show", 2),
     Boundary("first evaluation, begin", f"{_LOGGER}.evaluate"),
@@ -88,7 +88,7 @@ def cases() -> dict[str, list[str]]:
         network = TINY if policy.products is None else _GPT
         scaled = [*SCALED[1:]] if mode in ("fp16_master_scaled", "amp") else []  # skips at first
         found[mode] = [*network, f"precision={mode}", *scaled]
-    found["dcgan amp"] = [*KILLED["dcgan amp"], "scaler.per=loss"]
+    found["dcgan amp"] = [*KILLED["dcgan amp"], "scaler.per=optimizer"]
     found["fp16_naive, evaluated in the mode"] = [
         *found["fp16_naive"],
         "train.eval_arithmetic=mode",

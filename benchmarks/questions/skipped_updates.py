@@ -4,14 +4,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from mprun.precision import (
-    BatchNormGuard,
-    DynamicLossScale,
-    ForwardContext,
-    MixedPrecisionOptimizer,
-    cast_model,
-    get_policy,
-)
+from mprun import prepare
+from mprun.precision import DynamicLossScale, ForwardContext, get_policy
 from questions.answer import Answer
 
 # 2^16 halved 166 times is below half of float32's smallest number, 2^-149.
@@ -74,20 +68,18 @@ def _amp_step(scaler, optimizer, weight: Tensor, factor: float) -> float:
 
 
 def _mprun_scale(device: torch.device) -> tuple[float, bool, bool]:
-    cast = cast_model(nn.Linear(8, 8, bias=False, device=device), get_policy("amp"))
-    scale = DynamicLossScale(device=device)
-    optimizer = MixedPrecisionOptimizer(
-        cast, lambda named: torch.optim.SGD([p for _, p in named], lr=0.1), scale
-    )
+    model, scale = nn.Linear(8, 8, bias=False, device=device), DynamicLossScale(device=device)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = prepare(model, plain, "amp", scaler=scale)
+    inputs = torch.eye(8, device=device)
     at_floor = collapsed = None
     for factor in [float("inf")] * OVERFLOWS + [1.0]:
         if factor == 1.0:
             at_floor, collapsed = float(scale.scale), bool(scale.collapsed())
         optimizer.zero_grad()
-        optimizer.backward((cast.module.weight * factor).sum())
+        (model(inputs) * factor).sum().backward()
         optimizer.step()
-        scale.update()
-    return at_floor, collapsed, bool(cast.module.weight.isfinite().all())
+    return at_floor, collapsed, bool(model.weight.isfinite().all())
 
 
 def batch_norm_after_skip(device: torch.device) -> Answer:
@@ -136,25 +128,15 @@ def _torch_batch_norm(device: torch.device) -> dict:
 
 def _mprun_batch_norm(device: torch.device) -> dict:
     model, batches = _network(device), _batches(device)
-    policy = get_policy("amp")
-    forward_context, scale = ForwardContext(policy, device), DynamicLossScale(1024.0, device=device)
-    guards = [BatchNormGuard(model)]
-    optimizer = MixedPrecisionOptimizer(
-        cast_model(model, policy),
-        lambda named: torch.optim.SGD([p for _, p in named], lr=0.01),
-        scale,
-        guards=guards,
-    )
+    plain = torch.optim.SGD(model.parameters(), lr=0.01)
+    scale = DynamicLossScale(1024.0, device=device)
+    model, optimizer = prepare(model, plain, "amp", scaler=scale)
     before: list[Tensor] = []
     for images in batches:
         before = [p.detach().clone() for p in model.parameters()]
         optimizer.zero_grad()
-        with forward_context:
-            with forward_context.autocast():
-                outputs = model(images)
-            optimizer.backward(outputs.float().square().mean())
+        model(images).square().mean().backward()
         optimizer.step()
-        scale.update()
     return _state(model, before, batches[0])
 
 

@@ -92,15 +92,12 @@ def rounding_unit(mode: str) -> float:
 
 
 def weights_of(contender: Contender) -> dict[str, Tensor]:
-    """Return the tensors that a contender's optimizers update, by name, masters if it has them."""
+    """Return the tensors that a contender's optimizers update, by name."""
     if not isinstance(contender, RunnerContender):
         return contender.weights()
     found: dict[str, Tensor] = {}
     for learner, own in contender.task.learners.items():
-        optimizer = own.optimizer
-        updated = zip(optimizer.names, optimizer.updated, strict=True)
-        found |= {f"{learner}.{name}": tensor.detach() for name, tensor in updated}
-        found |= {f"{learner}.{row.name}": row.tensor.detach() for row in optimizer.rows}
+        found |= {f"{learner}.{name}": tensor.detach() for name, tensor in own.named.items()}
     return found
 
 

@@ -22,6 +22,7 @@ from mprun.precision import LossScale, PrecisionPolicy
 from mprun.precision.module_dtypes import NORM_LAYERS
 from mprun.precision.scaled_linear import marked_outputs
 from mprun.precision.torch_update import STATE, has_fused_kernel
+from mprun.prepared.shards import is_shard
 
 
 def policy_from(config: schema.PrecisionConfig) -> PrecisionPolicy:
@@ -61,9 +62,9 @@ def optimizer_maker(
 ) -> Callable[[list[tuple[str, Tensor]]], torch.optim.Optimizer]:
     """Return a function from the (name, tensor) pairs of `module` to a torch optimizer.
 
-    implementation "auto" and "single_pass" mean the fused kernel, the base of a CPU's single pass,
-    unless the update itself is in 16 bits. A fused kernel would compute that in FP32 registers
-    (and torch's fused SGD does not update half parameters on a CPU at all).
+    implementation "auto" means the fused kernel, unless the update itself is in 16 bits. A fused
+    kernel would compute that in FP32 registers (and torch's fused SGD does not update half
+    parameters on a CPU at all).
     """
     implementation = config.implementation
     build = loaded(config.component.builder)
@@ -73,10 +74,10 @@ def optimizer_maker(
         raise BadInput(f"optim.implementation=foreach: {config.name} has no such form {without}")
     fused = config.name in STATE and has_fused_kernel(config.name, device)
     if why := _why_unfused(config, module):
-        if implementation in ("fused", "single_pass"):
-            raise BadInput(f"optim.implementation={implementation}: {why} {without}")
+        if implementation == "fused":
+            raise BadInput(f"optim.implementation=fused: {why} {without}")
         fused = False
-    if implementation in ("auto", "single_pass"):
+    if implementation == "auto":
         in_16_bits = policy.masters == "none" and policy.param_dtype.itemsize == 2
         implementation = "fused" if fused and not in_16_bits else "foreach"
     elif implementation == "fused" and not fused:
@@ -119,6 +120,8 @@ def _why_unfused(config: schema.OptimConfig, module: nn.Module) -> str | None:
                 raise BadInput(f"optim.{key}: {none} (allowed: {allowed})")
             return f"{name} has sparse gradients, which no fused kernel takes"
     for name, parameter in module.named_parameters():
+        if is_shard(parameter) and config.name not in ("adam", "adamw"):
+            return f"torch's fused {config.name} takes no shards (dist.engine=fsdp)"
         if parameter.is_complex():
             return f"{name} is complex, which no fused kernel takes"
     return None

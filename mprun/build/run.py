@@ -16,7 +16,6 @@ from mprun.config.schema import MAX_STEPS, OptimConfig, RunConfig
 from mprun.data import DataError
 from mprun.data.source import DamagedData, Source
 from mprun.distributed.ranks import ALONE, Ranks
-from mprun.entry_points import announced, loaded
 from mprun.errors import BadInput
 from mprun.execution.cuda_graph import CudaRecorder, why_not_captured
 from mprun.execution.graphed_step import DRAWS, GraphedStep, HostBound
@@ -43,7 +42,6 @@ def build(
     config: RunConfig,
     device: torch.device,
     ranks: Ranks = ALONE,
-    fused_norm: str | None = None,
 ) -> Built:
     """Build data, model, optimizer, loss scale and task; raise BadInput if that is impossible.
 
@@ -52,7 +50,6 @@ def build(
     Args:
         ranks: those of which this process is one; a single one takes every micro-batch itself,
             regardless of `devices`.
-        fused_norm: `execution.fused_norm` of the record of a run that goes on.
     """
     policy = policy_from(config.precision)
     overrides = [DTYPES[name] for name in config.precision.overrides.values()]
@@ -87,10 +84,8 @@ def build(
         if steps > MAX_STEPS:
             raise BadInput(f"train.epochs={epochs}: {steps} steps, at most {MAX_STEPS} are allowed")
     lr = schedule_of(config.optim, steps, task.steps_per_epoch)
-    optimizers = [learner.optimizer for learner in task.learners.values()]
-    rate = LearningRate(lr, optimizers, device)
+    rate = LearningRate(lr, [*task.learners.values()], device)
     stepper = build_step_runner(config, task, rate, device)
-    stepper.settings["fused_norm"] = _fused_norm(config, task, policy, device, fused_norm)
     return Built(task, data, policy, forward_context, device, steps, rate, stepper)
 
 
@@ -150,24 +145,6 @@ def build_step_runner(
     return StepRunner(
         task, rate, device, graph=graph, compilation=compilation, stream=stream, settings=settings
     )
-
-
-def _fused_norm(
-    config: RunConfig,
-    task: Task,
-    policy: PrecisionPolicy,
-    device: torch.device,
-    earlier: str | None,
-) -> str:
-    """Let the networks compute as train.fused_norm says; return "on" or "off: " and the reason."""
-    value = config.train.fused_norm
-    if value == "off":
-        return "off: train.fused_norm=off"
-    fuse = announced("mprun.execution").get("fused_norm")
-    if fuse is None:
-        raise BadInput(f"train.fused_norm={value}: its extension is missing here (allowed: off)")
-    found: str = loaded(fuse)(config, task, policy, device, earlier)
-    return found
 
 
 def _draws(config: RunConfig, task: Task) -> bool:

@@ -1,14 +1,14 @@
-"""The task of a configuration: model cast, optimizer wrapped, BatchNorm guarded.
+"""The task of a configuration: models prepared for their mode, each with its optimizer.
 
 The user's own data and networks are tried before step 1.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mprun.build.data import arguments_of, check_batches, check_tanh_images
 from mprun.build.model import (
@@ -31,17 +31,19 @@ from mprun.entry_points import loaded
 from mprun.errors import BadInput
 from mprun.precision import (
     DTYPES,
-    CastModel,
+    BatchStatistics,
     ForwardContext,
     LossScale,
-    MixedPrecisionOptimizer,
     PrecisionPolicy,
-    cast_model,
     why_no_lstm,
 )
-from mprun.precision.module_dtypes import matching_modules, those_that_match
-from mprun.precision.row_updates import row_tables
-from mprun.tasks import BatchStatistics, Learner, SampleDistance, Task
+from mprun.precision.module_dtypes import (
+    matching_modules,
+    refuse_without_effect,
+    those_that_match,
+)
+from mprun.prepared.prepared_model import PreparedModel
+from mprun.tasks import Learner, SampleDistance, Task
 
 if TYPE_CHECKING:
     from mprun.distributed.reduction import FlatReduction
@@ -72,66 +74,39 @@ def build_task(
     if name in TASKS:
         make = loaded(TASKS[name].builder)
         common |= arguments_of(make, model)
-    casts = _cast_networks(config, data, forward_context)
-    if ranks.world > 1 and engine_of(config, device.type)[0] == "fsdp":
-        from mprun.distributed.sharding import sharded
-
-        casts = [sharded(casts[0], ranks, [*blocks_of(config, casts[0].module)])]
-    if len(casts) > 1:
-        return _in_turn(make, config, casts, data, forward_context, ranks, common)
+    networks = _networks(config, data, forward_context)
     scale = build_loss_scale(config.scaler, device)
-    keeps_statistics = scale.skips_nonfinite or config.train.accumulate > 1 or ranks.world > 1
-    guards = [BatchStatistics(casts[0].module)] if keeps_statistics else []
-    (learner,) = _learners(config, casts, [scale], [guards], device, ranks)
+    if len(networks) > 1:
+        # The first network is the generator.
+        own = build_loss_scale(config.scaler, device) if config.scaler.per == "optimizer" else scale
+        learners = _learners(config, networks, [own, scale], forward_context, ranks)
+        made: Task = make(
+            *learners,
+            data,
+            policy,
+            forward_context,
+            (scale, own),
+            **common,
+            sample_distance=_sample_distance(config, data, device),
+        )
+        made.ranks = ranks
+        return made
+    (learner,) = _learners(config, networks, [scale], forward_context, ranks)
     if any(size == "num_classes" and getattr(data, size) < 2 for size in kind_of(model).sizes):
         what = "one class, a classifier needs two; is the folder one level too high?"
         raise BadInput(f"data.root={config.data.root}: {what}")
-    if (every := config.numerics.shadow_every) and getattr(model, "sampled", False):
-        why = "model.sampled_softmax, whose tables have no second copy for a shadow step"
-        raise BadInput(f"numerics.shadow_every={every}: must be 0 with {why}")
     make = make or Factory("model.task", name)  # imported after the first draw of weights
-    made: Task = make(learner, data, policy, forward_context, scale, **common)
-    made.guards, made.ranks = guards, ranks
+    made = make(learner, data, policy, forward_context, scale, **common)
+    made.ranks = ranks
     return made
 
 
-def _in_turn(
-    make: Callable[..., Task],
-    config: RunConfig,
-    casts: Sequence[CastModel],
-    data: Source,
-    forward_context: ForwardContext,
-    ranks: Ranks,
-    common: dict[str, Any],
-) -> Task:
-    """Build a task of two networks, each with an optimizer: generator and discriminator."""
-    per, device = config.scaler.per, forward_context.device
-    count = {"shared": 1, "optimizer": 2}.get(per, 3)
-    made = [build_loss_scale(config.scaler, device) for _ in range(count)]
-    # For the discriminator's loss on real and on generated images, and the generator's loss.
-    scales = (made[0], made[1] if per == "loss" else made[0], made[-1])
-    guard_g, guard_d = (BatchStatistics(cast.module) for cast in casts)
-    of_losses: list[LossScale | Sequence[LossScale]] = [scales[2], scales[:2]]
-    guards = [[guard_g, guard_d], [guard_d]]
-    task = make(
-        *_learners(config, casts, of_losses, guards, device, ranks),
-        data,
-        forward_context.policy,
-        forward_context,
-        scales,
-        (guard_g, guard_d),
-        **common,
-        sample_distance=_sample_distance(config, data, device),
-    )
-    task.ranks = ranks
-    return task
+Network = tuple[nn.Module, dict[str, torch.dtype]]  # and its own overrides by pattern
 
 
-def _cast_networks(
-    config: RunConfig, data: Source, forward_context: ForwardContext
-) -> list[CastModel]:
-    """Build networks in the mode's dtypes; an override must match in at least one of them."""
-    policy, device = forward_context.policy, forward_context.device
+def _networks(config: RunConfig, data: Source, forward_context: ForwardContext) -> list[Network]:
+    """Build the networks; an override must match in at least one of them."""
+    device = forward_context.device
     overrides = {pattern: DTYPES[d] for pattern, d in config.precision.overrides.items()}
     networks = [network.to(device) for network in build_networks(config.model, data)]
     if uses_channels_last(config, device)[0]:
@@ -141,72 +116,89 @@ def _cast_networks(
         for block in blocks_of(config, networks[0]).values():
             recompute(block)
     if len(networks) == 1:
-        return [cast_model(networks[0], policy, overrides)]
+        return [(networks[0], overrides)]
     matching = [{p: overrides[p] for p in those_that_match(m, overrides)} for m in networks]
     if missing := [p for p in overrides if not any(p in own for own in matching)]:
         none = "matches no module of generator or discriminator"
         raise BadInput(f"precision.overrides.{missing[0]}: {none}")
-    pairs = zip(networks, matching, strict=True)
-    return [cast_model(network, policy, own) for network, own in pairs]
+    return [*zip(networks, matching, strict=True)]
 
 
 def _learners(
     config: RunConfig,
-    casts: Sequence[CastModel],
-    scales: Sequence[LossScale | Sequence[LossScale]],
-    guards: Sequence[Sequence[BatchStatistics]],
-    device: torch.device,
+    networks: Sequence[Network],
+    scales: Sequence[LossScale],
+    forward_context: ForwardContext,
     ranks: Ranks,
 ) -> list[Learner]:
-    """Build each model's optimizer; scales: of the losses that are propagated through it."""
-    limits = _limits(config, [cast.module for cast in casts])
+    """Prepare each model and build its optimizer; scales: of their gradients."""
+    device, policy = forward_context.device, forward_context.policy
+    limits = _limits(config, [network for network, _ in networks])
+    in_parts = config.train.accumulate > 1 or ranks.world > 1
     found: list[Learner] = []
-    for cast, scale, guard, own in zip(casts, scales, guards, limits, strict=True):
-        make = optimizer_maker(config.optim, cast.policy, device, cast.module)
-        reduction = _reduction(config, cast, ranks, device)
-        seed = 1009 * config.seed + len(found)
-        optimizer = MixedPrecisionOptimizer(
-            cast, make, scale, guards=guard, reduction=reduction, seed=seed, **own
+    for (network, overrides), scale, own in zip(networks, scales, limits, strict=True):
+        refuse_without_effect(network, policy, overrides, "precision.overrides")
+        if ranks.world > 1 and config.dist.engine == "fsdp":
+            from mprun.distributed.sharding import shard
+
+            shard(network, [*blocks_of(config, network).values()], ranks)
+        prepared = PreparedModel(
+            network,
+            forward_context,
+            scale,
+            overrides,
+            of_run=True,
+            key="precision.overrides",
+            seed=1009 * config.seed + len(found),
         )
-        found.append(Learner(cast, optimizer))
-        if reduction is not None:
-            found[-1].network = reduction.wrapped(cast.module)
+        trained: list[tuple[str, Tensor]] = [
+            (name, own) for name, own in network.named_parameters() if own.requires_grad
+        ]
+        learner = Learner(
+            prepared,
+            optimizer_maker(config.optim, policy, device, network)(trained),
+            parts=config.train.accumulate,
+            reduction=_reduction(config, prepared, ranks),
+            statistics=BatchStatistics(network) if in_parts else None,
+            **own,
+        )
+        found.append(learner)
     return found
 
 
-def _reduction(
-    config: RunConfig, cast: CastModel, ranks: Ranks, device: torch.device
-) -> "FlatReduction | None":
-    """Return the sum over ranks of one optimizer's gradients; None if a single rank adds each
+def _reduction(config: RunConfig, prepared: PreparedModel, ranks: Ranks) -> "FlatReduction | None":
+    """Return the sum over ranks of one model's gradients; None if a single rank adds each
     micro-batch as it comes."""
-    order = config.precision.reduce_order
-    if ranks.world == 1 and order == "rank":
+    order, policy = config.precision.reduce_order, prepared.policy
+    several = config.train.accumulate > 1
+    if ranks.world == 1 and not (several and policy.reduce_dtype is not None) and order == "rank":
         return None
     from mprun.distributed.reduction import FlatReduction, OverlappedReduction
 
-    fixed = ranks.world == 1 or config.dist.order == "fixed"
-    if cast.shards:
-        from mprun.distributed.sharding import ShardedModel, ShardedReduction
-
-        assert isinstance(cast, ShardedModel)
-        apart = cast.policy.reduce_dtype is not None
-        return ShardedReduction(cast, fixed=fixed, apart=apart, order=order)
-    bucket_bytes = int(config.dist.bucket_mb * 2**20)
-    if ranks.world > 1 and engine_of(config, device.type)[0] == "ddp":
-        return OverlappedReduction(ranks, bucket_bytes=bucket_bytes)
-    return FlatReduction(ranks, fixed=fixed, order=order, bucket_bytes=bucket_bytes)
+    engine, kind = engine_of(config, prepared.device_type)[0], FlatReduction
+    if engine == "fsdp" and ranks.world > 1:
+        from mprun.distributed.sharding import ShardedReduction as kind
+    elif engine == "ddp" and ranks.world > 1:
+        kind = OverlappedReduction
+    return kind(
+        ranks,
+        config.train.accumulate,
+        fixed=config.dist.order == "fixed" if ranks.world > 1 else order != "rank",
+        order=order,
+        bucket_bytes=int(config.dist.bucket_mb * 2**20),
+        dtype=policy.reduce_dtype if several else None,
+        divide=policy.reduce_divide,
+    )
 
 
 def _limits(config: RunConfig, models: Sequence[nn.Module]) -> list[dict[str, Any]]:
-    """Return arguments of each model's optimizer: update, clipped and averaged parameters.
+    """Return arguments of each model's learner: clipped and averaged parameters.
 
     A pattern has to match in at least one of the models. A model in which none of several patterns
     matches is neither clipped nor averaged. A ValueError names a pattern without a match.
     """
     train, optim = config.train, config.optim
-    # torch's implementations are the plain way.
-    update = optim.implementation if optim.implementation in ("auto", "single_pass") else "plain"
-    found: list[dict] = [{"update": update, "parts": train.accumulate} for _ in models]
+    found: list[dict] = [{} for _ in models]
     clipped, averaged = "train.clip_modules", "optim.average_modules"
     for key, value, names, patterns, modules in (
         ("clip_norm", train.clip_norm, "clipped", train.clip_modules, clipped),
@@ -226,25 +218,16 @@ def _limits(config: RunConfig, models: Sequence[nn.Module]) -> list[dict[str, An
 def weights_in(model: nn.Module, patterns: Sequence[str], key: str) -> set[str]:
     """Return the trained parameters in modules that match the patterns of `key`; all without any.
 
-    It raises ValueError if a pattern matches no module, no weight is chosen, or a row table would
-    be averaged: its average would have to move in every row.
+    It raises ValueError if a pattern matches no module, or no weight is chosen.
     """
-    tables = row_tables(model)
     around = {f"{m}." for pattern in patterns for m in matching_modules(model, pattern, key)}
     names = {
         name
         for name, own in model.named_parameters()
-        if (own.requires_grad or name.rpartition(".")[0] in tables)
-        and (not patterns or any(name.startswith(prefix) for prefix in around))
+        if own.requires_grad and (not patterns or any(name.startswith(one) for one in around))
     }
     if not names:
         raise ValueError(f"{key}={list(patterns)}: these have no weights")
-    among = [table for table in tables if any(name.startswith(f"{table}.") for name in names)]
-    if among and key == "optim.average_modules":
-        raise ValueError(
-            f"{key}={list(patterns)}: {', '.join(among)} are updated only in the rows that a step "
-            "uses and have no average; name the modules to average, e.g. [lstm]"
-        )
     return names
 
 

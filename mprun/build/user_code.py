@@ -10,7 +10,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,10 +19,11 @@ from torch import Tensor, nn
 
 from mprun.config.fields import nearest
 from mprun.errors import BadInput, MprunError, raised
-from mprun.precision import ForwardContext, PrecisionPolicy, cast_model, ieee_fp32
+from mprun.precision import ForwardContext, NoLossScale, PrecisionPolicy, ieee_fp32
 from mprun.precision.audit import Audit, Contradiction
 from mprun.precision.module_dtypes import those_that_match
 from mprun.precision.random_states import random_states, restore_random_states
+from mprun.prepared.prepared_model import PreparedModel
 from mprun.record.memory import ran_out
 
 
@@ -132,14 +133,17 @@ class Trial:
             for network in self.networks:
                 network.to(self.device).eval()
             with torch.no_grad(), ieee_fp32():
-                self._forward(first, more, None, "in FP32", nullcontext)
+                self._forward(first, more, "in FP32")
             for network in self.networks:
                 matching = {p: overrides[p] for p in those_that_match(network, overrides)}
-                cast_model(network.train(), policy, matching)
+                scale, key = NoLossScale(self.device), "precision.overrides"
+                PreparedModel(
+                    network.train(), forward_context, scale, matching, of_run=True, key=key
+                )
             mode = f"in precision={policy.name}"
             audit = Audit(forward_context)
             with audit.watching(step=True), forward_context:
-                outputs = self._forward(first, more, policy, mode, forward_context.autocast)
+                outputs = self._forward(first, more, mode)
                 total = torch.stack([output.float().sum() for output in outputs]).sum()
                 with blaming(f"{self.name}: backward {mode}"):
                     total.backward()
@@ -149,23 +153,18 @@ class Trial:
         finally:
             restore_random_states(before, self.device)
 
-    def _forward(
-        self, first: Tensor, more: tuple[Tensor, ...], policy, how: str, autocast
-    ) -> list[Tensor]:
+    def _forward(self, first: Tensor, more: tuple[Tensor, ...], how: str) -> list[Tensor]:
         """Return the outputs from which a loss is computed."""
 
-        def cast(tensor: Tensor) -> Tensor:
-            return tensor if policy is None else policy.cast_inputs(tensor)
-
         def call(what: str, network: nn.Module, *inputs):
-            with autocast(), blaming(f"{self.name}: {what} of {shape_of(inputs[0])} {how}"):
+            with blaming(f"{self.name}: {what} of {shape_of(inputs[0])} {how}"):
                 return network(*inputs)
 
         if self.task == "language_model":
             return self._language_model(first, call)
         if self.task == "gan":
-            return self._gan(cast(first), call, cast)
-        outputs = call("forward", self.networks[0], cast(first), *more)
+            return self._gan(first, call)
+        outputs = call("forward", self.networks[0], first, *more)
         if self.task == "speech":
             outputs = outputs[0]
         if self.task == "classification":
@@ -196,9 +195,9 @@ class Trial:
             found.append(logits)
         return found
 
-    def _gan(self, real: Tensor, call, cast) -> list[Tensor]:
+    def _gan(self, real: Tensor, call) -> list[Tensor]:
         generator, discriminator = self.networks
-        codes = cast(torch.zeros(len(real), self.latent_size, device=self.device))
+        codes = torch.zeros(len(real), self.latent_size, device=self.device)
         images = call("generator", generator, codes)
         if not isinstance(images, Tensor) or images.shape != real.shape:
             returned = f"generator of {shape_of(codes)} returned {shape_of(images)}"

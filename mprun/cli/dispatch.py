@@ -14,7 +14,7 @@ import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -339,16 +339,15 @@ def _to_start(config: "RunConfig", rank_info: RankInfo | None) -> int:
     from mprun.training.run import resolve_device
 
     if resolve_device(config.device).type != "cuda":
-        config.devices = "1"
         return 1
     import torch
 
     from mprun.config.execution_rules import why_not_on
 
-    config.devices = str(torch.cuda.device_count())
-    for line in why_not_on(config, int(config.devices)):
+    count = torch.cuda.device_count()
+    for line in why_not_on(replace(config, devices=str(count)), count):
         raise BadInput(line)
-    return int(config.devices)
+    return count
 
 
 def _launched(

@@ -18,8 +18,6 @@ KEYS = {
     "kernels": "cpu: capability, onednn, units_16_bit; cuda (null without a GPU): version, "
     "driver, cudnn, tf32, bf16",
     "fused_updates": "by optimizer, torch's update in one kernel: works, why (not)",
-    "single_pass": "by optimizer, whether mprun's CUDA kernels for the update compiled and "
-    "passed their self-test: works, why (not)",
     "cuda_graph": "whether a captured training step replays as the eager one: works, why (not)",
     "ranks": "backends of several ranks (gloo, nccl and its version), environment (world and rank "
     "that torchrun or srun have set; null: none)",
@@ -79,8 +77,7 @@ def page(facts: dict) -> str:
 def summary(facts: dict) -> str:
     """Return in a line what will happen here; what does not work comes first."""
     wrong = [f"GPU {gpu['index']} cannot be read" for gpu in facts["gpus"] if gpu["why"]]
-    tests = {f"{rule}'s single pass": one for rule, one in facts["single_pass"].items()}
-    tests["CUDA graphs"] = facts["cuda_graph"]
+    tests = {"CUDA graphs": facts["cuda_graph"]}
     tests["energy (NVML)"] = facts["nvml"] if facts["gpus"] else {"works": None}
     wrong += [f"no {what}" for what, one in tests.items() if one["works"] is False]
     if not facts["kernels"]["cpu"]["onednn"]:
@@ -124,7 +121,6 @@ def _rows(facts: dict) -> list[tuple[str, str]]:
     return [
         *rows,
         *_by_optimizer("fused updates", facts["fused_updates"], "yes"),
-        *_by_optimizer("single pass", facts["single_pass"], "self-test passed"),
         ("CUDA graph", graph),
         ("several ranks", f"{backends}; {len(facts['gpus'])} GPUs; {here}"),
         ("NVML", _nvml(facts["nvml"])),

@@ -16,7 +16,6 @@ from mprun.errors import BadInput
 from mprun.execution.graphed_step import why_no_replay_on
 from mprun.precision import (
     ForwardContext,
-    MixedPrecisionOptimizer,
     get_policy,
     pin_math_flags,
     read_math_flags,
@@ -26,11 +25,8 @@ from mprun.precision import (
 from mprun.precision.emulation import PRODUCTS
 from mprun.precision.scaled_products import how_multiplied
 from mprun.precision.torch_update import RULES, STATE, has_fused_kernel
-from mprun.precision.update_choice import why_not_on
 from mprun.record.energy import PowerMeter, meter_of
 from mprun.training.environment import environment
-
-_NO_SINGLE_PASS = "its kernels need a GPU; a CPU runs torch's fused update in blocks"
 
 
 def machine_facts(config_dir: str | None = None) -> dict:
@@ -53,12 +49,6 @@ def machine_facts(config_dir: str | None = None) -> dict:
         "gpus": [] if why_no_gpu else [_gpu(i) for i in range(torch.cuda.device_count())],
         "kernels": {"cpu": _cpu_kernels(), "cuda": _cuda_kernels(device, meter)},
         "fused_updates": {rule: _asked(partial(_why_not_fused, rule, device)) for rule in rules},
-        "single_pass": {
-            rule: _on_gpu(
-                device, partial(why_not_on, MixedPrecisionOptimizer, device, rule), _NO_SINGLE_PASS
-            )
-            for rule in rules
-        },
         "cuda_graph": _on_gpu(device, partial(why_no_replay_on, device), "needs a GPU"),
         "ranks": _ranks(),
         "nvml": _nvml(meter),

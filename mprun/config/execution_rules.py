@@ -33,7 +33,7 @@ def why_not_on(config: RunConfig, world: int) -> Iterator[str]:
     given = f"devices={config.devices}" + (f" nodes={config.nodes}" if config.nodes > 1 else "")
     parts, batch = config.train.accumulate, config.data.batch_size
     if getattr(config.model, "sampled", False):
-        yield f"{given}: model.sampled_softmax updates rows of its tables on one rank (allowed: 1)"
+        yield f"{given}: model.sampled_softmax has sparse gradients, of one rank (allowed: 1)"
     if shares_streams(config.model):
         if batch % world:
             use = f"data.batch_size={-(-batch // world) * world} or ranks that divide it"
@@ -81,12 +81,27 @@ def engine_of(config: RunConfig, device: str) -> tuple[str, str]:
 
 
 def _why_no_overlap(config: RunConfig) -> str | None:
-    if config.dist.order == "fixed":
-        return "dist.order=fixed needs the gradients of each micro-batch"
+    precision = config.precision
+    if precision.reduce_order == "ring":
+        return "precision.reduce_order=ring adds buckets that are the same on any number of ranks"
+    in_fp32 = precision.update.rounding != "nearest" or precision.update.state_dtype is not None
+    if _keeps_half(config) and in_fp32:
+        mode = f"precision={precision.name}"
+        return f"{mode} adds up gradients of 16-bit weights in FP32, which torch's DDP refuses"
     return _why_not_in_backward(config)
 
 
+def _keeps_half(config: RunConfig) -> bool:
+    return config.precision.master_dtype is None and config.precision.param_dtype != "fp32"
+
+
 def _why_no_shards(config: RunConfig) -> str | None:
+    precision = config.precision
+    if _keeps_half(config):
+        return f"precision={precision.name} keeps weights in 16 bits, without FP32 masters to shard"
+    if precision.update.state_dtype is not None:
+        state = f"precision.update.state_dtype={precision.update.state_dtype}"
+        return f"{state} stores the state of whole tensors, of which a rank has rows"
     if config.optim.average_decay is not None:
         return f"optim.average_decay={config.optim.average_decay} keeps whole weights"
     if config.optim.component.of_matrices:
@@ -134,7 +149,6 @@ def of_execution(config: RunConfig, device: str) -> Iterator[str]:
         ("compile", train.compile, _why_not_compiled(config, device), "off"),
         ("channels_last", train.channels_last, _why_no_channels_last(config), "auto, off"),
         ("autotune", train.autotune, _why_no_autotune(config, device), "auto, off"),
-        ("fused_norm", train.fused_norm, why_no_fused_norm(config, device), "auto, off"),
     ):
         if value not in ("auto", "off") and reason is not None:
             yield f"train.{key}={value}: {reason} (allowed: {allowed})"
@@ -151,6 +165,8 @@ def why_no_graph(config: RunConfig, device: str) -> str | None:
         return f"{_HOOKS}, which a replay does not call"
     if config.train.activation_checkpointing:
         return _RECOMPUTED
+    if getattr(config.model, "sampled", False):
+        return "model.sampled_softmax has sparse gradients, whose rows torch counts on the host"
     network = config.model.component
     if network.why_no_graph is not None:
         return network.why_no_graph
@@ -199,22 +215,6 @@ def _why_no_autotune(config: RunConfig, device: str) -> str | None:
     if config.deterministic:
         return "it may choose another kernel in another run, deterministic=true forbids that"
     return None
-
-
-def why_no_fused_norm(config: RunConfig, device: str) -> str | None:
-    """Return why no network has the kernels of BatchNorm with ReLU, as far as known, or None.
-
-    device: "auto": not known yet.
-    """
-    train = config.train
-    if device == "cpu":
-        return "its kernels need device=cuda"
-    if train.compile != "off":
-        return f"train.compile={train.compile} fuses operations by itself"
-    nhwc, reason = train.channels_last == "on", "train.channels_last=off"
-    if train.channels_last == "auto":
-        nhwc, reason = auto_channels_last(config, "cuda")
-    return None if nhwc else f"its kernels need NHWC maps, train.channels_last=on ({reason})"
 
 
 def auto_channels_last(config: RunConfig, device: str) -> tuple[bool, str]:

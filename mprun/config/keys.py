@@ -143,10 +143,22 @@ def current(config: dict[str, Any]) -> dict[str, Any]:
     """Return a recorded configuration with the keys of this version.
 
     A renamed key has its new name. A key that came later has its default, which restates what runs
-    without it computed, unless its field says `restates=False`. Keys of no schema stay.
+    without it computed, unless its field says `restates=False`. A key that is gone is left out if
+    its value restates what every run computes now. Keys of no schema stay.
     """
     groups = _OF_SCRIPTS if "script" in config else None
-    return _filled(_renamed(config), RunConfig, groups)
+    return _filled(_renamed(_without_gone(config)), RunConfig, groups)
+
+
+_GONE = {"train": {"fused_norm": "off"}, "optim": {"implementation": "single_pass"}}
+
+
+def _without_gone(config: dict[str, Any]) -> dict[str, Any]:
+    found = dict(config)
+    for group, values in _GONE.items():
+        if isinstance(inner := config.get(group), dict):
+            found[group] = {k: v for k, v in inner.items() if k not in values or v != values[k]}
+    return found
 
 
 def _renamed(config: dict[str, Any]) -> dict[str, Any]:

@@ -141,15 +141,10 @@ def _schedule(optim: schema.OptimConfig) -> Iterator[str]:
 
 def _implementation(config: RunConfig) -> Iterator[str]:
     precision, implementation = config.precision, config.optim.implementation
-    if implementation in ("fused", "single_pass") and updates_in_16_bits(precision):
+    if implementation == "fused" and updates_in_16_bits(precision):
         yield (
-            f"optim.implementation={implementation}: {precision.name} updates in 16 bits operation "
+            f"optim.implementation=fused: {precision.name} updates in 16 bits operation "
             "by operation; one kernel would compute in FP32 (allowed: auto, foreach, loop)"
-        )
-    if implementation == "single_pass" and precision.grad_dtype != "fp32":
-        yield (
-            f"optim.implementation=single_pass: with precision.grad_dtype={precision.grad_dtype} "
-            "gradients are unscaled in 16 bits, not FP32 (allowed: auto, fused, foreach, loop)"
         )
 
 

@@ -72,8 +72,8 @@ class OptimConfig:
         None, "Learning rate of what Muon leaves to AdamW over that of matrices"
     )
     implementation: str = one_of(
-        "auto single_pass fused foreach loop",
-        "How the update is computed; single_pass: cast, unscale, update, copy in one pass",
+        "auto fused foreach loop",
+        "Which of torch's implementations computes the update",
     )
     schedule: str = one_of(
         "constant cosine linear polynomial step epoch_decay",
@@ -202,7 +202,9 @@ class PrecisionConfig:
         "fp32", "Dtype of the master weights; null: none, parameters are updated in place"
     )
     grad_dtype: str = one_of(
-        DTYPES, "Dtype in which gradients accumulate, are unscaled and clipped", restates=False
+        DTYPES,
+        "Dtype in which gradients are unscaled; without masters they accumulate in it, too",
+        restates=False,
     )
     loss_dtype: str = one_of(DTYPES, "Dtype of softmax and loss", restates=False)
     autocast_dtype: str | None = one_of(
@@ -240,8 +242,7 @@ class ScalerConfig:
     name: str = setting(MISSING, "Name of the loss scaler, that of its file")
     kind: str = one_of(SCALERS.keys(), "Rule of the loss scale; none: no scaling", default="none")
     per: str = one_of(
-        "shared optimizer loss",
-        "Sharing of loss scales (GANs): one for all, one per optimizer or one per loss",
+        "shared optimizer", "Sharing of loss scales (GANs): one for all, or one per optimizer"
     )
     scale: float | None = _scale("The loss scale, constant")
     init_scale: float | None = _scale("Loss scale at the start")
@@ -348,9 +349,6 @@ class TrainConfig:
         "auto on off", "NHWC weights and activations; auto: on CUDA for 16-bit and TF32 products"
     )
     autotune: str = one_of("auto on off", "cudnn.benchmark; auto: on unless deterministic=true")
-    fused_norm: str = one_of(
-        "off auto on", "BatchNorm, sum and ReLU in one CUDA kernel; auto: if it is faster here"
-    )
 
     def evaluates_every(self, steps: int) -> int:
         """Return the steps between two evaluations in a run of `steps`; 0: only at its end."""

@@ -75,7 +75,7 @@ class RankGroup(Ranks):
             self.host: Any = dist.new_group(backend="gloo", timeout=wait)
             if self.backend == "nccl":
                 wait += timedelta(seconds=AFTER_GLOO_S + AFTER_WATCH_S)
-            self.tensors: Any = dist.new_group(backend=self.backend, timeout=wait)
+            self.tensors = dist.new_group(backend=self.backend, timeout=wait)
             # A connection of its own: another one may be in use, for as long as it waits.
             own = dist.PrefixStore(f"mprun/{attempt}", self.whole_store.clone())
             self.watch = Watch(own, self.rank, self.world, timeout_s, self._begun)

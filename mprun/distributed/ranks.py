@@ -30,6 +30,7 @@ class Ranks:
 
     rank: int = 0  # 0 ... world-1
     world: int = 1  # number of ranks, W
+    tensors: Any = None  # torch's process group, for tensors on the device
 
     @property
     def is_first(self) -> bool:

@@ -1,4 +1,4 @@
-"""The sum of the gradients of several ranks, in buckets: after backward, or during it.
+"""The mean of the gradients of several micro-batches and ranks: after backward, or during it.
 
 `order=fixed` keeps the gradients of each micro-batch apart until all ranks have them. It then adds
 them in the order of micro-batches, like a single rank that takes all of them. The bits are the same
@@ -6,6 +6,9 @@ for every number of ranks; the cost is the memory of M/W gradients and the traff
 A single rank keeps them apart too where it adds in another order, as clusters do (`in_order`).
 `order=fast` adds this rank's gradients first and leaves the rest to the library's all-reduce, which
 chooses its own order.
+
+Gradients are unscaled FP32 between a backward pass and this sum. A mode with a `reduce_dtype` sums
+them scaled, in that dtype, as torch's DistributedDataParallel does with 16-bit parameters.
 """
 
 # No postponed annotations: DDP inspects the annotations of its hook.
@@ -13,6 +16,7 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -21,43 +25,96 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from mprun.errors import BadInput, MprunError
-from mprun.precision.gradients import added
-from mprun.precision.update import in_memory_order, norms_of
+from mprun.precision import LossScale
+from mprun.precision.policy import DIVIDE
+from mprun.precision.update import by_dtype, in_memory_order, norms_of
+from mprun.prepared.prepared_model import PreparedModel
+from mprun.torch_private import disable_dispatch_modes, foreach_add_, foreach_div_, foreach_mul_
 
-# Number of a parameter among the optimizer's, flat bucket -> flat tensor to be summed.
-Sent = Callable[[int, Tensor], Tensor]
+Gradients = list[Tensor | None]  # one for each parameter
 
 
 class FlatReduction:
-    """Sum gradients over a RankGroup after backward; see `mprun.precision.gradients.Reduction`.
+    """Mean of a step's gradients over its micro-batches, summed over ranks after backward.
 
-    fixed: gather the micro-batches, and add them `in_order`. bucket_bytes: size of the gradients
-    summed at a time.
+    Args:
+        group: the ranks, a RankGroup.
+        parts: micro-batches of a step, on all ranks.
+        fixed: gather the micro-batches, and add them `in_order`; else this rank's are added first.
+        bucket_bytes: size of the gradients that are summed at a time.
+        dtype: sum scaled gradients in it; None: unscaled ones in their own.
+        divide: where such a sum is divided, see `factors`.
     """
 
-    overlaps = shards = False
     muted = False  # for a bench: this rank's gradients are taken for the sum
 
-    def __init__(self, group: Any, *, fixed: bool, bucket_bytes: int, order: str = "rank"):
+    def __init__(
+        self,
+        group: Any,
+        parts: int,
+        *,
+        fixed: bool,
+        bucket_bytes: int,
+        order: str = "rank",
+        dtype: torch.dtype | None = None,
+        divide: str = "after",
+    ):
         self.group, self.fixed, self.bucket_bytes = group, fixed, bucket_bytes
-        self.order = order
-        self._kept: list[list[Tensor | None]] = []
+        self.order, self.dtype = order, dtype
+        self.before, self.after = (1, parts) if dtype is None else factors(parts, divide)
+        self.scale: LossScale | None = None  # of a sum of scaled gradients
+        self.parameters: Sequence[Tensor] = ()
+        self._kept: list[Gradients] = []
         self._used: list[bool] | None = None  # by parameter: whether any rank has a gradient
 
-    def wrapped(self, model: nn.Module) -> nn.Module:
-        """Return the module that a step calls in place of the model."""
-        return model
+    def network(self, prepared: PreparedModel, parameters: Sequence[Tensor]) -> Callable[..., Any]:
+        """Take the model whose gradients are summed; return what a step calls in its place."""
+        self.scale, self.parameters = prepared.scale, parameters
+        prepared.group = self.group.tensors
+        return prepared.model
 
     def overlap(self, last: bool) -> None:
-        pass
+        """Announce whether the next backward pass is the last of a step."""
 
-    def begin(self, parameters: Sequence[Tensor], sent: Sent) -> None:
-        raise RuntimeError("`overlaps` is false: FlatReduction sums after backward")
+    @torch.no_grad()
+    def end_part(self) -> None:
+        """Take the gradients of a backward pass out of `.grad`, unless they may stay."""
+        own = [parameter.grad for parameter in self.parameters]
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.add(self.sent(own))
 
-    def end(self, gradients: list[Tensor | None]) -> None:
-        pass
+    @torch.no_grad()
+    def mean(self) -> None:
+        """Put the mean over all micro-batches into `.grad`."""
+        pairs = zip(self.parameters, self.total(), strict=True)
+        found = [g if g is None else g.to(own.grad_dtype or own.dtype) for own, g in pairs]
+        self.received(found)
+        for parameter, gradient in zip(self.parameters, found, strict=True):
+            parameter.grad = gradient
 
-    def add(self, tensors: list[Tensor | None]) -> None:
+    def sent(self, own: Gradients) -> Gradients:
+        """Return the terms of the sum for gradients, which it may change."""
+        if self.dtype is not None:
+            if self.scale is not None:
+                for group in by_dtype(own):
+                    foreach_mul_(group, self.scale.scale)
+            own = [None if one is None else one.to(self.dtype) for one in own]
+        if self.before > 1:
+            for group in by_dtype(own):
+                foreach_div_(group, self.before)
+        return own
+
+    def received(self, sums: Gradients) -> None:
+        """Make mean gradients of sums, in place; they have the dtype of gradients again."""
+        for group in by_dtype(sums):
+            if self.dtype is not None and self.scale is not None:
+                foreach_mul_(group, self.scale.inverse())
+            if self.after > 1:
+                foreach_div_(group, self.after)
+
+    def add(self, tensors: Gradients) -> None:
+        """Add the gradients of a micro-batch, a tensor or None for each parameter."""
         for tensor in tensors:
             if tensor is not None and tensor.is_sparse:
                 allowed = "allowed: devices=1 precision.reduce_order=rank"
@@ -68,9 +125,10 @@ class FlatReduction:
             self._kept = [added(self._kept[0], tensors)]
 
     @torch.no_grad()
-    def total(self) -> list[Tensor | None]:
+    def total(self) -> Gradients:
+        """Return the sum over all micro-batches of all ranks, bit-equal on each."""
         kept, self._kept = self._kept, []
-        if self.muted:
+        if self.muted or (self.group.world == 1 and not self.fixed):
             return kept[0]
         likes = self._likes(kept)
         whole: list[Tensor | None] = [None] * len(kept[0])
@@ -94,11 +152,13 @@ class FlatReduction:
     def clear(self) -> None:
         self._kept = []
 
-    def largest(self, values: Tensor) -> Tensor:
-        return values if self.muted else self.group.largest(values)
-
-    def norms(self, gradients: list[Tensor | None]) -> Tensor:
+    def norms(self, gradients: Gradients) -> Tensor:
+        """Return each whole gradient's L2 norm, float32 [n]."""
         return norms_of(gradients)
+
+    def gathered(self) -> AbstractContextManager[Any]:
+        """Return a context in which each rank has whole weights, and may call the model alone."""
+        return nullcontext()
 
     def _likes(self, kept: list[list[Tensor | None]]) -> dict[int, Tensor]:
         """Return a gradient of this rank for each parameter that has one on some rank.
@@ -143,12 +203,96 @@ class FlatReduction:
         for number in bucket:
             like, tensor = likes[number], own[number]
             if tensor is None:
-                parts.append(like.new_zeros(like.numel()))
+                parts.append(like.new_zeros(like.numel(), dtype=self.dtype))
                 continue
             if tensor.stride() != like.stride():
-                tensor = torch.empty_like(like).copy_(tensor)
+                tensor = torch.empty_like(like, dtype=tensor.dtype).copy_(tensor)
             parts.append(in_memory_order(tensor))
         return torch.cat(parts)
+
+
+class OverlappedReduction(FlatReduction):
+    """A `FlatReduction` that sums the last micro-batch of this rank during its backward pass.
+
+    It is a communication hook of torch's DistributedDataParallel (torch docs: DDP Communication
+    Hooks): a bucket is summed as soon as backward has all of it, with what this rank has kept of
+    its earlier micro-batches. DDP puts the mean that the hook returns into `.grad`.
+    """
+
+    _summed = 0  # parameters in the buckets of this step
+
+    def network(self, prepared: PreparedModel, parameters: Sequence[Tensor]) -> Callable[..., Any]:
+        super().network(prepared, parameters)
+        # No buffers to broadcast: statistics and weights are already equal on all ranks.
+        known = inspect.signature(DistributedDataParallel).parameters
+        buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+        options: dict[str, Any] = {buffers: False, "bucket_cap_mb": self.bucket_bytes / 2**20}
+        # Warned of for 1x1 convolutions in NHWC, whose strides can be written in two ways.
+        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
+        made = DistributedDataParallel(prepared.model, process_group=self.group.tensors, **options)
+        made.register_comm_hook(self, OverlappedReduction.begun)
+        self._number = {id(own): number for number, own in enumerate(parameters)}
+        self._module = made
+        return made
+
+    def overlap(self, last: bool) -> None:
+        self._module.require_backward_grad_sync = last and not self.muted  # like DDP's `no_sync`
+
+    def end_part(self) -> None:
+        if not self._module.require_backward_grad_sync:
+            super().end_part()
+
+    def mean(self) -> None:
+        if not self._module.require_backward_grad_sync:
+            return super().mean()
+        self._kept = []
+        if self._summed < len(self.parameters):  # DDP waits for all of a bucket
+            without = len(self.parameters) - self._summed
+            raise BadInput(
+                f"dist.engine=ddp: {without} of {len(self.parameters)} parameters have no gradient "
+                "in this step; use dist.engine=flat"
+            )
+
+    def clear(self) -> None:
+        super().clear()
+        self._summed = 0
+
+    @torch.no_grad()
+    def begun(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Begin to sum one bucket; return the future that DDP puts into `.grad`."""
+        buffer, parameters = bucket.buffer(), bucket.parameters()
+        numbers = [self._number[id(own)] for own in parameters]
+        self._summed += len(numbers)
+        with disable_dispatch_modes():  # an emulation would look at each operation
+            # A bucket has the memory order of its parameters; `bucket.gradients()` takes it for
+            # contiguous (torch 2.15), which mixes up the values of a layout like NHWC.
+            parts = buffer.split([own.numel() for own in parameters])
+            likes = dict(zip(numbers, map(_as, parameters, parts), strict=True))
+            rows = [self._flattened(numbers, own, likes) for own in self._kept]
+            rows += [row for row in self.sent([buffer.clone()]) if row is not None]
+            if self.fixed:
+                flat = in_order(self.group.gather(torch.stack(rows)), self.order)
+                work: torch.futures.Future[Any] = torch.futures.Future()
+                work.set_result(None)
+            else:
+                flat = rows[0] if len(rows) == 1 else rows[0].add_(rows[1])
+                work = self.group.sum(flat).get_future()
+
+        def ended(_: Any) -> Tensor:
+            with torch.no_grad(), disable_dispatch_modes():
+                buffer.copy_(flat)
+                self.received([buffer])
+            return buffer
+
+        return work.then(ended)
+
+
+def _as(parameter: Tensor, flat: Tensor) -> Tensor:
+    """Return a part of a bucket as the gradient that it is: laid out as a dense parameter, else
+    contiguous."""
+    like = torch.empty_like(parameter, device="meta")
+    strides = like.stride() if like.stride() == parameter.stride() else like.contiguous().stride()
+    return flat.as_strided(parameter.shape, strides, flat.storage_offset())
 
 
 def in_order(parts: Tensor | list[Tensor], order: str) -> Tensor:
@@ -198,90 +342,35 @@ def _around_a_ring(parts: Tensor) -> Tensor:
     return total.view(-1)[:numel]
 
 
-class OverlappedReduction(FlatReduction):
-    """A `FlatReduction` that sums the last micro-batch of this rank during its backward pass.
+def added(known: Gradients, new: Gradients) -> Gradients:
+    """Return sums of gradients, in the tensors of `known` if both exist."""
+    sums: Gradients = []
+    groups: dict[torch.dtype, list[tuple[Tensor, Tensor]]] = {}
+    for one, other in zip(known, new, strict=True):
+        if one is not None and other is not None:
+            groups.setdefault(one.dtype, []).append((one, other))
+        sums.append(other if one is None else one)
+    for group in groups.values():
+        foreach_add_([one for one, _ in group], [other for _, other in group])
+    return sums
 
-    DDP's own reduction would average FP16 gradients in FP16, times the loss scale. A communication
-    hook (torch docs: DDP Communication Hooks) therefore sums each complete bucket: it casts and
-    unscales it as the mode says, adds the gradients of the earlier micro-batches, and sums in that
-    dtype. The `.grad` that DDP then writes is not used.
+
+def factors(ranks: int, divide: str) -> tuple[int, int]:
+    """Return the divisors of gradients before and after their sum; the product is `ranks`.
+
+    ValueError unless `divide` is one of `DIVIDE`.
+
+    Each addition in 16 bits rounds. Divided before, small gradients underflow, more of them with
+    more ranks; divided after, large ones overflow.
+
+    "split": about the square root before, in powers of two, as torch's FSDP divides FP16 gradients
+    (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py, `_get_gradient_divide_factors`).
     """
-
-    def __init__(self, group: Any, *, bucket_bytes: int):
-        super().__init__(group, fixed=False, bucket_bytes=bucket_bytes)
-        self._number: dict[int, int] = {}  # id of a parameter -> its number
-        self._sent: Sent | None = None
-        self._sums: list[Tensor | None] = []
-        self._module: DistributedDataParallel | None = None
-
-    def wrapped(self, model: nn.Module) -> DistributedDataParallel:
-        # No buffers to broadcast: statistics and weights are already equal on all ranks.
-        known = inspect.signature(DistributedDataParallel).parameters
-        buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-        options: dict[str, Any] = {buffers: False, "bucket_cap_mb": self.bucket_bytes / 2**20}
-        made = DistributedDataParallel(model, process_group=self.group.tensors, **options)
-        made.register_comm_hook(self, OverlappedReduction.begun)
-        # Warned of for 1x1 convolutions in NHWC, whose strides can be written in two ways.
-        warnings.filterwarnings("ignore", message="Grad strides do not match bucket view strides")
-        self._module = made
-        return made
-
-    def overlap(self, last: bool) -> None:
-        self.overlaps = last and not self.muted
-        if self._module is not None:  # like DDP's `no_sync`
-            self._module.require_backward_grad_sync = self.overlaps
-
-    def begin(self, parameters: Sequence[Tensor], sent: Sent) -> None:
-        """Begin a backward pass that ends with the sum over all ranks."""
-        self._number = {id(parameter): number for number, parameter in enumerate(parameters)}
-        self._sent, self._sums = sent, [None] * len(parameters)
-
-    def total(self) -> list[Tensor | None]:
-        if self._sent is None:
-            return super().total()
-        summed, self._sums, self._sent, self._kept = self._sums, [], None, []
-        without = sum(tensor is None for tensor in summed)
-        if without:  # DDP sums a bucket only once all of its gradients are there
-            raise BadInput(
-                f"dist.engine=ddp: {without} of {len(summed)} parameters have no gradient in "
-                "this step; use dist.engine=flat"
-            )
-        return summed
-
-    def clear(self) -> None:
-        super().clear()
-        self._sent, self._sums = None, []
-
-    def begun(self, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Begin to sum one bucket; return the future that DDP puts into `.grad`."""
-        buffer = bucket.buffer()
-        numbers = [self._number.get(id(p)) for p in bucket.parameters()]
-        first = next((number for number in numbers if number is not None), None)
-        if self._sent is None or first is None:  # outside a step, or nothing of it
-            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
-            done.set_result(buffer)
-            return done
-        flat = self._sent(first, buffer)
-        if flat is buffer:
-            flat = buffer.clone()
-        offset = 0
-        for number, parameter in zip(numbers, bucket.parameters(), strict=True):
-            begin, offset = offset, offset + parameter.numel()
-            if number is None:
-                continue
-            # The bucket has the memory order of the parameter. `bucket.gradients()` takes it for
-            # contiguous (torch 2.15), which mixes up the values of a layout like NHWC.
-            own = flat[begin:offset].as_strided(parameter.shape, _strides(parameter))
-            before = self._kept[0][number] if self._kept else None
-            if before is not None:
-                own.add_(before)
-            self._sums[number] = own
-        work = dist.all_reduce(flat, group=self.group.tensors, async_op=True)
-        assert work is not None
-        return work.get_future().then(lambda _: buffer)
-
-
-def _strides(parameter: Tensor) -> tuple[int, ...]:
-    """Return the strides of a gradient in a bucket: the parameter's if dense, else contiguous."""
-    like = torch.empty_like(parameter, device="meta")
-    return like.stride() if like.stride() == parameter.stride() else like.contiguous().stride()
+    if divide not in DIVIDE:
+        raise ValueError(f"divide={divide!r}: must be one of {', '.join(DIVIDE)}")
+    if divide != "split":
+        return (ranks, 1) if divide == "before" else (1, ranks)
+    before = 1
+    while ranks % before == 0 and ranks / before > before:
+        before *= 2
+    return (before, ranks // before) if ranks % before == 0 else (1, ranks)

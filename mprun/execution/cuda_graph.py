@@ -14,9 +14,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Adam
+from torch.optim import Adam, Optimizer
 
-from mprun.precision import MixedPrecisionOptimizer
 from mprun.precision.muon import Muon
 from mprun.precision.torch_update import reads_rate_on_device
 from mprun.record.memory import ran_out
@@ -122,9 +121,7 @@ class CudaRecorder:
         generator.graphsafe_set_state(generator.clone_state())
 
 
-def why_not_captured(
-    optimizers: Iterable[MixedPrecisionOptimizer], constant_rate: bool
-) -> str | None:
+def why_not_captured(optimizers: Iterable[Optimizer], constant_rate: bool) -> str | None:
     """Return the reason why the updates of `optimizers` cannot be replayed, or None.
 
     Read from torch.optim of torch 2.11 to 2.15. The formulas of SGD and Adagrad read no number that
@@ -134,18 +131,15 @@ def why_not_captured(
     contain.
     """
     for optimizer in optimizers:
-        inner = optimizer.inner
-        single_pass = optimizer.update_path == "single_pass"
-        name, groups = type(inner).__name__, inner.param_groups
+        name, groups = type(optimizer).__name__, optimizer.param_groups
         counts_on_host = not all(group.get("capturable") for group in groups)
-        if isinstance(inner, Adam | Muon) and counts_on_host and not single_pass:
+        if isinstance(optimizer, Adam | Muon) and counts_on_host:
             return (
                 f"{name} without a fused kernel counts its steps on the host, "
                 "where a replay does not count"
             )
         on_device = all(isinstance(group["lr"], Tensor) for group in groups)
-        reads_on_device = single_pass or reads_rate_on_device(inner)
-        if not constant_rate and not (on_device and reads_on_device):
+        if not constant_rate and not (on_device and reads_rate_on_device(optimizer)):
             return (
                 f"optim.schedule: {name} without a fused kernel reads its rate on the host, "
                 "and a replay would keep the first one"

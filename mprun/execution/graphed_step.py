@@ -21,14 +21,9 @@ from torch.optim import SGD
 
 from mprun.errors import BadInput
 from mprun.execution.cuda_graph import CannotCapture, CudaRecorder
-from mprun.precision import (
-    DynamicLossScale,
-    ForwardContext,
-    MixedPrecisionOptimizer,
-    cast_model,
-    get_policy,
-)
+from mprun.precision import DynamicLossScale
 from mprun.precision.torch_update import has_fused_kernel
+from mprun.prepared import prepare
 from mprun.tasks import LanguageModel, Task
 from mprun.tasks.supervised import Tokens
 
@@ -273,7 +268,7 @@ class GraphedStep:
         trained = [parameter.requires_grad for parameter in parameters]
         for own in self.task.learners.values():
             # The step itself begins so, too; the last gradients must not count as its memory.
-            own.optimizer.zero_grad()
+            own.zero_grad()
         try:
             return names, self.recorder.record(step)
         except BaseException:
@@ -344,27 +339,19 @@ def _training(layer: nn.Linear, inputs: Tensor) -> tuple[Callable[[], Tensor], l
 
     The step returns its loss, float32, 0-dim.
     """
-    policy, device = get_policy("fp16_master_scaled"), inputs.device
-    fused = has_fused_kernel("sgd", device)
-    cast, inputs = cast_model(layer, policy), policy.cast_inputs(inputs)
-    forward_context, scale = ForwardContext(policy, device), DynamicLossScale(1024.0, device=device)
-    optimizer = MixedPrecisionOptimizer(
-        cast,
-        lambda named: SGD([p for _, p in named], lr=1.0, momentum=0.5, fused=fused),
-        scale,
-        update="auto",
-    )
+    fused = has_fused_kernel("sgd", inputs.device)
+    optimizer = SGD(layer.parameters(), lr=1.0, momentum=0.5, fused=fused)
+    scale = DynamicLossScale(1024.0, device=inputs.device)
+    prepare(layer, optimizer, "fp16_master_scaled", scaler=scale)
 
     def step() -> Tensor:
         optimizer.zero_grad()
-        with forward_context:
-            loss = layer(inputs).float().square().mean()
-            optimizer.backward(loss)
+        loss = layer(inputs).square().mean()
+        loss.backward()
         optimizer.step()
-        scale.update()
         return loss.detach()
 
-    return step, [*layer.parameters(), *cast.masters.values()]
+    return step, [*layer.parameters()]
 
 
 def _on_host(tensors: list[Tensor]) -> list[Tensor]:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 from mprun.errors import BadInput, MprunError
 from mprun.execution.graphed_step import GraphedStep
-from mprun.precision import MixedPrecisionOptimizer
 from mprun.precision.audit import Audit, Contradiction, next_due
 from mprun.precision.torch_update import reads_rate_on_device
 from mprun.tasks.task import Learner, Task
@@ -74,7 +73,7 @@ def learning_rates(
 
 
 class LearningRate:
-    """Apply a table of rates (one per update) to optimizers.
+    """Apply a table of rates (one per update) to the optimizers of learners.
 
     The schedule follows applied updates: step number minus skipped updates. On CUDA only the device
     knows that count, so a varying rate is looked up there and the optimizers read a float32 tensor,
@@ -85,25 +84,25 @@ class LearningRate:
     def __init__(
         self,
         rates: Sequence[float],
-        optimizers: Sequence[MixedPrecisionOptimizer],
+        learners: Sequence[Learner],
         device: torch.device,
     ):
-        self.rates, self.optimizers = list(rates), list(optimizers)
+        self.rates, self.learners = list(rates), list(learners)
         self.constant = min(self.rates) == max(self.rates)
         self.table = self._table_on(device)
         # Set here, because `apply` never sets a constant rate.
-        for optimizer in self.optimizers:
-            optimizer.set_lr(self.rates[0] if self.table is None else self.table[0])
+        for learner in self.learners:
+            learner.set_lr(self.rates[0] if self.table is None else self.table[0])
 
     def _table_on(self, device: torch.device) -> Tensor | None:
         """Return the rates as a tensor, and give each group one to read; None: plain numbers."""
         if self.constant or device.type != "cuda":
             return None
-        own = [(one, one.update_path == "single_pass") for one in self.optimizers]
-        waits = [one for one, single in own if not (single or reads_rate_on_device(one.inner))]
+        optimizers = [learner.optimizer for learner in self.learners]
+        waits = [one for one in optimizers if not reads_rate_on_device(one)]
         if waits:
-            if any(optimizer.skips for optimizer in self.optimizers):
-                name = type(waits[0].inner).__name__
+            if any(learner.steps.scale.skips_nonfinite for learner in self.learners):
+                name = type(waits[0]).__name__
                 raise BadInput(
                     f"optim.schedule: {name} without a fused kernel reads its rate on the host, "
                     "which does not know the skipped updates; use optim=adamw, "
@@ -111,8 +110,8 @@ class LearningRate:
                 )
             return None
         # One tensor a group: the groups of an optimizer may differ in their rate.
-        for optimizer in self.optimizers:
-            for group in optimizer.inner.param_groups:
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
                 group["lr"] = torch.empty((), dtype=torch.float32, device=device)
         return torch.tensor(self.rates, dtype=torch.float32, device=device)
 
@@ -128,8 +127,8 @@ class LearningRate:
         else:
             # On a CPU reading the count does not wait; on CUDA no update is skipped here.
             rate = self.at(step, int(skipped) if skipped.device.type == "cpu" else 0)
-        for optimizer in self.optimizers:
-            optimizer.set_lr(rate)
+        for learner in self.learners:
+            learner.set_lr(rate)
 
     def at(self, step: int, skipped: int) -> float:
         """Return the rate used at `step` (from 0) after `skipped` skipped updates."""
@@ -190,7 +189,7 @@ class StepRunner:
         compilation: networks to compile; None: none.
         stream: the stream that captures graphs; None without graphs.
         settings: choices made beforehand, for the record: "cuda_graph" (why it is off, if `graph`
-            is None), "channels_last", "autotune" and "fused_norm".
+            is None), "channels_last" and "autotune".
 
     The first step is eager and uncompiled, so that it can be watched operation by operation. The
     second step compiles the networks; a graph is captured a few steps later.
@@ -306,7 +305,11 @@ class StepRunner:
     def audit_result(self) -> dict[str, Any]:
         """Return the audit of the watched steps, and which steps it cannot watch; for run.json."""
         result = self.audit.result()
-        result["optimizers"] = sorted({type(own.inner).__name__ for own in self.rate.optimizers})
+        result["optimizers"] = sorted({type(one.optimizer).__name__ for one in self.rate.learners})
+        for label, learner in self.task.learners.items():
+            own = learner.prepared.audit
+            for key, names in (("written_in_a_call", own.written), ("left_the_model", own.left)):
+                result[key] = sorted({*result[key], *(f"{label}.{name}" for name in names)})
         unseen = []
         if self.graph is not None and self.graph.replayed:
             unseen.append("replayed steps (CUDA graph)")
@@ -322,7 +325,7 @@ class StepRunner:
             cuda_graph: "on", or "off: " and the reason; capture_s, replayed: seconds of capturing
             and number of replayed steps; host_ms, device_ms: times of an eager step under `auto`.
             compile: the mode; compile_s: seconds of the step that compiled. channels_last,
-            autotune, fused_norm: "on" or "off: " and the reason.
+            autotune: "on" or "off: " and the reason.
         """
         found: dict[str, str | float | int] = dict(self.settings)
         graph = self.graph

@@ -1,20 +1,17 @@
-"""LSTM language models: Zaremba's three Penn Treebank sizes, and bigLSTM with its row tables.
+"""LSTM language models: Zaremba's three Penn Treebank sizes, and bigLSTM with its tables.
 
-A step of bigLSTM reads and updates only the rows that it uses: with 800,000 words a dense gradient
-of 1024 columns has 3.2 GB of zeros, and a dense update rewrites every row of table and optimizer
-state.
+A step of bigLSTM reads and updates only the rows that it uses, by torch's sparse gradients: with
+800,000 words a dense gradient of 1024 columns has 3.2 GB of zeros, and a dense update rewrites
+every row of table and optimizer state.
 """
 
 import functools
 import math
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.hooks import RemovableHandle
 
 State = tuple[Tensor, Tensor]
 
@@ -101,104 +98,48 @@ class LSTMLanguageModel(StackedLSTM):
         return self.output(outputs), state
 
 
-class Gathered(NamedTuple):
-    """The rows that one step uses, each once; N is the number of requested ids."""
+class RowTable(nn.Embedding):
+    """`rows` rows of `width` numbers, with sparse gradients: of the rows that a step reads.
 
-    ids: Tensor  # int64 [N], the table's row for each row of the leaves
-    # bool [N]. Only the device knows the number of different ids: the places after the last one
-    # repeat the first row, and nothing refers to them.
-    used: Tensor
-    leaves: dict[str, Tensor]  # weight [N, D] and bias [N], copies that collect the gradients
-    place: Tensor  # int64 in the shape of the requested ids, the position of each in the leaves
-
-
-class RowTable(nn.Module):
-    """`rows` rows of `width` numbers, with `bias` one more number for each row.
-
-    The table is no leaf of autograd (requires_grad is False): `gather` copies the needed rows into
-    leaf tensors. An optimizer that knows row tables applies their gradients to these rows alone
-    (mprun.precision.row_updates). In a mode with master weights the FP32 table is the master, and
-    `gather` rounds rows to `row_dtype`: the values of a 16-bit copy, without its 2 bytes a
-    parameter.
-
-    One `gather` with gradients per micro-batch: a second one before the optimizer took the first
-    one's gradients raises RuntimeError. `forward(ids)` is the lookup of an embedding: int64 ids of
-    any shape [...] to [..., width]. The optimizer multiplies the unscaled gradients by
-    `gradient_factor`.
+    A mode with master weights keeps the table in FP32 and rounds the rows that are read
+    (mprun.precision.module_dtypes). `forward(ids)`: int64 ids of any shape [...], or a slice;
+    returns rows [..., width]. Gradients are multiplied by `gradient_factor`.
     """
 
-    is_row_table = True
-
-    def __init__(self, rows: int, width: int, *, bias: bool = False, gradient_factor: float = 1.0):
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(rows, width), requires_grad=False)
-        self.bias = nn.Parameter(torch.empty(rows), requires_grad=False) if bias else None
+    def __init__(self, rows: int, width: int, gradient_factor: float = 1.0):
+        super().__init__(rows, width, sparse=True)
         self.gradient_factor = gradient_factor
-        self.row_dtype: torch.dtype | None = None  # of gathered rows; None: that of the table
-        self.gathered: Gathered | None = None
-        self._gradient_hooks: OrderedDict[int, Callable[[Tensor], None]] = OrderedDict()
+        if not torch.sparse.check_sparse_tensor_invariants.is_enabled():
+            torch.sparse.check_sparse_tensor_invariants.disable()  # else Adagrad's step warns
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Return "weight" [rows, width] and, with a bias, "bias" [rows]."""
-        both = {"weight": self.weight, "bias": self.bias}
-        return {name: tensor for name, tensor in both.items() if tensor is not None}
+    def reset_parameters(self) -> None:
+        """Leave the values to `StackedLSTM`, which draws those of all parameters."""
 
-    def forward(self, ids: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            rows = self.weight.index_select(0, ids.flatten())
-            return self.rounded(rows).view(*ids.shape, -1)
-        gathered = self.gather(ids)
-        # Its gradient adds up equal ids in FP32 and rounds once, natively on a GPU, by the
-        # emulation on a CPU.
-        return F.embedding(gathered.place, gathered.leaves["weight"])
+    def forward(self, ids: Tensor | slice) -> Tensor:
+        if isinstance(ids, slice):
+            return self.weight[ids]
+        return self.factored(F.embedding(ids, self.weight, sparse=self.sparse))
 
-    def gather(self, ids: Tensor) -> Gathered:
-        """Copy the rows of `ids` (int64, any shape), and keep the copies for the optimizer.
+    def factored(self, rows: Tensor) -> Tensor:
+        """Let the gradient of `rows` be multiplied by the factor; return them."""
+        if self.gradient_factor != 1.0 and rows.requires_grad:
+            rows.register_hook(lambda gradient: gradient * self.gradient_factor)
+        return rows
 
-        The host does not read the number of different ids: shapes depend on the number of ids.
-        """
-        if self.gathered is not None:
-            raise RuntimeError("rows were gathered before, and not updated since (zero_grad)")
-        unique, place, used = self.distinct(ids.flatten())
-        leaves = {}
-        for name, tensor in self.tensors().items():
-            leaves[name] = self.rounded(tensor.detach().index_select(0, unique)).requires_grad_()
-        for hook in self._gradient_hooks.values():
-            leaves["weight"].register_hook(hook)
-        self.gathered = Gathered(unique, used, leaves, place.view(ids.shape))
-        return self.gathered
 
-    def distinct(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return ids, place and used of a `Gathered` of these ids [N]; place is int64 [N]."""
-        ordered, order = flat.sort(stable=True)
-        new = torch.ones_like(ordered)
-        torch.ne(ordered[1:], ordered[:-1], out=new[1:])
-        number = new.cumsum(0) - 1  # of the id, among the different ones
-        # Equal ids write the same value to the same place, so the result is deterministic.
-        unique = ordered[:1].repeat(len(flat)).scatter_(0, number, ordered)
-        place = torch.empty_like(number).scatter_(0, order, number)
-        return unique, place, torch.arange(len(flat), device=flat.device) <= number[-1]
+class OutputTable(RowTable):
+    """A `RowTable` with a bias for each row; its results are (rows, biases [...])."""
 
-    def rounded(self, rows: Tensor) -> Tensor:
-        """Return the rows in row_dtype; the same tensor if they already are."""
-        return rows if self.row_dtype is None else rows.to(self.row_dtype)
+    def __init__(self, rows: int, width: int, gradient_factor: float = 1.0):
+        super().__init__(rows, width, gradient_factor)
+        self.bias = nn.Parameter(torch.empty(rows))
 
-    def blocks(self, size: int) -> Iterator[dict[str, Tensor]]:
-        """Yield the table, rounded to row_dtype, as FP32 blocks of at most `size` rows.
-
-        Blocks of an FP32 table are views; a 16-bit table is copied one block at a time.
-        """
-        for start in range(0, len(self.weight), size):
-            yield {
-                name: self.rounded(tensor[start : start + size]).float()
-                for name, tensor in self.tensors().items()
-            }
-
-    def register_gradient_hook(self, hook: Callable[[Tensor], None]) -> RemovableHandle:
-        """Call `hook` with the gradient of the gathered weight rows in each backward pass."""
-        handle = RemovableHandle(self._gradient_hooks)
-        self._gradient_hooks[handle.id] = hook
-        return handle
+    def forward(self, ids: Tensor | slice) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        rows = super().forward(ids)
+        if isinstance(ids, slice):
+            return rows, self.bias[ids]
+        biases = torch.gather(self.bias, 0, ids.flatten(), sparse_grad=self.sparse)
+        return rows, self.factored(biases).view(ids.shape)
 
 
 BLOCK = 8192  # words at a time in evaluation
@@ -274,8 +215,8 @@ class SampledSoftmax(nn.Module):
     (okuchaiev/f-lm). The rows of the table, and their gradients, are rounded to the parameters'
     dtype; f-lm keeps softmax rows in FP32, which is an FP32 override of the table here.
 
-    `forward(hidden, targets, table)`: hidden [M, D] in any dtype, targets int64 [M], table: a
-    RowTable of the vocabulary with bias; float32 [M]. ValueError: count < 1.
+    `forward(hidden, targets, table)`: hidden [M, D] in any dtype, targets int64 [M], table: of the
+    vocabulary; float32 [M]. ValueError: count < 1.
     """
 
     computes_in_fp32 = True
@@ -284,20 +225,18 @@ class SampledSoftmax(nn.Module):
         super().__init__()
         self.sampler = LogUniformSampler(vocabulary, min(count, vocabulary))
 
-    def forward(self, hidden: Tensor, targets: Tensor, table: RowTable) -> Tensor:
+    def forward(self, hidden: Tensor, targets: Tensor, table: OutputTable) -> Tensor:
         with torch.autocast(hidden.device.type, enabled=False):
             if self.training:
                 return self._sampled(hidden.float(), targets, table)
             return _full(hidden.float(), targets, table)
 
-    def _sampled(self, hidden: Tensor, targets: Tensor, table: RowTable) -> Tensor:
+    def _sampled(self, hidden: Tensor, targets: Tensor, table: OutputTable) -> Tensor:
         candidates, t = self.sampler.draw(hidden.device)
-        rows = table.gather(torch.cat([targets, candidates]))
-        weight = rows.leaves["weight"].float()
-        bias = rows.leaves["bias"].float()[:, None]
+        rows, biases = table(torch.cat([targets, candidates]))
         sizes = [len(targets), len(candidates)]
-        of_target, of_candidates = F.embedding(rows.place, weight).split(sizes)
-        own_bias, biases = F.embedding(rows.place, bias).squeeze(1).split(sizes)
+        of_target, of_candidates = rows.float().split(sizes)
+        own_bias, biases = biases.float().split(sizes)
         own = (hidden * of_target).sum(1) + own_bias - self.sampler.log_inclusion(targets, t)
         others = torch.addmm(
             biases - self.sampler.log_inclusion(candidates, t), hidden, of_candidates.t()
@@ -308,18 +247,17 @@ class SampledSoftmax(nn.Module):
         return F.cross_entropy(logits, torch.zeros_like(targets), reduction="none")
 
 
-def _full(hidden: Tensor, targets: Tensor, table: RowTable) -> Tensor:
+def _full(hidden: Tensor, targets: Tensor, table: OutputTable) -> Tensor:
     """Use a running log-sum-exp: the largest tensor is [tokens, BLOCK]."""
-    rows = {
-        name: table.rounded(tensor.index_select(0, targets)).float()
-        for name, tensor in table.tensors().items()
-    }
-    own = (hidden * rows["weight"]).sum(1) + rows["bias"]
-    blocks = (
-        torch.addmm(block["bias"], hidden, block["weight"].t()).logsumexp(1)
-        for block in table.blocks(BLOCK)
+    rows, biases = table(targets)
+    own = (hidden * rows.float()).sum(1) + biases.float()
+    starts = range(0, table.num_embeddings, BLOCK)
+    blocks = (table(slice(start, start + BLOCK)) for start in starts)
+    sums = (
+        torch.addmm(biases.float(), hidden, rows.float().t()).logsumexp(1)
+        for rows, biases in blocks
     )
-    return functools.reduce(torch.logaddexp, blocks) - own
+    return functools.reduce(torch.logaddexp, sums) - own
 
 
 class SampledLSTM(StackedLSTM):
@@ -353,10 +291,10 @@ class SampledLSTM(StackedLSTM):
         self.softmax = SampledSoftmax(vocab_size, candidates)
 
     def _embedding(self, vocab_size: int, width: int) -> nn.Module:
-        return RowTable(vocab_size, width, gradient_factor=self._factors[0])
+        return RowTable(vocab_size, width, self._factors[0])
 
     def _output(self, vocab_size: int, width: int) -> nn.Module:
-        return RowTable(vocab_size, width, bias=True, gradient_factor=self._factors[1])
+        return OutputTable(vocab_size, width, self._factors[1])
 
     def forward(
         self, tokens: Tensor, targets: Tensor, state: State | None = None

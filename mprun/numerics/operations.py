@@ -272,9 +272,19 @@ class FirstStep(Collector):
                 self._add(self._phase(), name, dtype, row)
                 if finite is not None:
                     self._note_overflow(name, finite, results)
-                if name == "_to_copy" and any(map(self._is_weight, operands)):
-                    made = [result.untyped_storage() for result in results]
-                    self.saved.weight_copies |= {(own.data_ptr(), own.nbytes()) for own in made}
+                self._note_weight_copies(operation, results)
+
+    def _note_weight_copies(self, operation: Operation, results: list[Tensor]) -> None:
+        """Note the casts of weights, one of them or, on CUDA, many at once."""
+        targets, sources = results, operation.args[:1] * len(results)
+        if operation.name == "_foreach_copy_":
+            targets, sources = operation.args[:2]
+        elif operation.name != "_to_copy":
+            return
+        for made, own in zip(targets, sources, strict=True):
+            if made.dtype is not own.dtype and self._is_weight(own):
+                storage = made.untyped_storage()
+                self.saved.weight_copies.add((storage.data_ptr(), storage.nbytes()))
 
     def _is_weight(self, tensor: Tensor) -> bool:
         return tensor.layout is torch.strided and storage_of(tensor) in self.saved.excluded
@@ -365,8 +375,7 @@ def _in_tf32(name: str, device: torch.device) -> bool:
 
 _SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 _KINDS = (
-    "parameters master_weights gradients gradients_in_update optimizer_state buffers activations "
-    "weight_copies".split()
+    "parameters gradients optimizer_state weight_average buffers activations weight_copies".split()
 )
 
 

@@ -29,10 +29,12 @@ from mprun.numerics.exponent_counter import (
 from mprun.numerics.exponent_shares import BINS, AppliedUpdates, ExponentCounts
 from mprun.numerics.probe_record import KINDS, LearnerProbe, TensorStats
 from mprun.numerics.state import Learner
-from mprun.precision import DTYPE_NAMES, MixedPrecisionOptimizer
+from mprun.precision import DTYPE_NAMES
 from mprun.precision.module_dtypes import called_in
 from mprun.precision.rounded_weights import COMPENSATION
 from mprun.precision.torch_update import BY_NUMBER, RULES, rule_of
+from mprun.prepared import OptimizerSteps
+from mprun.prepared.shards import local_of
 from mprun.torch_private import (
     DisableTorchFunction,
     disable_dispatch_modes,
@@ -86,9 +88,7 @@ class Probe:
 
     Only a part of a tensor with more than 2^18 values is counted (`sampling_stride`). A probe costs
     about two training steps of time and a copy of the counted weights; if these are updated in 16
-    bits, also of their state and gradients (`UpdateMeter`). For row tables
-    (mprun.precision.row_updates) it counts the gradients of the rows that the step uses, not the
-    weights and their updates.
+    bits, also of their state and gradients (`UpdateMeter`).
     """
 
     def __init__(self, task, chosen: Chosen):
@@ -105,33 +105,29 @@ class Probe:
     @torch.no_grad()
     def __enter__(self) -> "Probe":
         for name, learner in self.task.learners.items():
-            optimizer, chosen = learner.optimizer, self.chosen[name]
+            steps, chosen = learner.steps, self.chosen[name]
+            named = steps.named()
+            is_sharded = any(model.is_sharded for model in steps.models)
             for module_name, module in chosen.items():
                 hook = partial(self._on_output, name, module_name)
                 setattr(hook, "sees_inside", True)  # noqa: B010 - of a prepared model
                 self._handles.append(module.register_forward_hook(hook))
-                if learner.optimizer.shards:
+                if is_sharded:
                     hook = partial(self._on_gathered, name, module_name)
                     self._handles.append(module.register_forward_pre_hook(hook))
-            for parameter_name, parameter, updated in zip(
-                optimizer.names, optimizer.held, optimizer.updated, strict=True
-            ):
-                inside = owner(parameter_name, chosen)
+            for parameter_name, parameter in named.items():
+                inside, updated = owner(parameter_name, chosen), local_of(parameter)
                 if inside is None or not updated.numel():  # a shard may be empty
                     continue
                 hook = partial(self._on_gradient, (name, "weight_gradients", inside))
-                if parameter.requires_grad:  # a script may freeze it
-                    self._handles.append(parameter.register_hook(hook))
+                if parameter.requires_grad and not is_sharded:  # a script may freeze it
+                    self._handles.append(steps.watch_gradient(parameter, hook))
                 stride = sampling_stride(updated)
                 values = sampled(updated, stride).clone()
                 self.tally.add_sample((name, "weights", inside), values, stride, largest(updated))
                 self.before.append(((name, inside), values, stride, updated))
-            names = [own for own in optimizer.names if owner(own, chosen) is not None]
-            self.meters[name] = UpdateMeter(optimizer, names)
-            for table_name, module in optimizer.tables.items():
-                if table_name in chosen:
-                    hook = partial(self._on_gradient, (name, "weight_gradients", table_name))
-                    self._handles.append(module.register_gradient_hook(hook))
+            names = [own for own in named if owner(own, chosen) is not None]
+            self.meters[name] = UpdateMeter(steps, names)
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -179,7 +175,7 @@ class Probe:
         for (name, module), old, stride, updated in self.before:
             update = sampled(updated, stride).float() - old.float()
             self.tally.add_sample((name, "updates", module), update, stride, largest(update))
-            narrow = self.task.learners[name].optimizer.narrow
+            narrow = self.task.learners[name].steps.narrow
             # Single updates do not show what such a store keeps on average.
             if narrow is None or narrow.rounding == "nearest":
                 asked.append(((name, module), old, stride))
@@ -231,7 +227,7 @@ class Probe:
 def loss_scale_names(task, learner: str) -> tuple[str, ...]:
     """Return the names of the loss scales of one learner's losses, each once."""
     names = {id(scale): name for name, scale in task.loss_scales.items()}
-    own = task.learners[learner].optimizer.loss_scales
+    own = task.learners[learner].steps.loss_scales
     return tuple(dict.fromkeys(names[id(scale)] for scale in own))
 
 
@@ -251,22 +247,22 @@ class UpdateMeter:
     costs a copy of that part, of its state and gradient.
     """
 
-    def __init__(self, optimizer: MixedPrecisionOptimizer, names: Collection[str]):
-        self.optimizer = optimizer
+    def __init__(self, steps: OptimizerSteps, names: Collection[str]):
+        self.steps, self.inner = steps, steps.optimizer
         # By the updated tensor's id: name, tensor, stride, and float64 copies of the counted part
         # of the weight (with its compensation) and of the state.
         self._before: dict[int, tuple[str, Tensor, int, Tensor, dict]] = {}
-        if rule_of(optimizer.inner) not in BY_NUMBER:
+        if rule_of(self.inner) not in BY_NUMBER:
             return
-        simple = [g["params"] for g in optimizer.inner.param_groups if not g.get("nesterov")]
+        simple = [g["params"] for g in self.inner.param_groups if not g.get("nesterov")]
         taken = {id(parameter) for group in simple for parameter in group}
-        for name, updated in zip(optimizer.names, optimizer.updated, strict=True):
+        for name, updated in steps.named().items():
             if name in names and id(updated) in taken and updated.dtype.itemsize == 2:
                 stride = sampling_stride(updated)
-                if (narrow := optimizer.narrow) is not None and updated in narrow:
+                if (narrow := steps.narrow) is not None and updated in narrow:
                     state = narrow.widened(updated)
                 else:
-                    state = dict(optimizer.inner.state.get(updated, {}))
+                    state = dict(self.inner.state.get(updated, {}))
                 kept = {key: _copy(value, updated, stride) for key, value in state.items()}
                 own = self._weight(updated, stride)
                 self._before[id(updated)] = (name, updated, stride, own, kept)
@@ -277,8 +273,8 @@ class UpdateMeter:
 
         Call it after the step and before the gradients are cleared.
         """
-        gradients = self.optimizer.unscaled_gradients() if self._before else {}
-        inner, groups, states = self.optimizer.inner, [], {}
+        gradients = self.steps.unscaled_gradients() if self._before else {}
+        inner, groups, states = self.inner, [], {}
         measured: list[tuple[str, Tensor, int, Tensor, Tensor]] = []
         for group in inner.param_groups:
             copies = []
@@ -308,14 +304,14 @@ class UpdateMeter:
             squares = (applied - wanted).square().sum() * stride**2
             sums = [(applied * wanted.sign()).sum() * stride, wanted.abs().sum() * stride, squares]
             found[name] = torch.stack(sums)
-            if self.optimizer.skips:
-                found[name] = torch.where(self.optimizer.found_inf == 0, found[name], 0)
+            if self.steps.scale.skips_nonfinite:
+                found[name] = torch.where(self.steps.found_inf == 0, found[name], 0)
         return found
 
     def _weight(self, updated: Tensor, stride: int) -> Tensor:
         """Return float64 values, plus what the last rounding took away if that is kept."""
         values = sampled(updated, stride).double()
-        kept = self.optimizer.inner.state.get(updated, {}).get(COMPENSATION)
+        kept = self.inner.state.get(updated, {}).get(COMPENSATION)
         return values if kept is None else values + sampled(kept, stride).double()
 
 

@@ -14,11 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mprun.numerics.exponent_shares import FORMATS, merged
 from mprun.numerics.probe import Chosen, Probe, chosen_modules, loss_scale_names, owner
@@ -31,9 +31,7 @@ from mprun.numerics.probe_record import (
     write_probe,
 )
 from mprun.precision import (
-    CastModel,
     ForwardContext,
-    MixedPrecisionOptimizer,
     NoLossScale,
     Update,
     get_policy,
@@ -79,7 +77,7 @@ class Shadow:
     def __exit__(self, kind, error, traceback) -> None:
         if kind is None:
             for name, learner in self.task.learners.items():
-                gradients = learner.optimizer.unscaled_gradients()
+                gradients = learner.steps.unscaled_gradients()
                 self.own[name] = {own: value.float() for own, value in gradients.items()}
 
     def run(self, index: int, metrics: dict[str, Tensor]) -> Tensor:
@@ -92,7 +90,7 @@ class Shadow:
         finally:
             restore_random_states(afterwards, self.device)
         for name, learner in self.task.learners.items():
-            clip, factor = learner.optimizer.clip_norm, None
+            clip, factor = learner.clip_norm, None
             if clip is not None:
                 norm = metrics[f"{_PREFIX.get(name, '')}grad_norm"]
                 factor = (clip / (norm + 1e-6)).clamp(max=1.0)
@@ -110,7 +108,7 @@ class Shadow:
     @torch.no_grad()
     def _compare(self, name: str, factor: Tensor | None) -> None:
         own = self.own.pop(name)
-        for parameter, reference in self.twin.learners[name].optimizer.gradients.items():
+        for parameter, reference in self.twin.learners[name].gradients.items():
             module = owner(parameter, self.chosen[name])
             if module is None or parameter not in own:
                 continue
@@ -124,32 +122,42 @@ class Shadow:
 
 
 class _Gradients:
-    """A stand-in for an optimizer: collect gradients, and copy the mode's own update.
+    """A stand-in for a learner: collect gradients, and copy the mode's own update.
 
     A generator's loss is computed after the discriminator's update, and that must be the same one.
     """
 
-    reduction = None  # one process takes every micro-batch
-
-    def __init__(self, module: nn.Module, own):
-        self.parameters, self.own = dict(module.named_parameters()), own
+    def __init__(self, own, statistics):
+        self.own = own
+        self.model = self.network = own_recurrent(own.prepared.plain_copy())
+        self.parameters = dict(self.model.named_parameters())
+        self.statistics = statistics and type(statistics)(self.model)
+        self.prepared = self  # which guards its statistics
         self.gradients: dict[str, Tensor] = {}
-        self.one = torch.ones((), device=own.parameters[0].device)
+        self.one = torch.ones((), device=own.updated[0].device)
 
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None
+        self.guard_step()
 
-    def backward(self, loss: Tensor, loss_index: int = 0) -> None:
-        loss.backward()
+    def guard_step(self) -> None:
+        if self.statistics is not None:
+            self.statistics.save()
+
+    def sum_at_once(self, last: bool) -> None:
+        """Do nothing: one process takes every micro-batch."""
+
+    def end_part(self) -> None:
+        """Do nothing: `.grad` adds up micro-batches."""
 
     @torch.no_grad()
-    def step(self, measure_norm: bool = False) -> Update:
+    def step(self, measure: bool = False) -> Update:
         found = {name: parameter.grad for name, parameter in self.parameters.items()}
         self.gradients = {name: grad for name, grad in found.items() if grad is not None}
-        if (parts := self.own.micro_batches) > 1:
-            foreach_div_(list(self.gradients.values()), parts)
-        for name, updated in zip(self.own.names, self.own.updated, strict=True):
+        if self.own.parts > 1:
+            foreach_div_(list(self.gradients.values()), self.own.parts)
+        for name, updated in self.own.named.items():
             self.parameters[name].copy_(updated)
         return Update(self.one, None, None)
 
@@ -157,27 +165,20 @@ class _Gradients:
 def _twin(task, device: torch.device):
     """Return the same task in FP32 on copies of its models; it shares the data."""
     # Imported here: probing a script must not need mprun's tasks and their dependencies.
-    from mprun.tasks import GAN, BatchStatistics, LanguageModel, Learner
+    from mprun.tasks import GAN, LanguageModel
 
     policy = get_policy("fp32")
     twin = copy.copy(task)
     twin.policy, twin.forward_context = policy, ForwardContext(policy, device)
     twin.learners = {}
     for name, learner in task.learners.items():
-        with learner.cast.in_fp32() as own:
-            model = own_recurrent(copy.deepcopy(own))
-        gradients = _Gradients(model, learner.optimizer)
-        # It has the methods of an optimizer that a training step calls.
-        optimizer = cast(MixedPrecisionOptimizer, gradients)
-        twin.learners[name] = Learner(CastModel(model, policy, {}), optimizer)
+        twin.learners[name] = _Gradients(learner, learner.statistics)
     if isinstance(task, GAN):
         twin.g, twin.d = twin.learners["generator"], twin.learners["discriminator"]
-        twin.guards = BatchStatistics(twin.g.model), BatchStatistics(twin.d.model)
         twin.loss_scales = {}
     else:
         twin.learner = twin.learners["model"]
         twin.loss_scale = NoLossScale(device)
-        twin.guards = [BatchStatistics(twin.learner.model)] if task.in_parts else []
     if isinstance(task, LanguageModel) and task.hidden is not None:
         twin.hidden = tuple(part.detach().float() for part in task.hidden)
     return twin

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from mprun.precision import MixedPrecisionOptimizer
 from mprun.precision.update import largest
+from mprun.prepared import OptimizerSteps
 
 
 class Learner(Protocol):
@@ -19,7 +19,9 @@ class Learner(Protocol):
     @property
     def model(self) -> nn.Module: ...
     @property
-    def optimizer(self) -> MixedPrecisionOptimizer: ...
+    def steps(self) -> OptimizerSteps: ...
+    @property
+    def clip_norm(self) -> float | None: ...
 
 
 def named_learners(task) -> Iterator[tuple[str, Learner]]:
@@ -36,15 +38,12 @@ def named_modules(task) -> Iterator[tuple[str, str, nn.Module]]:
 
 
 def weights(task) -> dict[str, Tensor]:
-    """Return master weights and parameters."""
-    found = {}
-    for prefix, learner in named_learners(task):
-        masters = learner.optimizer.masters
-        for name, parameter in learner.model.named_parameters():
-            found[prefix + name] = parameter.detach()
-            if name in masters:
-                found[f"master of {prefix}{name}"] = masters[name].detach()
-    return found
+    """Return the parameters, which are the master weights of a mode that has some."""
+    return {
+        prefix + name: parameter.detach()
+        for prefix, learner in named_learners(task)
+        for name, parameter in learner.model.named_parameters()
+    }
 
 
 def buffers(task) -> dict[str, Tensor]:
@@ -61,7 +60,7 @@ def optimizer_state(task) -> dict[str, Tensor]:
     return {
         f"{key} of {prefix}{name}": value
         for prefix, learner in named_learners(task)
-        for name, state in learner.optimizer.state_by_name().items()
+        for name, state in learner.steps.state_by_name().items()
         for key, value in state.items()
         if isinstance(value, Tensor) and value.dim()
     }

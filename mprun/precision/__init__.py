@@ -1,23 +1,9 @@
-"""The precision engine: policies, master weights, loss scales, emulation.
+"""Number formats: policies, loss scales, emulation, products, weights and states in few bits.
 
-It works without the rest of mprun:
-
-    policy = get_policy("fp16_master_scaled")
-    forward_context = ForwardContext(policy, device)
-    cast = cast_model(model, policy)
-    scale = DynamicLossScale(device=device)
-    optimizer = MixedPrecisionOptimizer(cast, lambda named: SGD([p for _, p in named], lr), scale)
-    for inputs, labels in batches:
-        optimizer.zero_grad()
-        with forward_context:
-            with forward_context.autocast():
-                logits = model(policy.cast_inputs(inputs))
-            optimizer.backward(cross_entropy(logits.float(), labels))
-        optimizer.step()
-        scale.update()
+`mprun.prepared` puts a model into a mode with them; they work without it, too.
 """
 
-from mprun.precision.casting import CastModel, cast_model
+from mprun.precision.batch_statistics import BatchNormGuard, BatchStatistics
 from mprun.precision.emulation import ForwardContext, why_no_lstm, why_unsupported
 from mprun.precision.loss_scale import (
     DynamicLossScale,
@@ -27,7 +13,6 @@ from mprun.precision.loss_scale import (
     StaticLossScale,
     get_loss_scale,
 )
-from mprun.precision.optimizer import BatchNormGuard, MixedPrecisionOptimizer, Update
 from mprun.precision.policy import (
     DTYPE_NAMES,
     DTYPES,
@@ -38,23 +23,23 @@ from mprun.precision.policy import (
     pin_math_flags,
     read_math_flags,
 )
+from mprun.precision.update import Update, WeightAverage
 
 __all__ = [
     "DTYPES",
     "DTYPE_NAMES",
     "ForwardContext",
     "BatchNormGuard",
-    "CastModel",
+    "BatchStatistics",
     "DynamicLossScale",
     "LogMaxLossScale",
     "LossScale",
-    "MixedPrecisionOptimizer",
     "NoLossScale",
     "PrecisionPolicy",
     "StaticLossScale",
     "Update",
+    "WeightAverage",
     "build_policy",
-    "cast_model",
     "get_loss_scale",
     "get_policy",
     "ieee_fp32",

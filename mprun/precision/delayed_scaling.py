@@ -63,7 +63,7 @@ class DelayedScaling:
         self._tops = torch.tensor([top * 2.0**-margin for top in tops], device=device)
 
     @torch.no_grad()
-    def roll(self, largest: _Largest | None = None, found_inf: Tensor | None = None) -> None:
+    def roll(self, largest: _Largest | None = None) -> None:
         """End an update, skipped or not: move the history, choose the scales of the next one.
 
         largest: returns the elementwise maximum over the ranks. Nothing waits for the device.

@@ -54,8 +54,9 @@ class LossScale(ABC):
 
     All state is 0-dim tensors on one device (unless stated), changed in place only. A training step
     neither waits for the device nor moves them, so the calls can be captured in a CUDA graph.
-    One iteration is: `backward`, multiply gradients by `inverse()`, `record` (once per
-    optimizer that shares the scale), apply or skip, `update` (once).
+    One iteration is: multiply the loss, or what enters its model in a backward pass, by `scale`,
+    gradients by `inverse()`, `record` (once per optimizer that shares the scale), apply or skip,
+    `update` (once).
 
     Raises:
         ValueError: An argument of a constructor is out of range; the message names it.
@@ -85,14 +86,6 @@ class LossScale(ABC):
         for name, value in values.items():
             setattr(self, name, torch.full(shape, value, dtype=dtype, device=self._one.device))
         self._fields += values
-
-    def backward(self, loss: Tensor) -> None:
-        """Propagate `loss` (0-dim, floating point) in float32, times the scale.
-
-        Backward starts from the scale instead of from 1. That gives the same bits as a multiplied
-        loss, with three operations fewer on the device.
-        """
-        loss.float().backward(self.scale)
 
     def inverse(self) -> Tensor:
         """Return 1/scale, float32, 0-dim; computed in float64, rounded once, as torch.amp does."""
@@ -157,9 +150,6 @@ class NoLossScale(LossScale):
 
     def __init__(self, device: torch.device | str = "cpu"):
         super().__init__(1.0, 1, device)
-
-    def backward(self, loss: Tensor) -> None:
-        loss.backward()
 
     def update(self) -> None:
         """Clear `found_inf`; nothing is counted, because nothing was skipped."""

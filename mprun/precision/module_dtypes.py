@@ -135,10 +135,16 @@ def _refuse_uncalled(modules: Mapping[str, nn.Module], name: str, what: str) -> 
     raise ValueError(f"{what} matches {name}, a {kind} that is never called: {whose}")
 
 
+def stays_in_fp32(module: nn.Module, policy: PrecisionPolicy) -> bool:
+    """Return whether a table is read row by row, and so rows are cast instead of the whole."""
+    has_rows = isinstance(module, nn.Embedding) and module.sparse
+    return has_rows and policy.master_dtype is not None
+
+
 def dtype_of(name: str, module: nn.Module, policy: PrecisionPolicy, chosen: Chosen) -> torch.dtype:
     """Return the dtype of the parameters and buffers of the module `name`."""
     choice = chosen.get(name)
-    if getattr(module, "computes_in_fp32", False):
+    if getattr(module, "computes_in_fp32", False) or stays_in_fp32(module, policy):
         return torch.float32
     if isinstance(module, NORM_LAYERS) and not (choice and choice.is_named):
         # A kernel takes 16-bit norm parameters only with inputs of the same format.
@@ -187,10 +193,18 @@ def cast_around_modules(model: nn.Module, policy: PrecisionPolicy, chosen: Chose
         else:
             dtype = dtype if isinstance(module, NORM_LAYERS) or choice is None else choice.dtype
             casts = choice is not None or (isinstance(module, NORM_LAYERS) and dtype is not base)
+        if stays_in_fp32(module, policy):
+            rows = policy.param_dtype if choice is None else choice.dtype
+            module.forward = partial(cast_rows, module.forward, rows)
         if casts:
             border = _Border(dtype, base, policy.autocast_dtype is not None, running)
             # No closure: a deep copy of the model has to compute with its own module.
             module.forward = partial(_forward_in, module.forward, border)
+
+
+def cast_rows(forward: Callable[..., Any], dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
+    """Read rows of an FP32 table and cast these alone."""
+    return cast_tree(forward(*args, **kwargs), dtype)
 
 
 def _forward_in(forward: Callable[..., Any], border: _Border, *args: Any, **kwargs: Any) -> Any:
@@ -233,3 +247,19 @@ def cast_tree(tree: Any, dtype: torch.dtype) -> Any:
     return tree_map(
         lambda t: t.to(dtype) if isinstance(t, Tensor) and t.is_floating_point() else t, tree
     )
+
+
+def refuse_without_effect(
+    model: nn.Module, policy: PrecisionPolicy, overrides: Mapping[str, torch.dtype], key: str
+) -> None:
+    """Refuse an override by name of a module that stays in FP32: such an arm would not differ.
+
+    A pattern with a wildcard may match such modules beside others. key: names the overrides.
+    """
+    for name, (dtype, _) in chosen_dtypes(model, overrides, key).items():
+        fixed = getattr(model.get_submodule(name), "computes_in_fp32", False)
+        if fixed and dtype is not torch.float32 and name in overrides:
+            asked = str(dtype).removeprefix("torch.")
+            raise ValueError(
+                f"{key}.{name}={asked}: computes in FP32 in {policy.name} (allowed: fp32)"
+            )

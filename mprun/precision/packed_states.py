@@ -40,11 +40,8 @@ class Rounded:
     def __init__(self, dtype: torch.dtype):
         self.dtype = dtype
 
-    def encode(self, name: str, wide: Tensor, size: int) -> dict[str, Tensor]:
-        """Return what is kept of FP32 state `name`, by its key; it may be `wide` itself.
-
-        size: numbers of the whole tensor, of which `wide` may be a shard.
-        """
+    def encode(self, name: str, wide: Tensor) -> dict[str, Tensor]:
+        """Return what is kept of FP32 state `name`, by its key; it may be `wide` itself."""
         return {name: wide.to(self.dtype)}
 
     def decode(self, name: str, kept: Mapping[str, Any]) -> Tensor:
@@ -57,8 +54,8 @@ class InBlocks(ABC):
 
     top: float  # largest magnitude of a code's number
 
-    def encode(self, name: str, wide: Tensor, size: int) -> dict[str, Tensor]:
-        if not fits(size):
+    def encode(self, name: str, wide: Tensor) -> dict[str, Tensor]:
+        if not fits(wide.numel()):
             return {name: wide}
         blocks = wide.reshape(-1, BLOCK)
         scale = blocks.abs().amax(1).clamp_(min=_SMALLEST_AMAX)

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 import yaml
-from torch import Tensor
 
 from mprun.precision.block_formats import ELEMENTS, SCALE_ROUNDINGS, SCALES, Element, block_of
 from mprun.precision.packed_states import STATE_FORMATS
@@ -45,15 +44,16 @@ class PrecisionPolicy:
 
     param_dtype: weights, inputs and activations of the model, and their gradients.
     norm_dtype: parameters, statistics and arithmetic of norm layers.
-    master_dtype: dtype of the copy that the optimizer updates; a parameter that has it already gets
-        no copy. None: every parameter is updated in place, in its dtype.
-    grad_dtype: dtype in which gradients are unscaled, checked, clipped and accumulated.
+    master_dtype: dtype of parameters between calls, in which the optimizer updates them; a call
+        computes with copies. None: every parameter has its dtype of a call at all times.
+    grad_dtype: dtype in which gradients are unscaled. Without masters they add up and are clipped
+        in it, too; else in FP32.
     loss_dtype: dtype of logits inside softmax and loss.
     autocast_dtype: dtype of torch.autocast's lower-precision op list; None: no autocast.
     fp32_math: "ieee" or "tf32", how FP32 products are computed on CUDA.
     reduce_dtype: dtype in which gradients are summed over ranks, scaled as backward computed them.
-        None: in grad_dtype, unscaled. The micro-batches of an update count as ranks.
-    reduce_divide: where that sum is divided, see `mprun.precision.gradients.factors`.
+        None: in the dtype of `.grad`, unscaled. The micro-batches of an update count as ranks.
+    reduce_divide: where that sum is divided, see `mprun.distributed.reduction.factors`.
     reduce_order: order in which it is added, see `mprun.distributed.reduction.in_order`.
     rounding: how 16-bit weights without a master copy are stored. "nearest": the update computes in
         their dtype, or in FP32 with a state_dtype; "stochastic", "kahan": after an update in FP32,
@@ -130,10 +130,6 @@ class PrecisionPolicy:
     def draws(self) -> bool:
         """Return whether products round at random, with the bits of a micro-batch."""
         return self.products is not None and self.products.grad_rounding == "stochastic"
-
-    def cast_inputs(self, inputs: Tensor) -> Tensor:
-        """Cast floating-point model inputs to the parameters' dtype; leave others unchanged."""
-        return inputs.to(self.param_dtype) if inputs.is_floating_point() else inputs
 
 
 # Fields that hold words, with the allowed ones; then fields with neither words nor dtypes.

@@ -10,9 +10,8 @@ rounding, at the store:
     kahan       to nearest; a second BF16 number keeps the rounding error, and the next update
                 begins with it (Zamirai et al., arXiv 2010.06192, section 4)
 
-Bytes of a parameter with AdamW and its gradient in BF16: 12 and 14; with master weights 16. If
-torch's operations update them instead of a single pass, gradients are first collected in FP32, 4
-bytes more. Only one chunk of weights at a time is then in FP32.
+Bytes of a parameter with AdamW and its gradient, which adds up in FP32: 14 and 16; with master
+weights 16 and the 16-bit copy of a call. Only one chunk of weights at a time is FP32.
 """
 
 from __future__ import annotations
@@ -25,11 +24,16 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mprun.precision.casting import Shard
 from mprun.precision.packed_states import SCALE, STATE_FORMATS
 from mprun.precision.philox import IN_BLOCK, bits_of, stream_of
 from mprun.precision.policy import PrecisionPolicy
-from mprun.precision.torch_update import initialise_state, put_back_where, rule_of
+from mprun.precision.torch_update import (
+    held_by,
+    initialise_state,
+    put_back_where,
+    rule_of,
+    step_unless,
+)
 
 COMPENSATION = "compensation"  # in the state of a weight
 # Numbers that are widened at a time: 32 MiB in FP32. A larger weight is one chunk.
@@ -64,9 +68,6 @@ class RoundedWeights:
         state_dtype: format in which state of `inner` with the shape of its weight is kept between
             updates, one of `STATE_FORMATS`; None: FP32.
         seed: seed of the run and of this optimizer in it; its lowest 64 bits count.
-        starts: of weights that are shards, the place of the first number in the whole parameter,
-            a multiple of 8: a shard uses the random bits of the whole.
-        sizes: of weights that are shards, how many numbers the whole parameter has.
 
     Attributes:
         updates: number of applied updates, int64, 0-dim.
@@ -81,12 +82,8 @@ class RoundedWeights:
         rounding: str,
         state_dtype: str | None = None,
         seed: int = 0,
-        starts: Sequence[int] = (),
-        sizes: Sequence[int] = (),
     ):
         self.inner, self.weights, self.rounding = inner, list(weights), rounding
-        self.starts = list(starts) or [0] * len(self.weights)
-        self.sizes = list(sizes) or [weight.numel() for weight in self.weights]
         for name, weight in zip(names, self.weights, strict=True):
             if not is_dense(weight):
                 raise ValueError(f"{name}: has gaps between its values; make it contiguous")
@@ -185,8 +182,7 @@ class RoundedWeights:
             if not _is_like(value, weight, name):
                 kept[name] = value
                 continue
-            size = self.sizes[self._number[id(weight)]]
-            for key, new in self.packing.encode(name, value, size).items():
+            for key, new in self.packing.encode(name, value).items():
                 own = kept[key] = before.get(key, new)
                 if own is not new:
                     own.copy_(new if found_inf is None else torch.where(found_inf != 0, own, new))
@@ -229,6 +225,22 @@ class RoundedWeights:
             with put_back_where(found_inf, written):
                 self.store(group)
 
+    @torch.no_grad()
+    def step(self, found_inf: Tensor | None) -> None:
+        """Let `inner` take a step by the gradients of its weights, unless `found_inf` is not 0."""
+        everything = held_by(self.inner)
+        gradients = [own.grad for own in everything]
+        for places in self.chunks(everything):
+            with self.in_fp32([everything[n] for n in places], found_inf) as wide:
+                for place, own in zip(places, wide, strict=True):
+                    if (gradient := gradients[place]) is not own.grad:
+                        own.grad = None if gradient is None else gradient.to(own.dtype)
+                if found_inf is None:
+                    self.inner.step()
+                else:
+                    step_unless(self.inner, found_inf)
+        self.count(found_inf)
+
     def count(self, found_inf: Tensor | None = None) -> None:
         """Count an update, unless `found_inf` is not 0."""
         self.updates.add_(1 if found_inf is None else (found_inf == 0).long())
@@ -251,7 +263,7 @@ class RoundedWeights:
         """
         places, names = [], []
         for piece in pieces:
-            start = (self.starts[piece.number] + piece.start) // IN_BLOCK
+            start = piece.start // IN_BLOCK
             count = -(-piece.own.numel() // IN_BLOCK)
             places.append(torch.arange(start, start + count, device=self.streams.device))
             names.append(self.streams[1 + piece.number].expand(count))
@@ -274,12 +286,8 @@ def choose_narrow(
     named: Mapping[str, Tensor],
     policy: PrecisionPolicy,
     seed: int = 0,
-    shards: Mapping[str, Shard] | None = None,
 ) -> RoundedWeights | None:
-    """Choose those of `named` that are BF16 but updated in FP32, or have a narrow state.
-
-    shards: of which parameters they are shards, by name.
-    """
+    """Choose those of `named` that are BF16 but updated in FP32, or have a narrow state."""
     rounding = policy.rounding if policy.masters == "transient" else "nearest"
     state_dtype = policy.state_dtype
     if rounding == "nearest" and state_dtype is None:
@@ -288,10 +296,7 @@ def choose_narrow(
     chosen = {n: own for n, own in real.items() if state_dtype or own.dtype is torch.bfloat16}
     if not chosen:
         return None
-    of_shards = [shards[name] for name in chosen] if shards else []
-    starts, sizes = ([s.start for s in of_shards], [s.shape.numel() for s in of_shards])
-    how = (rounding, state_dtype, seed, starts, sizes)
-    return RoundedWeights(inner, [*chosen], [*chosen.values()], *how)
+    return RoundedWeights(inner, [*chosen], [*chosen.values()], rounding, state_dtype, seed)
 
 
 def translated(
@@ -305,7 +310,7 @@ def translated(
     for key, value in saved.items():
         if key + SCALE in saved or _is_like(value, weight, key):
             kept = {k: saved[k].to(weight.device) for k in (key, key + SCALE) if k in saved}
-            found |= after.encode(key, before.decode(key, kept), weight.numel())
+            found |= after.encode(key, before.decode(key, kept))
         elif not key.endswith(SCALE):
             found[key] = value
     return found

@@ -164,6 +164,16 @@ def reads_rate_on_device(optimizer: Optimizer) -> bool:
     return counts or isinstance(optimizer, TensorFlowRMSprop) or is_fused(optimizer)
 
 
+def path_of(optimizer: Optimizer) -> str:
+    """Return which of torch's implementations an optimizer runs; "default": torch chooses."""
+    if is_fused(optimizer):
+        return "fused"
+    chosen = [group.get("foreach") for group in optimizer.param_groups]
+    if all(chosen):
+        return "foreach"
+    return "default" if None in chosen else "loop"
+
+
 def is_fused(optimizer: Optimizer) -> bool:
     """Return whether every group runs the fused kernel, which takes found_inf and skips itself."""
     return all(group.get("fused") for group in optimizer.param_groups)

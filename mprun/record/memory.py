@@ -45,7 +45,9 @@ class SavedForBackward(torch.autograd.graph.saved_tensors_hooks):
         self.learners = list(learners)
         self.excluded = self._of_models()
         # Whole weights of shards are parameters for the length of a pass.
-        self.gathers = any(learner.optimizer.shards for learner in self.learners)
+        self.gathers = any(
+            hasattr(own, "to_local") for one in self.learners for own in one.model.parameters()
+        )
         self.weight_copies: set[tuple[int, int]] = set()
         self.storages: dict[int, tuple[str, str, int]] = {}
         super().__init__(self._count, lambda tensor: tensor)
@@ -88,32 +90,17 @@ class SavedForBackward(torch.autograd.graph.saved_tensors_hooks):
 def memory_by_kind(learners) -> dict[str, dict[str, int]]:
     """Return kind -> dtype -> bytes that the learners hold after a step, each storage once.
 
-    Kinds: parameters, master_weights (if they are copies), gradients (as backward makes them),
-    gradients_in_update (if the update casts them to separate tensors), optimizer_state,
-    weight_average, buffers (norm statistics). Absent kinds are left out. The gradients of a row
-    table are those of the rows that the step used. If ranks hold shards, all are this rank's.
+    Kinds: parameters, gradients, optimizer_state, weight_average, buffers (norm statistics).
+    Absent kinds are left out. Parameters are the master weights of a mode that has some; its 16-bit
+    copies live for a step. If ranks hold shards, all are this rank's.
     """
     held: dict[str, list[Tensor]] = defaultdict(list)
     for learner in learners:
-        optimizer = learner.optimizer
-        masters, shards = optimizer.masters, learner.optimizer.shards
-        of_shards = [shard.own for name, shard in shards.items() if name not in masters]
-        held["parameters"] += of_shards if shards else learner.model.parameters()
-        held["master_weights"] += masters.values()
-        for own, updated in zip(optimizer.held, optimizer.updated, strict=True):
-            # A single pass leaves gradients on the model's parameters and makes no others.
-            if own.grad is not None or updated.grad is not None:
-                gradient = updated.grad if own.grad is None else own.grad
-                # torch gives a dense gradient the shape and dtype of its parameter.
-                held["gradients"].append(gradient if gradient.is_sparse else own)
-            if updated.grad is not None and updated.grad.dtype is not own.dtype:
-                held["gradients_in_update"].append(updated.grad)
-        for row in optimizer.rows:
-            if row.table.gathered is not None:
-                held["gradients"].append(row.table.gathered.leaves[row.key])
-        for state in optimizer.state_by_name().values():
+        held["parameters"] += learner.model.parameters()
+        held["gradients"] += [p.grad for p in learner.model.parameters() if p.grad is not None]
+        for state in learner.steps.state_by_name().values():
             held["optimizer_state"] += [v for v in state.values() if isinstance(v, Tensor)]
-        held["weight_average"] += optimizer.averages.values()
+        held["weight_average"] += learner.averages.values()
         held["buffers"] += learner.model.buffers()
     by_dtype = {kind: _bytes_by_dtype(tensors) for kind, tensors in held.items()}
     return {kind: sizes for kind, sizes in by_dtype.items() if sizes}
@@ -129,8 +116,10 @@ def _bytes_by_dtype(tensors: list[Tensor]) -> dict[str, int]:
 
 
 def _storages(tensors: Iterable[Tensor]) -> Iterator[tuple[int, str, int]]:
-    """Yield (address, dtype, bytes) of the memory of strided and sparse COO tensors."""
-    for tensor in tensors:
+    """Yield (address, dtype, bytes) of the memory of strided and sparse COO tensors, and of this
+    rank's shards of DTensors."""
+    for given in tensors:
+        tensor = given.to_local() if hasattr(given, "to_local") else given
         parts = (sparse_indices(tensor), sparse_values(tensor)) if tensor.is_sparse else (tensor,)
         for part in parts:
             if part.layout is torch.strided:

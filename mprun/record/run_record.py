@@ -24,8 +24,10 @@ from mprun.record.run_directory import refuse_strange, write_config, write_json
 from mprun.record.seal import MOST_JSON, plain_content, read_fields, seal_of
 
 # The version of the record's form. 1, which records do not name: `config_hash` is of keys that
-# nothing names. 2: `not_hashed` names the keys without a part in it.
-FORM = 2
+# nothing names. 2: `not_hashed` names the keys without a part in it. 3: checkpoints hold the state
+# of a prepared model, whose parameters are the master weights.
+FORM = 3
+_OLDEST_STATE = 3  # the first form whose checkpoints this version reads
 # Statuses of a run that has an outcome; a failed, preempted or running one has none.
 OUTCOMES = ("done", "diverged")
 # Of these every record has one, of any version; no other tool's run.json has.
@@ -308,6 +310,12 @@ def written_by(record: Mapping[str, Any]) -> str:
     commit = environment.get("commit")
     name = f"mprun {version}" if version else f"a version before mprun {__version__}"
     return f"{name} (commit {commit[:12]})" if commit else name
+
+
+def refuse_older_state(what: str, record: Mapping[str, Any]) -> None:
+    """Raise BadInput if a run's checkpoints are of an older form; what: begins the line."""
+    if record.get("record_form", 1) < _OLDEST_STATE:
+        raise BadInput(f"{what}: another form of checkpoint, {of_another_version(record)}")
 
 
 def of_another_version(record: Mapping[str, Any]) -> str:

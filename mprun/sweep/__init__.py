@@ -5,7 +5,7 @@ the next. Every combination is checked before the first one starts. A cell that 
 hangs or is killed is an outcome in the table; the other cells go on. The same command given again
 runs only the cells without an outcome, and continues the interrupted ones.
 
-The package itself is callable: `mprun.sweep(train)` is that of mprun.extensions.script, in one
+The package itself is callable: `mprun.sweep(train)` is that of mprun.script, in one
 process, however the package was imported.
 """
 
@@ -18,7 +18,7 @@ from mprun.entry_points import loaded, required
 from mprun.sweep.run import STALL_AFTER_S, sweep
 
 __all__ = ["STALL_AFTER_S", "sweep"]
-_OF_SCRIPT = "mprun.extensions.script.sweep"
+_OF_SCRIPT = "mprun.script.sweep"
 
 
 class _CallablePackage(ModuleType):

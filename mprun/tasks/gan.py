@@ -9,8 +9,9 @@ from torch.nn import functional as F
 from mprun.config.components import TASKS
 from mprun.data.source import Batch, Source
 from mprun.precision import ForwardContext, LossScale, PrecisionPolicy
+from mprun.tasks.learner import Learner
 from mprun.tasks.sample_distance import SampleDistance
-from mprun.tasks.task import BatchStatistics, Learner, Task, as_row, shared
+from mprun.tasks.task import Task, as_row, shared
 
 # The same codes at every evaluation and in every run, so that samples can be compared.
 GRID_SEED, SAMPLE_SEED = 2018, 2019
@@ -29,7 +30,7 @@ class GAN(Task):
     of both then stands still, so that they keep the same learning rate.
 
     Args:
-        loss_scales: for real, fake and generator loss; the same object may stand several times.
+        loss_scales: of discriminator and generator, which may be the same object.
         sample_distance: adds the metric sliced_wasserstein to an evaluation; None saves its time.
     """
 
@@ -42,8 +43,7 @@ class GAN(Task):
         data: Source,
         policy: PrecisionPolicy,
         forward_context: ForwardContext,
-        loss_scales: tuple[LossScale, LossScale, LossScale],
-        guards: tuple[BatchStatistics, BatchStatistics],
+        loss_scales: tuple[LossScale, LossScale],
         *,
         latent_size: int,
         accumulate: int = 1,
@@ -51,53 +51,49 @@ class GAN(Task):
         sample_distance: SampleDistance | None = None,
     ):
         super().__init__(data, policy, forward_context, accumulate, eval_in_mode)
-        self.g, self.d, self.guards = generator, discriminator, guards
+        self.g, self.d = generator, discriminator
         self.latent_size, self.sample_distance = latent_size, sample_distance
         self.learners = {"generator": generator, "discriminator": discriminator}
-        names = ("loss_scale", "loss_scale_fake", "loss_scale_generator")
-        self.loss_scales = {}
-        for name, scale in zip(names, loss_scales, strict=True):
-            if all(scale is not other for other in self.loss_scales.values()):
-                self.loss_scales[name] = scale
+        of_d, of_g = loss_scales
+        self.loss_scales = {"loss_scale": of_d}
+        if of_g is not of_d:
+            self.loss_scales["loss_scale_generator"] = of_g
         self.device = forward_context.device
         codes = torch.randn(64, latent_size, generator=torch.Generator().manual_seed(GRID_SEED))
         self.fixed_codes = codes.to(self.device)
 
     def compute(self, batches: Iterable[Batch], measure: bool = False) -> dict[str, Tensor]:
         """Update D, then G."""
-        guard_g, guard_d = self.guards
-        self.g.optimizer.zero_grad()
-        self.d.optimizer.zero_grad()
+        self.g.zero_grad()
+        self.d.zero_grad()
         sizes, d_losses, g_losses = [], [], []
         fake = None
         for real, _ in self.each_part(batches):
             sizes.append(len(real))
-            with self.forward_context:
+            with self.watched():
                 with torch.set_grad_enabled(not self.in_parts):
                     fake = self._made(len(real))
                 d_losses.append(self._propagate_d(real, fake.detach()))
-        guard_g.parts.clear()  # the second pass of G counts
-        self.mean_statistics([guard_d])
-        d_update = self.d.optimizer.step(measure)
+        if self.g.statistics is not None:
+            self.g.statistics.parts.clear()  # the second pass of G counts
+        self.mean_statistics(self.d)
+        d_update = self.d.step(measure)
 
         # D's weight gradients are not needed here; its BatchNorm statistics move once more.
         self.d.model.requires_grad_(False)
-        guard_d.save()
+        self.d.prepared.guard_step()
         for size in self.each_part(sizes):
-            with self.forward_context:
+            with self.watched():
                 if self.in_parts or fake is None:
                     fake = self._made(size)
-                with self.forward_context.autocast():
-                    logits = self.d.network(fake)
-                loss_g = self._bce(logits, 1.0)
-                self.g.optimizer.backward(loss_g)
+                loss_g = self._bce(self.d.network(fake), 1.0)
+                loss_g.backward()
+            self.g.end_part()
             g_losses.append(loss_g.detach())
-        self.mean_statistics(self.guards)
-        g_update = self.g.optimizer.step(measure)
+        self.mean_statistics(self.g, self.d)
+        g_update = self.g.step(measure)
         self.d.model.requires_grad_(True)
 
-        for scale in self.loss_scales.values():
-            scale.update()
         d_loss, g_loss = self.mean_over_parts(d_losses), self.mean_over_parts(g_losses)
         metrics = {"loss": d_loss + g_loss, "d_loss": d_loss, "g_loss": g_loss}
         metrics |= d_update.metrics("d_") | g_update.metrics("g_")
@@ -109,20 +105,16 @@ class GAN(Task):
     def _made(self, count: int) -> Tensor:
         """Generate images `[count, channels, size, size]` from new codes."""
         codes = torch.randn(count, self.latent_size, device=self.device)
-        # One autocast block per pass: its weight cache must not outlive an update.
-        with self.forward_context.autocast():
-            return self.g.network(self.policy.cast_inputs(codes))
+        return self.g.network(codes)
 
     def _propagate_d(self, real: Tensor, fake: Tensor) -> Tensor:
         """Add the gradients of D's two losses; return the sum of the losses, 0-dim."""
-        with self.forward_context.autocast():
-            logits_real = self.d.network(real)
-        loss_real = self._bce(logits_real, 1.0)
-        self.d.optimizer.backward(loss_real, 0)
-        with self.forward_context.autocast():
-            logits_fake = self.d.network(fake)
-        loss_fake = self._bce(logits_fake, 0.0)
-        self.d.optimizer.backward(loss_fake, 1)
+        loss_real = self._bce(self.d.network(real), 1.0)
+        loss_real.backward()
+        self.d.end_part()
+        loss_fake = self._bce(self.d.network(fake), 0.0)
+        loss_fake.backward()
+        self.d.end_part()
         return (loss_real + loss_fake).detach()
 
     @shared
@@ -133,12 +125,12 @@ class GAN(Task):
         """
         rows, count = [], 0
         with (
-            self.g.evaluating(self.forward_context, self.eval_in_mode) as generator,
-            self.d.evaluating(self.forward_context, self.eval_in_mode) as discriminator,
+            self.g.evaluating(self.eval_in_mode) as generator,
+            self.d.evaluating(self.eval_in_mode) as discriminator,
         ):
-            fake = discriminator(generator(self._eval_inputs(self.fixed_codes))).float()
+            fake = discriminator(generator(self.fixed_codes)).float()
             for images, _ in self.held_out():
-                real = discriminator(self._eval_inputs(images)).float()
+                real = discriminator(images).float()
                 share = len(images) / len(fake)
                 d_sum = F.softplus(-real).sum() + F.softplus(fake).sum() * share
                 rows.append(as_row(d_sum, F.softplus(-fake).sum() * share))
@@ -151,8 +143,8 @@ class GAN(Task):
 
     def samples(self) -> Tensor:
         """Return 64 images from fixed codes, float32 in [0, 1]; non-finite values are black."""
-        with self.g.evaluating(self.forward_context, self.eval_in_mode) as generator:
-            images = generator(self._eval_inputs(self.fixed_codes)).float()
+        with self.g.evaluating(self.eval_in_mode) as generator:
+            images = generator(self.fixed_codes).float()
         return images.add(1).div(2).nan_to_num(0).clamp(0, 1)
 
     def state_dict(self) -> dict:
@@ -175,8 +167,8 @@ class GAN(Task):
         sizes = [len(images) for images in held_out]
         random = torch.Generator().manual_seed(SAMPLE_SEED)
         codes = torch.randn(sum(sizes), self.latent_size, generator=random).to(self.device)
-        with self.g.evaluating(self.forward_context, self.eval_in_mode) as generator:
-            generated = [generator(self._eval_inputs(part)).float() for part in codes.split(sizes)]
+        with self.g.evaluating(self.eval_in_mode) as generator:
+            generated = [generator(part).float() for part in codes.split(sizes)]
         return distance(held_out, generated)
 
     def _bce(self, logits: Tensor, target: float) -> Tensor:

@@ -16,11 +16,12 @@ from mprun.config.components import TASKS
 from mprun.data.source import Batch, Source
 from mprun.distributed.ranks import ALONE, Ranks
 from mprun.precision import ForwardContext, LossScale, PrecisionPolicy
-from mprun.tasks.task import Learner, Task, as_row, shared
+from mprun.tasks.learner import Learner
+from mprun.tasks.task import Task, as_row, shared
 
 
 class Supervised(Task):
-    """A task with one model and one loss; the optimizer has `parts` equal to `accumulate`."""
+    """A task with one model and one loss; the learner has `parts` equal to `accumulate`."""
 
     def __init__(
         self,
@@ -39,18 +40,18 @@ class Supervised(Task):
 
     def compute(self, batches: Iterable[Any], measure: bool = False) -> dict[str, Tensor]:
         """Update once from the micro-batches."""
-        optimizer = self.learner.optimizer
-        optimizer.zero_grad()
+        learner = self.learner
+        learner.zero_grad()
         losses = []
         for batch in self.each_part(batches):
-            with self.forward_context:
+            with self.watched():
                 loss, propagated = self.loss(batch)
-                del batch  # backward keeps what it needs: autocast's 16-bit copy of images
-                optimizer.backward(propagated)
+                del batch  # backward keeps what it needs: the 16-bit copy of images
+                propagated.backward()
+            learner.end_part()
             losses.append(loss.detach())
-        self.mean_statistics(self.guards)
-        update = optimizer.step(measure)
-        self.loss_scale.update()
+        self.mean_statistics(learner)
+        update = learner.step(measure)
         return {"loss": self.mean_over_parts(losses), **update.metrics()}
 
     @abstractmethod
@@ -82,8 +83,7 @@ class Classification(Supervised):
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         images, labels = batch
-        with self.forward_context.autocast():
-            outputs = self.learner.network(images)
+        outputs = self.learner.network(images)
         dtype, smoothing = self.policy.loss_dtype, self.label_smoothing
         if isinstance(outputs, Tensor):
             loss = cross_entropy(outputs, labels, dtype, smoothing)
@@ -95,9 +95,9 @@ class Classification(Supervised):
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss and the accuracies over the whole held-out split."""
         rows, count = [], 0
-        with self.learner.evaluating(self.forward_context, self.eval_in_mode) as model:
+        with self.learner.evaluating(self.eval_in_mode) as model:
             for images, labels in self.held_out():
-                logits = model(self._eval_inputs(images)).float()
+                logits = model(images).float()
                 best = logits.topk(min(5, logits.shape[1]), dim=1).indices == labels[:, None]
                 right = best[:, 0].sum(), best.any(dim=1).sum()
                 rows.append(as_row(F.cross_entropy(logits, labels, reduction="sum"), *right))
@@ -114,8 +114,7 @@ class Reconstruction(Supervised):
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         images, dtype = batch[0], self.policy.loss_dtype
-        with self.forward_context.autocast():
-            outputs = self.learner.network(self.policy.cast_inputs(images))
+        outputs = self.learner.network(images)
         loss = F.mse_loss(outputs.to(dtype), images.to(dtype))
         return loss, loss
 
@@ -123,9 +122,9 @@ class Reconstruction(Supervised):
     def evaluate(self) -> dict[str, float]:
         """Return the mean squared error per pixel over the whole held-out split."""
         rows, count = [], 0
-        with self.learner.evaluating(self.forward_context, self.eval_in_mode) as model:
+        with self.learner.evaluating(self.eval_in_mode) as model:
             for images, _ in self.held_out():
-                outputs = model(self._eval_inputs(images)).float()
+                outputs = model(images).float()
                 rows.append(as_row(F.mse_loss(outputs, images, reduction="sum")))
                 count += images.numel()
         (loss,) = self.ranks.mean(rows, count)
@@ -221,9 +220,8 @@ class LanguageModel(Supervised):
         if fresh:
             self.hidden = self._before = None
         model = self.learner.network
-        with self.forward_context.autocast():
-            inputs = (tokens, targets) if self.sampled else (tokens,)
-            outputs, hidden = model(*inputs, self.hidden)
+        inputs = (tokens, targets) if self.sampled else (tokens,)
+        outputs, hidden = model(*inputs, self.hidden)
         if self.sampled:
             loss = outputs.mean()
         else:
@@ -238,7 +236,7 @@ class LanguageModel(Supervised):
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss per held-out token, with carried state, and its exponential."""
         rows, count, hidden = [], 0, None
-        with self.learner.evaluating(self.forward_context, self.eval_in_mode) as model:
+        with self.learner.evaluating(self.eval_in_mode) as model:
             for tokens, targets in self.held_out():
                 if self.sampled:
                     losses, hidden = model(tokens, targets, hidden)

@@ -1,27 +1,19 @@
-"""The interface of a task, and the model and optimizer that a task trains."""
+"""The interface of a task: what it trains, on which batches, and how it is evaluated."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mprun.config.metrics import LOSS, Metric
 from mprun.data.source import Batch, Source
 from mprun.distributed.ranks import ALONE, Ranks, seed_micro_batch
-from mprun.precision import (
-    BatchNormGuard,
-    CastModel,
-    ForwardContext,
-    LossScale,
-    MixedPrecisionOptimizer,
-    PrecisionPolicy,
-    ieee_fp32,
-)
+from mprun.precision import ForwardContext, LossScale, PrecisionPolicy
 from mprun.precision.philox import micro_batches
+from mprun.tasks.learner import Learner
 
 T = TypeVar("T", bound=Callable[..., Any])
 
@@ -38,9 +30,8 @@ class Task(ABC):
     metrics: Sequence[Metric] = (LOSS,)  # that `evaluate` returns
     casts_images = True  # images are loaded in the dtype of the parameters
     channels_last = False  # images are in NHWC order; set by the code that builds the networks so
-    learners: dict[str, "Learner"]  # the trained models, by name
+    learners: dict[str, Learner]  # the trained models, by name
     loss_scales: dict[str, LossScale]  # by their names in the records
-    guards: "Sequence[BatchStatistics]" = ()  # of the trained models
     accumulate = 1
     ranks: Ranks = ALONE
     seed = 0  # of the random numbers if an update has several micro-batches, and of roundings
@@ -102,6 +93,15 @@ class Task(ABC):
         """True if an update consists of several micro-batches, on one or more ranks."""
         return self.accumulate > 1 or self.ranks.world > 1
 
+    def watched(self) -> AbstractContextManager[Any]:
+        """Return the context of a loss and its backward pass.
+
+        A prepared model enters the mode's context by itself. A loss in 16 bits needs the emulation
+        too, and what watches a whole step sees the loss.
+        """
+        needs = self.policy.loss_dtype.itemsize == 2 or self.forward_context.watchers
+        return self.forward_context if needs else nullcontext()
+
     def each_part(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Iterate over the micro-batches, each with a separate seed.
 
@@ -117,15 +117,15 @@ class Task(ABC):
                 for learner in self.learners.values():
                     learner.sum_at_once(number == self.numbers[-1])
             yield next(left)
-            if self.in_parts:
-                for guard in self.guards:
-                    guard.end_part()
+            for learner in self.learners.values():
+                if learner.statistics is not None:
+                    learner.statistics.end_part()
 
-    def mean_statistics(self, guards: "Iterable[BatchStatistics]") -> None:
+    def mean_statistics(self, *learners: Learner) -> None:
         """Set BatchNorm's statistics to the mean over the micro-batches of all ranks."""
-        if self.in_parts:
-            for guard in guards:
-                guard.take_mean(self.ranks.gather)
+        for learner in learners:
+            if learner.statistics is not None:
+                learner.statistics.take_mean(self.ranks.gather)
 
     def draws_in_parts(self) -> bool:
         """Return, after a step, whether its last micro-batch drew on a GPU from a separate seed.
@@ -188,115 +188,11 @@ class Task(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict) -> None: ...
 
-    def _eval_inputs(self, inputs: Tensor) -> Tensor:
-        return self.policy.cast_inputs(inputs) if self.eval_in_mode else inputs
-
 
 def shared(evaluate: T) -> T:
     """Mark an `evaluate` whose result comes from `Ranks.mean`: the ranks split its batches."""
     evaluate.shares_held_out = True  # type: ignore[attr-defined]
     return evaluate
-
-
-class BatchStatistics(BatchNormGuard):
-    """BatchNorm's statistics of a step that consists of several micro-batches."""
-
-    def __init__(self, module: nn.Module):
-        super().__init__(module)
-        self.parts: list[list[Tensor]] = []  # of the micro-batches of this step, by dtype
-
-    def save(self) -> None:
-        self.parts = []
-        super().save()
-
-    @torch.no_grad()
-    def end_part(self) -> None:
-        """End a micro-batch: keep its statistics and restore those from `save`."""
-        self.parts.append([flat.clone() for flat in self.flat])
-        for saved, flat in zip(self.saved, self.flat, strict=True):
-            flat.copy_(saved)
-
-    @torch.no_grad()
-    def take_mean(self, gather: Callable[[Tensor], Tensor]) -> None:
-        """Set the statistics to the mean of those that the micro-batches of all ranks left.
-
-        Integers (counts of batches) are those of the first. `gather` makes `[parts, n]` of all
-        ranks, in the order of micro-batches, from those of this rank.
-        """
-        made, self.parts = self.parts, []
-        for flat, *own in zip(self.flat, *made, strict=True):
-            parts = gather(torch.stack(own)).unbind()
-            flat.copy_(parts[0])
-            if flat.is_floating_point():
-                for part in parts[1:]:  # in a fixed order: the same bits for any number of ranks
-                    flat.add_(part)
-                flat.div_(len(parts))
-
-
-@dataclass(slots=True)
-class Learner:
-    """A model in its policy's dtypes, and the optimizer that updates it."""
-
-    cast: CastModel
-    optimizer: MixedPrecisionOptimizer
-    # What a step calls: the model, or its form by torch.compile, which shares the model's tensors.
-    network: Callable[..., Any] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.network = self.model
-
-    @property
-    def model(self) -> nn.Module:
-        return self.cast.module
-
-    def sum_at_once(self, last: bool) -> None:
-        """Announce whether the next backward pass is the last of a step, which sums over ranks."""
-        if self.optimizer.reduction is not None:
-            self.optimizer.reduction.overlap(last)
-
-    @contextmanager
-    def evaluating(self, forward_context: ForwardContext, in_mode: bool) -> Iterator[nn.Module]:
-        """Provide the model in eval mode without gradients, with averaged weights if there are any.
-
-        By default it has the master weights in full FP32 arithmetic, so that the metric measures
-        what was learned; `in_mode` evaluates in the mode's arithmetic. Model, flags and random
-        state are restored afterwards.
-        """
-        self.model.eval()
-        try:
-            if in_mode:
-                with torch.no_grad(), self._averaged(), forward_context, forward_context.autocast():
-                    with self.cast.in_mode() as model:
-                        yield model
-            else:
-                with torch.no_grad(), ieee_fp32():
-                    with self.cast.in_fp32(self.optimizer.averages) as model:
-                        yield model
-        finally:
-            self.model.train()
-
-    @contextmanager
-    def _averaged(self) -> Iterator[None]:
-        """Replace the model's parameters by the averages, rounded to their dtypes."""
-        parameters = dict(self.model.named_parameters())
-        averages = self.optimizer.averages
-        kept = {name: parameters[name].clone() for name in averages}
-        try:
-            for name, average in averages.items():
-                parameters[name].copy_(average)
-            yield
-        finally:
-            for name, value in kept.items():
-                parameters[name].copy_(value)
-
-    def state_dict(self) -> dict:
-        return {"model": self.cast.state_dict(), "optimizer": self.optimizer.state_dict()}
-
-    @torch.no_grad()
-    def load_state_dict(self, saved: dict) -> None:
-        """Restore bit for bit; ValueError names what does not fit."""
-        self.cast.load_state_dict(saved["model"])
-        self.optimizer.load_state_dict(saved["optimizer"])
 
 
 def as_row(*numbers: Tensor) -> Tensor:

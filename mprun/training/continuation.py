@@ -13,7 +13,7 @@ from mprun.config.schema import RunConfig
 from mprun.config.trust import Vouched, is_outside, vouched
 from mprun.errors import BadInput, Damaged, Untrusted, no_folder
 from mprun.record.run_directory import read_config
-from mprun.record.run_record import Record, of_another_version, read_record
+from mprun.record.run_record import Record, of_another_version, read_record, refuse_older_state
 from mprun.record.seal import check_seal
 
 # The fields of run.json that a continuation reads.
@@ -38,6 +38,7 @@ def read(
     check_seal(directory)
     plain = read_config(directory)
     _check_unchanged(directory, plain, record)
+    refuse_older_state(f"resume={directory}", record)
     plain = _with_overrides(plain, overrides, record["choices"])
     try:
         config = _checked(plain, overrides, given)

@@ -16,8 +16,9 @@ from torch import Tensor
 from mprun import __version__
 from mprun.numerics.state import Learner
 from mprun.precision import ForwardContext, read_math_flags
-from mprun.precision.optimizer import elements_by_dtype
 from mprun.precision.scaled_products import how_multiplied
+from mprun.precision.torch_update import path_of
+from mprun.precision.update import elements_by_dtype
 
 _PACKAGES = ("torch", "torchvision", "hydra-core", "omegaconf", "tensorboard", "numpy")
 
@@ -51,15 +52,13 @@ def number_formats(
     learners: Mapping[str, Learner], forward_context: ForwardContext, scaler: str
 ) -> dict[str, Any]:
     """Return the mode's effect on this device, for `precision` of run.json."""
-    optimizers = {name: learner.optimizer for name, learner in learners.items()}
     return {
         "scaler": scaler,
         "half_products": forward_context.kind(),
         "linear_products": linear_products(forward_context),
         "effective_dtypes": {name: _elements(learner) for name, learner in learners.items()},
         "update": {
-            name: {"path": one.update_path, "reason": one.update_reason}
-            for name, one in optimizers.items()
+            name: {"path": path_of(learner.steps.optimizer)} for name, learner in learners.items()
         },
         "flags": read_math_flags(),
     }
@@ -72,17 +71,22 @@ def linear_products(forward_context: ForwardContext) -> str | None:
 
 
 def _elements(learner: Learner) -> dict[str, dict[str, int]]:
-    """Count the elements of each dtype in parameters, masters and optimizer state; of shards the
-    masters and the state are this rank's."""
-    optimizer, buffers = learner.optimizer, learner.model.buffers()
-    shards = [(shard.computed, shard.shape.numel()) for shard in learner.optimizer.shards.values()]
-    states = optimizer.state_by_name().values()
+    """Count the elements of each dtype in which the model computes with its parameters, and makes
+    their gradients, in the update, in master weights (FP32 where it computes in 16 bits) and in
+    the optimizer's state; of shards the state is this rank's."""
+    steps, buffers = learner.steps, learner.model.buffers()
+    states = steps.state_by_name().values()
     tensors = (v for state in states for v in state.values() if isinstance(v, Tensor) and v.dim())
+    inside = {id(own): dtype for own, dtype in steps.computed()}
+    parameters = [(inside.get(id(p), p.dtype), p.numel()) for p in learner.model.parameters()]
+    pairs = [(own, inside[id(own)]) for own in steps.named().values()]
     return {
-        "parameters": elements_by_dtype(shards) or _count(learner.model.parameters()),
-        "gradients": optimizer.gradient_dtypes(),
-        "gradients_in_update": optimizer.update_dtypes(),
-        "master_weights": _count(optimizer.masters.values()),
+        "parameters": elements_by_dtype(parameters),
+        "gradients": elements_by_dtype((dtype, own.numel()) for own, dtype in pairs),
+        "gradients_in_update": elements_by_dtype(
+            (own.grad_dtype or own.dtype, own.numel()) for own, _ in pairs
+        ),
+        "master_weights": _count(own for own, dtype in pairs if dtype is not own.dtype),
         "optimizer_state": _count(tensors),
         "norm_statistics": _count(buffer for buffer in buffers if buffer.dim()),
     }

@@ -187,7 +187,7 @@ class Loop:
         task, numbers = self.built.task, [self.buffer.host_skipped]
         numbers += [int(scale.scale.view(torch.int32)) for scale in task.loss_scales.values()]
         for learner in task.learners.values():
-            tensors = (*learner.optimizer.replicated, *learner.model.buffers())
+            tensors = (*learner.replicated, *learner.model.buffers())
             numbers.append(int(sum(map(bits_of, tensors))))
         return numbers
 

@@ -29,6 +29,7 @@ from mprun.training.run import (
     follow,
     joined,
     metrics_of,
+    placed,
     prepare,
     resolve_device,
 )
@@ -53,14 +54,14 @@ def resume(
     directory = run_directory(path)
     with nullcontext() if rank_info is not None and rank_info.rank else locked(directory):
         record, config = read(directory, composed_overrides, config_dir)
+        config = placed(config, rank_info)
         device = resolve_device(record["environment"]["device"])
         _check_same_stack(record["environment"])
         ranks = joined(config, device, rank_info)
 
         def begun() -> Built:
-            fused_norm = record.get("execution", {}).get("fused_norm")
             threads = record["environment"]["threads"]
-            built = prepare(config, device, threads, ranks, fused_norm)
+            built = prepare(config, device, threads, ranks)
             _check_same_data(path, record, built)
             check_length(config, record, built.steps)
             metrics_of(config, built.task)

@@ -6,7 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, nullcontext, suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -70,7 +70,8 @@ def start(composed: Composed, rank_info: RankInfo | None = None) -> int:
 
     rank_info: rank_info of this process among the ranks of the run; None: it is the only one.
     """
-    config = composed.config
+    config = placed(composed.config, rank_info)
+    composed = replace(composed, config=config)
     device = resolve_device(config.device)
     ranks = joined(config, device, rank_info)
 
@@ -110,8 +111,17 @@ def start(composed: Composed, rank_info: RankInfo | None = None) -> int:
         raise
 
 
+def placed(config: RunConfig, rank_info: RankInfo | None) -> RunConfig:
+    """Return the configuration with the devices and machines that the run really has."""
+    if rank_info is not None:
+        return replace(config, devices=str(rank_info.devices), nodes=rank_info.nodes)
+    return replace(config, devices="1") if config.devices == "auto" else config
+
+
 def joined(config: RunConfig, device: torch.device, rank_info: RankInfo | None) -> Ranks:
     """Wait for all ranks of a run and return this one.
+
+    config: as it is `placed`.
 
     Raises:
         BadInput: the configuration cannot be divided among so many ranks, or the ranks' differ.
@@ -121,7 +131,6 @@ def joined(config: RunConfig, device: torch.device, rank_info: RankInfo | None) 
         return ALONE
     from mprun.distributed.group import RankGroup
 
-    config.devices, config.nodes = str(rank_info.devices), rank_info.nodes
     for line in why_not_on(config, rank_info.world):
         raise BadInput(line)
     ranks = RankGroup(rank_info, device, config.dist.timeout_s)
@@ -251,11 +260,8 @@ def prepare(
     device: torch.device,
     threads: int | None,
     ranks: Ranks = ALONE,
-    fused_norm: str | None = None,
 ) -> Built:
     """Pin flags, seed every generator and build the run; write no file.
-
-    fused_norm: of the record of a run that goes on, see `build`.
 
     Raises BadInput if the configuration cannot be built, Resource if memory does not suffice.
     """
@@ -273,7 +279,7 @@ def prepare(
     # torch warns that its CPU library has no LSTM with projection; ours is emulated or slower.
     warnings.filterwarnings("ignore", message="LSTM with projections")
     with _memory_as_resource(config):
-        built = build(config, device, ranks, fused_norm)
+        built = build(config, device, ranks)
     if config.numerics.enabled:
         chosen_modules(built.task.learners, config.numerics.modules)
     return built
@@ -299,7 +305,6 @@ def attempt(config: RunConfig, built: Built, record: Record, start: Start = BEGI
             ranks=_described(config, built),
             launched_by=task.ranks.launched_by,
             # The rest is known at the end; a resumed run reads this.
-            execution={"fused_norm": built.stepper.settings["fused_norm"]},
         )
         if task.ranks.world > 1:
             task.ranks.found(directory)
@@ -375,14 +380,12 @@ def _described(config: RunConfig, built: Built) -> dict | None:
     if ranks.world == 1:
         return None
     engine, reason = engine_of(config, built.device.type)
-    units = [learner.cast.units for learner in built.task.learners.values()]
     return {
         "world": ranks.world,
         "nodes": config.nodes,
         **ranks.description(),
         "engine": engine,
         **({"why_not_ddp": reason} if reason else {}),
-        **({"units": units[0]} if units[0] else {}),
         "order": config.dist.order,
         "reduce_dtype": config.precision.reduce_dtype or config.precision.grad_dtype,
     }

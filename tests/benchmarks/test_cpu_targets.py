@@ -15,13 +15,13 @@ def cpu_targets(module):
 
 def test_the_median_is_judged_and_the_spread_is_shown(cpu_targets):
     reached = cpu_targets.Target("runner", "a", 1.1, [1.0, 1.2, 1.1])
-    missed = cpu_targets.Target("update", "b", 1.0, [1.01, 0.5, 1.02])
+    missed = cpu_targets.Target("emulation", "b", 1.0, [1.01, 0.5, 1.02])
     assert (reached.ratio, reached.reached) == (1.1, True)
     assert (missed.ratio, missed.reached) == (1.01, False)
     rows = cpu_targets.as_markdown([reached, missed], ["emulation: why"]).splitlines()
     cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows[2:4]]
     assert cells[0] == ["runner", "a", "1.100", "1.000-1.200", "3", "1.10", "reached"]
-    assert cells[1] == ["update", "b", "1.010", "0.500-1.020", "3", "1.00", "missed"]
+    assert cells[1] == ["emulation", "b", "1.010", "0.500-1.020", "3", "1.00", "missed"]
     assert rows[-1] == "not measured: emulation: why"
 
 

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from mprun.cli import main
-from mprun.precision import cast_model, get_policy
 
-from ..helpers import refused
+from ..helpers import mixed, refused
 
 MODULE = '''
 import random
@@ -413,7 +412,8 @@ def test_the_trial_and_the_data_take_no_random_number_of_the_run(build_run):
     assert after == before
 
 
-def test_in_fp32_tied_weights_are_one_and_buffers_outside_the_state_exact():
+@pytest.mark.parametrize("mode", ["fp16_master", "fp16_naive"])
+def test_an_evaluation_has_tied_weights_once_and_the_digits_that_the_mode_keeps(mode):
     class Tied(torch.nn.Module):
         def __init__(self):
             super().__init__()
@@ -423,15 +423,13 @@ def test_in_fp32_tied_weights_are_one_and_buffers_outside_the_state_exact():
 
     torch.manual_seed(0)
     model = Tied()
-    exact = model.logits.weight.detach().clone()
-    cast = cast_model(model, get_policy("fp16_master"))
-    assert cast.module.logits.weight.dtype is torch.float16
-    assert not torch.equal(cast.module.logits.weight.float(), exact)
-
-    with cast.in_fp32():
-        assert model.logits.weight is model.embedding.weight
-        assert torch.equal(model.logits.weight, exact)
-        assert torch.equal(model.places, torch.arange(3.0) / 3)
+    exact = model.logits.weight.detach().clone(), model.places.clone()
+    if mode == "fp16_naive":
+        exact = tuple(own.half().float() for own in exact)
+    with mixed(model, mode).evaluating(in_mode=False) as own:
+        assert own.logits.weight is own.embedding.weight
+        assert torch.equal(own.logits.weight, exact[0])
+        assert torch.equal(own.places, exact[1])
 
 
 def test_evaluation_in_fp32_is_that_of_the_network_itself(build_run):

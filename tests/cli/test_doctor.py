@@ -95,9 +95,9 @@ def test_the_first_line_is_the_verdict_with_what_is_wrong_in_front(facts):
     refused = {**calm, "modes": {"tf32": {"verdict": "refused"}}}
     assert summary(refused).endswith("are emulated, refused: tf32; nothing is missing")
     gpu, bad = {"index": 0, "name": "NVIDIA Made", "why": None}, {"works": False, "why": "x"}
-    on_gpu = {**calm, "gpus": [gpu], "single_pass": {"adam": bad}, "cuda_graph": bad, "nvml": bad}
+    on_gpu = {**calm, "gpus": [gpu], "cuda_graph": bad, "nvml": bad}
     assert summary(on_gpu) == (
-        "no adam's single pass, no CUDA graphs, no energy (NVML) (see below); "
+        "no CUDA graphs, no energy (NVML) (see below); "
         "CUDA on NVIDIA Made: 1 of 1 modes run in its arithmetic"
     )
     full = page(facts)
@@ -131,7 +131,6 @@ def test_the_page_is_a_view_of_the_same_facts(capsys):
 def test_without_a_gpu_it_says_what_cannot_be_said(facts):
     assert (facts["device"], facts["gpus"], facts["kernels"]["cuda"]) == ("cpu", [], None)
     assert facts["cuda_graph"] == {"works": None, "why": "needs a GPU"}
-    assert {answer["works"] for answer in facts["single_pass"].values()} == {None}
     assert facts["nvml"]["works"] is False and facts["nvml"]["power_w"] is None
     text = flat(page(facts))
     for reason in (facts["why_no_gpu"], facts["nvml"]["why"], "CUDA graph not tested: needs a GPU"):
@@ -147,7 +146,7 @@ def test_the_page_of_a_gpu(facts):
     missing = {"temperature_c": "Not Supported", "process_memory": "another space"}
     nvml = {"works": True, "why": None, "energy_mj": 5, "power_w": 80.4, "sm_clock_mhz": 1980.0}
     nvml |= {"temperature_c": None, "process_bytes": None, "missing": missing}
-    passed, why = {"works": True, "why": None}, "its Triton kernel for adam differs in the weights"
+    passed = {"works": True, "why": None}
     text = page(
         {
             **facts,
@@ -155,7 +154,6 @@ def test_the_page_of_a_gpu(facts):
             "why_no_gpu": None,
             "gpus": [gpu, full],
             "kernels": {"cpu": facts["kernels"]["cpu"], "cuda": cuda},
-            "single_pass": {"sgd": passed, "adam": {"works": False, "why": why}, "adamw": passed},
             "cuda_graph": passed,
             "nvml": nvml,
             "emulated_operations": [],
@@ -167,7 +165,6 @@ def test_the_page_of_a_gpu(facts):
         "free: 149.0 GiB GPU 1",
         "150.0 GiB, free: unknown (CUDA error: out of memory)",
         "CUDA 13.2, driver 580.65.06, cuDNN 92600, TF32, no BF16",
-        f"single pass sgd, adamw: self-test passed adam: no: {why}",
         "CUDA graph a training step is captured, and replays alike",
         "NVML 80 W, 1980 MHz, an energy counter; no temperature_c: Not Supported; "
         "no process_memory: another space",
@@ -213,9 +210,7 @@ def test_a_check_that_fails_is_an_answer(monkeypatch):
 def test_on_a_gpu_kernels_graphs_and_memory_are_what_was_tried(capsys):
     assert {m["verdict"] for m in modes(torch.device("cuda")).values()} <= {"honoured", "refused"}
     found = json.loads(printed(capsys, "--json"))
-    yes = {"works": True, "why": None}
-    assert found["single_pass"] == dict.fromkeys(("sgd", "adam", "adamw", "adagrad"), yes)
-    assert found["cuda_graph"] == yes
+    assert found["cuda_graph"] == {"works": True, "why": None}
     assert found["device"] == "cuda:0" and found["why_no_gpu"] is None
     assert len(found["gpus"]) == torch.cuda.device_count()
     gpu = found["gpus"][0]

@@ -100,7 +100,7 @@ class Made:
 
     def script(self, name) -> SimpleNamespace:
         """Return a run of SCRIPTS, made by `script_run`."""
-        pytest.importorskip("mprun.extensions.script")
+        pytest.importorskip("mprun.prepared")
         if name not in self.scripts:
             mode, status, spoil = SCRIPTS[name]
             place = "pair" if name in ("done", "beside") else name

@@ -28,8 +28,9 @@ WITHOUT_EXTRAS = f"import sys; sys.modules.update(dict.fromkeys({OF_EXTRAS}))"
 ENGINE = f"""
 import sys, torch
 known = set(sys.modules)
-import mprun.precision as engine
-engine.cast_model(torch.nn.Linear(2, 2), engine.get_policy("fp16_master_scaled"))
+import mprun
+model = torch.nn.Linear(2, 2)
+mprun.prepare(model, torch.optim.SGD(model.parameters()), "fp16_master_scaled")
 loaded = {{*{OF_EXTRAS}, "omegaconf", "msgspec"}} & (set(sys.modules) - known)
 assert not loaded, loaded
 """

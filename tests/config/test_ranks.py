@@ -11,12 +11,14 @@ IMAGES = ["model=resnet50", "train.accumulate=4"]
 LM = ["model=lstm_lm", "data.batch_size=20"]
 TREE = ["precision.reduce_dtype=bf16", "precision.reduce_order=tree"]
 GPT = ["model=gpt", "train.accumulate=3"]
+DDP = [*IMAGES, "devices=2", "dist.order=fixed", "dist.engine=ddp"]
 
 
 @pytest.mark.parametrize(
     "overrides",
     [
         [*IMAGES, "devices=2"],
+        [*DDP, *TREE, "precision=amp"],
         [*IMAGES, "devices=2", "nodes=2"],
         [*IMAGES, "devices=auto"],
         [*IMAGES, *TREE],
@@ -25,7 +27,13 @@ GPT = ["model=gpt", "train.accumulate=3"]
         [*GPT, "devices=3", "data.batch_size=2"],
         [*GPT, "devices=3", "precision=fp16_master_scaled", "scaler=logmax"],
         [*GPT, "devices=3", "precision=fp16_master_scaled", "precision.reduce_dtype=fp16"],
-        ["model=dcgan", "train.accumulate=2", "devices=2", "scaler=dynamic", "scaler.per=loss"],
+        [
+            "model=dcgan",
+            "train.accumulate=2",
+            "devices=2",
+            "scaler=dynamic",
+            "scaler.per=optimizer",
+        ],
     ],
 )
 def test_what_ranks_compute(overrides):
@@ -50,7 +58,11 @@ def test_what_ranks_compute(overrides):
         ([*IMAGES, "devices=2", "train.compile=default"], "train.compile=default: must be off"),
         ([*IMAGES, "devices=2", "train.cuda_graph=on", "device=cuda"], "train.cuda_graph=on"),
         ([*IMAGES, "devices=2", "numerics=on", "numerics.shadow_every=2"], "shadow_every=2: must"),
-        ([*IMAGES, "devices=2", "dist.order=fixed", "dist.engine=ddp"], "dist.engine=ddp: dist.o"),
+        ([*DDP, "precision=bf16_kahan"], "ddp: precision=bf16_kahan adds up gradients of 16-bit w"),
+        (
+            [*DDP, "precision.reduce_dtype=bf16", "precision.reduce_order=ring"],
+            "dist.engine=ddp: precision.reduce_order=ring adds buckets that are the same on any",
+        ),
         ([*IMAGES, "devices=2", "dist.engine=ddp", "scaler=logmax"], "dist.engine=ddp: scaler"),
         ([*IMAGES, *TREE, "devices=2"], "precision.reduce_order=tree: devices=2 add in the lib"),
         (["devices=0"], "devices=0: must be a whole number from 1 to 1024, or auto"),

@@ -49,14 +49,13 @@ class Regression(Supervised):
 
     def loss(self, batch):
         images, labels = batch
-        with self.forward_context.autocast():
-            outputs = self.learner.network(images)[:, 0]
+        outputs = self.learner.network(images)[:, 0]
         loss = (outputs.float() - labels.float()).square().mean()
         return loss, loss
 
     def evaluate(self):
         total, count = 0.0, 0
-        with self.learner.evaluating(self.forward_context, self.eval_in_mode) as model:
+        with self.learner.evaluating(self.eval_in_mode) as model:
             for images, labels in self.held_out():
                 total += float((model(images)[:, 0].float() - labels).square().sum())
                 count += len(labels)

@@ -50,47 +50,34 @@ def model_of():
     )
 
 
-def updated(reduction, mode="fp16_master_scaled", parts=1):
-    own = {"parts": parts, "reduction": reduction}
-    cast, optimizer = mixed(model_of(), mode, None, get_loss_scale("static"), **own)
-    network = reduction.wrapped(cast.module)
-    optimizer.zero_grad()
-    reduction.overlap(True)
-    optimizer.backward(network(cast.policy.cast_inputs(torch.randn(2, 3, 8, 8))).float().mean())
-    optimizer.step()
-    return optimizer
+def updated(reduction, mode="fp16_master_scaled"):
+    learner = mixed(model_of(), mode, None, get_loss_scale("static"), reduction=reduction)
+    learner.zero_grad()
+    learner.sum_at_once(True)
+    learner.network(torch.randn(2, 3, 8, 8)).mean().backward()
+    learner.end_part()
+    learner.step()
+    return learner
 
 
 def test_the_flat_sum_is_in_fp32_and_in_buckets(fake):
-    reduction = FlatReduction(fake, fixed=False, bucket_bytes=2**20)
-    optimizer = updated(reduction, parts=fake.world)
-    numbers = sum(parameter.numel() for parameter in optimizer.parameters)
+    learner = updated(FlatReduction(fake, fake.world, fixed=False, bucket_bytes=2**20))
+    numbers = sum(own.numel() for own in learner.updated)
     assert {dtype for dtype, _ in fake.summed} == {torch.float32}
     assert sum(numel for _, numel in fake.summed) == numbers
     assert len(fake.summed) == 2  # the last layer's 2.3 MB fill one
-    for own, updated_ in zip(optimizer.parameters, optimizer.updated, strict=True):
-        assert own.shape == updated_.shape
 
 
-def test_ddp_hands_its_buckets_over(fake, monkeypatch):
-    reduction = OverlappedReduction(fake, bucket_bytes=2**20)
-    seen = []
-    begun = OverlappedReduction.begun
-
-    def watched(self, bucket):
-        seen.append((bucket.buffer().dtype, bucket.buffer().numel()))
-        return begun(self, bucket)
-
-    monkeypatch.setattr(OverlappedReduction, "begun", watched)
-    optimizer = updated(reduction, parts=fake.world)
-    numbers = sum(parameter.numel() for parameter in optimizer.parameters)
-    assert sum(numel for _, numel in seen) == numbers
-    # As backward makes them: FP16, and FP32 of the norm layer.
-    assert {dtype for dtype, _ in seen} == {torch.float16, torch.float32}
+@pytest.mark.parametrize("dtype", [None, torch.float16])
+def test_ddp_hands_its_buckets_over(fake, dtype):
+    own = {"fixed": False, "bucket_bytes": 2**20, "dtype": dtype}
+    learner = updated(OverlappedReduction(fake, fake.world, **own))
+    assert sum(numel for _, numel in fake.summed) == sum(own.numel() for own in learner.updated)
+    assert {found for found, _ in fake.summed} == {dtype or torch.float32}
 
 
 def test_the_fixed_order_gathers_every_micro_batch(fake):
-    reduction = FlatReduction(fake, fixed=True, bucket_bytes=2**20)
+    reduction = FlatReduction(fake, 1, fixed=True, bucket_bytes=2**20)
     for _ in range(3):
         reduction.add([torch.ones(4, 2), None, torch.ones(5)])
     total = reduction.total()
@@ -102,7 +89,7 @@ def test_the_fixed_order_gathers_every_micro_batch(fake):
 
 def test_memory_order_is_kept(fake):
     like = torch.randn(2, 3, 4, 4).contiguous(memory_format=torch.channels_last)
-    reduction = FlatReduction(fake, fixed=True, bucket_bytes=2**20)
+    reduction = FlatReduction(fake, 1, fixed=True, bucket_bytes=2**20)
     reduction.add([like.clone(memory_format=torch.preserve_format), torch.randn(3)])
     total = reduction.total()
     assert total[0].stride() == like.stride()
@@ -110,7 +97,7 @@ def test_memory_order_is_kept(fake):
 
 
 def test_a_rank_without_a_gradient_is_named(fake):
-    reduction = FlatReduction(fake, fixed=False, bucket_bytes=2**20)
+    reduction = FlatReduction(fake, 1, fixed=False, bucket_bytes=2**20)
     reduction.add([torch.ones(2), torch.ones(3)])
     reduction.total()
     reduction.add([torch.ones(2), None])
@@ -119,6 +106,6 @@ def test_a_rank_without_a_gradient_is_named(fake):
 
 
 def test_sparse_gradients_are_refused(fake):
-    reduction = FlatReduction(fake, fixed=False, bucket_bytes=2**20)
+    reduction = FlatReduction(fake, 1, fixed=False, bucket_bytes=2**20)
     with pytest.raises(Exception, match="sparse gradients are not summed over ranks"):
         reduction.add([torch.eye(2).to_sparse()])

@@ -1,7 +1,5 @@
 """Every combination that cannot work is refused in one line that names key, value and reason."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 from torch import nn
@@ -14,7 +12,6 @@ from mprun.config.execution_rules import auto_channels_last
 from mprun.errors import BadInput
 from mprun.execution.cuda_graph import why_not_captured
 from mprun.precision.torch_update import has_fused_kernel
-from mprun.precision.update_choice import torch_path
 
 from ..helpers import ONE_CORE, raises_line, record_of, refused, run
 from ..tables import with_extensions
@@ -24,7 +21,6 @@ LSTM = ["model=lstm_lm", "data=synthetic_tokens"]
 IMAGES = "model=conv_autoencoder"
 GRAPH, COMPILE = "train.cuda_graph=on", "train.compile=default"
 NHWC, AUTOTUNE = "train.channels_last=on", "train.autotune=on"
-FUSED = "train.fused_norm=on"
 REFUSED = [
     ([GRAPH, "device=cpu"], "a CUDA graph needs device=cuda"),
     ([GRAPH, "device=cuda", "numerics=on"], "numerics=on watches tensors with hooks"),
@@ -36,10 +32,7 @@ REFUSED = [
     ([NHWC, *LSTM], "lstm_lm has no images"),
     ([AUTOTUNE, "device=cpu"], "cuDNN needs device=cuda"),
     ([AUTOTUNE, "device=cuda", "deterministic=true"], "deterministic=true forbids that"),
-    ([FUSED, "device=cpu"], "its kernels need device=cuda"),
-    ([FUSED, IMAGES, "device=cuda", COMPILE], "train.compile=default fuses operations by itself"),
-    ([FUSED, IMAGES, "precision=fp32"], "need NHWC maps, train.channels_last=on (FP32 products)"),
-    ([FUSED, *LSTM, "precision=amp"], "lstm_lm has no images"),
+    ([GRAPH, "device=cuda", *LSTM, "model.sampled_softmax=8", "optim=adagrad"], "sparse gradients"),
 ]
 REFUSED = with_extensions("REFUSED", REFUSED)
 
@@ -57,7 +50,6 @@ def test_refused_before_anything_is_built(overrides, reason):
         ([GRAPH], "a CUDA graph needs device=cuda"),
         ([AUTOTUNE], "cuDNN needs device=cuda"),
         ([COMPILE, "precision=amp"], "precision=amp is emulated on a CPU"),
-        ([FUSED, "precision=amp"], "its kernels need device=cuda"),
     ],
 )
 def test_refused_once_the_device_is_known(overrides, reason):
@@ -111,9 +103,7 @@ def inner_for_cuda(*overrides):
     network = nn.Linear(3, 2)
     policy = policy_from(config.precision)
     make = optimizer_maker(config.optim, policy, torch.device("cuda"), network)
-    made = make(list(network.named_parameters()))
-    inner = made[0] if isinstance(made, tuple) else made
-    return SimpleNamespace(inner=inner, update_path=torch_path(inner))
+    return make(list(network.named_parameters()))
 
 
 FUSED_ADAGRAD = pytest.mark.skipif(
@@ -141,15 +131,12 @@ def test_which_optimizers_a_graph_can_hold(optim, implementation):
     assert why_not_captured([optimizer], constant_rate=True) is None
     # A rate that changes has to be a tensor, and be read on the device.
     assert why_not_captured([optimizer], constant_rate=False) is not None
-    for group in optimizer.inner.param_groups:
+    for group in optimizer.param_groups:
         group["lr"] = torch.zeros(())
     varying = why_not_captured([optimizer], constant_rate=False)
     # All but the other forms of SGD and Adagrad, and the loop of RMSprop.
     on_device = optim in ("adam", "adamw", *RMSPROP) and (optim, implementation) != LOOP
     assert (varying is None) == (implementation == "fused" or on_device)
-    # The kernel of a single pass reads rate and step counter on the device.
-    optimizer.update_path = "single_pass"
-    assert why_not_captured([optimizer], constant_rate=False) is None
 
 
 def test_a_run_records_how_its_steps_were_executed(tmp_path, capsys):
@@ -160,7 +147,6 @@ def test_a_run_records_how_its_steps_were_executed(tmp_path, capsys):
         "compile": "off",
         "channels_last": "off: device=cpu",
         "autotune": "off: device=cpu",
-        "fused_norm": "off: train.fused_norm=off",
     }
     # Whether steps are replayed may change from one attempt to the next, how they round may not.
     refused(capsys, f"resume={directory}", "train.steps=3", "train.compile=default")

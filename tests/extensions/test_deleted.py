@@ -54,11 +54,6 @@ def delete(copy, *extensions):
             shutil.rmtree(copy / folder / "extensions" / name)
 
 
-def test_what_builds_on_another():
-    assert with_those_above("script") == {"script", "adapters"}
-    assert with_those_above("diagnosis") == {"diagnosis"}
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("extension", EXTENSIONS)
 def test_one_is_deleted(extension, copy):
@@ -88,12 +83,10 @@ def test_all_are_deleted(copy):
 @pytest.mark.parametrize(
     ("name", "use", "missing"),
     [
-        ("script", "mprun.prepare", "mprun.prepare: needs mprun.extensions.script"),
-        ("script", "mprun.Run", "mprun.Run: needs mprun.extensions.script.run"),
         (
             "diagnosis",
             "mprun.explain(None, None)",
-            "mprun.explain: needs mprun.extensions.diagnosis",
+            "mprun.explain: needs mprun.extensions.diagnosis.of_script",
         ),
     ],
 )

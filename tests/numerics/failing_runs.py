@@ -41,21 +41,14 @@ def run(folder, *overrides, plant=None, steps=6):
 
 @torch.no_grad()
 def set_weight(built, name, value, learner="model"):
-    """Fill a weight, and its master if it has one, with a number or a tensor of its shape."""
-    optimizer = built.task.learners[learner].optimizer
-    place = optimizer.names.index(name)
-    for tensor in (optimizer.parameters[place], optimizer.updated[place]):
-        tensor.copy_(torch.as_tensor(value))
+    """Fill a weight with a number or a tensor of its shape."""
+    built.task.learners[learner].named[name].copy_(torch.as_tensor(value))
 
 
 @torch.no_grad()
 def multiply_weight(built, name, factor, learner="model"):
-    """Scale a weight and its master."""
-    optimizer = built.task.learners[learner].optimizer
-    place = optimizer.names.index(name)
-    pair = {id(t): t for t in (optimizer.parameters[place], optimizer.updated[place])}
-    for tensor in pair.values():
-        tensor.mul_(factor)
+    """Scale a weight."""
+    built.task.learners[learner].named[name].mul_(factor)
 
 
 class ChangedData:

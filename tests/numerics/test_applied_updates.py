@@ -9,32 +9,27 @@ from torch import nn
 from mprun.numerics.exponent_shares import AppliedUpdates
 from mprun.numerics.probe import Probe, UpdateMeter, chosen_modules
 from mprun.numerics.probe_record import read_probes
-from mprun.precision import MixedPrecisionOptimizer, StaticLossScale, cast_model, get_policy
+from mprun.precision import StaticLossScale
 from mprun.precision.torch_update import TensorFlowRMSprop
 
-from ..helpers import assert_same_bits, making
+from ..helpers import assert_same_bits, making, mixed, one_step
 from .small_runs import SMALL, watched_steps
 
 UNIT = 2.0**-9  # a quarter of the gap above 1 in BF16, half of the one below
 
 
 def measured(mode, weights, gradients, rule=torch.optim.SGD, steps=1, scale=None, **settings):
-    """The meter's sums of the last of some steps with equal gradients; the optimizer."""
+    """The meter's sums of the last of some steps with equal gradients; the learner."""
     model = nn.Linear(len(weights), 1, bias=False)
     with torch.no_grad():
         model.weight.copy_(torch.tensor([weights]))
-    cast = cast_model(model, get_policy(mode))
     loss_scale = None if scale is None else StaticLossScale(scale)
-    make = making(rule, **{"lr": 1.0} | settings)
-    optimizer = MixedPrecisionOptimizer(cast, make, loss_scale)
+    learner = mixed(model, mode, making(rule, **{"lr": 1.0} | settings), loss_scale)
     for _ in range(steps):
-        meter = UpdateMeter(optimizer, optimizer.names)
-        optimizer.zero_grad()
-        inputs = torch.tensor([gradients], dtype=model.weight.dtype)
-        optimizer.backward(model(inputs).float().sum())
-        optimizer.step()
+        meter = UpdateMeter(learner.steps, [*learner.named])
+        one_step(learner, torch.tensor([gradients]), torch.sum)
         found = meter.sums()
-    return {name: AppliedUpdates(*sums.tolist()) for name, sums in found.items()}, optimizer
+    return {name: AppliedUpdates(*sums.tolist()) for name, sums in found.items()}, learner
 
 
 def standard_error(sums):
@@ -60,11 +55,11 @@ def test_by_hand():
 
 def test_a_compensation_counts_as_applied():
     """Ten updates below half a gap: the weight stands still at first, its compensation moves."""
-    found, optimizer = measured("bf16_kahan", [1.0, -1.0], [0.125 * UNIT, UNIT], steps=10)
+    found, learner = measured("bf16_kahan", [1.0, -1.0], [0.125 * UNIT, UNIT], steps=10)
     assert found["weight"].ratio == 1.0
     found, _ = measured("bf16_naive", [1.0, -1.0], [0.125 * UNIT, UNIT], steps=10)
     assert found["weight"].ratio == 0.0
-    assert not UpdateMeter(optimizer, []).sums()
+    assert not UpdateMeter(learner.steps, []).sums()
 
 
 @pytest.mark.parametrize("share", [0.02, 0.5, 0.9])

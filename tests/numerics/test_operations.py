@@ -11,18 +11,20 @@ from torch import nn
 from torch.nn import functional as F
 
 from mprun.numerics.operations import FirstStep, lines
-from mprun.precision import (
-    DynamicLossScale,
-    ForwardContext,
-    MixedPrecisionOptimizer,
-    cast_model,
-    get_policy,
-    pin_math_flags,
-)
+from mprun.precision import DynamicLossScale, get_policy, pin_math_flags
 from mprun.record.memory import SavedForBackward
-from mprun.tasks.task import Learner
 
-from ..helpers import TINY_GAN, TINY_GPT, TINY_LM, assert_same_bits, but, making, record_of, run
+from ..helpers import (
+    TINY_GAN,
+    TINY_GPT,
+    TINY_LM,
+    assert_same_bits,
+    but,
+    making,
+    mixed,
+    record_of,
+    run,
+)
 
 BATCH, CHANNELS, SIZE, WIDTH, CLASSES = 4, 3, 8, 6, 10
 CONVOLUTION_FLOPS = 2 * BATCH * WIDTH * SIZE * SIZE * CHANNELS * 9
@@ -43,39 +45,33 @@ class ConvNet(nn.Module):
 class SmallTask:
     """The smallest task: one batch, cross-entropy in loss_dtype, a dynamic scale."""
 
-    def __init__(self, mode, overrides=None, forced_fp32=False, native=False):
+    def __init__(self, mode, overrides=None, forced_fp32=False, native=False, network=ConvNet):
         torch.manual_seed(0)
         self.policy = get_policy(mode)
         kept = {"fp32": torch.float32, "fp16": torch.float16}
         dtypes = {name: kept[dtype] for name, dtype in (overrides or {}).items()}
-        device = torch.device("cpu")
-        cast = cast_model(ConvNet(), self.policy, dtypes)
-        self.forward_context = ForwardContext(
-            self.policy, device, native=native, overrides=dtypes.values()
-        )
-        self.scale = DynamicLossScale(1024.0)
         # As a run's: fused in FP32; a 16-bit update is made of operations.
         kind = {"fused": True} if self.policy.master_dtype else {"foreach": True}
         make = making(torch.optim.SGD, lr=0.1, momentum=0.9, **kind)
-        optimizer = MixedPrecisionOptimizer(cast, make, self.scale)
-        self.learners = {"model": Learner(cast, optimizer)}
+        scale = DynamicLossScale(1024.0)
+        learner = mixed(network(), self.policy, make, scale, overrides=dtypes, native=native)
+        self.learners = {"model": learner}
+        self.forward_context = learner.prepared.forward_context
         self.forced_fp32 = forced_fp32
         self.inputs = torch.randn(BATCH, CHANNELS, SIZE, SIZE)
         self.labels = torch.arange(BATCH)
 
     def train_step(self, step):
         learner = self.learners["model"]
-        learner.optimizer.zero_grad()
+        learner.zero_grad()
         with self.forward_context:
-            with self.forward_context.autocast():
-                logits = learner.model(self.policy.cast_inputs(self.inputs))
-            logits = logits.to(self.policy.loss_dtype)
+            logits = learner.network(self.inputs)
             if self.forced_fp32:
                 logits = logits @ torch.eye(CLASSES)
             loss = F.cross_entropy(logits, self.labels)
-            learner.optimizer.backward(loss)
-        learner.optimizer.step()
-        self.scale.update()
+            loss.backward()
+        learner.end_part()
+        learner.step()
         return loss.detach()
 
 
@@ -263,14 +259,13 @@ def test_a_norm_that_overflowed_and_came_out_as_0_is_named(mode, norm, overflowe
     assert all(name in text for name in overflowed)
 
 
+class ByItself(ConvNet):
+    def forward(self, x):
+        return super().forward(rms(torch.zeros_like(x) + 3000))
+
+
 def test_what_the_network_itself_computes_is_in_the_step_itself():
-    task = SmallTask("fp16_naive")
-    model = task.learners["model"].model
-    forward = model.forward
-    model.forward = lambda x: forward(rms(torch.zeros_like(x) + 3000))
-    with FirstStep(task, task.policy, {}) as first:
-        task.train_step(0)
-    assert first.overflowed() == ["pow in the step itself"]
+    assert watched("fp16_naive", network=ByItself).overflowed() == ["pow in the step itself"]
 
 
 def test_a_module_in_fp32_by_mistake_is_named():
@@ -300,17 +295,17 @@ def test_what_a_step_kept_goes_with_it_if_no_backward_pass_comes():
 
 
 def test_memory_by_kind_by_hand():
-    weights = WIDTH * CHANNELS * 9 + CLASSES * WIDTH + CLASSES  # 16-bit in fp16_master
+    products = WIDTH * CHANNELS * 9 + CLASSES * WIDTH
     norm = 2 * WIDTH
+    trained = products + CLASSES + norm
     memory = watched("fp16_master").memory()
-    assert memory["parameters"] == {"float16": 2 * weights, "float32": 4 * norm}
-    assert memory["master_weights"] == {"float32": 4 * weights}
-    assert memory["gradients"] == memory["parameters"]
-    assert memory["gradients_in_update"] == {"float32": 4 * weights}
-    assert memory["optimizer_state"] == {"float32": 4 * (weights + norm)}
+    # Parameters are the master weights; their momentum is all the optimizer's state.
+    for kind in ("parameters", "gradients", "optimizer_state"):
+        assert memory[kind] == {"float32": 4 * trained}
     # Running mean and variance, and the counter of batches.
     assert memory["buffers"] == {"float32": 4 * 2 * WIDTH, "int64": 8}
-    assert "weight_copies" not in memory
+    # Convolution and linear are cast, the batch norm is not; a bias is not needed for backward.
+    assert memory["weight_copies"] == {"float16": 2 * products}
     # Saved: the images, the output of the convolution and of relu (batch norm's own output is not
     # needed), the mean over pixels: FP16. FP32: batch statistics, the log-softmax.
     maps = BATCH * WIDTH * SIZE * SIZE
@@ -322,11 +317,20 @@ def test_memory_by_kind_by_hand():
 
 def test_autocast_copies_of_weights_are_told_from_activations():
     memory = watched("amp").memory()
-    # Convolution and linear are cast, the batch norm is not; a bias is not needed for backward.
-    assert memory["weight_copies"] == {"float16": 2 * (WIDTH * CHANNELS * 9 + CLASSES * WIDTH)}
-    assert "master_weights" not in memory and "gradients_in_update" not in memory
+    assert memory["weight_copies"] == watched("fp16_master").memory()["weight_copies"]
     fp32 = watched("fp32").memory()
     assert {dtype for sizes in fp32.values() for dtype in sizes} <= {"float32", "int64"}
+
+
+def test_weights_that_one_launch_casts_are_copies_too():
+    """As CUDA casts them."""
+    task = SmallTask("fp16_master")
+    own = [*task.learners["model"].model.parameters()]
+    with FirstStep(task, task.policy, {}) as first, torch.no_grad():
+        made = [torch.empty_like(one, dtype=torch.float16) for one in own]
+        torch._foreach_copy_(made, own)
+        torch._foreach_copy_([one.clone() for one in own], own)  # no casts
+    assert first.saved.weight_copies == {(one.data_ptr(), one.nbytes) for one in made}
 
 
 MODELS = {
@@ -431,7 +435,8 @@ def test_a_run_records_its_first_step_and_says_it_once(tmp_path, capsys):
     memory = record["memory_by_kind"]
     kept = sum(memory["activations"].values()) + sum(memory.get("weight_copies", {}).values())
     assert kept == record["memory"]["saved_for_backward_bytes"]
-    assert memory["master_weights"].keys() == {"float32"}
+    assert memory["weight_copies"].keys() == {"float16"}
+    assert memory["parameters"].keys() == {"float32"}
 
 
 @pytest.mark.gpu

@@ -2,6 +2,7 @@
 
 import math
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -17,10 +18,8 @@ from mprun.numerics.exponent_counter import exponent_counts, lost_updates, read_
 from mprun.numerics.exponent_shares import ExponentCounts
 from mprun.numerics.probe import Probe, chosen_modules, owner
 from mprun.numerics.probe_record import KINDS, read_probes
-from mprun.precision import ForwardContext
-from mprun.precision.loss_scale import NoLossScale
 from mprun.record.run_record import read_record
-from mprun.tasks import Classification, Learner
+from mprun.tasks import Classification
 
 from ..helpers import (
     assert_same_bits,
@@ -81,25 +80,21 @@ def test_what_is_counted_is_what_the_step_computed(build_run, mode):
     twin = build_run(*SMALL["conv_autoencoder"], f"precision={mode}", "train.accumulate=1")
     own = probed(built.task)["model"]
 
-    model, optimizer = twin.task.learner.model, twin.task.learner.optimizer
-    outputs, gradients = {}, {}
+    named, outputs, gradients = twin.task.learner.named, {}, {}
     chosen = chosen_modules(twin.task.learners, [])["model"]
     for name, module in chosen.items():
 
         def keep(module, inputs, output, name=name):
             output.retain_grad()
             outputs[name] = (output, output.detach().clone())
+            for kind, computed in module.named_parameters(recurse=False):
+                computed.register_hook(partial(gradients.__setitem__, f"{name}.{kind}"))
 
+        keep.sees_inside = True  # what the mode computes with, not what it hands out
         module.register_forward_hook(keep)
-    for name, parameter in model.named_parameters():
-
-        def keep_gradient(gradient, name=name):
-            gradients[name] = gradient.clone()
-
-        parameter.register_hook(keep_gradient)
-    before = {name: p.detach().clone() for name, p in zip_names(optimizer)}
+    before = {name: own.detach().clone() for name, own in named.items()}
     twin.task.train_step(0)
-    after = {name: p.detach().clone() for name, p in zip_names(optimizer)}
+    after = {name: own.detach().clone() for name, own in named.items()}
 
     assert own.tensors.keys() == set(KINDS)
     for name, (output, value) in outputs.items():
@@ -131,10 +126,6 @@ def test_what_is_counted_is_what_the_step_computed(build_run, mode):
 DTYPES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 
 
-def zip_names(optimizer):
-    return zip(optimizer.names, optimizer.updated, strict=True)
-
-
 class Blobs:
     """Labelled points; the smallest data source that a classification task takes."""
 
@@ -150,11 +141,9 @@ def classifier(inplace: bool) -> Classification:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(5, 8), nn.ReLU(inplace), nn.Linear(8, 8), nn.Linear(8, 3))
     model.forward = lambda x: _forward(model, x, inplace)
-    scale = NoLossScale()
-    cast, optimizer = mixed(model, "fp32", making(torch.optim.SGD, 0.1), scale)
-    forward_context = ForwardContext(cast.policy, torch.device("cpu"))
-    learner = Learner(cast, optimizer)
-    return Classification(learner, Blobs(), cast.policy, forward_context, scale)
+    learner = mixed(model, "fp32", making(torch.optim.SGD, 0.1))
+    context, scale = learner.prepared.forward_context, learner.prepared.loss_scale
+    return Classification(learner, Blobs(), context.policy, context, scale)
 
 
 def _forward(model, x, inplace):
@@ -260,22 +249,12 @@ def test_a_skipped_step_says_so(build_run, tmp_path):
     assert own.shadow is None and record.loss is None
 
 
-def test_scales_of_a_gan_by_loss(build_run, tmp_path):
-    built = build_run(*SMALL["dcgan"], "precision=fp16_master_scaled", "scaler.per=loss")
-    watched_steps(built, tmp_path, 1, every=1)
-    [record] = read_probes(tmp_path)
-    names = ("loss_scale", "loss_scale_fake", "loss_scale_generator")
-    assert record.log2_loss_scale == dict.fromkeys(names, 16.0)
-    assert record.learners["discriminator"].loss_scales == names[:2]
-    assert record.learners["generator"].loss_scales == names[2:]
-
-
 def test_no_hook_is_left_and_none_exists_between_probes(build_run, tmp_path):
     built = build_run(*SMALL["dcgan"])
 
     def hooks():
         models = [learner.model for learner in built.task.learners.values()]
-        inner = [learner.optimizer.inner for learner in built.task.learners.values()]
+        inner = [learner.optimizer for learner in built.task.learners.values()]
         return (
             [module for model in models for module in model.modules() if module._forward_hooks]
             + [p for model in models for p in model.parameters() if p._backward_hooks]

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mprun.precision import ForwardContext, cast_model, get_policy, ieee_fp32, pin_math_flags
+from mprun.precision import ForwardContext, get_policy, ieee_fp32, pin_math_flags
 from mprun.precision.audit import Audit, Contradiction, combined, is_due, next_due
 
-from ..helpers import network, raises_line
+from ..helpers import mixed, network, raises_line
 from ..shipped import MODES
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -30,19 +30,13 @@ class Half(nn.Module):
             return self.layer(x)
 
 
-def stepped(model, mode, inputs, *, before=lambda: None, **overrides):
-    """The audit of one step of `model` in `mode`: as a task of mprun takes it."""
-    policy = get_policy(mode)
-    cast = cast_model(model, policy, overrides)
-    forward_context = ForwardContext(policy, CPU, overrides=overrides.values())
-    audit = Audit(forward_context, dict(model.named_parameters()))
-    inputs = policy.cast_inputs(inputs)
-    with audit.watching(step=True):
-        before()
-        with forward_context:
-            with forward_context.autocast():
-                outputs = cast.module(inputs)
-            outputs.float().square().sum().backward()
+def stepped(model, mode, inputs, **overrides):
+    """The audit of one step of `model` in `mode`: as a run of mprun watches it."""
+    learner = mixed(model, mode, overrides=overrides)
+    audit = Audit(learner.prepared.forward_context, learner.named)
+    with audit.watching(step=True), learner.prepared.forward_context:  # as a task's step then is
+        learner.network(inputs).square().sum().backward()
+    audit.written |= learner.prepared.audit.written  # by what a call held in place of a weight
     return audit
 
 

@@ -5,7 +5,6 @@ import torch
 from torch import nn
 
 from mprun.build.task import weights_in
-from mprun.models.lstm import RowTable
 from mprun.precision import StaticLossScale
 
 from .. import helpers
@@ -17,8 +16,7 @@ CLIP = 0.125
 class Network(nn.Module):
     def __init__(self):
         super().__init__()
-        self.table = RowTable(6, 4)
-        nn.init.normal_(self.table.weight)
+        self.table = nn.Embedding(6, 4)
         self.body = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
         self.head = nn.Linear(4, 2)
 
@@ -27,19 +25,17 @@ class Network(nn.Module):
 
 
 def one_step(patterns, clip=CLIP, scale=None, mode="fp32"):
-    """Reported norm, and by name what one SGD step of rate 1 took off each (master) weight."""
+    """Reported norm, and by name what one SGD step of rate 1 took off each weight."""
     torch.manual_seed(0)
     rule = making(torch.optim.SGD, 1.0, foreach=True)
     model = Network()
     chosen = {"clip_norm": clip, "clipped": weights_in(model, patterns, "train.clip_modules")}
-    cast, optimizer = mixed(model, mode, rule, scale, **chosen)
-    weights = dict(zip(optimizer.names, optimizer.updated, strict=True))
-    weights |= {row.name: row.tensor for row in optimizer.rows}
-    before = {name: weight.detach().clone() for name, weight in weights.items()}
+    learner = mixed(model, mode, rule, scale, **chosen)
+    before = {name: weight.detach().clone() for name, weight in learner.named.items()}
     ids = torch.tensor([0, 1, 1, 5])
-    update = helpers.one_step(cast, optimizer, ids, lambda y: 3 * y.square().sum(), measure=True)
+    update = helpers.one_step(learner, ids, lambda y: 3 * y.square().sum(), measure=True)
     return update.grad_norm, {
-        name: before[name] - weight.detach() for name, weight in weights.items()
+        name: before[name] - weight.detach() for name, weight in learner.named.items()
     }
 
 

@@ -8,6 +8,7 @@ from mprun.precision import DynamicLossScale, NoLossScale, StaticLossScale
 
 from .. import helpers
 from ..helpers import making, mixed
+from .weights import OneWeight
 
 CLIP = 0.5
 
@@ -25,11 +26,11 @@ def mean_square(outputs):
 
 
 def one_step(mode, scale, clip_norm=CLIP, measure=False):
-    """Gradient norm, and what one SGD step of rate 1 took off each (master) weight."""
-    cast, optimizer = mixed(network(), mode, scale=scale, clip_norm=clip_norm)
-    before = [updated.detach().clone() for updated in optimizer.updated]
-    update = helpers.one_step(cast, optimizer, batch(), mean_square, measure)
-    steps = [b - a.detach() for b, a in zip(before, optimizer.updated, strict=True)]
+    """Gradient norm, and what one SGD step of rate 1 took off each weight."""
+    learner = mixed(network(), mode, scale=scale, clip_norm=clip_norm)
+    before = [updated.detach().clone() for updated in learner.updated]
+    update = helpers.one_step(learner, batch(), mean_square, measure)
+    steps = [b - a.detach() for b, a in zip(before, learner.updated, strict=True)]
     return update.grad_norm, steps
 
 
@@ -42,17 +43,17 @@ def by_torch():
 
 
 SCALES = {
-    "none": NoLossScale(),
-    "1": StaticLossScale(1.0),
-    "128": StaticLossScale(128.0),
-    "65536": StaticLossScale(65536.0),
-    "dynamic": DynamicLossScale(2.0**10),
+    "none": NoLossScale,
+    "1": lambda: StaticLossScale(1.0),
+    "128": lambda: StaticLossScale(128.0),
+    "65536": lambda: StaticLossScale(65536.0),
+    "dynamic": lambda: DynamicLossScale(2.0**10),
 }
 
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_equals_torch_on_unscaled_gradients(scale):
-    norm, steps = one_step("fp32", SCALES[scale])
+    norm, steps = one_step("fp32", SCALES[scale]())
     expected_norm, expected = by_torch()
     assert expected_norm > 2 * CLIP  # it does clip
     # A power of two scales exactly, so there is no difference at all.
@@ -86,7 +87,7 @@ def test_master_weights_are_clipped_alike_under_any_scale(mode):
     _, clipped = one_step(mode, StaticLossScale(128.0))
     factor = CLIP / (unclipped_norm + 1e-6)
     for a, b in zip(clipped, unclipped, strict=True):
-        # Both are differences of masters below 1, each rounded by at most 2^-25.
+        # Both are differences of weights below 1, each rounded by at most 2^-25.
         torch.testing.assert_close(a, b * factor, rtol=2.0**-22, atol=2.0**-23)
 
 
@@ -103,8 +104,28 @@ def test_the_norm_is_computed_only_when_asked_for():
 
 
 def test_the_norm_of_fp16_gradients_does_not_overflow():
-    model = nn.Linear(1, 289, bias=False)
-    _, optimizer = mixed(model, "fp16_naive", making(torch.optim.SGD, 2.0**-10, foreach=True))
-    optimizer.backward((model.weight.float() * 4096).sum())
+    model = OneWeight()
+    model.w = nn.Parameter(torch.zeros(289))
+    learner = mixed(model, "fp16_naive", making(torch.optim.SGD, 2.0**-10, foreach=True))
+    learner.network(4096.0).backward()
     # 4096^2 = 2^24 and the norm, 17 times 4096, are beyond 65504, the largest FP16 number.
-    assert optimizer.step(measure_norm=True).grad_norm.item() == 69632.0
+    assert learner.step(measure=True).grad_norm.item() == 69632.0
+
+
+@pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_kahan"])
+def test_gradients_of_bf16_weights_are_clipped_in_fp32(mode):
+    """Without masters too: the factor times a gradient is no number of BF16."""
+    learner = mixed(network(), mode, making(torch.optim.SGD, 0.0), clip_norm=CLIP)
+    learner.zero_grad()
+    mean_square(learner.network(batch())).backward()
+    gradients = {name: own.grad.clone() for name, own in learner.named.items()}
+    norm = learner.step().grad_norm
+    in_float64 = torch.cat([gradient.double().flatten() for gradient in gradients.values()]).norm()
+    # FP32's sum of 300 squares, and its root.
+    torch.testing.assert_close(norm.double(), in_float64, rtol=300 * 2.0**-24, atol=0)
+    assert norm > 2 * CLIP
+    for name, clipped in learner.steps.unscaled_gradients().items():
+        assert clipped.dtype is torch.float32
+        assert torch.equal(clipped, gradients[name] * (CLIP / (norm + 1e-6)))
+        assert torch.equal(gradients[name], gradients[name].bfloat16().float())
+        assert not torch.equal(clipped, clipped.bfloat16().float())

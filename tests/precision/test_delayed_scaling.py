@@ -8,18 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.precision import (
-    DynamicLossScale,
-    ForwardContext,
-    MixedPrecisionOptimizer,
-    cast_model,
-    get_policy,
-)
+from mprun.precision import DynamicLossScale
 from mprun.precision.delayed_scaling import DelayedScaling
 from mprun.precision.scaled_linear import install
 from mprun.precision.scaled_products import ScaledProducts
 
-from ..helpers import assert_same_bits
+from ..helpers import assert_same_bits, making, mixed, one_step
 
 CPU = torch.device("cpu")
 F32_MAX = float(torch.finfo(torch.float32).max)
@@ -129,52 +123,41 @@ def test_a_layer_against_plain_numbers():
     assert clipped > 50
 
 
-def a_run(mode: str = "fp8_delayed"):
-    """A network, its optimizer and one step of it."""
+def a_run():
+    """A learner in the mode, and what takes its steps."""
     torch.manual_seed(1)
-    policy = get_policy(mode)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 4))
-    cast = cast_model(model, policy)
-    scale = DynamicLossScale(1024.0, device=CPU)
-    own = MixedPrecisionOptimizer(cast, lambda named: torch.optim.AdamW(named, 1e-2), scale)
-    context = ForwardContext(policy, CPU)
+    make = making(torch.optim.AdamW, 1e-2)
+    own = mixed(model, "fp8_delayed", make, DynamicLossScale(1024.0, device=CPU))
 
     def step(number: int, factor: float = 1.0):
         random = torch.Generator().manual_seed(number)
-        x = torch.randn(8, 16, generator=random).bfloat16() * factor
-        own.zero_grad()
-        with context:
-            own.backward(model(x).float().square().mean())
-        update = own.step()
-        scale.update()
-        return update
+        return one_step(own, torch.randn(8, 16, generator=random) * factor)
 
-    return cast, own, context, step
+    return own, step
 
 
 def test_the_state_goes_on_bit_for_bit():
-    cast, own, _, step = a_run()
+    own, step = a_run()
     for number in range(5):
         step(number)
-    saved = copy.deepcopy((cast.state_dict(), own.state_dict()))
+    saved = copy.deepcopy(own.state_dict())
     step(5)
-    again, other, _, once_more = a_run()
-    again.load_state_dict(saved[0])
-    other.load_state_dict(saved[1])
+    other, once_more = a_run()
+    other.load_state_dict(saved)
     once_more(5)
     assert_same_bits(other.state_dict(), own.state_dict())
     # The control: without the history the same step has other bits.
-    again, other, _, once_more = a_run()
-    again.load_state_dict(saved[0])
+    other, once_more = a_run()
     fresh = other.state_dict()["delayed"]
-    other.load_state_dict(saved[1] | {"delayed": copy.deepcopy(fresh)})
+    other.load_state_dict(saved | {"delayed": copy.deepcopy(fresh)})
     once_more(5)
     with pytest.raises(AssertionError):
         assert_same_bits(other.state_dict(), own.state_dict())
 
 
 def test_a_state_that_does_not_fit_is_refused():
-    _, own, _, _ = a_run()
+    own, _ = a_run()
     saved = own.state_dict()
     kept = saved.pop("delayed")
     with pytest.raises(ValueError, match="no history of scales"):
@@ -185,36 +168,35 @@ def test_a_state_that_does_not_fit_is_refused():
 
 
 def test_an_evaluation_casts_by_the_present_scales_and_records_nothing():
-    cast, own, context, step = a_run()
-    model = cast.module
+    own, step = a_run()
+    delayed = own.prepared.delayed
     for number in range(3):
         step(number)
-    before, x = copy.deepcopy(own.delayed.state_dict()), torch.randn(8, 16).bfloat16()
+    before, x = copy.deepcopy(delayed.state_dict()), torch.randn(8, 16)
     assert (before["present"][..., 0] != 1).all()
-    model.eval()
-    with torch.no_grad(), context:
+    with own.evaluating(in_mode=True) as model:
         found = model(x)
         model(x * 2.0**20)
-        with cast.in_fp32():
-            model(x.float())
-    assert_same_bits(own.delayed.state_dict(), before)
-    model.train()
-    with torch.no_grad(), context:
-        assert torch.equal(model(x), found)  # the same scales
-    assert not torch.equal(own.delayed.present, before["present"])
+    with own.evaluating(in_mode=False) as model:
+        assert not torch.equal(model(x), found)
+    assert_same_bits(delayed.state_dict(), before)
+    with torch.no_grad():
+        assert torch.equal(own.network(x), found)  # the same scales
+    assert not torch.equal(delayed.present, before["present"])
 
 
 def test_a_skipped_update_moves_the_history_and_a_nan_is_seen():
-    _, own, _, step = a_run()
+    own, step = a_run()
+    delayed = own.prepared.delayed
     step(0)
-    first = own.delayed.layers["0"][0, 0].clone()
+    first = delayed.layers["0"][0, 0].clone()
     for factor in (math.inf, math.nan):  # of an input; the gradients hold NaN
         assert step(1, factor).found_inf == 1
-        assert torch.equal(own.delayed.layers["0"][0, 0], first)
-    inputs = own.delayed.history[:3, 0, 0]
+        assert torch.equal(delayed.layers["0"][0, 0], first)
+    inputs = delayed.history[:3, 0, 0]
     assert inputs[0] == 0 and inputs[1] == F32_MAX and inputs[2] > 0
     assert step(2).found_inf == 0
-    assert own.delayed.history.isfinite().all()  # else a checkpoint would not count as good
+    assert delayed.history.isfinite().all()  # else a checkpoint would not count as good
 
 
 @pytest.mark.parametrize(

@@ -273,7 +273,7 @@ def test_cells(kind, autocast):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_a_layer_that_is_computed_again_in_backward_is_emulated_there_too(kind, autocast):
-    """torch.utils.checkpoint in both of its forms, and a layer as `cast_model` leaves it."""
+    """torch.utils.checkpoint in both of its forms, and a layer as a prepared model has it."""
     rnn = own_recurrent(kind(8, 8))
     rnn = rnn if autocast else rnn.half()
     x = torch.randn(3, 2, 8).to(rnn.weight_ih_l0.dtype)

@@ -25,9 +25,7 @@ def collapses(scale, pattern):
 
 
 def test_none_lets_everything_through_at_no_cost():
-    scale, weight = NoLossScale(), torch.tensor(3.0, dtype=torch.float16, requires_grad=True)
-    scale.backward(weight * 2)
-    assert weight.grad.item() == 2.0
+    scale = NoLossScale()
     assert scale.inverse().item() == 1.0 and scale.skips_nonfinite is False
     assert trace(scale, "o" * 100) == [1.0] * 100
     assert (scale.steps_skipped.item(), scale.collapsed().item()) == (0, False)
@@ -39,23 +37,6 @@ def test_static_never_moves_and_collapses_on_its_fixed_value():
     assert collapses(scale, "oo.ooo.") == ".....c."
     assert scale.scale.item() == 100.0
     assert scale.steps_skipped.item() == 5 and scale.skips_nonfinite is True
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_gradients_are_those_of_the_loss_in_float32_times_the_scale(dtype):
-    scale = StaticLossScale(1000.1)
-    weight = torch.randn(7, dtype=dtype, requires_grad=True)
-    (expected,) = torch.autograd.grad(weight.exp().mean().float() * scale.scale, weight)
-    scale.backward(weight.exp().mean())
-    assert torch.equal(weight.grad, expected)
-
-
-def test_a_gradient_that_is_the_scale_itself_is_a_copy():
-    scale = StaticLossScale(8.0)
-    weight = torch.tensor(1.0, requires_grad=True)
-    scale.backward(weight)
-    weight.grad.zero_()
-    assert scale.scale == 8.0
 
 
 def test_growth_comes_on_exactly_the_nth_clean_step():

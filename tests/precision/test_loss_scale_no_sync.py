@@ -25,7 +25,7 @@ class NoHostRead(TorchDispatchMode):
 
 
 def iteration(scale, flag, largest, loss):
-    scale.backward(loss)
+    (loss * scale.scale).backward()
     scale.inverse()
     scale.record(flag, largest)
     scale.record(flag, largest)

@@ -1,4 +1,6 @@
-"""Masters evolve by the FP32 rule, and after every step the model is their rounding."""
+"""Weights evolve by the FP32 rule, with the gradients of their rounding, written out by hand."""
+
+import copy
 
 import pytest
 import torch
@@ -8,11 +10,10 @@ from torch.nn import functional as F
 from mprun.precision import (
     DynamicLossScale,
     ForwardContext,
-    MixedPrecisionOptimizer,
     NoLossScale,
     StaticLossScale,
     build_policy,
-    cast_model,
+    get_policy,
 )
 
 from .. import helpers
@@ -30,95 +31,125 @@ def network():
     return helpers.network(norm=nn.BatchNorm1d)
 
 
+class ByHand:
+    """The network in 16 bits, its norm layer in FP32 where the mode says so, in plain torch."""
+
+    def __init__(self, mode):
+        self.policy, self.model = get_policy(mode), network()
+        self.model.to(self.policy.param_dtype)
+        self.model[1].to(self.policy.norm_dtype)
+
+    def gradients(self, inputs, labels, scale):
+        """The gradients of each parameter, unscaled in `grad_dtype`."""
+        half, first, norm, act, last = self.policy.param_dtype, *self.model
+        with ForwardContext(self.policy, torch.device("cpu")):  # its products, as on a GPU
+            normed = norm(first(inputs.to(half)).to(self.policy.norm_dtype)).to(half)
+            loss = F.cross_entropy(last(act(normed)).float(), labels)
+            found = torch.autograd.grad(loss * scale, [*self.model.parameters()])
+        return [gradient.to(self.policy.grad_dtype) / scale for gradient in found]
+
+
+def weights_after(steps, learner, reference, expected, theirs):
+    """Take the same steps in both; their weights must have the same bits after each."""
+    scale = learner.prepared.loss_scale.scale
+    for _ in range(steps):
+        inputs, labels = torch.randn(12, 6), torch.randint(3, (12,))
+        with torch.no_grad():
+            for parameter, weight in zip(reference.model.parameters(), expected, strict=True):
+                parameter.copy_(weight)
+        found = reference.gradients(inputs, labels, scale.item())
+        one_step(learner, inputs, lambda logits, y=labels: F.cross_entropy(logits, y))
+        for weight, gradient in zip(expected, found, strict=True):
+            weight.grad = gradient
+        theirs.step()
+        assert_same_bits(learner.updated, expected)
+
+
 @pytest.mark.few(12)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("optimizer", ["momentum", "adam", "adamw", "adagrad"])
 @pytest.mark.parametrize("mode", SCALES)
-def test_masters_follow_the_fp32_rule_and_the_model_is_their_rounding(
+def test_weights_follow_the_fp32_rule_with_gradients_of_their_rounding(
     mode, optimizer, implementation
 ):
-    initial = {name: p.detach().clone() for name, p in network().named_parameters()}
     scale, chosen = SCALES[mode](), IMPLEMENTATIONS[implementation] | {"weight_decay": 0.01}
-    cast, ours = mixed(network(), mode, making(RULES[optimizer], **chosen), scale)
-    model, policy = cast.module, cast.policy
-    # The reference updates its own FP32 tensors with the model's gradients, by torch's rule.
-    reference = {name: p.clone().requires_grad_() for name, p in initial.items()}
-    theirs = RULES[optimizer](list(reference.values()), **chosen)
-    forward_context = ForwardContext(policy, torch.device("cpu"))
-    for _ in range(5):
-        inputs, labels = torch.randn(12, 6), torch.randint(3, (12,))
-        ours.zero_grad()
-        with forward_context:
-            loss = F.cross_entropy(model(policy.cast_inputs(inputs)).float(), labels)
-            current = scale.scale.item()
-            gradients = torch.autograd.grad(
-                loss * current, list(model.parameters()), retain_graph=True
-            )
-            ours.backward(loss)
-        ours.step()
-        scale.update()
-        for parameter, gradient in zip(reference.values(), gradients, strict=True):
-            parameter.grad = gradient.float() / current
-        theirs.step()
-        own = dict(model.named_parameters())
-        for name, expected in reference.items():
-            if name in ours.masters:
-                assert ours.masters[name].dtype == torch.float32
-                assert torch.equal(ours.masters[name], expected)
-                assert own[name].dtype == policy.param_dtype
-                assert torch.equal(
-                    own[name],
-                    ours.masters[name].half()
-                    if mode != "bf16_master"
-                    else ours.masters[name].bfloat16(),
-                )
-            else:
-                assert name.startswith("1.")  # BatchNorm: FP32 already, no copy
-                assert torch.equal(own[name], expected)
-    moved = [name for name in initial if not torch.equal(reference[name], initial[name])]
-    assert moved == list(initial)
+    learner = mixed(network(), mode, making(RULES[optimizer], **chosen), scale)
+    initial = [own.detach().clone() for own in learner.updated]
+    expected = [own.clone().requires_grad_() for own in initial]
+    weights_after(5, learner, ByHand(mode), expected, RULES[optimizer](expected, **chosen))
+    assert not any(map(torch.equal, expected, initial))
 
 
-def test_masters_move_where_gradients_need_neither_cast_nor_scale():
+@pytest.mark.parametrize("optimizer", ["momentum", "adagrad"])
+@pytest.mark.parametrize("mode", ["fp16_naive", "bf16_naive", "fp32"])
+def test_without_masters_weights_follow_the_rule_in_their_dtype(mode, optimizer):
+    make = making(RULES[optimizer], foreach=True, weight_decay=0.01)
+    learner, reference = mixed(network(), mode, make), ByHand(mode)
+    expected = [own.detach().clone().requires_grad_() for own in reference.model.parameters()]
+    assert_same_bits(learner.updated, expected)
+    weights_after(5, learner, reference, expected, make([*enumerate(expected)]))
+
+
+def test_weights_move_where_gradients_need_neither_cast_nor_scale():
     """16-bit gradients of 16-bit weights, unscaled: nothing to do to them before the update."""
     policy = build_policy("own", {"param_dtype": "fp16", "grad_dtype": "fp16"})
     model = nn.Linear(2, 1, bias=False)
     nn.init.constant_(model.weight, 1.0)
-    cast = cast_model(model, policy)
-    optimizer = MixedPrecisionOptimizer(cast, making(torch.optim.SGD, 0.25))
-    one_step(cast, optimizer, torch.ones(1, 2), torch.sum)
-    assert model.weight.tolist() == optimizer.masters["weight"].tolist() == [[0.75, 0.75]]
+    one_step(mixed(model, policy, making(torch.optim.SGD, 0.25)), torch.ones(1, 2), torch.sum)
+    assert model.weight.tolist() == [[0.75, 0.75]]
 
 
-def test_a_frozen_parameter_is_left_alone():
+def test_a_frozen_parameter_is_left_alone_and_evaluated_unrounded():
     model = network()
     model[0].weight.requires_grad_(False)
-    cast, optimizer = mixed(model, "fp16_master", making(torch.optim.SGD, 0.1))
+    learner = mixed(model, "fp16_master", making(torch.optim.SGD, 0.1))
     before, last = model[0].weight.clone(), model[3].bias.clone()
-    one_step(cast, optimizer, torch.randn(4, 6))
-    assert "0.weight" not in optimizer.masters
-    assert torch.equal(model[0].weight, before)
-    assert "0.bias" in optimizer.masters
+    one_step(learner, torch.randn(4, 6))
+    assert "0.weight" not in learner.named and "0.bias" in learner.named
     assert not torch.equal(model[3].bias, last)
+    with learner.evaluating(in_mode=False) as evaluated:
+        assert torch.equal(evaluated[0].weight, before)
+        assert not torch.equal(before, before.half().float())
 
 
-OTHER = {"fp16_naive": "fp16_master", "fp16_master": "amp", "amp": "fp16_naive"}
+class Writes(nn.Linear):
+    """Sets one of its own weights in each call."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight[0, 0] = 0.3
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("mode", ["fp16_master", "fp16_master_scaled", "amp"])
+def test_what_a_call_writes_stays_and_other_weights_keep_their_digits(mode):
+    model = Writes(6, 3)
+    before = model.weight.detach().clone()
+    mixed(model, mode, scale=StaticLossScale(8.0)).network(torch.randn(4, 6))
+    before[0, 0] = torch.tensor(0.3).half() if mode != "amp" else 0.3
+    assert torch.equal(model.weight, before)
+    assert not torch.equal(before, before.half().float())
+
+
+OTHER = {"fp16_naive": "fp16_master", "fp16_master": "fp16_naive", "amp": "fp16_naive"}
 
 
 @pytest.mark.parametrize("mode", OTHER)
 def test_state_round_trip_is_bit_exact_and_names_what_does_not_fit(mode):
     def trained(steps, kind="momentum", mode=mode):
         make = making(RULES[kind], foreach=True)
-        cast, optimizer = mixed(network(), mode, make, StaticLossScale(8.0))
+        learner = mixed(network(), mode, make, StaticLossScale(8.0))
         for _ in range(steps):
-            one_step(cast, optimizer, torch.randn(4, 6))
-        return optimizer
+            one_step(learner, torch.randn(4, 6))
+        return learner
 
     source, target = trained(3), trained(1)
-    saved = source.state_dict()
+    saved = copy.deepcopy(source.state_dict())
     target.load_state_dict(saved)
     assert_same_bits(target.state_dict(), saved)
     with pytest.raises(ValueError, match="another optimizer"):
         trained(1, "adam").load_state_dict(saved)
-    with pytest.raises(ValueError, match="another model or precision mode|saved as torch.float"):
+    with pytest.raises(ValueError, match="saved as torch.float"):
         trained(0, mode=OTHER[mode]).load_state_dict(saved)
+    with pytest.raises(ValueError, match="another model"):
+        mixed(nn.Linear(6, 3), mode, scale=StaticLossScale(8.0)).load_state_dict(saved)

@@ -15,10 +15,10 @@ from mprun.config.schema import OptimConfig
 from mprun.errors import BadInput
 from mprun.models.dcgan import Discriminator, Generator
 from mprun.numerics.probe import UpdateMeter
-from mprun.precision import MixedPrecisionOptimizer, StaticLossScale, build_policy, cast_model
+from mprun.precision import StaticLossScale, build_policy
 from mprun.precision.muon import Muon, orthogonal
 
-from ..helpers import assert_same_bits, configured, one_step, raises_line
+from ..helpers import assert_same_bits, configured, mixed, one_step, raises_line
 from ..tables import with_extensions
 
 SHAPES = ((24, 40), (40, 24), (32, 32), (64, 1))
@@ -255,19 +255,17 @@ def maker(policy, model, **changes):
 
 def test_groups_of_a_configuration():
     model = nn.Sequential(nn.Embedding(9, 8), nn.Linear(8, 8), nn.Linear(8, 9))
-    cast = cast_model(model, build_policy("own", {}))
-    optimizer = MixedPrecisionOptimizer(cast, maker(cast.policy, model))
-    optimizer.set_lr(0.04)
-    groups = {group["matrices"]: group for group in optimizer.inner.param_groups}
+    policy = build_policy("own", {})
+    learner = mixed(model, policy, maker(policy, model))
+    learner.set_lr(0.04)
+    groups = {group["matrices"]: group for group in learner.optimizer.param_groups}
     assert [own is model[1].weight for own in groups[True]["params"]] == [True]
     assert (groups[True]["lr"], groups[False]["lr"]) == (0.04, 0.02)
-    assert {len(optimizer.inner.state[own]) for own in groups[False]["params"]} == {3}
+    assert {len(learner.optimizer.state[own]) for own in groups[False]["params"]} == {3}
     with raises_line(BadInput, "optim.name=muon: the network has no hidden matrix"):
-        maker(cast.policy, nn.Sequential(nn.Linear(8, 9)))
+        maker(policy, nn.Sequential(nn.Linear(8, 9)))
     with raises_line(BadInput, "optim.implementation=fused: torch"):
-        maker(cast.policy, model, implementation="fused")
-    with raises_line(ValueError, "single_pass: Muon: only SGD", "(allowed: auto, foreach, loop)"):
-        MixedPrecisionOptimizer(cast, maker(cast.policy, model), update="single_pass")
+        maker(policy, model, implementation="fused")
 
 
 MODES = {
@@ -285,50 +283,36 @@ MODES = {
 def trained(mode, steps, skip=None):
     torch.manual_seed(0)
     layers = [nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64), nn.Linear(64, 8)]
-    model = nn.Sequential(*layers)
-    cast = cast_model(model, build_policy("own", MODES[mode]))
-    optimizer = MixedPrecisionOptimizer(cast, maker(cast.policy, model), StaticLossScale(64.0))
-    advance(cast, optimizer, range(steps), skip)
-    return cast, optimizer
+    model, policy = nn.Sequential(*layers), build_policy("own", MODES[mode])
+    learner = mixed(model, policy, maker(policy, model), StaticLossScale(64.0))
+    advance(learner, range(steps), skip)
+    return learner
 
 
-def advance(cast, optimizer, steps, skip=None):
+def advance(learner, steps, skip=None):
     for step in steps:
         inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
         factor = math.inf if step == skip else 1.0
-        one_step(cast, optimizer, inputs, lambda y, f=factor: y.square().mean() * f)
-
-
-def state_of(cast, optimizer):
-    found = {name: own.detach().clone() for name, own in cast.module.named_parameters()}
-    for name, state in optimizer.state_by_name().items():
-        found |= {f"{k} of {name}": torch.as_tensor(v).clone() for k, v in state.items()}
-    return found | {f"master of {name}": own for name, own in optimizer.masters.items()}
+        one_step(learner, inputs, lambda y, f=factor: y.square().mean() * f)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_it_is_skipped_and_goes_on_bit_for_bit(mode):
-    expected = state_of(*trained(mode, 4, skip=2))
-    cast, optimizer = trained(mode, 2)
-    before = state_of(cast, optimizer)
-    saved = {"model": cast.state_dict(), "optimizer": optimizer.state_dict()}
-    saved = torch.utils._pytree.tree_map(
-        lambda own: own.clone() if isinstance(own, torch.Tensor) else own, saved
-    )
-    advance(cast, optimizer, [2], skip=2)
-    assert_same_bits(state_of(cast, optimizer), before)
-    other, resumed = trained(mode, 0)
-    other.load_state_dict(saved["model"])
-    resumed.load_state_dict(saved["optimizer"])
-    advance(other, resumed, [2, 3], skip=2)
-    assert_same_bits(state_of(other, resumed), expected)
-    assert not torch.equal(expected["0.weight"], before["0.weight"])
+    expected = trained(mode, 4, skip=2).state_dict()
+    learner, resumed = trained(mode, 2), trained(mode, 0)
+    saved = copy.deepcopy(learner.state_dict())
+    advance(learner, [2], skip=2)
+    assert_same_bits(learner.state_dict(), saved)
+    resumed.load_state_dict(saved)
+    advance(resumed, [2, 3], skip=2)
+    assert_same_bits(resumed.state_dict(), expected)
+    assert not torch.equal(expected["model"]["0.weight"], saved["model"]["0.weight"])
 
 
 def test_its_updates_are_not_measured_by_a_part_of_a_weight():
-    _, optimizer = trained("bf16", 1)
-    meter = UpdateMeter(optimizer, optimizer.names)
-    advance(optimizer.cast, optimizer, [1])
+    learner = trained("bf16", 1)
+    meter = UpdateMeter(learner.steps, learner.named)
+    advance(learner, [1])
     assert meter.sums() == {}
 
 

@@ -6,10 +6,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mprun.precision import BatchNormGuard, get_policy
-from mprun.precision.loss_scale import DynamicLossScale, NoLossScale, StaticLossScale
+from mprun.precision.loss_scale import DynamicLossScale, StaticLossScale
 from mprun.precision.scaled_products import unobserved_cast
-
-from ..helpers import mixed
 
 
 class Operations(TorchDispatchMode):
@@ -32,16 +30,6 @@ def operations(function, *arguments):
     return seen.names
 
 
-def squares():
-    return torch.ones(3, requires_grad=True).square().mean()
-
-
-def test_backward_starts_from_the_scale_instead_of_multiplying():
-    plain = operations(NoLossScale().backward, squares())
-    scaled = operations(StaticLossScale(8.0).backward, squares())
-    assert plain == ["ones_like", *scaled]
-
-
 def test_the_inverse_is_one_operation():
     assert operations(StaticLossScale(3.0).inverse) == ["div"]
 
@@ -54,15 +42,6 @@ def test_the_dynamic_rule_takes_eight_operations():
 def test_a_guard_of_nothing_does_nothing():
     guard = BatchNormGuard(nn.Linear(2, 2))
     assert operations(guard.save) == operations(guard.restore_where, torch.ones(())) == []
-
-
-def test_gradients_of_a_second_loss_are_added_up_in_one_operation():
-    layers = nn.Sequential(*(nn.Linear(2, 2) for _ in range(5)))
-    _, optimizer = mixed(layers, "amp", scale=StaticLossScale(8.0))
-    optimizer.zero_grad()
-    optimizer.backward(layers(torch.ones(1, 2)).sum())
-    found = operations(optimizer.backward, layers(torch.ones(1, 2)).sum())
-    assert found.count("_foreach_add_") == 1 and "add_" not in found
 
 
 class Conversions(TorchDispatchMode):

@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.precision import MixedPrecisionOptimizer, StaticLossScale, build_policy, cast_model
+from mprun.precision import StaticLossScale, build_policy
 from mprun.precision.packed_states import BLOCK, STATE_FORMATS, dynamic_numbers
 from mprun.precision.rounded_weights import translated
 
-from ..helpers import assert_same_bits, making, one_step
+from ..helpers import assert_same_bits, making, mixed, one_step
 
 CPU = torch.device("cpu")
 FORMATS = ("dynamic8", "fp8")
@@ -53,7 +53,7 @@ def test_a_code_is_the_nearest_number_half_up(name):
     tried = torch.cat([table, middles.float(), drawn, -drawn, drawn * 1e-6, torch.ones(1)])
     tried = tried[: len(tried) // BLOCK * BLOCK].clamp(min=table[0].item())
     tried[::BLOCK] = 1.0  # the scale of each block
-    kept = STATE_FORMATS["dynamic8"](CPU).encode(name, tried, 4096)
+    kept = STATE_FORMATS["dynamic8"](CPU).encode(name, tried)
     assert (kept[name + ".scale"] == 1).all()
     for number, code in zip(tried.tolist(), kept[name].tolist(), strict=True):
         place = min(bisect_left(numbers, Q(number)), 255)
@@ -84,7 +84,7 @@ def test_codes_and_scales_are_torchaos(form):
     packing, compared, packed = STATE_FORMATS[form](CPU), 0, 0
     for name, signed in NAMES.items():
         for wide in tensors(unsigned=not signed):
-            kept = packing.encode(name, wide, wide.numel())
+            kept = packing.encode(name, wide)
             decoded = packing.decode(name, kept)
             if wide.numel() < 4096 or wide.numel() % 256:  # as in _AdamBase._new_buffer
                 assert decoded is wide
@@ -130,8 +130,7 @@ def test_updates_are_those_of_torchaos_optimizer(form, kind):
     theirs = nn.ParameterList(own.clone() for own in start)
     reference = getattr(optim, kind)(theirs.parameters(), lr=0.01, weight_decay=0.1)
     model = nn.ParameterList(start)
-    make = making(TheirRule, defaults={"lr": 0.01})
-    optimizer = MixedPrecisionOptimizer(cast_model(model, mode(form)), make)
+    optimizer = mixed(model, mode(form), making(TheirRule, defaults={"lr": 0.01})).optimizer
     compared = different = 0
     with torch.compiler.set_stance("force_eager"):
         for _ in range(6):
@@ -140,12 +139,12 @@ def test_updates_are_those_of_torchaos_optimizer(form, kind):
             optimizer.zero_grad()
             for other, gradient in zip(theirs, gradients, strict=True):
                 other.grad = gradient.clone()
-            loss = [(own * g).sum() for own, g in zip(model, gradients, strict=True)]
-            optimizer.backward(torch.stack(loss).sum())
+            for own, gradient in zip(model, gradients, strict=True):
+                own.grad = gradient
             optimizer.step()
             reference.step()
             for own, other in zip(model, theirs, strict=True):
-                state, kept = optimizer.inner.state[own], reference.state[other]
+                state, kept = optimizer.state[own], reference.state[other]
                 pairs = [(own, other)]
                 for name in NAMES:
                     if name + ".scale" in state:
@@ -156,37 +155,41 @@ def test_updates_are_those_of_torchaos_optimizer(form, kind):
                 for one, two in pairs:
                     different += int((one != two).sum())
                     compared += one.numel()
-    in_blocks = [own.shape for own in model if "exp_avg.scale" in optimizer.inner.state[own]]
+    in_blocks = [own.shape for own in model if "exp_avg.scale" in optimizer.state[own]]
     assert in_blocks == [(64, 64), (96, 128)]  # 70 x 64 is no multiple of 256
     assert (different, compared) == (0, 6 * (3 * 21_888 + 2 * 64 + 768 * 0))
 
 
-def trained(form, steps=4, skip=None, unused=None, rule=torch.optim.AdamW, model=None, **more):
-    """(model, optimizer): that of number `skip` is skipped, the layer `unused` has no gradient."""
+class Apart(nn.ModuleList):
+    """Two layers beside each other, but for the layer of number `unused`."""
+
+    def forward(self, inputs, unused=None):
+        used = [layer for number, layer in enumerate(self) if number != unused]
+        return torch.stack([layer(inputs).square().mean() for layer in used]).sum()
+
+
+def trained(form, steps=4, rule=torch.optim.AdamW, **more):
+    """A learner after some steps."""
     torch.manual_seed(0)
-    model = model or nn.ModuleList([nn.Linear(64, 64), nn.Linear(64, 80, bias=False)])
+    model = Apart([nn.Linear(64, 64), nn.Linear(64, 80, bias=False)])
     make = making(rule, **({"lr": 0.01} | more))
-    scale = StaticLossScale(4.0)
-    optimizer = MixedPrecisionOptimizer(cast_model(model, mode(form)), make, scale, seed=3)
-    advance(model, optimizer, range(steps), skip, unused)
-    return model, optimizer
+    learner = mixed(model, mode(form), make, StaticLossScale(4.0), seed=3)
+    advance(learner, range(steps))
+    return learner
 
 
-def advance(model, optimizer, steps, skip=None, unused=None):
+def advance(learner, steps, skip=None, unused=None):
+    """Take steps: that of number `skip` is skipped, the layer `unused` has no gradient."""
     for step in steps:
-        draw = torch.Generator().manual_seed(step)
-        used = [layer for number, layer in enumerate(model) if number != unused]
-        inputs = torch.randn(8, 64, generator=draw)
-        factor = float("inf") if step == skip else 1.0
-        optimizer.zero_grad()
-        loss = torch.stack([layer(inputs).square().mean() for layer in used]).sum()
-        optimizer.backward(loss * factor)
-        optimizer.step()
+        inputs = torch.randn(8, 64, generator=torch.Generator().manual_seed(step))
+        learner.zero_grad()
+        (learner.network(inputs, unused) * (float("inf") if step == skip else 1.0)).backward()
+        learner.step()
 
 
-def state_of(model, optimizer):
-    found = dict(model.named_parameters())
-    for name, state in optimizer.state_by_name().items():
+def state_of(learner):
+    found = dict(learner.named)
+    for name, state in learner.steps.state_by_name().items():
         found |= {f"{key} of {name}": torch.as_tensor(value) for key, value in state.items()}
     return {name: own.detach().clone() for name, own in found.items()}
 
@@ -203,41 +206,40 @@ RULES = [
 @pytest.mark.parametrize("form", FORMATS)
 def test_what_is_skipped_or_unused_stays_as_it_is(form, rule, more):
     """Encoded once more, a block whose largest number is negative would change."""
-    model, optimizer = trained(form, 3, rule=rule, **more)
-    before = state_of(model, optimizer)
-    at = {key: own.data_ptr() for key, own in optimizer.inner.state[model[0].weight].items()}
-    advance(model, optimizer, [3], skip=3)
-    assert_same_bits(state_of(model, optimizer), before)
-    advance(model, optimizer, [4], unused=0)
-    after = state_of(model, optimizer)
+    learner = trained(form, 3, rule=rule, **more)
+    state, weight = learner.optimizer.state, learner.model[0].weight
+    before = state_of(learner)
+    at = {key: own.data_ptr() for key, own in state[weight].items()}
+    advance(learner, [3], skip=3)
+    assert_same_bits(state_of(learner), before)
+    advance(learner, [4], unused=0)
+    after = state_of(learner)
     own = {key: value for key, value in after.items() if "0." in key}
     assert_same_bits(own, {key: before[key] for key in own})
     assert not torch.equal(after["1.weight"], before["1.weight"])
-    advance(model, optimizer, [5])
-    state = optimizer.inner.state[model[0].weight]  # as a captured graph knows it
-    assert at == {key: own.data_ptr() for key, own in state.items()} and len(at) > 1
+    advance(learner, [5])
+    # As a captured graph knows it.
+    assert at == {key: own.data_ptr() for key, own in state[weight].items()} and len(at) > 1
 
 
 def test_a_block_may_change_if_it_is_encoded_again():
     """Why the test above matters: dynamic8 has 1, and no -1."""
     packing, wide = STATE_FORMATS["dynamic8"](CPU), torch.full((4096,), -1.0)
-    once = packing.decode("exp_avg", packing.encode("exp_avg", wide, 4096))
+    once = packing.decode("exp_avg", packing.encode("exp_avg", wide))
     assert (once == float(dynamic_numbers(True)[0])).all() and once[0] > -1
-    again = packing.encode("exp_avg", once, 4096)
+    again = packing.encode("exp_avg", once)
     assert (again["exp_avg.scale"] < 1).all()
 
 
 @pytest.mark.parametrize(("rule", "more"), RULES)
 @pytest.mark.parametrize("form", FORMATS)
 def test_a_resumed_run_has_the_same_bits(form, rule, more):
-    expected = state_of(*trained(form, 5, rule=rule, **more))
-    model, optimizer = trained(form, 3, rule=rule, **more)
-    saved = optimizer.state_dict()
-    other, resumed = trained(form, 0, rule=rule, **more)
-    other.load_state_dict(model.state_dict())
+    expected = state_of(trained(form, 5, rule=rule, **more))
+    saved = trained(form, 3, rule=rule, **more).state_dict()
+    resumed = trained(form, 0, rule=rule, **more)
     resumed.load_state_dict(saved)
-    advance(other, resumed, [3, 4])
-    assert_same_bits(state_of(other, resumed), expected)
+    advance(resumed, [3, 4])
+    assert_same_bits(state_of(resumed), expected)
 
 
 @pytest.mark.parametrize("form", FORMATS)
@@ -247,15 +249,13 @@ def test_blocks_are_of_the_tensor_not_of_its_memory(form):
     for layout in (torch.contiguous_format, torch.channels_last):
         torch.manual_seed(0)
         layer = nn.Conv2d(16, 32, 3, bias=False).to(memory_format=layout)
-        cast = cast_model(layer, mode(form))
-        make = making(torch.optim.AdamW, lr=0.01, fused=True)
-        optimizer = MixedPrecisionOptimizer(cast, make)
+        learner = mixed(layer, mode(form), making(torch.optim.AdamW, lr=0.01, fused=True))
         for step in range(3):
             weight = torch.randn(layer.weight.shape, generator=torch.Generator().manual_seed(step))
-            optimizer.zero_grad()
-            optimizer.backward((layer.weight * weight).sum())
-            optimizer.step()
-        found.append(state_of(layer, optimizer))
+            learner.zero_grad()
+            (layer.weight * weight).sum().backward()
+            learner.step()
+        found.append(state_of(learner))
     assert_same_bits(found[1], found[0])
     assert "exp_avg.scale of weight" in found[0]
 
@@ -267,20 +267,18 @@ def test_beside_bf16_weights(form, rounding):
     values = {"param_dtype": "bf16", "master_dtype": None}
     values["update"] = {"state_dtype": form, "rounding": rounding}
     layer = nn.Linear(64, 80)
-    cast = cast_model(layer, build_policy("own", values))
     make = making(torch.optim.AdamW, lr=0.01, fused=True)
-    optimizer = MixedPrecisionOptimizer(cast, make, StaticLossScale(4.0), update="auto")
+    learner = mixed(layer, build_policy("own", values), make, StaticLossScale(4.0))
     for factor in (1.0, float("inf"), 1.0):
-        one_step(cast, optimizer, torch.randn(8, 64), lambda y, f=factor: y.square().mean() * f)
-    assert layer.weight.dtype is torch.bfloat16 and optimizer.narrow.updates == 2
-    dtypes = {own: optimizer.inner.state[own]["exp_avg"].dtype for own in layer.parameters()}
+        one_step(learner, torch.randn(8, 64), lambda y, f=factor: y.square().mean() * f)
+    assert layer.weight.dtype is torch.bfloat16 and learner.steps.narrow.updates == 2
+    dtypes = {own: learner.optimizer.state[own]["exp_avg"].dtype for own in layer.parameters()}
     assert dtypes == {layer.weight: torch.uint8, layer.bias: torch.float32}
-    assert optimizer.update_path == "fused"  # no single pass has a kernel of such state
 
 
 def test_bytes_of_a_number():
-    _, optimizer = trained("dynamic8", 1)
-    state = optimizer.inner.state[optimizer.parameters[0]]
+    learner = trained("dynamic8", 1)
+    state = learner.optimizer.state[learner.updated[0]]
     held = sum(own.nbytes for own in state.values() if own.dim())
     assert held == 2 * 64 * 64 * (1 + 4 / 256)
 
@@ -288,13 +286,13 @@ def test_bytes_of_a_number():
 @pytest.mark.parametrize("form", FORMATS)
 def test_averages_are_within_a_step_of_the_table_of_fp32s(form):
     """One update: each number keeps its place in its block, to half a step of the format."""
-    _, optimizer = trained(form, 1)
-    _, exact = trained(None, 1)
+    learner, exact = trained(form, 1), trained(None, 1)
     # Steps of the decades below the largest: 0.9 / 64 and 0.9 / 128 of it; E4M3 has 2^-4.
     bound = {"dynamic8": 0.9 / 64, "fp8": 2.0**-4}[form]
-    for own, other in zip(optimizer.parameters, exact.parameters, strict=True):
-        if "exp_avg.scale" in optimizer.inner.state[own]:
-            found, wanted = optimizer.narrow.widened(own), exact.inner.state[other]
+    for own, other in zip(learner.updated, exact.updated, strict=True):
+        if "exp_avg.scale" in learner.optimizer.state[own]:
+            found = learner.steps.narrow.widened(own)
+            wanted = exact.optimizer.state[other]
             for name in NAMES:
                 top = wanted[name].view(-1, BLOCK).abs().amax(1, keepdim=True)
                 apart = (found[name] - wanted[name]).abs().view(-1, BLOCK)
@@ -302,14 +300,14 @@ def test_averages_are_within_a_step_of_the_table_of_fp32s(form):
 
 
 def test_state_is_translated_between_formats():
-    model, optimizer = trained("dynamic8", 2)
-    weight, state = model[0].weight, optimizer.inner.state[model[0].weight]
-    wide = optimizer.narrow.widened(weight)
+    learner = trained("dynamic8", 2)
+    weight = learner.model[0].weight
+    state, wide = learner.optimizer.state[weight], learner.steps.narrow.widened(weight)
     assert translated(state, "dynamic8", "dynamic8", weight) is state
     found = translated(state, "dynamic8", None, weight)
     assert_same_bits(dict(found), wide)
     in_fp8 = translated(found, None, "fp8", weight)
-    expected = STATE_FORMATS["fp8"](CPU).encode("exp_avg", wide["exp_avg"], weight.numel())
+    expected = STATE_FORMATS["fp8"](CPU).encode("exp_avg", wide["exp_avg"])
     assert_same_bits({key: in_fp8[key] for key in expected}, expected)
 
 
@@ -319,5 +317,5 @@ def test_what_is_not_finite_does_not_become_finite(form):
     for special in (float("nan"), float("inf"), -float("inf")):
         wide = torch.ones(8192)
         wide[7] = special
-        decoded = packing.decode("exp_avg", packing.encode("exp_avg", wide, 8192))
+        decoded = packing.decode("exp_avg", packing.encode("exp_avg", wide))
         assert not decoded[7].isfinite() and decoded[BLOCK:].isfinite().all()

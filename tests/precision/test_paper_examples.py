@@ -6,26 +6,11 @@ value is 2^-24, and rounding is to nearest, ties to even.
 
 import pytest
 import torch
-from torch import nn
 
-from mprun.precision import (
-    MixedPrecisionOptimizer,
-    NoLossScale,
-    StaticLossScale,
-    build_policy,
-    cast_model,
-    get_policy,
-)
+from mprun.precision import NoLossScale, StaticLossScale, build_policy
 
-from ..helpers import making
-
-
-class Weight(nn.Module):
-    """One weight; the loss `gradient * w` gives it exactly that gradient."""
-
-    def __init__(self, value):
-        super().__init__()
-        self.w = nn.Parameter(torch.tensor([value]))
+from ..helpers import making, mixed
+from .weights import OneWeight
 
 
 def sgd(lr=1.0, **further):
@@ -33,17 +18,14 @@ def sgd(lr=1.0, **further):
 
 
 def trained(start, gradient, policy, make=None, scale=None, steps=1):
-    """The model's weight and its master (or None) after `steps` steps with this gradient."""
-    policy = get_policy(policy) if isinstance(policy, str) else policy
-    cast = cast_model(Weight(start), policy)
-    optimizer = MixedPrecisionOptimizer(cast, make or sgd(), scale)
-    w = cast.module.w
+    """The weight as the mode computes with it, and its master (or None), after some steps."""
+    learner = mixed(OneWeight(start), policy, make or sgd(), scale)
     for _ in range(steps):
-        optimizer.zero_grad()
-        optimizer.backward((w.float() * gradient).sum())
-        optimizer.step()
-    master = optimizer.masters.get("w")
-    return w.item(), None if master is None else master.item()
+        learner.zero_grad()
+        learner.network(gradient).backward()
+        learner.step()
+    ((own, dtype),) = learner.steps.computed()
+    return own.to(dtype).item(), own.item() if own.dtype is torch.float32 else None
 
 
 # Section 3.1: an update is lost where it is less than half the distance to the next FP16 number.
@@ -106,12 +88,14 @@ def test_dividing_by_the_scale_in_fp16_brings_the_underflow_back():
     assert trained(0.0, gradient, "fp16_master", sgd(2.0**20), scale)[1] == -(2.0**-6)
 
 
-@pytest.mark.parametrize("scale", [NoLossScale(), StaticLossScale(2.0**8)], ids=["none", "static"])
+@pytest.mark.parametrize(
+    "scale", [NoLossScale, lambda: StaticLossScale(2.0**8)], ids=["none", "static"]
+)
 def test_grad_dtype_is_honoured_for_fp32_parameters_too(scale):
     policy = build_policy("ablation", {"grad_dtype": "fp16"})
     gradient = 1 + 2.0**-11  # between two FP16 numbers, the lower one is even
-    assert trained(0.0, gradient, policy, scale=scale)[0] == -1.0
-    assert trained(0.0, gradient, "fp32", scale=scale)[0] == -gradient
+    assert trained(0.0, gradient, policy, scale=scale())[0] == -1.0
+    assert trained(0.0, gradient, "fp32", scale=scale())[0] == -gradient
 
 
 def test_weight_decay_is_applied_to_the_masters():

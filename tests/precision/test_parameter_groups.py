@@ -1,14 +1,15 @@
 """Weights, biases and norm layers apart: the same bits as hand-made groups of a torch optimizer."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from mprun.build.precision import norm_parameter_names, optimizer_maker, parameter_groups
 from mprun.config.schema import OptimConfig
 from mprun.models.lstm import LSTMLanguageModel
-from mprun.precision import NoLossScale, StaticLossScale, get_policy
+from mprun.precision import StaticLossScale, get_policy
 from mprun.precision.torch_update import TensorFlowRMSprop
 
 from .. import helpers
@@ -42,18 +43,17 @@ def optim(name="sgd", **further) -> OptimConfig:
 
 
 def mixed(config, mode, scale=None):
-    """(a new network cast to a mode, its optimizer as configured)."""
-    model, scale = network(), scale or NoLossScale()
-    make = optimizer_maker(config, get_policy(mode), CPU, model)
-    return helpers.mixed(model, mode, make, scale)
+    """The learner of a new network in a mode, its optimizer as configured."""
+    model = network()
+    return helpers.mixed(model, mode, optimizer_maker(config, get_policy(mode), CPU, model), scale)
 
 
 def inputs(step: int) -> torch.Tensor:
     return torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
 
 
-def take_step(cast, optimizer, step, factor=1.0):
-    return one_step(cast, optimizer, inputs(step), lambda y: y.square().mean() * factor)
+def take_step(learner, step, factor=1.0):
+    return one_step(learner, inputs(step), lambda y: y.square().mean() * factor)
 
 
 def by_hand(kind, tensors, implementation=None):
@@ -135,39 +135,38 @@ def test_a_model_without_norm_layers_and_biases_apart_has_two_groups():
 
 @pytest.mark.parametrize(("kind", "implementation"), FORMS)
 def test_fp32_equals_hand_made_groups(kind, implementation):
-    cast, optimizer = mixed(optim(kind, implementation=implementation, **CAFFE), "fp32")
+    learner = mixed(optim(kind, implementation=implementation, **CAFFE), "fp32")
     twin = network()
     theirs = by_hand(kind, dict(twin.named_parameters()), implementation)
     for step in range(4):
-        take_step(cast, optimizer, step)
+        take_step(learner, step)
         theirs.zero_grad()
         twin(inputs(step)).square().mean().backward()
         theirs.step()
-    assert_same_bits(cast.module.state_dict(), twin.state_dict())
+    assert_same_bits(learner.model.state_dict(), twin.state_dict())
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_fp16_with_master_weights_equals_hand_made_groups_of_masters(kind):
-    cast, optimizer = mixed(optim(kind, **CAFFE), "fp16_master_scaled", StaticLossScale(SCALE))
+    learner = mixed(optim(kind, **CAFFE), "fp16_master_scaled", StaticLossScale(SCALE))
     twin = network()
     masters = {name: p.detach().clone() for name, p in twin.named_parameters()}
     for layer in (twin[0], twin[3]):
         layer.half()
     theirs = by_hand(kind, masters)
     for step in range(4):
-        take_step(cast, optimizer, step)
+        with torch.no_grad():
+            for name, parameter in twin.named_parameters():
+                parameter.copy_(masters[name])
+        take_step(learner, step)
         twin.zero_grad()
         (twin(inputs(step).half()).float().square().mean() * SCALE).backward()
         for name, parameter in twin.named_parameters():
             masters[name].grad = parameter.grad.float() / SCALE
         theirs.step()
-        with torch.no_grad():
-            for name, parameter in twin.named_parameters():
-                parameter.copy_(masters[name])
-    assert len(optimizer.inner.param_groups) == 3
-    assert_same_bits(cast.module.state_dict(), twin.state_dict())
-    for name, master in optimizer.masters.items():
-        assert torch.equal(master, masters[name]), name
+    assert len(learner.optimizer.param_groups) == 3
+    assert_same_bits(learner.named, masters)
+    assert_same_bits(dict(learner.model.named_buffers()), dict(twin.named_buffers()))
 
 
 @pytest.mark.few(9)
@@ -175,51 +174,51 @@ def test_fp16_with_master_weights_equals_hand_made_groups_of_masters(kind):
 @pytest.mark.parametrize("first", [True, False], ids=["first step", "third step"])
 def test_a_skipped_update_leaves_every_group_as_it_was(kind, implementation, first):
     config = optim(kind, implementation=implementation, **CAFFE)
-    cast, optimizer = mixed(config, "fp16_master_scaled", StaticLossScale(SCALE))
+    learner = mixed(config, "fp16_master_scaled", StaticLossScale(SCALE))
     for step in range(0 if first else 2):
-        assert take_step(cast, optimizer, step).found_inf == 0
-    assert len(optimizer.inner.param_groups) == 3
-    before = tree_map(torch.clone, [optimizer.state_dict(), dict(cast.module.named_parameters())])
-    assert take_step(cast, optimizer, 2, factor=float("inf")).found_inf == 1
-    moved = dict(cast.module.named_parameters())
-    assert_same_bits([optimizer.state_dict(), moved], before)
-    assert take_step(cast, optimizer, 3).found_inf == 0
+        assert take_step(learner, step).found_inf == 0
+    assert len(learner.optimizer.param_groups) == 3
+    before = copy.deepcopy(learner.state_dict())
+    assert take_step(learner, 2, factor=float("inf")).found_inf == 1
+    assert_same_bits(learner.state_dict(), before)
+    assert take_step(learner, 3).found_inf == 0
     # The bias in front of BatchNorm has no gradient.
-    assert not any(torch.equal(moved[n], before[1][n]) for n in ("0.weight", "1.bias", "3.bias"))
+    names = ("0.weight", "1.bias", "3.bias")
+    assert not any(torch.equal(learner.named[n], before["model"][n]) for n in names)
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
 def test_state_by_name_goes_on_in_a_new_optimizer(kind):
-    cast, optimizer = mixed(optim(kind, **CAFFE), "fp16_master_scaled", StaticLossScale(SCALE))
+    learner, other = (
+        mixed(optim(kind, **CAFFE), "fp16_master_scaled", StaticLossScale(SCALE)) for _ in range(2)
+    )
     for step in range(3):
-        take_step(cast, optimizer, step)
-    saved = tree_map(torch.clone, [optimizer.state_dict(), cast.module.state_dict()])
-    assert list(saved[0]["state"]) == [name for name, _ in cast.module.named_parameters()]
-    other, restored = mixed(optim(kind, **CAFFE), "fp16_master_scaled", StaticLossScale(SCALE))
-    other.module.load_state_dict(saved[1])
-    restored.load_state_dict(saved[0])
+        take_step(learner, step)
+    saved = copy.deepcopy(learner.state_dict())
+    assert list(saved["state"]) == [name for name, _ in learner.model.named_parameters()]
+    other.load_state_dict(saved)
     for step in (3, 4):
-        take_step(cast, optimizer, step)
-        take_step(other, restored, step)
-    assert_same_bits(cast.module.state_dict(), other.module.state_dict())
+        take_step(learner, step)
+        take_step(other, step)
+    assert_same_bits(learner.state_dict(), other.state_dict())
 
 
 def test_a_rate_is_set_times_the_factor_of_the_group():
-    _, optimizer = mixed(optim(**CAFFE), "fp32")
+    learner = mixed(optim(**CAFFE), "fp32")
 
     def rates():
-        return [group["lr"] for group in optimizer.inner.param_groups]
+        return [group["lr"] for group in learner.optimizer.param_groups]
 
     assert rates() == [0.05, 0.1, 0.05]  # weights, biases, norm layers
-    optimizer.set_lr(0.01)
+    learner.set_lr(0.01)
     assert rates() == [0.01, 0.02, 0.01]
     # As on CUDA: a rate tensor for each group, and a rate that is a tensor.
-    for group in optimizer.inner.param_groups:
+    for group in learner.optimizer.param_groups:
         group["lr"] = torch.zeros(())
     held = rates()
-    optimizer.set_lr(torch.tensor(0.3))
+    learner.set_lr(torch.tensor(0.3))
     assert [rate.item() for rate in held] == torch.tensor([0.3, 0.6, 0.3]).tolist()
-    optimizer.set_lr(0.5)
+    learner.set_lr(0.5)
     assert all(a is b for a, b in zip(rates(), held, strict=True))
     assert torch.stack(held).tolist() == [0.5, 1.0, 0.5]
 
@@ -230,7 +229,7 @@ GROUPED = ["optim.weight_decay=0.1", "optim.bias_lr_factor=2", "optim.decay_norm
 def test_both_networks_of_a_gan_have_their_groups(build_run):
     built = build_run("model=dcgan", "data.image_size=32", *GROUPED, "data.batch_size=2")
     for learner, norm_layers in (("generator", 3), ("discriminator", 2)):
-        groups = built.task.learners[learner].optimizer.inner.param_groups
+        groups = built.task.learners[learner].optimizer.param_groups
         # 32 px: four convolutions without bias each; BatchNorm's shift is none either.
         assert [len(group["params"]) for group in groups] == [4, 2 * norm_layers]
         assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
@@ -246,7 +245,7 @@ def test_a_schedule_reaches_each_group_with_its_factor(build_run):
     )
     skipped = torch.full((), 2, dtype=torch.int64)
     built.rate.apply(5, skipped)  # after two skipped updates: the rate of update 3
-    rates = [group["lr"] for group in built.task.learner.optimizer.inner.param_groups]
+    rates = [group["lr"] for group in built.task.learner.optimizer.param_groups]
     assert rates == [built.rate.rates[3], 2 * built.rate.rates[3]]
     assert built.rate.rates[3] == pytest.approx(0.7 * 0.001)
 
@@ -255,7 +254,7 @@ def test_a_rate_that_stays_below_the_configured_one_is_used(build_run):
     """Constant within the run, and yet not optim.lr: two steps into a long warm-up, say."""
     built = build_run("model=conv_autoencoder", "train.steps=1", "optim.warmup_updates=10")
     assert built.rate.constant
-    (group,) = built.task.learner.optimizer.inner.param_groups
+    (group,) = built.task.learner.optimizer.param_groups
     assert group["lr"] == built.rate.at(0, 0) == pytest.approx(0.0001)
 
 
@@ -273,13 +272,13 @@ def test_on_cuda_each_group_has_its_own_rate_tensor_and_nothing_waits(build_run)
         "train.steps=10",
         device="cuda",
     )
-    optimizer, table = built.task.learner.optimizer, torch.tensor(built.rate.rates)
-    groups = optimizer.inner.param_groups
+    learner, table = built.task.learner, torch.tensor(built.rate.rates)
+    groups = learner.optimizer.param_groups
     assert [group["lr_factor"] for group in groups] == [1.0, 2.0]
     assert [group["lr"].item() for group in groups] == [table[0].item(), 2 * table[0].item()]
     built.task.train_step(0)  # loads kernels
     skipped = torch.full((), 2, dtype=torch.int64, device="cuda")
-    before = {name: p.detach().clone() for name, p in built.task.learner.model.named_parameters()}
+    before = {name: p.detach().clone() for name, p in learner.named.items()}
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -292,11 +291,7 @@ def test_on_cuda_each_group_has_its_own_rate_tensor_and_nothing_waits(build_run)
     assert rates == [table[3].item(), 2 * table[3].item()]
     # Plain SGD: the way of a parameter is its rate times its gradient, within FP32's rounding of
     # the parameter (half an ulp of values below 1) and of the product.
-    for name, parameter in built.task.learner.model.named_parameters():
+    for name, parameter in learner.named.items():
         rate = rates[1] if name.endswith("bias") else rates[0]
-        expected = before[name].double() - rate * parameter_gradient(optimizer, name)
+        expected = before[name].double() - rate * parameter.grad.double()
         assert (parameter.double() - expected).abs().max() <= 2.0**-23, name
-
-
-def parameter_gradient(optimizer, name):
-    return optimizer.updated[optimizer.names.index(name)].grad.double()

@@ -153,13 +153,6 @@ def test_what_runs_in_16_bits(name, half, kind):
     assert ForwardContext(policy, CPU, native=True).kind() == kind.replace("emulated", "native")
 
 
-@pytest.mark.parametrize("name", TABLE)
-def test_inputs_follow_the_parameters_and_labels_stay(name):
-    policy = get_policy(name)
-    assert policy.cast_inputs(torch.zeros(2)).dtype == TABLE[name][0]
-    assert policy.cast_inputs(torch.arange(3)).dtype == torch.int64
-
-
 def test_arithmetic_reports_what_it_rerouted_only_inside():
     forward_context = ForwardContext(get_policy("fp16_naive"), CPU)
     a = torch.ones(3, 3, dtype=F16)

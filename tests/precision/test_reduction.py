@@ -1,6 +1,5 @@
 """What ranks do to gradients, in one process: division, sums in 16 bits, and gloo's own bits."""
 
-import dataclasses
 import math
 import os
 import time
@@ -16,35 +15,34 @@ from torch.nn import functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from mprun.distributed.ranks import ALONE
-from mprun.distributed.reduction import FlatReduction, in_order
-from mprun.precision import (
-    ForwardContext,
-    MixedPrecisionOptimizer,
-    cast_model,
-    get_loss_scale,
-    get_policy,
-)
-from mprun.precision.gradients import SummedBeforeUnscaled, factors
-from mprun.precision.loss_scale import NoLossScale, StaticLossScale
+from mprun.distributed.reduction import FlatReduction, factors, in_order
+from mprun.precision import ForwardContext, get_loss_scale, get_policy
+from mprun.precision.loss_scale import StaticLossScale
 from mprun.precision.policy import DIVIDE, ORDERS, build_policy
 
-from ..helpers import assert_same_bits, making, network
+from ..helpers import assert_same_bits, making, mixed, network
 
 F16, B16, F32 = torch.float16, torch.bfloat16, torch.float32
-SCALE = NoLossScale()
+CPU = torch.device("cpu")
 SGD = making(torch.optim.SGD, 0.1)
 
 
-def summed(gradients, dtype=F16, divide="after", ranks=None):
-    """(the sum as ranks exchange it, what is still to be divided by)"""
-    leaf, found_inf = torch.zeros(()), torch.zeros(())
-    own = ([leaf], [], ranks or len(gradients), None, [dtype], found_inf, False)
-    gathering = SummedBeforeUnscaled(*own, dtype=dtype, divide=divide)
+def reduction(parts, dtype=None, divide="after", order="rank", bucket_bytes=2**20):
+    """The sum over micro-batches that stand for ranks."""
+    how = {"order": order, "dtype": dtype, "divide": divide, "bucket_bytes": bucket_bytes}
+    return FlatReduction(ALONE, parts, fixed=True, **how)
+
+
+def summed(gradients, divide="after"):
+    """The sum as ranks exchange it, in FP16, before what is still to be divided by."""
+    own = reduction(len(gradients), F16, divide)
     for gradient in gradients:
-        leaf = gathering.parameters[0] = torch.zeros_like(gradient)
+        leaf = torch.zeros_like(gradient)
         leaf.grad = gradient.clone()
-        gathering.take(SCALE)
-    return gathering.sum.total()[0], gathering.parts
+        own.parameters = [leaf]
+        own.end_part()
+        assert leaf.grad is None
+    return own.total()[0]
 
 
 @given(st.integers(1, 4096), st.sampled_from(DIVIDE))
@@ -65,62 +63,55 @@ def test_split_divides_as_fsdp_does(ranks):
 def test_what_sums_in_fp16_lose():
     """Hand-derived: 65504 is the largest number, 2^-24 the smallest, 2048 + 1 rounds to 2048."""
     large, small = torch.tensor([40000.0]).half(), torch.tensor([2.0**-24]).half()
-    assert math.isinf(summed([large, large])[0])
-    assert summed([large, large], divide="before")[0].item() == 40000
-    assert summed([small, small])[0].item() == 2.0**-23
-    assert summed([small, small], divide="before")[0].item() == 0
+    assert math.isinf(summed([large, large]))
+    assert summed([large, large], divide="before").item() == 40000
+    assert summed([small, small]).item() == 2.0**-23
+    assert summed([small, small], divide="before").item() == 0
     ones = [torch.tensor([2048.0]).half(), *[torch.ones(1).half()] * 3]
-    assert summed(ones)[0].item() == 2048  # each 1 is lost by itself
-    assert summed(ones[::-1])[0].item() == 2052  # 2051 is none of FP16's numbers, and 3 is even
+    assert summed(ones).item() == 2048  # each 1 is lost by itself
+    assert summed(ones[::-1]).item() == 2052  # 2051 is none of FP16's numbers, and 3 is even
 
 
-def pass_through(model, policy, batch, backward):
-    """One micro-batch as the engine computes it: `backward` is given its loss."""
-    with ForwardContext(policy, batch.device) as forward_context:
-        with forward_context.autocast():
-            outputs = model(policy.cast_inputs(batch))
-        backward(F.mse_loss(outputs.float(), torch.ones_like(outputs).float()))
+def loss_of(outputs):
+    return F.mse_loss(outputs.float(), torch.ones_like(outputs).float())
 
 
-def loop(policy, scale, inputs, parts, reduction=None):
+def loop(policy, scale, inputs, parts, own=None):
     """The engine's gradients of a step of `parts` micro-batches, in the model's order."""
-    cast = cast_model(network(8, 16, 4), policy)
     made = StaticLossScale(scale) if scale > 1 else get_loss_scale("none")
-    optimizer = MixedPrecisionOptimizer(cast, SGD, made, parts=parts, reduction=reduction)
-    optimizer.zero_grad()
+    learner = mixed(network(8, 16, 4), policy, SGD, made, parts=parts, reduction=own)
+    learner.zero_grad()
     for batch in inputs.chunk(parts):
-        pass_through(cast.module, policy, batch, optimizer.backward)
-    optimizer.step(measure_norm=True)
-    return list(optimizer.unscaled_gradients().values())
+        loss_of(learner.network(batch)).backward()
+        learner.end_part()
+    learner.step(measure=True)
+    return list(learner.steps.unscaled_gradients().values())
 
 
 def by_hand(policy, scale, inputs, parts):
-    """Each micro-batch's gradients as backward of its own mean leaves them."""
+    """Each micro-batch's scaled gradients, as plain torch leaves them in a rounded network."""
     found = []
     for batch in inputs.chunk(parts):
-        model = cast_model(network(8, 16, 4), policy).module
-        pass_through(model, policy, batch, lambda loss: (loss * scale).backward())
+        model = network(8, 16, 4).to(policy.param_dtype)
+        with ForwardContext(policy, CPU) as forward_context:
+            with forward_context.autocast():
+                outputs = model(batch.to(policy.param_dtype))
+            (loss_of(outputs) * scale).backward()
         found.append([parameter.grad for parameter in model.parameters()])
     return found
 
 
 @pytest.mark.parametrize("mode", ["fp32", "fp16_naive", "fp16_master", "amp", "bf16_master"])
 @pytest.mark.parametrize("parts", [3, pytest.param(8, marks=pytest.mark.slow)])
-def test_micro_batches_are_divided_after_unscaling(mode, parts):
-    """In FP32, so that a static scale acts on each micro-batch as on a batch of its own."""
+def test_micro_batches_are_added_unscaled_and_divided_after(mode, parts):
+    """Where autograd adds, so that a static scale acts on each as on a batch of its own."""
     inputs = torch.randn(24, 8, generator=torch.Generator().manual_seed(1))
     policy, scale = get_policy(mode), 128.0 if mode == "amp" else 1.0
     by_part = zip(*by_hand(policy, scale, inputs, parts), strict=True)
     for own, each in zip(loop(policy, scale, inputs, parts), by_part, strict=True):
-        each = [gradient.to(own.dtype) for gradient in each]
-        if mode == "amp":  # unscaled and divided at once
-            each = [gradient * (torch.tensor(1 / scale) / parts) for gradient in each]
-        elif mode in ("fp16_master", "bf16_master"):
-            each = [gradient / parts for gradient in each]
-        expected = sum(each[1:], each[0])
-        if mode in ("fp32", "fp16_naive"):  # added up where autograd does
-            expected = expected / parts
-        assert torch.equal(own, expected)
+        each = [gradient.to(own.dtype) / scale for gradient in each]
+        assert own.dtype is policy.grad_dtype
+        assert torch.equal(own, sum(each[1:], each[0]) / parts)
 
 
 @pytest.mark.few(5)
@@ -128,12 +119,12 @@ def test_micro_batches_are_divided_after_unscaling(mode, parts):
 @pytest.mark.parametrize("mode", ["fp16_master", "fp16_master_scaled", "fp16_naive", "amp", "fp32"])
 def test_a_step_reduces_as_so_many_ranks_would(mode, divide):
     parts, scale = 8, 1024.0 if mode in ("fp16_master_scaled", "amp") else 1.0
-    base = get_policy(mode)
-    policy = dataclasses.replace(base, reduce_dtype=F16, reduce_divide=divide)
+    policy = get_policy(mode)
     inputs = torch.randn(32, 8, generator=torch.Generator().manual_seed(2))
     before, after = factors(parts, divide)
-    by_part = zip(*by_hand(base, scale, inputs, parts), strict=True)
-    for own, each in zip(loop(policy, scale, inputs, parts), by_part, strict=True):
+    by_part = zip(*by_hand(policy, scale, inputs, parts), strict=True)
+    found = loop(policy, scale, inputs, parts, reduction(parts, F16, divide))
+    for own, each in zip(found, by_part, strict=True):
         total = torch.zeros_like(each[0], dtype=F16)
         for gradient in each:
             total = total + (gradient.half().float() / before).half()
@@ -143,24 +134,18 @@ def test_a_step_reduces_as_so_many_ranks_would(mode, divide):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_step_adds_in_the_order_of_its_policy_and_bucket_by_bucket(order):
-    base, parts = get_policy("fp16_master"), 6
-    policy = dataclasses.replace(base, reduce_dtype=B16, reduce_order=order)
+    policy, parts = get_policy("fp16_master"), 6
     inputs = torch.randn(24, 8, generator=torch.Generator().manual_seed(2))
-    each = by_hand(base, 1.0, inputs, parts)
+    each = by_hand(policy, 1.0, inputs, parts)
     own_parts = [
         torch.stack([own.to(B16).flatten() for own in part]) for part in zip(*each, strict=True)
     ]
     # The last parameters first: a bucket ends with the one that fills it.
     first = in_order(torch.cat(own_parts[:0:-1], 1), order)
     totals = [in_order(own_parts[0], order), *reversed(first.split(sizes(own_parts[:0:-1])))]
-    reduction = FlatReduction(
-        ALONE, fixed=True, order=order, bucket_bytes=2 * sum(sizes(own_parts[1:]))
-    )
-    for own, expected in zip(loop(policy, 1.0, inputs, parts, reduction), totals, strict=True):
+    own_sum = reduction(parts, B16, order=order, bucket_bytes=2 * sum(sizes(own_parts[1:])))
+    for own, expected in zip(loop(policy, 1.0, inputs, parts, own_sum), totals, strict=True):
         assert torch.equal(own.flatten(), expected.float() / parts)
-    if order != "rank":
-        with pytest.raises(ValueError, match=f"reduce_order={order}: needs a reduction"):
-            loop(policy, 1.0, inputs, parts)
 
 
 def sizes(parts):
@@ -168,21 +153,19 @@ def sizes(parts):
 
 
 def test_a_sum_that_overflows_on_the_wire_is_skipped_by_a_scaler_and_lands_without():
-    policy = dataclasses.replace(get_policy("fp16_master"), reduce_dtype=F16)
     for scale, skipped in ((StaticLossScale(2.0), True), (get_loss_scale("none"), False)):
-        cast = cast_model(nn.Linear(1, 1, bias=False), policy)
-        optimizer = MixedPrecisionOptimizer(cast, making(torch.optim.SGD, 1.0), scale, parts=2)
-        before = cast.masters["weight"].clone()
-        optimizer.zero_grad()
+        model = nn.Linear(1, 1, bias=False)
+        learner = mixed(model, "fp16_master", scale=scale, parts=2, reduction=reduction(2, F16))
+        before = model.weight.detach().clone()
+        learner.zero_grad()
         for _ in range(2):
-            loss = cast.module(torch.full((1, 1), 30000.0).half()).float().sum()
-            optimizer.backward(loss * 1.2)
-        update = optimizer.step()
-        after = cast.masters["weight"]
+            (learner.network(torch.full((1, 1), 30000.0)).sum() * 1.2).backward()
+            learner.end_part()
+        update = learner.step()
         if skipped:
-            assert update.found_inf.item() == 1 and torch.equal(after, before)
+            assert update.found_inf.item() == 1 and torch.equal(model.weight, before)
         else:
-            assert update.found_inf is None and not torch.isfinite(after).any()
+            assert update.found_inf is None and not torch.isfinite(model.weight).any()
 
 
 def numbers(rank, dtype, count=80003):
@@ -303,8 +286,7 @@ def test_stock_ddp_and_its_compression_divide_before_in_fp16(of_ranks):
     for name, dtype in (("stock", F16), ("compressed", F32)):
         each = [gradients(rank, dtype) for rank in range(2)]
         for pair, theirs in zip(zip(*each, strict=True), of_ranks[name], strict=True):
-            own, _ = summed(list(pair), F16, "before")
-            assert torch.equal(own.to(dtype), theirs)
+            assert torch.equal(summed(list(pair), "before").to(dtype), theirs)
 
 
 @pytest.mark.few(9)
@@ -312,33 +294,27 @@ def test_stock_ddp_and_its_compression_divide_before_in_fp16(of_ranks):
 @pytest.mark.parametrize(
     ("param_dtype", "reduce"),
     [  # FP32 gradients summed in FP16 are left out: one rank sums nothing, and so rounds nothing
-        ("fp32", {}),
-        ("fp32", {"reduce_dtype": "fp32"}),
-        ("fp16", {}),
-        ("fp16", {"reduce_dtype": "fp32"}),
-        ("fp16", {"reduce_dtype": "fp16"}),
+        ("fp32", None),
+        ("fp32", F32),
+        ("fp16", None),
+        ("fp16", F32),
+        ("fp16", F16),
     ],
 )
 def test_the_same_micro_batch_four_times_is_that_batch_once(param_dtype, scaler, reduce):
     """To the last bit, four being a power of two: gradients, weights, scale and its counters."""
     found = []
     for parts in (1, 4):
-        divide = {"reduce_divide": "before"} if reduce else {}
-        policy = build_policy("own", {"param_dtype": param_dtype} | reduce | divide)
-        scale, model = get_loss_scale(scaler), network(6, 4)
-        cast, forward_context = (
-            cast_model(model, policy),
-            ForwardContext(policy, torch.device("cpu")),
-        )
-        optimizer = MixedPrecisionOptimizer(cast, SGD, scale, parts=parts)
+        policy, scale = build_policy("own", {"param_dtype": param_dtype}), get_loss_scale(scaler)
+        own = reduction(parts, divide="before", dtype=reduce) if reduce else None
+        learner = mixed(network(6, 4), policy, SGD, scale, parts=parts, reduction=own)
         for step in range(4):
             inputs = torch.randn(5, 6) * (1e6 if step == 2 else 1)  # one overflow in FP16
-            optimizer.zero_grad()
+            learner.zero_grad()
             for _ in range(parts):
-                with forward_context:
-                    optimizer.backward(model(policy.cast_inputs(inputs)).float().square().mean())
-            optimizer.step()
-            scale.update()
+                learner.network(inputs).square().mean().backward()
+                learner.end_part()
+            learner.step()
             torch.manual_seed(step)
-        found.append([*model.parameters(), *cast.masters.values(), *scale.state_dict().values()])
+        found.append([*learner.updated, *scale.state_dict().values()])
     assert_same_bits(*found)

@@ -77,15 +77,15 @@ def test_every_mode(rule, mode):
     config = OptimConfig(rule, lr=0.1, **INCEPTION, **start)
     model = helpers.network(hidden=8)
     make = optimizer_maker(config, get_policy(mode), CPU, model)
-    cast, own = helpers.mixed(model, mode, make)
+    own = helpers.mixed(model, mode, make)
     before = [updated.detach().clone() for updated in own.updated]
     for step in range(3):
         inputs = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
-        one_step(cast, own, inputs, lambda outputs: 100 * outputs.square().mean())
+        one_step(own, inputs, lambda outputs: 100 * outputs.square().mean())
     for updated, old in zip(own.updated, before, strict=True):
         assert updated.isfinite().all() and not torch.equal(updated, old)
-    assert own.update_path == ("foreach" if rule == "rmsprop" else "loop")
-    for name, state in own.state_by_name().items():
+    assert bool(own.optimizer.param_groups[0].get("foreach")) is (rule == "rmsprop")
+    for name, state in own.steps.state_by_name().items():
         assert {"square_avg", "momentum_buffer"} <= state.keys(), name
 
 
@@ -97,7 +97,6 @@ SMALL = ["model=conv_autoencoder", "data.batch_size=4"]
     [
         (["optim.implementation=foreach"], "optim.implementation=foreach: rmsprop_tensorflow has"),
         (["optim.implementation=fused"], "optim.implementation=fused: torch .* has no fused rms"),
-        (["optim.implementation=single_pass"], "implementation=single_pass: TensorFlowRMSprop: o"),
         (["optim.alpha=1"], "optim.alpha=1"),
         (["optim.alpha=null"], "optim.alpha=null"),
     ],

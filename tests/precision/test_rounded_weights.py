@@ -10,14 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.precision import (
-    MixedPrecisionOptimizer,
-    StaticLossScale,
-    build_policy,
-    cast_model,
-    get_policy,
-    rounded_weights,
-)
+from mprun.precision import StaticLossScale, build_policy, rounded_weights
 from mprun.precision.philox import philox
 from mprun.precision.rounded_weights import Piece, RoundedWeights, choose_narrow
 
@@ -162,23 +155,18 @@ def test_a_loaded_state_brings_the_seed_of_its_run():
     assert torch.equal(drawn(other, 64), drawn(saved, 64))
 
 
-def trained(mode, update, rule, steps=4, skip=None, scale=None, **settings):
-    """(model, optimizer) after some steps of a mode or policy, that of number `skip` skipped."""
+def trained(mode, rule, steps=4, skip=None, scale=None, **settings):
+    """The learner after some steps of a mode or policy, that of number `skip` skipped."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 37), nn.LayerNorm(37), nn.Linear(37, 3))
-    cast = cast_model(model, get_policy(mode) if isinstance(mode, str) else mode)
     loss_scale, make = None if scale is None else StaticLossScale(scale), making(rule, **settings)
-    optimizer = MixedPrecisionOptimizer(
-        cast, make, loss_scale, clip_norm=1.0, update=update, seed=3
-    )
-    if optimizer.update_path == "single_pass":
-        optimizer._chosen.update.block = 512  # so that weights lie in several
+    learner = mixed(model, mode, make, loss_scale, clip_norm=1.0, seed=3)
     draw = torch.Generator().manual_seed(1)
     for step in range(steps):
         factor = math.inf if step == skip else 1.0
         inputs = torch.randn(8, 40, generator=draw)
-        one_step(cast, optimizer, inputs, lambda y, factor=factor: y.square().mean() * factor)
-    return model, optimizer
+        one_step(learner, inputs, lambda y, factor=factor: y.square().mean() * factor)
+    return learner
 
 
 ADAM = {"lr": 1e-3, "weight_decay": 0.1, "fused": True}
@@ -190,27 +178,74 @@ RULES = [
 ]
 
 
-def state_of(model, optimizer):
-    found = {f"weight {name}": own for name, own in model.named_parameters()}
-    for name, state in optimizer.state_by_name().items():
-        found |= {f"{key} of {name}": torch.as_tensor(value) for key, value in state.items()}
-    return found | {"updates": optimizer.narrow.updates}
+class ByHand:
+    """The same training in plain torch: BF16 weights that are FP32 in their update.
+
+    Each step widens them, calls torch's rule, and rounds them; what is random is given.
+    """
+
+    def __init__(self, learner, rule, settings):
+        self.names = [*learner.named]
+        self.own = [own.detach().clone() for own in learner.updated]
+        self.wide = [own.float() for own in self.own]
+        self.kept = [torch.zeros_like(own) for own in self.own]
+        self.inner = rule(self.wide, **settings)
+
+    def step(self, gradients, store):
+        for wide, own, kept, gradient in zip(
+            self.wide, self.own, self.kept, gradients, strict=True
+        ):
+            if own.dtype is torch.bfloat16:
+                wide.copy_(own.float() + kept.float())
+            wide.grad = gradient.clone()
+        self.inner.step()
+        for number, (own, wide) in enumerate(zip(self.own, self.wide, strict=True)):
+            if own.dtype is torch.bfloat16:
+                store(self.names[number], own, wide, self.kept[number])
+            else:
+                own.copy_(wide)
 
 
 @pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_kahan"])
 @pytest.mark.parametrize(("rule", "settings"), RULES, ids=lambda x: getattr(x, "__name__", ""))
-def test_a_single_pass_gives_the_same_bits(mode, rule, settings, monkeypatch):
+def test_an_update_is_torchs_in_fp32_and_a_store(mode, rule, settings, monkeypatch):
+    """In any chunks, over a skipped step too; the state stays in FP32."""
     # A weight, of 1,480 numbers, to an update; rounded in pieces.
     monkeypatch.setattr(rounded_weights, "CHUNK", 512)
-    model, plain = trained(mode, "plain", rule, skip=2, scale=64.0, **settings)
-    expected = state_of(model, plain)
-    model, single = trained(mode, "single_pass", rule, skip=2, scale=64.0, **settings)
-    assert (plain.update_path, single.update_path) == ("fused", "single_pass")
-    assert_same_bits(state_of(model, single), expected)
-    assert single.narrow.updates == 3  # of 4 steps, one of which was skipped
-    dtypes = {own.dtype for name, own in model.named_parameters() if name.startswith("1.")}
+    learner = trained(mode, rule, 0, scale=64.0, **settings)
+    reference = ByHand(learner, rule, settings)
+    narrow = learner.steps.narrow
+
+    def store(name, own, wide, kept):
+        if mode == "bf16_kahan":
+            own.copy_(wide)
+            kept.copy_(wide - own)
+        else:
+            bits = drawn(narrow, own.numel(), number=narrow.number(learner.named[name]))
+            rounded_weights.round_stochastically(own, wide.clone(), bits)
+
+    draw = torch.Generator().manual_seed(1)
+    for step in range(4):
+        learner.zero_grad()
+        loss = learner.network(torch.randn(8, 40, generator=draw)).square().mean()
+        (loss * (math.inf if step == 2 else 1.0)).backward()
+        gradients = [own.grad.clone() for own in learner.updated]
+        assert {gradient.dtype for gradient in gradients} == {torch.float32}
+        updates = narrow.updates.clone()
+        norm = learner.step().grad_norm
+        if step != 2:
+            factor = (1.0 / (norm + 1e-6)).clamp(max=1.0)
+            narrow.updates.copy_(updates)  # the random bits are those of this number
+            reference.step([gradient * factor for gradient in gradients], store)
+            narrow.count()
+        assert_same_bits([*learner.updated], reference.own)
+    assert narrow.updates == 3  # of 4 steps, one of which was skipped
+    dtypes = {own.dtype for name, own in learner.named.items() if name.startswith("1.")}
     assert dtypes == {torch.float32}  # the norm layer
-    assert model[0].weight.dtype is torch.bfloat16 and not single.masters
+    assert learner.model[0].weight.dtype is torch.bfloat16
+    for own, wide in zip(learner.updated, reference.wide, strict=True):
+        kept = {k: v for k, v in learner.optimizer.state[own].items() if k != "compensation"}
+        assert_same_bits(kept, dict(reference.inner.state[wide]))
 
 
 @pytest.mark.parametrize("rounding", ["stochastic", "kahan"])
@@ -220,8 +255,9 @@ def test_narrow_state_beside_fp32_norms(rounding, scale):
     values = {"param_dtype": "bf16", "master_dtype": None, "update.state_dtype": "bf16"}
     policy = build_policy("own", values | {"update.rounding": rounding})
     skip = None if scale is None else 1
-    model, optimizer = trained(policy, "auto", torch.optim.AdamW, 2, skip, scale, **ADAM)
-    norm, state = model[1].weight, optimizer.inner.state[model[1].weight]
+    learner = trained(policy, torch.optim.AdamW, 2, skip, scale, **ADAM)
+    norm = learner.model[1].weight
+    state = learner.optimizer.state[norm]
     assert norm.dtype is torch.float32 and state["exp_avg"].dtype is torch.bfloat16
     assert "compensation" not in state and (norm != norm.bfloat16()).any()
 
@@ -240,10 +276,10 @@ def test_no_more_than_a_chunk_is_in_fp32(mode, monkeypatch):
                 yield wide
 
     monkeypatch.setattr(rounded_weights, "RoundedWeights", Seen)
-    _, optimizer = trained(mode, "plain", torch.optim.AdamW, 1, **ADAM)
+    learner = trained(mode, torch.optim.AdamW, 1, **ADAM)
     # Two linear layers, their biases, and the norm layer's weights, which are in FP32 anyway.
     assert sizes == [[1480], [37, 37, 37, 111, 3]]
-    assert optimizer.narrow.updates == 1
+    assert learner.steps.narrow.updates == 1
 
 
 def test_an_unknown_optimizer_is_given_all_weights_at_once(monkeypatch):
@@ -260,21 +296,20 @@ def test_an_unknown_optimizer_is_given_all_weights_at_once(monkeypatch):
 
 @pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_kahan"])
 def test_a_skipped_step_changes_nothing(mode):
-    model, optimizer = trained(mode, "plain", torch.optim.AdamW, 3, scale=64.0, **ADAM)
-    before = state_of(model, optimizer)
-    model, optimizer = trained(mode, "plain", torch.optim.AdamW, 4, skip=3, scale=64.0, **ADAM)
-    assert_same_bits(state_of(model, optimizer), before)
+    before, after = (
+        trained(mode, torch.optim.AdamW, steps, skip=3, scale=64.0, **ADAM).state_dict()
+        for steps in (3, 4)
+    )
+    assert_same_bits(after, before)
 
 
 def test_the_update_is_that_of_fp32_but_for_one_rounding():
     """Against float64: decay and Adam's rule act on the widened weight, and are rounded once."""
-    model, optimizer = trained("bf16_stochastic", "plain", torch.optim.AdamW, 0, **ADAM)
-    weight = model[0].weight
+    learner = trained("bf16_stochastic", torch.optim.AdamW, 0, **ADAM)
+    weight = learner.model[0].weight
     before = weight.detach().double()
-    optimizer.zero_grad()
-    optimizer.backward(model(torch.ones(8, 40).bfloat16()).float().square().mean())
-    optimizer.step()
-    gradient = optimizer.unscaled_gradients()["0.weight"].double()
+    one_step(learner, torch.ones(8, 40))
+    gradient = learner.steps.unscaled_gradients()["0.weight"].double()
     wanted = before * (1 - 1e-4) - 1e-3 * gradient / (gradient.abs() + 1e-8)
     ulp = 2.0 ** (torch.frexp(wanted).exponent - 8)
     assert ((weight.double() - wanted).abs() < ulp * (1 + 2.0**-14)).all()  # a neighbour
@@ -287,10 +322,10 @@ def test_updates_far_below_the_format_add_up():
     for mode in ("bf16_naive", "bf16_stochastic", "bf16_kahan", "bf16_master"):
         model = nn.Linear(4096, 1, bias=False)
         nn.init.constant_(model.weight, 1.0)
-        cast, optimizer = mixed(model, mode, making(torch.optim.SGD, 2.0**-16), seed=5)
+        learner = mixed(model, mode, making(torch.optim.SGD, 2.0**-16), seed=5)
         for _ in range(100):
-            one_step(cast, optimizer, torch.full((1, 4096), -1.0), torch.sum)
-        moved[mode] = (model.weight.double().mean() - 1).item()
+            one_step(learner, torch.full((1, 4096), -1.0), torch.sum)
+        moved[mode] = (model.weight.bfloat16().double().mean() - 1).item()
     expected = 100 * 2.0**-16
     assert moved["bf16_naive"] == 0
     # 4096 weights, each a random walk of 100 coins of probability 2^-9 of 2^-7.
@@ -298,22 +333,21 @@ def test_updates_far_below_the_format_add_up():
     assert abs(moved["bf16_stochastic"] - expected) < 4.5 * deviation
     # To nearest: a fifth of a unit is kept beside the weight.
     assert moved["bf16_kahan"] == 0 and abs(moved["bf16_master"]) == 0
-    kept = optimizer.masters["weight"]
-    assert (kept.double() - 1 == expected).all()  # multiples of 2^-23
+    assert (model.weight.double() - 1 == expected).all()  # multiples of 2^-23
 
 
 def test_kahan_keeps_what_the_store_takes_away():
     """A loss linear in the weights has the same gradient in every step: by hand in float64."""
     model, steps = nn.Linear(64, 8, bias=False), 50
     rule = making(torch.optim.SGD, 2.0**-9, weight_decay=0.125)
-    cast, optimizer = mixed(model, "bf16_kahan", rule)
+    learner = mixed(model, "bf16_kahan", rule)
     expected = model.weight.detach().double()
     inputs = torch.randn(4, 64)
     for _ in range(steps):
-        one_step(cast, optimizer, inputs, torch.sum)
-        gradient = optimizer.unscaled_gradients()["weight"].double()
+        one_step(learner, inputs, torch.sum)
+        gradient = learner.steps.unscaled_gradients()["weight"].double()
         expected -= 2.0**-9 * (gradient + 0.125 * expected)
-    kept = optimizer.state_by_name()["weight"]["compensation"]
+    kept = learner.steps.state_by_name()["weight"]["compensation"]
     assert kept.dtype is torch.bfloat16 and (kept != 0).any()
     found = model.weight.double() + kept.double()
     # Each step rounds two BF16 numbers, the second of at most half a unit (2^-9) of the first: to
@@ -327,12 +361,11 @@ def test_narrow_state_is_kept_in_its_dtype():
     policy = build_policy("own", {"update": {"state_dtype": "bf16"}})
     model = nn.Linear(16, 4)
     expected = copy.deepcopy(model)
-    cast = cast_model(model, policy)
-    optimizer = MixedPrecisionOptimizer(cast, making(torch.optim.AdamW, 1e-2))
+    learner = mixed(model, policy, making(torch.optim.AdamW, 1e-2))
     other = torch.optim.AdamW(expected.parameters(), 1e-2)
     for step in range(3):
         inputs = torch.randn(8, 16)
-        one_step(cast, optimizer, inputs)
+        one_step(learner, inputs)
         other.zero_grad()
         expected(inputs).square().mean().backward()
         other.step()
@@ -342,9 +375,10 @@ def test_narrow_state_is_kept_in_its_dtype():
                 state[key].copy_(state[key].bfloat16())
         for own, theirs in zip(model.parameters(), expected.parameters(), strict=True):
             assert torch.equal(own, theirs), step
-            assert optimizer.inner.state[own]["exp_avg_sq"].dtype is torch.bfloat16
+            assert learner.optimizer.state[own]["exp_avg_sq"].dtype is torch.bfloat16
             assert torch.equal(
-                optimizer.inner.state[own]["exp_avg_sq"].float(), other.state[theirs]["exp_avg_sq"]
+                learner.optimizer.state[own]["exp_avg_sq"].float(),
+                other.state[theirs]["exp_avg_sq"],
             )
 
 

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mprun.models.gpt import TiedOutput
-from mprun.precision import ForwardContext, cast_model, emulation, get_policy, scaled_products
+from mprun.precision import emulation, get_policy, scaled_products
 from mprun.precision.block_formats import ELEMENTS, decoded
 from mprun.precision.emulation import why_unsupported
 from mprun.precision.module_dtypes import chosen_dtypes
@@ -25,7 +25,7 @@ from mprun.precision.scaled_products import (
     why_no_product,
 )
 
-from ..helpers import skipping_what_onednn_lacks
+from ..helpers import mixed, skipping_what_onednn_lacks
 from ..shipped import ALL_MODES
 
 E4M3, E5M2, E2M1 = ELEMENTS.values()
@@ -343,17 +343,15 @@ def test_a_tied_output_is_the_linear_layer_with_its_table():
 
 
 def test_an_fp32_override_stays_fp32_and_evaluation_is_without_fp8():
-    model = Two()
-    cast_made = cast_model(model, get_policy("fp8_tensorwise"), {"inner": torch.float32})
+    learner = mixed(Two(), "fp8_tensorwise", overrides={"inner": torch.float32})
     before = calls.copy()
-    x = torch.randn(8, 16).bfloat16()
-    with ForwardContext(get_policy("fp8_tensorwise"), x.device):
-        model(x).float().sum().backward()
+    x = torch.randn(8, 16)
+    learner.network(x).sum().backward()
     # The first layer's input needs no gradient.
     assert calls - before == {"forward e4m3 x e4m3": 1, "backward e5m2 x e4m3": 1}
     before = calls.copy()
-    with cast_made.in_fp32(cast_made.masters) as plain, torch.no_grad():
-        plain(x.float())
+    with learner.evaluating(in_mode=False) as model:
+        model(x)
     assert calls == before
 
 
@@ -378,11 +376,10 @@ class Checkpointed(nn.Module):
 def test_a_checkpoint_changes_no_bit(mode, part):
     x, found = torch.randn(8, 16), []
     for reentrant in (None, True, False):
-        model, policy = Checkpointed(part, reentrant), get_policy(mode)
-        cast_model(model, policy)
-        before, own = calls.copy(), x.bfloat16().requires_grad_()
-        with ForwardContext(policy, x.device):
-            model(own).float().square().sum().backward()
+        model = Checkpointed(part, reentrant)
+        network = mixed(model, mode).network
+        before, own = calls.copy(), x.clone().requires_grad_()
+        network(own).square().sum().backward()
         again = 0 if reentrant is None else 1 if part else 2
         assert (calls - before)["forward e4m3 x e4m3"] == 2 + again
         found.append([own.grad, *(p.grad for p in model.parameters())])

@@ -8,15 +8,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from mprun.precision import (
-    BatchNormGuard,
-    DynamicLossScale,
-    MixedPrecisionOptimizer,
-    NoLossScale,
-    StaticLossScale,
-    cast_model,
-    get_policy,
-)
+from mprun.precision import DynamicLossScale, NoLossScale, StaticLossScale
+from mprun.precision.torch_update import host_decides, initialise_state, step_unless
 
 from .. import helpers
 from ..helpers import assert_same_bits, making, mixed
@@ -35,9 +28,7 @@ class Run:
         self.model = model = helpers.network(hidden=8, norm=nn.BatchNorm1d)
         self.scale = scale or DynamicLossScale(2.0**8, growth_interval=4)
         make = making(MAKERS[optimizer], **IMPLEMENTATIONS[implementation])
-        self.cast = cast_model(model, get_policy(mode))
-        guards = [BatchNormGuard(model)]  # of the buffers as they are cast
-        self.optimizer = MixedPrecisionOptimizer(self.cast, make, self.scale, guards=guards)
+        self.learner = mixed(model, mode, make, self.scale)
         self.factor = 1.0
         model[3].bias.register_hook(lambda gradient: gradient * self.factor)
 
@@ -45,13 +36,10 @@ class Run:
         self.factor = gradient
         generator = torch.Generator().manual_seed(7)
         x = torch.randn(5, 6, generator=generator) * inputs
-        return helpers.one_step(
-            self.cast, self.optimizer, x, lambda outputs: outputs.square().mean() * loss
-        )
+        return helpers.one_step(self.learner, x, lambda y: y.square().mean() * loss)
 
     def state(self):
-        both = {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
-        return copy.deepcopy(both)
+        return copy.deepcopy(self.learner.state_dict())
 
     def has_moved(self, before):
         """Whether any bit is another one than in that state."""
@@ -121,14 +109,38 @@ def test_a_batch_norm_that_saw_inf_is_put_back_and_without_skipping_it_is_not():
 def test_a_skipped_micro_batch_skips_the_step():
     run = Run()
     before = run.state()
-    run.optimizer.zero_grad()
+    run.learner.zero_grad()
     for loss in (1.0, INF, 1.0):
-        outputs = run.model(torch.ones(5, 6).half() * torch.arange(5).half()[:, None]).float()
-        run.optimizer.backward(outputs.square().mean() * loss)
-    assert run.optimizer.step().found_inf.item() == 1.0
-    run.scale.update()
+        outputs = run.model(torch.ones(5, 6) * torch.arange(5)[:, None])
+        (outputs.square().mean() * loss).backward()
+    assert run.learner.step().found_inf.item() == 1.0
     assert_same_bits(run.state(), before)
     assert run.scale.steps_skipped.item() == 1
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("optimizer", MAKERS)
+def test_a_step_that_no_host_stops_is_undone(optimizer, implementation):
+    """As on a GPU, where `step_unless` neither knows nor asks what found_inf is."""
+    draw = torch.Generator().manual_seed(3)
+    start = [torch.randn(3, 4, generator=draw), torch.randn(5, generator=draw)]
+    kept, plain = ([own.clone() for own in start] for _ in range(2))
+    ours, theirs = (
+        MAKERS[optimizer](own, **IMPLEMENTATIONS[implementation]) for own in (kept, plain)
+    )
+    initialise_state(ours)
+    for bad in (True, False, True, False):
+        before = copy.deepcopy((kept, ours.state_dict()["state"]))
+        for own, other in zip(kept, plain, strict=True):
+            other.grad = torch.randn(own.shape, generator=draw)
+            own.grad = other.grad * (INF if bad else 1.0)
+        assert not host_decides(ours)
+        step_unless(ours, torch.full((), float(bad)))
+        if bad:
+            assert_same_bits((kept, ours.state_dict()["state"]), before)
+        else:
+            theirs.step()
+    assert_same_bits(kept, plain)
 
 
 class Foreign(torch.optim.Optimizer):
@@ -142,6 +154,8 @@ class Foreign(torch.optim.Optimizer):
         for group in self.param_groups:
             group["count"] += 1
             for p in group["params"]:
+                if p.grad is None:
+                    continue
                 state = self.state[p]
                 state["m"] = 0.9 * state["m"] + p.grad if "m" in state else p.grad.clone()
                 p.add_(state["m"], alpha=-group["lr"] / group["count"])
@@ -175,7 +189,7 @@ def test_other_optimizers_skip_as_under_torch_amp(optimizer):
             scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=4)
         else:
             scale = DynamicLossScale(2.0**8, growth_interval=4)
-            cast, own = mixed(model, "amp", making(OTHERS[optimizer]), scale)
+            own = mixed(model, "fp32", making(OTHERS[optimizer]), scale)
         for step in range(12):
             factor[0] = INF if step in (0, 1, 6) else 1.0
             x = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
@@ -187,9 +201,8 @@ def test_other_optimizers_skip_as_under_torch_amp(optimizer):
                 scaler.update()
             else:
                 own.zero_grad()
-                own.backward(loss)
+                loss.backward()
                 own.step()
-                scale.update()
         weights[who] = [parameter.detach().clone() for parameter in model.parameters()]
     assert_same_bits(weights["mprun"], weights["torch"])
     assert all(weight.isfinite().all() for weight in weights["mprun"])
@@ -199,24 +212,21 @@ def test_other_optimizers_skip_as_under_torch_amp(optimizer):
 def test_other_optimizers_go_on_from_a_saved_state_bit_for_bit(optimizer):
     """Their state does not exist before their first step, which a resumed run has behind it."""
 
-    def trained(model, own, steps):
+    def trained(own, steps):
         for step in steps:
-            own.zero_grad()
             x = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
-            own.backward(model(x).square().mean())
-            own.step()
+            helpers.one_step(own, x)
 
     def made():
         model = helpers.network(hidden=8, activation=nn.Tanh)
-        return model, mixed(model, "fp32", making(OTHERS[optimizer]))[1]
+        return mixed(model, "fp32", making(OTHERS[optimizer]))
 
-    (straight, own), (resumed, other) = made(), made()
-    trained(straight, own, range(4))
-    resumed.load_state_dict(straight.state_dict())
-    other.load_state_dict(copy.deepcopy(own.state_dict()))
-    trained(straight, own, range(4, 8))
-    trained(resumed, other, range(4, 8))
-    assert_same_bits(list(resumed.parameters()), list(straight.parameters()))
+    straight, resumed = made(), made()
+    trained(straight, range(4))
+    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
+    trained(straight, range(4, 8))
+    trained(resumed, range(4, 8))
+    assert_same_bits(resumed.updated, straight.updated)
 
 
 class Lookup(nn.Module):
@@ -234,16 +244,14 @@ class Lookup(nn.Module):
 def looked_up(sparse, mode, make, **more):
     scale = DynamicLossScale(2.0**8, growth_interval=4)
     model = Lookup(sparse)
-    _, own = mixed(model, mode, make, scale, **more)
+    own = mixed(model, mode, make, scale, **more)
     updates = []
     for step in range(6):
         own.zero_grad()
         for part in (1.0, 2.0):  # two micro-batches
             factor = torch.tensor(INF if step in (0, 3) and part == 2 else part)
-            outputs = model(factor.to(model.table.weight.dtype)).float()
-            own.backward((outputs * torch.arange(1.0, 5)).square().mean())
-        updates.append(own.step(measure_norm=True))
-        scale.update()
+            (model(factor) * torch.arange(1.0, 5)).square().mean().backward()
+        updates.append(own.step(measure=True))
     return model.table.weight.detach().clone(), [(u.found_inf.item(), u.grad_norm) for u in updates]
 
 
@@ -267,33 +275,32 @@ def test_sparse_gradients_are_skipped_and_clipped_as_dense_ones(rule, mode, clip
         assert torch.allclose(own, other, rtol=4 * eps, equal_nan=True)
 
 
+class Filter(nn.Module):
+    """A loss of complex weights."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.filter = nn.Parameter(torch.randn(4, dtype=torch.complex64))
+
+    def forward(self, x):
+        x = x.float()  # a mode has cast it: there is no such transform of 16 bits
+        # Of the conjugate, whose gradient is a lazy one.
+        return (torch.fft.ifft(torch.fft.fft(x) * self.filter.conj()).real - x).square().mean()
+
+
 @pytest.mark.parametrize("mode", ["fp32", "amp", "fp16_master_scaled"])
 def test_complex_weights_keep_both_parts(mode):
     """Against a plain loop in complex64; a loss scale of a power of two changes no bit."""
-    weights = {}
-    for who in ("torch", "mprun"):
-        torch.manual_seed(0)
-        model = nn.Module()
-        model.filter = nn.Parameter(torch.randn(4, dtype=torch.complex64))
-        x = torch.randn(3, 4)
-        if who == "torch":
-            inner = torch.optim.SGD(model.parameters(), 0.1, 0.9, foreach=False)
-        else:
-            scale = StaticLossScale(64.0) if mode != "fp32" else NoLossScale()
-            make = making(torch.optim.SGD, 0.1, 0.9, foreach=False)
-            _, own = mixed(model, mode, make, scale, clip_norm=1e3)
-        for _ in range(3):
-            # Of the conjugate, whose gradient is a lazy one.
-            loss = (torch.fft.ifft(torch.fft.fft(x) * model.filter.conj()).real - x).square().mean()
-            if who == "torch":
-                inner.zero_grad()
-                loss.backward()
-                inner.step()
-            else:
-                own.zero_grad()
-                own.backward(loss)
-                update = own.step(measure_norm=True)
-                scale.update()
-        weights[who] = model.filter.detach().clone()
-    assert torch.equal(weights["mprun"], weights["torch"])
-    assert weights["mprun"].imag.abs().max() > 0 and update.grad_norm > 0
+    x = torch.randn(3, 4).half().float()
+    make = making(torch.optim.SGD, 0.1, 0.9, foreach=False)
+    scale = StaticLossScale(64.0) if mode != "fp32" else NoLossScale()
+    own, plain = mixed(Filter(), mode, make, scale, clip_norm=1e3), Filter()
+    theirs = make([*plain.named_parameters()])
+    for _ in range(3):
+        assert helpers.one_step(own, x, lambda loss: loss, measure=True).grad_norm > 0
+        theirs.zero_grad()
+        plain(x).backward()
+        theirs.step()
+    assert torch.equal(own.model.filter, plain.filter)
+    assert plain.filter.imag.abs().max() > 0

@@ -27,6 +27,7 @@ AROUND = {
 }
 WHOLE = {
     "tasks/gan.py": {"_distance_to_held_out"},
+    "tasks/learner.py": set(),
     "tasks/supervised.py": set(),
     "tasks/task.py": set(),
     "models/classifiers.py": set(),
@@ -39,12 +40,11 @@ WHOLE = {
     "precision/emulation.py": set(),
     # Arguments, and where the state is made.
     "precision/loss_scale.py": {"_add", "_number", "checked_scale", "within", "between"},
-    "precision/optimizer.py": set(),
     "precision/update.py": set(),
-    "precision/gradients.py": set(),
-    "precision/row_updates.py": set(),
-    # Settings of the optimizer: numbers of the host.
-    "precision/single_pass_triton.py": {"write", "_rate"},
+    "prepared/border.py": set(),
+    "prepared/nodes.py": {"leaves"},  # of the graph
+    # A closure runs again until its gradients are finite.
+    "prepared/passes.py": {"repeated", "finite"},
     # Of optimizers that no configuration names.
     "precision/torch_update.py": {"_step_on_host"},
     "precision/autocast.py": set(),

@@ -40,7 +40,7 @@ MODELS = {
     **DEEP,
 }
 MODELS = with_extensions("MODELS", MODELS)
-# name: (parameters, parameters of norm layers, optimizer state)
+# name: (parameters as they are computed with, those of norm layers, optimizer state)
 F32, F16, B16 = torch.float32, torch.float16, torch.bfloat16
 EXPECTED = {
     "fp32": (F32, F32, F32),
@@ -98,18 +98,19 @@ def test_two_steps(build_run, model, mode):
     else:
         assert torch.isfinite(torch.stack(losses)).all()
     for learner in built.task.learners.values():
+        kept = mode in ("fp16_naive", "bf16_naive", "bf16_kahan", "bf16_stochastic")
+        computed = {id(own): dtype for own, dtype in learner.steps.computed()}
         for module in learner.model.modules():
             expected = norm_dtype if isinstance(module, NORM_LAYERS) else parameter_dtype
-            tensors = [*module.parameters(recurse=False), *module.buffers(recurse=False)]
-            assert {t.dtype for t in tensors if t.is_floating_point()} <= {expected}
-        optimizer = learner.optimizer
-        names = {n for n, p in learner.model.named_parameters() if p.dtype != F32}
-        has_masters = mode in ("fp16_master", "fp16_master_scaled", "bf16_master")
-        assert optimizer.masters.keys() == (names if has_masters else set())
+            own = [*module.parameters(recurse=False)]
+            assert {computed[id(weight)] for weight in own} <= {expected}
+            tensors = [*own, *module.buffers(recurse=False)]
+            dtypes = {t.dtype for t in tensors if t.is_floating_point()}
+            assert dtypes <= {expected if kept else F32}
         states = {
             value.dtype
-            for updated in optimizer.updated
-            for key, value in optimizer.inner.state[updated].items()
+            for state in learner.steps.state_by_name().values()
+            for key, value in state.items()
             if key not in ("step", "compensation")
         }
         assert states <= {state_dtype}

@@ -43,14 +43,18 @@ MODEL = [
 ]
 SAMPLED = [*MODEL, "model.sampled_softmax=12"]
 AVERAGED = ["optim.average_decay=0.9", "optim.average_modules=[lstm]"]
-# Tables are updated row by row, for which there is no other rounding.
-MODES = [mode for mode in OF_ANY_NETWORK if get_policy(mode).masters != "transient"]
 HALF = {"fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def tables(task):
     model = task.learner.model
     return [model.embedding.weight, model.output.weight, model.output.bias]
+
+
+def sums(task):
+    """What Adagrad keeps of the tables."""
+    state = task.learner.steps.state_by_name()
+    return [state[name]["sum"] for name in ("embedding.weight", "output.weight", "output.bias")]
 
 
 @pytest.mark.parametrize("factor", [1, 128])
@@ -119,7 +123,7 @@ def test_micro_batches_are_one_large_batch(build_run, clipped):
     model = LSTMLanguageModel(VOCABULARY, 16, 24, 2, 16, 0.0, 0.04, 1.0).double()
     model.load_state_dict(task.learner.model.state_dict())
     own = dict(model.named_parameters())
-    average = {name: own[name].detach().clone() for name in task.learner.optimizer.averages}
+    average = {name: own[name].detach().clone() for name in task.learner.averages}
     optimizer = torch.optim.Adagrad(own.values(), 0.2, initial_accumulator_value=1.0, eps=1e-10)
     state = model.initial_state(batch)
     for step in range(4):
@@ -151,7 +155,7 @@ def test_micro_batches_are_one_large_batch(build_run, clipped):
     for name, ours in task.learner.model.named_parameters():
         torch.testing.assert_close(ours.double(), own[name], rtol=0, atol=2.0**-18, msg=name)
     for name, value in average.items():
-        ours = task.learner.optimizer.averages[name].double()
+        ours = task.learner.averages[name].double()
         torch.testing.assert_close(ours, value, rtol=0, atol=2.0**-18, msg=name)
 
 
@@ -163,7 +167,6 @@ def test_micro_batches_in_a_mode(build_run, mode):
     more = [f"precision={mode}", "train.accumulate=3", "optim.eps=1e-3"]
     more += ["scaler=dynamic", "scaler.init_scale=16"]
     task = build_run(*SAMPLED, *more, *factors).task
-    optimizer = task.learner.optimizer
     used = torch.zeros(VOCABULARY, dtype=torch.bool)
     start = task.learner.model.embedding.weight.clone()
     assert task.train_step(0)["found_inf"] == 0
@@ -176,16 +179,16 @@ def test_micro_batches_in_a_mode(build_run, mode):
     seen = []
 
     def spoil(gradient):
-        seen.append(len(gradient))
+        seen.append(gradient._nnz())
         return gradient * (math.inf if len(seen) == 2 else 1)
 
-    handle = task.learner.model.output.register_gradient_hook(spoil)
+    handle = task.learner.steps.watch_gradient(task.learner.model.output.weight, spoil)
     assert task.train_step(1)["found_inf"] == 1
     handle.remove()
     assert seen == [32] * 3  # 20 targets and 12 candidates
     assert_same_bits(tables(task), before)
     assert task.train_step(2)["found_inf"] == 0
-    assert all(row.state["sum"].isfinite().all() for row in optimizer.rows)
+    assert all(own.isfinite().all() for own in sums(task))
 
 
 def test_time_reduction_of_the_ordinary_model(build_run):
@@ -202,29 +205,30 @@ def test_time_reduction_of_the_ordinary_model(build_run):
     )
 
 
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "tf32"])
+@pytest.mark.parametrize("mode", [mode for mode in OF_ANY_NETWORK if mode != "tf32"])
 def test_every_mode(build_run, mode):
     # Both factors, because 16-bit weights would lose all updates of the embedding without them.
     more = ["optim.eps=1e-3", "model.time_reduction=sum", "model.embedding_gradient_factor=128"]
     built = build_run(*SAMPLED, f"precision={mode}", *more)
-    task, optimizer = built.task, built.task.learner.optimizer
+    task, dtypes = built.task, set()
+
+    def see(module, inputs, rows):
+        dtypes.update(own.dtype for own in (rows if isinstance(rows, tuple) else (rows,)))
+
+    see.sees_inside = True
+    for table in (task.learner.model.embedding, task.learner.model.output):
+        table.register_forward_hook(see)
     before = [table.clone() for table in tables(task)]
     losses = torch.stack([task.train_step(step)["loss"] for step in range(3)])
     assert losses.dtype == torch.float32 and losses.isfinite().all()
     half = HALF[mode.partition("_")[0]] if mode.partition("_")[0] in HALF else torch.float32
-    naive = mode.endswith("naive")
+    kept = torch.float32 if get_policy(mode).master_dtype else half
     for table, old in zip(tables(task), before, strict=True):
-        assert table.dtype == (half if naive else torch.float32)
+        assert table.dtype == kept
         assert not torch.equal(table, old)
-    assert {row.state["sum"].dtype for row in optimizer.rows} == {half if naive else torch.float32}
-    assert {row.row_dtype for row in optimizer.rows} == {half}
-    assert not {row.name for row in optimizer.rows} & optimizer.masters.keys()
-    expected = set()
-    if mode != "fp32":
-        expected = {"forward lstm", "backward lstm"}
-    if half is not torch.float32:
-        expected.add("backward embedding_dense_backward")
-    assert set(built.forward_context.rerouted()) == expected
+    expected = set() if mode == "fp32" else {"forward lstm", "backward lstm"}
+    assert expected <= set(built.forward_context.rerouted())
+    assert dtypes == {half}
     assert math.isfinite(task.evaluate()["loss"])
 
 
@@ -245,12 +249,12 @@ def test_a_skipped_step_changes_nothing_but_the_random_state(build_run, mode):
     task.train_step(0)
 
     def kept():
-        optimizer = task.learner.optimizer
-        tensors = [*tables(task), *(row.state["sum"] for row in optimizer.rows), *task.hidden]
-        return [tensor.clone() for tensor in [*tensors, *optimizer.averages.values()]]
+        tensors = [*tables(task), *sums(task), *task.hidden]
+        return [tensor.clone() for tensor in [*tensors, *task.learner.averages.values()]]
 
     before = kept()
-    handle = task.learner.model.output.register_gradient_hook(lambda g: g * float("inf"))
+    output = task.learner.model.output.weight
+    handle = task.learner.steps.watch_gradient(output, lambda g: g * float("inf"))
     assert task.train_step(1)["found_inf"] == 1
     handle.remove()
     assert_same_bits(kept(), before)
@@ -258,12 +262,12 @@ def test_a_skipped_step_changes_nothing_but_the_random_state(build_run, mode):
     assert not torch.equal(tables(task)[0], before[0])
 
 
-@pytest.mark.parametrize("mode", ["fp32", "fp16_master", "fp16_naive", "amp"])
+@pytest.mark.parametrize("mode", ["fp32", "fp16_master", "amp"])
 def test_evaluation_reads_the_tables_where_they_are(build_run, mode):
     task = build_run(*SAMPLED, f"precision={mode}", "optim.eps=1e-3").task
     task.train_step(0)
     random = torch.get_rng_state()
-    with task.learner.evaluating(task.forward_context, False) as model:
+    with task.learner.evaluating(False) as model:
         assert model.embedding.weight is task.learner.model.embedding.weight
         assert model.output.weight is task.learner.model.output.weight
         assert model.lstm.weight_hh_l0.dtype == torch.float32
@@ -271,7 +275,6 @@ def test_evaluation_reads_the_tables_where_they_are(build_run, mode):
         losses, _ = model(tokens, targets)
         outputs, _ = model.lstm(F.embedding(tokens, model.embedding.weight.float()))
         logits = outputs.double() @ model.output.weight.double().t() + model.output.bias.double()
-    assert task.learner.model.embedding.row_dtype != torch.float32 or "fp16" not in mode
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none")
     torch.testing.assert_close(losses.flatten().double(), expected, rtol=2.0**-18, atol=2.0**-18)
     assert torch.equal(torch.get_rng_state(), random)
@@ -296,10 +299,10 @@ def test_memory_and_operations_of_the_first_step(build_run):
     lstm = sum(p.numel() for p in built.task.learner.model.lstm.parameters())
     # 20 tokens of the embedding; 20 targets and 12 candidates of the softmax.
     rows = 20 * 16 + 32 * 17
-    assert memory["parameters"] == {"float32": 4 * table, "float16": 2 * lstm}
-    assert memory["master_weights"] == {"float32": 4 * lstm}
-    assert memory["gradients"] == {"float16": 2 * (lstm + rows)}
-    steps = 4 * len(list(built.task.learner.model.lstm.parameters()))  # torch's counters
+    assert memory["parameters"] == {"float32": 4 * (table + lstm)}
+    # Each row with its number; those of the bias are those of the weight.
+    assert memory["gradients"] == {"float32": 4 * (lstm + rows), "int64": 8 * (20 + 2 * 32)}
+    steps = 4 * len(list(built.task.learner.model.parameters()))  # torch's counters
     assert memory["optimizer_state"] == {"float32": 4 * (table + lstm) + steps}
     assert memory["weight_average"] == {"float32": 4 * lstm}
     assert first.not_in_16_bits() == []  # the softmax is in FP32 in every mode
@@ -342,7 +345,7 @@ def test_stopping_and_resuming_changes_no_bit(mode, parts, tmp_path):
     # The control: what the last step moved is there to be compared.
     earlier = torch.load(straight / "checkpoints" / "step-00000008" / "state.pt", weights_only=True)
     learners = (state["task"]["learner"] for state in (states[0], earlier))
-    weights, older = (own["model"] | own["optimizer"]["masters"] for own in learners)
+    weights, older = (own["model"] for own in learners)
     for name in ("output.bias", "embedding.weight", "lstm.weight_hh_l0"):
         assert not torch.equal(weights[name], older[name])
     assert mode == "fp32" or record_of(straight)["skipped"] > 0
@@ -359,18 +362,11 @@ def test_probes_count_the_gradients_of_rows(tmp_path):
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        (["numerics=on", "numerics.shadow_every=2"], "numerics.shadow_every=2: must be 0"),
-        (["optim.average_decay=0.9"], "embedding, output are updated only"),
         (["train.clip_modules=[lstn]"], "train.clip_modules: 'lstn' matches no module"),
         (["optim=adam"], "optim=adam"),
         (
             ["precision.reduce_dtype=fp16", "train.accumulate=2"],
             "precision.reduce_dtype=fp16: must",
-        ),
-        *(
-            ([f"precision={mode}"], f"precision={mode}: row tables (embedding, output)")
-            for mode in OF_ANY_NETWORK
-            if mode not in MODES
         ),
     ],
 )
@@ -380,7 +376,7 @@ def test_refusals(build_run, more, message):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", OF_ANY_NETWORK)
 def test_on_a_gpu_no_step_waits(build_run, mode):
     more = ["model.embedding_gradient_factor=4", "train.clip_modules=[lstm]", "optim.eps=1e-3"]
     task = build_run(*SAMPLED, *AVERAGED, *more, f"precision={mode}", device="cuda").task

@@ -82,19 +82,18 @@ def test_the_schedule_counts_applied_updates(build_run):
         "optim.implementation=loop",
     ).task
     factor = plant(task.learner.model.decoder.layers.conv0.bias)
-    optimizer = task.learner.optimizer
-    device = torch.device("cpu")
-    rate, buffer = LearningRate([4e-4, 3e-4, 2e-4, 1e-4], [optimizer], device), MetricBuffer(device)
+    learner, device = task.learner, torch.device("cpu")
+    rate, buffer = LearningRate([4e-4, 3e-4, 2e-4, 1e-4], [learner], device), MetricBuffer(device)
     runner = StepRunner(task, rate, device)
     rates = []
     for step, bad in enumerate([False, True, True, False, True, False]):
         factor[0] = float("inf") if bad else 1.0
         buffer.add(step + 1, runner.step(step))
-        rates.append(optimizer.inner.param_groups[0]["lr"])
+        rates.append(learner.optimizer.param_groups[0]["lr"])
     assert rates == [4e-4, 3e-4, 3e-4, 3e-4, 2e-4, 2e-4]
     assert runner.skipped == task.loss_scale.steps_skipped == 3
     # Adam's own counter counts applied updates too: its bias correction depends on it.
-    steps = {state["step"].item() for state in optimizer.inner.state.values()}
+    steps = {state["step"].item() for state in learner.optimizer.state.values()}
     assert steps == {3.0}
     buffer.close(logged=False)
     [interval] = buffer.read()

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from benchmarks.suite.peers.dense_table import with_dense_tables
 from mprun.build.data import build_data
 from mprun.build.model import build_networks
 from mprun.config.registry import task_of
@@ -16,6 +15,7 @@ from mprun.data.source import Batch, Source
 from mprun.errors import BadInput
 from mprun.extensions.bench.cases import Case
 from mprun.extensions.bench.runner import in_channels_last, rotating_batches
+from mprun.models.lstm import RowTable
 from mprun.precision import pin_math_flags
 
 # The numbers of torch.amp.GradScaler, the defaults of every peer's scaler and of scaler=dynamic.
@@ -109,13 +109,21 @@ def set_up(case: Case, device: torch.device) -> PeerTask:
         case.mode,
         config,
         device,
-        tuple(with_dense_tables(network) for network in networks),
+        tuple(_with_dense_tables(network) for network in networks),
         data,
         () if case.real_data else tuple(rotating_batches(data)),
         data.batches_per_epoch,
         data.samples_per_batch,
         "token" if kind == "language_model" else "image",
     )
+
+
+def _with_dense_tables(network: nn.Module) -> nn.Module:
+    """Let row tables have dense gradients, as in every other tool; keep other networks."""
+    for module in network.modules():
+        if isinstance(module, RowTable):
+            module.sparse = False
+    return network
 
 
 @torch.no_grad()

@@ -55,7 +55,7 @@ def _sampling(model: "LSTMConfig", config: RunConfig) -> Iterator[str]:
     if optim.name not in ("sgd", "adagrad") or optim.momentum or optim.weight_decay:
         allowed = "adagrad or sgd without momentum, no weight decay"
         given = f"optim={optim.name} model.sampled_softmax={model.sampled_softmax}"
-        yield f"{given}: rows are updated only where used (allowed: {allowed})"
+        yield f"{given}: gradients of its tables are sparse (allowed: {allowed})"
     if (dtype := config.precision.reduce_dtype) is not None:
         yield f"precision.reduce_dtype={dtype}: must be null with model.sampled_softmax"
 
@@ -96,7 +96,7 @@ class LSTMConfig(ModelConfig):
 
     @property
     def sampled(self) -> bool:
-        """True if rows of its tables are only updated in steps that use them."""
+        """True if gradients of its tables are sparse, and their rows updated only where used."""
         return self.sampled_softmax is not None
 
 

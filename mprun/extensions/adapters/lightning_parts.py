@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.optim import LBFGS
 
 from mprun.extensions.adapters.recording import RunCallback
-from mprun.extensions.script import prepare, state_of
 from mprun.precision import LossScale, PrecisionPolicy
+from mprun.prepared import prepare, state_of
 
 
 class PrecisionPart:

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mprun.extensions.script.run import Diverged, Run
+from mprun.script.run import Diverged, Run
 
 
 class RunCallback:

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from mprun.errors import needing
 from mprun.extensions.adapters.recording import RunCallback
-from mprun.extensions.script import prepare, state_of
 from mprun.precision import LossScale, PrecisionPolicy
+from mprun.prepared import prepare, state_of
 
 with needing("transformers"):
     from transformers import Trainer, TrainerCallback

@@ -216,11 +216,11 @@ def host_seconds(contender: Contender, device: torch.device, repeats: int = 10) 
 
 
 def time_split(
-    step: Callable, data: Any, optimizers: Iterable[Any], device: torch.device, steps: int = 5
+    step: Callable, data: Any, learners: Iterable[Any], device: torch.device, steps: int = 5
 ) -> dict[str, float]:
     """Return the seconds per eager step of data, forward, backward and update, and of all of it.
 
-    For a few steps `data.train_batch`, and `backward` and `step` of each optimizer, are wrapped in
+    For a few steps `data.train_batch`, `Tensor.backward`, and `step` of each learner are wrapped in
     two marks; forward is the rest: zeroing, casting inputs, the forward pass and the loss. On CUDA
     marks are events. If the host is slower, idle time counts in the phase where it occurs.
     """
@@ -234,16 +234,17 @@ def time_split(
         finally:
             pairs.append((phase, start, Moment(device)))
 
-    watched = [(data, "train_batch", "data")]
-    for optimizer in optimizers:
-        watched += [(optimizer, "backward", "backward"), (optimizer, "step", "update")]
+    watched = [(data, "train_batch", "data"), *((own, "step", "update") for own in learners)]
+    plain = Tensor.backward
     try:
         for holder, method, phase in watched:
             setattr(holder, method, marked(phase)(getattr(holder, method)))
+        Tensor.backward = marked("backward")(plain)  # type: ignore[method-assign]
         for _ in range(steps):
             with marked("step"):
                 step()
     finally:
+        Tensor.backward = plain  # type: ignore[method-assign]
         for holder, method, _ in watched:
             vars(holder).pop(method, None)
     synchronise(device)

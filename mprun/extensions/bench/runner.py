@@ -57,7 +57,7 @@ def best_settings(config: RunConfig, device_type: str, compiled: bool) -> list[s
     """
     task = config.model.component.task  # None: a network of the user's
     family = TASKS[task].family if task is not None else None
-    settings = ["optim.implementation=single_pass"]
+    settings = []
     if family == "images":
         settings.append("train.channels_last=on")
     if device_type == "cuda":
@@ -143,8 +143,8 @@ class RunnerContender(Contender):
         """Return the time split (of eager steps) and memory by kind, or {"why_not": reason}."""
         split: Any = {"why_not": "replayed as one CUDA graph"}
         if not self.replays():
-            optimizers = [own.optimizer for own in self.task.learners.values()]
-            split = attempt(lambda: time_split(self.step, self.built.data, optimizers, device))
+            learners = self.task.learners.values()
+            split = attempt(lambda: time_split(self.step, self.built.data, learners, device))
         return {"time_split": split, "memory_by_kind": attempt(self._memory_by_kind)}
 
     def _memory_by_kind(self) -> dict:

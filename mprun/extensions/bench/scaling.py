@@ -33,7 +33,7 @@ from mprun.record.console import markdown_table
 from mprun.record.layout import for_terminal
 from mprun.record.run_directory import write_json, write_text
 from mprun.sweep.child import child
-from mprun.training.run import joined, prepare, resolve_device
+from mprun.training.run import joined, placed, prepare, resolve_device
 
 WARM_UP = 12  # DistributedDataParallel orders its buckets anew in the second step
 WINDOW_S = 0.3
@@ -126,14 +126,15 @@ def of_a_rank(arguments: list[str]) -> int:
     config_dir = None
     if "--config-dir" in overrides:  # `launch` puts it last
         *overrides, _, config_dir = overrides
-    config = compose_config(overrides, config_dir).config
+    rank_info = rank_info_from()
+    config = placed(compose_config(overrides, config_dir).config, rank_info)
     device = resolve_device(config.device)
-    ranks = joined(config, device, rank_info_from())
+    ranks = joined(config, device, rank_info)
     with ranks.watched():
         built = ranks.together(lambda: prepare(config, device, config.threads, ranks))
         task = built.task
         batches = list(task.load(0))
-        found_in = [learner.optimizer.reduction for learner in task.learners.values()]
+        found_in = [learner.reduction for learner in task.learners.values()]
         reductions: list[Any] = [reduction for reduction in found_in if reduction is not None]
 
         def steps(count: int) -> float:

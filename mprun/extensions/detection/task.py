@@ -36,8 +36,7 @@ class Detection(Supervised):
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         images, targets = batch
-        with self.forward_context.autocast():
-            loss, _ = self.learner.network(images, targets)
+        loss, _ = self.learner.network(images, targets)
         return loss, loss
 
     @shared
@@ -45,9 +44,9 @@ class Detection(Supervised):
         """Return the mean loss of an image and the mean average precision over classes."""
         rows, count = [], 0
         detections, targets = [], []
-        with self.learner.evaluating(self.forward_context, self.eval_in_mode) as model:
+        with self.learner.evaluating(self.eval_in_mode) as model:
             for images, objects in self.held_out():
-                loss, found = model(self._eval_inputs(images), objects)
+                loss, found = model(images, objects)
                 rows.append(as_row(loss * len(images)))
                 count += len(images)
                 detections.append(found)

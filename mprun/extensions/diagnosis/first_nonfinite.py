@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from mprun.extensions.diagnosis.observation import Event, Largest, Observation
+from mprun.extensions.diagnosis.observation import INPUTS, Event, Largest, Observation
 from mprun.numerics.post_mortem import StepRow, power
 from mprun.numerics.probe import plainly
 from mprun.numerics.replay import Steps, nonfinite_batch
@@ -31,6 +31,7 @@ _PHASES: dict[str, tuple[str, str]] = {
     Phase.UNSCALE: ("unscaling the gradients", "gradients"),
     Phase.UPDATE: ("weight update", "optimizer"),
 }
+_CASTS = ("_to_copy", "_foreach_copy_")  # of one tensor, or of many in one launch
 
 
 @dataclass(slots=True)
@@ -64,10 +65,12 @@ class Finding:
         event = self.event
         if event is None:
             return None
+        name = event.tensor.rpartition(" of ")[2]
+        if "." in name:
+            return name.rpartition(".")[0]
         if event.phase in (Phase.FORWARD, Phase.BACKWARD) and event.module != "loss":
             return event.module
-        name = event.tensor.rpartition(" of ")[2]
-        return name.rpartition(".")[0] if "." in name else None
+        return None
 
 
 def find_culprit(steps: Steps, kind: str) -> Finding:
@@ -93,7 +96,7 @@ def find_culprit(steps: Steps, kind: str) -> Finding:
         finding.verdict, finding.details = "data", batch
     elif not _blame(finding, seen, _sources(seen, steps, row)) and before:
         # An optimizer state ("exp_avg of ...") alone may be infinite for long without harm.
-        state = [name for name in before if " of " in name and not name.startswith("master of")]
+        state = [name for name in before if " of " in name]
         held = {name: text for name, text in before.items() if name not in state}
         finding.verdict, finding.details = "earlier", held or before
     return finding
@@ -128,11 +131,15 @@ class _Gradients:
     def __init__(self, task):
         self.nonzero: list[Tensor] = []
         self.dtypes: set[torch.dtype] = set()
-        self._weights = [p for _, own in named_learners(task) for p in own.optimizer.held]
+        self._steps = [learner.steps for _, learner in named_learners(task)]
 
     def __enter__(self) -> "_Gradients":
-        trained = (own for own in self._weights if own.requires_grad)
-        self._handles = [own.register_hook(self._look_at) for own in trained]
+        self._handles = [
+            steps.watch_gradient(own, self._look_at)
+            for steps in self._steps
+            for own in steps.named().values()
+            if own.requires_grad
+        ]
         return self
 
     def __exit__(self, *exception) -> None:
@@ -237,9 +244,11 @@ def reason_of(event: Event) -> str:
     if event.at_zero:  # the operations that are singular at 0, other than logarithms, divide
         of_update = ": the optimizer's denominator and its eps round to 0"
         return f"division by zero{of_update if event.phase == Phase.UPDATE else ''}"
-    if event.phase == Phase.UPDATE and event.operation == "_foreach_copy_":
-        master = f"the master weight, {power(event.largest_input)}"
-        return f"overflow: {master}, does not fit {dtype}, which {end}"
+    if event.operation in _CASTS and event.tensor not in ("output", "gradient"):
+        is_weight = event.tensor != INPUTS and " of " not in event.tensor
+        given = "the master weight" if is_weight else event.tensor
+        fits = "do not fit" if event.tensor == INPUTS else "does not fit"
+        return f"overflow: {given}, {power(event.largest_input)}, {fits} {dtype}, which {end}"
     wide = math.inf if event.would_be is None else event.would_be
     of_fp16 = " (65504)" if event.dtype is torch.float16 else ""
     if limit < wide < math.inf:

@@ -350,30 +350,25 @@ def survives(steps: Steps, origin: Origin) -> tuple[bool, str, float | None]:
 def transplant(built: Built, saved: dict) -> None:
     """Copy the state of a run (`task.state_dict()`) into a task of another precision or scaler.
 
-    Weights come from the saved masters if there are any, rounded if the new dtype is narrower, as
-    is optimizer state. The state of a loss scale is copied if its kind is the same.
+    Weights are rounded if the new dtype is narrower, as is optimizer state. The state of a loss
+    scale is copied if its kind is the same.
     """
     task = built.task
     for name, learner in task.learners.items():
-        optimizer, own = learner.optimizer, saved["learner"] if "learner" in saved else saved[name]
-        theirs = own["optimizer"]
-        found = own["model"] | theirs["masters"]
-        for targets in (learner.model.state_dict(), optimizer.masters):
-            for key, tensor in targets.items():
-                tensor.copy_(found[key])
-        if optimizer.narrow is not None and "narrow" in theirs:  # draws what the run drew
-            optimizer.narrow.load_state_dict(theirs["narrow"])
-        if optimizer.delayed is not None and "delayed" in theirs:
-            optimizer.delayed.take_over(theirs["delayed"])
-        for key, average in optimizer.averages.items():
+        theirs = saved["learner"] if "learner" in saved else saved[name]
+        for key, tensor in learner.model.state_dict().items():
+            tensor.copy_(theirs["model"][key])
+        narrow, delayed = learner.steps.narrow, learner.prepared.delayed
+        if narrow is not None and "narrow" in theirs:  # draws what the run drew
+            narrow.load_state_dict(theirs["narrow"])
+        if delayed is not None and "delayed" in theirs:
+            delayed.take_over(theirs["delayed"])
+        for key, average in learner.averages.items():
             average.copy_(theirs["averages"][key])
-        updated = dict(zip(optimizer.names, optimizer.updated, strict=True))
-        to = None if optimizer.narrow is None else optimizer.narrow.state_dtype
+        to = None if narrow is None else narrow.state_dtype
         of = theirs.get("narrow", {}).get("state_dtype")
-        for key, state in optimizer.state_by_name().items():
-            kept = theirs["state"][key]
-            if key in updated:  # no row table, whose state is FP32
-                kept = translated(kept, of, to, updated[key])
+        for key, state in learner.steps.state_by_name().items():
+            kept = translated(theirs["state"][key], of, to, learner.named[key])
             for kind, value in kept.items():
                 if isinstance(state.get(kind), Tensor):
                     state[kind].copy_(value)

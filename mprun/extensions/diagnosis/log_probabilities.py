@@ -82,9 +82,11 @@ def log_probs(
             autocast) in place of FP32. A sampled softmax is FP32.
     """
     time = windows.tokens.shape[1]
-    dtype = None if own_format else torch.float32
+    rounds = own_format and task.policy.autocast_dtype is None
+    dtype = None if rounds else torch.float32
     found = []
-    with task.learner.evaluating(task.forward_context, in_mode=True) as model:
+    learner = task.learner
+    with learner.evaluating(in_mode=True, widens=not own_format) as model, task.forward_context:
         for sides in zip(*(side.split(batch) for side in windows), strict=True):
             tokens, targets = (F.pad(side, (0, pad)).t().contiguous() for side in sides)
             if task.sampled:

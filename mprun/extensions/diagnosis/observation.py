@@ -32,8 +32,16 @@ from mprun.numerics.trace import (
 from mprun.precision import scaled_products
 from mprun.precision.policy import dtype_name
 from mprun.precision.scaled_products import Cast
-from mprun.torch_private import autograd_node, disable_dispatch_modes, schema_of, tree_map
+from mprun.prepared.nodes import leaves
+from mprun.torch_private import (
+    autograd_node,
+    disable_dispatch_modes,
+    schema_of,
+    sparse_values,
+    tree_map,
+)
 
+INPUTS = "the inputs"  # of a model, in place of a tensor's name
 _MARK = "mprun.module"
 _RAMPS = 50  # most events with a separate ramp
 # In these operations, entry i of each list depends on entry i of the others alone.
@@ -46,11 +54,11 @@ class Event:
     """The appearance of a non-finite value (`seen`), or such a value of unknown origin.
 
     module: path, "" for the model itself. operation: name of the ATen operation, or of an opaque
-    kernel. tensor: "output", "gradient", or a weight's name. dtype: of the result. result:
-    "infinity" or "NaN". count, of: number of its non-finite values, and of all. largest_input:
-    largest finite absolute value read. would_be: largest value of the same operation on the same
-    inputs in FP32, if it can be run. at_zero: the operation divides by, or takes the logarithm of,
-    a tensor that holds a zero.
+    kernel. tensor: "output", "gradient", `INPUTS`, or a weight's name. dtype: of the result.
+    result: "infinity" or "NaN". count, of: number of its non-finite values, and of all.
+    largest_input: largest finite absolute value read. would_be: largest value of the same operation
+    on the same inputs in FP32, if it can be run. at_zero: the operation divides by, or takes the
+    logarithm of, a tensor that holds a zero.
     """
 
     order: int
@@ -114,6 +122,7 @@ class Observation(Collector):
         self.reached: dict[str, set[int]] = {}
         self._tainted: dict[int, tuple[Tensor, Set[int]]] = {}
         self._labels: dict[int, str] = {}
+        self._inputs: list[Tensor] = []  # of the models
         self._where = ""
         self._of_module: dict[str, set[int]] = {}
         # Storage of a cast to 8 bits -> the cast tensor, and the facts on its source.
@@ -122,9 +131,6 @@ class Observation(Collector):
         self._name(built.task)
 
     def __enter__(self) -> "Observation":
-        # A single pass shows neither casts nor unscaling, and on a GPU not even the update.
-        for learner in self.built.task.learners.values():
-            learner.optimizer.observed = True
         # Observed from outside: its scales and scaled values are not values of the network.
         scaled_products.observer = self._see_cast
         self._trace.__enter__()
@@ -133,8 +139,6 @@ class Observation(Collector):
     def __exit__(self, *exception) -> None:
         self._trace.__exit__(*exception)
         scaled_products.observer = None
-        for learner in self.built.task.learners.values():
-            learner.optimizer.observed = False
 
     def sources_of(self, tensors: Iterable[Tensor]) -> set[int]:
         """Return the orders of the events behind the non-finite values in `tensors`."""
@@ -143,19 +147,17 @@ class Observation(Collector):
 
     def _name(self, task) -> None:
         for prefix, learner in named_learners(task):
-            optimizer = learner.optimizer
-            pairs = zip(optimizer.parameters, optimizer.updated, strict=True)
-            for name, (own, updated) in zip(optimizer.names, pairs, strict=True):
+            for name, own in learner.steps.named().items():
                 self._labels[own.data_ptr()] = prefix + name
-                if updated is not own:
-                    self._labels[updated.data_ptr()] = f"master of {prefix}{name}"
-            for row in optimizer.rows:
-                self._labels[row.tensor.data_ptr()] = prefix + row.name
         for name, value in optimizer_state(task).items():
             self._labels[value.data_ptr()] = name
 
     def enter(self, module: nn.Module, inputs: tuple) -> None:
         self._claim(inputs, self._trace.module)
+        if not self._trace.modules:
+            for own in floats(inputs):
+                self._inputs.append(own)  # so that no other tensor takes its address
+                self._labels[own.data_ptr()] = INPUTS
 
     def leave(self, module: nn.Module, path: str, inputs: tuple, outputs: Any) -> None:
         if outputs is None:
@@ -176,9 +178,10 @@ class Observation(Collector):
             node = todo.pop()
             if not _computes(node) or _MARK in _marks(node):
                 continue
-            _marks(node)[_MARK] = path
+            # At the end of a model the gradient is still that of the loss.
+            where = _marks(node)[_MARK] = "loss" if leaves(node) else path
             if isinstance(node, BackwardCFunction):
-                node.register_hook(partial(self._look_at_node, type(node).__name__, path))
+                node.register_hook(partial(self._look_at_node, type(node).__name__, where))
             todo.extend(before for before, _ in node.next_functions)
 
     def _look_at_node(self, name: str, path: str, gradients: tuple, outputs: tuple) -> None:
@@ -220,7 +223,7 @@ class Observation(Collector):
             written: list[tuple[int | None, Tensor]] = list(enumerate(floats(operation.result)))
             if kept is not None:
                 written = [
-                    (operand.index, operand.tensor)
+                    (operand.index, values_of(operand.tensor))
                     for operand in operands(operation)
                     if operand.written and has_values(operand.tensor)
                 ]
@@ -267,6 +270,7 @@ class Observation(Collector):
         return found
 
     def _input(self, tensor: Tensor, singular: bool = False) -> _Inputs:
+        tensor = values_of(tensor)
         known = self._casts.get(storage_of(tensor)) if tensor.itemsize == 1 else None
         if known is not None:
             return known[1]
@@ -308,10 +312,11 @@ class Observation(Collector):
         return self._where
 
     def _label(self, tensor: Tensor, operation: Operation, index: int | None, phase: str) -> str:
-        """Return the name of the weight or optimizer state that this is, or is computed with."""
+        """Return the name of the weight, state or input that this is, or is computed with."""
         places = [tensor.data_ptr()]
-        if index is not None:
-            places += [o.tensor.data_ptr() for o in operands(operation) if o.index == index]
+        for one in operands(operation):
+            if operation.name == "_to_copy" or (index is not None and one.index == index):
+                places.append(values_of(one.tensor).data_ptr())
         other = "gradient" if phase in (Phase.BACKWARD, Phase.UNSCALE) else "output"
         return next((self._labels[place] for place in places if place in self._labels), other)
 
@@ -327,19 +332,25 @@ def _marks(node: Node) -> dict[str, str]:
 
 def floats(tree) -> list[Tensor]:
     """Return the floating-point tensors in nested lists, tuples and dicts, detached."""
-    return [tensor.detach() for tensor in tensors_in(tree) if has_values(tensor)]
+    return [values_of(tensor.detach()) for tensor in tensors_in(tree) if has_values(tensor)]
+
+
+def values_of(tensor: Tensor) -> Tensor:
+    """Return the numbers that a tensor holds: those of its rows if it is a sparse gradient."""
+    return sparse_values(tensor) if tensor.is_sparse else tensor
 
 
 def has_values(tensor: Tensor) -> bool:
     """Return whether the tensor has numbers that can overflow; none on "meta" has."""
     # 8-bit values were scaled to fit, and mean something only with their factor.
     usual = tensor.is_floating_point() and tensor.itemsize > 1
-    return usual and not tensor.is_meta and tensor.numel() > 0
+    return usual and not tensor.is_meta and values_of(tensor).numel() > 0
 
 
 def largest_of(tensor: Tensor) -> float:
     """Return the largest absolute value, NaN if there is one."""
-    return float(tensor.abs().amax())
+    values = sparse_values(tensor) if tensor.is_sparse else tensor
+    return float(values.abs().amax())
 
 
 def in_fp32(operation: Operation, place: int) -> float | None:

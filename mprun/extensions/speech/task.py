@@ -33,8 +33,7 @@ class Speech(Supervised):
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         features, targets = batch
         frames, texts = frames_and_texts(targets)
-        with self.forward_context.autocast():
-            logits, frames = self.learner.network(features, frames)
+        logits, frames = self.learner.network(features, frames)
         loss = ctc_losses(logits, frames, *texts).mean()
         return loss, loss
 
@@ -42,10 +41,10 @@ class Speech(Supervised):
     def evaluate(self) -> dict[str, float]:
         """Return the mean loss and the character error rate over the whole held-out split."""
         rows, count = [], 0
-        with self.learner.evaluating(self.forward_context, self.eval_in_mode) as model:
+        with self.learner.evaluating(self.eval_in_mode) as model:
             for features, targets in self.held_out():
                 frames, texts = frames_and_texts(targets)
-                logits, frames = model(self._eval_inputs(features), frames)
+                logits, frames = model(features, frames)
                 losses = ctc_losses(logits, frames, *texts)
                 edits = edit_distances(*texts, *greedy(logits, frames))
                 rows.append(as_row(losses.sum(), edits.sum(), texts[1].sum()))

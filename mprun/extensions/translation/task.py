@@ -32,8 +32,7 @@ class Translation(Supervised):
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         source, target = batch
-        with self.forward_context.autocast():
-            logits = self.learner.network(source, words_before(target))
+        logits = self.learner.network(source, words_before(target))
         dtype = self.policy.loss_dtype
         loss = cross_entropy(logits.flatten(0, 1), target.flatten(), dtype, ignored=PADDING_ID)
         return loss, loss
@@ -46,7 +45,7 @@ class Translation(Supervised):
         """Return the mean loss per held-out word, its exponential, and BLEU in percent."""
         rows, count = [], 0
         model: Any  # it also has `translate`
-        with self.learner.evaluating(self.forward_context, self.eval_in_mode) as model:
+        with self.learner.evaluating(self.eval_in_mode) as model:
             for source, target in self.held_out():
                 logits = model(source, words_before(target)).flatten(0, 1).float()
                 labels = target.flatten()

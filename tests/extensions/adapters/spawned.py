@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 from mprun.extensions.adapters.lightning import MprunPrecision, MprunRun
-from mprun.extensions.script import state_of
+from mprun.prepared import state_of
 
 from .trainer_ranks import CLIP, Classifier, halves, sgd
 

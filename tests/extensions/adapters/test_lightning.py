@@ -11,10 +11,10 @@ from torch.optim.swa_utils import AveragedModel, get_ema_avg_fn
 from torch.utils.data import DataLoader, TensorDataset
 
 import mprun
-from mprun.extensions.script import state_of
+from mprun.prepared import state_of
 
 from ...helpers import assert_same_bits
-from ..script.networks import sgd
+from ...script.networks import sgd
 from .trainers import MODES, THREE, assert_same_end, run_page
 
 with warnings.catch_warnings():

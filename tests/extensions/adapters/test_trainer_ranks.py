@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._pytree import tree_map
 
-from mprun.extensions.script import state_of
+from mprun.prepared import state_of
 
 from ...helpers import assert_same_bits
 from .trainer_ranks import CASES, PLANTED, STEPS, Classifier, by_hand

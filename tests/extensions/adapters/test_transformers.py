@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import mprun
-from mprun.extensions.script import state_of
 from mprun.precision import DynamicLossScale
+from mprun.prepared import state_of
 
 from ...helpers import assert_same_bits
 from .trainers import MODES, THREE, assert_same_end, run_page

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
 import mprun
-from mprun.extensions.script import state_of
+from mprun.prepared import state_of
 
 STEPS, HALF = 6, 4  # rows of half a batch
 PLANTED = 3  # step whose second half holds the value

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from mprun.config.compose import compose_config
-from mprun.extensions.bench import measure
+from mprun.extensions.bench import measure, runner
 from mprun.extensions.bench.cases import Case
 from mprun.extensions.bench.measure import (
     Contender,
@@ -178,23 +178,24 @@ def test_the_best_settings_compile_what_peers_compile(model, compiles):
     assert "train.compile=default" not in best_settings(config, "cuda", compiled=False)
 
 
-def test_best_settings_that_are_refused_are_left_out_with_the_reason():
-    own = make("fp16_naive", contender="mprun+")
-    kept = own.settings()["optimizer"] == "single_pass"
-    assert kept != any("optim.implementation" in key for key in own.left_out)
-    for setting, reason in own.left_out.items():
-        assert reason.startswith(setting.partition("=")[0])
+def test_best_settings_that_are_refused_are_left_out_with_the_reason(monkeypatch):
+    best = ["train.cuda_graph=on", "optim.implementation=loop"]
+    monkeypatch.setattr(runner, "best_settings", lambda *_: [*best])
+    own = make("amp", contender="mprun+")
+    assert own.settings()["optimizer"] == "loop"
+    ((setting, reason),) = own.left_out.items()
+    assert setting == best[0] and reason.startswith("train.cuda_graph=on: a CUDA graph needs")
 
 
 def test_the_time_split_adds_up_and_leaves_the_objects_alone():
     own = make("amp")
-    optimizer = own.task.learner.optimizer
-    found = time_split(own.step, own.built.data, [optimizer], CPU, steps=3)
+    learner, backward = own.task.learner, torch.Tensor.backward
+    found = time_split(own.step, own.built.data, [learner], CPU, steps=3)
     assert sum(found[name] for name in ("data", "forward", "backward", "update")) == pytest.approx(
         found["step"]
     )
     assert all(found[name] > 0 for name in ("forward", "backward", "update"))
-    assert not {"backward", "step"} & vars(optimizer).keys()
+    assert "step" not in vars(learner) and torch.Tensor.backward is backward
     assert "train_batch" not in vars(own.built.data)
 
 
@@ -211,7 +212,7 @@ def test_the_time_split_puts_a_slow_phase_where_it_is():
             return getattr(batches, name)
 
     own.task.data = slow = Slow()
-    found = time_split(own.step, slow, [own.task.learner.optimizer], CPU, steps=2)
+    found = time_split(own.step, slow, [own.task.learner], CPU, steps=2)
     assert found["data"] >= 0.05
 
 
@@ -224,13 +225,13 @@ def test_a_cpu_waits_for_nobody_and_host_time_is_that_of_single_steps():
 
 
 def test_a_look_inside_has_memory_by_kind():
-    """fp16_master_scaled: 2 bytes a parameter, 4 a master; all of them have one here."""
+    """fp16_master_scaled: 4 bytes a weight and its gradient; all of them have copies here."""
     own = make("fp16_master_scaled")
     own.step()
     found = own.look_inside(CPU)
     count = sum(p.numel() for p in own.task.learner.model.parameters())
-    assert found["memory_by_kind"]["parameters"] == {"float16": 2 * count}
-    assert found["memory_by_kind"]["master_weights"] == {"float32": 4 * count}
+    for kind in ("parameters", "gradients"):
+        assert found["memory_by_kind"][kind] == {"float32": 4 * count}
     assert found["time_split"]["step"] > 0
 
 

@@ -7,9 +7,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from mprun import prepare
 from mprun.extensions.detection.boxes import decode, encode, overlaps
 from mprun.extensions.detection.ssd import L2Norm, MultiBox
-from mprun.precision import cast_model, get_policy
+from mprun.precision import get_policy
 
 from ...helpers import configured
 
@@ -35,16 +36,21 @@ def test_offsets_by_hand_and_back():
 @pytest.mark.parametrize("mode", ["fp16_master", "fp16_naive", "amp"])
 def test_a_norm_above_the_largest_half_is_no_silent_zero(mode):
     network = nn.Sequential(nn.Conv2d(512, 512, 1, groups=512), L2Norm(512, 20.0))
-    policy = get_policy(mode)
-    cast_model(network, policy)
-    assert network[1].weight.dtype is torch.float32
-    maps = torch.full((1, 512, 2, 2), 3000.0, dtype=policy.half_dtype)
-    found = network[1](maps)
-    assert found.dtype is policy.half_dtype
-    torch.testing.assert_close(
-        found.float(), torch.full_like(maps, 20 / 512**0.5).float(), rtol=2**-11, atol=0
-    )
-    assert (F.normalize(maps) == 0).all()  # what it is there for
+    nn.init.ones_(network[0].weight)
+    nn.init.zeros_(network[0].bias)
+    seen = []
+
+    def see(module, inputs, outputs):
+        seen.append((module.weight.dtype, inputs[0].dtype, outputs.dtype))
+
+    see.sees_inside = True
+    network[1].register_forward_hook(see)
+    prepare(network, precision=mode)
+    maps = torch.full((1, 512, 2, 2), 3000.0)
+    found, half = network(maps), get_policy(mode).half_dtype
+    assert seen == [(torch.float32, half, half)]
+    torch.testing.assert_close(found, torch.full_like(maps, 20 / 512**0.5), rtol=2**-11, atol=0)
+    assert (F.normalize(maps.to(half)) == 0).all()  # what it is there for
 
 
 DEFAULTS = torch.tensor(

@@ -135,7 +135,7 @@ def test_a_trial_draws_the_random_bits_of_the_run(build_run):
     for step in range(2):
         one.task.train_step(step)
     transplant(other, one.task.state_dict())
-    assert other.task.learner.optimizer.narrow.updates == 2
+    assert other.task.learner.steps.narrow.updates == 2
 
 
 def test_an_update_in_fp16_without_masters():
@@ -215,16 +215,12 @@ def test_a_state_moved_to_another_mode_trains_on(build_run, mode):
     state = kept(old)
     new = build_run(*common, f"precision={mode}")
     transplant(new, state)
-    masters = state["learner"]["optimizer"]["masters"]
-    optimizer = new.task.learners["model"].optimizer
-    for name, own, updated in zip(
-        optimizer.names, optimizer.parameters, optimizer.updated, strict=True
-    ):
-        assert torch.equal(updated, masters[name].to(updated.dtype)), name
-        assert torch.equal(own, masters[name].to(own.dtype)), name
-        momentum = state["learner"]["optimizer"]["state"][name]["momentum_buffer"]
-        mine = optimizer.inner.state[updated]["momentum_buffer"]
-        assert torch.equal(mine, momentum.to(mine.dtype)), name
+    kept_weights, kept_state = state["learner"]["model"], state["learner"]["state"]
+    learner = new.task.learners["model"]
+    for name, own in learner.named.items():
+        assert torch.equal(own, kept_weights[name].to(own.dtype)), name
+        mine = learner.optimizer.state[own]["momentum_buffer"]
+        assert torch.equal(mine, kept_state[name]["momentum_buffer"].to(mine.dtype)), name
     mine, theirs = (float(Steps(built, 3, 0).advance().loss) for built in (new, old))
     # One step of a tiny model: BF16's 8 bits move a loss of 4 by less than a hundredth.
     assert mine == pytest.approx(theirs, abs=0.02)
@@ -237,11 +233,10 @@ def test_state_in_blocks_is_moved_as_numbers(build_run, to):
     old = trained(build_run, 2, *TINY_GPT, "model.hidden_size=64", f"{key}=dynamic8")
     new = build_run(*TINY_GPT, "model.hidden_size=64", f"{key}={to}")
     transplant(new, kept(old))
-    one, other = (built.task.learner.optimizer for built in (old, new))
-    place = one.names.index("embedding.weight")
-    mine, theirs = other.updated[place], one.updated[place]
-    assert "exp_avg.scale" in one.inner.state[theirs]
-    found, wide = other.inner.state[mine]["exp_avg"], one.narrow.widened(theirs)["exp_avg"]
+    one, other = (built.task.learner.steps for built in (old, new))
+    theirs, mine = (steps.named()["embedding.weight"] for steps in (one, other))
+    assert "exp_avg.scale" in one.optimizer.state[theirs]
+    found, wide = other.optimizer.state[mine]["exp_avg"], one.narrow.widened(theirs)["exp_avg"]
     if to == "fp8":
         found, wide = other.narrow.widened(mine)["exp_avg"], in_fp8(wide)
     assert torch.equal(found, wide.to(found.dtype))
@@ -249,7 +244,7 @@ def test_state_in_blocks_is_moved_as_numbers(build_run, to):
 
 def in_fp8(wide):
     packing = STATE_FORMATS["fp8"](wide.device)
-    return packing.decode("exp_avg", packing.encode("exp_avg", wide, wide.numel()))
+    return packing.decode("exp_avg", packing.encode("exp_avg", wide))
 
 
 @pytest.mark.parametrize("more", [[], ["precision.update.state_dtype=dynamic8"]])

@@ -104,9 +104,8 @@ def setting(weights, learner="model"):
 def fill_momentum(built):
     """0.9 * 6e4 + 3e4 * decay: the buffer, not the gradient, leaves FP16."""
     set_weight(built, "output.bias", 3e4)
-    optimizer = built.task.learners["model"].optimizer
-    place = optimizer.names.index("output.bias")
-    optimizer.inner.state[optimizer.updated[place]]["momentum_buffer"].fill_(6e4)
+    learner = built.task.learners["model"]
+    learner.optimizer.state[learner.named["output.bias"]]["momentum_buffer"].fill_(6e4)
 
 
 PLANTED = {
@@ -294,8 +293,9 @@ def test_values_of_a_batch_that_do_not_fit_fp16(explained):
         return batch[0] * (1e6 if index == 2 else 1.0), batch[1]
 
     found = explained(*AUTOENCODER, *FP16, plant=with_data(change))
-    assert culprit(found)[0] in ("input", "loss") and culprit(found)[2] == "_to_copy"
+    assert culprit(found) == ("forward", "", "_to_copy", "the inputs")
     assert found.finding.step == 3
+    assert "the inputs, 2^19.9, do not fit FP16" in as_dict(found)["culprit"]["reason"]
 
 
 def test_an_index_outside_the_embedding(tmp_path):
@@ -387,9 +387,11 @@ def test_a_last_update_that_only_the_evaluation_shows(explained):
 
 def test_weights_that_do_not_fit_fp16_when_copied(explained):
     found = explained(*LM, "precision=fp16_master", "optim=sgd_plain", "optim.lr=1e8")
-    phase, _, operation, tensor = culprit(found)
-    assert (phase, operation, tensor) == ("update", "_foreach_copy_", "lstm.bias_ih_l0")
-    assert (found.finding.kind, found.finding.step) == ("state", 1)
+    # The FP32 weight is finite after its update: it overflows where the next step casts it.
+    assert culprit(found) == ("forward", "", "_to_copy", "output.weight")
+    assert (found.finding.kind, found.finding.step) == ("loss", 2)
+    assert found.finding.module == "output"
+    assert "the master weight, 2^" in as_dict(found)["culprit"]["reason"]
     assert "does not fit FP16" in as_dict(found)["culprit"]["reason"]
 
 
@@ -397,8 +399,8 @@ def test_weights_that_do_not_fit_fp16_end_a_scaled_run_as_a_collapse(explained):
     floor = ["scaler.init_scale=1", "scaler.min_scale=1", "scaler.max_consecutive_skips=3"]
     found = explained(*SCALED, *floor, "optim.lr=1e8")
     assert found.classification[0].startswith("collapse: ")
-    assert (found.finding.kind, found.finding.step) == ("state", 1)
-    assert culprit(found)[2] == "_foreach_copy_"
+    assert (found.finding.kind, found.finding.step) == ("collapse", 2)
+    assert culprit(found) == ("forward", "", "_to_copy", "output.weight")
 
 
 @pytest.mark.slow

@@ -226,7 +226,7 @@ def test_a_layer_with_an_outlier_is_left_out(tmp_path, capsys, monkeypatch, buil
     mode = ["precision=fp8_tensorwise", "precision.overrides.blocks.0.mlp.inputs=fp32"]
     assert found["overrides"] == mode and found["command"].endswith(" ".join(mode))
     model = build_run(*TINY_GPT, *mode).task.learner.model
-    taken = {name for name, m in model.named_modules() if getattr(m.forward, "args", None)}
+    taken = {n for n, m in model.named_modules() if getattr(m.forward.inside, "args", None)}
     linears = {name for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     assert taken >= linears - {"blocks.0.mlp.inputs"}
     # The other way to say it is one, too.

@@ -144,10 +144,9 @@ def test_against_float64_and_a_forward_pass_of_ones_own(run, build_run, capsys):
     built = build_run(*GPT_LM, "precision=bf16_naive")
     (file,) = run.glob("checkpoints/*/state.pt")
     saved = torch.load(file, weights_only=True)["task"]["learner"]["model"]
-    model = built.task.learner.model
-    for name, parameter in model.named_parameters():
-        parameter.data = saved[name].bfloat16()
-    with torch.no_grad(), built.forward_context:
+    learner = built.task.learner
+    learner.model.load_state_dict(saved)
+    with learner.evaluating(in_mode=True, widens=False) as model:
         logits = model(windows.tokens.t().contiguous())[0]
     assert logits.dtype is torch.bfloat16
     own = torch.log_softmax(logits.double(), -1).transpose(0, 1)

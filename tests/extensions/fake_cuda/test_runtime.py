@@ -1,7 +1,5 @@
 """The fake runtime itself: it notices what the other tests say is not there."""
 
-import json
-
 import pytest
 
 from mprun.extensions.bench.fake_cuda import Counts, is_fake
@@ -173,32 +171,6 @@ def test_warnings_come_through(script):
         'lstm(torch.zeros(2, 2, 8, device="cuda", dtype=torch.bfloat16))',
     )
     assert any("single contiguous chunk" in text for text in found["warnings"])
-
-
-@pytest.mark.slow
-def test_kernels_of_the_single_pass_compile_for_hopper(script, device):
-    """All, as the self-test launches them; that they compute what torch does nobody says here."""
-    found = script("""
-from mprun.precision import DTYPES, MixedPrecisionOptimizer, update_choice
-cuda, rules = torch.device("cuda", 0), ("sgd", "adam", "adamw", "adagrad")
-def found_of(rule, dtype):
-    return update_choice.difference(MixedPrecisionOptimizer, cuda, rule, [dtype])
-return {rule: [found_of(rule, dtype) for dtype in DTYPES.values()] for rule in rules}
-""")
-    assert "error" not in found, found["trace"]
-    # What they find and write is read from memory that no kernel has written: it may be the same.
-    said = [text for rule in ("sgd", "adam", "adamw", "adagrad") for text in found[rule]]
-    assert len(said) == 12
-    assert all(text is None or "differs from torch" in text for text in said)
-    cache = device.folder / "triton"
-    paths = list(cache.glob("*/*_kernel.json"))
-    assert {path.stem.removeprefix("__grp__") for path in paths} == {
-        f"{name}_kernel" for name in ("check", "update")
-    }
-    paths = [path for path in paths if not path.stem.startswith("__grp__")]
-    kernels = [json.loads(path.read_text()) for path in paths]
-    assert {kernel["target"]["arch"] for kernel in kernels} == {90}
-    assert all(path.with_suffix(".cubin").stat().st_size > 1000 for path in paths)
 
 
 def test_counts_are_read_as_they_are_written():

@@ -43,10 +43,6 @@ def test_the_doctor_tries_what_a_gpu_has(script):
     """Each answer is the device's; none is an exception of mprun's own."""
     found = script("from mprun.cli.machine import machine_facts\nreturn machine_facts()")
     assert "error" not in found, found["trace"]
-    assert {rule: said["why"] for rule, said in found["single_pass"].items()} == dict.fromkeys(
-        found["single_pass"]
-    )
-    assert {"sgd", "adam", "adamw", "adagrad"} == found["single_pass"].keys()
     # What a replay has computed nobody says here; that it was captured and replayed is counted.
     assert "replay" in found["cuda_graph"]["why"] and found["counts"]["graph_launches"] > 1
     assert {mode["verdict"] for mode in found["modes"].values()} == {"honoured"}

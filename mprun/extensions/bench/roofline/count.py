@@ -1,17 +1,18 @@
 """The count of one training step of a configuration: the real task, on tensors without values.
 
-A dispatch mode writes a row for each kernel. The single-pass update and recurrent layers, which no
-dispatcher sees, write their rows themselves.
+A dispatch mode writes a row for each kernel. Recurrent layers, which no dispatcher sees, write
+their rows themselves.
 """
 
 import dataclasses
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from mprun.build.precision import policy_from
 from mprun.build.task import build_task
@@ -22,7 +23,6 @@ from mprun.extensions.bench.roofline import FORMATS
 from mprun.extensions.bench.roofline.cuda_kernels import cuda_kernels
 from mprun.extensions.bench.roofline.operations import (
     OperationCosts,
-    Write,
     bytes_of,
     costs,
     tensors_in,
@@ -39,7 +39,8 @@ from mprun.extensions.bench.roofline.shape_only import (
 from mprun.numerics.trace import Operation, in_backward, name_of
 from mprun.precision import DTYPES, ForwardContext, PrecisionPolicy
 from mprun.precision.philox import micro_batches
-from mprun.precision.update import Checked, Ready, SinglePass
+from mprun.precision.torch_update import path_of
+from mprun.tasks import Learner
 from mprun.torch_private import TorchDispatchMode, schema_of, storage_key
 
 
@@ -55,8 +56,8 @@ class Counted:
     samples: int  # samples per step, in units of `sample`
     sample: str
     parameters: int
-    dense: int  # number of parameters that every update moves (not row tables)
-    update: str  # path of the update, "single_pass" or one of torch's implementations
+    dense: int  # number of parameters with dense gradients
+    update: str  # torch's implementation of the optimizer
     memory: StepMemory
     counted_s: float  # seconds that the count took
     micro_batches: int = 1
@@ -105,7 +106,8 @@ def count(
             f"values: {raised(error)}"
         ) from error
     networks = [learner.model for learner in task.learners.values()]
-    optimizers = [learner.optimizer for learner in task.learners.values()]
+    learners = [*task.learners.values()]
+    tables = {own for network in networks for t in row_tables(network) for own in t.parameters()}
     return Counted(
         label=f"{config.model.name} b{config.data.batch_size}",
         mode=composed.mode,
@@ -115,8 +117,8 @@ def count(
         samples=task.samples_per_step,
         sample=task.sample,
         parameters=sum(p.numel() for network in networks for p in network.parameters()),
-        dense=sum(p.numel() for optimizer in optimizers for p in optimizer.parameters),
-        update=optimizers[0].update_path,
+        dense=sum(p.numel() for one in learners for p in one.updated if p not in tables),
+        update=path_of(learners[0].optimizer),
         memory=memory,
         counted_s=time.perf_counter() - started,
         micro_batches=config.train.accumulate,
@@ -132,20 +134,25 @@ def _step(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
         # cuda_kernels is outside: it registers kernels with the dispatcher, not on tensors.
         with cuda_kernels(counter.write), micro_batches.apart(), weightless():
             task = _built(config, policy, source)
-            for optimizer in (learner.optimizer for learner in task.learners.values()):
-                if optimizer.update_path == "single_pass":
-                    # The real kernels belong to one device, and no dispatcher sees them.
-                    optimizer.use(CountedPass(optimizer, counter.write))
-                for name in ("backward", "zero_grad", "step"):
-                    setattr(optimizer, name, counter.updating()(getattr(optimizer, name)))
+            for learner in task.learners.values():
+                learner.optimizer.register_step_pre_hook(counter.turn)
+                learner.optimizer.register_step_post_hook(counter.turn)
+                learner.prepared.calls = 1  # its first call would compare values, to find writes
+                for name in ("zero_grad", "end_part", "step"):
+                    setattr(learner, name, counter.updating()(getattr(learner, name)))
+                for table in row_tables(learner.model):
+                    table.register_forward_hook(counter.update_of_rows(learner))
             with counter:
                 task.compute(task.load(0))
             counter.rows.clear()
             counter._casts.clear()
-            held = held_bytes(task.learners.values())
-            models = [learner.model for learner in task.learners.values()]
+            learners = [*task.learners.values()]
+            held = held_bytes(learners)
             # Parameters and buffers exist anyway: a graph that keeps them costs no more memory.
-            saved = SavedTensors(t for m in models for t in (*m.parameters(), *m.buffers()))
+            saved = SavedTensors(
+                (t for one in learners for t in (*one.model.parameters(), *one.model.buffers())),
+                lambda: [t for one in learners for t in one.prepared.tensors.stand_ins],
+            )
             with counter, saved.watching():
                 task.compute(task.load(1))
     finally:
@@ -170,6 +177,11 @@ def _built(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
         source.batches_per_epoch = NO_END
 
 
+def row_tables(network: nn.Module) -> list[nn.Embedding]:
+    """Return the modules with sparse gradients."""
+    return [m for m in network.modules() if isinstance(m, nn.Embedding) and m.sparse]
+
+
 class Counter(TorchDispatchMode):
     """A mode in which every operation on fake tensors adds its rows to `rows`.
 
@@ -186,6 +198,7 @@ class Counter(TorchDispatchMode):
         super().__init__()
         self.fp32_math, self._updating = fp32_math, False
         self.rows: list[OperationCosts] = []
+        self._is_torchs = False  # torch's own step runs, after mprun has read whether to skip it
         # By id of the storage. Held tensors keep their ids, and fake ones are small.
         self._normalised: dict[int, Tensor] = {}
         self._activated: dict[int, Tensor] = {}
@@ -196,7 +209,8 @@ class Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if func is torch.ops.aten._local_scalar_dense.default and self._updating:
-            return 1.0  # the step counter of an optimizer, which lies on the host
+            # Whether to skip the step, or the step counter of an optimizer, which is on the host.
+            return 1.0 if self._is_torchs else 0.0
         # What returns nothing only changes values, of which there are none; some such operators
         # (fused optimizers) do not know tensors without values.
         results = func(*args, **kwargs) if schema_of(func).returns else None
@@ -209,6 +223,31 @@ class Counter(TorchDispatchMode):
             self.rows[-1].folded_bytes = self._folded(kind, args, results)
             self._follow_cast(kind, args, results)
         return results
+
+    def turn(self, *_: Any) -> None:
+        """Begin torch's own step of an optimizer, or end it; a hook of both."""
+        self._is_torchs = not self._is_torchs
+
+    def update_of_rows(self, learner: Learner) -> Callable[..., Any]:
+        """Return a forward hook of a table with sparse gradients, which no such tensor passes.
+
+        It writes what happens to the rows: their gradients are widened, those of one row added up,
+        and rows of table and state read and written.
+        """
+
+        def cut(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+            state = [own for of in learner.optimizer.state.values() for own in of.values()]
+            # Adagrad has one such tensor for each parameter, SGD none.
+            tensors = 1 + any(isinstance(own, Tensor) and own.dim() > 0 for own in state)
+            made = [rows.detach().requires_grad_() for rows in tensors_in(outputs)]
+            with self.updating():
+                for rows in made:
+                    size = rows.numel() * (rows.itemsize + 4 + 8 + 4 + 8 * tensors)
+                    self.write("row update", torch.float32, 0, size, 1)
+            return tuple(made) if isinstance(outputs, tuple) else made[0]
+
+        cut.sees_inside = True  # type: ignore[attr-defined]  # of a prepared model
+        return cut
 
     @contextmanager
     def updating(self) -> Iterator[None]:
@@ -248,7 +287,8 @@ class Counter(TorchDispatchMode):
             return
         rows = [*rows, self.rows[-1]]
         if results.dtype is torch.float32:
-            self._casts[storage_key(results)] = results, size, rows
+            # Not the tensor itself, which autograd would copy if another held it, too.
+            self._casts[storage_key(results)] = results.detach(), size, rows
         elif FORMATS.get(str(results.dtype)) == "fp8":
             for row in rows:
                 row.folded_bytes = 0
@@ -271,36 +311,3 @@ class Counter(TorchDispatchMode):
             case "gradient add" if results.shape in self._residual_shapes:
                 return bytes_of(results)
         return None
-
-
-class CountedPass(SinglePass):
-    """A single pass on tensors without values, which writes its costs.
-
-    The check reads every gradient once. The update reads gradients, reads and writes weights and
-    optimizer state (compensation of roundings included), and writes 16-bit copies of masters.
-    """
-
-    def __init__(self, own, write: Write):
-        super().__init__(own.inner, own.parameters, own.updated, own.is_clipped, own.narrow)
-        self._write = write
-
-    def read(self, ready: Ready, *, norm: bool, grad_max: bool) -> Checked:
-        if ready.found_inf is not None or norm or grad_max:
-            size = sum(g.nbytes for g in ready.gradients if g is not None)
-            self._write("check of gradients", torch.float32, 0, size, 1)
-        return Checked(
-            norms=torch.empty(len(ready.gradients)) if norm else None,
-            grad_max=torch.empty(()) if grad_max else None,
-        )
-
-    def write(self, ready: Ready, clip: Tensor | None) -> None:
-        size = 0
-        tensors = zip(ready.gradients, self.parameters, self.updated, strict=True)
-        for gradient, own, updated in tensors:
-            if gradient is None:
-                continue
-            state = self.inner.state[updated].values()
-            held = [t for t in state if isinstance(t, Tensor) and t.shape == updated.shape]
-            size += gradient.nbytes + 2 * sum(tensor.nbytes for tensor in (updated, *held))
-            size += own.nbytes if own is not updated else 0
-        self._write("update in one pass", torch.float32, 0, size, 1)

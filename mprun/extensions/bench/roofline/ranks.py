@@ -245,5 +245,5 @@ def _notes(found: dict[str, Any]) -> list[str]:
     ]
     if tables := found["parameters"] - scaling["gradients"]:
         refused = "are not summed; a run of several ranks refuses them."
-        notes.append(f"{tables / 1e6:,.1f} M parameters in row tables {refused}")
+        notes.append(f"{tables / 1e6:,.1f} M parameters with sparse gradients {refused}")
     return notes

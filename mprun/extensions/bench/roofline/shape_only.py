@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -173,17 +173,17 @@ def _padded_words(words: int, data: Any) -> int:
 class StepMemory:
     """Bytes by kind, without workspaces, temporary results and the allocator's fragments."""
 
-    # parameters, masters, optimizer: as held between steps; parameters with buffers and averages.
+    # parameters, optimizer: as held between steps; parameters with buffers and averages.
     parameters: int
-    masters: int
+    copies: int  # of weights in 16 bits, from the forward pass to the backward pass
     optimizer: int
-    gradients: int  # all gradients of a backward pass at once, and the tensors that sum them
+    gradients: int  # all `.grad` at once, without those of single rows of a table
     activations: int  # the most that is kept for a backward pass at one time, inputs included
 
     @property
     def of_weights(self) -> int:
         """Bytes that depend only on the number of weights."""
-        return self.parameters + self.masters + self.optimizer + self.gradients
+        return self.parameters + self.copies + self.optimizer + self.gradients
 
     @property
     def total(self) -> int:
@@ -193,12 +193,16 @@ class StepMemory:
 class SavedTensors:
     """A counter of what autograd saves while `watching`, except `known` tensors.
 
+    passing: others that are known as long as they live.
     peak: most bytes at one time. Views of one storage count once.
     """
 
-    def __init__(self, known: Iterable[Tensor]):
+    def __init__(
+        self, known: Iterable[Tensor], passing: Callable[[], Iterable[Tensor]] = lambda: ()
+    ):
         self.peak = self._now = 0
         self._known = {storage_key(tensor): tensor for tensor in known}
+        self._passing = passing
         self._uses: Counter[int] = Counter()
 
     @contextmanager
@@ -208,11 +212,14 @@ class SavedTensors:
         ):
             yield
 
+    def is_known(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is there anyway."""
+        key = storage_key(tensor)
+        return key in self._known or key in map(storage_key, self._passing())
+
     def hold(self, tensor: Tensor, places: int) -> None:
         """Count one place of the graph that holds `tensor` more, or one less (-1)."""
         key = storage_key(tensor)
-        if key in self._known:
-            return
         before = self._uses[key]
         self._uses[key] += places
         if before == 0 or self._uses[key] == 0:
@@ -224,31 +231,33 @@ class _Kept:
     """A saved tensor; it frees its bytes when the graph releases it."""
 
     def __init__(self, tensor: Tensor, saved: SavedTensors):
-        self.tensor, self._saved = tensor, saved
-        saved.hold(tensor, 1)
+        self.tensor, self._saved = tensor, None if saved.is_known(tensor) else saved
+        if self._saved is not None:
+            saved.hold(tensor, 1)
 
     def __del__(self):
-        self._saved.hold(self.tensor, -1)
+        if self._saved is not None:
+            self._saved.hold(self.tensor, -1)
 
 
 def held_bytes(learners) -> dict[str, int]:
-    """Return parameters, masters, optimizer and gradients of a task's learners, in bytes."""
-    held = dict.fromkeys(("parameters", "masters", "optimizer", "gradients"), 0)
+    """Return parameters, copies, optimizer and gradients of a task's learners, in bytes."""
+    held = dict.fromkeys(("parameters", "copies", "optimizer", "gradients"), 0)
     for learner in learners:
-        model, optimizer = learner.model, learner.optimizer
-        parameters, averages = list(model.parameters()), optimizer.averages.values()
-        state = [v for own in optimizer.state_by_name().values() for v in own.values()]
+        model, averages = learner.model, learner.averages.values()
+        parameters = list(model.parameters())
+        state = [v for own in learner.steps.state_by_name().values() for v in own.values()]
         held["parameters"] += _distinct([*parameters, *model.buffers(), *averages])
-        held["masters"] += _distinct(learner.cast.masters.values())
+        held["copies"] += sum(
+            own.numel() * dtype.itemsize
+            for own, dtype in learner.steps.computed()
+            if dtype is not own.dtype
+        )
         held["optimizer"] += _distinct(value for value in state if isinstance(value, Tensor))
-        held["gradients"] += _distinct(p for p in parameters if p.requires_grad)
-        # Micro-batches are summed in separate tensors, and cast gradients are, too.
-        adds = optimizer.micro_batches > 1
-        pairs = zip(optimizer.parameters, optimizer.gradients_in_use(), strict=False)
-        held["gradients"] += _distinct(
-            value
-            for own, value in pairs
-            if value is not None and value is not own.grad and (adds or value.dtype != own.dtype)
+        held["gradients"] += sum(
+            own.numel() * (own.grad_dtype or own.dtype).itemsize
+            for own in parameters
+            if own.requires_grad and own.grad is not None
         )
     return held
 

@@ -25,7 +25,7 @@ from mprun.numerics.post_mortem import bad_losses, power, read_post_mortem
 from mprun.record.layout import aligned
 from mprun.record.metrics_columns import MetricsColumns, read_columns
 from mprun.record.run_directory import read_config
-from mprun.record.run_record import read_record
+from mprun.record.run_record import read_record, refuse_older_state
 
 if TYPE_CHECKING:
     from mprun.extensions.diagnosis.first_nonfinite import Finding
@@ -146,6 +146,7 @@ def explain(
     needed = ["environment.device", "environment.threads"]
     needed += ["last_step", "cause"] if status == "diverged" else []
     environment = read_record(directory, *needed)["environment"]
+    refuse_older_state(f"explain {directory}", record)
     config = read_config(directory)
     mode = config_from_record(config, given).precision  # checked before torch is imported
     which = "last" if status == "diverged" else "first"
@@ -160,11 +161,9 @@ def explain(
     missing = environment["device"] == "cuda" and not torch.cuda.is_available()
     device = resolve_device("cpu" if missing else environment["device"])
 
-    fused_norm = None if missing else record.get("execution", {}).get("fused_norm")
-
     def build(config: dict):
         checked, threads = config_from_record(config, given), environment["threads"]
-        return prepare(checked, device, threads, fused_norm=fused_norm)
+        return prepare(checked, device, threads)
 
     run = _Run(directory, record, config, mode, build, missing)
     options = options_of(config_dir) if with_cures else None

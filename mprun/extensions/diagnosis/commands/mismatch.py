@@ -16,7 +16,7 @@ from mprun.config.trust import vouched
 from mprun.errors import BadInput, Damaged, MprunError
 from mprun.extensions.diagnosis.commands import page, record_of, split_words, unfinished
 from mprun.record.run_directory import read_config
-from mprun.record.run_record import read_record
+from mprun.record.run_record import read_record, refuse_older_state
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -144,7 +144,8 @@ def _configs(options: Namespace, wanted: Iterable[str]) -> dict[str, RunConfig]:
     recorded: dict = {}
     if run is not None:
         # Damaged if it is no record, or if a link leads out of the run.
-        unfinished(record_of("mismatch", run))
+        unfinished(record := record_of("mismatch", run))
+        refuse_older_state(f"mismatch {run}", record)
         if not (run / "checkpoints").is_dir():
             hint = "train it with train.checkpoint_every=N"
             raise BadInput(f"mismatch {run}: no checkpoint there; {hint}")

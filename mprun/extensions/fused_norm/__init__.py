@@ -1,1 +1,0 @@
-"""BatchNorm, the sum of a residual and ReLU as one Triton kernel each way: train.fused_norm."""

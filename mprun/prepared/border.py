@@ -1,0 +1,347 @@
+"""The border of a prepared model: its modules are called, and tensors go in and out.
+
+Each module gets a `forward` in its instance, which knows whether the model is called or itself
+calls. Inside, tensors have the mode's dtype and scaled gradients. Inputs and outputs cross the
+border once a call. Whatever of the user's sees tensors in between, a hook of an inner module or an
+attribute that a loss reads, finds them as without a mode: FP32, unscaled.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
+from torch.compiler import is_dynamo_compiling
+from torch.distributed import is_initialized
+
+from mprun.precision.audit import is_due
+from mprun.precision.scaled_linear import KEPT
+from mprun.prepared.nodes import Owner, make_nodes, mark
+from mprun.prepared.shards import is_of_shards, is_sharded
+from mprun.torch_private import (
+    CALL_WITH_HOOKS,
+    FLAT_WEIGHT_REFS,
+    FLAT_WEIGHTS,
+    HOOKS,
+    PLACES,
+    REPLICATE,
+    disable_dynamo,
+    tree_map,
+)
+
+OWN = ("forward", "__getstate__", "__deepcopy__", REPLICATE, KEPT)  # attributes that modules get
+# Attributes of modules that are no places of the user's.
+_NO_PLACES = frozenset([*nn.Module().__dict__, *OWN, FLAT_WEIGHTS, FLAT_WEIGHT_REFS])
+
+
+class Forward:
+    """The `forward` of a module of a prepared model, which is `shared`."""
+
+    # Where the model is: between calls, in one that computes in the mode, in an evaluation.
+    OUTSIDE, IN_MODE, EVALUATING = range(3)
+
+    def __init__(self, shared: Any, module: nn.Module, plain: Any, inside: Any):
+        # plain: the instance's previous `forward`; None: the method of its class.
+        self.shared, self.module, self.plain = shared, module, plain
+        # The function that computes in the mode; None: the one that computes outside.
+        self.inside = None if inside is plain else inside
+        self.was_called = False  # by code outside the model
+        # Computes in its place while hooks are called.
+        self.around: Callable[..., Any] | None = None
+        functools.update_wrapper(self, type(module).forward)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.shared.state == self.IN_MODE:
+            if self.shared.tensors.shards and is_sharded(self.module):
+                return self.shared.call_gathered(self, args, kwargs)
+            return self.compute_within(args, kwargs)
+        if self.shared.state == self.EVALUATING:
+            return self.plainly(*args, **kwargs)
+        return self.shared.call(self, args, kwargs)
+
+    def compute_within(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute inside the model."""
+        return (self.around or self.compute)(args, kwargs)
+
+    def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute in the mode."""
+        return (self.plainly if self.inside is None else self.inside)(*args, **kwargs)
+
+    def plainly(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute without the mode."""
+        if self.plain is not None:
+            return self.plain(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+    def plain_state(self) -> dict[str, Any]:
+        """Return the module's state as a plain module has it, always in FP32."""
+        kind: Any = type(self.module)
+        state = {k: v for k, v in kind.__getstate__(self.module).items() if k not in OWN}
+        if self.plain is not None:
+            state["forward"] = self.plain
+        if not self.shared.stores_half:
+            return state
+
+        @functools.cache
+        def wide(own: Any) -> Any:
+            """Return a 16-bit tensor in FP32, one tensor for all places that hold it."""
+            if not isinstance(own, Tensor) or own.dtype is not self.shared.policy.param_dtype:
+                return own
+            form: Tensor = own.detach().float()
+            is_parameter = isinstance(own, nn.Parameter)
+            return nn.Parameter(form, own.requires_grad) if is_parameter else form
+
+        state |= {name: {k: wide(own) for k, own in state[name].items()} for name in PLACES}
+        if FLAT_WEIGHTS in state:
+            state[FLAT_WEIGHTS] = [wide(own) for own in state[FLAT_WEIGHTS]]
+        return state
+
+
+class Watched(Forward):
+    """The `forward` of a model in FP32, which is only watched and changes nothing."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # Each line costs about a microsecond when a step's kernels evict it from the caches.
+        if not is_dynamo_compiling():
+            shared = self.shared
+            if is_autocast_enabled(shared.device_type):
+                shared.refuse_autocast()
+            if self.module.training or is_grad_enabled():
+                if is_due(shared.calls) or is_initialized():
+                    return shared.call(self, args, kwargs)
+                shared.calls += 1
+        if self.plain is not None:
+            return self.plain(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def prepared_modules(model: nn.Module) -> dict[str, Any]:
+    """Return module name -> prepared model, for all modules that belong to one."""
+    found = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
+    return {name: own.shared for name, own in found.items() if isinstance(own, Forward)}
+
+
+@dataclass(eq=False, slots=True)
+class _Place:
+    """A place for a tensor, or a tuple of some: an attribute, or an entry of a list or dictionary
+    in one."""
+
+    name: str
+    holder: Any
+    key: Any
+    # What the model left there, as seen from outside and from inside; None: nothing so far.
+    outer: Any = None
+    inner: Any = None
+    came: bool = False  # the call leaves there what was there before
+
+
+class Border:
+    """The border of one model.
+
+    Args:
+        owner: of its nodes.
+        model: it has the attributes.
+        dtype: that of inputs inside; None: their own.
+    """
+
+    def __init__(self, owner: Owner, model: nn.Module, dtype: torch.dtype | None):
+        self.owner, self.model, self.dtype = owner, model, dtype
+        self.left: set[str] = set()  # names of attributes in which tensors have left
+        self._places: dict[tuple[int, Any], _Place] = {}  # that have held such tensors
+
+    @disable_dynamo
+    def inwards(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Cast an input, to the mode's dtype unless another is given; its gradient leaves unscaled,
+        in the input's dtype."""
+        if not tensor.is_floating_point():
+            return tensor
+        dtype = dtype or self.dtype
+        if self.owner.scale is not None and tensor.requires_grad and is_grad_enabled():
+            return make_nodes(self.owner, "in", dtype, [tensor])[0]
+        # No node of ours: torch.func would refuse it.
+        inside = tensor if dtype is None else tensor.to(dtype)
+        if inside is not tensor:
+            mark([inside], "in", self.owner)
+        return inside
+
+    @disable_dynamo
+    def outwards(self, tensor: Tensor) -> Tensor:
+        """Widen an output to FP32; its gradient is scaled in FP32, then rounded."""
+        is_half = tensor.is_floating_point() and tensor.dtype.itemsize == 2
+        dtype = torch.float32 if is_half else None
+        if tensor.grad_fn is not None:
+            if self.owner.scale is not None:
+                return make_nodes(self.owner, "out", dtype, [tensor])[0]
+            mark([tensor], "out", self.owner)
+        return tensor if dtype is None else tensor.to(dtype)
+
+    # Hooks of inner modules
+
+    @contextmanager
+    def hooks_outside(self, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """Let the hooks of these modules see tensors as they are outside."""
+        hooked = []
+        for module in modules:
+            forward = module.__dict__.get("forward")
+            if isinstance(forward, Forward):
+                module.__dict__[CALL_WITH_HOOKS] = functools.partial(self._call_hooked, forward)
+                hooked.append(module)
+        try:
+            yield
+        finally:
+            for module in hooked:
+                del module.__dict__[CALL_WITH_HOOKS]
+
+    def _call_hooked(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Call an inner module: its tensors go out to the hooks before, in to `forward`, out to the
+        hooks after, and in again, each time in their previous dtypes."""
+        dtypes: list[torch.dtype] = []
+
+        def outwards(tensor: Tensor) -> Tensor:
+            dtypes.append(tensor.dtype)
+            return self.outwards(tensor)
+
+        def inwards(tree: Any) -> Any:
+            wanted = iter([*dtypes])
+            dtypes.clear()
+            return each_tensor(tree, lambda t: self.inwards(t, next(wanted, t.dtype)))
+
+        def within(*given: Any) -> Any:
+            return each_tensor(forward.compute(*inwards(given)), outwards)
+
+        args, kwargs = each_tensor((args, kwargs), outwards)
+        forward.around = within
+        try:
+            call = getattr(type(forward.module), CALL_WITH_HOOKS)
+            outputs = call(forward.module, *args, **kwargs)
+        finally:
+            forward.around = None
+        return inwards(outputs)
+
+    # Attributes: tensors in them from outside enter like inputs, those that a call leaves there go
+    # out like outputs
+
+    @contextmanager
+    def attributes_inside(self, searches: bool) -> Iterator[None]:
+        """Let attributes hold the mode's tensors, and afterwards those seen from outside.
+
+        searches: look for them in all modules, not only where some have been.
+        """
+        for place in self._places.values():
+            place.came = False
+        entered = []
+        for place in self._found(searches):
+            outer, before = place.holder[place.key], place.inner
+            if before is not None and place.outer is outer:
+                place.holder[place.key] = before
+            elif isinstance(outer, Tensor) and (outer.requires_grad or before is not None):
+                # Only cast if the model itself has left a tensor there: a state carried on.
+                kept = outer.dtype if before is None else before.dtype
+                place.holder[place.key] = inner = self.inwards(outer, kept)
+                entered.append((place, outer, inner))
+        try:
+            yield
+        finally:
+            for place, outer, inner in entered:
+                if place.holder[place.key] is inner:
+                    place.holder[place.key], place.came = outer, True
+
+    @disable_dynamo
+    def let_out(self, searches: bool) -> None:
+        """Convert the tensors that a call has left in attributes for the outside."""
+        for place in self._found(searches):
+            inner = place.holder[place.key]
+            if place.came or not has_graph(inner):
+                continue
+            outer = each_tensor(inner, lambda t: t if t.grad_fn is None else self.outwards(t))
+            if isinstance(inner, tuple) or outer is not inner:
+                place.holder[place.key] = place.outer = outer
+                place.inner = inner
+                self._places[id(place.holder), place.key] = place
+                self.left.add(place.name)
+
+    def _found(self, searches: bool) -> list[_Place]:
+        """Return places whose tensors may differ outside."""
+        if (self.dtype is None and self.owner.scale is None) or not is_grad_enabled():
+            return []
+        if not searches:
+            known = [*self._places.values()]
+            return [
+                p
+                for p in known
+                if (p.key in p.holder if type(p.holder) is dict else p.key < len(p.holder))
+            ]
+        found = []
+        for name, module in self.model.named_modules():
+            for key in [key for key in module.__dict__ if key not in _NO_PLACES]:
+                for place in _places_in(f"{name}.{key}" if name else key, module.__dict__, key):
+                    place = self._places.get((id(place.holder), place.key), place)
+                    if getattr(place.holder[place.key], "requires_grad", False):
+                        self._places[id(place.holder), place.key] = place
+                    found.append(place)
+        return found
+
+
+def _places_in(name: str, holder: Any, key: Any) -> Iterator[_Place]:
+    """Yield the places with tensors: this one, or those of the list or dictionary in it."""
+    value = holder[key]
+    if type(value) is list or type(value) is dict:
+        for part in range(len(value)) if type(value) is list else [*value]:
+            yield from _places_in(name, value, part)
+    elif isinstance(value, Tensor) or type(value) is tuple:
+        yield _Place(name, holder, key)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Return whether a module has hooks of the user, not of measurements inside of the mode or of
+    `fully_shard`, which hands values on as they are."""
+    own = module.__dict__
+    if not any(own[name] for name in HOOKS):
+        return False
+    hooks = (hook for name in HOOKS for hook in getattr(module, name).values())
+    return not all(getattr(hook, "sees_inside", False) or is_of_shards(hook) for hook in hooks)
+
+
+def has_graph(value: Any) -> bool:
+    """Return whether a tensor, or one of a tuple, is a result of the autograd graph."""
+    parts = value if type(value) is tuple else (value,)
+    return any(isinstance(part, Tensor) and part.grad_fn is not None for part in parts)
+
+
+def each_tensor(tree: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """Convert every tensor in `tree`: in tuples, lists, dictionaries, data classes and pytrees.
+
+    Raises:
+        RuntimeError: An object hides a tensor that needs conversion.
+    """
+    if isinstance(tree, Tensor):
+        return convert(tree)
+    if type(tree) is tuple or type(tree) is list:
+        return type(tree)([each_tensor(part, convert) for part in tree])
+    if type(tree) is dict:
+        return {key: each_tensor(part, convert) for key, part in tree.items()}
+    if tree is None or isinstance(tree, str | int | float):
+        return tree
+    if is_dataclass(tree) and not isinstance(tree, dict | type):
+        parts = {f.name: getattr(tree, f.name) for f in fields(tree) if f.init}
+        changed = {key: each_tensor(part, convert) for key, part in parts.items()}
+        return replace(tree, **changed) if any(changed[k] is not parts[k] for k in parts) else tree
+    return tree_map(lambda leaf: _converted(leaf, convert), tree)
+
+
+def _converted(leaf: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(leaf, Tensor):
+        return convert(leaf)
+    parts = leaf.values() if isinstance(leaf, dict) else getattr(leaf, "__dict__", {}).values()
+    for part in parts:
+        if isinstance(part, Tensor) and (part.grad_fn is not None or convert(part) is not part):
+            raise RuntimeError(
+                f"a prepared model takes and returns tensors; in a {type(leaf).__name__} they "
+                "would pass without a cast; pass and return tensors, and build it outside the model"
+            )
+    return leaf

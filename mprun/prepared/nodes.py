@@ -1,0 +1,253 @@
+"""Casts and the loss scale as nodes of the autograd graph.
+
+    FP32 parameter -> Node("weight"): rounds   [backward: widens, times 1/scale] -> model
+    input          -> Node("in"): casts        [backward: widens, times 1/scale] -> model
+    model          -> Node("out"): widens      [backward: times scale, rounds]   -> output
+
+Between its nodes a model computes in its precision mode, with scaled gradients. Outside them
+everything is plain torch: parameters are FP32 leaves with unscaled FP32 gradients, and a loss is
+propagated by its `backward()`. A node is a `torch.autograd.Function`, because a tensor hook on a
+view would be lost when the model writes into the view in place.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import GradientEdge
+from torch.autograd.graph import Node as GraphNode
+
+from mprun.precision.emulation import below_emulation
+from mprun.precision.loss_scale import LossScale
+from mprun.torch_private import DisableTorchFunction, foreach_copy_, foreach_mul
+
+_MARK = "mprun.node"  # in the metadata of a node, torch's too: (what, weakly its owner)
+
+
+class Owner(Protocol):
+    """The prepared model of a node.
+
+    Attributes:
+        scale: that of its gradients; None: they are not scaled.
+        grad_dtype: dtype in which gradients of weights are unscaled; None: that of `.grad`.
+    """
+
+    scale: LossScale | None
+    grad_dtype: torch.dtype | None
+
+    def on_pass(self, what: str) -> None:
+        """Note that a gradient passes one of its nodes."""
+
+    def on_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Note what a pass adds to gradients of weights."""
+
+
+class Node(torch.autograd.Function):
+    """Tensors on their way into a model ("in", "weight") or out of it ("out").
+
+    Several tensors share a node if one launch shall cast them; their gradients then leave it
+    together.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, owner: Owner, what: str, dtype: torch.dtype | None, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.owner, ctx.what = owner, what
+        ctx.dtypes = [tensor.grad_dtype or tensor.dtype for tensor in tensors]
+        ctx.unscaled = ctx.dtypes
+        if what == "weight" and owner.grad_dtype is not None:
+            ctx.unscaled = [d if d.is_complex else owner.grad_dtype for d in ctx.dtypes]
+        ctx.set_materialize_grads(False)
+        return tuple(_cast_all(tensors, dtype, copies=what == "in"))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        owner: Owner = ctx.owner
+        owner.on_pass(ctx.what)
+        with DisableTorchFunction(), below_emulation(gradients):
+            if owner.scale is None:
+                found = _to(gradients, ctx.unscaled)
+            elif ctx.what == "out":
+                # Towards the model, see `_Factor`.
+                found = _to(_times(gradients, owner.scale.scale, owner, "in"), ctx.dtypes)
+            else:
+                wide = _to(gradients, ctx.unscaled)
+                found = _times(wide, owner.scale.inverse(), owner, "out")
+            if ctx.unscaled is not ctx.dtypes:
+                found = _to(found, ctx.dtypes)
+            if ctx.what == "weight":
+                owner.on_gradients(found)
+        return None, None, None, *found
+
+
+def _to(gradients: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> list[Tensor | None]:
+    return [
+        gradient if gradient is None else gradient.to(dtype)
+        for gradient, dtype in zip(gradients, dtypes, strict=True)
+    ]
+
+
+class _Factor(torch.autograd.Function):
+    """A gradient times the scale, or its inverse, in a pass that is itself differentiated.
+
+    Its own gradient passes unchanged: the gradient that enters a second pass is already scaled, and
+    weights divide it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, factor: Tensor) -> Tensor:
+        return gradient * factor
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+def make_nodes(
+    owner: Owner, what: str, dtype: torch.dtype | None, tensors: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """Pass `tensors` through one node.
+
+    Args:
+        what: "weight", "in" or "out".
+        dtype: dtype of the results; None: that of each tensor.
+    """
+    found: tuple[Tensor, ...] = Node.apply(owner, what, dtype, *tensors)
+    mark(found, what, owner)
+    return found
+
+
+def mark(tensors: Iterable[Tensor], what: str, owner: Owner) -> None:
+    """Let the nodes that made `tensors` count as nodes of `owner`, unless they already are some."""
+    for tensor in tensors:
+        if tensor.grad_fn is not None:
+            # Weak: no collection of garbage sees a circle through a graph.
+            _marks(tensor.grad_fn).setdefault(_MARK, (what, weakref.ref(owner)))
+
+
+def leaves(node: GraphNode) -> bool:
+    """Return whether a node takes an output out of a model, which widens it."""
+    what = _marks(node).get(_MARK, ("",))[0]
+    if isinstance(node, BackwardCFunction):
+        return bool(what == "out")
+    widens = what == "" and type(node).__name__.startswith("ToCopyBackward")
+    return widens and any(
+        one is not None and _marks(one).get(_MARK, ("",))[0] == "out"
+        for one, _ in node.next_functions
+    )
+
+
+def _cast_all(
+    tensors: Sequence[Tensor], dtype: torch.dtype | None, copies: bool
+) -> Iterable[Tensor]:
+    if dtype is not None and len(tensors) > 1 and tensors[0].is_cuda:
+        made = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
+        foreach_copy_(made, list(tensors))
+        return made
+    return [
+        tensor.to(dtype)
+        if dtype is not None and dtype is not tensor.dtype
+        # torch takes a returned input for one that was written to, and the model may write to
+        # its inputs.
+        else (tensor.clone() if copies else tensor.detach())
+        for tensor in tensors
+    ]
+
+
+def _times(
+    gradients: Sequence[Tensor | None], factor: Tensor, owner: Owner, what: str
+) -> list[Tensor | None]:
+    """Multiply each by `factor` (float32, 0-dim), rounded once."""
+    given = [gradient for gradient in gradients if gradient is not None]
+    if torch.is_grad_enabled() and any(gradient.requires_grad for gradient in given):
+        factored = [_Factor.apply(gradient, factor) for gradient in given]
+        mark(factored, what, owner)
+        products = iter(factored)
+    elif len(given) > 1 and all(gradient.layout is torch.strided for gradient in given):
+        products = iter(foreach_mul(given, factor))
+    else:
+        products = iter([gradient * factor for gradient in given])
+    return [None if gradient is None else next(products) for gradient in gradients]
+
+
+Root = Tensor | GradientEdge
+
+
+def reached(
+    roots: Iterable[Root],
+    owners: Iterable[Owner],
+    leaves: Callable[[], Mapping[int, Owner]],
+    are_enough: Callable[[Sequence[Owner]], bool],
+) -> list[Owner]:
+    """Return whose passes one from `roots` is: of the owners of nodes or leaves that it meets.
+
+    It ends once it has met all of them, or enough, and costs 2 to 3 microseconds for each node
+    before.
+
+    Args:
+        owners: those that matter.
+        leaves: returns id of each parameter -> its owner.
+        are_enough: whether the rest does not matter.
+    """
+    missing, found = {*owners}, list[Owner]()
+    parameters: Mapping[int, Owner] | None = None
+    for node, _, _, owner in _met(roots):
+        if owner is None and (variable := getattr(node, "variable", None)) is not None:
+            parameters = leaves() if parameters is None else parameters
+            owner = parameters.get(id(variable))
+        if owner in missing:
+            missing.remove(owner)
+            found.append(owner)
+            if not missing or are_enough(found):
+                break
+    return found
+
+
+def refuse_leaks(roots: Iterable[Root]) -> None:
+    """Raise RuntimeError if a path from `roots` enters a model, or leaves it to a leaf, past its
+    nodes: gradients on that path would miss their scale or keep it.
+    """
+    for node, inside, what, owner in _met(roots):
+        if what == "out":
+            continue
+        if inside is not None and inside.scale is not None and hasattr(node, "variable"):
+            raise RuntimeError(
+                "a tensor that requires gradients enters a prepared model past its inputs, so its "
+                "gradient would be scaled; pass it to forward, or keep it in an attribute of a "
+                "module"
+            )
+        if owner is not None and owner is not inside and owner.scale is not None:
+            raise RuntimeError(
+                "a tensor from inside a prepared model is a part of the loss, but none of "
+                "its outputs, so its gradient has no scale; return it from forward, or keep it "
+                "in an attribute of a module"
+            )
+
+
+def _met(roots: Iterable[Root]) -> Iterator[tuple[Any, Owner | None, str | None, Owner | None]]:
+    """Yield each node that a pass from `roots` meets, the model that it has entered by then, and
+    the mark of the node, if it has one: what it is, and its owner."""
+    todo: list[tuple[Any, Owner | None]] = [
+        (root.grad_fn if isinstance(root, Tensor) else root.node, None) for root in roots
+    ]
+    seen: set[tuple[GraphNode, int]] = set()
+    while todo:
+        node, inside = todo.pop()
+        if node is None or (node, id(inside)) in seen:
+            continue
+        seen.add((node, id(inside)))
+        what, own = _marks(node).get(_MARK, (None, None))
+        owner = own and own()
+        yield node, inside, what, owner
+        inside = inside if owner is None else owner if what == "out" else None
+        todo += [(before, inside) for before, _ in node.next_functions]
+
+
+def _marks(node: GraphNode) -> dict[str, Any]:
+    return node.metadata  # type: ignore[return-value]  # declared as a method, but a dictionary

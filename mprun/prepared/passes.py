@@ -1,0 +1,317 @@
+"""Backward passes of a script: what those of prepared models need, and the loss scales after them.
+
+torch has one entry for all passes, and they go through `run_pass` here. A pass is a model's own if
+it meets one of the model's nodes or parameters (nodes.py); others run as if there were no model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from mprun.precision.audit import Audit, is_due
+from mprun.precision.emulation import ForwardContext, HalfEmulation, below_emulation
+from mprun.precision.loss_scale import LossScale
+from mprun.precision.update import by_dtype, check_and_unscale, largest
+from mprun.prepared.nodes import Root, reached, refuse_leaks
+from mprun.prepared.shards import agree, are_several, local_of
+from mprun.prepared.tensors import Tensors
+from mprun.torch_private import (
+    DisableTorchFunction,
+    dispatch_modes,
+    graph_task,
+    queue_callback,
+    run_engine,
+)
+
+_MOST_REPEATS = 60  # of a closure: a scale of 2^24 has then become 2^-36
+
+# All prepared models; those whose passes a CPU emulates; those whose next pass is audited.
+alive: weakref.WeakSet[Any] = weakref.WeakSet()
+emulating: weakref.WeakSet[Any] = weakref.WeakSet()
+due: weakref.WeakSet[Any] = weakref.WeakSet()
+# What takes the hooks out of torch again, once no prepared model is left.
+undo: list[Callable[[], None]] = []
+
+
+def leave_torch() -> None:
+    """Take the hooks out of torch if no prepared model is alive."""
+    if not any(True for _ in alive):  # its length may count one that goes now
+        while undo:
+            undo.pop()()
+
+
+class Passes:
+    """The passes of this process.
+
+    Attributes:
+        number: how many have begun.
+        fed: number of the newest in which a gradient has left a model at its inputs.
+    """
+
+    number = fed = 0
+    task = -1  # the pass that runs now, as torch counts
+    entered: list[Backward] = []  # by the gradients of that pass that they scale
+
+
+class Backward(ABC):
+    """What backward passes know of a prepared model.
+
+    Args:
+        forward_context: the context in which its calls run.
+        loss_scale: loss scale of its gradients.
+    """
+
+    tensors: Tensors
+    of_run = False  # a run of `mprun` calls it, which knows when its steps end
+
+    def __init__(self, forward_context: ForwardContext, loss_scale: LossScale):
+        self.forward_context, self.policy = forward_context, forward_context.policy
+        self.device_type = forward_context.device.type
+        self.loss_scale = loss_scale
+        # None if it neither scales nor skips.
+        self.scale = loss_scale if loss_scale.skips_nonfinite else None
+        # None if that of `.grad`: FP32, or without masters what the optimizer has chosen.
+        has_own = self.policy.masters == "kept" and self.policy.grad_dtype is not torch.float32
+        self.grad_dtype = self.policy.grad_dtype if has_own else None
+        # float32, 0-dim: the gradients of the newest backward pass are not finite.
+        self.found_inf = torch.zeros((), device=forward_context.device)
+        self.audit = Audit(forward_context)
+        self.fed = 0  # number of the newest pass in which a gradient has left it at its inputs
+        self.has_gradients = False  # a pass has reached it since its last step
+        # Largest magnitude of a gradient since its last step, for a loss scale that asks for it.
+        self.grad_max: Tensor | None = None
+        # Models that passes have entered together with it since then.
+        self.partners: weakref.WeakSet[Any] = weakref.WeakSet()
+        # Steps of the optimizers that hold its parameters, in the order in which they came, the
+        # same in all processes.
+        self.updated_by: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+
+    @abstractmethod
+    def largest_of_all(self, values: Tensor) -> Tensor:
+        """Return the largest of each number over all processes that train it."""
+
+    @abstractmethod
+    def parameters(self) -> list[Tensor]:
+        """Return its parameters as optimizers hold them, with their gradients after a pass."""
+
+    def on_pass(self, what: str) -> None:
+        """Hear that a gradient of the pass that runs now goes through one of its nodes."""
+        if self.scale is None:
+            return
+        if what == "in":
+            self.fed = Passes.fed = Passes.number
+        elif what == "out":
+            self._enter()
+
+    def on_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Keep the largest magnitude of those that passes have added since the last step.
+
+        Of each pass by itself: `.grad` has sums of several.
+        """
+        if self.loss_scale.needs_grad_max:
+            with torch.no_grad(), DisableTorchFunction():  # an emulation looks at each access
+                found, before = largest(gradients, self.found_inf.device), self.grad_max
+                self.grad_max = found if before is None else torch.maximum(before, found)
+
+    def _enter(self) -> None:
+        task = graph_task()
+        if task != Passes.task:
+            Passes.task, Passes.entered = task, []
+            # Twice, to come after the callback in which DistributedDataParallel ends its reduction.
+            queue_callback(lambda: queue_callback(_end_pass))
+        if self in Passes.entered:
+            return
+        Passes.entered.append(self)
+        if not self.has_gradients:
+            self.grad_max = None
+        elif not self.of_run and all(own.grad is None for own in self.parameters()):
+            # Gradients were cleared without a step. A script that only steps if they are finite
+            # would never let the scale move.
+            Scaling.of(self.loss_scale).end_without_step(self.found_inf)
+        self.has_gradients = True
+
+    def refuse_autocast(self) -> None:
+        """Raise RuntimeError: torch.autocast is active."""
+        raise RuntimeError(
+            "torch.autocast is active around a model, or the backward pass of one, prepared as "
+            f"precision={self.policy.name}; remove it: the precision mode decides on the dtype of "
+            "each operation"
+        )
+
+
+@torch.no_grad()
+def _end_pass() -> None:
+    """Look at the gradients once, before the script can change them; nothing waits."""
+    gradients = (own.grad for model in Passes.entered for own in model.parameters())
+    with DisableTorchFunction(), below_emulation(gradients):
+        for model in Passes.entered:
+            model.partners.update(Passes.entered)
+            model.found_inf.zero_()
+            check_finite(own := model.parameters(), model.found_inf)
+            if are_several():  # shards have none before those of several passes are added up
+                model.has_gradients = any(one.grad is not None for one in own)
+            for steps in [*model.updated_by]:
+                steps.look_at(model)
+    Passes.task, Passes.entered = -1, []
+
+
+def run_pass(roots: Sequence[Root], *args: Any, **kwargs: Any) -> Any:
+    """Run a backward pass, in the arithmetic of the models whose pass it is."""
+    Passes.number += 1
+    autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    # Products of models in other modes would count for the one that is watched.
+    those = alive if due or autocast else emulating
+    try:
+        with _in_arithmetic(roots, [*those]) if those else nullcontext():
+            return run_engine(roots, *args, **kwargs)
+    finally:
+        if graph_task() == -1:  # a checkpoint's pass within a pass goes on with the same weights
+            Passes.task, Passes.entered = -1, []  # of a pass that has failed, too
+            for model in alive:  # met or not: `.data` counts no versions
+                model.tensors.forget()
+
+
+@contextmanager
+def _in_arithmetic(roots: Sequence[Root], those: Sequence[Backward]) -> Iterator[None]:
+    """Emulate and watch, as those models need it whose pass begins at `roots`.
+
+    A CPU needs the emulation as in a forward pass. The engine gives each node the thread state from
+    the start of the pass, so no node can switch it on.
+    """
+    known = {mode.dtype for mode in dispatch_modes() if isinstance(mode, HalfEmulation)}
+    wanted = {mode.dtype for model in those for mode in model.forward_context.emulations}
+    looks_at_all = due or any(map(torch.is_autocast_enabled, ("cpu", "cuda")))
+
+    def leaves() -> dict[int, Any]:
+        return {key: model for model in those for key in model.tensors.dtypes()}
+
+    def are_enough(found: Sequence[Any]) -> bool:
+        """Return whether these need all emulations, and nothing else is to be known of others."""
+        own = {mode.dtype for model in found for mode in model.forward_context.emulations}
+        return not looks_at_all and wanted <= known | own
+
+    models: list[Any] = reached(roots, those, leaves, are_enough)
+    watched = [model for model in models if model in due]
+    # One that was called again has had its chance: nothing may ever differentiate its outputs.
+    due.difference_update([*watched, *(model for model in due if not is_due(model.calls - 1))])
+    if any(model.scale is not None for model in watched):
+        refuse_leaks(roots)
+    with ExitStack() as stack:
+        for model in models:
+            if torch.is_autocast_enabled(model.device_type):
+                model.refuse_autocast()
+            own = {mode.dtype for mode in model.forward_context.emulations}
+            if not known.issuperset(own):
+                known |= own
+                stack.enter_context(model.forward_context)
+        if watched and len({model.policy for model in models}) == 1:
+            stack.enter_context(watched[0].audit.watching())
+        yield
+
+
+class Scaling:
+    """The iteration of a loss scale that several optimizers share.
+
+    The scale moves once each of them has stepped, or at the latest when one begins again, as
+    torch.amp.GradScaler.update does once in an iteration.
+    """
+
+    _all: weakref.WeakKeyDictionary[LossScale, Scaling] = weakref.WeakKeyDictionary()
+
+    def __init__(self, scale: LossScale):
+        self._scale = weakref.ref(scale)
+        self.name = ""  # of the loss scale in records; empty: its kind
+        self.owners: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+
+    @classmethod
+    def of(cls, scale: LossScale) -> Scaling:
+        """Return the object of a loss scale."""
+        if scale not in cls._all:
+            cls._all[scale] = cls(scale)
+        return cls._all[scale]
+
+    @property
+    def scale(self) -> LossScale:
+        """The loss scale, which its models hold."""
+        scale = self._scale()
+        assert scale is not None
+        return scale
+
+    def begin(self, optimizer: Optimizer) -> None:
+        self.owners.add(optimizer)
+        if optimizer in self._stepped:
+            self.move()
+
+    def end(self, optimizer: Optimizer, found_inf: Tensor, models: Iterable[Backward]) -> None:
+        """End the step of `models`; `found_inf`, 0-dim: it was skipped if that is not 0."""
+        self._record(found_inf, models)
+        self._stepped.add(optimizer)
+        if len(self._stepped) >= len(self.owners):
+            self.move()
+
+    def end_without_step(self, found_inf: Tensor, models: Iterable[Backward] = ()) -> None:
+        """End an iteration in which gradients have come, but no optimizer has stepped for them."""
+        self._record(found_inf, models)
+        self.move()
+
+    def move(self) -> None:
+        """End the iteration of the scale."""
+        self.scale.update()
+        self._stepped.clear()
+
+    def _record(self, found_inf: Tensor, models: Iterable[Backward]) -> None:
+        largest_found = None
+        if self.scale.needs_grad_max:
+            mine = [model for model in models if model.loss_scale is self.scale]
+            known = [m.largest_of_all(m.grad_max) for m in mine if m.grad_max is not None]
+            largest_found = torch.stack(known).amax() if known else None
+        self.scale.record(found_inf, largest_found)
+
+
+def scalings(models: Iterable[Backward]) -> list[Scaling]:
+    """Return the objects of loss scales that scale, each once."""
+    found = [Scaling.of(model.loss_scale) for model in models if model.scale is not None]
+    return [*dict.fromkeys(found)]
+
+
+def check_finite(parameters: Sequence[Tensor], found_inf: Tensor) -> None:
+    """Set `found_inf` (float32, 0-dim) to 1 if a gradient is not finite; read each value once."""
+    one = torch.ones_like(found_inf)
+    for group in by_dtype(_gradients(parameters)):
+        check_and_unscale(group, found_inf, one)
+    agree(found_inf, parameters)
+
+
+def _gradients(parameters: Sequence[Tensor]) -> Iterator[Tensor]:
+    return (local_of(own.grad) for own in parameters if own.grad is not None)
+
+
+def repeated(closure: Callable[[], Any], models: Sequence[Backward]) -> Callable[[], Any]:
+    """Return a closure that runs again, at a smaller scale, until gradients are finite.
+
+    It waits for the device after each call, as LBFGS does.
+    """
+
+    def finite() -> Any:
+        for _ in range(_MOST_REPEATS):
+            loss = closure()
+            found = torch.stack([model.found_inf for model in models]).amax()
+            if not found.item():
+                return loss
+            for scaling in scalings(models):
+                scaling.end_without_step(found)
+        raise RuntimeError(
+            f"closure: gradients are not finite at a loss scale of "
+            f"{float(models[0].loss_scale.scale):g}; a scale that does not back off cannot be used"
+        )
+
+    return finite

@@ -1,0 +1,284 @@
+"""`mprun.prepare`: the model and the optimizer of a user's script, in a precision mode.
+
+    model, optimizer = mprun.prepare(model, optimizer, precision="fp16_master_scaled")
+    for inputs, labels in batches:
+        optimizer.zero_grad()
+        loss = cross_entropy(model(inputs), labels)
+        loss.backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+Both return as the same objects, and the loop stays plain torch. prepared_model.py has the
+computation of a call, steps.py that of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict, TypeVar, Unpack, overload
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+
+from mprun.precision.emulation import ForwardContext, why_no_lstm, why_unsupported
+from mprun.precision.loss_scale import LossScale, get_loss_scale
+from mprun.precision.module_dtypes import chosen_dtypes, matching_modules, those_that_match
+from mprun.precision.policy import (
+    DTYPE_NAMES,
+    DTYPES,
+    PrecisionPolicy,
+    get_policy,
+    pin_products,
+    usual_scaler,
+)
+from mprun.precision.scaled_linear import chosen_layers
+from mprun.precision.torch_update import held_by
+from mprun.prepared.border import prepared_modules
+from mprun.prepared.passes import Scaling
+from mprun.prepared.prepared_model import PreparedModel
+from mprun.prepared.shards import (
+    FSDP1,
+    is_fsdp1,
+    is_sharded,
+    keeps_half,
+    why_not_sharded,
+)
+from mprun.prepared.steps import install_hooks, refuse_cast_codes, state_of
+from mprun.torch_private import UNCOMPILED
+
+Model = TypeVar("Model", bound=nn.Module | Sequence[nn.Module])
+Opt = TypeVar("Opt", bound=Optimizer | Sequence[Optimizer])
+
+
+class Options(TypedDict, total=False):
+    """The options of `prepare`."""
+
+    scaler: str | LossScale | None
+    overrides: Mapping[str, str | torch.dtype] | None
+    native: bool
+
+
+@overload
+def prepare(
+    model: Model,
+    optimizer: None = None,
+    precision: str | PrecisionPolicy = ...,
+    **options: Unpack[Options],
+) -> Model: ...
+@overload
+def prepare(
+    model: Model,
+    optimizer: Opt,
+    precision: str | PrecisionPolicy = ...,
+    **options: Unpack[Options],
+) -> tuple[Model, Opt]: ...
+
+
+def prepare(
+    model: nn.Module | Sequence[nn.Module],
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    precision: str | PrecisionPolicy = "fp16_master_scaled",
+    *,
+    scaler: str | LossScale | None = None,
+    overrides: Mapping[str, str | torch.dtype] | None = None,
+    native: bool = False,
+) -> Any:
+    """Put a model into a precision mode, in place, and let its optimizers follow the mode.
+
+    The same objects come back. From outside the model looks unchanged: its parameters are FP32
+    leaves with unscaled FP32 gradients, its inputs and outputs FP32. With a loss scale a step with
+    non-finite gradients is skipped and moves the scale, whichever optimizer takes it.
+
+    With gradients enabled a call computes in the mode, also in eval mode (frozen BatchNorm);
+    without them eval mode computes in FP32.
+
+    A CPU emulates 16-bit arithmetic as a GPU computes it (docs: precision modes).
+
+    Args:
+        model: in FP32, on its device; several in a list. It may be compiled. On several processes
+            it is in DistributedDataParallel or sharded by `fully_shard`, before or after.
+        optimizer: one of torch's or a subclass, before its first step or with a loaded state;
+            several in a list. Optimizers created later are included. None: there is none yet.
+        precision: name of a mode ("fp32", "fp16_naive", "fp16_master", "amp", ...) or a policy.
+        scaler: name of a loss scaler ("none", "static", "dynamic", "apex", ...), or a `LossScale`,
+            which several calls may share; None: the mode's default.
+        overrides: glob pattern over module names -> dtype ("fp32") in which these modules compute.
+        native: on a CPU, use torch's 16-bit kernels instead of the emulation.
+
+    Returns:
+        The same (model, optimizer); without an optimizer the model alone.
+
+    Raises:
+        ValueError: An argument is wrong; the message names it, the error and the allowed values.
+    """
+    given = _listed("model", model, nn.Module)
+    models = [_inside(one) for one in given]
+    optimizers = [] if optimizer is None else _listed("optimizer", optimizer, Optimizer)
+    policy = get_policy(precision) if isinstance(precision, str) else precision
+    if not isinstance(policy, PrecisionPolicy):
+        raise ValueError(f"precision={precision!r}: must be the name of a mode, or a policy")
+    device = _device_of(models)
+    dtypes = _dtypes(models, overrides or {})
+    own = [(one, {p: dtypes[p] for p in those_that_match(one, dtypes)}) for one in models]
+    _check(own, policy, device, native)
+    outer = [getattr(one, UNCOMPILED, one) for one in given]
+    if keeps_half(policy) and any(isinstance(one, DistributedDataParallel) for one in outer):
+        raise ValueError(
+            f"model: is a DistributedDataParallel, but precision={policy.name} changes the dtype "
+            "of its parameters; prepare the module inside it first, then put "
+            "DistributedDataParallel around that"
+        )
+    known = {id(parameter) for model in models for parameter in model.parameters()}
+    if any(known.isdisjoint(map(id, held_by(each))) for each in optimizers):
+        raise ValueError(
+            "optimizer: holds no parameter of the model; build it from model.parameters(), of the "
+            "same model that is prepared"
+        )
+    for each in optimizers:
+        refuse_cast_codes(each)
+    if scaler is None:
+        scaler = usual_scaler(policy.name) if isinstance(precision, str) else "none"
+    scale = scaler if isinstance(scaler, LossScale) else get_loss_scale(scaler, device)
+    if scale.scale.device.type != device.type:
+        raise ValueError(f"scaler: is on {scale.scale.device}, the model on {device}")
+    if isinstance(scaler, str):
+        Scaling.of(scale).name = scaler
+    pin_products(policy.fp32_math)
+    forward_context = ForwardContext(policy, device, native=native, overrides=dtypes.values())
+    for one, overrides in own:
+        PreparedModel(one, forward_context, scale, overrides)
+    install_hooks()
+    for each in optimizers:
+        _take_over(each, scale)
+    return model if optimizer is None else (model, optimizer)
+
+
+def _inside(model: nn.Module) -> nn.Module:
+    """Return the module inside objects of torch.compile and DistributedDataParallel."""
+    inside = getattr(model, UNCOMPILED, model)
+    if isinstance(inside, DistributedDataParallel):
+        inside = inside.module
+    return model if inside is model else _inside(inside)
+
+
+def _take_over(optimizer: Optimizer, scale: LossScale) -> None:
+    """Let an optimizer share a loss scale from its first step on, and keep its earlier state."""
+    if scale.skips_nonfinite:
+        Scaling.of(scale).owners.add(optimizer)
+    for own in held_by(optimizer):
+        for key, value in optimizer.state.get(own, {}).items():
+            # Created before the weights were cast; torch keeps it in their dtype.
+            if isinstance(value, Tensor) and value.shape == own.shape:
+                optimizer.state[own][key] = value.to(own.dtype)
+    state_of(optimizer)
+
+
+def _listed(name: str, given: Any, kind: type) -> list[Any]:
+    """Return one or several models or optimizers as a list."""
+    several = isinstance(given, Sequence) and not isinstance(given, kind)
+    found = [*given] if several else [given]
+    wanted = f"torch.{'optim' if kind is Optimizer else 'nn'}.{kind.__name__}"
+    for one in found:
+        if not isinstance(one, kind):
+            swapped = isinstance(one, (nn.Module, Optimizer))
+            order = "; the order is prepare(model, optimizer)" if swapped else ""
+            raise ValueError(f"{name}: is a {type(one).__name__}, must be a {wanted}{order}")
+    if not found:
+        raise ValueError(f"{name}: is an empty list, must hold a {wanted}")
+    return found
+
+
+def _device_of(models: Sequence[nn.Module]) -> torch.device:
+    """Return the one device of all parameters."""
+    devices = {parameter.device for model in models for parameter in model.parameters()}
+    if len(devices) != 1:
+        found = ", ".join(sorted(map(str, devices))) or "none, it has no parameters"
+        raise ValueError(f"model: its parameters are on {found}; must be on one device")
+    (device,) = devices
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"model: is on {device}, must be on a CPU or a CUDA device")
+    return device
+
+
+def _dtypes(
+    models: Sequence[nn.Module], overrides: Mapping[str, str | torch.dtype]
+) -> dict[str, torch.dtype]:
+    """Return pattern -> dtype; each pattern matches in at least one of the models."""
+    found = {}
+    for pattern, name in overrides.items():
+        dtype = DTYPES.get(name) if isinstance(name, str) else name
+        if dtype not in DTYPE_NAMES:
+            raise ValueError(f"overrides[{pattern!r}]={name!r}: must be one of {', '.join(DTYPES)}")
+        if not any(those_that_match(model, [pattern]) for model in models):
+            matching_modules(models[0], pattern, "overrides")
+        found[pattern] = dtype
+    return found
+
+
+def _check(
+    prepared: Sequence[tuple[nn.Module, Mapping[str, torch.dtype]]],
+    policy: PrecisionPolicy,
+    device: torch.device,
+    native: bool,
+) -> None:
+    """Raise ValueError for models that cannot be in this mode, before anything is changed."""
+    for model, _ in prepared:
+        _refuse_unpreparable(model)
+        if any(map(is_sharded, model.modules())) and (reason := why_not_sharded(policy)):
+            raise ValueError(reason)
+    if policy.reduce_dtype is not None:
+        raise ValueError(
+            f"precision={policy.name!r}: sums gradients in {policy.reduce_dtype} (reduce_dtype), "
+            "which only `mprun` itself does; here DistributedDataParallel sums them"
+        )
+    reason = why_unsupported(
+        policy, device, [dtype for _, own in prepared for dtype in own.values()]
+    )
+    modules = [module for model, _ in prepared for module in model.modules()]
+    recurrent = [module for module in modules if isinstance(module, nn.RNNBase)]
+    if reason is None and recurrent and (device.type == "cuda" or native):
+        projected = any(layer.proj_size for layer in recurrent)
+        reason = why_no_lstm(policy, device, projected)
+    if reason is not None:
+        raise ValueError(f"precision={policy.name!r}: {reason}")
+    if len(set(modules)) < len(modules):
+        raise ValueError("model: two of them share a module; make one module that holds both")
+    for model, own in prepared:
+        if policy.products is None:
+            break
+        try:
+            chosen_layers(model, policy.products, chosen_dtypes(model, own, "overrides"))
+        except ValueError as error:
+            raise ValueError(
+                f"precision={policy.name!r}: {type(model).__name__}: {error}"
+            ) from error
+
+
+def _refuse_unpreparable(model: nn.Module) -> None:
+    """Raise ValueError unless it is a plain FP32 module; say what to do instead."""
+    if isinstance(model, torch.jit.ScriptModule):
+        raise ValueError(
+            "the model is a ScriptModule, whose arithmetic is fixed; give the nn.Module"
+        )
+    for name, module in model.named_modules():
+        if is_fsdp1(module):
+            raise ValueError(f"{name or 'the model'}: {FSDP1}")
+        several = len(module.device_ids) > 1 if isinstance(module, nn.DataParallel) else False
+        if several or isinstance(module, DistributedDataParallel):
+            raise ValueError(
+                f"{name or 'the model'} is a {type(module).__name__}; prepare the module inside "
+                "it first, then put DistributedDataParallel around that"
+            )
+    for name in prepared_modules(model):
+        raise ValueError(
+            f"{name or 'the model'} is already prepared; build it anew to prepare it again"
+        )
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise ValueError(f"{name} is lazy; run a batch through the model before mprun.prepare")
+        if parameter.is_floating_point() and parameter.dtype is not torch.float32:
+            raise ValueError(
+                f"{name} is {parameter.dtype}; build the model in float32, precision= casts it"
+            )

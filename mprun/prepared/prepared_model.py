@@ -1,0 +1,546 @@
+"""A user's model in a precision mode, which from outside still looks like the same FP32 model.
+
+Between two calls a prepared model is the plain one: its parameters are FP32 leaves, and its type,
+hooks and state dictionary are unchanged. Within a call parameters and inputs are rounded on the way
+in, and outputs are widened on the way out. Evaluation (eval mode without gradients) computes in
+FP32, so that it measures the learned weights.
+
+A mode without master weights (fp16_naive) has none to show: its parameters are 16-bit tensors.
+
+Each module instance gets a new `forward`. After pickling it is a plain module again;
+`copy.deepcopy` of the whole model prepares the copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import gc
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
+
+from mprun.precision.audit import is_due
+from mprun.precision.batch_statistics import BatchNormGuard
+from mprun.precision.casting import in_fp32
+from mprun.precision.delayed_scaling import DelayedScaling
+from mprun.precision.emulation import ForwardContext, Losses
+from mprun.precision.loss_scale import LossScale
+from mprun.precision.module_dtypes import (
+    cast_around_modules,
+    cast_tree,
+    chosen_dtypes,
+    dtype_of,
+)
+from mprun.precision.philox import micro_batches
+from mprun.precision.policy import ieee_fp32
+from mprun.precision.recurrent import own_recurrent
+from mprun.precision.scaled_linear import install
+from mprun.precision.torch_update import is_granted
+from mprun.prepared import passes
+from mprun.prepared.border import Border, Forward, Watched, each_tensor, has_graph, has_hooks
+from mprun.prepared.nodes import mark
+from mprun.prepared.passes import Backward
+from mprun.prepared.shards import (
+    FSDP1,
+    agree,
+    are_several,
+    gathered_together,
+    is_shard,
+    keeps_half,
+    parameters_between_calls,
+    refuse_spread,
+    why_not_sharded,
+)
+from mprun.prepared.tensors import Tensors
+from mprun.torch_private import (
+    REPLICATE,
+    Loss,
+    active_ddp_module,
+    apply_to_tensors,
+    children_of,
+    disable_dynamo,
+    graph_task,
+    tree_leaves,
+)
+
+
+class PreparedModel(Backward):
+    """A model in a mode.
+
+    Args:
+        model: in FP32; its tensors stay the same objects.
+        forward_context: the context in which its calls run.
+        loss_scale: loss scale of its gradients.
+        overrides: glob pattern over module names -> dtype in which these compute.
+        of_run: a run of `mprun` calls it, which watches its own steps and numbers their
+            micro-batches.
+        key: what names the overrides in messages.
+        seed: seed of the random bits of its optimizers' rounding; None: that of the script.
+    """
+
+    built = 0  # number of builds, including rebuilds
+    evaluates_in_mode, _widens = False, True
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward_context: ForwardContext,
+        loss_scale: LossScale,
+        overrides: Mapping[str, torch.dtype],
+        *,
+        of_run: bool = False,
+        key: str = "overrides",
+        seed: int | None = None,
+    ):
+        super().__init__(forward_context, loss_scale)
+        self.model, self.overrides, policy = model, dict(overrides), self.policy
+        self.of_run, self.key, self.seed = of_run, key, seed
+        in_16_bits = bool(forward_context.half_dtypes)  # of the mode, or of an override
+        changes = in_16_bits or policy.products is not None
+        changes = changes or self.grad_dtype is not None
+        self.is_plain = not changes and self.scale is None  # it computes as without the mode
+        self._is_untouched = self.is_plain and policy.fp32_math == "ieee"
+        # True if activations are in 16 bits without autocast.
+        casts = policy.autocast_dtype is None and in_16_bits
+        self.tensors = Tensors(self, rounds=casts and policy.master_dtype is not None)
+        narrow = policy.param_dtype if policy.param_dtype.itemsize == 2 else None
+        self.border = Border(self, model, narrow)
+        self.stores_half = keeps_half(policy)
+        self.audit.written, self.audit.left = self.tensors.written, self.border.left
+        self.calls = 0  # with gradients or in training mode
+        self.group: Any = None  # of the DistributedDataParallel that has called it
+        self._guards_step = self._audits = False
+        self._parameters: list[Tensor] = []
+        self._shards: list[Tensor] = []  # of a sharded model, as its optimizers hold them
+        self.state = Forward.OUTSIDE
+        self._losses: Losses | None = None
+        if casts and forward_context.emulations:
+            for emulation in forward_context.emulations:  # which sees every function anyway
+                emulation.functions.loss_dtype = policy.loss_dtype
+        elif casts:
+            self._losses = Losses(policy.loss_dtype)
+        if self._draws:
+            Draws.begin(forward_context.device)
+        self.delayed: DelayedScaling | None = None
+        self.guard: BatchNormGuard | None = None
+        self._rolled_at = 0  # calls at its last roll
+        self._first = next(model.parameters())
+        if of_run:  # also in FP32: a run can repeat its dropout masks, and no step waits for them
+            own_recurrent(model)
+        self._build()
+        self._dtype = self._first.dtype  # as seen from outside
+        passes.alive.add(self)
+        weakref.finalize(self, passes.leave_torch).atexit = False
+        if forward_context.emulations:
+            passes.emulating.add(self)
+
+    def _build(self) -> None:
+        """Set the dtype in which each module computes and its `forward`; again after modules were
+        added."""
+        # Metrics only count results of other modules.
+        metrics = {m for one in self.model.modules() if _is_metric(one) for m in one.modules()}
+        # A loss that is a part of the model is none of it: between calls it is FP32.
+        losses = {m for m in self.model.modules() if isinstance(m, Loss)}
+        named = {name: m for name, m in self.model.named_modules() if m not in metrics}
+        plain: dict[nn.Module, Any] = {}
+        for module in named.values():
+            known = module.__dict__.pop("forward", None)
+            plain[module] = known.plain if isinstance(known, Forward) else known
+            if plain[module] is not None:
+                module.__dict__["forward"] = plain[module]
+        chosen = chosen_dtypes(self.model, self.overrides, self.key)
+        dtypes = {
+            m: torch.float32 if m in losses else dtype_of(name, m, self.policy, chosen)
+            for name, m in named.items()
+        }
+        if self.stores_half:
+            for module, dtype in dtypes.items():
+                apply_to_tensors(module, functools.partial(cast_tree, dtype=dtype), recurse=False)
+        if not self.is_plain:
+            own_recurrent(self.model)
+            if self.policy.products is not None:
+                before = self.delayed
+                self.delayed = install(self.model, self.policy.products, chosen)
+                if self.delayed is not None and before is not None:
+                    self.delayed.take_over(before.state_dict())
+            cast_around_modules(self.model, self.policy, chosen)
+            for module in metrics | losses:
+                module.__dict__.pop("forward", None)
+                if plain.get(module) is not None:
+                    module.__dict__["forward"] = plain[module]
+        self.tensors.parts = [
+            (m, dtype, tuple(children_of(m).values())) for m, dtype in dtypes.items()
+        ]
+        self._find_shards()
+        kind = Watched if self._is_untouched else Forward
+        for module in self._entries(named.values()):
+            inside = module.__dict__.pop("forward", None)
+            forward = module.__dict__["forward"] = kind(self, module, plain[module], inside)
+            module.__dict__["__getstate__"] = forward.plain_state
+            module.__dict__[REPLICATE] = _refuse_replica
+        self.model.__dict__["__deepcopy__"] = self._deepcopied
+        if self.scale is not None:
+            self.guard = BatchNormGuard(self.model)
+        PreparedModel.built += 1
+
+    @property
+    def _draws(self) -> bool:
+        """Return whether its calls have numbers, which are given here."""
+        return self.policy.draws and not self.of_run
+
+    def _entries(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
+        """Return the modules whose calls are intercepted: all, or the outermost callable ones."""
+        if not self._is_untouched:
+            return [m for m in modules if not isinstance(m, Loss)]
+        found, todo = [self.model], [self.model]
+        while todo:
+            module = todo.pop()
+            if module is not self.model and not _is_metric(module):
+                found.append(module)
+            # A trainer calls another method; a module list has no forward.
+            if type(module).forward is nn.Module.forward or hasattr(module, "training_step"):
+                todo += module.children()
+        return found
+
+    # Shards
+
+    def _find_shards(self) -> None:
+        """Look for the modules to which `fully_shard` was applied."""
+        self.tensors.shards = gathered_together(
+            self.model, {part[0]: part for part in self.tensors.parts}
+        )
+        if self.is_sharded and (reason := why_not_sharded(self.policy)):
+            raise RuntimeError(reason)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Return whether `fully_shard` was applied to it, or to modules in it."""
+        return bool(self.tensors.shards)
+
+    def parameters(self) -> list[Tensor]:
+        if not self.is_sharded:
+            # Those of a run stay the same; the walk over a network takes 100 microseconds.
+            self._parameters = self._parameters if self.of_run else []
+            self._parameters = self._parameters or [*self.model.parameters()]
+            return self._parameters
+        self._shards = self._shards or parameters_between_calls(self.model)
+        return self._shards
+
+    # Calls
+
+    @disable_dynamo(recursive=False)
+    def call(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call the model, or a part of it, from outside."""
+        # A checkpoint's recomputation inside the model counts as inside.
+        again = graph_task() != -1 and not forward.was_called
+        if not again and is_autocast_enabled(self.device_type):
+            self.refuse_autocast()
+        if not (forward.module.training or is_grad_enabled()):
+            if not self.evaluates_in_mode:
+                return self._evaluate(forward, args, kwargs)
+            return self._compute(forward, args, kwargs, audits=False)
+        if again:
+            with self._in_mode(forward.module, audits=False):
+                return forward.compute_within(args, kwargs)
+        audits = is_due(self.calls)
+        self._check(forward.module, audits)
+        forward.was_called = True
+        self.calls += 1
+        if dist.is_initialized():
+            if (ddp := active_ddp_module()) is not None:
+                if self.group is None:
+                    self._join(ddp.process_group)
+                self.group = ddp.process_group
+        if self._draws:
+            Draws.begin_call(self.forward_context.device)
+        if not self._guards_step and is_grad_enabled():
+            self.guard_step()
+        outputs = self._compute(forward, args, kwargs, audits)
+        if audits and not self.of_run:
+            self._expect_pass(outputs)
+        return outputs
+
+    def _join(self, group: Any) -> None:
+        """Hear that DistributedDataParallel sums the gradients of this and other processes."""
+        if self._draws:
+            Draws.share_seed(self.forward_context.device, group)
+        for steps in [*self.updated_by]:
+            steps.add_up_in_16_bits()
+
+    def _compute(
+        self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], audits: bool
+    ) -> Any:
+        """Compute in the mode, with tensors from outside and for it."""
+        if self.is_plain:
+            watching = self.audit.watching() if audits and not self.of_run else nullcontext()
+            with self._in_state(Forward.IN_MODE), watching:
+                return forward.compute_within(args, kwargs)
+        args, kwargs = each_tensor((args, kwargs), self.border.inwards)
+        with self._in_mode(forward.module, audits):
+            outputs = forward.compute_within(args, kwargs)
+        self.border.let_out(audits)
+        return each_tensor(outputs, self.border.outwards) if self._widens else outputs
+
+    def guard_step(self) -> None:
+        """Keep BatchNorm's statistics from before the calls of a step, unless nothing skips it."""
+        if self.guard is None:
+            return
+        if not self.guard.is_current():
+            self.guard = type(self.guard)(self.model)
+        self.guard.save()
+        self._guards_step = True
+
+    @disable_dynamo
+    def _expect_pass(self, outputs: Any) -> None:
+        """Let the model's next pass be audited, if there is to be one."""
+        reaching = [t for t in tree_leaves(outputs) if has_graph(t)]
+        mark(reaching, "out", self)
+        if reaching:
+            passes.due.add(self)
+
+    def call_gathered(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a module inside that has just gathered its weights, within a call of the model."""
+        if self._audits:
+            self._check_tensors(forward.module)
+        with self.tensors.inside(forward.module, self._audits):
+            return forward.compute_within(args, kwargs)
+
+    @contextmanager
+    def _in_mode(self, module: nn.Module, audits: bool) -> Iterator[None]:
+        # By value it waits for the device. A run's first call may, and a device without values has
+        # none to compare.
+        self._audits = audits and (not self.of_run or (self.calls == 1 and not is_granted()))
+        self._follow_modules()
+        hooked = []
+        if self.tensors.changes:
+            hooked = [part for part, _, _ in self.tensors.parts if has_hooks(part)]
+        with ExitStack() as stack:
+            if torch.is_inference_mode_enabled():
+                # In inference mode tensors count no versions, and the emulation sees no parts of a
+                # batch norm.
+                stack.enter_context(torch.inference_mode(False))
+                stack.enter_context(torch.no_grad())
+            # Before the emulation, which would check each access and find nothing to do.
+            stack.enter_context(self.tensors.inside(module, self._audits))
+            if hooked:
+                stack.enter_context(self.border.hooks_outside(hooked))
+            stack.enter_context(self.border.attributes_inside(audits))
+            stack.enter_context(self.forward_context)
+            if self._losses is not None:
+                stack.enter_context(self._losses)
+            if self.policy.autocast_dtype is not None:
+                stack.enter_context(self.forward_context.autocast())
+            if audits and not self.of_run:
+                stack.enter_context(self.audit.watching())
+            before, self.state = self.state, Forward.IN_MODE
+            try:
+                yield
+            finally:
+                self.state = before
+
+    @contextmanager
+    def _in_state(self, state: int) -> Iterator[None]:
+        before, self.state = self.state, state
+        try:
+            yield
+        finally:
+            self.state = before
+
+    @contextmanager
+    def evaluating_in_mode(self, widens: bool = True) -> Iterator[None]:
+        """Let evaluations compute in the mode, as a step does.
+
+        widens: their outputs are widened to FP32, else they keep the dtype of the mode.
+        """
+        self.evaluates_in_mode, self._widens = True, widens
+        try:
+            yield
+        finally:
+            self.evaluates_in_mode, self._widens = False, True
+
+    def _evaluate(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute in FP32: with the master weights, or with widened 16-bit weights."""
+        with ExitStack() as stack:
+            stack.enter_context(self._in_state(Forward.EVALUATING))
+            if self.stores_half:
+                args, kwargs = each_tensor((args, kwargs), self._widened)
+                stack.enter_context(in_fp32(self.model))
+            if self.policy.fp32_math != "ieee":
+                stack.enter_context(ieee_fp32())
+            return forward.plainly(*args, **kwargs)
+
+    def _widened(self, tensor: Tensor) -> Tensor:
+        # A state created like the parameters, such as an LSTM's, has their 16-bit dtype.
+        return tensor.float() if tensor.dtype is self.policy.param_dtype else tensor
+
+    # Steps
+
+    def end_step(self, found_inf: Tensor | None) -> None:
+        """End an update; if it was skipped, restore the statistics from before its calls."""
+        if self.guard is not None and self._guards_step:
+            self.guard.restore_where(found_inf)
+        self._guards_step = self.has_gradients = False
+        self.partners.clear()
+
+    def roll(self) -> None:
+        """End an update of delayed scaling, once for all optimizers of an iteration."""
+        if self.delayed is not None and self._rolled_at != self.calls:
+            self._rolled_at = self.calls
+            self.delayed.roll(self.largest_of_all)
+
+    def largest_of_all(self, values: Tensor) -> Tensor:
+        if self.group is not None:
+            dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        agree(values, self.parameters())
+        return values
+
+    # Copies
+
+    def _deepcopied(self, memo: dict[int, Any]) -> nn.Module:
+        if self.is_sharded:
+            raise RuntimeError(
+                "a prepared model is copied whose weights are sharded (fully_shard), which torch "
+                "cannot do; copy it before fully_shard"
+            )
+        if self.state == Forward.IN_MODE:
+            raise RuntimeError(
+                "a prepared model is copied within its own call, where it holds 16-bit copies of "
+                "its weights; copy it between two calls"
+            )
+        made = self.plain_copy(memo)
+        other = PreparedModel(
+            made,
+            self.forward_context,
+            self.loss_scale,
+            self.overrides,
+            of_run=self.of_run,
+            key=self.key,
+            seed=self.seed,
+        )
+        if self.delayed is not None and other.delayed is not None:
+            other.delayed.take_over(self.delayed.state_dict())
+        return made
+
+    def plain_copy(self, memo: dict[int, Any] | None = None) -> nn.Module:
+        """Return a copy of the model as it is without a mode, with its weights in FP32.
+
+        memo: as of `copy.deepcopy`.
+        """
+        kind, memo = type(self.model), {} if memo is None else memo
+        made = memo[id(self.model)] = kind.__new__(kind)
+        made.__setstate__(copy.deepcopy(self.model.__getstate__(), memo))
+        return made
+
+    # Refusals
+
+    def _check(self, module: nn.Module, audits: bool) -> None:
+        """Raise RuntimeError if the model is no longer the one that was prepared."""
+        first = self._first
+        if first.dtype is not self._dtype or first.device.type != self.device_type:
+            self._refuse_moved(first)
+        if not audits:
+            return
+        if not self.is_sharded:
+            self._find_shards()
+        self._follow_modules()
+        self._check_tensors(module)
+
+    def _follow_modules(self) -> None:
+        """Take in what the script has put into the model since."""
+        if any(tuple(children_of(m).values()) != children for m, _, children in self.tensors.parts):
+            self._build()
+
+    def _check_tensors(self, module: nn.Module) -> None:
+        """Do the same for each parameter that is there in a call of `module`."""
+        for part, _, _ in self.tensors.shards.get(module, self.tensors.parts):
+            for name, own in part.named_parameters(recurse=False):
+                if name.endswith("_flat_param"):
+                    raise RuntimeError(FSDP1)
+                refuse_spread(type(part).__name__, name, own)
+                if not own.is_floating_point() or own.dtype is torch.float32 or self.stores_half:
+                    continue
+                if not self.is_sharded:
+                    self._refuse_moved(own)
+                raise RuntimeError(
+                    f"fully_shard gathers {type(part).__name__}.{name} in {own.dtype}; leave "
+                    "param_dtype of its MixedPrecisionPolicy unset: the precision mode decides "
+                    "on the dtype of each operation"
+                )
+
+    def refuse_alone(self) -> None:
+        """Raise RuntimeError if several processes train it, but nothing adds up their gradients."""
+        if self.of_run or not are_several() or not self.calls or self.group is not None:
+            return
+        own = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        if not all(map(is_shard, own)):
+            what = "what fully_shard has left of " if any(map(is_shard, own)) else ""
+            raise RuntimeError(
+                f"{dist.get_world_size()} processes train {what}a prepared model, but nothing adds "
+                "up their gradients; put torch.nn.parallel.DistributedDataParallel around it, or "
+                "apply fully_shard to it, layers first"
+            )
+
+    def _refuse_moved(self, now: Tensor) -> None:
+        raise RuntimeError(
+            f"the model was prepared on {self.device_type} in {self._dtype} and is now on "
+            f"{now.device.type} in {now.dtype}; move and cast it before mprun.prepare, whose mode "
+            "decides on the dtype of each operation"
+        )
+
+
+class Draws:
+    """The random bits of models that round at random: each call of any of them has its own.
+
+    calls: of all of them, on all ranks.
+    """
+
+    calls = 0
+
+    @classmethod
+    def begin(cls, device: torch.device) -> None:
+        """Take the script's seed if no other model has; a loaded state brings that of its run."""
+        if any(model.policy.draws for model in passes.alive):
+            gc.collect()  # a model is in circles: those that the script has dropped go here
+        if not any(model.policy.draws for model in passes.alive):
+            cls.calls = 0
+            micro_batches.begin_step(device, torch.initial_seed(), 0)
+
+    @staticmethod
+    def share_seed(device: torch.device, group: Any) -> None:
+        """Take the first rank's seed on all: theirs may differ, and a checkpoint has one."""
+        shared = torch.tensor(micro_batches.seed - 2**63, device=device)
+        dist.broadcast(shared, group=group, group_src=0)
+        micro_batches.begin_step(device, int(shared) + 2**63, 0)
+
+    @classmethod
+    def begin_call(cls, device: torch.device) -> None:
+        """Give a call a number of its own."""
+        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        micro_batches.begin(device, cls.calls + rank)
+        cls.calls += ranks
+
+    @classmethod
+    def state_dict(cls) -> dict[str, Any]:
+        return {"seed": micro_batches.seed, "calls": cls.calls}
+
+    @classmethod
+    def load_state_dict(cls, device: torch.device, state: Mapping[str, Any]) -> None:
+        cls.calls = state["calls"]
+        micro_batches.begin_step(device, state["seed"], 0)
+
+
+def _is_metric(module: nn.Module) -> bool:
+    return any(kind.__module__.startswith("torchmetrics.") for kind in type(module).__mro__)
+
+
+def _refuse_replica() -> None:
+    raise RuntimeError(
+        "nn.DataParallel copies a prepared model to several devices, which is impossible; use "
+        "DistributedDataParallel around it"
+    )

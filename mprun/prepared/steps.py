@@ -1,0 +1,602 @@
+"""Steps of a script's optimizers: skipped if gradients overflowed; the loss scale moves.
+
+    backward pass -> [each model it reached: are the gradients of its parameters finite?]
+    optimizer.step() -> [hook: no gradients, or found_inf, if they are not] -> step
+                     -> [hook: gradients back; the scale moves; BatchNorm's statistics go back]
+
+Nothing is wrapped. torch calls the two hooks around the step of every optimizer, so one created
+later is included: only the parameters that it holds matter. Nothing here waits for the device
+unless torch's step does, except for optimizers that only the host can stop.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import warnings
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import broadcast
+from torch.optim import Optimizer
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from mprun.precision.audit import FIRST
+from mprun.precision.emulation import ForwardContext
+from mprun.precision.loss_scale import LossScale
+from mprun.precision.packed_states import IN_BLOCKS, SCALE
+from mprun.precision.policy import PrecisionPolicy
+from mprun.precision.rounded_weights import RoundedWeights, choose_narrow
+from mprun.precision.torch_update import (
+    held_by,
+    host_decides,
+    initialise_state,
+    is_fused,
+    moved_by,
+    put_back_where,
+)
+from mprun.precision.update import Update
+from mprun.prepared import passes
+from mprun.prepared.passes import (
+    Passes,
+    Scaling,
+    check_finite,
+    repeated,
+    run_pass,
+    scalings,
+)
+from mprun.prepared.prepared_model import Draws, PreparedModel
+from mprun.prepared.shards import local_of
+from mprun.torch_private import SCALES_ITSELF, replace_engine
+
+_WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer")  # call the step of the wrapped one
+_OF_STATE = ("loss_scale", "narrow", "delayed", "draws")  # what a state dictionary has of ours
+
+
+class OptimizerSteps:
+    """The steps of one optimizer that updates prepared models.
+
+    Attributes:
+        optimizer: the script's optimizer.
+        models: the prepared models whose parameters it holds, in the order of its groups.
+        steps: number of steps so far, including skipped ones.
+        last: results of the last step; None before it.
+    """
+
+    def __init__(self, optimizer: Optimizer):
+        self._optimizer = weakref.ref(optimizer)
+        self.models: list[PreparedModel] = []
+        self.steps = 0
+        self._is_checked = self._has_warned = False
+        self.last: Update | None = None
+        self.narrow: RoundedWeights | None = None
+        self._frame: FrameType | None = None  # frame of the step that runs
+        self._is_own_step = False  # taken here, not by the script
+        self._key: Any = None
+        self._concerned: list[PreparedModel] = []
+        self._is_plain = True
+        self._seen = max(0, Passes.number - 1)  # the pass before the last step
+        self._found: Tensor | None = None
+        # For models that others update, too: float32, 0-dim, its own gradients are not finite.
+        self._found_in = weakref.WeakKeyDictionary[PreparedModel, Tensor]()
+        self._undo = ExitStack()  # closed after the step
+        self._keeps_state = False
+        self._loaded: Mapping[str, Any] = {}  # the state dictionary that torch loads now
+        self._waits = False  # as it was said
+
+    @property
+    def optimizer(self) -> Optimizer:
+        optimizer = self._optimizer()
+        assert optimizer is not None
+        return optimizer
+
+    @property
+    def policy(self) -> PrecisionPolicy:
+        """Return the policy of its models."""
+        return self.models[0].policy
+
+    @property
+    def forward_context(self) -> ForwardContext:
+        """Return the context in which the calls of its first model run."""
+        return self.models[0].forward_context
+
+    @property
+    def scale(self) -> LossScale:
+        """Return the loss scale of its first model."""
+        return self.models[0].loss_scale
+
+    @property
+    def scaler_name(self) -> str:
+        """Return the name of the loss scale in records."""
+        return Scaling.of(self.scale).name or self.scale.kind
+
+    @property
+    def module(self) -> nn.Module:
+        """Return its model, or a list of several."""
+        if len(self.models) == 1:
+            return self.models[0].model
+        return nn.ModuleList(model.model for model in self.models)
+
+    def named(self) -> dict[str, Tensor]:
+        """Return name -> parameter, for those of its models' parameters that it holds."""
+        held = set(map(id, held_by(self.optimizer)))
+        found: dict[str, Tensor] = {}
+        for number, model in enumerate(self.models):
+            prefix = f"{number}." if len(self.models) > 1 else ""
+            for name, own in model.model.named_parameters():
+                if id(own) in held:
+                    found[prefix + name] = own
+        return found
+
+    # What probes and records read
+
+    @property
+    def loss_scales(self) -> list[LossScale]:
+        """Return the loss scales of its models, each once."""
+        return [*dict.fromkeys(model.loss_scale for model in self.models)]
+
+    @property
+    def found_inf(self) -> Tensor:
+        """Return whether the last step was skipped, float32, 0-dim."""
+        if self.last is None or self.last.found_inf is None:
+            return torch.zeros_like(self.scale.found_inf)
+        return self.last.found_inf
+
+    def computed(self) -> list[tuple[Tensor, torch.dtype]]:
+        """Return each parameter of its models, and the dtype in which they compute with it."""
+        found: list[tuple[Tensor, torch.dtype]] = []
+        for model in self.models:
+            dtypes = model.tensors.dtypes()
+            found += [(own, dtypes.get(id(own), own.dtype)) for own in model.model.parameters()]
+        return found
+
+    def watch_gradient(self, own: Tensor, hook: Callable[[Tensor], None]) -> Any:
+        """Call `hook` with each gradient of a parameter as a backward pass makes it in the model;
+        return a handle with a method `remove`."""
+        model = next(one for one in self.models if id(own) in one.tensors.dtypes())
+        return model.tensors.watch_gradient(own, hook)
+
+    def unscaled_gradients(self) -> dict[str, Tensor]:
+        """Return copies of the gradients as the last step used them, by parameter name."""
+        held = self.named().items()
+        return {name: own.grad.detach().clone() for name, own in held if own.grad is not None}
+
+    def state_by_name(self) -> dict[str, dict[Any, Any]]:
+        """Return the optimizer's state by parameter name, without copies."""
+        return {name: self.optimizer.state.get(own, {}) for name, own in self.named().items()}
+
+    def refresh(self) -> None:
+        """Look for its models if its groups have changed."""
+        groups = [group["params"] for group in self.optimizer.param_groups]
+        key = PreparedModel.built, [(len(group), id(group[0]) if group else 0) for group in groups]
+        if key == self._key:
+            return
+        self._key = key
+        owners = {id(own): model for model in passes.alive for own in model.parameters()}
+        found = [owners[id(own)] for group in groups for own in group if id(own) in owners]
+        self.models = [*dict.fromkeys(found)]
+        self._is_plain = all(model.is_plain for model in self.models)
+        if self.models:
+            self._untouched = Update(self.scale.scale, None, None)
+            for model in self.models:
+                model.audit.optimizers.add(type(self.optimizer).__name__)
+                model.updated_by[self] = None
+            for scaling in scalings(self.models):
+                scaling.owners.add(self.optimizer)  # before its first step: the scale waits for it
+            self._warn_of_decay()
+            self._make_narrow()
+            self._is_plain = self._is_plain and self.narrow is None
+            self._keep_in_state()
+            # A GradScaler then calls the step also where it would skip it, and is refused there.
+            self.optimizer.__dict__[SCALES_ITSELF] = True
+
+    def _warn_of_decay(self) -> None:
+        """Warn once if averages in the state do not decay in its format; a run says it itself."""
+        if self.steps == 0 and not self._has_warned and not self.models[0].of_run:
+            for group in self.optimizer.param_groups:
+                for key in ("betas", "alpha"):
+                    decay = group.get(key)
+                    decay = decay[1] if isinstance(decay, tuple | list) else decay
+                    why = self.policy.why_stuck(decay) if isinstance(decay, float) else None
+                    if why is not None:
+                        self._has_warned = True
+                        warnings.warn(f"{type(self.optimizer).__name__} {key}: {why}", stacklevel=2)
+                        return
+
+    def __reduce__(self) -> Any:
+        """Pickle or copy as None: the copy begins anew."""
+        return type(None), ()
+
+    # A step
+
+    def begin(self, frame: FrameType, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Note that a step begins in `frame`; a step within it (of a base class) does not count."""
+        if self._is_own_step:
+            return None
+        if self._frame is not None:
+            above = frame.f_back
+            while above is not None:
+                if above is self._frame:
+                    return None
+                above = above.f_back
+            self._frame = None  # the previous step has raised
+            with torch.no_grad():
+                self._undo.close()
+        self.refresh()
+        fed = self._newly_fed()
+        self._concerned = self.models or fed
+        # Code that sets found_inf for the kernels (a GradScaler, the runner) owns that optimizer.
+        if not self._concerned or (not self.models and hasattr(self.optimizer, "found_inf")):
+            self._concerned = []
+            return None
+        if self.models and "grad_scale" in self.optimizer.__dict__:
+            raise RuntimeError(
+                f"precision={self.policy.name}: a torch.amp.GradScaler steps the optimizer of a "
+                "prepared model, whose loss scale is mprun's; call loss.backward() and "
+                "optimizer.step() without it"
+            )
+        for model in self.models:
+            model.refuse_alone()
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        has_gradients = any(own.grad is not None for own in held_by(self.optimizer))
+        if closure is None and self.models and not has_gradients:
+            now = {id(own) for model in self.models for own in model.parameters()}
+            is_sharded = any(model.is_sharded for model in self.models)
+            if is_sharded and now.isdisjoint(map(id, held_by(self.optimizer))):
+                raise RuntimeError(
+                    "the optimizer holds parameters from before fully_shard, which has made "
+                    "others; build it afterwards, from model.parameters()"
+                )
+            raise RuntimeError(
+                "no gradients: no backward pass has reached the parameters of this optimizer since "
+                "they were cleared; call loss.backward() before optimizer.step()"
+            )
+        self._found, result = None, None
+        if not self._is_plain or fed:
+            result = self._before(args, kwargs, closure, fed)
+        self._frame = frame
+        return result
+
+    def end(self, frame: FrameType) -> None:
+        """Note that the step ends."""
+        if self._is_own_step or frame is not self._frame:
+            return
+        self._frame = None
+        self.steps += 1
+        if self._is_plain and self._found is None:
+            self.last = self._untouched
+        else:
+            self._after()
+        if not self._is_checked and self.steps <= FIRST:
+            for model in self._concerned:
+                if model.calls and (note := model.audit.check_happened()) is not None:
+                    warnings.warn(note, stacklevel=2)
+            # An empty batch says nothing.
+            self._is_checked = any(model.audit.products for model in self._concerned)
+
+    def _before(self, args: Any, kwargs: Any, closure: Any, fed: list[PreparedModel]) -> Any:
+        """Keep the coming step from moving anything if gradients are not finite."""
+        scaled = [model for model in self._concerned if model.scale is not None]
+        for scaling in scalings(scaled):
+            scaling.begin(self.optimizer)
+        if closure is not None:
+            if self.narrow is not None:
+                raise ValueError(
+                    f"closure: precision={self.policy.name} updates weights chunk by chunk and "
+                    "takes none; call optimizer.step() without it"
+                )
+            if not scaled:
+                return None
+            self._found = torch.zeros_like(scaled[0].found_inf)
+            others = {key: value for key, value in kwargs.items() if key != "closure"}
+            return (args[0], repeated(closure, scaled)), others
+        if scaled:
+            self._found = self._overflow(scaled, fed)
+        if self.narrow is not None:
+            self._step_in_chunks(self.narrow)
+        elif self._found is not None:
+            self._prepare_skip(self._found)
+        return None
+
+    @torch.no_grad()
+    def _after(self) -> None:
+        """Put gradients back, and let the loss scales move."""
+        concerned, found = self._concerned, self._found
+        self._undo.close()
+        scale = concerned[0].loss_scale.scale
+        if found is not None:  # copies: both are about to change in place
+            self.last = Update(scale.clone(), found.clone(), None)
+        else:
+            self.last = Update(scale, None, None)
+        together = {one for model in concerned for one in (model, *model.partners)}
+        for model in together:
+            model.end_step(found)
+        for model in concerned:  # in the same order in all processes
+            model.roll()
+        if found is not None:
+            for scaling in scalings(concerned):
+                scaling.end(self.optimizer, found, concerned)
+            for scaling in scalings(together.difference(concerned)):
+                if not scaling.owners:  # of a loss network that nobody updates
+                    scaling.end_without_step(found, together)
+        for model in passes.alive:
+            model.tensors.forget()  # `.data` counts no versions
+
+    def _newly_fed(self) -> list[PreparedModel]:
+        """Return models whose inputs have received gradients since the last step."""
+        seen, self._seen = self._seen, Passes.number
+        if Passes.fed <= seen:
+            return []
+        return [model for model in passes.alive if model.fed > seen]
+
+    def _overflow(self, scaled: list[PreparedModel], fed: list[PreparedModel]) -> Tensor:
+        """Return whether a gradient of this optimizer is not finite, float32, 0-dim."""
+        flags = [self._found_in.get(model, model.found_inf) for model in scaled]
+        found = flags[0] if len(flags) == 1 else torch.stack(flags).amax()
+        if fed or not self.models:
+            # Parameters before a model overflow with it, but no check of a pass includes them.
+            owned = {id(own) for model in self.models for own in model.parameters()}
+            others = [own for own in held_by(self.optimizer) if id(own) not in owned]
+            found = found.clone() if self.models else torch.zeros_like(found)
+            check_finite(others, found)
+        return found
+
+    def look_at(self, model: PreparedModel) -> None:
+        """Note, at the end of a pass, whether the gradients of its parameters are finite.
+
+        Other parameters of the model may hold infinities of another optimizer's loss.
+        """
+        if len(model.updated_by) == 1:
+            self._found_in.pop(model, None)
+            return
+        found = self._found_in.setdefault(model, torch.zeros_like(model.found_inf))
+        inside = {id(own) for own in model.parameters()}
+        mine = [own for own in held_by(self.optimizer) if id(own) in inside]
+        check_finite(mine, found.zero_())
+
+    def _prepare_skip(self, found: Tensor) -> None:
+        optimizer = self.optimizer
+        waits = found.device.type == "cpu" or _has_sparse_gradients(optimizer)
+        if is_fused(optimizer):
+            initialise_state(optimizer)
+            optimizer.found_inf = found.clone()  # type: ignore[attr-defined]  # its kernels skip
+            self._undo.callback(optimizer.__dict__.pop, "found_inf", None)
+        elif waits or host_decides(optimizer):
+            # Before its first applied step state is still to appear.
+            if not waits and not self._waits and any(optimizer.state.values()):
+                self._waits = True
+                _say_that_it_waits(optimizer)
+            if found.item():
+                self._hide_gradients()
+        else:
+            moved = [local_of(own) for own in moved_by(optimizer)]
+            self._undo.enter_context(put_back_where(found, moved))
+
+    def _hide_gradients(self) -> None:
+        """Hide the gradients: torch's optimizers then change nothing, not even counters.
+
+        Other optimizers count in their groups, which are put back.
+        """
+        hidden = [(own, own.grad) for own in held_by(self.optimizer)]
+        groups = [(group, {**group}) for group in self.optimizer.param_groups]
+        for own, _ in hidden:
+            own.grad = None
+
+        def show() -> None:
+            for own, gradient in hidden:
+                own.grad = gradient
+            for group, before in groups:
+                group.update(before)
+
+        self._undo.callback(show)
+
+    # 16-bit weights without a master copy
+
+    def _make_narrow(self) -> None:
+        seed = self.models[0].seed
+        if seed is None:  # a script's; a loaded state brings that of its run
+            seed = torch.initial_seed()
+        narrow = choose_narrow(self.optimizer, self.named(), self.policy, seed)
+        if narrow is None:
+            return
+        if self.narrow is not None:
+            narrow.load_state_dict(self.narrow.state_dict())
+        self.narrow = narrow
+        narrow.initialise_state()
+        if any(model.group is not None and not model.of_run for model in self.models):
+            return  # DistributedDataParallel adds up gradients in the dtype of their weight
+        for own in held_by(self.optimizer):
+            if own in narrow:  # gradients of 16-bit weights add up, and are clipped, in FP32
+                set_grad_dtype(own, self.policy.grad_dtype)
+        for model in self.models:
+            model.tensors.changes = True
+
+    def add_up_in_16_bits(self) -> None:
+        """Give gradients the dtype of their weight, in which DistributedDataParallel sums them."""
+        for own in held_by(self.optimizer):
+            if self.narrow is not None and own in self.narrow:
+                set_grad_dtype(own, own.dtype)
+        for model in self.models:
+            model.tensors.forget()
+
+    def _share_seed(self, narrow: RoundedWeights) -> None:
+        """Draw the random bits of the first process in all: scripts seed each differently."""
+        group, state = self.models[0].group, narrow.state_dict()
+        if group is not None and "seed" in state:
+            seed = narrow.streams[:1].clone()
+            broadcast(seed, group=group, group_src=0)
+            narrow.load_state_dict(state | {"seed": int(seed)})
+
+    def _step_in_chunks(self, narrow: RoundedWeights) -> None:
+        """Take the step here, in FP32, chunk by chunk; the following step has no gradients."""
+        if self.steps == 0:
+            self._share_seed(narrow)
+        self._is_own_step = True
+        try:
+            narrow.step(self._found)
+        finally:
+            self._is_own_step = False
+        self._hide_gradients()
+
+    # State
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that the next step depends on beside weights and the optimizer's state."""
+        state: dict[str, Any] = {"loss_scale": self.scale.state_dict()}
+        if self.narrow is not None:
+            state["narrow"] = self.narrow.state_dict()
+        if any(delayed := [model.delayed for model in self.models]):
+            state["delayed"] = [own and own.state_dict() for own in delayed]
+        if self.policy.draws:
+            state["draws"] = Draws.state_dict()
+        return state
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+        """Restore in place what `saved` has of it."""
+        scale = saved.get("loss_scale")
+        if scale is not None and scale["kind"] == self.scale.kind:
+            self.scale.load_state_dict(scale)
+        if self.narrow is not None and "narrow" in saved:
+            self.narrow.load_state_dict(saved["narrow"])
+        for model, own in zip(self.models, saved.get("delayed", ()), strict=False):
+            if model.delayed is not None:
+                model.delayed.load_state_dict(own)
+        if self.policy.draws and (draws := saved.get("draws")) is not None:
+            Draws.load_state_dict(self.forward_context.device, draws)
+
+    def _keep_in_state(self) -> None:
+        """Let the optimizer's state dictionary hold it."""
+        if self._keeps_state:
+            return
+        refuse_cast_codes(self.optimizer)
+        self._keeps_state = True
+        optimizer = self.optimizer
+        optimizer.register_state_dict_post_hook(lambda _, state: state.update(self.state_dict()))
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        optimizer.register_load_state_dict_post_hook(self._after_load)
+
+    def _before_load(self, _: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        saved = state.get("narrow", {}).get("state_dtype")
+        kept = None if self.narrow is None else self.narrow.state_dtype
+        if saved != kept and {saved, kept} & set(IN_BLOCKS):
+            raise ValueError(
+                f"optimizer state is kept in {saved or 'fp32'}, not in {kept or 'fp32'}: load it "
+                "into an optimizer with the same precision.update.state_dtype"
+            )
+        self._loaded = state
+        return {k: v for k, v in state.items() if k not in _OF_STATE}
+
+    def _after_load(self, _: Optimizer) -> None:
+        loaded, self._loaded = self._loaded, {}
+        self.load_state_dict(loaded)
+        if self.narrow is not None:
+            self._load_narrow(self.narrow, loaded)
+
+    def _load_narrow(self, narrow: RoundedWeights, loaded: Mapping[str, Any]) -> None:
+        """Restore the state as it was saved: torch casts it to the dtype of its weight."""
+        numbers = [number for group in loaded["param_groups"] for number in group["params"]]
+        for number, own in zip(numbers, held_by(self.optimizer), strict=True):
+            if own not in narrow:
+                continue
+            for key, value in loaded["state"].get(number, {}).items():
+                if isinstance(value, Tensor) and (value.dim() or not own.dim()):
+                    self.optimizer.state[own][key] = value.to(own.device, copy=True)
+
+
+def set_grad_dtype(own: Tensor, dtype: torch.dtype) -> None:
+    """Let gradients of a parameter add up in `dtype`, also the one that it has."""
+    gradient, own.grad = own.grad, None
+    own.grad_dtype = dtype
+    own.grad = gradient if gradient is None else gradient.to(dtype)
+
+
+_ATTRIBUTE = "_mprun_steps"  # of an optimizer; a weak dictionary would take a microsecond
+
+
+def state_of(optimizer: Optimizer) -> OptimizerSteps:
+    """Return the steps of an optimizer over prepared models.
+
+    Raises:
+        ValueError: It holds no parameter of a prepared model.
+    """
+    given: Any = optimizer
+    if any(kind.__name__ in _WRAPPERS for kind in type(given).__mro__):
+        given = given.optimizer
+    if isinstance(given, Optimizer):
+        steps = _steps_of(given)
+        steps.refresh()
+        if steps.models:
+            return steps
+    raise ValueError(
+        f"optimizer: is a {type(given).__name__} that updates no prepared model; pass the one that "
+        "was passed to mprun.prepare"
+    )
+
+
+def refuse_cast_codes(optimizer: Optimizer) -> None:
+    """Raise ValueError if state in blocks was loaded before a prepared model could keep its codes.
+
+    Only the hook of `OptimizerSteps` does: torch casts state to the dtype of its weight.
+    """
+    for state in optimizer.state.values():
+        for key, value in state.items():
+            if f"{key}{SCALE}" in state and value.dtype is not torch.uint8:
+                raise ValueError(
+                    "optimizer: its state was loaded too early: it is in 8 bits (dynamic8, fp8), "
+                    "and torch has cast it; load it after prepare(model, optimizer, ...)"
+                )
+
+
+def _has_sparse_gradients(optimizer: Optimizer) -> bool:
+    """Return whether torch's step waits for the device: it adds up the rows with one number.
+
+    To undo the step on the device would take a copy of the whole table.
+    """
+    return any(own.grad is not None and own.grad.is_sparse for own in held_by(optimizer))
+
+
+def _say_that_it_waits(optimizer: Optimizer) -> None:
+    accepts = inspect.signature(type(optimizer)).parameters
+    remedies = [f"{name}=True" for name in ("fused", "capturable") if name in accepts]
+    remedy = f"; with {' or '.join(remedies)} it does not" if remedies else ""
+    print(
+        f"mprun: {type(optimizer).__name__}: each step waits for the device, because only the host "
+        f"can skip it{remedy}",
+        file=sys.stderr,
+    )
+
+
+def _steps_of(optimizer: Optimizer) -> OptimizerSteps:
+    steps: OptimizerSteps | None = optimizer.__dict__.get(_ATTRIBUTE)
+    if steps is None:
+        steps = optimizer.__dict__[_ATTRIBUTE] = OptimizerSteps(optimizer)
+    return steps
+
+
+def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _steps_of(optimizer).begin(sys._getframe(1), args, kwargs)
+
+
+def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    _steps_of(optimizer).end(sys._getframe(1))
+
+
+def install_hooks() -> None:
+    """Install the hooks around backward passes and steps, for as long as there is a model.
+
+    It is called once that model is alive: the last of earlier ones may go at any time before.
+    """
+    if not passes.undo:
+        passes.undo += [
+            register_optimizer_step_pre_hook(_before_step).remove,
+            register_optimizer_step_post_hook(_after_step).remove,
+            replace_engine(run_pass),
+        ]

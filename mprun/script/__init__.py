@@ -1,0 +1,1 @@
+"""Runs of a user's own script: `mprun.Run`, `mprun.sweep`, `mprun.probe`, `mprun.explain`."""

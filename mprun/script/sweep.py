@@ -1,0 +1,263 @@
+"""`mprun.sweep`: a user's training function in several precision modes and seeds, compared.
+
+    def train(run):
+        model = ...
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        run.prepare(model, optimizer)
+        for inputs, labels in batches:
+            ...
+            optimizer.step()
+            run.step(loss)
+        run.evaluate(loss=held_out_loss)
+
+    comparison = mprun.sweep(train, modes=["fp32", "fp16_naive", "amp"], seeds=3)
+
+All runs are in this process, one after another: a function of a notebook has no other.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import operator
+import random
+import sys
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from html import escape
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mprun.errors import needing, shortened
+from mprun.precision.policy import get_policy
+from mprun.prepared.prepare import Model, Opt, Options, prepare
+from mprun.record.console import columns
+from mprun.script.run import Run
+
+if TYPE_CHECKING:
+    from mprun.compare.notebook import ComparedRuns
+
+_BASELINE = "fp32"
+_EVERY_S = 0.2  # between two updates of the progress
+
+
+class SweptRun(Run):
+    """A run of `mprun.sweep`: a `Run` that begins once its model and optimizer are there.
+
+    Attributes:
+        precision: the mode's name.
+        seed: the seed; Python's, NumPy's and torch's generators have it already.
+    """
+
+    status = "not prepared"
+
+    def __init__(self, precision: str, seed: int, progress: _Progress, recorded: dict[str, Any]):
+        self.precision, self.seed = precision, seed
+        self._progress, self._recorded = progress, recorded
+
+    def prepare(
+        self,
+        model: Model,
+        optimizer: Opt,
+        **options: Unpack[Options],
+    ) -> tuple[Model, Opt]:
+        """Put model and optimizer into the run's mode, as `mprun.prepare` does; begin the record.
+
+        Returns:
+            The same (model, optimizer).
+        """
+        if self.status != "not prepared":
+            raise RuntimeError("run.prepare: is called once a run, with all models and optimizers")
+        prepared = prepare(model, optimizer, self.precision, **options)
+        given: Any = optimizer
+        try:
+            super().__init__(optimizer=given, seed=self.seed, **self._recorded)
+        except BaseException:
+            self.status = "not prepared"
+            raise
+        return prepared
+
+    def step(self, loss: Tensor | float, **metrics: Tensor | float) -> None:
+        """Count the step that the function has just taken, as `Run.step` does."""
+        super().step(loss, **metrics)
+        self._progress.show(f"{self.precision}, seed {self.seed}: step {self.steps:,}")
+
+    @property
+    def final(self) -> dict[str, float]:
+        """Return the metrics of the newest evaluation."""
+        return self._final
+
+    def __exit__(self, kind, error, traceback) -> bool:
+        if self.status == "not prepared":
+            return False
+        return super().__exit__(kind, error, traceback)
+
+    def _refuse_ended(self) -> None:
+        if self.status == "not prepared":
+            raise RuntimeError("run: call run.prepare(model, optimizer) before its first step")
+        super()._refuse_ended()
+
+    def _say(self, text: str) -> None:
+        """Leave it to the progress."""
+
+
+def sweep(
+    train: Callable[[SweptRun], Any],
+    modes: Iterable[str] = (_BASELINE, "amp"),
+    seeds: int | Iterable[int] = 3,
+    *,
+    folder: str | Path | None = None,
+    config: Mapping[str, Any] | None = None,
+    data: str | Path | Iterable[Path] | None = None,
+    metric: str = "loss",
+    margin: float | None = None,
+    higher_is_better: bool | None = None,
+    log_every: int = 50,
+) -> ComparedRuns:
+    """Call `train(run)` for each mode and seed, record every run and compare the modes with FP32.
+
+    Before each call Python's, NumPy's and torch's random generators get the seed. The function
+    builds model and optimizer anew, gives them to `run.prepare`, calls `run.step(loss)` after each
+    step, and `run.evaluate(loss=...)` at its end. A run that diverges is a result; the sweep goes
+    on. Any other error ends it.
+
+    Args:
+        train: the function; it may read `run.precision` and `run.seed`.
+        modes: names of precision modes; FP32 among them is the baseline.
+        seeds: how many (3: 0, 1, 2), or which ones.
+        folder: parent of the run directories; None: outputs/ and the function's name.
+        config: settings that decide on the result, as for `mprun.Run`.
+        data, metric, margin, higher_is_better, log_every: as for `mprun.Run`.
+
+    Returns:
+        The comparison of these runs: `verdicts`, `curves`, `figure()`, `write(folder)`. A notebook
+        shows it with its figures.
+
+    Raises:
+        ValueError: an argument is wrong, or `train` did not prepare or evaluate its run.
+    """
+    with needing("notebook"):  # now, not after hours
+        from mprun.compare import compare, equivalence  # noqa: F401  with scipy
+
+    modes, seeds = _modes(modes), _seeds(seeds)
+    name = getattr(train, "__name__", "train")
+    recorded: dict[str, Any] = {
+        "folder": Path("outputs") / name if folder is None else folder,
+        "config": {**(config or {}), "function": _source_of(train)},
+        "name": name,
+    }
+    recorded |= {"data": data, "metric": metric, "margin": margin, "log_every": log_every}
+    recorded["higher_is_better"] = higher_is_better
+    cells = [(mode, seed) for seed in seeds for mode in modes]
+    progress, directories = _Progress(len(cells)), []
+    try:
+        for mode, seed in cells:
+            _seed_all(seed)
+            run = SweptRun(mode, seed, progress, recorded)
+            with run:
+                train(run)
+            _check(run, name, metric)
+            directories.append(run.directory)
+            progress.ended(run)
+    finally:
+        progress.close()
+    return compare(directories)
+
+
+def _modes(given: Iterable[str]) -> list[str]:
+    modes = [given] if isinstance(given, str) else list(dict.fromkeys(given))
+    for mode in modes:
+        get_policy(mode)  # names those that there are
+    if _BASELINE not in modes:
+        raise ValueError(f"modes={modes}: must hold {_BASELINE}, with which others are compared")
+    return modes
+
+
+def _seeds(given: int | Iterable[int]) -> list[int]:
+    with suppress(TypeError):
+        seeds = range(given) if isinstance(given, int) else map(operator.index, given)
+        if (found := list(dict.fromkeys(seeds))) and 0 <= min(found) <= max(found) < 2**32:
+            return found
+    raise ValueError(f"seeds={given!r}: must be a number of seeds, or integers of at least 0")
+
+
+def _seed_all(seed: int) -> None:
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)  # of every device
+
+
+def _source_of(train: Callable) -> str | None:
+    """Return a digest of the function's text: an edited function is another experiment."""
+    try:
+        return hashlib.sha256(inspect.getsource(train).encode()).hexdigest()
+    except (OSError, TypeError):
+        return None
+
+
+def _check(run: SweptRun, name: str, metric: str) -> None:
+    """Raise ValueError unless the function did what a comparison needs."""
+    if run.status == "not prepared":
+        raise ValueError(f"{name}: ended without run.prepare(model, optimizer)")
+    if run.status == "done" and not run.steps:
+        raise ValueError(f"{name}: ended without run.step(loss) after each optimizer.step()")
+    if run.status == "done" and not run.final:
+        raise ValueError(
+            f"{name}: ended without run.evaluate({metric}=...), on which the verdict rests"
+        )
+
+
+class _Progress:
+    """A bar in a notebook and on a terminal, otherwise a line a run."""
+
+    def __init__(self, total: int):
+        self.total, self.done, self.shown, self.text = total, 0, 0.0, ""
+        self.terminal = sys.stderr.isatty()
+        self.handle: Any = None
+        shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
+        if hasattr(shell, "kernel"):
+            from IPython.display import display
+
+            self.handle = display(self, display_id=True)
+
+    def show(self, text: str) -> None:
+        """Tell what is going on, at most every fifth of a second."""
+        if time.monotonic() - self.shown >= _EVERY_S:
+            self.shown = time.monotonic()
+            self._draw(text)
+
+    def ended(self, run: SweptRun) -> None:
+        """Count a run."""
+        self.done += 1
+        values = "".join(f", {name} {value:.5g}" for name, value in run.final.items())
+        text = f"{run.precision}, seed {run.seed}: {run.cause or run.status}{values}"
+        self._draw(text)
+        if self.handle is None and not self.terminal:
+            print(f"{self.done} of {self.total} runs; {text}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        if self.terminal and self.handle is None:
+            print(file=sys.stderr)
+
+    def _draw(self, text: str) -> None:
+        self.text = text
+        if self.handle is not None:
+            self.handle.update(self)
+        elif self.terminal:
+            filled = 20 * self.done // self.total
+            bar = "━" * filled + "╌" * (20 - filled)
+            line = f"{bar} {self.done} of {self.total} runs; {text}"
+            line = shortened(line, columns(80, sys.stderr) - 1)
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+
+    def __repr__(self) -> str:
+        return f"{self.done} of {self.total} runs; {self.text}"
+
+    def _repr_html_(self) -> str:
+        bar = f'<progress value="{self.done}" max="{self.total}"></progress>'
+        return f"<div>{bar} {escape(repr(self))}</div>"

@@ -1,0 +1,126 @@
+"""Networks, batches and loops as a script has them."""
+
+import copy
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+import mprun
+from mprun.precision import get_policy
+
+from ..shipped import OF_ANY_NETWORK
+
+MODES = [mode for mode in OF_ANY_NETWORK if mode != "tf32"]  # which a CPU does not have
+HALF_WEIGHTS = [mode for mode in MODES if get_policy(mode).param_dtype.itemsize == 2]
+# Their own parameters are in 16 bits: there is no master copy that stays.
+WITHOUT_MASTERS = [mode for mode in HALF_WEIGHTS if get_policy(mode).masters != "kept"]
+SMALL = [
+    "model=alexnet_2012",
+    "model.width=0.125",
+    "optim=sgd_alexnet",
+    "data=digits_64",
+    "data.batch_size=2",
+]
+
+
+class Net(nn.Module):
+    """Convolution, both kinds of norm, a buffer, dropout, and parts that are called directly."""
+
+    def __init__(self, checkpoints=False):
+        super().__init__()
+        self.checkpoints = checkpoints
+        self.conv = nn.Conv2d(1, 6, 3, padding=1)
+        self.norm = nn.BatchNorm2d(6)
+        self.body = nn.Sequential(nn.Linear(6, 12), nn.LayerNorm(12), nn.ReLU(), nn.Dropout(0.1))
+        self.head = nn.Linear(12, 4)
+        self.register_buffer("shift", torch.randn(6) / 3)
+
+    def features(self, images):
+        return self.norm(self.conv(images)).relu().mean((2, 3))
+
+    def forward(self, images):
+        x = self.features(images) + self.shift
+        x = checkpoint(self.body, x, use_reentrant=False) if self.checkpoints else self.body(x)
+        return self.head(x)
+
+
+class WithLoss(nn.Module):
+    """Computes its loss itself, as language models do."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = nn.Linear(8, 4)
+        self.seen = []
+
+    def forward(self, x, labels=None):
+        logits = self.net(x)
+        self.seen.append(logits.dtype)
+        return logits, None if labels is None else F.cross_entropy(logits, labels)
+
+
+def batches(count, size=8, seed=0):
+    """(images, labels), the same for everybody."""
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        labels = torch.randint(4, (size,), generator=generator)
+        yield torch.randn(size, 1, 5, 5, generator=generator) + 2 * labels.view(-1, 1, 1, 1), labels
+
+
+def net(seed=0, **options):
+    torch.manual_seed(seed)
+    return Net(**options)
+
+
+def loss_of(model):
+    """Of the first batch."""
+    images, labels = next(batches(1))
+    return F.cross_entropy(model(images), labels)
+
+
+def sgd(parameters, lr=0.1):
+    return torch.optim.SGD(parameters, lr, momentum=0.9)
+
+
+def prepared(mode="fp16_master_scaled", model=None, make=sgd, lr=0.1, **options):
+    """(a model, its optimizer), prepared."""
+    model = net() if model is None else model
+    return mprun.prepare(model, make(model.parameters(), lr=lr), mode, **options)
+
+
+def stepping(optimizer, loss_of):
+    """A step as `mprun.probe` and `mprun.explain` take it, of what `loss_of` returns."""
+
+    def step():
+        optimizer.zero_grad()
+        loss = loss_of()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def as_in_a_script(built):
+    """The network and the optimizer of a built run as a script has them, with its loss scale."""
+    learner = built.task.learner
+    model, own = learner.prepared.plain_copy(), learner.optimizer
+    of_model = dict(zip(map(id, learner.model.parameters()), model.parameters(), strict=True))
+    groups = [g | {"params": [of_model[id(p)] for p in g["params"]]} for g in own.param_groups]
+    optimizer, scale = type(own)(groups), copy.deepcopy(learner.prepared.loss_scale)
+    torch.manual_seed(built.task.seed)  # of random bits
+    return mprun.prepare(model, optimizer, built.policy.name, scaler=scale)
+
+
+def train(model, optimizer, steps=6, seed=0):
+    """Losses of an ordinary loop; dropout begins at the same place for everybody."""
+    torch.manual_seed(3)
+    losses = []
+    for images, labels in batches(steps, seed=seed):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses

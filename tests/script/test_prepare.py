@@ -1,0 +1,736 @@
+"""Prepared objects look FP32 from outside, step and skip as under torch, and go on bit for bit."""
+
+import copy
+import dataclasses
+import gc
+import io
+import math
+import weakref
+from itertools import combinations
+
+import pytest
+import torch
+from torch import distributed as dist
+from torch import nn
+from torch.nn import functional as F
+
+import mprun
+from mprun.precision import (
+    DynamicLossScale,
+    StaticLossScale,
+    get_policy,
+)
+from mprun.precision.muon import Muon
+from mprun.precision.policy import build_policy
+
+from ..helpers import assert_same_bits, raises_line
+from .networks import (
+    HALF_WEIGHTS,
+    MODES,
+    WITHOUT_MASTERS,
+    Net,
+    batches,
+    loss_of,
+    net,
+    prepared,
+    sgd,
+    train,
+)
+
+F32 = torch.float32
+
+
+def test_random_bits_are_those_of_the_seed_of_the_script():
+    seeds = []
+    for seed in (7, 8):
+        torch.manual_seed(seed)
+        _, optimizer = prepared("bf16_stochastic", nn.Linear(4, 4))
+        seeds.append(optimizer.state_dict()["narrow"]["seed"])
+    assert seeds == [7, 8]
+
+
+@pytest.mark.parametrize("mode", ["fp16_naive", "fp16_master_scaled", "amp", "bf16_kahan"])
+def test_a_part_that_is_computed_anew_changes_no_bit(mode):
+    ends = []
+    for checkpoints in (False, True):
+        model, optimizer = prepared(mode, net(checkpoints=checkpoints))
+        ends.append((train(model, optimizer), model.state_dict()))
+    assert_same_bits(*ends)
+
+
+def test_fp32_is_bit_equal_to_the_script_as_it_was():
+    plain = net()
+    expected = train(plain, sgd(plain.parameters()))
+    model, optimizer = prepared("fp32")
+    assert train(model, optimizer) == expected
+    assert_same_bits(model.state_dict(), plain.state_dict())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_looks_as_it_did(mode):
+    model = net()
+    before = dict(model.named_parameters()), list(model.state_dict())
+    same, optimizer = prepared(mode, model)
+    train(model, optimizer)
+    policy = get_policy(mode)
+    own_dtypes = (policy.param_dtype, policy.norm_dtype) if mode in WITHOUT_MASTERS else (F32, F32)
+    assert same is model and isinstance(model, Net) and type(model).__name__ == "Net"
+    assert isinstance(optimizer, torch.optim.Optimizer)
+    assert list(model.state_dict()) == before[1]
+    for name, own in model.named_parameters():
+        dtype = own_dtypes["norm" in name or name.startswith("body.1")]
+        assert own is before[0][name] and own.dtype is dtype
+        # Those of BF16 weights that an update widens add up, and are clipped, in FP32.
+        assert own.grad.dtype is (F32 if policy.masters == "transient" else dtype)
+    assert model(next(batches(1))[0]).dtype is F32
+    assert model.shift.dtype is own_dtypes[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_eval_computes_with_the_master_weights_in_fp32(mode):
+    model, optimizer = prepared(mode)
+    train(model, optimizer)
+    plain = Net().eval()
+    plain.load_state_dict(model.state_dict())
+    images, _ = next(batches(1, seed=9))
+    with torch.no_grad():
+        assert torch.equal(model.eval()(images), plain(images))
+        assert torch.equal(model.features(images), plain.features(images))
+
+
+class Drifting(Net):
+    """Writes to its buffer in each call."""
+
+    def forward(self, images):
+        self.shift.mul_(0.5)
+        return super().forward(images)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_inference_mode_computes_what_no_grad_does(mode):
+    found = []
+    for without_gradients in (torch.no_grad, torch.inference_mode):
+        torch.manual_seed(0)
+        model, optimizer = prepared(mode, Drifting())
+        train(model, optimizer, steps=2)
+        images, _ = next(batches(1, seed=9))
+        with without_gradients():
+            outputs = [model.eval()(images).clone(), model.train()(images).clone()]
+        train(model, optimizer, steps=2)
+        found.append(outputs + [*model.state_dict().values()])
+    assert_same_bits(*found)
+
+
+@pytest.mark.parametrize("mode", HALF_WEIGHTS)
+def test_a_part_that_is_called_directly_computes_in_the_mode(mode):
+    model, optimizer = prepared(mode)
+    seen = []
+    model.conv.register_forward_hook(lambda m, i, o: seen.append((m.weight.dtype, o.dtype)))
+    images, labels = next(batches(1))
+    torch.manual_seed(3)
+    logits = model.head(model.body(model.features(images) + model.shift))
+    half = get_policy(mode).param_dtype
+    # From outside the call of a part is like that of a model.
+    assert seen == [(half if mode in WITHOUT_MASTERS else F32, F32)] and logits.dtype is F32
+    optimizer.zero_grad()
+    F.cross_entropy(logits, labels).backward()
+    assert model.conv.weight.grad.any()
+
+
+@pytest.mark.parametrize("mode", ["fp16_naive", "fp16_master_scaled", "amp"])
+def test_accumulated_micro_batches_are_added_unscaled(mode):
+    sums = {}
+    for parts in (1, 4):
+        model, optimizer = prepared(mode, nn.Linear(8, 3), scaler=StaticLossScale(64.0))
+        with torch.no_grad():
+            model.weight.fill_(0.25)
+        x = torch.arange(64.0).view(8, 8) / 8
+        for piece in x.split(8 // parts):
+            (model(piece).sum() / 8).backward()
+        sums[parts] = model.weight.grad.clone()
+    # Exact in FP16: multiples of 1/8 below 16; each gradient is divided by the scale before.
+    assert torch.equal(sums[1], sums[4])
+
+
+def test_gradients_are_those_of_torch_where_nothing_is_rounded():
+    model, optimizer = prepared("fp32", scaler="dynamic")
+    plain = net()
+    images, labels = next(batches(1))
+    for own in (model, plain):
+        torch.manual_seed(3)
+        loss = F.cross_entropy(own(images), labels)
+        loss.backward()
+    for a, b in zip(model.parameters(), plain.parameters(), strict=True):
+        # Powers of two: scaling and unscaling changes no bit above FP32's subnormals.
+        assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp"])
+def test_a_skipped_step_changes_nothing_but_the_scale(mode):
+    model, optimizer = prepared(mode)
+    train(model, optimizer)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    steps = mprun.state_of(optimizer)
+    scale = float(steps.scale.scale)
+    optimizer.zero_grad()
+    (F.cross_entropy(model(next(batches(1))[0]) * 1e30, torch.zeros(8).long())).backward()
+    optimizer.step()
+    assert steps.last.found_inf == 1 and float(steps.scale.scale) == scale / 2
+    after = model.state_dict(), optimizer.state_dict()
+    for model_state, optimizer_state in (before, after):
+        model_state.pop("norm.num_batches_tracked")
+        optimizer_state.pop("loss_scale")
+    assert_same_bits(after, before)
+
+
+def muon(parameters, lr):
+    held = [*parameters]
+    groups = [[own for own in held if (own.dim() == 2) is matrix] for matrix in (True, False)]
+    return Muon([{"params": groups[0], "matrices": True}, {"params": groups[1]}], lr)
+
+
+def test_a_checkpoint_continues_bit_for_bit_and_loads_into_plain_objects():
+    model, optimizer = prepared("fp16_master_scaled", scaler=DynamicLossScale(2.0**20))
+    train(model, optimizer)
+    file = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
+    expected = train(model, optimizer, seed=5)
+    file.seek(0)
+    saved = torch.load(file)
+    again, continued = prepared("fp16_master_scaled", net(seed=8))
+    again.load_state_dict(saved["model"])
+    continued.load_state_dict(saved["optimizer"])
+    assert train(again, continued, seed=5) == expected
+    plain = net()
+    plain.load_state_dict(saved["model"])
+    sgd(plain.parameters()).load_state_dict(saved["optimizer"])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_pickled_it_is_the_plain_model_that_loads_with_weights_only(mode):
+    model, optimizer = prepared(mode, nn.Sequential(nn.Linear(4, 4), nn.LSTM(4, 4)))
+    model(torch.randn(2, 3, 4))[0].sum().backward()
+    optimizer.step()
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    with torch.serialization.safe_globals([nn.Sequential, nn.Linear, nn.LSTM]):
+        loaded = torch.load(file, weights_only=True)
+    assert type(loaded) is nn.Sequential and type(loaded[1]) is nn.LSTM
+    pairs = zip(loaded.parameters(), model.parameters(), strict=True)
+    assert all(torch.equal(a, b.float()) and a.dtype is F32 for a, b in pairs)
+    inputs = torch.randn(2, 3, 4)
+    with torch.no_grad():
+        assert torch.equal(loaded(inputs)[0], model.eval()(inputs)[0])
+
+
+@pytest.mark.parametrize("generator_first", [True, False])
+def test_generator_and_discriminator_share_a_scale_that_moves_once(generator_first):
+    g, d = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+    scale = DynamicLossScale(2.0**4, growth_interval=3)
+    both = [g, d] if generator_first else [d, g]
+    optimizers = [sgd(one.parameters()) for one in both]
+    _, (of_g, of_d) = mprun.prepare(both, optimizers, "amp", scaler=scale)
+    if not generator_first:
+        of_g, of_d = of_d, of_g
+    scales = []
+    for _ in range(6):
+        of_d.zero_grad()
+        fake = g(torch.randn(8, 4))
+        d(torch.randn(8, 6)).square().mean().backward()
+        d(fake.detach()).square().mean().backward()
+        of_d.step()
+        of_g.zero_grad()
+        statistics = d[1].running_mean.clone()
+        d(fake).mean().backward()
+        assert not torch.equal(d[1].running_mean, statistics)
+        of_g.step()
+        scales.append(float(scale.scale))
+    assert scales == [16, 16, 32, 32, 32, 64]
+    # Unscaled where they ran through the other's weights too, as torch leaves them.
+    assert d[0].weight.grad.abs().max() < 1
+    # A generator's overflow takes back what its pass did to the discriminator's statistics.
+    statistics, weight = d[1].running_mean.clone(), g.weight.detach().clone()
+    of_g.zero_grad()
+    (d(g(torch.randn(8, 4))).mean() * math.inf).backward()
+    of_g.step()
+    assert torch.equal(d[1].running_mean, statistics) and torch.equal(g.weight, weight)
+
+
+def test_one_optimizer_over_two_models_and_two_over_one():
+    a, b = nn.Linear(4, 4), nn.Linear(4, 1)
+    both = torch.optim.SGD([*a.parameters(), *b.parameters()], 0.1)
+    (a, b), optimizer = mprun.prepare([a, b], both, "fp16_master")
+    before = [p.detach().clone() for p in (*a.parameters(), *b.parameters())]
+    b(a(torch.ones(2, 4))).sum().backward()
+    optimizer.step()
+    now = (*a.parameters(), *b.parameters())
+    assert not any(map(torch.equal, now, before))
+
+    model = net()
+    first = torch.optim.SGD([*model.conv.parameters(), *model.norm.parameters()], 0.1)
+    second = torch.optim.Adam([*model.body.parameters(), *model.head.parameters()], 0.01)
+    model, (first, second) = mprun.prepare(model, [first, second], "fp16_master_scaled")
+    before = copy.deepcopy(model.state_dict())
+    loss_of(model).backward()
+    first.step()
+    assert torch.equal(model.head.weight, before["head.weight"])
+    assert model.head.weight.grad.any()  # unscaled, where torch would have it
+    loss_of(model).backward()
+    second.step()
+    assert not torch.equal(model.head.weight, before["head.weight"])
+
+
+def test_schedulers_made_before_and_after_set_the_rate():
+    model = net()
+    optimizer = sgd(model.parameters(), lr=1.0)
+    early = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    mprun.prepare(model, optimizer, "amp")
+    late = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    for images, labels in batches(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        early.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    late.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+def compiler(make):
+    """A case that imports the compiler, which takes seconds."""
+    return pytest.param(*make, marks=pytest.mark.slow)
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated")
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: mprun.prepare(nn.ReLU()), "no parameters"),
+        (
+            lambda: mprun.prepare(net(), sgd(nn.Linear(2, 2).parameters())),
+            "no parameter of the model",
+        ),
+        (lambda: mprun.prepare(net(), "sgd"), "must be a torch.optim.Optimizer"),
+        (lambda: mprun.prepare(nn.Linear(2, 2).half()), "build the model in float32"),
+        (lambda: mprun.prepare(nn.LazyLinear(2)), "lazy"),
+        compiler((lambda: mprun.prepare(torch.jit.script(nn.Linear(2, 2))), "ScriptModule")),
+        (lambda: mprun.prepare(sgd(net().parameters()), net()), "the order is prepare(model"),
+        (lambda: mprun.prepare(net(), precision=torch.float16), "must be the name of a mode"),
+        (
+            lambda: prepared(dataclasses.replace(get_policy("amp"), reduce_dtype=torch.float16)),
+            "reduce_dtype",
+        ),
+        (lambda: prepared("fp8_tensorwise", nn.Conv2d(1, 1, 1)), "the model has none"),
+        (
+            lambda: prepared("fp8_tensorwise", nn.Sequential(nn.Linear(2, 2))),
+            "Sequential: precision.products.modules=['*']: no nn.Linear is left to compute in "
+            "E4M3/E5M2; 0, the output layer, has to be named",
+        ),
+        (lambda: prepared("fp17"), "precision mode 'fp17': must be one of"),
+        (lambda: prepared("tf32"), "a CPU has no TF32"),
+        (lambda: prepared(scaler="dynamc"), "scaler 'dynamc': must be one of"),
+        (lambda: prepared(overrides={"nothing": "fp32"}), "matches no module"),
+        (lambda: prepared(overrides={"conv": "fp8"}), "must be one of fp32, fp16, bf16"),
+    ],
+)
+def test_what_cannot_be_prepared_is_said(make, says):
+    with raises_line(ValueError, says):
+        make()
+
+
+def test_a_refused_model_can_still_be_prepared_once():
+    model = net()
+    with raises_line(ValueError, "must be one of"):
+        prepared("fp17", model)
+    prepared("amp", model.body)
+    for again in (model, model.body):
+        with raises_line(ValueError, "already prepared"):
+            prepared("amp", again)
+
+
+@pytest.mark.parametrize("mode", WITHOUT_MASTERS)
+def test_a_first_layer_in_fp32_is_no_moved_model(mode):
+    first = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    optimizer = sgd(first.parameters())
+    model, _ = mprun.prepare(first, optimizer, mode, overrides={"0": "fp32"})
+    model(torch.ones(3, 4)).sum().backward()
+    optimizer.step()
+    assert model[0].weight.dtype is F32 and model[1].weight.dtype is not F32
+
+
+def test_overrides_keep_modules_in_fp32():
+    model, optimizer = prepared("fp16_master", overrides={"head": "fp32"})
+    seen = {}
+    for name in ("conv", "head"):
+        module = getattr(model, name)
+        module.register_forward_hook(lambda m, i, o, name=name: seen.update({name: m.weight.dtype}))
+    train(model, optimizer, steps=1)
+    assert seen == {"conv": torch.float16, "head": F32}
+
+
+def test_a_model_without_an_optimizer_follows_whatever_moves_it():
+    teacher = mprun.prepare(net(), precision="fp16_master")
+    images, _ = next(batches(1))
+    torch.manual_seed(0)
+    before = teacher(images)
+    for own in teacher.parameters():
+        own.data.mul_(2.0)  # a moving average, unseen by autograd
+    torch.manual_seed(0)
+    assert not torch.equal(teacher(images), before)
+    assert all(own.grad is None for own in teacher.parameters())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_state_made_like_the_parameters_is_taken_in_training_and_evaluation(mode):
+    model, optimizer = prepared(mode, nn.LSTM(4, 4))
+    state = tuple(next(model.parameters()).new_zeros(1, 2, 4) for _ in "hc")
+    outputs, _ = model(torch.randn(3, 2, 4), state)
+    outputs.sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        outputs, (h, c) = model.eval()(torch.randn(3, 2, 4), state)
+    assert outputs.dtype is h.dtype is c.dtype is F32
+
+
+class InParts(nn.Module):
+    """Its parts are called, by `training_step` for instance, and it keeps a term of the loss."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.decoder = nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def gradient(self):
+        torch.manual_seed(1)
+        hidden = self.encoder(torch.randn(16, 8))
+        self.penalty = hidden.square().mean()  # between two calls: it is outside of both
+        outputs = self.decoder(hidden.relu())
+        (outputs.square().mean() + self.penalty).backward()
+        return self.encoder.weight.grad
+
+
+@pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp"])
+def test_what_a_script_itself_keeps_in_the_model_is_not_scaled(mode):
+    plain = InParts().gradient()
+    model, _ = prepared(mode, InParts(), scaler=StaticLossScale(16.0))
+    # 8 roundings to 11 bits on the way; scaled twice it would be some 16 times as large.
+    assert torch.allclose(model.gradient(), plain, rtol=8 * 2.0**-11, atol=2.0**-11)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_loss_with_weights_of_classes_keeps_them_in_fp32(mode):
+    weight = torch.tensor([1.0, 1 / 3, 0.1, 0.7])  # of which 16 bits would be others
+    model = nn.ModuleDict({"net": nn.Linear(8, 4), "loss": nn.CrossEntropyLoss(weight.clone())})
+    mprun.prepare(model, sgd(model.parameters()), mode)
+    logits, labels = model["net"](torch.randn(16, 8)), torch.randint(4, (16,))
+    assert torch.equal(model["loss"](logits, labels), F.cross_entropy(logits, labels, weight))
+
+
+def test_an_optimizer_that_is_dropped_is_gone_at_once():
+    """Without a collector of cycles: the loss scale would wait for its step."""
+    optimizer = prepared("amp")[1]
+    reference = weakref.ref(optimizer)
+    gc.disable()
+    try:
+        del optimizer
+        assert reference() is None
+    finally:
+        gc.enable()
+
+
+def test_an_optimizer_that_is_known_of_has_its_turn_before_the_scale_moves():
+    """As one that was given to prepare."""
+    model = prepared("amp")[0]
+    late = [sgd(part.parameters()) for part in (model.conv, model.head)]
+    scale = [mprun.state_of(one).scale for one in late][0]
+    scale.growth_interval, before = 1, scale.scale.item()
+    for optimizer, expected in zip(late, (before, 2 * before), strict=True):
+        loss_of(model).backward()
+        optimizer.step()
+        assert scale.scale.item() == expected
+
+
+def test_autocast_around_a_part_of_what_a_trainer_calls_in_parts_is_refused():
+    class Trained(Net):
+        def training_step(self, images):
+            return self.features(images)
+
+    model, _ = prepared("fp32", Trained())
+    with raises_line(RuntimeError, "torch.autocast is active"):
+        with torch.autocast("cpu", torch.bfloat16):
+            model.training_step(next(batches(1))[0])
+
+
+def test_an_optimizer_is_not_skipped_for_an_overflow_of_another():
+    """Two parts of one model with a loss for each, as a generator and its critic in one module."""
+    model = net()
+    optimizers = [sgd(part.parameters()) for part in (model.conv, model.head)]
+    mprun.prepare(model, optimizers, "amp")
+    of_conv, of_head = optimizers
+    (loss_of(model) * 1e30).backward()  # infinite when scaled
+    of_head.step()
+    assert mprun.state_of(of_head).last.found_inf == 1
+    of_conv.zero_grad()  # its own alone: those of the head stay infinite
+    model.head.requires_grad_(False)
+    loss_of(model).backward()
+    before = model.conv.weight.detach().clone()
+    of_conv.step()
+    assert mprun.state_of(of_conv).last.found_inf == 0
+    assert not torch.equal(model.conv.weight, before)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, muon], ids=["adamw", "muon"])
+@pytest.mark.parametrize("state_dtype", [None, "dynamic8", "fp8"])
+@pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_kahan"])
+def test_a_prepared_optimizer_goes_on_bit_for_bit(mode, state_dtype, make):
+    policy = dataclasses.replace(get_policy(mode), state_dtype=state_dtype)
+
+    def made():
+        torch.manual_seed(0)
+        model = nn.Linear(1024, 4)
+        return mprun.prepare(model, make(model.parameters(), 1e-2), policy)
+
+    def step(model, optimizer, number):
+        optimizer.zero_grad()
+        inputs = torch.randn(8, 1024, generator=torch.Generator().manual_seed(number))
+        model(inputs).square().mean().backward()
+        optimizer.step()
+
+    model, optimizer = made()
+    for number in range(3):
+        step(model, optimizer, number)
+    saved = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    torch.save(saved, buffer := io.BytesIO())
+    buffer.seek(0)
+    for number in range(3, 6):
+        step(model, optimizer, number)
+    again, other = made()
+    saved = torch.load(buffer, weights_only=True)
+    again.load_state_dict(saved["model"])
+    other.load_state_dict(saved["optimizer"])
+    for number in range(3, 6):
+        step(again, other, number)
+    assert_same_bits(again.state_dict(), model.state_dict())
+    assert_same_bits(other.state_dict(), optimizer.state_dict())
+    assert {own.dtype for own in again.parameters()} == {torch.bfloat16}
+    names = ("exp_avg", "momentum_buffer")
+    of_weight, of_bias = (
+        next(state[name] for name in names if name in state).dtype for state in other.state.values()
+    )
+    in_blocks = torch.float32 if state_dtype is None else torch.uint8
+    assert (of_weight, of_bias) == (in_blocks, torch.float32)
+
+
+def test_a_prepared_model_trains_in_fp8():
+    inner = [nn.Linear(16, 32), nn.Linear(32, 32), nn.ReLU()]
+    model = nn.Sequential(*inner, nn.Linear(32, 4))
+    model, optimizer = mprun.prepare(
+        model, torch.optim.SGD(model.parameters(), 0.1), "fp8_tensorwise"
+    )
+    x, losses = torch.randn(64, 16), []
+    for _ in range(20):
+        optimizer.zero_grad()
+        loss = (model(x) - x[:, :4]).square().mean()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.8 * losses[0]
+    forward_context = mprun.state_of(optimizer).models[0].forward_context
+    assert forward_context.kind() == "emulated-bf16 emulated-e4m3 emulated-e5m2"
+    assert forward_context.rerouted()["forward e4m3 x e4m3"] == 40
+
+
+def test_a_prepared_model_goes_on_with_the_random_bits_of_its_state():
+    """nvfp4 rounds each gradient at random; a state loaded in between changes no bit."""
+
+    def made():
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+        return mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1), "nvfp4")
+
+    def step(model, optimizer):
+        optimizer.zero_grad()
+        for part in x.split(8):
+            (model(part) - part[:, :4]).square().mean().backward()
+        optimizer.step()
+
+    x = torch.randn(16, 16)
+    model, optimizer = made()
+    step(model, optimizer)
+    saved = [copy.deepcopy(own.state_dict()) for own in (model, optimizer)]
+    step(model, optimizer)
+    expected = copy.deepcopy(model.state_dict())
+    again, other = made()
+    other.load_state_dict(saved[1])
+    again.load_state_dict(saved[0])
+    step(again, other)
+    assert_same_bits(again.state_dict(), expected)
+    again.load_state_dict(saved[0])
+    step(again, other)  # a later micro-batch has other bits
+    assert not torch.equal(again.state_dict()["0.weight"], expected["0.weight"])
+
+
+def test_delayed_scales_move_once_an_update_and_are_in_the_state():
+    """Of two optimizers, of micro-batches, after an evaluation, a copy, and a layer that is new."""
+
+    def delayed_of(model):
+        return mprun.state_of(sgd(model.parameters())).models[0].delayed
+
+    def made():
+        torch.manual_seed(3)
+        model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 4))
+        model, first = mprun.prepare(model, sgd(model[:2].parameters()), "fp8_delayed")
+        second = sgd(model[2:].parameters())
+        mprun.state_of(second)
+        return model, (first, second)
+
+    def step(model, both):
+        for optimizer in both:
+            optimizer.zero_grad()
+        for part in x.split(8):
+            (model(part) - part[:, :4]).square().mean().backward()
+        for optimizer in both:
+            optimizer.step()
+
+    x = torch.randn(16, 16)
+    model, both = made()
+    for _ in range(3):
+        step(model, both)
+    delayed = delayed_of(model)
+    amaxes = delayed.history[:, 0, 0]
+    assert amaxes[:3].tolist() == [x.bfloat16().abs().amax().item()] * 3 and not amaxes[3:].any()
+    assert not delayed.present[..., 1].any()
+    saved = [copy.deepcopy(own.state_dict()) for own in (model, *both)]
+    with torch.no_grad():
+        model.eval()(x * 100)
+        model.train()
+    copied = copy.deepcopy(model)
+    again, others = made()
+    for own, state in zip((again, *others), saved, strict=True):
+        own.load_state_dict(state)
+    for pair in (model, both), (again, others):
+        step(*pair)
+    assert_same_bits(again.state_dict(), model.state_dict())
+    assert_same_bits(others[0].state_dict(), both[0].state_dict())
+    assert_same_bits(delayed_of(copied).state_dict(), saved[1]["delayed"][0])
+    copied.append(nn.Linear(4, 4))  # the output layer, which "3" is no longer
+    copied(x)
+    kept = delayed_of(copied)
+    assert [*kept.layers] == ["0", "2", "3"]
+    assert kept.history[0, :2].all() and not kept.history[:, 2].any()
+
+
+def drawing(out=4):
+    torch.manual_seed(3)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, out))
+    return mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1), "nvfp4")
+
+
+def test_ranks_round_with_random_bits_of_their_own():
+    """The process group has one process, which says what its rank is."""
+    fake_pg = pytest.importorskip("torch.testing._internal.distributed.fake_pg")
+    x, found = torch.randn(8, 16), []
+    for rank in range(2):
+        model, optimizer = drawing()
+        dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=2)
+        try:
+            model(x).square().mean().backward()
+        finally:
+            dist.destroy_process_group()
+        found.append(model[0].weight.grad)
+        state = optimizer.state_dict()
+        del model, optimizer
+    # One process that goes on takes the bits of neither.
+    model, optimizer = drawing()
+    optimizer.load_state_dict(state)
+    model(x).square().mean().backward()
+    for one, other in combinations([*found, model[0].weight.grad], 2):
+        assert not torch.equal(one, other)
+
+
+def test_two_models_of_one_script_go_on_with_the_random_bits_of_their_states():
+    """Whichever state is loaded last, and whatever is prepared after that."""
+    x = torch.randn(8, 16)
+
+    def step(pairs):
+        for (model, optimizer), calls in zip(pairs, (2, 1), strict=True):
+            optimizer.zero_grad()
+            for _ in range(calls):
+                model(x).square().mean().backward()
+            optimizer.step()
+
+    pairs = [drawing(), drawing(out=2)]
+    step(pairs)
+    saved = [[copy.deepcopy(own.state_dict()) for own in pair] for pair in pairs]
+    step(pairs)
+    expected = [copy.deepcopy(model.state_dict()) for model, _ in pairs]
+    for order in (0, 1), (1, 0):
+        again = [drawing(), drawing(out=2)]
+        for number in order:
+            for own, state in zip(again[number], saved[number], strict=True):
+                own.load_state_dict(state)
+        drawing()
+        step(again)
+        for (model, _), state in zip(again, expected, strict=True):
+            assert_same_bits(model.state_dict(), state)
+
+
+def test_a_script_begins_anew_with_its_seed_when_its_models_are_gone():
+    x, found = torch.randn(8, 16), []
+    for _ in range(2):
+        model, _ = drawing()
+        for _ in range(2):
+            model(x).square().mean().backward()
+        found.append(model[0].weight.grad)
+        del model
+    assert torch.equal(*found)
+
+
+def in_blocks(dtype):
+    """(a plain model, its optimizer after two steps) with state in blocks."""
+    policy = build_policy("own", {"update": {"state_dtype": dtype}})
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = mprun.prepare(model, optimizer, policy)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model(torch.randn(4, 64)).square().mean().backward()
+        optimizer.step()
+    assert optimizer.state[model.weight]["exp_avg"].dtype is torch.uint8
+    return model, optimizer
+
+
+def test_a_plain_model_keeps_its_state_in_blocks_and_no_other_format_takes_it():
+    (_, optimizer), (_, other) = in_blocks("dynamic8"), in_blocks("fp8")
+    optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(ValueError, match="state is kept in fp8, not in dynamic8: load it"):
+        optimizer.load_state_dict(other.state_dict())
+
+
+def test_state_in_blocks_stays_when_the_groups_of_its_optimizer_change():
+    """Encoded again it would be another: dynamic8 has no -1."""
+    model, optimizer = in_blocks("dynamic8")
+    kept = copy.deepcopy(optimizer.state[model.weight])
+    optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
+    mprun.state_of(optimizer)
+    assert_same_bits(optimizer.state[model.weight], kept)
+    mprun.prepare(nn.Linear(2, 2))  # its parameters could be anybody's
+    mprun.state_of(optimizer)
+    assert_same_bits(optimizer.state[model.weight], kept)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "bf16_naive", "amp"])
+def test_state_in_blocks_that_is_loaded_too_early_is_refused(mode):
+    saved = in_blocks("fp8")[1].state_dict()
+    model = nn.Linear(64, 64)
+    early, late = (torch.optim.AdamW(model.parameters(), lr=1e-2) for _ in range(2))
+    early.load_state_dict(saved)
+    with raises_line(ValueError, "load it after prepare"):
+        mprun.prepare(model, early, mode)
+    mprun.prepare(model, None, mode)  # the refusal has prepared nothing
+    late.load_state_dict(saved)
+    model(torch.ones(4, 64)).mean().backward()
+    with raises_line(ValueError, "load it after prepare"):
+        late.step()

@@ -1,0 +1,184 @@
+"""What is measured in a script is what a run of mprun measures of the same step."""
+
+import copy
+from dataclasses import asdict
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mprun
+from mprun.numerics.probe import chosen_modules
+from mprun.numerics.probing import Watched
+from mprun.numerics.replay import Steps
+
+from ..helpers import assert_same_bits
+from .networks import SMALL, as_in_a_script, batches, loss_of, prepared, stepping
+
+first_nonfinite = pytest.importorskip("mprun.extensions.diagnosis.first_nonfinite")
+find_culprit, in_words = first_nonfinite.find_culprit, first_nonfinite.in_words
+
+
+def step_in_a_script(built):
+    """The first step of a built run as a script takes it, and its optimizer."""
+    model, optimizer = as_in_a_script(built)
+
+    def loss():
+        images, labels = built.data.train_batch(0)
+        return F.cross_entropy(model(images), labels)
+
+    return stepping(optimizer, loss), optimizer
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp16_master_scaled", "amp", "bf16_naive", "bf16_kahan"])
+def test_a_probe_is_equal_to_that_of_a_run(mode, build_run):
+    built = build_run(*SMALL, f"precision={mode}")
+    step, optimizer = step_in_a_script(built)
+    torch.manual_seed(5)
+    with Watched(built.task, chosen_modules(built.task.learners, [])) as watched:
+        watched.metrics = built.task.train_step(0)
+    expected = watched.record(1)
+    torch.manual_seed(5)
+    found = mprun.probe(step, optimizer)
+    own, theirs = found.learners["model"], expected.learners["model"]
+    assert found.log2_loss_scale == expected.log2_loss_scale
+    for kind in theirs.tensors:
+        assert own.tensors[kind].keys() == theirs.tensors[kind].keys()
+        for name, stats in theirs.tensors[kind].items():
+            mine = own.tensors[kind][name]
+            assert mine.counts == stats.counts, (kind, name)
+            assert (mine.amax, mine.dtype, mine.stride) == (stats.amax, stats.dtype, stats.stride)
+    assert own.lost_updates == theirs.lost_updates
+    assert own.applied_updates == theirs.applied_updates
+    assert bool(own.applied_updates) == (mode in ("bf16_naive", "bf16_kahan"))
+
+
+@pytest.mark.parametrize("mode", ["fp16_naive", "fp16_master_scaled", "amp"])
+def test_an_explanation_is_equal_to_that_of_a_run(mode, build_run):
+    built = build_run(*SMALL, f"precision={mode}")
+    with torch.no_grad():  # an overflow in the middle of the network
+        for own in built.task.learner.updated:
+            own.mul_(16.0)
+    step, optimizer = step_in_a_script(built)
+    torch.manual_seed(5)
+    expected = find_culprit(Steps(built, 0, 0), "step")
+    torch.manual_seed(5)
+    found = mprun.explain(step, optimizer)
+    assert found.reproduced and expected.reproduced and expected.event.phase == "forward"
+    assert in_words(found) == in_words(expected)
+    assert asdict(found.event) == asdict(expected.event)
+    # A run casts images as it loads them if its parameters are in 16 bits, a script in the call.
+    inside = [[one for one in own.ramp if one.module] for own in (found, expected)]
+    assert inside[0] == inside[1]
+
+
+@pytest.mark.parametrize("mode", ["fp8_tensorwise", "fp8_rowwise", "fp8_unscaled"])
+def test_an_overflow_of_a_product_in_fp8_is_that_of_its_layer(mode):
+    """2^70 * 2^70 * 16 is beyond BF16; casts and their scales are no values of the network."""
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.Linear(16, 1))
+    with torch.no_grad():
+        model[0].weight.fill_(2.0**66)
+        model[2].weight.fill_(2.0**70)
+    # Without a scale all saturates at 448: the third layer, in BF16, is where it ends.
+    model[3].weight.data.fill_(2.0**120)
+    model, optimizer = prepared(mode, model)
+    step = stepping(optimizer, lambda: model(torch.ones(4, 16)).float().sum())
+    found = mprun.explain(step, optimizer)
+    assert found.reproduced and found.event.phase == "forward"
+    if mode == "fp8_unscaled":
+        assert found.event.module == "3"
+        return
+    assert (found.event.module, found.event.operation) == ("2", "scaled_mm")
+    assert found.event.largest_input == pytest.approx(2.0**70, rel=0.01)
+    assert found.event.would_be == float("inf")
+    [first] = [one for one in found.ramp if one.module == "0"]
+    assert first.value == pytest.approx(2.0**70, rel=0.01)
+
+
+def test_an_explanation_names_the_module_and_puts_everything_back():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 1))
+    with torch.no_grad():
+        for own in model.parameters():
+            own.fill_(100.0)
+    model, optimizer = prepared("fp16_master", model, torch.optim.Adam)
+
+    def states():
+        return model.state_dict(), optimizer.state_dict(), torch.get_rng_state()
+
+    before = copy.deepcopy(states())
+    step = stepping(optimizer, lambda: model(torch.full((2, 4), 50.0)).mean())
+    finding = mprun.explain(step, optimizer)
+    assert (finding.verdict, finding.event.module) == ("operation", "1")
+    # 100 * 100 * 50 * 4 * 4 and more: beyond FP16's 65504.
+    assert finding.event.dtype is torch.float16 and finding.event.would_be > 65504
+    assert_same_bits(states(), before)
+
+
+@pytest.mark.parametrize("mode", ["fp16_master", "amp", "fp32"])
+def test_a_step_whose_gradients_all_underflow_says_so(mode):
+    """1e-8 is below half of FP16's smallest number: no scale, no gradient."""
+    model, optimizer = prepared(mode, scaler=None if mode == "fp16_master" else "none")
+    step = stepping(optimizer, lambda: loss_of(model) * 1e-8)
+    found = mprun.explain(step, optimizer)
+    probe = mprun.probe(step, optimizer)
+    zeros = "zeros 100 %, measured after rounding: probe in fp32 or use numerics.shadow_every"
+    assert not found.reproduced
+    if mode == "fp32":
+        assert str(found) == "not found: the step does not fail" and zeros not in str(probe)
+        assert "; of the others in FP16: underflow 100 %" in probe.learners["model"].in_words(
+            "weight_gradients"
+        )
+        return
+    assert str(found).startswith("not found: the step does not fail, but every gradient of a ")
+    assert "it trains nothing; the last that were not were at most 2^-" in str(found)
+    assert str(probe).count(zeros) == 2
+
+
+def test_rates_and_buffers_outside_of_the_state_are_put_back_and_fp32_is_explained():
+    class Counts(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 1)
+            self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x)
+
+        def state_dict(self, *arguments, **named):
+            return {}
+
+    model, optimizer = prepared("fp32", Counts())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    before = model.weight.detach().clone()
+
+    def step():
+        loss = stepping(optimizer, lambda: model(torch.ones(2, 4)).sum())()
+        scheduler.step()
+        return loss
+
+    assert not mprun.explain(step, optimizer).reproduced
+    assert torch.equal(model.weight, before) and model.calls == 0
+    assert optimizer.param_groups[0]["lr"] == 0.1
+
+
+@pytest.mark.parametrize(
+    "options", [{"mode": "fp32", "scaler": "dynamic"}, {"mode": "fp16_master", "native": True}]
+)
+def test_the_first_step_of_all_is_explained_where_nothing_is_emulated(options):
+    model, optimizer = prepared(**options)
+    assert not mprun.explain(stepping(optimizer, lambda: loss_of(model)), optimizer).reproduced
+
+
+def test_a_healthy_step_is_not_explained():
+    model, optimizer = prepared("amp")
+    stream = batches(3)
+
+    def loss():
+        images, labels = next(stream)
+        return F.cross_entropy(model(images), labels)
+
+    finding = mprun.explain(stepping(optimizer, loss), optimizer, steps=3)
+    assert not finding.reproduced and finding.verdict == "not found"
+    with pytest.raises(ValueError, match="must return the loss"):
+        mprun.probe(lambda: None, optimizer)

@@ -1,0 +1,604 @@
+"""What an ordinary loop does, and a half-prepared one silently did wrong: each is right, or raises
+one line that names the cure."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import mprun
+from mprun.precision import StaticLossScale
+from mprun.precision.emulation import HalfEmulation
+from mprun.prepared import passes
+from mprun.prepared.border import prepared_modules
+from mprun.torch_private import dispatch_modes
+
+from ..helpers import assert_same_bits, raises_line
+from .networks import (
+    HALF_WEIGHTS,
+    MODES,
+    SMALL,
+    WITHOUT_MASTERS,
+    WithLoss,
+    as_in_a_script,
+    batches,
+    loss_of,
+    net,
+    prepared,
+    train,
+)
+
+IMAGES = next(batches(1))[0]
+
+
+class MaxNorm(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+class Gaussian(nn.Linear):
+    def forward(self, x):
+        return torch.distributions.Normal(super().forward(x), 1.0)
+
+
+class Holder:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+
+class Unwraps(nn.Linear):
+    def forward(self, holder):
+        return super().forward(holder.tensor)
+
+
+def with_autocast(model, _):
+    with torch.autocast("cpu", torch.bfloat16):
+        model(IMAGES)
+
+
+def replace_parameters(model, optimizer):
+    """The optimizer holds those of before."""
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    loss_of(model).backward()
+    optimizer.step()
+
+
+def with_grad_scaler(model, optimizer):
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(loss_of(model) / 16).backward()
+    scaler.step(optimizer)
+
+
+def loss_of_a_tensor_inside(model, _):
+    kept = []
+    model.body.forward = lambda x, own=model.body.forward: kept.append(own(x)) or kept[-1]
+    (loss_of(model) + kept[0].float().sum()).backward()
+
+
+def copy_within_a_call(model, _):
+    model.head.register_forward_hook(lambda *_: copy.deepcopy(model))
+    model(IMAGES)
+
+
+def call_of(network, inputs):
+    """A call of another network in the same mode."""
+    return lambda _, optimizer: prepared(mprun.state_of(optimizer).policy.name, network(4, 2))[0](
+        inputs
+    )
+
+
+MASTERS = [mode for mode in HALF_WEIGHTS if mode not in WITHOUT_MASTERS]
+# What is said of what a script does, and the modes in which that is refused.
+TRAPS = [
+    ("torch.autocast is active", MODES, with_autocast),
+    ("torch.autocast is active", MODES, lambda m, o: with_autocast(m.eval(), o)),
+    ("no gradients", MODES, lambda m, o: o.step()),
+    ("no gradients", MODES, lambda m, o: (loss_of(m).backward(), o.zero_grad(), o.step())),
+    ("no gradients", MODES, replace_parameters),
+    ("GradScaler", [m for m in MODES if m != "fp16_naive"], with_grad_scaler),
+    (
+        "now on cpu in torch.float64",
+        ["fp32", "amp", "fp16_master"],
+        lambda m, o: m.double()(IMAGES),
+    ),
+    ("now on cpu in torch.bfloat16", MASTERS, lambda m, o: (m.head.bfloat16(), m(IMAGES))),
+    ("within its own call", ["fp16_master"], copy_within_a_call),
+    ("from inside a prepared model", ["amp", "fp16_master_scaled"], loss_of_a_tensor_inside),
+    ("in a Normal", ["amp", "fp16_master_scaled"], call_of(Gaussian, torch.ones(2, 4))),
+    (
+        "in a Holder they would pass without a cast",
+        ["fp16_naive", "bf16_master"],
+        call_of(Unwraps, Holder(torch.ones(2, 4))),
+    ),
+    ("DataParallel", MODES, lambda m, o: m._replicate_for_data_parallel()),
+]
+
+
+@pytest.mark.parametrize(
+    ("mode", "says", "act"), [(mode, says, act) for says, modes, act in TRAPS for mode in modes]
+)
+def test_what_would_go_wrong_is_refused_in_a_line_that_names_the_cure(mode, says, act):
+    model, optimizer = prepared(mode)
+    with raises_line((RuntimeError, ValueError), says):
+        act(model, optimizer)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_pass_of_something_else_is_not_touched(mode):
+    """While the graph of a call waits for its own pass, which is then the one that is watched."""
+    model, optimizer = prepared(mode)
+    loss, seen = loss_of(model), []
+    weight = torch.ones(4, 4, dtype=torch.bfloat16, requires_grad=True)
+    (product := weight @ weight).register_hook(lambda _: seen.append(dispatch_modes()))
+    with torch.autocast("cpu", torch.bfloat16):
+        product.sum().backward()
+    assert seen == [[]]
+    audit = mprun.state_of(optimizer).models[0].audit
+    assert not [name for name in audit.result()["products"] if name.startswith("backward")]
+    loss.backward()
+    assert [name for name in audit.result()["products"] if name.startswith("backward")]
+
+
+def test_a_model_that_nothing_differentiates_is_not_waited_for_once_it_is_called_unwatched():
+    """Each pass in between looks for it in its own graph, which costs time."""
+    model, optimizer = prepared("fp32")
+    (prepared_model,) = mprun.state_of(optimizer).models
+    waited = []
+    for _ in range(4):
+        loss_of(model)
+        torch.ones(2, requires_grad=True).sum().backward()
+        waited.append(prepared_model in passes.due)
+    assert waited == [True, True, True, False]
+
+
+@pytest.mark.parametrize("mode", ["fp16_naive", "bf16_master", "amp"])
+def test_a_pass_is_the_models_own_wherever_it_begins(mode):
+    """At a tensor from inside, at gradients of gradients, in a pass within a pass."""
+
+    def begun_inside(model):
+        kept = []
+        model.body.register_forward_hook(lambda _, given, out: kept.append(out))
+        model(IMAGES)
+        return kept[0].square().sum()
+
+    def second(model):
+        inputs = IMAGES.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(model(inputs).square().sum(), inputs, create_graph=True)
+        return gradient.square().sum()
+
+    def within(model):
+        inputs = IMAGES.clone().requires_grad_()
+        return checkpoint(model, inputs, use_reentrant=True).square().sum()
+
+    for begin in begun_inside, second, within:
+        model, optimizer = prepared(mode)
+        loss, seen = begin(model), []
+        for own in model.parameters():
+            own.register_hook(lambda _, seen=seen: seen.append(dispatch_modes()))
+        loss.backward()
+        assert seen, begin.__name__
+        for modes in seen:
+            assert any(isinstance(one, HalfEmulation) for one in modes), begin.__name__
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("own", [True, False])
+def test_clipping_by_torch_clips(mode, own):
+    model, optimizer = prepared(mode, lr=1.0, scaler=StaticLossScale(4.0))
+    before = [p.detach().clone() for p in model.parameters()]
+    (100 * loss_of(model)).backward()
+    parameters = list(model.parameters()) if own else model.conv.parameters()
+    norm = torch.nn.utils.clip_grad_norm_(parameters, 0.005)
+    optimizer.step()
+    assert norm > 1
+    pairs = zip(model.parameters(), before, strict=True)
+    moved = [(p - q).detach().float() for p, q in pairs][: None if own else 2]
+    # FP32 rounds each of some hundred values by 2^-24; 16-bit weights by their own step, below
+    # which a clipped update is lost.
+    tolerance = 1e-4 if mode not in WITHOUT_MASTERS else 1.0
+    assert torch.cat([m.flatten() for m in moved]).norm() == pytest.approx(0.005, rel=tolerance)
+
+
+CLIPPED = ["fp32", "fp16_master_scaled", "amp", "bf16_stochastic", "bf16_kahan"]
+
+
+@pytest.mark.parametrize("mode", CLIPPED)
+def test_clipping_by_torch_is_that_of_a_run(mode, build_run):
+    """train.clip_norm of a run, and torch's function in a script, on the same batches."""
+    built = build_run(*SMALL, f"precision={mode}", "train.clip_norm=0.05", "optim.lr=0.5")
+    task = built.task
+    model, optimizer = as_in_a_script(built)
+    for index in range(3):
+        torch.manual_seed(index)
+        task.train_step(index)
+        images, labels = built.data.train_batch(index)
+        torch.manual_seed(index)
+        optimizer.zero_grad()
+        F.cross_entropy(model(images), labels).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        assert norm > 0.05
+        optimizer.step()
+    assert_same_bits([*model.parameters()], [*task.learner.model.parameters()])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_zero_grad_of_the_model_forgets(mode):
+    ends = []
+    for through_model in (True, False):
+        model, optimizer = prepared(mode)
+        torch.manual_seed(0)
+        for images, labels in batches(3):
+            (model if through_model else optimizer).zero_grad()
+            F.cross_entropy(model(images), labels).backward()
+            optimizer.step()
+        ends.append([*model.parameters()])
+    assert_same_bits(*ends)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_an_optimizer_over_the_parameters_of_the_model_trains_all_of_them(mode):
+    model, optimizer = prepared(mode, lr=1.0)
+    before = copy.deepcopy(model.state_dict())
+    train(model, optimizer)
+    for name, own in model.named_parameters():
+        # In 16 bits an update below half a step of the weight is lost.
+        assert own.grad.any() if mode in WITHOUT_MASTERS else not torch.equal(own, before[name])
+
+
+@pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp"])
+def test_the_scale_moves_without_being_asked(mode):
+    scale = mprun.precision.DynamicLossScale(4.0, growth_interval=2)
+    model, optimizer = prepared(mode, scaler=scale)
+    train(model, optimizer, steps=4)
+    assert scale.scale == 16 and scale.steps_skipped == 0
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_state_loaded_after_preparing_stays(mode):
+    model, optimizer = prepared(mode, lr=0.0)
+    train(model, optimizer, steps=1)
+    other = net(seed=5).state_dict()
+    model.load_state_dict(other)
+    train(model, optimizer, steps=2)
+    for name, own in model.named_parameters():
+        assert torch.equal(own, other[name].to(own.dtype))
+    again, second = prepared(mode, net(seed=5), lr=0.0)
+    again.norm.load_state_dict(model.norm.state_dict())
+    assert train(model, optimizer, steps=1) == train(again, second, steps=1)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_deep_copy_computes_with_its_own_weights(mode):
+    model, optimizer = prepared(mode)
+    train(model, optimizer, steps=1)
+    twin = copy.deepcopy(model)
+    torch.manual_seed(0)
+    expected = model(IMAGES)
+    torch.manual_seed(0)
+    assert torch.equal(twin(IMAGES), expected)
+    average = [p.detach().clone() for p in twin.parameters()]
+    train(model, optimizer, steps=3)
+    assert all(map(torch.equal, twin.parameters(), average))
+    with torch.no_grad():
+        for own in twin.parameters():
+            own.zero_()
+    assert not twin.eval()(IMAGES).any() and model.eval()(IMAGES).any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_call_anywhere_is_emulated(mode):
+    model, _ = prepared(mode)
+    forward_context = prepared_modules(model)[""].forward_context
+    model(IMAGES)
+    assert bool(forward_context.rerouted()) == (mode != "fp32")
+
+
+@pytest.mark.parametrize("mode", HALF_WEIGHTS)
+def test_a_loss_inside_the_model_is_computed_in_fp32(mode):
+    torch.manual_seed(0)
+    plain = WithLoss()
+    x, labels = torch.randn(8, 8), torch.randint(4, (8,))
+    model, optimizer = prepared(mode, copy.deepcopy(plain))
+    logits, loss = model(x, labels)
+    assert model.seen[-1].itemsize == 2 and logits.dtype is loss.dtype is torch.float32
+    # Of the very logits, in FP32; a loss in 16 bits would be off by its rounding.
+    assert torch.equal(loss, F.cross_entropy(logits, labels))
+    loss.backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_frozen_weights_stay_and_unfrozen_ones_move(mode):
+    model, optimizer = prepared(mode, lr=1.0)
+    model.conv.requires_grad_(False)
+    before = model.conv.weight.detach().clone()
+    train(model, optimizer, steps=2)
+    assert torch.equal(model.conv.weight, before) and model.conv.weight.grad is None
+    model.conv.requires_grad_(True)
+    train(model, optimizer, steps=2)
+    assert not torch.equal(model.conv.weight, before)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_parameters_added_to_the_optimizer_later_train(mode):
+    model = net()
+    inner = torch.optim.SGD(model.head.parameters(), 1.0)
+    model, optimizer = mprun.prepare(model, inner, mode)
+    before = model.conv.weight.detach().clone()
+    train(model, optimizer, steps=1)
+    assert torch.equal(model.conv.weight, before)
+    optimizer.add_param_group({"params": model.conv.parameters()})
+    train(model, optimizer, steps=1)
+    assert not torch.equal(model.conv.weight, before)
+
+
+@pytest.mark.parametrize("mode", MASTERS)
+def test_a_weight_penalty_outside_of_the_model_counts_in_fp32(mode):
+    model, optimizer = prepared(mode, nn.Linear(4, 4))
+    x = torch.ones(2, 4)
+    model(x).sum().backward()
+    without = model.weight.grad.clone()
+    optimizer.zero_grad()
+    (model(x).sum() + 0.5 * model.weight.square().sum()).backward()
+    assert torch.equal(model.weight.grad, without + model.weight)
+
+
+def test_weights_that_a_script_changes_behind_autograd_are_used():
+    """`.data` tells nobody, in the clipping of a Wasserstein critic for instance."""
+    model, optimizer = prepared("fp16_master", nn.Linear(4, 4, bias=False))
+    model(torch.ones(2, 4)).sum().backward()
+    optimizer.step()
+    model.weight.data.fill_(0.5)
+    assert torch.equal(model(torch.ones(1, 4)), torch.full((1, 4), 2.0))
+
+
+@pytest.mark.parametrize("mode", HALF_WEIGHTS)
+def test_a_loss_that_is_a_part_of_the_model_takes_fp32_targets(mode):
+    model = nn.Sequential(nn.Linear(4, 1))
+    model.criterion = nn.MSELoss()
+    model, _ = prepared(mode, model)
+    outputs, targets = torch.full((2, 1), 0.5), torch.full((2, 1), 1 / 3)
+    # 1/3 is off by up to 2^-12 of it in FP16.
+    assert torch.equal(model.criterion(outputs, targets), F.mse_loss(outputs, targets))
+
+
+class Codebook(nn.Module):
+    """Puts another tensor in the place of its buffer, and grows one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("average", torch.zeros(4))
+        self.register_buffer("rows", torch.zeros(0, 4))
+
+    def forward(self, x):
+        self.average = 0.5 * self.average + 1.0
+        self.rows = torch.cat([self.rows, x.detach()[:1]])
+        return self.layer(x) + self.average
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_buffers_that_a_call_replaces_go_on(mode):
+    model, _ = prepared(mode, Codebook())
+    for _ in range(3):
+        model(torch.ones(2, 4))
+    assert model.average.tolist() == [1.75] * 4 and model.rows.shape == (3, 4)
+    assert model.average.dtype is (next(model.parameters()).dtype)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_weight_that_is_no_number_makes_a_loss_that_is_none(mode):
+    model, optimizer = prepared(mode)
+    with torch.no_grad():
+        model.norm.weight[0] = torch.nan
+    loss = loss_of(model)
+    loss.backward()
+    optimizer.step()
+    assert loss.isnan()
+
+
+class Biased(nn.Module):
+    """Adds to attention what it makes itself, in FP32 or in the dtype of what it adds to."""
+
+    def __init__(self, kind, in_fp32):
+        super().__init__()
+        torch.manual_seed(0)
+        self.kind, self.in_fp32 = kind, in_fp32
+        self.embed, self.attention = nn.Linear(4, 8), nn.MultiheadAttention(8, 2)
+
+    def forward(self, x):
+        x = self.embed(x)
+        bias = -0.1 * torch.arange(36.0).view(6, 6)
+        bias = bias if self.in_fp32 else bias.to(x.dtype)
+        if self.kind == "function":
+            return F.scaled_dot_product_attention(x, x, x, bias)
+        return self.attention(x, x, x, attn_mask=bias, need_weights=self.kind == "weights")[0]
+
+
+@pytest.mark.parametrize("mode", HALF_WEIGHTS)
+@pytest.mark.parametrize("kind", ["function", "layer", "weights"])
+def test_a_mask_of_attention_is_in_the_dtype_of_the_query(mode, kind):
+    """CUDA's kernels refuse another one; a CPU's take it."""
+    found = []
+    for in_fp32 in (True, False):
+        model, _ = prepared(mode, Biased(kind, in_fp32))
+        model(torch.linspace(-1, 1, 24).view(6, 4)).square().sum().backward()
+        found.append([own.grad for own in model.parameters() if own.grad is not None])
+    assert_same_bits(*found)
+
+
+def test_weights_change_within_a_call_where_no_masters_undo_it():
+    model, _ = prepared("amp", MaxNorm(4, 2))
+    model(torch.ones(2, 4))
+    assert model.weight.abs().max() <= 0.01
+
+
+def test_backward_runs_in_the_arithmetic_of_its_own_model():
+    """Whatever else was prepared before: 8192 ones are 8192, not 2048."""
+    others = [prepared("fp16_master", nn.Linear(2, 2), native=True) for _ in range(8)]
+    for other, _ in others:
+        other(torch.ones(1, 2))
+    model, optimizer = prepared("fp16_master", nn.Embedding(4, 3))
+    model(torch.zeros(8192, dtype=torch.long)).sum().backward()
+    assert model.weight.grad[0].tolist() == [8192.0] * 3
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_of_weights_that_no_optimizer_holds_are_unscaled_too(mode):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    plain = copy.deepcopy(model)
+    inner = torch.optim.SGD(model[1].parameters(), 1.0)
+    model, optimizer = mprun.prepare(model, inner, mode)
+    (model(torch.ones(2, 4)).square().mean() * 0.1).backward()
+    (plain(torch.ones(2, 4)).square().mean() * 0.1).backward()
+    norms = [torch.nn.utils.clip_grad_norm_(own.parameters(), 1.0) for own in (model, plain)]
+    # Some dozen roundings to BF16's 8 bits.
+    assert float(norms[0]) == pytest.approx(float(norms[1]), rel=0.05)
+    before = model[0].weight.detach().clone()
+    optimizer.step()
+    assert torch.equal(model[0].weight, before) and optimizer.state_dict()
+
+
+@pytest.mark.parametrize("mode", ["amp", "fp16_master_scaled"])
+@pytest.mark.parametrize("through_model", [True, False])
+def test_a_script_that_steps_only_where_gradients_are_finite_gets_to_step(mode, through_model):
+    model, optimizer = prepared(mode, nn.Linear(4, 2), lr=0.001)
+    taken = 0
+    for _ in range(20):
+        (model if through_model else optimizer).zero_grad()
+        (model(torch.ones(2, 4)).square().sum() * 1e3).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if torch.isfinite(norm):
+            optimizer.step()
+            taken += 1
+    assert taken > 5
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_backward_pass_that_breaks_off_leaves_gradients_as_they_were(mode):
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            raise ValueError("no")
+
+    model, optimizer = prepared(mode, nn.Linear(4, 4))
+    (model(torch.ones(2, 4)).square().mean() * 0.1).backward()
+    before = model.weight.grad.clone()
+    with pytest.raises(ValueError, match="no"):
+        Breaks.apply(model(torch.ones(2, 4))).sum().backward()
+    assert torch.equal(model.weight.grad, before)
+
+
+def test_states_made_before_preparing_are_in_the_dtype_of_the_weights():
+    model = nn.Linear(4, 4)
+    model, optimizer = mprun.prepare(model, torch.optim.Adagrad(model.parameters()), "fp16_naive")
+    assert all(state["sum"].dtype is torch.float16 for state in optimizer.state.values())
+
+
+def test_statistics_collected_without_gradients_are_kept_by_a_skip():
+    model, optimizer = prepared("amp")
+    with torch.no_grad():
+        model(IMAGES)
+    (loss_of(model) * float("inf")).backward()
+    optimizer.step()
+    assert mprun.state_of(optimizer).last.found_inf == 1 and model.norm.num_batches_tracked == 1
+
+
+def test_what_cuda_cannot_compute_in_fp16_an_override_computes():
+    def parametrized():
+        model = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+        parametrizations.orthogonal(model[0])
+        return model
+
+    model, _ = prepared("fp16_master", parametrized())
+    with pytest.raises(NotImplementedError, match="its module by an override"):
+        model(torch.randn(2, 4))
+    model, optimizer = prepared("fp16_master", parametrized(), overrides={"0": "fp32"})
+    model(torch.randn(2, 4)).sum().backward()
+    optimizer.step()
+
+
+@pytest.mark.parametrize("mode", ["fp16_master_scaled", "mxfp8"])
+def test_weights_written_by_data_count_after_any_pass(mode):
+    """A teacher's call is never differentiated; torch counts no versions of `.data`."""
+    torch.manual_seed(0)
+    student, teacher = (nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2))
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    mprun.prepare([student, teacher], optimizer, mode)
+    given = torch.ones(1, 8)
+    (student(given) - teacher(given).detach()).square().mean().backward()
+    for own, other in zip(teacher.parameters(), student.parameters(), strict=True):
+        own.data.copy_(other.data)
+    assert torch.equal(teacher(given), student(given))
+
+
+@pytest.mark.parametrize("mode", ["fp16_naive", "bf16_stochastic"])
+def test_torch_func_differentiates_a_model_without_a_scale(mode):
+    model = nn.Linear(32, 32).requires_grad_(False)
+    mprun.prepare(model, precision=mode)
+    given = torch.randn(4, 32, requires_grad=True)
+    model(given).sum().backward()
+    found = torch.func.grad(lambda x: model(x).sum())(given.detach())
+    assert torch.equal(found, given.grad)
+
+
+def test_a_layer_of_another_dtype_is_refused_at_the_next_call():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    mprun.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1), "fp16_master_scaled")
+    model[1] = nn.Linear(8, 8).half()
+    with pytest.raises(RuntimeError, match="float16"):
+        model(torch.ones(1, 8))
+
+
+class Bounded(nn.Linear):
+    """A layer that bounds the norm of its weight in `forward`, by `.data` or a counted write."""
+
+    by_data = False
+
+    def forward(self, given):
+        with torch.no_grad():
+            bounded = torch.renorm(self.weight, 2, 0, 0.25)
+            if self.by_data:
+                self.weight.data = bounded
+            else:
+                self.weight.copy_(bounded)
+        # Autograd keeps the FP32 weight itself.
+        return given @ (self.weight * self.weight.square().sum(1, keepdim=True).rsqrt()).t()
+
+
+@pytest.mark.parametrize("by_data", [False, True], ids=["copied", "by_data"])
+@pytest.mark.parametrize(
+    "mode, overrides",
+    [("amp", None), ("fp16_master_scaled", {"1": "fp32"}), ("bf16_master", {"1": "fp32"})],
+    ids=["amp", "half_weights", "no_scale"],
+)
+def test_an_fp32_weight_written_in_forward_is_none_of_torchs_in_place_errors(
+    mode, overrides, by_data
+):
+    """Autograd counts a write once, the script's own: the weight is used after it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Bounded(8, 4, bias=False))
+    model[1].by_data = by_data
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    mprun.prepare(model, optimizer, mode, overrides=overrides)
+    for _ in range(3):
+        optimizer.zero_grad()
+        for _ in range(2):  # the second call of a step has the stand-in of the first
+            model(torch.randn(16, 8)).square().mean().backward()
+        norms = model[1].weight.detach().norm(dim=1)
+        # renorm multiplies by 0.25 / (norm + 1e-7); a norm of 8 values rounds at most 8 times.
+        assert bool((norms <= 0.25 * (1 + 9 * 2**-24)).all())
+        optimizer.step()
+    assert mprun.state_of(optimizer).last.found_inf in (None, 0)
