@@ -1,0 +1,199 @@
+"""CPU time of a training step in two checkouts of mprun, in turn, as a ratio.
+
+    python -m benchmarks.step_cost OTHER_CHECKOUT [--networks gpt lstm_lm] [--modes fp32 amp]
+                                   [--blocks 30] [--out FOLDER]
+
+A process of each checkout builds the same run with one thread. They take blocks of steps in turn,
+in an order that alternates, so that what slows a machine slows both. Reported is the ratio of the
+CPU time of a block here to that there: the median over pairs of blocks, and a 95 % interval of
+it (percentiles of 10,000 resampled medians). Waiting counts for nothing; a busy machine widens the
+interval, because caches are shared.
+"""
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+import tempfile
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+ROOT = Path(__file__).resolve().parents[1]
+MODES = ("fp32", "amp", "fp16_master_scaled", "bf16_master")
+SECONDS = 0.4  # of a block
+IMAGES = ["data=synthetic_images", "data.batch_size=32", "data.train_size=64", "data.eval_size=8"]
+NETWORKS = {
+    # Steps of a millisecond or a few.
+    "lstm_lm, tiny": "TINY_LM",
+    "gpt, tiny": "TINY_GPT",
+    "conv_autoencoder, tiny": "TINY_AUTOENCODER",
+    "dcgan, tiny": "TINY_GAN",
+    # Of 20 ms or more.
+    "lstm_lm": ["model=lstm_lm", "model.hidden_size=200", "data=docs_words"],
+    "gpt": ["model=gpt", "data=docs_words", "data.batch_size=8", "data.sequence_length=64"],
+    "resnet50": ["model=resnet50", "model.width=0.25", *IMAGES, "data.image_size=32"],
+    "alexnet_2012": ["model=alexnet_2012", "model.width=0.25", *IMAGES, "data.image_size=64"],
+    "dcgan": ["model=dcgan", *IMAGES, "data.image_size=32", "data.value_range=tanh"],
+}
+
+
+def words_of(name: str) -> list[str]:
+    """Return the command line of a network."""
+    found = NETWORKS[name]
+    if isinstance(found, str):
+        from tests import helpers
+
+        found = list(getattr(helpers, found))
+    return [*found]
+
+
+def serve(spec: dict[str, Any]) -> None:
+    """Build a run; at each line of standard input take a block of steps, print its CPU time."""
+    import torch
+
+    import mprun
+    from mprun.build import build
+    from mprun.config.compose import compose_config
+    from mprun.precision import pin_math_flags
+
+    if not Path(mprun.__file__).is_relative_to(spec["checkout"]):
+        raise SystemExit(f"{mprun.__file__} is not of {spec['checkout']}")
+    torch.set_num_threads(1)
+    words = [*spec["words"], "device=cpu", "train.steps=100000", f"precision={spec['mode']}"]
+    config = compose_config(words).config
+    pin_math_flags(config.precision.fp32_math)
+    torch.manual_seed(config.seed)
+    stepper = build(config, torch.device("cpu")).stepper
+    index = 0
+
+    def take(steps: int) -> float:
+        nonlocal index
+        begun = time.process_time()
+        for _ in range(steps):
+            stepper.step(index)
+            index += 1
+        return time.process_time() - begun
+
+    take(5)  # watched by the audit, and the first of everything
+    one = take(3) / 3
+    steps = max(1, round(SECONDS / one))
+    print(json.dumps({"steps": steps}), flush=True)
+    for line in sys.stdin:
+        print(json.dumps(take(int(line)) / int(line)), flush=True)
+
+
+def measure(checkouts: list[Path], name: str, mode: str, blocks: int, place: str) -> dict[str, Any]:
+    """Return the times of both in ms, and the ratio of the second to the first."""
+    processes = []
+    for checkout in checkouts:
+        spec = {"checkout": str(checkout), "words": words_of(name), "mode": mode}
+        own = {"PYTHONPATH": f"{checkout}", "OMP_NUM_THREADS": "1"}
+        command = [sys.executable, "-P", __file__, "--serve", json.dumps(spec)]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+        process = subprocess.Popen(command, env=os.environ | own, cwd=place, **pipes)
+        processes.append(process)
+    said = [json.loads(process.stdout.readline() or "null") for process in processes]
+    if None in said:
+        for process in processes:
+            process.kill()
+        return {"network": name, "mode": mode, "refused": True}
+    steps = min(one["steps"] for one in said)
+    times: list[list[float]] = [[], []]
+    for block in range(blocks):
+        for side in (0, 1) if block % 2 else (1, 0):
+            processes[side].stdin.write(f"{steps}\n")
+            processes[side].stdin.flush()
+            times[side].append(json.loads(processes[side].stdout.readline()))
+    for process in processes:
+        process.stdin.close()
+        process.wait()
+    one, other = (numpy.array(side) for side in times)
+    ratios, random = other / one, numpy.random.default_rng(0)
+    drawn = numpy.median(random.choice(ratios, (10_000, blocks)), axis=1)
+    low, high = numpy.percentile(drawn, [2.5, 97.5])
+    there, here = (1000 * float(numpy.median(side)) for side in (one, other))
+    return {
+        "network": name,
+        "mode": mode,
+        "steps_a_block": steps,
+        "blocks": blocks,
+        "there_ms": round(there, 3),
+        "here_ms": round(here, 3),
+        "ratio": round(float(numpy.median(ratios)), 3),
+        "low": round(float(low), 3),
+        "high": round(float(high), 3),
+    }
+
+
+def line_of(row: dict[str, Any]) -> list[str]:
+    """Return the cells of a row of the table."""
+    if row.get("refused"):
+        return [row["network"], row["mode"], "refused", "", ""]
+    times = f"{row['there_ms']:.2f}", f"{row['here_ms']:.2f}"
+    return [
+        row["network"],
+        row["mode"],
+        *times,
+        f"{row['ratio']:.3f} ({row['low']:.3f} to {row['high']:.3f})",
+    ]
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["--serve"]:  # in the process of one checkout
+        serve(json.loads(sys.argv[2]))
+        return 0
+    import torch
+
+    from benchmarks.same_bits import commit_of
+    from mprun.record.console import markdown_table
+    from mprun.training.environment import environment
+
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("other", type=Path)
+    parser.add_argument("--networks", nargs="+", choices=[*NETWORKS], default=[*NETWORKS])
+    parser.add_argument("--modes", nargs="+", default=[*MODES])
+    parser.add_argument("--blocks", type=int, default=30)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    checkouts, rows = [options.other.resolve(), ROOT], []
+    with tempfile.TemporaryDirectory(prefix="step-cost-") as place:
+        for name in options.networks:
+            for mode in options.modes:
+                rows.append(measure(checkouts, name, mode, options.blocks, place))
+                print(*line_of(rows[-1]), sep="  ", flush=True)
+    date = datetime.now(UTC).date().isoformat()
+    about = {
+        "date": date,
+        "machine": f"{environment(torch.device('cpu'))['cpu']}, {os.cpu_count()} cores",
+        "torch": torch.__version__.partition("+")[0],
+        "python": platform.python_version(),
+        "other": commit_of(checkouts[0]),
+        "this": commit_of(ROOT),
+        "command": shlex.join(["python", "-m", "benchmarks.step_cost", "OTHER_CHECKOUT"]),
+    }
+    if options.out:
+        header = ["network", "mode", "there, ms", "here, ms", "ratio (95 % interval)"]
+        lines = [
+            f"# CPU time of a step in two checkouts, {date}, CPU",
+            f"{about['machine']}, torch {about['torch']}, Python {about['python']}, one thread. "
+            f"Commits {about['other']} (there) and {about['this']} (here); "
+            f"n = {options.blocks} pairs of blocks of {SECONDS:g} s, in turn:",
+            f"    {about['command']}",
+            markdown_table(header, [line_of(row) for row in rows]),
+        ]
+        path = options.out / f"{date}-cpu-step-cost.md"
+        path.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+        found = json.dumps({"about": about, "rows": rows}, indent=1) + "\n"
+        path.with_suffix(".json").write_text(found, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
