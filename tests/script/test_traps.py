@@ -2,6 +2,8 @@
 one line that names the cure."""
 
 import copy
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -602,3 +604,27 @@ def test_an_fp32_weight_written_in_forward_is_none_of_torchs_in_place_errors(
         assert bool((norms <= 0.25 * (1 + 9 * 2**-24)).all())
         optimizer.step()
     assert mprun.state_of(optimizer).last.found_inf in (None, 0)
+
+
+LEAVES = """
+import gc, torch, mprun
+from torch.optim import optimizer as of_torch
+before = torch.autograd._engine_run_backward
+def train(mode):
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 2))
+    _, optimizer = mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1), mode)
+    model(torch.ones(1, 16)).sum().backward()
+    optimizer.step()
+    assert torch.autograd._engine_run_backward is not before
+# Both draw random bits: what is left of the first goes while the second is made.
+for mode in ("nvfp4", "nvfp4"):
+    train(mode)
+gc.collect()
+assert torch.autograd._engine_run_backward is before
+assert not of_torch._global_optimizer_pre_hooks and not of_torch._global_optimizer_post_hooks
+"""
+
+
+def test_torch_is_as_it_was_once_the_last_model_is_gone():
+    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
