@@ -78,13 +78,14 @@ def _elements(learner: Learner) -> dict[str, dict[str, int]]:
     states = steps.state_by_name().values()
     tensors = (v for state in states for v in state.values() if isinstance(v, Tensor) and v.dim())
     inside = {id(own): dtype for own, dtype in steps.computed()}
+    wanted = steps.models[0].grad_dtype  # in which gradients are unscaled; None: that of `.grad`
     parameters = [(inside.get(id(p), p.dtype), p.numel()) for p in learner.model.parameters()]
     pairs = [(own, inside[id(own)]) for own in steps.named().values()]
     return {
         "parameters": elements_by_dtype(parameters),
         "gradients": elements_by_dtype((dtype, own.numel()) for own, dtype in pairs),
         "gradients_in_update": elements_by_dtype(
-            (own.grad_dtype or own.dtype, own.numel()) for own, _ in pairs
+            (wanted or own.grad_dtype or own.dtype, own.numel()) for own, _ in pairs
         ),
         "master_weights": _count(own for own, dtype in pairs if dtype is not own.dtype),
         "optimizer_state": _count(tensors),

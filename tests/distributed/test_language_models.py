@@ -19,7 +19,7 @@ OWN += ["model.factory=tests.distributed.of_a_rank:windows", *WORDS]
 
 def overflowing(*words):
     """Its scale is lowered in the first steps, and raised again."""
-    return [*words, "scaler.init_scale=65536", "scaler.growth_interval=2", "optim.eps=1e-3"]
+    return [*words, "scaler.init_scale=262144", "scaler.growth_interval=2", "optim.eps=1e-3"]
 
 
 def cases_of(network, modes):

@@ -79,7 +79,9 @@ def test_a_rank_in_every_mode(device, task, mode, engine, tmp_path):
     file.write_text(SCRIPT.format(overrides=own))
     found = device.ask("script", path=str(file))
     assert "error" not in found, found["trace"]
-    overlapped = engine == "ddp" and task != "dcgan"
+    # DistributedDataParallel sums FP32 gradients of BF16 weights not at all.
+    in_fp32 = mode in ("bf16_stochastic", "bf16_kahan")
+    overlapped = engine != "flat" and task != "dcgan" and not in_fp32
     assert (found["networks"][0] == "DistributedDataParallel") == overlapped
     assert "ranks exchange gradients in a step" in found["graph"]
     assert {"loss", "loss_scale"} <= set(found["metrics"])
