@@ -78,6 +78,7 @@ def test_a_run_without_an_outcome_is_named(run, metric, said):
 
 
 def test_an_error_rate_is_judged_in_points_and_lower_is_better(tmp_path):
+    pytest.importorskip("mprun.extensions.speech")  # which declares it
     for mode, rates in {"fp32": (1.7, 1.8, 1.9), "amp": (2.7, 2.8, 2.9)}.items():
         for seed, rate in enumerate(rates):
             more = {"compare.metric": "cer", "compare.margin": 0.5}

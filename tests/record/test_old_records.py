@@ -22,6 +22,7 @@ from mprun.compare.load import load_runs
 from mprun.config.compose import compose_config
 from mprun.config.keys import config_hash, current, flat, hash_fields, is_as_hashed
 from mprun.config.schema import RunConfig
+from mprun.entry_points import announced
 from mprun.record import checkpoint
 from mprun.record.run_directory import write_config, write_json
 from mprun.record.run_record import FORM, read_record, written_by
@@ -82,6 +83,8 @@ def test_the_same_run_of_two_ages_counts_once():
     "words", [["resume={}", "train.steps=6"], ["explain", "{}"], ["mismatch", "amp", "{}"]]
 )
 def test_a_run_with_an_older_form_of_checkpoint_is_refused_in_one_line(old, capsys, words):
+    if "=" not in words[0] and words[0] not in announced("mprun.verbs"):
+        pytest.skip("its extension is missing here")
     record = unsealed(old)
     if words[0] == "explain":  # which has nothing to say of one that did not fail
         write_json(old / "run.json", record | {"status": "diverged", "cause": "a loss"})
