@@ -38,7 +38,7 @@ NETWORKS = {
     # Of 20 ms or more.
     "lstm_lm": ["model=lstm_lm", "model.hidden_size=200", "data=docs_words"],
     "gpt": ["model=gpt", "data=docs_words", "data.batch_size=8", "data.sequence_length=64"],
-    "resnet50": ["model=resnet50", "model.width=0.25", *IMAGES, "data.image_size=32"],
+    "resnet50_preact": ["model=resnet50_preact", "model.width=0.25", *IMAGES],
     "alexnet_2012": ["model=alexnet_2012", "model.width=0.25", *IMAGES, "data.image_size=64"],
     "dcgan": ["model=dcgan", *IMAGES, "data.image_size=32", "data.value_range=tanh"],
 }
