@@ -329,12 +329,6 @@ def packed(sizes: Iterable[int], most: int) -> list[list[int]]:
     return found
 
 
-def widen(wide: Tensor, own: Tensor, kept: Tensor | None) -> Tensor:
-    """Fill an FP32 tensor with a BF16 weight plus the error of its last rounding."""
-    wide.copy_(own)
-    return wide if kept is None else wide.add_(kept)
-
-
 def _is_like(value: Any, weight: Tensor, key: str) -> bool:
     """Return whether it is state of the optimizer with one number for each of the weight."""
     is_own = isinstance(value, Tensor) and value.is_floating_point()

@@ -1,10 +1,12 @@
 """A model in a precision mode and the optimizer that updates it, as a training step uses them.
 
-learner.zero_grad()
-for each micro-batch:
-    loss.backward()            # a prepared model scales and unscales by itself
-    learner.end_part()
-learner.step()                 # sum over ranks, mean, clip, optimizer.step(), average
+    learner.zero_grad()
+    for each micro-batch:
+        loss.backward()            # a prepared model scales and unscales by itself
+        learner.end_part()
+    learner.step()                 # sum over ranks, mean, clip, optimizer.step(), average
+
+Between `backward` and `step` stands what a script writes there too.
 """
 
 from __future__ import annotations
