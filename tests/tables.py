@@ -5,7 +5,8 @@ from pathlib import Path
 
 
 def with_extensions(name, own, file="cases"):
-    """`own` and the table `name` of each tests/extensions/*/cases.py that has one."""
+    """A new table: `own` and the table `name` of each tests/extensions/*/cases.py that has one."""
+    own = own.copy()
     for path in sorted(Path(__file__).parent.glob(f"extensions/*/{file}.py")):
         module = import_module(f".extensions.{path.parent.name}.{file}", __package__)
         more = getattr(module, name, type(own)())

@@ -26,8 +26,7 @@ from ..helpers import ONE_CORE, TINY_GAN, record_of
 from ..numerics.small_runs import SMALL
 from ..tables import with_extensions
 
-SMALL = with_extensions("SMALL", SMALL)
-SMALL["dcgan"] = TINY_GAN
+SMALL = with_extensions("SMALL", SMALL | {"dcgan": TINY_GAN})
 HIGHER = {"top1", "top5", "map", "bleu"}
 POINTS = HIGHER | {"cer"}
 
