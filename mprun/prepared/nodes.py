@@ -209,6 +209,16 @@ def reached(
     return found
 
 
+def entered(roots: Iterable[Root]) -> dict[Owner, bool]:
+    """Return the owner of each node that a pass from `roots` meets -> whether it trains that model:
+    it meets a weight."""
+    found: dict[Owner, bool] = {}
+    for _, _, what, owner in _met(roots):
+        if owner is not None:
+            found[owner] = what == "weight" or found.get(owner, False)
+    return found
+
+
 def refuse_leaks(roots: Iterable[Root]) -> None:
     """Raise RuntimeError if a path from `roots` enters a model, or leaves it to a leaf, past its
     nodes: gradients on that path would miss their scale or keep it.

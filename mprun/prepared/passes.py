@@ -20,7 +20,7 @@ from mprun.precision.audit import Audit, is_due
 from mprun.precision.emulation import ForwardContext, HalfEmulation, below_emulation
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.update import by_dtype, check_and_unscale, largest
-from mprun.prepared.nodes import Root, reached, refuse_leaks
+from mprun.prepared.nodes import Root, entered, reached, refuse_leaks
 from mprun.prepared.shards import agree, are_several, local_of
 from mprun.prepared.tensors import Tensors
 from mprun.torch_private import (
@@ -169,8 +169,12 @@ def run_pass(roots: Sequence[Root], *args: Any, **kwargs: Any) -> Any:
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
     # Products of models in other modes would count for the one that is watched.
     those = alive if due or autocast else emulating
+    scales = {model.loss_scale for model in alive if model.scale is not None}
     try:
-        with _in_arithmetic(roots, [*those]) if those else nullcontext():
+        with (
+            _in_arithmetic(roots, [*those]) if those else nullcontext(),
+            _scaled_alike(roots) if len(scales) > 1 else nullcontext(),
+        ):
             return run_engine(roots, *args, **kwargs)
     finally:
         if graph_task() == -1:  # a checkpoint's pass within a pass goes on with the same weights
@@ -215,6 +219,30 @@ def _in_arithmetic(roots: Sequence[Root], those: Sequence[Backward]) -> Iterator
         if watched and len({model.policy for model in models}) == 1:
             stack.enter_context(watched[0].audit.watching())
         yield
+
+
+@contextmanager
+def _scaled_alike(roots: Sequence[Root]) -> Iterator[None]:
+    """Scale in models that a pass from `roots` only goes through as in the one that it trains.
+
+    The loss of a generator goes through a frozen discriminator. What overflows there is a gradient
+    of that loss, and the generator's step is skipped, so the generator's scale has to fall.
+    """
+    scaled: dict[Any, bool] = {
+        model: is_trained for model, is_trained in entered(roots).items() if model.scale is not None
+    }
+    scales = {model.loss_scale for model, is_trained in scaled.items() if is_trained}
+    through = [model for model, is_trained in scaled.items() if not is_trained]
+    own = [model.scale for model in through]
+    if len(scales) == 1:
+        (scale,) = scales
+        for model in through:
+            model.scale = scale
+    try:
+        yield
+    finally:
+        for model, before in zip(through, own, strict=True):
+            model.scale = before
 
 
 class Scaling:
@@ -262,6 +290,17 @@ class Scaling:
         """End an iteration in which gradients have come, but no optimizer has stepped for them."""
         self._record(found_inf, models)
         self.move()
+
+    def share(self, found_inf: Tensor, models: Iterable[Backward]) -> None:
+        """Hear that a step of another scale was skipped after a pass that has trained `models`.
+
+        It may have overflowed in one with this scale. Nobody steps for these gradients if a script
+        zeroes them (a discriminator's, from the generator's loss).
+        """
+        for model in models:
+            is_trained = any(own.requires_grad for own in model.parameters())
+            if model.loss_scale is self.scale and is_trained:
+                self.scale.found_inf.logical_or_(torch.minimum(found_inf, model.found_inf))
 
     def move(self) -> None:
         """End the iteration of the scale."""

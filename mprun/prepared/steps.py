@@ -322,11 +322,14 @@ class OptimizerSteps:
         for model in concerned:  # in the same order in all processes
             model.roll()
         if found is not None:
-            for scaling in scalings(concerned):
+            own = scalings(concerned)
+            for scaling in own:
                 scaling.end(self.optimizer, found, concerned)
             for scaling in scalings(together.difference(concerned)):
                 if not scaling.owners:  # of a loss network that nobody updates
                     scaling.end_without_step(found, together)
+                elif scaling not in own:
+                    scaling.share(found, together)
         for model in passes.alive:
             model.tensors.forget()  # `.data` counts no versions
 

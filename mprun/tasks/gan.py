@@ -26,6 +26,7 @@ class GAN(Task):
     graphs of all. The loss works on logits in every mode, because the gradient of a sigmoid
     followed by BCE does not fit FP16.
 
+    With two scales a loss has that of the network that it updates, also where G's goes through D.
     Each optimizer skips its update by itself. `found_inf` says that at least one did; the schedule
     of both then stands still, so that they keep the same learning rate.
 

@@ -257,6 +257,49 @@ def test_generator_and_discriminator_share_a_scale_that_moves_once(generator_fir
     assert torch.equal(d[1].running_mean, statistics) and torch.equal(g.weight, weight)
 
 
+def test_a_model_at_rest_is_scaled_as_the_loss_that_goes_through_it():
+    """Its own scale is far too large, and nothing in that pass would lower it."""
+    g, d = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 1))
+    scales = DynamicLossScale(2.0**4), DynamicLossScale(2.0**40, max_scale=2.0**60)
+    of_g = sgd(g.parameters())
+    mprun.prepare(g, of_g, "amp", scaler=scales[0])
+    mprun.prepare(d, sgd(d.parameters()), "amp", scaler=scales[1])
+    d.requires_grad_(False)
+    before = g.weight.detach().clone()
+    d(g(torch.randn(8, 4))).mean().backward()
+    of_g.step()
+    assert not torch.equal(g.weight, before)
+    assert [float(scale.scale) for scale in scales] == [2.0**4, 2.0**40]
+    # As its own again, in a pass that trains it.
+    d.requires_grad_(True)
+    d(torch.randn(8, 6)).mean().backward()
+    assert not d[0].weight.grad.isfinite().all()
+
+
+def test_a_scale_falls_for_what_overflows_in_its_model_by_the_loss_of_another():
+    """As in a GAN's loop that zeroes what the generator's loss leaves in the discriminator."""
+    g, d = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 1))
+    scales = DynamicLossScale(2.0**16), DynamicLossScale(2.0**16)
+    of_g, of_d = sgd(g.parameters(), 1e-3), sgd(d.parameters(), 1e-3)
+    mprun.prepare(g, of_g, "amp", scaler=scales[0])
+    mprun.prepare(d, of_d, "amp", scaler=scales[1])
+    applied = []
+    for _ in range(8):
+        of_d.zero_grad()
+        weight = d[0].weight.detach().clone()
+        (d(torch.randn(8, 6)).mean() / 2**10).backward()
+        of_d.step()
+        assert not torch.equal(d[0].weight, weight)  # its own loss never overflows
+        of_g.zero_grad()
+        weight = g.weight.detach().clone()
+        (d(g(torch.randn(8, 4))).mean() * 2**6).backward()
+        of_g.step()
+        applied.append(not torch.equal(g.weight, weight))
+    skipped = applied.index(True)
+    assert 0 < skipped < 8 and all(applied[skipped:])
+    assert [float(scale.scale) for scale in scales] == [2.0 ** (16 - skipped)] * 2
+
+
 def test_one_optimizer_over_two_models_and_two_over_one():
     a, b = nn.Linear(4, 4), nn.Linear(4, 1)
     both = torch.optim.SGD([*a.parameters(), *b.parameters()], 0.1)

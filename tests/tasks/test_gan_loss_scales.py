@@ -103,6 +103,23 @@ def test_one_update_an_iteration(build_run, per):
     assert all(p.requires_grad for p in run.task.d.model.parameters())  # after G's step again
 
 
+@pytest.mark.parametrize(
+    ("scales", "skips", "expected"),
+    [((2.0**40, 64.0), (1, 0), [2.0**24, 64.0]), ((64.0, 2.0**40), (0, 1), [64.0, 2.0**24])],
+)
+def test_what_overflows_in_the_other_network_is_of_the_loss_that_was_propagated(
+    build_run, scales, skips, expected
+):
+    """G's gradients go through D first, in G's scale: D's, too large, is none of theirs."""
+    task = build_run(*OVERRIDES, "scaler.per=optimizer", "scaler.max_scale=16777216").task
+    for scale, value in zip(task.loss_scales.values(), scales, strict=True):
+        scale.scale.fill_(value)
+    metrics = task.train_step(0)
+    assert (metrics["d_found_inf"], metrics["g_found_inf"]) == skips
+    assert [scale.scale.item() for scale in task.loss_scales.values()] == expected
+    assert [task.d.prepared.scale, task.g.prepared.scale] == [*task.loss_scales.values()]
+
+
 def test_a_scale_of_its_own_changes_no_update(build_run):
     """All of them powers of two: gradients differ by what underflows in FP16 alone."""
     shared, own = (
