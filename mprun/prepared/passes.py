@@ -135,7 +135,8 @@ class Backward(ABC):
         elif not self.of_run and all(own.grad is None for own in self.parameters()):
             # Gradients were cleared without a step. A script that only steps if they are finite
             # would never let the scale move.
-            Scaling.of(self.loss_scale).end_without_step(self.found_inf)
+            Scaling.of(self.loss_scale).end_without_step(self.found_inf, [self])
+            self.grad_max = None
         self.has_gradients = True
 
     def refuse_autocast(self) -> None:
@@ -312,7 +313,8 @@ class Scaling:
         if self.scale.needs_grad_max:
             mine = [model for model in models if model.loss_scale is self.scale]
             known = [m.largest_of_all(m.grad_max) for m in mine if m.grad_max is not None]
-            largest_found = torch.stack(known).amax() if known else None
+            # Without a number, after an overflow or in a model at rest, 0 says nothing.
+            largest_found = torch.stack(known).amax() if known else torch.zeros_like(found_inf)
         self.scale.record(found_inf, largest_found)
 
 

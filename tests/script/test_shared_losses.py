@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mprun
+from mprun.precision.loss_scale import LogMaxLossScale
 
 from ..helpers import assert_same_bits, network
 from .networks import MODES, prepared, sgd
@@ -53,6 +54,41 @@ def test_gradients_that_the_model_has_forgotten_say_nothing_of_the_next_step():
     model.zero_grad()
     (model(torch.randn(4, 6)).sum() * 1e-4).backward()
     assert not mprun.state_of(optimizer).models[0].found_inf
+
+
+def test_the_largest_gradient_of_each_pass_that_a_script_clears_moves_a_scale_by_it():
+    ends = []
+    for steps in (True, False):
+        torch.manual_seed(0)
+        model, optimizer = prepared("amp", network(), lr=0.0, scaler="logmax")
+        inputs = torch.randn(4, 6)
+        for factor in (1.0, 2.0**-6, 2.0**-3):
+            optimizer.zero_grad()
+            (model(inputs).square().mean() * factor).backward()
+            if steps or factor == 2.0**-3:
+                optimizer.step()
+        ends.append(mprun.state_of(optimizer).scale.state_dict())
+    assert ends[0]["scale"] != 1
+    assert_same_bits(*ends)
+
+
+def test_a_closure_that_overflows_lowers_a_scale_by_the_largest_gradient():
+    model = network()
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
+    model, optimizer = mprun.prepare(
+        model, optimizer, "amp", scaler=LogMaxLossScale(init_scale=2.0**24, log_max=14.0)
+    )
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 6)).square().mean() * 64.0
+        loss.backward()
+        return loss
+
+    before = model[0].weight.detach().clone()
+    optimizer.step(closure)
+    assert not torch.equal(model[0].weight, before)
+    assert mprun.state_of(optimizer).scale.scale < 2.0**24
 
 
 def test_a_wrapper_that_runs_its_methods_as_its_own_shares_what_they_forget():
