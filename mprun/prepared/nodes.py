@@ -58,7 +58,9 @@ class Node(torch.autograd.Function):
     def forward(
         ctx: Any, owner: Owner, what: str, dtype: torch.dtype | None, *tensors: Tensor
     ) -> tuple[Tensor, ...]:
-        ctx.owner, ctx.what = owner, what
+        # Weak: no collection of garbage sees a circle through a graph, and a model keeps the nodes
+        # of its weights, or an output in an attribute.
+        ctx.owner, ctx.what, ctx.scale = weakref.ref(owner), what, owner.scale
         ctx.dtypes = [tensor.grad_dtype or tensor.dtype for tensor in tensors]
         ctx.unscaled = ctx.dtypes
         if what == "weight" and owner.grad_dtype is not None:
@@ -68,20 +70,23 @@ class Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        owner: Owner = ctx.owner
-        owner.on_pass(ctx.what)
+        owner: Owner | None = ctx.owner()  # None: the script has dropped model and optimizers
+        scale = ctx.scale
+        if owner is not None:
+            owner.on_pass(ctx.what)
+            scale = owner.scale
         with DisableTorchFunction(), below_emulation(gradients):
-            if owner.scale is None:
+            if scale is None:
                 found = _to(gradients, ctx.unscaled)
             elif ctx.what == "out":
                 # Towards the model, see `_Factor`.
-                found = _to(_times(gradients, owner.scale.scale, owner, "in"), ctx.dtypes)
+                found = _to(_times(gradients, scale.scale, owner, "in"), ctx.dtypes)
             else:
                 wide = _to(gradients, ctx.unscaled)
-                found = _times(wide, owner.scale.inverse(), owner, "out")
+                found = _times(wide, scale.inverse(), owner, "out")
             if ctx.unscaled is not ctx.dtypes:
                 found = _to(found, ctx.dtypes)
-            if ctx.what == "weight":
+            if ctx.what == "weight" and owner is not None:
                 owner.on_gradients(found)
         return None, None, None, *found
 
@@ -127,7 +132,6 @@ def mark(tensors: Iterable[Tensor], what: str, owner: Owner) -> None:
     """Let the nodes that made `tensors` count as nodes of `owner`, unless they already are some."""
     for tensor in tensors:
         if tensor.grad_fn is not None:
-            # Weak: no collection of garbage sees a circle through a graph.
             _marks(tensor.grad_fn).setdefault(_MARK, (what, weakref.ref(owner)))
 
 
@@ -161,13 +165,14 @@ def _cast_all(
 
 
 def _times(
-    gradients: Sequence[Tensor | None], factor: Tensor, owner: Owner, what: str
+    gradients: Sequence[Tensor | None], factor: Tensor, owner: Owner | None, what: str
 ) -> list[Tensor | None]:
     """Multiply each by `factor` (float32, 0-dim), rounded once."""
     given = [gradient for gradient in gradients if gradient is not None]
     if torch.is_grad_enabled() and any(gradient.requires_grad for gradient in given):
         factored = [_Factor.apply(gradient, factor) for gradient in given]
-        mark(factored, what, owner)
+        if owner is not None:
+            mark(factored, what, owner)
         products = iter(factored)
     elif len(given) > 1 and all(gradient.layout is torch.strided for gradient in given):
         products = iter(foreach_mul(given, factor))

@@ -117,7 +117,7 @@ class Tensors:
             self._put(parts, found, held, flat)
             yield
         except BaseException:
-            self.forget()  # no pass will: the nodes hold the model, a circle that nothing collects
+            self.forget()  # no pass will
             raise
         finally:
             with torch.no_grad():

@@ -2,8 +2,10 @@
 one line that names the cure."""
 
 import copy
+import gc
 import subprocess
 import sys
+import weakref
 
 import pytest
 import torch
@@ -628,3 +630,34 @@ assert not of_torch._global_optimizer_pre_hooks and not of_torch._global_optimiz
 def test_torch_is_as_it_was_once_the_last_model_is_gone():
     done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+class Keeping(nn.Module):
+    """Keep an activation in an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, inputs):
+        self.kept = self.first(inputs)
+        return self.second(self.kept)
+
+
+@pytest.mark.parametrize("mode", ["fp32", "amp", "fp16_master_scaled", "bf16_stochastic"])
+def test_a_dropped_model_goes_though_nothing_was_propagated_and_its_loss_can_be(mode):
+    inputs = torch.randn(3, 4)
+    gradients = []
+    for drops in (False, True):
+        torch.manual_seed(0)
+        model, optimizer = prepared(mode, Keeping())
+        model(inputs)
+        loss = model(inputs).square().mean()
+        weight, gone = model.first.weight, weakref.ref(model)
+        if drops:
+            del model, optimizer
+            gc.collect()
+            assert gone() is None
+        loss.backward()
+        gradients.append(weight.grad)
+    assert torch.equal(*gradients)
