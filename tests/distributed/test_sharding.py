@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from mprun.config.compose import compose_config
+from mprun.distributed import sharding
 from mprun.distributed.sharding import shard
 from mprun.errors import BadInput
 from mprun.precision import get_policy
@@ -69,6 +70,20 @@ def test_two_ranks_are_one(tmp_path):
     (alone,) = on_ranks(1, cases, tmp_path / "1")
     assert differing(cases, alone, on_ranks(2, cases, tmp_path / "2")) == []
     assert 1 <= alone["fp16_master_scaled clipped"]["skipped"] < STEPS
+
+
+@pytest.mark.parametrize("fixed", [True, False])
+def test_muted_a_rank_takes_its_own_rows_for_the_sum(fixed, monkeypatch):
+    """`mprun bench devices=N` times such steps; weights are gathered all the same."""
+    monkeypatch.setattr(sharding.dist, "get_world_size", lambda group: 3)
+    monkeypatch.setattr(sharding.dist, "get_rank", lambda group: 1)
+    group = SimpleNamespace(world=3)
+    reduction = sharding.ShardedReduction(group, 2, fixed=fixed, bucket_bytes=0)
+    reduction.muted, own = True, sharding._UnitSum(reduction)
+    output = torch.full((2,), -1.0)
+    for reduction.last in (False, True):
+        own(output, torch.arange(6.0), group, None)
+    assert output.tolist() == [2.0, 3.0]  # the mean of two micro-batches
 
 
 @pytest.mark.slow
