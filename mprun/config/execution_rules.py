@@ -165,8 +165,6 @@ def why_no_graph(config: RunConfig, device: str) -> str | None:
         return f"{_HOOKS}, which a replay does not call"
     if config.train.activation_checkpointing:
         return _RECOMPUTED
-    if getattr(config.model, "sampled", False):
-        return "model.sampled_softmax has sparse gradients, whose rows torch counts on the host"
     network = config.model.component
     if network.why_no_graph is not None:
         return network.why_no_graph

@@ -2,7 +2,7 @@
 
 A step of bigLSTM reads and updates only the rows that it uses, by torch's sparse gradients: with
 800,000 words a dense gradient of 1024 columns has 3.2 GB of zeros, and a dense update rewrites
-every row of table and optimizer state.
+every row of table and optimizer state. The learner adds up the rows (`each_row_once`).
 """
 
 import functools

@@ -88,18 +88,30 @@ def held_by(optimizer: Optimizer) -> list[Tensor]:
     return [own for group in optimizer.param_groups for own in group["params"]]
 
 
-def moved_by(optimizer: Optimizer) -> list[Tensor]:
+def moved_by(optimizer: Optimizer, without: Sequence[Tensor] = ()) -> list[Tensor]:
     """Return the tensors that a step can change: parameters, and their state on the same device.
 
     Adagrad and RMSprop keep their counter on the host, where only Adagrad's lr_decay needs it.
     Undoing it would make the host wait for the device.
+
+    without: parameters that do not count.
     """
+    left_out = {*map(id, without)}
     return [
         value
         for own in held_by(optimizer)
+        if id(own) not in left_out
         for value in (own, *optimizer.state[own].values())
         if isinstance(value, Tensor) and value.device == own.device
     ]
+
+
+def moves_used_rows_alone(optimizer: Optimizer) -> bool:
+    """Return whether a gradient of zeros moves nothing: sparse ones then move the used rows."""
+    if not isinstance(optimizer, SGD | Adagrad):
+        return False
+    moving = ("momentum", "weight_decay", "lr_decay")
+    return not any(group.get(name) for group in optimizer.param_groups for name in moving)
 
 
 _ADAM = {"exp_avg": None, "exp_avg_sq": None, "max_exp_avg_sq": "amsgrad"}

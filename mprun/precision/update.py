@@ -12,6 +12,7 @@ from torch import Tensor
 from mprun.torch_private import (
     foreach_copy_,
     foreach_norm,
+    sparse_indices,
     sparse_values,
     unscale_and_find_inf_,
 )
@@ -72,6 +73,36 @@ def norms_of(gradients: Iterable[Tensor | None]) -> Tensor:
     """Return each L2 norm, float32 [n], by dtype: squares of FP16 values would overflow in FP16."""
     found = [foreach_norm(group, 2, dtype=torch.float32) for group in by_dtype(gradients)]
     return torch.stack([norm for norms in found for norm in norms])
+
+
+def each_row_once(gradient: Tensor) -> Tensor:
+    """Return a sparse gradient of rows, coalesced; on CUDA nothing waits for the device.
+
+    torch's `coalesce` counts the different rows on the host. Here their number is that of the ids,
+    repetitions included: rows without a gradient, with zeros, take the places that are left.
+    """
+    if gradient.is_coalesced() or not gradient.is_cuda:
+        return gradient.coalesce()
+    shape = gradient.shape
+    rows, values = rows_once(sparse_indices(gradient)[0], sparse_values(gradient), shape[0])
+    return torch.sparse_coo_tensor(
+        rows[None], values, shape, is_coalesced=True, check_invariants=False
+    )
+
+
+def rows_once(ids: Tensor, values: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Return min(N, `rows`) different ids below `rows`, rising, all of `ids` [N] among them; and
+    the sums of `values` [N, ...] of each, added in their order."""
+    every = torch.arange(rows, device=ids.device)
+    is_used = torch.zeros(rows, dtype=torch.bool, device=ids.device).index_fill_(0, ids, True)
+    used_before = is_used.cumsum(0)
+    size = min(len(ids), rows)
+    is_taken = is_used | (every - used_before < size - used_before[-1])
+    place = is_taken.cumsum(0) - 1
+    taken = torch.zeros(size + 1, dtype=ids.dtype, device=ids.device)
+    taken.scatter_(0, torch.where(is_taken, place, size), every)  # the last is none
+    sums = values.new_zeros(size, *values.shape[1:])
+    return taken[:-1], sums.index_put_((place[ids],), values, accumulate=True)
 
 
 def in_memory_order(tensor: Tensor) -> Tensor:

@@ -41,6 +41,7 @@ from mprun.precision.torch_update import (
     initialise_state,
     is_fused,
     moved_by,
+    moves_used_rows_alone,
     put_back_where,
 )
 from mprun.precision.update import Update
@@ -55,7 +56,12 @@ from mprun.prepared.passes import (
 )
 from mprun.prepared.prepared_model import Draws, PreparedModel
 from mprun.prepared.shards import local_of
-from mprun.torch_private import SCALES_ITSELF, replace_engine
+from mprun.torch_private import (
+    SCALES_ITSELF,
+    replace_engine,
+    sparse_indices,
+    sparse_values,
+)
 
 _WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer")  # call the step of the wrapped one
 _OF_STATE = ("loss_scale", "narrow", "delayed", "draws")  # what a state dictionary has of ours
@@ -367,7 +373,8 @@ class OptimizerSteps:
 
     def _prepare_skip(self, found: Tensor) -> None:
         optimizer = self.optimizer
-        waits = found.device.type == "cpu" or _has_sparse_gradients(optimizer)
+        sparse = [own for own in held_by(optimizer) if own.grad is not None and own.grad.is_sparse]
+        waits = found.device.type == "cpu" or (sparse and not moves_used_rows_alone(optimizer))
         if is_fused(optimizer):
             initialise_state(optimizer)
             optimizer.found_inf = found.clone()  # type: ignore[attr-defined]  # its kernels skip
@@ -380,8 +387,24 @@ class OptimizerSteps:
             if found.item():
                 self._hide_gradients()
         else:
-            moved = [local_of(own) for own in moved_by(optimizer)]
+            for own in sparse:  # a copy of the table would be needed to undo the step
+                self._hide_values(own, found)
+            moved = [local_of(own) for own in moved_by(optimizer, without=sparse)]
             self._undo.enter_context(put_back_where(found, moved))
+
+    def _hide_values(self, own: Tensor, found: Tensor) -> None:
+        """Let a sparse gradient be 0 for the coming step if `found` is not: its rows stay."""
+        whole = own.grad
+        assert whole is not None
+        values = torch.where(found != 0, 0.0, sparse_values(whole))
+        own.grad = torch.sparse_coo_tensor(
+            sparse_indices(whole),
+            values,
+            whole.shape,
+            is_coalesced=whole.is_coalesced(),
+            check_invariants=False,  # which would wait
+        )
+        self._undo.callback(setattr, own, "grad", whole)
 
     def _hide_gradients(self) -> None:
         """Hide the gradients: torch's optimizers then change nothing, not even counters.
@@ -556,14 +579,6 @@ def refuse_cast_codes(optimizer: Optimizer) -> None:
                     "optimizer: its state was loaded too early: it is in 8 bits (dynamic8, fp8), "
                     "and torch has cast it; load it after prepare(model, optimizer, ...)"
                 )
-
-
-def _has_sparse_gradients(optimizer: Optimizer) -> bool:
-    """Return whether torch's step waits for the device: it adds up the rows with one number.
-
-    To undo the step on the device would take a copy of the whole table.
-    """
-    return any(own.grad is not None and own.grad.is_sparse for own in held_by(optimizer))
 
 
 def _say_that_it_waits(optimizer: Optimizer) -> None:

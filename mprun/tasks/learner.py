@@ -23,7 +23,7 @@ from mprun.distributed.reduction import FlatReduction
 from mprun.precision import BatchStatistics, Update, WeightAverage, ieee_fp32
 from mprun.precision.casting import in_fp32
 from mprun.precision.torch_update import create_state, creates_late, initialise_state
-from mprun.precision.update import by_dtype, copy_exactly, norms_of
+from mprun.precision.update import by_dtype, copy_exactly, each_row_once, norms_of
 from mprun.prepared import OptimizerSteps, state_of
 from mprun.prepared.passes import check_finite
 from mprun.prepared.prepared_model import PreparedModel
@@ -124,6 +124,9 @@ class Learner:
         elif self.parts > 1:
             for group in by_dtype(own.grad for own in self.updated):
                 foreach_div_(group, self.parts)
+        for own in self.updated:
+            if own.grad is not None and own.grad.is_sparse:
+                own.grad = each_row_once(own.grad)
         norm = self._clip(measure)
         self.optimizer.step()
         update = self.steps.last
@@ -136,9 +139,6 @@ class Learner:
         """Return the global norm, float32, 0-dim, before clipping; None: nobody asks for it."""
         if self.clip_norm is None and not measure:
             return None
-        for own in self.updated:
-            if own.grad is not None and own.grad.is_sparse and not own.grad.is_coalesced():
-                own.grad = own.grad.coalesce()
         counted = [self.updated[n].grad for n in self._clipped]
         norms = norms_of if self.reduction is None else self.reduction.norms
         norm = torch.linalg.vector_norm(norms(counted), 2)

@@ -32,7 +32,6 @@ REFUSED = [
     ([NHWC, *LSTM], "lstm_lm has no images"),
     ([AUTOTUNE, "device=cpu"], "cuDNN needs device=cuda"),
     ([AUTOTUNE, "device=cuda", "deterministic=true"], "deterministic=true forbids that"),
-    ([GRAPH, "device=cuda", *LSTM, "model.sampled_softmax=8", "optim=adagrad"], "sparse gradients"),
 ]
 REFUSED = with_extensions("REFUSED", REFUSED)
 

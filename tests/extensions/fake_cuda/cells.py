@@ -54,14 +54,11 @@ STEPS = 12  # 3 to warm up, then with a graph 9 replays
 WITH_LINEAR = {"alexnet", "vgg16", "googlenet", "gpt", "gpt, manual", "gpt_llama"}
 WITH_LINEAR |= {"seq2seq", "deep_speech2, forward", "faster_rcnn"}
 NO_LINEAR = "no nn.Linear is left|the model has none"
-ROW_TABLES = "model.sampled_softmax has sparse gradients"
 WAITS = "only the device knows how many"
 
 
 def refusal(model: str, mode: str, graph: str) -> str | None:
     """The whole list of exceptions: what `mprun` says of a cell that it refuses."""
-    if graph == "on" and model == "biglstm":
-        return ROW_TABLES
     if get_policy(mode).products is not None and model not in WITH_LINEAR:
         return NO_LINEAR
     if graph == "on" and model == "faster_rcnn":
