@@ -137,18 +137,13 @@ def hashes_of(folder: Path) -> dict[str, str]:
 
 
 def of_one_engine(state: Any) -> Any:
-    """Return the state of a checkpoint in the form of today, whose weights are the masters.
-
-    A carried state, which has left the model, is FP32 today; before it had the mode's dtype.
-    """
+    """Return the state of a checkpoint in the form of today, whose weights are the masters."""
     if not isinstance(state, dict):
         return state
     if {"model", "optimizer"} <= state.keys():
         model, optimizer = state["model"], state["optimizer"]
         rest = {k: v for k, v in optimizer.items() if k != "masters"}
         state = {"model": model | optimizer["masters"], **rest}
-    if state.get("hidden"):
-        state = state | {"hidden": tuple(part.float() for part in state["hidden"])}
     return {key: of_one_engine(value) for key, value in state.items()}
 
 

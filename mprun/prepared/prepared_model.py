@@ -353,6 +353,29 @@ class PreparedModel(Backward):
             self.state = before
 
     @contextmanager
+    def staying_inside(self, whole: PreparedModel | None = None) -> Iterator[None]:
+        """Let calls return tensors as the mode made them, with scaled gradients.
+
+        What is computed from them leaves by `outside`.
+
+        whole: the model that made their inputs, also inside. Then this one is a frozen part of it:
+            gradients keep the scale of the whole, and a skipped step of it undoes these calls.
+        """
+        before = self._widens, self.scale
+        self._widens = False
+        if whole is not None:
+            self.scale = None
+            whole.partners.add(self)
+        try:
+            yield
+        finally:
+            self._widens, self.scale = before
+
+    def outside(self, tensor: Tensor) -> Tensor:
+        """Take a tensor out of the model, as its outputs usually are."""
+        return tensor if self.is_plain else self.border.outwards(tensor)
+
+    @contextmanager
     def evaluating_in_mode(self, widens: bool = True) -> Iterator[None]:
         """Let evaluations compute in the mode, as a step does.
 

@@ -87,7 +87,7 @@ class GAN(Task):
             with self.watched():
                 if self.in_parts or fake is None:
                     fake = self._made(size)
-                loss_g = self._bce(self.d.network(fake), 1.0)
+                loss_g = self.g.outside(self._bce(self.d.inside(fake, part_of=self.g), 1.0))
                 loss_g.backward()
             self.g.end_part()
             g_losses.append(loss_g.detach())
@@ -106,14 +106,14 @@ class GAN(Task):
     def _made(self, count: int) -> Tensor:
         """Generate images `[count, channels, size, size]` from new codes."""
         codes = torch.randn(count, self.latent_size, device=self.device)
-        return self.g.network(codes)
+        return self.g.inside(codes)
 
     def _propagate_d(self, real: Tensor, fake: Tensor) -> Tensor:
         """Add the gradients of D's two losses; return the sum of the losses, 0-dim."""
-        loss_real = self._bce(self.d.network(real), 1.0)
+        loss_real = self.d.outside(self._bce(self.d.inside(real), 1.0))
         loss_real.backward()
         self.d.end_part()
-        loss_fake = self._bce(self.d.network(fake), 0.0)
+        loss_fake = self.d.outside(self._bce(self.d.inside(fake), 0.0))
         loss_fake.backward()
         self.d.end_part()
         return (loss_real + loss_fake).detach()

@@ -94,6 +94,20 @@ class Learner:
 
     # A step
 
+    def inside(self, *inputs: Any, part_of: Learner | None = None) -> Any:
+        """Call the network; outputs stay in the mode's dtype, and their gradients are scaled.
+
+        So a large output exists once, not also in FP32. `outside` takes the loss of them out.
+
+        part_of: the learner whose network made the inputs; this one is then a frozen part of it.
+        """
+        with self.prepared.staying_inside(None if part_of is None else part_of.prepared):
+            return self.network(*inputs)
+
+    def outside(self, loss: Tensor) -> Tensor:
+        """Return a loss of what `inside` returned; its gradient is scaled on the way in."""
+        return self.prepared.outside(loss)
+
     def zero_grad(self) -> None:
         """Begin a step: forget gradients; remember BatchNorm's statistics."""
         self.optimizer.zero_grad()

@@ -83,12 +83,16 @@ class Classification(Supervised):
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         images, labels = batch
-        outputs = self.learner.network(images)
+        outputs = self.learner.inside(images)
         dtype, smoothing = self.policy.loss_dtype, self.label_smoothing
+
+        def loss_of(logits: Tensor) -> Tensor:
+            return self.learner.outside(cross_entropy(logits, labels, dtype, smoothing))
+
         if isinstance(outputs, Tensor):
-            loss = cross_entropy(outputs, labels, dtype, smoothing)
+            loss = loss_of(outputs)
             return loss, loss
-        loss, *auxiliary = (cross_entropy(one, labels, dtype, smoothing) for one in outputs)
+        loss, *auxiliary = map(loss_of, outputs)
         return loss, loss + self.aux_weight * sum(auxiliary)
 
     @shared
@@ -114,8 +118,8 @@ class Reconstruction(Supervised):
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         images, dtype = batch[0], self.policy.loss_dtype
-        outputs = self.learner.network(images)
-        loss = F.mse_loss(outputs.to(dtype), images.to(dtype))
+        outputs = self.learner.inside(images)
+        loss = self.learner.outside(F.mse_loss(outputs.to(dtype), images.to(dtype)))
         return loss, loss
 
     @shared
@@ -219,14 +223,14 @@ class LanguageModel(Supervised):
         tokens, targets, fresh = batch
         if fresh:
             self.hidden = self._before = None
-        model = self.learner.network
         inputs = (tokens, targets) if self.sampled else (tokens,)
-        outputs, hidden = model(*inputs, self.hidden)
+        outputs, hidden = self.learner.inside(*inputs, self.hidden)
         if self.sampled:
             loss = outputs.mean()
         else:
             dtype = self.policy.loss_dtype
             loss = cross_entropy(outputs.flatten(0, 1), targets.flatten(), dtype)
+        loss = self.learner.outside(loss)
         self.hidden = tuple(part.detach() for part in hidden)
         propagated = loss * len(tokens) if self.time_reduction == "sum" else loss
         # The mean over all streams: gradients are as large as on one rank.

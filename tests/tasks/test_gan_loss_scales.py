@@ -120,6 +120,28 @@ def test_what_overflows_in_the_other_network_is_of_the_loss_that_was_propagated(
     assert [task.d.prepared.scale, task.g.prepared.scale] == [*task.loss_scales.values()]
 
 
+def test_a_generator_s_gradient_crosses_the_discriminator_at_its_own_scale(build_run):
+    """D is then a part of G: nothing unscales the gradient, or widens it, between the two."""
+    found = []
+    for scale in (64.0, 128.0):
+        task = build_run(*OVERRIDES, "scaler.per=optimizer").task
+        task.loss_scales["loss_scale_generator"].scale.fill_(scale)
+        made = task._made
+
+        def watched(count, made=made):
+            fake = made(count)
+            fake.register_hook(found.append)
+            return fake
+
+        task._made = watched
+        torch.manual_seed(5)
+        task.train_step(0)
+    one, two = found
+    assert one.dtype is two.dtype is torch.float16 and one.any()
+    # Activation gradients in FP16 keep 11 bits; the scale is a factor of 2.
+    torch.testing.assert_close(two.float().norm(), 2 * one.float().norm(), rtol=2.0**-9, atol=0)
+
+
 def test_a_scale_of_its_own_changes_no_update(build_run):
     """All of them powers of two: gradients differ by what underflows in FP16 alone."""
     shared, own = (

@@ -33,8 +33,8 @@ class Speech(Supervised):
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         features, targets = batch
         frames, texts = frames_and_texts(targets)
-        logits, frames = self.learner.network(features, frames)
-        loss = ctc_losses(logits, frames, *texts).mean()
+        logits, frames = self.learner.inside(features, frames)
+        loss = self.learner.outside(ctc_losses(logits, frames, *texts).mean())
         return loss, loss
 
     @shared

@@ -32,9 +32,10 @@ class Translation(Supervised):
 
     def loss(self, batch: Batch) -> tuple[Tensor, Tensor]:
         source, target = batch
-        logits = self.learner.network(source, words_before(target))
+        logits = self.learner.inside(source, words_before(target))
         dtype = self.policy.loss_dtype
         loss = cross_entropy(logits.flatten(0, 1), target.flatten(), dtype, ignored=PADDING_ID)
+        loss = self.learner.outside(loss)
         return loss, loss
 
     def samples_of(self, batch: Batch) -> int:
