@@ -165,8 +165,8 @@ def page(about: dict[str, str], here: Found, there: Found) -> str:
         f"    {about['command']}",
         "No kernel ran, no value means anything (`mprun/extensions/bench/fake_cuda`). torch's own\n"
         "allocator counts the bytes. Launches: kernels of torch and Triton, calls of cuDNN and\n"
-        "cuBLAS, copies and fills; of a replay, the pieces of its graph. torch.amp: the recipe of\n"
-        "autocast and GradScaler in FP16 (`benchmarks/suite/peers/amp.py`), with the same network,\n"
+        "cuBLAS, copies and fills; of a replay, the pieces of its graph. torch.amp: its recipe of\n"
+        "autocast and GradScaler (`benchmarks/suite/peers/amp.py`), with the same network,\n"
         "batches and optimizer.",
         "## Aims",
         markdown_table(["aim", "found", ""], judged),

@@ -145,7 +145,8 @@ class Tensors:
                 flat.append((module.__dict__, flat_weights(before)))
                 inside = [found.get((id(own), dtype), own) for own in before]
                 module.__dict__.update(flat_weights(inside))
-                if any(own is not None and own.is_cuda for own in inside):
+                on_cuda = (own for own in inside if own is not None and own.is_cuda)
+                if len({own.untyped_storage().data_ptr() for own in on_cuda}) > 1:
                     module.flatten_parameters()  # for cuDNN, which otherwise does it at each call
 
     def _made(self, parts: Sequence[Part]) -> dict[Key, Tensor]:

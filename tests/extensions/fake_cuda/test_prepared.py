@@ -105,3 +105,40 @@ def test_an_optimizer_that_waits_says_so_once(device, mode, tmp_path):
     )
     said = {name: found[name] for name in ("plain", "fused", "capturable", "momentum")}
     assert said == dict.fromkeys(said, "") | ({"plain": line} if mode != "fp32" else {})
+
+
+RECURRENT = """
+import torch, mprun
+
+class Layer(torch.nn.LSTM):
+    def forward(self, inputs):
+        self.seen = pieces(self)
+        return super().forward(inputs)[0]
+
+def pieces(layer):
+    return sorted({{own.untyped_storage().data_ptr() for own in layer._flat_weights}})
+
+def answer():
+    layer = Layer(16, 16, 2).cuda()
+    optimizer = torch.optim.SGD(layer.parameters(), 1e-3, fused=True)
+    mprun.prepare(layer, optimizer, {mode!r})
+    own = pieces(layer)
+    for _ in range(2):
+        optimizer.zero_grad()
+        layer(torch.zeros(3, 2, 16, device="cuda")).float().sum().backward()
+        optimizer.step()
+    return {{"pieces": len(layer.seen), "is_own": layer.seen == own}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "is_own"), [("amp", True), ("fp16_naive", True), ("fp16_master_scaled", False)]
+)
+def test_weights_of_an_lstm_are_copied_together_only_if_apart(device, mode, is_own, tmp_path):
+    """cuDNN wants them in one piece, as they are outside; casts are apart."""
+    file = tmp_path / "script.py"
+    file.write_text(RECURRENT.format(mode=mode))
+    found = device.ask("script", path=str(file))
+    assert "error" not in found, found["trace"]
+    assert (found["pieces"], found["is_own"]) == (1, is_own)
+    assert [w for w in found["warnings"] if "contiguous" in w] == []
