@@ -56,13 +56,14 @@ class Forward:
         functools.update_wrapper(self, type(module).forward)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.shared.state == self.IN_MODE:
-            if self.shared.tensors.shards and is_sharded(self.module):
-                return self.shared.call_gathered(self, args, kwargs)
+        shared = self.shared
+        if shared.state == self.IN_MODE:
+            if shared.tensors.shards and is_sharded(self.module):
+                return shared.call_gathered(self, args, kwargs)
             return self.compute_within(args, kwargs)
-        if self.shared.state == self.EVALUATING:
+        if shared.state == self.EVALUATING:
             return self.plainly(*args, **kwargs)
-        return self.shared.call(self, args, kwargs)
+        return shared.call(self, args, kwargs)
 
     def compute_within(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute inside the model."""

@@ -24,7 +24,7 @@ from torch.autograd.graph import Node as GraphNode
 
 from mprun.precision.emulation import below_emulation
 from mprun.precision.loss_scale import LossScale
-from mprun.torch_private import DisableTorchFunction, foreach_copy_, foreach_mul
+from mprun.torch_private import DisableTorchFunction, foreach_copy_, foreach_mul, foreach_mul_
 
 _MARK = "mprun.node"  # in the metadata of a node, torch's too: (what, weakly its owner)
 
@@ -83,7 +83,12 @@ class Node(torch.autograd.Function):
                 found = _to(_times(gradients, scale.scale, owner, "in"), ctx.dtypes)
             else:
                 wide = _to(gradients, ctx.unscaled)
-                found = _times(wide, scale.inverse(), owner, "out")
+                inverse = scale.inverse()
+                if not torch.is_grad_enabled() and _are_new(wide, gradients):
+                    found = wide  # one pass over memory less than a copy of the copies
+                    foreach_mul_([one for one in wide if one is not None], inverse)
+                else:
+                    found = _times(wide, inverse, owner, "out")
             if ctx.unscaled is not ctx.dtypes:
                 found = _to(found, ctx.dtypes)
             if ctx.what == "weight" and owner is not None:
@@ -91,11 +96,25 @@ class Node(torch.autograd.Function):
         return None, None, None, *found
 
 
-def _to(gradients: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> list[Tensor | None]:
-    return [
-        gradient if gradient is None else gradient.to(dtype)
-        for gradient, dtype in zip(gradients, dtypes, strict=True)
-    ]
+def _to(tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> Sequence[Tensor | None]:
+    """Cast each to its dtype: on a GPU by one launch if nothing differentiates the casts."""
+    pairs = [*zip(tensors, dtypes, strict=True)]
+    cast = [(own, dtype) for own, dtype in pairs if own is not None and own.dtype is not dtype]
+    dense = all(own.is_cuda and own.layout is torch.strided for own, _ in cast)
+    made: Iterator[Tensor] = (own.to(dtype) for own, dtype in cast)
+    if len(cast) > 1 and dense and not torch.is_grad_enabled():
+        together = [torch.empty_like(own, dtype=dtype) for own, dtype in cast]
+        foreach_copy_(together, [own for own, _ in cast])
+        made = iter(together)
+    return [own if own is None or own.dtype is dtype else next(made) for own, dtype in pairs]
+
+
+def _are_new(wide: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> bool:
+    """Return whether nobody else can hold one of `wide`: each is a cast of a dense gradient."""
+    return any(one is not None for one in wide) and all(
+        one is None or (one is not gradient and one.layout is torch.strided)
+        for one, gradient in zip(wide, gradients, strict=True)
+    )
 
 
 class _Factor(torch.autograd.Function):
@@ -150,18 +169,11 @@ def leaves(node: GraphNode) -> bool:
 def _cast_all(
     tensors: Sequence[Tensor], dtype: torch.dtype | None, copies: bool
 ) -> Iterable[Tensor]:
-    if dtype is not None and len(tensors) > 1 and tensors[0].is_cuda:
-        made = [torch.empty_like(tensor, dtype=dtype) for tensor in tensors]
-        foreach_copy_(made, list(tensors))
-        return made
-    return [
-        tensor.to(dtype)
-        if dtype is not None and dtype is not tensor.dtype
-        # torch takes a returned input for one that was written to, and the model may write to
-        # its inputs.
-        else (tensor.clone() if copies else tensor.detach())
-        for tensor in tensors
-    ]
+    # torch takes a returned input for one that was written to, and the model may write to its
+    # inputs.
+    for own, cast in zip(tensors, _to(tensors, [dtype or t.dtype for t in tensors]), strict=True):
+        assert cast is not None
+        yield cast if cast is not own else own.clone() if copies else own.detach()
 
 
 def _times(

@@ -125,10 +125,15 @@ class Backward(ABC):
         task = graph_task()
         if task != Passes.task:
             Passes.task, Passes.entered = task, []
-            # Twice, to come after the callback in which DistributedDataParallel ends its reduction.
-            queue_callback(lambda: queue_callback(_end_pass))
+            if not self.of_run:
+                # Twice, to come after the callback in which DistributedDataParallel ends its
+                # reduction.
+                queue_callback(lambda: queue_callback(_end_pass))
         if self in Passes.entered:
             return
+        for other in Passes.entered:
+            self.partners.add(other)
+            other.partners.add(self)
         Passes.entered.append(self)
         if not self.has_gradients:
             self.grad_max = None
@@ -154,7 +159,6 @@ def _end_pass() -> None:
     gradients = (own.grad for model in Passes.entered for own in model.parameters())
     with DisableTorchFunction(), below_emulation(gradients):
         for model in Passes.entered:
-            model.partners.update(Passes.entered)
             model.found_inf.zero_()
             check_finite(own := model.parameters(), model.found_inf)
             if are_several():  # shards have none before those of several passes are added up
@@ -181,7 +185,9 @@ def run_pass(roots: Sequence[Root], *args: Any, **kwargs: Any) -> Any:
         if graph_task() == -1:  # a checkpoint's pass within a pass goes on with the same weights
             Passes.task, Passes.entered = -1, []  # of a pass that has failed, too
             for model in alive:  # met or not: `.data` counts no versions
-                model.tensors.forget()
+                # A run forgets them before its step. Shards are gathered anew in the same memory.
+                if not model.of_run or model.tensors.shards:
+                    model.tensors.forget()
 
 
 @contextmanager

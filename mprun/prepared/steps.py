@@ -376,8 +376,9 @@ class OptimizerSteps:
         sparse = [own for own in held_by(optimizer) if own.grad is not None and own.grad.is_sparse]
         waits = found.device.type == "cpu" or (sparse and not moves_used_rows_alone(optimizer))
         if is_fused(optimizer):
-            initialise_state(optimizer)
-            optimizer.found_inf = found.clone()  # type: ignore[attr-defined]  # its kernels skip
+            if len(optimizer.state) < len(held_by(optimizer)):
+                initialise_state(optimizer)
+            optimizer.found_inf = found  # type: ignore[attr-defined]  # its kernels skip
             self._undo.callback(optimizer.__dict__.pop, "found_inf", None)
         elif waits or host_decides(optimizer):
             # Before its first applied step state is still to appear.

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,6 @@ from mprun.precision.rounded_weights import packed
 from mprun.prepared.nodes import Owner, make_nodes
 from mprun.torch_private import (
     IS_PARAMETER,
-    buffers_of,
     disable_dispatch_modes,
     flat_weights_of,
     parameters_of,
@@ -153,16 +153,16 @@ class Tensors:
         """Return the stand-in of each tensor; one node for all calls until it moves."""
         found: dict[Key, Tensor] = {}
         missing: dict[torch.dtype | None, list[tuple[Key, Tensor]]] = {}
+        has_graph, scales = torch.is_grad_enabled(), self.owner.scale is not None
         for module, dtype, _ in parts:
-            for own in (*parameters_of(module).values(), *buffers_of(module).values()):
-                if own is None or (id(own), dtype) in found:
+            for own in chain.from_iterable(place.values() for place in places_of(module)):
+                if own is None or (key := (id(own), dtype)) in found:
                     continue
-                key = id(own), dtype
-                casts = self.rounds and own.is_floating_point() and own.dtype is not dtype
-                if not (own.requires_grad and torch.is_grad_enabled()):
+                casts = self.rounds and own.dtype is not dtype and own.is_floating_point()
+                if not (has_graph and own.requires_grad):
                     if casts:
                         found[key] = own.detach().to(dtype)
-                elif casts or self.owner.scale is not None or self._is_special(own):
+                elif casts or scales or self._is_special(own):
                     known = self._cache.get(key)
                     found[key] = own  # or, see below, the missing stand-in
                     if known is not None and known[0] == _state_of(own):

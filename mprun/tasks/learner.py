@@ -110,7 +110,8 @@ class Learner:
 
     def zero_grad(self) -> None:
         """Begin a step: forget gradients; remember BatchNorm's statistics."""
-        self.optimizer.zero_grad()
+        for own in self.updated:
+            own.grad = None
         if self.reduction is not None:
             self.reduction.clear()
         self.prepared.guard_step()
@@ -131,16 +132,17 @@ class Learner:
 
         measure: compute the norm of the gradients even if nothing is clipped.
         """
+        self.prepared.tensors.forget()  # 16-bit weights, which the optimizer's memory is not for
         if self.reduction is not None:
             self.reduction.mean()
-            if self.prepared.scale is not None:
-                check_finite(self.updated, self.prepared.found_inf.zero_())
         elif self.parts > 1:
             for group in by_dtype(own.grad for own in self.updated):
                 foreach_div_(group, self.parts)
         for own in self.updated:
             if own.grad is not None and own.grad.is_sparse:
                 own.grad = each_row_once(own.grad)
+        if self.prepared.scale is not None:
+            check_finite(self.updated, self.prepared.found_inf.zero_())
         norm = self._clip(measure)
         self.optimizer.step()
         update = self.steps.last

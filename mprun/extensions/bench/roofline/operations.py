@@ -55,6 +55,7 @@ _NAMES = {  # kind -> operators with other names
     "cast": "_to_copy",
     "copy": "copy_ clone _foreach_copy_",
     "add": "add_",
+    "mul": "_foreach_mul _foreach_mul_",
     "relu": "relu_",
     "relu backward": "threshold_backward",
     "leaky_relu": "leaky_relu_",
