@@ -29,7 +29,7 @@ from mprun.precision.autocast import cuda_lists
 from mprun.precision.emulated_recurrent import emulated_recurrent
 from mprun.precision.policy import DTYPE_NAMES, PrecisionPolicy
 from mprun.precision.recurrent import LAYERS, RecurrentCall, own_recurrent
-from mprun.precision.scaled_products import calls, why_decoded, why_no_product
+from mprun.precision.scaled_products import Calls, why_decoded, why_no_product
 from mprun.torch_private import (
     DisableTorchDispatch,
     DisableTorchFunction,
@@ -78,7 +78,7 @@ class ForwardContext:
         overrides = [*overrides]
         self.overridden = bool(overrides)
         wanted = [dtype for dtype in (policy.half_dtype, *overrides) if dtype is not None]
-        self._before = calls.copy()
+        self.calls = Calls()
         self.earlier: Mapping[str, int] = {}  # `rerouted` of the run's earlier attempts
         self.half_dtypes = tuple(dict.fromkeys(d for d in wanted if d.itemsize == 2))
         emulated = self.half_dtypes if device.type == "cpu" and not native else ()
@@ -120,12 +120,12 @@ class ForwardContext:
         found = Counter(self.earlier)
         for (operation, phase), count in sorted(total.items()):
             found[f"{phase} {operation}"] += count
-        found.update(dict(sorted((calls - self._before).items())))
+        found.update(dict(sorted(self.calls.items())))
         return dict(found)
 
     def counted(self) -> Callable[[], None]:
         """Return a function that sets all counts of calls back to what they are now."""
-        counters: list[Counter[Any]] = [calls, *(one.rerouted for one in self.emulations)]
+        counters: list[Counter[Any]] = [self.calls, *(one.rerouted for one in self.emulations)]
         kept = [(counter, dict(counter)) for counter in counters]
 
         def set_back() -> None:

@@ -17,6 +17,7 @@ from mprun.precision.scaled_products import (
     BOTH,
     BY_ROWS,
     TURNED,
+    Calls,
     Cast,
     Plan,
     ScaledProducts,
@@ -29,9 +30,11 @@ class _Linear(torch.autograd.Function):
     """x @ weight.T for x with any number of dimensions. A second derivative raises RuntimeError."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, plan: Plan, kept: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, plan: Plan, kept: Tensor | None, counted_by: int
+    ) -> Tensor:
         rows = x.reshape(-1, x.size(-1))
-        ctx.plan, ctx.kept, ctx.shape = plan, kept, x.shape
+        ctx.plan, ctx.kept, ctx.shape, ctx.counted_by = plan, kept, x.shape, counted_by
         # `x` and `weight`, or tensors of their casts.
         kept_x: tuple[Tensor | None, ...] = (rows,)
         kept_weight: tuple[Tensor | None, ...] = (weight,)
@@ -42,7 +45,7 @@ class _Linear(torch.autograd.Function):
             own = cast(rows, plan.output[0], layouts=layouts[0], kept=kept)
             other = cast(weight, plan.output[1], layouts=layouts[1], kept=kept)
             # `other.T` has rows: a right operand reads what is turned, here the rows of `other`.
-            found = _stored(own, other.T, x.dtype, fast=True)
+            found = _stored(own, other.T, x.dtype, counted_by, fast=True)
             kept_x = own.kept.tensors if plan.keeps_input else kept_x
             kept_weight = other.kept.tensors if plan.keeps_weight else kept_weight
         ctx.save_for_backward(*kept_x, *kept_weight)
@@ -70,7 +73,7 @@ class _Linear(torch.autograd.Function):
                 )
                 layouts = BOTH if plan.keeps_gradient else BY_ROWS
                 of_gradient = cast(rows, left, layouts=layouts, kept=kept)
-                grad_x = _stored(of_gradient, other, dtype)
+                grad_x = _stored(of_gradient, other, dtype, ctx.counted_by)
             grad_x = grad_x.view(ctx.shape)
         if ctx.needs_input_grad[1]:
             if plan.grad_weight is None:
@@ -84,14 +87,14 @@ class _Linear(torch.autograd.Function):
                 )
                 if of_gradient is None or not plan.keeps_gradient:
                     of_gradient = cast(rows, left, 0, TURNED, kept)
-                grad_weight = _stored(of_gradient.T, own, dtype)
-        return grad_x, grad_weight, None, None
+                grad_weight = _stored(of_gradient.T, own, dtype, ctx.counted_by)
+        return grad_x, grad_weight, None, None, None
 
 
-def _stored(a: Cast, b: Cast, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def _stored(a: Cast, b: Cast, dtype: torch.dtype, counted_by: int, fast: bool = False) -> Tensor:
     # cuBLAS stores products with scales by row in BF16 only.
     stored = torch.bfloat16 if a.block is None and a.factor.dim() == 2 else dtype
-    return product(a, b, stored, fast).to(dtype)
+    return product(a, b, stored, fast, counted_by).to(dtype)
 
 
 # Attribute of a layer: its numbers of delayed scaling. Of an attribute a compiler asks for the form
@@ -99,7 +102,9 @@ def _stored(a: Cast, b: Cast, dtype: torch.dtype, fast: bool = False) -> Tensor:
 KEPT = "_mprun_kept"
 
 
-def _forward(module: nn.Module, plan: Plan, x: Tensor, table: Tensor | None = None) -> Tensor:
+def _forward(
+    module: nn.Module, plan: Plan, counted_by: int, x: Tensor, table: Tensor | None = None
+) -> Tensor:
     """Compute as `module(x)`, or as a tied layer's `module(x, table)`."""
     weight = module.weight if table is None else table.to(x.dtype)
     bias: Tensor | None = getattr(module, "bias", None)
@@ -112,24 +117,29 @@ def _forward(module: nn.Module, plan: Plan, x: Tensor, table: Tensor | None = No
     kept: Tensor | None = getattr(module, KEPT, None)
     if kept is not None and not (module.training or torch.is_grad_enabled()):
         kept = kept.clone()  # an evaluation leaves the scales alone
-    found: Tensor = _Linear.apply(x, weight, plan, kept)
+    found: Tensor = _Linear.apply(x, weight, plan, kept, counted_by)
     return found if bias is None else found + bias.to(found.dtype)
 
 
 def install(
-    model: nn.Module, products: ScaledProducts, chosen: Collection[str], mode: str = ""
+    model: nn.Module,
+    products: ScaledProducts,
+    chosen: Collection[str],
+    mode: str = "",
+    calls: Calls | None = None,
 ) -> DelayedScaling | None:
-    """Let the `chosen_layers` of `model` compute so, or raise its errors.
+    """Let the `chosen_layers` of `model` compute so, or raise its errors; `calls` count products.
 
     Returns what they keep from update to update, or None.
     """
     names = chosen_layers(model, products, chosen, mode)
     is_kept = SCALES[products.scale].is_kept
     delayed = _delayed(model, products, names) if is_kept and names else None
-    device = next(model.parameters()).device
+    device, number = next(model.parameters()).device, 0 if calls is None else calls.number
     for name in names:
         module = model.get_submodule(name)
-        module.__dict__["forward"] = partial(_forward, module, products.plan(name, device))
+        plan = products.plan(name, device)
+        module.__dict__["forward"] = partial(_forward, module, plan, number)
         if delayed is not None:
             module.__dict__[KEPT] = delayed.layers[name]
     return delayed

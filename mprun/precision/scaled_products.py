@@ -26,7 +26,9 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
@@ -58,8 +60,28 @@ PRODUCTS = {
 }
 OPERANDS = ("input", "weight", "grad_output")
 _MULTIPLE = 16  # of every size, on CUDA
-# Products computed in this process, by kind: "forward e4m3 x e4m3". A replayed graph adds none.
-calls: Counter[str] = Counter()
+
+
+class Calls(Counter[str]):
+    """Products computed for one owner, by kind: "forward e4m3 x e4m3". A replayed graph adds none.
+
+    Attributes:
+        number: what the products are told; an object would end a compilation.
+    """
+
+    _all: ClassVar[WeakValueDictionary[int, Calls]] = WeakValueDictionary()
+    _numbers = count(1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = next(self._numbers)
+        self._all[self.number] = self
+
+    @classmethod
+    def add(cls, number: int, names: str, fast: bool) -> None:
+        """Count a product where it is computed; 0: nobody counts it."""
+        if (owner := cls._all.get(number)) is not None:
+            owner[f"{'forward' if fast else 'backward'} {names}"] += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,16 +311,19 @@ def saturated(matrix: Tensor, scale: Tensor, element: Element) -> Tensor:
     return encoded(matrix.float() * scale, element)
 
 
-def product(a: Cast, b: Cast, dtype: torch.dtype, fast: bool = False) -> Tensor:
+def product(
+    a: Cast, b: Cast, dtype: torch.dtype, fast: bool = False, counted_by: int = 0
+) -> Tensor:
     """Compute a @ b, added up in FP32, rounded once to `dtype`: [n, k] and [k, m] to [n, m].
 
-    fast: a forward pass, where the Tensor Core alone may add up (about 14 bits).
+    fast: a forward pass, where the Tensor Core alone may add up (about 14 bits). counted_by: the
+    number of the `Calls` that count it.
     """
     right = b.values if b.turned is None else b.turned.t()
     how = a.operand.decoded_to if a.operand.decoded and not a.operand.native else None
     names = f"{a.operand.element.name} x {b.operand.element.name}"
     factors = a.spread, b.spread, a.whole, b.whole
-    return torch.ops.mprun.scaled_mm(a.values, right, *factors, dtype, fast, names, how)
+    return torch.ops.mprun.scaled_mm(a.values, right, *factors, dtype, fast, counted_by, names, how)
 
 
 def why_decoded(products: ScaledProducts, device: torch.device) -> str | None:
@@ -353,16 +378,18 @@ def _is_cast_alike(operand: Operand) -> bool:
 
 library.define(
     "scaled_mm(Tensor a, Tensor b, Tensor factor_a, Tensor factor_b, Tensor? whole_a,"
-    " Tensor? whole_b, ScalarType dtype, bool fast, str names, ScalarType? decoded) -> Tensor"
+    " Tensor? whole_b, ScalarType dtype, bool fast, int counted_by, str names,"
+    " ScalarType? decoded) -> Tensor"
 )
 
 
 def _on_cuda(
     a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, whole_a: Tensor | None,
-    whole_b: Tensor | None, dtype: torch.dtype, fast: bool, names: str, how: torch.dtype | None,
+    whole_b: Tensor | None, dtype: torch.dtype, fast: bool, counted_by: int, names: str,
+    how: torch.dtype | None,
 ) -> Tensor:  # fmt: skip
     """Multiply codes by cuBLAS, or numbers decoded to the dtype `how`."""
-    _count(names, fast)
+    Calls.add(counted_by, names, fast)
     if how is not None:
         left, right = (
             values if values.dtype is how else decoded(values, factor).to(how)
@@ -411,9 +438,10 @@ def _finished(
 
 def _on_cpu(
     a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, whole_a: Tensor | None,
-    whole_b: Tensor | None, dtype: torch.dtype, fast: bool, names: str, how: torch.dtype | None,
+    whole_b: Tensor | None, dtype: torch.dtype, fast: bool, counted_by: int, names: str,
+    how: torch.dtype | None,
 ) -> Tensor:  # fmt: skip
-    _count(names, fast)
+    Calls.add(counted_by, names, fast)
     sums = torch.mm(decoded(a, factor_a), decoded(b, factor_b))
     return _finished(sums, whole_a, whole_b, names, dtype)
 
@@ -453,11 +481,6 @@ library.impl("cast_fp8", _shapes_of_cast, "Meta")
 
 def _shape_of(a: Tensor, b: Tensor, *form: Any) -> Tensor:
     return a.new_empty((a.size(0), b.size(1)), dtype=form[4])
-
-
-def _count(names: str, fast: bool) -> None:
-    """Count a product where it is computed: in the autograd function it would end a compilation."""
-    calls[f"{'forward' if fast else 'backward'} {names}"] += 1
 
 
 library.impl("scaled_mm", apart(_on_cpu), "CPU")

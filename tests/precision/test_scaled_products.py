@@ -17,10 +17,10 @@ from mprun.precision.module_dtypes import chosen_dtypes
 from mprun.precision.philox import micro_batches
 from mprun.precision.scaled_linear import chosen_layers, install
 from mprun.precision.scaled_products import (
+    Calls,
     ScaledProducts,
     _on_cuda,
     _shape_of,
-    calls,
     product,
     why_no_product,
 )
@@ -344,15 +344,26 @@ def test_a_tied_output_is_the_linear_layer_with_its_table():
 
 def test_an_fp32_override_stays_fp32_and_evaluation_is_without_fp8():
     learner = mixed(Two(), "fp8_tensorwise", overrides={"inner": torch.float32})
-    before = calls.copy()
-    x = torch.randn(8, 16)
+    calls, x = learner.prepared.forward_context.calls, torch.randn(8, 16)
     learner.network(x).sum().backward()
     # The first layer's input needs no gradient.
-    assert calls - before == {"forward e4m3 x e4m3": 1, "backward e5m2 x e4m3": 1}
-    before = calls.copy()
+    expected = {"forward e4m3 x e4m3": 1, "backward e5m2 x e4m3": 1}
+    assert calls == expected
     with learner.evaluating(in_mode=False) as model:
         model(x)
-    assert calls == before
+    assert calls == expected
+
+
+def test_each_model_counts_its_own_products():
+    """They share a process, a mode and the shapes of their layers."""
+    one, other = (mixed(Two(), "fp8_tensorwise") for _ in range(2))
+    x = torch.randn(8, 16)
+    one.network(x).sum().backward()
+    for _ in range(3):
+        other.network(x).sum()
+    own, others = (learner.prepared.forward_context.rerouted() for learner in (one, other))
+    assert own["forward e4m3 x e4m3"] == 2 and others["forward e4m3 x e4m3"] == 6
+    assert own["backward e5m2 x e4m3"] == 3 and "backward e5m2 x e4m3" not in others
 
 
 class Checkpointed(nn.Module):
@@ -377,11 +388,11 @@ def test_a_checkpoint_changes_no_bit(mode, part):
     x, found = torch.randn(8, 16), []
     for reentrant in (None, True, False):
         model = Checkpointed(part, reentrant)
-        network = mixed(model, mode).network
-        before, own = calls.copy(), x.clone().requires_grad_()
-        network(own).square().sum().backward()
+        learner, own = mixed(model, mode), x.clone().requires_grad_()
+        learner.network(own).square().sum().backward()
         again = 0 if reentrant is None else 1 if part else 2
-        assert (calls - before)["forward e4m3 x e4m3"] == 2 + again
+        calls = learner.prepared.forward_context.calls
+        assert calls["forward e4m3 x e4m3"] == 2 + again
         found.append([own.grad, *(p.grad for p in model.parameters())])
     for plain, *recomputed in zip(*found, strict=True):
         assert all(torch.equal(plain, gradient) for gradient in recomputed)
@@ -405,19 +416,20 @@ def test_a_compiled_network_is_one_graph_with_the_same_bits(products):
     """`aot_eager` traces forward and backward as every backend does, and runs torch's kernels."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 40), nn.GELU(), nn.Linear(40, 16)).bfloat16()
-    delayed = install(model, dataclasses.replace(products, modules=("0", "2")), {})
+    calls, chosen = Calls(), dataclasses.replace(products, modules=("0", "2"))
+    delayed = install(model, chosen, {}, calls=calls)
     x = torch.randn(8, 24).bfloat16()
 
     def step(called):
         model.zero_grad()
-        before = calls.copy()
+        calls.clear()
         micro_batches.begin(x.device, 0)
         found = called(x)
         found.float().square().sum().backward()
         amaxes = [] if delayed is None else [delayed.present.clone()]
         if delayed is not None:
             delayed.present[..., 1] = 0
-        return [found, *(own.grad for own in model.parameters()), *amaxes], calls - before
+        return [found, *(own.grad for own in model.parameters()), *amaxes], dict(calls)
 
     torch.compiler.reset()
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=False)
@@ -460,7 +472,7 @@ def test_a_compiler_is_promised_the_strides_of_cuda(sizes, by_row):
     n, k, m = sizes
     a, b = torch.randn(n, k).to(E4M3.dtype), torch.randn(m, k).to(E4M3.dtype).t()
     factors = (torch.rand(n, 1), torch.rand(1, m)) if by_row else (torch.rand(()), torch.rand(()))
-    form = (a, b, *factors, None, None, torch.bfloat16, True, "e4m3 x e4m3", None)
+    form = (a, b, *factors, None, None, torch.bfloat16, True, 0, "e4m3 x e4m3", None)
     found, promised = _on_cuda(*form), _shape_of(*(one.to("meta") for one in form[:4]), *form[4:])
     assert (found.shape, found.stride()) == (promised.shape, promised.stride())
     # Both round the sum of k terms once, in their own order.
