@@ -443,6 +443,8 @@ class OptimizerSteps:
         for own in held_by(self.optimizer):
             if own in narrow:  # gradients of 16-bit weights add up, and are clipped, in FP32
                 set_grad_dtype(own, self.policy.grad_dtype)
+                if not self.models[0].of_run and self.policy.grad_dtype is torch.float32:
+                    own.grad_dtype = None  # a script may also write one by hand, like its weight
         for model in self.models:
             model.tensors.changes = True
 

@@ -85,7 +85,7 @@ def _elements(learner: Learner) -> dict[str, dict[str, int]]:
         "parameters": elements_by_dtype(parameters),
         "gradients": elements_by_dtype((dtype, own.numel()) for own, dtype in pairs),
         "gradients_in_update": elements_by_dtype(
-            (wanted or own.grad_dtype or own.dtype, own.numel()) for own, _ in pairs
+            (wanted or own.grad_dtype or torch.float32, own.numel()) for own, _ in pairs
         ),
         "master_weights": _count(own for own, dtype in pairs if dtype is not own.dtype),
         "optimizer_state": _count(tensors),
