@@ -362,6 +362,8 @@ def commands(
     comparison of what a folder holds works (`mprun.compare.verdict.comparable`, for who may ask
     it); None: whether FP32 and another mode stand beside each other there.
     """
+    if "config" not in record:  # damaged after all, by hand
+        return
     now = Now(directory, record, compares or (lambda folder: _lacks_nothing(now)))
     kind = "script" if now.of_script else "run"
     for row in TABLE:
