@@ -109,6 +109,8 @@ class TheirRule(torch.optim.Optimizer):
 
         for group in self.param_groups:
             for own in group["params"]:
+                if own.grad is None:  # as in torch's optimizers
+                    continue
                 state = self.state[own]
                 if not state:
                     average = {name: torch.zeros_like(own) for name in NAMES}

@@ -16,7 +16,7 @@ from ..helpers import record_of
 # Longer than a process takes to start on a busy machine: that counts as no progress, too.
 STALL_AFTER_S = 60
 KILLED = "killed by SIGKILL"
-FAILED = "failed: File exists ("
+FAILED = "failed: File exists "
 HUNG = f"hung: no progress for {STALL_AFTER_S} s, killed"
 DIVERGED = "diverged at step 2"
 
@@ -30,13 +30,9 @@ def sabotaged(tmp_path, tiny, held_at_first_step, monkeypatch):
 
     def run(rates: list[str], hang: bool):
         monkeypatch.setattr(processes, "GRACE_S", 1.0)
-        folder = tmp_path / "runs" / "conv_autoencoder-digits_gray_64"
-        length = ["train.steps=150", "train.checkpoint_every=50", "name=x"]
-        fixed = [*tiny, *length, f"output_root='{tmp_path / 'runs'}'"]
-
-        def cell(rate: str):
-            texts = [*tiny[3:], *length[:1], f"optim.lr={rate}", "x-s0"]
-            return folder / "-".join(["fp32", *texts])
+        fixed = [*tiny, "train.steps=150", "train.checkpoint_every=50", "name=x"]
+        swept = [*fixed, f"output_root='{tmp_path / 'runs'}'", f"optim.lr={','.join(rates)}"]
+        cells = [cell.directory for cell in plan(swept, None).cells]
 
         def kill(directory):
             os.kill(held_at_first_step(directory), signal.SIGKILL)
@@ -47,16 +43,15 @@ def sabotaged(tmp_path, tiny, held_at_first_step, monkeypatch):
             os.kill(process, signal.SIGCONT)
 
         harms = [
-            threading.Thread(target=harm, args=[cell(rate)])
-            for harm, rate in zip((kill, fail, held_at_first_step)[: 2 + hang], rates, strict=False)
+            threading.Thread(target=harm, args=[cell])
+            for harm, cell in zip((kill, fail, held_at_first_step)[: 2 + hang], cells, strict=False)
         ]
         for harm in harms:
             harm.start()
-        swept = f"optim.lr={','.join(rates)}"
-        code = main(["-m", *fixed, swept, "-j", "2", "--stall-after", str(STALL_AFTER_S)])
+        code = main(["-m", *swept, "-j", "2", "--stall-after", str(STALL_AFTER_S)])
         for harm in harms:
             harm.join()
-        return code, {rate: cell(rate) for rate in rates}, [*fixed, swept]
+        return code, dict(zip(rates, cells, strict=True)), swept
 
     return run
 
