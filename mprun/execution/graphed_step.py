@@ -22,6 +22,7 @@ from torch.optim import SGD
 from mprun.errors import BadInput
 from mprun.execution.cuda_graph import CannotCapture, CudaRecorder
 from mprun.precision import DynamicLossScale
+from mprun.precision.audit import FIRST
 from mprun.precision.torch_update import has_fused_kernel
 from mprun.prepared import prepare
 from mprun.tasks import LanguageModel, Task
@@ -310,9 +311,10 @@ def difference(recorder: CudaRecorder, device: torch.device) -> str | None:
     (eager, expected), (recorded, weights) = (
         _training(copy.deepcopy(layer).to(device), inputs.to(device)) for _ in range(2)
     )
-    for _ in range(WARM_UP + _REPLAYS):
+    # The first calls of a prepared model are compared by value, which waits for the device.
+    for _ in range(FIRST + 1 + _REPLAYS):
         wanted = eager()
-    for _ in range(WARM_UP - 1):
+    for _ in range(FIRST):
         recorded()
     waits = recorder.warm(recorded)[1]
     if waits is not None:
