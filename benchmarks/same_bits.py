@@ -8,8 +8,8 @@ logged, then an evaluation. It then resumes from the checkpoint half way, as aft
 which suits a schedule too. Compared are metrics.jsonl without times, exit codes, and every tensor
 and value of the last checkpoint. Then, unless networks or modes were chosen, both checkouts run the
 README's quickstart with one seed, and `mprun compare --json` on the same folders. A process trains
-one network in all modes of a checkout; networks take turns. `--out` writes the page
-DATE-cpu-same-bits.md and .json there. The exit code is 3 if anything differs.
+one network in all modes of a checkout, both checkouts at a time; networks in turn. `--out` writes
+the page DATE-cpu-same-bits.md and .json there. The exit code is 3 if anything differs.
 
 A difference has a commit: `git bisect run` with this tool and the one cell.
 """
@@ -28,7 +28,9 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +81,15 @@ def train_all(spec: dict[str, Any]) -> dict[str, Any]:
     if not Path(mprun.__file__).is_relative_to(spec["checkout"]):
         raise SystemExit(f"{mprun.__file__} is not of {spec['checkout']}")
     return {mode: cell(spec, mode) for mode in spec["modes"]}
+
+
+def trained(spec: dict[str, Any], checkout: Path, folder: Path) -> dict[str, Any]:
+    """Train a network in all modes with the mprun of a checkout, in a process of its own."""
+    result = folder / "result.json"
+    of_side = {"checkout": str(checkout), "folder": f"{folder}/run", "result": str(result)}
+    python_in(checkout, [__file__, "--train-all"], folder, json.dumps(spec | of_side))
+    found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    return found
 
 
 def cell(spec: dict[str, Any], mode: str) -> dict[str, Any]:
@@ -314,20 +325,16 @@ def main() -> int:
         for name in options.networks:
             spec = {"words": known[name], "modes": options.modes, "resumes": name not in LARGE}
             spec["steps"] = LARGE.get(name, STEPS)
-            pair = []
-            for checkout, folder in zip(checkouts, folders, strict=True):
-                result = folder / "result.json"
-                of_side = {"checkout": str(checkout), "folder": f"{folder}/run"}
-                given = json.dumps(spec | of_side | {"result": str(result)})
-                python_in(checkout, [__file__, "--train-all"], folder, given)
-                pair.append(json.loads(result.read_text(encoding="utf-8")))
+            with ThreadPoolExecutor() as both:
+                pair = [*both.map(partial(trained, spec), checkouts, folders)]
             cells[name] = {mode: summary(pair[0][mode], pair[1][mode]) for mode in options.modes}
             verdicts = Counter(each["verdict"] for each in cells[name].values())
             print(f"{name}: {dict(verdicts)}", flush=True)
         runs: list[dict[str, Any]] = [{}, {}]
         read: list[dict[str, Any]] = [{}, {}]
         if options.networks == [*known] and options.modes == [*modes()]:
-            runs = [quickstart(*side) for side in zip(checkouts, folders, strict=True)]
+            with ThreadPoolExecutor() as both:
+                runs = [*both.map(quickstart, checkouts, folders)]
             read = [comparison(checkout, folders[0] / "outputs") for checkout in checkouts]
     found = {
         "about": {

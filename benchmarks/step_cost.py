@@ -1,13 +1,16 @@
 """CPU time of a training step in two checkouts of mprun, in turn, as a ratio.
 
     python -m benchmarks.step_cost OTHER_CHECKOUT [--networks gpt lstm_lm] [--modes fp32 amp]
-                                   [--blocks 30] [--out FOLDER]
+                                   [--pairs 5] [--blocks 6] [--out FOLDER]
 
 A process of each checkout builds the same run with one thread. They take blocks of steps in turn,
 in an order that alternates, so that what slows a machine slows both. Reported is the ratio of the
-CPU time of a block here to that there: the median over pairs of blocks, and a 95 % interval of
-it (percentiles of 10,000 resampled medians). Waiting counts for nothing; a busy machine widens the
-interval, because caches are shared.
+CPU time of a block here to that there: the median over all pairs of blocks of several pairs of
+processes, and a 95 % interval of it (10,000 times pairs of processes are drawn, then blocks of
+each). Waiting counts for nothing; a busy machine widens the interval, because caches are shared.
+
+Freed memory stays with each process (`MALLOC`): where glibc gives large tensors back the kernel
+clears their pages anew, and one process in two pays 10 % more for the same operations.
 """
 
 import argparse
@@ -28,6 +31,7 @@ import numpy
 ROOT = Path(__file__).resolve().parents[1]
 MODES = ("fp32", "amp", "fp16_master_scaled", "bf16_master")
 SECONDS = 0.4  # of a block
+MALLOC = {"MALLOC_TRIM_THRESHOLD_": "10000000000", "MALLOC_MMAP_THRESHOLD_": "10000000000"}
 IMAGES = ["data=synthetic_images", "data.batch_size=32", "data.train_size=64", "data.eval_size=8"]
 NETWORKS = {
     # Steps of a millisecond or a few.
@@ -89,12 +93,17 @@ def serve(spec: dict[str, Any]) -> None:
         print(json.dumps(take(int(line)) / int(line)), flush=True)
 
 
-def measure(checkouts: list[Path], name: str, mode: str, blocks: int, place: str) -> dict[str, Any]:
-    """Return the times of both in ms, and the ratio of the second to the first."""
+def times_of(
+    checkouts: list[Path], name: str, mode: str, blocks: int, place: str
+) -> tuple[int, numpy.ndarray] | None:
+    """Return steps of a block, and seconds a step [2, blocks] of a process of each checkout.
+
+    None: one refuses the run.
+    """
     processes = []
     for checkout in checkouts:
         spec = {"checkout": str(checkout), "words": words_of(name), "mode": mode}
-        own = {"PYTHONPATH": f"{checkout}", "OMP_NUM_THREADS": "1"}
+        own = {"PYTHONPATH": f"{checkout}", "OMP_NUM_THREADS": "1", **MALLOC}
         command = [sys.executable, "-P", __file__, "--serve", json.dumps(spec)]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
         process = subprocess.Popen(command, env=os.environ | own, cwd=place, **pipes)
@@ -103,7 +112,7 @@ def measure(checkouts: list[Path], name: str, mode: str, blocks: int, place: str
     if None in said:
         for process in processes:
             process.kill()
-        return {"network": name, "mode": mode, "refused": True}
+        return None
     steps = min(one["steps"] for one in said)
     times: list[list[float]] = [[], []]
     for block in range(blocks):
@@ -114,21 +123,31 @@ def measure(checkouts: list[Path], name: str, mode: str, blocks: int, place: str
     for process in processes:
         process.stdin.close()
         process.wait()
-    one, other = (numpy.array(side) for side in times)
-    ratios, random = other / one, numpy.random.default_rng(0)
-    drawn = numpy.median(random.choice(ratios, (10_000, blocks)), axis=1)
-    low, high = numpy.percentile(drawn, [2.5, 97.5])
-    there, here = (1000 * float(numpy.median(side)) for side in (one, other))
+    return steps, numpy.array(times)
+
+
+def measure(
+    checkouts: list[Path], name: str, mode: str, pairs: int, blocks: int, place: str
+) -> dict[str, Any]:
+    """Return the times of both in ms, and the ratio of the second to the first."""
+    found = [times_of(checkouts, name, mode, blocks, place) for _ in range(pairs)]
+    if None in found:
+        return {"network": name, "mode": mode, "refused": True}
+    times = numpy.stack([own for _, own in filter(None, found)], axis=1)  # [2, pairs, blocks]
+    ratios, random = times[1] / times[0], numpy.random.default_rng(0)
+    drawn = ratios[random.integers(pairs, size=(10_000, pairs))]
+    drawn = numpy.take_along_axis(drawn, random.integers(blocks, size=drawn.shape), axis=2)
+    low, high = numpy.percentile(numpy.median(drawn, axis=(1, 2)), [2.5, 97.5])
+    there, here = (1000 * float(numpy.median(side)) for side in times)
     return {
         "network": name,
         "mode": mode,
-        "steps_a_block": steps,
-        "blocks": blocks,
         "there_ms": round(there, 3),
         "here_ms": round(here, 3),
         "ratio": round(float(numpy.median(ratios)), 3),
         "low": round(float(low), 3),
         "high": round(float(high), 3),
+        "ratio_of_each_pair": [round(float(own), 3) for own in numpy.median(ratios, axis=1)],
     }
 
 
@@ -159,14 +178,15 @@ def main() -> int:
     parser.add_argument("other", type=Path)
     parser.add_argument("--networks", nargs="+", choices=[*NETWORKS], default=[*NETWORKS])
     parser.add_argument("--modes", nargs="+", default=[*MODES])
-    parser.add_argument("--blocks", type=int, default=30)
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--blocks", type=int, default=6)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     checkouts, rows = [options.other.resolve(), ROOT], []
     with tempfile.TemporaryDirectory(prefix="step-cost-") as place:
         for name in options.networks:
             for mode in options.modes:
-                rows.append(measure(checkouts, name, mode, options.blocks, place))
+                rows.append(measure(checkouts, name, mode, options.pairs, options.blocks, place))
                 print(*line_of(rows[-1]), sep="  ", flush=True)
     date = datetime.now(UTC).date().isoformat()
     about = {
@@ -184,7 +204,9 @@ def main() -> int:
             f"# CPU time of a step in two checkouts, {date}, CPU",
             f"{about['machine']}, torch {about['torch']}, Python {about['python']}, one thread. "
             f"Commits {about['other']} (there) and {about['this']} (here); "
-            f"n = {options.blocks} pairs of blocks of {SECONDS:g} s, in turn:",
+            f"n = {options.pairs} pairs of processes, {options.blocks} pairs of blocks of "
+            f"{SECONDS:g} s each, in turn; freed memory stays with a process "
+            f"({' '.join(f'{key}={value}' for key, value in MALLOC.items())}):",
             f"    {about['command']}",
             markdown_table(header, [line_of(row) for row in rows]),
         ]
