@@ -23,7 +23,13 @@ from mprun.distributed.reduction import FlatReduction
 from mprun.precision import BatchStatistics, Update, WeightAverage, ieee_fp32
 from mprun.precision.casting import in_fp32
 from mprun.precision.torch_update import create_state, creates_late, initialise_state
-from mprun.precision.update import by_dtype, copy_exactly, each_row_once, norms_of
+from mprun.precision.update import (
+    by_dtype,
+    check_and_unscale,
+    copy_exactly,
+    each_row_once,
+    norms_of,
+)
 from mprun.prepared import OptimizerSteps, state_of
 from mprun.prepared.passes import check_finite
 from mprun.prepared.prepared_model import PreparedModel
@@ -141,9 +147,14 @@ class Learner:
         for own in self.updated:
             if own.grad is not None and own.grad.is_sparse:
                 own.grad = each_row_once(own.grad)
+        clip_norm = self.clip_norm
+        norm = self._norm() if measure or clip_norm is not None else None
         if self.prepared.scale is not None:
-            check_finite(self.updated, self.prepared.found_inf.zero_())
-        norm = self._clip(measure)
+            self._look(norm if clip_norm is not None else None)  # a measured one decides nothing
+        if norm is not None and clip_norm is not None:
+            factor = (clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            for group in by_dtype(own if own is None else local_of(own) for own in self._counted):
+                foreach_mul_(group, factor)
         self.optimizer.step()
         update = self.steps.last
         assert update is not None
@@ -151,18 +162,27 @@ class Learner:
             self._average.update(update.found_inf)
         return update._replace(grad_norm=norm)
 
-    def _clip(self, measure: bool) -> Tensor | None:
-        """Return the global norm, float32, 0-dim, before clipping; None: nobody asks for it."""
-        if self.clip_norm is None and not measure:
-            return None
-        counted = [self.updated[n].grad for n in self._clipped]
+    @property
+    def _counted(self) -> list[Tensor | None]:
+        """Return the gradients that count in the norm, and are clipped."""
+        return [self.updated[n].grad for n in self._clipped]
+
+    def _norm(self) -> Tensor:
+        """Return the global L2 norm of the gradients that count in it, float32, 0-dim."""
         norms = norms_of if self.reduction is None else self.reduction.norms
-        norm = torch.linalg.vector_norm(norms(counted), 2)
-        if self.clip_norm is not None:
-            factor = (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-            for group in by_dtype(own if own is None else local_of(own) for own in counted):
-                foreach_mul_(group, factor)
-        return norm
+        return torch.linalg.vector_norm(norms(self._counted), 2)
+
+    def _look(self, norm: Tensor | None) -> None:
+        """Note whether a gradient is not finite.
+
+        The norm of all of them tells it without another read. It is not finite either if the
+        square of one overflows FP32, from 1.8e19 on: clipping would make all of them 0.
+        """
+        found_inf = self.prepared.found_inf.zero_()
+        if norm is None or len(self._clipped) < len(self.updated):
+            check_finite(self.updated, found_inf)
+        else:
+            check_and_unscale([norm], found_inf, torch.ones_like(found_inf))
 
     def set_lr(self, lr: float | Tensor) -> None:
         """Set the rate of every group to `lr` times the group's lr_factor (default 1).

@@ -1,5 +1,7 @@
 """Clipping works on unscaled gradients: the result does not depend on the loss scale."""
 
+import math
+
 import pytest
 import torch
 from torch import nn
@@ -110,6 +112,25 @@ def test_the_norm_of_fp16_gradients_does_not_overflow():
     learner.network(4096.0).backward()
     # 4096^2 = 2^24 and the norm, 17 times 4096, are beyond 65504, the largest FP16 number.
     assert learner.step(measure=True).grad_norm.item() == 69632.0
+
+
+@pytest.mark.parametrize("clip_norm", [CLIP, None])
+@pytest.mark.parametrize("clipped", [None, ["0.weight"]])
+@pytest.mark.parametrize("measure", [True, False])
+@pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e20, 1e18])
+def test_a_gradient_that_is_not_finite_skips_the_step(value, measure, clipped, clip_norm):
+    model = network()
+    learner = mixed(model, "fp32", scale=StaticLossScale(1.0), clip_norm=clip_norm, clipped=clipped)
+    mean_square(learner.network(batch())).backward()
+    learner.updated[-1].grad.view(-1)[0] = value
+    before = [updated.detach().clone() for updated in learner.updated]
+    update = learner.step(measure)
+    # The square of 1e20 overflows FP32: the norm of all, by which they are clipped, is infinite.
+    by_norm = value == 1e20 and clip_norm is not None and clipped is None
+    skips = by_norm or not math.isfinite(value)
+    assert update.found_inf == skips
+    same = [torch.equal(a, b) for a, b in zip(before, learner.updated, strict=True)]
+    assert all(same) if skips else not all(same)
 
 
 @pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_kahan"])
