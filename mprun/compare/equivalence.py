@@ -1,4 +1,4 @@
-"""Test whether a difference is inside the margin: intervals, the verdicts, and their sentences.
+"""Test whether a difference is inside the margin: intervals, and the names of verdicts.
 
 Two one-sided tests (TOST; Schuirmann 1987, J. Pharmacokin. Biopharm. 15, 657-680): a difference is
 inside +-margin with error rate alpha if its two-sided (1 - 2 alpha) interval is. Differences are
@@ -26,13 +26,10 @@ from itertools import combinations
 import numpy as np
 from scipy.special import stdtr, stdtrit
 
-from mprun.compare.wording import decimals_for, signed
-
 # scipy.stats has the same quantile but takes ten times as long to import.
 
 ALPHA = 0.05  # one-sided
 FEWEST_SEEDS = 3
-ROUNDING = 1e-6  # of the margin: below it a difference is that of rounding, not worth a word
 MOST_SEEDS = 50  # if more are needed, the text says "not reachable"
 
 
@@ -54,26 +51,6 @@ class Interval:
     variances: tuple[float, float]
     identical: bool  # every value equals its counterpart, bit for bit
     exponent: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """The unit of a displayed difference: multiply by `factor`, append `suffix`.
-
-    `turned`: higher is better for the metric, so the sign needs an explanation.
-    """
-
-    factor: float
-    suffix: str
-    turned: bool = False
-
-    def text(self, value: float, margin: float, *beside: float) -> str:
-        """Return the signed number, rounded by `signed` beside others; no suffix."""
-        return signed(value, margin, beside, self.factor)
-
-    def size(self, value: float, margin: float) -> str:
-        """Return the number without a sign, and the suffix."""
-        return f"{value * self.factor:.{decimals_for(margin * self.factor)}f}{self.suffix}"
 
 
 @lru_cache(maxsize=4096)
@@ -337,61 +314,6 @@ def seeds_needed(interval: Interval, margin: float) -> int | None:
         if _scaled([half], -interval.exponent)[0] <= allowed:
             return count - fewest
     return None
-
-
-def sentence(
-    name: str,
-    interval: Interval,
-    margin: float,
-    unit: Unit,
-    reference: str = "FP32",
-    remedy: str | None = None,
-    counted: str = "seed",
-) -> str:
-    """Return one sentence with the numbers for `name`, a verdict of `decide`.
-
-    remedy: what an inconclusive sentence begins with; by default, how many more seeds are needed.
-    counted: "seed" or "run".
-    """
-    found = difference_text(interval, unit, margin)
-    around = f"the margin of ±{unit.size(margin, margin)}"
-    own, base = interval.counts
-    paired = interval.method == "paired"
-    seeds = f"{own} {counted}s, paired" if paired else f"{own} and {base} {counted}s"
-    if name == "matches":
-        if interval.identical:
-            return f"matches {reference} (identical): no difference in any run compared, {seeds}."
-        text = f"matches {reference}: {found} is inside {around}, {seeds}."
-        rounding = ROUNDING * margin
-        if interval.low > rounding or interval.high < -rounding:
-            text += " A small consistent difference exists: 0 is outside the interval."
-        return text
-    if name == "inconclusive":
-        if remedy is None:
-            needed = seeds_needed(interval, margin)
-            remedy = f"needs about {needed} more {counted}{'' if needed == 1 else 's'}"
-            if needed is None:
-                remedy = f"not reachable with more {counted}s (needs over {MOST_SEEDS})"
-        return f"inconclusive: {remedy}; {found} includes zero and reaches {around}, {seeds}."
-    worse = name.endswith("worse")
-    if name.startswith("likely"):
-        found += f" is {'above' if worse else 'below'} zero but may be within"
-        return f"{name} than {reference}: {found} {around}, {seeds}."
-    least = unit.size(interval.low if worse else -interval.high, margin)
-    other = "" if worse else "; check for a difference other than precision"
-    text = f"{name} than {reference} by at least {least}: {found}, outside {around}"
-    return f"{text}, {seeds}{other}."
-
-
-def difference_text(interval: Interval, unit: Unit, margin: float) -> str:
-    """Return the difference with its interval: "difference +0.12 % (90 % CI -0.10 to +0.34 %)"."""
-    bounds = (interval.difference, interval.low, interval.high)
-    middle, low, high = (unit.text(bound, margin, *bounds) for bound in bounds)
-    level = f"{100 * interval.level:.3g} % CI"
-    if not math.isfinite(interval.high - interval.low):
-        return f"difference {middle}{unit.suffix} ({level} without bounds)"
-    text = f"difference {middle}{unit.suffix} ({level} {low} to {high}"
-    return text + unit.suffix + ("; positive is worse)" if unit.turned else ")")
 
 
 def outlier(values: Sequence[float]) -> int | None:

@@ -11,10 +11,10 @@ from matplotlib.axes import Axes
 
 from mprun.compare import wording as text
 from mprun.compare.curves import curves, difference_rows, loss_scale
+from mprun.compare.decision import GAN_LOSSES
 from mprun.compare.findings import Group, Row, is_gan
 from mprun.compare.gap_growth import TRAINING, evaluation
 from mprun.compare.numerics import ProbedMode, numerics_figures
-from mprun.compare.verdict import GAN_LOSSES
 from mprun.plots.panel import GREY, INK, MARKS, Drawing, Style, round_multiple, rows_panel
 
 # Margins to either side of the interval plot: up to the first the scale is linear, an arrow marks

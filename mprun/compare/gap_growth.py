@@ -12,10 +12,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from mprun.compare.decision import GAN_LOSSES, pairing
 from mprun.compare.equivalence import (
     ALPHA,
     FEWEST_SEEDS,
-    ROUNDING,
     Interval,
     estimate,
     paired_interval,
@@ -32,7 +32,7 @@ from mprun.compare.findings import (
     grid,
     on_grid,
 )
-from mprun.compare.verdict import GAN_LOSSES, pairing
+from mprun.compare.sentence import ROUNDING
 from mprun.compare.wording import baseline_name, seeds_text, signed, unit
 
 _Values = dict[int, np.ndarray]  # seed -> float64 [points]

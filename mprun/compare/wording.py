@@ -176,6 +176,11 @@ def seeds_text(seeds: Iterable[int]) -> str:
     return ", ".join("-".join(map(str, dict.fromkeys((own[0], own[-1])))) for own in spans)
 
 
+def number_of(count: int, counted: str = "seed") -> str:
+    """Return "1 seed", "3 runs"."""
+    return f"{count} {counted}{'' if count == 1 else 's'}"
+
+
 def decimals_for(margin: float) -> int:
     """Return the decimals that show 2 to 3 digits of the margin: 1 -> 2, 0.5 -> 2, 10 -> 1."""
     return min(12, max(0, 2 - math.ceil(math.log10(margin))))

@@ -11,7 +11,6 @@ from scipy import stats
 
 from mprun.compare.equivalence import (
     Interval,
-    Unit,
     decide,
     estimate,
     outlier,
@@ -19,11 +18,11 @@ from mprun.compare.equivalence import (
     paired_ratio,
     permutation_p,
     seeds_needed,
-    sentence,
     t_quantile,
     welch_interval,
     welch_ratio,
 )
+from mprun.compare.sentence import Unit, sentence
 from mprun.compare.wording import decimals_for
 
 PERCENT = Unit(100.0, " %")  # of a baseline mean of 1

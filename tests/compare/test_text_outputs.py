@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from mprun.compare.equivalence import Unit
 from mprun.compare.findings import Comparison, Verdict
+from mprun.compare.sentence import Unit
 from mprun.compare.wording import (
     cells,
     console,
