@@ -170,14 +170,7 @@ def _dispatch(arguments: list[str]) -> int:
     if {"--help", "-h"} & set(arguments):
         return _help(arguments)
     options = _arguments().parse(arguments)
-    if (options.resolve or options.package) and options.cfg is None:
-        raise BadInput("--resolve, --package: only with --cfg")
-    if options.jobs is not None and not options.multirun:
-        raise BadInput(f"-j {options.jobs}: only a sweep (-m) runs several processes")
-    if options.stall_after is not None and not options.multirun:
-        raise BadInput(f"--stall-after {options.stall_after:g}: only a sweep (-m) watches its runs")
-    if options.rerun_damaged and not options.multirun:
-        raise BadInput("--rerun-damaged: only a sweep (-m) has finished runs")
+    _refuse_contradictions(options)
     if options.verbose:
         options.overrides.append("verbose=true")
     if options.version:
@@ -202,6 +195,19 @@ def _dispatch(arguments: list[str]) -> int:
         again = options.rerun_damaged
         return sweep(given, folder, options.jobs, stall_after, _curves, again, _compares)
     return _run(options)
+
+
+def _refuse_contradictions(options: argparse.Namespace) -> None:
+    if (options.resolve or options.package) and options.cfg is None:
+        raise BadInput("--resolve, --package: only with --cfg")
+    if options.multirun:
+        return
+    if options.jobs is not None:
+        raise BadInput(f"-j {options.jobs}: only a sweep (-m) runs several processes")
+    if options.stall_after is not None:
+        raise BadInput(f"--stall-after {options.stall_after:g}: only a sweep (-m) watches its runs")
+    if options.rerun_damaged:
+        raise BadInput("--rerun-damaged: only a sweep (-m) has finished runs")
 
 
 def verbs() -> dict[str, str]:

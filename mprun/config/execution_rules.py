@@ -31,9 +31,28 @@ def of_ranks(config: RunConfig) -> Iterator[str]:
 def why_not_on(config: RunConfig, world: int) -> Iterator[str]:
     """Yield what so many ranks cannot compute in a configuration, and what to change."""
     given = f"devices={config.devices}" + (f" nodes={config.nodes}" if config.nodes > 1 else "")
-    parts, batch = config.train.accumulate, config.data.batch_size
     if getattr(config.model, "sampled", False):
         yield f"{given}: model.sampled_softmax has sparse gradients, of one rank (allowed: 1)"
+    yield from _why_not_shared(config, world, given)
+    if config.precision.reduce_order != "rank" and config.dist.order == "fast":
+        why = f"{given} add in the library's order (allowed: rank, or dist.order=fixed)"
+        yield f"precision.reduce_order={config.precision.reduce_order}: {why}"
+    if config.dist.engine == "ddp" and (reason := _why_no_overlap(config)) is not None:
+        yield f"dist.engine=ddp: {reason} (allowed here: auto, flat)"
+    if config.dist.engine == "fsdp" and (reason := _why_no_shards(config)) is not None:
+        yield f"dist.engine=fsdp: {reason} (allowed here: auto, flat)"
+    if getattr(config.data, "on_corrupt", None) == "skip":
+        yield f"data.on_corrupt=skip: {given} would each replace files (allowed: stop)"
+    if config.train.compile != "off":
+        yield f"train.compile={config.train.compile}: must be off with {given}"
+    if config.numerics.shadow_every:
+        must = f"must be 0 with {given}; one device computes the same numbers"
+        yield f"numerics.shadow_every={config.numerics.shadow_every}: {must}"
+
+
+def _why_not_shared(config: RunConfig, world: int, given: str) -> Iterator[str]:
+    """Yield why so many ranks cannot share out a step; given: their keys."""
+    parts, batch = config.train.accumulate, config.data.batch_size
     if shares_streams(config.model):
         if batch % world:
             use = f"data.batch_size={-(-batch // world) * world} or ranks that divide it"
@@ -50,20 +69,6 @@ def why_not_on(config: RunConfig, world: int) -> Iterator[str]:
         if parts == 1 and batch % world == 0:
             remedy += f" or data.batch_size={batch // world} train.accumulate={world} ({batch:,})"
         yield f"{given}: {world} ranks share out train.accumulate={parts} micro-batches; {remedy}"
-    if config.precision.reduce_order != "rank" and config.dist.order == "fast":
-        why = f"{given} add in the library's order (allowed: rank, or dist.order=fixed)"
-        yield f"precision.reduce_order={config.precision.reduce_order}: {why}"
-    if config.dist.engine == "ddp" and (reason := _why_no_overlap(config)) is not None:
-        yield f"dist.engine=ddp: {reason} (allowed here: auto, flat)"
-    if config.dist.engine == "fsdp" and (reason := _why_no_shards(config)) is not None:
-        yield f"dist.engine=fsdp: {reason} (allowed here: auto, flat)"
-    if getattr(config.data, "on_corrupt", None) == "skip":
-        yield f"data.on_corrupt=skip: {given} would each replace files (allowed: stop)"
-    if config.train.compile != "off":
-        yield f"train.compile={config.train.compile}: must be off with {given}"
-    if config.numerics.shadow_every:
-        must = f"must be 0 with {given}; one device computes the same numbers"
-        yield f"numerics.shadow_every={config.numerics.shadow_every}: {must}"
 
 
 def engine_of(config: RunConfig, device: str) -> tuple[str, str]:

@@ -73,7 +73,7 @@ def _multiplies_codes(products: schema.ProductsConfig) -> bool:
 
 
 def _products(products: schema.ProductsConfig, mode: str) -> Iterator[str]:
-    key, scale = "precision.products", "precision.products.scale"
+    key = "precision.products"
     formats = {field: getattr(products, field) for field in ("input", "weight", "grad_output")}
     missing = [field for field, own in formats.items() if own is None]
     if missing and len(missing) < len(formats):
@@ -85,6 +85,22 @@ def _products(products: schema.ProductsConfig, mode: str) -> Iterator[str]:
     if len(missing) == len(formats):
         needed = f"needs {key}.input, weight and grad_output, which precision={mode} lacks"
         yield from _set_without_use(products, key, _OF_CASTS, needed)
+    yield from _scales(products, formats)
+    for name, pair in _PRODUCTS.items():
+        both = all(formats[operand] == "e5m2" for operand in pair) and _multiplies_codes(products)
+        if both and name not in products.high_precision:
+            reason = f"{name} multiplies two E5M2 operands, which no GPU does"
+            allowed = f"e4m3, or {name} in {key}.high_precision"
+            yield f"{key}.{pair[0]}=e5m2: {reason} (allowed: {allowed})"
+    if len(set(products.high_precision)) == len(_PRODUCTS):
+        own = f"{key}.high_precision={products.high_precision}"
+        yield f"{own}: leaves no product in these formats; must name two of them at most"
+    if not products.modules:
+        yield f"{key}.modules=[]: must name a layer, or leave the formats null"
+
+
+def _scales(products: schema.ProductsConfig, formats: dict[str, str | None]) -> Iterator[str]:
+    key, scale = "precision.products", "precision.products.scale"
     of_weights = products.weight_granularity or products.granularity
     if (of_weights == "none") != (products.granularity == "none"):
         given = f"{key}.weight_granularity={products.weight_granularity}"
@@ -101,17 +117,6 @@ def _products(products: schema.ProductsConfig, mode: str) -> Iterator[str]:
     for field, own in formats.items():
         if is_delayed and own == "e2m1":
             yield f"{key}.{field}=e2m1: must be e4m3 or e5m2 with {scale}=delayed"
-    for name, pair in _PRODUCTS.items():
-        both = all(formats[operand] == "e5m2" for operand in pair) and _multiplies_codes(products)
-        if both and name not in products.high_precision:
-            reason = f"{name} multiplies two E5M2 operands, which no GPU does"
-            allowed = f"e4m3, or {name} in {key}.high_precision"
-            yield f"{key}.{pair[0]}=e5m2: {reason} (allowed: {allowed})"
-    if len(set(products.high_precision)) == len(_PRODUCTS):
-        own = f"{key}.high_precision={products.high_precision}"
-        yield f"{own}: leaves no product in these formats; must name two of them at most"
-    if not products.modules:
-        yield f"{key}.modules=[]: must name a layer, or leave the formats null"
 
 
 def _set_without_use(node: Any, key: str, fields: str, why: str) -> Iterator[str]:

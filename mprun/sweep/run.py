@@ -180,9 +180,30 @@ class SweepLoop:
             room = 0 if self.running else len(self.waiting)
         if room < 1:
             return
-        ready: dict[Cell, dict[str, str]] = {}  # with their additional environment variables
+        ready = self._ready(room)
+        if not ready:
+            self.look_again = time.monotonic() + _LOOK_AGAIN_S
+        elif self.plan.launcher:
+            self.batch = Batch(self.plan, list(ready), self.stall_after)
+            self.running = list(self.batch.jobs)
+            self.page.words |= dict.fromkeys(ready, "waiting")
+        else:
+            for cell, environment in ready.items():
+                environment |= self._share_of_cores(cell)
+                self.page.started_run(cell)
+                self.start = self.start or quickest_start()
+                self.running.append(
+                    Attempt(cell, self.plan.config_dir, self.stall_after, self.start, environment)
+                )
+
+    def _ready(self, most: int) -> dict[Cell, dict[str, str]]:
+        """Return waiting cells that can start now, with their additional environment variables.
+
+        Those that have ended meanwhile, here or in another sweep, wait no longer.
+        """
+        ready: dict[Cell, dict[str, str]] = {}
         for cell in list(self.waiting):
-            if len(ready) >= room:
+            if len(ready) >= most:
                 break
             if not self.gpus.has_room(cell):  # a later cell may need fewer
                 continue
@@ -203,20 +224,7 @@ class SweepLoop:
                 ready[cell] = self.gpus.take(cell)
                 if state is State.RESUMABLE:
                     self.page.resumed.add(cell)
-        if not ready:
-            self.look_again = time.monotonic() + _LOOK_AGAIN_S
-        elif self.plan.launcher:
-            self.batch = Batch(self.plan, list(ready), self.stall_after)
-            self.running = list(self.batch.jobs)
-            self.page.words |= dict.fromkeys(ready, "waiting")
-        else:
-            for cell, environment in ready.items():
-                environment |= self._share_of_cores(cell)
-                self.page.started_run(cell)
-                self.start = self.start or quickest_start()
-                self.running.append(
-                    Attempt(cell, self.plan.config_dir, self.stall_after, self.start, environment)
-                )
+        return ready
 
     def _share_of_cores(self, cell: Cell) -> dict[str, str]:
         """Return the environment variable that makes simultaneous runs share the cores.

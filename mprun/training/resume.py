@@ -101,16 +101,7 @@ def _start(directory: Path, built: Built, config: RunConfig, record: Record) -> 
     metrics, ranks = directory / "metrics.jsonl", built.task.ranks
     newest = checkpoint.load_newest(directory / "checkpoints", _CPU)
     if newest is None:
-        if "first_checkpoint" in record:
-            raise Damaged(
-                f"{directory / 'checkpoints'}: no checkpoint there, but the run wrote its first "
-                f"one at step {record['first_checkpoint']}"
-            )
-        if record["status"] == "done":
-            raise BadInput(f"resume={directory}: done, without a checkpoint to go on from")
-        if ranks.is_first:
-            print("mprun: no checkpoint yet: starting again at step 1", file=sys.stderr)
-        return Start()
+        return _from_the_beginning(directory, record, ranks.is_first)
     for line in newest.warnings:
         print(f"mprun: warning: {line}; using the one before", file=sys.stderr)
     step, every = newest.step, config.train.evaluates_every(built.steps)
@@ -145,6 +136,25 @@ def _start(directory: Path, built: Built, config: RunConfig, record: Record) -> 
     if step == built.steps and evaluated and record["status"] == "done":
         raise over
     return Start(step, skipped, due and not evaluated, computed, len(kept))
+
+
+def _from_the_beginning(directory: Path, record: Record, is_first: bool) -> Start:
+    """Return the start of a run that has no checkpoint yet.
+
+    Raises:
+        BadInput: It is done.
+        Damaged: It had one.
+    """
+    if "first_checkpoint" in record:
+        raise Damaged(
+            f"{directory / 'checkpoints'}: no checkpoint there, but the run wrote its first one at "
+            f"step {record['first_checkpoint']}"
+        )
+    if record["status"] == "done":
+        raise BadInput(f"resume={directory}: done, without a checkpoint to go on from")
+    if is_first:
+        print("mprun: no checkpoint yet: starting again at step 1", file=sys.stderr)
+    return Start()
 
 
 def _check_same_stack(recorded: dict) -> None:
