@@ -11,7 +11,7 @@ from pathlib import Path
 from mprun.cli.arguments import Arguments, names
 from mprun.compare import checked_margin, compare, planned_looks
 from mprun.compare.findings import Comparison
-from mprun.compare.wording import console, markdown, results
+from mprun.compare.text_outputs import console, markdown, results
 from mprun.errors import DIVERGED, DONE, BadInput
 from mprun.record.console import to_watch
 from mprun.record.run_directory import refuse_link

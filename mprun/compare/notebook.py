@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 from markupsafe import Markup
 
+from mprun.compare import text_outputs
 from mprun.compare import wording as text
 from mprun.compare.findings import Comparison, Group, Row
 from mprun.compare.load import read_run_record, run_directories
@@ -293,7 +294,7 @@ class ComparedRuns(Comparison):
 
     def to_dict(self) -> dict[str, Any]:
         """Return the content of results.json (`mprun compare --json`), in JSON's own types."""
-        return text.results(self)
+        return text_outputs.results(self)
 
     def write(self, folder: str | Path) -> Path:
         """Write report.html, report.md, results.json and figures, as `mprun compare` does.
@@ -313,7 +314,7 @@ class ComparedRuns(Comparison):
         return write_folder(self, Path(folder))
 
     def __repr__(self) -> str:
-        return text.console(self)
+        return text_outputs.console(self)
 
     def _repr_html_(self) -> str:
         shown = [

@@ -17,6 +17,7 @@ from typing import Any
 
 from markupsafe import Markup, escape
 
+from mprun.compare import text_outputs
 from mprun.compare import wording as text
 from mprun.compare.divergence import MOST_SKIPS_IN_A_ROW
 from mprun.compare.equivalence import ALPHA, FEWEST_SEEDS
@@ -94,11 +95,11 @@ def write_folder(comparison: Comparison, folder: Path) -> Path:
     report = folder / "report.html"
     with settings():
         write_text(report, _Report(comparison, folder).fitting_page())
-    write_text(folder / "report.md", text.markdown(comparison) + "\n")
+    write_text(folder / "report.md", text_outputs.markdown(comparison) + "\n")
     # The figures of a page that `mprun paper` wrote are not listed.
     own = (folder.glob(f"{group.slug}-*.png") for group in comparison.groups)
     figures = sorted({path.name for found in own for path in found})
-    found = text.results(comparison) | {"figures": figures}
+    found = text_outputs.results(comparison) | {"figures": figures}
     write_json(folder / "results.json", found, durable=False, allow_nan=False)
     return report
 

@@ -35,7 +35,7 @@ from mprun.compare.findings import (
     grid,
 )
 from mprun.compare.load import SUMMARY_FOLDER, load_runs
-from mprun.compare.wording import group_markdown
+from mprun.compare.text_outputs import group_markdown
 from mprun.record.console import counted, printable
 from mprun.record.metrics_columns import NO_METRIC
 from mprun.record.run_directory import refuse_link

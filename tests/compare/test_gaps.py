@@ -19,8 +19,9 @@ from mprun.compare.gap_growth import (
 )
 from mprun.compare.grouping import ProtoGroup
 from mprun.compare.report import write_folder
+from mprun.compare.text_outputs import console, group_markdown, results
 from mprun.compare.verdict import assess
-from mprun.compare.wording import console, gap_lines, group_markdown, results
+from mprun.compare.wording import gap_lines
 
 from .made_comparison import comparison, group
 from .made_runs import made_run

@@ -9,14 +9,12 @@ import pytest
 
 from mprun.compare.findings import Comparison, Verdict
 from mprun.compare.sentence import Unit
+from mprun.compare.text_outputs import console, markdown, results
 from mprun.compare.wording import (
     cells,
-    console,
     difference_text,
     level_text,
     margin_text,
-    markdown,
-    results,
     scale_text,
     seeds_text,
     value_text,

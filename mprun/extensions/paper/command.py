@@ -13,7 +13,8 @@ from pathlib import Path
 from mprun.cli.arguments import Arguments, names, number
 from mprun.cli.compare import JUDGING, add_judging, folder_beside
 from mprun.compare import compare
-from mprun.compare.wording import console, markdown, seeds_text
+from mprun.compare.text_outputs import console, markdown
+from mprun.compare.wording import seeds_text
 from mprun.errors import DONE, BadInput, needing, no_folder
 from mprun.extensions.paper.listing import Listing, commands_of
 from mprun.extensions.paper.rows import ROWS, PaperRow
