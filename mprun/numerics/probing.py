@@ -8,7 +8,6 @@ the master weights, and its optimizers only collect gradients. Random numbers ar
 mode's step, so dropout masks and generator inputs are the same.
 """
 
-import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -32,7 +31,6 @@ from mprun.numerics.probe_record import (
 )
 from mprun.precision import (
     ForwardContext,
-    NoLossScale,
     Update,
     get_policy,
     ieee_fp32,
@@ -71,7 +69,11 @@ class Shadow:
     def __enter__(self) -> "Shadow":
         self.random = random_states(self.device)
         # Copies of the weights and of the carried state before the step.
-        self.twin = _twin(self.task, self.device)
+        policy = get_policy("fp32")
+        self.twin = self.task.twin(
+            {name: _Gradients(own, own.statistics) for name, own in self.task.learners.items()},
+            ForwardContext(policy, self.device),
+        )
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -166,28 +168,6 @@ class _Gradients:
         for name, updated in self.own.named.items():
             self.parameters[name].copy_(updated)
         return Update(self.one, None, None)
-
-
-def _twin(task, device: torch.device):
-    """Return the same task in FP32 on copies of its models; it shares the data."""
-    # Imported here: probing a script must not need mprun's tasks and their dependencies.
-    from mprun.tasks import GAN, LanguageModel
-
-    policy = get_policy("fp32")
-    twin = copy.copy(task)
-    twin.policy, twin.forward_context = policy, ForwardContext(policy, device)
-    twin.learners = {}
-    for name, learner in task.learners.items():
-        twin.learners[name] = _Gradients(learner, learner.statistics)
-    if isinstance(task, GAN):
-        twin.g, twin.d = twin.learners["generator"], twin.learners["discriminator"]
-        twin.loss_scales = {}
-    else:
-        twin.learner = twin.learners["model"]
-        twin.loss_scale = NoLossScale(device)
-    if isinstance(task, LanguageModel) and task.hidden is not None:
-        twin.hidden = tuple(part.detach().float() for part in task.hidden)
-    return twin
 
 
 Metrics = dict[str, Tensor]

@@ -1,6 +1,7 @@
 """DCGAN: a discriminator step on real and generated images, then a generator step."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -62,6 +63,11 @@ class GAN(Task):
         self.device = forward_context.device
         codes = torch.randn(64, latent_size, generator=torch.Generator().manual_seed(GRID_SEED))
         self.fixed_codes = codes.to(self.device)
+
+    def twin(self, learners: Mapping[str, Any], forward_context: ForwardContext) -> Self:
+        twin = super().twin(learners, forward_context)
+        twin.g, twin.d = learners["generator"], learners["discriminator"]
+        return twin
 
     def compute(self, batches: Iterable[Batch], measure: bool = False) -> dict[str, Tensor]:
         """Update D, then G."""

@@ -5,8 +5,8 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from mprun.config.components import TASKS
 from mprun.data.source import Batch, Source
 from mprun.distributed.ranks import ALONE, Ranks
-from mprun.precision import ForwardContext, LossScale, PrecisionPolicy
+from mprun.precision import ForwardContext, LossScale, NoLossScale, PrecisionPolicy
 from mprun.tasks.learner import Learner
 from mprun.tasks.task import Task, as_row, shared
 
@@ -53,6 +53,11 @@ class Supervised(Task):
         self.mean_statistics(learner)
         update = learner.step(measure)
         return {"loss": self.mean_over_parts(losses), **update.metrics()}
+
+    def twin(self, learners: Mapping[str, Any], forward_context: ForwardContext) -> Self:
+        twin = super().twin(learners, forward_context)
+        twin.learner, twin.loss_scale = learners["model"], NoLossScale(forward_context.device)
+        return twin
 
     @abstractmethod
     def loss(self, batch: Any) -> tuple[Tensor, Tensor]:
@@ -176,6 +181,12 @@ class LanguageModel(Supervised):
         self.sampled, self.time_reduction = sampled, time_reduction
         self.hidden: tuple[Tensor, ...] | None = None if carries_state else ()
         self._before: tuple[Tensor, ...] | None = None  # the step that is being taken
+
+    def twin(self, learners: Mapping[str, Any], forward_context: ForwardContext) -> Self:
+        twin = super().twin(learners, forward_context)
+        if self.hidden is not None:
+            twin.hidden = tuple(part.detach().float() for part in self.hidden)
+        return twin
 
     def load(self, step: int) -> Iterator[Tokens]:
         """Load this rank's micro-batches, consecutive pieces of the same streams."""

@@ -1,9 +1,10 @@
 """The interface of a task: what it trains, on which batches, and how it is evaluated."""
 
+import copy
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -57,6 +58,14 @@ class Task(ABC):
         """Update each learner once by `compute(load(step), measure)`, without synchronisation."""
         self.step = step
         return self.compute(self.load(step), measure)
+
+    def twin(self, learners: Mapping[str, Any], forward_context: ForwardContext) -> Self:
+        """Return the same task with other learners, of its names, in another mode without a loss
+        scale; it shares the data."""
+        twin = copy.copy(self)
+        twin.policy, twin.forward_context = forward_context.policy, forward_context
+        twin.learners, twin.loss_scales = {**learners}, {}
+        return twin
 
     @property
     def step(self) -> int:
