@@ -33,7 +33,7 @@ from mprun.precision.block_formats import (
 from mprun.precision.scaled_linear import install
 from mprun.precision.scaled_products import Operand, cast
 from mprun.record.console import markdown_table
-from mprun.training.environment import environment
+from mprun.recording.environment import environment
 from tests.precision import exact_formats as exact
 from tests.precision.test_block_formats import E2M1, E4M3, E5M2, MX, NV, PAIRS, limits, of, sets
 

@@ -181,7 +181,7 @@ def page(about: dict[str, str], here: Found, there: Found) -> str:
 def main() -> int:
     import torch
 
-    from mprun.training.environment import environment
+    from mprun.recording.environment import environment
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("other", type=Path)

@@ -26,7 +26,7 @@ from mprun.distributed.reduction import factors, in_order
 from mprun.precision import DTYPES, pin_math_flags
 from mprun.precision.policy import DIVIDE, ORDERS
 from mprun.record.console import markdown_table
-from mprun.training.environment import environment
+from mprun.recording.environment import environment
 
 RANKS = [2**power for power in range(1, 13)]
 WIRES = (("bf16", 1), ("fp16", 1), ("fp16", 1024))  # dtype, loss scale

@@ -306,7 +306,7 @@ def main() -> int:
     import torch
 
     from mprun.config.option_files import modes
-    from mprun.training.environment import environment
+    from mprun.recording.environment import environment
 
     known = networks()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from mprun.record.console import markdown_table
-from mprun.training.environment import environment
+from mprun.recording.environment import environment
 from tests.script.loop_outcomes import ALL, Outcome, fault, outcome, plainly
 from tests.script.loops import LOOPS
 

@@ -44,7 +44,7 @@ from mprun.distributed.ranks import ALONE, Ranks
 from mprun.extensions.bench import fake_cuda
 from mprun.precision import pin_math_flags
 from mprun.record.memory import memory_by_kind
-from mprun.training.environment import environment
+from mprun.recording.environment import environment
 
 KINDS = ("parameters", "gradients", "optimizer_state")
 MODES = ("fp32", "fp16_master_scaled", "amp")

@@ -172,7 +172,7 @@ def main() -> int:
 
     from benchmarks.same_bits import commit_of
     from mprun.record.console import markdown_table
-    from mprun.training.environment import environment
+    from mprun.recording.environment import environment
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("other", type=Path)

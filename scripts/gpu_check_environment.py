@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from mprun.precision import pin_math_flags, read_math_flags
-from mprun.training.environment import environment
+from mprun.recording.environment import environment
 
 _QUERY = "name,driver_version,memory.total,clocks.sm,clocks.max.sm,power.limit,persistence_mode"
 

@@ -24,7 +24,7 @@ import mprun.extensions.paper.command
 import mprun.training.resume  # noqa: F401
 from benchmarks.faults import command_lines, damages, processes, stops, verb_lines
 from benchmarks.faults.harness import Campaign, Finding
-from mprun.training.environment import environment
+from mprun.recording.environment import environment
 
 TESTS = {
     "kills": processes.kills,

@@ -275,7 +275,7 @@ def main() -> None:
     """Run the cases and write their page."""
     import torch
 
-    from mprun.training.environment import environment
+    from mprun.recording.environment import environment
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults.launchers")
     parser.add_argument("out", type=Path, help="OUT.json and OUT.md are written")

@@ -281,7 +281,7 @@ def main() -> None:
     import torch
 
     from benchmarks.faults import __main__ as imports  # noqa: F401 - a forked case imports nothing
-    from mprun.training.environment import environment
+    from mprun.recording.environment import environment
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.faults.stops", description=__doc__)
     parser.add_argument("out", type=Path, help="OUT.json and OUT.md are written")

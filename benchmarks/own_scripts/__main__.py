@@ -38,7 +38,7 @@ from mprun.extensions.bench import fake_cuda
 from mprun.precision import get_policy
 from mprun.precision.emulation import why_unsupported
 from mprun.record.console import markdown_table
-from mprun.training.environment import environment
+from mprun.recording.environment import environment
 
 HERE = Path(__file__).parent
 COMMITS = {

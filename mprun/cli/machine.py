@@ -26,7 +26,7 @@ from mprun.precision.emulation import PRODUCTS
 from mprun.precision.scaled_products import how_multiplied
 from mprun.precision.torch_update import RULES, STATE, has_fused_kernel
 from mprun.record.energy import PowerMeter, meter_of
-from mprun.training.environment import environment
+from mprun.recording.environment import environment
 
 
 def machine_facts(config_dir: str | None = None) -> dict:

@@ -167,7 +167,7 @@ class FailureKeeper:
 
         Call it only after a first `keep`. skipped: int64, 0-dim, on the device. sound: returns
         whether no step since the last call diverged and the last one had its update, bool, 0-dim,
-        on the device (from `mprun.training.metric_buffer`).
+        on the device (from `mprun.recording.metric_buffer`).
         """
         started = time.perf_counter()
         if self.reason is not None or started < self._due:

@@ -31,10 +31,10 @@ from mprun.record import memory
 from mprun.record.metrics_columns import read_columns
 from mprun.record.run_directory import Heartbeat, claim, locked
 from mprun.record.run_record import Outcome, Record, read_record
+from mprun.recording.environment import environment
+from mprun.recording.metric_buffer import MetricBuffer
+from mprun.recording.records import Records
 from mprun.script.watched import ScriptTask
-from mprun.training.environment import environment
-from mprun.training.metric_buffer import MetricBuffer
-from mprun.training.metric_logger import Records
 from mprun.training.next_commands import commands
 
 # Keys of a script's configuration that name the arm of a run, not the experiment.

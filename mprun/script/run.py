@@ -35,10 +35,10 @@ from mprun.precision import DTYPE_NAMES
 from mprun.precision.policy import usual_scaler
 from mprun.record.run_directory import path_safe
 from mprun.record.run_record import Outcome
+from mprun.recording.environment import number_formats
 from mprun.script.recorder import Recorder, configuration, name_of
 from mprun.script.told import Told
 from mprun.script.watched import Optimizers, ScriptTask
-from mprun.training.environment import number_formats
 
 # Fields of the records; no metric may have these names.
 _RESERVED = frozenset(

@@ -28,8 +28,8 @@ from mprun.record import checkpoint, memory
 from mprun.record.metrics_columns import read_columns
 from mprun.record.run_directory import Heartbeat
 from mprun.record.run_record import OUTCOMES, Outcome, product_shares
+from mprun.recording.metric_buffer import MetricBuffer
 from mprun.training.announcements import say
-from mprun.training.metric_buffer import MetricBuffer
 from mprun.training.metric_logger import MetricLogger
 from mprun.training.signals import Interruption, Stopped
 

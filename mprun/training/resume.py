@@ -19,9 +19,9 @@ from mprun.record import checkpoint
 from mprun.record.metrics import drop_later, metrics_until, parsed_metrics
 from mprun.record.run_directory import locked
 from mprun.record.run_record import Record, RunRecord, of_another_version, written_by
+from mprun.recording.environment import environment, linear_products
 from mprun.training.announcements import say
 from mprun.training.continuation import check_length, read, run_directory
-from mprun.training.environment import environment, linear_products
 from mprun.training.loop import Start
 from mprun.training.run import (
     attempt,

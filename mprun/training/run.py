@@ -43,6 +43,7 @@ from mprun.record.memory import card_memory, ran_out, shortage
 from mprun.record.metrics import TensorBoardView
 from mprun.record.run_directory import claim, claim_exactly, locked, refuse_link, run_name
 from mprun.record.run_record import Record
+from mprun.recording.environment import environment, linear_products, number_formats
 from mprun.tasks import Task
 from mprun.torch_private import DYNAMO
 from mprun.training.announcements import (
@@ -54,7 +55,6 @@ from mprun.training.announcements import (
     say_ending,
     what_fits,
 )
-from mprun.training.environment import environment, linear_products, number_formats
 from mprun.training.loop import BEGINNING, Loop, Start
 from mprun.training.signals import Interruption
 

@@ -10,7 +10,7 @@ import yaml
 from mprun.cli import main
 from mprun.record import checkpoint
 from mprun.record.run_record import read_record
-from mprun.training import environment
+from mprun.recording import environment
 
 from ..helpers import (
     TINY_AUTOENCODER,

@@ -11,7 +11,7 @@ from mprun.cli.doctor import KEYS, page, summary
 from mprun.cli.machine import _verdict, machine_facts, modes
 from mprun.errors import BadInput
 from mprun.precision import ForwardContext, get_policy, pin_math_flags, read_math_flags
-from mprun.training.environment import number_formats
+from mprun.recording.environment import number_formats
 
 from ..shipped import ALL_MODES, MODES
 

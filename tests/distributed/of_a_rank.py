@@ -16,8 +16,8 @@ from mprun.data import DatasetSource, load_digits
 from mprun.distributed.group import RankGroup
 from mprun.distributed.rank_info import rank_info_from
 from mprun.precision import pin_math_flags
+from mprun.recording import environment
 from mprun.tasks.supervised import Supervised
-from mprun.training import environment
 
 PLANTED = 4  # step whose micro-batch 1 holds an infinite pixel
 STEPS = 6  # one more, with the scale that it leaves

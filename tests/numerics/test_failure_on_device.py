@@ -8,7 +8,7 @@ import torch
 from mprun.numerics.failure import FailureKeeper, Kept
 from mprun.numerics.replay import Snapshot, size_of
 from mprun.record import checkpoint
-from mprun.training.metric_buffer import LATE, MetricBuffer
+from mprun.recording.metric_buffer import LATE, MetricBuffer
 
 from ..helpers import assert_same_bits
 from ..shipped import OF_ANY_NETWORK

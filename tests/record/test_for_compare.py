@@ -13,7 +13,7 @@ from mprun.cli import main
 from mprun.config.compose import compose_config
 from mprun.config.keys import config_hash
 from mprun.record.metrics import write_sample_grid
-from mprun.training.metric_logger import EARLY_STEPS
+from mprun.recording.records import EARLY_STEPS
 
 from ..helpers import TINY_AUTOENCODER, TINY_GAN, TINY_LM, record_of, rows_of, run, seal_again
 

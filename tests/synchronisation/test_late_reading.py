@@ -17,8 +17,8 @@ from mprun.record import async_copy, checkpoint
 from mprun.record.async_copy import PinnedRing
 from mprun.record.metrics import read_metrics
 from mprun.record.run_directory import read_json
-from mprun.training import metric_buffer as trace_module
-from mprun.training.metric_buffer import MetricBuffer
+from mprun.recording import metric_buffer as trace_module
+from mprun.recording.metric_buffer import MetricBuffer
 
 from ..numerics.failing_runs import AUTOENCODER, CPU, GAN, LM, run, with_data
 

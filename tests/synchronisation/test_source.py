@@ -53,7 +53,7 @@ WHOLE = {
 WHOLE = with_extensions("WHOLE", WHOLE)
 # Of these files the functions named here.
 PARTS = {
-    "training/metric_buffer.py": {"add", "close", "restart_clock", "sound"},
+    "recording/metric_buffer.py": {"add", "close", "restart_clock", "sound"},
     "record/async_copy.py": {"send"},
     "data/loader.py": {"batch", "_cuda_batch", "_copy"},
     "data/image_store.py": {"train_batch", "_float"},

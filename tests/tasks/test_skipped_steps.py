@@ -5,7 +5,7 @@ import torch
 from torch.utils._pytree import tree_map
 
 from mprun.execution.step_runner import LearningRate, StepRunner
-from mprun.training.metric_buffer import MetricBuffer
+from mprun.recording.metric_buffer import MetricBuffer
 
 from ..helpers import TINY_AUTOENCODER, TINY_LM, assert_same_bits
 from ..numerics.failing_runs import with_data

@@ -26,7 +26,7 @@ from mprun.extensions.bench.child import ChildFailed, ChildProcess, TimeUp
 from mprun.extensions.bench.contest import Contest
 from mprun.extensions.bench.report import write_figure
 from mprun.record.run_directory import claim, json_values, write_json, write_text
-from mprun.training.environment import environment
+from mprun.recording.environment import environment
 from mprun.training.run import resolve_device
 from mprun.training.signals import Interruption, Stopped
 
