@@ -57,7 +57,6 @@ TRIALS = (
     Trial("ls", "ls outputs"),
     Trial("sweep, again", f"-m {_LSTM} precision=fp32,amp seed=0,1"),
     Trial("probed run, 120 columns", f"{_PROBED} output_dir=outputs/probed", columns=120),
-    Trial("scaler-replay", "scaler-replay outputs/probed"),
     Trial("advise RUN", "advise outputs/probed"),
     Trial("explain, done", "explain outputs/probed"),
     Trial("advise", "advise model=lstm_lm --steps 12 output_dir=outputs/advised"),

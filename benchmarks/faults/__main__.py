@@ -19,7 +19,6 @@ import mprun.extensions.bench.command
 import mprun.extensions.diagnosis.commands.advise
 import mprun.extensions.diagnosis.commands.explain
 import mprun.extensions.diagnosis.commands.mismatch
-import mprun.extensions.diagnosis.commands.scaler_replay
 import mprun.extensions.paper.command
 import mprun.training.resume  # noqa: F401
 from benchmarks.faults import command_lines, damages, processes, stops, verb_lines

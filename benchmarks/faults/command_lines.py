@@ -52,7 +52,7 @@ FLAGS = [
 ]
 FLAGS += [["--cfg"], ["-j", "2"], ["-j", "x"], ["--stall-after", "-1"], ["-cd", "/nonexistent"]]
 FLAGS += [["--version"], ["-sc", "install=bash"], ["-sc", "x"], ["--unknown"], ["-x"], ["--"]]
-VERBS = ["compare", "advise", "explain", "scaler-replay", "bench", "doctor"]
+VERBS = ["compare", "advise", "explain", "bench", "doctor"]
 
 
 def generated(campaign: Campaign) -> None:
@@ -164,13 +164,6 @@ advise nothere
 advise model=nothere
 advise --steps x
 advise precision=amp model=nothere
-scaler-replay
-scaler-replay --help
-scaler-replay RUN
-scaler-replay RUN --json
-scaler-replay RUN scaler=nothere
-scaler-replay nothere
-scaler-replay RUN --target x
 bench --help
 bench --budget x
 bench --budget -1

@@ -1,8 +1,8 @@
 """Damaged files of a run: flipped, cut, edited, foreign, hostile.
 
 Each case copies a run and damages the copy. `every_file` shows a sealed run to every verb that
-reads one. The others resume a run without a seal to the end; `compare`, `explain` and
-`scaler-replay` read the same files.
+reads one. The others resume a run without a seal to the end; `compare` and `explain` read the same
+files.
 """
 
 import copy
@@ -164,7 +164,6 @@ def every_file(campaign: Campaign) -> None:
         ["paper", str(run), str(base), "--out", str(out)],
         ["advise", str(run)],
         ["mismatch", "amp", str(run), "--tokens", "24"],
-        ["scaler-replay", str(run), "--out", str(out)],
         LOAD,
         [f"resume={run}", RESUME],
     ]
@@ -455,7 +454,7 @@ def _read(
     for name, damage in cases:
         run, before = _damaged(campaign, made, damage, watched)
         verbs = [["compare", str(run), str(made.reference), "--out", str(run.parent / "out")]]
-        verbs += [["explain", str(run)], ["scaler-replay", str(run)]]
+        verbs += [["explain", str(run)]]
         for verb in verbs:
             answer = mprun(verb, run.parent)
             kind = kind_of(answer, lambda: True)

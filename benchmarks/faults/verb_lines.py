@@ -77,7 +77,6 @@ OPTIONS = {
     "explain": "--json --no-cures --config-dir",
     "advise": "--steps --every --share --json --config-dir",  # --check trains
     "mismatch": "--tokens --window --batch --pad --band --log-softmax --json --config-dir",
-    "scaler-replay": "--scalers --config-dir --json --out",
     "paper": """--only --scale --data-root -j --out --config-dir --baseline --allow --metric
     --margin --looks --absolute --json --markdown --no-report""",
     "bench": """--modes --budget --out --windows --steps-per-window --end-to-end --plain --host
@@ -257,7 +256,7 @@ class _Lines:
             ends = ["", "#x", "#*", ",nothere", ":0"]
             line += [f"{pick(['fp32', 'amp', ''])}={pick(self.paths)}{pick(ends)}" for _ in "ab"]
             line += ["--tag", pick(["loss", "x", ""])]
-        elif verb in ("compare", "explain", "scaler-replay", "paper"):
+        elif verb in ("compare", "explain", "paper"):
             line += [pick(self.paths) for _ in range(pick([1, 1, 1, 2]))]
         elif verb in ("mismatch", "advise") and chance() < 0.6:
             line += [pick(["fp32", "amp", "nope"]) for _ in range(2 * (verb == "mismatch"))]

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 
 from mprun import errors
 from mprun.cli.arguments import Arguments, number
+from mprun.config.fields import RENAMED
 from mprun.distributed.rank_info import RankInfo, completed, is_restart, rank_info_from
 from mprun.entry_points import announced, loaded
 from mprun.errors import BAD_INPUT, DONE, RESOURCE, BadInput, MprunError, needing, shortened
@@ -167,6 +168,8 @@ def _dispatch(arguments: list[str]) -> int:
         arguments = arguments[1:]
     if arguments and (verb := verbs().get(arguments[0])) is not None:
         return loaded(verb)(arguments[1:])
+    if arguments and arguments[0] in RENAMED:
+        raise BadInput(f"{arguments[0]}: {RENAMED[arguments[0]]}")
     if {"--help", "-h"} & set(arguments):
         return _help(arguments)
     options = _arguments().parse(arguments)

@@ -32,7 +32,7 @@ from omegaconf.errors import (
 )
 
 from mprun.config.components import COMPONENTS
-from mprun.config.fields import RENAMED, did_you_mean, key_called, must_be, nearest
+from mprun.config.fields import did_you_mean, key_called, must_be, nearest
 from mprun.config.keys import FIELDS, current, flat, wanted
 from mprun.config.option_files import conf_dir, folders, mode_of, modes
 from mprun.config.overrides import (
@@ -119,7 +119,6 @@ def _wrong_value(
             return f"{printable(key)}: unknown key; {key.partition('.')[0]}=custom has it"
         called = key_called(key, known | groups)
         hint = f"; {did_you_mean([called])}" if called else nearest(key, known | groups)
-        hint = f"; {RENAMED[key]}" if key in RENAMED else hint
         return f"{printable(key)}: unknown key{hint}"
     try:
         OmegaConf.to_object(_composed([*chosen, override], places))

@@ -161,9 +161,12 @@ _ELSEWHERE: dict[str, dict[str, str | tuple[str, ...]]] = {
 }
 
 
-# Keys of an earlier mprun, and what is said of them.
+# Keys and verbs of an earlier mprun, and what is said of them.
 RENAMED = {
-    "precision.products.power_of_two": "now precision.products.scale: pow2 for true, fp32 for false"
+    "precision.products.power_of_two": (
+        "now precision.products.scale: pow2 for true, fp32 for false"
+    ),
+    "scaler-replay": "now a run for each rule: mprun -m precision=amp scaler=torch,apex,megatron",
 }
 
 
@@ -197,8 +200,8 @@ def did_you_mean(words: Sequence[str]) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """Return `; did you mean 'x'?` for the closest known words, or nothing."""
-    hint = did_you_mean(meant(word, known))
+    """Return `; did you mean 'x'?` for the closest known words, what became of it, or nothing."""
+    hint = RENAMED.get(word) or did_you_mean(meant(word, known))
     return f"; {hint}" if hint else ""
 
 

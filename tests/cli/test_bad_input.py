@@ -361,6 +361,8 @@ CASES = [
     ("--info defaults optim=zz", "optim=zz|adam"),
     ("-sc", "-sc|needs a value"),
     ("-sc install=tcsh", "install=tcsh|bash"),
+    ("scaler-replay outputs/run --json", "scaler-replay: now a run for each rule: mprun -m "),
+    ("--help scaler-replay", "no key, group or verb has this name; now a run for each rule"),
     ("doctor --foo", "--foo|--json"),
     ("doctor --json device=cuda", "device=cuda|--json"),
     # sweeps: one bad cell and nothing starts

@@ -116,8 +116,6 @@ def test_runs_of_three_modes_and_three_seeds_are_compared(tmp_path, capsys):
     comparison = mprun.compare(tmp_path / "out")
     assert comparison.to_dict()["groups"][0]["title"] == "mine"
     assert len(mprun.load(tmp_path / "out")) == 9
-    if "scaler-replay" in announced("mprun.verbs"):
-        assert main(["scaler-replay", str(tmp_path / "out" / "amp-s0")]) == 0
 
 
 def test_runs_of_different_scripts_are_not_compared_and_what_differs_is_said(tmp_path):

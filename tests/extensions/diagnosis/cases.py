@@ -7,8 +7,8 @@ COMPLETIONS = [
     ("mprun mismatch outputs/", []),  # files
 ]
 BAD_LINES = [("explain " + "a" * 5000, "File name too long: aaa")]
-# Verbs that read a run, each behind its words; where they may write, to "out".
-READERS = [["explain"], ["scaler-replay", "--out", "out"]]
+# Verbs that read a run, each behind its words.
+READERS = [["explain"]]
 # Of the folder "run", which names code.
 RUNS_CODE = [
     ["explain", "run"],
@@ -17,6 +17,5 @@ RUNS_CODE = [
     ["advise", "run", "--check"],
     ["mismatch", "amp", "run"],
 ]
-# Of the folder "run", whose code stays where it is; and of a run whose code an option file names.
-RUNS_NO_CODE = [["scaler-replay", "run"]]
+# Of a run whose code an option file names.
 OF_A_RUN = [["advise"]]

@@ -310,7 +310,6 @@ def test_a_run_with_probes_is_read(tmp_path, capsys):
     assert found["evidence"]["steps"] == [2, 4, 6]
     assert "measured in fp16" in found["evidence"]["problems"][0]
     assert found["command"].count("precision=") == 1 and found["run"] == str(path)
-    assert found["scalers"] == as_json(capsys, "scaler-replay", path)
     # Recorded at scale 128 and rounded to FP16, told for the loss itself: the largest gradient of
     # the same steps in FP32, up to the rounding of two runs that drift apart.
     steps = ["--every=2", f"output_dir='{tmp_path / 'fp32'}'"]

@@ -5,7 +5,6 @@ import math
 import pytest
 
 from mprun.cli import main
-from mprun.extensions.diagnosis.commands.scaler_replay import replayed
 
 from ...helpers import refused, rows_of, run
 from ...numerics.small_runs import as_json
@@ -54,13 +53,3 @@ def test_a_scale_that_finds_its_level_has_nothing_to_explain(spoilt, capsys):
     folder = spoilt("0.5", "scaler.init_scale=16777216")
     said = ["while the loss scale settles are normal)", "mprun advise "]
     refused(capsys, "explain", folder, *OUTSIDE, says=said)
-
-
-def test_no_other_scaler_would_have_taken_the_step(spoilt):
-    """Its overflow is that of no scale: each scaler skips it, however small its scale."""
-    folder = spoilt("nan")
-    steps = [row["step"] for row in rows_of(folder, "train") if not math.isfinite(row["loss"])]
-    found = replayed(folder)
-    for name, own in found.replays.items():
-        assert set(steps) <= set(own.skipped.tolist()), name
-    assert any("at any scale: the loss itself was not finite" in note for note in found.trace.notes)

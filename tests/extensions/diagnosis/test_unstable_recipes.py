@@ -1,11 +1,10 @@
-"""Where FP32 fails as well, no verb may blame FP16 alone; and traces as other tools write them."""
+"""Where FP32 fails as well, no verb may blame FP16 alone."""
 
 import json
 
 import pytest
 
 from mprun.cli import main
-from mprun.extensions.diagnosis.overflow_trace import read_trace_file
 
 from ...helpers import ONE_CORE, TINY_AUTOENCODER
 
@@ -27,16 +26,3 @@ def test_a_steady_recipe_gets_no_such_note(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     assert main(["advise", *TINY_AUTOENCODER, "train.steps=6", "--steps", "6", "--every", "2"]) == 0
     assert "unstable recipe" not in capfd.readouterr().out
-
-
-def test_flags_as_python_writes_them(tmp_path):
-    traces = []
-    rows = "1,True,65536\n2,False,32768\n"
-    # Plain, as Python writes them, and after a byte order mark.
-    for text in ("1,1,65536\n2,0,32768\n", rows):
-        for start in ("", "\ufeff"):
-            path = tmp_path / "trace.csv"
-            path.write_text(f"{start}step,found_inf,loss_scale\n{text}")
-            trace = read_trace_file(path)
-            traces.append((trace.clean.tolist(), trace.overflow.tolist()))
-    assert traces == traces[:1] * 4

@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from mprun.extensions.diagnosis.cast_advice import CastAdvice
 
 STEPS, PROBES, SHARE = 60, 12, 0.001
-_SINGLY = 10_000  # steps that a scaler may take singly, in a second
 SEEDS = (0, 1, 2)  # for --check: no verdict with fewer than 3
 _FP32 = ("precision=fp32", "scaler=none")
 _WHAT = """\
@@ -47,7 +46,7 @@ _WHAT = """\
 Trains the first steps in FP32 with probes, in a separate run directory (advise-...). It prints
 whether master weights matter, whether loss scaling matters and which scales suit, which modules
 should stay in FP32, which sizes leave Tensor Cores idle, which linear layers FP8 would flush to
-zero, and the command lines to use it all; of RUN also what each loss scaler would have done.
+zero, and the command lines to use it all.
 """  # noqa: E501 - the help page breaks lines
 _MORE = (
     "Exit codes: 0 done, 2 bad input, 3 FP32 itself diverged, 4 damaged record, 130 interrupted."
@@ -81,21 +80,7 @@ def main(arguments: list[str]) -> int:
     from mprun.extensions.diagnosis.advice_report import as_text
 
     content, lines = advice.as_dict(), as_text(advice, page_width())
-    if options.run is not None:
-        content["scalers"], more = _scalers(directory)
-        lines += more
     return page(content, [*lines, f"run: {directory}"], options.json)
-
-
-def _scalers(directory: Path) -> tuple[dict | None, list[str]]:
-    """Return what other loss scalers would have done in the run, as plain values and as lines."""
-    from mprun.extensions.diagnosis.commands.scaler_replay import replayed
-
-    try:
-        found = replayed(directory, most=_SINGLY)
-    except BadInput as error:
-        return None, [f"loss scalers beside each other: not here ({error})"]
-    return found.as_dict(), ["loss scalers beside each other", *found.as_text()]
 
 
 def _options(arguments: list[str]) -> Namespace:
