@@ -125,18 +125,6 @@ class ExponentCounts:
         found = (underflow, below_normal - underflow, overflow)
         return Shares(*(ratio(int(count), total) for count in found))
 
-    def up_to(self, limit: float) -> tuple[int, int]:
-        """Return (least, most) number of non-zero finite elements of magnitude at most `limit`.
-
-        If `limit` falls inside a bin, the bin counts only for the larger number. If it is a power
-        of two, both numbers are equal: that power has its own bin.
-        """
-        counts, powers = self.by_class(), np.exp2(np.arange(LOWEST, HIGHEST + 1, dtype=np.float64))
-        edges = powers[:, None] * _EDGES
-        within = edges <= limit  # the ends of classes 1 to 3 are exclusive
-        most = np.stack([within[:, 0], edges[:, 0] < limit, within[:, 1], within[:, 2]], axis=1)
-        return int(counts[within].sum()), int(counts[most].sum())
-
     def merge(self, other: "ExponentCounts") -> "ExponentCounts":
         """Return the histogram of the elements of both."""
         return ExponentCounts(self.bins + other.bins)

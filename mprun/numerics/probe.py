@@ -151,7 +151,7 @@ class Probe:
             return
         tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
         with plainly():
-            # FP8 products take the input too (`mprun.extensions.diagnosis.fp8`).
+            # What an FP8 product would cast, beside the weight and the output's gradient.
             if isinstance(module, nn.Linear) and inputs:
                 self.tally.add((learner, "inputs", name), inputs[0])
             for tensor in tensors:

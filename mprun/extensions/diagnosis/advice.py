@@ -1,7 +1,5 @@
 """Derive from a run's probes what FP16 needs: master weights, a loss scale, modules in FP32.
 
-It also tells which linear layers could have their products in FP8 (fp8.py).
-
 Micikevicius et al., arXiv 1710.03740, section 3: master weights (3.1) where updates round away in
 FP16 weights, loss scaling (3.2) where gradients underflow, FP32 where values exceed FP16's range.
 """
@@ -13,8 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from mprun.config.schema import OptimConfig, RunConfig
 from mprun.errors import BadInput
 from mprun.extensions.diagnosis.cast_advice import CastAdvice
-from mprun.extensions.diagnosis.fp8 import Fp8Advice, fp8_advice
-from mprun.extensions.diagnosis.shapes import IdleShape, Key, Layout
+from mprun.extensions.diagnosis.model_layout import Key, Layout
 from mprun.numerics.exponent_shares import (
     FORMATS,
     FP16_LOST,
@@ -149,7 +146,7 @@ class Evidence:
 
 @dataclass(frozen=True, slots=True)
 class Advice:
-    """The needs of FP16, and the losses of FP8 products.
+    """The needs of FP16, and the losses of a mode's casts.
 
     overrides: the advised mode, as typed after `mprun`: `static` if a loss scale is needed, else a
     mode without one. static, dynamic: the mode with either scaler, empty without a gradient.
@@ -163,8 +160,6 @@ class Advice:
     keep_fp32: list[KeepFp32]
     largest_activation: tuple[str, float] | None
     notes: list[str]
-    idle_shapes: list[IdleShape]
-    fp8: Fp8Advice
     overrides: list[str]
     static: list[str]
     dynamic: list[str]
@@ -186,7 +181,6 @@ class Advice:
 def advise(
     records: Sequence[ProbeRecord],
     layout: Layout,
-    idle: list[IdleShape],
     config: RunConfig,
     rates: Sequence[float],
     *,
@@ -194,8 +188,7 @@ def advise(
 ) -> Advice:
     """Derive the advice from the probes of one run; BadInput if none can be used.
 
-    idle: sizes that leave Tensor Cores idle; they are passed on. rates: the run's learning rate by
-    update. share: underflow share to stay at or below.
+    rates: the run's learning rate by update. share: underflow share to stay at or below.
     """
     used = [r for r in records if not r.skipped and any(o.tensors for o in r.learners.values())]
     if not used:
@@ -216,8 +209,7 @@ def advise(
         problems=_problems(formats, gradients, layout),
     )
     masters, notes = _master_weights(used, layout), notes_on_naive(used, layout, config.optim)
-    fp8, modes = fp8_advice(used, layout), _modes(scaling, keep)
-    return Advice(evidence, masters, scaling, keep, largest, notes, idle, fp8, *modes)
+    return Advice(evidence, masters, scaling, keep, largest, notes, *_modes(scaling, keep))
 
 
 def _values(used: Sequence[ProbeRecord], kind: str) -> dict[Key, TensorStats]:

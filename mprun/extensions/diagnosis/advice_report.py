@@ -1,4 +1,4 @@
-"""The findings of `mprun advise` as about 30 lines."""
+"""The findings of `mprun advise` as about 25 lines."""
 
 import math
 import shlex
@@ -8,11 +8,8 @@ from mprun.compare.wording import signed
 from mprun.extensions.diagnosis.advice import Advice, Worst, words
 from mprun.extensions.diagnosis.cast_advice import cast_changes, in_words, percent
 from mprun.extensions.diagnosis.casts import TAKEN_THRESHOLD, worst_place
-from mprun.extensions.diagnosis.fp8 import OPERANDS
-from mprun.extensions.diagnosis.shapes import MULTIPLE
 from mprun.record.layout import aligned
 
-_SHAPES = 6  # most lines of sizes; the rest is counted
 _LAYERS = 8
 _BOUND = percent(TAKEN_THRESHOLD)
 
@@ -22,14 +19,14 @@ def as_text(advice: Advice, width: int | None = None) -> list[str]:
 
     width: of tables; None: any.
     """
-    parts = [_masters, _scaling, _fp32, _shapes, _fp8]
+    parts = [_masters, _scaling, _fp32]
     casts = partial(_casts, width=width and width - 2)
     parts.insert(0 if advice.casts is not None else len(parts), casts)
     lines = [*_verdicts(advice), *_evidence(advice)]
     for number, part in enumerate(parts, 1):
         head, *more = part(advice)
         lines += [f"{number} {head}", *more]
-    commands = {"in FP16": advice.command, "with FP8 products": advice.fp8.command}
+    commands = {"in FP16": advice.command}
     if advice.casts is not None:
         commands = {f"with {' '.join(advice.casts.mode)}": advice.casts.command, **commands}
     start = "use it "
@@ -180,58 +177,6 @@ def _fp32(advice: Advice) -> list[str]:
     return lines + [f"  {note}" for note in advice.notes]
 
 
-def _shapes(advice: Advice) -> list[str]:
-    found = sorted(advice.idle_shapes, key=lambda shape: shape.usual)
-    if not found:
-        return [f"shapes for Tensor Cores: all sizes are multiples of {MULTIPLE}"]
-    odd = sum(not shape.usual for shape in found)
-    counts = {"to look at": odd, "as usual": len(found) - odd}
-    count = ", ".join(f"{number} {what}" for what, number in counts.items() if number)
-    lines = [f"shapes for Tensor Cores, sizes that are no multiple of {MULTIPLE}: {count}"]
-    for shape in found[:_SHAPES]:
-        module = f"{shape.module}: " if shape.module else ""
-        end = f" -> {shape.remedy}" if shape.remedy else " (usual)" if shape.usual else ""
-        lines.append(f"  {module}{shape.dimension} {shape.size}{end}")
-    more = len(found) - _SHAPES
-    return [*lines, f"  and {more} more (--json)"] if more > 0 else lines
-
-
-def _fp8(advice: Advice) -> list[str]:
-    found = advice.fp8
-    count = len(found.layers)
-    if not count:
-        why = (
-            f"the probes have nothing of {found.unmeasured[0]}"
-            if found.unmeasured
-            else "there is none"
-        )
-        return [f"FP8 products of linear layers, without that of the output: {why}"]
-    fit, bound = f"{count - len(found.excluded)} of {count}", percent(found.threshold)
-    lines = [f"FP8 products: tensor-wise scales suit {fit} linear layers"]
-    lines.append("  flushed to zero, of the worst layer:")
-    for operand, (_, format) in OPERANDS.items():
-        name, share = found.worst(operand, "most")
-        bare, zero = found.worst(operand, "unscaled")
-        _, high = found.worst(operand, "saturated")
-        over = f", above {format.largest:g} {percent(high)}" if high else ""
-        lines.append(
-            f"  {operand} ({format.name.upper()}): at most {percent(share)} ({name}); "
-            f"unscaled {percent(zero)} ({bare}){over}"
-        )
-    for name in found.excluded:
-        shares = {operand: one.most for operand, one in found.layers[name].items()}
-        above = [f"{o} {percent(s)}" for o, s in shares.items() if s > found.threshold]
-        lines.append(f"  not {name}: {', '.join(above)}; above {bound}")
-    if found.unmeasured:
-        lines.append(f"  not probed, or zero, left out: {', '.join(found.unmeasured)}")
-    name, share = found.worst("output gradient", "unscaled")
-    if share > found.threshold:
-        power = found.loss_scale
-        what = "no loss scale brings" if power is None else f"a loss scale of 2^{power} brings"
-        lines.append(f"  without scales of tensors, {what} output gradients to {bound}")
-    return lines
-
-
 def _casts(advice: Advice, width: int | None) -> list[str]:
     found = advice.casts
     if found is None:
@@ -250,6 +195,14 @@ def _casts(advice: Advice, width: int | None) -> list[str]:
     if len(order) > _LAYERS:
         lines.append(f"  and {len(order) - _LAYERS} more (--json)")
     lines.append(f"  taken: of the sum of magnitudes, by rounding; above {_BOUND} it is left out")
+    flushed = (
+        (loss.flushed, f"{name}, {operand.replace('grad_output', 'gradient')} for {product}")
+        for name, own in found.losses.items()
+        for (product, operand), loss in own.items()
+        if loss.nonzero
+    )
+    share, where = max(flushed, default=(math.nan, "nothing was cast"))
+    lines.append(f"  zero: of the nonzero numbers, anywhere at most {percent(share)} ({where})")
     for name in found.excluded:
         lines.append(f"  not {'; '.join(in_words(name, found.losses[name], found.products))}")
     changes = cast_changes(found.products, found.losses)

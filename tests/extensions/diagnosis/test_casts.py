@@ -23,6 +23,7 @@ from mprun.extensions.diagnosis.cast_advice import (
 )
 from mprun.extensions.diagnosis.casts import CastLoss, CastMeter, loss_of, taking, worst_place
 from mprun.extensions.diagnosis.commands.explain import explain
+from mprun.models.gpt import GPT
 from mprun.numerics.replay import Steps
 from mprun.precision import scaled_products
 from mprun.precision.block_formats import ELEMENTS
@@ -251,6 +252,28 @@ def test_advice_on_a_mode_in_blocks(tmp_path, capsys):
     line = [*TINY_GPT, "precision=nvfp4", f"{KEY}.modules=[x]", f"output_dir='{tmp_path / 'x'}'"]
     refused(capsys, "advise", *line, says="modules: 'x' matches no nn.Linear")
     assert not (tmp_path / "x").exists()
+
+
+def test_an_outlier_shows_in_what_becomes_zero(tmp_path, capsys, monkeypatch):
+    """One channel of a norm 2^19 as large, its column 2^-19: FP32 computes the same.
+
+    The outlier is nearly all of the sum of magnitudes, so rounding takes little of that.
+    """
+    original = GPT.__init__
+
+    def planted(self, *arguments, **named):
+        original(self, *arguments, **named)
+        with torch.no_grad():
+            block = self.blocks[0]
+            block.mlp_norm.weight[3] *= 2.0**19
+            block.mlp.inputs.weight[:, 3] *= 2.0**-19
+
+    monkeypatch.setattr(GPT, "__init__", planted)
+    line = [*TINY_GPT, "optim=sgd_plain", "optim.lr=1e-12", "train.steps=4"]
+    mode = "precision=fp8_tensorwise"
+    assert main(["advise", *line, mode, f"output_dir='{tmp_path / 'advise'}'"]) == 0
+    said = re.search(r"zero: .* at most (\S+) % \((.*)\)", capsys.readouterr().out)
+    assert float(said[1]) > 90 and said[2].startswith("blocks.0.mlp.inputs, input for ")
 
 
 def test_advice_measures_at_the_loss_scale_that_is_asked_for(tmp_path, capsys):

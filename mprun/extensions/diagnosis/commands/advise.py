@@ -1,4 +1,4 @@
-"""`mprun advise`: the needs of FP16 and FP8 in this configuration, from a few probed FP32 steps."""
+"""`mprun advise`: the needs of FP16, or 8 bits, in a configuration, from a few FP32 steps."""
 
 import math
 import sys
@@ -45,8 +45,8 @@ _WHAT = """\
 
 Trains the first steps in FP32 with probes, in a separate run directory (advise-...). It prints
 whether master weights matter, whether loss scaling matters and which scales suit, which modules
-should stay in FP32, which sizes leave Tensor Cores idle, which linear layers FP8 would flush to
-zero, and the command lines to use it all.
+should stay in FP32, and the command line to use it all. Beside precision=fp8_tensorwise, nvfp4 or
+another mode of products it also measures, per layer, what that mode's casts lose.
 """  # noqa: E501 - the help page breaks lines
 _MORE = (
     "Exit codes: 0 done, 2 bad input, 3 FP32 itself diverged, 4 damaged record, 130 interrupted."
@@ -124,7 +124,7 @@ def advise_run(
 ) -> "Advice":
     """Return advice from the probes of the run in `directory`; BadInput if it has none.
 
-    Its model is built again, in FP32 and on a CPU, for its sizes and learning rates. share:
+    Its model is built again, in FP32 and on a CPU, for its modules and learning rates. share:
     accepted underflow share. given: code that may be imported and paths that may be used, including
     the run's. config_dir: the user's options, for the command lines to use the advice.
     """
@@ -147,18 +147,14 @@ def advise_run(
     import torch
 
     from mprun.extensions.diagnosis.advice import advise
-    from mprun.extensions.diagnosis.shapes import idle_shapes, layout
+    from mprun.extensions.diagnosis.model_layout import layout
     from mprun.training.run import prepare
 
     built = prepare(config, torch.device("cpu"), config.threads)
-    shapes, rates = idle_shapes(built.task, config), built.rate.rates
     try:
-        advice = advise(probes, layout(built.task), shapes, config, rates, share=share)
+        advice = advise(probes, layout(built.task), config, built.rate.rates, share=share)
     except BadInput as error:
         raise BadInput(f"advise {directory}: {error}") from None
-    own, fp8 = _own(record.get("overrides", [])), advice.fp8
-    if fp8.overrides:
-        fp8 = replace(fp8, command=command(config_dir, [*own, *fp8.overrides]))
     if formats[0] is not None:
         names = "/".join(dict.fromkeys(str(name).upper() for name in formats))
         what = f"linear layers multiplied in {names}: values that it flushed were gone before the"
@@ -168,8 +164,8 @@ def advise_run(
     if len(losses) > 1 and losses[-1] > 1.5 * abs(losses[0]):
         rose = f"the loss rose from {losses[0]:.4g} to {losses[-1]:.4g} over the measured steps"
         advice.notes.append(f"{rose}: the advice fits an unstable recipe; fix that first")
-    use = command(config_dir, [*own, *advice.overrides])
-    return replace(advice, command=use, fp8=fp8, run=str(directory))
+    use = command(config_dir, [*_own(record.get("overrides", [])), *advice.overrides])
+    return replace(advice, command=use, run=str(directory))
 
 
 def _measure(options: Namespace, base: list[str]) -> tuple[Path, int, "CastAdvice | None"]:
