@@ -7,10 +7,8 @@ adds its own by an entry point of the group `mprun.log_formats` that names a `Lo
 import ast
 import csv
 import json
-import logging
 import re
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -134,104 +132,59 @@ def _events_in(entries: list[Path]) -> list[Path]:
 
 
 def _events(wanted: Wanted) -> list[Log] | None:
-    """Read the event files of torch.utils.tensorboard, TensorFlow and Keras.
-
-    Source: tensorboard.backend.event_processing.event_accumulator.
-    """
+    """Read the event files of torch.utils.tensorboard, TensorFlow and Keras."""
     path, tag = wanted.path, wanted.tag
     if not (path.is_dir() or _is_events(path)):
         return None
     if wanted.step is not None:
         raise BadInput(f"{path}: --step {wanted.step}: event files have steps of their own")
     # Imported here, so that only this function pays for it.
-    from tensorboard.backend.event_processing import event_accumulator as reader
-    from tensorboard.util import tensor_util
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.util.tensor_util import make_ndarray
 
-    logging.getLogger("tensorboard").setLevel(logging.ERROR)
-    # 0 keeps every point; the default draws 10,000 at random. One is enough of everything else.
-    limits = dict.fromkeys(reader.DEFAULT_SIZE_GUIDANCE, 1) | {reader.SCALARS: 0}
-    events = reader.EventAccumulator(str(path), size_guidance=limits)
-    ends = _counting_bytes(events, path)
-    events.Reload()
+    points: list[tuple[int, float]] = []
+    known: dict[str, bool] = {}  # tag -> whether its values are scalars
     for file in [path] if path.is_file() else filter(_is_events, sorted(path.iterdir())):
-        if not _is_whole(file, ends[file.name]):
-            wanted.notes.append(f"{file.name} ends within a record: read up to there")
-    known = events.Tags()
-    if tag in known[reader.SCALARS]:
-        points = [(point.step, point.value) for point in events.Scalars(tag)]
-        return [Log(path, "", table(points), "step")]
-    # TensorFlow 2 writes scalars as tensors.
-    scalars = [
-        name
-        for name in known[reader.TENSORS]
-        if events.SummaryMetadata(name).plugin_data.plugin_name == "scalars"
-    ]
-    if tag not in scalars:
-        raise wanted.no_tag([*known[reader.SCALARS], *scalars])
-    limits[reader.TENSORS] = 0
-    events = reader.EventAccumulator(str(path), size_guidance=limits).Reload()
-    read = tensor_util.make_ndarray
-    points = [(point.step, float(read(point.tensor_proto))) for point in events.Tensors(tag)]
+        for event in map(Event.FromString, _records(file, wanted.notes)):
+            for value in event.summary.value:
+                # TensorFlow 2 writes scalars as tensors, and says so at the first one.
+                plain = value.HasField("simple_value")
+                is_scalar = plain or value.metadata.plugin_data.plugin_name == "scalars"
+                if known.setdefault(value.tag, is_scalar) and value.tag == tag:
+                    own = value.simple_value if plain else float(make_ndarray(value.tensor))
+                    points.append((event.step, own))
+    if not points:
+        raise wanted.no_tag(name for name, is_scalar in known.items() if is_scalar)
     return [Log(path, "", table(points), "step")]
 
 
-def _counting_bytes(events: Any, path: Path) -> Counter[str]:
-    """Let TensorBoard's reader count, file by file, the bytes of the records that it accepts.
-
-    A reader without the attribute that is set here counts none: `_is_whole` then checks them all.
-    """
-    from tensorboard.backend.event_processing import directory_watcher, event_file_loader
-    from tensorboard.compat.proto import event_pb2
-
-    ends: Counter[str] = Counter()
-
-    class Counted(event_file_loader.RawEventFileLoader):
-        def __init__(self, file: str):
-            super().__init__(file)
-            self.name = Path(file).name
-
-        def Load(self) -> Iterator[Any]:
-            for record in super().Load():
-                ends[self.name] += 16 + len(record)
-                yield event_pb2.Event.FromString(record)
-
-    if path.is_file():
-        events._generator = Counted(str(path))
-    else:
-        events._generator = directory_watcher.DirectoryWatcher(
-            str(path), Counted, lambda file: _is_events(Path(file))
-        )
-    return ends
-
-
-def _is_whole(path: Path, place: int) -> bool:
-    """Return whether an event file ends where a record does; Damaged for a wrong checksum.
+def _records(path: Path, notes: list[str]) -> Iterator[bytes]:
+    """Yield the records of an event file; Damaged for a wrong checksum.
 
     A record is its length in 8 bytes, their checksum, its content, the checksum of that.
-    TensorBoard takes a wrong one for the end of the file. It has checked what is before `place`;
-    a second check here costs 0.25 s per MiB.
+    TensorBoard takes a wrong one for the end of the file.
     """
     from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
     def right(content: bytes) -> bool:
         return int(masked_crc32c(content[:-4])) == int.from_bytes(content[-4:], "little")
 
-    size = path.stat().st_size
+    place, size = 0, path.stat().st_size
     with open(path, "rb") as file:
-        file.seek(place)
         while place < size:
             head = file.read(12)
             length = int.from_bytes(head[:8], "little")
             whole = len(head) < 12 or right(head)
             if whole and place + 16 + length > size:
-                return False
-            if not whole or not right(file.read(length + 4)):
+                notes.append(f"{path.name} ends within a record: read up to there")
+                return
+            if not whole or not right(content := file.read(length + 4)):
                 raise Damaged(
                     f"{path}: byte {place}: a record's checksum is another; to keep what is before "
                     f"it: truncate -s {place} FILE"
                 )
+            yield content[:-4]
             place += 16 + length
-    return True
 
 
 _BLOCK = 2**15  # of LevelDB's log format, which no record's header crosses
