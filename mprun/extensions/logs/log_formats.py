@@ -23,15 +23,14 @@ from mprun.errors import BadInput, Damaged
 from mprun.extensions.logs.wanted import (
     EXPONENT,
     LINE,
-    MARKS,
     STEPS,
     Log,
     Row,
     Wanted,
     in_order,
     listed,
+    number_of,
     part_of,
-    read_numbers,
     splits,
     table,
 )
@@ -439,15 +438,17 @@ _BESIDE = ("values", "steps", "timestamps", "start_step", "end_step", "step_inte
 
 
 def _records_of_columns(wanted: Wanted, content: dict[str, Any]) -> list[dict]:
-    """Make one record a step from {"loss": [2.1, 1.9]}, {"loss": {"10": 2.1}} and the like.
+    """Make one record a step from {"loss": [2.1, 1.9]}, and from the columns of other tools.
 
-    Megatron and Sacred have values and their steps below the name. If nothing counts the steps,
-    the places in the list do, under the name "".
+    Sacred has {"steps": [10], "values": [2.1]} below the name, Megatron {"values": {"10": 2.1}}. If
+    nothing counts the steps, the places in the list do, under the name "".
     """
     path, tag, step = wanted.path, wanted.tag, wanted.step
-    values, steps, counted = content[tag], None, "step"
-    if isinstance(values, dict) and "values" in values:
-        column, values = values, values["values"]
+    values, counted = content[tag], "step"
+    steps: Any
+    if isinstance(column := values, dict):
+        if "values" not in column:
+            raise BadInput(f"{path}: {tag!r} is a mapping; save the log as CSV or JSON lines")
         if unknown := [name for name in column if name not in _BESIDE]:
             raise BadInput(
                 f"{path}: {tag!r} has {listed(unknown)} beside its values, which may change what "
@@ -455,30 +456,22 @@ def _records_of_columns(wanted: Wanted, content: dict[str, Any]) -> list[dict]:
             )
         if step not in (None, "step", "steps"):
             raise BadInput(f"{path}: --step {step}: not there; has {listed([*column])}")
-        if "steps" in column:
-            steps = column["steps"]
-        elif isinstance(values, list):
-            first, every = column.get("start_step", 1), column.get("step_interval", 1)
-            if not (isinstance(first, int) and isinstance(every, int) and every >= 0):
-                raise Damaged(f"{path}: {tag!r}: start_step and step_interval must be integers")
-            every = max(1, every)
-            steps = range(first, first + every * len(values), every)
+        steps, values = column.get("steps"), column["values"]
+        if isinstance(values, dict):
+            steps, values = [*values], [*values.values()]
     elif found := _counting(wanted, content):
         steps, counted = content[found], found
-    elif not isinstance(values, dict):
-        steps, counted = range(1, len(values) + 1), ""
-    if steps is None:
-        steps = [*values] if isinstance(values, dict) else []
-    lists = [[*one.values()] if isinstance(one, dict) else one for one in (steps, values)]
-    for name, one in zip((counted, tag), lists, strict=True):
-        if not isinstance(one, (list, range)):
-            raise Damaged(f"{path}: {name!r} is no list of values")
-    if len(lists[0]) != len(lists[1]):
+    else:
+        steps, counted = [*range(1, len(values) + 1)], ""
+    for name, one in ((tag, values), (counted, steps)):
+        if not isinstance(one, list):
+            raise Damaged(f"{path}: {name!r} is no list of values; save it as CSV or JSON lines")
+    if len(steps) != len(values):
         raise BadInput(
-            f"{path}: {counted!r} has {len(lists[0])} values and {tag!r} {len(lists[1])}: must be "
-            "as many"
+            f"{path}: {counted!r} has {len(steps)} values and {tag!r} {len(values)}: must be as "
+            "many"
         )
-    return [{counted: at, tag: one} for at, one in zip(*lists, strict=True)]
+    return [{counted: at, tag: one} for at, one in zip(steps, values, strict=True)]
 
 
 def _counting(wanted: Wanted, content: dict[str, Any]) -> str | None:
@@ -491,8 +484,7 @@ def _counting(wanted: Wanted, content: dict[str, Any]) -> str | None:
     if found := next((name for name in STEPS if name in content and name != wanted.tag), None):
         return found
     rising = []
-    for name, one in content.items():
-        own = [*one.values()] if isinstance(one, dict) else one
+    for name, own in content.items():
         if isinstance(own, list) and len(own) == len(content[wanted.tag]) > 1:
             whole = all(isinstance(at, int) and not isinstance(at, bool) for at in own)
             if whole and all(at < after for at, after in zip(own, own[1:], strict=False)):
@@ -537,17 +529,17 @@ def _plain_numbers(wanted: Wanted) -> list[Log] | None:
     columns[5] = (*columns[3], "dataset", "digest")
     for number, line in enumerate(wanted.lines(), start=1):
         cells = line.split()
-        numbers = cells[:3]
-        if all(len(read_numbers(numbers, decimal)) < len(numbers) for decimal in MARKS):
+        try:
+            numbers = [number_of(cell, comma="," in cell) for cell in cells[:3]]
+        except ValueError:
             return None
         if cells and len(cells) not in columns:
+            return None
+        if len(cells) > 2 and numbers[0] < 1e9:  # no time since 1970
             return None
         if cells:
             rows.append((f"line {number}", dict(zip(columns[len(cells)], cells, strict=True))))
     if len({len(row) for _, row in rows}) != 1:
-        return None
-    # A timestamp is a time since 1970.
-    if max(read_numbers([rows[0][1].get("timestamp", 1e9)], "."), default=0.0) < 1e9:
         return None
     datasets = sorted({row.get("dataset", "") for _, row in rows})
     if len(datasets) > 1:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,19 +37,10 @@ SPLITS = (
     *("tag", "metric", "key", "name", "run", "run_id", "run_name", "rank", "fold", "seed"),
     LINE,
 )
-# Those of them whose values are never stretches of one curve.
-_APART = ("tag", "metric", "key", "rank", "fold", "seed", LINE)
 EXPONENT = r"(?:[eE][-+]?\d+)?"
-# How a whole number is written, by its decimal mark; the other mark groups thousands, as blanks and
-# apostrophes do.
-MARKS = {
-    decimal: re.compile(
-        rf"[-+]?(?=[{decimal}\d])(?:[1-9]\d{{0,2}}(?P<by>[{thousands}'’ \u00a0\u202f])\d{{3}}"
-        rf"(?:(?P=by)\d{{3}})*|\d*)(?:[{decimal}]\d*)?{EXPONENT}"
-    )
-    for decimal, thousands in (".,", ",.")
-}
-_EMPTY, _NOT_FINITE = ("", None), ("nan", "inf", "infinity")
+_WITH_COMMA = re.compile(rf"[-+]?(?=[,\d])\d*(?:,\d*)?{EXPONENT}|[-+]?(?:nan|inf|infinity)", re.I)
+_OF_THOUSANDS = re.compile(r"[-+]?[1-9]\d{0,2},\d{3}")  # or, as well, three decimals
+_EMPTY = ("", None)
 Row = tuple[str, dict[str, Any]]  # its place ("line 3"), name -> cell
 
 
@@ -169,43 +159,40 @@ class Wanted:
         return logs
 
     def _refuse_several(self, rows: list[dict[str, Any]], steps: str, name: str) -> None:
-        counted = read_numbers([row[steps] for row in rows], ".")
-        rises = len(counted) == len(rows) and bool((np.diff(counted) > 0).all())
         for key in dict.fromkeys(key for row in rows for key in splits(row)):
-            values = [str(row.get(key, "")) or "none" for row in rows]
-            found = [*dict.fromkeys(values)]
-            if key in (steps, name) or len(found) == 1:
-                continue
-            if not _of_one_curve(key, values, rises):
-                found.sort()
+            found = sorted({str(row.get(key, "")) or "none" for row in rows})
+            if key not in (steps, name) and len(found) > 1:
                 raise BadInput(
                     f"{self.path}: --tag {self.tag}: is of several values of {key!r} "
-                    f"({listed(found)}); must be of one, e.g. --tag {found[-1]}/{self.tag}"
+                    f"({listed(found)}); must be of one, e.g. --tag {found[-1]}/{self.tag}, or, if "
+                    "they are one curve, without this field"
                 )
-            self.notes.append(f"one curve over {len(found)} values of {key!r} ({listed(found)})")
 
     def _numbers(self, cells: Sequence[tuple[str, Any]]) -> list[float]:
-        """Return cells, each with its place, as numbers.
+        """Return cells, each with its place, as numbers, with decimal points or decimal commas.
 
-        A comma is the decimal mark or one of thousands, whichever all cells allow. BadInput if they
-        allow both and the numbers differ, Damaged if they allow neither.
+        BadInput if each comma may be a mark of thousands as well, Damaged for what is no number.
         """
         with suppress(ValueError):
-            return [_plain(cell) for _, cell in cells]
-        ways = [read_numbers([cell for _, cell in cells], decimal) for decimal in MARKS]
-        whole = [way for way in ways if len(way) == len(cells)]
-        if not whole:
-            where, cell = cells[max(map(len, ways))]
-            raise Damaged(f"{self.path}: {where}: {cell!r} is not a number")
-        for (where, cell), one, other in zip(cells, whole[0], whole[-1], strict=True):
-            if one != other and one == one:
-                raise BadInput(
-                    f"{self.path}: {where}: {cell!r} is {one:.10g} or {other:.10g}, and no other "
-                    "number tells which; write it without marks of thousands, with a point"
-                )
-        example = "1,234.5" if whole[0] is ways[0] else "1.234,5"
-        self.notes.append(f"numbers are read as written like {example}")
-        return whole[0]
+            return [number_of(cell) for _, cell in cells]
+        commas = [(where, cell) for where, cell in cells if "," in str(cell)]
+        numbers = []
+        for where, cell in cells:
+            try:
+                numbers.append(number_of(cell, comma=True))
+            except ValueError:
+                beside = next((f" beside {c!r} in {at}" for at, c in commas if c != cell), "")
+                hint = "; write numbers with a decimal point alone" if commas else ""
+                wrong = f"{cell!r} is not a number{beside}{hint}"
+                raise Damaged(f"{self.path}: {where}: {wrong}") from None
+        if all(_OF_THOUSANDS.fullmatch(cell) for _, cell in commas):
+            where, cell = commas[0]
+            raise BadInput(
+                f"{self.path}: {where}: {cell!r} is {cell.replace(',', '')} or "
+                f"{cell.replace(',', '.')}, and no other number tells which; write it with a point"
+            )
+        self.notes.append("numbers are read as written like 0,5")
+        return numbers
 
     def steps(self, names: Sequence[str]) -> str:
         """Return the name of the column that counts the steps."""
@@ -234,43 +221,18 @@ class Wanted:
         return BadInput(f"{self.path}: --tag {self.tag}: not there; has {listed(names)}{hint}")
 
 
-def _of_one_curve(key: str, values: list[str], rises: bool) -> bool:
-    """Return whether a field that changes from row to row still belongs to one curve.
-
-    Each row has a value of its own, as a checkpoint's name is; or the values follow one another on
-    rising steps, as phases do. Training and evaluation are two curves in any order.
-    """
-    if any({*re.split("[^a-z]+", value.lower())} & {*PARTS.split()} for value in values):
-        return False
-    several = len({*values})
-    if several == len(values):
-        return True
-    changes = sum(one != other for one, other in pairwise(values))
-    return rises and changes == several - 1 and key.lower().rpartition(".")[2] not in _APART
-
-
-def _plain(cell: Any) -> float:
-    try:
-        if isinstance(cell, bool):
+def number_of(cell: Any, comma: bool = False) -> float:
+    """Return a cell as a number; comma: its decimal mark. ValueError if it is none."""
+    if isinstance(cell, bool):
+        raise ValueError
+    if comma and isinstance(cell, str):
+        if not _WITH_COMMA.fullmatch(cell):
             raise ValueError
+        cell = cell.replace(",", ".")
+    try:
         return float(cell)
     except (TypeError, OverflowError):
         raise ValueError from None
-
-
-def read_numbers(cells: Iterable[Any], decimal: str) -> list[float]:
-    """Return the first cells as numbers, up to one that is none with this decimal mark."""
-    numbers = []
-    for cell in cells:
-        try:
-            if isinstance(cell, str) and MARKS[decimal].fullmatch(cell):
-                cell = re.sub(rf"[^\deE+{decimal}-]", "", cell).replace(decimal, ".")
-            elif isinstance(cell, str) and cell.lower().lstrip("+-") not in _NOT_FINITE:
-                break
-            numbers.append(_plain(cell))
-        except ValueError:
-            break
-    return numbers
 
 
 def splits(row: dict[str, Any]) -> list[str]:
