@@ -29,8 +29,6 @@ _FIRST = CLASSES
 FP16_MAX = 65504.0
 FP16_LOST = -25  # values with a lower exponent are 0 in FP16, and so is 2^-25 itself
 _INFINITE = CLASSES * (HIGHEST - LOWEST + 2)
-# The start of classes 0 to 3, and the end of 3.
-_EDGES = np.array([1, 2 - 2.0**-10, 2 - 2.0**-11, 2])
 BINS = _INFINITE + CLASSES
 
 

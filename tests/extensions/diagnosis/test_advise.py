@@ -287,6 +287,7 @@ def test_the_run_stays_as_evidence_but_is_no_outcome(tmp_path, capsys):
     assert lines[-1] == f"run: {path}" and len(lines) <= 28
     assert "steps 5 to 10 of 100" in lines[1]
     assert any("the schedule goes down to" in line for line in lines)
+    assert "unstable recipe" not in printed.out
     command = lines[-2].strip()
     assert command.startswith("mprun device=cpu") and "precision=amp" not in command
     record = record_of(path)
@@ -300,6 +301,16 @@ def test_the_run_stays_as_evidence_but_is_no_outcome(tmp_path, capsys):
     again = advised(capsys, str(path))
     assert again["command"] == command
     assert again["evidence"]["lr"] == [pytest.approx(record["config"]["optim"]["lr"], rel=0.03)] * 2
+
+
+def test_advice_from_a_rising_loss_says_so(tmp_path, capsys):
+    """Where FP32 fails as well, FP16 alone is not to blame."""
+    # Plain SGD at this rate, unclipped, moves every weight by far more than its own size.
+    model = ["model=lstm_lm", "model.hidden_size=16", "model.embedding_size=16", "data=docs_chars"]
+    rate = ["optim=sgd_plain", "optim.lr=100", "train.clip_norm=null", "train.steps=6"]
+    steps = ["--steps", "6", "--every", "2", f"output_dir='{tmp_path / 'advise'}'"]
+    notes = advised(capsys, *ONE_CORE, *model, *rate, *steps)["notes"]
+    assert any("unstable recipe" in note for note in notes), notes
 
 
 @pytest.mark.slow

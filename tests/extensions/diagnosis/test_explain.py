@@ -30,8 +30,6 @@ from ...tasks.test_sampled_language_model import SAMPLED
 
 FP16 = ["precision=fp16_master", *SGD]
 SCALED = [*LM, "precision=fp16_master_scaled", *SGD]
-TINY_IMAGES = ["data=synthetic_images", "data.batch_size=2", "data.train_size=8"]
-TINY_IMAGES += ["data.eval_size=2", "train.steps=2"]
 
 
 @pytest.fixture
@@ -146,29 +144,10 @@ PLANTED = {
         fill_momentum,
         ("update", "", "_foreach_add_|_foreach_mul_", "momentum_buffer of output.bias"),
     ),
-    "residual sum of a ResNet": (
-        ["model=resnet50", *TINY_IMAGES, *FP16],
-        setting({"layer1.0.bn3.weight": 1.2e4, "layer1.0.downsample.1.weight": 1.2e4}),
-        ("forward", "layer1.0", "add_"),
-    ),
-    "classifier of AlexNet": (
-        [
-            *("model=alexnet", *TINY_IMAGES, "data.image_size=64", "model.dropout=0"),
-            *("precision=fp16_naive", *SGD),
-        ],
-        setting({"classifier.6.weight": 6e4}),
-        ("forward", "classifier.6"),
-    ),
 }
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        pytest.param(what, marks=pytest.mark.slow if "Net" in what or "logits" in what else ())
-        for what in PLANTED
-    ],
-)
+@pytest.mark.parametrize("what", PLANTED)
 def test_planted_overflows_are_named(explained, what):
     overrides, plant, expected = PLANTED[what]
     found = culprit(explained(*overrides, plant=plant))

@@ -100,7 +100,6 @@ BOTH = '{{"split": "train", "step": {s}, "loss": 9}}\n{{"split": "eval", "step":
         ),
         ("trainer_state.json", json.dumps(STATE, indent=2), "loss", "step"),
         ("a.jsonl", lines('{{"iter": {s}, "loss": {v}}}', '{"iter": 0}\n'), "loss", "iter"),
-        ("a.jsonl", lines('{{"step": {s}, "loss": {v}}}', after='{"step": 3, "lo'), "loss", "step"),
         ("a.json", json.dumps([{"step": s, "eval": {"loss": v}} for s, v in enumerate(VALUES, 1)]),
          "eval.loss", "step"),
         ("golden_values.json", json.dumps(GOLDEN), "lm loss", "step"),
@@ -131,6 +130,14 @@ def test_a_log_is_read_in_its_own_form(tmp_path, name, text, tag, steps):
     [log] = read_logs(path, tag)
     assert log.points.tolist() == [[1, 0.5], [2, 0.25]]
     assert log.steps == steps
+
+
+TABLE = "step,loss\n" + "".join(f"{s},{3 - s / 10}\n" for s in range(1, 11))
+
+
+def zipped(text):
+    """Without the time of day: the bytes are in names of cases, which workers have to agree on."""
+    return gzip.compress(text.encode(), mtime=0)
 
 
 FRAMES = ",frames,loss\n0,100,0.5\n1,200,0.25\n"
@@ -190,12 +197,6 @@ def test_all_runs_of_an_export_stand_in_one_file(tmp_path):
         load_foreign([f"fp32={export}", f"amp={export}#fp32-0"], "loss")
 
 
-def test_any_column_can_count_the_steps(tmp_path):
-    log = tmp_path / "a.csv"
-    log.write_text(FRAMES)
-    assert read_logs(log, "loss", "frames")[0].points.tolist() == [[100, 0.5], [200, 0.25]]
-
-
 def test_epochs_are_not_compared_with_steps(tmp_path):
     for name in ("epoch", "step"):
         (tmp_path / f"{name}.csv").write_text(f"{name},loss\n1,2\n2,1\n")
@@ -243,6 +244,21 @@ def test_folders_of_several_tools_are_runs(tmp_path):
         ("a.json", '{"loss": [1, 2], "step": 5}', "'step' is no list of values"),
         ("a.txt", "1 0.5\n1e999 0.25\n", "steps must be finite"),
         ("a.log", ":::MLLOG {nothing}\n", "line 1: not an entry of MLPerf"),
+        (
+            "a.csv",
+            "step;loss\n1;0,5\n2;0.5\n",
+            "line 3: '0.5' is not a number beside '0,5' in "
+            "line 2; write numbers with a decimal point alone",
+        ),
+        ("a.csv", "step;loss\n1,000;1,234.5\n", "line 2: '1,234.5' is not a number beside '1,000'"),
+        ("a.csv", "step;loss\n1.000;1.234,5\n", "line 2: '1.000' is not a number beside '1.234,5'"),
+        ("a.csv", "step;loss\n1 000;0.5\n", "line 2: '1 000' is not a number"),
+        ("a.csv", "step;loss\n1'000;0.5\n", 'line 2: "1\'000" is not a number'),
+        ("a.csv", "step,loss\n1,0,5\n2,0,4\n", "line 2: 3 cells, the header has 2"),
+        ("a.jsonl", '{"step": 1, "loss": 2}\n{"step": 2, "lo\n', "line 2: not a JSON record"),
+        ("a.log", "{'loss': 1, 'epoch': 1}\n{'loss': <object>}\n", "line 2: not one dictionary"),
+        ("a.csv.gz", zipped(TABLE)[:-9], "not a whole gzip archive"),
+        ("a.csv.gz", TABLE, "not a whole gzip archive"),
     ],
 )
 def test_damage_is_told_with_its_place(tmp_path, name, text, reason):
@@ -290,14 +306,6 @@ def test_an_installed_package_adds_a_format(tmp_path, monkeypatch):
             load_foreign(specs, "loss")
     finally:
         announced.cache_clear()
-
-
-TABLE = "step,loss\n" + "".join(f"{s},{3 - s / 10}\n" for s in range(1, 11))
-
-
-def zipped(text):
-    """Without the time of day: the bytes are in names of cases, which workers have to agree on."""
-    return gzip.compress(text.encode(), mtime=0)
 
 
 @pytest.mark.parametrize(
@@ -350,30 +358,6 @@ def test_a_log_with_two_readings_is_refused_at_its_line(tmp_path, name, text, sa
     (tmp_path / name).write_text(text)
     with raises_line(BadInput, f"{tmp_path / name}: {said}"):
         read_logs(tmp_path / name, "loss")
-
-
-@pytest.mark.parametrize(
-    ("name", "text", "reason"),
-    [
-        (
-            "a.csv",
-            "step;loss\n1;0,5\n2;0.5\n",
-            "line 3: '0.5' is not a number beside '0,5' in "
-            "line 2; write numbers with a decimal point alone",
-        ),
-        ("a.csv", "step;loss\n1,000;1,234.5\n", "line 2: '1,234.5' is not a number beside '1,000'"),
-        ("a.csv", "step;loss\n1.000;1.234,5\n", "line 2: '1.000' is not a number beside '1.234,5'"),
-        ("a.csv", "step;loss\n1 000;0.5\n", "line 2: '1 000' is not a number"),
-        ("a.csv", "step;loss\n1'000;0.5\n", 'line 2: "1\'000" is not a number'),
-        ("a.csv", "step,loss\n1,0,5\n2,0,4\n", "line 2: 3 cells, the header has 2"),
-        ("a.jsonl", '{"step": 1, "loss": 2}\n{"step": 2, "lo\n', "line 2: not a JSON record"),
-        ("a.log", "{'loss': 1, 'epoch': 1}\n{'loss': <object>}\n", "line 2: not one dictionary"),
-        ("a.csv.gz", zipped(TABLE)[:-9], "not a whole gzip archive"),
-        ("a.csv.gz", TABLE, "not a whole gzip archive"),
-    ],
-)
-def test_a_broken_log_is_told_with_its_place(tmp_path, name, text, reason):
-    test_damage_is_told_with_its_place(tmp_path, name, text, reason)
 
 
 HF = "{{'loss': {v}, 'grad_norm': np.float64(1.5), 'learning_rate': 5e-05, 'epoch': {s}}}"
@@ -525,9 +509,11 @@ def test_a_count_of_another_name_is_read_by_its_name(tmp_path):
     (tmp_path / "main.log").write_text(lines(LLMC))
     [log] = read_logs(tmp_path / "main.log", "trl", "s")
     assert log.points.tolist() == [[1, 0.5], [2, 0.25]]
-    (tmp_path / "a.json").write_text('{"tokens": [10, 20], "loss": [0.5, 0.25]}')
-    [log] = read_logs(tmp_path / "a.json", "loss", "tokens")
-    assert log.points.tolist() == [[10, 0.5], [20, 0.25]]
+    (tmp_path / "a.json").write_text('{"frames": [100, 200], "loss": [0.5, 0.25]}')
+    (tmp_path / "a.csv").write_text(FRAMES)
+    for name in ("a.json", "a.csv"):
+        [log] = read_logs(tmp_path / name, "loss", "frames")
+        assert log.points.tolist() == [[100, 0.5], [200, 0.25]]
 
 
 def framed(*records):
