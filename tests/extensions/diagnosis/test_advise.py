@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mprun.cli import main
 from mprun.errors import BadInput
@@ -16,7 +17,6 @@ from mprun.models.dcgan import ConvAutoencoder
 from mprun.numerics.exponent_shares import AppliedUpdates, ExponentCounts, LostUpdates
 from mprun.numerics.post_mortem import plain
 from mprun.numerics.probe_record import LearnerProbe, ProbeRecord, TensorStats
-from mprun.precision import NoLossScale
 
 from ...helpers import ONE_CORE, TINY_GPT, record_of, refused, run
 from ...numerics.small_runs import SMALL, as_json
@@ -229,11 +229,11 @@ SGD = [*SMALL["lstm_lm"][:-1], "optim=sgd_plain", "train.clip_norm=null"]
 @pytest.mark.slow
 def test_scaled_gradients_shift_the_scale_by_the_same_power(tmp_path, capsys, monkeypatch):
     """Gradients times 2^-k at a learning rate times 2^k: the same weights, bit for bit."""
-    original = NoLossScale.backward
+    original = torch.Tensor.backward
     found = {}
     for k in (0, -6, 4, 9):
-        backward = lambda self, loss, k=k: original(self, loss * 2.0**-k)  # noqa: E731
-        monkeypatch.setattr(NoLossScale, "backward", backward)
+        backward = lambda loss, k=k: original(loss * 2.0**-k)  # noqa: E731
+        monkeypatch.setattr(torch.Tensor, "backward", backward)
         words = [*ONE_CORE, *SGD, f"optim.lr={0.5 * 2.0**k}", f"output_dir='{tmp_path / f'k{k}'}'"]
         found[k] = advised(capsys, *words, "--steps", "12", "--every=3")
     plain = found[0]["loss_scaling"]["range"]
