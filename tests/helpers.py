@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-import traceback
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -237,20 +236,3 @@ def printed_by(script: Path) -> Any:
     )
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1])
-
-
-def outcomes_of(checks: dict[str, tuple]) -> dict[str, str | None]:
-    """For each check (function, *arguments) None, or in what it failed.
-
-    Of a script's checks those whose label has its first argument.
-    """
-    outcomes: dict[str, str | None] = {}
-    for label, (function, *arguments) in checks.items():
-        if len(sys.argv) > 1 and sys.argv[1] not in label:
-            continue
-        try:
-            function(*arguments)
-            outcomes[label] = None
-        except Exception:
-            outcomes[label] = traceback.format_exc()
-    return outcomes

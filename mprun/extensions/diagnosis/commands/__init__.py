@@ -12,7 +12,7 @@ from mprun.cli.arguments import Arguments, filled
 from mprun.config.fields import must_be
 from mprun.errors import DONE, BadInput, Refused
 from mprun.record.console import columns
-from mprun.record.layout import fitted_tables, hanging
+from mprun.record.layout import hanging
 from mprun.record.run_directory import plain
 from mprun.record.run_record import Record, read_record
 
@@ -95,14 +95,13 @@ def page_width(beside: int = 0) -> int | None:
 def page(content: dict[str, Any], lines: Iterable[str], as_json: bool) -> int:
     """Print the content as JSON, non-finite numbers as text, or the lines; return the exit code.
 
-    On a terminal, lines are broken at its width, commands so that they can be copied, and tables
-    fit it.
+    On a terminal, lines are broken at its width, and commands so that they can be copied.
     """
     if as_json:
         print(json.dumps(plain(content), indent=1, allow_nan=False))
         return DONE
     width = page_width()
-    for line in fitted_tables("\n".join(lines), width).split("\n"):
+    for line in "\n".join(lines).split("\n"):
         if width is None or len(line) <= width:
             print(line)
         elif line.lstrip().startswith("mprun "):
