@@ -166,6 +166,7 @@ RENAMED = {
     "precision.products.power_of_two": (
         "now precision.products.scale: pow2 for true, fp32 for false"
     ),
+    "train.fused_norm": "now train.compile=default, which fuses BatchNorm and ReLU",
     "scaler-replay": "now a run for each rule: mprun -m precision=amp scaler=torch,apex,megatron",
 }
 

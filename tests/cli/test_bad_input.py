@@ -363,6 +363,7 @@ CASES = [
     ("-sc install=tcsh", "install=tcsh|bash"),
     ("scaler-replay outputs/run --json", "scaler-replay: now a run for each rule: mprun -m "),
     ("--help scaler-replay", "no key, group or verb has this name; now a run for each rule"),
+    ("train.fused_norm=on", "train.fused_norm: unknown key; now train.compile=default"),
     ("doctor --foo", "--foo|--json"),
     ("doctor --json device=cuda", "device=cuda|--json"),
     # sweeps: one bad cell and nothing starts
