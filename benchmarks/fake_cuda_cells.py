@@ -2,11 +2,11 @@
 
     python benchmarks/fake_cuda_cells.py OUT [PYTHON ...]
 
-Each cell is one run with everything together (`combined` of tests/extensions/fake_cuda/cells.py),
+Each cell is one run with everything together (`combined` of tests/fake_cuda/cells.py),
 which is then resumed. What a run with micro-batches refuses is tried again without them. The cells
 run in this interpreter and, beside it, in others with another torch; OUT.json and OUT.md are
 written. A cell takes about three seconds. No value and no time in them means anything: see
-`mprun.extensions.bench.fake_cuda`. Exit code 1: a cell failed, warned, or launched a kernel beside
+tests/fake_cuda/runtime.py. Exit code 1: a cell failed, warned, or launched a kernel beside
 a capture.
 """
 
@@ -24,8 +24,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from mprun.record.console import markdown_table  # noqa: E402
-from tests.extensions.fake_cuda.cells import EXECUTION, MODELS, MODES, combined  # noqa: E402
-from tests.extensions.fake_cuda.conftest import Device, build_with  # noqa: E402
+from tests.fake_cuda.cells import EXECUTION, MODELS, MODES, combined  # noqa: E402
+from tests.fake_cuda.conftest import Device, build_with  # noqa: E402
 
 _VERSIONS = "import torch, triton, sys; print(torch.__version__, triton.__version__, sys.version)"
 _LONGER = ["train.steps=18"]  # of a resumed run
@@ -162,7 +162,7 @@ _HEAD = """\
 # Every model in every mode on the fake CUDA device, everything together
 
 The host side alone: no kernel ran, and no value means anything
-(`mprun/extensions/bench/fake_cuda`). Each cell is a run of 12 steps of two micro-batches with
+(`tests/fake_cuda`). Each cell is a run of 12 steps of two micro-batches with
 clipping, an average of the weights, evaluations and checkpoints, which is then resumed for 6 steps;
 a wait for the device between evaluations is an error. As a graph, 3 steps of each are eager, the
 others replayed. Networks are shrunk. Eager / as a graph: "ran", "captured", or the letter of the

@@ -163,7 +163,7 @@ def page(about: dict[str, str], here: Found, there: Found) -> str:
         f"{about['machine']}, no GPU, torch {about['torch']}, Python {about['python']}. Commits\n"
         f"{about['other']} (there) and {about['this']} (here); n = 3 steps after 4. Command:",
         f"    {about['command']}",
-        "No kernel ran, no value means anything (`mprun/extensions/bench/fake_cuda`). torch's own\n"
+        "No kernel ran, no value means anything (`tests/fake_cuda`). torch's own\n"
         "allocator counts the bytes. Launches: kernels of torch and Triton, calls of cuDNN and\n"
         "cuBLAS, copies and fills; of a replay, the pieces of its graph. torch.amp: its recipe of\n"
         "autocast and GradScaler (`benchmarks/suite/peers/amp.py`), with the same network,\n"

@@ -61,7 +61,7 @@ QUICKSTART += ["precision=fp32,fp16_naive,fp16_master,fp16_master_scaled,amp"]
 
 def networks() -> dict[str, list[str]]:
     """Return the command line of each network: those of the fake device's tests, and variants."""
-    from tests.extensions.fake_cuda.cells import MODELS
+    from tests.fake_cuda.cells import MODELS
     from tests.helpers import TINY_AUTOENCODER, TINY_GPT, TINY_LM
 
     clipped = ["train.accumulate=2", "train.clip_norm=0.1", *SCALER]

@@ -2,7 +2,7 @@
 
     python -m benchmarks.script_host [--models resnet50,gpt] [--modes fp32,amp,...]
 
-Each cell runs in a separate process on the fake CUDA device of `mprun bench`: kernels do nothing,
+Each cell runs in a separate process on the fake CUDA device: kernels do nothing,
 but torch's allocator and launches are real. Beside the modes are plain torch in FP32 and the recipe
 of torch.amp in FP16. Bytes and launches are exact. Milliseconds are the lowest of TIMED steps of
 this processor, because other work only adds time.
@@ -23,7 +23,7 @@ from torch.nn import functional as F
 from torchvision.models import resnet50
 
 import mprun
-from mprun.extensions.bench import fake_cuda
+from tests.fake_cuda import runtime as fake_cuda
 
 WARM_UP, COUNTED, TIMED = 6, 3, 60
 PEERS = ("plain", "torch.amp")

@@ -41,10 +41,10 @@ from mprun.config.compose import compose_config
 from mprun.distributed.group import RankGroup
 from mprun.distributed.rank_info import RankInfo
 from mprun.distributed.ranks import ALONE, Ranks
-from mprun.extensions.bench import fake_cuda
 from mprun.precision import pin_math_flags
 from mprun.record.memory import memory_by_kind
 from mprun.recording.environment import environment
+from tests.fake_cuda import runtime as fake_cuda
 
 KINDS = ("parameters", "gradients", "optimizer_state")
 MODES = ("fp32", "fp16_master_scaled", "amp")

@@ -246,7 +246,7 @@ def signals(campaign: Campaign) -> None:
 
 def _captures(campaign: Campaign, home: Path, names: tuple[str, ...]) -> None:
     """Return the place on the fake CUDA device, whose values mean nothing."""
-    from mprun.extensions.bench import fake_cuda
+    from tests.fake_cuda import runtime as fake_cuda
 
     if (reason := fake_cuda.why_not()) is not None:
         campaign.note("signals", "capturing", "not tried", reason)

@@ -68,7 +68,7 @@ WORDS += [
 ]
 WORDS += ["dynamic", "static,apex", "table1", "table2,fig9", "small", "full", "4:1"]
 FLAGS = """--absolute --tensorboard --check --no-report --higher-is-better --lower-is-better
---paired --json --markdown --no-cures --end-to-end --plain --host""".split()
+--paired --json --markdown --no-cures --end-to-end --plain""".split()
 # Options with a value, and those of FLAGS; a line has some of them.
 OPTIONS = {
     "compare": """--baseline --allow --metric --margin --looks --tag --step --out --absolute
@@ -79,8 +79,8 @@ OPTIONS = {
     "mismatch": "--tokens --window --batch --pad --band --log-softmax --json --config-dir",
     "paper": """--only --scale --data-root -j --out --config-dir --baseline --allow --metric
     --margin --looks --absolute --json --markdown --no-report""",
-    "bench": """--modes --budget --out --windows --steps-per-window --end-to-end --plain --host
-    --card --json --config-dir""",
+    "bench": """--modes --budget --out --windows --steps-per-window --end-to-end --plain
+    --json --config-dir""",
     "doctor": "--json --config-dir",
 }
 ON_DISK = """model=lstm_lm data=text|model=lstm_lm data=lm1b|model=gpt data=token_files

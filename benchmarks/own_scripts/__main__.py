@@ -9,7 +9,7 @@ on `mprun.prepare`, `NAME.run.patch` on `mprun.Run` as well.
 What is shown, each from the scripts' own output and files: fp32 prints the numbers of the
 unmodified script and saves its bits; every mode runs to its end, or is refused in a line;
 `mprun compare` judges four modes on three seeds of two of them; how many lines changed; and that
-the host side of each mode runs on the fake CUDA device (`mprun.extensions.bench.fake_cuda`).
+the host side of each mode runs on the fake CUDA device (`tests/fake_cuda`).
 """
 
 import argparse
@@ -34,11 +34,11 @@ from torchvision.datasets import FakeData
 import mprun
 from mprun.config.option_files import modes
 from mprun.errors import DIVERGED
-from mprun.extensions.bench import fake_cuda
 from mprun.precision import get_policy
 from mprun.precision.emulation import why_unsupported
 from mprun.record.console import markdown_table
 from mprun.recording.environment import environment
+from tests.fake_cuda import runtime as fake_cuda
 
 HERE = Path(__file__).parent
 COMMITS = {

@@ -6,7 +6,7 @@ from argparse import Namespace
 
 from benchmarks.suite.contenders import PEERS
 from mprun.cli.arguments import names
-from mprun.errors import DONE, INTERRUPTED, MprunError
+from mprun.errors import DONE, INTERRUPTED, BadInput, MprunError
 from mprun.extensions.bench import command as bench
 
 _WHAT = """\
@@ -23,9 +23,14 @@ Only contenders that compute the same as the others are timed."""
 def main(arguments: list[str]) -> int:
     """Run the command; return the exit code of `mprun bench`."""
     started = time.monotonic()
-    again = ["benchmarks.suite", *arguments]
     try:
-        return bench.bench("benchmarks.suite.contest:Suite", parse(arguments), again, started)
+        options = parse(arguments)
+        if options.host:
+            from benchmarks.suite.contest import Suite
+            from tests.fake_cuda.host_side import host
+
+            return host(Suite(), options, ["-m", "benchmarks.suite", *arguments])
+        return bench.bench("benchmarks.suite.contest:Suite", options, started)
     except MprunError as error:
         print(f"benchmarks.suite: {error}", file=sys.stderr)
         return error.exit_code
@@ -54,7 +59,13 @@ def parse(arguments: list[str]) -> Namespace:
         metavar="A,B",
         help='of the suite the models whose names begin so: "ResNet-50 b256,DCGAN"',
     )
-    return bench.parse(arguments, found)
+    found.add_argument(
+        "--host", action="store_true", help="the host side of a CUDA step, without a GPU"
+    )
+    options = bench.parse(arguments, found)
+    if options.host and options.end_to_end:
+        raise BadInput("--end-to-end: not with --host, which only measures the step")
+    return options
 
 
 if __name__ == "__main__":

@@ -407,18 +407,17 @@ def _of_memory(error: BaseException, config: RunConfig) -> Resource | None:
 
 
 def _smaller(config: RunConfig) -> str:
-    """Return what takes less memory than this configuration, and the command that measures it."""
+    """Return what takes less memory than this configuration."""
     half, accumulate = config.data.batch_size // 2, config.train.accumulate
+    precision = config.precision
     less = []
     if half:
         more = "" if shares_streams(config.model) else f" train.accumulate={2 * accumulate}"
         less.append(f"data.batch_size={half}{more}")
-    total = card_memory()[1]
-    if total > 0 and config.precision.param_dtype == "fp32" and not config.precision.autocast_dtype:
+    in_fp32 = precision.param_dtype == "fp32" and not precision.autocast_dtype
+    if in_fp32 and card_memory()[1] > 0:
         less.append("precision=amp")
-    text = f"try {' or '.join(less or ['a smaller model'])}"
-    measured = f"; mprun bench --host --card {total / 2**30:.3g} measures what fits"
-    return text + (measured if total > 0 else "")
+    return f"try {' or '.join(less or ['a smaller model'])}"
 
 
 def resolve_device(name: str) -> torch.device:

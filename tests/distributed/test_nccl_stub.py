@@ -13,10 +13,9 @@ import time
 import pytest
 import torch
 
+from ..fake_cuda import runtime as fake_cuda
 from ..helpers import record_of
 from .processes import ROOT, with_word
-
-fake_cuda = pytest.importorskip("mprun.extensions.bench.fake_cuda")
 
 pytestmark = [
     pytest.mark.slow,

@@ -23,7 +23,6 @@ ROWS = {
     for names, cells in re.findall(r"^\| (`\w+`(?:, `\w+`)*) \| (.*) \|$", PAGE, re.MULTILINE)
     for name in re.findall(r"\w+", names)
 }
-TESTS = {"bench": ("bench", "fake_cuda")}
 
 
 def lines_in(*folders):
@@ -32,9 +31,7 @@ def lines_in(*folders):
 
 
 def lines_of(extension):
-    own = TESTS.get(extension, (extension,))
-    tests = lines_in(*(f"tests/extensions/{name}" for name in own))
-    return lines_in(f"mprun/extensions/{extension}"), tests
+    return lines_in(f"mprun/extensions/{extension}"), lines_in(f"tests/extensions/{extension}")
 
 
 CORE = lines_in("mprun") - lines_in("mprun/extensions")

@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 EXTENSIONS = sorted(path.parent.name for path in ROOT.glob("mprun/extensions/*/__init__.py"))
 # The other folders of tests are the core's.
-OF_THE_HOUSE = ("extensions", "benchmarks", "docs", "scripts")
+OF_THE_HOUSE = ("extensions", "benchmarks", "docs", "fake_cuda", "scripts")
 QUICK = ("recipes", "selection", "roles", "composition", "help_and_cfg")
 
 

@@ -1,6 +1,6 @@
 """Recurrent layers: untouched on a CPU; on a GPU BF16 as FP16, and masks that can be repeated.
 
-What happens on the host side of CUDA is in tests/extensions/fake_cuda.
+What happens on the host side of CUDA is in tests/fake_cuda.
 """
 
 import pytest

@@ -16,13 +16,15 @@ from mprun.extensions.bench.cases import REFERENCES, check_overrides
 from mprun.record.layout import for_terminal
 
 LEAST_BUDGET_S = 20
+_GONE = "gone; a checkout has python -m benchmarks.suite --host (docs/bench.md)"
+_REFUSED = dict.fromkeys(("--ranks", "--link"), "goes with --roofline")
+_REFUSED |= dict.fromkeys(("--host", "--card"), _GONE)
 _WHAT = """\
 Speed, memory and energy per precision mode of the configuration, and its share of the device's
 limit. Each mode runs in a separate process. Their windows take turns, on batches that are already
 on the device.
 
   mprun bench [key=value ...]   the modes of this configuration, measured here
-  mprun bench --host ...        will it fit, and what does the host need? Memory to the byte, launches and host time of a CUDA step, without a GPU: on a fake CUDA device (needs a CUDA build of torch and a C compiler)
   mprun bench devices=8 ...     1, 2, 4, 8 ranks: speed, efficiency, cost of summing gradients in a step
   mprun bench --roofline ...    FLOPs, bytes and limits of a step, without a GPU (mprun bench --roofline --help)"""  # noqa: E501 - the help page breaks lines
 _MORE = """\
@@ -42,19 +44,18 @@ def main(arguments: list[str]) -> int:
 
         return roofline([argument for argument in arguments if argument != "--roofline"])
     for word in arguments:
-        if word.partition("=")[0] in ("--ranks", "--link"):
-            raise BadInput(f"bench {word}: goes with --roofline")
+        if reason := _REFUSED.get(word.partition("=")[0]):
+            raise BadInput(f"bench {word}: {reason}")
     for word in arguments:
         if word.startswith("devices=") and word != "devices=1":
             return _scaling([a for a in arguments if a != word], word.partition("=")[2])
     started = time.monotonic()
-    again = ["mprun", "bench", *arguments]
-    return bench("mprun.extensions.bench.contest:Contest", parse(arguments), again, started)
+    return bench("mprun.extensions.bench.contest:Contest", parse(arguments), started)
 
 
 def _scaling(arguments: list[str], devices: str) -> int:
     options = parse(arguments)
-    for name in ("host", "end_to_end", "plain", "steps_per_window"):
+    for name in ("end_to_end", "plain", "steps_per_window"):
         if getattr(options, name):
             raise BadInput(f"bench --{name.replace('_', '-')}: not with devices={devices}")
     from mprun.extensions.bench.scaling import scaling
@@ -81,10 +82,6 @@ def bench_parser(what: str = _WHAT) -> Arguments:
         help="also with the data source of the configuration, including loading")  # fmt: skip
     add("--plain", action="store_true",
         help="mprun only with its defaults, not also with its best settings")  # fmt: skip
-    add("--host", action="store_true", help="the host side of a CUDA step, without a GPU")
-    add("--card", dest="card_bytes", metavar="GIB",
-        type=number("--card", 0.5, 4096, "the card's memory in GiB,"),
-        help="with --host: what fits a card with that much memory")  # fmt: skip
     add("--json", action="store_true", help="print bench.json instead of the tables")
     add("--config-dir", metavar="DIR", help="your options, as for a run")
     return found
@@ -96,33 +93,18 @@ def parse(arguments: list[str], parser: Arguments | None = None) -> Namespace:
     if options.modes is not None:
         modes = known_modes("--modes", options.modes, options.config_dir)
         options.modes = sorted(modes, key=lambda name: name not in REFERENCES)
-    if options.card_bytes is not None:
-        if not options.host:
-            raise BadInput("bench --card: goes with --host")
-        options.card_bytes = int(options.card_bytes * 2**30)
-    if options.end_to_end and options.host:
-        raise BadInput("bench --end-to-end: not with --host, which only measures the step")
     check_overrides(options.overrides)
     compose_config(options.overrides, options.config_dir)
     return options
 
 
-def bench(contest: str, options: Namespace, again: list[str], started: float) -> int:
+def bench(contest: str, options: Namespace, started: float) -> int:
     """Measure, write and print; return the exit code.
 
     Args:
         contest: "module:class" of the measurement, imported here because it takes seconds.
-        again: arguments of `python -m` that run the same command, for --host.
         started: when the budget began, in time.monotonic.
     """
-    if options.host:
-        from mprun.extensions.bench import fake_cuda
-
-        if not fake_cuda.is_fake():
-            return fake_cuda.run_again(again)
-        from mprun.extensions.bench.host_side import host
-
-        return host(pkgutil.resolve_name(contest)(), options)
     from mprun.extensions.bench.session import run_bench
 
     content, text, folder = run_bench(pkgutil.resolve_name(contest)(), options, started)

@@ -36,6 +36,8 @@ CPU = torch.device("cpu")
         (["--budget", "soon"], "--budget soon: must be seconds"),
         (["--windows", "0"], "--windows 0: must be a number from 1 to 1000"),
         (["--out"], "bench: --out: needs a value"),
+        (["--host"], "bench --host: gone; a checkout has python -m benchmarks.suite --host"),
+        (["--card=24"], "bench --card=24: gone; a checkout has python"),
         (["--fast"], "bench: --fast: unknown option"),
         (["outputs"], "bench: 'outputs': neither an option nor key=value"),
         (["precision=amp"], "precision=amp: a bench compares modes; give --modes amp"),

@@ -54,7 +54,7 @@ def test_a_table(model, tmp_path):
     assert "| efficiency |" in text
 
 
-@pytest.mark.parametrize("more", ["--host", "--end-to-end", "devices=99"])
+@pytest.mark.parametrize("more", ["--plain", "--end-to-end", "devices=99"])
 def test_what_does_not_go_with_it(more, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     refused(capsys, "bench", *ONE_CORE, "devices=2", more)

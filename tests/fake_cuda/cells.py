@@ -2,8 +2,8 @@
 
 from mprun.precision import get_policy
 
-from ...execution.trained import SMALL, TOKENS
-from ...shipped import MODES as OTHER_MODES
+from ..execution.trained import SMALL, TOKENS
+from ..shipped import MODES as OTHER_MODES
 
 __all__ = ["EXECUTION", "MODELS", "MODES", "STEPS", "combined", "overrides", "refusal"]
 

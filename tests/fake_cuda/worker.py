@@ -1,4 +1,4 @@
-"""A process on the fake CUDA device (`bench.fake_cuda`): takes requests, answers what happened.
+"""A process on the fake CUDA device (`runtime.py`): takes requests, answers what happened.
 
 Started with the fake runtime preloaded, it reads one JSON object a line, {"function": name of a
 function below, ...its arguments}, and writes one: what the function returned, with the warnings and
@@ -29,7 +29,6 @@ import mprun.training.metric_logger
 from mprun.cli import main
 from mprun.config.compose import compose_config
 from mprun.execution.step_runner import StepRunner
-from mprun.extensions.bench import fake_cuda
 from mprun.extensions.detection import boxes
 from mprun.numerics import probing
 from mprun.precision.torch_update import take_for_granted
@@ -37,6 +36,7 @@ from mprun.record import checkpoint
 from mprun.record.run_record import read_record
 from mprun.tasks import GAN
 from mprun.training.run import start
+from tests.fake_cuda import runtime as fake_cuda
 
 CUDA = torch.device("cuda", 0)
 # Steps that may wait: the first is watched operation by operation, and loads kernels.

@@ -51,8 +51,7 @@ PLACES = {
 }
 LINE = (
     r"mprun: out of memory: asked for [\d.]+ [KMG]iB, with 0\.\d\d of 0\.\d\d GiB of the GPU "
-    r"and [\d.]+ GiB of the host free; try {less}; "
-    r"mprun bench --host --card [\d.e-]+ measures what fits"
+    r"and [\d.]+ GiB of the host free; try {less}"
 )
 
 

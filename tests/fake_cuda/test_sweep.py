@@ -5,9 +5,9 @@ import subprocess
 
 import pytest
 
-from mprun.extensions.bench import fake_cuda
 from mprun.record.run_record import read_record
 
+from . import runtime as fake_cuda
 from .cells import MODELS
 from .conftest import ROOT
 

@@ -16,13 +16,8 @@ import ctypes
 import os
 import re
 import subprocess
-import sys
 import sysconfig
-import tempfile
-from contextlib import suppress
 from pathlib import Path
-
-from mprun.errors import RESOURCE, BadInput
 
 SOURCES = ("runtime.c", "libraries.c")
 # Functions that torch may call. Those that the sources do not define get a stub that succeeds.
@@ -91,22 +86,6 @@ def environment(folder: Path, memory_bytes: int | None = None, devices: int = 1)
     if memory_bytes is not None:
         variables["FAKE_CUDA_MEMORY"] = str(memory_bytes)
     return dict(os.environ) | variables
-
-
-def run_again(verb: list[str]) -> int:
-    """Run `python -m VERB...` again on the fake device; return its exit code."""
-    with tempfile.TemporaryDirectory(prefix="mprun-fake-cuda-") as folder:
-        try:
-            build(Path(folder))
-        except RuntimeError as error:
-            raise BadInput(f"bench --host: {error}") from None
-        # More than any card holds: the report says afterwards what fits.
-        variables = environment(Path(folder), memory_bytes=2**42)
-        child = subprocess.Popen([sys.executable, "-m", *verb], env=variables)
-        while child.returncode is None:
-            with suppress(KeyboardInterrupt):  # the child gets it, too, and prints what it has
-                child.wait()
-        return child.returncode if child.returncode >= 0 else RESOURCE
 
 
 def _stub(name: str) -> str:

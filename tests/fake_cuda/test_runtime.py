@@ -2,9 +2,9 @@
 
 import pytest
 
-from mprun.extensions.bench.fake_cuda import Counts, is_fake
-
 from .cells import MODELS
+from .conftest import ROOT
+from .runtime import Counts, is_fake
 
 CAPTURE = """
 x, w = torch.zeros(2, 8, device="cuda")
@@ -174,11 +174,7 @@ def test_warnings_come_through(script):
 
 
 def test_counts_are_read_as_they_are_written():
-    from pathlib import Path
-
-    import mprun.extensions.bench.fake_cuda as module
-
-    text = (Path(module.__file__).parent / "counts.h").read_text()
+    text = (ROOT / "tests" / "fake_cuda" / "counts.h").read_text()
     struct = text[text.index("{") + 1 : text.index("};")]
     lines = [line.partition("/*")[0] for line in struct.splitlines()]
     names = [n.strip(" ;") for line in lines for n in line.replace("unsigned long", "").split(",")]

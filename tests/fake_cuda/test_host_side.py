@@ -1,4 +1,4 @@
-"""`mprun bench --host`, alone and in the suite: memory, launches and host time without a GPU."""
+"""`python -m benchmarks.suite --host`: memory, launches and host time without a GPU."""
 
 import json
 import subprocess
@@ -6,14 +6,12 @@ import sys
 
 import pytest
 
+from benchmarks.suite.__main__ import main
 from mprun.extensions.bench.cases import Case
-from mprun.extensions.bench.host_side import SPARED, host_row, report
 from mprun.precision.rounded_weights import CHUNK
 
-from ...helpers import refused
 from .conftest import ROOT
-
-GIB = 2**30
+from .host_side import host_row, report
 
 
 def host(device, *arguments):
@@ -25,16 +23,6 @@ def host(device, *arguments):
         (row["label"], row["mode"], row["contender"], row["execution"]): row
         for row in json.loads(done.stdout)["rows"]
     }
-
-
-@pytest.mark.slow
-def test_without_other_tools(device):
-    command = [device.python, "-m", "mprun", "bench", "--host", "model=conv_autoencoder"]
-    more = ["data.batch_size=8", "--modes", "fp32,amp", "--card", "24"]
-    done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [line for line in done.stdout.splitlines() if "| mprun " in line]
-    assert len(lines) == 4 and all(line.split("|")[-2].strip() == "yes" for line in lines)
 
 
 @pytest.mark.slow
@@ -89,51 +77,24 @@ def test_casts_in_triton_are_counted(device):
     assert eager["triton"] >= 2
 
 
-@pytest.mark.slow
-def test_a_batch_that_fits_is_named(device):
-    command = [device.python, "-m", "mprun", "bench", "--host", "model=conv_autoencoder"]
-    more = ["data.batch_size=128", "--modes", "fp32,amp", "--card", "1.04"]
-    done = subprocess.run([*command, *more], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    fits = [line.split("|")[-2].strip() for line in done.stdout.splitlines() if "| mprun " in line]
-    assert set(fits) <= {"yes", *(f"no, data.batch_size={2**power} does" for power in range(7))}
-    assert any(text != "yes" for text in fits)
-
-
-def row(**more):
-    return host_row(Case("m b1", (), "amp", "mprun"), "eager", **more)
-
-
-def test_what_fits_is_what_is_reserved_and_what_is_spared():
-    counts = dict.fromkeys(("launches", "triton", "library", "copies", "waits", "host_ms"), 1.0)
-    for reserved, fits in ((8 * GIB - SPARED, "yes"), (8 * GIB - SPARED + 1, "no")):
-        text = report([row(peak=2**20, reserved=reserved, **counts)], 8 * GIB)
-        [line] = [line for line in text.splitlines() if line.startswith("| m b1")]
-        assert line.split("|")[-2].strip() == fits and "fits 8 GiB" in text
-
-
 def test_what_cannot_run_says_why():
-    text = report([row(why_not="train.cuda_graph=on: no")], None)
-    assert "train.cuda_graph=on: no" in text
-
-
-@pytest.mark.parametrize(
-    ("arguments", "line"),
-    [
-        (["--card", "24"], "bench --card: goes with --host"),
-        (["--host", "--card", "x"], "--card x: must be the card's memory in GiB, from 0.5 to 4096"),
-        (["--host", "--end-to-end"], "bench --end-to-end: not with --host"),
-        (["--host", "model=nothing"], "model=nothing"),
-    ],
-)
-def test_bad_input(capsys, arguments, line):
-    refused(capsys, "bench", *arguments, says=line)
+    row = host_row(Case("m b1", (), "amp", "mprun"), "eager", why_not="train.cuda_graph=on: no")
+    assert "train.cuda_graph=on: no" in report([row])
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="there is no fake runtime elsewhere")
-def test_without_a_compiler(monkeypatch, capsys):
-    monkeypatch.setenv("PATH", "/nowhere")
-    refused(capsys, "bench", "--host", "model=lstm_lm", "--modes", "fp32", says="is not installed")
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["--end-to-end"], "--end-to-end: not with --host"),
+        (["model=lstm_lm", "--modes", "fp32"], "is not installed"),
+    ],
+)
+def test_what_is_refused(monkeypatch, capsys, arguments, line):
+    monkeypatch.setenv("PATH", "/nowhere")  # without a compiler
+    assert main(["--host", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert line in error and error.count("\n") == 1
 
 
 @pytest.mark.slow

@@ -6,8 +6,7 @@ import subprocess
 
 import pytest
 
-from mprun.extensions.bench import fake_cuda
-
+from . import runtime as fake_cuda
 from .cells import MODELS
 from .conftest import ROOT
 from .test_every_mode import assert_sound

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from mprun.extensions.bench import fake_cuda
+from . import runtime as fake_cuda
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[2]
 
 
 class Device:
@@ -102,8 +102,8 @@ def build_with(python: str, folder: Path) -> None:
     """`fake_cuda.build` for the torch of `python`; RuntimeError says why not."""
     if python == sys.executable:
         return fake_cuda.build(folder)
-    code = "import pathlib, sys; from mprun.extensions.bench import fake_cuda"
-    code += "; fake_cuda.build(pathlib.Path(sys.argv[1]))"
+    code = "import pathlib, sys; from tests.fake_cuda.runtime import build"
+    code += "; build(pathlib.Path(sys.argv[1]))"
     command = [python, "-c", code, str(folder)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:

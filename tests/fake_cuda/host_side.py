@@ -1,13 +1,15 @@
-"""`mprun bench --host`: memory, launches and host time of a CUDA step, on a machine without a GPU.
+"""Memory, launches and host time of a CUDA step: `python -m benchmarks.suite --host`.
 
-Steps run on the fake device of `fake_cuda`. torch's allocator is real and device memory is address
+Steps run on the fake device of `runtime.py`. torch's allocator is real and device memory is address
 space: the peak of a step is exact to the byte at full size. Kernels take no time: the time of a
 step is the host's. No value, device time or rate is measured here.
 """
 
 import json
 import pkgutil
+import subprocess
 import sys
+import tempfile
 from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +17,7 @@ from typing import Any
 
 import torch
 
-from mprun.errors import DONE, INTERRUPTED, BadInput, Resource
-from mprun.extensions.bench import fake_cuda
+from mprun.errors import DONE, BadInput, Resource
 from mprun.extensions.bench.cases import REFERENCES, Case
 from mprun.extensions.bench.contest import Contest
 from mprun.extensions.bench.measure import Contender, host_seconds
@@ -24,8 +25,9 @@ from mprun.extensions.bench.worker import Worker, release
 from mprun.precision.torch_update import take_for_granted
 from mprun.record.console import markdown_table
 from mprun.record.layout import for_terminal
-from mprun.record.memory import SPARED
 from mprun.record.run_directory import write_json, write_text
+
+from . import runtime as fake_cuda
 
 WARM_UP, COUNTED, TIMED = 4, 3, 15  # steps; a graph is recorded during warm-up
 
@@ -38,9 +40,8 @@ one or more), copies and fills. Host: median time of a step on this machine's pr
 any device time."""
 # Of one mode, eager or replayed. peak: bytes allocated in steady steps (replays allocate nothing:
 # None). reserved: bytes after these. Of a step: launches, library (calls of cuDNN and cuBLAS), work
-# (pieces that a replay launches at once), waits (of the host for the device), host_ms. batch: a
-# smaller one that fits the card, where this one does not.
-NUMBERS = "peak reserved launches triton library copies work waits host_ms batch why_not".split()
+# (pieces that a replay launches at once), waits (of the host for the device), host_ms.
+NUMBERS = "peak reserved launches triton library copies work waits host_ms why_not".split()
 
 
 def host_row(case: Case, execution: str, **numbers: Any) -> dict[str, Any]:
@@ -55,29 +56,25 @@ def host_row(case: Case, execution: str, **numbers: Any) -> dict[str, Any]:
     return place | dict.fromkeys(NUMBERS) | numbers
 
 
-def host(contest: Contest, options: Namespace) -> int:
-    """Measure every case of the contest and print the table; runs on the fake device."""
+def host(contest: Contest, options: Namespace, again: list[str]) -> int:
+    """Measure every case of the contest on the fake device and print the table.
+
+    again: arguments of Python that run the same command, there in a process of its own.
+    """
+    if not fake_cuda.is_fake():
+        return _on_device(again)
     take_for_granted()
     device, worker = torch.device("cuda", 0), pkgutil.resolve_name(contest.worker)()
     groups, left_out = contest.plan(options, device)
     # Leave out the best settings of mprun and of others: torch.compile is not covered.
     cases = [c for group in groups for c in group.cases if not c.contender.endswith("+")]
     rows: list[dict] = []
-    card = options.card_bytes
-    try:
-        for number, case in enumerate(cases, start=1):
-            name = f"{case.label} {case.mode} {case.contender}"
-            print(f"mprun: {number}/{len(cases)} {name}", file=sys.stderr, flush=True)
-            found = _measured(worker, case, device)
-            if card is not None and not all(_fits(row, card) for row in found):
-                batch = _fitting_batch(worker, case, device, card)
-                found = [row | {"batch": None if _fits(row, card) else batch} for row in found]
-            rows += found
-    except KeyboardInterrupt:
-        print(for_terminal(report(rows, card)))
-        return INTERRUPTED
+    for number, case in enumerate(cases, start=1):
+        name = f"{case.label} {case.mode} {case.contender}"
+        print(f"{number}/{len(cases)} {name}", file=sys.stderr, flush=True)
+        rows += _measured(worker, case, device)
     facts = {"torch": torch.__version__, "note": NOTE, "rows": rows}
-    text = report(rows, card)
+    text = report(rows)
     for left in left_out:
         text += f"\nleft out: {left['label']} {left['mode']} {left['contender']}: {left['reason']}"
     if options.out is not None:
@@ -87,6 +84,19 @@ def host(contest: Contest, options: Namespace) -> int:
         write_text(folder / "host.md", text + "\n")
     print(json.dumps(facts, indent=1) if options.json else for_terminal(text))
     return DONE
+
+
+def _on_device(again: list[str]) -> int:
+    """Run Python again on the fake device; return its exit code."""
+    with tempfile.TemporaryDirectory(prefix="mprun-fake-cuda-") as name:
+        folder = Path(name)
+        try:
+            fake_cuda.build(folder)
+        except RuntimeError as error:
+            raise BadInput(f"--host: {error}") from None
+        # More than any card holds: what is reserved says what a configuration needs.
+        variables = fake_cuda.environment(folder, memory_bytes=2**42)
+        return subprocess.run([sys.executable, *again], env=variables).returncode
 
 
 def _measured(worker: Worker, case: Case, device: torch.device) -> list[dict]:
@@ -107,21 +117,6 @@ def _measured(worker: Worker, case: Case, device: torch.device) -> list[dict]:
             release(device)
         rows.append(host_row(case, execution, **numbers))
     return rows
-
-
-def _fits(row: dict, card: int) -> bool:
-    return (row["reserved"] or 0) + SPARED <= card
-
-
-def _fitting_batch(worker: Worker, case: Case, device: torch.device, card: int) -> int | None:
-    """Return the largest of the halved batches that fits a card; None: not even one sample."""
-    batch = case.config().data.batch_size
-    while batch := batch // 2:
-        smaller = (*case.overrides, f"data.batch_size={batch}")
-        rows = _measured(worker, replace(case, overrides=smaller), device)
-        if rows[0]["why_not"] is None and all(_fits(row, card) for row in rows):
-            return batch
-    return None
 
 
 def _numbers(contender: Contender, device: torch.device, replayed: bool) -> dict[str, Any]:
@@ -149,34 +144,30 @@ def _numbers(contender: Contender, device: torch.device, replayed: bool) -> dict
     }
 
 
-def report(rows: list[dict], card: int | None) -> str:
-    """Return the table in Markdown and its notes. card: bytes of a card to fit into, or None."""
+def report(rows: list[dict]) -> str:
+    """Return the table in Markdown and its notes."""
     header = ["model", "mode", "contender", "", "peak MiB", "of FP32", "of recipe", "reserved MiB"]
     header += ["launches", "Triton", "library", "copies", "waits", "host ms"]
-    note = NOTE
-    if card is not None:
-        header.append(f"fits {card / 2**30:g} GiB")
-        note += f"\nFits: reserved, plus {SPARED / 2**30:g} GiB for memory outside torch."
     peaks = {(r["label"], r["mode"], r["contender"]): r["peak"] for r in rows if r["peak"]}
     lines = []
     for row in rows:
-        cells = _cells(row, peaks, card) if row["why_not"] is None else [row["why_not"]]
+        cells = _cells(row, peaks) if row["why_not"] is None else [row["why_not"]]
         line = [row["label"], row["mode"], row["contender"], row["execution"], *cells]
         lines.append([*line, *[""] * (len(header) - len(line))])
-    return f"{markdown_table(header, lines)}\n\n{note}"
+    return f"{markdown_table(header, lines)}\n\n{NOTE}"
 
 
-def _cells(row: dict, peaks: dict[tuple, int], card: int | None) -> list[str]:
+def _cells(row: dict, peaks: dict[tuple, int]) -> list[str]:
     mode, contender, peak = row["mode"], row["contender"], row["peak"]
 
     def over(mode: str, contender: str) -> str:
         base = peaks.get((row["label"], mode, contender))
         return f"{peak / base:.3f}" if peak and base else ""
 
-    # mprun's need in 16 bits over that of the torch.amp recipe, if it takes part (benchmarks.suite)
+    # mprun's need in 16 bits over that of the torch.amp recipe, if it takes part
     held = contender == "mprun" and mode not in REFERENCES
     launches, work = _count(row["launches"]), row["work"]
-    cells = [
+    return [
         _mib(peak),
         over("fp32", contender),
         over(row["recipe"], "amp") if held else "",
@@ -185,10 +176,6 @@ def _cells(row: dict, peaks: dict[tuple, int], card: int | None) -> list[str]:
         *(_count(row[name]) for name in ("triton", "library", "copies", "waits")),
         f"{row['host_ms']:.2f}",
     ]
-    if card is None:
-        return cells
-    batch = f", data.batch_size={row['batch']} does" if row["batch"] else ""
-    return [*cells, "yes" if _fits(row, card) else f"no{batch}"]
 
 
 def _mib(value: int | None) -> str:

@@ -1,4 +1,4 @@
-/* Counts of the fake runtime; `mprun.extensions.bench.fake_cuda.Counts` reads it, field by field. */
+/* Counts of the fake runtime; `Counts` of runtime.py reads it, field by field. */
 struct fake_counts {
     unsigned long launches;        /* kernels of torch */
     unsigned long driver_launches; /* kernels of Triton */
