@@ -1,11 +1,11 @@
-"""What runs on the fake device: the cells of the table in docs, and the exceptions from them."""
+"""What runs on the fake device: models, modes, and the exceptions from them."""
 
 from mprun.precision import get_policy
 
 from ..execution.trained import SMALL, TOKENS
 from ..shipped import MODES as OTHER_MODES
 
-__all__ = ["EXECUTION", "MODELS", "MODES", "STEPS", "combined", "overrides", "refusal"]
+__all__ = ["EXECUTION", "MODELS", "MODES", "STEPS", "overrides", "refusal"]
 
 MODES = [*OTHER_MODES, "fp8_block", "nvfp4"]  # of those in blocks these two
 STACKED = [*TOKENS, "model.embedding_size=8", "model.hidden_size=8", "model.num_layers=2"]
@@ -79,22 +79,3 @@ def overrides(model: str, mode: str, graph: str) -> list[str]:
         "train.eval_every=6",
         f"train.checkpoint_every={checkpoints}",
     ]
-
-
-# Micro-batches, clipping, an average of the weights, evaluations and checkpoints in one run.
-TOGETHER = ["train.accumulate=2", "train.clip_norm=0.5", "optim.average_decay=0.99"]
-TOGETHER += [f"train.steps={STEPS}", "train.log_every=4", "train.eval_every=6"]
-TOGETHER += ["train.checkpoint_every=5"]
-
-# A resumed run is longer, which one with a cosine cannot be; networks that take seconds are shrunk.
-ALSO = {
-    "alexnet": ["model.variant=2012", "model.width=0.0625"],
-    "biglstm": ["optim.average_modules=[lstm]"],
-    **dict.fromkeys(("gpt", "gpt, manual", "gpt_llama"), ["optim.schedule=constant"]),
-}
-
-
-def combined(model: str, mode: str, graph: str) -> list[str]:
-    """The command line of a cell in which all of this comes together."""
-    own = [*MODELS[model], *ALSO.get(model, []), f"precision={mode}", f"train.cuda_graph={graph}"]
-    return own + TOGETHER
