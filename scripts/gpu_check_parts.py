@@ -6,7 +6,7 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from gpu_check_processes import Step
@@ -17,7 +17,6 @@ _MODES = "fp32,tf32,fp16_naive,fp16_master,fp16_master_scaled,amp,bf16_naive,bf1
 _BESIDE, _OWN = "ResNet-50 b256", "DCGAN b128,LSTM LM"
 _OWN_MODES = "fp32,tf32,fp16_master_scaled,amp"
 _RATIO_MODES = "fp32,fp16_master_scaled,amp"  # TF32 and its loop come in the call of the peers
-_GPT_SHARE = 6.0  # weight of its bench, to 1 of its questions
 _GPT_MODES = "fp32,tf32,amp_bf16,bf16_stochastic,fp8_tensorwise,fp8_rowwise,"
 _GPT_MODES += "mxfp8,nvfp4"
 # The tests of graphs in these modes can wait; "]" ends the name of a test, and distinguishes the
@@ -143,16 +142,11 @@ def bench_peers(setting: Setting, seconds: float) -> list[Step]:
 
 
 def gpt(setting: Setting, seconds: float) -> list[Step]:
-    """Bench GPT-2 beside a plain loop in torch.amp and torchao's FP8, each compiled and not.
-
-    It also checks whether FP8 products and stochastic rounding have the emulation's bits.
-    """
-    bits = _questions(setting, seconds, "gpt_bits", "fp8_products", "stochastic_rounding")
+    """Bench GPT-2 beside a plain loop in torch.amp and torchao's FP8, each compiled and not."""
     usual = ["--peers", "all", "--only", "GPT-2", "--modes", _GPT_MODES]
     dry = "--modes fp32,fp8_tensorwise --peers loop model=gpt data=synthetic_tokens "
     dry += "data.batch_size=2"
-    rest = seconds * _GPT_SHARE / (1 + _GPT_SHARE)
-    return [bits, replace(_bench(setting, rest, "bench_gpt", usual, dry), share=_GPT_SHARE)]
+    return [_bench(setting, seconds, "bench_gpt", usual, dry)]
 
 
 def _bench(
@@ -189,18 +183,6 @@ def bench_ranks(setting: Setting, seconds: float) -> list[Step]:
         command += ["model=conv_autoencoder", "data.batch_size=4", "--modes", "fp32"]
         command += ["--windows", "1", "threads=1"]
     return [Step("bench_ranks", command, table=out / "scaling.md", record=out / "scaling.json")]
-
-
-def questions(setting: Setting, seconds: float) -> list[Step]:
-    return [_questions(setting, seconds, "questions")]
-
-
-def _questions(setting: Setting, seconds: float, name: str, *only: str) -> Step:
-    record = setting.work / f"{name}.json"
-    command = _python("benchmarks/cuda_questions.py", "--device", setting.device)
-    command += ["--limit", str(int(seconds / 3)), "--json", str(record)]
-    command += [word for question in only for word in ("--only", question)]
-    return Step(name, command, record=record)
 
 
 def fidelity(setting: Setting, seconds: float) -> list[Step]:
@@ -258,9 +240,8 @@ PARTS = {
     "ratios": Part(150, ratios),
     "tests_models": Part(110, tests_models),
     "tests_graphs": Part(75, tests_graphs),
-    "bench": Part(60, bench),
+    "bench": Part(110, bench),
     "fidelity": Part(20, fidelity),
-    "questions": Part(50, questions),
     "results": Part(280, results),
     "data": Part(225, real_data),
     "gpt": Part(505, gpt),
@@ -272,10 +253,7 @@ PARTS = {
 }
 # The parts of each call, in this order after the environment: the most important ones come first.
 CALLS = {
-    "first": (
-        *("tests_update", "ratios", "tests_models", "tests_graphs"),
-        *("bench", "fidelity", "questions"),
-    ),
+    "first": ("tests_update", "ratios", "tests_models", "tests_graphs", "bench", "fidelity"),
     "verdicts": ("results", "data"),
     "gpt": ("gpt",),
     "peers": ("bench_peers", "tests_others", "tests_slow"),

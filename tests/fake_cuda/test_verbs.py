@@ -1,4 +1,4 @@
-"""Verbs on the fake device: doctor, explain, advise, mismatch, bench; questions; compiled runs."""
+"""Verbs on the fake device: doctor, explain, advise, mismatch, bench; compiled runs."""
 
 import json
 import os
@@ -93,19 +93,6 @@ def test_a_bench_with_its_children(device, tmp_path):
     [row] = bench["rows"]
     assert (row["case"]["mode"], row["status"]) == ("amp", "measured")
     assert {"fp32", "tf32", "fp16", "bf16"} < set(bench["ceilings"]["flops"])
-
-
-# All but what a profiler of the device is needed for, and what is large.
-QUESTIONS = ("fp8_products", "lstm_graph", "reduced_precision", "host_time", "ceilings")
-
-
-@pytest.mark.slow
-def test_questions_are_answered(device, tmp_path):
-    record, asked = tmp_path / "questions.json", [w for q in QUESTIONS for w in ("--only", q)]
-    script = ["benchmarks/cuda_questions.py", "--device", "cuda", "--limit", "300"]
-    on_device(device, *script, *asked, "--json", str(record))
-    answers = {own["name"]: own["status"] for own in json.loads(record.read_text())["answers"]}
-    assert answers == dict.fromkeys(QUESTIONS, "answered")
 
 
 @pytest.mark.parametrize(

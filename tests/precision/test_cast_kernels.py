@@ -133,3 +133,13 @@ def test_casts_and_products_on_a_gpu(granularity):
     for one, other in ((found, plain), (found.kept, plain)):
         made = product(plain, one.T, torch.bfloat16, fast=True)
         assert torch.equal(made, product(plain, other.T, torch.bfloat16, fast=True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("granularity", ["tensor", "row"])
+def test_casts_on_a_gpu_have_the_bits_of_a_cpu(granularity):
+    operand = ScaledProducts(granularity=granularity).operand("input", "output")
+    matrix = torch.randn(130, 80, dtype=torch.bfloat16)
+    here, there = unobserved_cast(matrix, operand), unobserved_cast(matrix.cuda(), operand)
+    assert torch.equal(there.values.cpu().view(torch.uint8), here.values.view(torch.uint8))
+    assert torch.equal(there.factor.cpu(), here.factor)

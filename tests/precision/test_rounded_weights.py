@@ -34,6 +34,19 @@ def rounded(wide):
     return own
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_the_bits_are_those_of_a_cpu():
+    wide = torch.cat([torch.tensor([math.inf, math.nan, -0.0]), torch.randn(2**20)])
+    own = {}
+    for device in ("cpu", "cuda"):
+        weight = torch.empty_like(wide, dtype=torch.bfloat16, device=device)
+        rule = torch.optim.SGD([weight], 0.1)
+        narrow = RoundedWeights(rule, ["a"], [weight], "stochastic", seed=20261123)
+        narrow.store([Piece(0, 0, weight, wide.to(device, copy=True))])
+        own[device] = weight.cpu()
+    assert_same_bits(own["cuda"], own["cpu"])
+
+
 @pytest.mark.parametrize("share", [0.0, 2.0**-16, 0.3, 0.5, 0.99])
 @pytest.mark.parametrize("base", [1.0, -3.0, 2.0**-126, -(2.0**-130)])
 def test_the_mean_is_the_number(share, base):

@@ -196,15 +196,9 @@ def test_the_page_says_when_each_part_of_the_first_call_begins(module):
 @pytest.mark.parametrize(
     "asked, expected",
     [
-        (
-            None,
-            [
-                *("tests_update", "ratios", "tests_models", "tests_graphs"),
-                *("bench", "fidelity", "questions"),
-            ],
-        ),
+        (None, "tests_update ratios tests_models tests_graphs bench fidelity".split()),
         ("verdicts", ["results"]),
-        ("questions,environment,verdicts,questions", ["questions", "results"]),
+        ("fidelity,environment,verdicts,fidelity", ["fidelity", "results"]),
         ("data", ["data"]),
     ],
 )
@@ -422,8 +416,8 @@ machine = "import pathlib; pathlib.Path('{{work}}/one.json').write_text('[1]'); 
 hanging = "import os, time; print('pid', os.getpid()); time.sleep(600)"
 chosen = dict(
     environment=step("machine", hanging if "at_once" in sys.argv else machine),
-    fidelity=step("two", "print('two')"),
-    questions=step("three", hanging),
+    bench=step("two", "print('two')"),
+    fidelity=step("three", hanging),
 )
 for name, steps in chosen.items():
     parts.PARTS[name] = parts.Part(1, steps)
@@ -438,12 +432,12 @@ def test_a_kill_leaves_what_was_done_and_nothing_running(tmp_path, moment):
     out, code = tmp_path / "out", TINY.format(scripts=str(ROOT / "scripts"), script=str(SCRIPT))
     more = ["at_once"] if moment == "before a step ended" else []
     # The interpreter is the right one: it is not to start the script itself in its place.
-    settings = variables(PARTS="fidelity,questions", GPU_CHECK_PYTHON=sys.executable)
+    settings = variables(PARTS="bench,fidelity", GPU_CHECK_PYTHON=sys.executable)
     settings["TMPDIR"] = str(tmp_path)
     command = [sys.executable, "-c", code, str(out), *more]
     with subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, text=True) as process:
         for line in process.stdout:
-            if "questions: three" in line or more:
+            if "fidelity: three" in line or more:
                 break
         if moment != "after a part":
             assert waited_for(lambda: (out / "gpu_check.md").exists() and pid_in(out))
@@ -455,9 +449,9 @@ def test_a_kill_leaves_what_was_done_and_nothing_running(tmp_path, moment):
     if moment == "before a step ended":
         assert ended == {"environment": ["running"]}
     else:
-        assert ended.pop("questions", ["running"]) in ([], ["running"])
-        assert ended == {"environment": ["done"], "fidelity": ["done"]}
-        assert record["parts"]["fidelity"]["steps"][0]["text"] == "two"
+        assert ended.pop("fidelity", ["running"]) in ([], ["running"])
+        assert ended == {"environment": ["done"], "bench": ["done"]}
+        assert record["parts"]["bench"]["steps"][0]["text"] == "two"
         assert {"one.json", "two.out.txt"} <= set(names)
     if moment != "after a part":
         assert waited_for(lambda: not alive(pid_in(out)))
@@ -618,7 +612,7 @@ def test_a_dry_run_of_every_part_with_one_that_fails(module, tmp_path):
     assert machine["commit"] == "abc123" and machine["packages"]["torch"]
     names = [name for name in steps if name.startswith("tests_")]
     assert len(names) == 7 and all(steps[name]["record"]["skipped"] > 0 for name in names)
-    assert steps["fidelity"]["record"]["rows"] and steps["questions"]["record"]["answers"]
+    assert steps["fidelity"]["record"]["rows"]
     text = (out / "gpu_check.md").read_text()
     assert text.startswith("# gpu_check on cpu: a part failed or overran\n")
     assert "- commit: abc123\n" in text
