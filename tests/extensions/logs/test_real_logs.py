@@ -5,8 +5,9 @@ import re
 import numpy as np
 import pytest
 
-from benchmarks.foreign_logs import CASES, STEPS, TOOLS, curve, missing, told, written
 from mprun.extensions.logs.log_formats import read_logs
+
+from .other_tools import CASES, STEPS, TOOLS, curve, missing, told, written
 
 
 def needs(name):

@@ -1,26 +1,15 @@
-"""Verdicts on logs that other tools' own libraries write: `mprun compare --tag` on three arms each.
+"""Logs that other tools' own libraries write, each installed or not, and faults planted in them.
 
-    python -m benchmarks.foreign_logs [--only NAME,NAME] [-o FOLDER]
-
-Each library that is installed logs nine runs: three seeds of a falling loss as baseline, three that
-are 0.05 % worse and three that are 20 % worse. Verdicts must be "matches" and "worse". Trainers
-train, on a loss that is the wanted value whatever the weights are. Then logs of Keras, Hugging Face
-and TensorBoard are damaged, or get a second attempt, as it happens to users: each must be refused
-with its line, or read by a rule that the output says. -o writes the tables of the result page and
-their JSON. Exit code 1 if a verdict is another one.
+Trainers train, on a loss that is the wanted value whatever the weights are. Logs of Keras, Hugging
+Face and TensorBoard are damaged, or get a second attempt, as it happens to users.
 """
 
-import argparse
 import contextlib
 import gzip
-import importlib.metadata
 import importlib.util
 import io
-import json
 import os
 import re
-import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,14 +18,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.published_logs import verdict
 from mprun.errors import MprunError
 from mprun.extensions.logs.log_formats import read_logs
 
 Values = Sequence[float]
 STEPS = 20
-ARMS = {"fp32": 0.0, "close": 0.0005, "far": 0.2}
-WANTED = {"close": "matches", "far": "worse"}
 
 
 def curve(shift: float, seed: int) -> list[float]:
@@ -49,9 +35,7 @@ def curve(shift: float, seed: int) -> list[float]:
 class Tool(NamedTuple):
     """A library that logs a run's values into a folder; `write` returns the run's path."""
 
-    what: str  # the form and the class that writes it
-    package: str  # its distribution
-    modules: str  # what it imports
+    module: str  # what it imports
     write: Callable[[Path, Values], Path]
     tag: str = "loss"
     error: float = 2.0**-24  # of a value as it is written, relative; FP32's by default
@@ -214,30 +198,23 @@ def pandas_csv(folder: Path, values: Values) -> Path:
 
 
 TOOLS = {
-    "tensorboard": Tool("event files, torch's SummaryWriter", "tensorboard", "tensorboard",
-                        torch_events, "train/loss"),
-    "lightning": Tool("metrics.csv, CSVLogger of a fit", "lightning", "lightning",
-                      lightning_csv, "train_loss"),
-    "lightning_events": Tool("event files, TensorBoardLogger of a fit", "lightning", "lightning",
-                             lightning_events, "train_loss"),
-    "transformers": Tool("trainer_state.json of a Trainer", "transformers", "transformers",
-                         hugging_face_state),
-    "transformers_printed": Tool("dictionaries that a Trainer prints", "transformers",
-                                 "transformers", hugging_face_printed, error=5e-4),
-    "keras": Tool("CSVLogger", "keras", "keras", keras_csv),
-    "mlflow": Tool("a run's folder of the file store", "mlflow-skinny", "mlflow", mlflow_files),
-    "wandb": Tool("an offline run", "wandb", "wandb", wandb_offline),
-    "ultralytics": Tool("results.csv, BaseTrainer.save_metrics", "ultralytics", "ultralytics",
-                        ultralytics_csv, "train/box_loss", error=5e-6),
-    "timm": Tool("summary.csv, update_summary", "timm", "timm", timm_csv, "train_loss"),
-    "pandas": Tool("to_csv with decimal commas, semicolons and gzip", "pandas", "pandas",
-                   pandas_csv),
-}  # fmt: skip
+    "tensorboard": Tool("tensorboard", torch_events, "train/loss"),
+    "lightning": Tool("lightning", lightning_csv, "train_loss"),
+    "lightning_events": Tool("lightning", lightning_events, "train_loss"),
+    "transformers": Tool("transformers", hugging_face_state),
+    "transformers_printed": Tool("transformers", hugging_face_printed, error=5e-4),
+    "keras": Tool("keras", keras_csv),
+    "mlflow": Tool("mlflow", mlflow_files),
+    "wandb": Tool("wandb", wandb_offline),
+    "ultralytics": Tool("ultralytics", ultralytics_csv, "train/box_loss", error=5e-6),
+    "timm": Tool("timm", timm_csv, "train_loss"),
+    "pandas": Tool("pandas", pandas_csv),
+}
 
 
 def missing(name: str) -> str:
     """Return why a tool's logs cannot be written here; "" if they can."""
-    module = TOOLS[name].modules
+    module = TOOLS[name].module
     return "" if importlib.util.find_spec(module) else f"{module} is not installed"
 
 
@@ -266,21 +243,6 @@ def written(name: str, folder: Path, values: Values) -> Path:
     folder.mkdir(parents=True)
     with quietly():
         return TOOLS[name].write(folder, values)
-
-
-def judged(name: str, folder: Path) -> dict[str, str]:
-    """Return label -> verdict on the runs that a tool logs."""
-    paths = {
-        label: [
-            str(written(name, folder / f"{label}{seed}", curve(shift, seed))) for seed in range(3)
-        ]
-        for label, shift in ARMS.items()
-    }
-    words = ("--tag", TOOLS[name].tag, f"fp32={','.join(paths['fp32'])}")
-    return {
-        label: verdict(*words, "--margin", "0.01", f"{label}={','.join(paths[label])}")[0]
-        for label in WANTED
-    }
 
 
 class Case(NamedTuple):
@@ -371,60 +333,3 @@ def told(case: Case, folder: Path) -> tuple[bool, str]:
     except MprunError as error:
         return True, str(error)
     return False, "; ".join(log.notes)
-
-
-def yes(right: bool) -> str:
-    return "yes" if right else "no"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--only", help="names of tools, with commas")
-    parser.add_argument("-o", "--out", type=Path)
-    options = parser.parse_args()
-    names = options.only.split(",") if options.only else list(TOOLS)
-    tools, cases, wrong = [], [], 0
-    with tempfile.TemporaryDirectory() as folder:
-        for name in names:
-            tool = TOOLS[name]
-            if why := missing(name):
-                tools.append({"form": tool.what, "package": tool.package, "verdicts": why})
-                continue
-            found = judged(name, Path(folder) / name)
-            wrong += found != WANTED
-            version = importlib.metadata.version(tool.package)
-            tools.append({"form": tool.what, "package": f"{tool.package} {version}"} | found)
-            print(tools[-1], flush=True)
-        for number, case in enumerate(CASES):
-            if missing(case.tool) or case.tool not in names:
-                continue
-            refused, said = told(case, Path(folder) / f"case{number}")
-            right = refused == case.refused and case.said in said
-            wrong += not right
-            said = re.sub(rf"{re.escape(folder)}\S*/", "", said)
-            said = re.sub(r"(tfevents)\.\S+", r"\1.*", said)
-            row = {"log": TOOLS[case.tool].what, "fault": case.what, "refused": refused}
-            cases.append(row | {"said": said, "as_wanted": right})
-            print(cases[-1], flush=True)
-    if options.out:
-        (options.out / "foreign-logs.json").write_text(
-            json.dumps({"tools": tools, "cases": cases}, indent=1) + "\n", encoding="utf-8"
-        )
-        lines = ["| format | written by | 0.05 % worse | 20 % worse | as wanted |"]
-        lines.append("|---|---|---|---|---|")
-        for row in tools:
-            found = {label: row.get(label, row.get("verdicts", "")) for label in WANTED}
-            cells = [row["form"], row["package"], *found.values(), yes(found == WANTED)]
-            lines.append(f"| {' | '.join(cells)} |")
-        lines += ["", "| log | fault | refused | what is said | as wanted |"]
-        lines.append("|---|---|---|---|---|")
-        for row in cases:
-            refused = "yes" if row["refused"] else "no: read by a rule"
-            cells = [row["log"], row["fault"], refused, row["said"], yes(row["as_wanted"])]
-            lines.append(f"| {' | '.join(cells)} |")
-        (options.out / "foreign-logs.md").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return int(wrong > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
