@@ -11,15 +11,15 @@ DATE-fake-cuda-one-engine.md and .json there. The exit code is 3 if an aim is mi
 import argparse
 import json
 import os
-import platform
-import shlex
 import subprocess
 import sys
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from benchmarks.same_bits import ROOT, commit_of
+import torch
+
+from benchmarks.same_bits import ROOT, about, commit_of
+from mprun.record.console import markdown_table
 
 THREE = ("fp32", "amp", "fp16_master_scaled")
 OF_MEMORY = ("fp32", "amp", "fp16_master", "bf16_master")
@@ -94,8 +94,6 @@ def aims(here: Found, there: Found) -> list[tuple[str, str, bool]]:
 
 def peaks(here: Found, there: Found) -> str:
     """Return the table of memory."""
-    from mprun.record.console import markdown_table
-
     lines = []
     for key, row in here.items():
         label, mode, contender, execution = key
@@ -123,8 +121,6 @@ def peaks(here: Found, there: Found) -> str:
 
 def steps(here: Found, there: Found) -> str:
     """Return the table of launches."""
-    from mprun.record.console import markdown_table
-
     lines = []
     for (label, mode, contender, execution), row in here.items():
         if contender != "mprun" or execution != "eager":
@@ -153,16 +149,14 @@ def _mib(size: int) -> str:
     return f"{size / 2**20:,.1f}"
 
 
-def page(about: dict[str, str], here: Found, there: Found) -> str:
+def page(made: dict[str, str], here: Found, there: Found) -> str:
     """Return the page of results."""
-    from mprun.record.console import markdown_table
-
     judged = [[what, said, "met" if met else "missed"] for what, said, met in aims(here, there)]
     parts = [
-        f"# One engine beside two on the fake CUDA device, {about['date']}",
-        f"{about['machine']}, no GPU, torch {about['torch']}, Python {about['python']}. Commits\n"
-        f"{about['other']} (there) and {about['this']} (here); n = 3 steps after 4. Command:",
-        f"    {about['command']}",
+        f"# One engine beside two on the fake CUDA device, {made['date']}",
+        f"{made['machine']}, no GPU, torch {made['torch']}, Python {made['python']}. Commits\n"
+        f"{made['other']} (there) and {made['this']} (here); n = 3 steps after 4. Command:",
+        f"    {made['command']}",
         "No kernel ran, no value means anything (`tests/fake_cuda`). torch's own\n"
         "allocator counts the bytes. Launches: kernels of torch and Triton, calls of cuDNN and\n"
         "cuBLAS, copies and fills; of a replay, the pieces of its graph. torch.amp: its recipe of\n"
@@ -182,7 +176,6 @@ def main() -> int:
     import torch
 
     from mprun.recording.environment import environment
-
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("other", type=Path)
     parser.add_argument("--only", default="", help="models whose names begin so")
@@ -196,26 +189,17 @@ def main() -> int:
             print(label, file=sys.stderr, flush=True)
             here |= rows_of(ROOT, label, label.startswith(RECIPE))
             there |= rows_of(other, label, False)
-    date = datetime.now(UTC).date().isoformat()
-    words = ["python", "-m", "benchmarks.fake_cuda_engines", "OTHER_CHECKOUT", *sys.argv[2:]]
-    about = {
-        "date": date,
-        "machine": f"{environment(torch.device('cpu'))['cpu']}, {os.cpu_count()} cores",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "other": commit_of(other),
-        "this": commit_of(ROOT),
-        "command": shlex.join(words),
-    }
-    text = page(about, here, there)
+    made = about("benchmarks.fake_cuda_engines", "OTHER_CHECKOUT", *sys.argv[2:])
+    made |= {"torch": torch.__version__, "other": commit_of(other), "this": commit_of(ROOT)}
+    text = page(made, here, there)
     print(text)
     if options.out is not None:
-        path = options.out / f"{date}-fake-cuda-one-engine.md"
+        path = options.out / f"{made['date']}-fake-cuda-one-engine.md"
         path.write_text(text, encoding="utf-8")
-        sides = [{"checkout": side, **row} for side, rows in (("here", here), ("there", there))
-                 for row in rows.values()]  # fmt: skip
+        sides = [{"checkout": "here", **row} for row in here.values()]
+        sides += [{"checkout": "there", **row} for row in there.values()]
         lines = ",\n".join(map(json.dumps, sides))
-        found = f'{{"about": {json.dumps(about)},\n"rows": [\n{lines}\n]}}\n'
+        found = f'{{"about": {json.dumps(made)},\n"rows": [\n{lines}\n]}}\n'
         path.with_suffix(".json").write_text(found, encoding="utf-8")
     return 0 if all(met for *_, met in aims(here, there)) else 3
 

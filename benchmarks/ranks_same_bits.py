@@ -1,28 +1,22 @@
 """Show which runs on several ranks have the bits of one rank, and how far the others are from it.
 
-    python -m benchmarks.ranks_same_bits [--tasks gpt gan] [--modes fp32 amp] [--worlds 1 2 3 4]
+    python -m benchmarks.ranks_same_bits [--tasks gpt gan] [--modes fp32 amp] [--worlds 2 3 4]
                                          [--engines fixed fast fsdp] [--out FOLDER]
-                                         [--beside FILE]
 
 Every cell, a task in a precision mode, trains alone in one process and then on each number of
 ranks (gloo, one thread each) with each engine: some updates, whose state is digested after each,
 and an evaluation. A row of an engine's table is a task, a column a mode; the cell has `=` if all
 that was compared is equal bit for bit on each rank of each number, and else the largest relative L2
 difference of the weights. `--out` writes the page DATE-cpu-ranks.md and .json there. The exit code
-is 3 if a cell differs where the engine and the task promise the same bits. The engine of shards is
-among them where this version has it. `--beside` adds the engines of an earlier .json of the same
-tasks, modes and numbers of ranks to the page.
+is 3 if a cell differs where the engine and the task promise the same bits.
 """
 
 import argparse
 import json
 import os
-import platform
-import shlex
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -31,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from benchmarks.same_bits import commit_of
+from benchmarks.same_bits import about, commit_of
 from mprun.build import build
 from mprun.config.compose import compose_config
 from mprun.config.execution_rules import why_not_on
@@ -50,7 +44,7 @@ from tests.distributed.test_same_bits import TASKS, free_port
 ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 STEPS, STREAM_STEPS = 3, 20  # updates; of models whose streams are split
-WORLDS = (1, 2, 3, 4)
+WORLDS = (2, 3, 4)
 TEXT = "data=synthetic_tokens data.vocab_size=64 data.sequence_length=8 data.eval_tokens=400"
 # Micro-batches, or streams, that 2, 3 and 4 ranks divide.
 PARTS = "data.batch_size=2 train.accumulate=12"
@@ -85,11 +79,8 @@ ENGINES = {
     "fsdp": ["dist.engine=fsdp", "dist.order=fixed", UNFUSED],
     "fsdp_fast": ["dist.engine=fsdp", UNFUSED],
 }
-EXACT = (
-    "fixed",
-    "ddp_fixed",
-    "fsdp",
-)  # they promise the bits of one rank; of the others some modes
+EXACT = ("fixed", "ddp_fixed", "fsdp")  # they promise the bits of one rank
+# The modes in which the others are tried.
 SOME = ["fp32", "fp16_master_scaled", "amp", "bf16_stochastic", "fp8_rowwise"]
 WHY = {
     "fixed": "The gradients of each micro-batch are gathered, and added in their order.",
@@ -177,9 +168,7 @@ def be(rank: int, world: int, port: int, cells: dict[str, list[str]], folder: Pa
 
 
 def on_ranks(world: int, cells: dict[str, list[str]]) -> list[dict[str, Any]]:
-    """Return what each of `world` ranks found in every cell; one alone computes in this process."""
-    if world == 1:
-        return [{name: trained(words, ALONE) for name, words in cells.items()}]
+    """Return what each of `world` ranks found in every cell."""
     context, port = get_context("forkserver"), free_port()
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         given = (world, port, cells, Path(folder))
@@ -262,17 +251,15 @@ def columns_of(engine: str, every: list[str]) -> list[str]:
 
 
 def main() -> int:
-    known = [engine for engine, words in ENGINES.items() if taken(words)]
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--tasks", nargs="+", choices=[*NETWORKS], default=[*NETWORKS])
     every = [mode for mode in modes() if mode != "tf32"]  # of a GPU
     parser.add_argument("--modes", nargs="+", choices=every, default=every)
     parser.add_argument("--worlds", nargs="+", type=int, choices=WORLDS, default=[*WORLDS])
-    parser.add_argument("--engines", nargs="+", choices=known, default=known)
+    parser.add_argument("--engines", nargs="+", choices=[*ENGINES], default=[*ENGINES])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--beside", type=Path, metavar="FILE")
     options = parser.parse_args()
-    started, date = time.monotonic(), datetime.now(UTC).date().isoformat()
+    started = time.monotonic()
     torch.set_num_threads(1)
     names = [(task, mode) for task in options.tasks for mode in options.modes]
     fused = {name: trained(words_of(*name), ALONE) for name in names}
@@ -291,8 +278,6 @@ def main() -> int:
         runs = [name for name in chosen if "refused" not in alone[name]]
         words = {" ".join(name): [*words_of(*name), *ENGINES[engine]] for name in runs}
         for world in options.worlds:
-            if world == 1:
-                continue  # that is the run alone
             ranks = on_ranks(world, words)
             for task, mode in chosen:
                 own = [one.get(f"{task} {mode}", alone[task, mode]) for one in ranks]
@@ -304,12 +289,8 @@ def main() -> int:
             print(f"{engine} on {world}: {time.monotonic() - started:.0f} s", flush=True)
     found = {
         "about": {
-            "date": date,
-            "machine": f"{environment(CPU)['cpu']}, {os.cpu_count()} cores",
-            "torch": torch.__version__.partition("+")[0],
-            "python": platform.python_version(),
+            **about("benchmarks.ranks_same_bits", *sys.argv[1:]),
             "commit": commit_of(ROOT),
-            "command": shlex.join(["python", "-m", "benchmarks.ranks_same_bits", *sys.argv[1:]]),
             "seconds": round(time.monotonic() - started),
             "steps": [STEPS, STREAM_STEPS],
             **{name: getattr(options, name) for name in ("tasks", "modes", "worlds", "engines")},
@@ -317,43 +298,13 @@ def main() -> int:
         "cells": cells,
         "broken": broken,
     }
-    if options.beside is not None:
-        found = beside(json.loads(options.beside.read_text(encoding="utf-8")), found)
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
-        path = options.out / f"{date}-cpu-ranks"
+        path = options.out / f"{found['about']['date']}-cpu-ranks"
         path.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         path.with_suffix(".md").write_text(page(found), encoding="utf-8")
     print("\n".join(found["broken"]) or page(found))
     return 3 if found["broken"] else 0
-
-
-def beside(earlier: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Return the results of an earlier run and of this one, which tried other engines."""
-    one, other = earlier["about"], found["about"]
-    for key in ("steps", "tasks", "modes", "worlds", "torch", "machine"):
-        if one[key] != other[key]:
-            raise SystemExit(f"--beside: other {key}: {one[key]}")
-    for task, by_mode in found["cells"].items():
-        for mode, by_engine in by_mode.items():
-            by_engine.update(earlier["cells"][task][mode] | by_engine)
-    about = one | {
-        "engines": list(dict.fromkeys([*one["engines"], *other["engines"]])),
-        "commit": f"{one['commit']}, then {other['commit']}",
-        "command": f"{one['command']}\n    {other['command']}",
-        "seconds": one["seconds"] + other["seconds"],
-    }
-    broken = [*earlier["broken"], *found["broken"]]
-    return {"about": about, "cells": found["cells"], "broken": broken}
-
-
-def taken(words: list[str]) -> bool:
-    """Return whether this version of mprun has an engine."""
-    try:
-        compose_config(words)
-    except BadInput as error:
-        return not str(error).startswith(words[0])
-    return True
 
 
 if __name__ == "__main__":

@@ -244,6 +244,21 @@ def commit_of(checkout: Path) -> str:
     return last.strip() + ("+" if changed else "")
 
 
+def about(*command: str) -> dict[str, Any]:
+    """Return what a result page names of its making; command: words behind `python -m`."""
+    import torch
+
+    from mprun.training.environment import environment
+
+    return {
+        "date": datetime.now(UTC).date().isoformat(),
+        "machine": f"{environment(torch.device('cpu'))['cpu']}, {os.cpu_count()} cores",
+        "torch": torch.__version__.partition("+")[0],
+        "python": platform.python_version(),
+        "command": shlex.join(["python", "-m", *command]),
+    }
+
+
 def summary(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     """Return what the page's JSON keeps of a cell."""
     last = one["rows"][-1] if one["rows"] else {}
@@ -303,8 +318,6 @@ def main() -> int:
         spec = json.load(sys.stdin)
         Path(spec["result"]).write_text(json.dumps(train_all(spec)), encoding="utf-8")
         return 0
-    import torch
-
     from mprun.config.option_files import modes
     from mprun.recording.environment import environment
 
@@ -316,8 +329,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     checkouts, started = [options.other.resolve(), ROOT], time.monotonic()
-    date, cells = datetime.now(UTC).date().isoformat(), {}
-    commits = [commit_of(each) for each in checkouts]
+    cells, commits = {}, [commit_of(each) for each in checkouts]
     with tempfile.TemporaryDirectory(prefix="same-bits-") as place:
         folders = [Path(place) / name for name in ("other", "this")]
         for folder in folders:
@@ -338,15 +350,9 @@ def main() -> int:
             read = [comparison(checkout, folders[0] / "outputs") for checkout in checkouts]
     found = {
         "about": {
-            "date": date,
-            "machine": f"{environment(torch.device('cpu'))['cpu']}, {os.cpu_count()} cores",
-            "torch": torch.__version__.partition("+")[0],
-            "python": platform.python_version(),
+            **about("benchmarks.same_bits", "OTHER_CHECKOUT", *sys.argv[2:]),
             "other": commits[0],
             "this": commits[1],
-            "command": shlex.join(
-                ["python", "-m", "benchmarks.same_bits", "OTHER_CHECKOUT", *sys.argv[2:]]
-            ),
             "seconds": round(time.monotonic() - started),
         },
         "cells": cells,
@@ -356,7 +362,7 @@ def main() -> int:
         "comparison_differs": unequal(*read),
     }
     if options.out is not None:
-        path = options.out / f"{date}-cpu-same-bits"
+        path = options.out / f"{found['about']['date']}-cpu-same-bits"
         path.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
         path.with_suffix(".md").write_text(page(found), encoding="utf-8")
     print(page(found))

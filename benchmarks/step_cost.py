@@ -16,13 +16,10 @@ clears their pages anew, and one process in two pays 10 % more for the same oper
 import argparse
 import json
 import os
-import platform
-import shlex
 import subprocess
 import sys
 import tempfile
 import time
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -168,9 +165,7 @@ def main() -> int:
     if sys.argv[1:2] == ["--serve"]:  # in the process of one checkout
         serve(json.loads(sys.argv[2]))
         return 0
-    import torch
-
-    from benchmarks.same_bits import commit_of
+    from benchmarks.same_bits import about, commit_of
     from mprun.record.console import markdown_table
     from mprun.recording.environment import environment
 
@@ -188,31 +183,23 @@ def main() -> int:
             for mode in options.modes:
                 rows.append(measure(checkouts, name, mode, options.pairs, options.blocks, place))
                 print(*line_of(rows[-1]), sep="  ", flush=True)
-    date = datetime.now(UTC).date().isoformat()
-    about = {
-        "date": date,
-        "machine": f"{environment(torch.device('cpu'))['cpu']}, {os.cpu_count()} cores",
-        "torch": torch.__version__.partition("+")[0],
-        "python": platform.python_version(),
-        "other": commit_of(checkouts[0]),
-        "this": commit_of(ROOT),
-        "command": shlex.join(["python", "-m", "benchmarks.step_cost", "OTHER_CHECKOUT"]),
-    }
     if options.out:
+        made = about("benchmarks.step_cost", "OTHER_CHECKOUT")
+        made |= {"other": commit_of(checkouts[0]), "this": commit_of(ROOT)}
         header = ["network", "mode", "there, ms", "here, ms", "ratio (95 % interval)"]
         lines = [
-            f"# CPU time of a step in two checkouts, {date}, CPU",
-            f"{about['machine']}, torch {about['torch']}, Python {about['python']}, one thread. "
-            f"Commits {about['other']} (there) and {about['this']} (here); "
+            f"# CPU time of a step in two checkouts, {made['date']}, CPU",
+            f"{made['machine']}, torch {made['torch']}, Python {made['python']}, one thread. "
+            f"Commits {made['other']} (there) and {made['this']} (here); "
             f"n = {options.pairs} pairs of processes, {options.blocks} pairs of blocks of "
             f"{SECONDS:g} s each, in turn; freed memory stays with a process "
             f"({' '.join(f'{key}={value}' for key, value in MALLOC.items())}):",
-            f"    {about['command']}",
+            f"    {made['command']}",
             markdown_table(header, [line_of(row) for row in rows]),
         ]
-        path = options.out / f"{date}-cpu-step-cost.md"
+        path = options.out / f"{made['date']}-cpu-step-cost.md"
         path.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
-        found = json.dumps({"about": about, "rows": rows}, indent=1) + "\n"
+        found = json.dumps({"about": made, "rows": rows}, indent=1) + "\n"
         path.with_suffix(".json").write_text(found, encoding="utf-8")
     return 0
 

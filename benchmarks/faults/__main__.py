@@ -15,13 +15,12 @@ import torch._dynamo  # need not import them
 import torch.utils.tensorboard  # noqa: F401
 
 import mprun.cli.compare
-import mprun.extensions.bench.command
 import mprun.extensions.diagnosis.commands.advise
 import mprun.extensions.diagnosis.commands.explain
 import mprun.extensions.diagnosis.commands.mismatch
 import mprun.extensions.paper.command
 import mprun.training.resume  # noqa: F401
-from benchmarks.faults import command_lines, damages, processes, stops, verb_lines
+from benchmarks.faults import damages, processes, stops
 from benchmarks.faults.harness import Campaign, Finding
 from mprun.recording.environment import environment
 
@@ -40,9 +39,6 @@ TESTS = {
     "flips": damages.flipped_state,
     "payloads": damages.payloads,
     "strangers": damages.strangers,
-    "generated": command_lines.generated,
-    "by_hand": command_lines.by_hand,
-    "verbs": verb_lines.generated,
 }
 
 

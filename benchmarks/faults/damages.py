@@ -398,13 +398,8 @@ def strangers(campaign: Campaign) -> None:
         return damage
 
     newest = f"checkpoints/step-{STOP:08}"
-    names = ["checkpoints", "numerics", ".lock", "config.yaml", "run.json", "metrics.jsonl"]
-    names += [
-        newest,
-        f"{newest}/state.pt",
-        f"{newest}/manifest.json",
-        f"numerics/step-{STOP:08}.json",
-    ]
+    names = ["checkpoints", "numerics", ".lock", "config.yaml", "run.json", "metrics.jsonl", newest]
+    names += [f"{newest}/state.pt", f"{newest}/manifest.json", f"numerics/step-{STOP:08}.json"]
     names += ["samples"]
     cases = [(f"{name} is a link", link(name, f"kept/{name}")) for name in names]
 

@@ -44,21 +44,3 @@ def test_a_run(tmp_path, monkeypatch):
     assert cells["gpt"]["fp32"]["fixed"]["2"]["equal"]
     assert 0 < cells["lstm_lm"]["fp32"]["fixed"]["2"]["relative"] < 1e-6
     assert "| gpt     | =" in file.with_suffix(".md").read_text()
-
-
-def test_engines_beside_those_of_an_earlier_run():
-    about = dict.fromkeys(["steps", "tasks", "modes", "worlds", "torch", "machine"], 1)
-    about |= {"commit": "a", "command": "x", "seconds": 2}
-
-    def run(engine, **changes):
-        cells = {"gpt": {"fp32": {engine: engine}}}
-        return {
-            "about": about | {"engines": [engine]} | changes, "cells": cells, "broken": []
-        }  # fmt: skip
-
-    both = table.beside(run("fixed"), run("fsdp", commit="b"))
-    assert both["cells"]["gpt"]["fp32"] == {"fixed": "fixed", "fsdp": "fsdp"}
-    assert both["about"]["engines"] == ["fixed", "fsdp"]
-    assert both["about"]["commit"] == "a, then b"
-    with pytest.raises(SystemExit, match="other steps"):
-        table.beside(run("fixed", steps=2), run("fsdp"))
