@@ -92,7 +92,7 @@ def test_settings_of_mprun_are_those_of_its_peers(make_peer, build_run, settings
 
 @pytest.mark.filterwarnings("ignore:LSTM with projections")
 @pytest.mark.parametrize("name", ["loop", pytest.param("accelerate", marks=pytest.mark.slow)])
-def test_dense_tables_learn_as_row_tables_do(make_peer, build_run, name):
+def test_dense_gradients_of_tables_learn_as_sparse_ones_do(make_peer, build_run, name):
     overrides = (
         "model=biglstm",
         "model.embedding_size=16",

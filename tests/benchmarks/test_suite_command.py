@@ -19,7 +19,6 @@ from ..extensions.bench.test_bench_command import CPU, TINY
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--modes", "tf32", "device=cpu"], "--modes tf32: a CPU has no TF32"),
         (["--peers", "nobody"], "--peers nobody: no such peer (allowed: all, loop"),
         (
             ["--peers", "loop,amp", "--modes", "fp32,amp", "device=cpu", "model=resnet50"],
@@ -28,7 +27,6 @@ from ..extensions.bench.test_bench_command import CPU, TINY
         ),
         (["--only", "VGG", "device=cpu"], "--only VGG: no such model (allowed: tiny LM b16, "),
         (["--only", "tiny", "model=resnet50"], "--only: chooses models of the suite"),
-        (["--budget", "5"], "--budget 5: must be seconds from 20 to 86400"),
     ],
 )
 @pytest.mark.few(2)

@@ -87,12 +87,14 @@ def device(request, tmp_path_factory):
 
 @pytest.fixture
 def script(device, tmp_path):
-    """`script(body)`: what `answer()` of this program returns, with warnings and counts."""
+    """`script(text)`: what `answer()` of a program returns, or of its body, with its counts."""
 
-    def ask(body, on=device):
+    def ask(text, on=device):
         path = tmp_path / "script.py"
-        lines = "\n".join(f"    {line}" for line in body.strip().splitlines())
-        path.write_text(f"import torch\n\ndef answer():\n{lines}\n")
+        if "def answer():" not in text:
+            lines = "\n".join(f"    {line}" for line in text.strip().splitlines())
+            text = f"import torch\n\ndef answer():\n{lines}\n"
+        path.write_text(text)
         return on.ask("script", path=str(path))
 
     return ask

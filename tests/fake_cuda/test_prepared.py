@@ -51,10 +51,8 @@ def answer():
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.few(3)
-def test_script_in_every_mode(device, mode, tmp_path):
-    file = tmp_path / "script.py"
-    file.write_text(SCRIPT.format(mode=mode, folder=str(tmp_path / "runs")))
-    found = device.ask("script", path=str(file))
+def test_script_in_every_mode(script, mode, tmp_path):
+    found = script(SCRIPT.format(mode=mode, folder=str(tmp_path / "runs")))
     assert "error" not in found, found["trace"]
     assert (found["steps"], found["calls"]) == (6, 6)
     kinds = {
@@ -95,10 +93,8 @@ def answer():
 
 
 @pytest.mark.parametrize("mode", ["amp", "fp16_master_scaled", "fp32"])
-def test_an_optimizer_that_waits_says_so_once(device, mode, tmp_path):
-    file = tmp_path / "script.py"
-    file.write_text(WAITS.format(mode=mode))
-    found = device.ask("script", path=str(file))
+def test_an_optimizer_that_waits_says_so_once(script, mode):
+    found = script(WAITS.format(mode=mode))
     line = (
         "mprun: AdamW: each step waits for the device, because only the host can skip it; with "
         "fused=True or capturable=True it does not\n"
@@ -134,11 +130,9 @@ def answer():
 @pytest.mark.parametrize(
     ("mode", "is_own"), [("amp", True), ("fp16_naive", True), ("fp16_master_scaled", False)]
 )
-def test_weights_of_an_lstm_are_copied_together_only_if_apart(device, mode, is_own, tmp_path):
+def test_weights_of_an_lstm_are_copied_together_only_if_apart(script, mode, is_own):
     """cuDNN wants them in one piece, as they are outside; casts are apart."""
-    file = tmp_path / "script.py"
-    file.write_text(RECURRENT.format(mode=mode))
-    found = device.ask("script", path=str(file))
+    found = script(RECURRENT.format(mode=mode))
     assert "error" not in found, found["trace"]
     assert (found["pieces"], found["is_own"]) == (1, is_own)
     assert [w for w in found["warnings"] if "contiguous" in w] == []

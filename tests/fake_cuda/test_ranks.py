@@ -71,13 +71,11 @@ ENGINES = {"ddp": "dist.engine=auto", "flat": "dist.engine=flat", "fixed": "dist
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("mode", "task"), CASES)
 @pytest.mark.few(1)
-def test_a_rank_in_every_mode(device, task, mode, engine, tmp_path):
+def test_a_rank_in_every_mode(script, task, mode, engine):
     own = [*TASKS[task], f"precision={mode}", ENGINES[engine], "device=cuda", "threads=1"]
     if mode in ("fp16_naive", "bf16_naive"):
         own.append("optim=sgd")
-    file = tmp_path / "script.py"
-    file.write_text(SCRIPT.format(overrides=own))
-    found = device.ask("script", path=str(file))
+    found = script(SCRIPT.format(overrides=own))
     assert "error" not in found, found["trace"]
     # DistributedDataParallel sums FP32 gradients of BF16 weights not at all.
     in_fp32 = mode in ("bf16_stochastic", "bf16_kahan")

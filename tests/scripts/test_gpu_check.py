@@ -647,24 +647,3 @@ def test_whoever_ends_it_gets_what_there_is(tmp_path):
     assert [s["status"] for s in record["parts"]["environment"]["steps"]] == ["done", "done"]
     assert "fidelity" not in record["parts"]
     assert (out / "records.tar.gz").exists()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("during", ["doctor", "tests_models", "bench"])
-def test_a_dry_run_of_the_first_call_that_is_killed(module, tmp_path, during):
-    out, settings = tmp_path / "out", variables(LIMIT="400", TMPDIR=str(tmp_path))
-    command = [sys.executable, SCRIPT, str(out)]
-    with subprocess.Popen(command, env=settings, stdout=subprocess.PIPE, text=True) as process:
-        for line in process.stdout:
-            if f": {during} " in line:
-                break
-        time.sleep(2)
-        process.kill()
-    record = left_by_a_kill(out)
-    steps = {s["name"]: s["status"] for part in record["parts"].values() for s in part["steps"]}
-    order = ["machine", "doctor", *module("gpu_check_parts").CALLS["first"]]
-    before = order[: order.index(during)]
-    assert steps.pop(during) in ("running", "done")
-    assert [name for name in steps if name in before] == before
-    assert all(steps[name] == "done" for name in before), steps
-    assert {f"{name}.out.txt" for name in before} <= set(archived(out))

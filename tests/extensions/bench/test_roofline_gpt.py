@@ -176,11 +176,6 @@ def test_bytes_of_a_parameter(mode, more, size):
     assert found.memory.of_weights == pytest.approx(wide, abs=counters)
 
 
-def test_micro_batches_add_up_where_the_gradient_is():
-    one, several = (counted("bf16_master", *more) for more in ((), ("train.accumulate=2",)))
-    assert several.memory == one.memory
-
-
 def test_what_has_fp8_products():
     for mode in ("fp8_tensorwise", "fp8_rowwise", "fp8_unscaled"):
         for gpu, has in (("H200", True), ("H100", True), ("A100", False), ("V100", False)):
