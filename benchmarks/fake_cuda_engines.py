@@ -173,9 +173,6 @@ def page(made: dict[str, str], here: Found, there: Found) -> str:
 
 
 def main() -> int:
-    import torch
-
-    from mprun.recording.environment import environment
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("other", type=Path)
     parser.add_argument("--only", default="", help="models whose names begin so")

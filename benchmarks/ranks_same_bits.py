@@ -37,7 +37,6 @@ from mprun.distributed.ranks import ALONE
 from mprun.errors import BadInput
 from mprun.precision import pin_math_flags
 from mprun.record.console import markdown_table
-from mprun.recording.environment import environment
 from tests.distributed.of_a_rank import digest, environment_of
 from tests.distributed.test_same_bits import TASKS, free_port
 

@@ -248,7 +248,7 @@ def about(*command: str) -> dict[str, Any]:
     """Return what a result page names of its making; command: words behind `python -m`."""
     import torch
 
-    from mprun.training.environment import environment
+    from mprun.recording.environment import environment
 
     return {
         "date": datetime.now(UTC).date().isoformat(),
@@ -319,7 +319,6 @@ def main() -> int:
         Path(spec["result"]).write_text(json.dumps(train_all(spec)), encoding="utf-8")
         return 0
     from mprun.config.option_files import modes
-    from mprun.recording.environment import environment
 
     known = networks()
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])

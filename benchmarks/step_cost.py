@@ -167,7 +167,6 @@ def main() -> int:
         return 0
     from benchmarks.same_bits import about, commit_of
     from mprun.record.console import markdown_table
-    from mprun.recording.environment import environment
 
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("other", type=Path)
