@@ -91,6 +91,17 @@ def _mark_the_rest_slow(items):
                 item.add_marker(pytest.mark.slow)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _composed_once():
+    from mprun.config import compose
+
+    from .composed_once import once
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compose, "compose", once(compose.compose))
+        yield
+
+
 @pytest.fixture
 def build_run():
     """``build_run("model=resnet50", ..., device="cpu")``: a `Built`, pinned and seeded as in a run.

@@ -16,12 +16,12 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from hydra.core.config_loader import ConfigLoader
 from hydra.core.config_search_path import ConfigSearchPath
-from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import (
@@ -30,7 +30,9 @@ from omegaconf.errors import (
     InterpolationResolutionError,
     OmegaConfBaseException,
 )
+from yaml import YAMLError
 
+from mprun.config.broken_files import files_of
 from mprun.config.components import COMPONENTS
 from mprun.config.fields import did_you_mean, key_called, must_be, nearest
 from mprun.config.keys import FIELDS, current, flat, wanted
@@ -46,7 +48,6 @@ from mprun.config.overrides import (
 from mprun.config.registry import FOLDERS, kind_of
 from mprun.config.rules import check
 from mprun.config.schema import RunConfig
-from mprun.config.selection import SCHEMAS, Unusual, select
 from mprun.config.trust import (
     FACTORY_KEYS,
     NOTHING,
@@ -58,12 +59,17 @@ from mprun.config.trust import (
 )
 from mprun.errors import BadInput
 
+SCHEMAS: dict[str, type] = {"run_schema": RunConfig} | {
+    f"schema/{group}/{name}": component.config
+    for group, (components, _) in COMPONENTS.items()
+    for name, component in components.items()
+}
 # Errors of Hydra and OmegaConf for overrides that do not compose (OSError: names too long).
 _OF_PYTHON = (
     *(AssertionError, AttributeError, LookupError, ValueError, TypeError),
     *(OSError, RecursionError),
 )
-COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, *_OF_PYTHON)
+COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, *_OF_PYTHON)
 
 
 def loader() -> ConfigLoader:
@@ -86,28 +92,28 @@ def diagnose(parsed: list[Override], error: Exception, places: list[str]) -> str
             shown = "null" if value is None else printable(value)
             return f"{key}={shown}: {must_be(str(value), options, key)}"
     try:
-        known = _keys(OmegaConf.to_container(_composed(choices, places)))
+        known = _keys(OmegaConf.to_container(_composed(choices)))
     except COMPOSITION_ERRORS as group_error:
-        return _in_file(group_error, groups, places)
+        return _in_file(group_error, choices, groups, places)
     # Set mandatory keys, so that the error found is that of the checked line.
     factories = [f"{key}=package.module:function" for key in FACTORY_KEYS if key in known]
     chosen = choices + parse_overrides(factories)
     values = (override for override in parsed if override.key_or_group not in groups)
-    wrong = (_wrong_value(override, chosen, known, groups, places) for override in values)
-    return next(filter(None, wrong), None) or _in_file(error, groups, places)
+    wrong = (_wrong_value(override, chosen, known, groups) for override in values)
+    return next(filter(None, wrong), None) or _in_file(error, choices, groups, places)
 
 
-def _composed(overrides: list[Override], places: list[str]) -> DictConfig:
-    """Compose without Hydra, in a hundredth of its time, unless only Hydra can."""
-    taken = as_hydra_takes(overrides)
-    try:
-        return select(taken, places)[0]
-    except Unusual:
-        return compose("config", overrides=[line_of(override) for override in taken])
+def _composed(overrides: list[Override], with_hydra: bool = False) -> DictConfig:
+    lines = [line_of(override) for override in as_hydra_takes(overrides)]
+    composed = compose("config", overrides=lines, return_hydra_config=with_hydra)
+    for group in ("model", "data"):
+        if OmegaConf.get_type(composed, group) not in SCHEMAS.values():
+            raise TypeError(f"{group}: no schema")
+    return composed
 
 
 def _wrong_value(
-    override: Override, chosen: list[Override], known: set[str], groups: set[str], places: list[str]
+    override: Override, chosen: list[Override], known: set[str], groups: set[str]
 ) -> str | None:
     """Return the error in an override's key, or in its value with the chosen options."""
     key, line = override.key_or_group, line_of(override)
@@ -121,7 +127,7 @@ def _wrong_value(
         hint = f"; {did_you_mean([called])}" if called else nearest(key, known | groups)
         return f"{printable(key)}: unknown key{hint}"
     try:
-        OmegaConf.to_object(_composed([*chosen, override], places))
+        OmegaConf.to_object(_composed([*chosen, override]))
     except COMPOSITION_ERRORS:
         if key == MAPPING:
             return f"{printable(line.lstrip('+'))}: must map module-name patterns to dtypes"
@@ -141,15 +147,17 @@ def _keys(tree: Any, prefix: str = "") -> set[str]:
 _DO_NOT_FIT = "the keys of the chosen option files do not take it"
 
 
-def _in_file(error: Exception, groups: set[str], places: list[str]) -> str:
-    """Return Hydra's error about an option file as a line with the file and what is allowed."""
+def _in_file(error: Exception, chosen: list[Override], groups: set[str], places: list[str]) -> str:
+    """Return an error in an option file as a line with the file and what is allowed."""
+    files = files_of(chosen, places)
+    if isinstance(error, RecursionError):
+        given = " ".join(map(line_of, chosen))
+        return f"{given}: the defaults of an option's file lead back to it"
     if isinstance(error, InterpolationResolutionError | GrammarParseError):
         key = error.full_key or "an option file"
         return f"{key}: its ${{...}} has no value; write the key of one, or the value"
     line = " ".join(str(error).split())
-    found = re.match(
-        r"In '(?P<option>.+?)': (\w+ raised while composing config: )?(?P<what>.+)", line
-    )
+    found = re.match(r"In '(.+?)': (?:\w+ raised while composing config: )?(.+)", line)
     if found is None:
         if twice := re.match(r"Multiple values for (\S+?)\.", line):
             again = f"the later one has to say 'override /{twice[1]}: OPTION'"
@@ -157,18 +165,18 @@ def _in_file(error: Exception, groups: set[str], places: list[str]) -> str:
         if unknown := re.match("Key '(.+?)' not in", line):
             return f"{unknown[1]}: unknown key in an option file{nearest(unknown[1], groups)}"
         return "the chosen option files do not fit together; try them one by one"
-    what, files = found["what"].rstrip("."), [Path(p, f"{found['option']}.yaml") for p in places]
+    option, what = found[1], found[2].rstrip(".")
     if override := re.match("Could not override '(.+?)'", what):
         what = f"override {override[1]}: no such group{nearest(override[1], groups)}"
     elif unknown := re.match("Could not (?:find|load) '(.+)/(.+?)'", what):
-        group, option = unknown.groups()
-        what = f"{group}: {option}: {must_be(option, group_options(group), group)}"
+        group, name = unknown.groups()
+        what = f"{group}: {name}: {must_be(name, group_options(group), group)}"
         # Hydra blames its own file where the option of another one overrides this group.
-        files += (path for place in places for path in Path(place).glob("experiment/*.yaml"))
-        files = [f for f in files if f.is_file() and option in f.read_text("utf-8", "replace")]
-    else:
+        option = next((o for o, file in files.items() if f"{group}/{name}" in file.named), option)
+    else:  # of OmegaConf's, whose own error names the key
         what = "its keys or its defaults do not fit"
-    return f"{next((f for f in files if f.is_file()), found['option'])}: {what}"
+        what = files[option].wrong_key(error.__context__) if option in files else what
+    return f"{files[option].path if option in files else option}: {what}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,12 +210,11 @@ def compose_config(
     for override in parsed:
         if override.is_sweep_override():
             raise BadInput(f"{override.input_line}: several values; add -m to sweep over them")
-    places = [os.path.abspath(folder) for folder in folders(config_dir)]
-    try:
-        config, choices = _finished(*select(as_hydra_takes(parsed), places))
-    except COMPOSITION_ERRORS:  # Hydra can explain it, or compose it after all
-        config, choices = _composed_by_hydra(parsed, config_dir, places)
-    choices = {key: value for key, value in choices.items() if not key.startswith("hydra")}
+    with _session(parsed, config_dir):
+        composed = _composed(parsed, with_hydra=True)
+        of_hydra: Any = OmegaConf.to_container(composed.hydra.runtime.choices)
+        choices = {key: one for key, one in of_hydra.items() if not key.startswith("hydra")}
+        config = _built(composed, choices)
     given = {override.key_or_group for override in parsed} & {"train.steps", "train.epochs"}
     if given == {"train.epochs"}:  # a length on the line replaces the other kind from a file
         config.train.steps = None
@@ -226,40 +233,34 @@ def option_values(group: str, option: str, config_dir: str | None = None) -> dic
 
     Nothing is checked or interpolated; a value that the user must set is "???".
     """
-    places = [os.path.abspath(folder) for folder in folders(config_dir)]
-    chosen = as_hydra_takes(parse_overrides([f"{group}={option}"]))
-    values: Any = OmegaConf.to_container(select(chosen, places)[0])
+    chosen = parse_overrides([f"{group}={option}"])
+    with _session(chosen, config_dir):
+        values: Any = OmegaConf.to_container(_composed(chosen))
     return flat(values[group]) if group in values else {}
 
 
-def _composed_by_hydra(
-    parsed: list[Override], config_dir: str | None, places: list[str]
-) -> tuple[RunConfig, dict[str, str | None]]:
-    """Compose with all of Hydra. Raises BadInput with the error."""
+@contextmanager
+def _session(parsed: list[Override], config_dir: str | None) -> Iterator[None]:
+    """Enter Hydra's compose API for some overrides; BadInput has what is wrong with them."""
+    places = [os.path.abspath(folder) for folder in folders(config_dir)]
     with hydra_session(config_dir):
-        for override in parsed:  # Hydra would put several options of a group into one another
-            a_list = isinstance(override.value(), list)
-            if a_list and override.key_or_group in loader().list_groups(""):
-                raise BadInput(diagnose([override], TypeError("a list"), places))
         try:
-            overrides = [line_of(override) for override in as_hydra_takes(parsed)]
-            composed = compose("config", overrides=overrides, return_hydra_config=True)
-            choices: Any = OmegaConf.to_container(composed.hydra.runtime.choices)
-            OmegaConf.set_struct(composed, False)
-            del composed["hydra"]
-            return _finished(composed, choices)
+            yield
         except COMPOSITION_ERRORS as error:
             raise BadInput(diagnose(parsed, error, places)) from None
 
 
-def _finished(
-    composed: DictConfig, choices: dict[str, str | None]
-) -> tuple[RunConfig, dict[str, str | None]]:
+def _built(composed: DictConfig, choices: dict[str, Any]) -> RunConfig:
+    """Return the configuration as the schema's classes. Raises BadInput, or COMPOSITION_ERRORS."""
+    if lists := [group for group, option in choices.items() if isinstance(option, list)]:
+        raise TypeError(f"{lists}: Hydra put several options into one another")
+    OmegaConf.set_struct(composed, False)
+    del composed["hydra"]
     _factories_given(composed)
     for group in ("precision", "scaler"):
         composed[group].name = choices[group]  # an option has the name of its file
     config: Any = OmegaConf.to_object(composed)
-    return config, choices
+    return config
 
 
 def _factories_given(composed: DictConfig) -> None:
@@ -341,17 +342,37 @@ def _no_interpolation(value: object, key: str = "config.yaml") -> None:
 
 
 def prepare_hydra() -> None:
-    """Put all schemas into Hydra's ConfigStore, once, and all folders onto its search path.
-
-    Below `schema/` they stay out of the options that a user sees.
-    """
+    """Let Hydra know the schemas, and all folders of option files."""
     Plugins.instance().register(_Folders)
-    store = ConfigStore.instance()
-    if "run_schema.yaml" in store.repo:  # a sixth of a composition's time
-        return
-    for path, node in SCHEMAS.items():
-        group, _, name = path.rpartition("/")
-        store.store(group=group or None, name=name, node=node)
+    Plugins.instance().register(_Schemas)
+
+
+class _Schemas(ConfigSource):
+    """A plugin with the schemas as Hydra's configs, each built when a defaults list names it.
+
+    In Hydra's ConfigStore all would be built and copied for each composition, which takes as long
+    as the rest. Nothing is listed: they stay out of the options that a user sees.
+    """
+
+    @staticmethod
+    def scheme() -> str:
+        return "schemas"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        schema = OmegaConf.structured(SCHEMAS[config_path])
+        return ConfigResult(self.provider, self.path, schema, {"package": None})
+
+    def is_config(self, config_path: str) -> bool:
+        return config_path in SCHEMAS
+
+    def is_group(self, config_path: str) -> bool:
+        return False
+
+    def available(self) -> bool:
+        return True
+
+    def list(self, config_path: str, results_filter: ObjectType | None) -> list[str]:
+        return []
 
 
 class _Folders(SearchPathPlugin):
@@ -362,6 +383,7 @@ class _Folders(SearchPathPlugin):
     def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
         for folder in self.folders:
             search_path.append("command-line", f"file://{folder.resolve()}")
+        search_path.append("mprun", "schemas://")
 
 
 @contextmanager

@@ -153,7 +153,7 @@ def plan(overrides: list[str], config_dir: str | None) -> Plan:
     count = math.prod(map(len, values))
     if count > MOST_RUNS:
         raise BadInput(f"-m: {count:,} runs; must be at most {MOST_RUNS:,} in one sweep")
-    if count > 200:  # a second or more
+    if count > 20:  # a second or more
         print(f"mprun: checking the configurations of {count:,} runs", file=sys.stderr)
     composed = [compose_config(combination, config_dir) for combination in product(*values)]
     if (nodes := max(one.config.nodes for one in composed)) > 1:

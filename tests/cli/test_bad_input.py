@@ -408,15 +408,17 @@ def test_bad_input_is_one_line_and_writes_nothing(command, wanted, tmp_path, mon
 
 # What is in GROUP/mine.yaml of a --config-dir, and what the line says behind the file's name.
 OPTION_FILES = [
-    ("precision", "a: [1\n", "line 2: did not find expected ',' or ']'"),
+    ("precision", "a: [1\n", "line 2: expected ',' or ']', but got"),
     ("precision", "a: *x\n", "line 1: found undefined alias"),
-    ("precision", "a:\n\t- 1\n", "line 2: found character that cannot start any token"),
+    ("precision", "a:\n\t- 1\n", "line 2: found character '\\t' that cannot start any token"),
     ("precision", "norm_dtype: fp32\nnorm_dtype: fp16\n", "line 2: found duplicate key norm_dtype"),
     ("precision", "a: !!python/object:x {}\n", "line 1: could not determine a constructor"),
     ("precision", "a: 1\n---\nb: 2\n", "line 2: but found another document"),
     ("precision", "a: \0\n", "unacceptable character #x0000"),
     ("precision", b"a: \xff\n", "'utf-8' codec can't decode byte 0xff"),
     ("precision", "- 1\n", "must map keys, which are text, to values"),
+    ("precision", "3\n", "must map keys, which are text, to values"),
+    ("precision", "defaults: {a: 1}\n", "defaults: must be a list of OPTION and GROUP: OPTION"),
     ("precision", "null: 1\n", "must map keys, which are text, to values"),
     (
         "precision",
@@ -445,8 +447,12 @@ OPTION_FILES = [
     ("optim", "defaults: [sdg]\n", "optim: sdg: did you mean 'sgd'?"),
     ("experiment", "seed: 1\n", "begin the file with '# @package _global_'"),
     ("model", "name: gpt\n", "names nothing to build; its defaults need /schema/model/NAME@_here_"),
+    ("data", "batch_size: 1\n", "names nothing to build; its defaults need /schema/data/NAME"),
     ("data", "foo: 1\n", "names nothing to build; its defaults need /schema/data/NAME@_here_"),
 ]
+
+
+COMMANDS = ([], ["--cfg", "job"], ["-m", "seed=0,1"])  # in turn: a composition takes its time
 
 
 @pytest.mark.parametrize(("group", "content", "says"), OPTION_FILES)
@@ -455,10 +461,23 @@ def test_a_bad_option_file_is_named(group, content, says, tmp_path, monkeypatch,
     file = tmp_path / "own" / group / "mine.yaml"
     file.parent.mkdir(parents=True)
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    for more in ([], ["--cfg", "job"], ["-m", "seed=0,1"]):
-        line = refused(capsys, "--config-dir", "own", f"{group}=mine", *more)
-        assert says in line and "own" in line and f"{group}/mine.yaml: " in line, line
+    more = COMMANDS[OPTION_FILES.index((group, content, says)) % 3]
+    line = refused(capsys, "--config-dir", "own", f"{group}=mine", *more)
+    assert says in line and "own" in line and f"{group}/mine.yaml: " in line, line
     assert os.listdir(tmp_path) == ["own"]
+
+
+def test_a_broken_option_file_that_another_one_chooses_is_named(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    files = {
+        "model": "defaults: [gpt]\nlayers: [",
+        "experiment": "defaults: [override /model: mine]",
+    }
+    for group, content in files.items():
+        (tmp_path / group).mkdir()
+        (tmp_path / group / "mine.yaml").write_text(f"# @package _global_\n{content}\n")
+    says = "/model/mine.yaml: line 4: expected the node content"
+    refused(capsys, "--config-dir", ".", "experiment=mine", says=says)
 
 
 def test_an_option_file_whose_defaults_lead_back_to_it(tmp_path, monkeypatch, capsys):

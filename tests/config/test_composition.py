@@ -2,11 +2,13 @@
 
 import dataclasses
 
+import hydra
 import pytest
 import yaml
 
 from mprun.build import build_loss_scale, policy_from
 from mprun.cli.help import GROUPS
+from mprun.config import compose as composing
 from mprun.config.components import NETWORKS
 from mprun.config.compose import compose_config, config_from_record
 from mprun.config.fields import _ELSEWHERE, meant, must_be, ranged, violations
@@ -108,6 +110,22 @@ def test_the_command_line_wins_over_the_model_and_the_model_over_the_defaults():
         assert (composed.config.train.steps, composed.config.optim.lr) == (3, 0.5)
     assert compose_config(["precision=amp", "scaler=none"]).config.scaler.kind == "none"
     assert compose_config(["scaler=static", "precision=amp"]).config.scaler.kind == "static"
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["experiment=paper_vgg", "precision=amp", "optim=adam", "data.batch_size=2"],
+        ["experiment=resnet50_imagenet", "data.root=images", "optim.lr=1e-2", "name=7"],
+        ["model=gpt", "precision.overrides.layers.*=fp32", "scaler=static", "scaler.scale=128"],
+    ],
+    ids=" ".join,
+)
+def test_what_these_tests_keep_of_options_is_what_hydra_composes(overrides, monkeypatch):
+    kept = compose_config(overrides, files=False)
+    monkeypatch.setattr(composing, "compose", hydra.compose)
+    direct = compose_config(overrides, files=False)
+    assert direct == kept and list(direct.choices.items()) == list(kept.choices.items())
 
 
 def test_the_last_of_two_overrides_wins():

@@ -15,6 +15,8 @@ EXTENSIONS = sorted(path.parent.name for path in ROOT.glob("mprun/extensions/*/_
 # The other folders of tests are the core's.
 OF_THE_HOUSE = ("extensions", "benchmarks", "docs", "fake_cuda", "scripts")
 QUICK = ("recipes", "selection", "roles", "composition", "help_and_cfg")
+OF_THE_HOUSE = ("extensions", "benchmarks", "docs", "scripts")
+QUICK = ("recipes", "roles", "composition", "help_and_cfg")
 
 
 def with_those_above(extension):

@@ -1,6 +1,7 @@
 """Changes to a failing run: which are tried, and that a state survives the move to another mode."""
 
 import shlex
+from functools import cache
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ from mprun.precision.packed_states import STATE_FORMATS
 from ...helpers import TINY_GPT, assert_same_bits
 from ...numerics.failing_runs import GAN, LM
 
-OPTIONS = options_of()
+every_option = cache(options_of)
 
 
 def finding(phase, module="", tensor="output", kind="loss", operation="addmm", **more):
@@ -36,7 +37,7 @@ def finding(phase, module="", tensor="output", kind="loss", operation="addmm", *
 
 def tried(*overrides, of):
     config = compose_config(overrides).as_dict()
-    return [" ".join(overrides) for overrides in changes(config, of, OPTIONS)]
+    return [" ".join(overrides) for overrides in changes(config, of, every_option())]
 
 
 def test_a_module_s_overflow_in_fp16_master():
@@ -116,7 +117,7 @@ def test_products_in_fp8():
     # Changes of casts come before the end of all casts.
     config = compose_config([*TINY_GPT, "precision=mxfp4"]).as_dict()
     key = "precision.products.modules"
-    with_casts = [*changes(config, of, OPTIONS, casts=[{key: ["*", "!blocks.0.*"]}])]
+    with_casts = [*changes(config, of, every_option(), casts=[{key: ["*", "!blocks.0.*"]}])]
     assert with_casts[1] == (f'{key}=["*","!blocks.0.*"]',)
     assert with_casts[2] == ("precision=bf16_master",)
 

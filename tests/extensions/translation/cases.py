@@ -31,7 +31,6 @@ WHOLE = {
     "extensions/translation/seq2seq.py": set(),
 }
 PARTS = {"extensions/translation/sentence_pairs.py": {"_batch"}}
-LINES = [["precision=fp16_naive", "model=seq2seq", "numerics=on", "numerics.modules=[a,b]"]]
 RECIPES = {
     "seq2seq_wmt15": """
         model.num_layers=3 model.hidden_size=1024 model.embedding_size=1024 model.dropout=0.0
