@@ -1,4 +1,4 @@
-"""CIFAR-10 below a folder, in any layout, decoded once and held on the device as bytes."""
+"""CIFAR-10 below a folder, in two layouts, decoded once and held on the device as bytes."""
 
 import hashlib
 import os
@@ -17,9 +17,7 @@ from mprun.data.image_store import ImageStore, Serving
 from mprun.data.source import Batch, DamagedData, DataError, permutation
 
 CLASSES, SIZE = 10, 32
-PIXEL_BYTES = 3 * SIZE * SIZE
-IMAGES_PER_FILE = 10_000
-PYTHON_FOLDER, BINARY_FOLDER = "cifar-10-batches-py", "cifar-10-batches-bin"
+PYTHON_FOLDER = "cifar-10-batches-py"
 # The files of torchvision.datasets.CIFAR10; the last one is the held-out split.
 MD5 = {
     "data_batch_1": "c99cafc152244af753f735de768cd75f",
@@ -51,18 +49,14 @@ class Cifar10Files(NamedTuple):
 def read_cifar10(root: str) -> Cifar10Files:
     """Read CIFAR-10 below ``root``, in the first layout found there.
 
-    Layouts: cifar-10-batches-py/ or cifar-10-batches-bin/, in ``root`` or ``root`` itself, or class
+    Layouts: cifar-10-batches-py/ as torchvision leaves it, in ``root`` or ``root`` itself, or class
     folders of 32x32 images in train/ and test/ (val, valid, validation). ``DamagedData`` names a
     file or folder that cannot be used.
     """
-    for name, first, read in (
-        (PYTHON_FOLDER, "data_batch_1", read_python_batches),
-        (BINARY_FOLDER, "data_batch_1.bin", read_binary_batches),
-    ):
-        for folder in (os.path.join(root, name), root):
-            named = os.path.basename(os.path.abspath(folder)) == name and os.path.isdir(folder)
-            if named or os.path.isfile(os.path.join(folder, first)):
-                return read(folder)
+    if os.path.isdir(inside := os.path.join(root, PYTHON_FOLDER)):
+        return read_python_batches(inside)
+    if os.path.isfile(os.path.join(root, "data_batch_1")):
+        return read_python_batches(root)
     if os.path.isdir(os.path.join(root, "train")):
         return read_class_folders(root)
     raise DataError(f"data.root: {_nothing_found(root)}")
@@ -78,22 +72,10 @@ def read_python_batches(folder: str, md5: dict[str, str] = MD5) -> Cifar10Files:
         if found != expected:
             raise DamagedData(f"{printable(path)}: MD5 is {found}, that of CIFAR-10 is {expected}")
         batch = pickle.loads(content, encoding="latin1")
-        parts.append(_part(batch["data"], np.array(batch["labels"]), printable(path)))
-    return _joined(parts, f"{PYTHON_FOLDER}, MD5 checked")
-
-
-def read_binary_batches(folder: str) -> Cifar10Files:
-    """Read the binary files: records of a label byte and 3,072 bytes (red, green, blue planes)."""
-    parts = []
-    for name in MD5:
-        path = os.path.join(folder, f"{name}.bin")
-        content = np.frombuffer(read_file(path), np.uint8)
-        wanted = IMAGES_PER_FILE * (1 + PIXEL_BYTES)
-        if len(content) != wanted:
-            raise DamagedData(f"{printable(path)}: {len(content)} bytes, must be {wanted}")
-        records = content.reshape(IMAGES_PER_FILE, 1 + PIXEL_BYTES)
-        parts.append(_part(records[:, 1:], records[:, 0], printable(path)))
-    return _joined(parts, BINARY_FOLDER)
+        pixels = batch["data"].reshape(-1, 3, SIZE, SIZE)
+        parts.append(Part(pixels, np.array(batch["labels"], np.int64)))
+    train = Part(*(np.concatenate(column) for column in zip(*parts[:-1], strict=True)))
+    return Cifar10Files(train, parts[-1], f"{PYTHON_FOLDER}, MD5 checked", 0)
 
 
 def read_class_folders(root: str) -> Cifar10Files:
@@ -129,31 +111,15 @@ def _cached_pixels(images: Images) -> np.ndarray:
     return pixels
 
 
-def _part(pixels: np.ndarray, labels: np.ndarray, shown: str) -> Part:
-    n = len(labels)
-    if pixels.shape != (n, PIXEL_BYTES):
-        raise DamagedData(f"{shown}: {n} labels, but pixels of shape {pixels.shape}")
-    if n == 0 or labels.min() < 0 or labels.max() >= CLASSES:
-        raise DamagedData(f"{shown}: no labels, or one outside 0 ... {CLASSES - 1}")
-    return Part(pixels.reshape(n, 3, SIZE, SIZE), labels.astype(np.int64))
-
-
-def _joined(parts: list[Part], origin: str) -> Cifar10Files:
-    train = Part(*(np.concatenate(column) for column in zip(*parts[:-1], strict=True)))
-    return Cifar10Files(train, parts[-1], origin, 0)
-
-
 def _nothing_found(root: str) -> str:
+    wanted = f"needs {PYTHON_FOLDER}/, or train/ and test/ with 10 class folders each"
     for name in sorted(os.listdir(root)):
         if name.startswith("cifar") and name.endswith(_ARCHIVES):
-            return (
-                f"{printable(os.path.join(root, name))}: an archive, which mprun does not unpack; "
-                "unpack it and set data.root to the folder that comes of it"
-            )
-    return (
-        f"{printable(root)}: no CIFAR-10 here; needs {PYTHON_FOLDER}/, {BINARY_FOLDER}/, or train/ "
-        "and test/ with 10 class folders each"
-    )
+            return f"{printable(os.path.join(root, name))}: an archive; extract it: {wanted}"
+        if name in ("cifar-10-batches-bin", "data_batch_1.bin"):
+            instead = "torchvision.datasets.CIFAR10(root, download=True) gets the others"
+            return f"{printable(root)}: the binary files are not read; {wanted}; {instead}"
+    return f"{printable(root)}: no CIFAR-10 here; {wanted}"
 
 
 # Channel means and deviations of the 50,000 training images, over the range 0 ... 1.

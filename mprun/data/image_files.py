@@ -38,24 +38,22 @@ SIDE_EXTENSIONS = frozenset(
     )
 )
 
-Row = tuple[bytes, int, int, int]  # name, size in bytes, label, start in the archive
+Row = tuple[bytes, int, int]  # name, size in bytes, label
 
 
 @dataclass(slots=True, eq=False)
 class ImageSplit:
     """The names, sizes and labels of images, without their content.
 
-    ``source`` is the folder that the names are relative to or, if ``archived``, an archive.
-    ``table`` has a row for each image (`image_table`): "name" as the file system spells it, "size"
-    in bytes, "label" and "start", the image's first byte in the archive. "label" indexes
-    ``classes``; without labels it is 0 and ``classes`` is empty. So forking or pickling a split
-    costs one array, not a million objects.
+    ``source`` is the folder that the names are relative to. ``table`` has a row for each image
+    (`image_table`): "name" as the file system spells it, "size" in bytes and "label". "label"
+    indexes ``classes``; without labels it is 0 and ``classes`` is empty. So forking or pickling a
+    split costs one array, not a million objects.
     """
 
     source: str
     table: np.ndarray
     classes: tuple[str, ...]
-    archived: bool = False
 
     def __len__(self) -> int:
         return len(self.table)
@@ -66,12 +64,11 @@ class ImageSplit:
         return self.table["label"]
 
     def name(self, i: int) -> str:
-        """Name image ``i`` for messages: ``root/train/n01440764/x.JPEG``, ``archive.tar:member``.
+        """Name image ``i`` for messages: ``root/train/n01440764/x.JPEG``, in one printable line."""
+        return printable(self._path(i))
 
-        The name is one printable line, whatever characters the file system allows.
-        """
-        separator = b":" if self.archived else os.fsencode(os.sep)
-        return printable(os.fsencode(self.source) + separator + self.table["name"][i])
+    def _path(self, i: int) -> bytes:
+        return os.path.join(os.fsencode(self.source), self.table["name"][i])
 
     def taken(self, order: np.ndarray) -> "ImageSplit":
         """Return the images ``order`` (int64, or bool ``[n]``), in that order."""
@@ -80,23 +77,17 @@ class ImageSplit:
     def read(self, i: int) -> bytes:
         """Read the encoded content of image ``i``, never empty; fork and spawn are safe.
 
-        ``DamagedData`` names a file that is gone, with its folder or alone, unreadable or empty, or
-        behind the end of its archive.
+        ``DamagedData`` names a file that is gone, with its folder or alone, unreadable or empty.
         """
-        name, size, _, start = self.table[i].item()
-        source = os.fsencode(self.source)
         try:
             # Opening it each time costs about 5 us, and leaves no descriptor to share or close.
-            path = source if self.archived else os.path.join(source, name)
-            with open(path, "rb", buffering=0) as file:
-                content = os.pread(file.fileno(), size, start) if self.archived else file.readall()
+            with open(self._path(i), "rb", buffering=0) as file:
+                content = file.readall()
         except FileNotFoundError:
-            gone = self.name(i) if os.path.exists(source) else printable(source)
+            gone = self.name(i) if os.path.exists(self.source) else printable(self.source)
             raise DamagedData(f"{gone}: is gone") from None
         except OSError as error:
             raise DamagedData(f"{self.name(i)}: cannot be read: {error.strerror}") from error
-        if self.archived and len(content) != size:
-            raise DamagedData(f"{self.name(i)}: the archive ends within it")
         if not content:
             raise DamagedData(f"{self.name(i)}: an empty file (0 bytes)")
         return content
@@ -105,7 +96,7 @@ class ImageSplit:
 def image_table(rows: Sequence[Row]) -> np.ndarray:
     """Make the ``table`` of an ``ImageSplit``."""
     width = max((len(row[0]) for row in rows), default=1)
-    numbers = [(column, np.int64) for column in ("size", "label", "start")]
+    numbers = [(column, np.int64) for column in ("size", "label")]
     return np.array(rows, [("name", f"S{width}"), *numbers])
 
 
@@ -195,6 +186,28 @@ def find_images(root: str, *, layout: str, eval_share: float, on_corrupt: str = 
     return Images(train, held_out, *hashed(parts, skip), rule, ignored)
 
 
+_CLASSES_OF_IMAGENET = 1000
+
+
+def find_imagenet(root: str, *, layout: str, eval_share: float, on_corrupt: str = "stop") -> Images:
+    """Find ImageNet below ``root``: `find_images` with split folders and 1,000 classes.
+
+    ``layout`` "flat" raises ``ValueError``, and ``DamagedData`` names what cannot be used.
+    """
+    if layout == "flat":
+        raise ValueError("layout='flat' is not allowed: ImageNet has classes")
+    root = os.path.abspath(root)
+    if not split_folders(root):
+        extract = "torchvision.datasets.ImageNet(root, split) extracts the archives into them"
+        wanted = "needs train/ and val/ with 1,000 folders each"
+        raise DataError(f"data.root={printable(root)}: no ImageNet here; {wanted}; {extract}")
+    found = find_images(root, layout=layout, eval_share=eval_share, on_corrupt=on_corrupt)
+    if (count := len(found.train.classes)) != _CLASSES_OF_IMAGENET:
+        where = printable(os.path.join(root, "train"))
+        raise DamagedData(f"{where}: {count} classes, ImageNet has {_CLASSES_OF_IMAGENET}")
+    return found
+
+
 def split_folders(root: str) -> list[str]:
     """Return which of train and the held-out folders exist in ``root``, in this order."""
     names = ("train", *HELD_OUT_FOLDERS)
@@ -213,7 +226,7 @@ def _list_images(root: str, top: str, flat: bool, skip: bool) -> tuple[ImageSpli
             if not images:
                 path = os.path.normpath(os.path.join(root, folder))
                 raise DamagedData(f"{printable(path)}: {empty}")
-            tables.append(image_table([(image, size, label, 0) for image, size in images]))
+            tables.append(image_table([(image, size, label) for image, size in images]))
             ignored += passed_over
     except OSError as error:
         where = printable(error.filename)
@@ -328,7 +341,7 @@ def _split_by_hash(whole: ImageSplit, eval_share: float) -> tuple[ImageSplit, Im
 
 
 def hashed(parts: dict[str, ImageSplit], skip: bool) -> tuple[str, str]:
-    """Return ``sha256`` and ``sha256_of`` (`Images`) of a data set's folders or archives."""
+    """Return ``sha256`` and ``sha256_of`` (`Images`) of a data set's folders."""
     sizes = sum(int(split.table["size"].sum()) for split in parts.values())
     whole_content = sizes <= CONTENT_HASH_BYTES
     digest = hashlib.sha256()
@@ -338,12 +351,9 @@ def hashed(parts: dict[str, ImageSplit], skip: bool) -> tuple[str, str]:
 
     for wanted in next(iter(parts.values())).classes:
         add(os.fsencode(wanted))
-    for folder, split in parts.items():
+    for split in parts.values():
         for i, row in enumerate(split.table):
-            name, size, label, _ = row.item()
-            if split.archived:  # the path after extraction into class folders
-                parent = os.path.join(folder, split.classes[label])
-                name = os.path.join(os.fsencode(parent), os.path.basename(name))
+            name, size, _ = row.item()
             add(name)
             if not whole_content:
                 digest.update(b"%d\n" % size)

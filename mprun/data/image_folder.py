@@ -42,8 +42,7 @@ from PIL import Image, ImageFile
 from torch import Tensor
 
 from mprun.data.augmentation import Augmentation, draws, imagenet_constants, normalise
-from mprun.data.image_files import ImageSplit, find_images
-from mprun.data.imagenet_archives import find_imagenet
+from mprun.data.image_files import ImageSplit, find_imagenet, find_images
 from mprun.data.loader import LoadedSource
 from mprun.data.source import DamagedData, ReadBatch, Reader
 from mprun.errors import BadInput

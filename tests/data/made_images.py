@@ -1,7 +1,6 @@
-"""Small image folders and archives, the same whenever they are made."""
+"""Small image folders, the same whenever they are made."""
 
 import io
-import tarfile
 from pathlib import Path
 
 import numpy as np
@@ -61,16 +60,6 @@ def cifar10_folders(root: Path) -> Path:
     class_folders(root / "train", dict.fromkeys(CIFAR10_CLASSES, 6), size=(32, 32))
     class_folders(root / "test", dict.fromkeys(CIFAR10_CLASSES, 2), 500, size=(32, 32))
     return root
-
-
-def tar_bytes(members: dict[str, bytes], mode: str = "w") -> bytes:
-    stream = io.BytesIO()
-    with tarfile.open(fileobj=stream, mode=mode) as tar:
-        for name, content in members.items():
-            entry = tarfile.TarInfo(name)
-            entry.size = len(content)
-            tar.addfile(entry, io.BytesIO(content))
-    return stream.getvalue()
 
 
 def picture(number: int, width: int, height: int) -> Image.Image:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from mprun.data.image_files import find_images
-from mprun.data.imagenet_archives import find_imagenet
+from mprun.data.image_files import find_imagenet, find_images
 from mprun.data.source import DamagedData, DataError
 
 from ..helpers import raises_line
@@ -176,9 +175,12 @@ def test_files_and_folders_that_vanish(tmp_path):
 def test_imagenet_needs_a_thousand_classes(tmp_path):
     with raises_line(ValueError, "layout='flat' is not allowed: ImageNet"):
         find(tmp_path, layout="flat", make=find_imagenet)
-    archives = (f"ILSVRC2012_{name}" for name in ("img_train.tar", "img_val.tar", "devkit_t12.tar"))
     wrong_root(f"={tmp_path}: no ImageNet here; needs train/", tmp_path, make=find_imagenet)
-    with raises_line(DataError, *archives):
-        find(tmp_path, make=find_imagenet)
+    write(tmp_path / "ILSVRC2012_img_train.tar", b"")
+    extract = "torchvision.datasets.ImageNet(root, split) extracts the archives into them"
+    wrong_root(extract, tmp_path, make=find_imagenet)
     split_folders(tmp_path, {"n00000001": 1, "n00000002": 1})
     refused(f"{tmp_path}/train: 2 classes, ImageNet has 1000", tmp_path, make=find_imagenet)
+    split_folders(tmp_path, {f"n{number:08}": 1 for number in range(1000)})
+    found = find(tmp_path, make=find_imagenet)
+    assert found.train.labels.tolist() == found.held_out.labels.tolist() == list(range(1000))

@@ -252,7 +252,7 @@ class ImageFolderConfig(ImagesConfig):
 
 @_of_files("imagenet", rules=(_crops,), num_classes=1000)
 class ImageNetConfig(ImageFolderConfig):
-    """ILSVRC12: 1,000 class folders below root/train and root/val, or the original archives."""
+    """ILSVRC12: 1,000 class folders below root/train and root/val."""
 
     imagenet = True  # an argument of the builder
 
@@ -261,7 +261,7 @@ class ImageNetConfig(ImageFolderConfig):
     "cifar10", builder="mprun.data.cifar10:Cifar10", family="images", on_disk=True, num_classes=10
 )
 class Cifar10Config(ImagesConfig):
-    """CIFAR-10 in torchvision's files, the binary ones, or class folders of JPEG or PNG.
+    """CIFAR-10 in torchvision's files, or class folders of JPEG or PNG.
 
     It is decoded once and kept in memory on the device, which resizes other sizes than 32.
     """

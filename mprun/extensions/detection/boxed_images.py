@@ -42,7 +42,7 @@ class BoxSplit:
     def __init__(
         self, root: str, names: Sequence[str], found: Sequence[Objects], difficult: bool
     ) -> None:
-        rows = [(os.fsencode(name), _size(os.path.join(root, name)), 0, 0) for name in names]
+        rows = [(os.fsencode(name), _size(os.path.join(root, name)), 0) for name in names]
         self.images = ImageSplit(root, image_table(rows), ())
         self.sizes = np.array([own.size for own in found], np.int64)
         kept = [own.rows if difficult else own.rows[own.rows[:, DIFFICULT] == 0] for own in found]
@@ -59,8 +59,9 @@ class BoxSplit:
         return target
 
     def add_to(self, digest: Any) -> None:
-        """Add names, sizes and objects to a hash."""
-        digest.update(self.images.table.tobytes())
+        """Add names, sizes and objects to a hash, as in the records of earlier versions."""
+        for row in self.images.table:  # they ended in the image's place in an archive
+            digest.update(row.tobytes() + bytes(8))
         digest.update(self.sizes.tobytes())
         for place in range(len(self.images)):
             digest.update(self.target(place).tobytes())

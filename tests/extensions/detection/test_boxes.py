@@ -1,9 +1,13 @@
 """Digits on canvases: what the boxes say is in the pixels, and never a training digit held out."""
 
+import hashlib
+
+import numpy as np
 import torch
 from torch.nn import functional as F
 
 from mprun.data.image_store import split_digits
+from mprun.extensions.detection.boxed_images import BoxSplit, Objects
 from mprun.extensions.detection.boxes import overlaps
 from mprun.extensions.detection.canvases import NOISE, digit_canvases
 
@@ -20,6 +24,16 @@ def source(**more):
 
 def test_the_canvases_are_the_same_everywhere():
     assert source().sha256 == source(seed=5).sha256 == SHA256
+
+
+def test_the_hash_of_boxes_in_files_is_that_of_earlier_records(tmp_path):
+    for name in ("a.jpg", "bcd.jpg"):
+        (tmp_path / name).write_bytes(b"12345" * len(name))
+    boxes = np.linspace(0, 1, 18, dtype=np.float32).reshape(3, 6)
+    found = [Objects((3, 4), boxes[:2]), Objects((5, 4), boxes[2:])]
+    digest = hashlib.sha256()
+    BoxSplit(str(tmp_path), ["a.jpg", "bcd.jpg"], found, difficult=True).add_to(digest)
+    assert digest.hexdigest() == "f9b3dc5568e62ed64ceb158d9df4323ccafaa04ec01aca58c444d8c6fdf66fc6"
 
 
 def test_a_batch_is_a_pair_of_float_tensors():
