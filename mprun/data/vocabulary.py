@@ -8,12 +8,11 @@ import hashlib
 import heapq
 import io
 import os
-import sys
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -207,11 +206,7 @@ def subwords(tokenizer: str, *arguments: Any, **options: Any) -> Coder:
 
 UNKNOWN = "<unk>"
 END_OF_LINE = "<eos>"
-# Each takes about 150 bytes of memory while it is counted and looked up, and its text.
-MAX_ENTRIES = 1_000_000
-MAX_ENTRY_BYTES = 256 * 2**20
-# Limit of the different words counted, in bytes of text and object; counting takes as much again.
-MAX_COUNTED_BYTES = 2**30
+MAX_ENTRIES = 1_000_000  # each is a row of the tables that a network learns
 
 
 def build_vocabulary(
@@ -219,37 +214,17 @@ def build_vocabulary(
 ) -> tuple[str, ...]:
     """Return ``special``, then the words in ``blocks`` by falling count, ties by alphabet.
 
-    There are at most ``limit`` entries in all, None for no limit. Memory is bounded: ``DataError``
-    if there are more than ``MAX_ENTRIES``, if they take more than ``MAX_ENTRY_BYTES``, or if all
-    different words take more than ``MAX_COUNTED_BYTES``.
+    There are at most ``limit`` entries in all. None: no limit, but ``DataError`` if there are more
+    than ``MAX_ENTRIES``.
     """
     counts: Counter[str] = Counter()
-    size = 0
     for words in blocks:
-        known = len(counts)
         counts.update(words)
-        # The new words come last: a dict keeps the order of insertion.
-        size += _bytes(islice(reversed(counts), len(counts) - known))
-        if size > MAX_COUNTED_BYTES:
-            raise DataError(
-                f"the different words of the text take more than {MAX_COUNTED_BYTES} bytes of "
-                "memory, too many to count; are they words?"
-            )
     others = [(-count, word) for word, count in counts.items() if word not in special]
     most = (MAX_ENTRIES + 1 if limit is None else limit) - len(special)
     entries = (*special, *(word for _, word in heapq.nsmallest(most, others)))
-    if len(entries) > MAX_ENTRIES:
+    if limit is None and len(entries) > MAX_ENTRIES:
         raise DataError(
             f"data.vocab_limit=null: the text has more than {MAX_ENTRIES} different words; set it"
         )
-    if _bytes(entries) > MAX_ENTRY_BYTES:
-        shown, cure = ("null", "set it") if limit is None else (limit, "lower it")
-        raise DataError(
-            f"data.vocab_limit={shown}: the words take more than {MAX_ENTRY_BYTES} bytes of "
-            f"memory; {cure}"
-        )
     return entries
-
-
-def _bytes(words: Iterable[str]) -> int:
-    return sum(map(sys.getsizeof, words))

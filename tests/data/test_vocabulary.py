@@ -1,6 +1,5 @@
-"""Vocabularies in bounded memory, and the ids of their words."""
+"""Vocabularies of counted words, and the ids of their words."""
 
-import tracemalloc
 from collections import Counter
 
 import numpy as np
@@ -10,7 +9,6 @@ from mprun.data import DataError, vocabulary
 from mprun.data.vocabulary import WordIds, build_vocabulary
 
 SPECIAL = ("<unk>", "<eos>")
-SHORT = [f"w{n:02d}" for n in range(100)]
 
 
 def blocks_of_words(seed=0, blocks=20, words=200):
@@ -43,34 +41,6 @@ def test_too_many_words_need_a_limit(monkeypatch):
     with pytest.raises(DataError, match=r"data\.vocab_limit=null: .* more than 4 different words"):
         build_vocabulary(blocks, SPECIAL, None)
     assert len(build_vocabulary(blocks, SPECIAL, 4)) == 4
-
-
-def of_long_words():
-    """3,000 words of 10 kB, which are 30 MB, each once; the short ones come 30 times."""
-    for block in range(100):
-        long = [f"{n:05d}" * 2_000 for n in range(30 * block, 30 * block + 30)]
-        yield long + SHORT * (block < 30)
-
-
-@pytest.mark.parametrize("limit", [None, 50])
-def test_long_words_do_not_take_more_memory(monkeypatch, limit):
-    monkeypatch.setattr(vocabulary, "MAX_COUNTED_BYTES", 2**20)
-    tracemalloc.start()
-    try:
-        with pytest.raises(DataError, match="the different words .* take more than 1048576 bytes"):
-            build_vocabulary(of_long_words(), SPECIAL, limit)
-        assert tracemalloc.get_traced_memory()[1] < 8 * 2**20
-    finally:
-        tracemalloc.stop()
-
-
-def test_the_words_that_are_kept_are_bounded_as_well(monkeypatch):
-    monkeypatch.setattr(vocabulary, "MAX_ENTRY_BYTES", 2**21)
-    with pytest.raises(DataError, match=r"data\.vocab_limit=null: the words take more than .* set"):
-        build_vocabulary(of_long_words(), SPECIAL, None)
-    with pytest.raises(DataError, match=r"data\.vocab_limit=2000: the words take .* lower it"):
-        build_vocabulary(of_long_words(), SPECIAL, 2000)
-    assert build_vocabulary(of_long_words(), SPECIAL, 50) == (*SPECIAL, *SHORT[:48])
 
 
 def test_ids_of_words_and_of_strangers():
