@@ -161,13 +161,6 @@ def test_an_experiment_wins_over_the_defaults_and_the_command_line_over_both(tmp
     assert (config.train.steps, config.optim.name) == (9, "sgd")
 
 
-def test_a_file_of_the_user_is_held_to_the_schema(tmp_path):
-    (tmp_path / "train").mkdir()
-    (tmp_path / "train" / "mine.yaml").write_text("steps: 3\nsteqs: 4\n")
-    with pytest.raises(BadInput, match="steqs"):
-        compose_config(["train=mine"], str(tmp_path))
-
-
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [

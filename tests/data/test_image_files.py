@@ -193,13 +193,3 @@ def test_names_that_are_no_utf8_or_hold_a_line_break(tmp_path):
         f"{tmp_path}/train/a/\\xff.jpg",
     ]
     assert train.read(1) == train.read(2) == encoded(3)
-
-
-@pytest.mark.slow
-def test_cifar10_as_a_folder(cifar10_jpeg):
-    found = find(cifar10_jpeg)
-    expected = ImageFolder(cifar10_jpeg / "train")
-    assert list(zip(names(found.train), found.train.labels.tolist(), strict=True)) == (
-        expected.samples
-    )
-    assert (len(found.train), len(found.held_out)) == (50_000, 10_000)

@@ -13,7 +13,7 @@ from mprun.data.augmentation import draws, imagenet_constants, normalise, random
 from mprun.data.image_folder import ImageFolder
 from mprun.data.source import permutation
 
-from ..helpers import configured, raises_line
+from ..helpers import configured
 from .made_images import make_folder, picture
 
 CPU = torch.device("cpu")
@@ -102,8 +102,6 @@ def test_what_it_tells_of_itself(folder):
     assert (about["split_rule"], about["sha256_of"]) == ("folders train and val", "content")
     assert (made.batches_per_epoch, made.samples_per_batch, made.num_classes) == (4, 5, 2)
     assert made.replaced_files() == {}
-    with raises_line(ValueError, "workers=-1 is not allowed"):
-        source(folder, workers=-1)
 
 
 def test_replaced_files_of_both_splits_are_told(tmp_path):

@@ -62,43 +62,6 @@ def pids() -> set[int]:
     return {child.pid for child in active_children()}
 
 
-@pytest.mark.parametrize("workers", [1, 2, 4])
-@pytest.mark.slow
-def test_any_number_of_processes_gives_the_same_bytes(folder, loaders, workers):
-    """Over two and a half epochs of 4 batches, and from the middle of them on."""
-    train, held_out = readers(folder)
-    expected = [train.read(number) for number in range(10)]
-    loader = loaders(train, workers)
-    assert all(equal(loader.batch(number), expected[number]) for number in range(10))
-    again = loaders(readers(folder)[0], workers, prefetch=1)
-    assert all(equal(again.batch(number), expected[number]) for number in (7, 8, 9, 2, 3))
-    walk = loaders(held_out, workers, numbers=Numbers(last=len(held_out)))
-    assert all(equal(walk.batch(number), held_out.read(number)) for number in range(2))
-
-
-def test_an_epoch_holds_each_image_at_most_once_and_the_next_one_another_order(tmp_path):
-    for number in range(23):
-        path = tmp_path / "train" / f"class{number % 2}" / f"{number}.png"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (20, 24), (10 * number, 0, 0)).save(path)
-    make_folder(tmp_path, train=0)
-    reader = readers(tmp_path)[0]
-    assert len(reader) == 4
-    epochs = []
-    for epoch in range(2):
-        seen = []
-        for batch in range(4):
-            read = reader.read(4 * epoch + batch)
-            values = read.images[:, 0, 0, 0].tolist()
-            # One colour each, so that the number can be read from any crop.
-            assert (read.images[..., 0] == read.images[:, :1, :1, 0]).all()
-            assert read.labels.tolist() == [value // 10 % 2 for value in values]
-            seen += values
-        assert len(set(seen)) == 20 and set(seen) <= set(range(0, 230, 10))
-        epochs.append(seen)
-    assert epochs[0] != epochs[1]
-
-
 def test_crops_change_from_epoch_to_epoch_and_do_not_depend_on_the_batch_size(folder):
     train = readers(folder)[0]
     whole = ImageReader(train.split, train.augmentation, 24, seed=3)

@@ -159,7 +159,6 @@ def test_chances_from_elsewhere_are_refused():
     ("changes", "wanted"),
     [
         ({"num_classes": 0}, "num_classes=0"),
-        ({"workers": -1}, "workers=-1"),
         ({"divisor": [1, 2, 3]}, "divisor=.* one number or 2"),
         ({"held_out": [1][:0]}, "held_out: no item"),
         ({"held_out": iter([1])}, "held_out=list_iterator is not allowed"),
@@ -199,7 +198,6 @@ def test_tokens_are_served_as_streams_whatever_their_integer_type():
         (list(range(40)), {}, "must be a tensor of integers"),
         (torch.arange(0), {}, "train_tokens: no token"),
         (torch.arange(40), {"vocab_size": 1}, "vocab_size=1"),
-        (torch.arange(40), {"batch_size": 20}, "batch_size=20"),
     ],
 )
 def test_tokens_that_cannot_be_used(train, changes, wanted):

@@ -11,7 +11,7 @@ from mprun.data import DataError, SyntheticTokens
 from mprun.data.text import load_text, split_text, split_words
 from mprun.data.token_streams import EVAL_STREAMS, TokenStreams
 
-from ..helpers import configured, raises_line
+from ..helpers import configured
 
 
 def sizes(batch_size, sequence_length, seed):
@@ -136,10 +136,3 @@ def test_missing_pydoc_data_is_said(monkeypatch):
     monkeypatch.setitem(sys.modules, "pydoc_data.topics", None)
     with pytest.raises(DataError, match=r"pydoc_data\.topics"):
         docs()
-
-
-def test_refusals():
-    with raises_line(ValueError, "sequence_length=1000000 is not allowed"):
-        docs(sequence_length=10**6)
-    with raises_line(DataError, "16 held-out tokens are too few"):
-        numbered(held_out=16)

@@ -138,17 +138,9 @@ def test_a_folder_that_lacks_a_split_is_bad_input_not_damage(folder, tmp_path, c
     assert not (tmp_path / "runs").exists()
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"batch_size": 21}, ValueError, "their product is at most 20"),
-        ({"eval_tokens": 16}, DataError, "16 held-out tokens are too few"),
-        ({"cache": __file__}, DataError, "name a folder"),
-    ],
-)
-def test_refusals(folder, change, error, message):
-    with raises_line(error, message):
-        source(folder, **change)
+def test_a_folder_and_a_cache_that_are_none(folder):
+    with raises_line(DataError, "name a folder"):
+        source(folder, cache=__file__)
     with raises_line(DamagedData, "nowhere: No such file or directory"):
         source(folder / "nowhere")
 
