@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from mprun.build import Built
-from mprun.config.compose import compose_config, group_options, hydra_session
+from mprun.config.compose import compose_config
 from mprun.config.keys import kind_recorded
+from mprun.config.option_files import modes
 from mprun.config.schema import ProductsConfig
 from mprun.errors import BadInput, MprunError
 from mprun.extensions.diagnosis.cast_advice import typed
@@ -125,11 +126,24 @@ def _start_leads_there(build: Build, config: dict, origin: Origin, rows: list[di
 
 def options_of(config_dir: str | None = None) -> Options:
     """Return the possible choices: every precision mode with its scaler, and two scalers."""
-    with hydra_session(config_dir):
-        modes = group_options("precision")
-    found = {f"precision={mode}": groups_of(f"precision={mode}", config_dir) for mode in modes}
+    found: dict[str, dict[str, dict]] = {}
+    scalers: dict[str, dict] = {}
+    for name, mode in sorted(modes(config_dir).items()):
+        option = f"precision={name}"
+        if mode.scaler not in scalers:  # a composition takes a tenth of a second
+            scalers[mode.scaler] = groups_of(option, config_dir)["scaler"]
+        own = _nested(mode.values) | {"name": name, "overrides": {}}
+        found[option] = {"precision": own, "scaler": scalers[mode.scaler]}
     for option in ("scaler=static", "scaler=dynamic"):
         found[option] = {"scaler": compose_config([option]).as_dict()["scaler"]}
+    return found
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        *groups, name = key.split(".")
+        reduce(lambda node, group: node.setdefault(group, {}), groups, found)[name] = value
     return found
 
 

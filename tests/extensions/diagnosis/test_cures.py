@@ -14,6 +14,7 @@ from mprun.extensions.diagnosis.interventions import (
     Origin,
     Tried,
     changes,
+    groups_of,
     options_of,
     survives,
     transplant,
@@ -33,6 +34,11 @@ def finding(phase, module="", tensor="output", kind="loss", operation="addmm", *
         0, phase, module, operation, tensor, torch.float16, "infinity", 1, 2, True, 1.0, **more
     )
     return Finding("operation", kind, 3, True, event)
+
+
+@pytest.mark.parametrize("mode", ["amp", "fp16_naive", "fp8_rowwise", "nvfp4"])
+def test_an_option_is_what_is_composed_with_it(mode):
+    assert every_option()[f"precision={mode}"] == groups_of(f"precision={mode}")
 
 
 def tried(*overrides, of):
