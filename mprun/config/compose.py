@@ -91,6 +91,8 @@ def diagnose(parsed: list[Override], error: Exception, places: list[str]) -> str
         if value not in (options := group_options(key)):
             shown = "null" if value is None else printable(value)
             return f"{key}={shown}: {must_be(str(value), options, key)}"
+    if len(choices) == len(parsed):  # no value of the line
+        return _in_file(error, choices, groups, places)
     try:
         known = _keys(OmegaConf.to_container(_composed(choices)))
     except COMPOSITION_ERRORS as group_error:
@@ -104,6 +106,9 @@ def diagnose(parsed: list[Override], error: Exception, places: list[str]) -> str
 
 
 def _composed(overrides: list[Override], with_hydra: bool = False) -> DictConfig:
+    for one in overrides:  # Hydra would put several options of a group into one another
+        if isinstance(one.value(), list) and one.key_or_group in loader().list_groups(""):
+            raise TypeError(f"{one.key_or_group}: a list of options")
     lines = [line_of(override) for override in as_hydra_takes(overrides)]
     composed = compose("config", overrides=lines, return_hydra_config=with_hydra)
     for group in ("model", "data"):
@@ -252,8 +257,6 @@ def _session(parsed: list[Override], config_dir: str | None) -> Iterator[None]:
 
 def _built(composed: DictConfig, choices: dict[str, Any]) -> RunConfig:
     """Return the configuration as the schema's classes. Raises BadInput, or COMPOSITION_ERRORS."""
-    if lists := [group for group, option in choices.items() if isinstance(option, list)]:
-        raise TypeError(f"{lists}: Hydra put several options into one another")
     OmegaConf.set_struct(composed, False)
     del composed["hydra"]
     _factories_given(composed)
