@@ -339,7 +339,7 @@ CASES = [
     ("optim.betas=[choice(1,2)]", "optim.betas=[choice(1,2)]: choice(), range() and glob()"),
     ("optim.betas.1=1 optim=adam", "optim.betas=1.0|< 1"),
     ("optim.betas.2=1 optim=adam", "optim.betas.2: unknown key"),
-    ("name=jürgen", "name=jürgen|must be 1 to 64 of letters"),
+    ("name=jürgen", "name='jürgen'|must be 1 to 64 of letters"),
     ("hydra/launcher=joblib", "hydra/launcher"),
     ("+hydra.foo=1", "hydra.foo"),
     ("--config-dir=/nope", "--config-dir /nope|no such"),
