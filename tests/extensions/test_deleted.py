@@ -14,8 +14,6 @@ ROOT = Path(__file__).resolve().parents[2]
 EXTENSIONS = sorted(path.parent.name for path in ROOT.glob("mprun/extensions/*/__init__.py"))
 # The other folders of tests are the core's.
 OF_THE_HOUSE = ("extensions", "benchmarks", "docs", "fake_cuda", "scripts")
-QUICK = ("recipes", "selection", "roles", "composition", "help_and_cfg")
-OF_THE_HOUSE = ("extensions", "benchmarks", "docs", "scripts")
 QUICK = ("recipes", "roles", "composition", "help_and_cfg")
 
 
