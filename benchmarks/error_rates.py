@@ -27,11 +27,11 @@ import numpy as np
 import scipy
 from error_rates_document import document, summary
 
-from mprun.compare.decision import CONCLUSIVE
-from mprun.compare.equivalence import nominal_alpha
-from mprun.compare.findings import VERDICTS, Arm, Question, RunData, Verdict
-from mprun.compare.gap_growth import last_half, paired_gaps, slope_interval
-from mprun.compare.verdict import judge
+from mprun.comparison.decision import CONCLUSIVE
+from mprun.comparison.equivalence import nominal_alpha
+from mprun.comparison.findings import VERDICTS, Arm, Question, RunData, Verdict
+from mprun.comparison.gap_growth import last_half, paired_gaps, slope_interval
+from mprun.comparison.verdict import judge
 from mprun.errors import BadInput
 
 MEAN = 2.0  # nats

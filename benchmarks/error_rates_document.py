@@ -148,8 +148,9 @@ def document(results: dict) -> str:
     return f"""# Error rates of `mprun compare`
 
 Simulated through the shipped code: each of {results["draws"]:,} draws a cell fills two arms of runs
-with final losses of known truth and asks `mprun.compare.verdict.judge` for the verdict. Margin 1 %
-of the baseline's mean, correlation 0.3 between arms that share seeds, 0 between arms that do not.
+with final losses of known truth and asks `mprun.comparison.verdict.judge` for the verdict. Margin
+1 % of the baseline's mean, correlation 0.3 between arms that share seeds, 0 between those that do
+not.
 One standard error of a rate near 5 % is {_percent(math.sqrt(0.05 * 0.95 / results["draws"]))}.
 
     {results["command"]}
@@ -203,7 +204,7 @@ that clear cases end early (column "seeds used").
 ## Whether a gap grows
 
 The test takes each seed's least-squares slope of the gap to the baseline over the last half of the
-steps. One t test of these slopes is one-sided at 5 % (`mprun.compare.gap_growth`). Within a seed
+steps. One t test of these slopes is one-sided at 5 % (`mprun.comparison.gap_growth`). Within a seed
 the gap at one step predicts the next one, so no test may count steps. Slopes of separate seeds are
 independent, and the test counts only these. The table at the end has gaps of 60 points over 6,000
 steps with a standard deviation of 0.05 % of the loss, on curves that fall from 6 to 2 nats and

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from benchmarks.same_bits import about, commit_of
-from mprun.build import build
+from mprun.assembly import build
 from mprun.config.compose import compose_config
 from mprun.config.execution_rules import why_not_on
 from mprun.config.option_files import modes

@@ -60,7 +60,7 @@ def serve(spec: dict[str, Any]) -> None:
     import torch
 
     import mprun
-    from mprun.build import build
+    from mprun.assembly import build
     from mprun.config.compose import compose_config
     from mprun.precision import pin_math_flags
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from mprun.compare import compare as compare
-    from mprun.compare.notebook import load as load
+    from mprun.comparison import compare as compare
+    from mprun.comparison.notebook import load as load
     from mprun.extensions.diagnosis.of_script import explain as explain
     from mprun.prepared import prepare as prepare
     from mprun.prepared import state_of as state_of
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from mprun.script.sweep import sweep as sweep
     from mprun.script.watched import probe as probe
 
-# Name -> its module; `mprun.compare` and `mprun.sweep` are packages that can be called.
+# Name -> its module.
 _PUBLIC = {
     "prepare": "mprun.prepared",
     "state_of": "mprun.prepared",
@@ -40,9 +40,9 @@ _PUBLIC = {
     "Diverged": "mprun.script.run",
     "probe": "mprun.script.watched",
     "explain": "mprun.extensions.diagnosis.of_script",
-    "load": "mprun.compare.notebook",
-    "compare": "mprun.compare",
-    "sweep": "mprun.sweep",
+    "load": "mprun.comparison.notebook",
+    "compare": "mprun.comparison",
+    "sweep": "mprun.script.sweep",
 }
 
 
@@ -54,8 +54,7 @@ if not TYPE_CHECKING:  # otherwise a type checker would accept any name
         from mprun.entry_points import required
 
         required(f"mprun.{name}", _PUBLIC[name])
-        module = import_module(_PUBLIC[name])
-        return module if module.__name__ == f"{__name__}.{name}" else getattr(module, name)
+        return getattr(import_module(_PUBLIC[name]), name)
 
 
 def __dir__() -> list[str]:

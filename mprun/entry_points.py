@@ -5,7 +5,7 @@ names commands (mprun.cli.dispatch);
 `mprun.tokenizers` has `subwords` (mprun.data.vocabulary);
 `mprun.readers` has `tag`, which reads other tools' logs (mprun.compare), in the formats of
 `mprun.log_formats` too (mprun.extensions.logs). The command `mprun` itself is in `console_scripts`,
-where the processes of a sweep find it (mprun.sweep.child).
+where the processes of a sweep find it (mprun.sweeps.child).
 A checkout's own are read from its pyproject.toml, so that none needs to be installed. Only text is
 read: `importlib.metadata` takes 35 ms.
 """

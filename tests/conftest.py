@@ -112,7 +112,7 @@ def build_run():
 
     import torch
 
-    from mprun.build import build
+    from mprun.assembly import build
     from mprun.config.compose import compose_config
     from mprun.precision import pin_math_flags
 

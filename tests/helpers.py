@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from mprun.build.data import arguments_of
+from mprun.assembly.data import arguments_of
 from mprun.cli import main
 from mprun.config.components import NETWORKS, SOURCES
 from mprun.entry_points import loaded

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from mprun.cli.arguments import Arguments, names
-from mprun.compare import checked_margin, compare, planned_looks
-from mprun.compare.findings import Comparison
-from mprun.compare.text_outputs import console, markdown, results
+from mprun.comparison import checked_margin, compare, planned_looks
+from mprun.comparison.findings import Comparison
+from mprun.comparison.text_outputs import console, markdown, results
 from mprun.errors import DIVERGED, DONE, BadInput
 from mprun.record.console import to_watch
 from mprun.record.run_directory import refuse_link
@@ -56,7 +56,7 @@ else in the metric's unit: points for top1, a fraction for one of 0 to 1 (the re
 _LOOKS = """verdicts at these numbers of seeds, with an error rate of 5 %% (normal noise) over all
 looks"""
 
-# Arguments of `mprun.compare.compare` with the same name; the first ones for runs of mprun.
+# Arguments of `mprun.comparison.compare` with the same name; the first ones for runs of mprun.
 JUDGING = ("baseline", "allow", "metric", "margin", "looks", "absolute")
 _JUDGING = (*JUDGING, "tag", "step", "higher_is_better", "lower_is_better", "paired")
 
@@ -69,7 +69,7 @@ def main(words: list[str]) -> int:
     folder = options.out or refuse_link(beside / "compare")
     report = None if options.no_report else comparison.write(folder)
     if options.tensorboard:
-        from mprun.compare.tensorboard_summary import write_summaries
+        from mprun.comparison.tensorboard_summary import write_summaries
 
         summaries = write_summaries(comparison, beside)
         print(to_watch(summaries), file=sys.stderr)

@@ -191,7 +191,7 @@ def _dispatch(arguments: list[str]) -> int:
     if options.multirun:
         if rank_info_from() is not None:
             raise BadInput("-m: a sweep starts the ranks of its runs itself; start it once, alone")
-        from mprun.sweep import STALL_AFTER_S, sweep
+        from mprun.sweeps import STALL_AFTER_S, sweep
 
         stall_after = STALL_AFTER_S if options.stall_after is None else options.stall_after
         given, folder = options.overrides, options.config_dir
@@ -219,13 +219,13 @@ def verbs() -> dict[str, str]:
 
 
 def _curves(folders: list[Path], root: Path) -> Path:
-    from mprun.compare.tensorboard_summary import write_means
+    from mprun.comparison.tensorboard_summary import write_means
 
     return write_means(folders, root)
 
 
 def _compares(folders: list[Path]) -> bool:
-    from mprun.compare.verdict import comparable
+    from mprun.comparison.verdict import comparable
 
     return comparable(*folders)
 
@@ -367,7 +367,7 @@ def _launched(
     rank_info: RankInfo | None,
 ) -> int:
     from mprun.distributed.launch import launch
-    from mprun.sweep.gpus import available_cores
+    from mprun.sweeps.gpus import available_cores
     from mprun.training.run import resolve_device
 
     most, what = max(8, 4 * available_cores()), f"{available_cores()} cores"
@@ -387,7 +387,7 @@ def _launched(
         rank_info=rank_info,
         restarts=config.restarts,
         kept=_lasting(overrides, config),
-        module="mprun.sweep.child",
+        module="mprun.sweeps.child",
     )
 
 

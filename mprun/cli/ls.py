@@ -9,8 +9,8 @@ from pathlib import Path
 
 from mprun.cli.arguments import Arguments
 from mprun.cli.show import status_of
-from mprun.compare.load import run_directories
-from mprun.compare.verdict import comparable
+from mprun.comparison.load import run_directories
+from mprun.comparison.verdict import comparable
 from mprun.errors import DONE, BadInput, Damaged
 from mprun.record.console import columns
 from mprun.record.layout import aligned, hanging

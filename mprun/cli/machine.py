@@ -8,7 +8,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from mprun.build import policy_from
+from mprun.assembly import policy_from
 from mprun.config.compose import compose_config
 from mprun.config.option_files import modes as mode_files
 from mprun.distributed.rank_info import rank_info_from

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mprun.cli.arguments import Arguments
-from mprun.compare.verdict import comparable
+from mprun.comparison.verdict import comparable
 from mprun.errors import DONE, BadInput
 from mprun.numerics.post_mortem import bad_losses
 from mprun.record.console import columns

@@ -105,7 +105,7 @@ class OptimConfig:
 optimizer("sgd", builder="torch.optim:SGD", needs=("momentum",), takes=("nesterov",))(OptimConfig)
 optimizer("adam", builder="torch.optim:Adam", needs=("betas", "eps"))(OptimConfig)
 optimizer("adamw", builder="torch.optim:AdamW", needs=("betas", "eps"))(OptimConfig)
-_ADAGRAD = "mprun.build.precision:adagrad"
+_ADAGRAD = "mprun.assembly.precision:adagrad"
 optimizer("adagrad", builder=_ADAGRAD, needs=("eps", "initial_accumulator"))(OptimConfig)
 _RMSPROP = ("alpha", "eps", "momentum")
 optimizer("rmsprop", builder="torch.optim:RMSprop", needs=_RMSPROP)(OptimConfig)

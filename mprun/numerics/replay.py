@@ -19,7 +19,7 @@ from mprun.precision.random_states import random_states, restore_random_states
 from mprun.torch_private import tree_flatten_with_path, tree_leaves
 
 if TYPE_CHECKING:
-    from mprun.build import Built
+    from mprun.assembly import Built
 
 _PARTS = ("inputs", "targets")  # of a batch; a network's further ones are counts and masks
 

@@ -40,7 +40,7 @@ from mprun.record.console import columns
 from mprun.script.run import Run
 
 if TYPE_CHECKING:
-    from mprun.compare.notebook import ComparedRuns
+    from mprun.comparison.notebook import ComparedRuns
 
 _BASELINE = "fp32"
 _EVERY_S = 0.2  # between two updates of the progress
@@ -142,7 +142,7 @@ def sweep(
         ValueError: an argument is wrong, or `train` did not prepare or evaluate its run.
     """
     with needing("notebook"):  # now, not after hours
-        from mprun.compare import compare, equivalence  # noqa: F401  with scipy
+        from mprun.comparison import compare, equivalence  # noqa: F401  with scipy
 
     modes, seeds = _modes(modes), _seeds(seeds)
     name = getattr(train, "__name__", "train")

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mprun.build import Built
+from mprun.assembly import Built
 from mprun.config.schema import RunConfig
 from mprun.errors import BadInput, Damaged, MprunError, Resource
 from mprun.numerics.failure import LOOKED_AT, FailureKeeper, forget_failure, report_failure

@@ -16,7 +16,7 @@ from mprun.recording.metric_buffer import MetricBuffer
 from mprun.recording.records import Records
 
 if TYPE_CHECKING:
-    from mprun.build import Built
+    from mprun.assembly import Built
 
 
 class MetricLogger(Records):

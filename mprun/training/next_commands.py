@@ -359,7 +359,7 @@ def commands(
     """Yield what fits a run, the most useful first.
 
     record: its run.json, not damaged: for a damaged run nothing fits. compares: whether a
-    comparison of what a folder holds works (`mprun.compare.verdict.comparable`, for who may ask
+    comparison of what a folder holds works (`mprun.comparison.verdict.comparable`, for who may ask
     it); None: whether FP32 and another mode stand beside each other there.
     """
     if "config" not in record:  # damaged after all, by hand

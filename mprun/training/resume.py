@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import torch
 
-from mprun.build import Built
+from mprun.assembly import Built
 from mprun.config.keys import current, flat, hash_fields
 from mprun.config.schema import RunConfig
 from mprun.data.source import DamagedData

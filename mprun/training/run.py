@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 import numpy
 import torch
 
-from mprun.build import Built, build
+from mprun.assembly import Built, build
 from mprun.config.components import TASKS
 from mprun.config.compose import Composed
 from mprun.config.execution_rules import engine_of, why_not_on

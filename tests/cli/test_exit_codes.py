@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mprun.build import build
+from mprun.assembly import build
 from mprun.cli import main
 from mprun.config.compose import compose_config
 from mprun.config.keys import config_hash

@@ -13,7 +13,7 @@ from torch import nn
 
 import mprun
 from mprun.cli import main
-from mprun.compare.verdict import comparable
+from mprun.comparison.verdict import comparable
 from mprun.entry_points import announced
 from mprun.record.run_record import Record
 from mprun.training.next_commands import TABLE, commands

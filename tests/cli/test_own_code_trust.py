@@ -11,7 +11,7 @@ from mprun.cli import main
 from mprun.config.keys import config_hash
 from mprun.config.option_files import modes
 from mprun.record.run_record import Record
-from mprun.sweep.mode_table import table
+from mprun.sweeps.mode_table import table
 
 from .. import helpers
 from ..helpers import but, record_of, rows_of

@@ -7,9 +7,9 @@ import re
 import pytest
 import torch
 
-from mprun.build import build_loss_scale, policy_from
+from mprun.assembly import build_loss_scale, policy_from
 from mprun.cli import main
-from mprun.compare.findings import VERDICTS
+from mprun.comparison.findings import VERDICTS
 from mprun.config.compose import compose_config
 from mprun.config.option_files import modes, option_files
 from mprun.config.precision_rules import of_mode

@@ -11,7 +11,7 @@ import yaml
 from mprun.cli import main
 from mprun.config.keys import config_hash
 from mprun.record.run_directory import Heartbeat, write_json
-from mprun.sweep.plan import plan
+from mprun.sweeps.plan import plan
 
 from ..helpers import but, record_of, refused, rows_of, seal_again
 from ..tables import with_extensions

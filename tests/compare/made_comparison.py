@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mprun.compare.findings import Arm, Comparison, Group, Outcome, Row, RunData, Verdict
+from mprun.comparison.findings import Arm, Comparison, Group, Outcome, Row, RunData, Verdict
 
 _PRECISION = {
     "fp32": {"precision.param_dtype": "fp32", "scaler.kind": "none"},

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mprun.compare.findings import Arm, RunData
+from mprun.comparison.findings import Arm, RunData
 
 
 def made_run(

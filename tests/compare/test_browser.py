@@ -7,7 +7,7 @@ from html import escape
 
 import pytest
 
-from mprun.compare.report import write_folder
+from mprun.comparison.report import write_folder
 
 from .made_comparison import comparison, gan_group, group
 

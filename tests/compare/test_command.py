@@ -149,7 +149,10 @@ def test_a_record_cannot_command_the_terminal(tmp_path, monkeypatch, capsys):
 
 def test_a_comparison_that_was_stopped_is_replaced_by_the_next_one(runs, monkeypatch):
     """Ctrl-C comes while the figures are drawn, or while a file is written."""
-    for place in ("mprun.compare.report.write_json", "mprun.compare.report._Report.fitting_page"):
+    for place in (
+        "mprun.comparison.report.write_json",
+        "mprun.comparison.report._Report.fitting_page",
+    ):
         calls = []
 
         def stopped(*given, place=place, calls=calls, **options):

@@ -3,9 +3,9 @@
 import pytest
 
 from mprun.cli import main
-from mprun.compare.grouping import group_runs
-from mprun.compare.load import audit_notes, audit_of, load_runs, products_text
-from mprun.compare.verdict import assess
+from mprun.comparison.grouping import group_runs
+from mprun.comparison.load import audit_notes, audit_of, load_runs, products_text
+from mprun.comparison.verdict import assess
 
 from .run_folders import change_record, compared, write_study
 

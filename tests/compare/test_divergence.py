@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from mprun.compare.divergence import divergences
+from mprun.comparison.divergence import divergences
 
 from .made_runs import made_run
 

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from mprun.compare.equivalence import (
+from mprun.comparison.equivalence import (
     Interval,
     decide,
     estimate,
@@ -22,8 +22,8 @@ from mprun.compare.equivalence import (
     welch_interval,
     welch_ratio,
 )
-from mprun.compare.sentence import Unit, sentence
-from mprun.compare.wording import decimals_for
+from mprun.comparison.sentence import Unit, sentence
+from mprun.comparison.wording import decimals_for
 
 PERCENT = Unit(100.0, " %")  # of a baseline mean of 1
 OPPOSITE = {

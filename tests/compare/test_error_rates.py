@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from scipy.stats import linregress, norm, t
 
-from mprun.compare.equivalence import decide, paired_ratio
-from mprun.compare.findings import Question
-from mprun.compare.verdict import judge
+from mprun.comparison.equivalence import decide, paired_ratio
+from mprun.comparison.findings import Question
+from mprun.comparison.verdict import judge
 
 from .made_runs import made_arm
 

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
-from mprun.compare.figures import group_figures
-from mprun.compare.findings import Verdict, band, grid
-from mprun.compare.gap_growth import TRAINING, differences, evaluation
+from mprun.comparison.figures import group_figures
+from mprun.comparison.findings import Verdict, band, grid
+from mprun.comparison.gap_growth import TRAINING, differences, evaluation
 from mprun.plots.panel import GREY, INK, SHIPPED, inline_svg, settings, styles
 
 from .made_comparison import gan_group, group, row, run

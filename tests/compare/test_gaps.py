@@ -8,8 +8,8 @@ import pytest
 from scipy import stats
 
 import mprun
-from mprun.compare.findings import Arm
-from mprun.compare.gap_growth import (
+from mprun.comparison.findings import Arm
+from mprun.comparison.gap_growth import (
     differences,
     evaluation,
     follow_gaps,
@@ -17,11 +17,11 @@ from mprun.compare.gap_growth import (
     paired_gaps,
     slope_interval,
 )
-from mprun.compare.grouping import ProtoGroup
-from mprun.compare.report import write_folder
-from mprun.compare.text_outputs import console, group_markdown, results
-from mprun.compare.verdict import assess
-from mprun.compare.wording import gap_lines
+from mprun.comparison.grouping import ProtoGroup
+from mprun.comparison.report import write_folder
+from mprun.comparison.text_outputs import console, group_markdown, results
+from mprun.comparison.verdict import assess
+from mprun.comparison.wording import gap_lines
 
 from .made_comparison import comparison, group
 from .made_runs import made_run

@@ -4,8 +4,8 @@ import random
 
 import pytest
 
-from mprun.compare.grouping import group_runs
-from mprun.compare.load import load_runs
+from mprun.comparison.grouping import group_runs
+from mprun.comparison.load import load_runs
 from mprun.errors import BadInput
 
 from ..helpers import raises_line

@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from mprun.compare.load import load_runs, natural_order, run_directories
-from mprun.compare.notebook import load
+from mprun.comparison.load import load_runs, natural_order, run_directories
+from mprun.comparison.notebook import load
 from mprun.config.keys import flat
 from mprun.errors import BadInput, Damaged
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from mprun.compare import planned_looks
-from mprun.compare.equivalence import (
+from mprun.comparison import planned_looks
+from mprun.comparison.equivalence import (
     DRAWS,
     level_after_a_test,
     nominal_alpha,

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from mprun.compare import divergence, grouping, wording
-from mprun.compare.divergence import divergences
-from mprun.compare.findings import Row, Verdict
-from mprun.compare.grouping import group_runs
-from mprun.compare.load import load_runs
-from mprun.compare.report import write_folder
-from mprun.compare.tensorboard_summary import write_means
+from mprun.comparison import divergence, grouping, wording
+from mprun.comparison.divergence import divergences
+from mprun.comparison.findings import Row, Verdict
+from mprun.comparison.grouping import group_runs
+from mprun.comparison.load import load_runs
+from mprun.comparison.report import write_folder
+from mprun.comparison.tensorboard_summary import write_means
 
 from .made_comparison import comparison, group
 from .made_runs import made_arm, made_run

@@ -294,11 +294,11 @@ assert {"load", "compare"} <= set(dir(mprun))
 absent("torch", "numpy", "hydra", "pandas", "scipy", "matplotlib", "jinja2")
 mprun.load("outputs")._repr_html_()
 absent("torch", "hydra", "scipy", "matplotlib", "tensorboard")
-import mprun.compare.grouping, mprun.compare.tensorboard_summary
+import mprun.comparison.grouping, mprun.comparison.tensorboard_summary
 absent("torch", "tensorflow", "matplotlib", "sklearn", "scipy")
 # It can be called whatever was imported first.
 found = mprun.compare("outputs")
-assert found.groups and mprun.compare.load.load_runs
+assert found.groups and mprun.comparison.load.load_runs
 from mprun import compare, load
 assert repr(compare("outputs")) and len(load("outputs")) == 9
 absent("torch", "hydra", "pandas", "matplotlib")

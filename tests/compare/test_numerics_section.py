@@ -5,9 +5,9 @@ import math
 import numpy as np
 import pytest
 
-from mprun.compare import compare
-from mprun.compare.numerics import exponent_shares, numerics_figures, overflow, probed_modes
-from mprun.compare.report import LIMIT, render, write_folder
+from mprun.comparison import compare
+from mprun.comparison.numerics import exponent_shares, numerics_figures, overflow, probed_modes
+from mprun.comparison.report import LIMIT, render, write_folder
 from mprun.numerics.exponent_shares import AppliedUpdates, ExponentCounts, LostUpdates
 from mprun.numerics.post_mortem import write_post_mortem
 from mprun.numerics.probe_record import (

@@ -5,11 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from mprun.compare.divergence import outcomes
-from mprun.compare.findings import Question
-from mprun.compare.grouping import group_runs
-from mprun.compare.load import load_runs
-from mprun.compare.verdict import assess
+from mprun.comparison.divergence import outcomes
+from mprun.comparison.findings import Question
+from mprun.comparison.grouping import group_runs
+from mprun.comparison.load import load_runs
+from mprun.comparison.verdict import assess
 from mprun.errors import BadInput
 
 from ..helpers import raises_line

@@ -10,10 +10,10 @@ from dataclasses import replace
 import pytest
 from PIL import Image
 
-from mprun.compare import compare
-from mprun.compare.findings import VERDICTS, Arm, Comparison, Gap, Row, Verdict
-from mprun.compare.report import LIMIT, write_folder
-from mprun.compare.wording import answer, answers
+from mprun.comparison import compare
+from mprun.comparison.findings import VERDICTS, Arm, Comparison, Gap, Row, Verdict
+from mprun.comparison.report import LIMIT, write_folder
+from mprun.comparison.wording import answer, answers
 from mprun.plots.panel import MARKS
 
 from .made_comparison import Page, comparison, gan_group, group

@@ -13,9 +13,9 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.custom_scalar import layout_pb2
 
-from mprun.compare import tensorboard_summary
-from mprun.compare.findings import Arm
-from mprun.compare.tensorboard_summary import write_means, write_summaries
+from mprun.comparison import tensorboard_summary
+from mprun.comparison.findings import Arm
+from mprun.comparison.tensorboard_summary import write_means, write_summaries
 from mprun.errors import BadInput
 
 from ..helpers import raises_line

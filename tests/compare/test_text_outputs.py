@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from mprun.compare.findings import Comparison, Verdict
-from mprun.compare.sentence import Unit
-from mprun.compare.text_outputs import console, markdown, results
-from mprun.compare.wording import (
+from mprun.comparison.findings import Comparison, Verdict
+from mprun.comparison.sentence import Unit
+from mprun.comparison.text_outputs import console, markdown, results
+from mprun.comparison.wording import (
     cells,
     difference_text,
     level_text,

@@ -6,11 +6,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from mprun.compare.decision import pairing
-from mprun.compare.divergence import curve_facts
-from mprun.compare.findings import Arm, Question
-from mprun.compare.grouping import ProtoGroup
-from mprun.compare.verdict import assess, judge
+from mprun.comparison.decision import pairing
+from mprun.comparison.divergence import curve_facts
+from mprun.comparison.findings import Arm, Question
+from mprun.comparison.grouping import ProtoGroup
+from mprun.comparison.verdict import assess, judge
 from mprun.errors import BadInput
 
 from ..helpers import raises_line

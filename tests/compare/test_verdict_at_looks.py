@@ -2,9 +2,9 @@
 
 import pytest
 
-from mprun.compare.equivalence import nominal_alpha
-from mprun.compare.findings import Arm, Question, Verdict
-from mprun.compare.verdict import judge
+from mprun.comparison.equivalence import nominal_alpha
+from mprun.comparison.findings import Arm, Question, Verdict
+from mprun.comparison.verdict import judge
 from mprun.errors import BadInput
 
 from .made_runs import made_arm

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 import mprun
-from mprun.build.data import arguments_of
+from mprun.assembly.data import arguments_of
 from mprun.config.components import COMPONENTS, NETWORKS, SOURCES, TASKS
 from mprun.config.option_files import named, option_files
 from mprun.entry_points import loaded
@@ -183,7 +183,7 @@ def test_every_component_is_named_in_at_most_three_files_outside_of_its_own():
 
 
 def test_whoever_only_reads_records_knows_their_tasks():
-    program = "from mprun.compare.findings import is_gan; assert is_gan({'model.name': 'dcgan'})"
+    program = "from mprun.comparison.findings import is_gan; assert is_gan({'model.name': 'dcgan'})"
     assert subprocess.run([sys.executable, "-c", program]).returncode == 0
 
 

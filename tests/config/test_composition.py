@@ -6,7 +6,7 @@ import hydra
 import pytest
 import yaml
 
-from mprun.build import build_loss_scale, policy_from
+from mprun.assembly import build_loss_scale, policy_from
 from mprun.cli.help import GROUPS
 from mprun.config import compose as composing
 from mprun.config.components import NETWORKS

@@ -34,8 +34,8 @@ mprun.prepare(model, torch.optim.SGD(model.parameters()), "fp16_master_scaled")
 loaded = {{*{OF_EXTRAS}, "omegaconf", "msgspec"}} & (set(sys.modules) - known)
 assert not loaded, loaded
 """
-LIGHT = ("config.compose", "sweep", "sweep.mode_table", "cli.help", "record.run_directory")
-DRAWING = ("cli.compare", "compare.report")
+LIGHT = ("config.compose", "sweeps", "sweeps.mode_table", "cli.help", "record.run_directory")
+DRAWING = ("cli.compare", "comparison.report")
 
 
 def ended(program, *words, cwd=None):
@@ -87,7 +87,7 @@ def test_every_import_is_of_a_declared_package():
 
 
 def test_the_engine_needs_the_core_alone_and_a_run_loads_torchvision_for_those_that_take_it():
-    run = "import mprun.build, mprun.training.run; assert 'torchvision' not in sys.modules"
+    run = "import mprun.assembly, mprun.training.run; assert 'torchvision' not in sys.modules"
     assert (done := ended(ENGINE + run)).returncode == 0, done.stderr
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from mprun.build.run import schedule_of
+from mprun.assembly.run import schedule_of
 
 from ..tables import with_extensions
 from .test_recipes import RECIPES, composed

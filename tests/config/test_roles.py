@@ -5,7 +5,7 @@ import dataclasses
 
 import pytest
 
-from mprun.build.data import arguments_of
+from mprun.assembly.data import arguments_of
 from mprun.config import schema
 from mprun.config.components import NETWORKS, SOURCES
 from mprun.config.compose import compose_config, config_from_record

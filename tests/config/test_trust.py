@@ -11,7 +11,7 @@ from mprun.config.keys import FIELDS, PLACES, role_of
 from mprun.config.overrides import parse_overrides
 from mprun.config.trust import NOTHING, Vouched, as_overrides, check_vouched, outside, vouched
 from mprun.errors import BadInput
-from mprun.sweep.plan import plan
+from mprun.sweeps.plan import plan
 
 from ..helpers import refused
 

@@ -160,7 +160,7 @@ def resident(kind):
             return int(line.split()[1]) * 1024
 
 import torch
-from mprun.build.data import build_data
+from mprun.assembly.data import build_data
 from mprun.config.components.language import Lm1bConfig
 imports = resident("VmRSS")
 config = Lm1bConfig(root=sys.argv[1], cache=sys.argv[2], batch_size=128)

@@ -12,7 +12,7 @@ from .made_images import make_folder
 PROGRAM = """
     import os, sys, time
     from multiprocessing import active_children
-    from mprun.build.data import build_data
+    from mprun.assembly.data import build_data
     from mprun.config.components.images import ImageFolderConfig
 
     if __name__ == "__main__":

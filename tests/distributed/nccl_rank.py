@@ -18,7 +18,7 @@ import mprun.training.metric_logger
 from mprun.distributed.group import RankGroup
 from mprun.execution.step_runner import StepRunner
 from mprun.precision.torch_update import take_for_granted
-from mprun.sweep.child import child
+from mprun.sweeps.child import child
 
 from .faulty import STEP, fault
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
-from mprun.build import build
+from mprun.assembly import build
 from mprun.config.compose import compose_config
 from mprun.data import DatasetSource, load_digits
 from mprun.distributed.group import RankGroup

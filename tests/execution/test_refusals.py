@@ -4,9 +4,9 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.build import build, policy_from
-from mprun.build.model import uses_channels_last
-from mprun.build.precision import optimizer_maker
+from mprun.assembly import build, policy_from
+from mprun.assembly.model import uses_channels_last
+from mprun.assembly.precision import optimizer_maker
 from mprun.config.compose import compose_config
 from mprun.config.execution_rules import auto_channels_last
 from mprun.errors import BadInput

@@ -16,7 +16,7 @@ SCRIPT = """
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from mprun.build import build
+from mprun.assembly import build
 from mprun.config.compose import compose_config
 from mprun.distributed.ranks import Ranks
 from mprun.precision import pin_math_flags

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mprun.build.data import arguments_of
+from mprun.assembly.data import arguments_of
 from mprun.config.compose import compose_config
 from mprun.distributed.ranks import Ranks
 from mprun.models.gpt import GPT, manual_attention

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 
-from mprun.build.data import arguments_of
+from mprun.assembly.data import arguments_of
 from mprun.config.compose import compose_config
 from mprun.models.classifiers import VGG16, AlexNet2012, PreActivationResNet50, alexnet, resnet50
 from mprun.models.dcgan import Discriminator, Generator

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from torch import nn
 
 from mprun.cli import main
-from mprun.compare.grouping import is_no_key
+from mprun.comparison.grouping import is_no_key
 from mprun.config.compose import compose_config
 from mprun.errors import BadInput
 from mprun.numerics.exponent_counter import exponent_counts, lost_updates, read_counts

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.build.task import weights_in
+from mprun.assembly.task import weights_in
 from mprun.precision import StaticLossScale
 
 from .. import helpers

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from mprun.build.precision import hidden_matrices, optimizer_maker
+from mprun.assembly.precision import hidden_matrices, optimizer_maker
 from mprun.config.components import NETWORKS
 from mprun.config.schema import OptimConfig
 from mprun.errors import BadInput

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.build.precision import norm_parameter_names, optimizer_maker, parameter_groups
+from mprun.assembly.precision import norm_parameter_names, optimizer_maker, parameter_groups
 from mprun.config.schema import OptimConfig
 from mprun.models.lstm import LSTMLanguageModel
 from mprun.precision import StaticLossScale, get_policy

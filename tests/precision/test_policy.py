@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from mprun.build import policy_from
+from mprun.assembly import policy_from
 from mprun.config.compose import compose_config
 from mprun.config.precision_rules import updates_in_16_bits
 from mprun.errors import BadInput

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mprun.build.precision import optimizer_maker
+from mprun.assembly.precision import optimizer_maker
 from mprun.config.schema import OptimConfig
 from mprun.errors import BadInput
 from mprun.precision import get_policy

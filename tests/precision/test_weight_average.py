@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.build.task import weights_in
+from mprun.assembly.task import weights_in
 from mprun.precision import DynamicLossScale
 
 from ..helpers import assert_same_bits, making, mixed, one_step

@@ -17,7 +17,7 @@ from mprun.cli import main
 from mprun.data.cache import Cache
 from mprun.record import checkpoint
 from mprun.record.run_directory import claim_exactly, locked, write_json
-from mprun.sweep.batch import _unwanted
+from mprun.sweeps.batch import _unwanted
 
 from ..helpers import TINY_LM, numbers_of, record_of, refused, rows_of, run
 

@@ -12,7 +12,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from mprun.build import build
+from mprun.assembly import build
 from mprun.config.compose import compose_config
 from mprun.errors import Damaged
 from mprun.record import metrics_columns

@@ -17,8 +17,8 @@ import yaml
 
 from mprun import __version__
 from mprun.cli import main
-from mprun.compare.grouping import group_runs
-from mprun.compare.load import load_runs
+from mprun.comparison.grouping import group_runs
+from mprun.comparison.load import load_runs
 from mprun.config.compose import compose_config
 from mprun.config.keys import config_hash, current, flat, hash_fields, is_as_hashed
 from mprun.config.schema import RunConfig

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import mprun
 from mprun.cli import main
-from mprun.compare.load import load_run
+from mprun.comparison.load import load_run
 from mprun.entry_points import announced
 from mprun.numerics.replay import Snapshot
 from mprun.precision import DynamicLossScale

@@ -11,8 +11,8 @@ from torch.nn.functional import mse_loss
 from torch.optim import SGD, Adam, Optimizer
 
 import mprun
-from mprun.compare.findings import Group
-from mprun.compare.notebook import ComparedRuns, RecordedRun, RecordedRuns
+from mprun.comparison.findings import Group
+from mprun.comparison.notebook import ComparedRuns, RecordedRun, RecordedRuns
 from mprun.extensions.diagnosis.first_nonfinite import Finding
 from mprun.extensions.diagnosis.observation import Event
 from mprun.numerics.exponent_shares import Shares

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from mprun.compare.tensorboard_summary import write_summaries
+from mprun.comparison.tensorboard_summary import write_summaries
 from mprun.entry_points import announced
 from mprun.record.console import UNSMOOTHED
 from tests.compare.made_comparison import comparison, group

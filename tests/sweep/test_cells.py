@@ -19,12 +19,12 @@ from mprun.errors import DAMAGED, DIVERGED, PREEMPTED, BadInput
 from mprun.record.console import opening
 from mprun.record.run_directory import Pulse, locked, write_config, write_json
 from mprun.record.run_record import Record
-from mprun.sweep import run, status_page
-from mprun.sweep.attempt import AttemptOutcome, ProcessEnd, exit_code, outcome_of
-from mprun.sweep.batch import cell_of
-from mprun.sweep.jobs import Cell, State, damage_of, put_aside, record_of, state_of
-from mprun.sweep.plan import Plan, plan
-from mprun.sweep.status_page import StatusPage
+from mprun.sweeps import run, status_page
+from mprun.sweeps.attempt import AttemptOutcome, ProcessEnd, exit_code, outcome_of
+from mprun.sweeps.batch import cell_of
+from mprun.sweeps.jobs import Cell, State, damage_of, put_aside, record_of, state_of
+from mprun.sweeps.plan import Plan, plan
+from mprun.sweeps.status_page import StatusPage
 from mprun.training.loop import Heartbeat
 
 from ..helpers import but

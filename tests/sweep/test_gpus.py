@@ -10,12 +10,12 @@ import pynvml
 import pytest
 
 from mprun.cli import main
-from mprun.sweep import attempt as processes
-from mprun.sweep import gpus, run
-from mprun.sweep.attempt import Attempt, Fork, start_child
-from mprun.sweep.gpus import Gpus, visible_gpus
-from mprun.sweep.jobs import Cell
-from mprun.sweep.plan import plan
+from mprun.sweeps import attempt as processes
+from mprun.sweeps import gpus, run
+from mprun.sweeps.attempt import Attempt, Fork, start_child
+from mprun.sweeps.gpus import Gpus, visible_gpus
+from mprun.sweeps.jobs import Cell
+from mprun.sweeps.plan import plan
 
 from ..helpers import but, refused
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from mprun.cli import main
-from mprun.sweep.plan import plan
+from mprun.sweeps.plan import plan
 
 from ..helpers import record_of, refused
 

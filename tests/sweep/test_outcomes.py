@@ -7,9 +7,9 @@ import threading
 import pytest
 
 from mprun.cli import main
-from mprun.sweep import attempt as processes
-from mprun.sweep.attempt import Attempt, AttemptOutcome
-from mprun.sweep.plan import plan
+from mprun.sweeps import attempt as processes
+from mprun.sweeps.attempt import Attempt, AttemptOutcome
+from mprun.sweeps.plan import plan
 
 from ..helpers import record_of
 

@@ -6,7 +6,7 @@ from mprun.config.compose import compose_config
 from mprun.config.keys import is_told
 from mprun.errors import BadInput
 from mprun.record.run_directory import run_name
-from mprun.sweep.plan import plan
+from mprun.sweeps.plan import plan
 
 from ..helpers import raises_line
 

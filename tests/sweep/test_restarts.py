@@ -12,7 +12,7 @@ from functools import partial
 import pytest
 
 from mprun.cli import main
-from mprun.sweep.plan import plan
+from mprun.sweeps.plan import plan
 
 from ..helpers import LM, TINY_GAN, record_of, seal_again
 

@@ -8,7 +8,7 @@ import pytest
 
 from mprun.cli import main
 from mprun.record.run_record import Record
-from mprun.sweep.gpus import available_cores
+from mprun.sweeps.gpus import available_cores
 
 from ..helpers import TINY_AUTOENCODER, record_of, rows_of, seal_again
 

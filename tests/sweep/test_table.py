@@ -3,8 +3,8 @@
 from collections import Counter
 
 from mprun.config.compose import compose_config
-from mprun.sweep.jobs import Cell
-from mprun.sweep.mode_table import table, without_record
+from mprun.sweeps.jobs import Cell
+from mprun.sweeps.mode_table import table, without_record
 
 
 def run(mode, seed, loss, **more):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import mprun
-from mprun.build import build
+from mprun.assembly import build
 from mprun.config.compose import compose_config
 from mprun.training.loop import Loop
 from mprun.training.signals import Interruption

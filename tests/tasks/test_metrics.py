@@ -10,8 +10,8 @@ import torch
 from mprun import compare
 from mprun.cli import main
 from mprun.cli.dispatch import verbs
-from mprun.compare.verdict import comparable
-from mprun.compare.wording import difference_text
+from mprun.comparison.verdict import comparable
+from mprun.comparison.wording import difference_text
 from mprun.config.components import TASKS
 from mprun.config.compose import compose_config
 from mprun.config.metrics import _MARGINS, LOSS, Metric, told_by_name
@@ -394,7 +394,7 @@ def test_a_record_with_a_metric_of_no_unit_is_damaged(tmp_path, capsys):
 
 
 def test_a_gan_whose_metric_rises_has_learned():
-    from mprun.compare.divergence import baseline_progress
+    from mprun.comparison.divergence import baseline_progress
 
     from ..compare.made_runs import made_run
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from mprun.build.precision import norm_parameter_names, parameter_groups
+from mprun.assembly.precision import norm_parameter_names, parameter_groups
 from mprun.config.schema import OptimConfig
 from mprun.errors import BadInput
 from mprun.precision.torch_update import has_fused_kernel

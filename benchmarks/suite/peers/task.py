@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from mprun.build.data import build_data
-from mprun.build.model import build_networks
+from mprun.assembly.data import build_data
+from mprun.assembly.model import build_networks
 from mprun.config.registry import task_of
 from mprun.config.schema import RunConfig
 from mprun.data.source import Batch, Source

@@ -32,7 +32,7 @@ from mprun.extensions.bench.session import claimed
 from mprun.record.console import markdown_table
 from mprun.record.layout import for_terminal
 from mprun.record.run_directory import write_json, write_text
-from mprun.sweep.child import child
+from mprun.sweeps.child import child
 from mprun.training.run import joined, placed, prepare, resolve_device
 
 WARM_UP = 12  # DistributedDataParallel orders its buckets anew in the second step

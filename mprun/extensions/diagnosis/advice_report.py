@@ -4,7 +4,7 @@ import math
 import shlex
 from functools import partial
 
-from mprun.compare.wording import signed
+from mprun.comparison.wording import signed
 from mprun.extensions.diagnosis.advice import Advice, Worst, words
 from mprun.extensions.diagnosis.cast_advice import cast_changes, in_words, percent
 from mprun.extensions.diagnosis.casts import TAKEN_THRESHOLD, worst_place

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from mprun.build import policy_from
+from mprun.assembly import policy_from
 from mprun.config.schema import PrecisionConfig
 from mprun.numerics.exponent_shares import ratio
 from mprun.numerics.probe import plainly

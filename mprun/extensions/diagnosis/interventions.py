@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mprun.build import Built
+from mprun.assembly import Built
 from mprun.config.compose import compose_config
 from mprun.config.keys import kind_recorded
 from mprun.config.option_files import modes

@@ -109,7 +109,7 @@ _Place = tuple[str, str, str, str]  # phase, module, operation, tensor of an eve
 
 
 class Observation(Collector):
-    """Watch operations inside the block on the task of a built run (`mprun.build.Built`).
+    """Watch operations inside the block on the task of a built run (`mprun.assembly.Built`).
 
     ramp: by (phase, module), in order of execution. ramps: the ramp at each of the first events.
     """

@@ -8,7 +8,7 @@ import math
 import time
 from dataclasses import dataclass, field
 
-from mprun.build import Built
+from mprun.assembly import Built
 from mprun.config.schema import PrecisionConfig
 from mprun.errors import BadInput, MprunError
 from mprun.extensions.diagnosis.cast_advice import cast_changes, sentences

@@ -26,10 +26,10 @@ from typing import Literal
 
 import numpy as np
 
-from mprun.compare.divergence import foreign_width, nonfinite_from
-from mprun.compare.findings import Arm, RunData
-from mprun.compare.grouping import ProtoGroup
-from mprun.compare.load import search
+from mprun.comparison.divergence import foreign_width, nonfinite_from
+from mprun.comparison.findings import Arm, RunData
+from mprun.comparison.grouping import ProtoGroup
+from mprun.comparison.load import search
 from mprun.config.metrics import told_by_name
 from mprun.errors import BadInput, shortened
 from mprun.extensions.logs.log_formats import logs_in, read_logs, texts_in

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mprun.compare.load import natural_order
+from mprun.comparison.load import natural_order
 from mprun.config.keys import flat
 from mprun.entry_points import announced, loaded
 from mprun.errors import BadInput, Damaged

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from mprun.cli.arguments import Arguments, names, number
 from mprun.cli.compare import JUDGING, add_judging, folder_beside
-from mprun.compare import compare
-from mprun.compare.text_outputs import console, markdown
-from mprun.compare.wording import seeds_text
+from mprun.comparison import compare
+from mprun.comparison.text_outputs import console, markdown
+from mprun.comparison.wording import seeds_text
 from mprun.errors import DONE, BadInput, needing, no_folder
 from mprun.extensions.paper.listing import Listing, commands_of
 from mprun.extensions.paper.rows import ROWS, PaperRow
@@ -23,11 +23,11 @@ from mprun.record.console import columns
 from mprun.record.layout import for_terminal
 from mprun.record.run_directory import refuse_link
 from mprun.record.run_record import read_record
-from mprun.sweep.gpus import available_cores
-from mprun.sweep.jobs import Cell, State, state_of
-from mprun.sweep.plan import Plan, plan
-from mprun.sweep.run import SweepLoop
-from mprun.sweep.status_page import StatusPage
+from mprun.sweeps.gpus import available_cores
+from mprun.sweeps.jobs import Cell, State, state_of
+from mprun.sweeps.plan import Plan, plan
+from mprun.sweeps.run import SweepLoop
+from mprun.sweeps.status_page import StatusPage
 
 _WHAT = """\
   mprun paper                   the paper's results, what is finished, how long the others take

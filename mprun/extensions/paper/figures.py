@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mprun.compare.curves import curves
-from mprun.compare.gap_growth import TRAINING, evaluation
-from mprun.compare.numerics import (
+from mprun.comparison.curves import curves
+from mprun.comparison.gap_growth import TRAINING, evaluation
+from mprun.comparison.numerics import (
     PREFIX,
     ProbedMode,
     exponent_shares,
@@ -16,7 +16,7 @@ from mprun.compare.numerics import (
     probed_run,
     share_text,
 )
-from mprun.compare.report import picture, samples
+from mprun.comparison.report import picture, samples
 from mprun.extensions.paper.outcomes import FAILED, NOT_RUN, RowOutcome
 from mprun.extensions.paper.rows import PaperFigure
 from mprun.numerics.exponent_shares import ratio

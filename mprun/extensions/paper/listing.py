@@ -17,7 +17,7 @@ from mprun.extensions.paper.settled import held_out, settings
 from mprun.record.console import markdown_table
 from mprun.record.layout import aligned, hanging
 from mprun.record.run_record import OUTCOMES, read_record
-from mprun.sweep.gpus import available_cores
+from mprun.sweeps.gpus import available_cores
 
 PROBES = ("precision=fp32", "numerics=on", "numerics.every=20")
 

@@ -17,12 +17,12 @@ from typing import Any
 
 import numpy as np
 
-from mprun.compare import compare
-from mprun.compare.findings import Comparison, Group
-from mprun.compare.findings import Row as Compared
-from mprun.compare.grouping import ProtoGroup
-from mprun.compare.verdict import assess
-from mprun.compare.wording import (
+from mprun.comparison import compare
+from mprun.comparison.findings import Comparison, Group
+from mprun.comparison.findings import Row as Compared
+from mprun.comparison.grouping import ProtoGroup
+from mprun.comparison.verdict import assess
+from mprun.comparison.wording import (
     baseline_name,
     difference_text,
     margin_text,

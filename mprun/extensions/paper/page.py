@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from mprun.compare.report import render
+from mprun.comparison.report import render
 from mprun.extensions.paper.figures import figure_of, mechanism
 from mprun.extensions.paper.outcomes import NOT_RUN, RowOutcome, counted
 from mprun.extensions.paper.rows import PaperRow

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
-from mprun.compare.findings import Group
+from mprun.comparison.findings import Group
 from mprun.config.registry import metric_called
 
 EQUAL, FAILS, DIVERGES = "equal", "fails", "diverges"

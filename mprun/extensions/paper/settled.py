@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from mprun.compare.wording import seeds_text
+from mprun.comparison.wording import seeds_text
 from mprun.errors import BadInput
 
 _MOST = 10_000  # seeds of a span

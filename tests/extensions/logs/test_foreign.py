@@ -12,8 +12,8 @@ from tensorboard.compat.proto.tensor_pb2 import TensorProto
 from tensorboard.summary.writer.event_file_writer import EventFileWriter
 
 from mprun.cli import main
-from mprun.compare.gap_growth import differences, evaluation
-from mprun.compare.verdict import assess
+from mprun.comparison.gap_growth import differences, evaluation
+from mprun.comparison.verdict import assess
 from mprun.errors import BadInput
 from mprun.extensions.logs.external_logs import load_foreign
 

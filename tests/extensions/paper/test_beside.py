@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from mprun.cli.dispatch import main
-from mprun.compare.findings import Comparison, Group, Outcome, Row, Verdict
-from mprun.compare.grouping import ProtoGroup
-from mprun.compare.verdict import assess
+from mprun.comparison.findings import Comparison, Group, Outcome, Row, Verdict
+from mprun.comparison.grouping import ProtoGroup
+from mprun.comparison.verdict import assess
 from mprun.extensions.paper import outcomes
 from mprun.extensions.paper.outcomes import beside
 from mprun.extensions.paper.page import HEADER, Page, tables, tables_markdown

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.build.data import arguments_of
+from mprun.assembly.data import arguments_of
 from mprun.config.compose import compose_config
 from mprun.extensions.speech.deep_speech import DeepSpeech2
 

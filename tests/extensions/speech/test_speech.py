@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 
 import mprun.extensions.speech.task as speech_module
-from mprun.build import build
+from mprun.assembly import build
 from mprun.cli import main
 from mprun.config.compose import compose_config
 

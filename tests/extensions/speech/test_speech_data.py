@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from mprun.build.data import check_batches
+from mprun.assembly.data import check_batches
 from mprun.cli import main
 from mprun.config.components.custom import CustomDataConfig
 from mprun.data import DataError

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
 
-from mprun.build.data import arguments_of
+from mprun.assembly.data import arguments_of
 from mprun.config.compose import compose_config
 from mprun.extensions.translation.seq2seq import Attention, Seq2Seq, reversed_order
 

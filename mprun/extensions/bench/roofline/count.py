@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mprun.build.precision import policy_from
-from mprun.build.task import build_task
+from mprun.assembly.precision import policy_from
+from mprun.assembly.task import build_task
 from mprun.config.compose import compose_config
 from mprun.config.schema import DataConfig, RunConfig
 from mprun.errors import BadInput, MprunError, raised

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mprun.build.data import build_data, check_batches, own_source
+from mprun.assembly.data import build_data, check_batches, own_source
 from mprun.config import schema
 from mprun.config.registry import kind_of, task_of
 from mprun.data.source import Source

@@ -222,8 +222,8 @@ def _check(
     options: Namespace, given: Vouched, advice: "Advice", base: list[str], directory: Path
 ) -> dict:
     """Train FP32, the advised static scale, and scale 1, each with 3 seeds; return the results."""
-    from mprun.sweep import sweep
-    from mprun.sweep.plan import plan
+    from mprun.sweeps import sweep
+    from mprun.sweeps.plan import plan
 
     # For a run these are the overrides of its record, which may name code and paths, too.
     base = [*base, *(override for override in options.overrides if _key(override) in PLACES)]
@@ -249,10 +249,10 @@ def _check(
 
 def _judged(directories: list[Path], arms: dict[str, list[str]]) -> dict:
     """Return the verdicts of `mprun compare` on the runs of the arms."""
-    from mprun.compare.grouping import group_runs
-    from mprun.compare.load import load_runs
-    from mprun.compare.verdict import assess
-    from mprun.compare.wording import shown, unit
+    from mprun.comparison.grouping import group_runs
+    from mprun.comparison.load import load_runs
+    from mprun.comparison.verdict import assess
+    from mprun.comparison.wording import shown, unit
 
     runs, _ = load_runs(directories)
     protos, refused = group_runs(runs)

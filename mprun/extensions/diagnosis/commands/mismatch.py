@@ -21,7 +21,7 @@ from mprun.record.run_record import read_record, refuse_older_state
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from mprun.build import Built
+    from mprun.assembly import Built
     from mprun.extensions.diagnosis.log_probabilities import Mismatch
 
 TOKENS, BATCH, BAND = 8192, 16, 0.01

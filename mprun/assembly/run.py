@@ -1,0 +1,182 @@
+"""Build the parts of a run that cost no file, and decide how its steps are executed."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from mprun.assembly.data import arguments_of, build_data
+from mprun.assembly.model import uses_channels_last
+from mprun.assembly.precision import policy_from
+from mprun.assembly.task import build_task
+from mprun.config.execution_rules import refuse_on, why_no_graph
+from mprun.config.registry import kind_of
+from mprun.config.schema import MAX_STEPS, OptimConfig, RunConfig
+from mprun.data import DataError
+from mprun.data.source import DamagedData, Source
+from mprun.distributed.ranks import ALONE, Ranks
+from mprun.errors import BadInput
+from mprun.execution.cuda_graph import CudaRecorder, why_not_captured
+from mprun.execution.graphed_step import DRAWS, GraphedStep, HostBound
+from mprun.execution.step_runner import Compilation, LearningRate, StepRunner, learning_rates
+from mprun.precision import DTYPES, ForwardContext, PrecisionPolicy, why_no_lstm, why_unsupported
+from mprun.tasks import Learner, Task
+
+
+@dataclass(slots=True)
+class Built:
+    """The parts of a run that cost no file."""
+
+    task: Task
+    data: Source
+    policy: PrecisionPolicy
+    forward_context: ForwardContext
+    device: torch.device
+    steps: int
+    rate: LearningRate
+    stepper: StepRunner
+
+
+def build(
+    config: RunConfig,
+    device: torch.device,
+    ranks: Ranks = ALONE,
+) -> Built:
+    """Build data, model, optimizer, loss scale and task; raise BadInput if that is impossible.
+
+    It draws the initial weights from the global random state.
+
+    Args:
+        ranks: those of which this process is one; a single one takes every micro-batch itself,
+            regardless of `devices`.
+    """
+    policy = policy_from(config.precision)
+    overrides = [DTYPES[name] for name in config.precision.overrides.values()]
+    native = config.cpu_half == "native"
+    _check_device(config, policy, device, overrides)
+    try:
+        data = build_data(config.data, config.seed, device)
+    except DamagedData:
+        raise
+    except DataError as error:
+        raise BadInput(str(error)) from error
+    except ValueError as error:
+        # A constructor's None is null in a configuration.
+        raise BadInput(f"data.{error}".replace("None", "null")) from error
+    forward_context = ForwardContext(policy, device, native=native, overrides=overrides)
+    try:
+        task = build_task(config, data, policy, forward_context, ranks)
+    except DamagedData:
+        raise
+    except ValueError as error:
+        raise BadInput(str(error)) from error
+    task.seed = config.seed
+    if ranks.world > 1:
+        data.share_out(task.numbers, task.accumulate, ranks.rank, ranks.world)
+    task.channels_last, _ = uses_channels_last(config, device)
+    if task.steps_per_epoch < 1:
+        none = f"the data have no full step of {task.samples_per_step} {task.sample}s"
+        raise BadInput(f"data.batch_size={config.data.batch_size}: too large, {none}")
+    steps, epochs = config.train.steps, config.train.epochs
+    if steps is None:
+        steps = max(1, round((epochs or 0.0) * task.steps_per_epoch))
+        if steps > MAX_STEPS:
+            raise BadInput(f"train.epochs={epochs}: {steps} steps, at most {MAX_STEPS} are allowed")
+    lr = schedule_of(config.optim, steps, task.steps_per_epoch)
+    rate = LearningRate(lr, [*task.learners.values()], device)
+    stepper = build_step_runner(config, task, rate, device)
+    return Built(task, data, policy, forward_context, device, steps, rate, stepper)
+
+
+def _check_device(
+    config: RunConfig,
+    policy: PrecisionPolicy,
+    device: torch.device,
+    overrides: Sequence[torch.dtype],
+) -> None:
+    """Raise BadInput for a mode that the device does not have."""
+    reason = why_unsupported(policy, device, overrides)
+    native_cpu = device.type == "cpu" and config.cpu_half == "native"
+    if reason is None and config.model.component.recurrent:
+        if device.type != "cpu" or native_cpu:
+            projected = getattr(config.model, "projection_size", 0) > 0
+            reason = why_no_lstm(policy, device, projected)
+        if reason is not None and native_cpu:
+            raise BadInput(f"cpu_half=native: {reason}; use cpu_half=emulated")
+    if reason is not None:
+        raise BadInput(f"precision={policy.name} device={config.device}: {reason}")
+
+
+def schedule_of(optim: OptimConfig, steps: int, steps_per_epoch: int) -> list[float]:
+    """Return the learning rate of each update of a run of `steps` steps."""
+    settings = arguments_of(learning_rates, optim)
+    settings |= {"steps_per_epoch": steps_per_epoch, "constant_epochs": optim.constant_epochs or 0}
+    return learning_rates(total_updates=steps, **settings)
+
+
+def build_step_runner(
+    config: RunConfig, task: Task, rate: LearningRate, device: torch.device
+) -> StepRunner:
+    """Build the step runner of a new task; BadInput for a setting impossible on `device`."""
+    refuse_on(config, device.type)
+    settings = _settings(config, device)
+    wanted, reason = config.train.cuda_graph, "train.cuda_graph=off"
+    if wanted != "off":
+        optimizers = [learner.optimizer for learner in task.learners.values()]
+        why = why_no_graph(config, device.type) or why_not_captured(optimizers, rate.constant)
+        why = why or (DRAWS if task.in_parts and _draws(config, task) else None)
+        if why is not None and wanted == "on":
+            raise BadInput(f"train.cuda_graph=on: {why} (allowed here: auto, off)")
+        reason = why or ""
+    compilation = _compilation(config, task.learners)
+    if reason:
+        settings["cuda_graph"] = f"off: {reason}"
+        return StepRunner(task, rate, device, compilation=compilation, settings=settings)
+    stream = torch.cuda.Stream(device)
+    required = wanted == "on"
+    graph = GraphedStep(
+        task,
+        CudaRecorder(device, stream),
+        required=required,
+        clock=None if required else HostBound(device),
+        zero_state=config.model.component.zero_state,
+    )
+    return StepRunner(
+        task, rate, device, graph=graph, compilation=compilation, stream=stream, settings=settings
+    )
+
+
+def _draws(config: RunConfig, task: Task) -> bool:
+    """Return whether a step certainly draws: a GAN's codes, or dropout in a module of torch."""
+    modules = (own for one in task.learners.values() for own in one.model.modules())
+    rates = (getattr(own, "p" if isinstance(own, nn.Dropout) else "dropout", 0) for own in modules)
+    dropout = any(isinstance(rate, float) and rate > 0 for rate in rates)
+    return dropout or kind_of(config.model).networks > 1
+
+
+def _compilation(config: RunConfig, learners: Mapping[str, Learner]) -> Compilation | None:
+    mode = config.train.compile
+    if mode == "off":
+        return None
+    for learner in learners.values():
+        if any(isinstance(module, nn.RNNBase) for module in learner.model.modules()):
+            why = "the network has a recurrent layer, which torch.compile passes over"
+            raise BadInput(f"train.compile={mode}: {why} (allowed: off)")
+    # Casts around modules of another dtype are functions in place of `forward`.
+    whole = not config.model.component.own and not config.precision.overrides
+    return Compilation(learners.values(), mode, fullgraph=whole)
+
+
+def _settings(config: RunConfig, device: torch.device) -> dict[str, str]:
+    channels_last, reason = uses_channels_last(config, device)
+    autotune = "off: device=cpu"
+    if device.type == "cuda":
+        why = "deterministic=true" if config.deterministic else "train.autotune=off"
+        autotune = "on" if torch.backends.cudnn.benchmark else f"off: {why}"
+    return {
+        "cuda_graph": "",
+        "compile": "off",
+        "channels_last": "on" if channels_last else f"off: {reason}",
+        "autotune": autotune,
+    }

@@ -1,0 +1,299 @@
+"""The task of a configuration: models prepared for their mode, each with its optimizer.
+
+The user's own data and networks are tried before step 1.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from mprun.assembly.data import arguments_of, check_batches, check_tanh_images
+from mprun.assembly.model import (
+    blocks_of,
+    build_networks,
+    put_channels_last,
+    recompute,
+    uses_channels_last,
+)
+from mprun.assembly.precision import build_loss_scale, optimizer_maker
+from mprun.assembly.user_code import Factory, Trial
+from mprun.config.components import TASKS
+from mprun.config.components.custom import CustomDataConfig, CustomModelConfig
+from mprun.config.execution_rules import engine_of
+from mprun.config.registry import kind_of, task_of
+from mprun.config.schema import RunConfig
+from mprun.data.source import Source, kept_random_state
+from mprun.distributed.ranks import ALONE, Ranks
+from mprun.entry_points import loaded
+from mprun.errors import BadInput
+from mprun.precision import (
+    DTYPES,
+    BatchStatistics,
+    ForwardContext,
+    LossScale,
+    PrecisionPolicy,
+    why_no_lstm,
+)
+from mprun.precision.module_dtypes import (
+    matching_modules,
+    refuse_without_effect,
+    those_that_match,
+)
+from mprun.prepared.prepared_model import PreparedModel
+from mprun.tasks import Learner, SampleDistance, Task
+
+if TYPE_CHECKING:
+    from mprun.distributed.reduction import FlatReduction
+
+
+def build_task(
+    config: RunConfig,
+    data: Source,
+    policy: PrecisionPolicy,
+    forward_context: ForwardContext,
+    ranks: Ranks = ALONE,
+) -> Task:
+    """Build the task of a configuration, with its models, optimizers and loss scales.
+
+    It draws the initial weights from the global random state. It raises BadInput, or a ValueError
+    that names the key, if that is impossible.
+    """
+    device, model, name = forward_context.device, config.model, task_of(config.model)
+    if isinstance(config.data, CustomDataConfig):
+        check_batches(config.data, name, data, device)
+        if data.batches_per_epoch and model.component.in_tanh:
+            check_tanh_images(config.data, getattr(model, "image_size", 0), data)
+    common: dict[str, Any] = {
+        "eval_in_mode": config.train.eval_arithmetic == "mode",
+        "accumulate": config.train.accumulate,
+    }
+    make: Any = None
+    if name in TASKS:
+        make = loaded(TASKS[name].builder)
+        common |= arguments_of(make, model)
+    networks = _networks(config, data, forward_context)
+    scale = build_loss_scale(config.scaler, device)
+    if len(networks) > 1:
+        # The first network is the generator.
+        own = build_loss_scale(config.scaler, device) if config.scaler.per == "optimizer" else scale
+        learners = _learners(config, networks, [own, scale], forward_context, ranks)
+        made: Task = make(
+            *learners,
+            data,
+            policy,
+            forward_context,
+            (scale, own),
+            **common,
+            sample_distance=_sample_distance(config, data, device),
+        )
+        made.ranks = ranks
+        return made
+    (learner,) = _learners(config, networks, [scale], forward_context, ranks)
+    if any(size == "num_classes" and getattr(data, size) < 2 for size in kind_of(model).sizes):
+        what = "one class, a classifier needs two; is the folder one level too high?"
+        raise BadInput(f"data.root={config.data.root}: {what}")
+    make = make or Factory("model.task", name)  # imported after the first draw of weights
+    made = make(learner, data, policy, forward_context, scale, **common)
+    made.ranks = ranks
+    return made
+
+
+Network = tuple[nn.Module, dict[str, torch.dtype]]  # and its own overrides by pattern
+
+
+def _networks(config: RunConfig, data: Source, forward_context: ForwardContext) -> list[Network]:
+    """Build the networks; an override must match in at least one of them."""
+    device = forward_context.device
+    overrides = {pattern: DTYPES[d] for pattern, d in config.precision.overrides.items()}
+    networks = [network.to(device) for network in build_networks(config.model, data)]
+    if uses_channels_last(config, device)[0]:
+        networks = [put_channels_last(network) for network in networks]
+    _check_own_network(config, networks, data, forward_context, overrides)
+    if config.train.activation_checkpointing:
+        for block in blocks_of(config, networks[0]).values():
+            recompute(block)
+    if len(networks) == 1:
+        return [(networks[0], overrides)]
+    matching = [{p: overrides[p] for p in those_that_match(m, overrides)} for m in networks]
+    if missing := [p for p in overrides if not any(p in own for own in matching)]:
+        none = "matches no module of generator or discriminator"
+        raise BadInput(f"precision.overrides.{missing[0]}: {none}")
+    return [*zip(networks, matching, strict=True)]
+
+
+def _learners(
+    config: RunConfig,
+    networks: Sequence[Network],
+    scales: Sequence[LossScale],
+    forward_context: ForwardContext,
+    ranks: Ranks,
+) -> list[Learner]:
+    """Prepare each model and build its optimizer; scales: of their gradients."""
+    device, policy = forward_context.device, forward_context.policy
+    limits = _limits(config, [network for network, _ in networks])
+    in_parts = config.train.accumulate > 1 or ranks.world > 1
+    found: list[Learner] = []
+    for (network, overrides), scale, own in zip(networks, scales, limits, strict=True):
+        refuse_without_effect(network, policy, overrides, "precision.overrides")
+        if ranks.world > 1 and config.dist.engine == "fsdp":
+            from mprun.distributed.sharding import shard
+
+            shard(network, [*blocks_of(config, network).values()], ranks)
+        prepared = PreparedModel(
+            network,
+            forward_context,
+            scale,
+            overrides,
+            of_run=True,
+            key="precision.overrides",
+            seed=1009 * config.seed + len(found),
+        )
+        trained: list[tuple[str, Tensor]] = [
+            (name, own) for name, own in network.named_parameters() if own.requires_grad
+        ]
+        learner = Learner(
+            prepared,
+            optimizer_maker(config.optim, policy, device, network)(trained),
+            parts=config.train.accumulate,
+            reduction=_reduction(config, prepared, ranks),
+            statistics=BatchStatistics(network) if in_parts else None,
+            **own,
+        )
+        found.append(learner)
+    return found
+
+
+def _reduction(config: RunConfig, prepared: PreparedModel, ranks: Ranks) -> "FlatReduction | None":
+    """Return the sum over ranks of one model's gradients; None if a single rank adds each
+    micro-batch as it comes."""
+    order, policy = config.precision.reduce_order, prepared.policy
+    several = config.train.accumulate > 1
+    if ranks.world == 1 and not (several and policy.reduce_dtype is not None) and order == "rank":
+        return None
+    from mprun.distributed.reduction import FlatReduction, OverlappedReduction
+
+    engine, kind = engine_of(config, prepared.device_type)[0], FlatReduction
+    if engine == "fsdp" and ranks.world > 1:
+        from mprun.distributed.sharding import ShardedReduction as kind
+    elif engine == "ddp" and ranks.world > 1:
+        kind = OverlappedReduction
+    return kind(
+        ranks,
+        config.train.accumulate,
+        fixed=config.dist.order == "fixed" if ranks.world > 1 else order != "rank",
+        order=order,
+        bucket_bytes=int(config.dist.bucket_mb * 2**20),
+        dtype=policy.reduce_dtype if several else None,
+        divide=policy.reduce_divide,
+    )
+
+
+def _limits(config: RunConfig, models: Sequence[nn.Module]) -> list[dict[str, Any]]:
+    """Return arguments of each model's learner: clipped and averaged parameters.
+
+    A pattern has to match in at least one of the models. A model in which none of several patterns
+    matches is neither clipped nor averaged. A ValueError names a pattern without a match.
+    """
+    train, optim = config.train, config.optim
+    found: list[dict] = [{} for _ in models]
+    clipped, averaged = "train.clip_modules", "optim.average_modules"
+    for key, value, names, patterns, modules in (
+        ("clip_norm", train.clip_norm, "clipped", train.clip_modules, clipped),
+        ("average_decay", optim.average_decay, "averaged", optim.average_modules, averaged),
+    ):
+        if value is None:
+            continue
+        matching = [those_that_match(model, patterns) for model in models]
+        if missing := [one for one in patterns if not any(one in own for own in matching)]:
+            weights_in(models[0], missing[:1], modules)  # it raises
+        for arguments, model, own in zip(found, models, matching, strict=True):
+            if own or not patterns:
+                arguments |= {key: value, names: weights_in(model, own, modules)}
+    return found
+
+
+def weights_in(model: nn.Module, patterns: Sequence[str], key: str) -> set[str]:
+    """Return the trained parameters in modules that match the patterns of `key`; all without any.
+
+    It raises ValueError if a pattern matches no module, or no weight is chosen.
+    """
+    around = {f"{m}." for pattern in patterns for m in matching_modules(model, pattern, key)}
+    names = {
+        name
+        for name, own in model.named_parameters()
+        if own.requires_grad and (not patterns or any(name.startswith(one) for one in around))
+    }
+    if not names:
+        raise ValueError(f"{key}={list(patterns)}: these have no weights")
+    return names
+
+
+def _sample_distance(
+    config: RunConfig, data: Source, device: torch.device
+) -> SampleDistance | None:
+    """Build it only for a run judged by it: it costs a second or two per evaluation on a CPU."""
+    if config.compare.metric != "sliced_wasserstein":
+        return None
+    size, channels = (data.description.get(key) for key in ("image_size", "channels"))
+    if size is None or channels is None:
+        raise BadInput(f"compare.metric={config.compare.metric}: needs square images")
+    return SampleDistance(int(size), int(channels), device)
+
+
+def _check_own_network(
+    config: RunConfig,
+    networks: Sequence[nn.Module],
+    data: Source,
+    forward_context: ForwardContext,
+    overrides: dict[str, torch.dtype],
+) -> None:
+    """Build the networks once more and try them, if they or their data are the user's own.
+
+    It costs one construction and three passes of two samples, and no random number. mprun's LSTM is
+    left out: it takes tokens of any data, and may be large.
+    """
+    model, policy, device = config.model, forward_context.policy, forward_context.device
+    of_tokens = kind_of(model).family in ("text", "sentence_pairs")
+    if not (model.component.own or (config.data.component.own and not of_tokens)):
+        return
+    if data.batches_per_epoch < 1:
+        return  # reported with the batch size
+    # Without torch.device("cpu"), `torch.device("meta")` around it would lose the values of
+    # tensors that are no weights.
+    with kept_random_state(), torch.device("cpu"):
+        copies = build_networks(model, data)
+    if uses_channels_last(config, device)[0]:
+        copies = [put_channels_last(network) for network in copies]
+    native = config.cpu_half == "native"
+    name = f"model={model.name}"
+    if isinstance(model, CustomModelConfig):
+        name = f"model.factory={model.factory}"
+        if set(_parameters(networks)) & set(_parameters(copies)):
+            raise BadInput(f"{name}: returned a network twice; each call must build one")
+        if device.type == "cuda" or native:
+            _check_recurrent(f"{name} precision={policy.name}", copies, forward_context)
+    latent_size = getattr(model, "latent_size", 0)
+    trial = Trial(name, task_of(model), copies, data, device, latent_size, model.carries_state)
+    # A separate context: the run's counts the run's operations.
+    own = ForwardContext(policy, device, native=native, overrides=overrides.values())
+    trial.run(policy, own, overrides)
+
+
+def _parameters(networks: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
+    return chain.from_iterable(network.parameters() for network in networks)
+
+
+def _check_recurrent(
+    name: str, networks: Sequence[nn.Module], forward_context: ForwardContext
+) -> None:
+    """Refuse a mode in which torch's recurrent layers compute in another dtype."""
+    policy, device = forward_context.policy, forward_context.device
+    # One routine casts all recurrent layers of a GPU; native CPU kernels differ.
+    kind = nn.RNNBase if device.type == "cuda" else nn.LSTM
+    layers = [m for network in networks for m in network.modules() if isinstance(m, kind)]
+    projected = any(layer.proj_size for layer in layers)
+    if layers and (reason := why_no_lstm(policy, device, projected)) is not None:
+        raise BadInput(f"{name}: {reason}")

@@ -1,0 +1,259 @@
+"""Put a decision into words: the sentence of a verdict, part by part in the order of reading."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from mprun.comparison.decision import CONCLUSIVE, Decision, Look, Tested, TooFew, Values
+from mprun.comparison.divergence import facts_text
+from mprun.comparison.equivalence import (
+    MOST_SEEDS,
+    Interval,
+    level_after_a_test,
+    outlier,
+    seeds_needed,
+)
+from mprun.comparison.findings import Outcome, Question
+from mprun.comparison.wording import decimals_for, number_of, signed
+
+ROUNDING = 1e-6  # of the margin: below it a difference is that of rounding, not worth a word
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """The unit of a displayed difference: multiply by `factor`, append `suffix`.
+
+    `turned`: higher is better for the metric, so the sign needs an explanation.
+    """
+
+    factor: float
+    suffix: str
+    turned: bool = False
+
+    @classmethod
+    def of(cls, question: Question) -> "Unit":
+        """Return the unit of the differences that a question asks for."""
+        if question.relative:
+            return cls(100.0, " %", question.higher_is_better)
+        return cls(1.0, " points" if question.unit == "points" else "", question.higher_is_better)
+
+    def text(self, value: float, margin: float, *beside: float) -> str:
+        """Return the signed number, rounded by `signed` beside others; no suffix."""
+        return signed(value, margin, beside, self.factor)
+
+    def size(self, value: float, margin: float) -> str:
+        """Return the number without a sign, and the suffix."""
+        return f"{value * self.factor:.{decimals_for(margin * self.factor)}f}{self.suffix}"
+
+
+def sentence_of(decision: Decision) -> str:
+    """Return all that is said of a mode: what was found, then what limits it."""
+    return " ".join(_parts(decision))
+
+
+def _parts(decision: Decision) -> Iterator[str]:
+    result = decision.result
+    if result is None:
+        yield _beforehand(decision)
+        return
+    if isinstance(result, TooFew):
+        yield from _too_few(result)
+    else:
+        yield from _tested(result, decision.look)
+        if decision.look is not None:
+            yield _at_look(decision.look, result.name)
+        elif decision.needed:
+            yield _after_a_test(result.values, decision.needed)
+    if decision.facts:
+        yield facts_text(decision.facts)
+    if without := without_partner(decision):
+        yield f"Left out, {without}."
+    if (other := decision.unpaired) is not None:
+        found = difference_text(other.interval, Unit.of(decision.question), other.margin.size)
+        yield f"Over all, unpaired: {other.name}, {found}."
+    if decision.left_out:
+        yield f"Left out: {'; '.join(decision.left_out)}."
+
+
+def _beforehand(decision: Decision) -> str:
+    """Say why no test was needed."""
+    (own, base), reference = decision.ends, decision.arms[1].reference
+    bad, bad_base = ([o for o in arm if o.diverged is not None] for arm in (own, base))
+    of_own = f"diverged in {len(bad)} of {len(own)} runs"
+    if decision.name == "diverged":
+        return f"{of_own} ({_first(bad)}). {reference} diverged in 0 of {len(base)}."
+    if decision.name == "not assessed":
+        return (
+            f"not assessed: the {decision.question.metric} of a GAN does not measure the quality "
+            "of its samples; runs with compare.metric=sliced_wasserstein are judged "
+            "(docs/sample_metric.md)."
+        )
+    if decision.unlearned is not None:
+        return (
+            f"{reference} itself learned next to nothing ({decision.unlearned}): agreement would "
+            "say nothing; train longer or fix the recipe."
+        )
+    return (
+        f"{reference} itself diverged in {len(bad_base)} of {len(base)} runs "
+        f"({_first(bad_base)}); fix the recipe first. This mode {of_own}."
+    )
+
+
+def _first(diverged: list[Outcome]) -> str:
+    first = min(diverged, key=lambda o: math.inf if o.step is None else o.step)
+    return f"first at step {'unknown' if first.step is None else first.step}: {first.diverged}"
+
+
+def _too_few(found: TooFew) -> Iterator[str]:
+    values, question = found.values, found.values.question
+    yield (f"inconclusive: needs at least {found.wanted} {values.counted}s (has {values.fewest}).")
+    if found.margin is not None and found.difference is not None:
+        unit, difference = Unit.of(question), found.difference / found.margin.whole
+        so_far = unit.text(difference, found.margin.size, difference)
+        turned = " (positive is worse)" if unit.turned else ""
+        yield f"Difference so far: {so_far}{unit.suffix}{turned}."
+
+
+def _tested(found: Tested, look: Look | None) -> Iterator[str]:
+    values, unit = found.values, Unit.of(found.values.question)
+    remedy = None
+    if look is not None:
+        following = look.following
+        remedy = (
+            f"wait for the look at {following} seeds" if following else "this was the last look"
+        )
+    margin, reference = found.margin.size, values.arms[1].reference
+    yield sentence(found.name, found.interval, margin, unit, reference, remedy, values.counted)
+    counted = number_of(values.fewest, values.counted)
+    if found.least is not None:
+        least = unit.size(found.least, margin)
+        yield f"{counted} with this scatter can show no margin below ±{least}."
+    if found.unconfirmed is not None:
+        yield (
+            "Not confirmed by a permutation test, which does not assume that noise is normal: "
+            f"p = {100 * found.unconfirmed:.2g} % for what is claimed at {100 * found.alpha:.2g} "
+            f"%; run more {values.counted}s."
+        )
+    yield from _strange(values)
+
+
+def _at_look(look: Look, name: str) -> str:
+    """Say which look of the plan it was, and what the plan still has."""
+    text, rest = f"Look at {look.at} seeds of the plan {', '.join(map(str, look.plan))}", ""
+    unused = number_of(look.available - look.at)
+    if name in CONCLUSIVE:
+        rest = f"; it stands, {unused} not used"
+    elif (following := look.following) is not None:
+        text += f"; the next needs {number_of(following - look.available)} more"
+        rest = f", {unused} waiting for it"
+    else:
+        rest = f"; {unused} beyond it not used"
+    return f"{text}{rest if look.available > look.at else ''}."
+
+
+def _after_a_test(values: Values, needed: int) -> str:
+    looks = values.fewest, values.fewest + needed
+    return (
+        f"A test of all {looks[1]} after this one (--looks {looks[0]},{looks[1]}) holds about "
+        f"{100 * level_after_a_test(looks):.2g} % instead of 5 %; for 5 % plan the looks before "
+        f"the first test, or test new {values.counted}s alone."
+    )
+
+
+def _strange(values: Values) -> Iterator[str]:
+    """Say what speaks against the test in the values: no scatter, or one far from all."""
+    question, (mode, baseline) = values.question, values.arms
+    arms = [
+        (values.own, values.own_seeds, "this mode", mode),
+        (values.base, values.base_seeds, baseline.reference, baseline),
+    ]
+    for shown, _, whose, _ in arms:
+        if baseline.foreign and len(set(shown)) == 1:
+            yield (
+                f"All {len(shown)} runs of {whose} ended with the same value: such a test says "
+                "nothing of other runs."
+            )
+    verb, of, sign = "ended", "at ", -1 if question.higher_is_better else 1
+    if values.method == "paired":  # the differences are tested; positive stays worse
+        both = [a - b for a, b in zip(values.own, values.base, strict=True)]
+        verb, of, sign, arms = "differs", "by ", 1, [(both, *arms[0][1:])]
+    for judged, seeds, whose, arm in arms:
+        place = outlier(judged)
+        if place is None:
+            continue
+        shown = [sign * value for value in judged]
+        if verb == "ended" and question.as_logarithm:
+            shown = [math.exp(value) for value in shown]
+        others = [*shown[:place], *shown[place + 1 :]]
+        run = next(run for run in arm.runs if run.seed == seeds[place])
+        yield (
+            f"One stands out: {run.path if run.foreign else f'seed {run.seed}'} of {whose} {verb} "
+            f"{of}{shown[place]:.4g}, the others {of}{min(others):.4g} to {max(others):.4g}; look "
+            "at that run before more are made."
+        )
+
+
+def without_partner(decision: Decision) -> str:
+    """Name the seeds that pairing left out: "having no partner: seed 6 of this mode"."""
+    names = "this mode", decision.arms[1].reference
+    parts = [
+        f"seed{'s' * (len(seeds) > 1)} {', '.join(map(str, seeds))} of {name}"
+        for seeds, name in zip(decision.alone, names, strict=True)
+        if seeds
+    ]
+    return f"having no partner: {'; '.join(parts)}" if parts else ""
+
+
+def sentence(
+    name: str,
+    interval: Interval,
+    margin: float,
+    unit: Unit,
+    reference: str = "FP32",
+    remedy: str | None = None,
+    counted: str = "seed",
+) -> str:
+    """Return one sentence with the numbers for `name`, a verdict of `equivalence.decide`.
+
+    remedy: what an inconclusive sentence begins with; by default, how many more seeds are needed.
+    counted: "seed" or "run".
+    """
+    found = difference_text(interval, unit, margin)
+    around = f"the margin of ±{unit.size(margin, margin)}"
+    own, base = interval.counts
+    paired = interval.method == "paired"
+    seeds = f"{own} {counted}s, paired" if paired else f"{own} and {base} {counted}s"
+    if name == "matches":
+        if interval.identical:
+            return f"matches {reference} (identical): no difference in any run compared, {seeds}."
+        text = f"matches {reference}: {found} is inside {around}, {seeds}."
+        rounding = ROUNDING * margin
+        consistent = interval.low > rounding or interval.high < -rounding
+        more = " A small consistent difference exists: 0 is outside the interval."
+        return text + more * consistent
+    if name == "inconclusive":
+        if remedy is None:
+            needed = seeds_needed(interval, margin)
+            remedy = f"not reachable with more {counted}s (needs over {MOST_SEEDS})"
+            if needed is not None:
+                remedy = f"needs about {needed} more {counted}{'' if needed == 1 else 's'}"
+        return f"inconclusive: {remedy}; {found} includes zero and reaches {around}, {seeds}."
+    worse = name.endswith("worse")
+    if name.startswith("likely"):
+        may = f"is {'above' if worse else 'below'} zero but may be within"
+        return f"{name} than {reference}: {found} {may} {around}, {seeds}."
+    least = unit.size(interval.low if worse else -interval.high, margin)
+    other = "" if worse else "; check for a difference other than precision"
+    text = f"{name} than {reference} by at least {least}: {found}, outside {around}"
+    return f"{text}, {seeds}{other}."
+
+
+def difference_text(interval: Interval, unit: Unit, margin: float) -> str:
+    """Return the difference with its interval: "difference +0.12 % (90 % CI -0.10 to +0.34 %)"."""
+    bounds = (interval.difference, interval.low, interval.high)
+    middle, low, high = (unit.text(bound, margin, *bounds) for bound in bounds)
+    level = f"{100 * interval.level:.3g} % CI"
+    if not math.isfinite(interval.high - interval.low):
+        return f"difference {middle}{unit.suffix} ({level} without bounds)"
+    turned = "; positive is worse" * unit.turned
+    return f"difference {middle}{unit.suffix} ({level} {low} to {high}{unit.suffix}{turned})"
