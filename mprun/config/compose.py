@@ -6,6 +6,7 @@ names the key, the value and what is allowed. It imports no torch.
 
 import logging
 import os
+import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +24,7 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult, ConfigSource
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 from omegaconf.errors import (
     ConfigKeyError,
     GrammarParseError,
@@ -94,7 +95,7 @@ def diagnose(parsed: list[Override], error: Exception, places: list[str]) -> str
     if len(choices) == len(parsed):  # no value of the line
         return _in_file(error, choices, groups, places)
     try:
-        known = _keys(OmegaConf.to_container(_composed(choices)))
+        known = _keys(OmegaConf.to_container(_composed(choices)[0]))
     except COMPOSITION_ERRORS as group_error:
         return _in_file(group_error, choices, groups, places)
     # Set mandatory keys, so that the error found is that of the checked line.
@@ -105,16 +106,46 @@ def diagnose(parsed: list[Override], error: Exception, places: list[str]) -> str
     return next(filter(None, wrong), None) or _in_file(error, choices, groups, places)
 
 
-def _composed(overrides: list[Override], with_hydra: bool = False) -> DictConfig:
-    for one in overrides:  # Hydra would put several options of a group into one another
-        if isinstance(one.value(), list) and one.key_or_group in loader().list_groups(""):
-            raise TypeError(f"{one.key_or_group}: a list of options")
-    lines = [line_of(override) for override in as_hydra_takes(overrides)]
-    composed = compose("config", overrides=lines, return_hydra_config=with_hydra)
+# Lines that choose options -> what Hydra composed of them and the choices, pickled.
+Kept = dict[tuple[str, ...], bytes]
+
+
+def _composed(
+    overrides: list[Override], kept: Kept | None = None
+) -> tuple[DictConfig, dict[str, Any]]:
+    """Compose, and name the chosen option of each group.
+
+    Hydra composes options, once for all calls with one `kept`; values are then set as it sets them.
+    """
+    kept = {} if kept is None else kept
+    groups = loader().list_groups("")
+    chosen: list[Override] = []
+    values: list[Override] = []
+    for one in as_hydra_takes(overrides):
+        if isinstance(one.value(), list) and one.key_or_group in groups:
+            raise TypeError(f"{one.key_or_group}: Hydra would put several options into one another")
+        is_value = one.key_or_group not in groups or isinstance(one.value(), dict)
+        plain = one.package is None and not (one.is_add() or one.is_delete())
+        (values if is_value and plain else chosen).append(one)
+    lines = tuple(map(line_of, chosen))
+    if lines not in kept:
+        kept[lines] = pickle.dumps(_by_hydra(lines))
+    composed, choices = pickle.loads(kept[lines])
+    for one in values:
+        key, force = one.key_or_group, one.is_force_add()
+        OmegaConf.update(composed, key, one.value(), merge=True, force_add=force)
+    return composed, choices
+
+
+def _by_hydra(lines: Sequence[str]) -> tuple[DictConfig, dict[str, Any]]:
+    composed = compose("config", overrides=[*lines], return_hydra_config=True)
+    choices: Any = OmegaConf.to_container(composed.hydra.runtime.choices)
+    with open_dict(composed):
+        del composed["hydra"]
     for group in ("model", "data"):
         if OmegaConf.get_type(composed, group) not in SCHEMAS.values():
             raise TypeError(f"{group}: no schema")
-    return composed
+    return composed, {key: one for key, one in choices.items() if not key.startswith("hydra")}
 
 
 def _wrong_value(
@@ -132,7 +163,7 @@ def _wrong_value(
         hint = f"; {did_you_mean([called])}" if called else nearest(key, known | groups)
         return f"{printable(key)}: unknown key{hint}"
     try:
-        OmegaConf.to_object(_composed([*chosen, override]))
+        OmegaConf.to_object(_composed([*chosen, override])[0])
     except COMPOSITION_ERRORS:
         if key == MAPPING:
             return f"{printable(line.lstrip('+'))}: must map module-name patterns to dtypes"
@@ -203,12 +234,17 @@ class Composed:
 
 
 def compose_config(
-    overrides: Iterable[str], config_dir: str | None = None, *, files: bool = True
+    overrides: Iterable[str],
+    config_dir: str | None = None,
+    *,
+    files: bool = True,
+    kept: Kept | None = None,
 ) -> Composed:
     """Compose and check one run's configuration.
 
     `config_dir`: another folder, with the user's options (Hydra's `--config-dir`). files: also
-    check that the folder of the data exists. It raises BadInput; it touches no file.
+    check that the folder of the data exists. kept: {} for the runs of a sweep, which then compose
+    equal options once. It raises BadInput; it touches no file.
     """
     overrides = tuple(overrides)
     parsed = parse_overrides(overrides)
@@ -216,9 +252,7 @@ def compose_config(
         if override.is_sweep_override():
             raise BadInput(f"{override.input_line}: several values; add -m to sweep over them")
     with _session(parsed, config_dir):
-        composed = _composed(parsed, with_hydra=True)
-        of_hydra: Any = OmegaConf.to_container(composed.hydra.runtime.choices)
-        choices = {key: one for key, one in of_hydra.items() if not key.startswith("hydra")}
+        composed, choices = _composed(parsed, kept)
         config = _built(composed, choices)
     given = {override.key_or_group for override in parsed} & {"train.steps", "train.epochs"}
     if given == {"train.epochs"}:  # a length on the line replaces the other kind from a file
@@ -240,7 +274,7 @@ def option_values(group: str, option: str, config_dir: str | None = None) -> dic
     """
     chosen = parse_overrides([f"{group}={option}"])
     with _session(chosen, config_dir):
-        values: Any = OmegaConf.to_container(_composed(chosen))
+        values: Any = OmegaConf.to_container(_composed(chosen)[0])
     return flat(values[group]) if group in values else {}
 
 
@@ -257,8 +291,6 @@ def _session(parsed: list[Override], config_dir: str | None) -> Iterator[None]:
 
 def _built(composed: DictConfig, choices: dict[str, Any]) -> RunConfig:
     """Return the configuration as the schema's classes. Raises BadInput, or COMPOSITION_ERRORS."""
-    OmegaConf.set_struct(composed, False)
-    del composed["hydra"]
     _factories_given(composed)
     for group in ("precision", "scaler"):
         composed[group].name = choices[group]  # an option has the name of its file

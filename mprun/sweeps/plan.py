@@ -25,6 +25,7 @@ from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 from mprun.config.compose import (
     COMPOSITION_ERRORS,
     Composed,
+    Kept,
     compose_config,
     group_options,
     hydra_session,
@@ -153,9 +154,10 @@ def plan(overrides: list[str], config_dir: str | None) -> Plan:
     count = math.prod(map(len, values))
     if count > MOST_RUNS:
         raise BadInput(f"-m: {count:,} runs; must be at most {MOST_RUNS:,} in one sweep")
-    if count > 20:  # a second or more
+    if count > 200:  # a second or more
         print(f"mprun: checking the configurations of {count:,} runs", file=sys.stderr)
-    composed = [compose_config(combination, config_dir) for combination in product(*values)]
+    kept: Kept = {}
+    composed = [compose_config(one, config_dir, kept=kept) for one in product(*values)]
     if (nodes := max(one.config.nodes for one in composed)) > 1:
         raise BadInput(
             f"nodes={nodes}: a run of a sweep uses one machine (allowed: 1); for several "
