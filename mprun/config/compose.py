@@ -117,7 +117,6 @@ def _composed(
 
     Hydra composes options, once for all calls with one `kept`; values are then set as it sets them.
     """
-    kept = {} if kept is None else kept
     groups = loader().list_groups("")
     chosen: list[Override] = []
     values: list[Override] = []
@@ -128,9 +127,12 @@ def _composed(
         plain = one.package is None and not (one.is_add() or one.is_delete())
         (values if is_value and plain else chosen).append(one)
     lines = tuple(map(line_of, chosen))
-    if lines not in kept:
-        kept[lines] = pickle.dumps(_by_hydra(lines))
-    composed, choices = pickle.loads(kept[lines])
+    if kept is None:
+        composed, choices = _by_hydra(lines)
+    else:
+        if lines not in kept:
+            kept[lines] = pickle.dumps(_by_hydra(lines))
+        composed, choices = pickle.loads(kept[lines])
     for one in values:
         key, force = one.key_or_group, one.is_force_add()
         OmegaConf.update(composed, key, one.value(), merge=True, force_add=force)
