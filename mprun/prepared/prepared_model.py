@@ -166,8 +166,8 @@ class PreparedModel(Backward):
             own_recurrent(self.model)
             if self.policy.products is not None:
                 before = self.delayed
-                calls = self.forward_context.calls
-                self.delayed = install(self.model, self.policy.products, chosen, calls=calls)
+                products, calls = self.policy.products, self.forward_context.calls
+                self.delayed = install(self.model, products, chosen, self.policy.name, calls)
                 if self.delayed is not None and before is not None:
                     self.delayed.take_over(before.state_dict())
             cast_around_modules(self.model, self.policy, chosen)
