@@ -74,7 +74,7 @@ def test_advice_from_probes(device, tmp_path):
     assert_sound(device.run(folder, [*overrides, "numerics.every=3", "train.eval_every=3"]))
     found = device.ask("command", arguments=["advise", str(folder)])
     assert found.get("code") == 0, found.get("trace", found["printed"])
-    assert "device=cuda" in found["printed"] and "FP8 products" in found["printed"]
+    assert "device=cuda" in found["printed"] and "precision=fp16_master" in found["printed"]
 
 
 def test_two_modes_apart(device):
