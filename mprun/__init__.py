@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from mprun.extensions.diagnosis.of_script import explain as explain
     from mprun.prepared import prepare as prepare
     from mprun.prepared import state_of as state_of
+    from mprun.record.metric_facts import Metric as Metric
     from mprun.script.run import Diverged as Diverged
     from mprun.script.run import Run as Run
     from mprun.script.sweep import sweep as sweep
@@ -42,6 +43,7 @@ _PUBLIC = {
     "explain": "mprun.extensions.diagnosis.of_script",
     "load": "mprun.comparison.notebook",
     "compare": "mprun.comparison",
+    "Metric": "mprun.record.metric_facts",
     "sweep": "mprun.script.sweep",
 }
 

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from mprun.config.fields import nearest
 from mprun.errors import BadInput, MprunError, raised
 from mprun.precision import ForwardContext, NoLossScale, PrecisionPolicy, ieee_fp32
 from mprun.precision.audit import Audit, Contradiction
@@ -25,6 +24,7 @@ from mprun.precision.module_dtypes import those_that_match
 from mprun.precision.random_states import random_states, restore_random_states
 from mprun.prepared.prepared_model import PreparedModel
 from mprun.record.memory import ran_out
+from mprun.spelling import nearest
 
 
 class Factory:

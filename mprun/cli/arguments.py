@@ -10,10 +10,10 @@ from collections.abc import Callable, Collection, Sequence
 from itertools import zip_longest
 from typing import NoReturn
 
-from mprun.config.fields import did_you_mean, key_called, meant, must_be, nearest
 from mprun.errors import BadInput
 from mprun.record.console import columns
 from mprun.record.layout import hanging
+from mprun.spelling import did_you_mean, key_called, meant, must_be, nearest
 
 
 class _Page(argparse.HelpFormatter):

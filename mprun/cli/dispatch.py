@@ -21,12 +21,12 @@ from typing import TYPE_CHECKING
 
 from mprun import errors
 from mprun.cli.arguments import Arguments, number
-from mprun.config.fields import RENAMED
 from mprun.distributed.rank_info import RankInfo, completed, is_restart, rank_info_from
 from mprun.entry_points import announced, loaded
 from mprun.errors import BAD_INPUT, DONE, RESOURCE, BadInput, MprunError, needing, shortened
 from mprun.file_system import FAILING
 from mprun.record.console import steady_terminal
+from mprun.spelling import RENAMED
 from mprun.training.signals import Interruption
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ import yaml
 
 from mprun.cli.arguments import filled
 from mprun.config.components import COMPONENTS
-from mprun.config.fields import did_you_mean, key_called, must_be, nearest, word
 from mprun.config.keys import FIELDS, Meaning, meanings, role_of
 from mprun.config.option_files import conf_dir, named, option_files, values_in_files, what_it_is
 from mprun.entry_points import loaded, source_of
 from mprun.errors import DONE, BadInput, shortened
 from mprun.record.console import columns
+from mprun.spelling import did_you_mean, key_called, must_be, nearest, word
 
 _TITLE = "mprun: what does lower precision do to a training run, compared with FP32?\n"
 _FIRST = """\

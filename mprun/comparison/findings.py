@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from mprun.config.keys import kind_recorded
-from mprun.config.metrics import Metric, stated, told_by_name
 from mprun.config.registry import metric_called
+from mprun.record.metric_facts import Metric, stated, told_by_name
 from mprun.record.metrics_columns import MetricsColumns
 
 # All verdicts, in the order in which a table explains them.

@@ -23,11 +23,11 @@ from mprun.comparison.load import (
     missing_seeds,
 )
 from mprun.comparison.wording import seeds_text, setting_text
-from mprun.config.fields import nearest
 from mprun.config.keys import role_of
 from mprun.config.option_files import modes
 from mprun.errors import BadInput
 from mprun.record.run_record import OUTCOMES
+from mprun.spelling import nearest
 
 # Keys that may differ inside a group: they define an arm.
 _ARM_PREFIXES = ("precision.", "scaler.")

@@ -14,10 +14,10 @@ from typing import Any
 
 from mprun.comparison.findings import Arm, RunData
 from mprun.config.keys import config_hash, current, flat
-from mprun.config.metrics import Metric
 from mprun.errors import BadInput, Damaged, shortened
 from mprun.numerics.post_mortem import bad_losses, read_post_mortem
 from mprun.record.console import counted
+from mprun.record.metric_facts import Metric
 from mprun.record.metrics_columns import read_columns
 from mprun.record.run_record import OUTCOMES, is_foreign, product_shares, read_record, shares_text
 from mprun.record.seal import BrokenSeal, files_of

@@ -15,10 +15,10 @@ from mprun.comparison.findings import Arm, Group, Outcome, Question, Row, RunDat
 from mprun.comparison.grouping import ProtoGroup, group_runs
 from mprun.comparison.load import audit_notes, audit_of, load_runs, post_mortems, skip_notes
 from mprun.comparison.sentence import sentence_of, without_partner
-from mprun.config.fields import must_be
-from mprun.config.metrics import Metric, stated
 from mprun.errors import BadInput, MprunError
+from mprun.record.metric_facts import Metric, stated
 from mprun.record.metrics_columns import NO_METRIC
+from mprun.spelling import must_be
 
 # Same-seed losses of a correct mode stay within about 1 % for 20 steps (measured on one small
 # model); an error in a cast or in unscaling shows here first. This is a warning, never a verdict.

@@ -10,10 +10,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import YAMLError
 
-from mprun.config.fields import RENAMED, nearest
 from mprun.config.keys import FIELDS, wanted
 from mprun.config.overrides import FREE_MAPPINGS
 from mprun.errors import BadInput
+from mprun.spelling import RENAMED, nearest
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from mprun.config import schema
-from mprun.config.fields import word
 from mprun.config.registry import kind_of
 from mprun.config.schema import DTYPES, RunConfig
+from mprun.spelling import word
 
 
 def updates_in_16_bits(precision: schema.PrecisionConfig) -> bool:

@@ -19,9 +19,9 @@ from typing import Any, ClassVar
 from omegaconf import MISSING
 
 from mprun.config.fields import READING, count, place, ranged, setting
-from mprun.config.metrics import LOSS, Metric
 from mprun.entry_points import announced
 from mprun.errors import BadInput, raised
+from mprun.record.metric_facts import LOSS, Metric
 
 # A rule yields the lines that refuse a configuration: (the component's part of it, all of it).
 Rule = Callable[[Any, Any], Iterator[str]]
@@ -108,7 +108,7 @@ class TaskKind:
 
     def __post_init__(self) -> None:
         if not all(isinstance(metric, Metric) for metric in self.metrics):
-            raise TypeError(f"task {self.name}: metrics must be of mprun.config.metrics.Metric")
+            raise TypeError(f"task {self.name}: metrics must be of mprun.Metric")
         if self.metric(self.judged) is None:
             raise ValueError(f"task {self.name}: judged={self.judged!r} is none of its metrics")
 

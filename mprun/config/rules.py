@@ -12,15 +12,16 @@ from typing import Any
 from mprun.config import schema
 from mprun.config.components import COMPONENTS, SOURCES, TASKS
 from mprun.config.execution_rules import of_execution, of_ranks
-from mprun.config.fields import is_label, violations, word
+from mprun.config.fields import is_label, violations
 from mprun.config.keys import wanted
-from mprun.config.metrics import with_judged
 from mprun.config.option_files import named
 from mprun.config.precision_rules import of_mode, updates_in_16_bits
 from mprun.config.registry import kind_of, readers_of
 from mprun.config.schema import RunConfig
 from mprun.config.trust import check_own_code
 from mprun.errors import BadInput, no_folder, shortened
+from mprun.record.metric_facts import with_judged
+from mprun.spelling import word
 
 
 def check(config: RunConfig, *, files: bool = True) -> None:

@@ -98,7 +98,7 @@ class AuditRecord(TypedDict, total=False):
 
 
 class MetricRecord(TypedDict):
-    """A metric of the evaluations, as `mprun.config.metrics.Metric` has it."""
+    """A metric of the evaluations, as `mprun.Metric` has it."""
 
     higher_is_better: bool
     unit: Literal["relative", "perplexity", "points", "fraction", "own"]

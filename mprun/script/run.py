@@ -26,13 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mprun.config.metrics import as_record, stated, told_by_name
 from mprun.errors import DIVERGED
 from mprun.numerics.post_mortem import nonfinite_metric
 from mprun.numerics.probe import chosen_modules
 from mprun.numerics.state import bits_of
 from mprun.precision import DTYPE_NAMES
 from mprun.precision.policy import usual_scaler
+from mprun.record.metric_facts import as_record, stated, told_by_name
 from mprun.record.run_directory import path_safe
 from mprun.record.run_record import Outcome
 from mprun.recording.environment import number_formats

@@ -31,7 +31,6 @@ from mprun.config.compose import (
     hydra_session,
     loader,
 )
-from mprun.config.fields import must_be
 from mprun.config.keys import config_hash, is_told
 from mprun.config.overrides import (
     MOST_RUNS,
@@ -44,6 +43,7 @@ from mprun.config.overrides import (
 from mprun.config.trust import as_overrides
 from mprun.errors import BadInput
 from mprun.record.run_directory import run_name
+from mprun.spelling import must_be
 from mprun.sweeps.jobs import Cell, data_places
 
 # launcher -> the extra of mprun that installs it

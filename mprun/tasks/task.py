@@ -9,11 +9,11 @@ from typing import Any, Self, TypeVar
 import torch
 from torch import Tensor
 
-from mprun.config.metrics import LOSS, Metric
 from mprun.data.source import Batch, Source
 from mprun.distributed.ranks import ALONE, Ranks, seed_micro_batch
 from mprun.precision import ForwardContext, LossScale, PrecisionPolicy
 from mprun.precision.philox import micro_batches
+from mprun.record.metric_facts import LOSS, Metric
 from mprun.tasks.learner import Learner
 
 T = TypeVar("T", bound=Callable[..., Any])

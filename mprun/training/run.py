@@ -19,7 +19,6 @@ from mprun.config.components import TASKS
 from mprun.config.compose import Composed
 from mprun.config.execution_rules import engine_of, why_not_on
 from mprun.config.keys import config_hash, hash_fields, is_told
-from mprun.config.metrics import Metric, as_record, with_judged
 from mprun.config.registry import shares_streams, task_of
 from mprun.config.schema import RunConfig
 from mprun.distributed.rank_info import RankInfo
@@ -40,6 +39,7 @@ from mprun.numerics.replay import Snapshot
 from mprun.precision import pin_math_flags
 from mprun.precision.random_states import restore_dropout_state
 from mprun.record.memory import card_memory, ran_out, shortage
+from mprun.record.metric_facts import Metric, as_record, with_judged
 from mprun.record.metrics import TensorBoardView
 from mprun.record.run_directory import claim, claim_exactly, locked, refuse_link, run_name
 from mprun.record.run_record import Record
@@ -208,7 +208,7 @@ def metrics_of(config: RunConfig, task: Task) -> dict[str, Metric]:
     """Return name -> metric of a run's evaluations; BadInput if nobody declares the judged one."""
     name = task_of(config.model)
     if not all(isinstance(metric, Metric) for metric in task.metrics):
-        raise BadInput(f"model.task={name}: metrics must be a tuple of mprun.config.metrics.Metric")
+        raise BadInput(f"model.task={name}: metrics must be a tuple of mprun.Metric")
     closed = name in TASKS
     return with_judged(task.metrics, config.compare, name, config.data.name, closed=closed)
 

@@ -476,7 +476,9 @@ def test_loading_is_left_at_once_and_nothing_is_written(tmp_path):
     assert not (tmp_path / "r").exists()
 
 
-@pytest.mark.parametrize("where", ["assembly.run.build_data", "record.run_directory.refuse_strange"])
+@pytest.mark.parametrize(
+    "where", ["assembly.run.build_data", "record.run_directory.refuse_strange"]
+)
 def test_asked_to_stop_before_there_is_a_run(where, tmp_path, monkeypatch, capfd):
     """While data load, or between a run's directory and its first file: the same command again."""
     with monkeypatch.context() as patched:

@@ -14,10 +14,10 @@ from mprun.comparison.verdict import comparable
 from mprun.comparison.wording import difference_text
 from mprun.config.components import TASKS
 from mprun.config.compose import compose_config
-from mprun.config.metrics import _MARGINS, LOSS, Metric, told_by_name
 from mprun.config.registry import TaskKind, metric_called, task_of
 from mprun.entry_points import loaded
 from mprun.numerics.post_mortem import read_post_mortem
+from mprun.record.metric_facts import _MARGINS, LOSS, Metric, told_by_name
 from mprun.record.run_record import MetricRecord
 from mprun.training.run import prepare
 
@@ -99,7 +99,7 @@ def test_only_a_plain_name_tells_its_direction():
 
 OWN = """
 from torch import nn
-from mprun.config.metrics import Metric
+from mprun.record.metric_facts import Metric
 from mprun.tasks.supervised import Classification
 
 
@@ -189,7 +189,7 @@ def folder(tmp_path, monkeypatch):
         (
             "Words",
             [F1],
-            "model.task=f1_task:Words: metrics must be a tuple of mprun.config.metrics.Metric",
+            "model.task=f1_task:Words: metrics must be a tuple of mprun.Metric",
         ),
     ],
 )

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 from mprun.config.components.images import SIDE, in_tanh
 from mprun.config.fields import count, one_of, ranged
-from mprun.config.metrics import LOSS, Metric
 from mprun.config.registry import ModelConfig, network, task
+from mprun.record.metric_facts import LOSS, Metric
 
 task(
     "gan",

@@ -16,9 +16,9 @@ from mprun.config.fields import (
     setting,
     share,
 )
-from mprun.config.metrics import LOSS, Metric
 from mprun.config.registry import DataConfig, ModelConfig, Rule, network, source, task, task_of
 from mprun.config.schema import RunConfig
+from mprun.record.metric_facts import LOSS, Metric
 
 _accuracy = partial(Metric, higher_is_better=True, unit="points", counts_samples=True)
 

@@ -5,9 +5,9 @@ from functools import partial
 from typing import Any
 
 from mprun.config.fields import count, from_zero, one_of, place, positive, ranged, setting, share
-from mprun.config.metrics import LOSS, PERPLEXITY
 from mprun.config.registry import DataConfig, ModelConfig, network, source, task
 from mprun.config.schema import RunConfig
+from mprun.record.metric_facts import LOSS, PERPLEXITY
 
 task(
     "language_model",

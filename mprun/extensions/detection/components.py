@@ -12,9 +12,9 @@ from mprun.config.components.images import (
     prefetch,
 )
 from mprun.config.fields import RESULT, one_of, place, ranged, setting, share
-from mprun.config.metrics import LOSS, Metric
 from mprun.config.registry import ModelConfig, network, source, task
 from mprun.config.schema import RunConfig
+from mprun.record.metric_facts import LOSS, Metric
 
 task(
     "detection",

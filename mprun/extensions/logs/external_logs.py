@@ -30,10 +30,10 @@ from mprun.comparison.divergence import foreign_width, nonfinite_from
 from mprun.comparison.findings import Arm, RunData
 from mprun.comparison.grouping import ProtoGroup
 from mprun.comparison.load import search
-from mprun.config.metrics import told_by_name
 from mprun.errors import BadInput, shortened
 from mprun.extensions.logs.log_formats import logs_in, read_logs, texts_in
 from mprun.extensions.logs.wanted import PARTS, Log, listed
+from mprun.record.metric_facts import told_by_name
 from mprun.record.metrics_columns import evenly
 
 _BASELINES = ("fp32", "baseline")

@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
-from mprun.config.fields import did_you_mean, nearest
 from mprun.errors import BadInput, Damaged
+from mprun.spelling import did_you_mean, nearest
 
 # Names that count steps, the best first; a log with several of them uses the first.
 STEPS = (

@@ -4,9 +4,9 @@ from collections.abc import Iterator
 
 from mprun.config.components.images import prefetch
 from mprun.config.fields import below_root, count, positive, ranged, setting
-from mprun.config.metrics import LOSS, Metric
 from mprun.config.registry import DataConfig, ModelConfig, network, source, task
 from mprun.config.schema import RunConfig
+from mprun.record.metric_facts import LOSS, Metric
 
 task(
     "speech",

@@ -13,10 +13,10 @@ from mprun.config.components.language import (
     vocab_multiple,
 )
 from mprun.config.fields import count, is_label, positive, ranged, setting, share
-from mprun.config.metrics import LOSS, PERPLEXITY, Metric
 from mprun.config.registry import DataConfig, ModelConfig, network, source, task
 from mprun.config.schema import RunConfig
 from mprun.errors import shortened
+from mprun.record.metric_facts import LOSS, PERPLEXITY, Metric
 
 task(
     "translation",

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from mprun.config.fields import nearest
 from mprun.errors import BadInput
 from mprun.extensions.bench.roofline import FORMATS
 from mprun.record.console import markdown_table
+from mprun.spelling import nearest
 
 if TYPE_CHECKING:
     from mprun.extensions.bench.roofline.count import Counted

@@ -11,11 +11,11 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 from mprun.cli.arguments import filled
-from mprun.config.fields import nearest
 from mprun.errors import BadInput
 from mprun.extensions.bench.roofline import FORMATS
 from mprun.extensions.bench.roofline.limits import three
 from mprun.record.console import markdown_table
+from mprun.spelling import nearest
 
 if TYPE_CHECKING:
     from mprun.extensions.bench.roofline.count import Counted

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from mprun.cli.arguments import Arguments, filled
-from mprun.config.fields import must_be
 from mprun.errors import DONE, BadInput, Refused
 from mprun.record.console import columns
 from mprun.record.layout import hanging
 from mprun.record.run_directory import plain
 from mprun.record.run_record import Record, read_record
+from mprun.spelling import must_be
 
 
 def record_of(verb: str, directory: Path, instead: str = "a run directory") -> Record:

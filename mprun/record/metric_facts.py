@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass
 from typing import Any
 
-from mprun.config.fields import did_you_mean, meant
 from mprun.errors import BadInput
+from mprun.spelling import did_you_mean, meant
 
 # Unit -> the margin of "matches" if none is set. Margins are judged, not derived. Half a point of
 # top-1 is above the seed noise of published ResNet-50 runs (0.15 points).
