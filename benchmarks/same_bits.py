@@ -264,7 +264,7 @@ def summary(one: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
     last = one["rows"][-1] if one["rows"] else {}
     kept = {"verdict": verdict(one, other), "exit_code": one["code"], "said": one["said"]}
     kept |= {key: last.get(key) for key in ("step", "skipped", "loss")}
-    return kept | {"rows": len(one["rows"]), "weights": one["hashes"].get("weights")}
+    return kept | {"rows": len(one["rows"]), "weights": one["hashes"].get("weights", "")[:16]}
 
 
 def page(found: dict[str, Any]) -> str:
@@ -362,7 +362,8 @@ def main() -> int:
     }
     if options.out is not None:
         path = options.out / f"{found['about']['date']}-cpu-same-bits"
-        path.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        numbers = json.dumps(found, separators=(",", ":")) + "\n"
+        path.with_suffix(".json").write_text(numbers, encoding="utf-8")
         path.with_suffix(".md").write_text(page(found), encoding="utf-8")
     print(page(found))
     differing = [c for row in cells.values() for c in row.values() if "differs" in c["verdict"]]
