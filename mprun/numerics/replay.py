@@ -8,18 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from mprun.numerics.post_mortem import StepRow
-from mprun.numerics.state import nonfinite
+from mprun.numerics.state import BuiltRun, nonfinite
 from mprun.precision.random_states import random_states, restore_random_states
 from mprun.torch_private import tree_flatten_with_path, tree_leaves
-
-if TYPE_CHECKING:
-    from mprun.assembly import Built
 
 _PARTS = ("inputs", "targets")  # of a batch; a network's further ones are counts and masks
 
@@ -31,7 +27,7 @@ class Steps:
     the result of the last step, still on the device.
     """
 
-    def __init__(self, built: Built, step: int, skipped: int):
+    def __init__(self, built: BuiltRun, step: int, skipped: int):
         self.built, self.step = built, step
         self.skipped = built.stepper.skipped.fill_(skipped)
         self.metrics: dict[str, Tensor] = {}
