@@ -249,6 +249,9 @@ def part_of(line: str) -> str:
     return " ".join(dict.fromkeys(word.lower() for word in _PART.findall(line)))
 
 
+_Back = tuple[str, float, float, list[float]]  # place, its step, the step before, steps it replaces
+
+
 def in_order(log: Log) -> None:
     """Let the steps of a log rise; a note says what was written again.
 
@@ -263,7 +266,7 @@ def in_order(log: Log) -> None:
         return
     places = log.places or [f"value {number}" for number in range(1, len(steps) + 1)]
     kept: dict[float, tuple[float, str]] = {}  # step -> value, place
-    backwards: list[tuple[str, float, float, list[float]]] = []
+    backwards: list[_Back] = []
     again = 0
     for where, (step, value) in zip(places, log.points.tolist(), strict=True):
         last = next(reversed(kept), -np.inf)
@@ -296,15 +299,7 @@ def in_order(log: Log) -> None:
         )
     if again:
         log.notes.append(f"{log.name}: {again} steps written twice, with the same value")
-    for where, step, last, lost in backwards:
-        # A resumed run writes as often as before; another curve of the name need not.
-        gone = sum(one <= next(reversed(kept)) for one in lost)
-        come = sum(step <= one <= last for one in kept)
-        if max(gone, come) > 2 * min(gone, come) + 2:
-            raise BadInput(
-                f"{log.name}: {where}: goes back to step {step:g} after {last:g}, with {come} "
-                f"values for {gone}: another curve of that name? Give each a log of its own"
-            )
+    _refuse_another_curve(log, [*kept], backwards)
     if backwards:
         (where, step, last, _), *more = backwards
         left_out = sum(one != step for _, step, _, lost in backwards for one in lost)
@@ -314,6 +309,21 @@ def in_order(log: Log) -> None:
             f"counts, and of what was before it {left_out} values do not"
         )
     log.points, log.places = table([(step, value) for step, (value, _) in kept.items()]), ()
+
+
+def _refuse_another_curve(log: Log, kept: Sequence[float], backwards: Sequence[_Back]) -> None:
+    """Raise BadInput if what follows a step back is not as dense as what it replaces.
+
+    A resumed run writes as often as before; another curve of the name need not.
+    """
+    for where, step, last, lost in backwards:
+        gone = sum(one <= kept[-1] for one in lost)
+        come = sum(step <= one <= last for one in kept)
+        if max(gone, come) > 2 * min(gone, come) + 2:
+            raise BadInput(
+                f"{log.name}: {where}: goes back to step {step:g} after {last:g}, with {come} "
+                f"values for {gone}: another curve of that name? Give each a log of its own"
+            )
 
 
 def listed(names: Sequence[str], most: int = 10) -> str:
