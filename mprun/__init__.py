@@ -13,7 +13,11 @@ With recorded runs:
     mprun.load("outputs/lstm_lm-docs_words")     # configuration, metrics and probes of runs
     mprun.compare("outputs/lstm_lm-docs_words")  # a verdict per precision mode, as the command
 
-Each is imported on first use; the last two import no torch.
+In a task of one's own, for `mprun model.task=...`:
+
+    metrics = (mprun.Metric("f1", higher_is_better=True, unit="fraction"),)
+
+Each is imported on first use; the last three import no torch.
 """
 
 from importlib import import_module
