@@ -6,6 +6,7 @@ hand where that is not to its end. It must have the bits of a run that nothing d
 """
 
 import argparse
+import datetime
 import json
 import os
 import re
@@ -192,7 +193,7 @@ def _message(text: str) -> str:
 
 
 _PAGE = """\
-# Launchers of ranks and faults, 2026-11-26, CPU
+# Launchers of ranks and faults, {date}, CPU
 
 {cpu}, no GPU, torch {torch}, Python {python}, commits {commits};
 n = 1 of each, {minutes:.0f} minutes beside other work on the same two cores. Command:
@@ -250,6 +251,7 @@ def page(content: dict[str, Any]) -> str:
     ]
     environment = content["environment"]
     return _PAGE.format(
+        date=datetime.date.today(),
         cpu=environment["cpu"],
         torch=environment["packages"]["torch"],
         python=environment["python"],

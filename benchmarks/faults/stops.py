@@ -6,6 +6,7 @@ stopped, and with the same facts of what it computed.
 """
 
 import argparse
+import datetime
 import json
 import os
 import signal
@@ -206,7 +207,7 @@ def _outcome(first: Answer, path: Path, reference: Path, name: str) -> tuple[str
 
 
 _PAGE = """\
-# A stop at every boundary of a run, 2026-11-26, CPU
+# A stop at every boundary of a run, {date}, CPU
 
 {cpu}, no GPU, torch {torch}, {commits}; {minutes:.0f} minutes beside other work. Command:
 
@@ -257,6 +258,7 @@ def page(content: dict[str, Any]) -> str:
     failed = [one for one in findings if not one.held]
     told = [f"- {one.test}, {one.case}: {one.kind}. {one.detail}" for one in failed]
     return _PAGE.format(
+        date=datetime.date.today(),
         cpu=environment["cpu"],
         torch=environment["packages"]["torch"],
         commits=f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}",
