@@ -10,13 +10,13 @@ import torch
 
 from mprun.cli.dispatch import _arguments, verbs
 from mprun.cli.help import BY_OPTION, GROUPS
-from mprun.config.fields import INTERVAL, JUDGED, LABEL, LENGTH, MACHINE, READING, RESULT, SEED
 from mprun.config.keys import FIELDS, meanings, role_of
 from mprun.config.option_files import named, option_files, values_in_files, what_it_is
 from mprun.entry_points import loaded
 from mprun.precision import PrecisionPolicy, get_policy
 from mprun.precision.policy import dtype_name, usual_scaler
 from mprun.precision.scaled_products import ScaledProducts
+from mprun.record.keys import INTERVAL, JUDGED, LABEL, LENGTH, MACHINE, READING, RESULT, SEED
 
 _ROLES = {RESULT: "result", LENGTH: "length", SEED: "seed"}
 _ROLES |= {MACHINE: "machine", READING: "reading", LABEL: "label"}

@@ -2,6 +2,7 @@
 
 Groups: `mprun.components` registers networks, data and tasks (mprun.config.registry); `mprun.verbs`
 names commands (mprun.cli.dispatch);
+`mprun.runner` has what the runner tells the library of recorded keys (mprun.record.keys);
 `mprun.tokenizers` has `subwords` (mprun.data.vocabulary);
 `mprun.readers` has `tag`, which reads other tools' logs (mprun.compare), in the formats of
 `mprun.log_formats` too (mprun.extensions.logs). The command `mprun` itself is in `console_scripts`,

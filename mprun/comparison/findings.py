@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from mprun.config.keys import kind_recorded
-from mprun.config.registry import metric_called
+from mprun.record.keys import recorded_keys
 from mprun.record.metric_facts import Metric, stated, told_by_name
 from mprun.record.metrics_columns import MetricsColumns
 
@@ -62,15 +61,14 @@ class RunData(MetricsColumns):
             # A script said higher_is_better, or less of its judged metric was better.
             if "script.file" in self.keys and self.keys.get("compare.metric") == name:
                 return stated(name, bool(self.keys.get("compare.higher_is_better")))
-            kind = kind_recorded(self.keys.get("model.name"), self.keys.get("model.task"))
-            if (known := kind.metric(name) or metric_called(name)) is not None:
-                return known
+            if (declared := recorded_keys().metric_of(self.keys, name)) is not None:
+                return declared
         return stated(name, False) if told_by_name(name) is False else None
 
 
 def is_gan(keys: dict[str, Any]) -> bool:
     """Return whether runs with these keys train a generator against a discriminator."""
-    return kind_recorded(keys.get("model.name"), keys.get("model.task")).networks > 1
+    return recorded_keys().networks_in_turn(keys) > 1
 
 
 @dataclass(slots=True)

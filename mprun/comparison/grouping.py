@@ -23,9 +23,8 @@ from mprun.comparison.load import (
     missing_seeds,
 )
 from mprun.comparison.wording import seeds_text, setting_text
-from mprun.config.keys import role_of
-from mprun.config.option_files import modes
 from mprun.errors import BadInput
+from mprun.record.keys import recorded_keys
 from mprun.record.run_record import OUTCOMES
 from mprun.spelling import nearest
 
@@ -179,7 +178,7 @@ def of_arm(key: str) -> bool:
 
 def is_no_key(key: str) -> bool:
     """Return whether runs that differ in `key` alone are the same experiment."""
-    return not role_of(key).compared
+    return not recorded_keys().role_of(key).compared
 
 
 def varied_keys(family: Iterable[SeedGroup]) -> dict[tuple[str, str], list[str]]:
@@ -249,8 +248,7 @@ def _is_plain_fp32(run: RunData) -> bool:
 def _usual_scaler(run: RunData) -> str:
     """Return the scaler that needs no mention: the mode's default, unless the mode was changed."""
     if run.usual_scaler is None:  # recorded by an earlier mprun
-        known = modes()
-        return known[run.mode].scaler if run.mode in known else "none"
+        return recorded_keys().scalers_of_modes().get(run.mode, "none")
     return "none" if "+" in run.mode else run.usual_scaler
 
 
@@ -304,7 +302,8 @@ def _group(baseline: SeedGroup, family: list[SeedGroup]) -> ProtoGroup:
         """Sort shipped modes first, in the order of every table; exact matches of a mode first."""
         mode = cell.first.mode
         name = mode.partition("+")[0]
-        return [*modes(), name].index(name), mode, len(differences(baseline.shared, cell.shared))
+        place = [*recorded_keys().scalers_of_modes(), name].index(name)
+        return place, mode, len(differences(baseline.shared, cell.shared))
 
     others = sorted((cell for cell in family if cell is not baseline), key=rank)
     varied = varied_keys(family)

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from mprun.comparison.findings import Arm, RunData
-from mprun.config.keys import config_hash, current, flat
 from mprun.errors import BadInput, Damaged, shortened
 from mprun.numerics.post_mortem import bad_losses, read_post_mortem
 from mprun.record.console import counted
+from mprun.record.keys import commands, config_hash, flat, recorded_keys
 from mprun.record.metric_facts import Metric
 from mprun.record.metrics_columns import read_columns
 from mprun.record.run_record import OUTCOMES, is_foreign, product_shares, read_record, shares_text
@@ -150,7 +150,7 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
         )
     try:
         precision, memory = record["precision"], record.get("memory", {})
-        config = current(record["config"])
+        config = recorded_keys().current(record["config"])
         data = record.get("data") or {}
         measured = {field.name: getattr(columns, field.name) for field in fields(columns)}
         if precision["scaler"] == "none":
@@ -248,8 +248,6 @@ def _what_fits(run: RunData) -> str:
     """Return the command that fits a run best, behind a semicolon; "" without any."""
     if run.foreign:
         return ""
-    from mprun.training.next_commands import commands  # here: takes a moment, and few need it
-
     directory = Path(run.path)
     fits = commands(directory, read_record(directory), lambda folder: False)
     best = next((fit for fit in fits if fit.acts and not fit.in_script), None)

@@ -24,11 +24,10 @@ from mprun.comparison.equivalence import ALPHA, FEWEST_SEEDS
 from mprun.comparison.figures import group_figures
 from mprun.comparison.findings import Comparison, Group, RunData, is_gan
 from mprun.comparison.numerics import PREFIX, probed_modes
-from mprun.config.keys import flat
-from mprun.config.option_files import option_files, what_it_is
 from mprun.errors import BadInput
 from mprun.plots.panel import INK, MARKS, Drawing, inline_svg, settings, styles
 from mprun.record.console import counted
+from mprun.record.keys import flat, recorded_keys
 from mprun.record.run_directory import replacing, write_json, write_text
 from mprun.record.seal import content_of
 
@@ -250,15 +249,14 @@ def _columns(group: Group) -> dict[str, str]:
 def _purpose(group: Group) -> str:
     """Return what the experiment tests, and when a mode matches."""
     chosen = {str(run.choices.get("experiment")) for run in group.every_run}
-    files = option_files("experiment") if len(chosen) == 1 else {}
-    told = [what_it_is(files[name]) for name in chosen if name in files]
-    told = told or ["The same training in each mode, so that only precision differs."]
+    told = recorded_keys().experiment(*chosen) if len(chosen) == 1 else None
+    told = told or "The same training in each mode, so that only precision differs."
     if all(row.verdict.name == "not assessed" for row in group.rows):
-        return told[0]
+        return told
     of = "" if group.relative else f" of {text.baseline_name(group)}'s"
     within = f"lies within ±{text.margin_text(group)}{of}"
     higher = " (higher is better)" * group.higher_is_better
-    return f"{told[0]} A mode matches if the interval of its {group.metric}{higher} {within}."
+    return f"{told} A mode matches if the interval of its {group.metric}{higher} {within}."
 
 
 def _facts(group: Group) -> dict[str, str]:

@@ -35,7 +35,7 @@ from yaml import YAMLError
 
 from mprun.config.broken_files import files_of
 from mprun.config.components import COMPONENTS
-from mprun.config.keys import FIELDS, current, flat, wanted
+from mprun.config.keys import FIELDS, current, wanted
 from mprun.config.option_files import conf_dir, folders, mode_of, modes
 from mprun.config.overrides import (
     MAPPING,
@@ -58,6 +58,7 @@ from mprun.config.trust import (
     with_typed,
 )
 from mprun.errors import BadInput
+from mprun.record.keys import flat
 from mprun.spelling import did_you_mean, key_called, must_be, nearest
 
 SCHEMAS: dict[str, type] = {"run_schema": RunConfig} | {

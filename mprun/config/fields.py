@@ -10,49 +10,11 @@ import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, get_args, get_origin
 
+from mprun.record.keys import READING, Role
 from mprun.spelling import must_be
-
-
-@dataclass(frozen=True, slots=True)
-class Role:
-    """The effect of another value of a key, wherever runs are told apart."""
-
-    hashed: bool  # it can change a number of the run: it is part of `config_hash`
-    resumable: bool  # a continuation of the run may have another value
-    compared: bool  # runs that differ in it are different experiments, without a verdict
-    told: bool  # a run's path and a sweep's table have it wherever set, else only if swept
-
-    def __str__(self) -> str:
-        """Return its effect in words, for a key's help."""
-        parts = (
-            f"{'in' if self.hashed else 'not in'} the configuration hash",
-            f"runs that are compared {'must agree in it' if self.compared else 'may differ in it'}",
-            f"a resumed run {'may change it' if self.resumable else 'keeps it'}",
-        )
-        return "; ".join(parts)
-
-
-# The learned task, and how; the role of every field without another one.
-RESULT = Role(hashed=True, resumable=False, compared=True, told=True)
-LENGTH = Role(hashed=True, resumable=True, compared=True, told=True)
-# The interval of evaluations, which changes no training: `compare` sees to it that the judged ones
-# are of the same steps.
-INTERVAL = Role(hashed=True, resumable=True, compared=False, told=True)
-# The runs of one experiment; paths and tables have a separate place for it.
-SEED = Role(hashed=True, resumable=False, compared=False, told=False)
-# The place of computation: another device rounds differently, but the task is the same.
-MACHINE = Role(hashed=True, resumable=False, compared=True, told=False)
-# The way to read data, execute steps and write records: the same numbers at another speed.
-READING = Role(hashed=False, resumable=True, compared=False, told=False)
-# The reading of a result: no number of the run, and runs that say nothing of it stay comparable.
-JUDGED = Role(hashed=False, resumable=True, compared=False, told=False)
-# The run's name, and what is watched in it; a run keeps the values of its start.
-LABEL = Role(hashed=False, resumable=False, compared=False, told=False)
-
 
 _FIRST = object()
 
@@ -64,10 +26,10 @@ def setting(default: Any, doc: str, **more: Any) -> Any:
         default: list and dict create a new object for each configuration.
         doc: the field's meaning in one line: unit, and the meaning of null or 0. A key's help and
             the documentation's page of keys show it.
-        more: role: one of the roles above; default RESULT. path: the value names a file or a
-            folder, so that a command line takes it as it is. restates: False if
-            runs whose record lacks the key computed something else than its default says, or if
-            every record has it. A record without the key then does not count as having the default.
+        more: role: one of the roles in `mprun.record.keys`; default RESULT. path: the value names
+            a file or a folder, so that a command line takes it as it is. restates: False if runs
+            whose record lacks the key computed something else than its default says, or if every
+            record has it. A record without the key then does not count as having the default.
     """
     metadata = {"doc": doc, **more}
     if callable(default):

@@ -4,7 +4,6 @@ A key that no schema has (of an older record, the user's code, a group) may chan
 """
 
 import dataclasses
-import hashlib
 import json
 from collections.abc import Collection, Iterator, Mapping
 from types import UnionType
@@ -12,10 +11,11 @@ from typing import Any, cast, get_args
 
 from omegaconf import MISSING
 
-from mprun.config.components import NETWORKS
-from mprun.config.fields import RESULT, Role, allowed, meaning_of
-from mprun.config.registry import COMPONENTS, TaskKind, kind_called, readers_of
+from mprun.config import components as _registered  # noqa: F401 - the schema needs all of them
+from mprun.config.fields import allowed, meaning_of
+from mprun.config.registry import COMPONENTS, readers_of
 from mprun.config.schema import RunConfig
+from mprun.record.keys import RESULT, Role, config_hash, digest, flat
 
 
 def _fields(
@@ -124,17 +124,6 @@ def resumable_keys() -> list[str]:
     return [key for key in FIELDS if role_of(key).resumable]
 
 
-def flat(config: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings: {"optim": {"lr": 0.1}} becomes {"optim.lr": 0.1}."""
-    keys: dict[str, Any] = {}
-    for key, value in config.items():
-        if isinstance(value, dict) and value:
-            keys |= flat(value, f"{prefix}{key}.")
-        else:
-            keys[f"{prefix}{key}"] = value
-    return keys
-
-
 # What a script's configuration has of the schema; the rest of it are the script's own settings.
 _OF_SCRIPTS = ("precision", "compare")
 
@@ -199,23 +188,6 @@ def _filled(
     return found
 
 
-def kind_recorded(name: str | None, own_task: str | None) -> TaskKind:
-    """Return the registered facts of a record's task, by its `model.name` and `model.task`."""
-    network = NETWORKS.get(name or "")
-    return kind_called((network and network.task) or own_task or "")
-
-
-def hash_fields(config: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a record that tell its configuration from others, whoever reads it."""
-    left_out = sorted(key for key in flat(config) if not role_of(key).hashed)
-    return {"config_hash": config_hash(config), "not_hashed": left_out}
-
-
-def config_hash(config: dict[str, Any]) -> str:
-    """Return the SHA-256 (hex) of all values in a configuration that can change a number."""
-    return _digest({key: value for key, value in flat(config).items() if role_of(key).hashed})
-
-
 def is_as_hashed(record: Mapping[str, Any]) -> bool:
     """Return whether the configuration of a record is the one that its `config_hash` is of.
 
@@ -225,13 +197,9 @@ def is_as_hashed(record: Mapping[str, Any]) -> bool:
     config, left_out = record["config"], record.get("not_hashed")
     if left_out is not None:
         kept = {key: value for key, value in flat(config).items() if key not in left_out}
-        return _digest(kept) == record["config_hash"]
+        return digest(kept) == record["config_hash"]
     nested = (_hashed(config, added) for added in ({}, _ADDED, _ADDED | _ADDED_TO_NETWORKS))
-    return record["config_hash"] in (config_hash(config), *map(_digest, nested))
-
-
-def _digest(hashed: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(hashed, sort_keys=True).encode()).hexdigest()
+    return record["config_hash"] in (config_hash(config), *map(digest, nested))
 
 
 # Records of form 1 have hashes that left these keys out at these values, and their group with them.

@@ -14,10 +14,10 @@ from typing import Any
 
 import yaml
 
-from mprun.config.keys import flat
 from mprun.config.registry import FOLDERS, MODES
 from mprun.config.schema import DTYPES, PrecisionConfig
 from mprun.errors import BadInput, no_folder
+from mprun.record.keys import flat
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # a tenth of the time
 

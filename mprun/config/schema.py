@@ -15,13 +15,6 @@ from typing import Any, ClassVar
 from omegaconf import MISSING
 
 from mprun.config.fields import (
-    INTERVAL,
-    JUDGED,
-    LABEL,
-    LENGTH,
-    MACHINE,
-    READING,
-    SEED,
     count,
     fraction,
     from_zero,
@@ -42,6 +35,7 @@ from mprun.config.registry import (
     optimizer,
     scaler,
 )
+from mprun.record.keys import INTERVAL, JUDGED, LABEL, LENGTH, MACHINE, READING, SEED
 
 DTYPES = ("fp32", "fp16", "bf16")
 MAX_STEPS = 10_000_000

@@ -15,12 +15,13 @@ from functools import cache
 from typing import Any
 
 from mprun.config.components import TASKS
-from mprun.config.keys import FIELDS, PLACES, flat, role_of
+from mprun.config.keys import FIELDS, PLACES, role_of
 from mprun.config.option_files import folders, mapping_in
 from mprun.config.overrides import OPTIONS, assignment, mapping_of, parse_overrides, printable
 from mprun.config.registry import kind_of
 from mprun.config.schema import RunConfig
 from mprun.errors import BadInput, Untrusted
+from mprun.record.keys import flat
 
 FACTORY_KEYS = ("data.factory", "model.factory")
 _CODE_KEYS = (*FACTORY_KEYS, "model.task")

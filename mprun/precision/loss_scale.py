@@ -361,7 +361,7 @@ class LogMaxLossScale(LossScale):
         self.beta2 = within("beta2", beta2, 0.0, 1.0, open_ends=True)
         self.overflow_std_dev = within("overflow_std_dev", overflow_std_dev, 0.0, 100.0)
         overflows_at = self.log_max if overflow_log2 is None else overflow_log2
-        self.overflow_log2 = within("overflow_log2", overflows_at, -(2.0**31), 2.0**31)
+        self._overflow_log2 = within("overflow_log2", overflows_at, -(2.0**31), 2.0**31)
         super().__init__(init_scale, max_consecutive_skips, device)
         self._add(torch.float32, grad_max=0.0)
         self._add(torch.float64, (3,), averages=0.0, start_weights=1.0)
@@ -383,7 +383,7 @@ class LogMaxLossScale(LossScale):
         overflow = self.found_inf != 0
         torch.logical_and(overflow, self.scale <= self.min_scale, out=self.stuck)
         no_number = overflow | ~torch.isfinite(self.grad_max)
-        x = self.grad_max.double().log2().masked_fill_(no_number, self.overflow_log2)
+        x = self.grad_max.double().log2().masked_fill_(no_number, self._overflow_log2)
         informative = torch.isfinite(x)
 
         new = self._betas * self.averages + (1 - self._betas) * torch.stack((x, x, x * x))

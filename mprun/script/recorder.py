@@ -10,7 +10,6 @@ import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mprun.config.keys import hash_fields
-from mprun.config.schema import ScalerConfig
 from mprun.errors import BadInput, MprunError
 from mprun.numerics.failure import FailureKeeper, report_failure
 from mprun.numerics.post_mortem import StepRow, bad_losses
@@ -28,6 +25,7 @@ from mprun.precision import DTYPE_NAMES, LossScale
 from mprun.precision.policy import policy_values
 from mprun.prepared.shards import local_of
 from mprun.record import memory
+from mprun.record.keys import commands, hash_fields
 from mprun.record.metrics_columns import read_columns
 from mprun.record.run_directory import Heartbeat, claim, locked
 from mprun.record.run_record import Outcome, Record, read_record
@@ -35,7 +33,6 @@ from mprun.recording.environment import environment
 from mprun.recording.metric_buffer import MetricBuffer
 from mprun.recording.records import Records
 from mprun.script.watched import ScriptTask
-from mprun.training.next_commands import commands
 
 # Keys of a script's configuration that name the arm of a run, not the experiment.
 _OF_ARM = ("precision", "mode", "scaler", "seed")
@@ -306,8 +303,9 @@ def _scaler(name: str, scale: LossScale, count: int) -> dict[str, Any]:
     values = {"name": name, "kind": scale.kind, "per": "shared" if count == 1 else "optimizer"}
     if scale.kind == "none":
         return values
-    known = [field.name for field in fields(ScalerConfig)]
-    own = {key: getattr(scale, key) for key in known if key != "scale" and hasattr(scale, key)}
+    # Its rule as it was given; tensors are its state.
+    given = (pair for pair in vars(scale).items() if isinstance(pair[1], bool | int | float))
+    own = {key: value for key, value in given if not key.startswith("_")}
     first = "scale" if scale.kind == "static" else "init_scale"
     return values | {first: float(scale.scale)} | own
 

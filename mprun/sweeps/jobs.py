@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from mprun.config.keys import config_hash, current, is_as_hashed
+from mprun.config.keys import current, is_as_hashed
 from mprun.errors import BadInput, Damaged
 from mprun.file_system import is_held
+from mprun.record.keys import config_hash
 from mprun.record.run_directory import locked, read_config, refuse_link
 from mprun.record.run_record import OUTCOMES, Record, read_record
 from mprun.record.seal import check_seal

@@ -31,7 +31,7 @@ from mprun.config.compose import (
     hydra_session,
     loader,
 )
-from mprun.config.keys import config_hash, is_told
+from mprun.config.keys import is_told
 from mprun.config.overrides import (
     MOST_RUNS,
     assignment,
@@ -42,6 +42,7 @@ from mprun.config.overrides import (
 )
 from mprun.config.trust import as_overrides
 from mprun.errors import BadInput
+from mprun.record.keys import config_hash
 from mprun.record.run_directory import run_name
 from mprun.spelling import must_be
 from mprun.sweeps.jobs import Cell, data_places

@@ -12,9 +12,9 @@ from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
-from mprun.config.keys import flat
 from mprun.errors import DIVERGED, DONE, PREEMPTED, shortened
 from mprun.record.console import columns, counted, markdown_table
+from mprun.record.keys import flat
 from mprun.record.run_directory import write_text
 from mprun.record.run_record import OUTCOMES, now
 from mprun.sweeps.attempt import AttemptOutcome, last_line

@@ -7,11 +7,12 @@ import os
 from pathlib import Path
 
 from mprun.config.compose import config_from_record
-from mprun.config.keys import current, flat, is_as_hashed, resumable_keys, role_of, wanted
+from mprun.config.keys import current, is_as_hashed, resumable_keys, role_of, wanted
 from mprun.config.overrides import MAPPING, assignment, mapping_of, parse_overrides
 from mprun.config.schema import RunConfig
 from mprun.config.trust import Vouched, is_outside, vouched
 from mprun.errors import BadInput, Damaged, Untrusted, no_folder
+from mprun.record.keys import flat
 from mprun.record.run_directory import read_config
 from mprun.record.run_record import Record, of_another_version, read_record, refuse_older_state
 from mprun.record.seal import check_seal

@@ -9,13 +9,14 @@ import msgspec
 import torch
 
 from mprun.assembly import Built
-from mprun.config.keys import current, flat, hash_fields
+from mprun.config.keys import current
 from mprun.config.schema import RunConfig
 from mprun.data.source import DamagedData
 from mprun.distributed.rank_info import RankInfo
 from mprun.errors import BadInput, Damaged, raised
 from mprun.precision.random_states import restore_random_states
 from mprun.record import checkpoint
+from mprun.record.keys import flat, hash_fields
 from mprun.record.metrics import drop_later, metrics_until, parsed_metrics
 from mprun.record.run_directory import locked
 from mprun.record.run_record import Record, RunRecord, of_another_version, written_by

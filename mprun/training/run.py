@@ -18,7 +18,7 @@ from mprun.assembly import Built, build
 from mprun.config.components import TASKS
 from mprun.config.compose import Composed
 from mprun.config.execution_rules import engine_of, why_not_on
-from mprun.config.keys import config_hash, hash_fields, is_told
+from mprun.config.keys import is_told
 from mprun.config.registry import shares_streams, task_of
 from mprun.config.schema import RunConfig
 from mprun.distributed.rank_info import RankInfo
@@ -38,6 +38,7 @@ from mprun.numerics.probe import chosen_modules
 from mprun.numerics.replay import Snapshot
 from mprun.precision import pin_math_flags
 from mprun.precision.random_states import restore_dropout_state
+from mprun.record.keys import config_hash, hash_fields
 from mprun.record.memory import card_memory, ran_out, shortage
 from mprun.record.metric_facts import Metric, as_record, with_judged
 from mprun.record.metrics import TensorBoardView

@@ -21,10 +21,10 @@ import torch.distributed as dist
 from mprun.assembly import build
 from mprun.cli import main
 from mprun.config.compose import compose_config
-from mprun.config.keys import config_hash
 from mprun.distributed.ranks import Ranks
 from mprun.execution.step_runner import Compilation
 from mprun.record.console import Progress
+from mprun.record.keys import config_hash
 from mprun.record.memory import SPARED, ran_out, shortage
 from mprun.record.run_record import product_shares, shares_text
 from mprun.training.announcements import what_fits

@@ -8,8 +8,8 @@ import pytest
 import yaml
 
 from mprun.cli import main
-from mprun.config.keys import config_hash
 from mprun.config.option_files import modes
+from mprun.record.keys import config_hash
 from mprun.record.run_record import Record
 from mprun.sweeps.mode_table import table
 

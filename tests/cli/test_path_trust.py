@@ -9,7 +9,7 @@ import pytest
 import yaml
 
 from mprun.cli import main
-from mprun.config.keys import config_hash
+from mprun.record.keys import config_hash
 from mprun.record.run_directory import Heartbeat, write_json
 from mprun.sweeps.plan import plan
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from mprun.cli import main
-from mprun.config.keys import config_hash
 from mprun.record import seal
+from mprun.record.keys import config_hash
 from mprun.record.metrics import MetricsFile
 
 seal._noted = True  # these runs have no seal; the note on the first would be in any test's output

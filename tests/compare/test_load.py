@@ -6,8 +6,8 @@ import pytest
 
 from mprun.comparison.load import load_runs, natural_order, run_directories
 from mprun.comparison.notebook import load
-from mprun.config.keys import flat
 from mprun.errors import BadInput, Damaged
+from mprun.record.keys import flat
 
 from ..helpers import raises_line
 from .run_folders import change_record, write_metrics, write_run

@@ -3,8 +3,9 @@
 import pytest
 
 from mprun.config.compose import compose_config
-from mprun.config.keys import config_hash, role_of
+from mprun.config.keys import role_of
 from mprun.errors import BadInput
+from mprun.record.keys import config_hash
 
 from ..helpers import raises_line
 

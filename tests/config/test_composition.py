@@ -11,13 +11,14 @@ from mprun.config import compose as composing
 from mprun.config.components import NETWORKS
 from mprun.config.compose import compose_config, config_from_record
 from mprun.config.fields import ranged, violations
-from mprun.config.keys import FIELDS, flat
+from mprun.config.keys import FIELDS
 from mprun.config.option_files import mode_values, modes, option_files
 from mprun.config.overrides import as_hydra_takes, line_of, parse_overrides
 from mprun.config.schema import PrecisionConfig
 from mprun.config.trust import vouched
 from mprun.errors import BadInput
 from mprun.precision import DynamicLossScale, get_policy
+from mprun.record.keys import flat
 from mprun.spelling import _ELSEWHERE, meant, must_be
 
 from ..shipped import ALL_MODES

@@ -9,11 +9,22 @@ from mprun.assembly.data import arguments_of
 from mprun.config import schema
 from mprun.config.components import NETWORKS, SOURCES
 from mprun.config.compose import compose_config, config_from_record
-from mprun.config.fields import INTERVAL, JUDGED, LABEL, LENGTH, MACHINE, READING, RESULT, SEED
-from mprun.config.keys import FIELDS, config_hash, current, flat, resumable_keys, role_of
+from mprun.config.keys import FIELDS, current, resumable_keys, role_of
 from mprun.config.registry import ModelConfig, network
 from mprun.entry_points import loaded
 from mprun.errors import BadInput
+from mprun.record.keys import (
+    INTERVAL,
+    JUDGED,
+    LABEL,
+    LENGTH,
+    MACHINE,
+    READING,
+    RESULT,
+    SEED,
+    config_hash,
+    flat,
+)
 
 # Between them they have every component with keys of its own that are not hashed.
 CONFIGURATIONS = (

@@ -6,11 +6,11 @@ import pytest
 import yaml
 
 from mprun.config.compose import compose_config, config_from_record
-from mprun.config.fields import READING
 from mprun.config.keys import FIELDS, PLACES, role_of
 from mprun.config.overrides import parse_overrides
 from mprun.config.trust import NOTHING, Vouched, as_overrides, check_vouched, outside, vouched
 from mprun.errors import BadInput
+from mprun.record.keys import READING
 from mprun.sweeps.plan import plan
 
 from ..helpers import refused

@@ -8,7 +8,8 @@ import threading
 import pytest
 
 from mprun.config.compose import compose_config
-from mprun.config.keys import config_hash, is_told
+from mprun.config.keys import is_told
+from mprun.record.keys import config_hash
 from mprun.record.run_directory import claim, run_name, write_json
 
 

@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mprun.cli import main
 from mprun.config.compose import compose_config
-from mprun.config.keys import config_hash
+from mprun.record.keys import config_hash
 from mprun.record.metrics import write_sample_grid
 from mprun.recording.records import EARLY_STEPS
 

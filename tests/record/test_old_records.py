@@ -20,10 +20,11 @@ from mprun.cli import main
 from mprun.comparison.grouping import group_runs
 from mprun.comparison.load import load_runs
 from mprun.config.compose import compose_config
-from mprun.config.keys import config_hash, current, flat, hash_fields, is_as_hashed
+from mprun.config.keys import current, is_as_hashed
 from mprun.config.schema import RunConfig
 from mprun.entry_points import announced
 from mprun.record import checkpoint
+from mprun.record.keys import config_hash, flat, hash_fields
 from mprun.record.run_directory import write_config, write_json
 from mprun.record.run_record import FORM, read_record, written_by
 from tests.helpers import TINY_LM, record_of, refused, run

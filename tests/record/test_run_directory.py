@@ -11,7 +11,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from mprun.cli import main
 from mprun.config.compose import compose_config
-from mprun.config.keys import config_hash
+from mprun.record.keys import config_hash
 from mprun.record.run_directory import write_json, write_text
 
 from ..helpers import LM, TINY_GAN, TINY_LM, numbers_of, record_of, refused, rows_of, run

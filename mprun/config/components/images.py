@@ -5,19 +5,10 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from mprun.config.fields import (
-    READING,
-    count,
-    fraction,
-    one_of,
-    part,
-    positive,
-    ranged,
-    setting,
-    share,
-)
+from mprun.config.fields import count, fraction, one_of, part, positive, ranged, setting, share
 from mprun.config.registry import DataConfig, ModelConfig, Rule, network, source, task, task_of
 from mprun.config.schema import RunConfig
+from mprun.record.keys import READING
 from mprun.record.metric_facts import LOSS, Metric
 
 _accuracy = partial(Metric, higher_is_better=True, unit="points", counts_samples=True)

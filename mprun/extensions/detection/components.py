@@ -11,9 +11,10 @@ from mprun.config.components.images import (
     in_colour,
     prefetch,
 )
-from mprun.config.fields import RESULT, one_of, place, ranged, setting, share
+from mprun.config.fields import one_of, place, ranged, setting, share
 from mprun.config.registry import ModelConfig, network, source, task
 from mprun.config.schema import RunConfig
+from mprun.record.keys import RESULT
 from mprun.record.metric_facts import LOSS, Metric
 
 task(

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mprun.assembly import Built
 from mprun.config.compose import compose_config
-from mprun.config.keys import kind_recorded
 from mprun.config.option_files import modes
+from mprun.config.recorded import networks_in_turn
 from mprun.config.schema import ProductsConfig
 from mprun.errors import BadInput, MprunError
 from mprun.extensions.diagnosis.cast_advice import typed
@@ -25,6 +25,7 @@ from mprun.numerics.replay import Steps, resume_from, same_loss, use_batch
 from mprun.numerics.state import all_finite, carried, weights
 from mprun.numerics.trace import Phase
 from mprun.precision.rounded_weights import translated
+from mprun.record.keys import flat
 from mprun.tasks import LanguageModel
 
 WORSE = 1.5  # times FP32's loss: finite, but not cured
@@ -241,8 +242,7 @@ def _modules(config: dict, finding: Finding) -> list[str]:
     module = finding.module
     if not module:
         return []
-    model = config["model"]
-    if kind_recorded(model["name"], model.get("task")).networks > 1:
+    if networks_in_turn(flat(config)) > 1:
         # Overrides name modules inside generator and discriminator.
         module = module.partition(".")[2]
     parts, around = module.split("."), module.rpartition(".")[0]

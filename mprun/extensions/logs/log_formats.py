@@ -17,7 +17,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mprun.comparison.load import natural_order
-from mprun.config.keys import flat
 from mprun.entry_points import announced, loaded
 from mprun.errors import BadInput, Damaged
 from mprun.extensions.logs.wanted import (
@@ -34,6 +33,7 @@ from mprun.extensions.logs.wanted import (
     splits,
     table,
 )
+from mprun.record.keys import flat
 
 # A number in a text, maybe with marks of thousands.
 _NUMBER = rf"[-+]?(?:\d+(?:[.,'’]\d+)*\.?{EXPONENT}|[.,]\d+{EXPONENT}|nan|inf(?:inity)?)\b"
