@@ -10,7 +10,7 @@ files are in a folder `conf` beside that module (docs/extend.md).
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -18,9 +18,10 @@ from typing import Any, ClassVar
 
 from omegaconf import MISSING
 
-from mprun.config.fields import READING, count, place, ranged, setting
+from mprun.config.fields import count, place, ranged, setting
 from mprun.entry_points import announced
 from mprun.errors import BadInput, raised
+from mprun.record.keys import READING
 from mprun.record.metric_facts import LOSS, Metric
 
 # A rule yields the lines that refuse a configuration: (the component's part of it, all of it).
@@ -207,9 +208,10 @@ def _registered(group: str, kind: Any, name: str, **facts: Any) -> Any:
         if kind is UpdateRule and "__dataclass_fields__" in vars(cls):
             _add(table, kind(name=name, config=cls, **facts))
             return cls
-        setattr(cls, key, setting(name, cls.__dataclass_fields__[key].metadata["doc"]))
-        cls.__annotations__ = {key: str, **vars(cls).get("__annotations__", {})}
-        made: Any = dataclass(slots=True)(cls)
+        own = (key, str, setting(name, cls.__dataclass_fields__[key].metadata["doc"]))
+        bases = (dataclass(slots=True)(cls),)
+        made: Any = make_dataclass(cls.__name__, [own], bases=bases, slots=True)
+        made.__module__, made.__doc__ = cls.__module__, cls.__doc__
         if hasattr(object.__new__(made), "__dict__"):
             raise TypeError(f"{name}: a base class of {cls.__name__} is not @dataclass(slots=True)")
         made.component = kind(name=name, config=made, **facts)
