@@ -41,6 +41,7 @@ RENAMED = {
         "now precision.products.scale: pow2 for true, fp32 for false"
     ),
     "train.fused_norm": "now train.compile=default, which fuses BatchNorm and ReLU",
+    "mismatch": "now mprun logprobs",
     "scaler-replay": "now a run for each rule: mprun -m precision=amp scaler=torch,apex,megatron",
 }
 

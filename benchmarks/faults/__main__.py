@@ -17,7 +17,7 @@ import torch.utils.tensorboard  # noqa: F401
 import mprun.cli.compare
 import mprun.extensions.diagnosis.commands.advise
 import mprun.extensions.diagnosis.commands.explain
-import mprun.extensions.diagnosis.commands.mismatch
+import mprun.extensions.diagnosis.commands.logprobs
 import mprun.extensions.paper.command
 import mprun.training.resume  # noqa: F401
 from benchmarks.faults import damages, processes, stops

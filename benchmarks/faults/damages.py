@@ -163,7 +163,7 @@ def every_file(campaign: Campaign) -> None:
         ["compare", "--tensorboard", str(run), str(base), "--out", str(out)],
         ["paper", str(run), str(base), "--out", str(out)],
         ["advise", str(run)],
-        ["mismatch", "amp", str(run), "--tokens", "24"],
+        ["logprobs", "amp", str(run), "--tokens", "24"],
         LOAD,
         [f"resume={run}", RESUME],
     ]

@@ -1,4 +1,4 @@
-"""Verbs on the fake device: doctor, explain, advise, mismatch, bench; compiled runs."""
+"""Verbs on the fake device: doctor, explain, advise, logprobs, bench; compiled runs."""
 
 import json
 import os
@@ -78,7 +78,7 @@ def test_advice_from_probes(device, tmp_path):
 
 
 def test_two_modes_apart(device):
-    arguments = ["mismatch", "bf16_master", "fp8_rowwise", *MODELS["gpt"], "device=cuda"]
+    arguments = ["logprobs", "bf16_master", "fp8_rowwise", *MODELS["gpt"], "device=cuda"]
     found = device.ask("command", arguments=[*arguments, "--tokens", "64", "--json"])
     assert found.get("code") == 0, found.get("trace", found["printed"])
     assert json.loads(found["printed"])

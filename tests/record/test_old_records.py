@@ -81,7 +81,7 @@ def test_the_same_run_of_two_ages_counts_once():
 
 
 @pytest.mark.parametrize(
-    "words", [["resume={}", "train.steps=6"], ["explain", "{}"], ["mismatch", "amp", "{}"]]
+    "words", [["resume={}", "train.steps=6"], ["explain", "{}"], ["logprobs", "amp", "{}"]]
 )
 def test_a_run_with_an_older_form_of_checkpoint_is_refused_in_one_line(old, capsys, words):
     if "=" not in words[0] and words[0] not in announced("mprun.verbs"):

@@ -1,1 +1,1 @@
-"""Why a run diverged, and what would have cured it: advise, explain, mismatch."""
+"""Why a run diverged, and what would have cured it: advise, explain, logprobs."""

@@ -26,7 +26,7 @@ class Windows(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Mismatch:
+class Difference:
     """The differences between log-probabilities a and b, both in nats.
 
     differing, nonfinite: tokens where a is not b, and where a or b is not finite. The last count as
@@ -99,14 +99,14 @@ def log_probs(
     return torch.cat(found)
 
 
-def mismatch(a: Tensor, b: Tensor, band: float) -> Mismatch:
+def difference(a: Tensor, b: Tensor, band: float) -> Difference:
     """Compare `a` with `b`, floating point of one shape; computed in FP64."""
     a, b = a.double(), b.double()
     apart = a - b
     apart = apart[torch.isfinite(apart)]
     ratio = torch.expm1(apart)
     lost = a.numel() - apart.numel()
-    return Mismatch(
+    return Difference(
         a.numel(),
         int((a != b).sum()),
         lost,
@@ -118,11 +118,11 @@ def mismatch(a: Tensor, b: Tensor, band: float) -> Mismatch:
     )
 
 
-def by_position(a: Tensor, b: Tensor, band: float, bins: int = 8) -> dict[int, Mismatch]:
-    """Return `mismatch` of consecutive parts of [windows, time], by last position (from 1)."""
+def by_position(a: Tensor, b: Tensor, band: float, bins: int = 8) -> dict[int, Difference]:
+    """Return `difference` of consecutive parts of [windows, time], by last position (from 1)."""
     parts = zip(*(side.tensor_split(min(bins, side.shape[1]), 1) for side in (a, b)), strict=True)
     found, last = {}, 0
     for one, other in parts:
         last += one.shape[1]
-        found[last] = mismatch(one, other, band)
+        found[last] = difference(one, other, band)
     return found

@@ -2,9 +2,9 @@
 
 COMPLETIONS = [
     ("mprun explain data.batch", []),
-    ("mprun mismatch fp32 fp8_r", ["fp8_rowwise"]),
-    ("mprun mismatch fp32 data.batch", ["data.batch_size="]),
-    ("mprun mismatch outputs/", []),  # files
+    ("mprun logprobs fp32 fp8_r", ["fp8_rowwise"]),
+    ("mprun logprobs fp32 data.batch", ["data.batch_size="]),
+    ("mprun logprobs outputs/", []),  # files
 ]
 BAD_LINES = [("explain " + "a" * 5000, "File name too long: aaa")]
 # Verbs that read a run, each behind its words.
@@ -15,7 +15,7 @@ RUNS_CODE = [
     ["explain", "run", "--no-cures"],
     ["advise", "run"],
     ["advise", "run", "--check"],
-    ["mismatch", "amp", "run"],
+    ["logprobs", "amp", "run"],
 ]
 # Of a run whose code an option file names.
 OF_A_RUN = [["advise"]]

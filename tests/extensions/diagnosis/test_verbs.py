@@ -18,7 +18,7 @@ from ...helpers import TINY_LM, record_of, refused, run
 OPTIONS = {
     "advise": ["--steps", "--every", "--share", "--check", "--json", "--config-dir"],
     "explain": ["--json", "--no-cures", "--steps", "--config-dir"],
-    "mismatch": ["--tokens", "--window", "--batch", "--pad", "--band", "--log-softmax", "--json"],
+    "logprobs": ["--tokens", "--window", "--batch", "--pad", "--band", "--log-softmax", "--json"],
 }
 
 
@@ -54,10 +54,10 @@ def test_bad_input_is_found_before_torch_is_imported(tmp_path):
         ["explain"],
         ["explain", "run", "--json", "--fast"],
         ["explain", "done"],
-        ["mismatch", "fp32", "fp16"],
-        ["mismatch", "amp", "optim.lr=-1"],
-        ["mismatch", "amp", "model=resnet50"],
-        ["mismatch", "amp", "done"],
+        ["logprobs", "fp32", "fp16"],
+        ["logprobs", "amp", "optim.lr=-1"],
+        ["logprobs", "amp", "model=resnet50"],
+        ["logprobs", "amp", "done"],
     ]
     script = SCRIPT.format(commands=commands)
     ended = subprocess.run(
@@ -127,7 +127,7 @@ def test_a_post_mortem_that_explain_writes_again_is_sealed(tmp_path):
         read_post_mortem(folder)
 
 
-@pytest.mark.parametrize("words", ["advise", "mismatch amp --tokens 24"])
+@pytest.mark.parametrize("words", ["advise", "logprobs amp --tokens 24"])
 def test_a_verb_says_that_a_run_has_no_end_yet(tmp_path, words, capsys):
     folder = tmp_path / "run"
     run = [*TINY_LM, "precision=amp", "train.steps=2", "train.checkpoint_every=1"]

@@ -1,4 +1,4 @@
-"""`mprun mismatch`: log-probabilities of the same weights in several modes and batch shapes."""
+"""`mprun logprobs`: log-probabilities of the same weights in several modes and batch shapes."""
 
 import math
 import shutil
@@ -11,9 +11,9 @@ import torch
 from mprun.cli import main
 from mprun.extensions.diagnosis.log_probabilities import (
     by_position,
+    difference,
     held_out_windows,
     log_probs,
-    mismatch,
 )
 from mprun.models.gpt import GPT
 from mprun.precision import pin_math_flags
@@ -63,29 +63,29 @@ def test_numbers_by_hand():
             logits_of([0.4, 0.4, 0.2], [0.5, 0.25, 0.25]),
         )
     )
-    found = mismatch(a, b, band=0.01)
+    found = difference(a, b, band=0.01)
     apart = math.log(0.5 / 0.4)
     assert (found.tokens, found.nonfinite, found.outside) == (2, 0, 0.5)
     assert found.rms == pytest.approx(apart / math.sqrt(2), rel=1e-12)
     assert found.mean == pytest.approx(apart / 2, rel=1e-12)
     assert found.largest == pytest.approx(apart, rel=1e-12)
     assert found.ratio_rms == pytest.approx(0.25 / math.sqrt(2), rel=1e-12)
-    assert mismatch(a, b, band=0.2501).outside == 0
+    assert difference(a, b, band=0.2501).outside == 0
     # The other way round the ratio is 4/5, and all of a - b changes its sign.
-    turned = mismatch(b, a, band=0.2001)
+    turned = difference(b, a, band=0.2001)
     assert (turned.rms, turned.largest, turned.mean) == (found.rms, found.largest, -found.mean)
-    assert turned.outside == 0 and mismatch(b, a, band=0.1999).outside == 0.5
+    assert turned.outside == 0 and difference(b, a, band=0.1999).outside == 0.5
 
 
 def test_what_is_equal_or_not_finite():
     values = torch.linspace(-9, -1, 12).view(3, 4)
-    same = mismatch(values, values.clone(), 0.0)
+    same = difference(values, values.clone(), 0.0)
     assert (same.differing, same.rms, same.mean, same.largest, same.outside) == (0, 0, 0, 0, 0)
     broken = values.clone()
     broken[0, :3] = torch.tensor([math.nan, -math.inf, math.inf])
-    found = mismatch(broken, values, 0.01)
+    found = difference(broken, values, 0.01)
     assert (found.differing, found.nonfinite, found.outside, found.rms) == (3, 3, 0.25, 0)
-    nothing = mismatch(broken[:1, :3], values[:1, :3], 0.01)
+    nothing = difference(broken[:1, :3], values[:1, :3], 0.01)
     assert nothing.outside == 1 and math.isnan(nothing.rms) and math.isnan(nothing.largest)
 
 
@@ -137,7 +137,7 @@ def test_against_float64_and_a_forward_pass_of_ones_own(run, build_run, capsys):
     windows = held_out_windows(built.data, 1200)
     assert windows.tokens.shape == (100, LENGTH)
     truth = in_float64(run, windows)
-    report = as_json(capsys, "mismatch", "bf16_naive", run, "--tokens", 1200, "--batch", 100)
+    report = as_json(capsys, "logprobs", "bf16_naive", run, "--tokens", 1200, "--batch", 100)
     assert (report["step"], report["windows"], report["window"]) == (12, 100, LENGTH)
     (pair,) = report["pairs"]
 
@@ -172,14 +172,14 @@ def test_fp32_is_float64_but_for_its_sums_in_any_batch_shape(run, build_run):
     shapes = {shape: log_probs(built.task, short, *shape) for shape in ((37, 0), (1, 0), (5, 4))}
     for shape, values in shapes.items():
         assert values.dtype is torch.float64 and values.shape == (37, 8)
-        assert mismatch(values, truth, 0.01).largest < 1e-5, shape
+        assert difference(values, truth, 0.01).largest < 1e-5, shape
     assert torch.equal(shapes[37, 0], log_probs(built.task, short, 37))
     assert built.task.learner.model.training  # as it was
 
 
 def test_fp16_is_off_less_than_bf16_by_its_three_bits(run, capsys):
     """A rounding is up to 2^-11 in FP16 and 2^-8 in BF16: 8 times, whatever they add up to."""
-    report = as_json(capsys, "mismatch", "fp16_master", "bf16_master", "fp8_tensorwise", run)
+    report = as_json(capsys, "logprobs", "fp16_master", "bf16_master", "fp8_tensorwise", run)
     against = {(pair["mode"], pair["against"]["mode"]): pair["rms"] for pair in report["pairs"]}
     fp16, bf16 = against["fp16_master", "fp32"], against["bf16_master", "fp32"]
     assert 4 < bf16 / fp16 < 16
@@ -196,21 +196,21 @@ def test_a_mode_of_ones_own_keeps_modules_in_fp32(run, tmp_path, capsys):
     mode = 'defaults: [bf16_master]\nname: half\noverrides:\n  "blocks.0*": fp32\n'
     (tmp_path / "precision" / "half.yaml").write_text(mode)
     words = ["fp32", "bf16_master", "half", run, "--config-dir", tmp_path, "--tokens", 1200]
-    whole, half = (pair["rms"] for pair in as_json(capsys, "mismatch", *words)["pairs"])
+    whole, half = (pair["rms"] for pair in as_json(capsys, "logprobs", *words)["pairs"])
     assert 0.4 < half / whole < 0.98
 
 
 def test_the_mode_s_own_log_softmax_is_rounded(run, capsys):
     """Near -log(24) = -3.2 a step of BF16 is 2^-6: of an even error the RMS is 2^-6 / sqrt(12)."""
     wide, own = (
-        as_json(capsys, "mismatch", "bf16_master", run, "--log-softmax", kind)["pairs"][0]["rms"]
+        as_json(capsys, "logprobs", "bf16_master", run, "--log-softmax", kind)["pairs"][0]["rms"]
         for kind in ("fp32", "mode")
     )
     assert math.sqrt(own**2 - wide**2) == pytest.approx(2**-6 / math.sqrt(12), rel=0.35)
 
 
 def test_the_text_fits_a_terminal_and_says_what_it_is_of(run, capsys):
-    words = ["mismatch", "fp16_master_scaled", str(run), "--batch", "8,1", "--window", "8"]
+    words = ["logprobs", "fp16_master_scaled", str(run), "--batch", "8,1", "--window", "8"]
     words += ["--tokens", "200"]
     assert main([*words, "--pad", "0,4"]) == 0
     text = capsys.readouterr().out
@@ -234,10 +234,10 @@ SAMPLED = [
 @pytest.mark.parametrize("own", [TINY_LM, SAMPLED], ids=["lstm", "sampled"])
 def test_fresh_weights_of_other_language_models(own, capsys):
     own = [*own, "--tokens", "100"]
-    assert main(["mismatch", "bf16_master", *own]) == 0
+    assert main(["logprobs", "bf16_master", *own]) == 0
     text = capsys.readouterr().out
     assert "weights  fresh, of seed 0: they say little about trained ones" in text
-    one, *_ = as_json(capsys, "mismatch", "amp_bf16", *own)["pairs"]
+    one, *_ = as_json(capsys, "logprobs", "amp_bf16", *own)["pairs"]
     assert 0 < one["rms"] < 0.05 and one["nonfinite"] == 0
 
 
@@ -266,7 +266,7 @@ BAD = {
 def test_bad_input_is_one_line(words, run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     before = sorted(run.rglob("*"))
-    refused(capsys, "mismatch", *words.replace("RUN", str(run)).split(), says=BAD[words])
+    refused(capsys, "logprobs", *words.replace("RUN", str(run)).split(), says=BAD[words])
     assert sorted(run.rglob("*")) == before and not list(tmp_path.iterdir())
 
 
@@ -277,7 +277,7 @@ def test_what_does_not_belong_together_is_refused(run, tmp_path, capsys):
         text = (run / "config.yaml").read_text()
         (other / "config.yaml").write_text(text.replace(old, new))
         seal_again(other)
-        return ["mismatch", "amp", str(other), "--tokens", "24"]
+        return ["logprobs", "amp", str(other), "--tokens", "24"]
 
     assert main(command("", "")) == 0
     says = "checkpoints: not the state of this run"

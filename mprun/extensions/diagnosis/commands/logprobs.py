@@ -1,4 +1,4 @@
-"""`mprun mismatch MODE ... RUN`: log-probabilities of the same weights in modes or batch shapes."""
+"""`mprun logprobs MODE ... RUN`: log-probabilities of the same weights in modes or batch shapes."""
 
 from argparse import Namespace
 from collections.abc import Callable, Iterable
@@ -22,15 +22,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from mprun.assembly import Built
-    from mprun.extensions.diagnosis.log_probabilities import Mismatch
+    from mprun.extensions.diagnosis.log_probabilities import Difference
 
 TOKENS, BATCH, BAND = 8192, 16, 0.01
 _WHAT = """\
 How far apart are the log-probabilities of the same tokens under the same weights?
 
-  mprun mismatch MODE MODE ... RUN           in several precision modes, from a run's newest checkpoint
-  mprun mismatch MODE MODE ... [key=value]   with fresh weights of this configuration
-  mprun mismatch MODE --batch 16,1 RUN       in several batch shapes of one mode
+  mprun logprobs MODE MODE ... RUN           in several precision modes, from a run's newest checkpoint
+  mprun logprobs MODE MODE ... [key=value]   with fresh weights of this configuration
+  mprun logprobs MODE --batch 16,1 RUN       in several batch shapes of one mode
 
 For a language model: forward in eval mode, without gradients, on the first held-out tokens, each
 window from its start. Every mode is compared with the first one, and with FP32, which shows which
@@ -53,7 +53,7 @@ class Side(NamedTuple):
 
 
 # Two sides, the first one's distance from the second, and the same by the end of each part.
-Row = tuple[Side, Side, "Mismatch", "dict[int, Mismatch]"]
+Row = tuple[Side, Side, "Difference", "dict[int, Difference]"]
 
 
 def main(arguments: list[str]) -> int:
@@ -65,14 +65,14 @@ def main(arguments: list[str]) -> int:
     configs = _configs(options, dict.fromkeys(side.mode for side in wanted))
     found, about = _computed(options, wanted, configs)
 
-    from mprun.extensions.diagnosis.log_probabilities import by_position, mismatch
+    from mprun.extensions.diagnosis.log_probabilities import by_position, difference
 
     pairs = [(side, sides[0]) for side in sides[1:]]
     pairs += [(side, fp32) for side in sides if fp32 not in (side, sides[0])]
     results: list[Row] = []
     for side, base in pairs:
         both = found[side], found[base], options.band
-        results.append((side, base, mismatch(*both), by_position(*both)))
+        results.append((side, base, difference(*both), by_position(*both)))
     rows = [
         {**side._asdict(), "against": base._asdict(), **asdict(whole)}
         | {"positions": [{"up_to": last, **asdict(part)} for last, part in parts.items()]}
@@ -83,7 +83,7 @@ def main(arguments: list[str]) -> int:
 
 def _options(arguments: list[str]) -> Namespace:
     """Parse the options; the words become `sides`, `run` (a path or None) and `overrides`."""
-    parser = Arguments("mismatch", _WHAT, _MORE)
+    parser = Arguments("logprobs", _WHAT, _MORE)
     add = parser.add_argument
     add("words", nargs="*", metavar="MODE|RUN|KEY=VALUE", help="see above")
     count = number("--tokens", 1, MAX_STEPS, "a number of tokens", whole=True)
@@ -137,18 +137,18 @@ def _configs(options: Namespace, wanted: Iterable[str]) -> dict[str, RunConfig]:
     for override in own:
         group = override.lstrip("+~").partition("=")[0].partition(".")[0]
         if group in ("precision", "scaler"):
-            raise BadInput(f"mismatch {override}: a mode is a word alone, as in mprun mismatch amp")
+            raise BadInput(f"logprobs {override}: a mode is a word alone, as in mprun logprobs amp")
         if group == "resume":
-            raise BadInput(f"mismatch {override}: pass the run directory alone")
+            raise BadInput(f"logprobs {override}: pass the run directory alone")
     given = vouched(own, options.config_dir)
     recorded: dict = {}
     if run is not None:
         # Damaged if it is no record, or if a link leads out of the run.
-        unfinished(record := record_of("mismatch", run))
-        refuse_older_state(f"mismatch {run}", record)
+        unfinished(record := record_of("logprobs", run))
+        refuse_older_state(f"logprobs {run}", record)
         if not (run / "checkpoints").is_dir():
             hint = "train it with train.checkpoint_every=N"
-            raise BadInput(f"mismatch {run}: no checkpoint there; {hint}")
+            raise BadInput(f"logprobs {run}: no checkpoint there; {hint}")
         recorded = read_config(run)
     found = {}
     for mode in wanted:
@@ -159,7 +159,7 @@ def _configs(options: Namespace, wanted: Iterable[str]) -> dict[str, RunConfig]:
             config = config_from_record(recorded | {"numerics": {}} | groups, given)
         if (task := task_of(config.model)) != "language_model":
             what = "needs a language model, whose tokens have probabilities"
-            raise BadInput(f"mismatch model={config.model.name}: {what}; this one learns {task}")
+            raise BadInput(f"logprobs model={config.model.name}: {what}; this one learns {task}")
         found[mode] = config
     return found
 
@@ -179,7 +179,7 @@ def _computed(
     if run is not None:
         kept = checkpoint.load_newest(run / "checkpoints", torch.device("cpu"))
         if kept is None:
-            raise BadInput(f"mismatch {run}: no checkpoint there")
+            raise BadInput(f"logprobs {run}: no checkpoint there")
     found: dict[Side, Tensor] = {}
     products = {}
     # One mode after the other: the flags of FP32 products are process-wide.
@@ -221,7 +221,7 @@ def _put(built: "Built", state: dict, run: Path) -> None:
 
     recorded = read_record(run).get("data", {}).get("sha256")
     if recorded not in (None, built.data.sha256):
-        raise BadInput(f"mismatch {run}: the data are not those that the run began with")
+        raise BadInput(f"logprobs {run}: the data are not those that the run began with")
     try:
         transplant(built, state["task"])
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
