@@ -35,11 +35,13 @@ _ELSEWHERE: dict[str, dict[str, str | tuple[str, ...]]] = {
 }
 
 
-# Keys and verbs of an earlier mprun, and what is said of them.
+# Keys, values and verbs of an earlier mprun, and what is said of them.
 RENAMED = {
     "precision.products.power_of_two": (
         "now precision.products.scale: pow2 for true, fp32 for false"
     ),
+    "numerics.enabled": "now numerics.probes",
+    "numerics=on": "now numerics=probes",
     "train.fused_norm": "now train.compile=default, which fuses BatchNorm and ReLU",
     "mismatch": "now mprun logprobs",
     "scaler-replay": "now a run for each rule: mprun -m precision=amp scaler=torch,apex,megatron",
@@ -85,10 +87,12 @@ _MOST_LISTED = 100  # characters of a list in one line
 
 
 def must_be(word: str, known: Iterable[str], key: str = "") -> str:
-    """Return `must be one of a, b, c`, after the likely meaning.
+    """Return `must be one of a, b, c`, after the likely meaning; of a former value its name now.
 
     Of a long list, `fp8_*` stands for three or more that begin so.
     """
+    if now := RENAMED.get(f"{key}={word}"):
+        return now
     known = list(known)
     hint, shown, more = did_you_mean(meant(word, known, key)), known, ""
     if len(", ".join(known)) > _MOST_LISTED:

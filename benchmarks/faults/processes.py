@@ -365,7 +365,7 @@ def terminals(campaign: Campaign) -> None:
 
 def limits(campaign: Campaign) -> None:
     """Limit descriptors, file sizes, memory and disk; make a folder read-only."""
-    run = [*TINY, *SCALED, "train.steps=40", "train.checkpoint_every=10", "numerics=on"]
+    run = [*TINY, *SCALED, "train.steps=40", "train.checkpoint_every=10", "numerics=probes"]
     run += ["numerics.every=10", "train.log_every=1"]
     home = campaign.scratch("limits")
     reference = home / "reference"

@@ -20,7 +20,7 @@ TINY = [
 ]
 # Loss scales from 1e7 on: the first updates are skipped, and the state of the scaler matters.
 SCALED = ["precision=fp16_master_scaled", "scaler=dynamic", "scaler.init_scale=1e7"]
-EVERY = ["train.checkpoint_every=10", "train.eval_every=10", "numerics=on", "numerics.every=10"]
+EVERY = ["train.checkpoint_every=10", "train.eval_every=10", "numerics=probes", "numerics.every=10"]
 STOP, END = 30, 40  # steps
 
 
@@ -48,7 +48,7 @@ def diverged(campaign: Campaign) -> Path:
     """Make a run that diverges in its second step: Adam's eps is zero in FP16."""
     folder = campaign.folder / "subject" / "diverged"
     if not folder.exists():
-        naive = ["precision=fp16_naive", "optim=adam", "train.steps=6", "numerics=on"]
+        naive = ["precision=fp16_naive", "optim=adam", "train.steps=6", "numerics=probes"]
         words = [*TINY, *naive, "numerics.every=1", f"output_dir={folder}"]
         answer = mprun(words, campaign.folder)
         if answer.code != 3:

@@ -20,7 +20,7 @@ _WHAT = """\
 Does each precision mode match FP32, or another baseline?
 
 PATH is a run directory or a folder with runs (searched to any depth). Verdicts only use
-metrics.jsonl and run.json; the report also shows probes (numerics=on). Each mode gets a
+metrics.jsonl and run.json; the report also shows probes (numerics=probes). Each mode gets a
 divergence rule, then an equivalence test (paired TOST over seeds). The test's margin is fixed in
 the runs' configuration (compare.metric, compare.margin, compare.baseline). Which way a metric
 goes, and its unit, are in each run's record, as its task declares them."""

@@ -69,7 +69,7 @@ class _Frames(ABC):
 
     @property
     def probes(self) -> "DataFrame":
-        """Return every probe, a row for each tensor kind of a module at a step (numerics=on).
+        """Return every probe, a row for each tensor kind of a module at a step (numerics=probes).
 
         amax is the largest absolute value. underflow, subnormal and overflow are parts (0 to 1) of
         the `nonzero` finite values: those that FP16 rounds to zero, below its normal range and to

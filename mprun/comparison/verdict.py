@@ -235,7 +235,7 @@ def _costs(runs: list[RunData]) -> tuple[float | None, int | None, int | None]:
 
 def _device(run: RunData) -> tuple:
     found = run.environment
-    probed = [run.keys.get(f"numerics.{key}") for key in ("enabled", "every", "shadow_every")]
+    probed = [run.keys.get(f"numerics.{key}") for key in ("probes", "every", "shadow_every")]
     machine = (found.get("device"), found.get("gpu") or found.get("cpu"), found.get("threads"))
     return (*machine, tuple(probed) if probed[0] else None)
 

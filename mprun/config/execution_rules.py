@@ -129,7 +129,7 @@ def _why_not_in_backward(config: RunConfig) -> str | None:
     return None
 
 
-_HOOKS = "numerics=on watches tensors with hooks"
+_HOOKS = "numerics=probes watches tensors with hooks"
 _RECOMPUTED = "train.activation_checkpointing=true sets random states between operations"
 
 
@@ -166,7 +166,7 @@ def why_no_graph(config: RunConfig, device: str) -> str | None:
     """
     if device == "cpu":
         return "a CUDA graph needs device=cuda"
-    if config.numerics.enabled:
+    if config.numerics.probes:
         return f"{_HOOKS}, which a replay does not call"
     if config.train.activation_checkpointing:
         return _RECOMPUTED
@@ -197,7 +197,7 @@ def _why_not_over_ranks(config: RunConfig) -> str | None:
 def _why_not_compiled(config: RunConfig, device: str) -> str | None:
     if config.model.component.recurrent:
         return "torch.compile passes over nn.LSTM, nn.GRU and what calls them: nothing is compiled"
-    if config.numerics.enabled:
+    if config.numerics.probes:
         return f"{_HOOKS}, which compiled code does not call"
     if config.train.activation_checkpointing:
         return _RECOMPUTED

@@ -136,21 +136,28 @@ def current(config: dict[str, Any]) -> dict[str, Any]:
     its value restates what every run computes now. Keys of no schema stay.
     """
     groups = _OF_SCRIPTS if "script" in config else None
-    return _filled(_renamed(_without_gone(config)), RunConfig, groups)
+    named = {
+        group: _of_today(group, values)
+        for group, values in config.items()
+        if isinstance(values, dict) and (groups is None or group in groups)
+    }
+    return _filled(_with_scale(config | named), RunConfig, groups)
 
 
+# Of a group: keys that are gone, at the value that restates what is computed now; former names.
 _GONE = {"train": {"fused_norm": "off"}, "optim": {"implementation": "single_pass"}}
+_FORMER = {"numerics": {"enabled": "probes"}}
 
 
-def _without_gone(config: dict[str, Any]) -> dict[str, Any]:
-    found = dict(config)
-    for group, values in _GONE.items():
-        if isinstance(inner := config.get(group), dict):
-            found[group] = {k: v for k, v in inner.items() if k not in values or v != values[k]}
-    return found
+def _of_today(group: str, values: dict[str, Any]) -> dict[str, Any]:
+    """Return a recorded group with the names of this version, without what is gone."""
+    gone, names = _GONE.get(group, {}), _FORMER.get(group, {})
+    kept = {key: one for key, one in values.items() if key not in gone or one != gone[key]}
+    return {names.get(key, key): one for key, one in kept.items()}
 
 
-def _renamed(config: dict[str, Any]) -> dict[str, Any]:
+def _with_scale(config: dict[str, Any]) -> dict[str, Any]:
+    """Return a configuration whose kind of scale does not stand in `power_of_two`."""
     precision: Any = config.get("precision")
     products = precision.get("products") if isinstance(precision, dict) else None
     if not isinstance(products, dict) or "power_of_two" not in products:

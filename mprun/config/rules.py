@@ -194,8 +194,8 @@ def _compare(config: RunConfig) -> Iterator[str]:
 
 
 def _numerics(config: RunConfig) -> Iterator[str]:
-    if (every := config.numerics.shadow_every) and not config.numerics.enabled:
-        yield f"numerics.shadow_every={every}: needs numerics=on"
+    if (every := config.numerics.shadow_every) and not config.numerics.probes:
+        yield f"numerics.shadow_every={every}: needs numerics=probes"
 
 
 def _data(config: RunConfig, files: bool) -> Iterator[str]:

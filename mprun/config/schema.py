@@ -371,7 +371,7 @@ class CompareConfig:
 class NumericsConfig:
     """Measurements beside the training; none of them changes a number of the run."""
 
-    enabled: bool = setting(False, "Probe exponents, underflow and lost updates; numerics=on")
+    probes: bool = setting(False, "Probe exponents, underflow and lost updates; numerics=probes")
     every: int = count(100, "Probe the steps divisible by this")
     modules: list[str] = setting(
         list, "Module-name patterns to probe; without any: all modules without submodules"

@@ -121,7 +121,7 @@ def notes(config: RunConfig, built: Built) -> Iterator[str]:
     """Yield lines about what the user may not expect, before step 1."""
     policy, optim, scaler = config.precision, config.optim, config.scaler
     numerics, steps = config.numerics, config.train.steps
-    if numerics.enabled and steps is not None and numerics.every > steps:
+    if numerics.probes and steps is not None and numerics.every > steps:
         yield f"numerics.every={numerics.every}: no step of {steps} will be probed"
     fp16_update = updates_in_16_bits(policy) and policy.param_dtype == "fp16"
     if fp16_update and optim.eps is not None and 0 < optim.eps <= 2.0**-25:

@@ -40,7 +40,7 @@ def read(
     plain = read_config(directory)
     _check_unchanged(directory, plain, record)
     refuse_older_state(f"resume={directory}", record)
-    plain = _with_overrides(plain, overrides, record["choices"])
+    plain = _with_overrides(current(plain), overrides, record["choices"])
     try:
         config = _checked(plain, overrides, given)
     except Untrusted:

@@ -85,7 +85,7 @@ class Loop:
         )
         self.heartbeat = Heartbeat(directory)
         numerics, self.probing = config.numerics, None
-        if numerics.enabled and self.ranks.is_first:
+        if numerics.probes and self.ranks.is_first:
             self.probing = Probing(
                 built.task,
                 directory,

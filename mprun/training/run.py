@@ -281,7 +281,7 @@ def prepare(
     warnings.filterwarnings("ignore", message="LSTM with projections")
     with _memory_as_resource(config):
         built = build(config, device, ranks)
-    if config.numerics.enabled:
+    if config.numerics.probes:
         chosen_modules(built.task.learners, config.numerics.modules)
     return built
 

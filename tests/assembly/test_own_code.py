@@ -375,7 +375,7 @@ def test_every_kind_of_network_trains_and_is_evaluated_in_every_mode(name, mode,
 
 @pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp"])
 def test_a_network_with_sparse_gradients_is_watched_and_probed(mode):
-    command = [*OWN["sparse"], *COMMON, f"precision={mode}", "numerics=on", "numerics.every=1"]
+    command = [*OWN["sparse"], *COMMON, f"precision={mode}", "numerics=probes", "numerics.every=1"]
     assert main(command) == 0
 
 

@@ -362,6 +362,8 @@ CASES = [
     ("-sc", "-sc|needs a value"),
     ("-sc install=tcsh", "install=tcsh|bash"),
     ("scaler-replay outputs/run --json", "scaler-replay: now a run for each rule: mprun -m "),
+    ("numerics=on", "numerics=on: now numerics=probes"),
+    ("numerics.enabled=true", "numerics.enabled: unknown key; now numerics.probes"),
     ("mismatch amp outputs/run", "mismatch: now mprun logprobs"),
     ("--help scaler-replay", "no key, group or verb has this name; now a run for each rule"),
     ("train.fused_norm=on", "train.fused_norm: unknown key; now train.compile=default"),

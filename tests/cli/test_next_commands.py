@@ -28,7 +28,7 @@ KEPT = [*RUN, "train.checkpoint_every=2"]
 RUNS = {
     "done": (RUN, 0, None),
     "beside": ([*RUN, "precision=amp"], 0, None),
-    "probed": ([*RUN, "seed=1", "numerics=on", "numerics.every=2"], 0, None),
+    "probed": ([*RUN, "seed=1", "numerics=probes", "numerics.every=2"], 0, None),
     "bad_losses": (OWN, 0, None),
     "diverged": ([*RUN, "precision=fp16_naive"], 3, None),
     "preempted": (KEPT, 0, "preempted"),

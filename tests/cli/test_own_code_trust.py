@@ -50,7 +50,7 @@ RUN = [
     "train.steps=4",
     "data.batch_size=4",
     "train.checkpoint_every=2",
-    "numerics=on",
+    "numerics=probes",
     "numerics.every=2",
     "precision=fp16_master_scaled",
 ]

@@ -20,7 +20,13 @@ ROOT = "data.root=texts"
 RUN = [
     *("data=text", ROOT, "data.batch_size=2", "data.sequence_length=4", "data.cache=cached"),
     *("model.embedding_size=4", "model.hidden_size=4", "model.num_layers=1", "device=cpu"),
-    *("threads=1", "train.steps=4", "train.checkpoint_every=2", "numerics=on", "numerics.every=2"),
+    *(
+        "threads=1",
+        "train.steps=4",
+        "train.checkpoint_every=2",
+        "numerics=probes",
+        "numerics.every=2",
+    ),
 ]
 NAMED = ["data.cache=cached", ROOT]
 

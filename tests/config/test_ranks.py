@@ -57,7 +57,10 @@ def test_what_ranks_compute(overrides):
         ([*LM, "model.sampled_softmax=8", "optim=adagrad", "devices=2"], "model.sampled_softmax"),
         ([*IMAGES, "devices=2", "train.compile=default"], "train.compile=default: must be off"),
         ([*IMAGES, "devices=2", "train.cuda_graph=on", "device=cuda"], "train.cuda_graph=on"),
-        ([*IMAGES, "devices=2", "numerics=on", "numerics.shadow_every=2"], "shadow_every=2: must"),
+        (
+            [*IMAGES, "devices=2", "numerics=probes", "numerics.shadow_every=2"],
+            "shadow_every=2: must",
+        ),
         ([*DDP, "precision=bf16_kahan"], "ddp: precision=bf16_kahan adds up gradients of 16-bit w"),
         (
             [*DDP, "precision.reduce_dtype=bf16", "precision.reduce_order=ring"],

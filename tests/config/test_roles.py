@@ -54,7 +54,7 @@ def test_the_hash_changes_with_each_key_that_can_change_a_number_and_with_no_oth
     [
         (
             LABEL,
-            "name output_root output_dir resume basis numerics numerics.enabled numerics.every",
+            "name output_root output_dir resume basis numerics numerics.probes numerics.every",
         ),
         (READING, "train.log_every train.checkpoint_every train.keep_checkpoints"),
         (READING, "train.cuda_graph data.root data.workers data.prefetch data.cache"),

@@ -174,7 +174,7 @@ def test_activations_computed_anew_change_no_bit(tmp_path):
 def test_resumed_with_other_shards_or_none(first, then, mode, tmp_path):
     own = [word for word in SCALED if not word.startswith(("dist.engine", "precision"))]
     own += [f"precision={mode}", "optim.schedule=constant", "device=cpu", "threads=1"]
-    own += ["train.checkpoint_every=4", "numerics=on", "numerics.every=2", "train.log_every=1"]
+    own += ["train.checkpoint_every=4", "numerics=probes", "numerics.every=2", "train.log_every=1"]
     straight, parted = tmp_path / "straight", tmp_path / "parted"
     for folder, more in ((straight, ["train.steps=7"]), (parted, ["train.steps=4", *first])):
         ended = mprun(*own, *more, f"output_dir={folder}")

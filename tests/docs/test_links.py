@@ -57,7 +57,7 @@ def test_every_field_of_a_runs_files_and_of_a_comparison_is_on_the_page(tmp_path
     sections = dict(re.findall(r"^## (\S+)\n(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL))
     named = {title: set(re.findall(r"`\.*(\w+)`", text)) for title, text in sections.items()}
     kept = ["train.steps=4", "train.checkpoint_every=4", "train.clip_norm=1"]
-    for mode, more in (("fp32", []), ("amp", ["numerics=on", "numerics.every=2"])):
+    for mode, more in (("fp32", []), ("amp", ["numerics=probes", "numerics.every=2"])):
         folder = tmp_path / "runs" / mode
         assert run(folder, *TINY_LM, *kept, f"precision={mode}", *more) == 0
     for record in rows_of(folder):

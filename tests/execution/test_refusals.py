@@ -23,10 +23,10 @@ GRAPH, COMPILE = "train.cuda_graph=on", "train.compile=default"
 NHWC, AUTOTUNE = "train.channels_last=on", "train.autotune=on"
 REFUSED = [
     ([GRAPH, "device=cpu"], "a CUDA graph needs device=cuda"),
-    ([GRAPH, "device=cuda", "numerics=on"], "numerics=on watches tensors with hooks"),
+    ([GRAPH, "device=cuda", "numerics=probes"], "numerics=probes watches tensors with hooks"),
     ([GRAPH, "device=cuda", *LSTM, "train.accumulate=2"], "train.accumulate=2 with a language"),
     ([COMPILE, *LSTM], "torch.compile passes over nn.LSTM"),
-    ([COMPILE, IMAGES, "numerics=on"], "numerics=on watches tensors with hooks"),
+    ([COMPILE, IMAGES, "numerics=probes"], "numerics=probes watches tensors with hooks"),
     ([COMPILE, IMAGES, "device=cpu", "precision=amp"], "precision=amp is emulated on a CPU"),
     ([COMPILE, IMAGES, "device=cpu", "precision=fp16_master"], "precision=fp16_master is emulated"),
     ([NHWC, *LSTM], "lstm_lm has no images"),

@@ -130,7 +130,7 @@ PROBED = [(model, mode) for mode in ("fp16_master_scaled", "amp_bf16")
 @pytest.mark.few(2)
 def test_probes_and_shadow_steps(device, tmp_path, model, mode):
     """Probes read the device where they are due; the steps between them wait for nothing."""
-    overrides = [*MODELS[model], f"precision={mode}", "train.steps=7", "numerics=on"]
+    overrides = [*MODELS[model], f"precision={mode}", "train.steps=7", "numerics=probes"]
     overrides += ["numerics.every=3", "numerics.shadow_every=2"]
     assert_sound(device.run(tmp_path / "run", overrides))
     # The counts are old memory, at times below 0: `read_probes` would refuse them.

@@ -60,7 +60,7 @@ def test_the_doctor_sees_all_gpus_and_their_memory(device):
 def test_a_step_that_diverged_is_replayed_there(device, script, tmp_path, mode):
     folder = tmp_path / "run"
     arguments = [*MODELS["gpt"], f"precision={mode}", "train.steps=6", "train.log_every=2"]
-    arguments += ["numerics=on", "device=cuda", "threads=1", f"output_dir={folder}"]
+    arguments += ["numerics=probes", "device=cuda", "threads=1", f"output_dir={folder}"]
     found = script(DIVERGED.format(arguments=arguments))
     assert found.get("code") == 3, found.get("trace", found["printed"])
     found = device.ask("command", arguments=["explain", str(folder)])
@@ -70,7 +70,7 @@ def test_a_step_that_diverged_is_replayed_there(device, script, tmp_path, mode):
 
 def test_advice_from_probes(device, tmp_path):
     folder = tmp_path / "run"
-    overrides = [*MODELS["gpt"], "precision=fp32", "train.steps=6", "numerics=on"]
+    overrides = [*MODELS["gpt"], "precision=fp32", "train.steps=6", "numerics=probes"]
     assert_sound(device.run(folder, [*overrides, "numerics.every=3", "train.eval_every=3"]))
     found = device.ask("command", arguments=["advise", str(folder)])
     assert found.get("code") == 0, found.get("trace", found["printed"])

@@ -297,7 +297,7 @@ def test_modules_by_pattern(build_run):
 
 def test_a_pattern_that_fits_no_module_is_refused_before_anything_is_written(tmp_path, capsys):
     path = tmp_path / "run"
-    arguments = [*SMALL["dcgan"], "numerics=on", f"output_dir={path}", "device=cpu"]
+    arguments = [*SMALL["dcgan"], "numerics=probes", f"output_dir={path}", "device=cpu"]
     says = "numerics.modules=layers.conv9: matches no module; some"
     refused(capsys, *arguments, "numerics.modules=[layers.conv9]", says=says)
     assert not path.exists()
@@ -321,7 +321,10 @@ TINY = ["device=cpu", "threads=1", *SMALL["lstm_lm"], "precision=amp", "train.st
 def test_a_whole_run_with_probes_has_the_same_records(tmp_path):
     plain, probed_run = tmp_path / "plain", tmp_path / "probed"
     assert run(plain, *TINY) == 0
-    assert run(probed_run, *TINY, "numerics=on", "numerics.every=2", "numerics.shadow_every=3") == 0
+    assert (
+        run(probed_run, *TINY, "numerics=probes", "numerics.every=2", "numerics.shadow_every=3")
+        == 0
+    )
     assert numbers_of(plain) == numbers_of(probed_run)
     assert not (plain / "numerics").exists()
     records = read_probes(probed_run)
@@ -361,18 +364,20 @@ def test_tensorboard_shows_histograms_and_scalars(build_run, tmp_path):
 
 
 def test_numerics_belongs_to_no_comparison():
-    assert all(is_no_key(f"numerics.{key}") for key in ("enabled", "every", "modules"))
+    assert all(is_no_key(f"numerics.{key}") for key in ("probes", "every", "modules"))
 
 
 def test_a_shadow_needs_numerics_on():
-    with pytest.raises(BadInput, match="numerics.shadow_every=5: needs numerics=on"):
+    with pytest.raises(BadInput, match="numerics.shadow_every=5: needs numerics=probes"):
         compose_config(["numerics.shadow_every=5"])
-    assert compose_config(["numerics=on", "numerics.shadow_every=5"]).config.numerics.every == 100
+    assert (
+        compose_config(["numerics=probes", "numerics.shadow_every=5"]).config.numerics.every == 100
+    )
 
 
 def test_a_resumed_run_writes_its_later_probes_again(tmp_path):
     path = tmp_path / "run"
-    every = ["numerics=on", "numerics.every=1", "train.checkpoint_every=2", "train.steps=3"]
+    every = ["numerics=probes", "numerics.every=1", "train.checkpoint_every=2", "train.steps=3"]
     assert run(path, *but(TINY, *every)) == 0
     files = sorted((path / "numerics").iterdir())
     contents = [file.read_text() for file in files]

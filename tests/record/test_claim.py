@@ -63,7 +63,7 @@ def test_names_hold_what_differs():
         "resnet50-digits_32/amp-optim.lr=0.05-s3"
     )
     assert name("name=mine", "device=cpu", "threads=1") == "lstm_lm-docs_words/fp32-mine-s0"
-    assert name("numerics=on", "numerics.every=7", "numerics.modules=[lstm]") == name()
+    assert name("numerics=probes", "numerics.every=7", "numerics.modules=[lstm]") == name()
     assert name("precision=amp", "scaler=static") == "lstm_lm-docs_words/amp-scaler=static-s0"
 
 
@@ -94,7 +94,7 @@ def hashed(*overrides: str) -> str:
 
 SAME = ["name=x", "output_root=elsewhere", "output_dir=there", "optim=sgd_plain", "seed=0"]
 SAME += ["train.log_every=3", "train.checkpoint_every=5", "train.keep_checkpoints=7"]
-SAME += ["numerics=on", "numerics.modules=[lstm]"]
+SAME += ["numerics=probes", "numerics.modules=[lstm]"]
 OTHER = ["seed=1", "optim.lr=0.5", "precision=amp", "scaler=static", "train.steps=299"]
 OTHER += ["train.eval_every=5", "data.batch_size=10", "precision.overrides.lstm=fp32", "threads=1"]
 

@@ -96,18 +96,21 @@ def test_a_run_with_an_older_form_of_checkpoint_is_refused_in_one_line(old, caps
 
 @pytest.fixture
 def other(tmp_path, monkeypatch):
-    """A run of this form of an earlier commit, which knew fewer keys."""
+    """A run of this form of an earlier commit, which knew fewer keys, and one by another name."""
     monkeypatch.chdir(tmp_path)
     assert run(Path("run"), *TINY_LM, "train.steps=4", "train.checkpoint_every=2") == 0
     record = record_of(Path("run"))
-    del record["config"]["train"]["autotune"], record["config"]["dist"]
-    rewrite(Path("run"), record | hash_fields(record["config"]))
+    config = record["config"]
+    del config["train"]["autotune"], config["dist"]
+    config["numerics"]["enabled"] = config["numerics"].pop("probes")
+    rewrite(Path("run"), record | hash_fields(config))
     return Path("run")
 
 
 def test_a_run_with_fewer_keys_is_resumed(other):
     assert main([f"resume={other}", "train.steps=6"]) == 0
     record = record_of(other)
+    assert record["config"]["numerics"]["probes"] is False
     assert list(record)[:2] == ["mprun", "record_form"]
     assert (record["mprun"], record["record_form"]) == (__version__, FORM)
     assert record["config"] == current(record["config"]) and is_as_hashed(record)
@@ -211,4 +214,6 @@ def test_a_script_run_gains_the_schema_s_keys_alone():
     config = {"script": {"file": "a.py"}, "precision": {"name": "amp"}, "optim": {}, "compare": {}}
     filled = current(config)
     assert set(filled) == set(config) and filled["optim"] == {}
+    own = {"numerics": {"enabled": True}, "train": {"fused_norm": "off"}}
+    assert current(config | own) == filled | own  # the script's own settings
     assert filled["precision"]["reduce_order"] == "rank" and filled["compare"]["window"] == 1

@@ -24,7 +24,7 @@ RUN = [
     "train.steps=6",
     "train.log_every=1",
     "train.checkpoint_every=2",
-    "numerics=on",
+    "numerics=probes",
     "numerics.every=3",
 ]
 READERS = with_extensions("READERS", [["compare"]])

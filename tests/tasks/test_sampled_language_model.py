@@ -352,7 +352,7 @@ def test_stopping_and_resuming_changes_no_bit(mode, parts, tmp_path):
 
 
 def test_probes_count_the_gradients_of_rows(tmp_path):
-    numerics = ["precision=fp16_master_scaled", "numerics=on", "numerics.every=2"]
+    numerics = ["precision=fp16_master_scaled", "numerics=probes", "numerics.every=2"]
     assert run(tmp_path / "run", *SAMPLED, *ONE_CORE, *numerics, "train.steps=2") == 0
     (probe,) = (tmp_path / "run" / "numerics").glob("step-*.json")
     gradients = json.loads(probe.read_text())["learners"]["model"]["tensors"]["weight_gradients"]

@@ -192,7 +192,7 @@ def advise(
     """
     used = [r for r in records if not r.skipped and any(o.tensors for o in r.learners.values())]
     if not used:
-        raise BadInput("no probe with tensors and without a skipped update (numerics=on)")
+        raise BadInput("no probe with tensors and without a skipped update (numerics=probes)")
     gradients = {kind: _gradients(used, kind, layout) for kind in GRADIENT_KINDS}
     scaling = _loss_scaling(gradients, share, layout)
     keep, largest = modules_in_fp32(used, layout)

@@ -19,7 +19,7 @@ from mprun.record.layout import aligned, hanging
 from mprun.record.run_record import OUTCOMES, read_record
 from mprun.sweeps.gpus import available_cores
 
-PROBES = ("precision=fp32", "numerics=on", "numerics.every=20")
+PROBES = ("precision=fp32", "numerics=probes", "numerics.every=20")
 
 
 class Command(NamedTuple):

@@ -316,7 +316,7 @@ def test_advice_from_a_rising_loss_says_so(tmp_path, capsys):
 @pytest.mark.slow
 def test_a_run_with_probes_is_read(tmp_path, capsys):
     path = tmp_path / "run"
-    words = ["precision=fp16_master_scaled", "scaler=static", "numerics=on", "numerics.every=2"]
+    words = ["precision=fp16_master_scaled", "scaler=static", "numerics=probes", "numerics.every=2"]
     assert run(path, *ONE_CORE, *SGD, *words, "train.steps=6") == 0
     found = advised(capsys, str(path))
     assert found["evidence"]["steps"] == [2, 4, 6]
@@ -359,7 +359,7 @@ NARROW = ("fp8_unscaled", "fp8_tensorwise", "fp8_rowwise", "bf16_stochastic", "b
 @pytest.mark.few(2)  # fp8_unscaled and bf16_kahan
 def test_the_runs_of_narrow_modes_can_be_advised_on(tmp_path, capsys, mode):
     """With probes and shadow steps; the words fit the mode."""
-    words = [*TINY_GPT, f"precision={mode}", "numerics=on", "numerics.every=2", "train.steps=4"]
+    words = [*TINY_GPT, f"precision={mode}", "numerics=probes", "numerics.every=2", "train.steps=4"]
     path = tmp_path / "run"
     assert main([*words, "numerics.shadow_every=2", f"output_dir='{path}'"]) == 0
     err = capsys.readouterr().err

@@ -93,7 +93,7 @@ def test_a_terminal_has_whole_words_and_commands_to_copy(monkeypatch, capsys):
 def interrupted(tmp_path_factory):
     """A run with probes that was to take 40 steps, and stopped after 4, before its first probe."""
     directory = tmp_path_factory.mktemp("interrupted") / "run"
-    probed = ["numerics=on", "numerics.every=10", "train.checkpoint_every=4", "train.steps=4"]
+    probed = ["numerics=probes", "numerics.every=10", "train.checkpoint_every=4", "train.steps=4"]
     assert run(directory, *TINY_LM, *probed) == 0
     Record(directory, record_of(directory)).end("preempted", "SIGTERM")
     return directory
@@ -131,7 +131,7 @@ def test_a_post_mortem_that_explain_writes_again_is_sealed(tmp_path):
 def test_a_verb_says_that_a_run_has_no_end_yet(tmp_path, words, capsys):
     folder = tmp_path / "run"
     run = [*TINY_LM, "precision=amp", "train.steps=2", "train.checkpoint_every=1"]
-    run += ["numerics=on", "numerics.every=1"]
+    run += ["numerics=probes", "numerics.every=1"]
     assert main([*run, f"output_dir='{folder}'"]) == DONE
     read_record(folder).reopen()  # as a kill leaves it
     capsys.readouterr()

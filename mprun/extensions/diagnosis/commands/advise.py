@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from mprun.cli.arguments import Arguments, number
 from mprun.config.compose import compose_config, config_from_record, only_in_script
-from mprun.config.keys import PLACES
+from mprun.config.keys import PLACES, current
 from mprun.config.overrides import without
 from mprun.config.schema import MAX_STEPS
 from mprun.config.trust import NOTHING, Vouched, check_vouched, outside, vouched
@@ -41,7 +41,7 @@ SEEDS = (0, 1, 2)  # for --check: no verdict with fewer than 3
 _FP32 = ("precision=fp32", "scaler=none")
 _WHAT = """\
   mprun advise [key=value ...]  what does FP16 need to train this configuration?
-  mprun advise RUN              the same from the probes of a run (numerics=on); repeat data.factory=... and model.factory=... if the run has your own code
+  mprun advise RUN              the same from the probes of a run (numerics=probes); repeat data.factory=... and model.factory=... if the run has your own code
 
 Trains the first steps in FP32 with probes, in a separate run directory (advise-...). It prints
 whether master weights matter, whether loss scaling matters and which scales suit, which modules
@@ -128,13 +128,13 @@ def advise_run(
     accepted underflow share. given: code that may be imported and paths that may be used, including
     the run's. config_dir: the user's options, for the command lines to use the advice.
     """
-    record, plain = _recorded(directory), read_config(directory)
+    record, plain = _recorded(directory), current(read_config(directory))
     if "script" in record:
         raise refused("advise", directory, record, only_in_script(record))
     probes = read_probes(directory)
     if not probes:
-        why, numerics = "train it with numerics=on", plain.get("numerics") or {}
-        if numerics.get("enabled"):
+        why, numerics = "train it with numerics=probes", plain.get("numerics") or {}
+        if numerics.get("probes"):
             why = f"step {numerics['every']} would have the first"
         raise refused("advise", directory, record, f"no probes there: {why}")
     products = plain["precision"].get("products") or {}
@@ -181,7 +181,7 @@ def _measure(options: Namespace, base: list[str]) -> tuple[Path, int, "CastAdvic
             raise BadInput(f"{override}: not with advise; pass the run directory alone")
     asked = compose_config(options.overrides, options.config_dir).config  # still valid
     scale = asked.scaler.scale or asked.scaler.init_scale or 1.0
-    composed = compose_config([*base, *place, *_FP32, "numerics=on"], options.config_dir)
+    composed = compose_config([*base, *place, *_FP32, "numerics=probes"], options.config_dir)
     config = composed.config
 
     from mprun.extensions.diagnosis.cast_advice import cast_advice

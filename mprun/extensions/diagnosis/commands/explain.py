@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mprun.cli.arguments import Arguments, number
 from mprun.config.compose import config_from_record, only_in_script
+from mprun.config.keys import current
 from mprun.config.overrides import without
 from mprun.config.schema import MAX_STEPS, PrecisionConfig
 from mprun.config.trust import NOTHING, Vouched, vouched
@@ -138,7 +139,7 @@ def explain(
         raise refused("explain", directory, record, only_in_script(record))
     bad = read_columns(directory / "metrics.jsonl") if status == "done" and steps is None else None
     skips = [] if bad is None else bad.nonfinite_skips.tolist()
-    done = status == "done" and not skips and _casts(read_config(directory))
+    done = status == "done" and not skips and _casts(current(read_config(directory)))
     if status != "diverged" and not done and not skips:
         raise refused("explain", directory, record, _nothing_to_explain(record))
     if steps is not None and not done:
@@ -147,7 +148,7 @@ def explain(
     needed += ["last_step", "cause"] if status == "diverged" else []
     environment = read_record(directory, *needed)["environment"]
     refuse_older_state(f"explain {directory}", record)
-    config = read_config(directory)
+    config = current(read_config(directory))
     mode = config_from_record(config, given).precision  # checked before torch is imported
     which = "last" if status == "diverged" else "first"
     announce(f"explain: takes the {which} steps of {directory} again")
