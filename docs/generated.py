@@ -103,8 +103,8 @@ def _mode(name: str, policy: PrecisionPolicy, path: Path) -> tuple[str, ...]:
         for own in (policy.param_dtype, policy.norm_dtype, policy.autocast_dtype)
     )
     of_norms = "" if held == "FP32" else f", norm layers {'too' if norms == held else norms}"
-    if policy.products is not None:
-        multiplied = f"linear layers: {_casts(policy.products)}"
+    if policy.matmul is not None:
+        multiplied = f"linear layers: {_casts(policy.matmul)}"
     elif policy.autocast_dtype is not None:
         multiplied = f"`torch.autocast` {str(policy.autocast_dtype).removeprefix('torch.')} lists"
     elif held == "FP32":

@@ -37,15 +37,21 @@ _ELSEWHERE: dict[str, dict[str, str | tuple[str, ...]]] = {
 
 # Keys, values and verbs of an earlier mprun, and what is said of them.
 RENAMED = {
-    "precision.products.power_of_two": (
-        "now precision.products.scale: pow2 for true, fp32 for false"
-    ),
+    "precision.products": "now precision.matmul",
+    "precision.products.power_of_two": "now precision.matmul.scale: pow2 for true, fp32 for false",
     "numerics.enabled": "now numerics.probes",
     "numerics=on": "now numerics=probes",
     "train.fused_norm": "now train.compile=default, which fuses BatchNorm and ReLU",
     "mismatch": "now mprun logprobs",
     "scaler-replay": "now a run for each rule: mprun -m precision=amp scaler=torch,apex,megatron",
 }
+
+
+def became(name: str) -> str | None:
+    """Return what became of a former key or verb, or of a key whose group was renamed."""
+    group, _, field = name.rpartition(".")
+    above = RENAMED.get(group)
+    return RENAMED.get(name) or (above and f"{above}.{field}")
 
 
 def meant(word: str, known: Iterable[str], key: str = "") -> list[str]:
@@ -79,7 +85,7 @@ def did_you_mean(words: Sequence[str]) -> str:
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return `; did you mean 'x'?` for the closest known words, what became of it, or nothing."""
-    hint = RENAMED.get(word) or did_you_mean(meant(word, known))
+    hint = became(word) or did_you_mean(meant(word, known))
     return f"; {hint}" if hint else ""
 
 

@@ -9,10 +9,10 @@ from mprun.precision import DynamicLossScale, get_policy
 
 ALL_MODES = list(modes())
 # Those in blocks differ from one another in formats alone: tests/precision/test_block_formats.py.
-IN_BLOCKS = [m for m in ALL_MODES if (own := get_policy(m).products) and own.decoded]
+IN_BLOCKS = [m for m in ALL_MODES if (own := get_policy(m).matmul) and own.decoded]
 MODES = [mode for mode in ALL_MODES if mode not in IN_BLOCKS]
 # FP8 takes a linear layer that is not the output, which not every network has.
-OF_ANY_NETWORK = [mode for mode in MODES if get_policy(mode).products is None]
+OF_ANY_NETWORK = [mode for mode in MODES if get_policy(mode).matmul is None]
 
 
 def scaler_file(name: str) -> dict[str, Any]:

@@ -94,8 +94,8 @@ def _verdict(name: str, device: torch.device, config_dir: str | None) -> tuple[s
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         no_lstm = _asked(partial(why_no_lstm, policy, device))["why"]
-    kind, products = ForwardContext(policy, device).kind(), policy.products
-    how = f"; linear layers: {how_multiplied(products, device)}" if products else ""
+    kind, matmul = ForwardContext(policy, device).kind(), policy.matmul
+    how = f"; linear layers: {how_multiplied(matmul, device)}" if matmul else ""
     if device.type == "cpu":
         missing = "; cpu_half=native has no LSTM here" if no_lstm else ""
         return "emulated", f"{kind} products: FP32 sums, rounded once on store{how}{missing}"

@@ -39,7 +39,7 @@ _FP32: dict[str, Any] = {f"precision.{key}": "fp32" for key in _DTYPES} | {
     "precision.fp32_math": "ieee",
     "precision.overrides": {},
     "precision.reduce_dtype": None,
-    "precision.products.input": None,
+    "precision.matmul.input": None,
     "precision.update.state_dtype": None,
 }
 _NOT_RECORDED = "(not recorded)"

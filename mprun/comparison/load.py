@@ -161,7 +161,7 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
         samples = [str(path) for path in pictures if path.stem[5:].isdecimal()]
         return RunData(
             path=str(directory),
-            mode=precision["mode"],
+            mode=recorded_keys().label_of_today(precision["mode"]),
             scaler=precision["scaler"],
             **measured
             | {name: record[name] for name in _RECORDED}

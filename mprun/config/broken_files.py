@@ -13,7 +13,7 @@ from yaml import YAMLError
 from mprun.config.keys import FIELDS, wanted
 from mprun.config.overrides import FREE_MAPPINGS
 from mprun.errors import BadInput
-from mprun.spelling import RENAMED, nearest
+from mprun.spelling import became, nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class OptionFile:
         if isinstance(error, ConfigKeyError):
             group, dot, name = key.rpartition(".")
             beside = (k.removeprefix(group + dot) for k in FIELDS if k.startswith(group + dot))
-            hint = f"; {RENAMED[key]}" if key in RENAMED else nearest(name, beside)
+            hint = f"; {now}" if (now := became(key)) else nearest(name, beside)
             return f"{key}: unknown key{hint}"
         if group := self._in_place_of_a_group():
             return f"{group}: must be {wanted(group)}"

@@ -146,7 +146,7 @@ def current(config: dict[str, Any]) -> dict[str, Any]:
 
 # Of a group: keys that are gone, at the value that restates what is computed now; former names.
 _GONE = {"train": {"fused_norm": "off"}, "optim": {"implementation": "single_pass"}}
-_FORMER = {"numerics": {"enabled": "probes"}}
+_FORMER = {"numerics": {"enabled": "probes"}, "precision": {"products": "matmul"}}
 
 
 def _of_today(group: str, values: dict[str, Any]) -> dict[str, Any]:
@@ -156,17 +156,24 @@ def _of_today(group: str, values: dict[str, Any]) -> dict[str, Any]:
     return {names.get(key, key): one for key, one in kept.items()}
 
 
+def label_of_today(mode: str) -> str:
+    """Return a mode as a record labels it (`Mode.label`), with the names of this version."""
+    for former, name in _FORMER["precision"].items():
+        mode = mode.replace(f"+{former}.", f"+{name}.")
+    return mode
+
+
 def _with_scale(config: dict[str, Any]) -> dict[str, Any]:
     """Return a configuration whose kind of scale does not stand in `power_of_two`."""
     precision: Any = config.get("precision")
-    products = precision.get("products") if isinstance(precision, dict) else None
-    if not isinstance(products, dict) or "power_of_two" not in products:
+    matmul = precision.get("matmul") if isinstance(precision, dict) else None
+    if not isinstance(matmul, dict) or "power_of_two" not in matmul:
         return config
-    own = {key: value for key, value in products.items() if key != "power_of_two"}
-    own["scale"] = "pow2" if products["power_of_two"] else "fp32"
-    if products.get("input") is None:  # what had no effect
+    own = {key: value for key, value in matmul.items() if key != "power_of_two"}
+    own["scale"] = "pow2" if matmul["power_of_two"] else "fp32"
+    if matmul.get("input") is None:  # what had no effect
         own = {key: own[key] for key in ("high_precision", "modules") if key in own}
-    return config | {"precision": precision | {"products": own}}
+    return config | {"precision": precision | {"matmul": own}}
 
 
 def _filled(

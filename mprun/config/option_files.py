@@ -81,7 +81,7 @@ def mode_values(config: PrecisionConfig) -> dict[str, Any]:
     return flat(values)
 
 
-_OF_LAYERS = ("products.modules", "products.high_precision")
+_OF_LAYERS = ("matmul.modules", "matmul.high_precision")
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +100,7 @@ class Mode:
         """
         own = mode_values(config)
         changed = {k: own[k] for k, value in self.values.items() if own[k] != value}
-        if own["products.input"] is None:
+        if own["matmul.input"] is None:
             changed = {k: v for k, v in changed.items() if k not in _OF_LAYERS}
         changed |= config.overrides
         return "+".join([self.name, *(f"{k}={value}" for k, value in changed.items())])
@@ -119,7 +119,7 @@ def modes(config_dir: str | None = None) -> dict[str, Mode]:
         half = mode.values["autocast_dtype"] or mode.values["param_dtype"]
         autocast, masters = mode.values["autocast_dtype"], mode.values["master_dtype"]
         place = DTYPES.index(half) if half in DTYPES else len(DTYPES)
-        in_8_bits = mode.values["products.input"] is not None
+        in_8_bits = mode.values["matmul.input"] is not None
         rest = autocast is not None, masters is not None, mode.values["fp32_math"], mode.name
         return in_8_bits, place, *rest
 

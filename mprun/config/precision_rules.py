@@ -25,7 +25,7 @@ def of_mode(config: RunConfig) -> Iterator[str]:
             yield f"precision.overrides.{pattern}={dtype}: must be one of {', '.join(DTYPES)}"
     if precision.autocast_dtype is not None and precision.param_dtype != "fp32":
         yield f"precision.param_dtype={precision.param_dtype}: must be fp32 under autocast"
-    yield from _products(precision.products, precision.name)
+    yield from _matmul(precision.matmul, precision.name)
     rounding = precision.update.rounding
     if rounding != "nearest" and (precision.master_dtype, precision.param_dtype) != (None, "bf16"):
         needed = "precision.param_dtype=bf16 precision.master_dtype=null"
@@ -61,59 +61,59 @@ _OF_BLOCKS = "granularity weight_granularity grad_rounding hadamard"
 _OF_CASTS = f"{_OF_BLOCKS} scale scale_rounding history margin"
 
 
-def _multiplies_codes(products: schema.ProductsConfig) -> bool:
+def _multiplies_codes(matmul: schema.MatmulConfig) -> bool:
     """Return whether a GPU multiplies codes, not decoded numbers (`ScaledProducts.decoded`)."""
-    blocks = {products.granularity, products.weight_granularity or products.granularity}
+    blocks = {matmul.granularity, matmul.weight_granularity or matmul.granularity}
     return (
         (blocks <= {"none", "tensor"} or blocks == {"row"})
-        and products.scale in ("fp32", "pow2", "delayed")
-        and products.grad_rounding == "nearest"
-        and "e2m1" not in (products.input, products.weight, products.grad_output)
+        and matmul.scale in ("fp32", "pow2", "delayed")
+        and matmul.grad_rounding == "nearest"
+        and "e2m1" not in (matmul.input, matmul.weight, matmul.grad_output)
     )
 
 
-def _products(products: schema.ProductsConfig, mode: str) -> Iterator[str]:
-    key = "precision.products"
-    formats = {field: getattr(products, field) for field in ("input", "weight", "grad_output")}
+def _matmul(matmul: schema.MatmulConfig, mode: str) -> Iterator[str]:
+    key = "precision.matmul"
+    formats = {field: getattr(matmul, field) for field in ("input", "weight", "grad_output")}
     missing = [field for field, own in formats.items() if own is None]
     if missing and len(missing) < len(formats):
         yield f"{key}.{missing[0]}=null: set the format of all operands, or of none"
     for field in ("granularity", "weight_granularity"):
-        own = getattr(products, field)
+        own = getattr(matmul, field)
         if own is not None and not re.fullmatch(r"none|tensor|row|[1-9]\d*x[1-9]\d*", own):
             yield f"{key}.{field}={own}: must be one of none, tensor, row, or ROWSxCOLUMNS as 1x32"
     if len(missing) == len(formats):
         needed = f"needs {key}.input, weight and grad_output, which precision={mode} lacks"
-        yield from _set_without_use(products, key, _OF_CASTS, needed)
-    yield from _scales(products, formats)
+        yield from _set_without_use(matmul, key, _OF_CASTS, needed)
+    yield from _scales(matmul, formats)
     for name, pair in _PRODUCTS.items():
-        both = all(formats[operand] == "e5m2" for operand in pair) and _multiplies_codes(products)
-        if both and name not in products.high_precision:
+        both = all(formats[operand] == "e5m2" for operand in pair) and _multiplies_codes(matmul)
+        if both and name not in matmul.high_precision:
             reason = f"{name} multiplies two E5M2 operands, which no GPU does"
             allowed = f"e4m3, or {name} in {key}.high_precision"
             yield f"{key}.{pair[0]}=e5m2: {reason} (allowed: {allowed})"
-    if len(set(products.high_precision)) == len(_PRODUCTS):
-        own = f"{key}.high_precision={products.high_precision}"
+    if len(set(matmul.high_precision)) == len(_PRODUCTS):
+        own = f"{key}.high_precision={matmul.high_precision}"
         yield f"{own}: leaves no product in these formats; must name two of them at most"
-    if not products.modules:
+    if not matmul.modules:
         yield f"{key}.modules=[]: must name a layer, or leave the formats null"
 
 
-def _scales(products: schema.ProductsConfig, formats: dict[str, str | None]) -> Iterator[str]:
-    key, scale = "precision.products", "precision.products.scale"
-    of_weights = products.weight_granularity or products.granularity
-    if (of_weights == "none") != (products.granularity == "none"):
-        given = f"{key}.weight_granularity={products.weight_granularity}"
-        yield f"{given}: scales are 1 for all operands or none; granularity={products.granularity}"
-    is_delayed = products.scale == "delayed"
+def _scales(matmul: schema.MatmulConfig, formats: dict[str, str | None]) -> Iterator[str]:
+    key, scale = "precision.matmul", "precision.matmul.scale"
+    of_weights = matmul.weight_granularity or matmul.granularity
+    if (of_weights == "none") != (matmul.granularity == "none"):
+        given = f"{key}.weight_granularity={matmul.weight_granularity}"
+        yield f"{given}: scales are 1 for all operands or none; granularity={matmul.granularity}"
+    is_delayed = matmul.scale == "delayed"
     for unread, fields, why in (
-        (products.granularity == "none", "scale", f"every scale is 1 with {key}.granularity=none"),
-        (products.scale != "e8m0", "scale_rounding", f"needs {scale}=e8m0"),
+        (matmul.granularity == "none", "scale", f"every scale is 1 with {key}.granularity=none"),
+        (matmul.scale != "e8m0", "scale_rounding", f"needs {scale}=e8m0"),
         (not is_delayed, "history margin", f"needs {scale}=delayed"),
         (is_delayed, _OF_BLOCKS, f"must be {{}} with {scale}=delayed"),
     ):
         if unread:
-            yield from _set_without_use(products, key, fields, why)
+            yield from _set_without_use(matmul, key, fields, why)
     for field, own in formats.items():
         if is_delayed and own == "e2m1":
             yield f"{key}.{field}=e2m1: must be e4m3 or e5m2 with {scale}=delayed"

@@ -5,6 +5,7 @@ from typing import Any
 
 from mprun.config.components import NETWORKS
 from mprun.config.keys import current as current
+from mprun.config.keys import label_of_today as label_of_today
 from mprun.config.keys import role_of as role_of
 from mprun.config.option_files import modes, option_files, what_it_is
 from mprun.config.registry import TaskKind, kind_called, metric_called

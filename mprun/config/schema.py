@@ -121,7 +121,7 @@ _PRODUCTS = "output grad_input grad_weight"
 
 
 @dataclass(slots=True)
-class ProductsConfig:
+class MatmulConfig:
     """Formats of the operands of linear layers' products."""
 
     input: str | None = _format("the input")
@@ -218,7 +218,7 @@ class PrecisionConfig:
         "rank ring tree fp32",
         "Order of that sum; ring: as gloo adds; tree: in pairs; fp32: added in FP32, rounded once",
     )
-    products: ProductsConfig = setting(ProductsConfig, "Linear layers in 8 or 4 bits")
+    matmul: MatmulConfig = setting(MatmulConfig, "Linear layers in 8 or 4 bits")
     update: UpdateConfig = setting(UpdateConfig, "Store of weights and optimizer state")
     overrides: dict[str, str] = setting(
         dict, "Module-name pattern: dtype of these modules, as precision.overrides.fc=fp32"

@@ -75,7 +75,7 @@ class Audit(TorchDispatchMode):
         self.saw_empty = False  # a product of nothing, which does not count
         self.earlier: Mapping[str, Any] = {}  # the result of earlier attempts of the same run
         policy = forward_context.policy
-        held = () if policy.products is None else (own.dtype for own in policy.products.formats)
+        held = () if policy.matmul is None else (own.dtype for own in policy.matmul.formats)
         self._wanted = dict.fromkeys((*forward_context.half_dtypes, *held))
         wide = (torch.float32, torch.float64, torch.complex64, torch.complex128)
         self._allowed = {*wide, *self._wanted}
@@ -158,7 +158,7 @@ class Audit(TorchDispatchMode):
         if not seen and self.saw_empty:
             return None
         missing = forward_context.missing()
-        products = forward_context.policy.products
+        products = forward_context.policy.matmul
         formats = set() if products is None else {own.name for own in products.formats}
         if seen & (formats or set(map(self._name, self._wanted))):
             missing = None

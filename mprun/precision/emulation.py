@@ -152,7 +152,7 @@ class ForwardContext:
         """
         how = "emulated" if self.emulations else "native"
         found = [f"{how}-{DTYPE_NAMES[dtype]}" for dtype in self.half_dtypes]
-        if (products := self.policy.products) is not None:
+        if (products := self.policy.matmul) is not None:
             on_cuda = "native" if why_decoded(products, self.device) is None else "decoded"
             how = "emulated" if self.device.type == "cpu" else on_cuda
             found += [f"{how}-{element.name}" for element in products.formats]
@@ -161,7 +161,7 @@ class ForwardContext:
     def missing(self) -> str | None:
         """Name the part of the mode that has not run so far, "emulated-fp16"; None if unknown."""
         scaled = [" x " in name for name in self.rerouted()]
-        if self.policy.products is not None and not any(scaled):
+        if self.policy.matmul is not None and not any(scaled):
             return " ".join(kind for kind in self.kind().split() if "-e" in kind)
         return None if not self.emulations or not all(scaled) else self.kind()
 
@@ -195,7 +195,7 @@ def why_unsupported(
         if policy.fp32_math == "tf32":
             return "a CPU has no TF32; use precision=fp32, or device=cuda on a machine with a GPU"
         return None
-    products = policy.products
+    products = policy.matmul
     multiplied = () if products is None else products.multiplied
     in_bf16 = torch.bfloat16 in (policy.half_dtype, *multiplied, *overrides)
     name = torch.cuda.get_device_name(device)

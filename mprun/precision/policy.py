@@ -25,6 +25,7 @@ import yaml
 from mprun.precision.block_formats import ELEMENTS, SCALE_ROUNDINGS, SCALES, Element, block_of
 from mprun.precision.packed_states import STATE_FORMATS
 from mprun.precision.scaled_products import ScaledProducts
+from mprun.spelling import became
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 DIVIDE = ("after", "before", "split")  # where a sum over ranks is divided
@@ -60,7 +61,7 @@ class PrecisionPolicy:
         see `mprun.precision.rounded_weights`.
     state_dtype: format of the optimizer's state between updates, one of `STATE_FORMATS`. None: as
         the update computes it.
-    products: products of linear layers in 8 bits or fewer; None: they run like all others.
+    matmul: products of linear layers in 8 bits or fewer; None: they run like all others.
     """
 
     name: str
@@ -76,7 +77,7 @@ class PrecisionPolicy:
     reduce_order: str = "rank"
     rounding: str = "nearest"
     state_dtype: str | None = None
-    products: ScaledProducts | None = None
+    matmul: ScaledProducts | None = None
 
     def __post_init__(self) -> None:
         for field, allowed in _WORDS.items():
@@ -123,13 +124,13 @@ class PrecisionPolicy:
     def formats(self) -> tuple[torch.dtype, ...]:
         """Return the dtypes that a GPU multiplies in place of FP32, the 16-bit one first."""
         narrow = () if self.half_dtype is None else (self.half_dtype,)
-        others = () if self.products is None else self.products.multiplied
+        others = () if self.matmul is None else self.matmul.multiplied
         return tuple(dict.fromkeys((*narrow, *others)))
 
     @property
     def draws(self) -> bool:
         """Return whether products round at random, with the bits of a micro-batch."""
-        return self.products is not None and self.products.grad_rounding == "stochastic"
+        return self.matmul is not None and self.matmul.grad_rounding == "stochastic"
 
 
 # Fields that hold words, with the allowed ones; then fields with neither words nor dtypes.
@@ -158,14 +159,16 @@ def build_policy(name: str, values: Mapping[str, Any]) -> PrecisionPolicy:
         is_group = isinstance(value, Mapping)
         flat |= {f"{key}.{k}": v for k, v in value.items()} if is_group else {key: value}
     found: dict[str, Any] = {}
-    products: dict[str, Any] = {}
+    matmul: dict[str, Any] = {}
     for key, value in flat.items():
+        if now := became(f"precision.{key}"):
+            raise ValueError(f"precision.{key}: {now}")
         group, _, field = key.rpartition(".")
-        if group != "products":
+        if group != "matmul":
             found[field] = _read(key, value, DTYPES)
-        elif flat.get("products.input") is not None:
-            products[field] = _read(key, value, ELEMENTS)
-    return PrecisionPolicy(name, products=ScaledProducts(**products) if products else None, **found)
+        elif flat.get("matmul.input") is not None:
+            matmul[field] = _read(key, value, ELEMENTS)
+    return PrecisionPolicy(name, matmul=ScaledProducts(**matmul) if matmul else None, **found)
 
 
 def _read(key: str, value: Any, formats: Mapping[str, Any]) -> Any:
@@ -176,8 +179,6 @@ def _read(key: str, value: Any, formats: Mapping[str, Any]) -> Any:
         if type(value) is not int or value < _COUNTS[field]:
             raise ValueError(f"{key}={value!r}: must be a whole number from {_COUNTS[field]} on")
         return value
-    if field == "power_of_two":
-        raise ValueError(f"{key}={value}: is now products.scale, pow2 for true, fp32 for false")
     if field in ("granularity", "weight_granularity"):
         try:
             if value is not None:
@@ -196,12 +197,12 @@ def _read(key: str, value: Any, formats: Mapping[str, Any]) -> Any:
 
 def policy_values(policy: PrecisionPolicy) -> dict[str, Any]:
     """Return the configuration values from which `build_policy` builds `policy`."""
-    words, products = _words(policy), _words(policy.products or ScaledProducts())
-    if policy.products is None:
-        products |= dict.fromkeys(("input", "weight", "grad_output"))
+    words, matmul = _words(policy), _words(policy.matmul or ScaledProducts())
+    if policy.matmul is None:
+        matmul |= dict.fromkeys(("input", "weight", "grad_output"))
     update = {name: words.pop(name) for name in ("rounding", "state_dtype")}
     del words["name"]
-    return words | {"products": products, "update": update}
+    return words | {"matmul": matmul, "update": update}
 
 
 def _words(of: PrecisionPolicy | ScaledProducts) -> dict[str, Any]:

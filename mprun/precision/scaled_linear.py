@@ -150,7 +150,7 @@ def _delayed(model: nn.Module, products: ScaledProducts, names: Sequence[str]) -
     pairs = (pair for pair in products.plan()[:3] if pair is not None)
     if any(own != Operand(own.element, *plain, place=own.place) for p in pairs for own in p):
         must = "granularity=tensor, e4m3 or e5m2 to nearest, nothing turned"
-        raise ValueError(f"precision.products.scale={products.scale}: needs {must}")
+        raise ValueError(f"precision.matmul.scale={products.scale}: needs {must}")
     tops = [own.top for own in (products.input, products.weight, products.grad_output)]
     form = {"length": products.history, "margin": products.margin}
     device = next(model.parameters()).device
@@ -174,7 +174,7 @@ def chosen_layers(
 
     chosen: names of modules with a dtype of their own. mode: its name, if an error is to name it.
     """
-    key, formats = "precision.products.modules", "/".join(f.name.upper() for f in products.formats)
+    key, formats = "precision.matmul.modules", "/".join(f.name.upper() for f in products.formats)
     linears = [
         name
         for name, module in model.named_modules()
@@ -229,7 +229,7 @@ def _last_blocks(names: list[str], pattern: str) -> list[str] | None:
     share = re.fullmatch(r"last ([1-9]\d?|100)%", pattern)
     if share is None:
         must = "must be of the form '!last 15%', from 1 to 100"
-        raise ValueError(f"precision.products.modules: '!{pattern}': {must}")
+        raise ValueError(f"precision.matmul.modules: '!{pattern}': {must}")
     found = {name: re.match(r"(.*?\.)?\d+(?=\.|$)", name) for name in names}
     blocks = list(dict.fromkeys(own[0] for own in found.values() if own))
     kept = blocks[: len(blocks) * (100 - int(share[1])) // 100]

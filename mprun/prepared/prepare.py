@@ -246,10 +246,10 @@ def _check(
     if len(set(modules)) < len(modules):
         raise ValueError("model: two of them share a module; make one module that holds both")
     for model, own in prepared:
-        if policy.products is None:
+        if policy.matmul is None:
             break
         try:
-            chosen_layers(model, policy.products, chosen_dtypes(model, own, "overrides"))
+            chosen_layers(model, policy.matmul, chosen_dtypes(model, own, "overrides"))
         except ValueError as error:
             raise ValueError(
                 f"precision={policy.name!r}: {type(model).__name__}: {error}"

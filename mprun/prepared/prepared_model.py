@@ -102,7 +102,7 @@ class PreparedModel(Backward):
         self.model, self.overrides, policy = model, dict(overrides), self.policy
         self.of_run, self.key, self.seed = of_run, key, seed
         in_16_bits = bool(forward_context.half_dtypes)  # of the mode, or of an override
-        changes = in_16_bits or policy.products is not None
+        changes = in_16_bits or policy.matmul is not None
         changes = changes or self.grad_dtype is not None
         self.is_plain = not changes and self.scale is None  # it computes as without the mode
         self._is_untouched = self.is_plain and policy.fp32_math == "ieee"
@@ -164,9 +164,9 @@ class PreparedModel(Backward):
                 apply_to_tensors(module, functools.partial(cast_tree, dtype=dtype), recurse=False)
         if not self.is_plain:
             own_recurrent(self.model)
-            if self.policy.products is not None:
+            if self.policy.matmul is not None:
                 before = self.delayed
-                products, calls = self.policy.products, self.forward_context.calls
+                products, calls = self.policy.matmul, self.forward_context.calls
                 self.delayed = install(self.model, products, chosen, self.policy.name, calls)
                 if self.delayed is not None and before is not None:
                     self.delayed.take_over(before.state_dict())

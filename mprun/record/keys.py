@@ -66,6 +66,9 @@ class Keys(Protocol):
     def current(self, config: dict[str, Any]) -> dict[str, Any]:
         """Return a configuration recorded by an earlier version with the keys of this one."""
 
+    def label_of_today(self, mode: str) -> str:
+        """Return a mode as an earlier version labelled it, with the names of this one."""
+
     def metric_of(self, keys: Mapping[str, Any], name: str) -> Metric | None:
         """Return a metric of the task of a run with these keys, whose record does not tell it."""
 
@@ -87,6 +90,9 @@ class _OfScripts:
 
     def current(self, config: dict[str, Any]) -> dict[str, Any]:
         return config
+
+    def label_of_today(self, mode: str) -> str:
+        return mode
 
     def metric_of(self, keys: Mapping[str, Any], name: str) -> None:
         return None

@@ -66,7 +66,7 @@ def number_formats(
 
 def linear_products(forward_context: ForwardContext) -> str | None:
     """Say what linear layers in 8 bits or fewer multiply on this device; None: there are none."""
-    products = forward_context.policy.products
+    products = forward_context.policy.matmul
     return None if products is None else how_multiplied(products, forward_context.device)
 
 

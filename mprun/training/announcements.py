@@ -43,8 +43,8 @@ def announce(directory: Path, config: RunConfig, built: Built, record: dict, sta
     half = config.precision.autocast_dtype or config.precision.param_dtype
     if device.type == "cpu" and half != "fp32":
         how = "emulated" if config.cpu_half == "emulated" else "by native kernels"
-        products = config.precision.products
-        formats = dict.fromkeys([products.input, products.weight, products.grad_output])
+        matmul = config.precision.matmul
+        formats = dict.fromkeys([matmul.input, matmul.weight, matmul.grad_output])
         casts = "/".join(own.upper() for own in formats if own)
         of_casts = casts and f", those in {casts} emulated"
         name += f" ({half} products {how}{of_casts})"

@@ -116,8 +116,10 @@ class Now:
     @property
     def casts(self) -> bool:
         """Return whether its linear layers multiply casts, of which `explain` tells the cost."""
-        precision = self.record["config"].get("precision") or {}
-        return bool((precision.get("products") or {}).get("input"))
+        from mprun.config.keys import current  # here: reading the schema takes a moment
+
+        precision = current(self.record["config"]).get("precision") or {}
+        return bool((precision.get("matmul") or {}).get("input"))
 
     @property
     def is_judged(self) -> bool:

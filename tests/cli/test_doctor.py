@@ -39,7 +39,7 @@ def test_every_mode_has_a_verdict_that_follows_from_its_definition():
 def test_a_run_meets_what_the_doctor_said(build_run, mode):
     verdict = modes(CPU)[mode]["verdict"]
     # FP8 is of linear layers, of which the LSTM's network has none but the output's.
-    small = TINY if get_policy(mode).products is None else ["model=gpt", "data.batch_size=2"]
+    small = TINY if get_policy(mode).matmul is None else ["model=gpt", "data.batch_size=2"]
     if verdict == "refused":
         with pytest.raises(BadInput):
             build_run(*small, f"precision={mode}")
@@ -49,7 +49,7 @@ def test_a_run_meets_what_the_doctor_said(build_run, mode):
     assert bool(built.forward_context.rerouted()) == (verdict == "emulated")
     recorded = number_formats(built.task.learners, built.forward_context, "none")
     said = recorded["linear_products"]
-    assert (said is None) == (get_policy(mode).products is None)
+    assert (said is None) == (get_policy(mode).matmul is None)
     assert said is None or f"linear layers: {said}" in modes(CPU)[mode]["reason"]
 
 
@@ -182,7 +182,7 @@ def test_numbers_that_bf16_does_not_have_are_not_multiplied_on_tensor_cores(
     products = (
         f"{{input: e4m3, weight: e4m3, grad_output: e4m3, granularity: 1x128, scale: {scale}}}"
     )
-    lines = ["param_dtype: bf16", f"products: {products}", ""]
+    lines = ["param_dtype: bf16", f"matmul: {products}", ""]
     (tmp_path / "precision/mine.yaml").write_text("\n".join(lines))
     monkeypatch.setattr("mprun.cli.machine.why_unsupported", lambda policy, device: None)
     monkeypatch.setattr("mprun.cli.machine.why_no_lstm", lambda policy, device: None)

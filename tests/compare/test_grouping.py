@@ -297,7 +297,7 @@ def test_a_mode_of_ones_own_is_called_by_its_name_and_another_scaler_named(tmp_p
 FULL_FP32 = {
     **{f"precision.{key}_dtype": "fp32" for key in ("param", "norm", "master", "grad", "loss")},
     "precision.reduce_dtype": None,
-    "precision.products": {"input": None},
+    "precision.matmul": {"input": None},
     "precision.update": {"state_dtype": None},
     "precision.name": "plain",
 }

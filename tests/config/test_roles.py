@@ -171,15 +171,18 @@ def test_no_setting_of_a_data_source_is_lost_on_the_way():
 def test_a_record_of_an_earlier_mprun_says_its_scale_by_another_key(before, scale):
     config = compose_config(["model=gpt", "precision=fp8_rowwise"]).as_dict()
     expected = copy.deepcopy(config)
-    expected["precision"]["products"]["scale"] = scale
+    expected["precision"]["matmul"]["scale"] = scale
     later = ("scale", "weight_granularity", "scale_rounding", "grad_rounding", "hadamard")
     for key in later:  # came with it
-        del config["precision"]["products"][key]
-    config["precision"]["products"]["power_of_two"] = before
+        del config["precision"]["matmul"][key]
+    config["precision"]["matmul"]["power_of_two"] = before
     assert dataclasses.asdict(config_from_record(config)) == expected
     assert current(config) == expected
+    earlier = copy.deepcopy(config)  # and its group by another name
+    earlier["precision"]["products"] = earlier["precision"].pop("matmul")
+    assert current(earlier) == expected
     # Without formats, as a cure that was printed then, the rest had no effect and is now refused.
-    plain = dataclasses.asdict(schema.ProductsConfig()) | {"modules": ["blocks.*"]}
+    plain = dataclasses.asdict(schema.MatmulConfig()) | {"modules": ["blocks.*"]}
     formats = {"input": None, "weight": None, "grad_output": None}
-    config["precision"]["products"] |= formats | {"modules": ["blocks.*"]}
-    assert dataclasses.asdict(config_from_record(config))["precision"]["products"] == plain
+    config["precision"]["matmul"] |= formats | {"modules": ["blocks.*"]}
+    assert dataclasses.asdict(config_from_record(config))["precision"]["matmul"] == plain

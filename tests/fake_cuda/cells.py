@@ -59,7 +59,7 @@ WAITS = "only the device knows how many"
 
 def refusal(model: str, mode: str, graph: str) -> str | None:
     """The whole list of exceptions: what `mprun` says of a cell that it refuses."""
-    if get_policy(mode).products is not None and model not in WITH_LINEAR:
+    if get_policy(mode).matmul is not None and model not in WITH_LINEAR:
         return NO_LINEAR
     if graph == "on" and model == "faster_rcnn":
         return WAITS

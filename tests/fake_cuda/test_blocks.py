@@ -13,7 +13,7 @@ from mprun.precision import get_policy
 from mprun.precision.philox import micro_batches
 from mprun.precision.scaled_products import cast
 
-operand = get_policy("{mode}").products.operand("{name}", "grad_input", "a")
+operand = get_policy("{mode}").matmul.operand("{name}", "grad_input", "a")
 matrix = torch.ones(130, 70, device="cuda", dtype=torch.bfloat16)
 micro_batches.begin_step(matrix.device, 0, 0)
 for dim in (-1, 0):
@@ -40,7 +40,7 @@ PRODUCTS = """
 from mprun.precision import get_policy
 from mprun.precision.scaled_products import cast, product
 
-left, right = get_policy("{mode}").products.plan(device=torch.device("cuda", 0)).output
+left, right = get_policy("{mode}").matmul.plan(device=torch.device("cuda", 0)).output
 matrix = torch.ones(128, 70, device="cuda", dtype=torch.bfloat16)
 a, b = cast(matrix, left), cast(matrix, right).T
 for _ in range({times}):

@@ -51,7 +51,7 @@ def forms():
     found = {}
     for mode in IN_BLOCKS:
         for name, of in (("input", "output"), ("weight", "output"), ("grad_output", "grad_input")):
-            own = get_policy(mode).products.operand(name, of, "a")
+            own = get_policy(mode).matmul.operand(name, of, "a")
             for block in (own.block, own.block[::-1]):
                 how = own.scale, own.scale_rounding, own.stream
                 found[own.element.name, *block, *how] = None
@@ -106,7 +106,7 @@ def layouts():
     compared, different = 0, []
     for mode in ("mxfp8", "mxfp4", "nvfp4"):
         for size in ((1, 1), (33, 100), (130, 261), (256, 128)):
-            for codes, factor in operands(get_policy(mode).products, size):
+            for codes, factor in operands(get_policy(mode).matmul, size):
                 packs = mode == "nvfp4"
                 made = kernels.laid_out(codes, factor, 16 if packs else 32, 32)
                 for own, expected in zip(made, laid_out(codes, factor, packs), strict=True):

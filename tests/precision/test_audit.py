@@ -40,7 +40,7 @@ def stepped(model, mode, inputs, **overrides):
     return audit
 
 
-@pytest.mark.parametrize("mode", [m for m in ON_A_CPU if get_policy(m).products is None])
+@pytest.mark.parametrize("mode", [m for m in ON_A_CPU if get_policy(m).matmul is None])
 def test_products_of_two_layers_are_those_counted_by_hand(mode):
     """Forward one product a layer; backward two, but one of the first, whose input needs none."""
     audit = stepped(network(), mode, torch.randn(5, 6))
@@ -92,7 +92,7 @@ def test_another_dtype_inside_of_the_model_is_refused(mode, inside):
 
 def test_decoded_numbers_of_a_product_of_casts_may_be_of_another_dtype():
     """A GPU multiplies those of an FP16 mode in BF16."""
-    policy = dataclasses.replace(get_policy("fp16_master"), products=get_policy("nvfp4").products)
+    policy = dataclasses.replace(get_policy("fp16_master"), matmul=get_policy("nvfp4").matmul)
     audit = Audit(ForwardContext(policy, torch.device("cpu")))
     x, one = torch.ones(16, 16, device="meta", dtype=torch.bfloat16), torch.ones((), device="meta")
     with audit.watching():

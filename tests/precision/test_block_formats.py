@@ -201,7 +201,7 @@ def test_every_cast_is_exact(name):
 
 def test_along_the_other_dimension_it_is_the_cast_of_the_transposed():
     matrix = torch.randn(50, 70)
-    for products in (MX, NV, *(get_policy(mode).products for mode in IN_BLOCKS)):
+    for products in (MX, NV, *(get_policy(mode).matmul for mode in IN_BLOCKS)):
         for which in ("input", "weight", "grad_output"):
             operand = products.operand(which, "output")._replace(stream=0)
             one, other = cast(matrix, operand, 0).T, cast(matrix.t(), operand)
@@ -313,7 +313,7 @@ TOKENS, INPUTS, OUTPUTS = 24, 40, 20
 @pytest.mark.parametrize("mode", IN_BLOCKS)
 def test_products_of_a_layer_are_those_of_the_decoded_operands(mode):
     """FP32 sums of k terms are within k units of their largest intermediate value."""
-    products = get_policy(mode).products
+    products = get_policy(mode).matmul
     draw = torch.Generator().manual_seed(0)
     layer = nn.Linear(INPUTS, OUTPUTS, bias=False)
     install(nn.Sequential(layer, nn.ReLU()), products, {})
@@ -359,7 +359,7 @@ def layer_input_gradient(layer, x, gradient):
 @pytest.mark.parametrize("mode", IN_BLOCKS)
 def test_decoded_numbers_are_those_of_bf16(mode):
     """So a product in BF16 is the product of these formats, up to the order of its sum."""
-    products = get_policy(mode).products
+    products = get_policy(mode).matmul
     matrix = torch.randn(64, 128) * torch.randn(64, 1).exp()
     made = cast(matrix, products.operand("input", "output"))
     found = numbers(made)
@@ -374,7 +374,7 @@ def test_decoded_numbers_are_those_of_bf16(mode):
 def test_what_a_layer_keeps_of_its_scales_is_one_number_a_block():
     """Whoever puts saved tensors elsewhere would move the factors as large as the numbers."""
     layer, sizes = nn.Linear(256, 128, bias=False), []
-    install(nn.Sequential(layer, nn.ReLU()), get_policy("fp8_block").products, {})
+    install(nn.Sequential(layer, nn.ReLU()), get_policy("fp8_block").matmul, {})
     with torch.autograd.graph.saved_tensors_hooks(lambda own: sizes.append(own.shape), id):
         layer(torch.randn(4, 256).requires_grad_())
     assert sizes == [(4, 256), (128, 256), (1, 2)]  # the input, uncast; the weight, cast once
@@ -515,7 +515,7 @@ def test_a_block_may_be_longer_than_the_matrix():
 def test_autocast_does_not_reach_into_a_product(mode):
     """It would round operands and sums to BF16."""
     layer, x = nn.Linear(64, 48, bias=False).bfloat16(), torch.randn(32, 64).bfloat16()
-    install(nn.Sequential(layer, nn.ReLU()), get_policy(mode).products, {})
+    install(nn.Sequential(layer, nn.ReLU()), get_policy(mode).matmul, {})
     found = []
     for is_on in (False, True):
         micro_batches.begin_step(x.device, 0, 0)

@@ -14,7 +14,7 @@ from mprun.precision.scaled_products import _of_tensors, cast, how_multiplied, p
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 MXFP8, HYBRID, MXFP4, NVFP4 = (
-    get_policy(mode).products for mode in ("mxfp8", "mxfp8_hybrid", "mxfp4", "nvfp4")
+    get_policy(mode).matmul for mode in ("mxfp8", "mxfp8_hybrid", "mxfp4", "nvfp4")
 )
 E8M0, E4M3 = torch.float8_e8m0fnu, torch.float8_e4m3fn
 
@@ -159,14 +159,14 @@ def test_any_size_is_multiplied(sizes, products, monkeypatch):
             "BF16 (codes in blocks are multiplied in MXFP8 of E4M3, MXFP4 and NVFP4 alone)",
         ),
         (
-            get_policy("fp8_block").products,
+            get_policy("fp8_block").matmul,
             (10, 0),
             "BF16 (codes in blocks are multiplied in MXFP8 of E4M3,",
         ),
         (MXFP4, (10, 0), "codes, by the GPU"),
         (NVFP4, (9, 0), "BF16 (compute capability 9.0 is not known to multiply codes in blocks)"),
         (NVFP4, (10, 3), "codes, by the GPU"),
-        (get_policy("fp8_rowwise").products, (9, 0), "codes, by the GPU"),
+        (get_policy("fp8_rowwise").matmul, (9, 0), "codes, by the GPU"),
     ],
 )
 def test_what_a_gpu_multiplies(products, capability, said, monkeypatch):

@@ -57,7 +57,7 @@ class Conversions(TorchDispatchMode):
 @pytest.mark.parametrize("mode", ["fp8_tensorwise", "fp8_rowwise"])
 def test_the_scale_of_a_cast_is_converted_twice(mode):
     """The largest number from BF16 to FP64, the scale to FP32."""
-    operand = get_policy(mode).products.operand("input", "output")
+    operand = get_policy(mode).matmul.operand("input", "output")
     with Conversions() as seen:
         unobserved_cast(torch.ones(1, 32, dtype=torch.bfloat16), operand)
     assert seen.count == 2

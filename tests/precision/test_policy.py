@@ -77,7 +77,7 @@ def test_the_yaml_file_says_the_same(name):
     assert config.scaler.name == ("dynamic" if name in ("fp16_master_scaled", "amp") else "none")
 
 
-PRODUCTS = [mode for mode in ALL_MODES if get_policy(mode).products]
+PRODUCTS = [mode for mode in ALL_MODES if get_policy(mode).matmul]
 CHANGES = ["scale=pow2", "grad_rounding=stochastic", "granularity=1x32"]
 CHANGED = [(mode, more) for mode in PRODUCTS for more in CHANGES]
 CHANGED.remove(("fp8_unscaled", "scale=pow2"))  # has no scales
@@ -89,14 +89,14 @@ for more in CHANGES[1:]:
 @pytest.mark.parametrize(("mode", "more"), CHANGED)
 def test_two_e5m2_operands_are_refused_where_codes_are_multiplied(mode, more):
     """Numbers that are decoded may be any: a GPU multiplies BF16."""
-    formats = [f"precision.products.{name}=e5m2" for name in ("input", "weight", "grad_output")]
-    given = [f"precision={mode}", *formats, f"precision.products.{more}"]
+    formats = [f"precision.matmul.{name}=e5m2" for name in ("input", "weight", "grad_output")]
+    given = [f"precision={mode}", *formats, f"precision.matmul.{more}"]
     if mode.startswith("mxfp") and more == "scale=pow2":
-        given.append("precision.products.scale_rounding=rceil")
+        given.append("precision.matmul.scale_rounding=rceil")
     formats = dict.fromkeys(("input", "weight", "grad_output"), E5M2)
     changed = formats | dict([more.split("=")])
-    if dataclasses.replace(get_policy(mode).products, **changed).decoded:
-        assert policy_from(compose_config(given).config.precision).products.decoded
+    if dataclasses.replace(get_policy(mode).matmul, **changed).decoded:
+        assert policy_from(compose_config(given).config.precision).matmul.decoded
     else:
         with pytest.raises(BadInput, match="multiplies two E5M2 operands"):
             compose_config(given)
@@ -125,12 +125,12 @@ def test_unknown_names_are_refused():
         ({"param_dtype": "fp64"}, "param_dtype='fp64'"),
         ({"fp32_math": "fast"}, "fp32_math='fast'"),
         ({"update": {"rounding": "up"}}, "update.rounding='up': must be one of nearest"),
-        ({"products": {"input": "e4m3", "weight": "e3m4"}}, "weight='e3m4': must be one of e4m3"),
-        ({"products": {"input": "e4m3", "granularity": "block"}}, "products.granularity='block'"),
-        ({"products": {"input": "e4m3", "granularity": "0x32"}}, "granularity='0x32': must be one"),
-        ({"products": {"input": "e4m3", "scale": "e5m2"}}, "scale='e5m2': must be one of fp32"),
-        ({"products": {"input": "e4m3", "history": 0}}, "history=0: must be a whole number from 1"),
-        ({"products": {"input": "e4m3", "power_of_two": True}}, "is now products.scale, pow2 for"),
+        ({"matmul": {"input": "e4m3", "weight": "e3m4"}}, "weight='e3m4': must be one of e4m3"),
+        ({"matmul": {"input": "e4m3", "granularity": "block"}}, "matmul.granularity='block'"),
+        ({"matmul": {"input": "e4m3", "granularity": "0x32"}}, "granularity='0x32': must be one"),
+        ({"matmul": {"input": "e4m3", "scale": "e5m2"}}, "scale='e5m2': must be one of fp32"),
+        ({"matmul": {"input": "e4m3", "history": 0}}, "history=0: must be a whole number from 1"),
+        ({"products": {"input": "e4m3"}}, "precision.products.input: now precision.matmul.input"),
     ):
         with pytest.raises(ValueError, match=said):
             build_policy("x", values)

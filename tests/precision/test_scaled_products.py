@@ -35,7 +35,7 @@ UNSCALED = ScaledProducts(granularity="none")
 DELAYED = ScaledProducts(scale="delayed")
 WEIGHT_IN_BF16 = dataclasses.replace(ROW, high_precision=("grad_weight",))
 BLOCKS = ScaledProducts(grad_output=E4M3, granularity="1x32", scale="e8m0")
-TURNED = get_policy("nvfp4").products
+TURNED = get_policy("nvfp4").matmul
 
 
 def cast(matrix, element, products, dim=-1):
@@ -139,7 +139,7 @@ def test_small_gradients_keep_their_digits(mode):
     """A loss times a power of two has gradients times it, bit for bit, as far as BF16 goes."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 1))
-    install(model.bfloat16(), get_policy(mode).products, {})
+    install(model.bfloat16(), get_policy(mode).matmul, {})
     x, found = torch.randn(16, 64).bfloat16(), []
     for factor in (1.0, 2.0**-50, 2.0**-80):
         model.zero_grad()
@@ -490,11 +490,11 @@ def test_sums_are_those_of_scaled_factors():
         assert product(own, other, torch.bfloat16)[1, 3].item() == expected
 
 
-@pytest.mark.parametrize("mode", [mode for mode in ALL_MODES if get_policy(mode).products])
+@pytest.mark.parametrize("mode", [mode for mode in ALL_MODES if get_policy(mode).matmul])
 def test_no_rows_have_an_output_and_gradients_of_zero(mode):
     """As an expert that gets no token."""
     model = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 4)).bfloat16()
-    install(model, get_policy(mode).products, {})
+    install(model, get_policy(mode).matmul, {})
     given = torch.empty(0, 32, dtype=torch.bfloat16, requires_grad=True)
     made = model(given)
     made.sum().backward()

@@ -68,7 +68,7 @@ def test_names_hold_what_differs():
 
 
 def test_names_tell_patterns_apart():
-    key = "precision.products.modules"
+    key = "precision.matmul.modules"
     values = ["['*']", "['!*']", "['*',output]", "['!output']", "[output]", "['?output']"]
     names = [name("model=gpt", "precision=nvfp4", f"{key}={value}") for value in values]
     assert len(set(names)) == len(values)

@@ -96,13 +96,14 @@ def test_a_run_with_an_older_form_of_checkpoint_is_refused_in_one_line(old, caps
 
 @pytest.fixture
 def other(tmp_path, monkeypatch):
-    """A run of this form of an earlier commit, which knew fewer keys, and one by another name."""
+    """A run of this form of an earlier commit, which knew fewer keys, and two by other names."""
     monkeypatch.chdir(tmp_path)
     assert run(Path("run"), *TINY_LM, "train.steps=4", "train.checkpoint_every=2") == 0
     record = record_of(Path("run"))
     config = record["config"]
     del config["train"]["autotune"], config["dist"]
     config["numerics"]["enabled"] = config["numerics"].pop("probes")
+    config["precision"]["products"] = config["precision"].pop("matmul")
     rewrite(Path("run"), record | hash_fields(config))
     return Path("run")
 
@@ -111,6 +112,7 @@ def test_a_run_with_fewer_keys_is_resumed(other):
     assert main([f"resume={other}", "train.steps=6"]) == 0
     record = record_of(other)
     assert record["config"]["numerics"]["probes"] is False
+    assert record["config"]["precision"]["matmul"]["input"] is None
     assert list(record)[:2] == ["mprun", "record_form"]
     assert (record["mprun"], record["record_form"]) == (__version__, FORM)
     assert record["config"] == current(record["config"]) and is_as_hashed(record)

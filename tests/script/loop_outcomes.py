@@ -28,7 +28,7 @@ from .loops import LOOPS, Moved, Plain
 
 ALL = frozenset(mode for mode in SHIPPED if mode != "tf32")  # which a CPU does not have
 HALF = frozenset(mode for mode in ALL if get_policy(mode).half_dtype)
-FP8 = frozenset(mode for mode in ALL if get_policy(mode).products)
+FP8 = frozenset(mode for mode in ALL if get_policy(mode).matmul)
 # Weights are stored in 16 bits.
 NARROW = frozenset(mode for mode in ALL if get_policy(mode).masters != "kept")
 FP16_STORED = frozenset(mode for mode in NARROW if get_policy(mode).half_dtype == torch.float16)
@@ -123,7 +123,7 @@ def tolerance(mode: str, weights: Tensor, moved: Tensor) -> float:
     if policy.half_dtype is None:
         return 0.0
     half_ulp = torch.finfo(policy.half_dtype).eps / 2
-    allowed = 64 * half_ulp + (0.5 if policy.products else 0.0)
+    allowed = 64 * half_ulp + (0.5 if policy.matmul else 0.0)
     if policy.masters != "kept":
         stored = half_ulp * (2 if policy.rounding == "stochastic" else 1)
         allowed += 4 * stored * float(weights.norm() / moved.norm())

@@ -367,7 +367,7 @@ def compiler(make):
         (lambda: prepared("fp8_tensorwise", nn.Conv2d(1, 1, 1)), "the model has none"),
         (
             lambda: prepared("fp8_tensorwise", nn.Sequential(nn.Linear(2, 2))),
-            "Sequential: precision.products.modules=['*']: no nn.Linear is left to compute in "
+            "Sequential: precision.matmul.modules=['*']: no nn.Linear is left to compute in "
             "E4M3/E5M2; 0, the output layer, has to be named",
         ),
         (lambda: prepared("fp17"), "precision mode 'fp17': must be one of"),

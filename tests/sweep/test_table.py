@@ -169,7 +169,7 @@ def test_values_of_a_mode_separate_rows_but_not_from_their_baseline():
 
 
 def test_layers_chosen_for_products_that_a_mode_lacks_are_no_part_of_its_name():
-    modules = "precision.products.modules=[output]"
+    modules = "precision.matmul.modules=[output]"
     assert compose_config(["precision=fp32", modules]).mode == "fp32"
     assert compose_config(["precision=mxfp8", modules]).mode != "mxfp8"
 

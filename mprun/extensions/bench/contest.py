@@ -133,7 +133,7 @@ def learns_as_fp32(case: Case) -> bool:
     """Return whether the mode loses neither small updates nor small gradients."""
     config = case.config()
     policy = policy_from(config.precision)
-    unscaled = policy.products is not None and policy.products.granularity == "none"
+    unscaled = policy.matmul is not None and policy.matmul.granularity == "none"
     loses_gradients = torch.float16 in policy.formats or unscaled
     loses_updates = updates_in_16_bits(config.precision)
     return not loses_updates and not (loses_gradients and config.scaler.kind == "none")

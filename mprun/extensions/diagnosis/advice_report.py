@@ -204,8 +204,8 @@ def _casts(advice: Advice, width: int | None) -> list[str]:
     share, where = max(flushed, default=(math.nan, "nothing was cast"))
     lines.append(f"  zero: of the nonzero numbers, anywhere at most {percent(share)} ({where})")
     for name in found.excluded:
-        lines.append(f"  not {'; '.join(in_words(name, found.losses[name], found.products))}")
-    changes = cast_changes(found.products, found.losses)
+        lines.append(f"  not {'; '.join(in_words(name, found.losses[name], found.matmul))}")
+    changes = cast_changes(found.matmul, found.losses)
     values = [f"{k}={v}" for change in changes for k, v in change.items() if isinstance(v, str)]
     lines += [f"  instead: {' or '.join(values)}"] if values else []
     return lines if found.overrides else [*lines, "  no layer is left"]

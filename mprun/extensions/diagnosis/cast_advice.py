@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from mprun.config.schema import ProductsConfig
+from mprun.config.schema import MatmulConfig
 from mprun.extensions.diagnosis.casts import (
     TAKEN_THRESHOLD,
     CastLoss,
@@ -49,7 +49,7 @@ class CastAdvice:
     """
 
     mode: list[str]
-    products: ProductsConfig
+    matmul: MatmulConfig
     steps: int
     losses: Losses
     excluded: list[str]
@@ -65,33 +65,31 @@ class CastAdvice:
         return {"threshold": TAKEN_THRESHOLD, "steps": self.steps, "layers": layers} | chosen
 
 
-def cast_advice(
-    losses: Losses, products: ProductsConfig, mode: list[str], steps: int
-) -> CastAdvice:
-    """Judge the measured layers; mode: overrides without those of products.modules."""
-    out, modules = taking(losses), products.modules
+def cast_advice(losses: Losses, matmul: MatmulConfig, mode: list[str], steps: int) -> CastAdvice:
+    """Judge the measured layers; mode: overrides without those of matmul.modules."""
+    out, modules = taking(losses), matmul.modules
     kept = without_layers(modules, losses, out) if out else modules
-    named = [f"precision.products.modules={typed(kept)}"] if kept != ["*"] else []
+    named = [f"precision.matmul.modules={typed(kept)}"] if kept != ["*"] else []
     overrides = [*mode, *named] if len(out) < len(losses) else []
-    return CastAdvice(mode, products, steps, losses, out, overrides)
+    return CastAdvice(mode, matmul, steps, losses, out, overrides)
 
 
-def cast_changes(products: ProductsConfig, losses: Losses) -> Iterator[dict[str, Any]]:
+def cast_changes(matmul: MatmulConfig, losses: Losses) -> Iterator[dict[str, Any]]:
     """Yield overrides, key -> value, that may cure what these casts lose, smallest first."""
-    key, out = "precision.products", taking(losses)
+    key, out = "precision.matmul", taking(losses)
     places = [(place, losses[name][place]) for name in out for place in losses[name]]
     worst = [(place, loss) for place, loss in places if loss.taken > TAKEN_THRESHOLD]
     of_gradients = [loss for (_, operand), loss in worst if operand == "grad_output"]
-    nearest = products.grad_rounding == "nearest"
+    nearest = matmul.grad_rounding == "nearest"
     if nearest and not all(loss.by_clipping for loss in of_gradients):
         yield {f"{key}.grad_rounding": "stochastic"}
-    rounded = products.scale == "e8m0" and products.scale_rounding != "rceil"
+    rounded = matmul.scale == "e8m0" and matmul.scale_rounding != "rceil"
     if rounded and any(loss.by_clipping for _, loss in worst):
         yield {f"{key}.scale_rounding": "rceil"}
     for count in dict.fromkeys((1, len(out))) if out and len(losses) > len(out) else ():
-        patterns = without_layers(products.modules, losses, out[:count])
+        patterns = without_layers(matmul.modules, losses, out[:count])
         yield {f"{key}.modules": patterns}
-    rows, _, columns = products.granularity.partition("x")
+    rows, _, columns = matmul.granularity.partition("x")
     if out and columns and int(columns) > _FINEST:
         yield {f"{key}.granularity": f"{rows}x{int(columns) // 2}"}
 
@@ -100,28 +98,28 @@ _OPERANDS = {"input": "input", "weight": "weight", "grad_output": "gradient of t
 _FOR = {"output": "output", "grad_input": "input's gradient", "grad_weight": "weight's gradient"}
 
 
-def in_words(name: str, own: Mapping[Place, CastLoss], products: ProductsConfig) -> Iterator[str]:
+def in_words(name: str, own: Mapping[Place, CastLoss], matmul: MatmulConfig) -> Iterator[str]:
     """Yield what rounding does to the worst operand of a layer."""
     place = worst_place(own)
-    loss, block = own[place], products.granularity
+    loss, block = own[place], matmul.granularity
     if place[1] == "weight":
-        block = products.weight_granularity or block
+        block = matmul.weight_granularity or block
     part = f" in blocks of {block}" if "x" in block else ""
     yield f"{name}: {_OPERANDS[place[1]]}, cast for the {_FOR[place[0]]}"
     if not loss.by_clipping:
         beside = f"the largest of a block is 2^{loss.beside:.1f} times as large"
         yield f"{percent(loss.flushed)} of its nonzero numbers become 0{part}; {beside}"
     if loss.by_clipping:
-        how = f" by scale_rounding={products.scale_rounding}" if products.scale == "e8m0" else ""
+        how = f" by scale_rounding={matmul.scale_rounding}" if matmul.scale == "e8m0" else ""
         yield f"{percent(loss.clipped)} of its nonzero numbers are clipped{part}{how}"
-    stochastic = place[1] == "grad_output" and products.grad_rounding == "stochastic"
+    stochastic = place[1] == "grad_output" and matmul.grad_rounding == "stochastic"
     how = "stochastic rounding" if stochastic else "rounding to nearest"
     yield f"{how} takes {percent(loss.taken)} of the sum of their magnitudes"
 
 
-def sentences(losses: Losses, products: ProductsConfig) -> list[list[str]]:
+def sentences(losses: Losses, matmul: MatmulConfig) -> list[list[str]]:
     """Return sentences on each layer of which a cast takes much, the worst first."""
-    return [[*in_words(name, losses[name], products)] for name in taking(losses)]
+    return [[*in_words(name, losses[name], matmul)] for name in taking(losses)]
 
 
 def percent(share: float) -> str:

@@ -134,7 +134,7 @@ def loss_of(matrix: Tensor, operand: Operand, dim: int, kept: Tensor | None = No
 class CastMeter:
     """Measure the casts of linear layers of `task` inside the block.
 
-    mode: its products name formats and layers; the task may compute in any. every: a step divisible
+    mode: its matmul names formats and layers; the task may compute in any. every: a step divisible
     by it, from 1, is measured. loss_scale: multiplies gradients, of a task without it. ValueError:
     as of `chosen_layers`. Layers of equal names, in several networks, count as one, as for
     patterns. With scale delayed a layer's own scales are taken; one that has none, as in FP32, is
@@ -145,16 +145,16 @@ class CastMeter:
         self, task: Any, mode: PrecisionConfig, every: int = 1, *, loss_scale: float = 1.0
     ):
         policy = policy_from(mode)
-        self.task, self.every, self.products = task, every, policy.products or ScaledProducts()
+        self.task, self.every, self.matmul = task, every, policy.matmul or ScaledProducts()
         self.loss_scale = loss_scale
         self.dtype = policy.autocast_dtype or policy.param_dtype
         self.layers: list[tuple[str, nn.Module]] = []
         dtypes = {pattern: DTYPES[name] for pattern, name in mode.overrides.items()}
-        for learner in task.learners.values() if policy.products else ():
+        for learner in task.learners.values() if policy.matmul else ():
             model = learner.model
             own = {pattern: dtypes[pattern] for pattern in those_that_match(model, dtypes)}
             chosen = chosen_dtypes(model, own, "precision.overrides")
-            names = chosen_layers(model, self.products, chosen, policy.name)
+            names = chosen_layers(model, self.matmul, chosen, policy.name)
             self.layers += [(name, model.get_submodule(name)) for name in names]
         self._sums: dict[tuple[str, Place], Tensor] = {}
         self._handles: list[Any] = []
@@ -193,9 +193,9 @@ class CastMeter:
                 matrix = matrix * self.loss_scale
             matrix = matrix.to(self.dtype)
             for place, dim in ALONG.items():
-                if place[1] == operand and place[0] not in self.products.high_precision:
+                if place[1] == operand and place[0] not in self.matmul.high_precision:
                     # Random bits of another name: the layer's own stay as they are.
-                    how = self.products.operand(operand, place[0], f"measured {name}")
+                    how = self.matmul.operand(operand, place[0], f"measured {name}")
                     if kept is None and SCALES[how.scale].is_kept:
                         how = how._replace(scale="fp32")
                     sums = loss_of(matrix, how, dim, kept)

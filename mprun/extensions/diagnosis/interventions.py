@@ -15,7 +15,7 @@ from mprun.assembly import Built
 from mprun.config.compose import compose_config
 from mprun.config.option_files import modes
 from mprun.config.recorded import networks_in_turn
-from mprun.config.schema import ProductsConfig
+from mprun.config.schema import MatmulConfig
 from mprun.errors import BadInput, MprunError
 from mprun.extensions.diagnosis.cast_advice import typed
 from mprun.extensions.diagnosis.first_nonfinite import Finding
@@ -40,7 +40,7 @@ Options = Mapping[str, dict[str, dict]]  # "scaler=static" -> {"scaler": its val
 # Overrides as typed after `mprun` -> the plain configuration that they change to.
 Changes = dict[tuple[str, ...], dict]
 FP32 = ("precision=fp32",)
-_PRODUCTS = "precision.products"
+_MATMUL = "precision.matmul"
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Tried:
     @property
     def change(self) -> str:
         """Return its overrides for a reader; formats that are taken away are said in words."""
-        nulls = f"{_PRODUCTS}.input=null" in self.overrides
+        nulls = f"{_MATMUL}.input=null" in self.overrides
         return "linear layers without casts" if nulls else " ".join(self.overrides)
 
 
@@ -199,12 +199,12 @@ def _proposed(
     modules = _modules(config, finding) if half != "fp32" else []
     for key in (*modules[:1], "precision.norm_dtype", "precision.loss_dtype"):
         yield {key: "fp32"}
-    if (products := precision.get("products") or {}).get("input"):
-        if products["granularity"] == "none":
-            keys = [key for key in ("granularity", "weight_granularity") if products.get(key)]
-            yield {f"{_PRODUCTS}.{key}": "tensor" for key in keys}
+    if (matmul := precision.get("matmul") or {}).get("input"):
+        if matmul["granularity"] == "none":
+            keys = [key for key in ("granularity", "weight_granularity") if matmul.get(key)]
+            yield {f"{_MATMUL}.{key}": "tensor" for key in keys}
         yield from casts
-        yield without_products(config, options)
+        yield without_casts(config, options)
     if half == "fp16":
         yield from _scales(config["scaler"], finding, phase)
     if phase == Phase.UPDATE and optim["eps"] is not None:
@@ -222,19 +222,19 @@ def _proposed(
         yield {"precision": "fp32"}
 
 
-def without_products(config: dict, options: Options) -> dict[str, Any]:
-    """Return the mode that is this one but for products, else overrides that leave them out."""
-    precision, plain = config["precision"], asdict(ProductsConfig())
-    products = precision["products"]
+def without_casts(config: dict, options: Options) -> dict[str, Any]:
+    """Return the mode that is this one but for its casts, else overrides that leave them out."""
+    precision, plain = config["precision"], asdict(MatmulConfig())
+    matmul = precision["matmul"]
     for option in options.values():
         other = option.get("precision", {})
-        alike = precision | {"name": other.get("name"), "products": plain}
+        alike = precision | {"name": other.get("name"), "matmul": plain}
         if other == alike and option["scaler"] == config["scaler"]:
             return {"precision": other["name"]}
-    named = [key for key, value in plain.items() if products.get(key, value) != value]
+    named = [key for key, value in plain.items() if matmul.get(key, value) != value]
     # Without formats the keys of casts have no other value; the lists name layers, products.
     kept = ("high_precision", "modules")
-    return {f"{_PRODUCTS}.{key}": plain[key] for key in named if key not in kept}
+    return {f"{_MATMUL}.{key}": plain[key] for key in named if key not in kept}
 
 
 def _modules(config: dict, finding: Finding) -> list[str]:

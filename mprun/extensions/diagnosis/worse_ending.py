@@ -21,7 +21,7 @@ from mprun.extensions.diagnosis.interventions import (
     Tried,
     applied,
     groups_of,
-    without_products,
+    without_casts,
 )
 from mprun.numerics.replay import Steps, same_loss
 
@@ -94,13 +94,13 @@ def find_ending(
             own = _losses(built, whole, seconds)
     recorded, whole = {row["step"]: row["loss"] for row in rows}, len(own)
     other = (n for n, x in enumerate(own, 1) if n in recorded and not same_loss(x, recorded[n]))
-    losses, products = meter.read(), mode.products
+    losses, matmul = meter.read(), mode.matmul
     fp32 = _mean(_losses(build(config | groups_of(*FP32)), whole))
-    casts = sentences(losses, products) if losses else [["not measured"]]
+    casts = sentences(losses, matmul) if losses else [["not measured"]]
     found = Ending(whole, built.steps, next(other, None), _mean(own), fp32, casts)
     if options is not None and not found.gap <= SMALLEST_GAP:
-        plain = without_products(config, options)
-        arms = applied(config, [*cast_changes(products, losses), plain], options)
+        plain = without_casts(config, options)
+        arms = applied(config, [*cast_changes(matmul, losses), plain], options)
         found.tried.extend(_try(build, own, changed, found) for own, changed in arms.items())
     return found
 

@@ -102,10 +102,10 @@ def test_own_network_that_looks_at_values_is_refused_in_one_line(networks):
 def test_every_mode(mode):
     policy = get_policy(mode)
     # Without FP8 products: with them the largest layer has none of its own, an LSTM or the output.
-    plain = replace(policy, products=None).formats
+    plain = replace(policy, matmul=None).formats
     wanted = FORMATS[str(plain[0])] if plain else {"ieee": "fp32", "tf32": "tf32"}[policy.fp32_math]
     small = ("data=synthetic_tokens", "data.batch_size=4")
-    if policy.products is None:
+    if policy.matmul is None:
         found = count(("model=lstm_lm", *small), mode)
         recurrent = [row for row in found.rows if row.kind.startswith("recurrent product")]
         assert {row.form for row in recurrent} == {wanted}

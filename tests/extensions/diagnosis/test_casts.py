@@ -12,7 +12,7 @@ import torch
 
 from mprun.cli import main
 from mprun.config.compose import compose_config
-from mprun.config.schema import ProductsConfig
+from mprun.config.schema import MatmulConfig
 from mprun.extensions.diagnosis import casts, worse_ending
 from mprun.extensions.diagnosis.cast_advice import (
     cast_advice,
@@ -33,8 +33,8 @@ from ...helpers import ONE_CORE, TINY_GPT, refused
 from ...numerics.small_runs import as_json
 
 E2M1, E4M3 = ELEMENTS["e2m1"], ELEMENTS["e4m3"]
-ALL = "precision.products.modules=['*',output]"
-KEY = "precision.products"
+ALL = "precision.matmul.modules=['*',output]"
+KEY = "precision.matmul"
 
 
 def lost(matrix, dim=-1, **products) -> CastLoss:
@@ -177,11 +177,11 @@ def test_patterns_that_leave_layers_out():
         found = without_layers(modules, layers, out)
         assert found == expected
         line = [*TINY_GPT, "precision=nvfp4", f"{KEY}.modules={typed(found)}"]
-        assert compose_config(line).config.precision.products.modules == expected
+        assert compose_config(line).config.precision.matmul.modules == expected
 
 
 def test_layers_are_left_out_by_what_rounding_takes():
-    products, mode = ProductsConfig("e2m1", "e2m1", "e2m1", "1x16"), ["precision=x"]
+    products, mode = MatmulConfig("e2m1", "e2m1", "e2m1", "1x16"), ["precision=x"]
     found = cast_advice(losses_of(a=0.02, b=0.2, c=0.04), products, mode, 3)
     assert found.excluded == ["b", "c"]
     assert found.overrides == [*mode, f'{KEY}.modules=["*","!b","!c"]']
@@ -209,14 +209,14 @@ def test_a_cast_that_is_not_finite_hides_none():
 
 def test_changes_follow_from_what_was_lost():
     flushed = losses_of(a=0.01, b=0.2, c=0.1)
-    plain = ProductsConfig("e2m1", "e2m1", "e2m1", "1x32", scale="e8m0", scale_rounding="even")
+    plain = MatmulConfig("e2m1", "e2m1", "e2m1", "1x32", scale="e8m0", scale_rounding="even")
     assert [*cast_changes(plain, flushed)] == [
         {f"{KEY}.grad_rounding": "stochastic"},
         {f"{KEY}.modules": ["*", "!b"]},
         {f"{KEY}.modules": ["*", "!b", "!c"]},
         {f"{KEY}.granularity": "1x16"},
     ]
-    stochastic = ProductsConfig("e2m1", "e2m1", "e2m1", "1x16", grad_rounding="stochastic")
+    stochastic = MatmulConfig("e2m1", "e2m1", "e2m1", "1x16", grad_rounding="stochastic")
     assert [*cast_changes(stochastic, losses_of(a=0.2))] == []
     assert [*cast_changes(plain, losses_of(a=0.02))] == []
     clipped = {"a": {("output", "input"): CastLoss(100, 0, 30, 0.1, 1, 0.9, 1, 0.1)}}

@@ -74,11 +74,9 @@ def test_the_command_with_a_cure_composes(cure, left):
 
 
 def test_a_command_to_copy_has_double_quotes_in_single_ones():
-    own = ["precision=mxfp4", "precision.products.modules=['*','!output']", r"name=it\'s"]
+    own = ["precision=mxfp4", "precision.matmul.modules=['*','!output']", r"name=it\'s"]
     line = command_with(Tried(("optim.lr=0.1",), True, ""), {"overrides": own})
-    assert line.startswith(
-        """mprun precision=mxfp4 'precision.products.modules=["*","!output"]' """
-    )
+    assert line.startswith("""mprun precision=mxfp4 'precision.matmul.modules=["*","!output"]' """)
     assert shlex.split(line)[3:] == [own[2], "optim.lr=0.1"]
 
 
@@ -91,8 +89,8 @@ def test_the_command_with_a_cure_has_the_user_s_options(tmp_path, capsys):
     assert "steps: 7\n" in capsys.readouterr().out
 
 
-NONE = "precision.products.input=null precision.products.weight=null "
-NONE += "precision.products.grad_output=null"
+NONE = "precision.matmul.input=null precision.matmul.weight=null "
+NONE += "precision.matmul.grad_output=null"
 
 
 def test_products_in_fp8():
@@ -101,7 +99,7 @@ def test_products_in_fp8():
     found = tried(*TINY_GPT, "precision=fp8_unscaled", of=of)
     assert found == [
         "precision.overrides.blocks.0.mlp.inputs=fp32",
-        "precision.products.granularity=tensor",
+        "precision.matmul.granularity=tensor",
         "precision=bf16_master",
         "precision.overrides.blocks.*.mlp.inputs=fp32",
         "precision.overrides.blocks.0.mlp=fp32",
@@ -116,13 +114,13 @@ def test_products_in_fp8():
         asked = [*TINY_GPT, f"precision={mode}", more]
         (cure,) = (one for one in tried(*asked, of=of) if NONE in one)
         changed = compose_config([*asked, *cure.split()]).config
-        assert changed.precision.products.input is None
+        assert changed.precision.matmul.input is None
         assert Tried(tuple(cure.split()), True, "").change == "linear layers without casts"
     asked = [*TINY_GPT, "precision=fp8_rowwise", "scaler=dynamic"]
     assert any(NONE in one for one in tried(*asked, of=of))  # another scaler is another change
     # Changes of casts come before the end of all casts.
     config = compose_config([*TINY_GPT, "precision=mxfp4"]).as_dict()
-    key = "precision.products.modules"
+    key = "precision.matmul.modules"
     with_casts = [*changes(config, of, every_option(), casts=[{key: ["*", "!blocks.0.*"]}])]
     assert with_casts[1] == (f'{key}=["*","!blocks.0.*"]',)
     assert with_casts[2] == ("precision=bf16_master",)

@@ -137,8 +137,8 @@ def advise_run(
         if numerics.get("probes"):
             why = f"step {numerics['every']} would have the first"
         raise refused("advise", directory, record, f"no probes there: {why}")
-    products = plain["precision"].get("products") or {}
-    formats = [products.get(operand) for operand in ("input", "weight", "grad_output")]
+    matmul = plain["precision"].get("matmul") or {}
+    formats = [matmul.get(operand) for operand in ("input", "weight", "grad_output")]
     fp32 = compose_config(_FP32).as_dict()
     plain |= {"device": "cpu", "numerics": {}}
     plain |= {group: fp32[group] for group in ("precision", "scaler")}
@@ -214,8 +214,8 @@ def _measure(options: Namespace, base: list[str]) -> tuple[Path, int, "CastAdvic
             record.end("done", f"advise took the first {built.steps} of {whole} steps")
     losses, count = meter.read(), built.steps // config.numerics.every
     mode = [o for o in dropped if _key(o).partition(".")[0] in ("precision", "scaler")]
-    mode, products = without(mode, "precision.products.modules"), asked.precision.products
-    return directory, code, cast_advice(losses, products, mode, count) if losses else None
+    mode, matmul = without(mode, "precision.matmul.modules"), asked.precision.matmul
+    return directory, code, cast_advice(losses, matmul, mode, count) if losses else None
 
 
 def _check(

@@ -46,7 +46,7 @@ operation is watched, forward and backward. It prints the first operation with f
 non-finite output, and the largest values before it. It also prints the result of each change, tried
 on the same step and five more. The run itself is not changed.
 
-A run in 8 bits or fewer (precision.products) may also be done: why did it end worse? Its first
+A run in 8 bits or fewer (precision.matmul) may also be done: why did it end worse? Its first
 steps are trained again, as it did, in FP32, and with each change. It prints what casts of linear
 layers lose, and the smallest change that takes away half of the gap to FP32.
 
@@ -241,19 +241,19 @@ def _replayed(run: _Run, options: "Options | None", kept: dict, known: dict) -> 
     replay = _replay_in_words(finding, known["failure"], run.without_gpu)
     status, cause = run.record["status"], run.record.get("cause") or ""
     start = (str(directory), status, str(cause), known["classification"])
-    losses, products = meter.read(), run.mode.products
-    found = Explanation(*start, replay, finding, casts=sentences(losses, products))
+    losses, matmul = meter.read(), run.mode.matmul
+    found = Explanation(*start, replay, finding, casts=sentences(losses, matmul))
     curable = finding.reproduced and finding.verdict in ("operation", "not found")
     if options is None or not curable:
         return found
-    rows, casts = recorded_rows(directory), cast_changes(products, losses)
+    rows, casts = recorded_rows(directory), cast_changes(matmul, losses)
     tried = find_cures(run.build, config, kept, finding, rows, options, casts)
     return replace(found, tried=tried[0], from_start=tried[1])
 
 
 def _casts(config: dict) -> bool:
     """Return whether linear layers of a run with this configuration multiply casts."""
-    return bool((config.get("precision", {}).get("products") or {}).get("input"))
+    return bool((config.get("precision", {}).get("matmul") or {}).get("input"))
 
 
 def _nothing_to_explain(record: dict) -> str:
