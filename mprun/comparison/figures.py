@@ -163,7 +163,7 @@ def throughput(group: Group, styles: dict[str, Style]) -> Drawing | None:
 
 
 def memory(group: Group, styles: dict[str, Style]) -> Drawing | None:
-    """Draw the peak memory of each mode, and what it keeps for the backward pass."""
+    """Draw the peak memory of each mode, and its activation memory."""
     rows = [row for row in group.every_row if row.peak_bytes]
     if not rows:
         return None
@@ -172,14 +172,13 @@ def memory(group: Group, styles: dict[str, Style]) -> Drawing | None:
         peak = text.marked(row, text.bytes_text(row.peak_bytes))
         if row is not group.baseline:
             peak += f", {text.ratio_text(row.memory_ratio)}" if row.memory_ratio else ""
-            peak += f"; for backward {text.ratio_text(row.saved_ratio)}" if row.saved_ratio else ""
+            kept = row.activation_ratio
+            peak += f"; activations {text.ratio_text(kept)}" if kept else ""
         texts.append(f"{row.arm.label}: {peak}")
     measures = sorted({run.memory_measure for row in rows for run in row.arm.runs} - {""})
     caption = "Largest over the seeds"
     caption += f", measured as: {', '.join(measures)}." if measures else "."
-    caption += (
-        f" Ratios: over {text.baseline_name(group)}'s; for backward: tensors kept until then."
-    )
+    caption += f" Ratios: over {text.baseline_name(group)}'s; activations: what autograd keeps."
     if "process resident set" in measures:
         caption += (
             " The resident set is that of the whole process: Python, torch and the emulation's "

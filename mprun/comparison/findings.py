@@ -41,7 +41,7 @@ class RunData(MetricsColumns):
     samples_per_s: float | None = None
     peak_bytes: int | None = None
     memory_measure: str = ""
-    saved_bytes: int | None = None
+    activation_bytes: int | None = None
     flags: dict[str, Any] = field(default_factory=dict)
     environment: dict[str, Any] = field(default_factory=dict)
     sample_grid: str | None = None  # path of the newest PNG of generated images
@@ -177,7 +177,7 @@ class Row:
     speedup: float | None = None  # over the baseline on the same device, else None
     peak_bytes: int | None = None  # largest over seeds
     memory_ratio: float | None = None
-    saved_ratio: float | None = None
+    activation_ratio: float | None = None
     first_steps: float | None = None  # median |relative loss difference| over steps 1 to 20
     gap: Gap | None = None  # over steps
     audit: dict[str, Any] | None = None  # what was computed, see `computed.audit_of`

@@ -19,7 +19,14 @@ from mprun.record.console import counted
 from mprun.record.keys import commands, config_hash, flat, recorded_keys
 from mprun.record.metric_facts import Metric
 from mprun.record.metrics_columns import read_columns
-from mprun.record.run_record import OUTCOMES, is_foreign, product_shares, read_record, shares_text
+from mprun.record.run_record import (
+    OUTCOMES,
+    activation_bytes,
+    is_foreign,
+    product_shares,
+    read_record,
+    shares_text,
+)
 from mprun.record.seal import BrokenSeal, files_of
 
 # Fields with the same name here and in run.json, which every record and which some have.
@@ -172,7 +179,7 @@ def load_run(directory: Path, record: dict[str, Any]) -> RunData:
             samples_per_s=record.get("throughput", {}).get("samples_per_s"),
             peak_bytes=memory.get("peak_bytes"),
             memory_measure=memory.get("measure", ""),
-            saved_bytes=memory.get("saved_for_backward_bytes"),
+            activation_bytes=activation_bytes(memory),
             flags=precision.get("flags", {}),
             half_products=precision.get("half_products") or "",
             audit=record.get("audit") or {},

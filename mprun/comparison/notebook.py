@@ -241,8 +241,8 @@ class ComparedRuns(Comparison):
         """Return the numbers of the printed table: a row per mode of each group, baselines first.
 
         difference, low, high and margin are in `unit`: "%" of the baseline's mean, "points", or ""
-        for the metric's own; positive is worse. speedup, memory_ratio and saved_ratio are relative
-        to the baseline. `emulated` says that speed and peak memory are the emulation's.
+        for the metric's own; positive is worse. speedup, memory_ratio and activation_ratio are
+        relative to the baseline. `emulated` says that speed and peak memory are the emulation's.
         """
         return _frame(self.columns())
 
@@ -321,7 +321,7 @@ class ComparedRuns(Comparison):
             {
                 "title": group.title,
                 "judged": text.judged(self, group),
-                "table": text.table(group, {"mean": group.metric, "kept for backward": ""}),
+                "table": text.table(group, {"mean": group.metric, "activation memory": ""}),
                 "sentences": {row.arm.label: row.verdict.sentence for row in group.rows},
                 "notes": text.notes_of(group),
                 "growing": text.gap_lines(row for row in group.rows if row.grows),
@@ -347,7 +347,7 @@ def _verdict_row(group: Group, row: Row) -> dict[str, Any]:
     found["diverged"] = sum(outcome.diverged is not None for outcome in row.outcomes)
     found["skipped"] = row.skipped
     found["lowest_scale"], found["highest_scale"] = row.scale_range or (None, None)
-    for name in ("samples_per_s", "speedup", "peak_bytes", "memory_ratio", "saved_ratio"):
+    for name in ("samples_per_s", "speedup", "peak_bytes", "memory_ratio", "activation_ratio"):
         found[name] = getattr(row, name)
     found |= {"emulated": row.emulated, "sentence": verdict.sentence}
     if row is group.baseline:  # it is judged against nothing

@@ -240,7 +240,7 @@ def _columns(group: Group) -> dict[str, str]:
         "seeds": text.counted_name(group),
         "difference": f"difference, {interval}\npositive is worse",
         "products": "products\ncomputed in,\nby calls",
-        **{name: f"{name}\nover {base}" for name in ("speed", "peak memory", "kept for backward")},
+        **{name: f"{name}\nover {base}" for name in ("speed", "peak memory", "activation memory")},
     }
     header, *_ = text.table(group, {})
     return {name: heads.get(name, name) for name in ("mode", *header)}

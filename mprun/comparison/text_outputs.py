@@ -88,7 +88,7 @@ def _table(group: Group) -> str:
     rows = cells(group)
     for row in rows:  # the line is too short for the seeds of a mean; a sentence names them
         row["mean"] = row["mean"].partition(" (")[0]
-    found = filled(rows, heads | {"kept for backward": "", "products": ""})
+    found = filled(rows, heads | {"activation memory": "", "products": ""})
     left = {"verdict", "mode", "difference", "scale"}
     lines, width = aligned(found, left, columns(120), found[0].index("mode")), columns(120)
     indent = "  " if max(map(len, lines)) + 2 <= width else ""
@@ -144,7 +144,7 @@ def _row_results(group: Group, row: Row) -> dict[str, Any]:
         "runs": [run.path for run in arm.runs],
         "differs": arm.differs,
         **_fields(row, "skipped scale_range samples_per_s speedup peak_bytes memory_ratio"),
-        **_fields(row, "saved_ratio emulated first_steps audit"),
+        **_fields(row, "activation_ratio emulated first_steps audit"),
         "gap": row.gap and _gap_results(row.gap),
         "notes": row.every_note,
     }

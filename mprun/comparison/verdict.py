@@ -201,7 +201,7 @@ def _row(arm: Arm, baseline: Arm, verdict: Verdict, own: list[Outcome]) -> Row:
     costs = _costs(arm.runs)
     # Ratios need the same device and the same probing on both sides.
     alike = len({_device(run) for run in (*arm.runs, *baseline.runs)}) == 1
-    speedup, memory_ratio, saved_ratio = (
+    speedup, memory_ratio, activation_ratio = (
         one / other if alike and one is not None and other else None
         for one, other in zip(costs, _costs(baseline.runs), strict=True)
     )
@@ -217,20 +217,20 @@ def _row(arm: Arm, baseline: Arm, verdict: Verdict, own: list[Outcome]) -> Row:
         speedup=speedup,
         peak_bytes=costs[1],
         memory_ratio=memory_ratio,
-        saved_ratio=saved_ratio,
+        activation_ratio=activation_ratio,
         audit=audit_of(arm.runs),
         notes=post_mortems(arm.runs) + skip_notes(arm.runs) + audit_notes(arm.runs),
     )
 
 
 def _costs(runs: list[RunData]) -> tuple[float | None, int | None, int | None]:
-    """Return median speed, largest peak memory and memory kept for backward, if known."""
-    speeds, peaks, saved = (
+    """Return median speed, largest peak memory and activation memory, if known."""
+    speeds, peaks, activations = (
         [value for run in runs if (value := getattr(run, name))]
-        for name in ("samples_per_s", "peak_bytes", "saved_bytes")
+        for name in ("samples_per_s", "peak_bytes", "activation_bytes")
     )
     speed = statistics.median(speeds) if speeds else None
-    return speed, max(peaks, default=None), max(saved, default=None)
+    return speed, max(peaks, default=None), max(activations, default=None)
 
 
 def _device(run: RunData) -> tuple:

@@ -248,7 +248,7 @@ def _cells(group: Group, row: Row, costs: bool, watched: bool) -> dict[str, str]
         "loss scale": scale_text(row.scale_range),
         "speed": speed,
         "peak memory": peak,
-        "kept for backward": "" if own else ratio_text(row.saved_ratio),
+        "activation memory": "" if own else ratio_text(row.activation_ratio),
     }
 
 

@@ -23,7 +23,7 @@ from mprun.numerics.trace import (
 from mprun.precision import PrecisionPolicy, read_math_flags
 from mprun.precision.module_dtypes import chosen_dtypes, those_that_match
 from mprun.precision.policy import DTYPES, dtype_name
-from mprun.record.memory import SavedForBackward, memory_by_kind
+from mprun.record.memory import ActivationMemory, memory_by_kind
 from mprun.record.run_record import shares_text
 from mprun.torch_private import schema_of, tree_leaves
 
@@ -152,7 +152,7 @@ class FirstStep(Collector):
         self, task: Any, policy: PrecisionPolicy, overrides: Mapping[str, str], step: int = 1
     ):
         self.task, self.policy, self.step = task, policy, step
-        self.saved = SavedForBackward(task.learners.values())
+        self.saved = ActivationMemory(task.learners.values())
         self.rows: dict[tuple[str, str, str], OperationRow] = {}
         # Operation -> modules of FP32 products in the forward pass, without those kept in FP32.
         self.fp32_modules: dict[str, set[str]] = {}

@@ -30,7 +30,7 @@ _NO_WORKSPACE = re.compile(
 _ASKED = re.compile(r"(?:tried|unable) to allocate ([\d.]+) (\w+)", re.IGNORECASE)
 
 
-class SavedForBackward(torch.autograd.graph.saved_tensors_hooks):
+class ActivationMemory(torch.autograd.graph.saved_tensors_hooks):
     """Count the bytes that autograd keeps between forward and backward, inside the block.
 
     Each storage counts once, parameters and buffers not at all. That leaves activations and, under
@@ -60,7 +60,7 @@ class SavedForBackward(torch.autograd.graph.saved_tensors_hooks):
             if not hasattr(tensor, "to_local")  # a DTensor has no memory of its own
         }
 
-    def __enter__(self) -> "SavedForBackward":  # type: ignore[override]  # torch's gives None
+    def __enter__(self) -> "ActivationMemory":  # type: ignore[override]  # torch's gives None
         super().__enter__()
         return self
 

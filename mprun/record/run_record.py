@@ -71,7 +71,8 @@ class Data(TypedDict, total=False):
 class Memory(TypedDict, total=False):
     peak_bytes: _Count | None
     measure: str
-    saved_for_backward_bytes: _Count | None
+    activation_bytes: _Count | None
+    saved_for_backward_bytes: _Count | None  # the same in earlier versions
 
 
 class Throughput(TypedDict, total=False):
@@ -287,6 +288,11 @@ def read_record(directory: Path, *needed: str) -> Record:
         if found is None:
             raise Damaged(f"{path}: not the record of a run (no {key})")
     return Record(directory, record)
+
+
+def activation_bytes(memory: Mapping[str, Any]) -> int | None:
+    """Return the activation memory of a record's `memory`, of an earlier version's, too."""
+    return memory.get("activation_bytes", memory.get("saved_for_backward_bytes"))
 
 
 _STATUSES = (*OUTCOMES, "running", "failed", "preempted")

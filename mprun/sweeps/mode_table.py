@@ -10,7 +10,7 @@ from mprun.config.keys import is_told
 from mprun.errors import shortened
 from mprun.record.console import markdown_table
 from mprun.record.layout import fitted_tables
-from mprun.record.run_record import OUTCOMES
+from mprun.record.run_record import OUTCOMES, activation_bytes
 from mprun.sweeps.jobs import Cell, outcome_words
 
 
@@ -57,7 +57,7 @@ def table(records: list[dict], swept: Iterable[str] = (), width: int | None = No
         *(f"loss, seed {seed}" for seed in seeds),
         *("mean", f"vs {'FP32' if baseline == 'fp32' else baseline}", "skipped", "status"),
         f"{next(filter(None, samples), 'sample')}s/s",
-        *("saved MiB", "peak MiB"),
+        *("act. MiB", "peak MiB"),
     ]
     groups: dict[tuple[str, ...], list[dict]] = {}
     for record in records:
@@ -82,7 +82,7 @@ def table(records: list[dict], swept: Iterable[str] = (), width: int | None = No
     if known and all("emulated" in half_products for half_products in known):
         header, *rows = [[*row[:-3], row[-2]] for row in (header, *rows)]
         peak = "speed and peak memory left out, they would be the emulation's; "
-    note = f"loss: final evaluation; {peak}saved MiB: kept for backward (under autocast with the "
+    note = f"loss: final evaluation; {peak}act. MiB: activation memory (under autocast with the "
     note += "16-bit weight copies)"
     if width is not None:
         note = textwrap.fill(note, width)
@@ -136,7 +136,7 @@ def _cells(
         str(sum(record.get("skipped", 0) for record in own)),
         _statuses(own),
         _of_known(f"{{:,.0f}}{mark}", statistics.median, speeds),
-        _of_known("{:.1f}", _most_mib, [m.get("saved_for_backward_bytes") for m in memory]),
+        _of_known("{:.1f}", _most_mib, [*map(activation_bytes, memory)]),
         _of_known(f"{{:.0f}}{mark}", _most_mib, [m.get("peak_bytes") for m in memory]),
     ]
 

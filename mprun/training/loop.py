@@ -285,9 +285,9 @@ class Loop:
                 outcome.memory[key] -= self.keeper.bytes
         # Of the first step, which another attempt may have taken.
         by_kind = outcome.first_step.get("memory_by_kind", {})
-        saved = [by_kind[kind] for kind in ("activations", "weight_copies") if kind in by_kind]
-        sizes = [size for by_dtype in saved for size in by_dtype.values()]
-        outcome.memory["saved_for_backward_bytes"] = sum(sizes) if saved else None
+        kept = [by_kind[kind] for kind in ("activations", "weight_copies") if kind in by_kind]
+        sizes = [size for by_dtype in kept for size in by_dtype.values()]
+        outcome.memory["activation_bytes"] = sum(sizes) if kept else None
         self._read_throughput()
         if outcome.skipped and outcome.status in OUTCOMES and self.ranks.world == 1:
             outcome.bad_batches = self._bad_batches()

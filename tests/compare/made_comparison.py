@@ -84,7 +84,7 @@ def run(mode: str, seed: int, *, steps=2000, dies_at=None, gan=False, grid=None)
         samples_per_s=_SPEED.get(mode, 1260.0) + seed,
         peak_bytes=(600 if mode == "fp32" else 450) * 2**20,
         memory_measure="process resident set",
-        saved_bytes=(40 if mode == "fp32" else 22) * 2**20,
+        activation_bytes=(40 if mode == "fp32" else 22) * 2**20,
         flags={"cuda.matmul.allow_tf32": False},
         environment={
             "mprun": "0.1",
@@ -162,7 +162,7 @@ def group(seeds=5, steps=2000) -> Group:
             *(0.0012, -0.0031, 0.0055),
         ),
     }
-    more = {mode: {"memory_ratio": 0.75, "saved_ratio": 0.55} for mode in verdicts}
+    more = {mode: {"memory_ratio": 0.75, "activation_ratio": 0.55} for mode in verdicts}
     for mode, speedup in zip(verdicts, (0.98, 0.94, 1.26, 0.76), strict=True):
         more[mode]["speedup"] = speedup
     more["fp16_master_scaled"]["notes"] = ["seed 3: failed (out of memory)"]

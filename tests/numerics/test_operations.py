@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from mprun.numerics.operations import FirstStep, lines
 from mprun.precision import DynamicLossScale, get_policy, pin_math_flags
-from mprun.record.memory import SavedForBackward
+from mprun.record.memory import ActivationMemory
 
 from ..helpers import (
     TINY_GAN,
@@ -286,7 +286,7 @@ def test_a_module_in_fp32_by_mistake_is_named():
 def test_what_a_step_kept_goes_with_it_if_no_backward_pass_comes():
     """The backward pass of exp needs its output: what is kept must not hold the graph itself."""
     layer = nn.Linear(2, 2)
-    with SavedForBackward([]) as saved:
+    with ActivationMemory([]) as saved:
         output = layer(torch.ones(1, 2)).exp()
     assert saved.bytes >= output.nbytes
     kept = weakref.ref(layer.weight)
@@ -434,7 +434,7 @@ def test_a_run_records_its_first_step_and_says_it_once(tmp_path, capsys):
     assert emulated == record["emulated"]
     memory = record["memory_by_kind"]
     kept = sum(memory["activations"].values()) + sum(memory.get("weight_copies", {}).values())
-    assert kept == record["memory"]["saved_for_backward_bytes"]
+    assert kept == record["memory"]["activation_bytes"]
     assert memory["weight_copies"].keys() == {"float16"}
     assert memory["parameters"].keys() == {"float32"}
 

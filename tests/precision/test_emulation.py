@@ -227,7 +227,7 @@ def test_a_context_entered_within_itself_changes_nothing(mode, reentrant, monkey
 
 
 def stored_bytes(model, x):
-    """Bytes of distinct storages kept for backward, those of parameters left out."""
+    """Bytes of distinct storages of activation memory, those of parameters left out."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
     kept = {}
 

@@ -70,7 +70,7 @@ def test_what_a_comparison_reads_beside_the_metrics(finished):
     assert record["environment"]["device"] == "cpu" and record["environment"]["cpu"]
     assert record["throughput"]["samples_per_s"] > 0
     assert record["memory"]["peak_bytes"] > 0 and record["memory"]["measure"]
-    assert record["memory"]["saved_for_backward_bytes"] > 0
+    assert record["memory"]["activation_bytes"] > 0
     for key in ("created", "ended", "seed", "status", "cause", "last_step", "skipped"):
         assert key in record, key
     assert not (finished / "samples").exists()  # which a GAN has

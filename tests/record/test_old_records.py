@@ -77,6 +77,7 @@ def test_old_fp32_runs_are_the_baseline_of_a_new_mode(name):
 
 def test_the_same_run_of_two_ages_counts_once():
     runs, notes = load_runs([OLD / name for name in FP32])
+    assert runs[0].activation_bytes == 32980  # by the name that they have for it
     assert len(runs) == 1 and "same configuration, data and seed" in notes[0]
 
 

@@ -123,7 +123,7 @@ def test_run_json_says_what_is_needed_to_judge_the_run(scaled):
     assert record["emulated"]["forward lstm"] == record["emulated"]["backward lstm"] == 2 * 6
     assert re.fullmatch(r"[0-9a-f]{64}", record["data"]["sha256"])
     assert record["environment"]["packages"]["torch"] and record["environment"]["threads"] == 1
-    assert record["memory"]["saved_for_backward_bytes"] > 0
+    assert record["memory"]["activation_bytes"] > 0
     plain = yaml.safe_load((scaled / "config.yaml").read_text())
     assert record["config_hash"] == config_hash(plain)
     assert "JSON" not in json.dumps(record) and "NaN" not in (scaled / "run.json").read_text()

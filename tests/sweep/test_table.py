@@ -18,7 +18,7 @@ def run(mode, seed, loss, **more):
         "skipped": 0,
         "final": {"loss": loss},
         "throughput": {"samples_per_s": 1000.0 * (seed + 1)},
-        "memory": {"peak_bytes": 3 * 2**20, "measure": "test", "saved_for_backward_bytes": 2**20},
+        "memory": {"peak_bytes": 3 * 2**20, "measure": "test", "activation_bytes": 2**20},
     } | more
 
 
@@ -42,7 +42,7 @@ def test_values_worked_by_hand():
     assert (found["amp"]["skipped"], found["amp"]["status"]) == ("7", "done")
     # Median of 1,000 and 2,000; the largest memory.
     assert found["amp"]["tokens/s"] == "1,500"
-    assert (found["amp"]["saved MiB"], found["amp"]["peak MiB"]) == ("1.0", "3")
+    assert (found["amp"]["act. MiB"], found["amp"]["peak MiB"]) == ("1.0", "3")
 
 
 def test_speed_that_emulation_made_is_marked_and_left_out_where_every_mode_is_emulated():
@@ -57,10 +57,10 @@ def test_speed_that_emulation_made_is_marked_and_left_out_where_every_mode_is_em
     assert [both[mode]["tokens/s"] for mode in ("amp", "bf16_naive")] == [
         *("1,000 (emulated)", "1,000")
     ]
-    assert both["amp"]["peak MiB"] == "3 (emulated)" and both["amp"]["saved MiB"] == "1.0"
+    assert both["amp"]["peak MiB"] == "3 (emulated)" and both["amp"]["act. MiB"] == "1.0"
     # A cell that never started says nothing of how it would have computed.
     text = table([base, emulated, run("fp16_naive", 0, 2.0)])
-    assert "tokens/s" not in text and "peak MiB" not in text and "saved MiB" in text
+    assert "tokens/s" not in text and "peak MiB" not in text and "act. MiB" in text
     assert "speed and peak memory left out, they would be the emulation's" in text
 
 

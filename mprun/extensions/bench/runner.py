@@ -148,7 +148,7 @@ class RunnerContender(Contender):
         return {"time_split": split, "memory_by_kind": attempt(self._memory_by_kind)}
 
     def _memory_by_kind(self) -> dict:
-        """Return kind -> dtype -> bytes after one more step, tensors saved for backward included.
+        """Return kind -> dtype -> bytes after one more step, activation memory included.
 
         This step is eager and not compiled, even if the timed ones were.
         """

@@ -54,7 +54,7 @@ def summarise(rows: list[dict]) -> None:
     rate: samples/s. ratios: to the same contender in "fp32" and "tf32". There is none if one of the
     two replays a graph and the other's update cannot: see "no_ratio". limit_share: share of the
     roofline limit of eager execution. energy_j: joules per sample. memory_bytes: weights,
-    gradients, optimizer state and tensors saved for backward; memory_ratio: over FP32's.
+    gradients, optimizer state and activation memory; memory_ratio: over FP32's.
     peak_ratio: peak allocated over FP32's (over TF32's if FP32 was not measured: the same formats).
     skipped: updates since the beginning. host_us: per step. data_wait: share of the windows' time.
     """

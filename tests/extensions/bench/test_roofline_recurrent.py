@@ -85,7 +85,7 @@ def test_autocast_casts_every_weight_on_every_call():
     assert casts == 6 * (weights + T * B * D + 2 * B * H)  # and the input and both states
 
 
-def test_saved_for_backward_are_gates_cells_and_inputs():
+def test_activation_memory_is_gates_cells_and_inputs():
     from mprun.extensions.bench.roofline.shape_only import SavedTensors
 
     with cuda_kernels(lambda *_: None), weightless():

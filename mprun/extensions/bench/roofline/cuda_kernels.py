@@ -11,7 +11,7 @@ one), G the number of gates (LSTM 4, GRU 3, RNN 1) and s the bytes per number:
 forward
     one product over all time steps    2 T B D G H FLOP, s (T B D + D G H + T B G H) bytes
     T times a recurrent product        2 B R G H FLOP, s (B R + R G H + B G H) bytes
-    T times the gates                  s (2 B G H + 3 B H) bytes: gates read, kept for backward;
+    T times the gates                  s (2 B G H + 3 B H) bytes: gates read, and stored;
                                        cell state read and written, output written
     T times a projection, if any       2 B H R FLOP, s (B H + H R + B R) bytes
 backward: each product twice, for its input (time step by time step, weights read again) and for its
