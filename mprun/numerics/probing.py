@@ -43,8 +43,9 @@ if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
 _PREFIX = {"generator": "g_", "discriminator": "d_"}  # of metric names in a GAN
-# TensorBoard sorts sections by name and opens the first two: eval and train precede the probes.
-_SECTION = "values_"
+# TensorBoard sorts sections by their first tag, where "_" counts like "/", and opens two of them:
+# eval/ and train/, whose first tags precede "train/probes".
+_SECTION = "train_probes_"
 
 
 class Shadow:
@@ -267,7 +268,7 @@ class Watched:
 def show_probe(writer: "SummaryWriter", record: ProbeRecord) -> None:
     """Add one probe to the SummaryWriter at its step.
 
-    Every tag begins with `values_`. Histograms `exponents/KIND` of whole models: the binary
+    Every tag begins with `train_probes_`. Histograms `exponents/KIND` of whole models: the binary
     exponents of all non-zero finite values, one bucket each. Scalars (`_scalars`), each `/total`
     and `/MODULE`: shares in FP16 of the non-zero values (zeros: of all), headroom in powers of two.
     A share of nothing has no curve, nor has one of FP16 where the values were FP16 already.
