@@ -4,7 +4,7 @@ Groups: `mprun.components` registers networks, data and tasks (mprun.config.regi
 names commands (mprun.cli.dispatch);
 `mprun.runner` has what the runner tells the library of recorded keys (mprun.record.keys);
 `mprun.tokenizers` has `subwords` (mprun.data.vocabulary);
-`mprun.readers` has `tag`, which reads other tools' logs (mprun.compare), in the formats of
+`mprun.readers` has `scalar`, which reads other tools' logs (mprun.compare), in the formats of
 `mprun.log_formats` too (mprun.extensions.logs). The command `mprun` itself is in `console_scripts`,
 where the processes of a sweep find it (mprun.sweeps.child).
 A checkout's own are read from its pyproject.toml, so that none needs to be installed. Only text is

@@ -35,7 +35,7 @@ _ELSEWHERE: dict[str, dict[str, str | tuple[str, ...]]] = {
 }
 
 
-# Keys, values and verbs of an earlier mprun, and what is said of them.
+# Keys, values, verbs and their options of an earlier mprun, and what is said of them.
 RENAMED = {
     "precision.products": "now precision.matmul",
     "precision.products.power_of_two": "now precision.matmul.scale: pow2 for true, fp32 for false",
@@ -43,12 +43,13 @@ RENAMED = {
     "numerics=on": "now numerics=probes",
     "train.fused_norm": "now train.compile=default, which fuses BatchNorm and ReLU",
     "mismatch": "now mprun logprobs",
+    "compare --tag": "now --scalar",
     "scaler-replay": "now a run for each rule: mprun -m precision=amp scaler=torch,apex,megatron",
 }
 
 
 def became(name: str) -> str | None:
-    """Return what became of a former key or verb, or of a key whose group was renamed."""
+    """Return what became of a name in RENAMED, or of a key whose group was renamed."""
     group, _, field = name.rpartition(".")
     above = RENAMED.get(group)
     return RENAMED.get(name) or (above and f"{above}.{field}")

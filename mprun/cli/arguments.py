@@ -13,7 +13,7 @@ from typing import NoReturn
 from mprun.errors import BadInput
 from mprun.record.console import columns
 from mprun.record.layout import hanging
-from mprun.spelling import did_you_mean, key_called, meant, must_be, nearest
+from mprun.spelling import became, did_you_mean, key_called, meant, must_be, nearest
 
 
 class _Page(argparse.HelpFormatter):
@@ -87,6 +87,8 @@ class Arguments(argparse.ArgumentParser):
             known = [name for action in self._actions for name in action.option_strings]
             longest = [a.option_strings[-1] for a in self._actions if a.option_strings]
             allowed = f" (allowed: {', '.join(longest)})" if self.verb else ""
+            if now := became(f"{self.verb} {unknown[0].partition('=')[0]}"):
+                self.error(f"{unknown[0]}: unknown option; {now}")
             hint = self._as_override(arguments, unknown[0]) or nearest(unknown[0], known)
             self.error(f"{unknown[0]}: unknown option{hint}{allowed}")
         for word in found.overrides if self.takes_overrides else ():

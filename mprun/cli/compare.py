@@ -26,9 +26,9 @@ the runs' configuration (compare.metric, compare.margin, compare.baseline). Whic
 goes, and its unit, are in each run's record, as its task declares them."""
 _MORE = """\
 Logs of other tools, a path a run:
-  mprun compare --tag train/loss fp32=base0,base1,base2 amp=amp0,amp1,amp2
-  mprun compare --tag loss 'fp32=export.csv#fp32-*' 'amp=export.csv#amp-*'
-  mprun compare --tag loss fp32=seed0:a.csv,seed1:b.csv amp=seed0:c.csv,seed1:d.csv
+  mprun compare --scalar train/loss fp32=base0,base1,base2 amp=amp0,amp1,amp2
+  mprun compare --scalar loss 'fp32=export.csv#fp32-*' 'amp=export.csv#amp-*'
+  mprun compare --scalar loss fp32=seed0:a.csv,seed1:b.csv amp=seed0:c.csv,seed1:d.csv
 
 It reads TensorBoard events, tables (Lightning, Keras, timm, ultralytics; FILE#RUN is one run of
 an export of Weights & Biases), trainer_state.json, JSON lines, MLflow's runs, and the logs of
@@ -42,10 +42,10 @@ _FLAGS = {
     "--tensorboard": "write summary runs (mean, lower, upper, margin charts) for TensorBoard",
     "--check": "exit code 3 unless every mode matches and nothing was left out",
     "--no-report": "print only",
-    "--higher-is-better": "the --tag, or a metric of which the runs do not say it, is an accuracy "
-    "or a score (--margin is then absolute)",
+    "--higher-is-better": "the --scalar, or a metric of which the runs do not say it, is an "
+    "accuracy or a score (--margin is then absolute)",
     "--lower-is-better": "it is neither (the default for loss, error, perplexity)",
-    "--paired": "runs of --tag are in the order of the same seeds in every label",
+    "--paired": "runs of --scalar are in the order of the same seeds in every label",
     "--json": "print results.json instead of a table",
     "--markdown": "print report.md instead of a table",
 }
@@ -58,7 +58,7 @@ looks"""
 
 # Arguments of `mprun.comparison.compare` with the same name; the first ones for runs of mprun.
 JUDGING = ("baseline", "allow", "metric", "margin", "looks", "absolute")
-_JUDGING = (*JUDGING, "tag", "step", "higher_is_better", "lower_is_better", "paired")
+_JUDGING = (*JUDGING, "scalar", "step", "higher_is_better", "lower_is_better", "paired")
 
 
 def main(words: list[str]) -> int:
@@ -89,10 +89,12 @@ def parse(words: Sequence[str]) -> Namespace:
     """Parse and check the options; BadInput for an unknown one."""
     arguments = Arguments("compare", _WHAT, _MORE)
     add = arguments.add_argument
-    add("paths", nargs="*", metavar="PATH", help="with --tag: LABEL=PATH[,PATH...], a path a run")
+    add(
+        "paths", nargs="*", metavar="PATH", help="with --scalar: LABEL=PATH[,PATH...], a path a run"
+    )
     add_judging(arguments)
-    add("--tag", metavar="NAME", help="compare this scalar of other tools' logs")
-    step = "with --tag: the step counter, unless it is step, iteration or epoch"
+    add("--scalar", metavar="NAME", help="compare this scalar of other tools' logs")
+    step = "with --scalar: the step counter, unless it is step, iteration or epoch"
     add("--step", metavar="COLUMN", help=step)
     out = "folder of the report (default: compare/ beside the runs)"
     add("--out", type=Path, metavar="DIR", help=out)
@@ -125,7 +127,7 @@ def _looks(text: str) -> list[int]:
 
 def _paths(options: Namespace) -> list[str]:
     """Return the paths of runs, without labels and seeds of logs."""
-    if options.tag is None:
+    if options.scalar is None:
         return options.paths
     words = [part for word in options.paths for part in word.partition("=")[2].split(",")]
     return [re.sub(r"^seed\d+:", "", word) for word in words]

@@ -32,7 +32,7 @@ def compare(
     metric: str | None = None,
     margin: float | None = None,
     looks: Sequence[int] = (),
-    tag: str | None = None,
+    scalar: str | None = None,
     step: str | None = None,
     higher_is_better: bool = False,
     lower_is_better: bool = False,
@@ -44,7 +44,7 @@ def compare(
     The function writes nothing. A notebook shows the result as a table.
 
     Args:
-        paths: Run directories, or folders that hold runs (searched to any depth). With `tag`:
+        paths: Run directories, or folders that hold runs (searched to any depth). With `scalar`:
             "LABEL=PATH[,PATH...]" for each label, as on the command line.
         baseline: A precision mode whose runs are the baseline, or a path below which they are
             (None: the mode that the runs' compare.baseline names).
@@ -53,13 +53,13 @@ def compare(
         margin: A margin to use instead of the runs' compare.margin: relative (0.01 = 1 %) for
             losses and distances, else in the metric's unit: points for top1.
         looks: Planned numbers of seeds for a verdict, ascending from 3.
-        tag: Compare this scalar of other tools' logs.
-        step: With `tag`: the column that counts the steps.
-        higher_is_better: With `margin`: the metric is an accuracy or a score. For a `tag`, and for
-            a metric of which the runs do not say it.
+        scalar: Compare this scalar of other tools' logs.
+        step: With `scalar`: the column that counts the steps.
+        higher_is_better: With `margin`: the metric is an accuracy or a score. For a `scalar`, and
+            for a metric of which the runs do not say it.
         lower_is_better: The same: it is not an accuracy or a score.
         absolute: The margin is in the metric's own unit, not relative to the baseline.
-        paired: With `tag`: every label lists its runs in the order of the same seeds.
+        paired: With `scalar`: every label lists its runs in the order of the same seeds.
 
     Returns:
         The comparison: `verdicts`, `to_dict()`, `write(folder)`.
@@ -90,7 +90,7 @@ def compare(
         "--metric": metric,
         "--margin": None if margin is None else checked_margin(margin),
         "--absolute": absolute,
-        "--tag": tag,
+        "--scalar": scalar,
         "--higher-is-better": higher_is_better,
         "--lower-is-better": lower_is_better,
         "--paired": paired,
@@ -99,7 +99,7 @@ def compare(
     _refuse_contradictions(asked)
     plan = planned_looks(looks) if looks else []
     directed = higher_is_better or lower_is_better
-    if tag is None:
+    if scalar is None:
         runs, notes = load_runs(places, baseline if isinstance(baseline, Path) else None)
         there = sorted({run.mode for run in runs})
         if isinstance(baseline, str) and baseline not in there:
@@ -110,10 +110,10 @@ def compare(
         judged_otherwise = metric is not None or margin is not None
         protos, refused = group_runs(runs, asked["--allow"], baseline, judged_otherwise)
     else:
-        reader = announced("mprun.readers").get("tag")
+        reader = announced("mprun.readers").get("scalar")
         if reader is None:
-            raise BadInput(f"--tag {tag}: needs mprun.extensions.logs, which is missing here")
-        foreign = loaded(reader)(places, tag, step=step, paired=paired, directed=directed)
+            raise BadInput(f"--scalar {scalar}: needs mprun.extensions.logs, which is missing here")
+        foreign = loaded(reader)(places, scalar, step=step, paired=paired, directed=directed)
         protos, refused, runs, notes = [foreign], [], foreign.baseline.runs, []
         given = asked["--margin"]
         told = "the default of 1 %" if given is None else f"{given:g}, from the command line"
@@ -125,7 +125,7 @@ def compare(
         try:
             group = assess(
                 proto,
-                metric=metric or tag,
+                metric=metric or scalar,
                 margin=asked["--margin"],
                 looks=plan,
                 higher_is_better=higher_is_better if directed else None,
@@ -156,17 +156,17 @@ def _several(given: Any) -> list[Any]:
 
 def _refuse_contradictions(asked: dict[str, Any]) -> None:
     """Raise BadInput for options that contradict each other."""
-    foreign = asked["--tag"] is not None
+    foreign = asked["--scalar"] is not None
     for flag in ("--paired", "--step"):
         if asked[flag] and not foreign:
-            raise BadInput(f"{flag}: only with --tag; a run of mprun knows its steps and seeds")
+            raise BadInput(f"{flag}: only with --scalar; a run of mprun knows its steps and seeds")
     if asked["--higher-is-better"] and asked["--lower-is-better"]:
         raise BadInput("--higher-is-better, --lower-is-better: give one of the two")
     for flag in ("--higher-is-better", "--absolute"):
         if asked[flag] and asked["--margin"] is None:
             raise BadInput(f"{flag}: needs --margin, in the unit of the metric")
     if foreign and (asked["--baseline"] or asked["--allow"] or asked["--metric"]):
-        raise BadInput("--tag: foreign logs have no --baseline, --allow or --metric")
+        raise BadInput("--scalar: foreign logs have no --baseline, --allow or --metric")
 
 
 def checked_margin(given: str | float) -> float:
@@ -201,7 +201,7 @@ def _stamps(asked: dict[str, Any], runs: "list[RunData]", groups: "Sequence[Grou
             before = ", ".join(str(value) for value in sorted(configured, key=str))
             stamps.append(f"{flag} {given}: chosen after the runs, which say {before}")
     for flag in ("--higher-is-better", "--lower-is-better"):
-        if asked[flag] and asked["--tag"] is None:
+        if asked[flag] and asked["--scalar"] is None:
             stamps.append(f"{flag}: said when the runs were compared, not by their task")
     if isinstance(asked["--baseline"], Path):
         stamps.append(f"--baseline {asked['--baseline']}: chosen on the command line")

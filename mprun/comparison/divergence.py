@@ -167,7 +167,7 @@ def refuse_other_lengths(arm: Arm, baseline: Arm, window: int) -> None:
 
 def _outcome(run: RunData, question: Question) -> Outcome:
     metric, window = question.metric, question.window
-    asked = f"{run.path}: {'--tag' if run.foreign else 'compare.metric'}={metric}"
+    asked = f"{run.path}: {'--scalar' if run.foreign else 'compare.metric'}={metric}"
     if metric not in run.evals:
         known = ", ".join(name for name in run.evals if name not in ("step", "updates"))
         raise BadInput(f"{asked}: not in its evaluations; must be one of {known or '(none)'}")

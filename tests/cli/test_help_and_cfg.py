@@ -179,7 +179,7 @@ OPTIONS = ["-m", "--multirun", "--config-dir"]
 COMPLETIONS = [
     ("mprun comp", ["compare"]),
     ("mprun compare ", []),  # files
-    ("mprun compare --t", ["--tag", "--tensorboard"]),
+    ("mprun compare --s", ["--scalar", "--step"]),
     ("mprun --con", ["--config-dir"]),
     ("mprun --config-dir ", []),
     ("mprun opt", ["optim=", "optim."]),

@@ -94,10 +94,11 @@ def test_another_learning_rate_is_refused_unless_told(runs, capsys):
         (["outputs", "--json", "--markdown"], "--json"),
         (["outputs", "--frobnicate"], "--frobnicate"),
         (["outputs", "--higher-is-better"], "--higher-is-better: needs --margin"),
-        (["outputs", "--paired"], "--paired: only with --tag"),
-        (["outputs", "--step", "epoch"], "--step: only with --tag"),
+        (["outputs", "--paired"], "--paired: only with --scalar"),
+        (["outputs", "--step", "epoch"], "--step: only with --scalar"),
         (["outputs", "--absolute"], "--absolute: needs --margin"),
-        (["outputs", "--tag", "loss", "--metric", "loss"], "--tag: foreign logs"),
+        (["--tag", "loss", "fp32=a", "amp=b"], "compare: --tag: unknown option; now --scalar"),
+        (["outputs", "--scalar", "loss", "--metric", "loss"], "--scalar: foreign logs"),
         (["outputs", "--allow", "optim.rate"], "optim.rate"),
         (["outputs", "--baseline", "nowhere"], "there are runs of amp, fp32"),
         (["outputs", "--out", "notes"], "notes"),
@@ -119,16 +120,16 @@ def test_a_run_is_told_of_a_margin_too_wide_before_it_begins(capsys):
     refused(capsys, "compare.margin=1", says="0.01 means 1 %")
 
 
-def test_without_its_extension_a_tag_names_what_is_missing(tmp_path):
+def test_without_its_extension_a_scalar_names_what_is_missing(tmp_path):
     package = tmp_path / "mprun"
     package.mkdir()
     for path in Path(mprun.__file__).parent.iterdir():
         if path.name != "extensions":
             (package / path.name).symlink_to(path)
-    command = [sys.executable, "-m", "mprun", "compare", "--tag", "loss", "fp32=a", "amp=b"]
+    command = [sys.executable, "-m", "mprun", "compare", "--scalar", "loss", "fp32=a", "amp=b"]
     env = os.environ | {"PYTHONPATH": str(tmp_path)}
     ended = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=env)
-    told = "mprun: --tag loss: needs mprun.extensions.logs, which is missing here\n"
+    told = "mprun: --scalar loss: needs mprun.extensions.logs, which is missing here\n"
     assert (ended.returncode, ended.stderr, ended.stdout) == (2, told, "")
     assert list(tmp_path.iterdir()) == [package]
 

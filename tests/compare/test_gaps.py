@@ -186,7 +186,7 @@ def test_logs_of_other_tools_that_name_their_seeds_are_followed(tmp_path):
             (tmp_path / f"{label}-seed{seed}.csv").write_text(text)
     logs = "{0}={1}/{0}-seed0.csv,{1}/{0}-seed1.csv,{1}/{0}-seed2.csv"
     words = [logs.format(label, tmp_path) for label in ("fp32", "amp")]
-    found = mprun.compare(words, tag="train_loss")
+    found = mprun.compare(words, scalar="train_loss")
     gap = found.groups[0].rows[0].gap
     # 1e-3, 2e-3, 3e-3 a step on a mean of 2.1.
     assert gap.name == "grows" and gap.per == 10 and gap.of == "train_loss"

@@ -217,12 +217,12 @@ def test_options_are_those_of_the_command(study, capsys):
         ({"margin": -1}, "--margin -1"),
         ({"looks": [5, 3]}, "--looks 5,3"),
         ({"allow": "optim.lr0"}, "--allow optim.lr0"),
-        ({"tag": "speed"}, "--higher-is-better"),
-        ({"tag": "loss", "higher_is_better": True, "lower_is_better": True}, "one of the two"),
+        ({"scalar": "speed"}, "--higher-is-better"),
+        ({"scalar": "loss", "higher_is_better": True, "lower_is_better": True}, "one of the two"),
     ],
 )
 def test_bad_input_is_one_line_as_of_the_command(study, options, named):
-    if "tag" in options:
+    if "scalar" in options:
         pytest.importorskip("mprun.extensions.logs")
     with raises_line(BadInput, named):
         mprun.compare(["outputs"], **options)

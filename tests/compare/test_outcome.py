@@ -67,7 +67,11 @@ EMPTY = {"step": np.empty(0), "updates": np.empty(0)}
             "=top1: not in its evaluations; must be one of loss",
         ),
         (made_run(1, 0.0, mode="amp", metric="perplexity"), "perplexity", "must be above 0"),
-        (made_run(1, 2.0, mode="amp", foreign=True), "val/loss", "--tag=val/loss: not in its eval"),
+        (
+            made_run(1, 2.0, mode="amp", foreign=True),
+            "val/loss",
+            "--scalar=val/loss: not in its eval",
+        ),
     ],
 )
 def test_a_run_without_an_outcome_is_named(run, metric, said):

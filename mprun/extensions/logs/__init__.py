@@ -1,1 +1,1 @@
-"""Logs of other tools: `mprun compare --tag` reads them."""
+"""Logs of other tools: `mprun compare --scalar` reads them."""

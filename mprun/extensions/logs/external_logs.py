@@ -1,6 +1,6 @@
 """Read runs from other tools' logs: which runs there are, their seeds, and the compared steps.
 
-    mprun compare --tag train/loss fp32=logs/base amp=logs/amp_s0,logs/amp_s1,logs/amp_s2
+    mprun compare --scalar train/loss fp32=logs/base amp=logs/amp_s0,logs/amp_s1,logs/amp_s2
 
 LABEL=PATH[,PATH...]: each PATH is one run (`log_formats` lists the formats) or a folder of several,
 taken in the order of their names (s2 before s10). FILE#RUN is one run of a file that holds several
@@ -46,42 +46,42 @@ _FEWEST_STEPS = 3  # with fewer steps, equal values prove no copy and the common
 
 def load_foreign(
     specs: Sequence[str],
-    tag: str,
+    scalar: str,
     *,
     step: str | None = None,
     paired: bool = False,
     directed: bool = True,
 ) -> ProtoGroup:
-    """Return one group of the curves `tag`, with notes on what counts as a run; imports no torch.
+    """Return one group of the curves `scalar`, and notes on what counts as a run; import no torch.
 
     specs: LABEL=PATH[,PATH...] each. step: the column that counts the steps. paired: the runs are
-    in the order of their seeds. directed: the user says whether lower is better; else the tag's
+    in the order of their seeds. directed: the user says whether lower is better; else the scalar's
     name must ("train/loss", "eval_ppl"). A run's `evals` hold "step", "updates" (the same) and
-    `tag`, float64, all written points; `judged` holds the steps at which it is compared.
+    `scalar`, float64, all written points; `judged` holds the steps at which it is compared.
 
-    Raises BadInput for a malformed spec, for a path that is missing or holds no log, and for a tag
-    that a log lacks (it lists the existing ones). The same for runs that look like parts of runs,
-    and for logs without common steps. Raises Damaged for broken numbers.
+    Raises BadInput for a malformed spec, for a path that is missing or holds no log, and for a
+    scalar that a log lacks (it lists the existing ones). The same for runs that look like parts of
+    runs, and for logs without common steps. Raises Damaged for broken numbers.
     """
-    if not directed and told_by_name(tag) is not False:
+    if not directed and told_by_name(scalar) is not False:
         raise BadInput(
-            f"--tag {tag}: is more of it better, or less? Give --higher-is-better (with --margin X "
-            "in its unit) or --lower-is-better"
+            f"--scalar {scalar}: is more of it better, or less? Give --higher-is-better (with "
+            "--margin X in its unit) or --lower-is-better"
         )
-    taken = _taken(specs, tag, step)
+    taken = _taken(specs, scalar, step)
     by_seed = _name_seeds(taken, paired)
     notes: list[str] = []
     arms = {label: Arm(label, label, []) for label in taken}
     for label, logs in taken.items():
         count = "1 run" if len(logs) == 1 else f"{len(logs)} runs"
         notes.append(f"{label} is {count}: {listed([log.name for log in logs], _MOST_NAMED)}")
-        runs = [_run(log, tag, label, notes) for log in logs]
-        arms[label].runs = _without_copies(runs, tag, notes)
+        runs = [_run(log, scalar, label, notes) for log in logs]
+        arms[label].runs = _without_copies(runs, scalar, notes)
     every = [log for logs in taken.values() for log in logs]
     counts = sorted({log.steps for log in every} - {"step", "Step", ""})
     if counts:
         notes.append(f"steps are what the logs call {', '.join(counts)}")
-    notes += [f"{x.name}: names no tag; taken for {tag}" for x in every if not x.named]
+    notes += [f"{x.name}: names no scalar; taken for {scalar}" for x in every if not x.named]
     baseline = _baseline(list(taken))
     if baseline.lower() not in _BASELINES:
         notes.append(f"no label is fp32 or baseline: the first one, {baseline}, is the baseline")
@@ -97,30 +97,32 @@ def load_foreign(
     others = [arm for label, arm in arms.items() if label != baseline]
     for arm in others:
         pairs = ((run, other) for run in arm.runs for other in arms[baseline].runs)
-        equal = {run.path for run, other in pairs if _same_curve(run, other, tag, _FEWEST_STEPS)}
+        equal = {run.path for run, other in pairs if _same_curve(run, other, scalar, _FEWEST_STEPS)}
         if equal and len(arm.runs) > 1:
             notes.append(
                 f"{len(equal)} of {len(arm.runs)} runs of {arm.label} are runs of {baseline}, bit "
                 "for bit or to the digits of the shorter: copies, or equal to the last digit"
             )
-    notes += _align([arms[baseline], *others], tag)
-    return ProtoGroup(tag, "foreign", arms[baseline], others, {}, notes, bool(by_seed))
+    notes += _align([arms[baseline], *others], scalar)
+    return ProtoGroup(scalar, "foreign", arms[baseline], others, {}, notes, bool(by_seed))
 
 
-def _taken(specs: Sequence[str], tag: str, step: str | None) -> dict[str, list[Log]]:
+def _taken(specs: Sequence[str], scalar: str, step: str | None) -> dict[str, list[Log]]:
     """Return label -> its runs, in the order in which they are listed."""
     taken: dict[str, list[Log]] = {}
     for spec in specs:
         label, _, listed = spec.partition("=")
         if not label or not listed:
-            raise BadInput(f"{spec}: with --tag give LABEL=PATH[,PATH...], e.g. fp32=logs/base_s0")
+            raise BadInput(
+                f"{spec}: with --scalar give LABEL=PATH[,PATH...], e.g. fp32=logs/base_s0"
+            )
         if label in taken:
             raise BadInput(f"{spec}: label {label!r} is given twice; list all its paths at once")
         taken[label] = []
         below: dict[Path, list[Path]] = {}  # folder -> its sub-folders that hold logs
         for part in listed.split(","):
             named = re.fullmatch(r"seed(\d+):(.+)", part)
-            logs = _logs_at(named[2] if named else part, tag, step, below)
+            logs = _logs_at(named[2] if named else part, scalar, step, below)
             if named and len(logs) > 1:
                 raise BadInput(f"{part}: holds {len(logs)} runs ({_names(logs)}); one has a seed")
             if named:
@@ -142,7 +144,7 @@ def _taken(specs: Sequence[str], tag: str, step: str | None) -> dict[str, list[L
     return taken
 
 
-def _logs_at(given: str, tag: str, step: str | None, below: dict[Path, list[Path]]) -> list[Log]:
+def _logs_at(given: str, scalar: str, step: str | None, below: dict[Path, list[Path]]) -> list[Log]:
     """Return the runs that a path names: itself, or all below it in the order of their names."""
     path, run = Path(given), ""
     if not path.exists() and "#" in given:
@@ -164,7 +166,7 @@ def _logs_at(given: str, tag: str, step: str | None, below: dict[Path, list[Path
         folder = one if one.is_dir() else one.parent
         if path.is_dir() and folder != path and folder not in below.get(folder.parent, []):
             below.setdefault(folder.parent, []).append(folder)
-    logs = [log for one in found for log in read_logs(one, tag, step)]
+    logs = [log for one in found for log in read_logs(one, scalar, step)]
     chosen = [log for log in logs if not run or log.run == run or fnmatchcase(log.run, run)]
     if not chosen:
         raise BadInput(f"{given}: no run of that name; has {_names(logs)}")
@@ -255,16 +257,16 @@ def _baseline(labels: list[str]) -> str:
     return named[0] if named else labels[0]
 
 
-def _without_copies(runs: list[RunData], tag: str, notes: list[str]) -> list[RunData]:
+def _without_copies(runs: list[RunData], scalar: str, notes: list[str]) -> list[RunData]:
     """Keep the longest of runs that are equal at all common steps; note the others.
 
     Such runs are one run that was written twice: a copied file, or a resumed run and its original.
     """
     # Among runs of one or two values, several may be equal by chance, but not all.
-    fewest = 1 if len({run.evals[tag].tobytes() for run in runs}) == 1 else _FEWEST_STEPS
+    fewest = 1 if len({run.evals[scalar].tobytes() for run in runs}) == 1 else _FEWEST_STEPS
     kept: list[RunData] = []
     for run in sorted(runs, key=lambda run: len(run.evals["step"]), reverse=True):
-        twins = ((other, _same_curve(run, other, tag, fewest)) for other in kept)
+        twins = ((other, _same_curve(run, other, scalar, fewest)) for other in kept)
         twin, how = next(filter(lambda found: found[1], twins), (None, ""))
         if twin is None:
             kept.append(run)
@@ -273,14 +275,14 @@ def _without_copies(runs: list[RunData], tag: str, notes: list[str]) -> list[Run
     return sorted(kept, key=lambda run: run.seed)
 
 
-def _same_curve(one: RunData, other: RunData, tag: str, fewest: int) -> str:
+def _same_curve(one: RunData, other: RunData, scalar: str, fewest: int) -> str:
     """Return how two curves are equal at their common steps; "" if they are not."""
     _, first, second = np.intersect1d(
         one.evals["step"], other.evals["step"], assume_unique=True, return_indices=True
     )
     if len(first) < max(fewest, len(one.evals["step"]) / 2):
         return ""
-    values = one.evals[tag][first], other.evals[tag][second]
+    values = one.evals[scalar][first], other.evals[scalar][second]
     if np.array_equal(*values, equal_nan=True):
         return "bit for bit"
     return "to the digits of the shorter" if _rounded(*values) else ""
@@ -309,14 +311,14 @@ def _rounded(one: np.ndarray, other: np.ndarray) -> bool:
     return False
 
 
-def _align(arms: list[Arm], tag: str) -> list[str]:
+def _align(arms: list[Arm], scalar: str) -> list[str]:
     """Set the steps at which every run is judged: the last tenth of their common steps.
 
     Steps beyond the common ones are left out, and every arm says so; if there are none, a note is
     returned instead. BadInput if unequal logs have fewer than 3 steps in common.
     """
     runs = [run for arm in arms for run in arm.runs]
-    whole = [run for run in runs if nonfinite_from(run, tag) is None]
+    whole = [run for run in runs if nonfinite_from(run, scalar) is None]
     if not whole:
         return []
     steps = [run.evals["step"] for run in whole]
@@ -350,7 +352,7 @@ def _last_step(run: RunData) -> float:
     return float(run.evals["step"][-1])
 
 
-def _run(log: Log, tag: str, label: str, notes: list[str]) -> RunData:
+def _run(log: Log, scalar: str, label: str, notes: list[str]) -> RunData:
     steps, values = log.points.T
     notes += [note for note in log.notes if note not in notes]
     written = _written(values)
@@ -358,7 +360,7 @@ def _run(log: Log, tag: str, label: str, notes: list[str]) -> RunData:
     strange = int((~np.isfinite(values)).sum())
     if strange:
         notes.append(
-            f"{log.name}: {strange} of {len(values)} values of {tag} are not finite; at the end "
+            f"{log.name}: {strange} of {len(values)} values of {scalar} are not finite; at the end "
             "they are a divergence (cut them off if they only fill the log up)"
         )
     shown = evenly(np.arange(len(steps)), _DRAWN)
@@ -371,7 +373,7 @@ def _run(log: Log, tag: str, label: str, notes: list[str]) -> RunData:
         status="done",
         cause=None,
         last_step=int(steps[-1]),
-        evals={"step": steps, "updates": steps, tag: values},
+        evals={"step": steps, "updates": steps, scalar: values},
         train={
             "step": steps[shown],
             "updates": steps[shown],

@@ -61,15 +61,15 @@ def formats() -> tuple[LogFormat, ...]:
     return (*_NO_TEXT, *installed, *FORMATS)
 
 
-def read_logs(path: Path, tag: str, step: str | None = None) -> list[Log]:
+def read_logs(path: Path, scalar: str, step: str | None = None) -> list[Log]:
     """Read every run in a file, or the one of a folder from `logs_in`; at least one.
 
-    tag: the scalar. step: the name of the step count, if it is not a usual one.
+    scalar: its name. step: the name of the step count, if it is not a usual one.
 
-    Raises BadInput if tag or steps are missing (it lists the existing names), and Damaged for an
+    Raises BadInput if scalar or steps are missing (it lists the existing names), and Damaged for an
     invalid number or a file that is not text.
     """
-    wanted = Wanted(path, tag, step)
+    wanted = Wanted(path, scalar, step)
     for form in formats():
         wanted.notes.clear()
         found = form.read(wanted)
@@ -81,7 +81,7 @@ def read_logs(path: Path, tag: str, step: str | None = None) -> list[Log]:
                 in_order(log)
             return found
     first = [cell.strip() for cell in wanted.text.partition("\n")[0].split(",")]
-    raise wanted.no_tag(_words_before_numbers(wanted.text) or filter(None, first))
+    raise wanted.no_scalar(_words_before_numbers(wanted.text) or filter(None, first))
 
 
 def logs_in(folder: Path) -> list[Path]:
@@ -103,14 +103,14 @@ def texts_in(folder: Path) -> list[Path]:
 
 
 def _mlflow(wanted: Wanted) -> list[Log] | None:
-    """Read the file of the tag in the folder of an MLflow run."""
+    """Read the file of the scalar in the folder of an MLflow run."""
     metrics = wanted.path / "metrics"
     if not _is_mlflow(wanted.path):
         return None
     names = [str(file.relative_to(metrics)) for file in metrics.rglob("*") if file.is_file()]
-    if wanted.tag not in names:
-        raise wanted.no_tag(sorted(names, key=natural_order))
-    return read_logs(metrics / wanted.tag, wanted.tag, wanted.step)
+    if wanted.scalar not in names:
+        raise wanted.no_scalar(sorted(names, key=natural_order))
+    return read_logs(metrics / wanted.scalar, wanted.scalar, wanted.step)
 
 
 def _is_mlflow(folder: Path) -> bool:
@@ -132,7 +132,7 @@ def _events_in(entries: list[Path]) -> list[Path]:
 
 def _events(wanted: Wanted) -> list[Log] | None:
     """Read the event files of torch.utils.tensorboard, TensorFlow and Keras."""
-    path, tag = wanted.path, wanted.tag
+    path, scalar = wanted.path, wanted.scalar
     if not (path.is_dir() or _is_events(path)):
         return None
     if wanted.step is not None:
@@ -149,11 +149,11 @@ def _events(wanted: Wanted) -> list[Log] | None:
                 # TensorFlow 2 writes scalars as tensors, and says so at the first one.
                 plain = value.HasField("simple_value")
                 is_scalar = plain or value.metadata.plugin_data.plugin_name == "scalars"
-                if known.setdefault(value.tag, is_scalar) and value.tag == tag:
+                if known.setdefault(value.tag, is_scalar) and value.tag == scalar:
                     own = value.simple_value if plain else float(make_ndarray(value.tensor))
                     points.append((event.step, own))
     if not points:
-        raise wanted.no_tag(name for name, is_scalar in known.items() if is_scalar)
+        raise wanted.no_scalar(name for name, is_scalar in known.items() if is_scalar)
     return [Log(path, "", table(points), "step")]
 
 
@@ -276,13 +276,13 @@ def _tables_in(entries: list[Path]) -> list[Path]:
 
 def _cells(wanted: Wanted) -> list[Log] | None:
     """Read a table; None if the first line is not a header that names steps or values."""
-    path, tag, first = wanted.path, wanted.tag, wanted.text.partition("\n")[0]
+    path, scalar, first = wanted.path, wanted.scalar, wanted.text.partition("\n")[0]
     between = max(",\t;", key=lambda mark: len(next(csv.reader([first], delimiter=mark), [])))
     try:
         # ultralytics pads the names with blanks.
         header = [cell.strip() for cell in next(csv.reader([first], delimiter=between), [])]
-        known = {*STEPS, tag.lower(), "value", (wanted.step or tag).lower()}
-        if not any(n.lower() in known or n.endswith(f" - {tag}") for n in header):
+        known = {*STEPS, scalar.lower(), "value", (wanted.step or scalar).lower()}
+        if not any(n.lower() in known or n.endswith(f" - {scalar}") for n in header):
             return None
         steps = wanted.steps(list(filter(None, header)))  # an index has no name
         values = _value_names(wanted, header)
@@ -305,33 +305,33 @@ def _cells(wanted: Wanted) -> list[Log] | None:
             rows.append((f"line {reader.line_num}", found))
     except csv.Error as error:
         raise Damaged(f"{path}: not a table ({error})") from None
-    if tag not in values and (told := wanted.told(rows)):
-        rows, values = told, {tag: ("", True)}
+    if scalar not in values and (told := wanted.told(rows)):
+        rows, values = told, {scalar: ("", True)}
     return wanted.of_columns(rows, steps, values)
 
 
 def _value_names(wanted: Wanted, names: Sequence[str]) -> dict[str, tuple[str, bool]]:
     """Return the columns of values as `Wanted.of_columns` takes them."""
-    path, tag = wanted.path, wanted.tag
-    if tag in names:
-        return {tag: ("", True)}
+    path, scalar = wanted.path, wanted.scalar
+    if scalar in names:
+        return {scalar: ("", True)}
     # "RUN - TAG" of Weights & Biases, beside "RUN - TAG__MIN" and "RUN - TAG__MAX".
-    exported = [name for name in names if name.endswith(f" - {tag}")]
+    exported = [name for name in names if name.endswith(f" - {scalar}")]
     if exported:
-        return {name: (name.removesuffix(f" - {tag}"), True) for name in exported}
-    if tag.rpartition("/")[2] in names and splits(dict.fromkeys(names)):
-        return {tag.rpartition("/")[2]: ("", True)}
+        return {name: (name.removesuffix(f" - {scalar}"), True) for name in exported}
+    if scalar.rpartition("/")[2] in names and splits(dict.fromkeys(names)):
+        return {scalar.rpartition("/")[2]: ("", True)}
     if "Value" in names and {*names} <= {"Wall time", "Relative", "Step", "Value", ""}:
         # TensorBoard's export is called run-NAME-tag-TAG.csv, with "/" as "_".
         _, told, rest = path.name.removesuffix(".gz").removesuffix(".csv").partition("-tag-")
-        if told and rest != tag.replace("/", "_"):
-            raise BadInput(f"{path}: --tag {tag}: the file is an export of the tag {rest}")
+        if told and rest != scalar.replace("/", "_"):
+            raise BadInput(f"{path}: --scalar {scalar}: the file is an export of the tag {rest}")
         return {"Value": ("", bool(told))}
-    raise wanted.no_tag(name for name in names if name.lower() not in STEPS)
+    raise wanted.no_scalar(name for name in names if name.lower() not in STEPS)
 
 
 def _printed(wanted: Wanted) -> list[Log] | None:
-    """Read dictionaries, one a line, as Python prints them; None if there is none with the tag.
+    """Read dictionaries, one a line, as Python prints them; None if there is none with the scalar.
 
     Behind other words, as fairseq writes them, they may also be JSON.
     """
@@ -347,7 +347,7 @@ def _printed(wanted: Wanted) -> list[Log] | None:
         try:
             record = read(line[start:stop], f"{wanted.path}: line {number}")
         except (ValueError, SyntaxError, RecursionError, MemoryError):
-            if re.search(rf"['\"]{re.escape(wanted.tag)}['\"]", line):
+            if re.search(rf"['\"]{re.escape(wanted.scalar)}['\"]", line):
                 raise Damaged(f"{wanted.path}: line {number}: not one dictionary") from None
             continue
         if isinstance(record, dict):
@@ -374,7 +374,7 @@ def _literal(text: str, where: str) -> Any:
 
 def _json(wanted: Wanted) -> list[Log] | None:
     """Read records, or a list or mapping of values per name; None if the text is not JSON."""
-    path, text, tag = wanted.path, wanted.text.strip(), wanted.tag
+    path, text, scalar = wanted.path, wanted.text.strip(), wanted.scalar
     if not text.startswith(("{", "[")):
         return None
     first, _, more = text.partition("\n")
@@ -391,14 +391,14 @@ def _json(wanted: Wanted) -> list[Log] | None:
         return wanted.of_records(_json_lines(wanted))
     if isinstance(content, dict) and isinstance(content.get("log_history"), list):
         content = content["log_history"]  # trainer_state.json
-    if isinstance(content, dict) and isinstance(content.get(tag), (list, dict)):
+    if isinstance(content, dict) and isinstance(content.get(scalar), (list, dict)):
         content = _records_of_columns(wanted, content)
     records = content if isinstance(content, list) else [content]
     if not all(isinstance(record, dict) for record in records):
         raise Damaged(f"{path}: not a list of records")
     rows = [(f"record {place}", flat(record)) for place, record in enumerate(records, start=1)]
     if isinstance(content, dict) and not wanted.told(rows):
-        raise wanted.no_tag(content)
+        raise wanted.no_scalar(content)
     return wanted.of_records(rows)
 
 
@@ -443,16 +443,16 @@ def _records_of_columns(wanted: Wanted, content: dict[str, Any]) -> list[dict]:
     Sacred has {"steps": [10], "values": [2.1]} below the name, Megatron {"values": {"10": 2.1}}. If
     nothing counts the steps, the places in the list do, under the name "".
     """
-    path, tag, step = wanted.path, wanted.tag, wanted.step
-    values, counted = content[tag], "step"
+    path, scalar, step = wanted.path, wanted.scalar, wanted.step
+    values, counted = content[scalar], "step"
     steps: Any
     if isinstance(column := values, dict):
         if "values" not in column:
-            raise BadInput(f"{path}: {tag!r} is a mapping; save the log as CSV or JSON lines")
+            raise BadInput(f"{path}: {scalar!r} is a mapping; save the log as CSV or JSON lines")
         if unknown := [name for name in column if name not in _BESIDE]:
             raise BadInput(
-                f"{path}: {tag!r} has {listed(unknown)} beside its values, which may change what "
-                f"they mean; known are {listed(_BESIDE[1:])}"
+                f"{path}: {scalar!r} has {listed(unknown)} beside its values, which may change "
+                f"what they mean; known are {listed(_BESIDE[1:])}"
             )
         if step not in (None, "step", "steps"):
             raise BadInput(f"{path}: --step {step}: not there; has {listed([*column])}")
@@ -463,36 +463,36 @@ def _records_of_columns(wanted: Wanted, content: dict[str, Any]) -> list[dict]:
         steps, counted = content[found], found
     else:
         steps, counted = [*range(1, len(values) + 1)], ""
-    for name, one in ((tag, values), (counted, steps)):
+    for name, one in ((scalar, values), (counted, steps)):
         if not isinstance(one, list):
             raise Damaged(f"{path}: {name!r} is no list of values; save it as CSV or JSON lines")
     if len(steps) != len(values):
         raise BadInput(
-            f"{path}: {counted!r} has {len(steps)} values and {tag!r} {len(values)}: must be as "
+            f"{path}: {counted!r} has {len(steps)} values and {scalar!r} {len(values)}: must be as "
             "many"
         )
-    return [{counted: at, tag: one} for at, one in zip(steps, values, strict=True)]
+    return [{counted: at, scalar: one} for at, one in zip(steps, values, strict=True)]
 
 
 def _counting(wanted: Wanted, content: dict[str, Any]) -> str | None:
-    """Return the name of the list that counts the steps of the tag's, None if there is none.
+    """Return the name of the list that counts the steps of the scalar's, None if there is none.
 
     BadInput if only a list with a strange name may: whole numbers that rise, as many as values.
     """
     if wanted.step is not None:
         return wanted.steps(list(content))
-    if found := next((name for name in STEPS if name in content and name != wanted.tag), None):
+    if found := next((name for name in STEPS if name in content and name != wanted.scalar), None):
         return found
     rising = []
     for name, own in content.items():
-        if isinstance(own, list) and len(own) == len(content[wanted.tag]) > 1:
+        if isinstance(own, list) and len(own) == len(content[wanted.scalar]) > 1:
             whole = all(isinstance(at, int) and not isinstance(at, bool) for at in own)
             if whole and all(at < after for at, after in zip(own, own[1:], strict=False)):
                 rising.append(name)
-    if rising and wanted.tag not in rising:
+    if rising and wanted.scalar not in rising:
         raise BadInput(
-            f"{wanted.path}: --tag {wanted.tag}: does {' or '.join(map(repr, rising))} beside it "
-            f"count its steps? Say so with --step {rising[0]}"
+            f"{wanted.path}: --scalar {wanted.scalar}: does {' or '.join(map(repr, rising))} "
+            f"beside it count its steps? Say so with --step {rising[0]}"
         )
     return None
 
@@ -524,8 +524,8 @@ def _plain_numbers(wanted: Wanted) -> list[Log] | None:
 
     MLflow adds name and digest of the dataset that a value was measured on, if it knows them.
     """
-    tag, rows = wanted.tag, []
-    columns = {2: ("step", tag), 3: ("timestamp", tag, "step")}
+    scalar, rows = wanted.scalar, []
+    columns = {2: ("step", scalar), 3: ("timestamp", scalar, "step")}
     columns[5] = (*columns[3], "dataset", "digest")
     for number, line in enumerate(wanted.lines(), start=1):
         cells = line.split()
@@ -547,30 +547,30 @@ def _plain_numbers(wanted: Wanted) -> list[Log] | None:
             f"{wanted.path}: has values on several datasets ({listed(datasets)}); give each a "
             "metric or a file of its own"
         )
-    named = str(wanted.path).endswith(f"/{tag}")
-    return wanted.of_columns(rows, "step", {tag: ("", named)})
+    named = str(wanted.path).endswith(f"/{scalar}")
+    return wanted.of_columns(rows, "step", {scalar: ("", named)})
 
 
 def _words(wanted: Wanted) -> list[Log] | None:
-    """Read lines with names before their numbers; None if none holds the tag."""
+    """Read lines with names before their numbers; None if none holds the scalar."""
     told, rows = _in_words(wanted)
     if rows:
         return wanted.of_records(rows)
     if told:
         names = _words_before_numbers("\n".join(told))
-        tag = wanted.tag.rpartition("/")[2].lower()
-        raise wanted.no_steps([name for name in names if name.lower() != tag])
+        scalar = wanted.scalar.rpartition("/")[2].lower()
+        raise wanted.no_steps([name for name in names if name.lower() != scalar])
     return None
 
 
 def _in_words(wanted: Wanted) -> tuple[list[str], list[Row]]:
-    """Return the lines with the tag before a number, and the rows of those with steps, too."""
+    """Return the lines with the scalar before a number, and the rows of those with steps, too."""
     # A name follows the line's start, a mark, a number or two blanks: "val loss" is not "loss".
     before = r"(?:^|[|,;:)\]-]\s*|\s{2,}|\d\s+)"
     lines = [re.sub(r"\x1b\[[0-9;]*m", "", line) for line in wanted.lines()]  # without colours
     told: list[tuple[str, str, re.Match, list[str]]] = []
-    for tag in dict.fromkeys((wanted.tag, wanted.tag.rpartition("/")[2])):
-        value = re.compile(rf"{before}{re.escape(tag)}\s*[:=]?\s*({_NUMBER})", re.IGNORECASE)
+    for scalar in dict.fromkeys((wanted.scalar, wanted.scalar.rpartition("/")[2])):
+        value = re.compile(rf"{before}{re.escape(scalar)}\s*[:=]?\s*({_NUMBER})", re.IGNORECASE)
         for number, line in enumerate(lines, start=1):
             if first := value.search(line):
                 told.append((f"line {number}", line, first, value.findall(line)))
@@ -583,9 +583,11 @@ def _in_words(wanted: Wanted) -> tuple[list[str], list[Row]]:
             if at := count.search(line):
                 if len(set(found)) > 1:
                     both = " and ".join(found)
-                    raise BadInput(f"{wanted.path}: {where}: {wanted.tag} is {both}: must be one")
+                    raise BadInput(
+                        f"{wanted.path}: {where}: {wanted.scalar} is {both}: must be one"
+                    )
                 kind = part_of(line[: first.start()])
-                rows.append((where, {name: at[1], LINE: kind, tag: first[1]}))
+                rows.append((where, {name: at[1], LINE: kind, scalar: first[1]}))
         if rows:
             break
     return [line for _, line, *_ in told], rows

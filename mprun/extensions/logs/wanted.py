@@ -52,7 +52,7 @@ class Log:
     run: str  # its name in a file of several runs, else ""
     points: np.ndarray  # float64 [points, 2]: step and value, in the order of the file
     steps: str  # the name of the step count: "step", "epoch"; "" for places in a list
-    named: bool = True  # whether the log itself says that the values belong to the tag
+    named: bool = True  # whether the log itself says that the values belong to the scalar
     places: Sequence[str] = ()  # that of each point in the file, such as "line 3", if it has one
     notes: list[str] = field(default_factory=list)  # what was read by a rule, a line each
     seed: int | None = None  # as the command line or a name tells it, which no log does
@@ -68,7 +68,7 @@ class Wanted:
     """The curve that is looked for in a log, and what is raised if it is not there."""
 
     path: Path  # a file, or a folder from `logs_in`
-    tag: str  # the scalar
+    scalar: str  # its name
     step: str | None = None  # the name of the step count, if it is not a usual one
     notes: list[str] = field(default_factory=list)  # what was read by a rule, a line each
 
@@ -104,12 +104,12 @@ class Wanted:
         self.notes.append(f"line {number} does not end: it may be cut off, and is left out")
 
     def told(self, rows: list[Row]) -> list[Row]:
-        """Return the rows with the tag; "valid/loss" also means `loss` in those of `valid`."""
-        if told := [(where, row) for where, row in rows if self.tag in row]:
+        """Return the rows with the scalar; "valid/loss" also means `loss` in those of `valid`."""
+        if told := [(where, row) for where, row in rows if self.scalar in row]:
             return told
-        split, among, name = self.tag.rpartition("/")
+        split, among, name = self.scalar.rpartition("/")
         return [
-            (where, row | {self.tag: row[name]})
+            (where, row | {self.scalar: row[name]})
             for where, row in rows
             if among and name in row and split in _kinds(row)
         ]
@@ -119,9 +119,9 @@ class Wanted:
         told = self.told(rows)
         if not told:
             names = [name for _, row in rows for name in row if name != LINE]
-            raise self.no_tag(dict.fromkeys(names))
+            raise self.no_scalar(dict.fromkeys(names))
         names = [name for name in told[0][1] if all(name in row for _, row in told)]
-        return self.of_columns(told, self.steps(names), {self.tag: ("", True)})
+        return self.of_columns(told, self.steps(names), {self.scalar: ("", True)})
 
     def of_columns(
         self, rows: list[Row], steps: str, values: dict[str, tuple[str, bool]]
@@ -163,9 +163,9 @@ class Wanted:
             found = sorted({str(row.get(key, "")) or "none" for row in rows})
             if key not in (steps, name) and len(found) > 1:
                 raise BadInput(
-                    f"{self.path}: --tag {self.tag}: is of several values of {key!r} "
-                    f"({listed(found)}); must be of one, e.g. --tag {found[-1]}/{self.tag}, or, if "
-                    "they are one curve, without this field"
+                    f"{self.path}: --scalar {self.scalar}: is of several values of {key!r} "
+                    f"({listed(found)}); must be of one, e.g. --scalar {found[-1]}/{self.scalar}, "
+                    "or, if they are one curve, without this field"
                 )
 
     def _numbers(self, cells: Sequence[tuple[str, Any]]) -> list[float]:
@@ -205,7 +205,7 @@ class Wanted:
         return found
 
     def no_steps(self, names: Sequence[str]) -> BadInput:
-        """Return the error for a log with the tag that counts its steps under a strange name."""
+        """Return the error for a log with the scalar that counts its steps under a strange name."""
         if self.step is not None:
             return BadInput(f"{self.path}: --step {self.step}: not there; has {listed(names)}")
         return BadInput(
@@ -213,12 +213,14 @@ class Wanted:
             "--step COLUMN which one counts the steps"
         )
 
-    def no_tag(self, known: Iterable[str]) -> BadInput:
-        """Return the error that names the existing tags."""
+    def no_scalar(self, known: Iterable[str]) -> BadInput:
+        """Return the error that names the existing scalars."""
         names = list(known)
-        ends = [name for name in names if re.split("[./]", name)[-1] == self.tag][:3]
-        hint = f"; {did_you_mean(ends)}" if ends else nearest(self.tag, names)
-        return BadInput(f"{self.path}: --tag {self.tag}: not there; has {listed(names)}{hint}")
+        ends = [name for name in names if re.split("[./]", name)[-1] == self.scalar][:3]
+        hint = f"; {did_you_mean(ends)}" if ends else nearest(self.scalar, names)
+        return BadInput(
+            f"{self.path}: --scalar {self.scalar}: not there; has {listed(names)}{hint}"
+        )
 
 
 def number_of(cell: Any, comma: bool = False) -> float:

@@ -37,7 +37,7 @@ class Tool(NamedTuple):
 
     module: str  # what it imports
     write: Callable[[Path, Values], Path]
-    tag: str = "loss"
+    scalar: str = "loss"
     error: float = 2.0**-24  # of a value as it is written, relative; FP32's by default
 
 
@@ -329,7 +329,7 @@ def told(case: Case, folder: Path) -> tuple[bool, str]:
     """Return whether a faulty log is refused, and the refusal or the notes."""
     path = written(case.tool, folder, [2 + 1 / step for step in range(1, STEPS + 1)])
     try:
-        [log] = read_logs(case.change(path), TOOLS[case.tool].tag)
+        [log] = read_logs(case.change(path), TOOLS[case.tool].scalar)
     except MprunError as error:
         return True, str(error)
     return False, "; ".join(log.notes)

@@ -52,8 +52,8 @@ def specs(**labels) -> list[str]:
     return [f"{label}={','.join(map(str, paths))}" for label, paths in several.items()]
 
 
-def arms(specs, tag):
-    group = load_foreign(specs, tag)
+def arms(specs, scalar):
+    group = load_foreign(specs, scalar)
     return group, {arm.label: arm for arm in (group.baseline, *group.arms)}
 
 
@@ -125,15 +125,15 @@ def test_values_that_are_not_finite_survive_and_are_noted(tmp_path):
     assert found["amp"].runs[0].nonfinite_step is None
 
 
-def test_a_missing_tag_lists_what_there_is(tmp_path):
+def test_a_missing_scalar_lists_what_there_is(tmp_path):
     curves = {f"train/metric{i}": [(1, 0.5)] for i in range(12)}
     events = write_events(tmp_path / "e", curves)
     listed = ", ".join(f"train/metric{i}" for i in range(10))
-    told = f"{events}: --tag train/metricc3: not there; has {listed} and 2 more; "
+    told = f"{events}: --scalar train/metricc3: not there; has {listed} and 2 more; "
     with raises_line(BadInput, told + "did you mean 'train/metric3'?"):
         load_foreign(specs(fp32=events, amp=events), "train/metricc3")
     log = write_csv(tmp_path / "a.csv", "step,loss,lr\n1,2,3\n")
-    with raises_line(BadInput, "--tag losss: not there; has loss, lr; did you mean 'loss'"):
+    with raises_line(BadInput, "--scalar losss: not there; has loss, lr; did you mean 'loss'"):
         load_foreign(specs(fp32=log, amp=log), "losss")
 
 
@@ -142,9 +142,9 @@ def test_what_is_no_log_is_bad_input(tmp_path):
     other = write_csv(tmp_path / "e.csv", "step,loss\n1,3\n")
     (tmp_path / "empty").mkdir()
     for words, reason in (
-        ([f"{log}", f"amp={log}"], "with --tag give LABEL=PATH"),
-        ([f"={log}", f"amp={log}"], "with --tag give LABEL=PATH"),
-        (["fp32=", f"amp={log}"], "with --tag give LABEL=PATH"),
+        ([f"{log}", f"amp={log}"], "with --scalar give LABEL=PATH"),
+        ([f"={log}", f"amp={log}"], "with --scalar give LABEL=PATH"),
+        (["fp32=", f"amp={log}"], "with --scalar give LABEL=PATH"),
         ([f"fp32={log}"], "needs a baseline and at least one other"),
         ([f"fp32={log}", f"fp32={log}"], "label 'fp32' is given twice"),
         ([f"fp32={log}", "amp=nowhere"], "nowhere: no such file"),
@@ -159,12 +159,12 @@ def test_what_is_no_log_is_bad_input(tmp_path):
             load_foreign(words, "loss")
 
 
-def final_values(folder, tag="loss", **labels) -> list[str]:
+def final_values(folder, scalar="loss", **labels) -> list[str]:
     """The words of labels whose runs are a log a value, of the last step alone."""
     found = {}
     for label, values in labels.items():
         places = [folder / label / f"r{number}.csv" for number in range(len(values))]
-        cells = [f"step,{tag}\n9,{value}\n" for value in values]
+        cells = [f"step,{scalar}\n9,{value}\n" for value in values]
         found[label] = list(map(write_csv, places, cells))
     return specs(**found)
 
@@ -179,7 +179,7 @@ def curve(path, final, end=100):
 
 def verdict(capsys, *words, check=False) -> dict:
     """The only mode's row of results.json; `check`: what --check has to say."""
-    found = compared(capsys, "--tag", "loss", "--check", *words, code=0 if check else 3)
+    found = compared(capsys, "--scalar", "loss", "--check", *words, code=0 if check else 3)
     [group] = found["groups"]
     [row] = group["modes"]
     return row | {"group": group, "stamps": found["stamps"]}
@@ -243,7 +243,7 @@ def test_seeds_pair_logs_where_every_run_names_its_own(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("tag", "words", "base", "own", "reason"),
+    ("scalar", "words", "base", "own", "reason"),
     [
         (
             "accuracy",
@@ -259,8 +259,8 @@ def test_seeds_pair_logs_where_every_run_names_its_own(tmp_path):
         ("loss", ["--lower-is-better", "--higher-is-better"], SIX, SIX, ["give one of the two"]),
     ],
 )
-def test_units_and_directions_are_asked_for(tmp_path, capsys, tag, words, base, own, reason):
-    told = ["--tag", tag, *final_values(tmp_path, tag, fp32=base, amp=own)]
+def test_units_and_directions_are_asked_for(tmp_path, capsys, scalar, words, base, own, reason):
+    told = ["--scalar", scalar, *final_values(tmp_path, scalar, fp32=base, amp=own)]
     refused(capsys, "compare", "--no-report", *told, *words, says=reason)
 
 
@@ -412,11 +412,11 @@ def test_a_short_log_shortens_the_comparison_and_fails_the_check(tmp_path, capsy
     assert row["verdict"]["sentence"].endswith(f" Left out: {left}.")
 
 
-@pytest.mark.parametrize("tag", ["perplexity", "eval/ppl"])
-def test_a_perplexity_is_judged_as_its_logarithm_and_it_is_said(tmp_path, capsys, tag):
+@pytest.mark.parametrize("scalar", ["perplexity", "eval/ppl"])
+def test_a_perplexity_is_judged_as_its_logarithm_and_it_is_said(tmp_path, capsys, scalar):
     base = np.array([4.0, 4.01, 3.99])
-    words = final_values(tmp_path, tag, fp32=np.exp(base), amp=np.exp(1.05 * base))
-    assert main(["compare", "--no-report", "--tag", tag, *words]) == 0
+    words = final_values(tmp_path, scalar, fp32=np.exp(base), amp=np.exp(1.05 * base))
+    assert main(["compare", "--no-report", "--scalar", scalar, *words]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "lower is better, as its logarithm, margin ±1 % of FP32's mean logarithm" in printed
     assert "difference +5.00 %" in printed
@@ -465,18 +465,26 @@ def test_logs_of_other_intervals_are_not_averaged_over_other_stretches(
     monkeypatch.chdir(tmp_path)
     # The last tenth of 1,000 steps against the last three of five values: from 920 and from 600.
     dense, sparse = csv_logs(tmp_path, "dense", 10), csv_logs(tmp_path, "sparse", 200)
-    [group] = compared(capsys, "--tag", "loss", f"fp32={sparse}", f"same={dense}")["groups"]
+    [group] = compared(capsys, "--scalar", "loss", f"fp32={sparse}", f"same={dense}")["groups"]
     assert "logs of unequal steps: compared at the 5 steps that all have" in group["notes"]
     assert group["modes"][0]["mean"] == group["baseline"]["mean"]
     offset = csv_logs(tmp_path, "offset", 333)  # 333, 666, 999
-    words = ["compare", "--tag", "loss", f"fp32={sparse}", f"same={offset}"]
+    words = ["compare", "--scalar", "loss", f"fp32={sparse}", f"same={offset}"]
     refused(capsys, *words, says="0 steps in common")
 
 
 def test_what_was_averaged_and_whose_margin_it_is_are_told(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     logs = csv_logs(tmp_path, "one", 20), csv_logs(tmp_path, "other", 20)  # 50 values each
-    words = ["--tag", "loss", "--paired", f"fp32={logs[0]}", f"amp={logs[1]}", "--margin", "0.005"]
+    words = [
+        "--scalar",
+        "loss",
+        "--paired",
+        f"fp32={logs[0]}",
+        f"amp={logs[1]}",
+        "--margin",
+        "0.005",
+    ]
     found = compared(capsys, *words)
     [group] = found["groups"]
     assert group["judged_steps"] == [920, 940, 960, 980, 1000] and group["window"] == 5
@@ -498,7 +506,7 @@ def test_a_failed_check_ends_with_its_reason(tmp_path, monkeypatch, capsys):
     ]
     for path in tmp_path.glob("amp*.csv"):  # ends early
         path.write_text("\n".join(path.read_text().split("\n")[:40]) + "\n")
-    words = ["compare", "--tag", "loss", "--paired", "--no-report", *words]
+    words = ["compare", "--scalar", "loss", "--paired", "--no-report", *words]
     assert main(words) == 0 and "--check" not in capsys.readouterr().out
     assert main([*words, "--check"]) == 3
     last = capsys.readouterr().out.splitlines()[-1]
@@ -507,7 +515,7 @@ def test_a_failed_check_ends_with_its_reason(tmp_path, monkeypatch, capsys):
 
 def test_a_tag_that_is_not_in_the_file_name_is_told(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = ["compare", "--tag", "eval/loss", "--no-report"]
+    words = ["compare", "--scalar", "eval/loss", "--no-report"]
     for name in ("a", "b"):
         for seed in range(3):
             rows = "".join(f"0,{s},{2 + seed / 100}\n" for s in range(1, 9))
@@ -521,7 +529,7 @@ def test_a_tag_that_is_not_in_the_file_name_is_told(tmp_path, monkeypatch, capsy
     refused(capsys, *words, *arms, says="train_loss")
     arms = ["baseline=a0.csv,a1.csv,a2.csv", "b=b0.csv,b1.csv,b2.csv"]
     assert main([*words, *arms]) == 0
-    assert "names no tag; taken for eval/loss" in capsys.readouterr().out
+    assert "names no scalar; taken for eval/loss" in capsys.readouterr().out
 
 
 def test_the_reader_loads_what_it_reads_with_alone():

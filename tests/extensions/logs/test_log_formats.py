@@ -74,7 +74,7 @@ BOTH = '{{"split": "train", "step": {s}, "loss": 9}}\n{{"split": "eval", "step":
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "tag", "steps"),
+    ("name", "text", "scalar", "steps"),
     [
         ("keras0.csv", lines("{s},0.6,{v}", "epoch,accuracy,loss\n"), "loss", "epoch"),
         ("keras0.csv", lines("{s};0.6;{v}", "epoch;accuracy;loss\n"), "loss", "epoch"),
@@ -123,11 +123,11 @@ BOTH = '{{"split": "train", "step": {s}, "loss": 9}}\n{{"split": "eval", "step":
         ("nano.log", lines("iter {s}: loss {v:.4f}, time 9.00ms, mfu 1.2%"), "loss", "iter"),
     ],
 )  # fmt: skip
-def test_a_log_is_read_in_its_own_form(tmp_path, name, text, tag, steps):
+def test_a_log_is_read_in_its_own_form(tmp_path, name, text, scalar, steps):
     path = tmp_path / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text)
-    [log] = read_logs(path, tag)
+    [log] = read_logs(path, scalar)
     assert log.points.tolist() == [[1, 0.5], [2, 0.25]]
     assert log.steps == steps
 
@@ -150,7 +150,7 @@ FRAMES = ",frames,loss\n0,100,0.5\n1,200,0.25\n"
             "megatron.log",
             lines(MEGATRON),
             None,
-            ["--tag loss: not there; has ", "lm loss, loss sc"],
+            ["--scalar loss: not there; has ", "lm loss, loss sc"],
         ),
         ("a.jsonl", lines(BOTH), None, ["is of several values of 'split' (eval, train); must be"]),
         (
@@ -221,7 +221,7 @@ def test_folders_of_several_tools_are_runs(tmp_path):
     group = load_foreign([f"fp32={tmp_path / 'mlruns'}", f"amp={tmp_path / 'hf'}"], "val/loss")
     assert [run.evals["step"].tolist() for run in group.baseline.runs] == [[1, 2, 3]] * 3
     assert [run.last_step for run in group.arms[0].runs] == [9] * 3  # of the newest checkpoint
-    with pytest.raises(BadInput, match="0ab: --tag loss: not there; has val/loss"):
+    with pytest.raises(BadInput, match="0ab: --scalar loss: not there; has val/loss"):
         load_foreign([f"fp32={tmp_path / 'mlruns'}", f"amp={tmp_path / 'hf'}"], "loss")
 
 
@@ -297,7 +297,7 @@ def test_an_installed_package_adds_a_format(tmp_path, monkeypatch):
     try:
         group = load_foreign(specs, "loss")
         assert group.baseline.runs[0].evals["loss"].tolist() == [0.5, 0.25]
-        with raises_line(BadInput, "a.odd: --tag lr: not there; has step, loss"):
+        with raises_line(BadInput, "a.odd: --scalar lr: not there; has step, loss"):
             read_logs(tmp_path / "amp" / "a.odd", "lr")
         [event_file] = write_events(tmp_path / "tb", {"loss": [(1, 0.5)]}).iterdir()
         assert read_logs(event_file, "loss")[0].points.tolist() == [[1, 0.5]]
@@ -331,20 +331,20 @@ def test_an_installed_package_adds_a_format(tmp_path, monkeypatch):
         ("a.log", "step 1 loss 3\nstep 2 loss 2\nstep 2 loss 4\n",
          "step 2 has two values, 2 in line 2 and 4 in line 3: two curves of one name? Give each"),
         ("a.csv", TABLE + "4,9\n10,8\n12,8\n", "line 12: goes back to step 4 after 10, with 2 val"),
-        ("a.log", lines(SIMPLE), "--tag loss: is of several values of 'kind of line' (train, tra"),
-        ("a.csv", "Split,step,loss\ntrain,1,2\neval,2,1\n", "--tag loss: is of several values of "
-         "'Split' (eval, train); must be of one, e.g. --tag train/loss, or, if they are one curve, "
-         "without this field"),
+        ("a.log", lines(SIMPLE), "--scalar loss: is of several values of 'kind of line' (train, t"),
+        ("a.csv", "Split,step,loss\ntrain,1,2\neval,2,1\n", "--scalar loss: is of several values "
+         "of 'Split' (eval, train); must be of one, e.g. --scalar train/loss, or, if they are one "
+         "curve, without this field"),
         ("a.json", '[{"step": 1, "loss": 2}, {"step": 3, "loss": 2, "context": {"subset": "val"}}]',
-         "--tag loss: is of several values of 'context.subset' (none, val); must be of one"),
-        ("a.json", '{"a\\nb": [1, 2]}', "--tag loss: not there; has 'a\\nb'"),
+         "--scalar loss: is of several values of 'context.subset' (none, val); must be of one"),
+        ("a.json", '{"a\\nb": [1, 2]}', "--scalar loss: not there; has 'a\\nb'"),
         ("loss", f"{NOW} 2 1 train 1f\n{NOW} 3 2 eval 2e\n", "has values on several datasets (ev"),
-        ("a.log", "step 1 | loss 3\nval: step 2 | loss 3\n", "--tag loss: is of several values "
-         "of 'kind of line' (none, val); must be of one, e.g. --tag val/loss"),
-        ("a.csv", "step,loss,phase\n1,2,a\n2,2,b\n3,1,a\n", "--tag loss: is of several values of"),
-        ("a.csv", "step,loss,phase\n1,2,a\n2,2,a\n3,1,b\n", "--tag loss: is of several values of"),
-        ("a.csv", "Step,Tag,Value\n1,lr,2\n", "--tag loss: not there; has Tag, Value"),
-        ("a.json", '{"tokens": [10, 20], "loss": [2, 1]}', "--tag loss: does 'tokens' beside it "
+        ("a.log", "step 1 | loss 3\nval: step 2 | loss 3\n", "--scalar loss: is of several values "
+         "of 'kind of line' (none, val); must be of one, e.g. --scalar val/loss"),
+        ("a.csv", "step,loss,phase\n1,2,a\n2,2,b\n3,1,a\n", "--scalar loss: is of several values"),
+        ("a.csv", "step,loss,phase\n1,2,a\n2,2,a\n3,1,b\n", "--scalar loss: is of several values"),
+        ("a.csv", "Step,Tag,Value\n1,lr,2\n", "--scalar loss: not there; has Tag, Value"),
+        ("a.json", '{"tokens": [10, 20], "loss": [2, 1]}', "--scalar loss: does 'tokens' beside it "
          "count its steps? Say so with --step tokens"),
         ("a.json", '{"step": [1, 2, 3], "loss": [2, 1]}', "'step' has 3 values and 'loss' 2: m"),
         ("a.json", '{"loss": {"10": 2}}', "'loss' is a mapping; save the log as CSV or JSON lines"),
@@ -364,7 +364,7 @@ HF = "{{'loss': {v}, 'grad_norm': np.float64(1.5), 'learning_rate': 5e-05, 'epoc
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "tag", "note"),
+    ("name", "text", "scalar", "note"),
     [
         ("a.csv", lines("{s};{v}", "step;loss\n").replace(".", ","), "loss", "like 0,5"),
         ("a.csv", 'step,loss\n1,"0,5"\n2,"0,25"\n', "loss", "like 0,5"),
@@ -386,10 +386,10 @@ HF = "{{'loss': {v}, 'grad_norm': np.float64(1.5), 'learning_rate': 5e-05, 'epoc
         ("a.jsonl", lines('{{"step": {s}, "loss": {v}}}').strip(), "loss", None),
     ],
 )  # fmt: skip
-def test_a_log_is_read_as_it_is_meant(tmp_path, name, text, tag, note):
+def test_a_log_is_read_as_it_is_meant(tmp_path, name, text, scalar, note):
     path = tmp_path / name
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
-    [log] = read_logs(path, tag)
+    [log] = read_logs(path, scalar)
     assert log.points.tolist() == [[1, 0.5], [2, 0.25]]
     assert len(log.notes) == (note is not None) and (note or "") in "".join(log.notes)
 
@@ -494,7 +494,7 @@ def test_names_with_points_are_told_whole(tmp_path):
         json.dumps({f"training.{name}": SACRED["loss"] for name in ("loss", "accuracy")})
     )
     has = "has training.loss, training.accuracy; did you mean 'training.loss'?"
-    with raises_line(BadInput, f"--tag loss: not there; {has}"):
+    with raises_line(BadInput, f"--scalar loss: not there; {has}"):
         read_logs(path, "loss")
 
 
@@ -582,5 +582,5 @@ def test_an_offline_run_is_its_history(tmp_path):
     path.write_bytes(framed(other, record(1, b"0.5"), other, record(2, b"0.25"), record(3, b"NaN")))
     [log] = read_logs(path, "val.loss")
     assert log.points[:2].tolist() == [[1, 0.5], [2, 0.25]] and np.isnan(log.points[2, 1])
-    with raises_line(BadInput, "--tag loss: not there; has val.loss, _step, image"):
+    with raises_line(BadInput, "--scalar loss: not there; has val.loss, _step, image"):
         read_logs(path, "loss")

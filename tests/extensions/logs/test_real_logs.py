@@ -23,7 +23,7 @@ def test_every_value_that_a_library_wrote_is_read(tmp_path, name):
     path = written(name, tmp_path / "run", values)
     if name == "wandb":
         [path] = (path / "latest-run").resolve().glob("*.wandb")
-    [log] = read_logs(path, TOOLS[name].tag)
+    [log] = read_logs(path, TOOLS[name].scalar)
     steps = log.points[:, 0]
     if log.steps == "epoch" and name.startswith("transformers"):  # a fraction of it
         np.testing.assert_allclose(np.diff(steps), 1 / STEPS, rtol=0, atol=1e-3)
