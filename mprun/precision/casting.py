@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from mprun.precision.recurrent import flat_weights
 from mprun.torch_private import (
-    FLAT_WEIGHT_REFS,
-    FLAT_WEIGHTS,
     buffers_of,
     flat_weights_of,
     parameters_of,
@@ -79,16 +77,3 @@ def _put(place: dict[str, Any], values: Mapping[str, Any]) -> None:
             place.pop(key, None)
         else:
             place[key] = value
-
-
-def flat_weights(weights: Iterable[Any]) -> dict[str, Any]:
-    """Return the attributes in which a recurrent layer of torch keeps its weights once more.
-
-    They include references: without these a layer takes other weights for new ones. It would move
-    them into a buffer, away from the addresses that a captured graph and an optimizer know.
-    """
-    weights = list(weights)
-    return {
-        FLAT_WEIGHTS: weights,
-        FLAT_WEIGHT_REFS: [None if own is None else weakref.ref(own) for own in weights],
-    }

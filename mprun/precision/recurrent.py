@@ -15,7 +15,8 @@ itself calls (`torch._cudnn_rnn`). In all other cases torch computes its layers.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ from torch.overrides import TorchFunctionMode
 
 from mprun.precision.random_states import own_dropout_state
 from mprun.torch_private import (
+    FLAT_WEIGHT_REFS,
+    FLAT_WEIGHTS,
     cudnn_rnn,
     cudnn_rnn_flatten_weight,
     dispatch_modes,
@@ -72,6 +75,19 @@ def own_recurrent(model: nn.Module) -> nn.Module:
         if isinstance(module, nn.RNNBase) and not isinstance(module.forward, partial):
             module.forward = partial(_forward_within, _ByCudnn(module), module.forward)
     return model
+
+
+def flat_weights(weights: Iterable[Any]) -> dict[str, Any]:
+    """Return the attributes in which a recurrent layer of torch keeps its weights once more.
+
+    They include references: without these a layer takes other weights for new ones. It would move
+    them into a buffer, away from the addresses that a captured graph and an optimizer know.
+    """
+    weights = list(weights)
+    return {
+        FLAT_WEIGHTS: weights,
+        FLAT_WEIGHT_REFS: [None if own is None else weakref.ref(own) for own in weights],
+    }
 
 
 def _forward_within(mode: _ByCudnn, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -16,7 +16,7 @@ weights 16 and the 16-bit copy of a call. Only one chunk of weights at a time is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -34,6 +34,7 @@ from mprun.precision.torch_update import (
     rule_of,
     step_unless,
 )
+from mprun.precision.update import packed
 
 COMPENSATION = "compensation"  # in the state of a weight
 # Numbers that are widened at a time: 32 MiB in FP32. A larger weight is one chunk.
@@ -313,19 +314,6 @@ def translated(
             found |= after.encode(key, before.decode(key, kept))
         elif not key.endswith(SCALE):
             found[key] = value
-    return found
-
-
-def packed(sizes: Iterable[int], most: int) -> list[list[int]]:
-    """Group places in `sizes`, in order, such that each group adds up to `most` or less."""
-    found: list[list[int]] = [[]]
-    used = 0
-    for place, size in enumerate(sizes):
-        if found[-1] and used + size > most:
-            found.append([])
-            used = 0
-        found[-1].append(place)
-        used += size
     return found
 
 

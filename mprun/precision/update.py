@@ -47,6 +47,19 @@ def by_dtype(tensors: Iterable[Tensor | None]) -> list[list[Tensor]]:
     return list(groups.values())
 
 
+def packed(sizes: Iterable[int], most: int) -> list[list[int]]:
+    """Group places in `sizes`, in order, such that each group adds up to `most` or less."""
+    found: list[list[int]] = [[]]
+    used = 0
+    for place, size in enumerate(sizes):
+        if found[-1] and used + size > most:
+            found.append([])
+            used = 0
+        found[-1].append(place)
+        used += size
+    return found
+
+
 def check_and_unscale(tensors: list[Tensor], found_inf: Tensor, inverse: Tensor) -> None:
     """Multiply by `inverse` in place, rounded once; set `found_inf` if a value is not finite.
 

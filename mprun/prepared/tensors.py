@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed import is_available, is_initialized
 from torch.utils.hooks import RemovableHandle
 
-from mprun.precision.casting import flat_weights
-from mprun.precision.rounded_weights import packed
+from mprun.precision.recurrent import flat_weights
+from mprun.precision.update import packed
 from mprun.prepared.nodes import Owner, make_nodes
 from mprun.torch_private import (
     IS_PARAMETER,

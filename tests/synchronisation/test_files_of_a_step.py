@@ -23,7 +23,6 @@ SUPERVISED = {
     "precision/emulation.py",
     "precision/loss_scale.py",
     "precision/policy.py",
-    "precision/rounded_weights.py",
     "precision/torch_update.py",
     "precision/update.py",
     "prepared/border.py",
@@ -39,7 +38,6 @@ SUPERVISED = {
 }
 RECURRENT = {
     "models/lstm.py",
-    "precision/casting.py",
     "precision/emulated_recurrent.py",
     "precision/recurrent.py",
 }
