@@ -26,7 +26,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from mprun.precision.autocast import cuda_lists
-from mprun.precision.emulation import PRODUCTS, HalfEmulation, route_of
+from mprun.precision.emulated_operations import PRODUCTS
+from mprun.precision.emulation import HalfEmulation, route_of
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "reference" / "operations.md"
 SAMPLES = 8

@@ -22,7 +22,7 @@ from mprun.precision import (
     why_no_lstm,
     why_unsupported,
 )
-from mprun.precision.emulation import PRODUCTS
+from mprun.precision.emulated_operations import PRODUCTS
 from mprun.precision.scaled_products import how_multiplied
 from mprun.precision.torch_update import RULES, STATE, has_fused_kernel
 from mprun.record.energy import PowerMeter, meter_of
