@@ -35,7 +35,7 @@ import mprun
 from mprun.config.option_files import modes
 from mprun.errors import DIVERGED
 from mprun.precision import get_policy
-from mprun.precision.emulation import why_unsupported
+from mprun.precision.forward_context import why_unsupported
 from mprun.record.console import markdown_table
 from mprun.recording.environment import environment
 from tests.fake_cuda import runtime as fake_cuda

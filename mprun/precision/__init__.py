@@ -4,7 +4,7 @@
 """
 
 from mprun.precision.batch_statistics import BatchNormGuard, BatchStatistics
-from mprun.precision.emulation import ForwardContext, why_no_lstm, why_unsupported
+from mprun.precision.forward_context import ForwardContext, why_no_lstm, why_unsupported
 from mprun.precision.loss_scale import (
     DynamicLossScale,
     LogMaxLossScale,

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mprun.precision.emulated_operations import PRODUCTS
-from mprun.precision.emulation import ForwardContext
+from mprun.precision.forward_context import ForwardContext
 from mprun.precision.policy import dtype_name, read_math_flags
 from mprun.precision.recurrent import LAYERS
 from mprun.torch_private import OpOverload, TorchDispatchMode, graph_task, schema_of, version_of

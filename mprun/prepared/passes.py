@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mprun.precision.audit import Audit, is_due
-from mprun.precision.emulation import ForwardContext, HalfEmulation, below_emulation
+from mprun.precision.emulation import HalfEmulation, below_emulation
+from mprun.precision.forward_context import ForwardContext
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.update import by_dtype, check_and_unscale, largest
 from mprun.prepared.nodes import Root, entered, reached, refuse_leaks

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from mprun.precision.emulation import ForwardContext, why_no_lstm, why_unsupported
+from mprun.precision.forward_context import ForwardContext, why_no_lstm, why_unsupported
 from mprun.precision.loss_scale import LossScale, get_loss_scale
 from mprun.precision.module_dtypes import chosen_dtypes, matching_modules, those_that_match
 from mprun.precision.policy import (

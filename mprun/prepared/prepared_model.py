@@ -29,7 +29,8 @@ from mprun.precision.audit import is_due
 from mprun.precision.batch_statistics import BatchNormGuard
 from mprun.precision.casting import in_fp32
 from mprun.precision.delayed_scaling import DelayedScaling
-from mprun.precision.emulation import ForwardContext, Losses
+from mprun.precision.emulation import Losses
+from mprun.precision.forward_context import ForwardContext
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.module_dtypes import (
     cast_around_modules,

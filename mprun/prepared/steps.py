@@ -30,7 +30,7 @@ from torch.optim.optimizer import (
 )
 
 from mprun.precision.audit import FIRST
-from mprun.precision.emulation import ForwardContext
+from mprun.precision.forward_context import ForwardContext
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.packed_states import IN_BLOCKS, SCALE
 from mprun.precision.policy import PrecisionPolicy

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from mprun.models.gpt import TiedOutput
-from mprun.precision import emulation, get_policy, scaled_products
+from mprun.precision import forward_context, get_policy, scaled_products
 from mprun.precision.block_formats import ELEMENTS, decoded
-from mprun.precision.emulation import why_unsupported
+from mprun.precision.forward_context import why_unsupported
 from mprun.precision.module_dtypes import chosen_dtypes
 from mprun.precision.philox import micro_batches
 from mprun.precision.scaled_linear import chosen_layers, install
@@ -76,7 +76,7 @@ def test_gpus_that_lack_the_products_are_refused(mode, capability, said, named, 
     monkeypatch.setattr(torch.version, "hip", rocm)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Made")
-    monkeypatch.setattr(emulation, "why_no_product", lambda products, device: said)
+    monkeypatch.setattr(forward_context, "why_no_product", lambda products, device: said)
     reason = why_unsupported(get_policy(mode), torch.device("cuda"))
     assert reason is None if named is None else re.search(named, reason)
 

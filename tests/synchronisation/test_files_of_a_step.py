@@ -21,6 +21,7 @@ SUPERVISED = {
     "precision/audit.py",
     "precision/batch_statistics.py",
     "precision/emulation.py",
+    "precision/forward_context.py",
     "precision/loss_scale.py",
     "precision/policy.py",
     "precision/torch_update.py",

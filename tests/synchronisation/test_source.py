@@ -38,6 +38,7 @@ WHOLE = {
     "execution/step_runner.py": {"apply"},
     "precision/casting.py": set(),
     "precision/emulation.py": set(),
+    "precision/forward_context.py": set(),
     # Arguments, and where the state is made.
     "precision/loss_scale.py": {"_add", "_number", "checked_scale", "within", "between"},
     "precision/update.py": set(),

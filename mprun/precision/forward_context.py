@@ -1,0 +1,206 @@
+"""The arithmetic of a mode on a device: autocast, and the emulation of 16 bits on a CPU.
+
+A mode that a device cannot honour is refused, never replaced.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+
+from mprun.precision.autocast import cuda_lists
+from mprun.precision.emulated_operations import PRODUCTS
+from mprun.precision.emulation import HalfEmulation
+from mprun.precision.policy import DTYPE_NAMES, PrecisionPolicy
+from mprun.precision.recurrent import own_recurrent
+from mprun.precision.scaled_products import Calls, why_decoded, why_no_product
+from mprun.torch_private import (
+    TorchDispatchMode,
+    dispatch_modes,
+    function_modes,
+)
+
+
+class ForwardContext:
+    """Autocast and CPU emulation of one policy. A prepared model enters it in its calls and passes:
+
+        with forward_context:                 # forward AND backward
+            with forward_context.autocast():  # forward only
+                outputs = model(inputs)
+            ...backward...
+
+    Entering it again inside itself changes nothing, so each part of a step may enter it.
+
+    On a CPU 16-bit formats are emulated and autocast follows CUDA's lists; on CUDA it does nothing.
+
+    Args:
+        native: emulate nothing on a CPU either; autocast then follows torch's lists for a CPU.
+        overrides: the dtypes of the policy's module overrides; their 16-bit ones are emulated too.
+    """
+
+    def __init__(
+        self,
+        policy: PrecisionPolicy,
+        device: torch.device,
+        *,
+        native: bool = False,
+        overrides: Iterable[torch.dtype] = (),
+    ):
+        self.policy, self.device = policy, device
+        overrides = [*overrides]
+        self.overridden = bool(overrides)
+        wanted = [dtype for dtype in (policy.half_dtype, *overrides) if dtype is not None]
+        self.calls = Calls()
+        self.earlier: Mapping[str, int] = {}  # `rerouted` of the run's earlier attempts
+        self.half_dtypes = tuple(dict.fromkeys(d for d in wanted if d.itemsize == 2))
+        emulated = self.half_dtypes if device.type == "cpu" and not native else ()
+        self.emulations = tuple(HalfEmulation(dtype) for dtype in emulated)
+        follows = self.emulations and policy.autocast_dtype is not None
+        self._lists = cuda_lists() if follows else None  # for as long as this lives
+        self._entered: list[ExitStack] = []
+        # Entered after the emulations, so that they see an operation before them.
+        self.watchers: list[TorchDispatchMode] = []
+
+    def __enter__(self) -> ForwardContext:
+        # A mode entered twice would see each call twice. Function modes are checked separately:
+        # a backward pass keeps the dispatch modes around it and loses the function modes.
+        entered = ExitStack()
+        for mode in (*self.emulations, *self.watchers):
+            if mode not in dispatch_modes():
+                entered.enter_context(mode)
+        for emulation in self.emulations:
+            if emulation.functions not in function_modes():
+                entered.enter_context(emulation.functions)
+        self._entered.append(entered)
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._entered.pop().__exit__(*exception)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return a fresh autocast block for one forward pass, or a no-op."""
+        if self.policy.autocast_dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, dtype=self.policy.autocast_dtype)
+
+    def rerouted(self) -> dict[str, int]:
+        """Return the calls computed by the emulation in the run so far, by "phase operation".
+
+        Products of scaled operands count by their formats, "forward e4m3 x e4m3".
+        """
+        total = sum((emulation.rerouted for emulation in self.emulations), Counter())
+        found = Counter(self.earlier)
+        for (operation, phase), count in sorted(total.items()):
+            found[f"{phase} {operation}"] += count
+        found.update(dict(sorted(self.calls.items())))
+        return dict(found)
+
+    def counted(self) -> Callable[[], None]:
+        """Return a function that sets all counts of calls back to what they are now."""
+        counters: list[Counter[Any]] = [self.calls, *(one.rerouted for one in self.emulations)]
+        kept = [(counter, dict(counter)) for counter in counters]
+
+        def set_back() -> None:
+            for counter, before in kept:
+                counter.clear()
+                counter.update(before)
+
+        return set_back
+
+    def recurrent_layers(self) -> Counter[tuple[str, torch.dtype]]:
+        """Count the recurrent layers that the emulation computed whole, by phase and dtype: none of
+        their operations reaches a dispatch mode."""
+        found: Counter[tuple[str, torch.dtype]] = Counter()
+        for emulation in self.emulations:
+            for (operation, phase), count in emulation.rerouted.items():
+                if operation.removesuffix("_") not in PRODUCTS:
+                    found[phase, emulation.dtype] += count
+        return found
+
+    def kind(self) -> str:
+        """Say how narrow products are computed: "emulated-fp16", "native-bf16", ... or "none".
+
+        "decoded-e2m1": on CUDA, by products of the decoded numbers; see `how_multiplied`.
+        """
+        how = "emulated" if self.emulations else "native"
+        found = [f"{how}-{DTYPE_NAMES[dtype]}" for dtype in self.half_dtypes]
+        if (products := self.policy.matmul) is not None:
+            on_cuda = "native" if why_decoded(products, self.device) is None else "decoded"
+            how = "emulated" if self.device.type == "cpu" else on_cuda
+            found += [f"{how}-{element.name}" for element in products.formats]
+        return " ".join(found) or "none"
+
+    def missing(self) -> str | None:
+        """Name the part of the mode that has not run so far, "emulated-fp16"; None if unknown."""
+        scaled = [" x " in name for name in self.rerouted()]
+        if self.policy.matmul is not None and not any(scaled):
+            return " ".join(kind for kind in self.kind().split() if "-e" in kind)
+        return None if not self.emulations or not all(scaled) else self.kind()
+
+
+def why_unsupported(
+    policy: PrecisionPolicy, device: torch.device, overrides: Iterable[torch.dtype] = ()
+) -> str | None:
+    """Return the reason why `device` cannot run `policy` as defined, or None if it can.
+
+    TF32 and BF16 Tensor Cores exist from compute capability 8.0 on (NVIDIA Ampere), FP8's from 8.9
+    on; whether torch has the FP8 products of this policy there, small ones show. Products of
+    decoded numbers are BF16's. ROCm's GPUs have numbers of their own: no TF32, and what else they
+    have small products show.
+
+    overrides: dtypes of module overrides.
+    """
+    if device.type == "cpu":
+        if policy.fp32_math == "tf32":
+            return "a CPU has no TF32; use precision=fp32, or device=cuda on a machine with a GPU"
+        return None
+    products = policy.matmul
+    multiplied = () if products is None else products.multiplied
+    in_bf16 = torch.bfloat16 in (policy.half_dtype, *multiplied, *overrides)
+    name = torch.cuda.get_device_name(device)
+    if torch.version.hip is not None:
+        if policy.fp32_math == "tf32":
+            return f"{name} (ROCm) has no TF32; use precision=fp32"
+    else:
+        for needed, least, what in (
+            (policy.fp32_math == "tf32", (8, 0), "TF32"),
+            (products is not None and not products.decoded, (8, 9), "FP8 products"),
+            (in_bf16, (8, 0), "bfloat16 products"),
+        ):
+            if needed and (own := torch.cuda.get_device_capability(device)) < least:
+                number, first = (".".join(map(str, one)) for one in (own, least))
+                own_name = f"{name} (compute capability {number})"
+                return f"{own_name} has no {what}; compute capability {first} or later has it"
+    if products is not None and (why := why_no_product(products, device)):
+        return f"{name} refuses a small product of precision={policy.name}: {why}"
+    return None
+
+
+def why_no_lstm(
+    policy: PrecisionPolicy, device: torch.device, projected: bool = False
+) -> str | None:
+    """Return why torch's LSTM on `device` does not compute in the policy's dtype, or None.
+
+    It runs a tiny one, as a model would: a CPU lacks the float16 layer under autocast.
+    """
+    wanted = policy.half_dtype
+    if wanted is None:
+        return None
+    with torch.random.fork_rng(devices=[]):  # the random state belongs to the model
+        lstm = nn.LSTM(8, 8, proj_size=4 if projected else 0).to(device, policy.param_dtype)
+    own_recurrent(lstm)
+    inputs = torch.zeros(2, 8, 8, device=device, dtype=policy.param_dtype)
+    autocast = policy.autocast_dtype is not None
+    try:
+        with torch.autocast(device.type, dtype=policy.autocast_dtype, enabled=autocast):
+            outputs, _ = lstm(inputs)
+    except RuntimeError as error:
+        return f"torch has no {wanted} LSTM here ({str(error).splitlines()[0]})"
+    if outputs.dtype is not wanted:
+        return f"torch computes the LSTM in {outputs.dtype} here, not in {wanted}"
+    return None
