@@ -228,7 +228,7 @@ def _on(tensor: Tensor):
 def cast_fp8(
     matrix: Tensor, scale: Tensor, element, rows: bool, turned: bool
 ) -> tuple[Tensor, Tensor]:
-    """Return what `scaled_products.cast_by_kernel` does."""
+    """Return what `scaled_operators.cast_by_kernel` does."""
     count, width = matrix.shape
     found, other = (
         torch.empty(size if wanted else (0, 0), dtype=torch.uint8, device=matrix.device)

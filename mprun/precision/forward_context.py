@@ -18,7 +18,8 @@ from mprun.precision.emulated_operations import PRODUCTS
 from mprun.precision.emulation import HalfEmulation
 from mprun.precision.policy import DTYPE_NAMES, PrecisionPolicy
 from mprun.precision.recurrent import own_recurrent
-from mprun.precision.scaled_products import Calls, why_decoded, why_no_product
+from mprun.precision.scaled_operators import Calls
+from mprun.precision.scaled_products import why_decoded, why_no_product
 from mprun.torch_private import (
     TorchDispatchMode,
     dispatch_modes,

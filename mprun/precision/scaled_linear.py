@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from mprun.precision.block_formats import SCALES, Operand
 from mprun.precision.delayed_scaling import DelayedScaling
+from mprun.precision.scaled_operators import Calls
 from mprun.precision.scaled_products import (
     BOTH,
     BY_ROWS,
     TURNED,
-    Calls,
     Cast,
     Plan,
     ScaledProducts,

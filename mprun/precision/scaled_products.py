@@ -21,17 +21,13 @@ BF16 has them; where a GPU multiplies these blocks (`block_products`), it gets t
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from itertools import count
-from typing import Any, ClassVar, NamedTuple
-from weakref import WeakValueDictionary
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from mprun.precision import block_products
 from mprun.precision.block_formats import (
@@ -40,18 +36,13 @@ from mprun.precision.block_formats import (
     Block,
     Element,
     Operand,
-    apart,
     are_blocks_alike,
     block_of,
-    decoded,
-    encoded,
     in_blocks,
-    library,
 )
-from mprun.precision.block_products import multiplied_in_blocks, padded
 from mprun.precision.philox import stream_of
+from mprun.precision.scaled_operators import MULTIPLE, cast_by_kernel, saturated
 from mprun.precision.torch_update import is_granted
-from mprun.torch_private import scaled_mm
 
 PRODUCTS = {
     "output": ("input", "weight"),
@@ -59,29 +50,6 @@ PRODUCTS = {
     "grad_weight": ("grad_output", "input"),
 }
 OPERANDS = ("input", "weight", "grad_output")
-_MULTIPLE = 16  # of every size, on CUDA
-
-
-class Calls(Counter[str]):
-    """Products computed for one owner, by kind: "forward e4m3 x e4m3". A replayed graph adds none.
-
-    Attributes:
-        number: what the products are told; an object would end a compilation.
-    """
-
-    _all: ClassVar[WeakValueDictionary[int, Calls]] = WeakValueDictionary()
-    _numbers = count(1)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = next(self._numbers)
-        self._all[self.number] = self
-
-    @classmethod
-    def add(cls, number: int, names: str, fast: bool) -> None:
-        """Count a product where it is computed; 0: nobody counts it."""
-        if (owner := cls._all.get(number)) is not None:
-            owner[f"{'forward' if fast else 'backward'} {names}"] += 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,11 +274,6 @@ def unobserved_cast(
     return Cast(operand, values, factor, turned if layouts == BOTH else None)
 
 
-def saturated(matrix: Tensor, scale: Tensor, element: Element) -> Tensor:
-    """Return the codes of matrix * scale, in torch's operations."""
-    return encoded(matrix.float() * scale, element)
-
-
 def product(
     a: Cast, b: Cast, dtype: torch.dtype, fast: bool = False, counted_by: int = 0
 ) -> Tensor:
@@ -349,7 +312,7 @@ def why_no_product(products: ScaledProducts, device: torch.device) -> str | None
 
     It casts and multiplies ones of 16 x 16. On CUDA the kernel of casts has to have torch's bits.
     """
-    ones = torch.ones(_MULTIPLE, _MULTIPLE, dtype=torch.bfloat16, device=device)
+    ones = torch.ones(MULTIPLE, MULTIPLE, dtype=torch.bfloat16, device=device)
     try:
         for name, pair in zip(PRODUCTS, products.plan(device=device)[:3], strict=True):
             if pair is not None:
@@ -374,115 +337,3 @@ def _is_cast_alike(operand: Operand) -> bool:
     values, turned = cast_by_kernel(made, made.new_ones(()), operand.element.dtype, True, True)
     alike = [values.view(torch.uint8), turned.view(torch.uint8).t()]
     return is_granted() or all(torch.equal(own, expected) for own in alike)
-
-
-library.define(
-    "scaled_mm(Tensor a, Tensor b, Tensor factor_a, Tensor factor_b, Tensor? whole_a,"
-    " Tensor? whole_b, ScalarType dtype, bool fast, int counted_by, str names,"
-    " ScalarType? decoded) -> Tensor"
-)
-
-
-def _on_cuda(
-    a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, whole_a: Tensor | None,
-    whole_b: Tensor | None, dtype: torch.dtype, fast: bool, counted_by: int, names: str,
-    how: torch.dtype | None,
-) -> Tensor:  # fmt: skip
-    """Multiply codes by cuBLAS, or numbers decoded to the dtype `how`."""
-    Calls.add(counted_by, names, fast)
-    if how is not None:
-        left, right = (
-            values if values.dtype is how else decoded(values, factor).to(how)
-            for values, factor in ((a, factor_a), (b, factor_b))
-        )
-        if how is torch.float32:
-            return _finished(torch.mm(left, right), whole_a, whole_b, names, dtype)
-        sums = torch.mm(left, right, out_dtype=torch.float32)
-        return _finished(sums, whole_a, whole_b, names, dtype)
-    if factor_a.dim() == 4:
-        tensors = _of_tensors(whole_a, whole_b, names)
-        return multiplied_in_blocks(a, b, factor_a, factor_b, dtype, tensors)
-    # Pad sizes to multiples of 16, and lay the matrices out by rows and by columns.
-    (n, k), m = a.shape, b.size(1)
-    more_n, more_k, more_m = (-size % _MULTIPLE for size in (n, k, m))
-    left, right = padded(a, more_n, more_k), padded(b.t(), more_m, more_k)
-    if factor_a.dim() == 2:  # by row: pad the factors too
-        factor_a = nn.functional.pad(factor_a, (0, 0, 0, more_n), value=1.0)
-        factor_b = nn.functional.pad(factor_b, (0, more_m), value=1.0)
-    found = scaled_mm(
-        left, right.t(), factor_a.contiguous(), factor_b.contiguous(), out_dtype=dtype,
-        use_fast_accum=fast,
-    )  # fmt: skip
-    return found[:n, :m].contiguous()  # as `_shape_of` promises a compiler
-
-
-def _of_tensors(whole_a: Tensor | None, whole_b: Tensor | None, names: str) -> tuple[Tensor, ...]:
-    """Return two factors, in whose order sums are multiplied, of a scale with two levels; or none.
-
-    The larger one first: whole_a * whole_b may be infinite, or lose bits, where no result is.
-    """
-    if whole_a is None or whole_b is None:
-        return ()
-    tops = math.prod(448 * ELEMENTS[name].top for name in names.split(" x "))
-    return torch.maximum(whole_a, whole_b) * (1 / tops), torch.minimum(whole_a, whole_b)
-
-
-def _finished(
-    sums: Tensor, whole_a: Tensor | None, whole_b: Tensor | None, names: str, dtype: torch.dtype
-) -> Tensor:
-    """Return sums times the scales of both tensors, if these have two levels, in `dtype`."""
-    if tensors := _of_tensors(whole_a, whole_b, names):
-        sums.mul_(tensors[0] * tensors[1])
-    return sums.to(dtype)
-
-
-def _on_cpu(
-    a: Tensor, b: Tensor, factor_a: Tensor, factor_b: Tensor, whole_a: Tensor | None,
-    whole_b: Tensor | None, dtype: torch.dtype, fast: bool, counted_by: int, names: str,
-    how: torch.dtype | None,
-) -> Tensor:  # fmt: skip
-    Calls.add(counted_by, names, fast)
-    sums = torch.mm(decoded(a, factor_a), decoded(b, factor_b))
-    return _finished(sums, whole_a, whole_b, names, dtype)
-
-
-library.define(
-    "cast_fp8(Tensor matrix, Tensor scale, ScalarType dtype, bool rows, bool turned)"
-    " -> (Tensor, Tensor)"
-)
-
-
-def cast_by_kernel(
-    matrix: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, turned: bool
-) -> tuple[Tensor, Tensor]:
-    """Write matrix * scale in FP8 by rows and transposed; an unwanted one has no values."""
-    own = next(one for one in ELEMENTS.values() if one.dtype is dtype)
-    try:
-        # Imported here: only torch for CUDA on Linux includes Triton.
-        from mprun.precision import cast_kernels_triton as kernels
-    except ImportError:
-        found = saturated(matrix, scale, own)
-        return found, found.t().contiguous()
-    return kernels.cast_fp8(matrix, scale, own, rows, turned)
-
-
-def _shapes_of_cast(
-    matrix: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, turned: bool
-) -> tuple[Tensor, Tensor]:
-    count, width = matrix.shape
-    sizes = (rows, (count, width)), (turned, (width, count))
-    one, other = (matrix.new_empty(s if wanted else (0, 0), dtype=dtype) for wanted, s in sizes)
-    return one, other
-
-
-library.impl("cast_fp8", cast_by_kernel, "CUDA")
-library.impl("cast_fp8", _shapes_of_cast, "Meta")
-
-
-def _shape_of(a: Tensor, b: Tensor, *form: Any) -> Tensor:
-    return a.new_empty((a.size(0), b.size(1)), dtype=form[4])
-
-
-library.impl("scaled_mm", apart(_on_cpu), "CPU")
-library.impl("scaled_mm", apart(_on_cuda), "CUDA")
-library.impl("scaled_mm", _shape_of, "Meta")

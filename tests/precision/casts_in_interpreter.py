@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from mprun.precision.block_formats import ELEMENTS
-from mprun.precision.scaled_products import cast_by_kernel, saturated
+from mprun.precision.scaled_operators import cast_by_kernel, saturated
 
 FORMATS = (ELEMENTS["e4m3"], ELEMENTS["e5m2"])
 SHAPES = ((64, 64), (1, 1), (3, 200), (130, 67), (65, 16))

@@ -10,7 +10,8 @@ from torch import nn
 
 from mprun.precision import block_products, get_policy
 from mprun.precision.block_products import difference, multiplied_in_blocks, packed, swizzled
-from mprun.precision.scaled_products import _of_tensors, cast, how_multiplied, product, why_decoded
+from mprun.precision.scaled_operators import Product
+from mprun.precision.scaled_products import cast, how_multiplied, product, why_decoded
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 MXFP8, HYBRID, MXFP4, NVFP4 = (
@@ -137,8 +138,9 @@ def test_any_size_is_multiplied(sizes, products, monkeypatch):
     for pair in products.plan()[:3]:
         a, b = cast(left, pair[0]), cast(right.t(), pair[1]).T
         expected = product(a, b, torch.float32)
-        tensors = _of_tensors(a.whole, b.whole, "e2m1 x e2m1")
         codes = a.values, b.values, a.spread, b.spread
+        form = torch.float32, False, 0, "e2m1 x e2m1", None
+        tensors = Product(*codes, a.whole, b.whole, *form).tensors
         found = multiplied_in_blocks(*codes, torch.float32, tensors)
         assert found.is_contiguous()
         magnitudes = (own._replace(values=own.values.float().abs().to(E4M3)) for own in (a, b))

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from mprun.precision.block_formats import ELEMENTS
-from mprun.precision.scaled_products import ScaledProducts, product, saturated, unobserved_cast
+from mprun.precision.scaled_operators import saturated
+from mprun.precision.scaled_products import ScaledProducts, product, unobserved_cast
 
 from ..helpers import printed_by
 

@@ -16,14 +16,8 @@ from mprun.precision.forward_context import why_unsupported
 from mprun.precision.module_dtypes import chosen_dtypes
 from mprun.precision.philox import micro_batches
 from mprun.precision.scaled_linear import chosen_layers, install
-from mprun.precision.scaled_products import (
-    Calls,
-    ScaledProducts,
-    _on_cuda,
-    _shape_of,
-    product,
-    why_no_product,
-)
+from mprun.precision.scaled_operators import Calls, multiplied_on_cuda, promised
+from mprun.precision.scaled_products import ScaledProducts, product, why_no_product
 
 from ..helpers import mixed, skipping_what_onednn_lacks
 from ..shipped import ALL_MODES
@@ -473,8 +467,8 @@ def test_a_compiler_is_promised_the_strides_of_cuda(sizes, by_row):
     a, b = torch.randn(n, k).to(E4M3.dtype), torch.randn(m, k).to(E4M3.dtype).t()
     factors = (torch.rand(n, 1), torch.rand(1, m)) if by_row else (torch.rand(()), torch.rand(()))
     form = (a, b, *factors, None, None, torch.bfloat16, True, 0, "e4m3 x e4m3", None)
-    found, promised = _on_cuda(*form), _shape_of(*(one.to("meta") for one in form[:4]), *form[4:])
-    assert (found.shape, found.stride()) == (promised.shape, promised.stride())
+    found, told = multiplied_on_cuda(*form), promised(*(t.to("meta") for t in form[:4]), *form[4:])
+    assert (found.shape, found.stride()) == (told.shape, told.stride())
     # Both round the sum of k terms once, in their own order.
     exact = torch.mm(a.double(), b.double()) * factors[0] * factors[1]
     assert torch.allclose(found.double(), exact, rtol=2**-8, atol=1e-5 * k)

@@ -1,0 +1,173 @@
+"""The operators of casts and products in 8 bits: their kernels by device, and shapes for compilers.
+
+    cast_fp8    a matrix times a scale in FP8, by rows and transposed
+    scaled_mm   the product of two casts, which counts as one of its owner's `Calls`
+
+`scaled_products` calls them and knows which product needs which cast.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from itertools import count
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor, nn
+
+from mprun.precision.block_formats import ELEMENTS, Element, apart, decoded, encoded, library
+from mprun.precision.block_products import multiplied_in_blocks, padded
+from mprun.torch_private import scaled_mm
+
+MULTIPLE = 16  # of every size, on CUDA
+
+
+class Calls(Counter[str]):
+    """Products computed for one owner, by kind: "forward e4m3 x e4m3". A replayed graph adds none.
+
+    Attributes:
+        number: what the products are told; an object would end a compilation.
+    """
+
+    _all: ClassVar[WeakValueDictionary[int, Calls]] = WeakValueDictionary()
+    _numbers = count(1)
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.number = next(self._numbers)
+        self._all[self.number] = self
+
+    @classmethod
+    def add(cls, number: int, names: str, fast: bool) -> None:
+        """Count a product where it is computed; 0: nobody counts it."""
+        if (owner := cls._all.get(number)) is not None:
+            owner[f"{'forward' if fast else 'backward'} {names}"] += 1
+
+
+class Product(NamedTuple):
+    """The arguments of the operator `scaled_mm`, in the order of its schema.
+
+    a, b: [n, k] and [k, m], codes or the numbers that their casts have decoded. factor_a, factor_b:
+        see `block_formats.decoded`. whole_a, whole_b: amax of the tensors, of scales with two
+        levels. fast: the Tensor Core alone adds up. names: of the formats, "e4m3 x e4m3".
+        decoded_to: the dtype in which a GPU multiplies decoded numbers; None: it multiplies codes.
+    """
+
+    a: Tensor
+    b: Tensor
+    factor_a: Tensor
+    factor_b: Tensor
+    whole_a: Tensor | None
+    whole_b: Tensor | None
+    dtype: torch.dtype
+    fast: bool
+    counted_by: int
+    names: str
+    decoded_to: torch.dtype | None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return two factors, in whose order sums are multiplied, of scales with two levels; or
+        none.
+
+        The larger one first: whole_a * whole_b may be infinite, or lose bits, where no result is.
+        """
+        if self.whole_a is None or self.whole_b is None:
+            return ()
+        tops = math.prod(448 * ELEMENTS[name].top for name in self.names.split(" x "))
+        larger = torch.maximum(self.whole_a, self.whole_b)
+        return larger * (1 / tops), torch.minimum(self.whole_a, self.whole_b)
+
+    def finished(self, sums: Tensor) -> Tensor:
+        """Return sums times the scales of both tensors, if these have two levels, in `dtype`."""
+        if tensors := self.tensors:
+            sums.mul_(tensors[0] * tensors[1])
+        return sums.to(self.dtype)
+
+
+def multiplied_on_cuda(*given: Any) -> Tensor:
+    """Multiply codes by cuBLAS, or numbers decoded to a dtype; given: see `Product`."""
+    own = Product(*given)
+    Calls.add(own.counted_by, own.names, own.fast)
+    if (wide := own.decoded_to) is not None:
+        left, right = (
+            values if values.dtype is wide else decoded(values, factor).to(wide)
+            for values, factor in ((own.a, own.factor_a), (own.b, own.factor_b))
+        )
+        if wide is torch.float32:
+            return own.finished(torch.mm(left, right))
+        return own.finished(torch.mm(left, right, out_dtype=torch.float32))
+    factor_a, factor_b = own.factor_a, own.factor_b
+    if factor_a.dim() == 4:
+        return multiplied_in_blocks(own.a, own.b, factor_a, factor_b, own.dtype, own.tensors)
+    # Pad sizes to multiples of 16, and lay the matrices out by rows and by columns.
+    (n, k), m = own.a.shape, own.b.size(1)
+    more_n, more_k, more_m = (-size % MULTIPLE for size in (n, k, m))
+    left, right = padded(own.a, more_n, more_k), padded(own.b.t(), more_m, more_k)
+    if factor_a.dim() == 2:  # by row: pad the factors too
+        factor_a = nn.functional.pad(factor_a, (0, 0, 0, more_n), value=1.0)
+        factor_b = nn.functional.pad(factor_b, (0, more_m), value=1.0)
+    found = scaled_mm(
+        left, right.t(), factor_a.contiguous(), factor_b.contiguous(), out_dtype=own.dtype,
+        use_fast_accum=own.fast,
+    )  # fmt: skip
+    return found[:n, :m].contiguous()  # as `promised` tells a compiler
+
+
+def multiplied_on_cpu(*given: Any) -> Tensor:
+    """Multiply decoded numbers in FP32; given: see `Product`."""
+    own = Product(*given)
+    Calls.add(own.counted_by, own.names, own.fast)
+    return own.finished(torch.mm(decoded(own.a, own.factor_a), decoded(own.b, own.factor_b)))
+
+
+def promised(*given: Any) -> Tensor:
+    """Return a product without values, as it will be; given: see `Product`."""
+    own = Product(*given)
+    return own.a.new_empty((own.a.size(0), own.b.size(1)), dtype=own.dtype)
+
+
+def saturated(matrix: Tensor, scale: Tensor, element: Element) -> Tensor:
+    """Return the codes of matrix * scale, in torch's operations."""
+    return encoded(matrix.float() * scale, element)
+
+
+def cast_by_kernel(
+    matrix: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, turned: bool
+) -> tuple[Tensor, Tensor]:
+    """Write matrix * scale in FP8 by rows and transposed; an unwanted one has no values."""
+    own = next(one for one in ELEMENTS.values() if one.dtype is dtype)
+    try:
+        # Imported here: only torch for CUDA on Linux includes Triton.
+        from mprun.precision import cast_kernels_triton as kernels
+    except ImportError:
+        found = saturated(matrix, scale, own)
+        return found, found.t().contiguous()
+    return kernels.cast_fp8(matrix, scale, own, rows, turned)
+
+
+def _shapes_of_cast(
+    matrix: Tensor, scale: Tensor, dtype: torch.dtype, rows: bool, turned: bool
+) -> tuple[Tensor, Tensor]:
+    count, width = matrix.shape
+    sizes = (rows, (count, width)), (turned, (width, count))
+    one, other = (matrix.new_empty(s if wanted else (0, 0), dtype=dtype) for wanted, s in sizes)
+    return one, other
+
+
+library.define(
+    "scaled_mm(Tensor a, Tensor b, Tensor factor_a, Tensor factor_b, Tensor? whole_a,"
+    " Tensor? whole_b, ScalarType dtype, bool fast, int counted_by, str names,"
+    " ScalarType? decoded) -> Tensor"
+)
+library.impl("scaled_mm", apart(multiplied_on_cpu), "CPU")
+library.impl("scaled_mm", apart(multiplied_on_cuda), "CUDA")
+library.impl("scaled_mm", promised, "Meta")
+library.define(
+    "cast_fp8(Tensor matrix, Tensor scale, ScalarType dtype, bool rows, bool turned)"
+    " -> (Tensor, Tensor)"
+)
+library.impl("cast_fp8", cast_by_kernel, "CUDA")
+library.impl("cast_fp8", _shapes_of_cast, "Meta")
