@@ -13,7 +13,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from mprun.numerics.operations import convolution_flops, flops
+from mprun.numerics.flops import convolution_flops, flops
 from mprun.numerics.trace import UNWRITTEN, Operation, operands
 from mprun.torch_private import tree_leaves
 
