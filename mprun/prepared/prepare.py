@@ -36,6 +36,7 @@ from mprun.precision.policy import (
 from mprun.precision.scaled_linear import chosen_layers
 from mprun.precision.torch_update import held_by
 from mprun.prepared.border import prepared_modules
+from mprun.prepared.kept_state import refuse_cast_codes
 from mprun.prepared.passes import Scaling
 from mprun.prepared.prepared_model import PreparedModel
 from mprun.prepared.shards import (
@@ -45,7 +46,7 @@ from mprun.prepared.shards import (
     keeps_half,
     why_not_sharded,
 )
-from mprun.prepared.steps import install_hooks, refuse_cast_codes, state_of
+from mprun.prepared.steps import install_hooks, state_of
 from mprun.torch_private import UNCOMPILED
 
 Model = TypeVar("Model", bound=nn.Module | Sequence[nn.Module])

@@ -11,18 +11,15 @@ unless torch's step does, except for optimizers that only the host can stop.
 
 from __future__ import annotations
 
-import inspect
 import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import broadcast
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -32,20 +29,14 @@ from torch.optim.optimizer import (
 from mprun.precision.audit import FIRST
 from mprun.precision.forward_context import ForwardContext
 from mprun.precision.loss_scale import LossScale
-from mprun.precision.packed_states import IN_BLOCKS, SCALE
 from mprun.precision.policy import PrecisionPolicy
-from mprun.precision.rounded_weights import RoundedWeights, choose_narrow
+from mprun.precision.rounded_weights import RoundedWeights
 from mprun.precision.torch_update import (
     held_by,
-    host_decides,
-    initialise_state,
-    is_fused,
-    moved_by,
-    moves_used_rows_alone,
-    put_back_where,
 )
 from mprun.precision.update import Update
 from mprun.prepared import passes
+from mprun.prepared.kept_state import KeptState
 from mprun.prepared.passes import (
     Passes,
     Scaling,
@@ -54,17 +45,14 @@ from mprun.prepared.passes import (
     run_pass,
     scalings,
 )
-from mprun.prepared.prepared_model import Draws, PreparedModel
-from mprun.prepared.shards import local_of
+from mprun.prepared.prepared_model import PreparedModel
+from mprun.prepared.skip import Skip
 from mprun.torch_private import (
     SCALES_ITSELF,
     replace_engine,
-    sparse_indices,
-    sparse_values,
 )
 
 _WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer")  # call the step of the wrapped one
-_OF_STATE = ("loss_scale", "narrow", "delayed", "draws")  # what a state dictionary has of ours
 
 
 class OptimizerSteps:
@@ -83,7 +71,6 @@ class OptimizerSteps:
         self.steps = 0
         self._is_checked = self._has_warned = False
         self.last: Update | None = None
-        self.narrow: RoundedWeights | None = None
         self._frame: FrameType | None = None  # frame of the step that runs
         self._is_own_step = False  # taken here, not by the script
         self._key: Any = None
@@ -93,16 +80,19 @@ class OptimizerSteps:
         self._found: Tensor | None = None
         # For models that others update, too: float32, 0-dim, its own gradients are not finite.
         self._found_in = weakref.WeakKeyDictionary[PreparedModel, Tensor]()
-        self._undo = ExitStack()  # closed after the step
-        self._keeps_state = False
-        self._loaded: Mapping[str, Any] = {}  # the state dictionary that torch loads now
-        self._waits = False  # as it was said
+        self._skip = Skip()
+        self._kept = KeptState()
 
     @property
     def optimizer(self) -> Optimizer:
         optimizer = self._optimizer()
         assert optimizer is not None
         return optimizer
+
+    @property
+    def narrow(self) -> RoundedWeights | None:
+        """Return its weights without a master copy, and state in few bits; None: it has none."""
+        return self._kept.narrow
 
     @property
     def policy(self) -> PrecisionPolicy:
@@ -188,7 +178,7 @@ class OptimizerSteps:
         self._key = key
         owners = {id(own): model for model in passes.alive for own in model.parameters()}
         found = [owners[id(own)] for group in groups for own in group if id(own) in owners]
-        self.models = [*dict.fromkeys(found)]
+        self.models = self._kept.models = [*dict.fromkeys(found)]
         self._is_plain = all(model.is_plain for model in self.models)
         if self.models:
             self._untouched = Update(self.scale.scale, None, None)
@@ -198,9 +188,8 @@ class OptimizerSteps:
             for scaling in scalings(self.models):
                 scaling.owners.add(self.optimizer)  # before its first step: the scale waits for it
             self._warn_of_decay()
-            self._make_narrow()
+            self._kept.follow(self.optimizer, self.named())
             self._is_plain = self._is_plain and self.narrow is None
-            self._keep_in_state()
             # A GradScaler then calls the step also where it would skip it, and is refused there.
             self.optimizer.__dict__[SCALES_ITSELF] = True
 
@@ -235,7 +224,7 @@ class OptimizerSteps:
                 above = above.f_back
             self._frame = None  # the previous step has raised
             with torch.no_grad():
-                self._undo.close()
+                self._skip.undo()
         self.refresh()
         fed = self._newly_fed()
         self._concerned = self.models or fed
@@ -309,14 +298,14 @@ class OptimizerSteps:
         if self.narrow is not None:
             self._step_in_chunks(self.narrow)
         elif self._found is not None:
-            self._prepare_skip(self._found)
+            self._skip.prepare(self.optimizer, self._found)
         return None
 
     @torch.no_grad()
     def _after(self) -> None:
         """Put gradients back, and let the loss scales move."""
         concerned, found = self._concerned, self._found
-        self._undo.close()
+        self._skip.undo()
         scale = concerned[0].loss_scale.scale
         if found is not None:  # copies: both are about to change in place
             self.last = Update(scale.clone(), found.clone(), None)
@@ -371,180 +360,30 @@ class OptimizerSteps:
         mine = [own for own in held_by(self.optimizer) if id(own) in inside]
         check_finite(mine, found.zero_())
 
-    def _prepare_skip(self, found: Tensor) -> None:
-        optimizer = self.optimizer
-        sparse = [own for own in held_by(optimizer) if own.grad is not None and own.grad.is_sparse]
-        waits = found.device.type == "cpu" or (sparse and not moves_used_rows_alone(optimizer))
-        if is_fused(optimizer):
-            if len(optimizer.state) < len(held_by(optimizer)):
-                initialise_state(optimizer)
-            optimizer.found_inf = found  # type: ignore[attr-defined]  # its kernels skip
-            self._undo.callback(optimizer.__dict__.pop, "found_inf", None)
-        elif waits or host_decides(optimizer):
-            # Before its first applied step state is still to appear.
-            if not waits and not self._waits and any(optimizer.state.values()):
-                self._waits = True
-                _say_that_it_waits(optimizer)
-            if found.item():
-                self._hide_gradients()
-        else:
-            for own in sparse:  # a copy of the table would be needed to undo the step
-                self._hide_values(own, found)
-            moved = [local_of(own) for own in moved_by(optimizer, without=sparse)]
-            self._undo.enter_context(put_back_where(found, moved))
-
-    def _hide_values(self, own: Tensor, found: Tensor) -> None:
-        """Let a sparse gradient be 0 for the coming step if `found` is not: its rows stay."""
-        whole = own.grad
-        assert whole is not None
-        values = torch.where(found != 0, 0.0, sparse_values(whole))
-        own.grad = torch.sparse_coo_tensor(
-            sparse_indices(whole),
-            values,
-            whole.shape,
-            is_coalesced=whole.is_coalesced(),
-            check_invariants=False,  # which would wait
-        )
-        self._undo.callback(setattr, own, "grad", whole)
-
-    def _hide_gradients(self) -> None:
-        """Hide the gradients: torch's optimizers then change nothing, not even counters.
-
-        Other optimizers count in their groups, which are put back.
-        """
-        hidden = [(own, own.grad) for own in held_by(self.optimizer)]
-        groups = [(group, {**group}) for group in self.optimizer.param_groups]
-        for own, _ in hidden:
-            own.grad = None
-
-        def show() -> None:
-            for own, gradient in hidden:
-                own.grad = gradient
-            for group, before in groups:
-                group.update(before)
-
-        self._undo.callback(show)
-
-    # 16-bit weights without a master copy
-
-    def _make_narrow(self) -> None:
-        seed = self.models[0].seed
-        if seed is None:  # a script's; a loaded state brings that of its run
-            seed = torch.initial_seed()
-        narrow = choose_narrow(self.optimizer, self.named(), self.policy, seed)
-        if narrow is None:
-            return
-        if self.narrow is not None:
-            narrow.load_state_dict(self.narrow.state_dict())
-        self.narrow = narrow
-        narrow.initialise_state()
-        if any(model.group is not None and not model.of_run for model in self.models):
-            return  # DistributedDataParallel adds up gradients in the dtype of their weight
-        for own in held_by(self.optimizer):
-            if own in narrow:  # gradients of 16-bit weights add up, and are clipped, in FP32
-                set_grad_dtype(own, self.policy.grad_dtype)
-                if not self.models[0].of_run and self.policy.grad_dtype is torch.float32:
-                    own.grad_dtype = None  # a script may also write one by hand, like its weight
-        for model in self.models:
-            model.tensors.changes = True
-
-    def add_up_in_16_bits(self) -> None:
-        """Give gradients the dtype of their weight, in which DistributedDataParallel sums them."""
-        for own in held_by(self.optimizer):
-            if self.narrow is not None and own in self.narrow:
-                set_grad_dtype(own, own.dtype)
-        for model in self.models:
-            model.tensors.forget()
-
-    def _share_seed(self, narrow: RoundedWeights) -> None:
-        """Draw the random bits of the first process in all: scripts seed each differently."""
-        group, state = self.models[0].group, narrow.state_dict()
-        if group is not None and "seed" in state:
-            seed = narrow.streams[:1].clone()
-            broadcast(seed, group=group, group_src=0)
-            narrow.load_state_dict(state | {"seed": int(seed)})
-
     def _step_in_chunks(self, narrow: RoundedWeights) -> None:
         """Take the step here, in FP32, chunk by chunk; the following step has no gradients."""
         if self.steps == 0:
-            self._share_seed(narrow)
+            self._kept.share_seed()
         self._is_own_step = True
         try:
             narrow.step(self._found)
         finally:
             self._is_own_step = False
-        self._hide_gradients()
+        self._skip.hide_gradients(self.optimizer)
 
     # State
 
+    def add_up_in_16_bits(self) -> None:
+        """Give gradients the dtype of their weight, in which DistributedDataParallel sums them."""
+        self._kept.add_up_in_16_bits(self.optimizer)
+
     def state_dict(self) -> dict[str, Any]:
         """Return all that the next step depends on beside weights and the optimizer's state."""
-        state: dict[str, Any] = {"loss_scale": self.scale.state_dict()}
-        if self.narrow is not None:
-            state["narrow"] = self.narrow.state_dict()
-        if any(delayed := [model.delayed for model in self.models]):
-            state["delayed"] = [own and own.state_dict() for own in delayed]
-        if self.policy.draws:
-            state["draws"] = Draws.state_dict()
-        return state
+        return self._kept.state_dict()
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> None:
         """Restore in place what `saved` has of it."""
-        scale = saved.get("loss_scale")
-        if scale is not None and scale["kind"] == self.scale.kind:
-            self.scale.load_state_dict(scale)
-        if self.narrow is not None and "narrow" in saved:
-            self.narrow.load_state_dict(saved["narrow"])
-        for model, own in zip(self.models, saved.get("delayed", ()), strict=False):
-            if model.delayed is not None:
-                model.delayed.load_state_dict(own)
-        if self.policy.draws and (draws := saved.get("draws")) is not None:
-            Draws.load_state_dict(self.forward_context.device, draws)
-
-    def _keep_in_state(self) -> None:
-        """Let the optimizer's state dictionary hold it."""
-        if self._keeps_state:
-            return
-        refuse_cast_codes(self.optimizer)
-        self._keeps_state = True
-        optimizer = self.optimizer
-        optimizer.register_state_dict_post_hook(lambda _, state: state.update(self.state_dict()))
-        optimizer.register_load_state_dict_pre_hook(self._before_load)
-        optimizer.register_load_state_dict_post_hook(self._after_load)
-
-    def _before_load(self, _: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
-        saved = state.get("narrow", {}).get("state_dtype")
-        kept = None if self.narrow is None else self.narrow.state_dtype
-        if saved != kept and {saved, kept} & set(IN_BLOCKS):
-            raise ValueError(
-                f"optimizer state is kept in {saved or 'fp32'}, not in {kept or 'fp32'}: load it "
-                "into an optimizer with the same precision.update.state_dtype"
-            )
-        self._loaded = state
-        return {k: v for k, v in state.items() if k not in _OF_STATE}
-
-    def _after_load(self, _: Optimizer) -> None:
-        loaded, self._loaded = self._loaded, {}
-        self.load_state_dict(loaded)
-        if self.narrow is not None:
-            self._load_narrow(self.narrow, loaded)
-
-    def _load_narrow(self, narrow: RoundedWeights, loaded: Mapping[str, Any]) -> None:
-        """Restore the state as it was saved: torch casts it to the dtype of its weight."""
-        numbers = [number for group in loaded["param_groups"] for number in group["params"]]
-        for number, own in zip(numbers, held_by(self.optimizer), strict=True):
-            if own not in narrow:
-                continue
-            for key, value in loaded["state"].get(number, {}).items():
-                if isinstance(value, Tensor) and (value.dim() or not own.dim()):
-                    self.optimizer.state[own][key] = value.to(own.device, copy=True)
-
-
-def set_grad_dtype(own: Tensor, dtype: torch.dtype) -> None:
-    """Let gradients of a parameter add up in `dtype`, also the one that it has."""
-    gradient, own.grad = own.grad, None
-    own.grad_dtype = dtype
-    own.grad = gradient if gradient is None else gradient.to(dtype)
+        self._kept.load_state_dict(saved)
 
 
 _ATTRIBUTE = "_mprun_steps"  # of an optimizer; a weak dictionary would take a microsecond
@@ -567,31 +406,6 @@ def state_of(optimizer: Optimizer) -> OptimizerSteps:
     raise ValueError(
         f"optimizer: is a {type(given).__name__} that updates no prepared model; pass the one that "
         "was passed to mprun.prepare"
-    )
-
-
-def refuse_cast_codes(optimizer: Optimizer) -> None:
-    """Raise ValueError if state in blocks was loaded before a prepared model could keep its codes.
-
-    Only the hook of `OptimizerSteps` does: torch casts state to the dtype of its weight.
-    """
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            if f"{key}{SCALE}" in state and value.dtype is not torch.uint8:
-                raise ValueError(
-                    "optimizer: its state was loaded too early: it is in 8 bits (dynamic8, fp8), "
-                    "and torch has cast it; load it after prepare(model, optimizer, ...)"
-                )
-
-
-def _say_that_it_waits(optimizer: Optimizer) -> None:
-    accepts = inspect.signature(type(optimizer)).parameters
-    remedies = [f"{name}=True" for name in ("fused", "capturable") if name in accepts]
-    remedy = f"; with {' or '.join(remedies)} it does not" if remedies else ""
-    print(
-        f"mprun: {type(optimizer).__name__}: each step waits for the device, because only the host "
-        f"can skip it{remedy}",
-        file=sys.stderr,
     )
 
 

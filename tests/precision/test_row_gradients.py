@@ -5,7 +5,7 @@ import torch
 
 from mprun.precision.torch_update import moves_used_rows_alone
 from mprun.precision.update import each_row_once, rows_once
-from mprun.prepared.steps import OptimizerSteps
+from mprun.prepared.skip import Skip
 
 from ..helpers import assert_same_bits
 
@@ -89,10 +89,10 @@ def test_a_skip_on_the_device_moves_no_row(rule):
     values = torch.randn(12, 4)
     values[0, 0], values[1, 1] = float("inf"), float("nan")
     own.grad = gradient = without_a_wait(sparse(torch.arange(12), values, 30))
-    steps = OptimizerSteps(optimizer)
-    steps._hide_values(own, torch.ones(()))
+    skip = Skip()
+    skip.hide_values(own, torch.ones(()))
     optimizer.step()
-    steps._undo.close()
+    skip.undo()
     assert own.grad is gradient
     assert_same_bits(own.detach(), before[0])
     for name, old in zip(optimizer.state[own], before[1], strict=True):

@@ -31,6 +31,7 @@ SUPERVISED = {
     "prepared/passes.py",
     "prepared/prepared_model.py",
     "prepared/shards.py",
+    "prepared/skip.py",
     "prepared/steps.py",
     "prepared/tensors.py",
     "tasks/learner.py",

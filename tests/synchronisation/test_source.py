@@ -46,6 +46,8 @@ WHOLE = {
     "prepared/nodes.py": {"leaves"},  # of the graph
     # A closure runs again until its gradients are finite.
     "prepared/passes.py": {"repeated", "finite"},
+    # Where the host alone can skip.
+    "prepared/skip.py": {"prepare"},
     # Of optimizers that no configuration names.
     "precision/torch_update.py": {"_step_on_host"},
     "precision/autocast.py": set(),
