@@ -1,5 +1,7 @@
 """What many tests need: small runs and networks, one step, equal bits, refusals in one line."""
 
+import dataclasses
+import inspect
 import json
 import os
 import re
@@ -111,14 +113,30 @@ def numbers_of(directory, split=None) -> list[str]:
     return [json.dumps({k: v for k, v in row.items() if k not in timings}) for row in rows]
 
 
+def settings_of(make) -> dict:
+    """What a builder takes by name, with the defaults; of an options object its fields."""
+    found = {}
+    for name, parameter in inspect.signature(make).parameters.items():
+        options = dataclasses.is_dataclass(parameter.annotation)
+        own = settings_of(parameter.annotation) if options else {name: parameter.default}
+        found |= own
+    return found
+
+
 def configured(component, **changes):
-    """A network or source as a configuration builds it: its defaults, but for the changes."""
+    """A network or source as a configuration builds it: its defaults, but for the changes.
+
+    Those that are no fields are sizes from the data, seed and device.
+    """
     found = (NETWORKS | SOURCES)[component]
     config, builder = found.config(), found.builder
     if isinstance(builder, dict):
         builder = builder[changes.pop("variant", config.variant)]
     make = loaded(builder)
-    return make(**arguments_of(make, config) | changes)
+    for name in changes.keys() & config.__dataclass_fields__.keys():
+        setattr(config, name, changes.pop(name))
+    of_run = {name: changes.pop(name) for name in ("seed", "device") if name in changes}
+    return make(**arguments_of(make, config, **of_run) | changes)
 
 
 def network(inputs=6, hidden=16, outputs=3, norm=None, activation=nn.ReLU) -> nn.Sequential:

@@ -46,7 +46,9 @@ def network(data: Any) -> Any:
 
 def images(*, batch_size: int, seed: int, device: Any) -> Any:
     """`data.factory` of the run: digits; rank FAULT_RANK meets FAULT in a certain step, once."""
-    from mprun.data import DigitsImages
+    from mprun.data.augmentation import ImageForm
+    from mprun.data.image_store import DigitsImages
+    from mprun.data.source import Serving
 
     class Source(DigitsImages):
         def train_batch(self, index: int) -> Any:
@@ -59,7 +61,8 @@ def images(*, batch_size: int, seed: int, device: Any) -> Any:
                     _meets(os.environ["FAULT"])
             return super().train_batch(index)
 
-    return Source(image_size=32, channels=3, batch_size=batch_size, seed=seed, device=device)
+    serving = Serving(batch_size=batch_size, seed=seed, device=device)
+    return Source(ImageForm(image_size=32), serving)
 
 
 def _meets(fault: str) -> None:

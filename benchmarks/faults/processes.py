@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from typing import NamedTuple
 
@@ -138,6 +138,7 @@ def _slow_loading() -> None:
 
     make = SyntheticTokens.__init__
 
+    @wraps(make)  # its arguments are filled by their names
     def slow(self, *args, **kwargs):
         for _ in range(600):
             time.sleep(0.1)

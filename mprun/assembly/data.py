@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from inspect import Parameter, signature
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,18 +20,31 @@ def build_data(config: DataConfig, seed: int, device: torch.device) -> Source:
     if isinstance(config, CustomDataConfig):
         return own_source(config, seed, device)
     make = loaded(config.component.builder)
-    return make(**arguments_of(make, config), seed=seed, device=device)
+    return make(**arguments_of(make, config, seed=seed, device=device))
 
 
-def arguments_of(make: Callable, config: object) -> dict[str, Any]:
-    """Return the fields of a configuration that have the names of arguments of `make`."""
-    names: list[str] = []
+def arguments_of(make: Callable, config: object, **more: Any) -> dict[str, Any]:
+    """Return the arguments of `make` that a configuration has under their names, or `more` has.
+
+    An argument whose type is a dataclass, an options object, is made of fields in the same way.
+    """
+    arguments: dict[str, Any] = {}
     for name, parameter in signature(make).parameters.items():
-        # **options: Unpack[SomeTypedDict] stands for its keys.
-        is_rest = parameter.kind is Parameter.VAR_KEYWORD
-        passed_on = get_args(parameter.annotation) if is_rest else ()
-        names += passed_on[0].__annotations__ if passed_on else [name]
-    return {name: getattr(config, name) for name in names if hasattr(config, name)}
+        kind: Any = parameter.annotation
+        if name in more:
+            arguments[name] = more[name]
+        elif hasattr(kind, "__dataclass_fields__"):
+            own = arguments_of(kind, config, **more)
+            if own and own.keys() >= _required(kind):  # else it is no matter of a configuration
+                arguments[name] = kind(**own)
+        elif hasattr(config, name):
+            arguments[name] = getattr(config, name)
+    return arguments
+
+
+def _required(make: Callable) -> set[str]:
+    known = signature(make).parameters.items()
+    return {name for name, parameter in known if parameter.default is Parameter.empty}
 
 
 _ATTRIBUTES = (

@@ -4,6 +4,7 @@ The user's own data and networks are tried before step 1.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -70,35 +71,29 @@ def build_task(
         "eval_in_mode": config.train.eval_arithmetic == "mode",
         "accumulate": config.train.accumulate,
     }
-    make: Any = None
-    if name in TASKS:
-        make = loaded(TASKS[name].builder)
-        common |= arguments_of(make, model)
+
+    def made(*given: Any, **more: Any) -> Task:
+        # A user's class is imported after the first draw of weights.
+        make = loaded(TASKS[name].builder) if name in TASKS else Factory("model.task", name)
+        own = arguments_of(partial(make, *given), model) if name in TASKS else {}
+        task: Task = make(*given, **common, **more, **own)
+        task.ranks = ranks
+        return task
+
     networks = _networks(config, data, forward_context)
     scale = build_loss_scale(config.scaler, device)
     if len(networks) > 1:
         # The first network is the generator.
         own = build_loss_scale(config.scaler, device) if config.scaler.per == "optimizer" else scale
         learners = _learners(config, networks, [own, scale], forward_context, ranks)
-        made: Task = make(
-            *learners,
-            data,
-            policy,
-            forward_context,
-            (scale, own),
-            **common,
-            sample_distance=_sample_distance(config, data, device),
-        )
-        made.ranks = ranks
-        return made
+        distance = _sample_distance(config, data, device)
+        both = scale, own
+        return made(*learners, data, policy, forward_context, both, sample_distance=distance)
     (learner,) = _learners(config, networks, [scale], forward_context, ranks)
     if any(size == "num_classes" and getattr(data, size) < 2 for size in kind_of(model).sizes):
         what = "one class, a classifier needs two; is the folder one level too high?"
         raise BadInput(f"data.root={config.data.root}: {what}")
-    make = make or Factory("model.task", name)  # imported after the first draw of weights
-    made = make(learner, data, policy, forward_context, scale, **common)
-    made.ranks = ranks
-    return made
+    return made(learner, data, policy, forward_context, scale)
 
 
 Network = tuple[nn.Module, dict[str, torch.dtype]]  # and its own overrides by pattern

@@ -25,6 +25,15 @@ CAFFE_MEAN = (123.68, 116.779, 103.939)
 LUMA = (0.299, 0.587, 0.114)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageForm:
+    """How a network takes images: pixels of a side, channels, and the range of their values."""
+
+    image_size: int
+    channels: int = 3
+    value_range: str = "standardised"
+
+
 def normalise(images: Tensor, offset: Tensor, divisor: Tensor) -> Tensor:
     """Return (x - offset) / divisor, contiguous float32 ``[batch, channels, height, width]``.
 
@@ -176,7 +185,7 @@ class Augmentation:
     ``resize`` and ``center_crop`` on PIL images: bilinear, with PIL's antialiasing.
     """
 
-    kind: str  # resized_crop, crop or centre
+    augmentation: str  # resized_crop, crop or centre
     image_size: int
     channels: int = 3
     flip: bool = True
@@ -191,10 +200,10 @@ class Augmentation:
         """Make a training sample from an RGB image; ``draw`` is its row of `draws`."""
         image = self._channels(image)
         size, resized = self.image_size, self.resized
-        if self.kind == "resized_crop":
+        if self.augmentation == "resized_crop":
             # Crop first: PIL's resize with a box would let the filter see beyond its edges.
             image = image.crop(random_resized_box(*image.size, draw)).resize((size, size), BILINEAR)
-        elif self.kind == "crop":
+        elif self.augmentation == "crop":
             left, top = (int(draw[at] * (resized - size + 1)) for at in (_LEFT, _TOP))
             image = image.resize((resized, resized), BILINEAR)
             image = image.crop((left, top, left + size, top + size))
@@ -207,9 +216,9 @@ class Augmentation:
     def evaluation(self, image: Image.Image) -> Image.Image:
         """Make a held-out sample from an RGB image; draws nothing."""
         image = self._channels(image)
-        if self.kind == "centre":
+        if self.augmentation == "centre":
             return self._centre(image)
-        if self.kind == "crop":
+        if self.augmentation == "crop":
             image = image.resize((self.resized, self.resized), BILINEAR)
         else:
             shorter = min(image.size)

@@ -3,18 +3,18 @@
 import hashlib
 import os
 import pickle
-from typing import NamedTuple, Unpack
+from typing import NamedTuple
 
 import numpy as np
 import PIL
 import torch
 
-from mprun.data.augmentation import PaddedCrop, offset_and_divisor
+from mprun.data.augmentation import ImageForm, PaddedCrop, offset_and_divisor
 from mprun.data.cache import load_arrays, store_arrays
 from mprun.data.image_files import Images, find_images, printable, read_file
 from mprun.data.image_folder import decode_rgb
-from mprun.data.image_store import ImageStore, Serving
-from mprun.data.source import Batch, DamagedData, DataError, permutation
+from mprun.data.image_store import ImageStore
+from mprun.data.source import Batch, DamagedData, DataError, Serving, permutation
 
 CLASSES, SIZE = 10, 32
 PYTHON_FOLDER = "cifar-10-batches-py"
@@ -148,30 +148,28 @@ class Cifar10(ImageStore):
         self,
         root: str,
         *,
-        image_size: int,
         augmentation: str,
         flip: bool,
         train_size: int | None,
         eval_size: int | None,
-        **serving: Unpack[Serving],
+        form: ImageForm,
+        serving: Serving,
     ) -> None:
         figures = (255 * torch.tensor(MEAN), 255 * torch.tensor(DEVIATION))
-        normalisation = offset_and_divisor(serving["value_range"], *figures)
+        normalisation = offset_and_divisor(form.value_range, *figures)
         files = read_cifar10(root)
         train = _first(files.train, train_size, "train_size", 0)
         held_out = _first(files.held_out, eval_size, "eval_size", 1)
         padding = PADDING if augmentation == "padded_crop" else 0
-        augment = PaddedCrop(serving["seed"], len(train[0]), padding, flip, serving["device"])
+        augment = PaddedCrop(serving.seed, len(train[0]), padding, flip, serving.device)
         super().__init__(
-            train,
-            held_out,
-            255,
-            image_size,
-            name="cifar10",
-            num_classes=CLASSES,
+            (train, held_out),
+            "cifar10",
+            CLASSES,
+            form,
+            serving,
             normalisation=normalisation,
             augment=augment if padding or flip else None,
-            **serving,
         )
         self.description |= {
             "origin": files.origin,

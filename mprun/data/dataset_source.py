@@ -7,7 +7,7 @@ import hashlib
 import operator
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, SupportsIndex
+from typing import Any, NotRequired, SupportsIndex, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from mprun.data.source import (
     DataError,
     ReadBatch,
     Reader,
+    Serving,
     at_least,
     kept_random_state,
     seed_sample,
@@ -221,6 +222,15 @@ class StreamReader(DatasetReader):
 HASHED_ITEMS = 64  # of each split
 
 
+class Served(TypedDict):
+    """The fields of `Serving` as the arguments of a user's source."""
+
+    batch_size: int
+    seed: int
+    device: torch.device | str
+    workers: NotRequired[int]
+
+
 class DatasetSource(LoadedSource):
     """Two data sets of ``(image, label)``: map-style (``__len__``, ``__getitem__``), or streams.
 
@@ -244,6 +254,7 @@ class DatasetSource(LoadedSource):
     ``workers`` processes read ahead, and as many for the held-out items; 0: the calling thread
     reads. They need picklable data sets, and end with ``close()``. ``sha256`` covers up to 64 items
     of each split, evenly spaced, and both lengths. A value that you give is recorded unchecked.
+    ``served`` are fields of `Serving`.
 
     Raises:
         ValueError: An argument is out of range.
@@ -256,28 +267,26 @@ class DatasetSource(LoadedSource):
         train,
         held_out,
         *,
-        batch_size: int,
-        seed: int,
-        device: torch.device | str,
         num_classes: int,
-        workers: int = 0,
         offset: float | Sequence[float] = 0.0,
         divisor: float | Sequence[float] = 255.0,
         sha256: str | None = None,
         train_samples: int | None = None,
         eval_samples: int | None = None,
+        **served: Unpack[Served],
     ) -> None:
         at_least(1, num_classes=num_classes)
-        sizes = num_classes, batch_size
-        reader = _reader("train", train, "train_samples", train_samples)(*sizes, seed)
+        given: dict[str, Any] = {"workers": 0, **served}
+        serving = Serving(**given)
+        sizes, device = (num_classes, serving.batch_size), serving.device
+        reader = _reader("train", train, "train_samples", train_samples)(*sizes, serving.seed)
         eval_reader = _reader("held_out", held_out, "eval_samples", eval_samples)(*sizes, None)
         image = reader.sample()
         reader.like = eval_reader.like = image.shape, image.dtype
         channels, height, width = image.shape
-        device = torch.device(device)
         self._offset = _per_channel("offset", offset, channels, device)
         self._divisor = _per_channel("divisor", divisor, channels, device)
-        super().__init__(reader, eval_reader, workers, device)
+        super().__init__(reader, eval_reader, serving)
         self.workers = None  # for the advice on data.workers, which does not set it
         self.num_classes = num_classes
         covers = "as stated by the factory"

@@ -44,7 +44,7 @@ from torch import Tensor
 from mprun.data.augmentation import Augmentation, draws, imagenet_constants, normalise
 from mprun.data.image_files import ImageSplit, find_imagenet, find_images
 from mprun.data.loader import LoadedSource
-from mprun.data.source import DamagedData, ReadBatch, Reader
+from mprun.data.source import DamagedData, ReadBatch, Reader, Serving
 from mprun.errors import BadInput
 
 FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "PPM", "TIFF", "GIF")
@@ -172,9 +172,7 @@ class ImageFolder(LoadedSource):
 
     A batch is ``(images float32 [batch, channels, image_size, image_size], labels int64 [batch])``
     on ``device``; the last evaluation batch may be smaller. Images travel as bytes, channels last,
-    and are normalised on the device (``normalise``). ``Augmentation`` documents ``augmentation``,
-    ``flip``, ``resize_to`` and ``centre_crop``, ``ImageReader`` ``on_corrupt`` and
-    ``LoadedSource`` ``workers`` and ``prefetch``.
+    and are normalised on the device (``normalise``). ``ImageReader`` documents ``on_corrupt``.
 
     Raises:
         ValueError: There are fewer training images than a batch takes.
@@ -189,30 +187,20 @@ class ImageFolder(LoadedSource):
         imagenet: bool = False,
         layout: str,
         eval_share: float,
-        image_size: int,
-        channels: int,
-        augmentation: str,
-        flip: bool,
-        resize_to: int | None,
-        centre_crop: int | None,
-        value_range: str,
         on_corrupt: str,
-        workers: int | None,
-        prefetch: int,
-        batch_size: int,
-        seed: int,
-        device: torch.device | str,
+        geometry: Augmentation,
+        value_range: str,
+        serving: Serving,
     ) -> None:
-        device = torch.device(device)
-        geometry = Augmentation(augmentation, image_size, channels, flip, resize_to, centre_crop)
-        self._offset, self._divisor = imagenet_constants(value_range, channels, device)
+        size, channels = geometry.image_size, geometry.channels
+        self._offset, self._divisor = imagenet_constants(value_range, channels, serving.device)
         find = find_imagenet if imagenet else find_images
         found = find(root, layout=layout, eval_share=eval_share, on_corrupt=on_corrupt)
         train, held_out = (
-            ImageReader(split, geometry, batch_size, seed=own, on_corrupt=on_corrupt)
-            for split, own in ((found.train, seed), (found.held_out, None))
+            ImageReader(split, geometry, serving.batch_size, seed=own, on_corrupt=on_corrupt)
+            for split, own in ((found.train, serving.seed), (found.held_out, None))
         )
-        super().__init__(train, held_out, workers, device, prefetch)
+        super().__init__(train, held_out, serving)
         self.num_classes = max(1, len(found.train.classes))
         self.sha256 = found.sha256
         self.description = {
@@ -220,10 +208,10 @@ class ImageFolder(LoadedSource):
             "train_samples": len(found.train),
             "eval_samples": len(found.held_out),
             "num_classes": self.num_classes,
-            "image_size": image_size,
+            "image_size": size,
             "channels": channels,
             "value_range": value_range,
-            "augmentation": augmentation,
+            "augmentation": geometry.augmentation,
             "split_rule": found.split_rule,
             "sha256_of": found.sha256_of,
             "ignored_files": found.ignored,

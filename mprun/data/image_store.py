@@ -5,44 +5,36 @@ Two sources need no files: handwritten digits, which are real images, and random
 
 import hashlib
 from collections.abc import Callable, Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import TypedDict, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from mprun.data.source import Batch, DataError, EpochOrder, Source, permutation
+from mprun.data.augmentation import ImageForm
+from mprun.data.source import Batch, DataError, EpochOrder, Serving, Source, permutation
 
 # (uint8 images [batch, channels, h, w], epoch, position of the first in the epoch) -> such images.
 Augment = Callable[[Tensor, int, int], Tensor]
 
 
-class Serving(TypedDict, total=False):
-    """The options of `ImageStore` beside the image size."""
-
-    batch_size: int
-    seed: int
-    device: torch.device | str
-    channels: int
-    value_range: str
-
-
 class ImageStore(Source):
-    """A training and an evaluation split of uint8 images, served at ``image_size``.
+    """A training and an evaluation split of uint8 images, served in one form.
 
     Batches are ``(images float32 [batch, channels, image_size, image_size], labels int64
     [batch])``: bilinear resize if the stored size differs, one channel repeated if more are asked
     for; the last evaluation batch may be smaller. ``sha256`` is over the stored images and labels.
 
     Args:
-        train, held_out: Images uint8 ``[n, channels or 1, h, w]`` and labels int64 ``[n]``.
+        splits: Training and held out: images uint8 ``[n, channels or 1, h, w]``, labels int64
+            ``[n]``.
+        form: ``value_range`` is ``standardised`` (mean 0, standard deviation 1 over the stored
+            training split), ``mean_subtracted`` (0 ... maximum mapped to 0 ... 255, minus the mean
+            of that split) or ``tanh`` (0 ... maximum mapped to -1 ... 1).
         maximum: The largest value that an image may have.
-        value_range: ``standardised`` (mean 0, standard deviation 1 over the stored training split),
-            ``mean_subtracted`` (0 ... maximum mapped to 0 ... 255, minus the mean of that split) or
-            ``tanh`` (0 ... maximum mapped to -1 ... 1).
-        normalisation: Replaces ``value_range`` and ``maximum``: (offset, divisor), float32
+        normalisation: Replaces value range and maximum: (offset, divisor), float32
             ``[channels, 1, 1]``, to subtract and then to divide by.
         augment: Changes training batches on the device while they are bytes.
 
@@ -52,47 +44,41 @@ class ImageStore(Source):
 
     def __init__(
         self,
-        train: Batch,
-        held_out: Batch,
-        maximum: int,
-        image_size: int,
-        *,
+        splits: tuple[Batch, Batch],
         name: str,
         num_classes: int,
-        batch_size: int,
-        seed: int,
-        device: torch.device | str,
-        channels: int = 3,
-        value_range: str = "standardised",
+        form: ImageForm,
+        serving: Serving,
+        *,
+        maximum: int = 255,
         normalisation: tuple[Tensor, Tensor] | None = None,
         augment: Augment | None = None,
     ) -> None:
-        device = torch.device(device)
-        order = self._order = EpochOrder(seed, len(train[0]), batch_size, device)
+        (train, held_out), device = splits, serving.device
+        samples, self.samples_per_batch = len(train[0]), serving.batch_size
+        self._order = EpochOrder(serving.seed, samples, serving.batch_size, device)
+        self.batches_per_epoch = self._order.batches_per_epoch
         self.description = {
             "name": name,
-            "train_samples": len(train[0]),
+            "train_samples": samples,
             "eval_samples": len(held_out[0]),
             "num_classes": num_classes,
-            "image_size": image_size,
-            "channels": channels,
-            "value_range": value_range,
+            **asdict(form),
         }
         self._constants: tuple[Tensor | float, ...]
         if normalisation is not None:
             self._constants = tuple(part.to(device) for part in normalisation)
         else:
-            offset, divisor = self._constants = _constants(value_range, train[0], maximum)
+            offset, divisor = self._constants = _constants(form.value_range, train[0], maximum)
             self.description |= {"offset": offset, "divisor": divisor}
         self.num_classes = num_classes
-        self.batches_per_epoch, self.samples_per_batch = order.batches_per_epoch, batch_size
         digest = hashlib.sha256()
         for tensor in (*train, *held_out):
             digest.update(tensor.contiguous().numpy().data)
         self.sha256 = digest.hexdigest()
         self._train = tuple(part.to(device) for part in train)
         self._held_out = tuple(part.to(device) for part in held_out)
-        self._image_size, self._channels, self._augment = image_size, channels, augment
+        self._form, self._augment = form, augment
 
     def train_batch(self, index: int) -> Batch:
         """Return batch ``index`` of the run; raise ``ValueError`` if it is negative."""
@@ -114,11 +100,11 @@ class ImageStore(Source):
     def _float(self, images: Tensor) -> Tensor:
         offset, divisor = self._constants
         values = images.float().sub_(offset).div_(divisor)
-        size = (self._image_size, self._image_size)
+        size = (self._form.image_size, self._form.image_size)
         if values.shape[-2:] != size:
             values = F.interpolate(values, size, mode="bilinear", align_corners=False)
-        if values.shape[1] != self._channels:
-            values = values.repeat(1, self._channels // values.shape[1], 1, 1)
+        if values.shape[1] != self._form.channels:
+            values = values.repeat(1, self._form.channels // values.shape[1], 1, 1)
         return values
 
 
@@ -142,15 +128,8 @@ class DigitsImages(ImageStore):
     digits, test part); digits.LICENSE beside this file names their origin.
     """
 
-    def __init__(self, image_size: int, **serving: Unpack[Serving]) -> None:
-        super().__init__(
-            *split_digits(),
-            MAXIMUM,
-            image_size,
-            name="digits",
-            num_classes=10,
-            **serving,
-        )
+    def __init__(self, form: ImageForm, serving: Serving) -> None:
+        super().__init__(split_digits(), "digits", 10, form, serving, maximum=MAXIMUM)
         self.description["origin"] = "sklearn.datasets.load_digits"
 
 
@@ -192,25 +171,17 @@ class SyntheticImages(ImageStore):
     def __init__(
         self,
         num_classes: int,
-        image_size: int,
         train_size: int,
         eval_size: int,
-        **serving: Unpack[Serving],
+        form: ImageForm,
+        serving: Serving,
     ) -> None:
         generator = torch.Generator().manual_seed(CONTENT_SEED)
-        channels = serving.get("channels", 3)
 
         def split(n: int) -> Batch:
-            shape = (n, channels, image_size, image_size)
+            shape = (n, form.channels, form.image_size, form.image_size)
             images = torch.randint(256, shape, dtype=torch.uint8, generator=generator)
             return images, torch.randint(num_classes, (n,), generator=generator)
 
-        super().__init__(
-            split(train_size),
-            split(eval_size),
-            255,
-            image_size,
-            name="synthetic_images",
-            num_classes=num_classes,
-            **serving,
-        )
+        splits = split(train_size), split(eval_size)
+        super().__init__(splits, "synthetic_images", num_classes, form, serving)

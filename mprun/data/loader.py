@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from mprun.data.source import Batch, DamagedData, ReadBatch, Reader, Source, at_least
+from mprun.data.source import Batch, DamagedData, ReadBatch, Reader, Serving, Source, at_least
 from mprun.errors import ASKING, MprunError, Resource
 
 MOST_WORKERS = 16
@@ -376,23 +376,16 @@ class DeviceFeed:
 
 
 class LoadedSource(Source):
-    """A training and a held-out split, read by ``workers`` processes each (0: by the caller).
+    """A training and a held-out split, read by processes of their own (0: by the caller).
 
     The processes start with the first batch and end with ``close()``; neither their number (None:
-    `default_workers`) nor ``prefetch`` changes a sample.
+    `default_workers`) nor the batches in flight change a sample.
     """
 
-    def __init__(
-        self,
-        train: Reader,
-        held_out: Reader,
-        workers: int | None,
-        device: torch.device | str,
-        prefetch: int = 2,
-    ) -> None:
-        self._held_out, self._device = held_out, torch.device(device)
+    def __init__(self, train: Reader, held_out: Reader, serving: Serving) -> None:
+        self._held_out, self._device, workers = held_out, serving.device, serving.workers
         self.workers = default_workers(self._device) if workers is None else workers
-        self._settings = self.workers, prefetch
+        self._settings = self.workers, serving.prefetch
         self._train = self._feed(train, Numbers())
         self._eval_feeds: dict[tuple[int, int], DeviceFeed] = {}  # (rank, world) -> its batches
         self.batches_per_epoch, self.samples_per_batch = len(train), train.batch_size

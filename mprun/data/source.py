@@ -8,6 +8,7 @@ import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from types import MethodType
 from typing import Any, NamedTuple, Protocol, cast
@@ -72,6 +73,24 @@ class Source(Protocol):
     def close(self) -> None:
         """End loader processes; a closed source can be asked again."""
         return
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Serving:
+    """What every source is told: the size of a batch, the seed of their order, where they go.
+
+    Sources that read during training have ``workers`` processes, None for as many as pay off, each
+    with ``prefetch`` batches in flight.
+    """
+
+    batch_size: int
+    seed: int
+    device: torch.device
+    workers: int | None = None
+    prefetch: int = 2
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "device", torch.device(self.device))
 
 
 def completed(source: Any) -> Source:

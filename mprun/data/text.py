@@ -3,26 +3,27 @@
 import hashlib
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Unpack
 
 import torch
 
-from mprun.data.cache import Cache, Key
-from mprun.data.source import DamagedData, DataError
-from mprun.data.token_streams import Sizes, StreamOptions, TokenStreams
+from mprun.data.cache import Key
+from mprun.data.source import DamagedData, DataError, Description, Serving
+from mprun.data.token_streams import TokenStreams, Windows, padded
 from mprun.data.vocabulary import (
     END_OF_LINE,
     UNKNOWN,
     Coder,
+    Encoding,
+    TextFile,
     WordIds,
     Words,
     build_vocabulary,
     subwords,
-    text_blocks,
-    text_lines,
     word_blocks,
 )
 from mprun.errors import shortened
@@ -70,18 +71,15 @@ def _wanted(split: str, present: list[str]) -> str:
 class EncodedText(TokenStreams):
     """Streams of the words of text files, which are encoded once into a cache.
 
-    ``vocab_size`` is the number of entries padded to ``vocab_multiple``; the padding ids never
-    occur. The files are read block by block, and afterwards only the cache. So memory grows with
-    the different words of a text, not with its length.
+    ``vocab_size`` is the number of entries padded to ``vocab_multiple``. The files are read block
+    by block, and afterwards only the cache. So memory grows with the different words of a text, not
+    with its length.
 
     Args:
-        name, files: The source and its files in the record.
-        hashes: SHA-256 (hex) of the contents of all files, which ``sha256`` covers.
+        about: Name and files of the source in the record.
         texts: Files to encode; the last one is the held-out split.
-        pieces: Reads such a file as ``text_blocks`` does.
-        coder: Has the entries, and makes ids of the pieces.
-        cache: Of the folder ``cache``, as the sources below call it.
-        eval_split: "valid" or "test"; ``eval_tokens`` takes its first tokens, None all.
+        coder: Has the entries, and makes ids of the texts.
+        hashes: SHA-256 (hex) of the contents of all files, which ``sha256`` covers.
 
     Raises:
         ValueError: An argument is out of range.
@@ -92,37 +90,32 @@ class EncodedText(TokenStreams):
 
     def __init__(
         self,
-        name: str,
-        files: str,
-        hashes: dict[Path, str],
-        texts: list[Path],
-        pieces: Callable[[Path], Iterator[str]],
+        about: Description,
+        texts: Sequence[TextFile],
         coder: Coder,
-        *,
-        cache: Cache,
-        vocab_multiple: int,
-        eval_split: str,
-        **options: Unpack[StreamOptions],
+        hashes: Iterable[str],
+        encoding: Encoding,
+        windows: Windows,
+        serving: Serving,
     ) -> None:
-        self._coder, tokens = coder, []
-        for number, path in enumerate(texts, 1):
-            own: Key = {**coder.key, "kind": "tokens", "source": hashes[path]}
+        self._coder, tokens, cache = coder, [], encoding.kept
+        for number, text in enumerate(texts, 1):
+            own: Key = {**coder.key, "kind": "tokens", "source": text.sha256}
             entry = cache.find(own)
             if entry is None:
                 if len(texts) > 2 and (sys.stderr.isatty() or number % 10 == 0):
                     print(f"mprun: encoding shard {number} of {len(texts)}", file=sys.stderr)
-                entry = cache.store(own, coder.encoded(path, pieces(path)))
+                entry = cache.store(own, coder.encoded(text.path, text.blocks()))
             tokens.append(entry)
-        super().__init__(tokens[:-1], tokens[-1], **options)
-        self.vocab_size = -(-coder.entries // vocab_multiple) * vocab_multiple
-        self.sha256 = hashlib.sha256("".join(hashes.values()).encode()).hexdigest()
+        super().__init__(tokens[:-1], tokens[-1], windows, serving)
+        self.vocab_size = padded(coder.entries, encoding.vocab_multiple)
+        self.sha256 = hashlib.sha256("".join(hashes).encode()).hexdigest()
         self.description |= {
-            "name": name,
-            "files": files,
-            "eval_split": eval_split,
+            **about,
+            "eval_split": encoding.eval_split,
             "vocab_entries": coder.entries,
             "vocab_size": self.vocab_size,
-            "rotate": self._rotate,
+            "rotate": windows.rotate,
             **coder.about,
         }
 
@@ -155,48 +148,32 @@ class Text(EncodedText):
         self,
         root: str | Path,
         *,
-        tokenizer: str | None,
-        end_token: str | None,
         vocab_limit: int | None,
-        lower: bool,
-        eval_split: str,
-        vocab_multiple: int,
-        cache: str | Path | None,
-        **options: Unpack[StreamOptions],
+        end_token: str | None,
+        encoding: Encoding,
+        windows: Windows,
+        serving: Serving,
     ) -> None:
-        kept = Cache(cache)
-        texts = [*find_text_files(root, ("train", eval_split)).values()]
-        hashes = {path: kept.content_sha256(path) for path in texts}
-
-        def pieces(path: Path) -> Iterator[str]:
-            return text_blocks(path, hashes[path], lower=lower)
+        kept, lower, tokenizer = encoding.kept, encoding.lower, encoding.tokenizer
+        found = find_text_files(root, ("train", encoding.eval_split)).values()
+        texts = [encoding.text(path) for path in found]
+        hashes = [text.sha256 for text in texts]
 
         def vocabulary() -> tuple[str, ...]:
-            blocks = word_blocks(pieces(texts[0]), END_OF_LINE)
+            blocks = word_blocks(texts[0].blocks(), END_OF_LINE)
             return build_vocabulary(blocks, (UNKNOWN, END_OF_LINE), vocab_limit)
 
         if tokenizer is None:
             # Words depend on the training split alone, so both held-out splits share them.
-            key: Key = {"train": hashes[texts[0]], "lower": lower, "vocab_limit": vocab_limit}
+            key: Key = {"train": hashes[0], "lower": lower, "vocab_limit": vocab_limit}
             coder: Coder = Words(kept, key, vocabulary, UNKNOWN, END_OF_LINE)
         else:
             coder = subwords(tokenizer, kept, lower, end_token=end_token)
-            hashes[Path(tokenizer)] = coder.about["tokenizer_sha256"]
-
-        super().__init__(
-            "text",
-            ", ".join(path.name for path in texts),
-            hashes,
-            texts,
-            pieces,
-            coder,
-            cache=kept,
-            vocab_multiple=vocab_multiple,
-            eval_split=eval_split,
-            **options,
-        )
+            hashes.append(coder.about["tokenizer_sha256"])
+        about: Description = {"name": "text", "files": ", ".join(path.name for path in found)}
+        super().__init__(about, texts, coder, hashes, encoding, windows, serving)
         if tokenizer is not None:  # with it a loss becomes bits per byte of the text
-            share = texts[-1].stat().st_size / self._eval_ring.tokens
+            share = texts[-1].path.stat().st_size / self._eval_ring.tokens
             self.description["eval_bytes_per_token"] = share
 
 
@@ -249,16 +226,16 @@ def find_vocabulary(root: str | Path, named: str | Path | None) -> Path:
     )
 
 
-def read_vocabulary(path: Path, sha256: str, required: tuple[str, ...]) -> tuple[str, ...]:
+def read_vocabulary(file: TextFile, required: tuple[str, ...]) -> tuple[str, ...]:
     """Read a vocabulary file in UTF-8: one word a line, alone or followed by its count.
 
-    ``DamagedData`` names file and line if it cannot be read, its hash is not ``sha256`` (hex), a
-    line has another form or repeats a word, or one of ``required`` is missing.
+    ``DamagedData`` names file and line if it cannot be read, its hash is another, a line has
+    another form or repeats a word, or one of ``required`` is missing.
     """
     words: dict[str, None] = {}
-    lines = chain.from_iterable(text_lines(path, text_blocks(path, sha256)))
-    for number, text in enumerate(lines, 1):
-        fields = text.split()
+    path = file.path
+    for number, line in enumerate(chain.from_iterable(file.lines()), 1):
+        fields = line.split()
         if not 1 <= len(fields) <= 2 or not all(count.isdecimal() for count in fields[1:]):
             raise DamagedData(f"{path}: line {number} is not a word, or a word and its count")
         if fields[0] in words:
@@ -303,39 +280,24 @@ class Lm1b(EncodedText):
         root: str | Path,
         *,
         vocabulary: str | Path | None,
-        vocab_multiple: int,
-        eval_split: str,
-        eval_tokens: int | None,
-        cache: str | Path | None,
-        **sizes: Unpack[Sizes],
+        encoding: Encoding,
+        windows: Windows,
+        serving: Serving,
     ) -> None:
-        shards, held_out = find_shards(root, eval_split)
+        shards, held_out = find_shards(root, encoding.eval_split)
         source = find_vocabulary(root, vocabulary)
-        kept = Cache(cache)
-        hashes = {path: kept.content_sha256(path) for path in (source, *shards, held_out)}
-
-        def pieces(path: Path) -> Iterator[str]:
-            return text_blocks(path, hashes[path])
-
-        def words() -> tuple[str, ...]:
-            return read_vocabulary(source, hashes[source], (_SENTENCE, _UNKNOWN))
-
-        key: Key = {"vocabulary": hashes[source]}
+        listed, *texts = map(encoding.text, (source, *shards, held_out))
+        words = partial(read_vocabulary, listed, (_SENTENCE, _UNKNOWN))
+        key: Key = {"vocabulary": listed.sha256}
+        files = f"{len(shards)} training shards, {held_out.name}, {source.name}"
         super().__init__(
-            "lm1b",
-            f"{len(shards)} training shards, {held_out.name}, {source.name}",
-            hashes,
-            [*shards, held_out],
-            pieces,
-            Words(kept, key, words, _UNKNOWN, _SENTENCE, leads=True),
-            cache=kept,
-            vocab_multiple=vocab_multiple,
-            eval_split=eval_split,
-            rotate=False,
-            shuffle_files=True,
-            overlap=1,
-            eval_tokens=eval_tokens,
-            **sizes,
+            {"name": "lm1b", "files": files},
+            texts,
+            Words(encoding.kept, key, words, _UNKNOWN, _SENTENCE, leads=True),
+            [file.sha256 for file in (listed, *texts)],
+            encoding,
+            replace(windows, rotate=False, shuffle_files=True, overlap=1),
+            serving,
         )
 
 
@@ -356,17 +318,22 @@ class DocsText(TokenStreams):
     """
 
     def __init__(
-        self, level: str, vocab_limit: int | None, vocab_multiple: int, **sizes: Unpack[Sizes]
+        self,
+        level: str,
+        vocab_limit: int | None,
+        vocab_multiple: int,
+        windows: Windows,
+        serving: Serving,
     ) -> None:
         text = load_text()
         split: Callable[[str], list[str]] = split_words if level == "word" else list
         special = (UNKNOWN, END_OF_LINE) if level == "word" else (UNKNOWN,)
         train, held_out = map(split, split_text(text))
         self.vocabulary = build_vocabulary([train], special, vocab_limit)
-        self.vocab_size = -(-len(self.vocabulary) // vocab_multiple) * vocab_multiple
+        self.vocab_size = padded(len(self.vocabulary), vocab_multiple)
         ids = WordIds(self.vocabulary, UNKNOWN)
         tokens = [torch.from_numpy(block) for block in ids.encoded([train, held_out])]
-        super().__init__(tokens[:1], tokens[1], **sizes)
+        super().__init__(tokens[:1], tokens[1], windows, serving)
         self.sha256 = hashlib.sha256(text.encode()).hexdigest()
         self.description |= {
             "name": "docs_text",

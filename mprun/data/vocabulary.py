@@ -11,6 +11,7 @@ import os
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import chain
 from pathlib import Path
@@ -150,6 +151,46 @@ class WordIds(dict[str, int]):
         """Yield the ids of the words in ``blocks``, little-endian int32 ``[words]`` each."""
         for words in blocks:
             yield np.fromiter(map(self.__getitem__, words), "<i4", len(words))
+
+
+@dataclass(frozen=True, slots=True)
+class TextFile:
+    """A file of text by its content, whose SHA-256 (hex) was taken; ``lower``: in lower case."""
+
+    path: Path
+    sha256: str
+    lower: bool = False
+
+    def blocks(self) -> Iterator[str]:
+        """Yield its text as `text_blocks` does."""
+        return text_blocks(self.path, self.sha256, lower=self.lower)
+
+    def lines(self) -> Iterator[list[str]]:
+        """Yield its lines as `text_lines` does."""
+        return text_lines(self.path, self.blocks())
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Encoding:
+    """How files of text become ids, and the folder ``cache`` where these are kept (`Cache`).
+
+    With a ``tokenizer`` the entries of its file are the vocabulary (`subwords`), else words.
+    """
+
+    eval_split: str  # "valid" or "test"
+    vocab_multiple: int
+    cache: str | Path | None
+    lower: bool = False
+    tokenizer: str | None = None
+
+    @property
+    def kept(self) -> Cache:
+        """Return the cache in the folder."""
+        return Cache(self.cache)
+
+    def text(self, path: Path) -> TextFile:
+        """Return a file of text in its present state."""
+        return TextFile(path, self.kept.content_sha256(path), self.lower)
 
 
 class Coder(Protocol):

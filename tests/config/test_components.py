@@ -12,15 +12,20 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 
 import mprun
 from mprun.assembly.data import arguments_of
 from mprun.config.components import COMPONENTS, NETWORKS, SOURCES, TASKS
 from mprun.config.option_files import named, option_files
+from mprun.data.augmentation import Augmentation
+from mprun.data.source import Serving
+from mprun.data.token_streams import Windows
 from mprun.entry_points import loaded
 
 from ..cli.test_contributing import block
+from ..helpers import settings_of
 
 FILES = (
     "perceptrons/components.py",
@@ -194,14 +199,6 @@ def test_what_builds_a_component_is_there():
         assert all(callable(loaded(text)) for text in builders(component)), component.name
 
 
-def default_of(make, name):
-    """An argument's default in the builder, or in the base to which it is passed on."""
-    for one in inspect.getmro(make) if inspect.isclass(make) else [make]:
-        if name in (known := inspect.signature(one).parameters):
-            return known[name].default
-    return inspect.Parameter.empty
-
-
 def test_no_builder_has_another_default_than_its_schema():
     """What comes from the data has its size there, and no default in the schema."""
     compared = 0
@@ -209,11 +206,9 @@ def test_no_builder_has_another_default_than_its_schema():
         config = component.config()
         own = {*config.__dataclass_fields__} - {*getattr(component, "needs", ())}
         for text in builders(component):
-            make = loaded(text)
-            for name, value in arguments_of(make, config).items():
-                default = default_of(make, name)
+            for name, default in settings_of(loaded(text)).items():
                 if name in own and default is not inspect.Parameter.empty:
-                    assert default == value, (text, name)
+                    assert default == getattr(config, name), (text, name)
                     compared += 1
     assert compared > 20
 
@@ -227,3 +222,16 @@ def test_an_option_states_what_differs_from_its_schema(group, components):
         own = asdict(components[name].config())
         repeated = [key for key, value in values.items() if own[key] == value]
         assert not repeated or "# Published sizes" in text, (option, repeated)
+
+
+def test_an_options_object_is_made_of_the_keys_of_its_fields():
+    """One of which a required field is no key is left to the caller."""
+
+    def make(sequence_length, serving: Serving, windows: Windows, geometry: Augmentation): ...
+
+    config = SOURCES["text"].config(sequence_length=7, rotate=False)
+    assert arguments_of(make, config, seed=3, device="cpu") == {
+        "sequence_length": 7,
+        "serving": Serving(batch_size=32, seed=3, device=torch.device("cpu")),
+        "windows": Windows(sequence_length=7, rotate=False),
+    }

@@ -5,7 +5,6 @@ import dataclasses
 
 import pytest
 
-from mprun.assembly.data import arguments_of
 from mprun.config import schema
 from mprun.config.components import NETWORKS, SOURCES
 from mprun.config.compose import compose_config, config_from_record
@@ -25,6 +24,8 @@ from mprun.record.keys import (
     config_hash,
     flat,
 )
+
+from ..helpers import settings_of
 
 # Between them they have every component with keys of its own that are not hashed.
 CONFIGURATIONS = (
@@ -163,7 +164,7 @@ def test_no_setting_of_a_data_source_is_lost_on_the_way():
         fields = {field.name for field in dataclasses.fields(config)}
         embedded = set() if source.on_disk else {"root"}
         loader = set() if source.decodes else {"workers"}
-        left = fields - arguments_of(make, config).keys() - embedded - loader - {"name"}
+        left = fields - settings_of(make).keys() - embedded - loader - {"name"}
         assert left == set(), name
 
 

@@ -9,9 +9,9 @@ import torch
 from PIL import Image
 from torchvision.datasets.folder import pil_loader
 
-from mprun.data.cifar10 import DEVIATION, MEAN, Cifar10
+from mprun.data.cifar10 import DEVIATION, MEAN
 
-from ..helpers import raises_line
+from ..helpers import configured, raises_line
 from .made_images import CIFAR10_CLASSES as CLASSES
 from .made_images import write
 
@@ -30,7 +30,7 @@ def cifar10(root, **changes):
         "seed": 0,
         "device": "cpu",
     }
-    return Cifar10(str(root), **settings | changes)
+    return configured("cifar10", root=str(root), **settings | changes)
 
 
 def stored_bytes(images):

@@ -6,13 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from mprun.data import (
-    DatasetSource,
-    DigitsImages,
-    SyntheticImages,
-    SyntheticTokens,
-    TokenSource,
-)
+from mprun.data import DatasetSource, TokenSource
 
 from ..helpers import assert_same_bits, configured, raises_line
 from ..tables import with_extensions
@@ -28,13 +22,15 @@ from .made_images import bound, cifar10_folders, make_folder
 
 TOKENS = {"sequence_length": 6, "batch_size": 3, "device": "cpu"}
 IMAGES = {"batch_size": 5, "device": "cpu"}
+FEW = {"num_classes": 7, "image_size": 8, "train_size": 64, "eval_size": 24, **IMAGES}
+LITTLE = {"vocab_size": 50, "train_tokens": 1000, "eval_tokens": 100, **TOKENS}
 # Of a folder: what makes the source with these options, seed and batch_size among them.
 SOURCES = {
-    "digits": lambda _: lambda **more: DigitsImages(8, **IMAGES | more),
-    "synthetic images": lambda _: lambda **more: SyntheticImages(7, 8, 64, 24, **IMAGES | more),
+    "digits": lambda _: lambda **more: configured("digits", image_size=8, **IMAGES | more),
+    "synthetic images": lambda _: lambda **more: configured("synthetic_images", **FEW | more),
     "characters": lambda _: lambda **more: configured("docs_text", level="char", **TOKENS | more),
     "words": lambda _: lambda **more: configured("docs_text", level="word", **TOKENS | more),
-    "synthetic tokens": lambda _: lambda **more: SyntheticTokens(50, 1000, 100, **TOKENS | more),
+    "synthetic tokens": lambda _: lambda **more: configured("synthetic_tokens", **LITTLE | more),
     "tokens": lambda _: (
         lambda **more: TokenSource(
             torch.arange(90), torch.arange(50), vocab_size=90, **TOKENS | more

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from mprun.data import DataError, token_streams
-from mprun.data.source import DamagedData, permutation, rotation
-from mprun.data.token_streams import TokenStreams
+from mprun.data.source import DamagedData, Serving, permutation, rotation
+from mprun.data.token_streams import TokenStreams, Windows
 
 
 def token_file(path, tokens):
@@ -21,6 +21,15 @@ def token_file(path, tokens):
 def files(tmp_path):
     train = token_file(tmp_path / "train", range(103))
     return [train], token_file(tmp_path / "held_out", range(1000, 1060))
+
+
+def streams_of(
+    train, held_out, batch_size=4, sequence_length=5, seed=0, device="cpu", **windows
+) -> TokenStreams:
+    serving = Serving(batch_size=batch_size, seed=seed, device=device)
+    return TokenStreams(
+        train, held_out, Windows(sequence_length=sequence_length, **windows), serving
+    )
 
 
 def equal(first, second) -> bool:
@@ -47,8 +56,8 @@ def defined(index, batch_size, sequence_length):
 def test_as_from_memory_in_any_order(files, monkeypatch, batch_size, sequence_length, block_tokens):
     monkeypatch.setattr(token_streams, "BLOCK_TOKENS", block_tokens)
     sizes = (batch_size, sequence_length, 3, "cpu")
-    streams = TokenStreams(*files, *sizes)
-    memory = TokenStreams([torch.arange(103)], torch.arange(1000, 1060), *sizes)
+    streams = streams_of(*files, *sizes)
+    memory = streams_of([torch.arange(103)], torch.arange(1000, 1060), *sizes)
     assert streams.batches_per_epoch == memory.batches_per_epoch
     evaluation = streams.eval_batches()
     for place in np.random.default_rng(0).permutation(3 * streams.batches_per_epoch):
@@ -61,7 +70,7 @@ def test_as_from_memory_in_any_order(files, monkeypatch, batch_size, sequence_le
 
 
 def test_without_rotation_each_epoch_starts_at_the_first_token(files):
-    streams = TokenStreams(*files, 4, 5, 0, "cpu", rotate=False)
+    streams = streams_of(*files, rotate=False)
     assert streams.batches_per_epoch == 5  # 103 // 4 = 25 tokens a stream
     for epoch in (0, 1, 7):
         for batch in range(5):
@@ -74,7 +83,7 @@ def test_without_rotation_each_epoch_starts_at_the_first_token(files):
 def test_without_rotation_the_last_target_is_the_first_token(files, tmp_path):
     held_out = files[1]
     train = token_file(tmp_path / "hundred", range(100))
-    streams = TokenStreams([train], held_out, 4, 5, 0, "cpu", rotate=False)
+    streams = streams_of([train], held_out, rotate=False)
     assert streams.train_batch(4)[1][:, 3].tolist() == [96, 97, 98, 99, 0]
 
 
@@ -86,7 +95,7 @@ def test_files_in_an_order_of_their_own_each_epoch(tmp_path, monkeypatch, block_
     ends = [-1] * overlap  # the first token of the next file, which must not be read here
     train = [token_file(tmp_path / str(n), [*piece, *ends]) for n, piece in enumerate(pieces)]
     held_out = token_file(tmp_path / "held_out", range(17))
-    streams = TokenStreams(
+    streams = streams_of(
         train, held_out, 4, 3, 9, "cpu", rotate=False, shuffle_files=True, overlap=overlap
     )
     assert streams.train_tokens == 123
@@ -107,13 +116,13 @@ def test_files_in_an_order_of_their_own_each_epoch(tmp_path, monkeypatch, block_
 
 
 def test_evaluation_on_the_first_tokens(files):
-    streams = TokenStreams(*files, 4, 5, 0, "cpu", eval_tokens=34)
+    streams = streams_of(*files, eval_tokens=34)
     assert streams.eval_tokens == 34
     ((tokens, targets),) = streams.eval_batches()
     # 33 targets: one token is left out, then 16 streams of 2.
     assert tokens.t().tolist() == [[1001 + 2 * s, 1002 + 2 * s] for s in range(16)]
     assert torch.equal(targets, tokens + 1)
-    assert TokenStreams(*files, 4, 5, 0, "cpu", eval_tokens=10_000).eval_tokens == 60
+    assert streams_of(*files, eval_tokens=10_000).eval_tokens == 60
 
 
 @pytest.mark.parametrize(
@@ -127,14 +136,14 @@ def test_evaluation_on_the_first_tokens(files):
 def test_refusals(files, change, error, message):
     sizes = {"batch_size": 4, "sequence_length": 1, "seed": 0, "device": "cpu"}
     with pytest.raises(error, match=message):
-        TokenStreams(*files, **{**sizes, **change})
+        streams_of(*files, **{**sizes, **change})
     with pytest.raises(DamagedData, match="nowhere: No such file"):
-        TokenStreams(files[0], files[1].with_name("nowhere"), **sizes)
+        streams_of(files[0], files[1].with_name("nowhere"), **sizes)
 
 
 def test_a_folder_that_vanishes_changes_nothing(files, tmp_path, monkeypatch):
     monkeypatch.setattr(token_streams, "BLOCK_TOKENS", 1)
-    streams = TokenStreams(*files, 4, 5, 0, "cpu")
+    streams = streams_of(*files)
     wanted = [streams.train_batch(index) for index in range(12)]
     shutil.rmtree(tmp_path)
     assert all(equal(streams.train_batch(index), wanted[index]) for index in range(12))
@@ -143,7 +152,7 @@ def test_a_folder_that_vanishes_changes_nothing(files, tmp_path, monkeypatch):
 
 def test_a_file_that_is_cut_short(files, monkeypatch):
     monkeypatch.setattr(token_streams, "BLOCK_TOKENS", 1)
-    streams = TokenStreams(*files, 4, 5, 0, "cpu", rotate=False)
+    streams = streams_of(*files, rotate=False)
     streams.train_batch(0)
     os.truncate(files[0][0], 4 * 90 + 1)
     with pytest.raises(DamagedData, match="train: cut short while it was in use"):
@@ -155,7 +164,7 @@ def test_files_are_closed_with_the_streams(files):
         with os.scandir("/proc/self/fd") as found:
             return str(path) in {os.readlink(entry.path) for entry in found}
 
-    streams = TokenStreams(*files, 4, 5, 0, "cpu")
+    streams = streams_of(*files)
     assert is_open(files[0][0]) and is_open(files[1])
     del streams
     assert not is_open(files[0][0]) and not is_open(files[1])
@@ -164,7 +173,7 @@ def test_files_are_closed_with_the_streams(files):
 @pytest.mark.gpu
 def test_on_a_gpu_as_on_the_cpu(files, monkeypatch):
     monkeypatch.setattr(token_streams, "BLOCK_TOKENS", 45)
-    cpu, gpu = (TokenStreams(*files, 4, 5, 3, device) for device in ("cpu", "cuda"))
+    cpu, gpu = (streams_of(*files, seed=3, device=device) for device in ("cpu", "cuda"))
     batches = [gpu.train_batch(index) for index in range(20)] + list(gpu.eval_batches())
     wanted = [cpu.train_batch(index) for index in range(20)] + list(cpu.eval_batches())
     assert all(part.is_cuda and part.stride() == (part.shape[1], 1) for b in batches for part in b)

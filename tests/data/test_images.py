@@ -6,13 +6,16 @@ import math
 import pytest
 import torch
 
-from mprun.data import DataError, DigitsImages, SyntheticImages, image_store, permutation
+from mprun.data import DataError, image_store, permutation
 from mprun.data.image_store import load_digits
+
+from ..helpers import configured
 
 
 def digits(seed=0, batch_size=100, image_size=8, channels=1, value_range="tanh"):
-    return DigitsImages(
-        image_size,
+    return configured(
+        "digits",
+        image_size=image_size,
         batch_size=batch_size,
         seed=seed,
         device="cpu",
@@ -22,7 +25,9 @@ def digits(seed=0, batch_size=100, image_size=8, channels=1, value_range="tanh")
 
 
 def synthetic(seed=0, batch_size=10, **kwargs):
-    return SyntheticImages(7, 8, 64, 24, batch_size=batch_size, seed=seed, device="cpu", **kwargs)
+    sizes = {"num_classes": 7, "image_size": 8, "train_size": 64, "eval_size": 24}
+    given = {"batch_size": batch_size, "seed": seed, "device": "cpu"} | kwargs
+    return configured("synthetic_images", **sizes, **given)
 
 
 def stored_bytes(images):

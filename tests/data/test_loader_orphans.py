@@ -10,14 +10,14 @@ import pytest
 from .made_images import make_folder
 
 PROGRAM = """
-    import os, sys, time
+    import os, sys, time, torch
     from multiprocessing import active_children
     from mprun.assembly.data import build_data
     from mprun.config.components.images import ImageFolderConfig
 
     if __name__ == "__main__":
         config = ImageFolderConfig(root=sys.argv[1], image_size=16, batch_size=5, workers=2)
-        source = build_data(config, 0, "cpu")
+        source = build_data(config, 0, torch.device("cpu"))
         source.train_batch(0)
         print(*[child.pid for child in active_children()], flush=True)
         if sys.argv[2] == "wait":

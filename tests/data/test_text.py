@@ -7,9 +7,10 @@ from pydoc_data.topics import topics
 import pytest
 import torch
 
-from mprun.data import DataError, SyntheticTokens
+from mprun.data import DataError
+from mprun.data.source import Serving
 from mprun.data.text import load_text, split_text, split_words
-from mprun.data.token_streams import EVAL_STREAMS, TokenStreams
+from mprun.data.token_streams import EVAL_STREAMS, TokenStreams, Windows
 
 from ..helpers import configured
 
@@ -31,7 +32,8 @@ def docs(level="char", batch_size=8, sequence_length=16, seed=0, **kwargs):
 def numbered(n=103, held_out=40, batch_size=4, sequence_length=5, seed=0):
     """Streams over tokens that are their own positions; the held-out ones start at 1,000."""
     train, rest = torch.arange(n), torch.arange(1000, 1000 + held_out)
-    return TokenStreams([train], rest, batch_size, sequence_length, seed, "cpu")
+    serving = Serving(batch_size=batch_size, seed=seed, device=torch.device("cpu"))
+    return TokenStreams([train], rest, Windows(sequence_length=sequence_length), serving)
 
 
 def test_text_is_the_sorted_topics_and_hashed():
@@ -116,7 +118,9 @@ def test_evaluation_does_not_depend_on_the_training_batch():
 
 
 def test_synthetic_tokens():
-    source = SyntheticTokens(50, 1000, 100, **sizes(4, 10, 0))
+    source = configured(
+        "synthetic_tokens", vocab_size=50, train_tokens=1000, eval_tokens=100, **sizes(4, 10, 0)
+    )
     tokens, targets = source.train_batch(0)
     assert tokens.shape == targets.shape == (10, 4)
     assert source.samples_per_batch == 40

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from mprun.data import TokenSource
 from mprun.data.source import DamagedData, DataError
-from mprun.data.token_streams import TokenStreams
 
 from ..helpers import ONE_CORE, configured, raises_line, run
 
@@ -85,7 +85,7 @@ def source(root, vocab_size=WORDS, **options):
 )
 def test_batches_are_those_of_the_tokens_in_memory(kind, options, request):
     files = source(request.getfixturevalue(kind), **options)
-    memory = TokenStreams([torch.from_numpy(TRAIN)], torch.from_numpy(HELD_OUT), **SIZES)
+    memory = TokenSource(*map(torch.from_numpy, (TRAIN, HELD_OUT)), vocab_size=WORDS, **SIZES)
     assert files.batches_per_epoch == memory.batches_per_epoch == 5
     for index in range(3 * files.batches_per_epoch):
         for ours, theirs in zip(files.train_batch(index), memory.train_batch(index), strict=True):

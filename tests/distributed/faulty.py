@@ -11,8 +11,9 @@ from pathlib import Path
 
 import torch
 
-from mprun.data import DigitsImages
-from mprun.data.source import DamagedData
+from mprun.data.augmentation import ImageForm
+from mprun.data.image_store import DigitsImages
+from mprun.data.source import DamagedData, Serving
 
 STEP = 5  # from 0, of the phase "training"
 
@@ -80,8 +81,8 @@ class Faulty:
 
 def digits(*, batch_size, seed, device):
     """`data.factory` of the tests."""
-    made = DigitsImages(image_size=32, channels=3, batch_size=batch_size, seed=seed, device=device)
-    source = Faulty(made)
+    serving = Serving(batch_size=batch_size, seed=seed, device=device)
+    source = Faulty(DigitsImages(ImageForm(image_size=32), serving))
     if source.phase == "start" and source.kind not in (None, "inf", "nan"):
         kind, source.kind = source.kind, None
         fault(kind)

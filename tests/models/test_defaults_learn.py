@@ -8,10 +8,10 @@ import torch
 
 from mprun.config.compose import compose_config
 from mprun.config.option_files import option_files
-from mprun.data import DigitsImages
 from mprun.record.metrics import read_metrics
 from mprun.tasks.sample_distance import SampleDistance
 
+from ..helpers import configured
 from ..tables import with_extensions
 
 # Top-1 in per cent at the end, above it; chance is 10. docs/running.md has what was measured.
@@ -67,8 +67,9 @@ def test_dcgan_s_samples_come_closer_to_the_data_than_noise(precision, tmp_path)
     begun = trained(tmp_path / "begun", *command, "train.steps=1")[-1]["sliced_wasserstein"]
     ended = trained(tmp_path / "ended", *command)[-1]["sliced_wasserstein"]
     data = compose_config(["model=dcgan"]).config.data
-    digits = DigitsImages(
-        data.image_size,
+    digits = configured(
+        "digits",
+        image_size=data.image_size,
         batch_size=360,
         seed=0,
         device="cpu",

@@ -1,7 +1,8 @@
 """What run.json says of replaced files, over several attempts at a run."""
 
-from mprun.data import DigitsImages
 from mprun.training.announcements import replaced, replaced_line
+
+from ..helpers import configured
 
 
 class Replacing:
@@ -33,5 +34,5 @@ def test_moved_files_are_the_same():
 
 
 def test_other_sources_replace_nothing():
-    digits = DigitsImages(8, batch_size=100, seed=0, device="cpu")
+    digits = configured("digits", image_size=8, batch_size=100, seed=0, device="cpu")
     assert replaced(digits, {"replaced": 3}) == {}

@@ -6,7 +6,6 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mprun.data import DigitsImages
 from mprun.models.classifiers import alexnet, resnet50
 from mprun.models.dcgan import ConvAutoencoder
 from mprun.models.lstm import LSTMLanguageModel
@@ -28,7 +27,8 @@ AUTOENCODER = ["model=conv_autoencoder", "data.image_size=32", "data.batch_size=
 
 
 def digits(size, batch_size=4, **further):
-    return DigitsImages(size, batch_size=batch_size, seed=0, device="cpu", **further)
+    given = {"image_size": size, "batch_size": batch_size, "seed": 0, "device": "cpu"}
+    return configured("digits", **given, **further)
 
 
 def one_channel(batch_size=4):

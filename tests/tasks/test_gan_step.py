@@ -6,11 +6,10 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mprun.data import DigitsImages
 from mprun.models.dcgan import Discriminator, Generator
 from mprun.precision.emulation import HalfEmulation
 
-from ..helpers import assert_same_bits
+from ..helpers import assert_same_bits, configured
 
 STEPS = 4
 OVERRIDES = [
@@ -46,7 +45,7 @@ def test_a_step_is_that_of_a_bare_loop(build_run, overrides):
         torch.optim.Adam(network.parameters(), 2e-4, (0.5, 0.999), fused=True)
         for network in networks
     )
-    data = DigitsImages(32, batch_size=4, seed=0, device="cpu", value_range="tanh")
+    data = configured("digits", batch_size=4, seed=0, device="cpu", value_range="tanh")
     amp = bool(overrides)
     scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=2, enabled=amp)
     emulated = amp and "cpu_half=native" not in overrides

@@ -9,7 +9,6 @@ import torch
 from scipy.stats import wasserstein_distance
 from torch.nn import functional as F
 
-from mprun.data import DigitsImages
 from mprun.tasks.sample_distance import (
     SampleDistance,
     laplacian_pyramid,
@@ -17,7 +16,7 @@ from mprun.tasks.sample_distance import (
     sliced_wasserstein,
 )
 
-from ..helpers import TINY_GAN, numbers_of, record_of, run
+from ..helpers import TINY_GAN, configured, numbers_of, record_of, run
 
 
 def random(*shape, seed=0, dtype=torch.float32):
@@ -31,7 +30,7 @@ def digits():
 
 
 def digits_32():
-    return DigitsImages(32, batch_size=120, seed=0, device="cpu", value_range="tanh")
+    return configured("digits", batch_size=120, seed=0, device="cpu", value_range="tanh")
 
 
 @pytest.fixture(scope="module")

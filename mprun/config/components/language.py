@@ -215,7 +215,7 @@ class Lm1bConfig(DataConfig):
     cache: str | None = cache()
 
 
-@_text("token_files", builder="mprun.data.token_streams:TokenFiles", on_disk=True)
+@_text("token_files", builder="mprun.data.token_files:TokenFiles", on_disk=True)
 class TokenFilesConfig(DataConfig):
     """Files of tokens below `root`, already encoded: nanoGPT's or llm.c's."""
 

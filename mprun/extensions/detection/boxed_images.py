@@ -7,18 +7,27 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict
 from functools import partial
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mprun.data.augmentation import CAFFE_MEAN, imagenet_constants, normalise
+from mprun.data.augmentation import CAFFE_MEAN, ImageForm, imagenet_constants, normalise
 from mprun.data.image_files import MAX_FILE_BYTES, ImageSplit, image_table, printable, too_large
 from mprun.data.image_folder import decode_rgb
 from mprun.data.loader import LoadedSource
-from mprun.data.source import DamagedData, ReadBatch, Reader, kept_random_state, seed_sample
+from mprun.data.source import (
+    DamagedData,
+    Description,
+    ReadBatch,
+    Reader,
+    Serving,
+    kept_random_state,
+    seed_sample,
+)
 from mprun.extensions.detection.boxes import CLASS, DIFFICULT
 from mprun.extensions.detection.canvases import FIELDS, NOTHING
 
@@ -153,25 +162,11 @@ class BoxReader(Reader):
         return pixels.as_subclass(Tensor).permute(1, 2, 0), left
 
 
-class BoxOptions(TypedDict):
-    """Options of a source of images with boxes, besides its files."""
-
-    augmentation: str
-    image_size: int
-    channels: int
-    value_range: str
-    workers: int | None
-    prefetch: int
-    batch_size: int
-    seed: int
-    device: torch.device | str
-
-
 class BoxedImages(LoadedSource):
-    """Images with boxes for training, and others held out, normalised as ``value_range`` says.
+    """Images with boxes for training, and others held out, normalised as their form says.
 
-    ``workers`` and ``prefetch`` are as in ``ImageFolder``. ``sha256`` is over names, sizes of files
-    and objects. ``about`` is added to the description.
+    ``augmentation`` is as in ``BoxReader``. ``sha256`` is over names, sizes of files and objects.
+    ``about`` is added to the description.
 
     Raises:
         ValueError: There are fewer training images than a batch takes.
@@ -183,15 +178,15 @@ class BoxedImages(LoadedSource):
         train: BoxSplit,
         held_out: BoxSplit,
         num_classes: int,
-        about: dict[str, Any],
-        **options: Unpack[BoxOptions],
+        about: Description,
+        augmentation: str,
+        form: ImageForm,
+        serving: Serving,
     ) -> None:
-        device, channels = torch.device(options["device"]), options["channels"]
-        range_, size = options["value_range"], options["image_size"]
-        self._offset, self._divisor = imagenet_constants(range_, channels, device)
-        reader = partial(BoxReader, size, options["augmentation"], options["batch_size"])
-        splits = reader(train, options["seed"]), reader(held_out, None)
-        super().__init__(*splits, options["workers"], device, options["prefetch"])
+        constants = imagenet_constants(form.value_range, form.channels, serving.device)
+        self._offset, self._divisor = constants
+        reader = partial(BoxReader, form.image_size, augmentation, serving.batch_size)
+        super().__init__(reader(train, serving.seed), reader(held_out, None), serving)
         self.num_classes = num_classes
         digest = hashlib.sha256()
         for split in (train, held_out):
@@ -201,10 +196,8 @@ class BoxedImages(LoadedSource):
             "train_samples": len(train.images),
             "eval_samples": len(held_out.images),
             "num_classes": num_classes,
-            "image_size": size,
-            "channels": channels,
-            "value_range": range_,
-            "augmentation": options["augmentation"],
+            **asdict(form),
+            "augmentation": augmentation,
             "most_boxes": max(train.most, held_out.most),
             "sha256_of": "names, sizes and objects",
             **about,

@@ -7,14 +7,14 @@ Rows without an object have class -1 and zeros.
 """
 
 from functools import cache
-from typing import Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mprun.data.image_store import MAXIMUM, SPLIT_SEED, ImageStore, Serving, split_digits
-from mprun.data.source import Batch
+from mprun.data.augmentation import ImageForm
+from mprun.data.image_store import MAXIMUM, SPLIT_SEED, ImageStore, split_digits
+from mprun.data.source import Batch, Serving
 from mprun.extensions.detection.boxes import CLASS
 
 FIELDS = 6
@@ -39,22 +39,12 @@ class DigitCanvases(ImageStore):
     """
 
     def __init__(
-        self,
-        image_size: int,
-        train_size: int | None,
-        eval_size: int | None,
-        **serving: Unpack[Serving],
+        self, train_size: int | None, eval_size: int | None, form: ImageForm, serving: Serving
     ) -> None:
         (images, targets), (others, found) = digit_canvases()
-        super().__init__(
-            (images[:train_size], targets[:train_size]),
-            (others[:eval_size], found[:eval_size]),
-            255,
-            image_size,
-            name="digit_canvases",
-            num_classes=10,
-            **serving,
-        )
+        train = images[:train_size], targets[:train_size]
+        held_out = others[:eval_size], found[:eval_size]
+        super().__init__((train, held_out), "digit_canvases", 10, form, serving)
         self.description |= {"origin": "sklearn.datasets.load_digits", "most_boxes": MOST}
 
 

@@ -8,16 +8,16 @@ their ids. Crowds count as difficult: they are not learned from, and ignored by 
 """
 
 import os
-from typing import Any, Unpack
+from typing import Any
 
 import msgspec
 import numpy as np
 
+from mprun.data.augmentation import ImageForm
 from mprun.data.image_files import printable, read_file
-from mprun.data.source import DamagedData, DataError
+from mprun.data.source import DamagedData, DataError, Description, Serving
 from mprun.extensions.detection.boxed_images import (
     BoxedImages,
-    BoxOptions,
     BoxSplit,
     Objects,
     first_repeated,
@@ -114,7 +114,12 @@ def categories_of(found: Instances) -> list[_Category]:
 
 
 def coco(
-    root: str, *, train_folder: str, eval_folder: str, **options: Unpack[BoxOptions]
+    root: str,
+    train_folder: str,
+    eval_folder: str,
+    augmentation: str,
+    form: ImageForm,
+    serving: Serving,
 ) -> BoxedImages:
     """Return the images of two splits; those of training that have no object are left out.
 
@@ -138,10 +143,10 @@ def coco(
         named.append([own.name for own in categories_of(found)])
     if named[0] != named[1]:
         raise DamagedData(f"{shown}: its categories are not those of {train_folder}")
-    about: dict[str, Any] = {
+    about: Description = {
         "name": "coco",
         "splits": f"{train_folder}, {eval_folder}",
         "left_out": left_out,
     }
     train, held_out = splits
-    return BoxedImages(train, held_out, len(named[0]), about, **options)
+    return BoxedImages(train, held_out, len(named[0]), about, augmentation, form, serving)

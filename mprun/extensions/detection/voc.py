@@ -13,17 +13,16 @@ inclusive: a box of the whole image becomes 0, 0, 1, 1. A box that leaves its im
 import math
 import os
 import re
-from typing import Unpack
 from xml.etree import ElementTree
 
 import numpy as np
 
+from mprun.data.augmentation import ImageForm
 from mprun.data.image_files import printable, read_file
-from mprun.data.source import DamagedData, DataError
+from mprun.data.source import DamagedData, DataError, Description, Serving
 from mprun.errors import shortened
 from mprun.extensions.detection.boxed_images import (
     BoxedImages,
-    BoxOptions,
     BoxSplit,
     Objects,
     first_repeated,
@@ -130,11 +129,12 @@ def _listed(path: str) -> list[str]:
     return names
 
 
-def voc(root: str, *, years: str, difficult: bool, **options: Unpack[BoxOptions]) -> BoxedImages:
+def voc(
+    root: str, years: str, difficult: bool, augmentation: str, form: ImageForm, serving: Serving
+) -> BoxedImages:
     """Return trainval of ``years`` for training, VOC 2007's test images held out; 20 classes.
 
     ``difficult``: train on objects marked as difficult like on others; held-out ones stay marked.
-    The other options are those of `BoxedImages`.
 
     Raises DataError if a list of images is missing, and what `BoxedImages` raises.
     """
@@ -143,9 +143,9 @@ def voc(root: str, *, years: str, difficult: bool, **options: Unpack[BoxOptions]
     train = voc_split(folder, [(year, "trainval") for year in YEARS[years]], difficult)
     train.rows[:, DIFFICULT] = 0
     held_out = voc_split(folder, [("2007", "test")], difficult=True)
-    about = {
+    about: Description = {
         "name": "voc",
         "years": years,
         "difficult": "kept" if difficult else "left out",
     }
-    return BoxedImages(train, held_out, len(CLASSES), about, **options)
+    return BoxedImages(train, held_out, len(CLASSES), about, augmentation, form, serving)

@@ -1,6 +1,7 @@
 """Deep Speech 2: convolutions over a spectrogram, recurrent layers over time, symbols per frame."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +10,27 @@ from torch.nn import functional as F
 from mprun.models.reversal import reordered, reversed_order
 
 CLIP = 20.0  # of the rectifier min(max(x, 0), 20), section 3.1 of the source
+
+
+@dataclass(frozen=True, slots=True)
+class Convolutions:
+    """Channels, kernels and strides of the convolutions; the first one alone strides over time."""
+
+    channels: int
+    frequency_kernels: Sequence[int]  # rows, one a convolution
+    time_kernel: int
+    frequency_stride: int
+    time_stride: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recurrence:
+    """Units and layers of the GRUs, and frames of the row convolution behind them, 0 for none."""
+
+    hidden_size: int
+    num_layers: int
+    bidirectional: bool
+    row_convolution: int
 
 
 class DeepSpeech2(nn.Module):
@@ -39,34 +61,29 @@ class DeepSpeech2(nn.Module):
         self,
         frequencies: int,
         num_symbols: int,
-        channels: int,
-        frequency_kernels: Sequence[int],
-        time_kernel: int,
-        frequency_stride: int,
-        time_stride: int,
-        hidden_size: int,
-        num_layers: int,
-        bidirectional: bool,
-        row_convolution: int,
+        convolved: Convolutions,
+        recurrence: Recurrence,
         fully_connected: int,
         init_range: float | None,
     ) -> None:
         super().__init__()
         self.convolutions = nn.ModuleList()
         rows, below = frequencies, 1
-        for number, kernel in enumerate(frequency_kernels):
-            stride = time_stride if number == 0 else 1
-            block = _Convolution(below, channels, (kernel, time_kernel), (frequency_stride, stride))
+        for number, rows_of_kernel in enumerate(convolved.frequency_kernels):
+            kernel = rows_of_kernel, convolved.time_kernel
+            stride = convolved.frequency_stride, convolved.time_stride if number == 0 else 1
+            block = _Convolution(below, convolved.channels, kernel, stride)
             self.convolutions.append(block)
-            rows, below = block.sizes(rows, 0), channels
-        sizes = [rows * below] + [hidden_size] * (num_layers - 1)
+            rows, below = block.sizes(rows, 0), convolved.channels
+        hidden_size = recurrence.hidden_size
+        sizes = [rows * below] + [hidden_size] * (recurrence.num_layers - 1)
         self.recurrent = nn.ModuleList(
-            _Recurrent(size, hidden_size, bidirectional, normed=layer > 0)
+            _Recurrent(size, hidden_size, recurrence.bidirectional, normed=layer > 0)
             for layer, size in enumerate(sizes)
         )
         self.row_convolution = None
-        if row_convolution:
-            self.row_convolution = _RowConvolution(hidden_size, row_convolution)
+        if recurrence.row_convolution:
+            self.row_convolution = _RowConvolution(hidden_size, recurrence.row_convolution)
         self.connected: nn.Module = nn.Identity()
         if fully_connected:
             layer = nn.Linear(hidden_size, fully_connected, bias=False)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mprun.data.image_store import split_digits
-from mprun.data.source import Batch, EpochOrder, Source
+from mprun.data.source import Batch, EpochOrder, Serving, Source
 
 TRAIN_STRIPS, EVAL_STRIPS = 1200, 300
 FEWEST, MOST = 3, 5  # digits of a strip
@@ -44,9 +44,9 @@ class DigitStrips(Source):
 
     num_symbols = 11
 
-    def __init__(self, batch_size: int, seed: int, device: torch.device | str) -> None:
-        device = torch.device(device)
-        self._order = EpochOrder(seed, TRAIN_STRIPS, batch_size, device)
+    def __init__(self, serving: Serving) -> None:
+        batch_size, device = serving.batch_size, serving.device
+        self._order = EpochOrder(serving.seed, TRAIN_STRIPS, batch_size, device)
         self.batches_per_epoch, self.samples_per_batch = self._order.batches_per_epoch, batch_size
         own, held_out = split_digits()
         train, evaluated = _strips(*own, TRAIN_STRIPS, 0), _strips(*held_out, EVAL_STRIPS, 1)

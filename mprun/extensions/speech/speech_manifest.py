@@ -12,6 +12,7 @@ import math
 import os
 import wave
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from glob import glob
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 
 from mprun.data.image_files import printable
 from mprun.data.loader import LoadedSource
-from mprun.data.source import DamagedData, DataError, ReadBatch, Reader
+from mprun.data.source import DamagedData, DataError, ReadBatch, Reader, Serving
 from mprun.errors import BadInput
 
 _SPLITS = {"train": ("train",), "eval": ("dev", "val", "valid", "validation")}
@@ -46,15 +47,32 @@ class Utterance(NamedTuple):
     where: str
 
 
-class Spectrogram(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Spectrogram:
     """log(1 + magnitude) of windows of a wave, standardised over the utterance.
 
-    `sample_rate` is in samples per second, `window` and `hop` in samples.
+    `sample_rate` is in samples per second; ValueError if window or hop is too short there.
     """
 
     sample_rate: int
-    window: int
-    hop: int
+    window_ms: float
+    hop_ms: float
+
+    def __post_init__(self) -> None:
+        if self.window < 2 or self.hop < 1:
+            which = "window_ms" if self.window < 2 else "hop_ms"
+            said = f"{which}={getattr(self, which):g}"
+            raise ValueError(f"{said}: too short at sample_rate={self.sample_rate}")
+
+    @property
+    def window(self) -> int:
+        """Return the length of a window in samples."""
+        return round(self.sample_rate * self.window_ms / 1000)
+
+    @property
+    def hop(self) -> int:
+        """Return the samples from one window to the next."""
+        return round(self.sample_rate * self.hop_ms / 1000)
 
     @property
     def frequencies(self) -> int:
@@ -259,12 +277,43 @@ class UtteranceReader(Reader):
         return ReadBatch(features, targets, {})
 
 
+@dataclass(frozen=True, slots=True)
+class Alphabet:
+    """The characters of the texts, or the file below root that has them, one a line."""
+
+    alphabet: str
+    alphabet_file: str | None
+    lower: bool  # texts are turned to lower case
+
+    def characters(self, root: str) -> str:
+        """Return the characters; raise ValueError if there is none, or one of them twice."""
+        key, found = f"alphabet={self.alphabet!r}", self.alphabet
+        if self.alphabet_file is not None:
+            key, found = f"alphabet_file={self.alphabet_file}", ""
+            try:
+                with open(os.path.join(root, self.alphabet_file), encoding="utf-8") as file:
+                    lines = [line.rstrip("\r\n") for line in file]
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"{key}: cannot be read: {error}") from error
+            for number, line in enumerate(lines, start=1):
+                if len(line) != 1:
+                    have = f"has {len(line)} characters, must have one"
+                    raise ValueError(f"{key}: line {number} {have}")
+                found += line
+        if not found:
+            raise ValueError(f"{key}: has no character")
+        for place, character in enumerate(found):
+            if character in found[:place]:
+                raise ValueError(f"{key}: has {character!r} twice")
+        return found
+
+
 class SpeechManifest(LoadedSource):
     """Utterances of two manifests below ``root``, read by loader processes.
 
-    The arguments are those of `SpeechManifestConfig`; the first character of the alphabet is symbol
-    1. ``max_seconds`` is held against the manifest's duration, or else the file's. ``sha256`` is
-    over the manifests, the sizes of their files and the alphabet.
+    The first character of the alphabet is symbol 1. ``max_seconds`` is held against the manifest's
+    duration, or else the file's. ``sha256`` is over the manifests, the sizes of their files and the
+    alphabet.
 
     Raises:
         ValueError: A setting is impossible; the message begins with its name.
@@ -279,21 +328,12 @@ class SpeechManifest(LoadedSource):
         *,
         train_manifest: str | None,
         eval_manifest: str | None,
-        sample_rate: int,
-        window_ms: float,
-        hop_ms: float,
-        alphabet: str,
-        alphabet_file: str | None,
-        lower: bool,
         max_seconds: float | None,
-        workers: int | None,
-        prefetch: int,
-        batch_size: int,
-        seed: int,
-        device: torch.device | str,
+        spectrogram: Spectrogram,
+        texts: Alphabet,
+        serving: Serving,
     ) -> None:
-        spectrogram = spectrogram_of(sample_rate, window_ms, hop_ms)
-        characters = _characters(root, alphabet, alphabet_file)
+        characters, sample_rate = texts.characters(root), spectrogram.sample_rate
         codes = {character: code for code, character in enumerate(characters, start=1)}
         digest = hashlib.sha256(characters.encode())
         splits = []
@@ -303,7 +343,7 @@ class SpeechManifest(LoadedSource):
                 for path in _manifests(root, split, given)
                 for one in (read_transcripts if os.path.isdir(path) else read_manifest)(path)
             ]
-            splits.append(_checked(listed, lower, codes, digest))
+            splits.append(_checked(listed, texts.lower, codes, digest))
             # Read the first file now: a general fault shows before anything is written.
             read_audio(splits[-1][0].audio, sample_rate)
         train, held_out = splits
@@ -311,8 +351,8 @@ class SpeechManifest(LoadedSource):
             train = [one for one in train if _seconds(one, sample_rate) <= max_seconds]
             if not train:
                 raise ValueError(f"max_seconds={max_seconds:g}: no utterance is as short")
-        reader = partial(UtteranceReader, spectrogram, codes, root, batch_size)
-        super().__init__(reader(train, seed), reader(held_out, None), workers, device, prefetch)
+        reader = partial(UtteranceReader, spectrogram, codes, root, serving.batch_size)
+        super().__init__(reader(train, serving.seed), reader(held_out, None), serving)
         self.num_symbols = len(codes) + 1
         self.sha256 = digest.hexdigest()
         self.description = {
@@ -325,15 +365,6 @@ class SpeechManifest(LoadedSource):
             "left_out": len(splits[0]) - len(train),
             "sha256_of": "manifests, alphabet, sizes of files",
         }
-
-
-def spectrogram_of(sample_rate: int, window_ms: float, hop_ms: float) -> Spectrogram:
-    """Convert milliseconds to samples; raise ValueError if window or hop is too short."""
-    window, hop = round(sample_rate * window_ms / 1000), round(sample_rate * hop_ms / 1000)
-    if window < 2 or hop < 1:
-        said = f"window_ms={window_ms:g}" if window < 2 else f"hop_ms={hop_ms:g}"
-        raise ValueError(f"{said}: too short at sample_rate={sample_rate}")
-    return Spectrogram(sample_rate, window, hop)
 
 
 def shapes(data: Any) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, int]]:
@@ -350,33 +381,12 @@ def shapes(data: Any) -> tuple[tuple[int, ...], tuple[int, ...], dict[str, int]]
         raise BadInput(
             f"data.alphabet_file={data.alphabet_file}: a count reads no file; give data.alphabet"
         )
-    spectrogram = spectrogram_of(data.sample_rate, data.window_ms, data.hop_ms)
+    spectrogram = Spectrogram(data.sample_rate, data.window_ms, data.hop_ms)
     sizes = {"frequencies": spectrogram.frequencies, "num_symbols": len(data.alphabet) + 1}
     frames = 1 + int(data.max_seconds * data.sample_rate) // spectrogram.hop
     features = data.batch_size, 1, spectrogram.frequencies, frames
     symbols = math.ceil(15 * data.max_seconds)  # as in a second of read English
     return features, (data.batch_size, 2 + symbols), sizes
-
-
-def _characters(root: str, alphabet: str, alphabet_file: str | None) -> str:
-    key, found = f"alphabet={alphabet!r}", alphabet
-    if alphabet_file is not None:
-        key, found = f"alphabet_file={alphabet_file}", ""
-        try:
-            with open(os.path.join(root, alphabet_file), encoding="utf-8") as file:
-                lines = [line.rstrip("\r\n") for line in file]
-        except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{key}: cannot be read: {error}") from error
-        for number, line in enumerate(lines, start=1):
-            if len(line) != 1:
-                raise ValueError(f"{key}: line {number} has {len(line)} characters, must have one")
-            found += line
-    if not found:
-        raise ValueError(f"{key}: has no character")
-    for place, character in enumerate(found):
-        if character in found[:place]:
-            raise ValueError(f"{key}: has {character!r} twice")
-    return found
 
 
 def _manifests(root: str, split: str, given: str | None) -> list[str]:

@@ -6,20 +6,20 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain, islice, zip_longest
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
 
-from mprun.data.cache import Cache, Key
-from mprun.data.source import DamagedData, DataError
+from mprun.data.cache import Key
+from mprun.data.source import DamagedData, DataError, Serving
 from mprun.data.token_streams import TokenFile
 from mprun.data.vocabulary import (
     UNKNOWN,
+    Encoding,
+    TextFile,
     Words,
     build_vocabulary,
     subwords,
-    text_blocks,
-    text_lines,
 )
 from mprun.extensions.translation.sentence_pairs import (
     BLOCK,
@@ -28,7 +28,6 @@ from mprun.extensions.translation.sentence_pairs import (
     UNKNOWN_ID,
     Coded,
     Pairs,
-    PairSizes,
     SentencePairs,
     encoded,
 )
@@ -74,30 +73,25 @@ def _either(present: set[str], name: str) -> str | None:
     return next((one for one in (name, f"{name}.gz") if one in present), None)
 
 
-def pairs_of(
-    files: tuple[Path, ...], hashes: tuple[str, ...], lower: bool
-) -> Iterator[tuple[str, str]]:
+def pairs_of(files: Sequence[TextFile]) -> Iterator[tuple[str, str]]:
     """Yield the pairs of lines of a split.
 
     Raises:
-        DamagedData: The sides differ in length, a line has not two columns, or `text_blocks` or
-            `text_lines` refuses the text; the message names file and line.
+        DamagedData: The sides differ in length, a line has not two columns, or the text is refused;
+            the message names file and line.
     """
-    read = [
-        chain.from_iterable(text_lines(path, text_blocks(path, sha256, lower=lower)))
-        for path, sha256 in zip(files, hashes, strict=True)
-    ]
+    read = [chain.from_iterable(file.lines()) for file in files]
     if len(files) == 1:
         for number, line in enumerate(read[0], 1):
             columns = line.split("\t")
             if len(columns) != 2:
                 wrong = f"line {number} has {len(columns)} columns, must be source, tab, target"
-                raise DamagedData(f"{files[0]}: {wrong}")
+                raise DamagedData(f"{files[0].path}: {wrong}")
             yield columns[0], columns[1]
         return
     for number, (source, target) in enumerate(zip_longest(*read)):
         if source is None or target is None:
-            short, long = files if source is None else files[::-1]
+            short, long = (file.path for file in (files if source is None else files[::-1]))
             raise DamagedData(
                 f"{short}: ends after line {number}, {long.name} goes on: sides of different length"
             )
@@ -119,11 +113,11 @@ class ParallelText(SentencePairs):
     is UTF-8, already split into words between blanks; ``lower`` lower-cases them.
 
     Each side has a vocabulary from the training split: the four symbols of `SentencePairs`, then
-    words by falling count, at most its limit in all, None for no limit. With a ``tokenizer`` both
+    words by falling count, at most its limit in all, None for no limit. With a tokenizer both
     sides have the four symbols and then the entries of its file (`subwords`). Pairs with an empty
     side, or a side of ``max_length`` or more words, are left out, in the held-out split too.
 
-    The files are read line by line and encoded once, into the folder ``cache`` (`Cache`): the
+    The files are read line by line and encoded once, into the cache (`Encoding`): the
     tokens of all pairs, and the numbers of `Pairs`, int64. Pairs are then read from there on
     demand. Memory holds 8 bytes a training pair, and an epoch's permutation of the pairs.
 
@@ -139,24 +133,22 @@ class ParallelText(SentencePairs):
         *,
         source_language: str,
         target_language: str,
-        tokenizer: str | None,
         source_vocab_limit: int | None,
         target_vocab_limit: int | None,
-        lower: bool,
-        eval_split: str,
-        cache: str | Path | None,
-        **sizes: Unpack[PairSizes],
+        max_length: int,
+        encoding: Encoding,
+        serving: Serving,
     ) -> None:
-        kept, languages = Cache(cache), (source_language, target_language)
-        files = {split: find_pair_files(root, split, languages) for split in ("train", eval_split)}
-        hashes = {split: tuple(map(kept.content_sha256, paths)) for split, paths in files.items()}
-
-        def pairs(split: str) -> Iterator[tuple[str, str]]:
-            return pairs_of(files[split], hashes[split], lower)
+        kept, languages = encoding.kept, (source_language, target_language)
+        files = {
+            split: [*map(encoding.text, find_pair_files(root, split, languages))]
+            for split in ("train", encoding.eval_split)
+        }
+        hashes = {split: [file.sha256 for file in own] for split, own in files.items()}
 
         def ranked_words(side: int, limit: int | None) -> tuple[str, ...]:
             # Both sides are read, so that a fault in either is found before anything is kept.
-            words = (pair[side].split() for pair in pairs("train"))
+            words = (pair[side].split() for pair in pairs_of(files["train"]))
             return build_vocabulary(words, SYMBOLS, limit)
 
         def words_of(side: int, limit: int | None) -> Words:
@@ -164,7 +156,7 @@ class ParallelText(SentencePairs):
                 "train": " ".join(hashes["train"]),
                 "side": side,
                 "symbols": " ".join(SYMBOLS),
-                "lower": lower,
+                "lower": encoding.lower,
                 "vocab_limit": limit,
             }
             return _SideWords(
@@ -172,15 +164,15 @@ class ParallelText(SentencePairs):
             )
 
         coders: list[Any]  # subwords or words of each side
-        if tokenizer is None:
+        if encoding.tokenizer is None:
             coders = [*map(words_of, range(2), (source_vocab_limit, target_vocab_limit))]
         else:
-            joint = subwords(tokenizer, kept, lower, symbols=SYMBOLS)
-            coders, hashes["tokenizer"] = [joint, joint], (joint.about["tokenizer_sha256"],)
+            joint = subwords(encoding.tokenizer, kept, encoding.lower, symbols=SYMBOLS)
+            coders, hashes["tokenizer"] = [joint, joint], [joint.about["tokenizer_sha256"]]
         keys = [str(sorted(coder.key.items())) for coder in coders]
 
         def coded(split: str) -> Iterator[Coded]:
-            every = pairs(split)
+            every = pairs_of(files[split])
             while some := [*islice(every, BLOCK)]:
                 sides = zip(coders, zip(*some, strict=True), strict=True)
                 yield from zip(*(coder.ids(lines) for coder, lines in sides), strict=True)
@@ -189,29 +181,31 @@ class ParallelText(SentencePairs):
             key: Key = {
                 "words": "; ".join(keys),
                 "source": " ".join(hashes[split]),
-                "max_length": sizes["max_length"],
+                "max_length": max_length,
             }
             of_tokens, of_starts = {**key, "kind": "tokens"}, {**key, "kind": "starts"}
             tokens, places = kept.find(of_tokens), kept.find(of_starts)
             if tokens is None or places is None:
                 numbers = array("q", [0, 0, 0])
-                blocks = encoded(coded(split), sizes["max_length"], numbers)
+                blocks = encoded(coded(split), max_length, numbers)
                 tokens = kept.store(of_tokens, blocks)
                 places = kept.store(of_starts, [np.array(numbers, "<i8")])
             return Pairs(TokenFile(tokens), np.fromfile(places, "<i8"))
 
         every = "".join(chain.from_iterable(hashes.values()))
         super().__init__(
-            "parallel_text",
+            {
+                "name": "parallel_text",
+                "files": ", ".join(file.path.name for own in files.values() for file in own),
+                "eval_split": encoding.eval_split,
+                **coders[0].about,
+            },
             [*map(encoded_once, files)],
             [coder.entries for coder in coders],
             hashlib.sha256(every.encode()).hexdigest(),
-            {
-                "files": ", ".join(path.name for paths in files.values() for path in paths),
-                "eval_split": eval_split,
-                **coders[0].about,
-            },
-            **sizes,
+            max_length,
+            encoding.vocab_multiple,
+            serving,
         )
         self._coders = coders
 

@@ -5,29 +5,26 @@ import unicodedata
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
-from typing import TypedDict, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from mprun.data.source import Batch, DataError, EpochOrder, Source, permutation
-from mprun.data.token_streams import HeldTokens, TokenFile
+from mprun.data.source import (
+    Batch,
+    DataError,
+    Description,
+    EpochOrder,
+    Serving,
+    Source,
+    permutation,
+)
+from mprun.data.token_streams import HeldTokens, TokenFile, padded
 from mprun.data.vocabulary import UNKNOWN, WordIds, build_vocabulary
 
 # Ids of the first entries of each vocabulary, in their order.
 PADDING_ID, BEGIN_ID, END_ID, UNKNOWN_ID = range(4)
 SYMBOLS = ("<pad>", "<s>", "</s>", UNKNOWN)
-
-
-class PairSizes(TypedDict):
-    """The options of every source of pairs."""
-
-    batch_size: int
-    max_length: int
-    vocab_multiple: int
-    seed: int
-    device: torch.device | str
 
 
 Sentences = tuple[list[str], list[str]]
@@ -100,10 +97,10 @@ class SentencePairs(Source):
     ``samples_per_batch`` is the mean number of target words of a training batch.
 
     Args:
+        about: name and further plain values of the description.
         splits: training, and held out.
         entries: number of entries in the source and the target vocabulary; ``source_vocab_size``
             and ``target_vocab_size`` are these padded to ``vocab_multiple``.
-        about: further plain values for the description.
 
     Raises:
         ValueError: There are fewer training pairs than a batch takes.
@@ -112,29 +109,29 @@ class SentencePairs(Source):
 
     def __init__(
         self,
-        name: str,
+        about: Description,
         splits: Sequence[Pairs],
         entries: Sequence[int],
         sha256: str,
-        about: dict[str, str | int | float],
-        **sizes: Unpack[PairSizes],
+        max_length: int,
+        vocab_multiple: int,
+        serving: Serving,
     ) -> None:
-        multiple = sizes["vocab_multiple"]
-        padded = [-(-count // multiple) * multiple for count in entries]
-        self.source_vocab_size, self.target_vocab_size = padded
-        self._device, self._batch_size = torch.device(sizes["device"]), sizes["batch_size"]
+        self.source_vocab_size, self.target_vocab_size = (
+            padded(count, vocab_multiple) for count in entries
+        )
+        self._device, self._batch_size = serving.device, serving.batch_size
         train, held_out = self._train, self._held_out = splits
-        self._max_length = sizes["max_length"]
+        self._max_length = max_length
         for which, split in zip(("training", "held-out"), splits, strict=True):
             if not len(split):
-                raise DataError(f"data.max_length={self._max_length}: leaves no {which} pair")
+                raise DataError(f"data.max_length={max_length}: leaves no {which} pair")
         cpu = torch.device("cpu")  # where the pairs are
-        self._order = EpochOrder(sizes["seed"], len(train), self._batch_size, cpu)
+        self._order = EpochOrder(serving.seed, len(train), self._batch_size, cpu)
         self.batches_per_epoch = self._order.batches_per_epoch
         self.samples_per_batch = round(self._batch_size * train.words / len(train))
         self.sha256 = sha256
         self.description = {
-            "name": name,
             **about,
             "train_samples": train.words,
             "eval_samples": held_out.words,
@@ -142,7 +139,7 @@ class SentencePairs(Source):
             "eval_pairs": len(held_out),
             "train_pairs_left_out": train.left_out,
             "eval_pairs_left_out": held_out.left_out,
-            "max_length": self._max_length,
+            "max_length": max_length,
             "source_vocab_entries": entries[0],
             "target_vocab_entries": entries[1],
             "source_vocab_size": self.source_vocab_size,
@@ -199,7 +196,7 @@ class UnicodeNames(SentencePairs):
     same with every version of Python.
     """
 
-    def __init__(self, **sizes: Unpack[PairSizes]) -> None:
+    def __init__(self, max_length: int, vocab_multiple: int, serving: Serving) -> None:
         pairs = unicode_names()
         order = permutation(SPLIT_SEED, 0, len(pairs)).tolist()
         train = [pairs[place] for place in order[:-HELD_OUT_PAIRS]]
@@ -214,17 +211,19 @@ class UnicodeNames(SentencePairs):
                 ([*map(ids[0].__getitem__, one)], [*map(ids[1].__getitem__, other)])
                 for one, other in split
             )
-            tokens = np.concatenate([*encoded(coded, sizes["max_length"], numbers)])
+            tokens = np.concatenate([*encoded(coded, max_length, numbers)])
             splits.append(Pairs(HeldTokens(torch.from_numpy(tokens)), np.array(numbers)))
         lines = "".join(f"{' '.join(source)}\t{' '.join(target)}\n" for source, target in pairs)
         super().__init__(
-            "unicode_names",
-            splits,
-            [*map(len, self.vocabularies)],
-            hashlib.sha256(lines.encode()).hexdigest(),
             {
+                "name": "unicode_names",
                 "origin": "unicodedata.ucd_3_2_0",
                 "unidata_version": unicodedata.ucd_3_2_0.unidata_version,
             },
-            **sizes,
+            splits,
+            [*map(len, self.vocabularies)],
+            hashlib.sha256(lines.encode()).hexdigest(),
+            max_length,
+            vocab_multiple,
+            serving,
         )

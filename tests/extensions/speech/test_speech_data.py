@@ -18,14 +18,12 @@ from mprun.data import DataError
 from mprun.data.image_store import split_digits
 from mprun.data.source import DamagedData
 from mprun.errors import BadInput
-from mprun.extensions.speech.digit_strips import DigitStrips
 from mprun.extensions.speech.speech_manifest import (
     Spectrogram,
     read_audio,
     read_manifest,
     read_transcripts,
     read_wav,
-    spectrogram_of,
 )
 
 from ...helpers import configured, raises_line, refused
@@ -35,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 def strips(**changed):
-    return DigitStrips(**{"batch_size": 100, "seed": 0, "device": "cpu"} | changed)
+    return configured("digit_strips", **{"batch_size": 100, "seed": 0, "device": "cpu"} | changed)
 
 
 @pytest.fixture(scope="module")
@@ -109,8 +107,8 @@ def test_samples_of_every_width(tmp_path, width, channels):
 
 
 def test_a_tone_is_loudest_at_its_frequency():
-    spectrogram = spectrogram_of(16000, 20.0, 10.0)
-    assert spectrogram == Spectrogram(16000, 320, 160) and spectrogram.frequencies == 161
+    spectrogram = Spectrogram(16000, 20.0, 10.0)
+    assert (spectrogram.window, spectrogram.hop, spectrogram.frequencies) == (320, 160, 161)
     tone = np.sin(2 * np.pi * 2000 * np.arange(16000) / 16000).astype(np.float32)
     rows = spectrogram.of(tone)
     assert rows.shape == (161, 101) and rows.dtype == np.float32
@@ -228,7 +226,7 @@ def test_batches_of_a_manifest(tmp_path, ending):
     assert targets.tolist() == [[11, 2, 1, 2, 0], [21, 3, 2, 3, 1]]
     assert last.tolist() == [[31, 1, 1, 0, 0, 0], [41, 4, 1, 2, 2, 1]]
     assert not features[0, ..., 11:].any() and features[0, ..., :11].all(dim=(0, 1, 2)).any()
-    expected = Spectrogram(RATE, 160, 80).of(read_wav(str(tmp_path / "0.wav"), RATE))
+    expected = Spectrogram(RATE, 20.0, 10.0).of(read_wav(str(tmp_path / "0.wav"), RATE))
     assert np.array_equal(features[0, 0, :, :11].numpy(), expected)
 
 

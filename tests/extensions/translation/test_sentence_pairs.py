@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from mprun.data.source import DamagedData, DataError
+from mprun.data.vocabulary import TextFile
 from mprun.extensions.translation.parallel_text import find_pair_files
-from mprun.extensions.translation.sentence_pairs import UnicodeNames, unicode_names
+from mprun.extensions.translation.sentence_pairs import unicode_names
 
 from ...helpers import assert_same_bits, configured, refused
 
@@ -23,7 +24,7 @@ def test_unicode_s_names_are_the_same_everywhere():
     assert pairs["FULLWIDTH DIGIT ONE"] == "<wide> DIGIT ONE"
     assert pairs["ANGSTROM SIGN"] == "LATIN CAPITAL LETTER A WITH RING ABOVE"
     assert not any("CJK" in name or "HANGUL SYLLABLE" in name for name in pairs)
-    data = UnicodeNames(**{**SIZES, "max_length": 16})
+    data = configured("unicode_names", **{**SIZES, "max_length": 16})
     assert data.sha256 == "c18e0b79cdbd29394e41ee9f38a283cb4659e8e29f34c18e510e34be416dc4b0"
     about = data.description
     assert (about["origin"], about["unidata_version"]) == ("unicodedata.ucd_3_2_0", "3.2.0")
@@ -32,7 +33,7 @@ def test_unicode_s_names_are_the_same_everywhere():
 
 
 def test_no_held_out_pair_is_trained_on():
-    data = UnicodeNames(**{**SIZES, "max_length": 60, "batch_size": 61})
+    data = configured("unicode_names", **{**SIZES, "max_length": 60, "batch_size": 61})
     sides = data.vocabularies
 
     def texts(batches):
@@ -248,6 +249,7 @@ def test_damaged_text_is_one_line_and_nothing_is_written(folder, damage, code, s
 def test_a_file_that_changes_while_it_is_read_is_noticed(folder):
     from mprun.extensions.translation.parallel_text import pairs_of
 
-    files = find_pair_files(folder, "train", ("en", "de"))
+    paths = find_pair_files(folder, "train", ("en", "de"))
+    files = [TextFile(path, "0" * 64) for path in paths]
     with pytest.raises(DamagedData, match="train.*: changed while it was read"):
-        list(pairs_of(files, ("0" * 64, "0" * 64), False))
+        list(pairs_of(files))
