@@ -15,7 +15,7 @@ import pytest
 
 from mprun.entry_points import announced
 from mprun.errors import BadInput, Damaged
-from mprun.extensions.logs import log_formats
+from mprun.extensions.logs import binary_logs
 from mprun.extensions.logs.external_logs import load_foreign
 from mprun.extensions.logs.log_formats import read_logs
 from mprun.extensions.logs.wanted import Wanted
@@ -539,15 +539,15 @@ def test_records_of_an_offline_run_cross_blocks(tmp_path):
     path = tmp_path / "run.wandb"
     path.write_bytes(framed(*records))
     wanted = Wanted(path, "loss")
-    assert list(log_formats._framed(wanted)) == records and not wanted.notes
+    assert list(binary_logs._framed(wanted)) == records and not wanted.notes
     path.write_bytes(framed(*records)[:-1])
-    assert list(log_formats._framed(wanted)) == records[:-1]
+    assert list(binary_logs._framed(wanted)) == records[:-1]
     assert wanted.notes == ["it ends within a record: read up to there"]
     content = bytearray(framed(*records))
     content[40_000] ^= 1
     path.write_bytes(content)
     with raises_line(Damaged, f"{path}: byte 32", "a record's checksum is another"):
-        list(log_formats._framed(wanted))
+        list(binary_logs._framed(wanted))
 
 
 def message(*fields):
