@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 from mprun.precision.packed_states import IN_BLOCKS, SCALE
 from mprun.precision.rounded_weights import RoundedWeights, choose_narrow
 from mprun.precision.torch_update import held_by
-from mprun.prepared.prepared_model import Draws, PreparedModel
+from mprun.prepared.draws import Draws
+from mprun.prepared.prepared_model import PreparedModel
 
 _KEYS = ("loss_scale", "narrow", "delayed", "draws")
 

@@ -14,10 +14,8 @@ Each module instance gets a new `forward`. After pickling it is a plain module a
 from __future__ import annotations
 
 import copy
-import functools
-import gc
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -32,38 +30,31 @@ from mprun.precision.delayed_scaling import DelayedScaling
 from mprun.precision.emulation import Losses
 from mprun.precision.forward_context import ForwardContext
 from mprun.precision.loss_scale import LossScale
-from mprun.precision.module_dtypes import (
-    cast_around_modules,
-    cast_tree,
-    chosen_dtypes,
-    dtype_of,
-)
-from mprun.precision.philox import micro_batches
 from mprun.precision.policy import ieee_fp32
 from mprun.precision.recurrent import own_recurrent
-from mprun.precision.scaled_linear import install
 from mprun.precision.torch_update import is_granted
 from mprun.prepared import passes
 from mprun.prepared.border import Border, Forward, Watched, each_tensor, has_graph, has_hooks
+from mprun.prepared.draws import Draws
+from mprun.prepared.modules import entries, put_in_mode
 from mprun.prepared.nodes import mark
 from mprun.prepared.passes import Backward
 from mprun.prepared.shards import (
-    FSDP1,
     agree,
     are_several,
     gathered_together,
-    is_shard,
     keeps_half,
     parameters_between_calls,
+    refuse_cast,
+    refuse_replica,
     refuse_spread,
+    refuse_unshared,
     why_not_sharded,
 )
 from mprun.prepared.tensors import Tensors
 from mprun.torch_private import (
     REPLICATE,
-    Loss,
     active_ddp_module,
-    apply_to_tensors,
     children_of,
     disable_dynamo,
     graph_task,
@@ -126,6 +117,7 @@ class PreparedModel(Backward):
                 emulation.functions.loss_dtype = policy.loss_dtype
         elif casts:
             self._losses = Losses(policy.loss_dtype)
+        self._draws = policy.draws and not of_run  # its calls have numbers, which are given here
         if self._draws:
             Draws.begin(forward_context.device)
         self.delayed: DelayedScaling | None = None
@@ -142,73 +134,23 @@ class PreparedModel(Backward):
             passes.emulating.add(self)
 
     def _build(self) -> None:
-        """Set the dtype in which each module computes and its `forward`; again after modules were
-        added."""
-        # Metrics only count results of other modules.
-        metrics = {m for one in self.model.modules() if _is_metric(one) for m in one.modules()}
-        # A loss that is a part of the model is none of it: between calls it is FP32.
-        losses = {m for m in self.model.modules() if isinstance(m, Loss)}
-        named = {name: m for name, m in self.model.named_modules() if m not in metrics}
-        plain: dict[nn.Module, Any] = {}
-        for module in named.values():
-            known = module.__dict__.pop("forward", None)
-            plain[module] = known.plain if isinstance(known, Forward) else known
-            if plain[module] is not None:
-                module.__dict__["forward"] = plain[module]
-        chosen = chosen_dtypes(self.model, self.overrides, self.key)
-        dtypes = {
-            m: torch.float32 if m in losses else dtype_of(name, m, self.policy, chosen)
-            for name, m in named.items()
-        }
-        if self.stores_half:
-            for module, dtype in dtypes.items():
-                apply_to_tensors(module, functools.partial(cast_tree, dtype=dtype), recurse=False)
-        if not self.is_plain:
-            own_recurrent(self.model)
-            if self.policy.matmul is not None:
-                before = self.delayed
-                products, calls = self.policy.matmul, self.forward_context.calls
-                self.delayed = install(self.model, products, chosen, self.policy.name, calls)
-                if self.delayed is not None and before is not None:
-                    self.delayed.take_over(before.state_dict())
-            cast_around_modules(self.model, self.policy, chosen)
-            for module in metrics | losses:
-                module.__dict__.pop("forward", None)
-                if plain.get(module) is not None:
-                    module.__dict__["forward"] = plain[module]
-        self.tensors.parts = [
-            (m, dtype, tuple(children_of(m).values())) for m, dtype in dtypes.items()
-        ]
+        """Put the modules into the mode and intercept their calls; again after some were added."""
+        before, changes = self.delayed, not self.is_plain
+        made = put_in_mode(self.model, self.forward_context, self.overrides, self.key, changes)
+        self.delayed, self.tensors.parts = made.delayed, made.parts
+        if self.delayed is not None and before is not None:
+            self.delayed.take_over(before.state_dict())
         self._find_shards()
         kind = Watched if self._is_untouched else Forward
-        for module in self._entries(named.values()):
+        for module in entries(self.model, made.plain, self._is_untouched):
             inside = module.__dict__.pop("forward", None)
-            forward = module.__dict__["forward"] = kind(self, module, plain[module], inside)
+            forward = module.__dict__["forward"] = kind(self, module, made.plain[module], inside)
             module.__dict__["__getstate__"] = forward.plain_state
-            module.__dict__[REPLICATE] = _refuse_replica
+            module.__dict__[REPLICATE] = refuse_replica
         self.model.__dict__["__deepcopy__"] = self._deepcopied
         if self.scale is not None:
             self.guard = BatchNormGuard(self.model)
         PreparedModel.built += 1
-
-    @property
-    def _draws(self) -> bool:
-        """Return whether its calls have numbers, which are given here."""
-        return self.policy.draws and not self.of_run
-
-    def _entries(self, modules: Iterable[nn.Module]) -> list[nn.Module]:
-        """Return the modules whose calls are intercepted: all, or the outermost callable ones."""
-        if not self._is_untouched:
-            return [m for m in modules if not isinstance(m, Loss)]
-        found, todo = [self.model], [self.model]
-        while todo:
-            module = todo.pop()
-            if module is not self.model and not _is_metric(module):
-                found.append(module)
-            # A trainer calls another method; a module list has no forward.
-            if type(module).forward is nn.Module.forward or hasattr(module, "training_step"):
-                todo += module.children()
-        return found
 
     # Shards
 
@@ -485,31 +427,18 @@ class PreparedModel(Backward):
         """Do the same for each parameter that is there in a call of `module`."""
         for part, _, _ in self.tensors.shards.get(module, self.tensors.parts):
             for name, own in part.named_parameters(recurse=False):
-                if name.endswith("_flat_param"):
-                    raise RuntimeError(FSDP1)
                 refuse_spread(type(part).__name__, name, own)
                 if not own.is_floating_point() or own.dtype is torch.float32 or self.stores_half:
                     continue
                 if not self.is_sharded:
                     self._refuse_moved(own)
-                raise RuntimeError(
-                    f"fully_shard gathers {type(part).__name__}.{name} in {own.dtype}; leave "
-                    "param_dtype of its MixedPrecisionPolicy unset: the precision mode decides "
-                    "on the dtype of each operation"
-                )
+                refuse_cast(type(part).__name__, name, own)
 
     def refuse_alone(self) -> None:
         """Raise RuntimeError if several processes train it, but nothing adds up their gradients."""
         if self.of_run or not are_several() or not self.calls or self.group is not None:
             return
-        own = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        if not all(map(is_shard, own)):
-            what = "what fully_shard has left of " if any(map(is_shard, own)) else ""
-            raise RuntimeError(
-                f"{dist.get_world_size()} processes train {what}a prepared model, but nothing adds "
-                "up their gradients; put torch.nn.parallel.DistributedDataParallel around it, or "
-                "apply fully_shard to it, layers first"
-            )
+        refuse_unshared([own for own in self.parameters() if own.requires_grad])
 
     def _refuse_moved(self, now: Tensor) -> None:
         raise RuntimeError(
@@ -517,55 +446,3 @@ class PreparedModel(Backward):
             f"{now.device.type} in {now.dtype}; move and cast it before mprun.prepare, whose mode "
             "decides on the dtype of each operation"
         )
-
-
-class Draws:
-    """The random bits of models that round at random: each call of any of them has its own.
-
-    calls: of all of them, on all ranks.
-    """
-
-    calls = 0
-
-    @classmethod
-    def begin(cls, device: torch.device) -> None:
-        """Take the script's seed if no other model has; a loaded state brings that of its run."""
-        if any(model.policy.draws for model in passes.alive):
-            gc.collect()  # a model is in circles: those that the script has dropped go here
-        if not any(model.policy.draws for model in passes.alive):
-            cls.calls = 0
-            micro_batches.begin_step(device, torch.initial_seed(), 0)
-
-    @staticmethod
-    def share_seed(device: torch.device, group: Any) -> None:
-        """Take the first rank's seed on all: theirs may differ, and a checkpoint has one."""
-        shared = torch.tensor(micro_batches.seed - 2**63, device=device)
-        dist.broadcast(shared, group=group, group_src=0)
-        micro_batches.begin_step(device, int(shared) + 2**63, 0)
-
-    @classmethod
-    def begin_call(cls, device: torch.device) -> None:
-        """Give a call a number of its own."""
-        rank, ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        micro_batches.begin(device, cls.calls + rank)
-        cls.calls += ranks
-
-    @classmethod
-    def state_dict(cls) -> dict[str, Any]:
-        return {"seed": micro_batches.seed, "calls": cls.calls}
-
-    @classmethod
-    def load_state_dict(cls, device: torch.device, state: Mapping[str, Any]) -> None:
-        cls.calls = state["calls"]
-        micro_batches.begin_step(device, state["seed"], 0)
-
-
-def _is_metric(module: nn.Module) -> bool:
-    return any(kind.__module__.startswith("torchmetrics.") for kind in type(module).__mro__)
-
-
-def _refuse_replica() -> None:
-    raise RuntimeError(
-        "nn.DataParallel copies a prepared model to several devices, which is impossible; use "
-        "DistributedDataParallel around it"
-    )

@@ -8,8 +8,8 @@ agree on what one of them alone cannot know: whether all gradients are finite, t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NoReturn, TypeVar
 
 from torch import Tensor, nn
 from torch.distributed import (
@@ -131,11 +131,41 @@ def is_of_shards(hook: Any) -> bool:
 
 def refuse_spread(module: str, name: str, parameter: Tensor) -> None:
     """Raise RuntimeError if a parameter is not all there when its module computes."""
+    if name.endswith("_flat_param"):
+        raise RuntimeError(FSDP1)
     if is_shard(parameter):
         raise RuntimeError(
             f"{module}.{name} is spread over processes when it is used; mprun.prepare takes "
             "DistributedDataParallel and fully_shard, no tensor parallelism"
         )
+
+
+def refuse_cast(module: str, name: str, parameter: Tensor) -> NoReturn:
+    """Raise RuntimeError: `fully_shard` has cast a parameter as it gathered it."""
+    raise RuntimeError(
+        f"fully_shard gathers {module}.{name} in {parameter.dtype}; leave param_dtype of its "
+        "MixedPrecisionPolicy unset: the precision mode decides on the dtype of each operation"
+    )
+
+
+def refuse_unshared(trained: Sequence[Tensor]) -> None:
+    """Raise RuntimeError if some of these parameters of several processes are no shards: nothing
+    adds up their gradients."""
+    if not all(map(is_shard, trained)):
+        what = "what fully_shard has left of " if any(map(is_shard, trained)) else ""
+        raise RuntimeError(
+            f"{get_world_size()} processes train {what}a prepared model, but nothing adds up their "
+            "gradients; put torch.nn.parallel.DistributedDataParallel around it, or apply "
+            "fully_shard to it, layers first"
+        )
+
+
+def refuse_replica() -> None:
+    """Raise RuntimeError: nn.DataParallel copies a prepared model."""
+    raise RuntimeError(
+        "nn.DataParallel copies a prepared model to several devices, which is impossible; use "
+        "DistributedDataParallel around it"
+    )
 
 
 def keeps_half(policy: PrecisionPolicy) -> bool:

@@ -23,7 +23,6 @@ SUPERVISED = {
     "precision/emulation.py",
     "precision/forward_context.py",
     "precision/loss_scale.py",
-    "precision/policy.py",
     "precision/torch_update.py",
     "precision/update.py",
     "prepared/border.py",
