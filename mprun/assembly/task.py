@@ -44,7 +44,7 @@ from mprun.precision.module_dtypes import (
     those_that_match,
 )
 from mprun.prepared.prepared_model import PreparedModel
-from mprun.tasks import Learner, SampleDistance, Task
+from mprun.tasks import Learner, OfParameters, SampleDistance, Task
 
 if TYPE_CHECKING:
     from mprun.distributed.reduction import FlatReduction
@@ -128,10 +128,16 @@ def _learners(
 ) -> list[Learner]:
     """Prepare each model and build its optimizer; scales: of their gradients."""
     device, policy = forward_context.device, forward_context.policy
-    limits = _limits(config, [network for network, _ in networks])
+    train, optim, models = config.train, config.optim, [network for network, _ in networks]
+    clips = _of_parameters(train.clip_norm, train.clip_modules, models, "train.clip_modules")
+    averages = _of_parameters(
+        optim.average_decay, optim.average_modules, models, "optim.average_modules"
+    )
     in_parts = config.train.accumulate > 1 or ranks.world > 1
     found: list[Learner] = []
-    for (network, overrides), scale, own in zip(networks, scales, limits, strict=True):
+    for (network, overrides), scale, clip, average in zip(
+        networks, scales, clips, averages, strict=True
+    ):
         refuse_without_effect(network, policy, overrides, "precision.overrides")
         if ranks.world > 1 and config.dist.engine == "fsdp":
             from mprun.distributed.sharding import shard
@@ -153,9 +159,10 @@ def _learners(
             prepared,
             optimizer_maker(config.optim, policy, device, network)(trained),
             parts=config.train.accumulate,
+            clip=clip,
+            average=average,
             reduction=_reduction(config, prepared, ranks),
             statistics=BatchStatistics(network) if in_parts else None,
-            **own,
         )
         found.append(learner)
     return found
@@ -186,28 +193,23 @@ def _reduction(config: RunConfig, prepared: PreparedModel, ranks: Ranks) -> "Fla
     )
 
 
-def _limits(config: RunConfig, models: Sequence[nn.Module]) -> list[dict[str, Any]]:
-    """Return arguments of each model's learner: clipped and averaged parameters.
+def _of_parameters(
+    value: float | None, patterns: Sequence[str], models: Sequence[nn.Module], key: str
+) -> list[OfParameters | None]:
+    """Return `value` for each model, with the parameters in modules of these patterns of `key`.
 
     A pattern has to match in at least one of the models. A model in which none of several patterns
-    matches is neither clipped nor averaged. A ValueError names a pattern without a match.
+    matches gets None. A ValueError names a pattern without a match.
     """
-    train, optim = config.train, config.optim
-    found: list[dict] = [{} for _ in models]
-    clipped, averaged = "train.clip_modules", "optim.average_modules"
-    for key, value, names, patterns, modules in (
-        ("clip_norm", train.clip_norm, "clipped", train.clip_modules, clipped),
-        ("average_decay", optim.average_decay, "averaged", optim.average_modules, averaged),
-    ):
-        if value is None:
-            continue
-        matching = [those_that_match(model, patterns) for model in models]
-        if missing := [one for one in patterns if not any(one in own for own in matching)]:
-            weights_in(models[0], missing[:1], modules)  # it raises
-        for arguments, model, own in zip(found, models, matching, strict=True):
-            if own or not patterns:
-                arguments |= {key: value, names: weights_in(model, own, modules)}
-    return found
+    if value is None:
+        return [None for _ in models]
+    matching = [those_that_match(model, patterns) for model in models]
+    if missing := [one for one in patterns if not any(one in own for own in matching)]:
+        weights_in(models[0], missing[:1], key)  # it raises
+    return [
+        OfParameters(value, weights_in(model, own, key)) if own or not patterns else None
+        for model, own in zip(models, matching, strict=True)
+    ]
 
 
 def weights_in(model: nn.Module, patterns: Sequence[str], key: str) -> set[str]:

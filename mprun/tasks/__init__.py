@@ -2,6 +2,7 @@
 
 from mprun.tasks.gan import GAN as GAN
 from mprun.tasks.learner import Learner as Learner
+from mprun.tasks.learner import OfParameters as OfParameters
 from mprun.tasks.sample_distance import SampleDistance as SampleDistance
 from mprun.tasks.supervised import Classification as Classification
 from mprun.tasks.supervised import LanguageModel as LanguageModel

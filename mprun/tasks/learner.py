@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -38,6 +39,17 @@ from mprun.prepared.steps import install_hooks
 from mprun.torch_private import foreach_div_, foreach_mul_
 
 
+@dataclass(frozen=True, slots=True)
+class OfParameters:
+    """A number for parameters of these names; None: for all of the learner's."""
+
+    value: float
+    names: Collection[str] | None = None
+
+    def __contains__(self, name: object) -> bool:
+        return self.names is None or name in self.names
+
+
 class Learner:
     """A prepared model, its optimizer, and what a step does between `backward` and `step`.
 
@@ -45,10 +57,10 @@ class Learner:
         prepared: the model; its gradients are unscaled, its weights the master weights.
         optimizer: one of torch's, over its parameters.
         parts: micro-batches of an update, on all ranks; it uses the mean of their gradients.
-        clip_norm: maximum global L2 norm of the gradients, in FP32 in every mode.
-        clipped: names of the parameters that count in that norm and are clipped; None: all.
-        average_decay: keep a `WeightAverage`, with its values in `averages` by parameter name.
-        averaged: names of the averaged parameters; None: all.
+        clip: maximum global L2 norm of the gradients, in FP32 in every mode, and the parameters
+            that count in it and are clipped.
+        average: decay of a `WeightAverage`, with its values in `averages` by parameter name, and
+            the averaged parameters.
         reduction: sums over ranks; None: `.grad` adds up the micro-batches as they come.
         statistics: BatchNorm's, of a step in several micro-batches.
 
@@ -64,10 +76,8 @@ class Learner:
         optimizer: Optimizer,
         *,
         parts: int = 1,
-        clip_norm: float | None = None,
-        clipped: Collection[str] | None = None,
-        average_decay: float | None = None,
-        averaged: Collection[str] | None = None,
+        clip: OfParameters | None = None,
+        average: OfParameters | None = None,
         reduction: FlatReduction | None = None,
         statistics: BatchStatistics | None = None,
     ):
@@ -75,7 +85,8 @@ class Learner:
         self.prepared, self.model, self.optimizer = prepared, prepared.model, optimizer
         self.network: Callable[..., Any] = self.model
         self.steps: OptimizerSteps = state_of(optimizer)
-        self.clip_norm, self.parts, self.reduction = clip_norm, parts, reduction
+        self.clip_norm = None if clip is None else clip.value
+        self.parts, self.reduction = parts, reduction
         self.statistics = statistics
         if statistics is not None:
             prepared.guard = statistics
@@ -85,13 +96,11 @@ class Learner:
         self.updated = [*self.named.values()]
         if reduction is not None:
             self.network = reduction.network(prepared, self.updated)
-        self._clipped = [
-            n for n, name in enumerate(self.named) if clipped is None or name in clipped
-        ]
+        self._clipped = [n for n, name in enumerate(self.named) if clip is None or name in clip]
         self._average: WeightAverage | None = None
-        if average_decay is not None:
-            chosen = {n: p for n, p in self.named.items() if averaged is None or n in averaged}
-            self._average = WeightAverage(chosen, average_decay)
+        if average is not None:
+            chosen = {name: own for name, own in self.named.items() if name in average}
+            self._average = WeightAverage(chosen, average.value)
 
     @property
     def averages(self) -> Mapping[str, Tensor]:

@@ -6,6 +6,7 @@ from torch import nn
 
 from mprun.assembly.task import weights_in
 from mprun.precision import StaticLossScale
+from mprun.tasks import OfParameters
 
 from .. import helpers
 from ..helpers import assert_same_bits, making, mixed
@@ -29,8 +30,8 @@ def one_step(patterns, clip=CLIP, scale=None, mode="fp32"):
     torch.manual_seed(0)
     rule = making(torch.optim.SGD, 1.0, foreach=True)
     model = Network()
-    chosen = {"clip_norm": clip, "clipped": weights_in(model, patterns, "train.clip_modules")}
-    learner = mixed(model, mode, rule, scale, **chosen)
+    clipped = weights_in(model, patterns, "train.clip_modules")
+    learner = mixed(model, mode, rule, scale, clip=clip and OfParameters(clip, clipped))
     before = {name: weight.detach().clone() for name, weight in learner.named.items()}
     ids = torch.tensor([0, 1, 1, 5])
     update = helpers.one_step(learner, ids, lambda y: 3 * y.square().sum(), measure=True)

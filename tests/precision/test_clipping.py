@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from mprun.precision import DynamicLossScale, NoLossScale, StaticLossScale
+from mprun.tasks import OfParameters
 
 from .. import helpers
 from ..helpers import making, mixed
@@ -29,7 +30,7 @@ def mean_square(outputs):
 
 def one_step(mode, scale, clip_norm=CLIP, measure=False):
     """Gradient norm, and what one SGD step of rate 1 took off each weight."""
-    learner = mixed(network(), mode, scale=scale, clip_norm=clip_norm)
+    learner = mixed(network(), mode, scale=scale, clip=clip_norm and OfParameters(clip_norm))
     before = [updated.detach().clone() for updated in learner.updated]
     update = helpers.one_step(learner, batch(), mean_square, measure)
     steps = [b - a.detach() for b, a in zip(before, learner.updated, strict=True)]
@@ -120,7 +121,8 @@ def test_the_norm_of_fp16_gradients_does_not_overflow():
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e20, 1e18])
 def test_a_gradient_that_is_not_finite_skips_the_step(value, measure, clipped, clip_norm):
     model = network()
-    learner = mixed(model, "fp32", scale=StaticLossScale(1.0), clip_norm=clip_norm, clipped=clipped)
+    clip = clip_norm and OfParameters(clip_norm, clipped)
+    learner = mixed(model, "fp32", scale=StaticLossScale(1.0), clip=clip)
     mean_square(learner.network(batch())).backward()
     learner.updated[-1].grad.view(-1)[0] = value
     before = [updated.detach().clone() for updated in learner.updated]
@@ -136,7 +138,7 @@ def test_a_gradient_that_is_not_finite_skips_the_step(value, measure, clipped, c
 @pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_kahan"])
 def test_gradients_of_bf16_weights_are_clipped_in_fp32(mode):
     """Without masters too: the factor times a gradient is no number of BF16."""
-    learner = mixed(network(), mode, making(torch.optim.SGD, 0.0), clip_norm=CLIP)
+    learner = mixed(network(), mode, making(torch.optim.SGD, 0.0), clip=OfParameters(CLIP))
     learner.zero_grad()
     mean_square(learner.network(batch())).backward()
     gradients = {name: own.grad.clone() for name, own in learner.named.items()}

@@ -13,6 +13,7 @@ from torch import nn
 from mprun.precision import StaticLossScale, build_policy, rounded_weights
 from mprun.precision.philox import philox
 from mprun.precision.rounded_weights import Piece, RoundedWeights, choose_narrow
+from mprun.tasks import OfParameters
 
 from ..helpers import assert_same_bits, making, mixed, one_step
 
@@ -173,7 +174,7 @@ def trained(mode, rule, steps=4, skip=None, scale=None, **settings):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(40, 37), nn.LayerNorm(37), nn.Linear(37, 3))
     loss_scale, make = None if scale is None else StaticLossScale(scale), making(rule, **settings)
-    learner = mixed(model, mode, make, loss_scale, clip_norm=1.0, seed=3)
+    learner = mixed(model, mode, make, loss_scale, clip=OfParameters(1.0), seed=3)
     draw = torch.Generator().manual_seed(1)
     for step in range(steps):
         factor = math.inf if step == skip else 1.0

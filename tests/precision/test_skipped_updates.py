@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from mprun.precision import DynamicLossScale, NoLossScale, StaticLossScale
 from mprun.precision.torch_update import host_decides, initialise_state, step_unless
+from mprun.tasks import OfParameters
 
 from .. import helpers
 from ..helpers import assert_same_bits, making, mixed
@@ -265,7 +266,7 @@ def test_sparse_gradients_are_skipped_and_clipped_as_dense_ones(rule, mode, clip
         "adagrad": making(torch.optim.Adagrad, 0.05, eps=1e-3, foreach=False),
     }[rule]
     (sparse, told), (dense, expected) = (
-        looked_up(sparse, mode, make, clip_norm=clip) for sparse in (True, False)
+        looked_up(sparse, mode, make, clip=clip and OfParameters(clip)) for sparse in (True, False)
     )
     assert [found for found, _ in told] == [1, 0, 0, 1, 0, 0]
     # The three uses of a row are summed in FP32 here, by the native 16-bit kernel there.
@@ -295,7 +296,7 @@ def test_complex_weights_keep_both_parts(mode):
     x = torch.randn(3, 4).half().float()
     make = making(torch.optim.SGD, 0.1, 0.9, foreach=False)
     scale = StaticLossScale(64.0) if mode != "fp32" else NoLossScale()
-    own, plain = mixed(Filter(), mode, make, scale, clip_norm=1e3), Filter()
+    own, plain = mixed(Filter(), mode, make, scale, clip=OfParameters(1e3)), Filter()
     theirs = make([*plain.named_parameters()])
     for _ in range(3):
         assert helpers.one_step(own, x, lambda loss: loss, measure=True).grad_norm > 0

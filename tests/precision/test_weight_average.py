@@ -8,6 +8,7 @@ from torch import nn
 
 from mprun.assembly.task import weights_in
 from mprun.precision import DynamicLossScale
+from mprun.tasks import OfParameters
 
 from ..helpers import assert_same_bits, making, mixed, one_step
 
@@ -27,12 +28,10 @@ class Network(nn.Module):
 def learner_of(mode, patterns=("body",), decay=DECAY):
     torch.manual_seed(0)
     model = Network()
-    average = {
-        "average_decay": decay,
-        "averaged": weights_in(model, patterns, "optim.average_modules"),
-    }
+    averaged = weights_in(model, patterns, "optim.average_modules")
+    average = None if decay is None else OfParameters(decay, averaged)
     rule = making(torch.optim.SGD, 0.25, foreach=True)
-    return mixed(model, mode, rule, DynamicLossScale(256.0), **average)
+    return mixed(model, mode, rule, DynamicLossScale(256.0), average=average)
 
 
 def step(learner, index, spoil=1.0):
