@@ -4,11 +4,11 @@ import math
 
 import pytest
 
-from mprun.execution.step_runner import learning_rates
+from mprun.execution.step_runner import Schedule
 
 
 def rates(total, schedule, lr=1.0, **further):
-    return learning_rates(lr, total, schedule=schedule, **further)
+    return Schedule(lr, schedule, **further).rates(total)
 
 
 def assert_equal(ours, table):

@@ -19,7 +19,7 @@ from mprun.distributed.ranks import ALONE, Ranks
 from mprun.errors import BadInput
 from mprun.execution.cuda_graph import CudaRecorder, why_not_captured
 from mprun.execution.graphed_step import DRAWS, GraphedStep, HostBound
-from mprun.execution.step_runner import Compilation, LearningRate, StepRunner, learning_rates
+from mprun.execution.step_runner import Compilation, LearningRate, Schedule, StepRunner
 from mprun.precision import DTYPES, ForwardContext, PrecisionPolicy, why_no_lstm, why_unsupported
 from mprun.tasks import Learner, Task
 
@@ -110,9 +110,9 @@ def _check_device(
 
 def schedule_of(optim: OptimConfig, steps: int, steps_per_epoch: int) -> list[float]:
     """Return the learning rate of each update of a run of `steps` steps."""
-    settings = arguments_of(learning_rates, optim)
+    settings = arguments_of(Schedule, optim)
     settings |= {"steps_per_epoch": steps_per_epoch, "constant_epochs": optim.constant_epochs or 0}
-    return learning_rates(total_updates=steps, **settings)
+    return Schedule(**settings).rates(steps)
 
 
 def build_step_runner(

@@ -8,6 +8,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -22,21 +23,9 @@ from mprun.tasks.task import Learner, Task
 from mprun.torch_private import compile_options, said_by_a_compiler
 
 
-def learning_rates(
-    lr: float,
-    total_updates: int,
-    *,
-    schedule: str,
-    steps_per_epoch: int = 1,
-    warmup_updates: int = 0,
-    warmup_epochs: float = 0.0,
-    final_factor: float = 0.0,
-    power: float = 1.0,
-    milestones: tuple[float, ...] = (),
-    gamma: float = 0.1,
-    constant_epochs: float = 0.0,
-) -> list[float]:
-    """Return the learning rate of update 0, 1, ... total_updates - 1.
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """How the learning rate changes over a run.
 
     After the warm-up, with t from 0 to 1 over the rest of the run and f = final_factor:
     constant: lr; linear: lr * (1 - (1 - f) * t); cosine: lr * (f + (1 - f) * (1 + cos(pi t)) / 2);
@@ -49,27 +38,43 @@ def learning_rates(
         warmup_updates: linear rise from lr / warmup_updates to lr.
         warmup_epochs: the same, in epochs of steps_per_epoch updates, if warmup_updates is 0.
     """
-    warmup_updates = warmup_updates or round(warmup_epochs * steps_per_epoch)
 
-    def factor(update: int) -> float:
-        t = (update - warmup_updates) / max(1, total_updates - warmup_updates)
-        match schedule:
+    lr: float
+    schedule: str
+    steps_per_epoch: int = 1
+    warmup_updates: int = 0
+    warmup_epochs: float = 0.0
+    final_factor: float = 0.0
+    power: float = 1.0
+    milestones: Sequence[float] = ()
+    gamma: float = 0.1
+    constant_epochs: float = 0.0
+
+    def rates(self, total_updates: int) -> list[float]:
+        """Return the learning rate of update 0, 1, ... total_updates - 1."""
+        warmup = self.warmup_updates or round(self.warmup_epochs * self.steps_per_epoch)
+        warm = min(warmup, total_updates)
+        rise = [self.lr * (update + 1) / warmup for update in range(warm)]
+        rest = range(warm, total_updates)
+        return rise + [self.lr * self._factor(n, total_updates, warmup) for n in rest]
+
+    def _factor(self, update: int, total_updates: int, warmup: int) -> float:
+        """Return the share of lr that an update after the warm-up has."""
+        t = (update - warmup) / max(1, total_updates - warmup)
+        final = self.final_factor
+        match self.schedule:
             case "linear":
-                return 1 - (1 - final_factor) * t
+                return 1 - (1 - final) * t
             case "cosine":
-                return final_factor + (1 - final_factor) * (1 + math.cos(math.pi * t)) / 2
+                return final + (1 - final) * (1 + math.cos(math.pi * t)) / 2
             case "polynomial":
-                return final_factor + (1 - final_factor) * (1 - t) ** power
+                return final + (1 - final) * (1 - t) ** self.power
             case "step":
-                return gamma ** sum(update >= share * total_updates for share in milestones)
+                return self.gamma ** sum(update >= m * total_updates for m in self.milestones)
             case "epoch_decay":
-                drops = math.floor(update / steps_per_epoch - constant_epochs) + 1
-                return gamma ** max(0, drops)
+                drops = math.floor(update / self.steps_per_epoch - self.constant_epochs) + 1
+                return self.gamma ** max(0, drops)
         return 1.0
-
-    warm = min(warmup_updates, total_updates)
-    rise = [lr * (update + 1) / warmup_updates for update in range(warm)]
-    return rise + [lr * factor(update) for update in range(warm, total_updates)]
 
 
 class LearningRate:
