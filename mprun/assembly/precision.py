@@ -7,6 +7,7 @@ the parameters of BatchNorm out of the decay.
 """
 
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass
 from inspect import signature
 from typing import Any
 
@@ -101,9 +102,8 @@ def optimizer_maker(
         settings["betas"] = tuple(settings["betas"])
 
     def make(named: list[tuple[str, Tensor]]) -> torch.optim.Optimizer:
-        own = arguments_of(parameter_groups, config)
-        groups = parameter_groups(named, norm_names, matrices, **own)
-        return build(groups, **settings)
+        rates = Rates(**arguments_of(Rates, config))
+        return build(parameter_groups(named, rates, norm_names, matrices), **settings)
 
     return make
 
@@ -152,41 +152,51 @@ def hidden_matrices(module: nn.Module) -> frozenset[str]:
     )
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """The rate and the decay of a weight, and in what others differ.
+
+    A bias has the rate lr * bias_lr_factor, and the decay only with decay_bias. A parameter of a
+    norm layer has the rate lr, and the decay only with decay_norm (its shift is no bias here).
+    Where hidden matrices are moved as such, adamw_lr_factor is the rate of all others over theirs.
+    """
+
+    lr: float
+    weight_decay: float
+    bias_lr_factor: float = 1.0
+    decay_bias: bool = True
+    decay_norm: bool = True
+    adamw_lr_factor: float | None = None
+
+
 def parameter_groups(
     named: Iterable[tuple[str, Tensor]],
+    rates: Rates,
     norm_names: Collection[str],
     matrices: Collection[str] = (),
-    *,
-    lr: float,
-    weight_decay: float,
-    bias_lr_factor: float = 1.0,
-    decay_bias: bool = True,
-    decay_norm: bool = True,
-    adamw_lr_factor: float | None = None,
 ) -> list[dict]:
     """Build groups for a torch optimizer: params, lr, weight_decay, and lr_factor for later rates.
 
-    A bias has the rate lr * bias_lr_factor, and the decay only with decay_bias. A parameter in
-    norm_names has the rate lr, and the decay only with decay_norm (its shift is no bias here).
-    Those in `matrices` have groups of their own (`mprun.precision.muon`), to whose rate that of all
-    others is adamw_lr_factor. Parameters with the same rate and decay share a group, in the given
-    order. So an optimizer without such differences has the same single group as without this
-    function.
+    Parameters with the same rate and decay share a group, in the given order; those in `matrices`
+    have groups of their own (`mprun.precision.muon`). So an optimizer without such differences has
+    the same single group as without this function.
+
+    norm_names: of the parameters of norm layers.
     """
     groups: dict[tuple[float, float, bool], list[Tensor]] = {}
     for name, tensor in named:
         factor, decays = 1.0, True
         own = name.rpartition(".")[2]
         if name in norm_names:
-            decays = decay_norm
+            decays = rates.decay_norm
         elif own.startswith("bias") or own.endswith("bias"):  # bias_ih_l0, in_proj_bias
-            factor, decays = bias_lr_factor, decay_bias
+            factor, decays = rates.bias_lr_factor, rates.decay_bias
         if name not in matrices:
-            factor *= adamw_lr_factor or 1.0
-        key = factor, weight_decay if decays else 0.0, name in matrices
+            factor *= rates.adamw_lr_factor or 1.0
+        key = factor, rates.weight_decay if decays else 0.0, name in matrices
         groups.setdefault(key, []).append(tensor)
     return [
-        {"params": tensors, "lr": lr * factor, "weight_decay": decay, "lr_factor": factor}
+        {"params": tensors, "lr": rates.lr * factor, "weight_decay": decay, "lr_factor": factor}
         | ({"matrices": True} if is_matrix else {})
         for (factor, decay, is_matrix), tensors in groups.items()
     ]

@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.assembly.precision import norm_parameter_names, optimizer_maker, parameter_groups
+from mprun.assembly.precision import (
+    Rates,
+    norm_parameter_names,
+    optimizer_maker,
+    parameter_groups,
+)
 from mprun.config.schema import OptimConfig
 from mprun.models.lstm import LSTMLanguageModel
 from mprun.precision import StaticLossScale, get_policy
@@ -102,7 +107,7 @@ def test_names_of_norm_layers_and_biases():
     assert norm_parameter_names(nn.BatchNorm1d(3)) == {"weight", "bias"}
     names = {id(p): name for name, p in model.named_parameters()}
     groups = parameter_groups(
-        model.named_parameters(), norms, lr=1.0, weight_decay=0.5, bias_lr_factor=3.0
+        model.named_parameters(), Rates(lr=1.0, weight_decay=0.5, bias_lr_factor=3.0), norms
     )
     found = [(g["lr"], g["weight_decay"], g["lr_factor"]) for g in groups]
     assert found == [(1.0, 0.5, 1.0), (3.0, 0.5, 3.0)]
@@ -117,9 +122,8 @@ def test_names_of_norm_layers_and_biases():
 def test_one_group_in_the_order_of_the_model_where_nothing_differs(weight_decay, choice):
     model = network()
     named = list(model.named_parameters())
-    (group,) = parameter_groups(
-        named, norm_parameter_names(model), lr=0.1, weight_decay=weight_decay, **choice
-    )
+    rates = Rates(lr=0.1, weight_decay=weight_decay, **choice)
+    (group,) = parameter_groups(named, rates, norm_parameter_names(model))
     assert all(a is b for a, (_, b) in zip(group.pop("params"), named, strict=True))
     assert group == {"lr": 0.1, "weight_decay": weight_decay, "lr_factor": 1.0}
 
@@ -128,7 +132,8 @@ def test_a_model_without_norm_layers_and_biases_apart_has_two_groups():
     with torch.device("meta"):
         model = LSTMLanguageModel(11, 4, 4, 2)
     named = list(model.named_parameters())
-    groups = parameter_groups(named, set(), lr=1.0, weight_decay=0.1, decay_bias=False)
+    rates = Rates(lr=1.0, weight_decay=0.1, decay_bias=False)
+    groups = parameter_groups(named, rates, set())
     # Embedding, two matrices for each of two layers, output; two biases a layer, output.
     assert [len(g["params"]) for g in groups] == [6, 5]
 

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from mprun.assembly.precision import norm_parameter_names, parameter_groups
+from mprun.assembly.precision import Rates, norm_parameter_names, parameter_groups
 from mprun.config.schema import OptimConfig
 from mprun.errors import BadInput
 from mprun.precision.torch_update import has_fused_kernel
@@ -11,15 +11,14 @@ from mprun.precision.torch_update import has_fused_kernel
 
 def groups_of(config: OptimConfig, network: nn.Module) -> list[dict]:
     """Group the network's parameters by rate and decay; one group if all are equal."""
-    groups = parameter_groups(
-        network.named_parameters(),
-        norm_parameter_names(network),
+    rates = Rates(
         lr=config.lr,
         weight_decay=config.weight_decay,
         bias_lr_factor=config.bias_lr_factor,
         decay_bias=config.decay_bias,
         decay_norm=config.decay_norm,
     )
+    groups = parameter_groups(network.named_parameters(), rates, norm_parameter_names(network))
     return [{k: v for k, v in group.items() if k != "lr_factor"} for group in groups]
 
 
