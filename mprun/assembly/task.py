@@ -87,8 +87,7 @@ def build_task(
         own = build_loss_scale(config.scaler, device) if config.scaler.per == "optimizer" else scale
         learners = _learners(config, networks, [own, scale], forward_context, ranks)
         distance = _sample_distance(config, data, device)
-        both = scale, own
-        return made(*learners, data, policy, forward_context, both, sample_distance=distance)
+        return made(*learners, data, forward_context, sample_distance=distance)
     (learner,) = _learners(config, networks, [scale], forward_context, ranks)
     if any(size == "num_classes" and getattr(data, size) < 2 for size in kind_of(model).sizes):
         what = "one class, a classifier needs two; is the folder one level too high?"

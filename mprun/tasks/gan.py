@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from mprun.config.components import TASKS
 from mprun.data.source import Batch, Source
-from mprun.precision import ForwardContext, LossScale, PrecisionPolicy
+from mprun.precision import ForwardContext
 from mprun.tasks.learner import Learner
 from mprun.tasks.sample_distance import SampleDistance
 from mprun.tasks.task import Task, as_row, shared
@@ -32,7 +32,7 @@ class GAN(Task):
     of both then stands still, so that they keep the same learning rate.
 
     Args:
-        loss_scales: of discriminator and generator, which may be the same object.
+        generator, discriminator: their models may share a loss scale.
         sample_distance: adds the metric sliced_wasserstein to an evaluation; None saves its time.
     """
 
@@ -43,20 +43,18 @@ class GAN(Task):
         generator: Learner,
         discriminator: Learner,
         data: Source,
-        policy: PrecisionPolicy,
         forward_context: ForwardContext,
-        loss_scales: tuple[LossScale, LossScale],
         *,
         latent_size: int,
         accumulate: int = 1,
         eval_in_mode: bool = False,
         sample_distance: SampleDistance | None = None,
     ):
-        super().__init__(data, policy, forward_context, accumulate, eval_in_mode)
+        super().__init__(data, forward_context.policy, forward_context, accumulate, eval_in_mode)
         self.g, self.d = generator, discriminator
         self.latent_size, self.sample_distance = latent_size, sample_distance
         self.learners = {"generator": generator, "discriminator": discriminator}
-        of_d, of_g = loss_scales
+        of_d, of_g = (own.prepared.loss_scale for own in (discriminator, generator))
         self.loss_scales = {"loss_scale": of_d}
         if of_g is not of_d:
             self.loss_scales["loss_scale_generator"] = of_g
