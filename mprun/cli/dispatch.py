@@ -26,7 +26,7 @@ from mprun.entry_points import announced, loaded
 from mprun.errors import BAD_INPUT, DONE, RESOURCE, BadInput, MprunError, needing, shortened
 from mprun.file_system import FAILING
 from mprun.record.console import steady_terminal
-from mprun.spelling import RENAMED
+from mprun.spelling import became
 from mprun.training.signals import Interruption
 
 if TYPE_CHECKING:
@@ -168,8 +168,8 @@ def _dispatch(arguments: list[str]) -> int:
         arguments = arguments[1:]
     if arguments and (verb := verbs().get(arguments[0])) is not None:
         return loaded(verb)(arguments[1:])
-    if arguments and arguments[0] in RENAMED:
-        raise BadInput(f"{arguments[0]}: {RENAMED[arguments[0]]}")
+    if arguments and "=" not in arguments[0] and (now := became(arguments[0])):
+        raise BadInput(f"{arguments[0]}: {now}")
     if {"--help", "-h"} & set(arguments):
         return _help(arguments)
     options = _arguments().parse(arguments)
