@@ -26,7 +26,7 @@ def steps_of(full: Full) -> int:
     if config.train.steps is not None:
         return config.train.steps
     if not full.samples:
-        raise ValueError(f"{full.experiment}: counts epochs; rows.py needs its samples")
+        raise ValueError(f"{full.experiment}: counts epochs; rows.yaml needs its samples")
     batch = config.data.batch_size * config.train.accumulate
     batch *= getattr(config.data, "sequence_length", 1)
     return round(config.train.epochs * (full.samples // batch))

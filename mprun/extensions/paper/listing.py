@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from mprun.config.overrides import without
 from mprun.errors import Damaged
 from mprun.extensions.paper.rows import ROWS, PaperRow
@@ -38,7 +40,7 @@ def commands_of(row: PaperRow, options: Namespace) -> dict[str, Command]:
             return {}
         place = options.data_root and options.data_root / row.full.folder
         recipe = (f"experiment={row.full.experiment}", f"data.root={place}")
-        own, more, seeds = row._replace(overrides=recipe), [], options.seeds or (0,)
+        own, more, seeds = replace(row, overrides=recipe), [], options.seeds or (0,)
     if not own.overrides:
         return {}
     found = {name: Command("runs", given, seeds) for name, given in own.commands().items()}

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from msgspec.structs import replace
 
 from mprun.comparison import compare
 from mprun.comparison.findings import Comparison, Group
@@ -171,7 +172,7 @@ def beside(comparison: Comparison) -> tuple[list[RowOutcome], list[str]]:
 
 def _beside(group: Group, row: PaperRow) -> RowOutcome:
     arms = [arm for arm in row.arms if arm.value or any(_is(arm, own) for own in group.rows)]
-    arms = [arm._replace(outcome="") if arm.constructed else arm for arm in arms]
+    arms = [replace(arm, outcome="") if arm.constructed else arm for arm in arms]
     ran = {"FP32": group.baseline}
     for own in group.rows:
         if _mode(own) not in _MODES:
@@ -181,9 +182,9 @@ def _beside(group: Group, row: PaperRow) -> RowOutcome:
             arm = PaperArm(own.arm.label, ())
             arms.append(arm)
         ran[arm.technique] = own
-    titled = row.result._replace(network=f"{group.title}: {row.result.network}")
+    titled = replace(row.result, network=f"{group.title}: {row.result.network}")
     differs = tuple(_differences(group, row))
-    told = row._replace(result=titled, arms=tuple(arms), differs=differs, tried="", constructed="")
+    told = replace(row, result=titled, arms=tuple(arms), differs=differs, tried="", constructed="")
     found = _outcome(told, "", Path(group.baseline.arm.runs[0].path))
     found.slug = group.slug
     return _filled(found, group, ran)
@@ -289,7 +290,7 @@ def _differences(group: Group, row: PaperRow) -> Iterator[str]:
     yield f"data {name} (numbers compare only if that is {row.result.data})"
     if group.keys.get("model.name") not in row.models:
         yield "another network: the technique alone is compared"
-    yield from row.seen(group)
+    yield from row.seen_in(group)
     if (baseline := baseline_name(group)) != "FP32":
         yield f"{baseline} is the baseline in place of FP32"
 

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from mprun.comparison.report import render
 from mprun.extensions.paper.figures import figure_of, mechanism
 from mprun.extensions.paper.outcomes import NOT_RUN, RowOutcome, counted
@@ -177,7 +179,7 @@ class Page:
             one.key: {
                 "network": one.row.result.network,
                 "place": one.row.result.place,
-                "paper": one.row.result._asdict(),
+                "paper": msgspec.structs.asdict(one.row.result),
                 "ours": {"network": one.network, "data": one.data, "metric": one.metric},
                 "differs": (*one.row.differs, *one.row.always),
                 "fp32": one.fp32,

@@ -4,7 +4,9 @@ import json
 from collections import Counter
 from importlib.resources import files
 
+import msgspec
 import pytest
+from msgspec.structs import replace
 
 from mprun.config.compose import compose_config
 from mprun.errors import BadInput
@@ -21,7 +23,7 @@ from mprun.extensions.paper.outcomes import (
     counted,
     same_outcome,
 )
-from mprun.extensions.paper.rows import DIVERGES, DYNAMIC, EQUAL, FAILS, NAIVE, ROWS, _unscaled
+from mprun.extensions.paper.rows import DIVERGES, EQUAL, FAILS, NAIVE, ROWS, TECHNIQUES, PaperArm
 from mprun.extensions.paper.settled import held_out, seeds_of, settings, told
 
 
@@ -36,6 +38,21 @@ def test_every_result_of_the_paper_has_a_row():
     assert len({row.key for row in ROWS}) == len(ROWS)
 
 
+@pytest.mark.parametrize(
+    ("given", "wrong"),
+    [
+        ({"outcom": "equal"}, "unknown field `outcom`"),
+        ({"outcome": "equals"}, "enum"),
+        ({}, "array"),
+    ],
+)
+def test_a_row_with_a_field_of_another_name_or_value_is_refused(given, wrong):
+    overrides = ["precision=amp"] if given else "precision=amp"
+    arm = {"technique": "AMP", "overrides": overrides, **given}
+    with pytest.raises(msgspec.ValidationError, match=wrong):
+        msgspec.convert(arm, PaperArm)
+
+
 @pytest.mark.parametrize("row", [row for row in ROWS if row.overrides], ids=lambda row: row.key)
 def test_the_runs_of_a_row_differ_in_nothing_but_precision(row):
     made = {name: compose_config(own).as_dict() for name, own in row.commands().items()}
@@ -45,7 +62,7 @@ def test_the_runs_of_a_row_differ_in_nothing_but_precision(row):
         assert config == {**made["FP32"]}, name
     if row.key == "mandarin_weights":  # whose figure has evaluations over steps
         assert made["FP32"]["train"]["eval_every"]
-    assert any(arm == NAIVE or arm._replace(outcome="", value="") == NAIVE for arm in row.arms)
+    assert any(arm == NAIVE or replace(arm, outcome="", value="") == NAIVE for arm in row.arms)
 
 
 @pytest.mark.parametrize("row", [row for row in ROWS if row.full], ids=lambda row: row.key)
@@ -114,7 +131,7 @@ def test_what_qualifies_an_outcome_stands_beside_it():
     )
 
 
-ARMS = (_unscaled(), DYNAMIC, NAIVE)
+ARMS = [TECHNIQUES[name] for name in ("unscaled", "dynamic", "naive")]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +152,10 @@ def test_a_match_is_a_plain_yes_only_if_what_lacks_the_technique_fails(
     low, unscaled, naive, expected, discriminates
 ):
     verdicts = (unscaled, "matches", naive)
-    lines = [Line(*arm[:2], "", "", told) for arm, told in zip(ARMS, verdicts, strict=True)]
+    lines = [
+        Line(arm.technique, arm.overrides, "", "", told)
+        for arm, told in zip(ARMS, verdicts, strict=True)
+    ]
     found = same_outcome(EQUAL, "matches", low, control(lines[1], lines))
     plain = expected in (YES, WORSE_SIDE)
     assert found == (expected if plain else f"yes, tells nothing ({expected})")
@@ -144,7 +164,10 @@ def test_a_match_is_a_plain_yes_only_if_what_lacks_the_technique_fails(
 
 def test_a_technique_that_fails_does_not_discriminate():
     verdicts = ("worse", "not run", "matches")
-    lines = [Line(*arm[:2], "", "", told) for arm, told in zip(ARMS, verdicts, strict=True)]
+    lines = [
+        Line(arm.technique, arm.overrides, "", "", told)
+        for arm, told in zip(ARMS, verdicts, strict=True)
+    ]
     assert RowOutcome(ROWS[0], lines=lines).discriminates == "no (naive FP16 matches too)"
 
 
