@@ -106,11 +106,6 @@ def printable(path: str | bytes) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
-def too_large(name: str) -> str:
-    """Return the message for a file over ``MAX_FILE_BYTES``."""
-    return f"{name}: larger than {MAX_FILE_BYTES // 2**20} MiB, which no image should be"
-
-
 def read_file(path: str, most: int = MAX_FILE_BYTES) -> bytes:
     """Read a file of up to ``most`` bytes; ``DamagedData`` says why it cannot be used."""
     try:
@@ -262,7 +257,7 @@ def _tree(root: str, top: str, skip: bool) -> tuple[list[tuple[bytes, int]], int
         if identity in enclosing:
             continue
         folders, images, passed_over = _entries(path)
-        found += [(folder, image.name, _size(image, skip)) for image in images]
+        found += [(folder, image.name, size_of(image.path, skip)) for image in images]
         pending += [(os.path.join(folder, one.name), enclosing | {identity}) for one in folders]
         ignored += passed_over
     paths = [
@@ -298,19 +293,24 @@ def _entries(path: str) -> tuple[list[os.DirEntry], list[os.DirEntry], int]:
     return folders, images, ignored
 
 
-def _size(entry: os.DirEntry, skip: bool) -> int:
+def size_of(path: str, skip: bool = False) -> int:
+    """Return the size of an image's file; ``DamagedData`` if it cannot be one.
+
+    ``skip``: an empty file is left to whoever reads it.
+    """
     try:
-        found = entry.stat()
+        found = os.stat(path)
     except OSError as error:
-        dangling = entry.is_symlink()
+        dangling = os.path.islink(path)
         what = "a link to nothing" if dangling else f"cannot be read: {error.strerror}"
-        raise DamagedData(f"{printable(entry.path)}: {what}") from error
+        raise DamagedData(f"{printable(path)}: {what}") from error
     if not stat.S_ISREG(found.st_mode):
-        raise DamagedData(f"{printable(entry.path)}: not a regular file")
+        raise DamagedData(f"{printable(path)}: not a regular file")
     if found.st_size > MAX_FILE_BYTES:
-        raise DamagedData(too_large(printable(entry.path)))
+        largest = f"larger than {MAX_FILE_BYTES // 2**20} MiB, which no image should be"
+        raise DamagedData(f"{printable(path)}: {largest}")
     if found.st_size == 0 and not skip:
-        raise DamagedData(f"{printable(entry.path)}: an empty file (0 bytes)")
+        raise DamagedData(f"{printable(path)}: an empty file (0 bytes)")
     return found.st_size
 
 

@@ -24,7 +24,6 @@ from mprun.data.vocabulary import (
     Words,
     build_vocabulary,
     subwords,
-    word_blocks,
 )
 from mprun.errors import shortened
 
@@ -105,7 +104,7 @@ class EncodedText(TokenStreams):
             if entry is None:
                 if len(texts) > 2 and (sys.stderr.isatty() or number % 10 == 0):
                     print(f"mprun: encoding shard {number} of {len(texts)}", file=sys.stderr)
-                entry = cache.store(own, coder.encoded(text.path, text.blocks()))
+                entry = cache.store(own, coder.encoded(text))
             tokens.append(entry)
         super().__init__(tokens[:-1], tokens[-1], windows, serving)
         self.vocab_size = padded(coder.entries, encoding.vocab_multiple)
@@ -160,8 +159,8 @@ class Text(EncodedText):
         hashes = [text.sha256 for text in texts]
 
         def vocabulary() -> tuple[str, ...]:
-            blocks = word_blocks(texts[0].blocks(), END_OF_LINE)
-            return build_vocabulary(blocks, (UNKNOWN, END_OF_LINE), vocab_limit)
+            words = texts[0].words(END_OF_LINE)
+            return build_vocabulary(words, (UNKNOWN, END_OF_LINE), vocab_limit)
 
         if tokenizer is None:
             # Words depend on the training split alone, so both held-out splits share them.

@@ -31,49 +31,77 @@ _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _BLANKS = (b" ", b"\n", b"\t", b"\r")
 
 
-def text_blocks(
-    path: Path, sha256: str, *, lower: bool = False, block: int = BLOCK
-) -> Iterator[str]:
-    """Yield the UTF-8 text of ``path`` in pieces that end in a blank, the last in a line break.
+@dataclass(frozen=True, slots=True)
+class TextFile:
+    """A file of UTF-8 text of known content, which is read block by block.
 
-    Lines end in LF or CRLF; a last line without an end gets one. A byte order mark is dropped.
-    ``block`` is in bytes, 3 or more. A file that ends in ``.gz`` is read through gzip; positions in
-    messages are then those in its text.
-
-    Raises:
-        DamagedData: The file is gone or unreadable, is not UTF-8, has NUL bytes, a word of more
-            than ``LONGEST_WORD`` bytes or no word, or its hash is not ``sha256`` (hex). The message
-            names file and position. Pieces yielded before are then invalid.
+    Lines end in LF or CRLF; a last line without an end gets one. A byte order mark is dropped. A
+    file that ends in ``.gz`` is read through gzip; positions in messages are those in its text.
     """
-    digest = hashlib.sha256()
-    position = lines = 0  # position: that of the first byte of `rest`
-    rest, last, words = b"", b"\n", False
-    try:
-        with open(path, "rb", buffering=0) as raw:
-            announce("reading", path, os.fstat(raw.fileno()).st_size)
-            file: Any = io.BufferedReader(_Hashed(raw, digest), BLOCK)
-            if path.suffix == ".gz":
-                file = gzip.GzipFile(fileobj=file)
-            while read := file.read(block) or (b"" if last == b"\n" else b"\n"):
-                last = read[-1:]
-                if position == 0 and not rest and read.startswith(_BYTE_ORDER_MARK):
-                    position, read = len(_BYTE_ORDER_MARK), read[len(_BYTE_ORDER_MARK) :]
-                data = rest + read
-                cut = _cut(path, data, position)
-                data, rest = data[:cut], data[cut:]
-                text = _decoded(path, data, position, lines, lower)
-                words = words or bool(text.strip())
-                position += cut
-                lines += data.count(b"\n")
-                yield text
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise DamagedData(f"{path}: no whole gzip file ({error})") from error
-    except OSError as error:
-        raise DamagedData(f"{path}: {error.strerror}") from error
-    if digest.hexdigest() != sha256:
-        raise DamagedData(f"{path}: changed while it was read")
-    if not words:
-        raise DamagedData(f"{path}: no words, " + ("empty lines only" if position else "0 bytes"))
+
+    path: Path
+    sha256: str  # hex, of its content
+    lower: bool = False  # turn the text to lower case
+    block: int = BLOCK  # bytes that are read at once, 3 or more
+
+    def blocks(self) -> Iterator[str]:
+        """Yield the text in pieces that end in a blank, the last in a line break.
+
+        Raises:
+            DamagedData: The file is gone or unreadable, is not UTF-8, has NUL bytes, a word of more
+                than ``LONGEST_WORD`` bytes or no word, or its hash is another. The message names
+                file and position. Pieces yielded before are then invalid.
+        """
+        path, digest = self.path, hashlib.sha256()
+        position = lines = 0  # position: that of the first byte of `rest`
+        rest, last, words = b"", b"\n", False
+        try:
+            with open(path, "rb", buffering=0) as raw:
+                announce("reading", path, os.fstat(raw.fileno()).st_size)
+                file: Any = io.BufferedReader(_Hashed(raw, digest), BLOCK)
+                if path.suffix == ".gz":
+                    file = gzip.GzipFile(fileobj=file)
+                while read := file.read(self.block) or (b"" if last == b"\n" else b"\n"):
+                    last = read[-1:]
+                    if position == 0 and not rest and read.startswith(_BYTE_ORDER_MARK):
+                        position, read = len(_BYTE_ORDER_MARK), read[len(_BYTE_ORDER_MARK) :]
+                    data = rest + read
+                    cut = _cut(path, data, position)
+                    data, rest = data[:cut], data[cut:]
+                    text = _decoded(path, data, position, lines, self.lower)
+                    words = words or bool(text.strip())
+                    position += cut
+                    lines += data.count(b"\n")
+                    yield text
+        except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+            raise DamagedData(f"{path}: no whole gzip file ({error})") from error
+        except OSError as error:
+            raise DamagedData(f"{path}: {error.strerror}") from error
+        if digest.hexdigest() != self.sha256:
+            raise DamagedData(f"{path}: changed while it was read")
+        if not words:
+            raise DamagedData(
+                f"{path}: no words, " + ("empty lines only" if position else "0 bytes")
+            )
+
+    def lines(self) -> Iterator[list[str]]:
+        """Yield the lines, without their ends, in lists.
+
+        ``DamagedData`` names the file if a line has more than ``LONGEST_LINE`` characters.
+        """
+        rest, before = "", 0
+        for text in self.blocks():
+            *lines, rest = (rest + text).split("\n")
+            before += len(lines)
+            if len(rest) > LONGEST_LINE:
+                many = f"more than {LONGEST_LINE} characters"
+                raise DamagedData(f"{self.path}: line {before + 1} has {many}")
+            yield lines
+
+    def words(self, marker: str) -> Iterator[list[str]]:
+        """Yield the words in lists, ``marker`` after every line."""
+        for text in self.blocks():
+            yield text.replace("\n", f" {marker} ").split()
 
 
 class _Hashed(io.RawIOBase):  # its content also goes into a digest as it is read
@@ -117,26 +145,6 @@ def _decoded(path: Path, data: bytes, position: int, lines: int, lower: bool) ->
     return text.lower() if lower else text
 
 
-def text_lines(path: Path, texts: Iterable[str]) -> Iterator[list[str]]:
-    """Yield the lines of ``texts`` (from ``text_blocks``), without their ends, in lists.
-
-    ``DamagedData`` names ``path`` if a line has more than ``LONGEST_LINE`` characters.
-    """
-    rest, before = "", 0
-    for text in texts:
-        *lines, rest = (rest + text).split("\n")
-        before += len(lines)
-        if len(rest) > LONGEST_LINE:
-            raise DamagedData(f"{path}: line {before + 1} has more than {LONGEST_LINE} characters")
-        yield lines
-
-
-def word_blocks(texts: Iterable[str], marker: str) -> Iterator[list[str]]:
-    """Yield the words of ``texts`` (from ``text_blocks``) in lists, ``marker`` after every line."""
-    for text in texts:
-        yield text.replace("\n", f" {marker} ").split()
-
-
 class WordIds(dict[str, int]):
     """Ids 0, 1, ... of ``words``; any other word has the id of ``unknown``."""
 
@@ -151,23 +159,6 @@ class WordIds(dict[str, int]):
         """Yield the ids of the words in ``blocks``, little-endian int32 ``[words]`` each."""
         for words in blocks:
             yield np.fromiter(map(self.__getitem__, words), "<i4", len(words))
-
-
-@dataclass(frozen=True, slots=True)
-class TextFile:
-    """A file of text by its content, whose SHA-256 (hex) was taken; ``lower``: in lower case."""
-
-    path: Path
-    sha256: str
-    lower: bool = False
-
-    def blocks(self) -> Iterator[str]:
-        """Yield its text as `text_blocks` does."""
-        return text_blocks(self.path, self.sha256, lower=self.lower)
-
-    def lines(self) -> Iterator[list[str]]:
-        """Yield its lines as `text_lines` does."""
-        return text_lines(self.path, self.blocks())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -194,14 +185,14 @@ class Encoding:
 
 
 class Coder(Protocol):
-    """Turns ``texts`` (from ``text_blocks``) into ids below ``entries``, with ends of lines."""
+    """Turns a text into ids below ``entries``, with ends of lines."""
 
     key: Key  # what the ids depend on
     about: dict[str, str]  # for the record
     entries: int
     vocabulary: Any  # the entries, by ids
 
-    def encoded(self, path: Path, texts: Iterable[str]) -> Iterator[np.ndarray]: ...
+    def encoded(self, text: TextFile) -> Iterator[np.ndarray]: ...
 
 
 class Words(Coder):
@@ -232,8 +223,8 @@ class Words(Coder):
     def lookup(self) -> WordIds:  # a text in the cache needs none in memory
         return WordIds(self.vocabulary, self._unknown)
 
-    def encoded(self, path: Path, texts: Iterable[str]) -> Iterator[np.ndarray]:
-        blocks = word_blocks(texts, self._marker)
+    def encoded(self, text: TextFile) -> Iterator[np.ndarray]:
+        blocks = text.words(self._marker)
         return self.lookup.encoded(chain([[self._marker]], blocks) if self._leads else blocks)
 
 

@@ -8,14 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mprun.data.source import DamagedData
-from mprun.data.vocabulary import LONGEST_WORD, text_blocks, word_blocks
+from mprun.data.vocabulary import LONGEST_WORD, TextFile
 
 
 def read(path, content: bytes, **options) -> list[str]:
     path.write_bytes(content)
-    sha256 = hashlib.sha256(content).hexdigest()
-    texts = list(text_blocks(path, sha256, **options))
-    words = [word for words in word_blocks(texts, "<eos>") for word in words]
+    file = TextFile(path, hashlib.sha256(content).hexdigest(), **options)
+    texts = list(file.blocks())
+    words = [word for words in file.words("<eos>") for word in words]
     # No word is cut apart, and every line is there.
     assert all(text[-1:].isspace() for text in texts if text)
     joined = "".join(texts)
@@ -81,7 +81,8 @@ def test_any_text_in_any_block_as_line_by_line(tmp_path_factory, pieces, block):
 def test_lower_case_spares_the_marker(tmp_path):
     content = "The <UNK> ÄRGER\n".encode()
     assert read(tmp_path / "text", content, lower=True) == ["the", "<unk>", "ärger", "<eos>"]
-    assert list(word_blocks([content.decode().lower()], "<S>"))[0][-1] == "<S>"
+    sha256 = hashlib.sha256(content).hexdigest()
+    assert next(TextFile(tmp_path / "text", sha256).words("<S>"))[-1] == "<S>"
 
 
 @pytest.mark.parametrize("block", [3, 1000, 1 << 18])
@@ -121,13 +122,11 @@ def test_one_huge_line_costs_no_memory(tmp_path):
     path = tmp_path / "line"
     content = b"seven words of one line without end " * 150_000
     path.write_bytes(content)
-    sha256 = hashlib.sha256(content).hexdigest()
+    file = TextFile(path, hashlib.sha256(content).hexdigest(), block=1 << 16)
     size = len(content)
     del content
     tracemalloc.start()
-    count = sum(
-        len(words) for words in word_blocks(text_blocks(path, sha256, block=1 << 16), "<eos>")
-    )
+    count = sum(len(words) for words in file.words("<eos>"))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert count == 7 * 150_000 + 1
@@ -140,9 +139,9 @@ def test_files_that_are_gone_or_change(tmp_path):
     path = tmp_path / "text"
     read(path, b"a b\n")
     with pytest.raises(DamagedData, match="text: changed while it was read"):
-        list(text_blocks(path, hashlib.sha256(b"a c\n").hexdigest()))
+        list(TextFile(path, hashlib.sha256(b"a c\n").hexdigest()).blocks())
     path.unlink()
     with pytest.raises(DamagedData, match="text: No such file or directory"):
-        list(text_blocks(path, ""))
+        list(TextFile(path, "").blocks())
     with pytest.raises(DamagedData, match="Is a directory"):
-        list(text_blocks(tmp_path, ""))
+        list(TextFile(tmp_path, "").blocks())

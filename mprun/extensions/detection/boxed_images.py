@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mprun.data.augmentation import CAFFE_MEAN, ImageForm, imagenet_constants, normalise
-from mprun.data.image_files import MAX_FILE_BYTES, ImageSplit, image_table, printable, too_large
+from mprun.data.image_files import ImageSplit, image_table, size_of
 from mprun.data.image_folder import decode_rgb
 from mprun.data.loader import LoadedSource
 from mprun.data.source import (
@@ -51,7 +51,7 @@ class BoxSplit:
     def __init__(
         self, root: str, names: Sequence[str], found: Sequence[Objects], difficult: bool
     ) -> None:
-        rows = [(os.fsencode(name), _size(os.path.join(root, name)), 0) for name in names]
+        rows = [(os.fsencode(name), size_of(os.path.join(root, name)), 0) for name in names]
         self.images = ImageSplit(root, image_table(rows), ())
         self.sizes = np.array([own.size for own in found], np.int64)
         kept = [own.rows if difficult else own.rows[own.rows[:, DIFFICULT] == 0] for own in found]
@@ -91,16 +91,6 @@ def first_repeated(values: Sequence[Any]) -> list[Any]:
     """Return the first of the values that stands there twice, in a list; an empty one if none."""
     counts = Counter(values)
     return [value for value in values if counts[value] > 1][:1]
-
-
-def _size(path: str) -> int:
-    try:
-        size = os.stat(path).st_size
-    except OSError as error:
-        raise DamagedData(f"{printable(path)}: cannot be read: {error.strerror}") from error
-    if size > MAX_FILE_BYTES:
-        raise DamagedData(too_large(printable(path)))
-    return size
 
 
 class BoxReader(Reader):

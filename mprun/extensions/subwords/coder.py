@@ -1,6 +1,6 @@
 """Subword tokens of lines of text, by a file of Hugging Face's tokenizers or of sentencepiece."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -9,7 +9,7 @@ import numpy as np
 
 from mprun.data.cache import Cache
 from mprun.data.source import DataError
-from mprun.data.vocabulary import Coder, text_lines
+from mprun.data.vocabulary import Coder, TextFile
 
 # The first of these that a tokenizer has follows every line, unless another one is named.
 _ENDS = ("</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>", "[SEP]")
@@ -100,8 +100,8 @@ class Subwords(Coder):
             return [[place + shift for place in line] for line in found]
         return found
 
-    def encoded(self, path: Path, texts: Iterable[str]) -> Iterator[np.ndarray]:
-        for lines in text_lines(path, texts):
+    def encoded(self, text: TextFile) -> Iterator[np.ndarray]:
+        for lines in text.lines():
             found = (own + self._end for own in self.ids(lines))
             yield np.fromiter(chain.from_iterable(found), "<i4")
 
