@@ -134,6 +134,12 @@ def test_what_qualifies_an_outcome_stands_beside_it():
 ARMS = [TECHNIQUES[name] for name in ("unscaled", "dynamic", "naive")]
 
 
+def ended(verdicts):
+    """The lines of `ARMS` with these verdicts."""
+    pairs = zip(ARMS, verdicts, strict=True)
+    return [Line(arm.technique, arm.overrides, "", "", told) for arm, told in pairs]
+
+
 @pytest.mark.parametrize(
     ("low", "unscaled", "naive", "expected", "discriminates"),
     [
@@ -152,10 +158,7 @@ def test_a_match_is_a_plain_yes_only_if_what_lacks_the_technique_fails(
     low, unscaled, naive, expected, discriminates
 ):
     verdicts = (unscaled, "matches", naive)
-    lines = [
-        Line(arm.technique, arm.overrides, "", "", told)
-        for arm, told in zip(ARMS, verdicts, strict=True)
-    ]
+    lines = ended(verdicts)
     found = same_outcome(EQUAL, "matches", low, control(lines[1], lines))
     plain = expected in (YES, WORSE_SIDE)
     assert found == (expected if plain else f"yes, tells nothing ({expected})")
@@ -164,10 +167,7 @@ def test_a_match_is_a_plain_yes_only_if_what_lacks_the_technique_fails(
 
 def test_a_technique_that_fails_does_not_discriminate():
     verdicts = ("worse", "not run", "matches")
-    lines = [
-        Line(arm.technique, arm.overrides, "", "", told)
-        for arm, told in zip(ARMS, verdicts, strict=True)
-    ]
+    lines = ended(verdicts)
     assert RowOutcome(ROWS[0], lines=lines).discriminates == "no (naive FP16 matches too)"
 
 

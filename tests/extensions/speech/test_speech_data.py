@@ -18,13 +18,8 @@ from mprun.data import DataError
 from mprun.data.image_store import split_digits
 from mprun.data.source import DamagedData
 from mprun.errors import BadInput
-from mprun.extensions.speech.speech_manifest import (
-    Spectrogram,
-    read_audio,
-    read_manifest,
-    read_transcripts,
-    read_wav,
-)
+from mprun.extensions.speech.audio import Spectrogram, read_audio, read_wav
+from mprun.extensions.speech.speech_manifest import read_manifest, read_transcripts
 
 from ...helpers import configured, raises_line, refused
 
