@@ -5,7 +5,7 @@ from typing import Any
 import yaml
 
 from mprun.config.option_files import modes, option_files
-from mprun.precision import DynamicLossScale, get_policy
+from mprun.precision import DynamicLossScale, DynamicRule, get_policy
 
 ALL_MODES = list(modes())
 # Those in blocks differ from one another in formats alone: tests/precision/test_block_formats.py.
@@ -28,4 +28,4 @@ PUBLISHED = {name: scaler_file(name) for name in option_files("scaler") if name 
 
 def published_scale(name: str, device: str = "cpu", **overrides: Any) -> DynamicLossScale:
     """The loss scale of a published rule, with single arguments replaced."""
-    return DynamicLossScale(**(PUBLISHED[name] | overrides), device=device)
+    return DynamicLossScale(DynamicRule(**(PUBLISHED[name] | overrides)), device=device)

@@ -7,8 +7,9 @@ the parameters of BatchNorm out of the decay.
 """
 
 from collections.abc import Callable, Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from inspect import signature
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,7 +40,8 @@ def build_loss_scale(config: schema.ScalerConfig, device: torch.device) -> LossS
 
 def _set_of(make: Callable, config: schema.ScalerConfig | schema.OptimConfig) -> dict[str, Any]:
     """Return the arguments of `make` that are set."""
-    return {name: v for name, v in arguments_of(make, config).items() if v is not None}
+    known = ((own.name, getattr(config, own.name)) for own in fields(config))
+    return arguments_of(make, SimpleNamespace(**{k: v for k, v in known if v is not None}))
 
 
 def adagrad(

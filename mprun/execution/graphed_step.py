@@ -21,7 +21,7 @@ from torch.optim import SGD
 
 from mprun.errors import BadInput
 from mprun.execution.cuda_graph import CannotCapture, CudaRecorder
-from mprun.precision import DynamicLossScale
+from mprun.precision import DynamicLossScale, DynamicRule
 from mprun.precision.audit import FIRST
 from mprun.precision.torch_update import has_fused_kernel
 from mprun.prepared import prepare
@@ -343,7 +343,7 @@ def _training(layer: nn.Linear, inputs: Tensor) -> tuple[Callable[[], Tensor], l
     """
     fused = has_fused_kernel("sgd", inputs.device)
     optimizer = SGD(layer.parameters(), lr=1.0, momentum=0.5, fused=fused)
-    scale = DynamicLossScale(1024.0, device=inputs.device)
+    scale = DynamicLossScale(DynamicRule(1024.0), device=inputs.device)
     prepare(layer, optimizer, "fp16_master_scaled", scaler=scale)
 
     def step() -> Tensor:

@@ -13,6 +13,7 @@ from mprun.precision.loss_scale import (
     StaticLossScale,
     get_loss_scale,
 )
+from mprun.precision.loss_scale_rules import DynamicRule, LogMaxRule
 from mprun.precision.policy import (
     DTYPE_NAMES,
     DTYPES,
@@ -32,7 +33,9 @@ __all__ = [
     "BatchNormGuard",
     "BatchStatistics",
     "DynamicLossScale",
+    "DynamicRule",
     "LogMaxLossScale",
+    "LogMaxRule",
     "LossScale",
     "NoLossScale",
     "PrecisionPolicy",

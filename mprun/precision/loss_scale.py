@@ -1,52 +1,30 @@
 """Loss scales `none`, `static`, `dynamic` and `logmax`.
 
 The device decides whether to skip: nothing here reads a tensor on the host. The published dynamic
-rules are arguments of `DynamicLossScale`, set in conf/scaler/*.yaml.
+rules are values of `DynamicRule`, set in conf/scaler/*.yaml.
 
 Paper: Micikevicius et al., arXiv 1710.03740, section 3.2.
 """
 
-from __future__ import annotations
-
-import math
-import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
+from mprun.precision.loss_scale_rules import (
+    LARGEST_SCALE,
+    LOGMAX,
+    SMALLEST_SCALE,
+    TORCH_AMP,
+    DynamicRule,
+    LogMaxRule,
+    checked_count,
+    checked_scale,
+)
 from mprun.precision.policy import option
 from mprun.torch_private import update_scale_
-
-# Between these bounds both the scale and its reciprocal are normal FP32 numbers, so neither can
-# become 0 or inf, even if subnormals are flushed to zero.
-SMALLEST_SCALE = 2.0**-126
-LARGEST_SCALE = 2.0**126
-
-
-def checked_scale(name: str, value: object, low: float, high: float) -> float:
-    """Return `value` rounded to FP32; raise ValueError unless it is a number in [low, high]."""
-    return struct.unpack("f", struct.pack("f", within(name, value, low, high)))[0]
-
-
-def within(name: str, value: object, low: float, high: float, *, open_ends: bool = False) -> float:
-    """Return `value` as a float; raise ValueError unless it is in [low, high], or (low, high)."""
-    number = math.nan  # which lies in no interval
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        number = value
-    if low < number < high or (not open_ends and number in (low, high)):
-        return float(number)
-    allowed = f"strictly between {low:g} and {high:g}" if open_ends else f"from {low:g} to {high:g}"
-    raise ValueError(f"{name}={value!r}: a number {allowed} is allowed")
-
-
-def checked_count(name: str, value: object, low: int) -> int:
-    """Return `value`; raise ValueError unless it is an integer in [low, 2**31 - 1]."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value < 2**31:
-        raise ValueError(f"{name}={value!r}: an integer from {low} to {2**31 - 1} is allowed")
-    return value
 
 
 class LossScale(ABC):
@@ -86,6 +64,12 @@ class LossScale(ABC):
         for name, value in values.items():
             setattr(self, name, torch.full(shape, value, dtype=dtype, device=self._one.device))
         self._fields += values
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], device: torch.device | str) -> Self:
+        """Return one with the values of a file of conf/scaler."""
+        make: Any = cls
+        return make(**values, device=device)
 
     def inverse(self) -> Tensor:
         """Return 1/scale, float32, 0-dim; computed in float64, rounded once, as torch.amp does."""
@@ -181,24 +165,8 @@ class StaticLossScale(LossScale):
 class DynamicLossScale(LossScale):
     """A scale that backs off on overflow and grows after `growth_interval` clean steps.
 
-    With the defaults of the last five arguments this is torch.amp.GradScaler's rule (same kernel)
-    inside [min_scale, max_scale]. The other published rules are in conf/scaler/*.yaml.
-
     Args:
-        init_scale, min_scale, max_scale: FP32, 2**-126 <= min <= init <= max <= 2**126.
-        growth_factor: > 1; the product is taken in float64, rounded once.
-        backoff_factor: in (0, 1); likewise.
-        growth_interval: >= 1; clean steps since the start, the last growth or the last overflow.
-        growth_delay: >= 0; further clean steps before the first growth after the start or an
-            overflow.
-        hysteresis: >= 1; credit. Each overflow uses one; the overflow that uses the last, and those
-            after it, back off. Growth refills the credit; with `refill_on_clean_step` every clean
-            step does.
-        tolerance: in [0, 1]; back off only if overflows since the last backoff / steps since the
-            last growth or backoff >= tolerance. It excludes hysteresis > 1.
-        hold_at_floor: omit a backoff that would reach `min_scale` or less; otherwise the scale is
-            clamped.
-        max_consecutive_skips: >= 1, see `collapsed()`.
+        rule: when it does; by default torch.amp.GradScaler's.
     """
 
     kind = "dynamic"
@@ -209,70 +177,45 @@ class DynamicLossScale(LossScale):
     overflows_since_backoff: Tensor  # int64
 
     def __init__(
-        self,
-        init_scale: float = 2.0**16,
-        growth_factor: float = 2.0,
-        backoff_factor: float = 0.5,
-        growth_interval: int = 2000,
-        hysteresis: int = 1,
-        min_scale: float = 2.0**-14,
-        max_scale: float = 2.0**24,
-        max_consecutive_skips: int = 50,
-        *,
-        growth_delay: int = 0,
-        refill_on_clean_step: bool = False,
-        tolerance: float = 0.0,
-        hold_at_floor: bool = False,
-        device: torch.device | str = "cpu",
+        self, rule: DynamicRule = TORCH_AMP, device: torch.device | str = "cpu", **former: Any
     ):
-        self.min_scale = checked_scale("min_scale", min_scale, SMALLEST_SCALE, LARGEST_SCALE)
-        self.max_scale = checked_scale("max_scale", max_scale, self.min_scale, LARGEST_SCALE)
-        init_scale = checked_scale("init_scale", init_scale, self.min_scale, self.max_scale)
-        self.growth_factor = within("growth_factor", growth_factor, 1.0, math.inf, open_ends=True)
-        self.backoff_factor = within("backoff_factor", backoff_factor, 0.0, 1.0, open_ends=True)
-        self.growth_interval = checked_count("growth_interval", growth_interval, 1)
-        self.growth_delay = checked_count("growth_delay", growth_delay, 0)
-        self.hysteresis = checked_count("hysteresis", hysteresis, 1)
-        self.tolerance = within("tolerance", tolerance, 0.0, 1.0)
-        if self.hysteresis > 1 and self.tolerance > 0:
-            raise ValueError(f"tolerance={tolerance!r}: only 0 is allowed with hysteresis > 1")
-        self.refill_on_clean_step = refill_on_clean_step
-        self.hold_at_floor = hold_at_floor
-        # An overflow at or below this scale has no room to back off.
-        last_scale = self.min_scale / (self.backoff_factor if hold_at_floor else 1.0)
-        self._last_scale = min(last_scale, self.max_scale)
-
-        super().__init__(init_scale, max_consecutive_skips, device)
-        tracker, credit = -self.growth_delay, self.hysteresis
+        _refuse_former(rule, DynamicRule, former)
+        super().__init__(rule.init_scale, rule.max_consecutive_skips, device)
+        self.rule, self._last_scale = rule, rule.last_scale
+        tracker, credit = -rule.growth_delay, rule.hysteresis
         self._add(torch.int32, growth_tracker=tracker, hysteresis_credit=credit)
         self._add(torch.int64, steps_since_rescale=0, overflows_since_backoff=0)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], device: torch.device | str) -> Self:
+        return cls(DynamicRule(**values), device)
 
     def update(self) -> None:
         overflow = self.found_inf != 0
         backs_off = overflow
-        if self.hysteresis > 1:
+        if self.rule.hysteresis > 1:
             backs_off = self._spend_credit(overflow)
-        elif self.tolerance > 0:
+        elif self.rule.tolerance > 0:
             backs_off = self._compare_rate(overflow)
         torch.logical_and(backs_off, self.scale <= self._last_scale, out=self.stuck)
 
         keeps = None
-        if backs_off is not overflow or self.hold_at_floor:
+        if backs_off is not overflow or self.rule.hold_at_floor:
             keeps = (overflow ^ backs_off) | self.stuck
             before = self.scale.clone()
         update_scale_(
             self.scale,
             self.growth_tracker,
             self.found_inf,
-            self.growth_factor,
-            self.backoff_factor,
-            self.growth_interval,
+            self.rule.growth_factor,
+            self.rule.backoff_factor,
+            self.rule.growth_interval,
         )
         if keeps is not None:
             torch.where(keeps, before, self.scale, out=self.scale)
-        self.scale.clamp_(self.min_scale, self.max_scale)
-        if self.growth_delay:
-            self.growth_tracker.masked_fill_(overflow, -self.growth_delay)
+        self.scale.clamp_(self.rule.min_scale, self.rule.max_scale)
+        if self.rule.growth_delay:
+            self.growth_tracker.masked_fill_(overflow, -self.rule.growth_delay)
         self._count(overflow)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -282,25 +225,25 @@ class DynamicLossScale(LossScale):
         lie past it, and the scale would never grow again.
         """
         super().load_state_dict(state)
-        self.scale.clamp_(self.min_scale, self.max_scale)
-        self.growth_tracker.clamp_(-self.growth_delay, self.growth_interval - 1)
-        self.hysteresis_credit.clamp_(0, self.hysteresis)
+        self.scale.clamp_(self.rule.min_scale, self.rule.max_scale)
+        self.growth_tracker.clamp_(-self.rule.growth_delay, self.rule.growth_interval - 1)
+        self.hysteresis_credit.clamp_(0, self.rule.hysteresis)
 
     def _grows(self, overflow: Tensor) -> Tensor:
-        return (self.growth_tracker == self.growth_interval - 1) & ~overflow
+        return (self.growth_tracker == self.rule.growth_interval - 1) & ~overflow
 
     def _spend_credit(self, overflow: Tensor) -> Tensor:
         # Growth at the ceiling also refills it, although the scale no longer moves there.
-        refill = ~overflow if self.refill_on_clean_step else self._grows(overflow)
+        refill = ~overflow if self.rule.refill_on_clean_step else self._grows(overflow)
         credit = self.hysteresis_credit
-        credit.sub_(overflow.int()).clamp_(min=0).masked_fill_(refill, self.hysteresis)
+        credit.sub_(overflow.int()).clamp_(min=0).masked_fill_(refill, self.rule.hysteresis)
         return overflow & (credit == 0)
 
     def _compare_rate(self, overflow: Tensor) -> Tensor:
         self.steps_since_rescale.add_(1)
         self.overflows_since_backoff.add_(overflow)
         rate = self.overflows_since_backoff.double() / self.steps_since_rescale
-        backs_off = overflow & (rate >= self.tolerance)
+        backs_off = overflow & (rate >= self.rule.tolerance)
         self.steps_since_rescale.masked_fill_(backs_off | self._grows(overflow), 0)
         # Growth does not clear this count, so the rate can pass 1 (fairseq's rule).
         self.overflows_since_backoff.masked_fill_(backs_off, 0)
@@ -325,11 +268,7 @@ class LogMaxLossScale(LossScale):
     reproduces it.
 
     Args:
-        init_scale, min_scale, max_scale: FP32, 2**-126 <= min <= init <= max <= 2**126.
-        log_max, overflow_log2: finite, at most 2**31 in magnitude.
-        beta1, beta2: in (0, 1).
-        overflow_std_dev: in [0, 100].
-        max_consecutive_skips: >= 1, see `collapsed()`.
+        rule: the numbers of this formula.
     """
 
     kind = "logmax"
@@ -341,32 +280,20 @@ class LogMaxLossScale(LossScale):
     start_weights: Tensor  # float64 (3,): beta**steps, the remaining weight of the start value 0
 
     def __init__(
-        self,
-        init_scale: float = 1.0,
-        min_scale: float = 1.0,
-        max_scale: float = 2.0**24,
-        log_max: float = 16.0,
-        beta1: float = 0.99,
-        beta2: float = 0.999,
-        overflow_std_dev: float = 3.09,
-        overflow_log2: float | None = None,
-        max_consecutive_skips: int = 50,
-        device: torch.device | str = "cpu",
+        self, rule: LogMaxRule = LOGMAX, device: torch.device | str = "cpu", **former: Any
     ):
-        self.min_scale = checked_scale("min_scale", min_scale, SMALLEST_SCALE, LARGEST_SCALE)
-        self.max_scale = checked_scale("max_scale", max_scale, self.min_scale, LARGEST_SCALE)
-        init_scale = checked_scale("init_scale", init_scale, self.min_scale, self.max_scale)
-        self.log_max = within("log_max", log_max, -(2.0**31), 2.0**31)
-        self.beta1 = within("beta1", beta1, 0.0, 1.0, open_ends=True)
-        self.beta2 = within("beta2", beta2, 0.0, 1.0, open_ends=True)
-        self.overflow_std_dev = within("overflow_std_dev", overflow_std_dev, 0.0, 100.0)
-        overflows_at = self.log_max if overflow_log2 is None else overflow_log2
-        self._overflow_log2 = within("overflow_log2", overflows_at, -(2.0**31), 2.0**31)
-        super().__init__(init_scale, max_consecutive_skips, device)
+        _refuse_former(rule, LogMaxRule, former)
+        super().__init__(rule.init_scale, rule.max_consecutive_skips, device)
+        self.rule = rule
+        self._overflow_log2 = rule.log_max if rule.overflow_log2 is None else rule.overflow_log2
         self._add(torch.float32, grad_max=0.0)
         self._add(torch.float64, (3,), averages=0.0, start_weights=1.0)
-        betas = (self.beta1, self.beta2, self.beta2)
+        betas = (rule.beta1, rule.beta2, rule.beta2)
         self._betas = torch.tensor(betas, dtype=torch.float64, device=device)
+
+    @classmethod
+    def of(cls, values: Mapping[str, Any], device: torch.device | str) -> Self:
+        return cls(LogMaxRule(**values), device)
 
     def record(self, found_inf: Tensor, grad_max: Tensor | None = None) -> None:
         """OR one optimizer's flag in, and keep the largest `grad_max` of the iteration.
@@ -381,7 +308,7 @@ class LogMaxLossScale(LossScale):
 
     def update(self) -> None:
         overflow = self.found_inf != 0
-        torch.logical_and(overflow, self.scale <= self.min_scale, out=self.stuck)
+        torch.logical_and(overflow, self.scale <= self.rule.min_scale, out=self.stuck)
         no_number = overflow | ~torch.isfinite(self.grad_max)
         x = self.grad_max.double().log2().masked_fill_(no_number, self._overflow_log2)
         informative = torch.isfinite(x)
@@ -393,14 +320,14 @@ class LogMaxLossScale(LossScale):
 
         mu, slow_mu, mean_square = (self.averages / (1 - self.start_weights)).unbind()
         sigma = (mean_square - slow_mu * slow_mu).clamp_(min=0).sqrt_()
-        proposed = torch.exp2(self.log_max - mu - self.overflow_std_dev * sigma)
-        proposed.clamp_(self.min_scale, self.max_scale)
+        proposed = torch.exp2(self.rule.log_max - mu - self.rule.overflow_std_dev * sigma)
+        proposed.clamp_(self.rule.min_scale, self.rule.max_scale)
         torch.where(informative, proposed.float(), self.scale, out=self.scale)
         self.grad_max.zero_()
         self._count(overflow)
 
 
-SCALES: dict[str, Callable[..., LossScale]] = {
+SCALES: dict[str, type[LossScale]] = {
     scale.kind: scale for scale in (NoLossScale, StaticLossScale, DynamicLossScale, LogMaxLossScale)
 }
 
@@ -409,4 +336,10 @@ def get_loss_scale(name: str, device: torch.device | str = "cpu") -> LossScale:
     """Return a loss scale of conf/scaler by name, such as "apex"; ValueError if there is none."""
     values = option("scaler", name)
     own = {key: value for key, value in values.items() if key not in ("name", "kind")}
-    return SCALES[values["kind"]](**own, device=device)
+    return SCALES[values["kind"]].of(own, device)
+
+
+def _refuse_former(rule: object, kind: type, former: Mapping[str, Any]) -> None:
+    """Raise TypeError for the numbers of a rule where the rule is wanted."""
+    if former or not isinstance(rule, kind):
+        raise TypeError(f"rule: must be a {kind.__name__}, which takes these numbers")

@@ -166,7 +166,7 @@ def test_the_scaler_is_what_its_file_says(own):
     config = compose_config(["precision=mymode"], own).config.scaler
     scale = build_loss_scale(config, torch.device("cpu"))
     assert isinstance(scale, DynamicLossScale)
-    assert (config.name, scale.scale.item(), scale.growth_interval) == ("myscaler", 1024.0, 2)
+    assert (config.name, scale.scale.item(), scale.rule.growth_interval) == ("myscaler", 1024.0, 2)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from mprun.numerics.operations import FirstStep, lines
-from mprun.precision import DynamicLossScale, get_policy, pin_math_flags
+from mprun.precision import DynamicLossScale, DynamicRule, get_policy, pin_math_flags
 from mprun.record.memory import ActivationMemory
 
 from ..helpers import (
@@ -53,7 +53,7 @@ class SmallTask:
         # As a run's: fused in FP32; a 16-bit update is made of operations.
         kind = {"fused": True} if self.policy.master_dtype else {"foreach": True}
         make = making(torch.optim.SGD, lr=0.1, momentum=0.9, **kind)
-        scale = DynamicLossScale(1024.0)
+        scale = DynamicLossScale(DynamicRule(1024.0))
         learner = mixed(network(), self.policy, make, scale, overrides=dtypes, native=native)
         self.learners = {"model": learner}
         self.forward_context = learner.prepared.forward_context

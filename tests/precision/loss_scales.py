@@ -6,6 +6,7 @@ import torch
 
 from mprun.precision.loss_scale import (
     DynamicLossScale,
+    DynamicRule,
     LogMaxLossScale,
     LossScale,
     NoLossScale,
@@ -17,10 +18,10 @@ KINDS = {
     "none": NoLossScale,
     "static": lambda device="cpu": StaticLossScale(128.0, device=device),
     "dynamic": lambda device="cpu": DynamicLossScale(
-        growth_interval=3, hysteresis=2, device=device
+        DynamicRule(growth_interval=3, hysteresis=2), device=device
     ),
     "tolerance": lambda device="cpu": DynamicLossScale(
-        growth_interval=3, tolerance=0.3, device=device
+        DynamicRule(growth_interval=3, tolerance=0.3), device=device
     ),
     "logmax": lambda device="cpu": LogMaxLossScale(device=device),
 }

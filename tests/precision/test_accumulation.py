@@ -5,7 +5,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from mprun.precision import DynamicLossScale, LogMaxLossScale, NoLossScale, StaticLossScale
+from mprun.precision import (
+    DynamicLossScale,
+    DynamicRule,
+    LogMaxLossScale,
+    LogMaxRule,
+    NoLossScale,
+    StaticLossScale,
+)
 
 from ..helpers import mixed, network
 from .weights import OneWeight
@@ -68,7 +75,7 @@ def test_bf16_gradients_of_weights_without_masters_accumulate_in_fp32():
 
 def test_a_growing_scale_divides_by_what_the_loss_was_multiplied_with():
     """The scale moves after the step; a scale moved between would halve the update."""
-    model, scale = OneWeight(), DynamicLossScale(4.0, growth_interval=1)
+    model, scale = OneWeight(), DynamicLossScale(DynamicRule(4.0, growth_interval=1))
     learner = mixed(model, "amp", scale=scale)
     for step in range(4):
         learner.zero_grad()
@@ -88,7 +95,7 @@ class Shifted(OneWeight):
 def test_the_loss_is_scaled_in_fp32():
     """7 * 2^16 is beyond 65504: an FP16 loss must not overflow when it is scaled."""
     model = Shifted()
-    learner = mixed(model, "fp16_master_scaled", scale=DynamicLossScale(2.0**16))
+    learner = mixed(model, "fp16_master_scaled", scale=DynamicLossScale(DynamicRule(2.0**16)))
     for dtype, skipped in ((torch.float16, 1.0), (torch.float32, 0.0)):
         learner.zero_grad()
         # The gradient of an FP16 sum is 2^16 itself.
@@ -98,7 +105,9 @@ def test_the_loss_is_scaled_in_fp32():
 
 
 def test_logmax_sees_the_largest_gradient_of_a_micro_batch_not_of_their_sum():
-    learner = mixed(OneWeight(), "fp16_master_scaled", scale=LogMaxLossScale(2.0**4), parts=3)
+    learner = mixed(
+        OneWeight(), "fp16_master_scaled", scale=LogMaxLossScale(LogMaxRule(2.0**4)), parts=3
+    )
     for gradient in (0.5, -0.75, 0.5):
         learner.network(gradient).backward()
         learner.end_part()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.precision import DynamicLossScale, NoLossScale, StaticLossScale
+from mprun.precision import DynamicLossScale, DynamicRule, NoLossScale, StaticLossScale
 from mprun.tasks import OfParameters
 
 from .. import helpers
@@ -50,7 +50,7 @@ SCALES = {
     "1": lambda: StaticLossScale(1.0),
     "128": lambda: StaticLossScale(128.0),
     "65536": lambda: StaticLossScale(65536.0),
-    "dynamic": lambda: DynamicLossScale(2.0**10),
+    "dynamic": lambda: DynamicLossScale(DynamicRule(2.0**10)),
 }
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from mprun.precision import DynamicLossScale
+from mprun.precision import DynamicLossScale, DynamicRule
 from mprun.precision.delayed_scaling import DelayedScaling
 from mprun.precision.scaled_linear import install
 from mprun.precision.scaled_products import ScaledProducts
@@ -128,7 +128,7 @@ def a_run():
     torch.manual_seed(1)
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.Linear(32, 4))
     make = making(torch.optim.AdamW, 1e-2)
-    own = mixed(model, "fp8_delayed", make, DynamicLossScale(1024.0, device=CPU))
+    own = mixed(model, "fp8_delayed", make, DynamicLossScale(DynamicRule(1024.0), device=CPU))
 
     def step(number: int, factor: float = 1.0):
         random = torch.Generator().manual_seed(number)

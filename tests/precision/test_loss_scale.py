@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from mprun.precision.loss_scale import (
     DynamicLossScale,
+    DynamicRule,
     LogMaxLossScale,
+    LogMaxRule,
     NoLossScale,
     StaticLossScale,
 )
@@ -40,7 +42,9 @@ def test_static_never_moves_and_collapses_on_its_fixed_value():
 
 
 def test_growth_comes_on_exactly_the_nth_clean_step():
-    clean, other = (DynamicLossScale(init_scale=8, growth_interval=3) for _ in range(2))
+    clean, other = (
+        DynamicLossScale(DynamicRule(init_scale=8, growth_interval=3)) for _ in range(2)
+    )
     assert trace(clean, "......") == [8, 8, 16, 16, 16, 32]
     assert trace(other, "..o..o...") == [8, 8, 4, 4, 4, 2, 2, 2, 4]
 
@@ -75,16 +79,16 @@ def test_fairseq_tolerates_overflows_below_the_rate():
 
 
 def test_fairseq_does_not_reach_its_floor_the_others_sit_on_it():
-    hold = DynamicLossScale(init_scale=8, min_scale=1, hold_at_floor=True)
+    hold = DynamicLossScale(DynamicRule(init_scale=8, min_scale=1, hold_at_floor=True))
     assert trace(hold, "ooooo") == [4, 2, 2, 2, 2]
-    clamp = DynamicLossScale(init_scale=6, min_scale=1)
+    clamp = DynamicLossScale(DynamicRule(init_scale=6, min_scale=1))
     assert trace(clamp, "ooooo") == [3, 1.5, 1, 1, 1]
 
 
 def test_collapse_needs_the_floor_and_the_skips_in_a_row():
-    scale = DynamicLossScale(init_scale=4, min_scale=1, max_consecutive_skips=4)
+    scale = DynamicLossScale(DynamicRule(init_scale=4, min_scale=1, max_consecutive_skips=4))
     assert collapses(scale, "oooo.ooooo") == "...c....cc"
-    far_from_floor = DynamicLossScale(max_consecutive_skips=4)
+    far_from_floor = DynamicLossScale(DynamicRule(max_consecutive_skips=4))
     assert collapses(far_from_floor, "o" * 10) == "." * 10
 
 
@@ -94,11 +98,11 @@ def test_400_overflows_never_give_zero_inf_or_nan(name):
     tiny = torch.finfo(torch.float32).tiny
     for _ in range(400):
         value = step(scale, math.inf)
-        assert math.isfinite(value) and value >= scale.min_scale
+        assert math.isfinite(value) and value >= scale.rule.min_scale
         assert tiny <= scale.inverse().item() < math.inf
     assert scale.collapsed().item() and scale.steps_skipped.item() == 400
     # fairseq's rule stops above 1e-4: 2**-13 is 1.22e-4.
-    assert value == (2.0**-13 if name == "fairseq" else scale.min_scale)
+    assert value == (2.0**-13 if name == "fairseq" else scale.rule.min_scale)
 
 
 def test_growth_for_ever_stops_at_the_ceiling():
@@ -108,7 +112,7 @@ def test_growth_for_ever_stops_at_the_ceiling():
 
 
 def test_two_optimizers_share_one_flag_and_one_update():
-    scale = DynamicLossScale(growth_interval=1)
+    scale = DynamicLossScale(DynamicRule(growth_interval=1))
     flags = [0.0, 1.0], [1.0, 0.0], [True, False], [math.nan, 0.0], [math.inf, 1.0]
     for first, second in flags:
         before = scale.scale.item()
@@ -125,7 +129,7 @@ def test_two_optimizers_share_one_flag_and_one_update():
 
 # By kind and argument: values that are refused.
 REFUSED = {
-    DynamicLossScale: {
+    DynamicRule: {
         "growth_factor": [1.0, math.inf, math.nan, "2"],
         "backoff_factor": [0.0, 1.0, math.nan],
         "growth_interval": [0, 2.5, True, 2**31],
@@ -138,7 +142,7 @@ REFUSED = {
         "init_scale": [2.0**25, 2.0**-15, math.nan, math.inf],
     },
     StaticLossScale: {"scale": [0.0, -1.0, math.inf, math.nan, 2.0**127, 1e-40]},
-    LogMaxLossScale: {
+    LogMaxRule: {
         "beta1": [1.0],
         "beta2": [0.0],
         "log_max": [math.inf],
@@ -161,9 +165,17 @@ def test_bad_arguments_are_refused_by_name_with_what_is_allowed(kind, name):
             kind(**{name: value})
 
 
+@pytest.mark.parametrize("kind", [DynamicLossScale, LogMaxLossScale])
+@pytest.mark.parametrize(("given", "named"), [((2.0**8,), {}), ((), {"init_scale": 2.0**8})])
+def test_the_numbers_of_a_rule_are_refused_where_the_rule_is_wanted(kind, given, named):
+    rule = kind.__name__.replace("LossScale", "Rule")
+    with pytest.raises(TypeError, match=f"^rule: must be a {rule}, which takes these numbers$"):
+        kind(*given, **named)
+
+
 def test_tolerance_with_hysteresis_is_refused():
     with pytest.raises(ValueError, match="^tolerance=0.5"):
-        DynamicLossScale(tolerance=0.5, hysteresis=2)
+        DynamicLossScale(DynamicRule(tolerance=0.5, hysteresis=2))
 
 
 class Model:
@@ -198,7 +210,7 @@ class Model:
 def test_any_sequence_follows_the_model(rule, moves):
     def new():
         return DynamicLossScale(
-            256.0, rule[0], rule[1], rule[2], min_scale=rule[3], max_scale=rule[4]
+            DynamicRule(256.0, rule[0], rule[1], rule[2], min_scale=rule[3], max_scale=rule[4])
         )
 
     scale, model = new(), Model(*rule)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from mprun.precision.loss_scale import LogMaxLossScale
+from mprun.precision.loss_scale import LogMaxLossScale, LogMaxRule
 
 from .loss_scales import step
 
@@ -35,7 +35,7 @@ def reference(maxima, low=1.0, high=2.0**24, top=16.0, b1=0.99, b2=0.999, k=3.09
 
 
 def test_two_steps_worked_by_hand():
-    first, second = run(LogMaxLossScale(max_scale=2.0**40), [2.0**-10, 2.0**-12])
+    first, second = run(LogMaxLossScale(LogMaxRule(max_scale=2.0**40)), [2.0**-10, 2.0**-12])
     # One value: mu = -10, sigma = 0. The variance is a difference of two numbers near 100, so up to
     # 4 * 100 * 2**-53 / 0.001 (bias correction) of noise, sigma up to 7e-6, scale off by 2e-5.
     assert first == pytest.approx(2.0**26, rel=2e-5)
@@ -52,7 +52,7 @@ def test_equals_numpy_over_a_thousand_steps(bad):
     maxima[55::700] = np.nan
     maxima[10::300] = 0.0
     maxima = [float(np.float32(m)) for m in maxima]
-    ours = LogMaxLossScale(overflow_log2=bad)
+    ours = LogMaxLossScale(LogMaxRule(overflow_log2=bad))
     got, want = run(ours, maxima), reference(maxima, bad=16.0 if bad is None else bad)
     # The exponent carries float64 noise like the first step's above, amplified by the square root;
     # past it only the rounding to FP32.
@@ -65,7 +65,7 @@ def test_equals_numpy_over_a_thousand_steps(bad):
 def test_overflows_stay_near_one_in_a_thousand_when_the_maximum_is_log_normal():
     rng = np.random.default_rng(1)
     x = rng.normal(-6, 1.0, 6000)
-    ours, overflows = LogMaxLossScale(max_scale=2.0**40), 0
+    ours, overflows = LogMaxLossScale(LogMaxRule(max_scale=2.0**40)), 0
     for number, value in enumerate(np.exp2(x)):
         overflow = value * ours.scale.item() > 2.0**16
         overflows += overflow and number >= 2000
@@ -79,24 +79,27 @@ def test_overflows_stay_near_one_in_a_thousand_when_the_maximum_is_log_normal():
 def test_every_option_changes_the_scale_as_it_says():
     maxima = [2.0**-10, 2.0**-12, float("inf"), 2.0**-11] * 5
     wide = {"min_scale": 2.0**-100, "max_scale": 2.0**100}
-    base = run(LogMaxLossScale(**wide), maxima)[-1]
+    base = run(LogMaxLossScale(LogMaxRule(**wide)), maxima)[-1]
     fixed = wide | {"overflow_log2": 16.0}
-    higher = run(LogMaxLossScale(log_max=17.0, **fixed), maxima)[-1]
+    higher = run(LogMaxLossScale(LogMaxRule(log_max=17.0, **fixed)), maxima)[-1]
     assert higher == pytest.approx(2 * base, rel=4 * FP32)
     for option in ({"beta1": 0.5}, {"beta2": 0.5}, {"overflow_std_dev": 1.0}):
         short = {"beta1": "b1", "beta2": "b2", "overflow_std_dev": "k"}
         keywords = {short[name]: value for name, value in option.items()}
-        got = run(LogMaxLossScale(**option, **fixed), maxima)[-1]
+        got = run(LogMaxLossScale(LogMaxRule(**option, **fixed)), maxima)[-1]
         want = reference(maxima, low=2.0**-100, high=2.0**100, **keywords)[-1]
         assert got == pytest.approx(want, rel=1e-5)
         assert abs(got / base - 1) > 0.01
-    assert run(LogMaxLossScale(max_scale=4.0), [2.0**-10]) == [4.0]
-    assert run(LogMaxLossScale(init_scale=8.0, min_scale=8.0), [2.0**15]) == [8.0]
-    assert run(LogMaxLossScale(init_scale=32.0), [0.0]) == [32.0]
+    assert run(LogMaxLossScale(LogMaxRule(max_scale=4.0)), [2.0**-10]) == [4.0]
+    assert run(LogMaxLossScale(LogMaxRule(init_scale=8.0, min_scale=8.0)), [2.0**15]) == [8.0]
+    assert run(LogMaxLossScale(LogMaxRule(init_scale=32.0)), [0.0]) == [32.0]
 
 
 def test_several_optimizers_share_flag_and_maximum():
-    shared, single = LogMaxLossScale(max_scale=2.0**40), LogMaxLossScale(max_scale=2.0**40)
+    shared, single = (
+        LogMaxLossScale(LogMaxRule(max_scale=2.0**40)),
+        LogMaxLossScale(LogMaxRule(max_scale=2.0**40)),
+    )
     clean = torch.tensor(0.0)
     shared.record(clean, torch.tensor(2.0**-9))
     shared.record(clean, torch.tensor([2.0**-12], dtype=torch.float64))
@@ -111,7 +114,7 @@ def test_several_optimizers_share_flag_and_maximum():
 
 
 def test_400_overflows_reach_the_floor_and_collapse():
-    ours = LogMaxLossScale(init_scale=2.0**10, max_consecutive_skips=50)
+    ours = LogMaxLossScale(LogMaxRule(init_scale=2.0**10, max_consecutive_skips=50))
     scales = run(ours, [float("inf")] * 400)
     assert min(scales) == scales[-1] == 1.0
     assert ours.collapsed().item() and ours.inverse().item() == 1.0

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from mprun.precision.loss_scale import DynamicLossScale
+from mprun.precision.loss_scale import DynamicLossScale, DynamicRule
 
 from ..helpers import assert_same_bits
 from .loss_scales import KINDS, step, trace
@@ -58,8 +58,8 @@ def test_state_dict_is_a_copy():
 
 
 def test_a_state_from_a_longer_interval_still_grows():
-    source = DynamicLossScale(growth_interval=100)
+    source = DynamicLossScale(DynamicRule(growth_interval=100))
     trace(source, "." * 60)
-    scale = DynamicLossScale(growth_interval=10, max_scale=2.0**20)
+    scale = DynamicLossScale(DynamicRule(growth_interval=10, max_scale=2.0**20))
     scale.load_state_dict(source.state_dict())
     assert trace(scale, ".") == [2.0**17]

@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from mprun.precision.loss_scale import DynamicLossScale
+from mprun.precision.loss_scale import DynamicLossScale, DynamicRule
 
 from ..shipped import published_scale
 
@@ -21,9 +21,9 @@ class TorchLoop:
         self.scaler = torch.amp.GradScaler(
             "cpu",
             init_scale=scale.scale.item(),
-            growth_factor=scale.growth_factor,
-            backoff_factor=scale.backoff_factor,
-            growth_interval=scale.growth_interval,
+            growth_factor=scale.rule.growth_factor,
+            backoff_factor=scale.rule.backoff_factor,
+            growth_interval=scale.rule.growth_interval,
         )
         self.scaler.scale(torch.zeros(()))
 
@@ -45,14 +45,17 @@ def mismatches(ours: DynamicLossScale, gradients: list[float]) -> int:
         ours.record(~torch.isfinite(torch.tensor(gradient)))
         ours.update()
         scale, tracker = theirs.scale_and_tracker()
-        if not ours.min_scale <= scale <= ours.max_scale:
+        if not ours.rule.min_scale <= scale <= ours.rule.max_scale:
             break
         wrong += (ours.scale.item(), ours.growth_tracker.item()) != (scale, tracker)
     return wrong
 
 
 @pytest.mark.parametrize(("growth", "backoff"), [(2.0, 0.5), (1.7, 0.3), (1.001, 0.999)])
-@pytest.mark.parametrize("make", [DynamicLossScale, lambda **kw: published_scale("torch", **kw)])
+@pytest.mark.parametrize(
+    "make",
+    [lambda **kw: DynamicLossScale(DynamicRule(**kw)), lambda **kw: published_scale("torch", **kw)],
+)
 @pytest.mark.few(1)
 def test_same_as_grad_scaler_on_random_sequences(make, growth, backoff):
     rng = random.Random(f"{growth} {backoff}")
@@ -106,4 +109,4 @@ def test_a_healthy_step_after_400_overflows_keeps_weights_finite_where_torch_wri
 
     weight = torch.zeros(2) - 1e-3 * torch.tensor([0.25, 0.0]) * ours.inverse()
     assert torch.isfinite(weight).all()
-    assert ours.scale.item() == ours.min_scale
+    assert ours.scale.item() == ours.rule.min_scale

@@ -9,6 +9,7 @@ from torch.nn import functional as F
 
 from mprun.precision import (
     DynamicLossScale,
+    DynamicRule,
     ForwardContext,
     NoLossScale,
     StaticLossScale,
@@ -22,7 +23,7 @@ from .rules import IMPLEMENTATIONS, RULES
 
 SCALES = {
     "fp16_master": NoLossScale,
-    "fp16_master_scaled": lambda: DynamicLossScale(2.0**8, growth_interval=3),
+    "fp16_master_scaled": lambda: DynamicLossScale(DynamicRule(2.0**8, growth_interval=3)),
     "bf16_master": NoLossScale,
 }
 

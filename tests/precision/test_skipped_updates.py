@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from mprun.precision import DynamicLossScale, NoLossScale, StaticLossScale
+from mprun.precision import DynamicLossScale, DynamicRule, NoLossScale, StaticLossScale
 from mprun.precision.torch_update import host_decides, initialise_state, step_unless
 from mprun.tasks import OfParameters
 
@@ -27,7 +27,7 @@ class Run:
         self, optimizer="momentum", implementation="fused", mode="fp16_master", scale=None
     ):
         self.model = model = helpers.network(hidden=8, norm=nn.BatchNorm1d)
-        self.scale = scale or DynamicLossScale(2.0**8, growth_interval=4)
+        self.scale = scale or DynamicLossScale(DynamicRule(2.0**8, growth_interval=4))
         make = making(MAKERS[optimizer], **IMPLEMENTATIONS[implementation])
         self.learner = mixed(model, mode, make, self.scale)
         self.factor = 1.0
@@ -189,7 +189,7 @@ def test_other_optimizers_skip_as_under_torch_amp(optimizer):
             inner = OTHERS[optimizer](list(model.parameters()))
             scaler = torch.amp.GradScaler("cpu", init_scale=2.0**8, growth_interval=4)
         else:
-            scale = DynamicLossScale(2.0**8, growth_interval=4)
+            scale = DynamicLossScale(DynamicRule(2.0**8, growth_interval=4))
             own = mixed(model, "fp32", making(OTHERS[optimizer]), scale)
         for step in range(12):
             factor[0] = INF if step in (0, 1, 6) else 1.0
@@ -243,7 +243,7 @@ class Lookup(nn.Module):
 
 
 def looked_up(sparse, mode, make, **more):
-    scale = DynamicLossScale(2.0**8, growth_interval=4)
+    scale = DynamicLossScale(DynamicRule(2.0**8, growth_interval=4))
     model = Lookup(sparse)
     own = mixed(model, mode, make, scale, **more)
     updates = []

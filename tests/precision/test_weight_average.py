@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from mprun.assembly.task import weights_in
-from mprun.precision import DynamicLossScale
+from mprun.precision import DynamicLossScale, DynamicRule
 from mprun.tasks import OfParameters
 
 from ..helpers import assert_same_bits, making, mixed, one_step
@@ -31,7 +31,7 @@ def learner_of(mode, patterns=("body",), decay=DECAY):
     averaged = weights_in(model, patterns, "optim.average_modules")
     average = None if decay is None else OfParameters(decay, averaged)
     rule = making(torch.optim.SGD, 0.25, foreach=True)
-    return mixed(model, mode, rule, DynamicLossScale(256.0), average=average)
+    return mixed(model, mode, rule, DynamicLossScale(DynamicRule(256.0)), average=average)
 
 
 def step(learner, index, spoil=1.0):

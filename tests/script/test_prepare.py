@@ -17,6 +17,7 @@ from torch.nn import functional as F
 import mprun
 from mprun.precision import (
     DynamicLossScale,
+    DynamicRule,
     StaticLossScale,
     get_policy,
 )
@@ -190,7 +191,7 @@ def muon(parameters, lr):
 
 
 def test_a_checkpoint_continues_bit_for_bit_and_loads_into_plain_objects():
-    model, optimizer = prepared("fp16_master_scaled", scaler=DynamicLossScale(2.0**20))
+    model, optimizer = prepared("fp16_master_scaled", scaler=DynamicLossScale(DynamicRule(2.0**20)))
     train(model, optimizer)
     file = io.BytesIO()
     torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, file)
@@ -227,7 +228,7 @@ def test_pickled_it_is_the_plain_model_that_loads_with_weights_only(mode):
 @pytest.mark.parametrize("generator_first", [True, False])
 def test_generator_and_discriminator_share_a_scale_that_moves_once(generator_first):
     g, d = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
-    scale = DynamicLossScale(2.0**4, growth_interval=3)
+    scale = DynamicLossScale(DynamicRule(2.0**4, growth_interval=3))
     both = [g, d] if generator_first else [d, g]
     optimizers = [sgd(one.parameters()) for one in both]
     _, (of_g, of_d) = mprun.prepare(both, optimizers, "amp", scaler=scale)
@@ -260,7 +261,10 @@ def test_generator_and_discriminator_share_a_scale_that_moves_once(generator_fir
 def test_a_model_at_rest_is_scaled_as_the_loss_that_goes_through_it():
     """Its own scale is far too large, and nothing in that pass would lower it."""
     g, d = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 1))
-    scales = DynamicLossScale(2.0**4), DynamicLossScale(2.0**40, max_scale=2.0**60)
+    scales = (
+        DynamicLossScale(DynamicRule(2.0**4)),
+        DynamicLossScale(DynamicRule(2.0**40, max_scale=2.0**60)),
+    )
     of_g = sgd(g.parameters())
     mprun.prepare(g, of_g, "amp", scaler=scales[0])
     mprun.prepare(d, sgd(d.parameters()), "amp", scaler=scales[1])
@@ -279,7 +283,7 @@ def test_a_model_at_rest_is_scaled_as_the_loss_that_goes_through_it():
 def test_a_scale_falls_for_what_overflows_in_its_model_by_the_loss_of_another():
     """As in a GAN's loop that zeroes what the generator's loss leaves in the discriminator."""
     g, d = nn.Linear(4, 6), nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 1))
-    scales = DynamicLossScale(2.0**16), DynamicLossScale(2.0**16)
+    scales = DynamicLossScale(DynamicRule(2.0**16)), DynamicLossScale(DynamicRule(2.0**16))
     of_g, of_d = sgd(g.parameters(), 1e-3), sgd(d.parameters(), 1e-3)
     mprun.prepare(g, of_g, "amp", scaler=scales[0])
     mprun.prepare(d, of_d, "amp", scaler=scales[1])
@@ -487,7 +491,7 @@ def test_an_optimizer_that_is_known_of_has_its_turn_before_the_scale_moves():
     model = prepared("amp")[0]
     late = [sgd(part.parameters()) for part in (model.conv, model.head)]
     scale = [mprun.state_of(one).scale for one in late][0]
-    scale.growth_interval, before = 1, scale.scale.item()
+    scale.rule, before = dataclasses.replace(scale.rule, growth_interval=1), scale.scale.item()
     for optimizer, expected in zip(late, (before, 2 * before), strict=True):
         loss_of(model).backward()
         optimizer.step()

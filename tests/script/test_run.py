@@ -17,7 +17,7 @@ from mprun.cli import main
 from mprun.comparison.load import load_run
 from mprun.entry_points import announced
 from mprun.numerics.replay import Snapshot
-from mprun.precision import DynamicLossScale
+from mprun.precision import DynamicLossScale, DynamicRule
 from mprun.record.run_directory import read_config
 from mprun.record.run_record import RunRecord, read_record
 from mprun.script.watched import ScriptTask
@@ -173,7 +173,9 @@ def test_a_divergence_is_recorded_and_the_script_goes_on(tmp_path, capsys):
 
 
 def test_a_collapsed_scale_is_a_divergence(tmp_path):
-    scale = DynamicLossScale(2.0**60, min_scale=2.0**59, max_scale=2.0**61, max_consecutive_skips=3)
+    scale = DynamicLossScale(
+        DynamicRule(2.0**60, min_scale=2.0**59, max_scale=2.0**61, max_consecutive_skips=3)
+    )
     run = recorded(tmp_path, "amp", scaler=scale, log_every=5)
     assert run.status == "diverged" and "collapsed" in run.cause
 

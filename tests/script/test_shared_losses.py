@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mprun
-from mprun.precision.loss_scale import LogMaxLossScale
+from mprun.precision.loss_scale import LogMaxLossScale, LogMaxRule
 
 from ..helpers import assert_same_bits, network
 from .networks import MODES, prepared, sgd
@@ -76,7 +76,10 @@ def test_a_closure_that_overflows_lowers_a_scale_by_the_largest_gradient():
     model = network()
     optimizer = torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=2)
     model, optimizer = mprun.prepare(
-        model, optimizer, "amp", scaler=LogMaxLossScale(init_scale=2.0**24, log_max=14.0)
+        model,
+        optimizer,
+        "amp",
+        scaler=LogMaxLossScale(LogMaxRule(init_scale=2.0**24, log_max=14.0)),
     )
 
     def closure():

@@ -258,7 +258,7 @@ def test_an_optimizer_over_the_parameters_of_the_model_trains_all_of_them(mode):
 
 @pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp"])
 def test_the_scale_moves_without_being_asked(mode):
-    scale = mprun.precision.DynamicLossScale(4.0, growth_interval=2)
+    scale = mprun.precision.DynamicLossScale(mprun.precision.DynamicRule(4.0, growth_interval=2))
     model, optimizer = prepared(mode, scaler=scale)
     train(model, optimizer, steps=4)
     assert scale.scale == 16 and scale.steps_skipped == 0

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import mprun
-from mprun.precision import DynamicLossScale
+from mprun.precision import DynamicLossScale, DynamicRule
 from mprun.prepared import state_of
 
 from ...helpers import assert_same_bits
@@ -160,7 +160,9 @@ def test_clipping_clips(mode, tmp_path):
 
 def test_after_a_skipped_update_no_schedule_advances(tmp_path):
     """As the Trainer does itself in its own FP16."""
-    high = DynamicLossScale(init_scale=2.0**40, max_scale=2.0**50, device=torch.device("cpu"))
+    high = DynamicLossScale(
+        DynamicRule(init_scale=2.0**40, max_scale=2.0**50), device=torch.device("cpu")
+    )
     settings = {"eval_dataset": data(8), "train_dataset": data(), "precision": "amp"}
     own = Own(gpt2(), arguments(tmp_path), scaler=high, **settings)
     own.train()
