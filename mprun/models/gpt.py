@@ -4,6 +4,8 @@ karpathy/nanoGPT, model.py: norms before each block's two halves and after the l
 for embedding and output, GELU by its error function.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -12,17 +14,33 @@ State = tuple[Tensor, ...]
 ROTARY_BASE = 10_000.0  # Su et al., arXiv 2104.09864, section 3.2.2
 
 
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """The parts of a block in which Llama differs from GPT-2, whose are the defaults.
+
+    ``kv_heads`` are each read by as many query heads (Ainslie et al., arXiv 2305.13245), None: by
+    one; ``norm`` "rms" is by Zhang and Sennrich (arXiv 1910.07467); ``positions`` "rotary" by Su et
+    al.; ``mlp`` "swiglu" (Shazeer, arXiv 2002.05202) has about as many weights as "gelu";
+    ``qk_norm`` is before rotation.
+    """
+
+    kv_heads: int | None = None
+    norm: str = "layer"
+    positions: str = "learned"
+    mlp: str = "gelu"
+    qk_norm: bool = False
+    bias: bool = False
+
+
+GPT2 = Parts()
+
+
 class GPT(nn.Module):
     """``forward(tokens, state)``: ``tokens`` int64 ``[time, batch]``; the state is always ``()``.
 
     It returns logits ``[time, batch, vocab_size]`` and ``()``: each column is a separate window.
     Weights start normal with deviation 0.02, those that write into the residual stream with 0.02 /
     sqrt(2 * num_layers) (Radford et al., GPT-2, section 2.3), biases at zero.
-
-    The arguments are the fields of `GPTConfig`. ``kv_heads`` are each read by as many query heads
-    (Ainslie et al., arXiv 2305.13245); ``norm`` "rms" is by Zhang and Sennrich (arXiv 1910.07467);
-    ``mlp`` "swiglu" (Shazeer, arXiv 2002.05202) has about as many weights as "gelu"; ``qk_norm`` is
-    before rotation.
     """
 
     def __init__(
@@ -32,32 +50,24 @@ class GPT(nn.Module):
         hidden_size: int = 128,
         num_layers: int = 2,
         num_heads: int = 4,
-        kv_heads: int | None = None,
-        norm: str = "layer",
-        positions: str = "learned",
-        mlp: str = "gelu",
-        qk_norm: bool = False,
+        parts: Parts = GPT2,
         attention: str = "fused",
-        bias: bool = False,
     ) -> None:
         super().__init__()
         self.context_length = context_length
         self.embedding = nn.Embedding(vocab_size, hidden_size)
-        self.positions = (
-            nn.Embedding(context_length, hidden_size) if positions == "learned" else None
-        )
-        heads = num_heads, kv_heads or num_heads
-        turned = context_length if positions == "rotary" else 0
-        of_heads, fused = norm if qk_norm else None, attention == "fused"
+        learned, bias = parts.positions == "learned", parts.bias
+        self.positions = nn.Embedding(context_length, hidden_size) if learned else None
+        turned = 0 if learned else context_length
         self.blocks = nn.ModuleList(
             Block(
-                Attention(hidden_size, *heads, bias, of_heads, turned, fused),
-                (GELU if mlp == "gelu" else SwiGLU)(hidden_size, bias),
-                [_norm(norm, hidden_size, bias) for _ in range(2)],
+                Attention(hidden_size, num_heads, parts, turned, attention == "fused"),
+                (GELU if parts.mlp == "gelu" else SwiGLU)(hidden_size, bias),
+                [_norm(parts.norm, hidden_size, bias) for _ in range(2)],
             )
             for _ in range(num_layers)
         )
-        self.norm = _norm(norm, hidden_size, bias)
+        self.norm = _norm(parts.norm, hidden_size, bias)
         self.output = TiedOutput()
         for name, parameter in self.named_parameters():
             if parameter.dim() > 1:
@@ -109,24 +119,15 @@ class Attention(nn.Module):
     F.scaled_dot_product_attention, otherwise part by part.
     """
 
-    def __init__(
-        self,
-        width: int,
-        heads: int,
-        kv_heads: int,
-        bias: bool,
-        qk_norm: str | None,
-        turned: int,
-        fused: bool,
-    ) -> None:
+    def __init__(self, width: int, heads: int, parts: Parts, turned: int, fused: bool) -> None:
         super().__init__()
         self.size, self.fused = width // heads, fused
         self.scale = self.size**-0.5  # of the scores
-        self.heads = [heads, kv_heads, kv_heads]
-        self.inputs = nn.Linear(width, sum(self.heads) * self.size, bias=bias)
-        self.output = nn.Linear(width, width, bias=bias)
-        self.query_norm = _norm(qk_norm, self.size, False) if qk_norm else None
-        self.key_norm = _norm(qk_norm, self.size, False) if qk_norm else None
+        self.heads = [heads, *2 * [parts.kv_heads or heads]]
+        self.inputs = nn.Linear(width, sum(self.heads) * self.size, bias=parts.bias)
+        self.output = nn.Linear(width, width, bias=parts.bias)
+        self.query_norm = _norm(parts.norm, self.size, False) if parts.qk_norm else None
+        self.key_norm = _norm(parts.norm, self.size, False) if parts.qk_norm else None
         self.rotary = Rotary(turned, self.size) if turned else None
 
     def forward(self, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from mprun.assembly.data import arguments_of
 from mprun.config.compose import compose_config
 from mprun.distributed.ranks import Ranks
-from mprun.models.gpt import GPT, manual_attention
+from mprun.models.gpt import GPT, Parts, manual_attention
 
 WORDS, LENGTH = 11, 9
 VARIANTS = {
@@ -33,9 +33,17 @@ VARIANTS = {
 }
 
 
-def small(**options):
+def small(attention="fused", **parts):
     """Weights ten times as large as at the start, so that attention is not even."""
-    model = GPT(WORDS, LENGTH, hidden_size=16, num_layers=2, num_heads=4, **options)
+    model = GPT(
+        WORDS,
+        LENGTH,
+        hidden_size=16,
+        num_layers=2,
+        num_heads=4,
+        parts=Parts(**parts),
+        attention=attention,
+    )
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() == 1:
@@ -176,7 +184,7 @@ def test_scores_of_the_manual_form_overflow_in_fp16_where_those_of_the_kernel_do
 
 
 def test_the_start_is_gpt_2_s():
-    model = GPT(1000, 64, hidden_size=256, num_layers=8, num_heads=4, bias=True)
+    model = GPT(1000, 64, hidden_size=256, num_layers=8, num_heads=4, parts=Parts(bias=True))
     for name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             assert parameter.unique().tolist() == [0.0 if name.endswith("bias") else 1.0]
@@ -255,7 +263,7 @@ def test_gpt_2_computes_as_hugging_face_s(attention):
     """All of the 124 million parameters; nanoGPT's GELU is the exact one, OpenAI's a tanh."""
     transformers = hugging_face()
     theirs = transformers.GPT2LMHeadModel(transformers.GPT2Config(activation_function="gelu"))
-    ours, whole = GPT(50_257, 1024, 768, 12, 12, bias=True, attention=attention), theirs.transformer
+    ours, whole = GPT(50_257, 1024, 768, 12, 12, Parts(bias=True), attention), theirs.transformer
     random_vectors(theirs)
     pairs = [(ours.embedding, whole.wte, False), (ours.positions, whole.wpe, False)]
     pairs.append((ours.norm, whole.ln_f, False))
@@ -288,7 +296,7 @@ def test_llama_computes_as_hugging_face_s():
     )
     theirs = transformers.LlamaForCausalLM(config)
     parts = {"norm": "rms", "positions": "rotary", "mlp": "swiglu"}
-    ours, whole = GPT(1000, 256, 256, 3, 8, kv_heads=2, **parts), theirs.model
+    ours, whole = GPT(1000, 256, 256, 3, 8, Parts(kv_heads=2, **parts)), theirs.model
     random_vectors(theirs)
     pairs = [(ours.embedding, [whole.embed_tokens]), (ours.norm, [whole.norm])]
     for own, other in zip(ours.blocks, whole.layers, strict=True):
