@@ -1,13 +1,11 @@
-"""A cache on disk: encoded text, which is read from there, and arrays, which only save time."""
+"""A cache on disk: encoded text, which is read from there, and pixels, which only save time."""
 
 import hashlib
-import io
 import json
 import os
 import secrets
 import sys
 import time
-import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -33,7 +31,7 @@ Blocks = Iterable[np.ndarray | bytes | str]  # a str is a line
 
 
 class Cache:
-    """Files of int32 tokens (little-endian), words (UTF-8, one a line) or arrays, with headers.
+    """Files of int32 tokens (little-endian), words (UTF-8, one a line) or pixels, with headers.
 
     ``key`` names an entry's inputs (hashes of contents, options). The hash of the key is the file's
     name, ``key["kind"]`` its ending. The JSON header beside it holds the format version, the key,
@@ -172,21 +170,3 @@ def _write(path: Path, blocks: Blocks) -> tuple[int, str]:
         discard(temporary)
     sync_folder(path.parent)
     return size, digest.hexdigest()
-
-
-def load_arrays(key: Key) -> list[np.ndarray] | None:
-    """Return the arrays stored under ``key``; None if they are missing or damaged."""
-    # RuntimeError: there is no home folder.
-    with suppress(OSError, ValueError, zipfile.BadZipFile, RuntimeError):
-        if path := Cache(None, "images").find({"kind": "npz", **key}):
-            with np.load(path, allow_pickle=False) as arrays:
-                return list(arrays.values())
-    return None
-
-
-def store_arrays(key: Key, arrays: Iterable[np.ndarray]) -> None:
-    """Keep ``arrays`` (of plain dtypes) under ``key`` if the cache folder is writable."""
-    stream = io.BytesIO()
-    np.savez(stream, *arrays)
-    with suppress(DataError, Resource, RuntimeError):
-        Cache(None, "images").store({"kind": "npz", **key}, [stream.getvalue()])

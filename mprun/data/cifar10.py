@@ -1,8 +1,10 @@
 """CIFAR-10 below a folder, in two layouts, decoded once and held on the device as bytes."""
 
 import hashlib
+import math
 import os
 import pickle
+from contextlib import suppress
 from typing import NamedTuple
 
 import numpy as np
@@ -10,11 +12,12 @@ import PIL
 import torch
 
 from mprun.data.augmentation import ImageForm, PaddedCrop, offset_and_divisor
-from mprun.data.cache import load_arrays, store_arrays
+from mprun.data.cache import Cache, Key
 from mprun.data.image_files import Images, find_images, printable, read_file
 from mprun.data.image_folder import decode_rgb
 from mprun.data.image_store import ImageStore
 from mprun.data.source import Batch, DamagedData, DataError, Serving, permutation
+from mprun.errors import Resource
 
 CLASSES, SIZE = 10, 32
 PYTHON_FOLDER = "cifar-10-batches-py"
@@ -91,13 +94,17 @@ def read_class_folders(root: str) -> Cifar10Files:
 
 
 def _cached_pixels(images: Images) -> np.ndarray:
-    n = len(images.train) + len(images.held_out)
+    shape = len(images.train) + len(images.held_out), 3, SIZE, SIZE
     # Decoders of other Pillow versions may round differently.
-    key = {"of": "cifar10", "content": images.sha256, "pillow": PIL.__version__}
-    kept = load_arrays(key) if images.sha256_of == "content" else None
-    if kept is not None and [a.shape for a in kept] == [(n, 3, SIZE, SIZE)]:
-        return kept[0]
-    pixels = np.empty((n, 3, SIZE, SIZE), np.uint8)
+    of: Key = {"of": "cifar10", "content": images.sha256, "pillow": PIL.__version__}
+    key, cache = {**of, "kind": "pixels"}, None
+    if images.sha256_of == "content":
+        with suppress(DataError):  # this user has no home directory
+            cache = Cache(None, "images")
+    kept = cache and cache.find(key)
+    if kept and kept.stat().st_size == math.prod(shape):
+        return np.fromfile(kept, np.uint8).reshape(shape)
+    pixels = np.empty(shape, np.uint8)
     # One thread: two were slower, because most of the work is in Python.
     places = [(split, i) for split in (images.train, images.held_out) for i in range(len(split))]
     for row, (split, i) in zip(pixels, places, strict=True):
@@ -106,8 +113,9 @@ def _cached_pixels(images: Images) -> np.ndarray:
             width, height = image.size
             raise DamagedData(f"{split.name(i)}: {width} x {height} pixels, CIFAR-10 has 32 x 32")
         row[:] = np.asarray(image).transpose(2, 0, 1)
-    if images.sha256_of == "content":
-        store_arrays(key, [pixels])
+    if cache:
+        with suppress(DataError, Resource):
+            cache.store(key, [pixels])
     return pixels
 
 
