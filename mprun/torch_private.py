@@ -121,6 +121,8 @@ parameters_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
 buffers_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
 children_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_modules")
 # A module's hooks, and its methods that call them and that copy it for nn.DataParallel. Likewise.
+# Of a leaf, on its way in and once it is added to `.grad`.
+HOOKS_OF_LEAVES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 CALL_WITH_HOOKS, REPLICATE = "_call_impl", "_replicate_for_data_parallel"
 # A recurrent layer's list of weights, and weak references to them. Likewise.

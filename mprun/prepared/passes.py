@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
@@ -20,6 +20,7 @@ from mprun.precision.audit import Audit, is_due
 from mprun.precision.emulation import HalfEmulation, below_emulation
 from mprun.precision.forward_context import ForwardContext
 from mprun.precision.loss_scale import LossScale
+from mprun.precision.torch_update import held_by
 from mprun.precision.update import by_dtype, check_and_unscale, largest
 from mprun.prepared.nodes import Root, entered, reached, refuse_leaks
 from mprun.prepared.shards import agree, are_several, local_of
@@ -60,6 +61,8 @@ class Passes:
     number = fed = 0
     task = -1  # the pass that runs now, as torch counts
     entered: list[Backward] = []  # by the gradients of that pass that they scale
+    # Flags of the steps that hooks have taken within it: model -> those of its optimizers.
+    stepped: dict[Backward, list[Tensor]] = {}
 
 
 class Backward(ABC):
@@ -103,6 +106,14 @@ class Backward(ABC):
     def parameters(self) -> list[Tensor]:
         """Return its parameters as optimizers hold them, with their gradients after a pass."""
 
+    @abstractmethod
+    def end_step(self, found_inf: Tensor | None) -> None:
+        """End an update; if it was skipped, restore the statistics from before its calls."""
+
+    @abstractmethod
+    def roll(self) -> None:
+        """End an update of delayed scaling, once for all optimizers of an iteration."""
+
     def on_pass(self, what: str) -> None:
         """Hear that a gradient of the pass that runs now goes through one of its nodes."""
         if self.scale is None:
@@ -127,9 +138,7 @@ class Backward(ABC):
         if task != Passes.task:
             Passes.task, Passes.entered = task, []
             if not self.of_run:
-                # Twice, to come after the callback in which DistributedDataParallel ends its
-                # reduction.
-                queue_callback(lambda: queue_callback(_end_pass))
+                _expect_end()
         if self in Passes.entered:
             return
         for other in Passes.entered:
@@ -154,6 +163,22 @@ class Backward(ABC):
         )
 
 
+def note_step(model: Backward, found_inf: Tensor) -> None:
+    """Note that a hook has taken a step of `model` within the pass that runs now.
+
+    It ends with the pass, whose other nodes still need the scale, and delayed ones, as they are.
+    """
+    if Passes.task == -1:  # nothing in it is scaled
+        Passes.task = graph_task()
+        _expect_end()
+    Passes.stepped.setdefault(model, []).append(found_inf)
+
+
+def _expect_end() -> None:
+    # Twice, to come after the callback in which DistributedDataParallel ends its reduction.
+    queue_callback(lambda: queue_callback(_end_pass))
+
+
 @torch.no_grad()
 def _end_pass() -> None:
     """Look at the gradients once, before the script can change them; nothing waits."""
@@ -166,7 +191,22 @@ def _end_pass() -> None:
                 model.has_gradients = any(one.grad is not None for one in own)
             for steps in [*model.updated_by]:
                 steps.look_at(model)
-    Passes.task, Passes.entered = -1, []
+    if Passes.stepped:
+        _end_steps(Passes.stepped)
+    Passes.task, Passes.entered, Passes.stepped = -1, [], {}
+
+
+def _end_steps(stepped: Mapping[Backward, Sequence[Tensor]]) -> None:
+    """End the steps that hooks have taken within a pass, once it has no use for scales any more."""
+    together = {one for model in stepped for one in (model, *model.partners)}
+    found = torch.stack([flag for flags in stepped.values() for flag in flags]).amax()
+    for model in together:
+        model.found_inf.logical_or_(found)  # their gradients may be gone
+        model.end_step(model.found_inf if model.scale is not None else None)
+    for model in stepped:
+        model.roll()
+    for scaling in scalings(stepped):
+        scaling.end_pass()
 
 
 def run_pass(roots: Sequence[Root], *args: Any, **kwargs: Any) -> Any:
@@ -184,7 +224,7 @@ def run_pass(roots: Sequence[Root], *args: Any, **kwargs: Any) -> Any:
             return run_engine(roots, *args, **kwargs)
     finally:
         if graph_task() == -1:  # a checkpoint's pass within a pass goes on with the same weights
-            Passes.task, Passes.entered = -1, []  # of a pass that has failed, too
+            Passes.task, Passes.entered, Passes.stepped = -1, [], {}  # of one that failed, too
             for model in alive:  # met or not: `.data` counts no versions
                 # A run forgets them before its step. Shards are gathered anew in the same memory.
                 if not model.of_run or model.tensors.shards:
@@ -257,7 +297,8 @@ class Scaling:
     """The iteration of a loss scale that several optimizers share.
 
     The scale moves once each of them has stepped, or at the latest when one begins again, as
-    torch.amp.GradScaler.update does once in an iteration.
+    torch.amp.GradScaler.update does once in an iteration. If hooks take all steps within a backward
+    pass, it moves when the pass ends.
     """
 
     _all: weakref.WeakKeyDictionary[LossScale, Scaling] = weakref.WeakKeyDictionary()
@@ -267,6 +308,7 @@ class Scaling:
         self.name = ""  # of the loss scale in records; empty: its kind
         self.owners: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._is_within = False  # hooks of the newest pass have taken some of these steps
 
     @classmethod
     def of(cls, scale: LossScale) -> Scaling:
@@ -291,8 +333,27 @@ class Scaling:
         """End the step of `models`; `found_inf`, 0-dim: it was skipped if that is not 0."""
         self._record(found_inf, models)
         self._stepped.add(optimizer)
-        if len(self._stepped) >= len(self.owners):
+        if len(self._stepped) >= len(self.owners) or (self._is_within and not self._waits()):
             self.move()
+
+    def end_within(
+        self, optimizer: Optimizer, found_inf: Tensor, models: Iterable[Backward]
+    ) -> None:
+        """End a step within a pass, whose nodes still need the scale as it is."""
+        self.owners.add(optimizer)
+        self._record(found_inf, models)
+        self._stepped.add(optimizer)
+        self._is_within = True
+
+    def end_pass(self) -> None:
+        """End a pass in which optimizers have stepped; others may still step for it."""
+        if not self._waits():
+            self.move()
+
+    def _waits(self) -> bool:
+        """Return whether an optimizer has gradients of the newest pass and has not stepped."""
+        others = (one for one in self.owners if one not in self._stepped)
+        return any(own.grad is not None for one in others for own in held_by(one))
 
     def end_without_step(self, found_inf: Tensor, models: Iterable[Backward] = ()) -> None:
         """End an iteration in which gradients have come, but no optimizer has stepped for them."""
@@ -314,6 +375,7 @@ class Scaling:
         """End the iteration of the scale."""
         self.scale.update()
         self._stepped.clear()
+        self._is_within = False
 
     def _record(self, found_inf: Tensor, models: Iterable[Backward]) -> None:
         largest_found = None

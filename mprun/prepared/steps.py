@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import warnings
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any
 
@@ -41,6 +41,7 @@ from mprun.prepared.passes import (
     Passes,
     Scaling,
     check_finite,
+    note_step,
     repeated,
     run_pass,
     scalings,
@@ -49,6 +50,9 @@ from mprun.prepared.prepared_model import PreparedModel
 from mprun.prepared.skip import Skip
 from mprun.torch_private import (
     SCALES_ITSELF,
+    DisableTorchFunction,
+    disable_dispatch_modes,
+    graph_task,
     replace_engine,
 )
 
@@ -82,6 +86,7 @@ class OptimizerSteps:
         self._found_in = weakref.WeakKeyDictionary[PreparedModel, Tensor]()
         self._skip = Skip()
         self._kept = KeptState()
+        self._is_within = False  # a hook of a backward pass takes the step
 
     @property
     def optimizer(self) -> Optimizer:
@@ -280,8 +285,10 @@ class OptimizerSteps:
     def _before(self, args: Any, kwargs: Any, closure: Any, fed: list[PreparedModel]) -> Any:
         """Keep the coming step from moving anything if gradients are not finite."""
         scaled = [model for model in self._concerned if model.scale is not None]
-        for scaling in scalings(scaled):
-            scaling.begin(self.optimizer)
+        self._is_within = graph_task() != -1 and closure is None
+        if not self._is_within:
+            for scaling in scalings(scaled):
+                scaling.begin(self.optimizer)
         if closure is not None:
             if self.narrow is not None:
                 raise ValueError(
@@ -293,12 +300,18 @@ class OptimizerSteps:
             self._found = torch.zeros_like(scaled[0].found_inf)
             others = {key: value for key, value in kwargs.items() if key != "closure"}
             return (args[0], repeated(closure, scaled)), others
-        if scaled:
+        if scaled and self._is_within:  # before the pass ends nobody has looked
+            with torch.no_grad(), DisableTorchFunction():
+                self._found = torch.zeros_like(scaled[0].found_inf)
+                check_finite(held_by(self.optimizer), self._found)
+        elif scaled:
             self._found = self._overflow(scaled, fed)
         if self.narrow is not None:
             self._step_in_chunks(self.narrow)
         elif self._found is not None:
             self._skip.prepare(self.optimizer, self._found)
+        if self._is_within and self.policy.masters == "none":
+            self._step_below_emulation()
         return None
 
     @torch.no_grad()
@@ -311,9 +324,16 @@ class OptimizerSteps:
             self.last = Update(scale.clone(), found.clone(), None)
         else:
             self.last = Update(scale, None, None)
+        if self._is_within:
+            self._end_within(concerned, found)
+            return
         together = {one for model in concerned for one in (model, *model.partners)}
         for model in together:
-            model.end_step(found)
+            # Of several optimizers any skip counts, whichever steps first.
+            if found is not None and len(model.updated_by) > 1:
+                model.end_step(torch.maximum(found, model.found_inf))
+            else:
+                model.end_step(found)
         for model in concerned:  # in the same order in all processes
             model.roll()
         if found is not None:
@@ -327,6 +347,15 @@ class OptimizerSteps:
                     scaling.share(found, together)
         for model in passes.alive:
             model.tensors.forget()  # `.data` counts no versions
+
+    def _end_within(self, concerned: Sequence[PreparedModel], found: Tensor | None) -> None:
+        """Leave to the end of the pass what its other gradients still need as it is."""
+        flag = torch.zeros_like(concerned[0].found_inf) if found is None else found
+        for model in concerned:
+            note_step(model, flag)
+        if found is not None:
+            for scaling in scalings(concerned):
+                scaling.end_within(self.optimizer, found, concerned)
 
     def _newly_fed(self) -> list[PreparedModel]:
         """Return models whose inputs have received gradients since the last step."""
@@ -364,9 +393,17 @@ class OptimizerSteps:
         """Take the step here, in FP32, chunk by chunk; the following step has no gradients."""
         if self.steps == 0:
             self._kept.share_seed()
+        self._step_here(lambda: narrow.step(self._found))
+
+    def _step_below_emulation(self) -> None:
+        """Take the step of 16-bit weights here, in torch's arithmetic as between two passes."""
+        with torch.no_grad(), disable_dispatch_modes():
+            self._step_here(self.optimizer.step)
+
+    def _step_here(self, step: Callable[[], Any]) -> None:
         self._is_own_step = True
         try:
-            narrow.step(self._found)
+            step()
         finally:
             self._is_own_step = False
         self._skip.hide_gradients(self.optimizer)

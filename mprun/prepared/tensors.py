@@ -24,6 +24,7 @@ from mprun.precision.recurrent import flat_weights
 from mprun.precision.update import packed
 from mprun.prepared.nodes import Owner, make_nodes
 from mprun.torch_private import (
+    HOOKS_OF_LEAVES,
     IS_PARAMETER,
     disable_dispatch_modes,
     flat_weights_of,
@@ -173,7 +174,7 @@ class Tensors:
             # If processes sum gradients during the pass each parameter gets a node: the sums would
             # wait for the last of a group.
             most = 1 if is_available() and is_initialized() else _BUCKET
-            sizes = (own.numel() if own.layout is torch.strided else most for _, own in pairs)
+            sizes = (most if _is_alone(own) else own.numel() for _, own in pairs)
             for places in packed(sizes, most):
                 made = make_nodes(self.owner, "weight", wanted, [pairs[n][1] for n in places])
                 for (key, own), tensor in zip([pairs[n] for n in places], made, strict=True):
@@ -209,6 +210,12 @@ class Tensors:
             target = own.data if one.inside.dtype is own.dtype else own
             # Unwritten values keep their digits beyond 16 bits.
             target.copy_(torch.where(_differs(now, own), now.to(own.dtype), own))
+
+
+def _is_alone(own: Tensor) -> bool:
+    """Return whether a parameter needs a node for itself: a shared one hands an undefined gradient
+    to what a pass has not reached, and torch calls its hooks with it."""
+    return own.layout is not torch.strided or any(getattr(own, name) for name in HOOKS_OF_LEAVES)
 
 
 def _is_same_memory(now: Tensor, own: Tensor) -> bool:

@@ -661,3 +661,15 @@ def test_a_dropped_model_goes_though_nothing_was_propagated_and_its_loss_can_be(
         loss.backward()
         gradients.append(weight.grad)
     assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_hooks_of_a_parameter_that_no_pass_reaches_are_not_called(mode):
+    model = net()
+    model.unused = nn.Linear(2, 2)
+    called = []
+    model, _ = prepared(mode, model)
+    model.unused.weight.register_hook(called.append)
+    model.unused.weight.register_post_accumulate_grad_hook(called.append)
+    loss_of(model).backward()
+    assert not called and model.unused.weight.grad is None
