@@ -26,6 +26,7 @@ from torch.utils.data._utils import worker
 
 # Class of an operator with one signature, as a dispatch mode is given it.
 OpOverload = torch._ops.OpOverload
+OpOverloadPacket = torch._ops.OpOverloadPacket
 # Schema of such an operator: name, arguments, returns, is_mutable.
 schema_of: Callable[[OpOverload], torch.FunctionSchema] = attrgetter("_schema")
 # Base class of modes that see every operator.

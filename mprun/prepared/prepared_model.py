@@ -100,7 +100,7 @@ class PreparedModel(Backward):
         self._is_untouched = self.is_plain and policy.fp32_math == "ieee"
         # True if activations are in 16 bits without autocast.
         casts = policy.autocast_dtype is None and in_16_bits
-        self.tensors = Tensors(self, rounds=casts and policy.master_dtype is not None)
+        self.tensors = Tensors(self, model, rounds=casts and policy.master_dtype is not None)
         narrow = policy.param_dtype if policy.param_dtype.itemsize == 2 else None
         self.border = Border(self, model, narrow)
         self.stores_half = keeps_half(policy)

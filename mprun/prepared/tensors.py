@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from mprun.precision.recurrent import flat_weights
 from mprun.precision.update import packed
 from mprun.prepared.nodes import Owner, make_nodes
+from mprun.prepared.writes import Writes, wide_of
 from mprun.torch_private import (
     HOOKS_OF_LEAVES,
     IS_PARAMETER,
@@ -30,6 +31,7 @@ from mprun.torch_private import (
     flat_weights_of,
     parameters_of,
     places_of,
+    storage_key,
     version_of,
 )
 
@@ -54,11 +56,12 @@ class Tensors:
 
     Args:
         owner: owner of the nodes.
+        model: it has the modules, whose names records show.
         rounds: the mode computes in 16 bits with copies of FP32 parameters.
     """
 
-    def __init__(self, owner: Owner, rounds: bool):
-        self.owner, self.rounds = owner, rounds
+    def __init__(self, owner: Owner, model: nn.Module, rounds: bool):
+        self.owner, self.model, self.rounds = owner, model, rounds
         # Whether any tensor gets a stand-in.
         self.changes = rounds or owner.scale is not None or owner.grad_dtype is not None
         self.parts: list[Part] = []  # modules, dtypes in which they compute, their children
@@ -112,18 +115,26 @@ class Tensors:
     @contextmanager
     def _holding(self, parts: Sequence[Part], audits: bool) -> Iterator[None]:
         held: list[_Held] = []
+        memories: set[int] | None = None  # that a mode of writes has written to
         flat: list[tuple[dict[str, Any], dict[str, Any]]] = []
         found = self._made(parts)
         try:
             self._put(parts, found, held, flat)
-            yield
+            # The places that a module holds twice have one stand-in.
+            pairs = {id(one.inside): (one.inside, one.own) for one in held}
+            if not (audits or self._moving):
+                yield
+            else:
+                with (writes := Writes(pairs.values())):
+                    memories = writes.written
+                    yield
         except BaseException:
             self.forget()  # no pass will
             raise
         finally:
             with torch.no_grad():
                 for one in held:
-                    self._take_back(one, audits)
+                    self._take_back(one, audits, memories)
             for attributes, weights in flat:
                 attributes.update(weights)
 
@@ -190,26 +201,38 @@ class Tensors:
         is_rounded = self.owner.grad_dtype is not None or own.grad_dtype is not own.dtype
         return is_rounded or id(own) in self._watchers
 
-    def _take_back(self, one: _Held, audits: bool) -> None:
-        """Put the tensor back, with the values that the call wrote into its stand-in."""
+    def _take_back(self, one: _Held, audits: bool, memories: set[int] | None) -> None:
+        """Put the tensor back, with the values that the call wrote into its stand-in.
+
+        memories: those to which torch's functions have written in FP32, as writes that count; None:
+            nobody has looked.
+        """
         now, one.place[one.key] = one.place[one.key], one.own
         own, place = one.own, (id(one.place), one.key)
         # As far as torch tells.
         written = now is not one.inside or version_of(now) != one.version or place in self._moving
+        written = written or (memories is not None and storage_key(own) in memories)
         if not (written or audits):
             return
         if now is None or now.shape != own.shape:
             one.place[one.key] = now if now is None else now.detach().to(own.dtype)
         elif own.layout is torch.strided and (written or _was_written(now, own)):
+            if one.is_parameter and place not in self._moving:
+                self.written.add(self._path(one))
             self._moving.add(place)  # from now on compare values: `.data` counts no versions
-            if one.is_parameter:
-                self.written.add(one.key)
             if _is_same_memory(now, own):
                 return  # a copy onto itself would count as another write
             # A stand-in of its dtype has its version counter, which the script has moved already.
-            target = own.data if one.inside.dtype is own.dtype else own
+            target = own.data if memories is not None or one.inside.dtype is own.dtype else own
             # Unwritten values keep their digits beyond 16 bits.
-            target.copy_(torch.where(_differs(now, own), now.to(own.dtype), own))
+            found = torch.where(_differs(now, own), now.to(own.dtype), own)
+            target.copy_(found if now is one.inside else wide_of(now, found))
+
+    def _path(self, one: _Held) -> str:
+        for name, module in self.model.named_modules():
+            if one.place is parameters_of(module):
+                return f"{name}.{one.key}" if name else one.key
+        return one.key
 
 
 def _is_alone(own: Tensor) -> bool:

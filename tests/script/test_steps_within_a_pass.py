@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 import mprun
-from mprun.precision import DynamicLossScale
+from mprun.precision.loss_scale import DynamicLossScale, DynamicRule
 
 from ..helpers import assert_same_bits
 from .networks import MODES, batches, net
@@ -24,7 +24,7 @@ def trained(mode, hooked, parts=lambda model: [[own] for own in model.parameters
     """
     model = net()
     optimizers = [torch.optim.SGD(part, 0.05, momentum=0.9) for part in parts(model)]
-    scale = DynamicLossScale(2.0**20, growth_interval=3)
+    scale = DynamicLossScale(DynamicRule(2.0**20, growth_interval=3))
     scaler = scale if mprun.precision.get_policy(mode).half_dtype is torch.float16 else None
     mprun.prepare(model, optimizers, mode, **({"scaler": scaler} if scaler else {}))
     waiting = [one for n, one in enumerate(optimizers) if not hooked or n in after]
@@ -88,7 +88,7 @@ def test_only_what_overflows_is_skipped():
     """A gradient that is infinite of its own: the other optimizer moves, the scale falls once."""
     model = net()
     optimizers = [torch.optim.SGD(part, 0.05) for part in halves(model)]
-    scale = DynamicLossScale(4.0)
+    scale = DynamicLossScale(DynamicRule(4.0))
     mprun.prepare(model, optimizers, "fp16_master_scaled", scaler=scale)
     for optimizer in optimizers:
         last = optimizer.param_groups[0]["params"][0]  # the first to be used, so the last to come
@@ -108,7 +108,7 @@ def test_a_parameter_that_gets_no_gradient_does_not_hold_the_scale_up():
     model, unused = net(), torch.nn.Linear(2, 2)
     model.unused = unused
     optimizers = {own: torch.optim.SGD([own], 0.05) for own in model.parameters()}
-    scale = DynamicLossScale(4.0, growth_interval=1)
+    scale = DynamicLossScale(DynamicRule(4.0, growth_interval=1))
     mprun.prepare(model, [*optimizers.values()], "fp16_master_scaled", scaler=scale)
     within = []
     for own, optimizer in optimizers.items():

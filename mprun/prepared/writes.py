@@ -1,0 +1,153 @@
+"""Writes within a call, to parameters and buffers of which the call holds 16-bit stand-ins.
+
+    k.mul_(0.999).add_(q, alpha=0.001)          a momentum network that follows inside `forward`
+    w.copy_(w / w.norm(dim=1, keepdim=True))    a layer that keeps its weights normalised
+
+Computed on stand-ins such a change would be rounded to 16 bits, and most of it lost. So what is
+computed without gradients from stand-ins alone is computed from the FP32 tensors too, and a write
+goes to these. The stand-in follows, as it would by its own write.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from mprun.torch_private import (
+    OpOverload,
+    OpOverloadPacket,
+    storage_key,
+    tree_leaves,
+    tree_map,
+)
+
+_WIDE = "_mprun_wide"  # attribute of a tensor: the same in FP32, an alias where it is one
+_DATA: Any = Tensor.data
+_GET, _SET = _DATA.__get__, _DATA.__set__  # each access makes another object, all are equal
+_ASSIGNS = frozenset(
+    f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "matmul")
+) | {"__setitem__"}
+_TO_PYTHON = ("item", "tolist", "__bool__", "__float__", "__int__")
+# Twice computed they would take other numbers; in place they are computed once.
+_OPAQUE = (OpOverload, OpOverloadPacket)  # an operator of somebody may do anything beside
+_RANDOM = ("rand", "dropout", "bernoulli", "normal", "poisson", "multinomial")
+
+
+class Writes(TorchFunctionMode):
+    """A mode in which writes to stand-ins are writes to what they stand for.
+
+    It costs some 2 microseconds for each call of a torch function, so it is entered where a call
+    is audited, or the model has written before.
+    """
+
+    def __init__(self, stand_ins: Iterable[tuple[Tensor, Tensor]]):
+        super().__init__()
+        self.stand_ins = [(inside, own) for inside, own in stand_ins if inside.dtype != own.dtype]
+        self.written: set[int] = set()  # memories of the tensors to which writes have gone
+
+    def __enter__(self) -> Any:
+        for inside, own in self.stand_ins:
+            setattr(inside, _WIDE, own)
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        for inside, _ in self.stand_ins:
+            delattr(inside, _WIDE)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        used = _tensors((args, kwargs))
+        if not any(hasattr(one, _WIDE) for one in used) or isinstance(func, _OPAQUE):
+            return func(*args, **kwargs)
+        if func == _GET:
+            return self._data(args[0])
+        if torch.is_grad_enabled() and any(one.requires_grad for one in used):
+            return func(*args, **kwargs)
+        with torch.no_grad():
+            if func == _SET:
+                return self._replace(*args)
+            if (targets := _targets(func, args, kwargs)) is not None:
+                return self._write(func, targets, args, kwargs)
+            return self._beside(func, args, kwargs)
+
+    def _data(self, tensor: Tensor) -> Tensor:
+        alias: Tensor = _GET(tensor)
+        if hasattr(tensor, _WIDE):
+            setattr(alias, _WIDE, _GET(getattr(tensor, _WIDE)))
+        return alias
+
+    def _replace(self, target: Tensor, value: Tensor) -> None:
+        """Assign to `target.data`; torch counts no version."""
+        own = getattr(target, _WIDE, None)
+        if own is None or value.shape != own.shape:
+            _SET(target, value)
+            return
+        self.written.add(storage_key(own))
+        _GET(own).copy_(getattr(value, _WIDE, value))
+        _SET(target, own.detach().to(target.dtype))
+
+    def _write(
+        self, func: Callable[..., Any], targets: list[Tensor], args: Any, kwargs: Any
+    ) -> Any:
+        """Compute in place on the FP32 tensors, and let the targets follow."""
+        if not any(hasattr(one, _WIDE) for one in targets):
+            return func(*args, **kwargs)
+        written = [one for one in targets if hasattr(one, _WIDE)]
+        outputs = func(*tree_map(_wide, args), **tree_map(_wide, kwargs))
+        for one in written:
+            one.copy_(getattr(one, _WIDE))
+            self.written.add(storage_key(getattr(one, _WIDE)))
+        back = {id(getattr(one, _WIDE)): one for one in written}
+        return tree_map(lambda one: back.get(id(one), one), outputs)
+
+    def _beside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Compute as the mode does, and beside it from the FP32 tensors, if from nothing else."""
+        found, name = func(*args, **kwargs), getattr(func, "__name__", "")
+        used = [one for one in _tensors((args, kwargs)) if one.is_floating_point()]
+        alone = all(hasattr(one, _WIDE) or one.dtype is torch.float32 for one in used)
+        if not alone or any(word in name for word in _RANDOM):
+            return found
+        results = _tensors(found)
+        if name not in _TO_PYTHON and not any(one.is_floating_point() for one in results):
+            return found
+        wide = func(*tree_map(_wide, args), **tree_map(_wide, kwargs))
+        if name in _TO_PYTHON:
+            return wide
+        for one, other in zip(results, _tensors(wide), strict=True):
+            if one.dtype is not other.dtype:
+                setattr(one, _WIDE, other)
+        return found
+
+
+def wide_of(tensor: Tensor, otherwise: Tensor) -> Tensor:
+    """Return what was computed in FP32 beside a tensor, if anything was."""
+    found: Tensor = getattr(tensor, _WIDE, otherwise)
+    return found
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [one for one in tree_leaves(tree) if isinstance(one, Tensor)]
+
+
+def _wide(value: Any) -> Any:
+    """Return the FP32 tensor of a stand-in, and any other 16-bit one widened."""
+    if not isinstance(value, Tensor):
+        return value
+    if hasattr(value, _WIDE):
+        return getattr(value, _WIDE)
+    is_half = value.is_floating_point() and value.dtype.itemsize == 2
+    return value.float() if is_half else value
+
+
+def _targets(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
+    """Return the tensors that `func` writes to; None if it makes new ones."""
+    name = getattr(func, "__name__", "")
+    if kwargs.get("out") is not None:
+        return _tensors(kwargs["out"])
+    is_inplace = name.endswith("_") and not name.endswith("__")
+    return _tensors(args[:1]) if is_inplace or name in _ASSIGNS else None

@@ -1,0 +1,165 @@
+"""What a model writes to its own weights and buffers within `forward` is computed in FP32."""
+
+import copy
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mprun
+from mprun.precision import get_policy
+
+from ..helpers import assert_same_bits
+from .networks import MODES, WITHOUT_MASTERS, batches
+
+WITH_MASTERS = [mode for mode in MODES if mode not in WITHOUT_MASTERS]
+MOMENTUM = 0.999
+
+
+def by_methods(own, other):
+    own.mul_(MOMENTUM).add_(other, alpha=1 - MOMENTUM)
+
+
+def by_data(own, other):
+    own.data = own.data * MOMENTUM + other.data * (1 - MOMENTUM)
+
+
+def by_lerp(own, other):
+    own.lerp_(other, 1 - MOMENTUM)
+
+
+def by_copy(own, other):
+    own.copy_(MOMENTUM * own.detach() + (1 - MOMENTUM) * other.detach())
+
+
+def by_operators(own, other):
+    own *= MOMENTUM
+    own += (1 - MOMENTUM) * other
+
+
+def by_rows(own, other):
+    for row in range(len(own)):
+        own[row] = MOMENTUM * own[row] + (1 - MOMENTUM) * other[row]
+
+
+def by_foreach(own, other):
+    torch._foreach_mul_([own], MOMENTUM)
+    torch._foreach_add_([own], [other], alpha=1 - MOMENTUM)
+
+
+def by_out(own, other):
+    torch.lerp(own, other, 1 - MOMENTUM, out=own)
+
+
+FOLLOWS = [by_methods, by_data, by_lerp, by_copy, by_operators, by_rows, by_foreach, by_out]
+
+
+class Pair(nn.Module):
+    """MoCo, BYOL, DINO: a second network follows the first one inside of `forward`."""
+
+    def __init__(self, follow):
+        super().__init__()
+        self.follow = follow
+        self.query = nn.Sequential(nn.Flatten(), nn.Linear(25, 16), nn.ReLU(), nn.Linear(16, 4))
+        self.key = copy.deepcopy(self.query).requires_grad_(False)
+        self.expected = None
+
+    def forward(self, images):
+        with torch.no_grad():
+            for own, other in zip(self.key.parameters(), self.query.parameters(), strict=True):
+                self.follow(own, other)
+            keys = self.key(images)
+        return self.query(images) + keys
+
+
+def followed(model, optimizer, run, steps=5):
+    """The key network as FP32 alone computes it, from the query network's weights."""
+    expected = [own.detach().clone() for own in model.key.parameters()]
+    for images, labels in batches(steps):
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for own, other in zip(expected, model.query.parameters(), strict=True):
+                model.follow(own, other.detach())
+        F.cross_entropy(model(images), labels).backward()
+        optimizer.step()
+        run.step(0.0)
+    return expected
+
+
+@pytest.mark.parametrize("follow", FOLLOWS, ids=lambda follow: follow.__name__)
+@pytest.mark.parametrize("mode", WITH_MASTERS)
+def test_a_momentum_network_moves_as_in_fp32(mode, follow, tmp_path):
+    torch.manual_seed(0)
+    model = Pair(follow)
+    optimizer = torch.optim.SGD(model.query.parameters(), 0.1)
+    model, optimizer = mprun.prepare(model, optimizer, mode)
+    with mprun.Run(tmp_path, optimizer, config={}, seed=0) as run:
+        expected = followed(model, optimizer, run)
+    for own, other in zip(model.key.parameters(), expected, strict=True):
+        assert torch.equal(own, other)
+    written = json.loads((run.directory / "run.json").read_text())["audit"]["written_in_a_call"]
+    names = {f"key.{name}" for name, _ in model.key.named_parameters()}
+    casts = get_policy(mode).param_dtype is not torch.float32  # else they are written themselves
+    assert {*written} == (names if casts else {*written} & names)
+
+
+class Normalised(nn.Linear):
+    """EDM2: the weight itself is kept normalised."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.copy_(self.weight / self.weight.norm(dim=1, keepdim=True))
+        return super().forward(x)
+
+
+class Limited(nn.Linear):
+    def forward(self, x):
+        with torch.no_grad():
+            norm = self.weight.norm().item()
+            if norm > 0.1:
+                self.weight.mul_(0.1 / norm)
+        return super().forward(x)
+
+
+class Clamped(nn.Linear):
+    def forward(self, x):
+        self.weight.data.clamp_(-0.0123, 0.0123)
+        return super().forward(x)
+
+
+class Averaged(nn.Linear):
+    """Its buffer is replaced by a mean of weights."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("mean", torch.zeros(sizes[0]))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.mean = 0.9 * self.mean + 0.1 * self.weight.mean(0)
+        return super().forward(x) + self.mean.sum()
+
+
+@pytest.mark.parametrize("kind", [Normalised, Limited, Clamped, Averaged])
+@pytest.mark.parametrize("mode", WITH_MASTERS)
+def test_a_layer_that_changes_its_own_weight_does_it_in_fp32(mode, kind):
+    """The first call changes it as in a plain model, to the bit; no version counts twice."""
+    torch.manual_seed(0)
+    model = nn.Sequential(kind(25, 4), nn.LayerNorm(4))
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    model, optimizer = mprun.prepare(model, optimizer, mode)
+    images, labels = next(batches(1))
+    before = [own._version for own in model.parameters()]
+    as_plain = [own._version for own in plain.parameters()]
+    loss = F.cross_entropy(model(images.flatten(1)), labels)
+    plain(images.flatten(1))
+    assert_same_bits(model.state_dict(), plain.state_dict())
+    versions = zip(model.parameters(), before, plain.parameters(), as_plain, strict=True)
+    for own, n, other, m in versions:
+        assert own._version - n == other._version - m
+    loss.backward()
+    optimizer.step()
+    assert all(own.isfinite().all() for own in model.parameters())
