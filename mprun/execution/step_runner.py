@@ -315,7 +315,9 @@ class StepRunner:
         result["optimizers"] = sorted({type(one.optimizer).__name__ for one in self.rate.learners})
         for label, learner in self.task.learners.items():
             own = learner.prepared.audit
-            for key, names in (("written_in_a_call", own.written), ("left_the_model", own.left)):
+            seen = own.result()
+            for key in ("written_in_a_call", "rounded_in_a_call", "left_the_model"):
+                names = seen[key]
                 result[key] = sorted({*result[key], *(f"{label}.{name}" for name in names)})
         unseen = []
         if self.graph is not None and self.graph.replayed:

@@ -71,6 +71,8 @@ class Audit(TorchDispatchMode):
         # Places where tensors left the model beside its outputs, "module.attribute".
         self.left: set[str] = set()
         self.written: set[str] = set()  # names of parameters that a call of the model wrote to
+        # "module: operation" of operations in forward that met FP32 beside 16 bits, and rounded it.
+        self.rounded: set[str] = set()
         self.optimizers: set[str] = set()  # classes of those that updated its parameters
         self.watched = 0  # calls and passes, or steps
         self.saw_empty = False  # a product of nothing, which does not count
@@ -178,6 +180,7 @@ class Audit(TorchDispatchMode):
             "products": self.counts(),
             "left_the_model": self.left,
             "written_in_a_call": self.written,
+            "rounded_in_a_call": self.rounded,
             "optimizers": self.optimizers,
         }
         found = combined([self.earlier, own])
@@ -220,7 +223,7 @@ def combined(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     `not_watched` comes from the newest result that has it, `unused` is there if all have it.
     """
     products: Counter[str] = Counter()
-    names = ("left_the_model", "written_in_a_call", "optimizers")
+    names = ("left_the_model", "written_in_a_call", "rounded_in_a_call", "optimizers")
     found: dict[str, Any] = {"watched": 0, "products": {}} | dict.fromkeys(names, [])
     every = [result for result in results if result.get("watched")]
     if every and all("unused" in result for result in every):

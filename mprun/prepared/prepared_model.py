@@ -36,6 +36,7 @@ from mprun.precision.torch_update import is_granted
 from mprun.prepared import passes
 from mprun.prepared.border import Border, Forward, Watched, each_tensor, has_graph, has_hooks
 from mprun.prepared.draws import Draws
+from mprun.prepared.mixed_operands import MixedOperands
 from mprun.prepared.modules import entries, put_in_mode
 from mprun.prepared.nodes import mark
 from mprun.prepared.passes import Backward
@@ -101,10 +102,15 @@ class PreparedModel(Backward):
         # True if activations are in 16 bits without autocast.
         casts = policy.autocast_dtype is None and in_16_bits
         self.tensors = Tensors(self, model, rounds=casts and policy.master_dtype is not None)
+        # What serves code in forward that was written for FP32; None: it meets nothing else.
+        meets = self.scale is not None or casts
+        self.mixed = MixedOperands(self, model) if meets else None
         narrow = policy.param_dtype if policy.param_dtype.itemsize == 2 else None
         self.border = Border(self, model, narrow)
         self.stores_half = keeps_half(policy)
         self.audit.written, self.audit.left = self.tensors.written, self.border.left
+        if self.mixed is not None:
+            self.audit.rounded = self.mixed.places
         self.calls = 0  # with gradients or in training mode
         self.group: Any = None  # of the DistributedDataParallel that has called it
         self._guards_step = self._audits = False
@@ -282,6 +288,8 @@ class PreparedModel(Backward):
                 stack.enter_context(self.forward_context.autocast())
             if audits and not self.of_run:
                 stack.enter_context(self.audit.watching())
+            if self.mixed is not None and (audits or self.mixed.was_used):
+                stack.enter_context(self.mixed)
             before, self.state = self.state, Forward.IN_MODE
             try:
                 yield

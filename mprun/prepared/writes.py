@@ -61,7 +61,7 @@ class Writes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        used = _tensors((args, kwargs))
+        used = tensors_in((args, kwargs))
         if not any(hasattr(one, _WIDE) for one in used) or isinstance(func, _OPAQUE):
             return func(*args, **kwargs)
         if func == _GET:
@@ -71,7 +71,7 @@ class Writes(TorchFunctionMode):
         with torch.no_grad():
             if func == _SET:
                 return self._replace(*args)
-            if (targets := _targets(func, args, kwargs)) is not None:
+            if (targets := written_by(func, args, kwargs)) is not None:
                 return self._write(func, targets, args, kwargs)
             return self._beside(func, args, kwargs)
 
@@ -108,17 +108,17 @@ class Writes(TorchFunctionMode):
     def _beside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Compute as the mode does, and beside it from the FP32 tensors, if from nothing else."""
         found, name = func(*args, **kwargs), getattr(func, "__name__", "")
-        used = [one for one in _tensors((args, kwargs)) if one.is_floating_point()]
+        used = [one for one in tensors_in((args, kwargs)) if one.is_floating_point()]
         alone = all(hasattr(one, _WIDE) or one.dtype is torch.float32 for one in used)
         if not alone or any(word in name for word in _RANDOM):
             return found
-        results = _tensors(found)
+        results = tensors_in(found)
         if name not in _TO_PYTHON and not any(one.is_floating_point() for one in results):
             return found
         wide = func(*tree_map(_wide, args), **tree_map(_wide, kwargs))
         if name in _TO_PYTHON:
             return wide
-        for one, other in zip(results, _tensors(wide), strict=True):
+        for one, other in zip(results, tensors_in(wide), strict=True):
             if one.dtype is not other.dtype:
                 setattr(one, _WIDE, other)
         return found
@@ -130,7 +130,8 @@ def wide_of(tensor: Tensor, otherwise: Tensor) -> Tensor:
     return found
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def tensors_in(tree: Any) -> list[Tensor]:
+    """Return the tensors in a tree."""
     return [one for one in tree_leaves(tree) if isinstance(one, Tensor)]
 
 
@@ -144,10 +145,10 @@ def _wide(value: Any) -> Any:
     return value.float() if is_half else value
 
 
-def _targets(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
+def written_by(func: Any, args: Any, kwargs: Any) -> list[Tensor] | None:
     """Return the tensors that `func` writes to; None if it makes new ones."""
     name = getattr(func, "__name__", "")
     if kwargs.get("out") is not None:
-        return _tensors(kwargs["out"])
+        return tensors_in(kwargs["out"])
     is_inplace = name.endswith("_") and not name.endswith("__")
-    return _tensors(args[:1]) if is_inplace or name in _ASSIGNS else None
+    return tensors_in(args[:1]) if is_inplace or name in _ASSIGNS else None

@@ -93,6 +93,7 @@ class AuditRecord(TypedDict, total=False):
     products: dict[str, _Count]
     left_the_model: list[str]
     written_in_a_call: list[str]
+    rounded_in_a_call: list[str]
     optimizers: list[str]
     not_watched: str
     unused: str

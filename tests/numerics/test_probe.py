@@ -88,7 +88,9 @@ def test_what_is_counted_is_what_the_step_computed(build_run, mode):
             output.retain_grad()
             outputs[name] = (output, output.detach().clone())
             for kind, computed in module.named_parameters(recurse=False):
-                computed.register_hook(partial(gradients.__setitem__, f"{name}.{kind}"))
+                hook = partial(gradients.__setitem__, f"{name}.{kind}")
+                hook.sees_inside = True
+                computed.register_hook(hook)
 
         keep.sees_inside = True  # what the mode computes with, not what it hands out
         module.register_forward_hook(keep)

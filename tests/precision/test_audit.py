@@ -238,6 +238,7 @@ def test_the_first_three_and_one_in_a_thousand():
 
 def test_attempts_add_up():
     one = {"watched": 3, "products": {"forward fp16": 6}, "left_the_model": ["a"]}
+    one |= {"rounded_in_a_call": ["lstm: lstm"]}
     one |= {"written_in_a_call": [], "optimizers": ["SGD"], "not_watched": "compiled steps"}
     other = {"watched": 2, "products": {"backward fp32": 1, "forward fp16": 4}}
     other |= {"left_the_model": ["b", "a"], "written_in_a_call": [], "optimizers": ["SGD"]}
@@ -246,6 +247,7 @@ def test_attempts_add_up():
         "products": {"backward fp32": 1, "forward fp16": 10},
         "left_the_model": ["a", "b"],
         "written_in_a_call": [],
+        "rounded_in_a_call": ["lstm: lstm"],
         "optimizers": ["SGD"],
         "not_watched": "compiled steps",
     }
