@@ -93,12 +93,10 @@ def _mark_the_rest_slow(items):
 
 @pytest.fixture(scope="session", autouse=True)
 def _composed_once():
-    from mprun.config import compose
-
-    from .composed_once import once
+    from .composed_once import keeping
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(compose, "compose", once(compose.compose))
+        keeping(patch)
         yield
 
 
