@@ -64,6 +64,7 @@ def each_rank(be, world: int, cases, folder: Path) -> list[dict]:
     folder.mkdir(parents=True, exist_ok=True)
     # Not forks of this process: autograd's threads do not survive one, and are asked for.
     context, port, processes = get_context("forkserver"), free_port(), []
+    context.set_forkserver_preload([be.__module__])  # imported once, and not by each rank
     for rank in range(world):
         processes.append(context.Process(target=be, args=(rank, world, port, cases, folder)))
         processes[-1].start()
