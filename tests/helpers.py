@@ -49,6 +49,7 @@ TINY_LM = [
     "data.sequence_length=4",
     "data.batch_size=2",
     "data.train_tokens=200",
+    "data.eval_tokens=100",
 ]
 TINY_GAN = [
     *ONE_CORE,
@@ -82,6 +83,7 @@ TINY_GPT = [
     "data.batch_size=4",
     "data.sequence_length=16",
     "data.train_tokens=2048",
+    "data.eval_tokens=512",
 ]
 
 

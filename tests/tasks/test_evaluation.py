@@ -14,7 +14,7 @@ from ..shipped import OF_ANY_NETWORK
 
 RUNS = {
     "dcgan": [*TINY_GAN, "data.batch_size=4"],
-    "lstm_lm": [*TINY_LM, "model.dropout=0.2", "data.eval_tokens=200"],
+    "lstm_lm": [*TINY_LM, "model.dropout=0.2"],
 }
 AUTOENCODER = ["model=conv_autoencoder", "data.image_size=32", "data.batch_size=100"]
 AUTOENCODER += ["model.width=4", "optim=sgd"]
