@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
+from multiprocessing import get_context
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -23,6 +24,16 @@ def start(*words, stderr=subprocess.DEVNULL, **more) -> subprocess.Popen:
 def mprun(*words, **more) -> subprocess.CompletedProcess:
     """What `start` starts, when it has ended."""
     return subprocess.run(**_command(words, **more), capture_output=True, timeout=300)
+
+
+def forkserver():
+    """A context whose processes have imported mprun, and computed nothing.
+
+    Not forks of this process: autograd's threads do not survive one, and are asked for.
+    """
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["tests.distributed.of_a_rank"])
+    return context
 
 
 def with_word(text: str) -> list[int]:

@@ -2,7 +2,6 @@
 skips, BatchNorm statistics, metrics, evaluation, after every step, bit for bit."""
 
 import socket
-from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +16,7 @@ from mprun.precision.policy import ORDERS
 from ..shipped import IN_BLOCKS, OF_ANY_NETWORK
 from ..tables import with_extensions
 from .of_a_rank import be, found_by
+from .processes import forkserver
 
 MODES = [mode for mode in OF_ANY_NETWORK if mode != "tf32"]  # of a GPU
 IMAGES = "data.batch_size=4 train.accumulate=4 dist.order=fixed"
@@ -62,9 +62,7 @@ def on_ranks(world: int, cases: dict, folder: Path) -> list[dict]:
 def each_rank(be, world: int, cases, folder: Path) -> list[dict]:
     """What `be(rank, world, port, cases, folder)` wrote, by rank, each in a process of its own."""
     folder.mkdir(parents=True, exist_ok=True)
-    # Not forks of this process: autograd's threads do not survive one, and are asked for.
-    context, port, processes = get_context("forkserver"), free_port(), []
-    context.set_forkserver_preload([be.__module__])  # imported once, and not by each rank
+    context, port, processes = forkserver(), free_port(), []
     for rank in range(world):
         processes.append(context.Process(target=be, args=(rank, world, port, cases, folder)))
         processes[-1].start()

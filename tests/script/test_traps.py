@@ -3,8 +3,6 @@ one line that names the cure."""
 
 import copy
 import gc
-import subprocess
-import sys
 import weakref
 
 import pytest
@@ -12,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+from torch.optim import optimizer as of_torch
 from torch.utils.checkpoint import checkpoint
 
 import mprun
@@ -21,6 +20,7 @@ from mprun.prepared import passes
 from mprun.prepared.border import prepared_modules
 from mprun.torch_private import dispatch_modes
 
+from ..distributed.processes import forkserver
 from ..helpers import assert_same_bits, raises_line
 from .networks import (
     HALF_WEIGHTS,
@@ -608,28 +608,29 @@ def test_an_fp32_weight_written_in_forward_is_none_of_torchs_in_place_errors(
     assert mprun.state_of(optimizer).last.found_inf in (None, 0)
 
 
-LEAVES = """
-import gc, torch, mprun
-from torch.optim import optimizer as of_torch
-before = torch.autograd._engine_run_backward
-def train(mode):
-    model = torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Linear(16, 2))
-    _, optimizer = mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1), mode)
-    model(torch.ones(1, 16)).sum().backward()
-    optimizer.step()
-    assert torch.autograd._engine_run_backward is not before
-# Both draw random bits: what is left of the first goes while the second is made.
-for mode in ("nvfp4", "nvfp4"):
-    train(mode)
-gc.collect()
-assert torch.autograd._engine_run_backward is before
-assert not of_torch._global_optimizer_pre_hooks and not of_torch._global_optimizer_post_hooks
-"""
+def leaves_torch_as_it_was():
+    before = torch.autograd._engine_run_backward
+
+    def train(mode):
+        model = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 2))
+        _, optimizer = mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1), mode)
+        model(torch.ones(1, 16)).sum().backward()
+        optimizer.step()
+        assert torch.autograd._engine_run_backward is not before
+
+    # Both draw random bits: what is left of the first goes while the second is made.
+    for mode in ("nvfp4", "nvfp4"):
+        train(mode)
+    gc.collect()
+    assert torch.autograd._engine_run_backward is before
+    assert not of_torch._global_optimizer_pre_hooks and not of_torch._global_optimizer_post_hooks
 
 
 def test_torch_is_as_it_was_once_the_last_model_is_gone():
-    done = subprocess.run([sys.executable, "-c", LEAVES], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    process = forkserver().Process(target=leaves_torch_as_it_was)
+    process.start()
+    process.join()
+    assert process.exitcode == 0
 
 
 class Keeping(nn.Module):
