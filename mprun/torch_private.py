@@ -33,6 +33,8 @@ schema_of: Callable[[OpOverload], torch.FunctionSchema] = attrgetter("_schema")
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 # Active dispatch modes, outermost first.
 dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
+# Whether a tensor is inside of a transform of torch.func. If gone: `torch.func` refuses alone.
+is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 # Context without dispatch modes.
 disable_dispatch_modes = _python_dispatch._disable_current_modes
 # Active function modes, outermost first.

@@ -307,6 +307,7 @@ _AUDITED = {
     "left_the_model": "tensors left the model beside its outputs",
     "written_in_a_call": "parameters written by the model itself",
     "rounded_in_a_call": "fp32 that met 16 bits was rounded within the model",
+    "destroyed_by_a_cast": "numbers that the cast to 16 bits destroys",
 }
 _ALIKE = 0.01  # a smaller difference of shares does not count; they are shown in whole per cent
 

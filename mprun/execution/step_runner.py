@@ -17,7 +17,7 @@ from torch import Tensor
 
 from mprun.errors import BadInput, MprunError
 from mprun.execution.graphed_step import GraphedStep
-from mprun.precision.audit import Audit, Contradiction, next_due
+from mprun.precision.audit import LISTS, Audit, Contradiction, next_due
 from mprun.precision.torch_update import reads_rate_on_device
 from mprun.tasks.task import Learner, Task
 from mprun.torch_private import compile_options, said_by_a_compiler
@@ -314,11 +314,9 @@ class StepRunner:
         result = self.audit.result()
         result["optimizers"] = sorted({type(one.optimizer).__name__ for one in self.rate.learners})
         for label, learner in self.task.learners.items():
-            own = learner.prepared.audit
-            seen = own.result()
-            for key in ("written_in_a_call", "rounded_in_a_call", "left_the_model"):
-                names = seen[key]
-                result[key] = sorted({*result[key], *(f"{label}.{name}" for name in names)})
+            own = learner.prepared.audit.result()
+            for key in LISTS:
+                result[key] = sorted({*result[key], *(f"{label}.{name}" for name in own[key])})
         unseen = []
         if self.graph is not None and self.graph.replayed:
             unseen.append("replayed steps (CUDA graph)")

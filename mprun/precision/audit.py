@@ -73,6 +73,7 @@ class Audit(TorchDispatchMode):
         self.written: set[str] = set()  # names of parameters that a call of the model wrote to
         # "module: operation" of operations in forward that met FP32 beside 16 bits, and rounded it.
         self.rounded: set[str] = set()
+        self.destroyed: set[str] = set()  # inputs and buffers with numbers that a cast destroys
         self.optimizers: set[str] = set()  # classes of those that updated its parameters
         self.watched = 0  # calls and passes, or steps
         self.saw_empty = False  # a product of nothing, which does not count
@@ -181,6 +182,7 @@ class Audit(TorchDispatchMode):
             "left_the_model": self.left,
             "written_in_a_call": self.written,
             "rounded_in_a_call": self.rounded,
+            "destroyed_by_a_cast": self.destroyed,
             "optimizers": self.optimizers,
         }
         found = combined([self.earlier, own])
@@ -217,13 +219,17 @@ class Audit(TorchDispatchMode):
         )
 
 
+# Names of places in a model, see docs/modes.md.
+LISTS = ("left_the_model", "written_in_a_call", "rounded_in_a_call", "destroyed_by_a_cast")
+
+
 def combined(results: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Merge several results of `Audit.result`: add up the counts, list each name once.
 
     `not_watched` comes from the newest result that has it, `unused` is there if all have it.
     """
     products: Counter[str] = Counter()
-    names = ("left_the_model", "written_in_a_call", "rounded_in_a_call", "optimizers")
+    names = (*LISTS, "optimizers")
     found: dict[str, Any] = {"watched": 0, "products": {}} | dict.fromkeys(names, [])
     every = [result for result in results if result.get("watched")]
     if every and all("unused" in result for result in every):

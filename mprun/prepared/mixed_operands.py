@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,8 @@ class MixedOperands(TorchFunctionMode):
         except (RuntimeError, ValueError) as error:
             dtype = _wanted(func, args, kwargs)
             if dtype is None:
+                if isinstance(error, NotImplementedError):
+                    self._refuse(func, error)
                 raise
             try:
                 found = func(*_cast(args, dtype), **_cast(kwargs, dtype))
@@ -63,7 +65,7 @@ class MixedOperands(TorchFunctionMode):
                 raise error from None
         self.was_used = True
         if dtype.itemsize == 2:
-            self._tell(getattr(func, "__name__", str(func)), DTYPE_NAMES[dtype])
+            self._tell(func, DTYPE_NAMES[dtype])
         return found
 
     def _unscaled(self, hook: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -76,17 +78,27 @@ class MixedOperands(TorchFunctionMode):
 
         return call
 
-    def _tell(self, operation: str, dtype: str) -> None:
-        """Name the operation and the module that calls it, once."""
+    def _refuse(self, func: Any, error: Exception) -> NoReturn:
+        """Name an operation that torch lacks in 16 bits, such as an FFT, and the cure."""
+        raise RuntimeError(
+            f"{self._place(func)} is not implemented in 16 bits ({error}); give it x.float(), or "
+            "let the module compute in fp32 (overrides)"
+        ) from error
+
+    def _place(self, func: Any) -> str:
+        """Return "module: operation" of a call, for the module whose code calls it."""
         inside: nn.Module | None = None
-        frame: FrameType | None = sys._getframe(2)
+        frame: FrameType | None = sys._getframe(3)
         while frame is not None and inside is None:
             own = frame.f_locals.get("self")
             inside = own if isinstance(own, nn.Module) else None
             frame = frame.f_back
         names = (name for name, module in self.model.named_modules() if module is inside)
-        place = f"{next(names, '') or 'the model'}: {operation}"
-        if place not in self.places:
+        return f"{next(names, '') or 'the model'}: {getattr(func, '__name__', func)}"
+
+    def _tell(self, func: Any, dtype: str) -> None:
+        """Name the operation and the module that calls it, once."""
+        if (place := self._place(func)) not in self.places:
             self.places.add(place)
             warnings.warn(
                 f"{place} meets fp32 beside {dtype} and computes in {dtype}; a tensor that forward "

@@ -24,7 +24,13 @@ from torch.autograd.graph import Node as GraphNode
 
 from mprun.precision.emulation import below_emulation
 from mprun.precision.loss_scale import LossScale
-from mprun.torch_private import DisableTorchFunction, foreach_copy_, foreach_mul, foreach_mul_
+from mprun.torch_private import (
+    DisableTorchFunction,
+    foreach_copy_,
+    foreach_mul,
+    foreach_mul_,
+    is_functorch_tensor,
+)
 
 _MARK = "mprun.node"  # in the metadata of a node, torch's too: (what, weakly its owner)
 
@@ -142,6 +148,12 @@ def make_nodes(
         what: "weight", "in" or "out".
         dtype: dtype of the results; None: that of each tensor.
     """
+    if any(map(is_functorch_tensor, tensors)):
+        raise RuntimeError(
+            "torch.func transforms a prepared model where its casts or loss scale are nodes of "
+            "autograd, which it cannot; use torch.autograd.grad, or transform a copy from before "
+            "mprun.prepare"
+        )
     found: tuple[Tensor, ...] = Node.apply(owner, what, dtype, *tensors)
     mark(found, what, owner)
     return found

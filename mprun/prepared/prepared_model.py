@@ -36,6 +36,7 @@ from mprun.precision.torch_update import is_granted
 from mprun.prepared import passes
 from mprun.prepared.border import Border, Forward, Watched, each_tensor, has_graph, has_hooks
 from mprun.prepared.draws import Draws
+from mprun.prepared.exact_numbers import ExactNumbers
 from mprun.prepared.mixed_operands import MixedOperands
 from mprun.prepared.modules import entries, put_in_mode
 from mprun.prepared.nodes import mark
@@ -111,6 +112,8 @@ class PreparedModel(Backward):
         self.audit.written, self.audit.left = self.tensors.written, self.border.left
         if self.mixed is not None:
             self.audit.rounded = self.mixed.places
+        self.exact = ExactNumbers(model)
+        self.audit.destroyed = self.exact.places
         self.calls = 0  # with gradients or in training mode
         self.group: Any = None  # of the DistributedDataParallel that has called it
         self._guards_step = self._audits = False
@@ -231,6 +234,11 @@ class PreparedModel(Backward):
             watching = self.audit.watching() if audits and not self.of_run else nullcontext()
             with self._in_state(Forward.IN_MODE), watching:
                 return forward.compute_within(args, kwargs)
+        if audits and self._sees_values():
+            if self.border.dtype is not None:
+                self.exact.look_at_inputs(forward.module, args, kwargs, self.border.dtype)
+            if self.tensors.rounds:
+                self.exact.look_at_buffers(self.tensors.parts)
         args, kwargs = each_tensor((args, kwargs), self.border.inwards)
         with self._in_mode(forward.module, audits):
             outputs = forward.compute_within(args, kwargs)
@@ -263,9 +271,7 @@ class PreparedModel(Backward):
 
     @contextmanager
     def _in_mode(self, module: nn.Module, audits: bool) -> Iterator[None]:
-        # By value it waits for the device. A run's first call may, and a device without values has
-        # none to compare.
-        self._audits = audits and (not self.of_run or (self.calls == 1 and not is_granted()))
+        self._audits = audits and self._sees_values()
         self._follow_modules()
         hooked = []
         if self.tensors.changes:
@@ -295,6 +301,11 @@ class PreparedModel(Backward):
                 yield
             finally:
                 self.state = before
+
+    def _sees_values(self) -> bool:
+        """Return whether an audited call may look at values, which waits for the device: a run's
+        first call may, and a device without values has none."""
+        return not self.of_run or (self.calls == 1 and not is_granted())
 
     @contextmanager
     def _in_state(self, state: int) -> Iterator[None]:

@@ -94,6 +94,7 @@ class AuditRecord(TypedDict, total=False):
     left_the_model: list[str]
     written_in_a_call: list[str]
     rounded_in_a_call: list[str]
+    destroyed_by_a_cast: list[str]
     optimizers: list[str]
     not_watched: str
     unused: str

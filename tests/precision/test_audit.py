@@ -248,6 +248,7 @@ def test_attempts_add_up():
         "left_the_model": ["a", "b"],
         "written_in_a_call": [],
         "rounded_in_a_call": ["lstm: lstm"],
+        "destroyed_by_a_cast": [],
         "optimizers": ["SGD"],
         "not_watched": "compiled steps",
     }
