@@ -9,14 +9,16 @@ attribute that a loss reads, finds them as without a mode: FP32, unscaled.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, is_dataclass, replace
+from types import CodeType
 from typing import Any
 
 import torch
 from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
-from torch.compiler import is_dynamo_compiling
+from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.distributed import is_initialized
 
 from mprun.precision.audit import is_due
@@ -55,6 +57,18 @@ class Forward:
         self.around: Callable[..., Any] | None = None
         functools.update_wrapper(self, type(module).forward)
 
+    @property
+    def __code__(self) -> CodeType:
+        """Return the code of the module's own forward, whose arguments torch.export asks for."""
+        code: CodeType = getattr(self.plain, "__code__", type(self.module).forward.__code__)
+        return code
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """Return the signature of a call, as torch.export and trainers ask for it."""
+        kind = type(self.module)
+        return inspect.signature(self.plain or kind.forward.__get__(self.module, kind))
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         shared = self.shared
         if shared.state == self.IN_MODE:
@@ -62,6 +76,13 @@ class Forward:
                 return shared.call_gathered(self, args, kwargs)
             return self.compute_within(args, kwargs)
         if shared.state == self.EVALUATING:
+            return self.plainly(*args, **kwargs)
+        if is_exporting():  # the learned model, in FP32
+            if shared.stores_half:
+                raise RuntimeError(
+                    f"precision={shared.policy.name} keeps weights in 16 bits; save the model "
+                    "by torch.save, and export the plain one that loads"
+                )
             return self.plainly(*args, **kwargs)
         return shared.call(self, args, kwargs)
 
@@ -108,7 +129,7 @@ class Watched(Forward):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # Each line costs about a microsecond when a step's kernels evict it from the caches.
-        if not is_dynamo_compiling():
+        if not is_dynamo_compiling() and not is_exporting():
             shared = self.shared
             if is_autocast_enabled(shared.device_type):
                 shared.refuse_autocast()

@@ -674,3 +674,20 @@ def test_hooks_of_a_parameter_that_no_pass_reaches_are_not_called(mode):
     model.unused.weight.register_post_accumulate_grad_hook(called.append)
     loss_of(model).backward()
     assert not called and model.unused.weight.grad is None
+
+
+@pytest.mark.parametrize("mode", ["fp32", "amp", "fp16_master_scaled", "fp8_rowwise"])
+def test_an_exported_program_is_the_learned_model_in_fp32(mode):
+    model, optimizer = prepared(mode)
+    train(model, optimizer, steps=2)
+    model.eval()
+    with torch.no_grad():
+        program = torch.export.export(model, (IMAGES,))
+        assert torch.equal(program.module()(IMAGES), model(IMAGES))
+    train(model.train(), optimizer, steps=1)  # it goes on in its mode
+
+
+def test_16_bit_weights_are_not_exported():
+    model, _ = prepared("fp16_naive")
+    with raises_line(RuntimeError, "save the model"):
+        torch.export.export(model.eval(), (IMAGES,))
