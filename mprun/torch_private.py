@@ -151,6 +151,8 @@ def apply_to_tensors(
     return module._apply(change, **recurse)
 
 
+# What `Optimizer.__init__` gives every optimizer. If gone: `_optimizer_step_pre_hooks`.
+OF_OPTIMIZERS = "_optimizer_state_dict_post_hooks"
 # Tells GradScaler that an optimizer unscales by itself. If gone: GradScaler reads its successor.
 SCALES_ITSELF = "_step_supports_amp_scaling"
 

@@ -80,7 +80,9 @@ class MixedOperands(TorchFunctionMode):
 
     def _refuse(self, func: Any, error: Exception) -> NoReturn:
         """Name an operation that torch lacks in 16 bits, such as an FFT, and the cure."""
-        raise RuntimeError(
+        if "override" in str(error):  # the emulation of a GPU says it
+            raise error
+        raise NotImplementedError(
             f"{self._place(func)} is not implemented in 16 bits ({error}); give it x.float(), or "
             "let the module compute in fp32 (overrides)"
         ) from error

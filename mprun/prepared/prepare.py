@@ -46,7 +46,7 @@ from mprun.prepared.shards import (
     keeps_half,
     why_not_sharded,
 )
-from mprun.prepared.steps import install_hooks, state_of
+from mprun.prepared.steps import base_of, install_hooks, state_of
 from mprun.torch_private import UNCOMPILED
 
 Model = TypeVar("Model", bound=nn.Module | Sequence[nn.Module])
@@ -151,7 +151,7 @@ def prepare(
     for one, overrides in own:
         PreparedModel(one, forward_context, scale, overrides)
     install_hooks()
-    for each in optimizers:
+    for each in map(base_of, optimizers):
         _take_over(each, scale)
     return model if optimizer is None else (model, optimizer)
 

@@ -49,6 +49,7 @@ from mprun.prepared.passes import (
 from mprun.prepared.prepared_model import PreparedModel
 from mprun.prepared.skip import Skip
 from mprun.torch_private import (
+    OF_OPTIMIZERS,
     SCALES_ITSELF,
     DisableTorchFunction,
     disable_dispatch_modes,
@@ -432,9 +433,7 @@ def state_of(optimizer: Optimizer) -> OptimizerSteps:
     Raises:
         ValueError: It holds no parameter of a prepared model.
     """
-    given: Any = optimizer
-    if any(kind.__name__ in _WRAPPERS for kind in type(given).__mro__):
-        given = given.optimizer
+    given = base_of(optimizer)
     if isinstance(given, Optimizer):
         steps = _steps_of(given)
         steps.refresh()
@@ -446,6 +445,19 @@ def state_of(optimizer: Optimizer) -> OptimizerSteps:
     )
 
 
+def base_of(optimizer: Any) -> Any:
+    """Return the optimizer that takes the steps: for a wrapper the wrapped one.
+
+    A wrapper is one of a trainer, or has not called `Optimizer.__init__` (timm's Lookahead).
+    """
+    named = any(kind.__name__ in _WRAPPERS for kind in type(optimizer).__mro__)
+    if named or (isinstance(optimizer, Optimizer) and not hasattr(optimizer, OF_OPTIMIZERS)):
+        for name in ("optimizer", "base_optimizer", "_base_optimizer"):
+            if isinstance(inner := getattr(optimizer, name, None), Optimizer):
+                return base_of(inner)
+    return optimizer
+
+
 def _steps_of(optimizer: Optimizer) -> OptimizerSteps:
     steps: OptimizerSteps | None = optimizer.__dict__.get(_ATTRIBUTE)
     if steps is None:
@@ -454,6 +466,8 @@ def _steps_of(optimizer: Optimizer) -> OptimizerSteps:
 
 
 def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if not hasattr(optimizer, OF_OPTIMIZERS):  # a wrapper: the wrapped one takes the step
+        return None
     return _steps_of(optimizer).begin(sys._getframe(1), args, kwargs)
 
 

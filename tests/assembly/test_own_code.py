@@ -143,7 +143,6 @@ lazy = always(lambda: nn.Sequential(nn.Flatten(), nn.LazyLinear(3)))
 empty = always(nn.ReLU)
 few = always(lambda: Mixed(2))
 fails = always(lambda: nn.Sequential(nn.Flatten(), nn.Linear(3, 3)))
-fp32_inside = always(lambda: Fp32Inside(3))
 no_state = always(lambda: nn.Embedding(11, 11))
 bare_state = always(lambda: BareState("GRU", 11))
 broken = always(lambda: {}["width"])
@@ -156,11 +155,6 @@ def shared(data):
     network = Mixed(3)
     network.head = ONLY.head
     return network
-
-
-class Fp32Inside(Mixed):
-    def forward(self, images):
-        return super().forward(images) @ torch.eye(3)
 
 
 class Sum(nn.Module):
@@ -298,10 +292,6 @@ def own_modules(tmp_path, monkeypatch):
         (
             "model.factory=owncode:pair model.task=gan model.latent_size=5 model.options.size=4",
             "returned float32 [2, 1, 4, 4], the images of the data are [2, 1, 8, 8]",
-        ),
-        (
-            "precision=fp16_master model.factory=owncode:fp32_inside",
-            "in precision=fp16_master: RuntimeError|owncode.py, line",
         ),
         ("precision=fp16_master model.factory=owncode:no_product", "no operation of the network"),
         ("precision=fp16_master precision.overrides.zz=fp32", "zz"),

@@ -73,6 +73,8 @@ def test_results_hold_shares_and_names(study, capsys):
         "products": {"fp16": 0.8, "fp32": 0.2},
         "left_the_model": ["block.features"],
         "written_in_a_call": [],
+        "rounded_in_a_call": [],
+        "destroyed_by_a_cast": [],
         "optimizers": [],
         "not_watched": ["compiled steps"],
     }

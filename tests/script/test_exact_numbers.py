@@ -64,7 +64,8 @@ def test_an_input_and_a_buffer_are_named_once_with_the_cure(mode, says):
             model(torch.cat([REAL, CODES], 1), times=1.7e9 + 4096 * torch.arange(9.0))
     lines = [str(one.message) for one in said]
     assert lines == says * [
-        f"input features: whole numbers change in fp16, up to {CODES.max():,.0f}; pass them as integers",
+        f"input features: whole numbers change in fp16, up to {CODES.max():,.0f}; pass them as "
+        "integers",
         "input times: values become infinite in fp16, up to 1.70003e+09; scale them before",
         "buffer places: whole numbers change in fp16, up to 2,999; keep them as integers, or in a "
         "module that computes in fp32 (overrides)",

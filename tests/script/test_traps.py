@@ -33,6 +33,7 @@ from .networks import (
     loss_of,
     net,
     prepared,
+    sgd,
     train,
 )
 
@@ -691,3 +692,47 @@ def test_16_bit_weights_are_not_exported():
     model, _ = prepared("fp16_naive")
     with raises_line(RuntimeError, "save the model"):
         torch.export.export(model.eval(), (IMAGES,))
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As timm's: it shares groups with the optimizer that it wraps, and does not call __init__."""
+
+    def __init__(self, base):
+        self._base_optimizer = base
+        self.param_groups, self.defaults, self.state = base.param_groups, base.defaults, {}
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+        self.slow = {own: own.detach().clone() for own in base.param_groups[0]["params"]}
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self._base_optimizer.step(closure)
+        for own, slow in self.slow.items():
+            own.copy_(slow.add_(own - slow, alpha=0.5))
+
+    def state_dict(self):
+        return self._base_optimizer.state_dict()
+
+
+@pytest.mark.parametrize("mode", [None, "amp", "fp16_master_scaled"])
+def test_a_wrapper_steps_through_the_optimizer_that_it_wraps(mode):
+    """With bits of the plain script in FP32; skips, and keeps the loss scale in the state."""
+    losses = []
+    for own in ("fp32", mode):
+        model = net()
+        wrapper = Lookahead(sgd(model.parameters()))
+        if own is not None:
+            assert mprun.prepare(model, wrapper, own) == (model, wrapper)
+        losses.append(train(model, wrapper))
+    if mode is None:
+        assert losses[0] == losses[1]
+        return
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)  # some roundings to 11 bits a step
+    assert mprun.state_of(wrapper).optimizer is wrapper._base_optimizer
+    before = [own.detach().clone() for own in model.parameters()]
+    wrapper.zero_grad()
+    (loss_of(model) * torch.inf).backward()
+    slow = {own: one.clone() for own, one in wrapper.slow.items()}
+    wrapper.step()
+    for own, was in zip(model.parameters(), before, strict=True):
+        assert torch.equal(own, slow[own] + 0.5 * (was - slow[own]))
+    assert "loss_scale" in wrapper.state_dict()
