@@ -80,7 +80,6 @@ def own_code(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", ON_A_CPU)
-@pytest.mark.few(5)
 def test_the_record_of_every_mode_says_what_was_computed(tmp_path, mode):
     assert run(tmp_path / "run", *TINY_GPT, f"precision={mode}", "train.steps=5") in (0, 3)
     audit = record_of(tmp_path / "run")["audit"]
