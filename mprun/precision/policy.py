@@ -217,7 +217,7 @@ def _word(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-def get_policy(name: str, folder: Path | None = None) -> PrecisionPolicy:
+def get_policy(name: str, folder: str | Path | None = None) -> PrecisionPolicy:
     """Return the mode of a file that comes with mprun, for use without the rest of mprun.
 
     Args:
@@ -227,14 +227,17 @@ def get_policy(name: str, folder: Path | None = None) -> PrecisionPolicy:
     Raises:
         ValueError: There is no such file, or it defines no mode.
     """
-    values = option("precision", name, folder)
+    values = option("precision", name, None if folder is None else Path(folder))
     own = {key: value for key, value in values.items() if key not in ("defaults", "name")}
     return build_policy(name, own)
 
 
 def usual_scaler(name: str) -> str:
-    """Return the name of the loss scaler that belongs to a mode of mprun; see `get_policy`."""
-    defaults = option("precision", name).get("defaults", [])
+    """Return the name of the loss scaler that belongs to a mode of mprun; "none" for another's."""
+    try:
+        defaults = option("precision", name).get("defaults", [])
+    except ValueError:  # a policy of one's own brings none
+        return "none"
     pairs = [pair for default in defaults for pair in default.items()]
     return next((scaler for key, scaler in pairs if "/scaler" in key), "none")
 

@@ -104,7 +104,7 @@ def prepare(
             several in a list. Optimizers created later are included. None: there is none yet.
         precision: name of a mode ("fp32", "fp16_naive", "fp16_master", "amp", ...) or a policy.
         scaler: name of a loss scaler ("none", "static", "dynamic", "apex", ...), or a `LossScale`,
-            which several calls may share; None: the mode's default.
+            which several calls may share; None: the default of a mode's name, none for a policy.
         overrides: glob pattern over module names -> dtype ("fp32") in which these modules compute.
         native: on a CPU, use torch's 16-bit kernels instead of the emulation.
 
@@ -119,7 +119,10 @@ def prepare(
     optimizers = [] if optimizer is None else _listed("optimizer", optimizer, Optimizer)
     policy = get_policy(precision) if isinstance(precision, str) else precision
     if not isinstance(policy, PrecisionPolicy):
-        raise ValueError(f"precision={precision!r}: must be the name of a mode, or a policy")
+        raise ValueError(
+            f"precision={precision!r}: must be the name of a mode, or a policy; that of a file of "
+            "your own is mprun.precision.get_policy(NAME, FOLDER)"
+        )
     device = _device_of(models)
     dtypes = _dtypes(models, overrides or {})
     own = [(one, {p: dtypes[p] for p in those_that_match(one, dtypes)}) for one in models]

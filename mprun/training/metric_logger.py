@@ -57,7 +57,7 @@ class MetricLogger(Records):
         self.progress.evaluation()
         self.task.on_evaluated = on_evaluated
         with breaks():
-            values = self.task.evaluate()
+            values = self.task.evaluate() or {}  # of a user's class it may be None
         if judged not in values:
             found = ", ".join(values) or "nothing"
             raise BadInput(

@@ -208,7 +208,9 @@ def claimed(composed: Composed, named: tuple[str, ...], prefix: str = "") -> Pat
 def metrics_of(config: RunConfig, task: Task) -> dict[str, Metric]:
     """Return name -> metric of a run's evaluations; BadInput if nobody declares the judged one."""
     name = task_of(config.model)
-    if not all(isinstance(metric, Metric) for metric in task.metrics):
+    declared: object = task.metrics  # of a user's class it may be anything
+    several = isinstance(declared, tuple | list)
+    if not several or not all(isinstance(metric, Metric) for metric in task.metrics):
         raise BadInput(f"model.task={name}: metrics must be a tuple of mprun.Metric")
     closed = name in TASKS
     return with_judged(task.metrics, config.compare, name, config.data.name, closed=closed)

@@ -114,6 +114,7 @@ def test_a_folder_of_ones_own_says_what_a_mode_is(tmp_path):
     policy = get_policy("mine", tmp_path)
     mine = ("mine", F16, F32, F32, F32, F32, None, "ieee", *REST)
     assert dataclasses.astuple(policy) == mine
+    assert get_policy("mine", str(tmp_path)) == policy
     with pytest.raises(ValueError, match="'fp32'.*one of mine"):
         get_policy("fp32", tmp_path)
 

@@ -99,6 +99,17 @@ def test_the_record_says_what_was_computed(tmp_path, mode, dtype):
     assert (forward, backward) == (3 * 3, 5 * (audit["watched"] - 3))
 
 
+def test_a_mode_in_a_file_of_one_s_own_is_recorded_by_its_name(tmp_path):
+    (tmp_path / "mine.yaml").write_text("# FP16 weights, FP32 masters.\nparam_dtype: fp16\n")
+    mine = mprun.precision.get_policy("mine", tmp_path)
+    runs = [recorded(tmp_path / "out", mine, steps=2, scaler=own) for own in (None, "torch")]
+    assert [run.directory.name for run in runs] == ["mine-s0", "mine-torch-s0"]
+    for run, scaler in zip(runs, ("none", "torch"), strict=True):
+        found = read_record(run.directory)["precision"]
+        assert (found["mode"], found["scaler"]) == ("mine", scaler)
+        assert found["usual_scaler"] == "none"
+
+
 def test_runs_of_three_modes_and_three_seeds_are_compared(tmp_path, capsys):
     modes = ("fp32", "fp16_naive", "amp")
     told = {"metric": "accuracy", "margin": 0.4, "higher_is_better": True, "probe_every": 15}

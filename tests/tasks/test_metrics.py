@@ -127,6 +127,15 @@ class Words(WithF1):
     metrics = ("loss", "f1")
 
 
+class Alone(WithF1):  # a tuple of one needs a comma
+    metrics = (Metric("f1", higher_is_better=True, unit="fraction"))
+
+
+class Mute(WithF1):
+    def evaluate(self):
+        super().evaluate()
+
+
 class Twice(WithF1):
     metrics = (*WithF1.metrics, Metric("f1", higher_is_better=False, unit="fraction"))
 """
@@ -191,6 +200,11 @@ def folder(tmp_path, monkeypatch):
             [F1],
             "model.task=f1_task:Words: metrics must be a tuple of mprun.Metric",
         ),
+        (
+            "Alone",
+            [F1],
+            "model.task=f1_task:Alone: metrics must be a tuple of mprun.Metric",
+        ),
     ],
 )
 def test_a_metric_without_a_direction_is_refused_before_anything_is_written(
@@ -235,6 +249,12 @@ def test_a_judged_metric_that_is_not_returned_ends_the_run_and_keeps_its_work(
     monkeypatch.setattr(f1_task.Forgetful, "evaluate", f1_task.Silent.evaluate)
     assert main(["resume=run", task, "model.factory=f1_task:network"]) == 0
     assert "f1" in record_of("run")["final"] and record_of("run")["last_step"] == 2
+
+
+def test_an_evaluation_that_returns_nothing_is_said_in_one_line(folder, capsys):
+    assert main([*RUN, "model.task=f1_task:Mute", F1]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("mprun: compare.metric=f1: the task's evaluate() returned nothing; ")
 
 
 def test_a_metric_that_is_nan_is_told_from_the_loss(folder, capsys):
