@@ -149,7 +149,8 @@ I1126 10:00:00.000000  1 solver.cpp:218] Iteration 0 (0 iter/s, 0s/10 iters), lo
 I1126 10:00:00.000000  1 solver.cpp:237]     Train net output #0: loss = 2.5 (* 1 = 2.5 loss)
 I1126 10:00:01.000000  1 solver.cpp:218] Iteration 10 (9 iter/s, 1s/10 iters), loss = 9
 I1126 10:00:01.000000  1 solver.cpp:237]     Train net output #0: loss = 0.5 (* 1 = 0.5 loss)
-"""
+I1126 10:00:02.000000  1 solver.cpp:218] Iteration 20 (9 iter/s, 1s/10 iters), loss = 9
+I1126 10:00:02.000000  1 solver.cpp:237]     Train net output #0: loss = 0.2"""  # cut off
 
 
 def test_a_log_format_is_an_entry_point(checkout):

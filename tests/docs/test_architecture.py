@@ -41,7 +41,7 @@ MOVED = sum(lines_of(name)[0] for name in ("adapters", "bench", "paper"))
 
 def figure(text):
     """Of a text such as 37,200, to hundreds."""
-    assert re.fullmatch(r"(\d+,)?\d?\d?00", text), text
+    assert re.fullmatch(r"(\d+,)?\d?\d?00", text), f"{text}: write hundreds, 100 for a few lines"
     return int(text.replace(",", ""))
 
 
