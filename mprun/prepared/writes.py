@@ -10,7 +10,7 @@ goes to these. The stand-in follows, as it would by its own write.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ _GET, _SET = _DATA.__get__, _DATA.__set__  # each access makes another object, a
 _ASSIGNS = frozenset(
     f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "pow", "mod", "matmul")
 ) | {"__setitem__"}
+_CASTS = ("to", "half", "bfloat16", "float", "type", "type_as")
 _TO_PYTHON = ("item", "tolist", "__bool__", "__float__", "__int__")
 # Twice computed they would take other numbers; in place they are computed once.
 _OPAQUE = (OpOverload, OpOverloadPacket)  # an operator of somebody may do anything beside
@@ -47,6 +48,7 @@ class Writes(TorchFunctionMode):
     def __init__(self, stand_ins: Iterable[tuple[Tensor, Tensor]]):
         super().__init__()
         self.stand_ins = [(inside, own) for inside, own in stand_ins if inside.dtype != own.dtype]
+        self._inside = {storage_key(inside) for inside, _ in self.stand_ins}
         self.written: set[int] = set()  # memories of the tensors to which writes have gone
 
     def __enter__(self) -> Any:
@@ -66,14 +68,12 @@ class Writes(TorchFunctionMode):
             return func(*args, **kwargs)
         if func == _GET:
             return self._data(args[0])
-        if torch.is_grad_enabled() and any(one.requires_grad for one in used):
-            return func(*args, **kwargs)
-        with torch.no_grad():
-            if func == _SET:
-                return self._replace(*args)
-            if (targets := written_by(func, args, kwargs)) is not None:
-                return self._write(func, targets, args, kwargs)
-            return self._beside(func, args, kwargs)
+        if func == _SET:
+            return self._replace(*args)
+        differentiated = torch.is_grad_enabled() and any(one.requires_grad for one in used)
+        if (targets := written_by(func, args, kwargs)) is None:
+            return self._beside(func, args, kwargs, used, differentiated)
+        return func(*args, **kwargs) if differentiated else self._write(func, targets, args, kwargs)
 
     def _data(self, tensor: Tensor) -> Tensor:
         alias: Tensor = _GET(tensor)
@@ -81,6 +81,7 @@ class Writes(TorchFunctionMode):
             setattr(alias, _WIDE, _GET(getattr(tensor, _WIDE)))
         return alias
 
+    @torch.no_grad()
     def _replace(self, target: Tensor, value: Tensor) -> None:
         """Assign to `target.data`; torch counts no version."""
         own = getattr(target, _WIDE, None)
@@ -90,14 +91,19 @@ class Writes(TorchFunctionMode):
         self.written.add(storage_key(own))
         _GET(own).copy_(getattr(value, _WIDE, value))
         _SET(target, own.detach().to(target.dtype))
+        self._inside.add(storage_key(target))
 
+    @torch.no_grad()
     def _write(
         self, func: Callable[..., Any], targets: list[Tensor], args: Any, kwargs: Any
     ) -> Any:
-        """Compute in place on the FP32 tensors, and let the targets follow."""
-        if not any(hasattr(one, _WIDE) for one in targets):
+        """Write to the FP32 tensors, and let stand-ins follow; to all else as the mode does."""
+        written = [one for one in targets if storage_key(one) in self._inside]
+        if not written:
+            for one in targets:
+                if hasattr(one, _WIDE):
+                    delattr(one, _WIDE)  # it goes its own way
             return func(*args, **kwargs)
-        written = [one for one in targets if hasattr(one, _WIDE)]
         outputs = func(*tree_map(_wide, args), **tree_map(_wide, kwargs))
         for one in written:
             one.copy_(getattr(one, _WIDE))
@@ -105,21 +111,34 @@ class Writes(TorchFunctionMode):
         back = {id(getattr(one, _WIDE)): one for one in written}
         return tree_map(lambda one: back.get(id(one), one), outputs)
 
-    def _beside(self, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    def _beside(
+        self,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        used: Sequence[Tensor],
+        differentiated: bool,
+    ) -> Any:
         """Compute as the mode does, and beside it from the FP32 tensors, if from nothing else."""
         found, name = func(*args, **kwargs), getattr(func, "__name__", "")
-        used = [one for one in tensors_in((args, kwargs)) if one.is_floating_point()]
-        alone = all(hasattr(one, _WIDE) or one.dtype is torch.float32 for one in used)
+        others = [one for one in used if not hasattr(one, _WIDE)]
+        # A constant may take part; activations, which may have no graph either, and what tokens
+        # pick of a table do not.
+        alone = not others if differentiated else all(one.numel() == 1 for one in others)
+        results = tensors_in(found)
         if not alone or any(word in name for word in _RANDOM):
             return found
-        results = tensors_in(found)
         if name not in _TO_PYTHON and not any(one.is_floating_point() for one in results):
             return found
-        wide = func(*tree_map(_wide, args), **tree_map(_wide, kwargs))
+        with torch.no_grad():
+            if name in _CASTS:  # of which the FP32 one needs none
+                wide = _wide(args[0])
+            else:
+                wide = func(*tree_map(_wide, args), **tree_map(_wide, kwargs))
         if name in _TO_PYTHON:
             return wide
         for one, other in zip(results, tensors_in(wide), strict=True):
-            if one.dtype is not other.dtype:
+            if one is not other and other.dtype is torch.float32:
                 setattr(one, _WIDE, other)
         return found
 

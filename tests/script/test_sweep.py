@@ -63,6 +63,7 @@ def test_its_figures_are_matplotlibs(tmp_path):
         comparison.figure("no such")
 
 
+@pytest.mark.filterwarnings("ignore:input .* values become infinite in fp16")
 def test_a_mode_that_diverges_is_a_result_and_the_others_go_on(tmp_path):
     def train(run):
         scale = 1e6 if run.precision == "fp16_naive" else 1.0

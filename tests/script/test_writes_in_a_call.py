@@ -10,9 +10,10 @@ from torch.nn import functional as F
 
 import mprun
 from mprun.precision import get_policy
+from mprun.prepared.writes import Writes
 
 from ..helpers import assert_same_bits
-from .networks import MODES, WITHOUT_MASTERS, batches
+from .networks import MODES, WITHOUT_MASTERS, batches, net, prepared, train
 
 WITH_MASTERS = [mode for mode in MODES if mode not in WITHOUT_MASTERS]
 MOMENTUM = 0.999
@@ -114,6 +115,16 @@ class Normalised(nn.Linear):
         return super().forward(x)
 
 
+class Forced(nn.Linear):
+    """EDM2's own code: the copy that is normalised was taken with gradients."""
+
+    def forward(self, x):
+        weight = self.weight.to(torch.float32)
+        with torch.no_grad():
+            self.weight.copy_(weight / weight.norm(dim=1, keepdim=True))
+        return x @ (weight / weight.norm(dim=1, keepdim=True)).T.to(x.dtype)
+
+
 class Limited(nn.Linear):
     def forward(self, x):
         with torch.no_grad():
@@ -142,7 +153,41 @@ class Averaged(nn.Linear):
         return super().forward(x) + self.mean.sum()
 
 
-@pytest.mark.parametrize("kind", [Normalised, Limited, Clamped, Averaged])
+class Quantised(nn.Linear):
+    """Quantisation-aware training: buffers follow activations, which have no graph yet."""
+
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.register_buffer("low", torch.zeros(()))
+        self.register_buffer("high", torch.zeros(()))
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.low.copy_(torch.minimum(self.low, x.min().to(self.low.dtype)))
+            self.high.copy_(torch.maximum(self.high, x.max().to(self.high.dtype)))
+        scale = ((self.high - self.low) / 255).clamp(min=1e-8)
+        zero = (-128 - self.low / scale).round().clamp(-128, 127).int()
+        x = torch.fake_quantize_per_tensor_affine(x.float(), scale.float(), zero, -128, 127)
+        return super().forward(x.to(self.weight.dtype))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_activations_are_computed_once(mode):
+    """What a mode computes with 16 bits is its own business; nothing beside it ends a call."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), Quantised(25, 4))
+    model, optimizer = mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1), mode)
+    images, labels = next(batches(1))
+    for _ in range(4):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(images), labels)
+        loss.backward()
+        optimizer.step()
+    largest = images.to(get_policy(mode).param_dtype).max().float()
+    assert torch.equal(model[1].high.float(), largest) and loss.isfinite()
+
+
+@pytest.mark.parametrize("kind", [Normalised, Forced, Limited, Clamped, Averaged])
 @pytest.mark.parametrize("mode", WITH_MASTERS)
 def test_a_layer_that_changes_its_own_weight_does_it_in_fp32(mode, kind):
     """The first call changes it as in a plain model, to the bit; no version counts twice."""
@@ -163,3 +208,22 @@ def test_a_layer_that_changes_its_own_weight_does_it_in_fp32(mode, kind):
     loss.backward()
     optimizer.step()
     assert all(own.isfinite().all() for own in model.parameters())
+
+
+def unwatched(self, func, types, args=(), kwargs=None):
+    return func(*args, **kwargs or {})
+
+
+OF_CASTS = ["fp8_tensorwise", "fp8_rowwise", "fp8_delayed", "fp8_block", "mxfp8", "nvfp4_plain"]
+
+
+@pytest.mark.parametrize("mode", [*MODES, *OF_CASTS])
+def test_a_model_that_writes_nothing_has_the_same_bits_unwatched(mode, monkeypatch):
+    """FP8 casts write to tensors of their own, made from weights alone."""
+    found = []
+    for watched in (True, False):
+        if not watched:
+            monkeypatch.setattr(Writes, "__torch_function__", unwatched)
+        model, optimizer = prepared(mode, net())
+        found.append((train(model, optimizer, steps=4), model.state_dict()))
+    assert_same_bits(*found)
