@@ -33,8 +33,6 @@ schema_of: Callable[[OpOverload], torch.FunctionSchema] = attrgetter("_schema")
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 # Active dispatch modes, outermost first.
 dispatch_modes = _python_dispatch._get_current_dispatch_mode_stack
-# Whether a tensor is inside of a transform of torch.func. If gone: `torch.func` refuses alone.
-is_functorch_tensor = torch._C._functorch.is_functorch_wrapped_tensor
 # Context without dispatch modes.
 disable_dispatch_modes = _python_dispatch._disable_current_modes
 # Active function modes, outermost first.
@@ -167,6 +165,21 @@ DYNAMO = "torch._dynamo"
 _COMPILERS = (DYNAMO, "torch._inductor", "torch._functorch", "torch.fx", "triton")
 # Leaves a function uncompiled. If gone: torch.compiler.disable, which imports the compiler.
 disable_dynamo = torch._disable_dynamo
+
+
+@disable_dynamo
+def is_functorch_tensor(tensor: Tensor) -> bool:
+    """Return whether a tensor is in a transform of torch.func. If gone: False; torch refuses."""
+    found: bool = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return found
+
+
+@disable_dynamo(recursive=False)
+def frames_are_compiled() -> bool:
+    """Return whether torch.compile takes the frames that are called from here. If gone: False."""
+    return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+
+
 # Attribute of a compiled module: the module inside. If gone: its class names the successor.
 UNCOMPILED = "_orig_mod"
 

@@ -59,6 +59,7 @@ from mprun.torch_private import (
     active_ddp_module,
     children_of,
     disable_dynamo,
+    frames_are_compiled,
     graph_task,
     tree_leaves,
 )
@@ -266,7 +267,7 @@ class PreparedModel(Backward):
         """Call a module inside that has just gathered its weights, within a call of the model."""
         if self._audits:
             self._check_tensors(forward.module)
-        with self.tensors.inside(forward.module, self._audits):
+        with self.tensors.inside(forward.module, self._audits, not frames_are_compiled()):
             return forward.compute_within(args, kwargs)
 
     @contextmanager
@@ -282,8 +283,10 @@ class PreparedModel(Backward):
                 # batch norm.
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.no_grad())
+            # A compiled frame is compiled again where other modes are active.
+            serves = not frames_are_compiled()
             # Before the emulation, which would check each access and find nothing to do.
-            stack.enter_context(self.tensors.inside(module, self._audits))
+            stack.enter_context(self.tensors.inside(module, self._audits, serves))
             if hooked:
                 stack.enter_context(self.border.hooks_outside(hooked))
             stack.enter_context(self.border.attributes_inside(audits))
@@ -294,7 +297,7 @@ class PreparedModel(Backward):
                 stack.enter_context(self.forward_context.autocast())
             if audits and not self.of_run:
                 stack.enter_context(self.audit.watching())
-            if self.mixed is not None and (audits or self.mixed.was_used):
+            if self.mixed is not None and serves and (audits or self.mixed.was_used):
                 stack.enter_context(self.mixed)
             before, self.state = self.state, Forward.IN_MODE
             try:

@@ -102,18 +102,19 @@ class Tensors:
         watchers[handle.id] = hook
         return handle
 
-    def inside(self, module: nn.Module, audits: bool) -> AbstractContextManager[None]:
+    def inside(self, module: nn.Module, audits: bool, serves: bool) -> AbstractContextManager[None]:
         """Let the modules hold the tensors that the mode computes with.
 
         Args:
             module: it is called; the tensors are those that are there in its call.
             audits: detect writes by value, which waits for the device.
+            serves: compute what the call writes in FP32, see `Writes`.
         """
         parts = self.shards.get(module, self.parts)
-        return self._holding(parts, audits) if self.changes else nullcontext()
+        return self._holding(parts, audits, serves) if self.changes else nullcontext()
 
     @contextmanager
-    def _holding(self, parts: Sequence[Part], audits: bool) -> Iterator[None]:
+    def _holding(self, parts: Sequence[Part], audits: bool, serves: bool) -> Iterator[None]:
         held: list[_Held] = []
         memories: set[int] | None = None  # that a mode of writes has written to
         flat: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -122,7 +123,7 @@ class Tensors:
             self._put(parts, found, held, flat)
             # The places that a module holds twice have one stand-in.
             pairs = {id(one.inside): (one.inside, one.own) for one in held}
-            if not (audits or self._moving):
+            if not (serves and (audits or self._moving)):
                 yield
             else:
                 with (writes := Writes(pairs.values())):
