@@ -29,7 +29,6 @@ from mprun.torch_private import (
     foreach_copy_,
     foreach_mul,
     foreach_mul_,
-    is_functorch_tensor,
 )
 
 _MARK = "mprun.node"  # in the metadata of a node, torch's too: (what, weakly its owner)
@@ -148,13 +147,16 @@ def make_nodes(
         what: "weight", "in" or "out".
         dtype: dtype of the results; None: that of each tensor.
     """
-    if any(map(is_functorch_tensor, tensors)):
+    try:
+        found: tuple[Tensor, ...] = Node.apply(owner, what, dtype, *tensors)
+    except RuntimeError as error:  # asking beforehand would cost more than the casts
+        if "functorch" not in str(error):
+            raise
         raise RuntimeError(
             "torch.func transforms a prepared model where its casts or loss scale are nodes of "
             "autograd, which it cannot; use torch.autograd.grad, or transform a copy from before "
             "mprun.prepare"
-        )
-    found: tuple[Tensor, ...] = Node.apply(owner, what, dtype, *tensors)
+        ) from error
     mark(found, what, owner)
     return found
 

@@ -267,7 +267,8 @@ class PreparedModel(Backward):
         """Call a module inside that has just gathered its weights, within a call of the model."""
         if self._audits:
             self._check_tensors(forward.module)
-        with self.tensors.inside(forward.module, self._audits, not frames_are_compiled()):
+        serves = (self._audits or self.tensors.writes) and not frames_are_compiled()
+        with self.tensors.inside(forward.module, self._audits, serves):
             return forward.compute_within(args, kwargs)
 
     @contextmanager
@@ -284,7 +285,9 @@ class PreparedModel(Backward):
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.no_grad())
             # A compiled frame is compiled again where other modes are active.
-            serves = not frames_are_compiled()
+            used = self.mixed is not None and self.mixed.was_used
+            asks = audits or used or self.tensors.writes
+            serves = asks and not frames_are_compiled()
             # Before the emulation, which would check each access and find nothing to do.
             stack.enter_context(self.tensors.inside(module, self._audits, serves))
             if hooked:
@@ -297,7 +300,7 @@ class PreparedModel(Backward):
                 stack.enter_context(self.forward_context.autocast())
             if audits and not self.of_run:
                 stack.enter_context(self.audit.watching())
-            if self.mixed is not None and serves and (audits or self.mixed.was_used):
+            if self.mixed is not None and serves and (audits or used):
                 stack.enter_context(self.mixed)
             before, self.state = self.state, Forward.IN_MODE
             try:

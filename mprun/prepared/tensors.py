@@ -87,6 +87,11 @@ class Tensors:
         """Return the stand-ins of the newest call, until the tensors move."""
         return [tensor for _, tensor, _ in self._cache.values()]
 
+    @property
+    def writes(self) -> bool:
+        """Return whether a call has written to one of them."""
+        return bool(self._moving)
+
     def forget(self) -> None:
         """Let the next call cast anew: `.data` counts no versions."""
         self._cache.clear()
