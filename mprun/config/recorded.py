@@ -1,4 +1,4 @@
-"""What the schema tells the library of recorded configurations: `mprun.record.keys.Keys`."""
+"""Tell the library what the schema says of recorded keys: `mprun.record.keys.Keys`."""
 
 from collections.abc import Mapping
 from typing import Any

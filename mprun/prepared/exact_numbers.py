@@ -21,7 +21,7 @@ from mprun.torch_private import buffers_of, disable_dispatch_modes, is_functorch
 
 
 class ExactNumbers:
-    """What the casts of a model's inputs and buffers destroy, told once each.
+    """Tell once each input and buffer of which a cast destroys numbers.
 
     Attributes:
         places: "input NAME", "buffer NAME".

@@ -1,4 +1,4 @@
-"""What code within a call meets that was written for FP32: other dtypes, gradients times the scale.
+"""Serve code within a call that was written for FP32: it meets other dtypes, scaled gradients.
 
     h0 = torch.zeros(1, n, 16); y, _ = self.lstm(x, (h0, h0))    FP32, beside 16-bit weights
     x.register_hook(lambda gradient: gradient.clamp(-1, 1))      of gradients that are scaled inside

@@ -33,7 +33,7 @@ from mprun.torch_private import sparse_indices, sparse_values
 
 
 class Skip:
-    """What keeps the coming step of an optimizer from moving anything, until it is undone."""
+    """Keep the coming step of an optimizer from moving anything, until it is undone."""
 
     def __init__(self) -> None:
         self._undo = ExitStack()

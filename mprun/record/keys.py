@@ -58,7 +58,7 @@ LABEL = Role(hashed=False, resumable=False, compared=False, told=False)
 
 
 class Keys(Protocol):
-    """What a runner tells of the configurations that it recorded."""
+    """Tell what a runner knows of the configurations that it recorded."""
 
     def role_of(self, key: str) -> Role:
         """Return the role of a dotted key."""
