@@ -17,7 +17,7 @@ weights 16 and the 16-bit copy of a call. Only one chunk of weights at a time is
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +32,7 @@ from mprun.precision.torch_update import (
     initialise_state,
     put_back_where,
     rule_of,
-    step_unless,
+    skipping,
 )
 from mprun.precision.update import packed
 
@@ -236,10 +236,8 @@ class RoundedWeights:
                 for place, own in zip(places, wide, strict=True):
                     if (gradient := gradients[place]) is not own.grad:
                         own.grad = None if gradient is None else gradient.to(own.dtype)
-                if found_inf is None:
+                with nullcontext() if found_inf is None else skipping(self.inner, found_inf):
                     self.inner.step()
-                else:
-                    step_unless(self.inner, found_inf)
         self.count(found_inf)
 
     def count(self, found_inf: Tensor | None = None) -> None:

@@ -8,16 +8,24 @@ host, the host decides, as torch.amp.GradScaler does: it waits for the device.
 """
 
 import functools
+import inspect
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 from mprun.precision.muon import Muon
-from mprun.torch_private import disable_dispatch_modes, has_kernel
+from mprun.torch_private import (
+    disable_dispatch_modes,
+    has_kernel,
+    sparse_indices,
+    sparse_values,
+)
 
 
 class TensorFlowRMSprop(Optimizer):
@@ -187,30 +195,86 @@ def path_of(optimizer: Optimizer) -> str:
 
 
 def is_fused(optimizer: Optimizer) -> bool:
-    """Return whether every group runs the fused kernel, which takes found_inf and skips itself."""
-    return all(group.get("fused") for group in optimizer.param_groups)
-
-
-@torch.no_grad()
-def step_unless(optimizer: Optimizer, found_inf: Tensor) -> None:
-    """Take one step that leaves parameters and state unchanged if found_inf is non-zero.
-
-    It costs a copy of parameters and state, unless a fused kernel skips by itself. It only waits
-    for the device if `host_decides`.
-    """
-    if host_decides(optimizer):
-        _step_on_host(optimizer, found_inf)
-        return
-    if is_fused(optimizer):
-        optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # not in torch's stub
-        optimizer.step()
-        del optimizer.found_inf  # type: ignore[attr-defined]
-        return
-    with put_back_where(found_inf, moved_by(optimizer)):
-        optimizer.step()
+    """Return whether every group runs torch's fused kernel, which takes found_inf and skips."""
+    is_torchs = isinstance(optimizer, SGD | Adam | Adagrad)
+    return is_torchs and all(group.get("fused") for group in optimizer.param_groups)
 
 
 @contextmanager
+def skipping(optimizer: Optimizer, found_inf: Tensor) -> Iterator[None]:
+    """Let a step of `optimizer` within it move nothing if `found_inf`, float32, 0-dim, is not 0.
+
+    The optimizer's own step runs in any case:
+
+        fused kernels       read found_inf, and skip by themselves
+        the host decides    gradients are hidden: on a CPU, where reading the flag costs nothing,
+                            and where a step could not be undone on the device
+        all others          what they move is copied, and put back on the device; values of sparse
+                            gradients are 0
+    """
+    sparse = [own for own in held_by(optimizer) if own.grad is not None and own.grad.is_sparse]
+    waits = _is_on_host(found_inf) or (sparse and not moves_used_rows_alone(optimizer))
+    if is_fused(optimizer) and len(optimizer.state) < len(held_by(optimizer)):
+        initialise_state(optimizer)
+    with ExitStack() as stack:
+        if is_fused(optimizer) and not host_decides(optimizer):
+            optimizer.found_inf = found_inf  # type: ignore[attr-defined]  # not in torch's stub
+            stack.callback(optimizer.__dict__.pop, "found_inf", None)
+        elif waits or host_decides(optimizer):
+            if not waits:
+                _say_that_it_waits(optimizer)
+            if found_inf.item():
+                stack.enter_context(without_gradients(optimizer))
+        else:
+            for own in sparse:  # a copy of the table would be needed to undo the step
+                stack.enter_context(_zeros_where(found_inf, own))
+            stack.enter_context(put_back_where(found_inf, moved_by(optimizer, without=sparse)))
+        yield
+
+
+def _is_on_host(flag: Tensor) -> bool:
+    return flag.device.type == "cpu"
+
+
+@contextmanager
+def without_gradients(optimizer: Optimizer) -> Iterator[None]:
+    """Hide the gradients: torch's optimizers then change nothing, not even counters.
+
+    Other optimizers count in their groups, which are put back.
+    """
+    hidden = [(own, own.grad) for own in held_by(optimizer)]
+    groups = [(group, {**group}) for group in optimizer.param_groups]
+    for own, _ in hidden:
+        own.grad = None
+    try:
+        yield
+    finally:
+        for own, gradient in hidden:
+            own.grad = gradient
+        for group, before in groups:
+            group.update(before)
+
+
+@contextmanager
+def _zeros_where(found_inf: Tensor, own: Tensor) -> Iterator[None]:
+    """Let a sparse gradient be 0 if `found_inf` is not: the rows of its parameter then stay."""
+    whole = own.grad
+    assert whole is not None
+    own.grad = torch.sparse_coo_tensor(
+        sparse_indices(whole),
+        torch.where(found_inf != 0, 0.0, sparse_values(whole)),
+        whole.shape,
+        is_coalesced=whole.is_coalesced(),
+        check_invariants=False,  # which would wait
+    )
+    try:
+        yield
+    finally:
+        own.grad = whole
+
+
+@contextmanager
+@torch.no_grad()
 def put_back_where(found_inf: Tensor | None, tensors: Sequence[Tensor]) -> Iterator[None]:
     """Let code within it write to `tensors`; undo that if `found_inf` (0-dim) is not 0.
 
@@ -219,6 +283,8 @@ def put_back_where(found_inf: Tensor | None, tensors: Sequence[Tensor]) -> Itera
     if found_inf is None:
         yield
         return
+    # Of a sharded tensor the part of this process.
+    tensors = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
     before = [tensor.clone() for tensor in tensors]
     yield
     skipped = found_inf != 0
@@ -226,21 +292,16 @@ def put_back_where(found_inf: Tensor | None, tensors: Sequence[Tensor]) -> Itera
         tensor.copy_(torch.where(skipped, old, tensor))
 
 
-def _step_on_host(optimizer: Optimizer, found_inf: Tensor) -> None:
-    if not found_inf.item():
-        optimizer.step()
-
-
 def host_decides(optimizer: Optimizer) -> bool:
-    """Return whether a step could not be undone on the device.
+    """Return whether a step can be neither skipped nor undone on the device.
 
     The reason is state that is still to appear, or that is no device tensor (a counter on the host,
     or a plain number). Optimizers from elsewhere may keep state in other places, or replace it."""
     known = rule_of(optimizer)
+    if is_fused(optimizer) and not any(group.get("dampening") for group in optimizer.param_groups):
+        return False  # created before the first step, on the device
     if known is None and not type(optimizer).__module__.startswith("torch.optim"):
         return True
-    if is_fused(optimizer) and not creates_late(optimizer):
-        return False  # created before the first step, on the device
     for group in optimizer.param_groups:
         if known in ("adagrad", "rmsprop") and not group.get("lr_decay"):
             continue  # its counter is not needed
@@ -253,6 +314,24 @@ def host_decides(optimizer: Optimizer) -> bool:
             if any(device != parameter.device for device in devices):
                 return True
     return False
+
+
+_waiting: WeakSet[Optimizer] = WeakSet()  # of which it was said
+
+
+def _say_that_it_waits(optimizer: Optimizer) -> None:
+    # Before its first applied step state is still to appear.
+    if optimizer in _waiting or not any(optimizer.state.values()):
+        return
+    _waiting.add(optimizer)
+    accepts = inspect.signature(type(optimizer)).parameters
+    remedies = [f"{name}=True" for name in ("fused", "capturable") if name in accepts]
+    remedy = f"; with {' or '.join(remedies)} it does not" if remedies else ""
+    print(
+        f"mprun: {type(optimizer).__name__}: each step waits for the device, because only the host "
+        f"can skip it{remedy}",
+        file=sys.stderr,
+    )
 
 
 @functools.cache

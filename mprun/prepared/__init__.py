@@ -2,11 +2,11 @@
 
 The loop stays plain torch. `prepare` changes the computation of a model's calls (prepared_model) by
 casts that are nodes of the autograd graph (nodes). It follows every optimizer's steps (steps). It
-uses the policies, loss scales and emulation of `mprun.precision`; the runner's engine there gives
-the same bits.
+uses the policies, loss scales and emulation of `mprun.precision`.
 """
 
+from mprun.prepared.optimizers import state_of
 from mprun.prepared.prepare import prepare
-from mprun.prepared.steps import OptimizerSteps, state_of
+from mprun.prepared.steps import OptimizerSteps
 
 __all__ = ["OptimizerSteps", "prepare", "state_of"]

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
@@ -37,6 +37,7 @@ from mprun.precision.scaled_linear import chosen_layers
 from mprun.precision.torch_update import held_by
 from mprun.prepared.border import prepared_modules
 from mprun.prepared.kept_state import refuse_cast_codes
+from mprun.prepared.optimizers import base_of, install_hooks, take_over
 from mprun.prepared.passes import Scaling
 from mprun.prepared.prepared_model import PreparedModel
 from mprun.prepared.shards import (
@@ -46,7 +47,6 @@ from mprun.prepared.shards import (
     keeps_half,
     why_not_sharded,
 )
-from mprun.prepared.steps import base_of, install_hooks, state_of
 from mprun.torch_private import UNCOMPILED
 
 Model = TypeVar("Model", bound=nn.Module | Sequence[nn.Module])
@@ -155,7 +155,7 @@ def prepare(
         PreparedModel(one, forward_context, scale, overrides)
     install_hooks()
     for each in map(base_of, optimizers):
-        _take_over(each, scale)
+        take_over(each, scale)
     return model if optimizer is None else (model, optimizer)
 
 
@@ -165,18 +165,6 @@ def _inside(model: nn.Module) -> nn.Module:
     if isinstance(inside, DistributedDataParallel):
         inside = inside.module
     return model if inside is model else _inside(inside)
-
-
-def _take_over(optimizer: Optimizer, scale: LossScale) -> None:
-    """Let an optimizer share a loss scale from its first step on, and keep its earlier state."""
-    if scale.skips_nonfinite:
-        Scaling.of(scale).owners.add(optimizer)
-    for own in held_by(optimizer):
-        for key, value in optimizer.state.get(own, {}).items():
-            # Created before the weights were cast; torch keeps it in their dtype.
-            if isinstance(value, Tensor) and value.shape == own.shape:
-                optimizer.state[own][key] = value.to(own.dtype)
-    state_of(optimizer)
 
 
 def _listed(name: str, given: Any, kind: type) -> list[Any]:

@@ -4,9 +4,8 @@
     optimizer.step() -> [hook: no gradients, or found_inf, if they are not] -> step
                      -> [hook: gradients back; the scale moves; BatchNorm's statistics go back]
 
-Nothing is wrapped. torch calls the two hooks around the step of every optimizer, so one created
-later is included: only the parameters that it holds matter. Nothing here waits for the device
-unless torch's step does, except for optimizers that only the host can stop.
+Nothing here waits for the device unless torch's step does, except for optimizers that only the host
+can stop. optimizers.py has the hooks.
 """
 
 from __future__ import annotations
@@ -15,25 +14,20 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
 
 from mprun.precision.audit import FIRST
 from mprun.precision.forward_context import ForwardContext
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.policy import PrecisionPolicy
 from mprun.precision.rounded_weights import RoundedWeights
-from mprun.precision.torch_update import (
-    held_by,
-)
+from mprun.precision.torch_update import held_by, skipping, without_gradients
 from mprun.precision.update import Update
 from mprun.prepared import passes
 from mprun.prepared.kept_state import KeptState
@@ -43,21 +37,18 @@ from mprun.prepared.passes import (
     check_finite,
     note_step,
     repeated,
-    run_pass,
     scalings,
 )
 from mprun.prepared.prepared_model import PreparedModel
-from mprun.prepared.skip import Skip
 from mprun.torch_private import (
     OF_OPTIMIZERS,
     SCALES_ITSELF,
     DisableTorchFunction,
     disable_dispatch_modes,
     graph_task,
-    replace_engine,
 )
 
-_WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer")  # call the step of the wrapped one
+_ATTRIBUTE = "_mprun_steps"  # of an optimizer; a weak dictionary would take a microsecond
 
 
 class OptimizerSteps:
@@ -85,9 +76,17 @@ class OptimizerSteps:
         self._found: Tensor | None = None
         # For models that others update, too: float32, 0-dim, its own gradients are not finite.
         self._found_in = weakref.WeakKeyDictionary[PreparedModel, Tensor]()
-        self._skip = Skip()
+        self._undo = ExitStack()  # what keeps the step that runs from moving anything
         self._kept = KeptState()
         self._is_within = False  # a hook of a backward pass takes the step
+
+    @classmethod
+    def of(cls, optimizer: Optimizer) -> OptimizerSteps:
+        """Return the steps of an optimizer."""
+        steps: OptimizerSteps | None = optimizer.__dict__.get(_ATTRIBUTE)
+        if steps is None:
+            steps = optimizer.__dict__[_ATTRIBUTE] = cls(optimizer)
+        return steps
 
     @property
     def optimizer(self) -> Optimizer:
@@ -230,7 +229,7 @@ class OptimizerSteps:
                 above = above.f_back
             self._frame = None  # the previous step has raised
             with torch.no_grad():
-                self._skip.undo()
+                self._undo.close()
         self.refresh()
         fed = self._newly_fed()
         self._concerned = self.models or fed
@@ -310,7 +309,7 @@ class OptimizerSteps:
         if self.narrow is not None:
             self._step_in_chunks(self.narrow)
         elif self._found is not None:
-            self._skip.prepare(self.optimizer, self._found)
+            self._undo.enter_context(skipping(self.optimizer, self._found))
         if self._is_within and self.policy.masters == "none":
             self._step_below_emulation()
         return None
@@ -319,7 +318,7 @@ class OptimizerSteps:
     def _after(self) -> None:
         """Put gradients back, and let the loss scales move."""
         concerned, found = self._concerned, self._found
-        self._skip.undo()
+        self._undo.close()
         scale = concerned[0].loss_scale.scale
         if found is not None:  # copies: both are about to change in place
             self.last = Update(scale.clone(), found.clone(), None)
@@ -407,7 +406,7 @@ class OptimizerSteps:
             step()
         finally:
             self._is_own_step = False
-        self._skip.hide_gradients(self.optimizer)
+        self._undo.enter_context(without_gradients(self.optimizer))
 
     # State
 
@@ -424,65 +423,13 @@ class OptimizerSteps:
         self._kept.load_state_dict(saved)
 
 
-_ATTRIBUTE = "_mprun_steps"  # of an optimizer; a weak dictionary would take a microsecond
-
-
-def state_of(optimizer: Optimizer) -> OptimizerSteps:
-    """Return the steps of an optimizer over prepared models.
-
-    Raises:
-        ValueError: It holds no parameter of a prepared model.
-    """
-    given = base_of(optimizer)
-    if isinstance(given, Optimizer):
-        steps = _steps_of(given)
-        steps.refresh()
-        if steps.models:
-            return steps
-    raise ValueError(
-        f"optimizer: is a {type(given).__name__} that updates no prepared model; pass the one that "
-        "was passed to mprun.prepare"
-    )
-
-
-def base_of(optimizer: Any) -> Any:
-    """Return the optimizer that takes the steps: for a wrapper the wrapped one.
-
-    A wrapper is one of a trainer, or has not called `Optimizer.__init__` (timm's Lookahead).
-    """
-    named = any(kind.__name__ in _WRAPPERS for kind in type(optimizer).__mro__)
-    if named or (isinstance(optimizer, Optimizer) and not hasattr(optimizer, OF_OPTIMIZERS)):
-        for name in ("optimizer", "base_optimizer", "_base_optimizer"):
-            if isinstance(inner := getattr(optimizer, name, None), Optimizer):
-                return base_of(inner)
-    return optimizer
-
-
-def _steps_of(optimizer: Optimizer) -> OptimizerSteps:
-    steps: OptimizerSteps | None = optimizer.__dict__.get(_ATTRIBUTE)
-    if steps is None:
-        steps = optimizer.__dict__[_ATTRIBUTE] = OptimizerSteps(optimizer)
-    return steps
-
-
-def _before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def before_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Begin a step: torch calls it, as a hook of all optimizers."""
     if not hasattr(optimizer, OF_OPTIMIZERS):  # a wrapper: the wrapped one takes the step
         return None
-    return _steps_of(optimizer).begin(sys._getframe(1), args, kwargs)
+    return OptimizerSteps.of(optimizer).begin(sys._getframe(1), args, kwargs)
 
 
-def _after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    _steps_of(optimizer).end(sys._getframe(1))
-
-
-def install_hooks() -> None:
-    """Install the hooks around backward passes and steps, for as long as there is a model.
-
-    It is called once that model is alive: the last of earlier ones may go at any time before.
-    """
-    if not passes.undo:
-        passes.undo += [
-            register_optimizer_step_pre_hook(_before_step).remove,
-            register_optimizer_step_post_hook(_after_step).remove,
-            replace_engine(run_pass),
-        ]
+def after_step(optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """End a step, likewise."""
+    OptimizerSteps.of(optimizer).end(sys._getframe(1))

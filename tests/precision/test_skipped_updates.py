@@ -8,8 +8,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from mprun.precision import DynamicLossScale, DynamicRule, NoLossScale, StaticLossScale
-from mprun.precision.torch_update import host_decides, initialise_state, step_unless
+from mprun.precision import (
+    DynamicLossScale,
+    DynamicRule,
+    NoLossScale,
+    StaticLossScale,
+    torch_update,
+)
+from mprun.precision.torch_update import host_decides, initialise_state, skipping
 from mprun.tasks import OfParameters
 
 from .. import helpers
@@ -122,8 +128,9 @@ def test_a_skipped_micro_batch_skips_the_step():
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("optimizer", MAKERS)
-def test_a_step_that_no_host_stops_is_undone(optimizer, implementation):
-    """As on a GPU, where `step_unless` neither knows nor asks what found_inf is."""
+def test_a_step_that_no_host_stops_is_undone(optimizer, implementation, monkeypatch):
+    """As on a GPU, where `skipping` neither knows nor asks what found_inf is."""
+    monkeypatch.setattr(torch_update, "_is_on_host", lambda flag: False)
     draw = torch.Generator().manual_seed(3)
     start = [torch.randn(3, 4, generator=draw), torch.randn(5, generator=draw)]
     kept, plain = ([own.clone() for own in start] for _ in range(2))
@@ -137,7 +144,8 @@ def test_a_step_that_no_host_stops_is_undone(optimizer, implementation):
             other.grad = torch.randn(own.shape, generator=draw)
             own.grad = other.grad * (INF if bad else 1.0)
         assert not host_decides(ours)
-        step_unless(ours, torch.full((), float(bad)))
+        with skipping(ours, torch.full((), float(bad))):
+            ours.step()
         if bad:
             assert_same_bits((kept, ours.state_dict()["state"]), before)
         else:
@@ -306,3 +314,28 @@ def test_complex_weights_keep_both_parts(mode):
         theirs.step()
     assert torch.equal(own.model.filter, plain.filter)
     assert plain.filter.imag.abs().max() > 0
+
+
+def test_a_fused_step_whose_buffer_is_still_to_appear_is_stopped_by_the_host():
+    """torch's fused SGD with dampening would keep a buffer that nobody has filled."""
+    own = torch.ones(3, requires_grad=True)
+    make = partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.5, fused=True)
+    optimizer = make([own])
+    own.grad = torch.full((3,), INF)
+    with skipping(optimizer, torch.ones(())):
+        optimizer.step()
+    assert torch.equal(own, torch.ones(3)) and not optimizer.state[own]
+    own.grad = torch.ones(3)
+    with skipping(optimizer, torch.zeros(())):
+        optimizer.step()
+    assert torch.equal(optimizer.state[own]["momentum_buffer"], own.grad)
+
+
+def test_an_optimizer_from_elsewhere_that_calls_itself_fused_is_stopped_by_the_host():
+    own = torch.ones(3, requires_grad=True)
+    optimizer = Foreign([own])
+    optimizer.param_groups[0]["fused"] = True
+    own.grad = torch.full((3,), INF)
+    with skipping(optimizer, torch.ones(())):
+        optimizer.step()
+    assert torch.equal(own, torch.ones(3)) and optimizer.param_groups[0]["count"] == 0

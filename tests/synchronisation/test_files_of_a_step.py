@@ -12,7 +12,7 @@ from mprun.assembly import build
 from mprun.cli import main
 from mprun.comparison import equivalence
 from mprun.config.compose import compose_config
-from mprun.prepared.skip import Skip
+from mprun.prepared import steps
 from mprun.training.loop import Loop
 from mprun.training.signals import Interruption
 
@@ -36,7 +36,6 @@ SUPERVISED = {
     "prepared/passes.py",
     "prepared/prepared_model.py",
     "prepared/shards.py",
-    "prepared/skip.py",
     "prepared/steps.py",
     "prepared/tensors.py",
     "tasks/learner.py",
@@ -121,7 +120,7 @@ def test_the_walks_of_the_page(tmp_path, monkeypatch):
     small = ["model=lstm_lm", "data=synthetic_tokens", "model.hidden_size=8", "train.steps=1"]
     run = [*small, "model.embedding_size=8", "precision=fp16_master_scaled"]
     run += [f"output_root={tmp_path}"]
-    assert way_to(Skip, "prepare", lambda: main(run), monkeypatch) == to_step
+    assert way_to(steps, "skipping", lambda: main(run), monkeypatch) == to_step
     for mode in ("fp32", "amp"):
         for seed in range(3):
             write_run(tmp_path / "runs" / f"{mode}-s{seed}", mode, seed)

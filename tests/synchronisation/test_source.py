@@ -47,9 +47,7 @@ WHOLE = {
     # A closure runs again until its gradients are finite.
     "prepared/passes.py": {"repeated", "finite"},
     # Where the host alone can skip.
-    "prepared/skip.py": {"prepare"},
-    # Of optimizers that no configuration names.
-    "precision/torch_update.py": {"_step_on_host"},
+    "precision/torch_update.py": {"skipping"},
     "precision/autocast.py": set(),
     "precision/emulated_recurrent.py": set(),
 }
