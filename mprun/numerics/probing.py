@@ -37,6 +37,7 @@ from mprun.precision import (
 )
 from mprun.precision.random_states import random_states, restore_random_states
 from mprun.precision.recurrent import own_recurrent
+from mprun.prepared.copies import plain_copy
 from mprun.torch_private import foreach_div_
 
 if TYPE_CHECKING:
@@ -132,7 +133,7 @@ class _Gradients:
 
     def __init__(self, own, statistics):
         self.own = own
-        self.model = self.network = own_recurrent(own.prepared.plain_copy())
+        self.model = self.network = own_recurrent(plain_copy(own.prepared.model))
         self.parameters = dict(self.model.named_parameters())
         self.statistics = statistics and type(statistics)(self.model)
         self.prepared = self  # which guards its statistics

@@ -30,7 +30,6 @@ from mprun.torch_private import (
     FLAT_WEIGHT_REFS,
     FLAT_WEIGHTS,
     HOOKS,
-    PLACES,
     REPLICATE,
     disable_dynamo,
     tree_map,
@@ -99,29 +98,6 @@ class Forward:
         if self.plain is not None:
             return self.plain(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
-
-    def plain_state(self) -> dict[str, Any]:
-        """Return the module's state as a plain module has it, always in FP32."""
-        kind: Any = type(self.module)
-        state = {k: v for k, v in kind.__getstate__(self.module).items() if k not in OWN}
-        if self.plain is not None:
-            state["forward"] = self.plain
-        if not self.shared.stores_half:
-            return state
-
-        @functools.cache
-        def wide(own: Any) -> Any:
-            """Return a 16-bit tensor in FP32, one tensor for all places that hold it."""
-            if not isinstance(own, Tensor) or own.dtype is not self.shared.policy.param_dtype:
-                return own
-            form: Tensor = own.detach().float()
-            is_parameter = isinstance(own, nn.Parameter)
-            return nn.Parameter(form, own.requires_grad) if is_parameter else form
-
-        state |= {name: {k: wide(own) for k, own in state[name].items()} for name in PLACES}
-        if FLAT_WEIGHTS in state:
-            state[FLAT_WEIGHTS] = [wide(own) for own in state[FLAT_WEIGHTS]]
-        return state
 
 
 class Watched(Forward):

@@ -13,10 +13,10 @@ Each module instance gets a new `forward`. After pickling it is a plain module a
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -35,6 +35,7 @@ from mprun.precision.recurrent import own_recurrent
 from mprun.precision.torch_update import is_granted
 from mprun.prepared import passes
 from mprun.prepared.border import Border, Forward, Watched, each_tensor, has_graph, has_hooks
+from mprun.prepared.copies import plain_state, prepared_copy
 from mprun.prepared.draws import Draws
 from mprun.prepared.exact_numbers import ExactNumbers
 from mprun.prepared.mixed_operands import MixedOperands
@@ -155,9 +156,9 @@ class PreparedModel(Backward):
         for module in entries(self.model, made.plain, self._is_untouched):
             inside = module.__dict__.pop("forward", None)
             forward = module.__dict__["forward"] = kind(self, module, made.plain[module], inside)
-            module.__dict__["__getstate__"] = forward.plain_state
+            module.__dict__["__getstate__"] = partial(plain_state, forward)
             module.__dict__[REPLICATE] = refuse_replica
-        self.model.__dict__["__deepcopy__"] = self._deepcopied
+        self.model.__dict__["__deepcopy__"] = partial(prepared_copy, self)
         if self.scale is not None:
             self.guard = BatchNormGuard(self.model)
         PreparedModel.built += 1
@@ -302,11 +303,8 @@ class PreparedModel(Backward):
                 stack.enter_context(self.audit.watching())
             if self.mixed is not None and serves and (audits or used):
                 stack.enter_context(self.mixed)
-            before, self.state = self.state, Forward.IN_MODE
-            try:
-                yield
-            finally:
-                self.state = before
+            stack.enter_context(self._in_state(Forward.IN_MODE))
+            yield
 
     def _sees_values(self) -> bool:
         """Return whether an audited call may look at values, which waits for the device: a run's
@@ -392,43 +390,6 @@ class PreparedModel(Backward):
         agree(values, self.parameters())
         return values
 
-    # Copies
-
-    def _deepcopied(self, memo: dict[int, Any]) -> nn.Module:
-        if self.is_sharded:
-            raise RuntimeError(
-                "a prepared model is copied whose weights are sharded (fully_shard), which torch "
-                "cannot do; copy it before fully_shard"
-            )
-        if self.state == Forward.IN_MODE:
-            raise RuntimeError(
-                "a prepared model is copied within its own call, where it holds 16-bit copies of "
-                "its weights; copy it between two calls"
-            )
-        made = self.plain_copy(memo)
-        other = PreparedModel(
-            made,
-            self.forward_context,
-            self.loss_scale,
-            self.overrides,
-            of_run=self.of_run,
-            key=self.key,
-            seed=self.seed,
-        )
-        if self.delayed is not None and other.delayed is not None:
-            other.delayed.take_over(self.delayed.state_dict())
-        return made
-
-    def plain_copy(self, memo: dict[int, Any] | None = None) -> nn.Module:
-        """Return a copy of the model as it is without a mode, with its weights in FP32.
-
-        memo: as of `copy.deepcopy`.
-        """
-        kind, memo = type(self.model), {} if memo is None else memo
-        made = memo[id(self.model)] = kind.__new__(kind)
-        made.__setstate__(copy.deepcopy(self.model.__getstate__(), memo))
-        return made
-
     # Refusals
 
     def _check(self, module: nn.Module, audits: bool) -> None:
@@ -453,11 +414,11 @@ class PreparedModel(Backward):
         for part, _, _ in self.tensors.shards.get(module, self.tensors.parts):
             for name, own in part.named_parameters(recurse=False):
                 refuse_spread(type(part).__name__, name, own)
-                if not own.is_floating_point() or own.dtype is torch.float32 or self.stores_half:
-                    continue
-                if not self.is_sharded:
+                is_half = own.is_floating_point() and own.dtype is not torch.float32
+                if is_half and not self.stores_half:
+                    if self.is_sharded:
+                        refuse_cast(type(part).__name__, name, own)
                     self._refuse_moved(own)
-                refuse_cast(type(part).__name__, name, own)
 
     def refuse_alone(self) -> None:
         """Raise RuntimeError if several processes train it, but nothing adds up their gradients."""

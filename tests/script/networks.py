@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 import mprun
 from mprun.precision import get_policy
+from mprun.prepared.copies import plain_copy
 
 from ..shipped import OF_ANY_NETWORK
 
@@ -105,7 +106,7 @@ def stepping(optimizer, loss_of):
 def as_in_a_script(built):
     """The network and the optimizer of a built run as a script has them, with its loss scale."""
     learner = built.task.learner
-    model, own = learner.prepared.plain_copy(), learner.optimizer
+    model, own = plain_copy(learner.model), learner.optimizer
     of_model = dict(zip(map(id, learner.model.parameters()), model.parameters(), strict=True))
     groups = [g | {"params": [of_model[id(p)] for p in g["params"]]} for g in own.param_groups]
     optimizer, scale = type(own)(groups), copy.deepcopy(learner.prepared.loss_scale)

@@ -1,0 +1,83 @@
+"""Copies of a prepared model: those that leave the process are plain ones in FP32.
+
+    torch.save, pickle      `plain_state` of each module; it loads where mprun is not installed
+    copy.deepcopy           `prepared_copy`: a plain copy, which is prepared again
+
+Without masters weights are 16-bit in the process, and widened on their way out.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+from torch import Tensor, nn
+
+from mprun.prepared.border import OWN, Forward
+from mprun.torch_private import FLAT_WEIGHTS, PLACES
+
+
+def plain_state(forward: Forward) -> dict[str, Any]:
+    """Return the state of its module as a plain one has it, always in FP32."""
+    kind: Any = type(forward.module)
+    state = {k: v for k, v in kind.__getstate__(forward.module).items() if k not in OWN}
+    if forward.plain is not None:
+        state["forward"] = forward.plain
+    if not forward.shared.stores_half:
+        return state
+
+    @functools.cache
+    def wide(own: Any) -> Any:
+        """Return a 16-bit tensor in FP32, one tensor for all places that hold it."""
+        if not isinstance(own, Tensor) or own.dtype is not forward.shared.policy.param_dtype:
+            return own
+        form: Tensor = own.detach().float()
+        is_parameter = isinstance(own, nn.Parameter)
+        return nn.Parameter(form, own.requires_grad) if is_parameter else form
+
+    state |= {name: {k: wide(own) for k, own in state[name].items()} for name in PLACES}
+    if FLAT_WEIGHTS in state:
+        state[FLAT_WEIGHTS] = [wide(own) for own in state[FLAT_WEIGHTS]]
+    return state
+
+
+def plain_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """Return a copy of a model as it is without a mode, with its weights in FP32.
+
+    memo: as of `copy.deepcopy`.
+    """
+    kind, memo = type(model), {} if memo is None else memo
+    made = memo[id(model)] = kind.__new__(kind)
+    made.__setstate__(copy.deepcopy(model.__getstate__(), memo))
+    return made
+
+
+def prepared_copy(own: Any, memo: dict[int, Any]) -> nn.Module:
+    """Return a copy of the model of a `PreparedModel`, prepared as it is.
+
+    memo: as of `copy.deepcopy`.
+    """
+    if own.is_sharded:
+        raise RuntimeError(
+            "a prepared model is copied whose weights are sharded (fully_shard), which torch "
+            "cannot do; copy it before fully_shard"
+        )
+    if own.state == Forward.IN_MODE:
+        raise RuntimeError(
+            "a prepared model is copied within its own call, where it holds 16-bit copies of "
+            "its weights; copy it between two calls"
+        )
+    made = plain_copy(own.model, memo)
+    other = type(own)(
+        made,
+        own.forward_context,
+        own.loss_scale,
+        own.overrides,
+        of_run=own.of_run,
+        key=own.key,
+        seed=own.seed,
+    )
+    if own.delayed is not None and other.delayed is not None:
+        other.delayed.take_over(own.delayed.state_dict())
+    return made
