@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from mprun.entry_points import announced, loaded
 from mprun.record.metric_facts import Metric
@@ -57,53 +57,35 @@ JUDGED = Role(hashed=False, resumable=True, compared=False, told=False)
 LABEL = Role(hashed=False, resumable=False, compared=False, told=False)
 
 
-class Keys(Protocol):
-    """Tell what a runner knows of the configurations that it recorded."""
+class Keys:
+    """The meaning of recorded keys without a runner, as in a script; a runner tells its own."""
 
     def role_of(self, key: str) -> Role:
         """Return the role of a dotted key."""
-
-    def current(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return a configuration recorded by an earlier version with the keys of this one."""
-
-    def label_of_today(self, mode: str) -> str:
-        """Return a mode as an earlier version labelled it, with the names of this one."""
-
-    def metric_of(self, keys: Mapping[str, Any], name: str) -> Metric | None:
-        """Return a metric of the task of a run with these keys, whose record does not tell it."""
-
-    def networks_in_turn(self, keys: Mapping[str, Any]) -> int:
-        """Return how many networks a run with these keys trains in turn: 2 for a GAN."""
-
-    def scalers_of_modes(self) -> Mapping[str, str]:
-        """Return precision mode -> its usual loss scaler, in the order of every table."""
-
-    def experiment(self, name: str) -> str | None:
-        """Return a sentence on a shipped experiment; None for one of the user's."""
-
-
-class _OfScripts:
-    """The meaning of keys without a runner: what scripts record."""
-
-    def role_of(self, key: str) -> Role:
         return {"seed": SEED, "name": LABEL}.get(key, RESULT)
 
     def current(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return a configuration recorded by an earlier version with the keys of this one."""
         return config
 
     def label_of_today(self, mode: str) -> str:
+        """Return a mode as an earlier version labelled it, with the names of this one."""
         return mode
 
-    def metric_of(self, keys: Mapping[str, Any], name: str) -> None:
+    def metric_of(self, keys: Mapping[str, Any], name: str) -> Metric | None:
+        """Return a metric of the task of a run with these keys, whose record does not tell it."""
         return None
 
     def networks_in_turn(self, keys: Mapping[str, Any]) -> int:
+        """Return how many networks a run with these keys trains in turn: 2 for a GAN."""
         return 1
 
-    def scalers_of_modes(self) -> dict[str, str]:
+    def scalers_of_modes(self) -> Mapping[str, str]:
+        """Return precision mode -> its usual loss scaler, in the order of every table."""
         return {}
 
-    def experiment(self, name: str) -> None:
+    def experiment(self, name: str) -> str | None:
+        """Return a sentence on a shipped experiment; None for one of the user's."""
         return None
 
 
@@ -111,7 +93,7 @@ class _OfScripts:
 def recorded_keys() -> Keys:
     """Return the meaning of keys as the installed runner tells it."""
     named = announced(GROUP).get("keys")
-    found: Keys = loaded(named) if named else _OfScripts()
+    found: Keys = loaded(named) if named else Keys()
     return found
 
 
