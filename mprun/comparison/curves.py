@@ -211,7 +211,7 @@ def difference_rows(
     if max((np.isfinite(b.mean).sum() for _, b, _ in found), default=0) < 2:
         return None
     judged = plot.of_evals or group.metric == "loss" or group.as_logarithm
-    linear = (100 if group.relative else 1) * group.margin_setting if judged else 1.0
+    linear = group.factor * group.margin_setting if judged else 1.0
     suffix = unit(group) if plot.of_evals else "%"
     rows, inks = _Rows.of([b for _, b, _ in found], linear), _inks(group, styles)
     title = f"Difference to {baseline_name(group)} over steps: {plot.ylabel}"

@@ -43,11 +43,6 @@ class Values:
         """Return the number of seeds of the smaller arm."""
         return min(len(self.own), len(self.base))
 
-    @property
-    def counted(self) -> str:
-        """Return what is counted: "seed", or "run" if no seeds are known."""
-        return "seed" if self.question.by_seed else "run"
-
     def first(self, count: int) -> "Values":
         """Return those of the first seeds of each arm."""
         names = ("own_seeds", "base_seeds", "own", "base")
@@ -256,7 +251,7 @@ def _margin(values: Values) -> Margin:
         if zero:
             raise BadInput(
                 f"{asked}: is relative to {of_mean}, which must not be 0: it is {mean:.3g}, which "
-                f"{number_of(len(values.base), values.counted)} cannot tell from it; give "
+                f"{number_of(len(values.base), question.counted)} cannot tell from it; give "
                 "--margin X --absolute, in the unit of the metric"
             )
         return Margin(setting, mean)

@@ -74,7 +74,7 @@ def intervals(group: Group, styles: dict[str, Style]) -> Drawing | None:
     known = [shown for shown in found if shown is not None]
     if not known:
         return None
-    margin = (100 if group.relative else 1) * group.margin_setting
+    margin = group.factor * group.margin_setting
     _, lows, highs = zip(*known, strict=True)
     # Show the intervals whole, and both ways at least a bit more than the margin.
     left, right = (max(1.6 * margin, 1.1 * far) for far in (-min(lows), max(highs)))

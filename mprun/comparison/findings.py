@@ -222,6 +222,16 @@ class Question:
         """Return whether the metric's logarithm is judged: the loss behind a perplexity."""
         return self.relative and self.unit == "perplexity"
 
+    @property
+    def factor(self) -> int:
+        """Return by what differences are multiplied where they are shown: 100 for per cent."""
+        return 100 if self.relative else 1
+
+    @property
+    def counted(self) -> str:
+        """Return what an arm has several of: "seed", or "run" if no seeds are known."""
+        return "seed" if self.by_seed else "run"
+
 
 @dataclass(slots=True, kw_only=True)
 class Group(Question):

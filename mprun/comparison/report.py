@@ -237,7 +237,7 @@ def _columns(group: Group) -> dict[str, str]:
         "mode": "mode",
         "verdict": "verdict",
         "mean": f"{group.metric}, mean",
-        "seeds": text.counted_name(group),
+        "seeds": f"{group.counted}s",
         "difference": f"difference, {interval}\npositive is worse",
         "products": "products\ncomputed in,\nby calls",
         **{name: f"{name}\nover {base}" for name in ("speed", "peak memory", "activation memory")},

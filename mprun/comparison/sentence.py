@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from mprun.comparison.decision import CONCLUSIVE, Decision, Look, Tested, TooFew, Values
 from mprun.comparison.divergence import facts_text
@@ -14,36 +13,9 @@ from mprun.comparison.equivalence import (
     seeds_needed,
 )
 from mprun.comparison.findings import Outcome, Question
-from mprun.comparison.wording import decimals_for, number_of, signed
+from mprun.comparison.wording import number_of, signed, size_text, suffix
 
 ROUNDING = 1e-6  # of the margin: below it a difference is that of rounding, not worth a word
-
-
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """The unit of a displayed difference: multiply by `factor`, append `suffix`.
-
-    `turned`: higher is better for the metric, so the sign needs an explanation.
-    """
-
-    factor: float
-    suffix: str
-    turned: bool = False
-
-    @classmethod
-    def of(cls, question: Question) -> "Unit":
-        """Return the unit of the differences that a question asks for."""
-        if question.relative:
-            return cls(100.0, " %", question.higher_is_better)
-        return cls(1.0, " points" if question.unit == "points" else "", question.higher_is_better)
-
-    def text(self, value: float, margin: float, *beside: float) -> str:
-        """Return the signed number, rounded by `signed` beside others; no suffix."""
-        return signed(value, margin, beside, self.factor)
-
-    def size(self, value: float, margin: float) -> str:
-        """Return the number without a sign, and the suffix."""
-        return f"{value * self.factor:.{decimals_for(margin * self.factor)}f}{self.suffix}"
 
 
 def sentence_of(decision: Decision) -> str:
@@ -69,7 +41,7 @@ def _parts(decision: Decision) -> Iterator[str]:
     if without := without_partner(decision):
         yield f"Left out, {without}."
     if (other := decision.unpaired) is not None:
-        found = difference_text(other.interval, Unit.of(decision.question), other.margin.size)
+        found = difference_text(other.interval, decision.question, other.margin.size)
         yield f"Over all, unpaired: {other.name}, {found}."
     if decision.left_out:
         yield f"Left out: {'; '.join(decision.left_out)}."
@@ -106,33 +78,32 @@ def _first(diverged: list[Outcome]) -> str:
 
 def _too_few(found: TooFew) -> Iterator[str]:
     values, question = found.values, found.values.question
-    yield (f"inconclusive: needs at least {found.wanted} {values.counted}s (has {values.fewest}).")
+    yield f"inconclusive: needs at least {found.wanted} {question.counted}s (has {values.fewest})."
     if found.margin is not None and found.difference is not None:
-        unit, difference = Unit.of(question), found.difference / found.margin.whole
-        so_far = unit.text(difference, found.margin.size, difference)
-        turned = " (positive is worse)" if unit.turned else ""
-        yield f"Difference so far: {so_far}{unit.suffix}{turned}."
+        difference = found.difference / found.margin.whole
+        so_far = signed(difference, found.margin.size, [difference], question.factor)
+        turned = " (positive is worse)" if question.higher_is_better else ""
+        yield f"Difference so far: {so_far}{suffix(question)}{turned}."
 
 
 def _tested(found: Tested, look: Look | None) -> Iterator[str]:
-    values, unit = found.values, Unit.of(found.values.question)
-    remedy = None
+    values, question, remedy = found.values, found.values.question, None
     if look is not None:
         following = look.following
         remedy = (
             f"wait for the look at {following} seeds" if following else "this was the last look"
         )
     margin, reference = found.margin.size, values.arms[1].reference
-    yield sentence(found.name, found.interval, margin, unit, reference, remedy, values.counted)
-    counted = number_of(values.fewest, values.counted)
+    yield sentence(found.name, found.interval, margin, question, reference, remedy)
+    counted = number_of(values.fewest, question.counted)
     if found.least is not None:
-        least = unit.size(found.least, margin)
+        least = size_text(question, found.least, margin)
         yield f"{counted} with this scatter can show no margin below ±{least}."
     if found.unconfirmed is not None:
         yield (
             "Not confirmed by a permutation test, which does not assume that noise is normal: "
             f"p = {100 * found.unconfirmed:.2g} % for what is claimed at {100 * found.alpha:.2g} "
-            f"%; run more {values.counted}s."
+            f"%; run more {question.counted}s."
         )
     yield from _strange(values)
 
@@ -156,7 +127,7 @@ def _after_a_test(values: Values, needed: int) -> str:
     return (
         f"A test of all {looks[1]} after this one (--looks {looks[0]},{looks[1]}) holds about "
         f"{100 * level_after_a_test(looks):.2g} % instead of 5 %; for 5 % plan the looks before "
-        f"the first test, or test new {values.counted}s alone."
+        f"the first test, or test new {values.question.counted}s alone."
     )
 
 
@@ -208,19 +179,17 @@ def sentence(
     name: str,
     interval: Interval,
     margin: float,
-    unit: Unit,
+    question: Question,
     reference: str = "FP32",
     remedy: str | None = None,
-    counted: str = "seed",
 ) -> str:
     """Return one sentence with the numbers for `name`, a verdict of `equivalence.decide`.
 
     remedy: what an inconclusive sentence begins with; by default, how many more seeds are needed.
-    counted: "seed" or "run".
     """
-    found = difference_text(interval, unit, margin)
-    around = f"the margin of ±{unit.size(margin, margin)}"
-    own, base = interval.counts
+    found = difference_text(interval, question, margin)
+    around = f"the margin of ±{size_text(question, margin, margin)}"
+    (own, base), counted = interval.counts, question.counted
     paired = interval.method == "paired"
     seeds = f"{own} {counted}s, paired" if paired else f"{own} and {base} {counted}s"
     if name == "matches":
@@ -236,24 +205,24 @@ def sentence(
             needed = seeds_needed(interval, margin)
             remedy = f"not reachable with more {counted}s (needs over {MOST_SEEDS})"
             if needed is not None:
-                remedy = f"needs about {needed} more {counted}{'' if needed == 1 else 's'}"
+                remedy = f"needs about {number_of(needed, f'more {counted}')}"
         return f"inconclusive: {remedy}; {found} includes zero and reaches {around}, {seeds}."
     worse = name.endswith("worse")
     if name.startswith("likely"):
         may = f"is {'above' if worse else 'below'} zero but may be within"
         return f"{name} than {reference}: {found} {may} {around}, {seeds}."
-    least = unit.size(interval.low if worse else -interval.high, margin)
+    least = size_text(question, interval.low if worse else -interval.high, margin)
     other = "" if worse else "; check for a difference other than precision"
     text = f"{name} than {reference} by at least {least}: {found}, outside {around}"
     return f"{text}, {seeds}{other}."
 
 
-def difference_text(interval: Interval, unit: Unit, margin: float) -> str:
+def difference_text(interval: Interval, question: Question, margin: float) -> str:
     """Return the difference with its interval: "difference +0.12 % (90 % CI -0.10 to +0.34 %)"."""
     bounds = (interval.difference, interval.low, interval.high)
-    middle, low, high = (unit.text(bound, margin, *bounds) for bound in bounds)
-    level = f"{100 * interval.level:.3g} % CI"
+    middle, low, high = (signed(bound, margin, bounds, question.factor) for bound in bounds)
+    level, unit = f"{100 * interval.level:.3g} % CI", suffix(question)
     if not math.isfinite(interval.high - interval.low):
-        return f"difference {middle}{unit.suffix} ({level} without bounds)"
-    turned = "; positive is worse" * unit.turned
-    return f"difference {middle}{unit.suffix} ({level} {low} to {high}{unit.suffix}{turned})"
+        return f"difference {middle}{unit} ({level} without bounds)"
+    turned = "; positive is worse" * question.higher_is_better
+    return f"difference {middle}{unit} ({level} {low} to {high}{unit}{turned})"

@@ -6,23 +6,9 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
+from mprun.comparison import wording as text
 from mprun.comparison.findings import Comparison, Gap, Group, Row
 from mprun.comparison.load import products_text
-from mprun.comparison.wording import (
-    cells,
-    counted_name,
-    filled,
-    gap_lines,
-    judged,
-    level_text,
-    mean_text,
-    notes_of,
-    question,
-    shown,
-    stamped,
-    table,
-    unit,
-)
 from mprun.record.console import columns, markdown_table
 from mprun.record.layout import aligned, hanging
 from mprun.record.run_directory import json_values
@@ -30,9 +16,9 @@ from mprun.record.run_directory import json_values
 
 def markdown(comparison: Comparison) -> str:
     """Return report.md: stamps first, then per group the verdict table, its sentences and notes."""
-    parts = [f"# D{question(comparison)[1:]}"]
+    parts = [f"# D{text.question(comparison)[1:]}"]
     if comparison.stamps:
-        parts += [f"**{stamped(comparison)}**", _list(comparison.stamps)]
+        parts += [f"**{text.stamped(comparison)}**", _list(comparison.stamps)]
     for group in comparison.groups:
         parts += [f"## {_plain(group.title)}", group_markdown(comparison, group)]
     for title, lines in (("Not compared", comparison.not_compared), ("Notes", comparison.notes)):
@@ -42,18 +28,18 @@ def markdown(comparison: Comparison) -> str:
 
 def group_markdown(comparison: Comparison, group: Group) -> str:
     """Return the verdict table of one group, what was judged, the sentences and the notes."""
-    heads = {"difference": f"difference ({level_text(group)} interval)"}
-    heads["seeds"] = counted_name(group)
-    header, *rows = table(group, heads | {"mean": f"{group.metric}, mean"})
+    heads = {"difference": f"difference ({text.level_text(group)} interval)"}
+    heads["seeds"] = f"{group.counted}s"
+    header, *rows = text.table(group, heads | {"mean": f"{group.metric}, mean"})
     sentences = [
         f"- **{_plain(row.arm.label)}**: {_plain(row.verdict.sentence)}" for row in group.rows
     ]
     parts = [
         markdown_table(header, [[_plain(cell) for cell in row] for row in rows]),
-        _plain(judged(comparison, group)),
+        _plain(text.judged(comparison, group)),
         "\n".join(sentences),
-        _list(gap_lines(group.rows)),
-        _list(notes_of(group)),
+        _list(text.gap_lines(group.rows)),
+        _list(text.notes_of(group)),
     ]
     return "\n\n".join(part for part in parts if part)
 
@@ -62,15 +48,17 @@ def console(comparison: Comparison) -> str:
     """Return a terminal's output: per group aligned columns, verdict first, then the sentences."""
     parts = []
     if comparison.stamps:
-        parts.append(stamped(comparison))
+        parts.append(text.stamped(comparison))
         parts[-1] += _wrapped(comparison.stamps)
     for group in comparison.groups:
         said = [f"{row.arm.label}: {row.verdict.sentence}" for row in group.rows]
-        said += gap_lines(row for row in group.rows if row.grows)
-        means = {row.arm.label: mean_text(group, row).partition(" (")[2] for row in group.every_row}
+        said += text.gap_lines(row for row in group.rows if row.grows)
+        means = {
+            row.arm.label: text.mean_text(group, row).partition(" (")[2] for row in group.every_row
+        }
         said += [f"{label}: mean over {seeds[:-1]}" for label, seeds in means.items() if seeds]
-        said += [f"note: {note}" for note in notes_of(group)]
-        how = [judged(comparison, group)]
+        said += [f"note: {note}" for note in text.notes_of(group)]
+        how = [text.judged(comparison, group)]
         if any(row.audit for row in group.every_row):
             told = (f"{row.arm.label}: {products_text(row.audit)}" for row in group.every_row)
             how.append(f"Products computed in, by calls: {'; '.join(told)}.")
@@ -84,11 +72,11 @@ def console(comparison: Comparison) -> str:
 def _table(group: Group) -> str:
     """Return a terminal's table, numbers to the right."""
     heads = {"mean": group.metric, "skipped updates": "skips", "loss scale": "scale"}
-    heads |= {"seeds": counted_name(group), "peak memory": "memory"}
-    rows = cells(group)
+    heads |= {"seeds": f"{group.counted}s", "peak memory": "memory"}
+    rows = text.cells(group)
     for row in rows:  # the line is too short for the seeds of a mean; a sentence names them
         row["mean"] = row["mean"].partition(" (")[0]
-    found = filled(rows, heads | {"activation memory": "", "products": ""})
+    found = text.filled(rows, heads | {"activation memory": "", "products": ""})
     left = {"verdict", "mode", "difference", "scale"}
     lines, width = aligned(found, left, columns(120), found[0].index("mode")), columns(120)
     indent = "  " if max(map(len, lines)) + 2 <= width else ""
@@ -105,9 +93,9 @@ def _list(lines: Iterable[str]) -> str:
     return "\n".join(f"- {_plain(line)}" for line in lines)
 
 
-def _plain(text: str) -> str:
+def _plain(line: str) -> str:
     """Escape the characters in a label or note that Markdown would take for markup."""
-    return " ".join(re.sub(r"([\\`*<[])", r"\\\1", text).split())
+    return " ".join(re.sub(r"([\\`*<[])", r"\\\1", line).split())
 
 
 def results(comparison: Comparison) -> dict[str, Any]:
@@ -133,8 +121,8 @@ def results(comparison: Comparison) -> dict[str, Any]:
 def _row_results(group: Group, row: Row) -> dict[str, Any]:
     arm, verdict = row.arm, None
     if row is not group.baseline:
-        numbers = shown(group, row.verdict)
-        verdict = {**asdict(row.verdict), "shown": {"unit": unit(group), **numbers}}
+        numbers = text.shown(group, row.verdict)
+        verdict = {**asdict(row.verdict), "shown": {"unit": text.unit(group), **numbers}}
     return {
         **_fields(arm, "label mode"),
         "scaler": arm.runs[0].scaler if arm.runs else None,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mprun.comparison.findings import Comparison, Group, Row, Verdict
+from mprun.comparison.findings import Comparison, Group, Question, Row, Verdict
 from mprun.comparison.load import products_text
 
 if TYPE_CHECKING:
@@ -31,11 +31,22 @@ def mean_text(group: Group, row: Row) -> str:
     return f"{text} ({seeds if group.by_seed else of_all})"
 
 
-def unit(group: Group) -> str:
-    """Return the unit of the differences from `scaled`: "%", "points" or nothing."""
-    if group.relative:
+def unit(question: Question) -> str:
+    """Return the unit of the differences that are shown: "%", "points" or nothing."""
+    if question.relative:
         return "%"
-    return "points" if group.unit == "points" else ""
+    return "points" if question.unit == "points" else ""
+
+
+def suffix(question: Question) -> str:
+    """Return the unit as it follows a number."""
+    return f" {unit(question)}".rstrip()
+
+
+def size_text(question: Question, value: float, margin: float) -> str:
+    """Return a number without a sign, with the margin's digits and the unit: "1.00 %"."""
+    digits = decimals_for(margin * question.factor)
+    return f"{value * question.factor:.{digits}f}{suffix(question)}"
 
 
 def scaled(group: Group, verdict: Verdict, value: float | None) -> float | None:
@@ -60,9 +71,9 @@ def difference_text(group: Group, verdict: Verdict) -> str:
     if parts == [0, 0, 0]:
         return "0 (identical)"
     known = [part for part in parts if part is not None and math.isfinite(part)]
-    margin = (100 if group.relative else 1) * group.margin_setting
+    margin = group.factor * group.margin_setting
     middle, low, high = ("" if p not in known else signed(p, margin, known) for p in parts)
-    text = f"{middle} {unit(group)}".rstrip() if middle else ""
+    text = middle and f"{middle}{suffix(group)}"
     return f"{text} ({low} to {high})" if middle and low and high else text
 
 
@@ -88,7 +99,7 @@ def shown(group: Group, verdict: Verdict) -> dict[str, float | None]:
 def margin_text(group: Group) -> str:
     """Return the margin as it was set: "1 % of FP32's mean", "0.5 points"."""
     if not group.relative:
-        return f"{group.margin_setting:g} {unit(group)}".rstrip()
+        return f"{group.margin_setting:g}{suffix(group)}"
     of = "mean logarithm" if group.as_logarithm else "mean"
     return f"{100 * group.margin_setting:g} % of {baseline_name(group)}'s {of}"
 
@@ -118,7 +129,7 @@ def answer(group: Group, row: Row) -> str:
     verdict, label, base = row.verdict, row.arm.label, baseline_name(group)
     lost = sum(bool(outcome.diverged) for outcome in row.outcomes)
     rest = " in what was compared, which is not all" if verdict.left_out else ""
-    more = f": it needs about {verdict.needed} more {counted_name(group)}" if verdict.needed else ""
+    more = f": it needs about {verdict.needed} more {group.counted}s" if verdict.needed else ""
     said = {
         "matches": f"matches {base}{rest}",
         "diverged": f"diverged in {lost} of {len(row.outcomes)} runs",
@@ -250,11 +261,6 @@ def _cells(group: Group, row: Row, costs: bool, watched: bool) -> dict[str, str]
         "peak memory": peak,
         "activation memory": "" if own else ratio_text(row.activation_ratio),
     }
-
-
-def counted_name(group: Group) -> str:
-    """Return what a group has several of: "seeds", or "runs" if no seeds are known."""
-    return "seeds" if group.by_seed else "runs"
 
 
 def _counted_text(group: Group, row: Row) -> str:

@@ -22,10 +22,12 @@ from mprun.comparison.equivalence import (
     welch_interval,
     welch_ratio,
 )
-from mprun.comparison.sentence import Unit, sentence
+from mprun.comparison.findings import Question
+from mprun.comparison.sentence import sentence
 from mprun.comparison.wording import decimals_for
 
-PERCENT = Unit(100.0, " %")  # of a baseline mean of 1
+PERCENT = Question(metric="loss")  # of a baseline mean of 1
+OWN = Question(metric="score", unit="own", relative=False)
 OPPOSITE = {
     "matches": "matches",
     "inconclusive": "inconclusive",
@@ -324,9 +326,9 @@ def test_decimals(margin, decimals):
     assert decimals_for(margin) == decimals
 
 
-def said(low: float, high: float, margin: float = 0.01, unit: Unit = PERCENT) -> str:
+def said(low: float, high: float, margin: float = 0.01, question: Question = PERCENT) -> str:
     found = interval(low, high)
-    return sentence(decide(found, margin), found, margin, unit)
+    return sentence(decide(found, margin), found, margin, question)
 
 
 def test_sentences():
@@ -353,7 +355,8 @@ def test_sentences():
     )
     assert "is below zero but may be within" in said(-0.016, -0.002)
     # Of an accuracy it says which way is worse.
-    assert said(-0.1, 0.3, margin=0.5, unit=Unit(1.0, " points", turned=True)).startswith(
+    top1 = Question(metric="top1", unit="points", relative=False, higher_is_better=True)
+    assert said(-0.1, 0.3, margin=0.5, question=top1).startswith(
         "matches FP32: difference +0.10 points (90 % CI -0.10 to +0.30 points; positive is worse)"
     )
     same = paired_interval([1.0, 2.0, 3.0], [1.0, 2.0, 3.0])
@@ -364,18 +367,18 @@ def test_sentences():
 
 def test_sentence_of_an_inconclusive_interval():
     found = paired_interval([1.0, -1.0, 0.0], [0.0, 0.0, 0.0])  # s = 1, so that m = 5 suffices
-    assert sentence("inconclusive", found, 1.0, Unit(1.0, "")) == (
+    assert sentence("inconclusive", found, 1.0, OWN) == (
         "inconclusive: needs about 2 more seeds; difference 0.00 (90 % CI -1.69 to +1.69) "
         "includes zero and reaches the margin of ±1.00, 3 seeds, paired."
     )
     unbounded = estimate([1.0, -1.0, 0.0], [1.0, 2.0, -0.5], "paired", True)
     assert "difference -1.00 (90 % CI without bounds)" in sentence(
-        "inconclusive", unbounded, 1.0, Unit(1.0, ""), remedy="wait"
+        "inconclusive", unbounded, 1.0, OWN, remedy="wait"
     )
     assert "not reachable with more seeds (needs over 50)" in sentence(
-        "inconclusive", found, 0.1, Unit(1.0, "")
+        "inconclusive", found, 0.1, OWN
     )
-    assert sentence("inconclusive", found, 1.0, Unit(1.0, ""), remedy="wait").startswith(
+    assert sentence("inconclusive", found, 1.0, OWN, remedy="wait").startswith(
         "inconclusive: wait; "
     )
 

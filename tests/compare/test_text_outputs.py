@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from mprun.comparison.findings import Comparison, Verdict
-from mprun.comparison.sentence import Unit
 from mprun.comparison.text_outputs import console, markdown, results
 from mprun.comparison.wording import (
     cells,
@@ -17,6 +16,7 @@ from mprun.comparison.wording import (
     margin_text,
     scale_text,
     seeds_text,
+    signed,
     value_text,
 )
 
@@ -124,7 +124,7 @@ def test_zero_has_no_sign_and_identical_runs_are_said_to_be():
     tiny = replace(one, difference=0.0, low=-4e-15, high=4e-15)
     assert shown(tiny) == "0.000000 % (0.000000 to 0.000000)"
     assert shown(replace(one, difference=0.0, low=0.0, high=-0.0)) == "0 (identical)"
-    assert "-0.00" not in Unit(100.0, " %").text(-1e-9, 0.01, 0.005)
+    assert "-0.00" not in signed(-1e-9, 0.01, [0.005], 100)
 
 
 def test_a_mean_over_some_seeds_names_them_everywhere():
