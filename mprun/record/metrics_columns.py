@@ -1,10 +1,9 @@
 """The columns of a metrics.jsonl that a comparison needs.
 
 It needs a few columns of every training record, which msgspec checks and decodes (100,000 records
-in about 0.1 s, a tenth of json's time), and all columns of the evaluations. How a line begins tells
-which it is, so each is decoded once. If msgspec finds a line that `MetricsFile` cannot have
-written, json reads the whole file again: it also accepts bare NaN and Infinity, and the faulty line
-is named.
+in about 0.1 s, a tenth of json's time), and all columns of the evaluations, which json reads. It
+also reads a training record that `MetricsFile` cannot have written so: with bare NaN and Infinity,
+say; or it names the faulty line.
 """
 
 import json
@@ -61,7 +60,7 @@ class _Train(msgspec.Struct, tag_field="split", tag="train", gc=False):
     updates: _Count
     skipped: _Count
     loss: float | Literal["NaN", "Infinity", "-Infinity"]
-    loss_scale: Any = None
+    loss_scale: float | Literal["NaN", "Infinity", "-Infinity"] | None = None
 
 
 class _Eval(msgspec.Struct, tag_field="split", tag="eval", gc=False):
@@ -69,10 +68,10 @@ class _Eval(msgspec.Struct, tag_field="split", tag="eval", gc=False):
     updates: _Count
 
 
-# The record of each line, an evaluation with all of its columns; None: of another split.
-_Records = list[_Train | dict[str, Any] | None]
+# The record of a line, an evaluation with all of its columns; None: of another split.
+_Record = _Train | dict[str, Any] | None
 _decoder = msgspec.json.Decoder(_Train)
-_EVAL_LINE, _TRAIN_LINE = b'{"split": "eval", ', b'{"split": "train", '
+_TRAIN_LINE = b'{"split": "train", '
 
 
 def read_columns(path: Path) -> MetricsColumns:
@@ -82,13 +81,8 @@ def read_columns(path: Path) -> MetricsColumns:
         Damaged: A line is no JSON object or lacks a field that every record has, or the steps do
             not ascend; the message names the line's number.
     """
-    data = content_of(path.parent, path.name, missing=b"")
-    lines = complete_lines(data)
-    try:
-        # msgspec does not check the encoding of fields it skips; `MetricsFile` writes ASCII.
-        return _columns(path, _decoded(lines) if data.isascii() else _parsed(path, lines))
-    except (msgspec.MsgspecError, OverflowError):
-        return _columns(path, _parsed(path, lines))
+    lines = complete_lines(content_of(path.parent, path.name, missing=b""))
+    return _columns(path, [_record(path, number, line) for number, line in enumerate(lines, 1)])
 
 
 def complete_lines(data: bytes) -> list[bytes]:
@@ -118,42 +112,32 @@ def _whole(digits: str) -> int:
     return number
 
 
-def _decoded(lines: list[bytes]) -> _Records:
-    return [
-        _checked(msgspec.json.decode(line)) if line.startswith(_EVAL_LINE) else _decoded_train(line)
-        for line in lines
-    ]
+def _record(path: Path, number: int, line: bytes) -> _Record:
+    # Without the tag msgspec takes any record for a _Train, and of fields that it skips it does not
+    # check the encoding; `MetricsFile` writes ASCII.
+    if line.startswith(_TRAIN_LINE) and line.isascii():
+        try:
+            return _decoder.decode(line)
+        except msgspec.MsgspecError:
+            pass
+    return _parsed(path, number, line)
 
 
-def _decoded_train(line: bytes) -> _Train:
-    if not line.startswith(_TRAIN_LINE):  # without the tag msgspec takes any record for a _Train
-        raise msgspec.ValidationError("begins as no record of this program")
-    return _decoder.decode(line)
-
-
-def _checked(record: dict[str, Any]) -> _Train | dict[str, Any]:
-    found = msgspec.convert(record, _Train | _Eval)
-    return record if isinstance(found, _Eval) else found
-
-
-def _parsed(path: Path, lines: list[bytes]) -> _Records:
-    """Decode like `_decoded`, but accept every record that json accepts."""
-    return [_parsed_line(path, number, line) for number, line in enumerate(lines, start=1)]
-
-
-def _parsed_line(path: Path, number: int, line: bytes) -> _Train | dict[str, Any] | None:
+def _parsed(path: Path, number: int, line: bytes) -> _Record:
+    """Decode any line that json accepts."""
     record = parsed_json(path, number, line) if line else {"split": ""}
     if not isinstance(record, dict) or not isinstance(record.get("split"), str):
         raise Damaged(f"{path}: line {number} is not a record of a run")
     if record["split"] not in ("train", "eval"):
         return None
     try:
-        return _checked(record)
+        found = msgspec.convert(record, _Train | _Eval)
+        return record if isinstance(found, _Eval) else found
     except msgspec.ValidationError as error:
         raise Damaged(f"{path}: line {number}: {in_words(error)}") from None
 
 
-def _columns(path: Path, records: _Records) -> MetricsColumns:
+def _columns(path: Path, records: list[_Record]) -> MetricsColumns:
     at = [i for i, record in enumerate(records) if isinstance(record, _Train)]
     train = [record for record in records if isinstance(record, _Train)]
     count = len(train)
