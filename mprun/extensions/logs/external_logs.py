@@ -30,6 +30,7 @@ from mprun.comparison.divergence import foreign_width, nonfinite_from
 from mprun.comparison.findings import Arm, RunData
 from mprun.comparison.grouping import ProtoGroup
 from mprun.comparison.load import search
+from mprun.comparison.wording import number_of
 from mprun.errors import BadInput, shortened
 from mprun.extensions.logs.log_formats import logs_in, read_logs, texts_in
 from mprun.extensions.logs.wanted import PARTS, Log, listed
@@ -71,12 +72,12 @@ def load_foreign(
     taken = _taken(specs, scalar, step)
     by_seed = _name_seeds(taken, paired)
     notes: list[str] = []
-    arms = {label: Arm(label, label, []) for label in taken}
+    arms: dict[str, Arm] = {}
     for label, logs in taken.items():
-        count = "1 run" if len(logs) == 1 else f"{len(logs)} runs"
-        notes.append(f"{label} is {count}: {listed([log.name for log in logs], _MOST_NAMED)}")
+        names = listed([log.name for log in logs], _MOST_NAMED)
+        notes.append(f"{label} is {number_of(len(logs), 'run')}: {names}")
         runs = [_run(log, scalar, label, notes) for log in logs]
-        arms[label].runs = _without_copies(runs, scalar, notes)
+        arms[label] = Arm(label, label, _without_copies(runs, scalar, notes))
     every = [log for logs in taken.values() for log in logs]
     counts = sorted({log.steps for log in every} - {"step", "Step", ""})
     if counts:
@@ -221,29 +222,25 @@ def _name_seeds(taken: dict[str, list[Log]], paired: bool) -> Literal["named", "
 
     Nothing is guessed: if one run has no seed, or two runs of a label share one, no run has a seed.
     """
-    given = [log.seed is not None for logs in taken.values() for log in logs]
-    if any(given) and not all(given):
+    every = [log for logs in taken.values() for log in logs]
+    given = [log.seed is not None for log in every]
+    if any(given) != all(given):
         raise BadInput("LABEL=seed0:PATH: give the seed of every run, or of none")
-    told = True
-    for label, logs in taken.items():
-        for log in logs:
-            if log.seed is None and (found := _SEED.findall(log.name)):
-                log.seed = int(found[-1])
-        seeds = {log.seed for log in logs}
-        told = told and None not in seeds
-        if len(seeds) < len(logs):
-            if any(given):
-                raise BadInput(f"{label}: a seed is given to two runs; every run must have its own")
-            told = False
+    for log in every:
+        if log.seed is None and (found := _SEED.findall(log.name)):
+            log.seed = int(found[-1])
+    twice = [label for label, logs in taken.items() if len({log.seed for log in logs}) < len(logs)]
+    if twice and any(given):
+        raise BadInput(f"{twice[0]}: a seed is given to two runs; every run must have its own")
+    if not twice and all(log.seed is not None for log in every):
+        return "named"
     counts = {label: len(logs) for label, logs in taken.items()}
-    if paired and not told and len(set(counts.values())) > 1:
+    if paired and len(set(counts.values())) > 1:
         text = ", ".join(f"{label} has {count}" for label, count in counts.items())
         raise BadInput(
             f"--paired: needs as many runs in every label ({text}); name the seeds by "
             "LABEL=seed0:PATH, or leave --paired out"
         )
-    if told:
-        return "named"
     for logs in taken.values():
         for place, log in enumerate(logs):
             log.seed = place
@@ -371,7 +368,6 @@ def _run(log: Log, scalar: str, label: str, notes: list[str]) -> RunData:
         scaler="none",
         seed=log.seed or 0,
         status="done",
-        cause=None,
         last_step=int(steps[-1]),
         evals={"step": steps, "updates": steps, scalar: values},
         train={
