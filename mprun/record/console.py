@@ -68,17 +68,13 @@ def printable(text: str) -> str:
     Line ends, tabs and blanks of any width stay. A terminal obeys control characters, and file
     names, records and logs may hold any.
     """
-    return "\n".join(line if line.isprintable() else _seen(line) for line in text.split("\n"))
+    lines = text.split("\n")
+    return "\n".join(x if x.isprintable() else "".join(map(_seen, x)) for x in lines)
 
 
-def _seen(line: str) -> str:
-    return "".join(
-        c if c.isprintable() or c == "\t" or unicodedata.category(c) == "Zs" else _escaped(c)
-        for c in line
-    )
-
-
-def _escaped(character: str) -> str:
+def _seen(character: str) -> str:
+    if character.isprintable() or character == "\t" or unicodedata.category(character) == "Zs":
+        return character
     return character.encode("unicode_escape").decode()
 
 
