@@ -13,13 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from mprun.comparison.decision import GAN_LOSSES, pairing
-from mprun.comparison.equivalence import (
-    ALPHA,
-    FEWEST_SEEDS,
-    Interval,
-    estimate,
-    paired_interval,
-)
+from mprun.comparison.equivalence import ALPHA, FEWEST_SEEDS, Interval, estimate, paired_interval
 from mprun.comparison.findings import (
     Band,
     Curve,

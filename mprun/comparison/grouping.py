@@ -16,12 +16,7 @@ from typing import Any
 import numpy as np
 
 from mprun.comparison.findings import Arm, RunData
-from mprun.comparison.load import (
-    first_with_outcome,
-    group_notes,
-    is_below,
-    missing_seeds,
-)
+from mprun.comparison.load import first_with_outcome, group_notes, is_below, missing_seeds
 from mprun.comparison.wording import seeds_text, setting_text
 from mprun.errors import BadInput
 from mprun.record.keys import recorded_keys

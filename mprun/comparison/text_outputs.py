@@ -46,10 +46,8 @@ def group_markdown(comparison: Comparison, group: Group) -> str:
 
 def console(comparison: Comparison) -> str:
     """Return a terminal's output: per group aligned columns, verdict first, then the sentences."""
-    parts = []
-    if comparison.stamps:
-        parts.append(text.stamped(comparison))
-        parts[-1] += _wrapped(comparison.stamps)
+    stamps = _wrapped(comparison.stamps)
+    parts = [text.stamped(comparison) + stamps] if stamps else []
     for group in comparison.groups:
         said = [f"{row.arm.label}: {row.verdict.sentence}" for row in group.rows]
         said += text.gap_lines(row for row in group.rows if row.grows)
@@ -78,7 +76,8 @@ def _table(group: Group) -> str:
         row["mean"] = row["mean"].partition(" (")[0]
     found = text.filled(rows, heads | {"activation memory": "", "products": ""})
     left = {"verdict", "mode", "difference", "scale"}
-    lines, width = aligned(found, left, columns(120), found[0].index("mode")), columns(120)
+    width = columns(120)
+    lines = aligned(found, left, width, found[0].index("mode"))
     indent = "  " if max(map(len, lines)) + 2 <= width else ""
     return "\n".join(f"{indent}{line}" for line in lines)
 

@@ -110,16 +110,11 @@ def assess(
 
 def comparable(*folders: Path) -> bool:
     """Return whether a comparison of the runs in the folders judges a group of them."""
-    try:
-        return any(map(_is_assessed, group_runs(load_runs(folders)[0])[0]))
-    except (MprunError, OSError):
-        return False
-
-
-def _is_assessed(proto: ProtoGroup) -> bool:
-    with suppress(BadInput):
-        assess(proto)
-        return True
+    with suppress(MprunError, OSError):
+        for proto in group_runs(load_runs(folders)[0])[0]:
+            with suppress(BadInput):
+                assess(proto)
+                return True
     return False
 
 

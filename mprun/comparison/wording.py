@@ -143,20 +143,15 @@ def answer(group: Group, row: Row) -> str:
 
 def answers(group: Group) -> list[tuple[str, str]]:
     """Return (verdict, sentence) for each mode; those that simply match share one."""
-    found, base = [], baseline_name(group)
-    plain = [
-        not row.grows and answer(group, row).endswith(f" matches {base}.") for row in group.rows
-    ]
-    alike = [row for row, is_plain in zip(group.rows, plain, strict=True) if is_plain]
-    alike = alike if len(alike) > 1 else []
+    plain, alike, told = f" matches {baseline_name(group)}.", [], []
     for row in group.rows:
-        if all(row is not one for one in alike):
-            grows = " Its difference grows over steps." * row.grows
-            found.append((row.verdict.name, answer(group, row) + grows))
-    if alike:
-        *labels, last = (row.arm.label for row in alike)
-        found.append(("matches", f"{', '.join(labels)} and {last} match {base}."))
-    return found
+        text = answer(group, row) + " Its difference grows over steps." * row.grows
+        told.append((row.verdict.name, text))
+        alike += [row.arm.label] * text.endswith(plain)
+    if len(alike) < 2:
+        return told
+    text = f"{', '.join(alike[:-1])} and {alike[-1]} match {baseline_name(group)}."
+    return [one for one in told if not one[1].endswith(plain)] + [("matches", text)]
 
 
 def metric_name(group: Group) -> str:

@@ -61,10 +61,7 @@ class SweptRun(Run):
         self._progress, self._recorded = progress, recorded
 
     def prepare(
-        self,
-        model: Model,
-        optimizer: Opt,
-        **options: Unpack[Options],
+        self, model: Model, optimizer: Opt, **options: Unpack[Options]
     ) -> tuple[Model, Opt]:
         """Put model and optimizer into the run's mode, as `mprun.prepare` does; begin the record.
 
