@@ -60,10 +60,7 @@ def required(what: str, module: str) -> None:
 
 
 def source_of(name: str) -> Path | None:
-    """Return the file of the named module without importing it; None if it has none.
-
-    Only packages above it are imported.
-    """
+    """Return the file of a module, importing only packages above it; None if it has none."""
     from importlib.util import find_spec
 
     with suppress(Exception):

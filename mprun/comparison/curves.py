@@ -1,6 +1,7 @@
 """Draw the curves of a group: training loss, evaluation metric, loss scale and skipped updates.
 
-A curve is the mean over the seeds of a mode; the baseline also has a band of its seeds.
+A curve is the mean over the seeds of a mode. The baseline alone also has a band of its seeds, so no
+two colours mix.
 """
 
 from dataclasses import dataclass
@@ -37,11 +38,7 @@ _DASH = 3.5  # points, the length of the shortest dash
 
 
 def curves(group: Group, styles: dict[str, Style], plot: Plot, points: int) -> Drawing | None:
-    """Draw the mean of every mode; None if there is no curve.
-
-    No mode hides another (`_lines`). Only the baseline has a band of its seeds, so no two colours
-    mix.
-    """
+    """Draw the mean of every mode, so that none hides another; None if there is no curve."""
     foreign = group.baseline.arm.foreign  # drawn where they are compared, as in other figures
     own = [plot.curve_of(run) for run in group.every_run]
     read = shared_curves(group, plot) if foreign else own
@@ -203,10 +200,7 @@ def _ends(row: Row, plot: Plot) -> list[tuple[float, float]]:
 def difference_rows(
     group: Group, styles: dict[str, Style], plot: Plot, points: int
 ) -> Drawing | None:
-    """Draw `differences`, a row for each mode; None if no mode has two points.
-
-    The margin is shaded if it applies to the plotted quantity.
-    """
+    """Draw `differences`, a row a mode, the margin shaded if it applies; None without points."""
     found = differences(group, plot, points)
     if max((np.isfinite(b.mean).sum() for _, b, _ in found), default=0) < 2:
         return None

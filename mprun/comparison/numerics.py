@@ -174,10 +174,7 @@ def _add_tensors(mode: ProbedMode, learner: LearnerProbe, log2_scales: dict[str,
 
 
 def _stats_texts(stats: TensorStats, halves: Collection[str]) -> tuple[str, ...]:
-    """Return format, zeros, rounded to 0, subnormal, to infinity, not finite, largest, headroom.
-
-    halves: of `halves_before`.
-    """
+    """Return format, zeros, rounded to 0, subnormal, to infinity, not finite, largest, headroom."""
     counts, shares = stats.counts, stats.shares(halves)
     wrong = counts.inf + counts.nan
     return (
@@ -244,15 +241,10 @@ def histogram(
     axis: str,
     of: str = "",
 ) -> Drawing | None:
-    """Draw how values lie over the powers of two, and what FP16 makes of each.
+    """Draw how values lie over the powers of two, and what FP16 makes of each; None without any.
 
-    Args:
-        name: end of the file's name.
-        title: above the figure.
-        found: label -> (exponent -> percent, percent of zeros); None is returned without any.
-        styles: label -> style.
-        axis: below the figure.
-        of: how the values were changed, for the caption.
+    found: label -> (exponent -> percent, percent of zeros). axis: below the figure. of: how the
+    values were changed, for the caption.
     """
     found = {label: shown for label, shown in found.items() if not math.isnan(shown[1])}
     exponents = [exponent for shares, _ in found.values() for exponent in shares]

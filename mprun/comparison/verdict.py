@@ -26,10 +26,7 @@ FIRST_STEPS_WARNING = 0.05
 
 
 def judge(arm: Arm, baseline: Arm, question: Question) -> tuple[Verdict, list[Outcome]]:
-    """Judge `arm` against `baseline`; return the verdict and the outcomes of the arm's runs.
-
-    BadInput: see `decide`.
-    """
+    """Return the verdict on `arm`, and the outcomes of its runs; BadInput: see `decide`."""
     decision = decide(arm, baseline, question)
     return _verdict(decision), decision.ends[0]
 

@@ -282,10 +282,7 @@ class Progress:
 
 
 def counted(items: Iterable[T], what: str, seconds: float = 5.0) -> Iterator[T]:
-    """Yield the items; print "WHAT: 640 of 2,000" on stderr every `seconds`, if they take longer.
-
-    what: "reading runs".
-    """
+    """Yield the items; print "WHAT: 640 of 2,000" on stderr every `seconds`, if they last."""
     items = list(items)
     printed = time.monotonic()
     for number, item in enumerate(items):

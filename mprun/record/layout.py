@@ -167,10 +167,7 @@ def for_terminal(text: str) -> str:
 
 
 def fitted_tables(text: str, width: int | None) -> str:
-    """Return `text`; its Markdown tables wider than `width` become `aligned` columns without bars.
-
-    width: None: any.
-    """
+    """Return `text`; Markdown tables wider than `width` (None: any) are `aligned`, without bars."""
     if width is None:
         return text
     found: list[str] = []

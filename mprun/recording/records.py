@@ -57,10 +57,7 @@ class Records:
         self._write({**head, **values, "seconds": seconds})
 
     def throughput(self, sample: str) -> dict[str, Any]:
-        """Return run.json's field, over all windows but the first, the warm-up.
-
-        sample: name of what is counted.
-        """
+        """Return run.json's field, of so many `sample`s, over all windows but the warm-up."""
         windows = self.speeds[1:] or self.speeds
         median = statistics.median(windows) if windows else None
         found = {"samples_per_s": median, "windows": len(windows), "sample": sample}

@@ -44,12 +44,8 @@ _HOW = ("params", "foreach", "fused", "capturable", "differentiable", "initial_l
 class Recorder:
     """The files of a run in the process that writes them: record, metrics, probes; kept states.
 
-    Args:
-        task: what is recorded.
-        wanted: the directory, unless there is one of that name.
-        values: of config.yaml.
-        known: fields of the record, beside those that all scripts' runs have alike.
-        data, probe_every, modules: as of `mprun.Run`.
+    wanted: the directory, unless there is one of that name. values: of config.yaml. known: fields
+    of the record, beside those that all scripts' runs have alike. The others: as of `mprun.Run`.
     """
 
     def __init__(
@@ -283,10 +279,7 @@ def content_of(data: str | Path | Iterable[Path] | None) -> dict[str, Any]:
 
 
 def initial_state(task: ScriptTask) -> str:
-    """Return a digest of torch's random state and a few numbers of each parameter.
-
-    A seed decides on both.
-    """
+    """Return a digest of what a seed sets: torch's random state, numbers of each parameter."""
     digest = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
     for own in task.parameters().values():
         digest.update(repr(local_of(own.detach()).reshape(-1)[:8].tolist()).encode())

@@ -1,11 +1,4 @@
-"""`mprun.Run`: the training of a user's script as a run directory.
-
-    with mprun.Run("outputs/mine", optimizer, config=vars(args), seed=args.seed) as run:
-        for inputs, labels in batches:
-            ...
-            optimizer.step()
-            run.step(loss)
-        run.evaluate(loss=held_out_loss)
+"""`mprun.Run`: the training of a user's script as a run directory; docs/script/run.md shows one.
 
 It leaves the same directory as a run of `mprun`. Commands that take steps again (`mprun resume=`,
 `mprun explain`) cannot use it: only the script can take its steps, in `mprun.explain`.

@@ -1,18 +1,7 @@
 """`mprun.sweep`: a user's training function in several precision modes and seeds, compared.
 
-    def train(run):
-        model = ...
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        run.prepare(model, optimizer)
-        for inputs, labels in batches:
-            ...
-            optimizer.step()
-            run.step(loss)
-        run.evaluate(loss=held_out_loss)
-
-    comparison = mprun.sweep(train, modes=["fp32", "fp16_naive", "amp"], seeds=3)
-
-All runs are in this process, one after another: a function of a notebook has no other.
+docs/script/notebook.md shows one. All runs are in this process, one after another: a function of a
+notebook has no other.
 """
 
 from __future__ import annotations
@@ -63,11 +52,7 @@ class SweptRun(Run):
     def prepare(
         self, model: Model, optimizer: Opt, **options: Unpack[Options]
     ) -> tuple[Model, Opt]:
-        """Put model and optimizer into the run's mode, as `mprun.prepare` does; begin the record.
-
-        Returns:
-            The same (model, optimizer).
-        """
+        """Put model and optimizer into the run's mode as `mprun.prepare` does; begin the record."""
         if self.status != "not prepared":
             raise RuntimeError("run.prepare: is called once a run, with all models and optimizers")
         prepared = prepare(model, optimizer, self.precision, **options)

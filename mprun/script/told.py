@@ -24,11 +24,7 @@ _FAILED = "failed"
 
 
 class Told:
-    """What the processes of one run tell each other.
-
-    Args:
-        name: of the run, the same in all of them.
-    """
+    """What the processes of one run tell each other; name: of the run, the same in all of them."""
 
     _made: ClassVar[dict[str, int]] = {}  # number of runs of a name
 
@@ -63,11 +59,7 @@ class Told:
     # By the others
 
     def hear(self, key: str) -> list[Any]:
-        """Wait for what the first tells.
-
-        Raises:
-            RuntimeError: it has told nothing.
-        """
+        """Wait for what the first tells; raise RuntimeError if it has told nothing."""
         try:
             self._store.wait([key], _LONGEST)
             values: list[Any] = json.loads(self._store.get(key))

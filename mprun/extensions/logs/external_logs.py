@@ -5,15 +5,7 @@
 LABEL=PATH[,PATH...]: each PATH is one run (`log_formats` lists the formats) or a folder of several,
 taken in the order of their names (s2 before s10). FILE#RUN is one run of a file that holds several
 (an export of Weights & Biases); it may have wildcards. The baseline is the label `fp32` or
-`baseline`, else the first label.
-
-A log does not record its seed, so runs are not paired: Welch's test uses all of them. They are
-paired if the seed of every run is named: by `LABEL=seed0:PATH`, or by "seed0", "seed=0", "seed_0"
-in all paths. They are also paired if `--paired` says that the runs are in the order of their seeds.
-Equal curves inside a label are one run.
-
-Logs that end at different steps, or that are written at different intervals, are compared at their
-common steps; diverged runs do not count for that.
+`baseline`, else the first label. docs/logs_of_other_tools.md has the rules of pairs, copies, steps.
 """
 
 import re
