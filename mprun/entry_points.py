@@ -1,12 +1,11 @@
 """Entry points: names by which installed packages, and mprun's own extensions, add to the core.
 
 Groups: `mprun.components` registers networks, data and tasks (mprun.config.registry); `mprun.verbs`
-names commands (mprun.cli.dispatch);
-`mprun.runner` has what the runner tells the library of recorded keys (mprun.record.keys);
-`mprun.tokenizers` has `subwords` (mprun.data.vocabulary);
-`mprun.readers` has `scalar`, which reads other tools' logs (mprun.compare), in the formats of
-`mprun.log_formats` too (mprun.extensions.logs). The command `mprun` itself is in `console_scripts`,
-where the processes of a sweep find it (mprun.sweeps.child).
+names commands (mprun.cli.dispatch); `mprun.runner` has what the runner tells of recorded keys
+(mprun.record.keys), `mprun.tokenizers` `subwords` (mprun.data.vocabulary), `mprun.readers`
+`scalar`, which reads other tools' logs (mprun.compare), in the formats of `mprun.log_formats` too
+(mprun.extensions.logs). The command `mprun` itself is in `console_scripts`, where the processes of
+a sweep find it (mprun.sweeps.child).
 A checkout's own are read from its pyproject.toml, so that none needs to be installed. Only text is
 read: `importlib.metadata` takes 35 ms.
 """

@@ -95,21 +95,17 @@ def group_runs(
 ) -> tuple[list[ProtoGroup], list[str]]:
     """Return groups with a baseline and other arms, and a line per cell without a baseline.
 
-    Runs without an outcome are in no arm; the arm's notes name them. An arm may have no run.
+    Runs without an outcome are in no arm; the arm's notes name them. An arm may have no run. Of
+    several FP32 configurations the baseline is the one that most other runs agree with.
 
     Args:
         runs: the result of `load_runs`.
-        allow: keys (or groups of keys: "optim") in which the arms of a group may nevertheless
-            differ. Of several FP32 configurations the baseline is the one that most other runs
-            agree with.
-        baseline: the runs of this mode, or those below this path, are the baseline of their
-            group, whatever compare.baseline says.
-        judged_otherwise: the command line sets metric or margin, so the runs may differ in
-            compare.metric and compare.margin.
+        allow: keys (or groups of keys: "optim") in which the arms of a group may differ.
+        baseline: the mode, or the path above the runs, that is used, not compare.baseline.
+        judged_otherwise: the runs may differ in compare.metric and compare.margin.
 
     Raises:
-        BadInput: an allowed key that no run has, or several configurations that could be the
-            baseline.
+        BadInput: no run has an allowed key, or several configurations could be the baseline.
     """
     _check_allowed(allow, runs)
     ignored = ["compare.metric", "compare.margin"] if judged_otherwise else []

@@ -203,12 +203,9 @@ def live_values(
 ) -> dict[str, Any]:
     """Return the values that a page's script shows for a drawing, as plain values for JSON.
 
-    Args:
-        axes: finished axes; the result holds their frame and scales.
-        at: float64 [points], x ascending.
-        values: by the number of a mode, float64 [points], NaN where there is none.
-        difference: the unit of differences, which are shown with their sign.
-        y: whether the y axis may be zoomed too.
+    axes: finished; the result holds their frame and scales. at: float64 [points], x ascending.
+    values: by the number of a mode, float64 [points], NaN where there is none. difference: the
+    unit of differences, which are shown with their sign. y: whether y may be zoomed too.
     """
     box = axes.get_position()
     found = {

@@ -123,10 +123,8 @@ def with_judged(
     """Return name -> metric of a run, the judged one among them.
 
     declared: what the task declares. compare: the `CompareConfig`. closed: the task returns nothing
-    but what it declares.
-
-    Raises:
-        BadInput: nobody says which way the judged metric goes, or two contradict each other.
+    but what it declares. BadInput if nobody says which way the judged metric goes, or two
+    contradict each other.
     """
     found: dict[str, Metric] = {}
     for metric in declared:

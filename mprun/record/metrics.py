@@ -46,15 +46,12 @@ class MetricsFile:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read all records of a metrics.jsonl, a missing one as empty; skip a torn last line.
-
-    Raises Damaged for any other line that is no record.
-    """
+    """Read all records of a metrics.jsonl, a missing one as empty, as `parsed_metrics` does."""
     return parsed_metrics(path, content_of(path.parent, path.name, missing=b""))
 
 
 def parsed_metrics(path: Path, data: bytes) -> list[dict[str, Any]]:
-    """Parse the content of a metrics.jsonl as `read_metrics` does."""
+    """Return the records; skip a torn last line, raise Damaged for another that is no record."""
     lines = enumerate(complete_lines(data), start=1)
     found = []
     for number, record in ((n, parsed_json(path, n, line)) for n, line in lines if line):
@@ -69,10 +66,8 @@ def parsed_metrics(path: Path, data: bytes) -> list[dict[str, Any]]:
 def metrics_until(path: Path, last_step: int, so_far: dict[str, Any]) -> bytes:
     """Return the content up to `last_step`, after which a resumed run writes on, bit-equal.
 
-    so_far: the result of `MetricsFile.so_far` at that step.
-
-    Raises:
-        Damaged: The records up to that step are not those that the run wrote.
+    so_far: the result of `MetricsFile.so_far` at that step; Damaged if the records up to it are
+    not those that the run wrote.
     """
     data = content_of(path.parent, path.name, missing=b"")
     try:

@@ -77,9 +77,8 @@ _TRAIN_LINE = b'{"split": "train", '
 def read_columns(path: Path) -> MetricsColumns:
     """Read a metrics.jsonl, a missing one as empty; leave out a torn last line.
 
-    Raises:
-        Damaged: A line is no JSON object or lacks a field that every record has, or the steps do
-            not ascend; the message names the line's number.
+    Raises Damaged, with the line's number, for a line that is no JSON object or lacks a field that
+    every record has, and for steps that do not ascend.
     """
     lines = complete_lines(content_of(path.parent, path.name, missing=b""))
     return _columns(path, [_record(path, number, line) for number, line in enumerate(lines, 1)])

@@ -50,11 +50,9 @@ def run_name(
 
     Both parts have at most 200 characters: ("resnet50-digits_32", "amp-optim.lr=0.05-s0").
 
-    Args:
-        choices: The chosen file of each group.
-        swept: Keys that differ between several runs. The name always has them; a value that a
-            file name cannot hold is followed by its hash.
-        told: Whether a key describes a run, so that the name has it without a sweep, too.
+    choices: The chosen file of each group. swept: Keys that differ between several runs. The name
+    always has them; a value that a file name cannot hold is followed by its hash. told: Whether a
+    key describes a run, so that the name has it without a sweep, too.
     """
     swept = set(swept)
     folder = choices.get("experiment") or f"{choices['model']}-{choices['data']}"

@@ -41,16 +41,9 @@ class Learner(NamedTuple):
 class ScriptTask:
     """The prepared objects of a script in the form of a built run and its task.
 
-    Args:
-        optimizers: one, or several in order or by name.
-
-    Attributes:
-        prepared: by name; "model" if there is one.
-        first: the first of these.
-        metrics: 0-dim tensors of the newest step (`take`).
-
-    Raises:
-        ValueError: an argument was not prepared.
+    optimizers: one, or several in order or by name; ValueError for one that was not prepared.
+    prepared: all by name, "model" if there is one; first: the first of them. metrics: 0-dim tensors
+    of the newest step (`take`).
     """
 
     def __init__(self, optimizers: Optimizers):
@@ -82,11 +75,8 @@ class ScriptTask:
         self, loss: Tensor | float, metrics: Mapping[str, Tensor | float] = NO_METRICS
     ) -> dict[str, Tensor]:
         """Return the metrics of the step that the script has just taken, on the device: also loss
-        scales by name, and whether an optimizer skipped its update.
-
-        Raises:
-            RuntimeError: no optimizer took a step.
-        """
+        scales by name, and whether an optimizer skipped its update. RuntimeError if none took a
+        step."""
         steps, scales, flags = 0, dict[str, Tensor](), []
         for optimizer, name in self._scale_names:
             steps += optimizer.steps

@@ -39,7 +39,7 @@ def formats() -> tuple[LogFormat, ...]:
 def read_logs(path: Path, scalar: str, step: str | None = None) -> list[Log]:
     """Read every run in a file, or the one of a folder from `logs_in`; at least one.
 
-    scalar: its name. step: the name of the step count, if it is not a usual one.
+    step: the name of the step count, if it is not a usual one.
 
     Raises BadInput if scalar or steps are missing (it lists the existing names), and Damaged for an
     invalid number or a file that is not text.
