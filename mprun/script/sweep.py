@@ -139,7 +139,9 @@ def sweep(
     progress, directories = _Progress(len(cells)), []
     try:
         for mode, seed in cells:
-            _seed_all(seed)
+            random.seed(seed)
+            np.random.seed(seed)
+            torch.manual_seed(seed)  # of every device
             run = SweptRun(mode, seed, progress, recorded)
             with run:
                 train(run)
@@ -166,12 +168,6 @@ def _seeds(given: int | Iterable[int]) -> list[int]:
         if (found := list(dict.fromkeys(seeds))) and 0 <= min(found) <= max(found) < 2**32:
             return found
     raise ValueError(f"seeds={given!r}: must be a number of seeds, or integers of at least 0")
-
-
-def _seed_all(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)  # of every device
 
 
 def _source_of(train: Callable) -> str | None:

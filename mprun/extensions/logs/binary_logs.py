@@ -11,20 +11,15 @@ from mprun.errors import BadInput, Damaged
 from mprun.extensions.logs.wanted import Log, Row, Wanted, table
 
 
-def _is_events(path: Path) -> bool:
+def is_events(path: Path) -> bool:
     """Return whether the name is a TensorBoard event file's, by TensorBoard's own rule."""
     return "tfevents" in path.name and path.is_file()
-
-
-def events_in(entries: list[Path]) -> list[Path]:
-    """Return the folder of these entries if it has event files."""
-    return [entry.parent for entry in entries if _is_events(entry)][:1]
 
 
 def events(wanted: Wanted) -> list[Log] | None:
     """Read the event files of torch.utils.tensorboard, TensorFlow and Keras."""
     path, scalar = wanted.path, wanted.scalar
-    if not (path.is_dir() or _is_events(path)):
+    if not (path.is_dir() or is_events(path)):
         return None
     if wanted.step is not None:
         raise BadInput(f"{path}: --step {wanted.step}: event files have steps of their own")
@@ -34,7 +29,7 @@ def events(wanted: Wanted) -> list[Log] | None:
 
     points: list[tuple[int, float]] = []
     known: dict[str, bool] = {}  # tag -> whether its values are scalars
-    for file in [path] if path.is_file() else filter(_is_events, sorted(path.iterdir())):
+    for file in [path] if path.is_file() else filter(is_events, sorted(path.iterdir())):
         for event in map(Event.FromString, _records(file, wanted.notes)):
             for value in event.summary.value:
                 # TensorFlow 2 writes scalars as tensors, and says so at the first one.

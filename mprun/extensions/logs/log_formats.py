@@ -93,21 +93,21 @@ def _is_mlflow(folder: Path) -> bool:
     return (folder / "meta.yaml").is_file() and (folder / "metrics").is_dir()
 
 
-def _mlflow_in(entries: list[Path]) -> list[Path]:
-    return [entry.parent for entry in entries[:1] if _is_mlflow(entry.parent)]
-
-
 _NO_TEXT = (
     LogFormat(
         "offline runs of Weights & Biases",
         binary_logs.wandb,
         lambda entries: [entry for entry in entries if entry.suffix == ".wandb"],
     ),
-    LogFormat("run folders of MLflow", _mlflow, _mlflow_in),
+    LogFormat(
+        "run folders of MLflow",
+        _mlflow,
+        lambda entries: [entry.parent for entry in entries[:1] if _is_mlflow(entry.parent)],
+    ),
     LogFormat(
         "event files of torch, TensorFlow, Keras; one run a folder",
         binary_logs.events,
-        binary_logs.events_in,
+        lambda entries: [entry.parent for entry in entries if binary_logs.is_events(entry)][:1],
     ),
 )
 FORMATS = (
