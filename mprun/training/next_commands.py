@@ -60,10 +60,6 @@ class Now:
 
         return as_overrides(self.record["config"])
 
-    def words(self, *start: str) -> str:
-        """Return a command with what it has to name, quoted for a shell."""
-        return shlex.join([*start, *self.outside])
-
     @property
     def keeps_checkpoint(self) -> bool:
         return any(self.directory.glob("checkpoints/step-*"))
@@ -105,7 +101,7 @@ class Now:
 
         return _works(found)
 
-    @property
+    @cached_property
     def has_bad_losses(self) -> bool:
         """Return whether the loss itself was not finite in an update that was skipped."""
         from mprun.record.metrics_columns import read_columns  # here: loads numpy
@@ -122,41 +118,12 @@ class Now:
         return bool((precision.get("matmul") or {}).get("input"))
 
     @property
-    def is_judged(self) -> bool:
-        return "measured_for" not in self.record
-
-    @property
-    def is_compared(self) -> bool:
-        """Return whether it is one of several runs that can be compared."""
-        beside = self.directory.parent
-        return sum(1 for _ in beside.glob("*/run.json")) > 1 and self.compares(beside)
-
-    @property
-    def is_alone(self) -> bool:
-        """Return whether one process trained it: a script of several cannot go back."""
-        return not self.record.get("ranks")
-
-    @cached_property
-    def partner(self) -> str | None:
-        """Return the command of the run that a comparison still lacks; None: it lacks none."""
+    def is_shipped(self) -> bool:
+        """Return whether all of its options are, so that a command may choose them by name."""
         from mprun.config.option_files import option_files
-        from mprun.config.overrides import in_shell, without
 
-        record, length = self.record, ("train.steps", "train.epochs")
-        shipped = (o is None or o in option_files(group) for group, o in self._choices.items())
-        if record["config"].get("output_dir") is not None or not all(shipped):
-            return None
-        if {"fp32", record["precision"]["mode"]} <= (modes := self.modes_beside) and len(modes) > 1:
-            return None
-        kept = without(record["overrides"], "precision", "scaler", "resume")
-        if record["attempts"] > 1:  # a resume may have changed it
-            kept = [*without(kept, *length), f"train.steps={record['steps']}"]
-        other = "amp" if record["precision"]["mode"] == "fp32" else "fp32"
-        return f"mprun {in_shell([*kept, f'precision={other}'])}"
-
-    @property
-    def _choices(self) -> Mapping[str, str | None]:
-        return self.record.get("choices") or {}
+        choices = (self.record.get("choices") or {}).items()
+        return all(option is None or option in option_files(group) for group, option in choices)
 
     @cached_property
     def modes_beside(self) -> set[str]:
@@ -176,16 +143,91 @@ class Now:
                     found.add(beside["precision"]["mode"])
         return found
 
-    @cached_property
-    def advice(self) -> str | None:
-        """Return the command that measures what FP16 needs in this configuration, if it can."""
-        from mprun.config.option_files import option_files
+    # The commands; None where one does not fit. What is quickly known is asked first.
+
+    def go_on(self) -> str | None:
+        return self._resumed() if self.keeps_checkpoint else None
+
+    def begin_again(self) -> str | None:
+        return None if self.keeps_checkpoint else self._resumed()
+
+    def _resumed(self) -> str | None:
+        fits = _is_installed() and self.can_go_on
+        return _line("mprun", f"resume={self.directory}", *self.outside) if fits else None
+
+    def explain(self) -> str | None:
+        fits = _is_installed("explain") and self.can_be_built
+        return _line("mprun", "explain", self.directory, *self.outside) if fits else None
+
+    def explain_bad_losses(self) -> str | None:
+        return self.explain() if self.has_bad_losses else None
+
+    def explain_casts(self) -> str | None:
+        return self.explain() if self.casts and not self.has_bad_losses else None
+
+    @property
+    def _explains_here(self) -> bool:
+        """Return whether its script can go back; one of several processes cannot."""
+        return not self.record.get("ranks") and "explain" in announced("mprun.verbs")
+
+    def explain_here(self) -> str | None:
+        # The copy that the script goes back to is of some step before the bad one.
+        steps = max(1, self.record.get("last_step", 1))
+        line = f"run.rewind(); mprun.explain(step, optimizer, steps={steps})"
+        return line if self._explains_here else None
+
+    def explain_batch_here(self) -> str | None:
+        fits = self._explains_here and self.has_bad_losses
+        return "mprun.explain(step, optimizer)" if fits else None
+
+    def show(self) -> str | None:
+        return _line("mprun", "show", self.directory) if _is_installed() else None
+
+    def watch(self) -> str | None:
+        line = _line("tensorboard", "--logdir", self.directory)
+        return None if find_spec("tensorboard") is None else line
+
+    def compare(self) -> str | None:
+        beside = self.directory.parent
+        several = self._is_judged and sum(1 for _ in beside.glob("*/run.json")) > 1
+        return _line("mprun", "compare", beside) if several and self.compares(beside) else None
+
+    @property
+    def _is_judged(self) -> bool:
+        return _is_installed() and "measured_for" not in self.record
+
+    def run_partner(self) -> str | None:
+        """Return the command of the run that a comparison still lacks; None: it lacks none."""
+        record, length = self.record, ("train.steps", "train.epochs")
+        placed = record["config"].get("output_dir") is not None
+        if placed or not (self._is_judged and self.is_shipped):
+            return None
         from mprun.config.overrides import in_shell, without
 
-        if not all(o is None or o in option_files(g) for g, o in self._choices.items()):
+        if {"fp32", record["precision"]["mode"]} <= (modes := self.modes_beside) and len(modes) > 1:
             return None
+        kept = without(record["overrides"], "precision", "scaler", "resume")
+        if record["attempts"] > 1:  # a resume may have changed it
+            kept = [*without(kept, *length), f"train.steps={record['steps']}"]
+        other = "amp" if record["precision"]["mode"] == "fp32" else "fp32"
+        return f"mprun {in_shell([*kept, f'precision={other}'])}"
+
+    def advise(self) -> str | None:
+        fits = _is_installed("advise") and self.has_probes and self.can_be_built
+        return _line("mprun", "advise", self.directory, *self.outside) if fits else None
+
+    def advise_configuration(self) -> str | None:
+        """Return the command that measures what FP16 needs, where no probe tells it."""
+        if not _is_installed("advise") or self.has_probes or not self.is_shipped:
+            return None
+        from mprun.config.overrides import in_shell, without
+
         left_out = ("precision", "scaler", "numerics", "output_dir", "resume")
         return f"mprun advise {in_shell(without(self.record['overrides'], *left_out))}".rstrip()
+
+
+def _line(*words: object) -> str:
+    return shlex.join(map(str, words))
 
 
 @lru_cache(64)  # a tenth of a second each, and the runs of a sweep differ in their seeds
@@ -215,127 +257,35 @@ def _is_installed(verb: str = "") -> bool:
     return here and (not verb or verb in announced("mprun.verbs"))
 
 
-class Fit(NamedTuple):
-    """A row: what it is for, of which kind of run ("run", "script"), in which states, and how.
+class Row(NamedTuple):
+    """What a command is for, of which kind of run ("run", "script"), in which states.
 
-    fits: what else must be there. command: a line of a shell, or of the script (`in_script`).
+    command: returns a line of a shell, or of the script (`in_script`); None: it does not fit.
     """
 
     purpose: str
     kinds: tuple[str, ...]
     statuses: tuple[str, ...]
-    fits: Callable[[Now], bool]
-    command: Callable[[Now], str]
+    command: Callable[[Now], str | None]
     in_script: bool = False
 
 
-def _explains(now: Now) -> bool:
-    return _is_installed("explain") and now.can_be_built
-
-
-def _in_script(now: Now) -> str:
-    # The copy that the script goes back to is of some step before the bad one.
-    steps = max(1, now.record.get("last_step", 1))
-    return f"run.rewind(); mprun.explain(step, optimizer, steps={steps})"
-
-
-def _resume(now: Now) -> str:
-    return now.words("mprun", f"resume={now.directory}")
-
-
-def _explain(now: Now) -> str:
-    return now.words("mprun", "explain", str(now.directory))
-
-
 RUN, SCRIPT, BOTH = ("run",), ("script",), ("run", "script")
+DONE, DIVERGED = ("done",), ("diverged",)
 TABLE = (
-    Fit(
-        "to go on",
-        RUN,
-        STOPPED,
-        lambda now: _is_installed() and now.keeps_checkpoint and now.can_go_on,
-        _resume,
-    ),
-    Fit(
-        "no checkpoint was kept; from step 1",
-        RUN,
-        STOPPED,
-        lambda now: _is_installed() and not now.keeps_checkpoint and now.can_go_on,
-        _resume,
-    ),
-    Fit("to find the cause", RUN, ("diverged",), _explains, _explain),
-    Fit(
-        "to find what made the loss not finite",
-        RUN,
-        ("done",),
-        lambda now: now.has_bad_losses and _explains(now),
-        _explain,
-    ),
-    Fit(
-        "to find the cause, in the script",
-        SCRIPT,
-        ("diverged",),
-        lambda now: now.is_alone and "explain" in announced("mprun.verbs"),
-        _in_script,
-        in_script=True,
-    ),
-    Fit(
-        "on the batch of such a step, in the script",
-        SCRIPT,
-        ("done",),
-        lambda now: now.is_alone and now.has_bad_losses and "explain" in announced("mprun.verbs"),
-        lambda now: "mprun.explain(step, optimizer)",
-        in_script=True,
-    ),
-    Fit(
-        "to see the run",
-        SCRIPT,
-        ENDED,
-        lambda now: _is_installed(),
-        lambda now: shlex.join(["mprun", "show", str(now.directory)]),
-    ),
-    Fit(
-        "to compare",
-        BOTH,
-        OUTCOMES,
-        lambda now: _is_installed() and now.is_judged and now.is_compared,
-        lambda now: shlex.join(["mprun", "compare", str(now.directory.parent)]),
-    ),
-    Fit(
-        "to have what it is compared with",
-        RUN,
-        ("done",),
-        lambda now: _is_installed() and now.is_judged and now.partner is not None,
-        lambda now: str(now.partner),
-    ),
-    Fit(
-        "to find what its casts cost",
-        RUN,
-        ("done",),
-        lambda now: now.casts and not now.has_bad_losses and _explains(now),
-        _explain,
-    ),
-    Fit(
-        "to see what FP16 needs here",
-        RUN,
-        ("done",),
-        lambda now: _is_installed("advise") and now.has_probes and now.can_be_built,
-        lambda now: now.words("mprun", "advise", str(now.directory)),
-    ),
-    Fit(
-        "to see its curves",
-        BOTH,
-        (*ENDED, "running"),
-        lambda now: find_spec("tensorboard") is not None,
-        lambda now: shlex.join(["tensorboard", "--logdir", str(now.directory)]),
-    ),
-    Fit(
-        "to see what FP16 needs here",
-        RUN,
-        ("done",),
-        lambda now: _is_installed("advise") and not now.has_probes and now.advice is not None,
-        lambda now: str(now.advice),
-    ),
+    Row("to go on", RUN, STOPPED, Now.go_on),
+    Row("no checkpoint was kept; from step 1", RUN, STOPPED, Now.begin_again),
+    Row("to find the cause", RUN, DIVERGED, Now.explain),
+    Row("to find what made the loss not finite", RUN, DONE, Now.explain_bad_losses),
+    Row("to find the cause, in the script", SCRIPT, DIVERGED, Now.explain_here, True),
+    Row("on the batch of such a step, in the script", SCRIPT, DONE, Now.explain_batch_here, True),
+    Row("to see the run", SCRIPT, ENDED, Now.show),
+    Row("to compare", BOTH, OUTCOMES, Now.compare),
+    Row("to have what it is compared with", RUN, DONE, Now.run_partner),
+    Row("to find what its casts cost", RUN, DONE, Now.explain_casts),
+    Row("to see what FP16 needs here", RUN, DONE, Now.advise),
+    Row("to see its curves", BOTH, (*ENDED, "running"), Now.watch),
+    Row("to see what FP16 needs here", RUN, DONE, Now.advise_configuration),
 )
 
 
@@ -369,8 +319,8 @@ def commands(
     now = Now(directory, record, compares or (lambda folder: _lacks_nothing(now)))
     kind = "script" if now.of_script else "run"
     for row in TABLE:
-        if kind in row.kinds and now.status in row.statuses and row.fits(now):
-            yield Next(row.purpose, row.command(now), row.in_script)
+        if kind in row.kinds and now.status in row.statuses and (line := row.command(now)):
+            yield Next(row.purpose, line, row.in_script)
 
 
 def _lacks_nothing(now: Now) -> bool:
