@@ -194,9 +194,8 @@ def _dispatch(arguments: list[str]) -> int:
         from mprun.sweeps import STALL_AFTER_S, sweep
 
         stall_after = STALL_AFTER_S if options.stall_after is None else options.stall_after
-        given, folder = options.overrides, options.config_dir
-        again = options.rerun_damaged
-        return sweep(given, folder, options.jobs, stall_after, _curves, again, _compares)
+        given, folder, again = options.overrides, options.config_dir, options.rerun_damaged
+        return sweep(given, folder, options.jobs, stall_after, again, says_next=True)
     return _run(options)
 
 
@@ -216,18 +215,6 @@ def _refuse_contradictions(options: argparse.Namespace) -> None:
 def verbs() -> dict[str, str]:
     """Return verb -> `module:function` of every verb, those of extensions last."""
     return VERBS | announced("mprun.verbs")
-
-
-def _curves(folders: list[Path], root: Path) -> Path:
-    from mprun.comparison.tensorboard_summary import write_means
-
-    return write_means(folders, root)
-
-
-def _compares(folders: list[Path]) -> bool:
-    from mprun.comparison.verdict import comparable
-
-    return comparable(*folders)
 
 
 def _help(arguments: list[str]) -> int:
@@ -432,7 +419,3 @@ def _seconds(text: str) -> float:
     if not text.isdecimal() or int(text[:12]) > 10**9:
         raise BadInput(f"--stall-after {text}: must be seconds >= 0 (0: never)")
     return float(text)
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -6,7 +6,6 @@ import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -51,9 +50,8 @@ def sweep(
     config_dir: str | None = None,
     jobs: int | None = None,
     stall_after: float = STALL_AFTER_S,
-    curves: Callable[[list[Path], Path], Path] | None = None,
     rerun_damaged: bool = False,
-    compares: Callable[[list[Path]], bool] | None = None,
+    says_next: bool = False,
 ) -> int:
     """Run all cells and print the table; return 0 if every cell has an outcome, or the worst code.
 
@@ -62,10 +60,8 @@ def sweep(
     Args:
         overrides: with several values for the keys that differ between cells.
         stall_after: seconds without a heartbeat after which a run is killed; 0: never.
-        curves: writes the mean curves of the runs in some folders below a root, and returns where.
-            With it the next commands are printed; without it the caller continues.
         rerun_damaged: whether finished runs with damaged files are put aside and run again.
-        compares: returns whether a comparison of the runs in some folders works.
+        says_next: whether the commands that go on are printed, and mean curves written for them.
     """
     planned = plan(overrides, config_dir)
     if planned.launcher and jobs is not None:
@@ -78,25 +74,28 @@ def sweep(
     code = loop.run()
     print(page.table(columns(1000, sys.stdout) if sys.stdout.isatty() else None))
     print(f"sweep: {planned.root}", flush=True)
-    for line in page.to_finish()[:_MOST_NAMED] if curves is not None else ():
+    if not says_next:
+        return code
+    for line in page.to_finish()[:_MOST_NAMED]:
         print(line, file=sys.stderr)
-    if curves is not None and code != DONE:
+    if code != DONE:
         again = " --rerun-damaged" if loop.left_damaged else ""
         print(f"to go on: {page.command}{again}", file=sys.stderr)
-    if curves is not None and loop.stop.reason is None:
-        folders = sorted({cell.directory.parent for cell in planned.cells})
-        if compares is None or compares(folders):
-            words = ["mprun", "compare", *map(str, folders)]
-            print(f"verdicts: {shlex.join(words)}", file=sys.stderr)
-        _say_next(planned, folders, curves)
+    if loop.stop.reason is None:
+        _say_next(planned)
     return code
 
 
-def _say_next(
-    planned: Plan, folders: list[Path], curves: Callable[[list[Path], Path], Path]
-) -> None:
+def _say_next(planned: Plan) -> None:
+    from mprun.comparison.tensorboard_summary import write_means  # here: both load numpy
+    from mprun.comparison.verdict import comparable
+
+    folders = sorted({cell.directory.parent for cell in planned.cells})
+    if comparable(*folders):
+        words = ["mprun", "compare", *map(str, folders)]
+        print(f"verdicts: {shlex.join(words)}", file=sys.stderr)
     try:
-        print(to_watch(curves(folders, planned.root)), file=sys.stderr)
+        print(to_watch(write_means(folders, planned.root)), file=sys.stderr)
     except (MprunError, OSError) as error:  # the sweep itself has ended well
         print(f"mprun: no curves: {error}", file=sys.stderr)
 
