@@ -33,10 +33,11 @@ from omegaconf.errors import (
 )
 from yaml import YAMLError
 
+from mprun.config import trust
 from mprun.config.broken_files import files_of
 from mprun.config.components import COMPONENTS
 from mprun.config.keys import FIELDS, current, wanted
-from mprun.config.option_files import conf_dir, folders, mode_of, modes
+from mprun.config.option_files import conf_dir, folders, modes
 from mprun.config.overrides import (
     MAPPING,
     as_hydra_takes,
@@ -48,15 +49,6 @@ from mprun.config.overrides import (
 from mprun.config.registry import FOLDERS, kind_of
 from mprun.config.rules import check
 from mprun.config.schema import RunConfig
-from mprun.config.trust import (
-    FACTORY_KEYS,
-    NOTHING,
-    Vouched,
-    check_vouched,
-    outside,
-    say_own,
-    with_typed,
-)
 from mprun.errors import BadInput
 from mprun.record.keys import flat
 from mprun.spelling import did_you_mean, key_called, must_be, nearest
@@ -75,7 +67,6 @@ COMPOSITION_ERRORS = (HydraException, OmegaConfBaseException, YAMLError, *_OF_PY
 
 
 def loader() -> ConfigLoader:
-    """Return the configuration loader of the Hydra instance in use."""
     return GlobalHydra.instance().config_loader()
 
 
@@ -100,7 +91,7 @@ def diagnose(parsed: list[Override], error: Exception, places: list[str]) -> str
     except COMPOSITION_ERRORS as group_error:
         return _in_file(group_error, choices, groups, places)
     # Set mandatory keys, so that the error found is that of the checked line.
-    factories = [f"{key}=package.module:function" for key in FACTORY_KEYS if key in known]
+    factories = [f"{key}=package.module:function" for key in trust.FACTORY_KEYS if key in known]
     chosen = choices + parse_overrides(factories)
     values = (override for override in parsed if override.key_or_group not in groups)
     wrong = (_wrong_value(override, chosen, known, groups) for override in values)
@@ -160,7 +151,7 @@ def _wrong_value(
     if mapping is not None:
         line = f"++{line.lstrip('+')}"
     if (mapping or key) not in known:
-        if key in FACTORY_KEYS or mapping not in (None, MAPPING):
+        if key in trust.FACTORY_KEYS or mapping not in (None, MAPPING):
             return f"{printable(key)}: unknown key; {key.partition('.')[0]}=custom has it"
         called = key_called(key, known | groups)
         hint = f"; {did_you_mean([called])}" if called else nearest(key, known | groups)
@@ -266,7 +257,7 @@ def compose_config(
     check(config, files=files)
     if (baseline := config.compare.baseline) not in (known := modes(config_dir)):
         raise BadInput(f"compare.baseline={baseline}: {must_be(baseline, known, 'precision')}")
-    mode = mode_of(config.precision.name, config_dir)
+    mode = known[config.precision.name]
     return Composed(config, choices, overrides, mode.label(config.precision), mode.scaler)
 
 
@@ -303,7 +294,7 @@ def _built(composed: DictConfig, choices: dict[str, Any]) -> RunConfig:
 
 def _factories_given(composed: DictConfig) -> None:
     model, data = composed.model, composed.data
-    nodes = {key: composed[key.partition(".")[0]] for key in FACTORY_KEYS}
+    nodes = {key: composed[key.partition(".")[0]] for key in trust.FACTORY_KEYS}
     if missing := [
         key
         for key, node in nodes.items()
@@ -340,7 +331,7 @@ def only_in_script(record: Mapping[str, Any]) -> str:
     )
 
 
-def config_from_record(record: dict, given: Vouched = NOTHING) -> RunConfig:
+def config_from_record(record: dict, given: trust.Vouched = trust.NOTHING) -> RunConfig:
     """Rebuild a RunConfig from the plain values of a run directory's config.yaml.
 
     The checks are those of the command line. It raises BadInput for code and paths of the record
@@ -348,8 +339,8 @@ def config_from_record(record: dict, given: Vouched = NOTHING) -> RunConfig:
     """
     if "script" in record:
         raise BadInput(f"config.yaml: {only_in_script(record)}")
-    record = with_typed(current(record), given)
-    check_vouched(outside(record), given)
+    record = trust.with_typed(current(record), given)
+    trust.check_vouched(trust.outside(record), given)
     _no_interpolation(record)
     try:
         root = OmegaConf.structured(RunConfig)
@@ -365,7 +356,7 @@ def config_from_record(record: dict, given: Vouched = NOTHING) -> RunConfig:
         where, reason = f"config.yaml: {key}".rstrip(": "), str(error).splitlines()[0]
         raise BadInput(f"{where} does not fit this version of mprun: {reason}") from None
     check(config)
-    say_own(record, given)
+    trust.say_own(record, given)
     return config
 
 

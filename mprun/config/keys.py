@@ -1,6 +1,7 @@
 """The meaning of each key, from the schema, for hash, resume, comparison, tables and help.
 
-A key that no schema has (of an older record, the user's code, a group) may change a result.
+A key that no schema has (of an older record, the user's code, a group) may change a result. What
+the library asks of recorded keys (`mprun.record.keys.Keys`) is answered by this module.
 """
 
 import dataclasses
@@ -11,11 +12,13 @@ from typing import Any, cast, get_args
 
 from omegaconf import MISSING
 
-from mprun.config import components as _registered  # noqa: F401 - the schema needs all of them
+from mprun.config.components import COMPONENTS, NETWORKS  # all of them, which the schema needs
 from mprun.config.fields import allowed, meaning_of
-from mprun.config.registry import COMPONENTS, readers_of
+from mprun.config.option_files import modes, option_files, what_it_is
+from mprun.config.registry import TaskKind, kind_called, metric_called, readers_of
 from mprun.config.schema import RunConfig
 from mprun.record.keys import RESULT, Role, config_hash, digest, flat
+from mprun.record.metric_facts import Metric
 
 
 def _fields(
@@ -122,6 +125,32 @@ def is_told(key: str) -> bool:
 def resumable_keys() -> list[str]:
     """Return the keys that a continuation may set anew."""
     return [key for key in FIELDS if role_of(key).resumable]
+
+
+def metric_of(keys: Mapping[str, Any], name: str) -> Metric | None:
+    """Return a metric of the recorded task; of all tasks, if that one is not known or has none."""
+    return _kind_recorded(keys).metric(name) or metric_called(name)
+
+
+def networks_in_turn(keys: Mapping[str, Any]) -> int:
+    """Return how many networks the recorded task trains in turn: 2 for a GAN."""
+    return _kind_recorded(keys).networks
+
+
+def _kind_recorded(keys: Mapping[str, Any]) -> TaskKind:
+    network = NETWORKS.get(keys.get("model.name") or "")
+    return kind_called((network and network.task) or keys.get("model.task") or "")
+
+
+def scalers_of_modes() -> dict[str, str]:
+    """Return precision mode -> its usual loss scaler, in the order of every table."""
+    return {mode.name: mode.scaler for mode in modes().values()}
+
+
+def experiment(name: str) -> str | None:
+    """Return the sentence that describes a shipped experiment; None if there is none."""
+    file = option_files("experiment").get(name)
+    return None if file is None else what_it_is(file)
 
 
 # What a script's configuration has of the schema; the rest of it are the script's own settings.

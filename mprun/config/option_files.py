@@ -106,11 +106,6 @@ class Mode:
         return "+".join([self.name, *(f"{k}={value}" for k, value in changed.items())])
 
 
-def mode_of(name: str, config_dir: str | None = None) -> Mode:
-    """Return the mode defined by the file `name`.yaml."""
-    return _mode(name, option_files("precision", config_dir))
-
-
 @cache
 def modes(config_dir: str | None = None) -> dict[str, Mode]:
     """List all precision modes: FP32 first, then FP16 and BF16; less of FP32 comes first."""

@@ -80,8 +80,6 @@ class Network(Component):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DataSource(Component):
-    """A source of data."""
-
     family: str  # images, boxes (images with objects in them), text, utterances, sentence_pairs
     on_disk: bool = False  # its files are below `data.root`
     decodes: bool = False  # loader processes decode its files during training

@@ -92,7 +92,6 @@ class OptimConfig:
 
     @property
     def component(self) -> UpdateRule:
-        """The registered facts of the optimizer."""
         return OPTIMIZERS[self.name]
 
 
@@ -277,7 +276,6 @@ class ScalerConfig:
 
     @property
     def component(self) -> UpdateRule:
-        """The registered facts of the rule."""
         return SCALERS[self.kind]
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from mprun.assembly import Built
 from mprun.config.compose import compose_config
+from mprun.config.keys import networks_in_turn
 from mprun.config.option_files import modes
-from mprun.config.recorded import networks_in_turn
 from mprun.config.schema import MatmulConfig
 from mprun.errors import BadInput, MprunError
 from mprun.extensions.diagnosis.cast_advice import typed
