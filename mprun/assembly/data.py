@@ -16,7 +16,6 @@ from mprun.errors import BadInput
 
 
 def build_data(config: DataConfig, seed: int, device: torch.device) -> Source:
-    """Build the data source of a configuration."""
     if isinstance(config, CustomDataConfig):
         return own_source(config, seed, device)
     make = loaded(config.component.builder)

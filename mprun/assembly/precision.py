@@ -28,7 +28,6 @@ from mprun.prepared.shards import is_shard
 
 
 def policy_from(config: schema.PrecisionConfig) -> PrecisionPolicy:
-    """Return the precision policy that a configuration describes."""
     return loaded(config.component.builder)(config.name, mode_values(config))
 
 

@@ -129,19 +129,18 @@ def build_step_runner(
         if why is not None and wanted == "on":
             raise BadInput(f"train.cuda_graph=on: {why} (allowed here: auto, off)")
         reason = why or ""
-    compilation = _compilation(config, task.learners)
+    compilation, graph, stream = _compilation(config, task.learners), None, None
     if reason:
         settings["cuda_graph"] = f"off: {reason}"
-        return StepRunner(task, rate, device, compilation=compilation, settings=settings)
-    stream = torch.cuda.Stream(device)
-    required = wanted == "on"
-    graph = GraphedStep(
-        task,
-        CudaRecorder(device, stream),
-        required=required,
-        clock=None if required else HostBound(device),
-        zero_state=config.model.component.zero_state,
-    )
+    else:
+        stream = torch.cuda.Stream(device)
+        graph = GraphedStep(
+            task,
+            CudaRecorder(device, stream),
+            required=wanted == "on",
+            clock=None if wanted == "on" else HostBound(device),
+            zero_state=config.model.component.zero_state,
+        )
     return StepRunner(
         task, rate, device, graph=graph, compilation=compilation, stream=stream, settings=settings
     )

@@ -1,6 +1,6 @@
 """The user's own functions: found by name, called, and their networks tried before step 1.
 
-The caller has made sure that the user supplied the name (mprun.config.user_code). Any exception of
+The caller has made sure that the user supplied the name (mprun.config.trust). Any exception of
 such a function becomes bad input that names it, in one line. Networks are tried on two samples:
 shapes in FP32, then one pass in the mode.
 """

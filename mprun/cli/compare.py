@@ -62,7 +62,6 @@ _JUDGING = (*JUDGING, "scalar", "step", "higher_is_better", "lower_is_better", "
 
 
 def main(words: list[str]) -> int:
-    """Entry point of the verb; returns the exit code."""
     options = parse(words)
     comparison = compare(options.paths, **{name: getattr(options, name) for name in _JUDGING})
     beside = folder_beside(_paths(options))
@@ -109,7 +108,6 @@ def parse(words: Sequence[str]) -> Namespace:
 
 
 def add_judging(arguments: Arguments) -> None:
-    """Add the options of JUDGING."""
     add = arguments.add_argument
     add("--baseline", metavar="MODE|PATH", help=_BASELINE)
     allow = "compare although these keys differ from the baseline's (the report says so)"

@@ -29,7 +29,6 @@ _MOST_COMMANDS = 8
 
 
 def main(words: list[str]) -> int:
-    """Entry point of the verb; returns the exit code."""
     arguments = Arguments("ls", _WHAT)
     arguments.add_argument("paths", nargs="*", type=Path, metavar="PATH")
     folders = arguments.parse(words).paths or [Path("outputs")]

@@ -28,7 +28,6 @@ _NO_NUMBER = "x"  # in a curve: a value that is not finite
 
 
 def main(words: list[str]) -> int:
-    """Entry point of the verb; returns the exit code."""
     arguments = Arguments("show", _WHAT)
     arguments.add_argument("run", metavar="RUN", type=Path)
     directory = arguments.parse(words).run

@@ -23,20 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mprun import errors
 from mprun.distributed.rank_info import RankInfo
 from mprun.distributed.ranks import Ranks
 from mprun.distributed.store import LOST, START_S, fail, failure_of, late_ranks, named, store_of
 from mprun.distributed.watch import AFTER_GLOO_S, AFTER_WATCH_S, Watch, kill_stopped, no_answer
-from mprun.errors import (
-    BUG,
-    RESOURCE,
-    BadInput,
-    MprunError,
-    RankFailed,
-    Resource,
-    exit_code_of,
-    shortened,
-)
+from mprun.errors import BadInput, MprunError, RankFailed, Resource, shortened
 from mprun.record.memory import ran_out
 from mprun.torch_private import exchanges_begun
 
@@ -89,7 +81,6 @@ class RankGroup(Ranks):
             self._check_gpus()
 
     def _begun(self) -> int:
-        """Return the number of exchanges that this rank has begun."""
         return exchanges_begun(self.host) + exchanges_begun(self.tensors)
 
     def _check_gpus(self) -> None:
@@ -232,9 +223,9 @@ class RankGroup(Ranks):
             if not late and self.world == 2:
                 late = [1 - self.rank]
             if not late:
-                return RankFailed(f"the other ranks: {why}", RESOURCE)
-            fail(self.store, late, RESOURCE, why)
-            said = failure_of(self.store) or (late, RESOURCE, why)
+                return RankFailed(f"the other ranks: {why}", errors.RESOURCE)
+            fail(self.store, late, errors.RESOURCE, why)
+            said = failure_of(self.store) or (late, errors.RESOURCE, why)
             kill_stopped(late)
         ranks, code, text = said
         return RankFailed(f"{named(ranks)}: {text}", code)
@@ -297,9 +288,9 @@ def _failure(error: BaseException) -> tuple[int, str]:
     if isinstance(error, MprunError):
         return error.exit_code, text
     if isinstance(error, KeyboardInterrupt):  # carries the signal's name
-        return exit_code_of(error), f"stopped by {text or 'SIGINT'}"
+        return errors.exit_code_of(error), f"stopped by {text or 'SIGINT'}"
     of_the_machine = isinstance(error, OSError) or ran_out(error)
-    return RESOURCE if of_the_machine else BUG, f"{type(error).__name__}: {text}"
+    return errors.RESOURCE if of_the_machine else errors.BUG, f"{type(error).__name__}: {text}"
 
 
 class RankLog:
@@ -317,7 +308,6 @@ class RankLog:
         faulthandler.enable()
 
     def close(self, keep: bool) -> None:
-        """End the log; remove it unless `keep`."""
         sys.stdout.flush()
         sys.stderr.flush()
         if not keep:

@@ -20,24 +20,17 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
 from torch.distributed.elastic.multiprocessing.api import PContext
 
+from mprun import errors
 from mprun.data.loader import available_cores
 from mprun.distributed.rank_info import RankInfo
 from mprun.distributed.store import LOST, directory_in, failure_of, named, store_of
-from mprun.errors import (
-    ASKING,
-    DONE,
-    PREEMPTED,
-    RESOURCE,
-    SEVERITY,
-    MprunError,
-    exit_code_after,
-)
+from mprun.errors import MprunError
 from mprun.record.run_directory import locked
 from mprun.record.run_record import read_record
 
 GRACE_S = 8.0  # between the end of one rank and SIGKILL for those still running
 _POLL_S = 0.05
-_AGAIN = (RESOURCE, PREEMPTED)
+_AGAIN = (errors.RESOURCE, errors.PREEMPTED)
 
 
 def launch(
@@ -78,7 +71,7 @@ class _Asked:
 
     def __init__(self) -> None:
         self.number, self.times = 0, 0
-        self._before = {number: signal.getsignal(number) for number in ASKING}
+        self._before = {number: signal.getsignal(number) for number in errors.ASKING}
 
     def __enter__(self) -> Self:
         self.listen()
@@ -117,14 +110,14 @@ def _once(
         silent = {rank: Std.NONE if rank_info.node + rank == 0 else Std.ALL for rank in ranks}
         logs = DefaultLogsSpecs(log_dir=folder, redirects=silent)
         # Blocked until torch's handlers are replaced again; the ranks unblock them for themselves.
-        signal.pthread_sigmask(signal.SIG_BLOCK, ASKING)
+        signal.pthread_sigmask(signal.SIG_BLOCK, errors.ASKING)
         try:
             started = start_processes(
                 "mprun", sys.executable, dict.fromkeys(ranks, words), envs, logs
             )
             asked.listen()
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKING)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, errors.ASKING)
         try:
             codes = _watched(started, asked)
         finally:
@@ -154,7 +147,7 @@ def _watched(started: PContext, asked: _Asked) -> dict[int, int | None]:
         for rank, pid in pids.items():
             if codes[rank] is None:
                 codes[rank] = _ended(pid)
-        if kill_at == float("inf") and set(codes.values()) - {None, DONE}:
+        if kill_at == float("inf") and set(codes.values()) - {None, errors.DONE}:
             kill_at = time.monotonic() + GRACE_S
         if asked.times > passed_on:
             passed_on = asked.times
@@ -185,7 +178,7 @@ def _judged(
     """
     first = rank_info.node * rank_info.devices
     if asked:  # a rank without a handler yet was ended by the signal
-        of_it = exit_code_after(asked)
+        of_it = errors.exit_code_after(asked)
         codes = {rank: of_it if code == -asked else code for rank, code in codes.items()}
     killed = {first + r: -c for r, c in codes.items() if c is not None and c < 0}
     hung = [first + rank for rank, code in codes.items() if code is None]
@@ -196,7 +189,7 @@ def _judged(
     if killed and not aborted and (said is None or said[2].startswith(LOST)):
         (rank, number), *_ = killed.items()
         name = signal.Signals(number).name if number in set(signal.Signals) else str(number)
-        return RESOURCE, f"rank {rank} was killed ({name})"
+        return errors.RESOURCE, f"rank {rank} was killed ({name})"
     if said is not None:
         ranks, code, text = said
         first_code = codes[0]
@@ -204,11 +197,11 @@ def _judged(
         told = rank_info.node > 0 or (first_code is not None and first_code >= 0)
         return code, None if told else f"{named(ranks)}: {text}"
     # A rank that hangs after another ended by itself did not fail first.
-    by_itself = set(codes.values()) - {None, DONE, RESOURCE, -signal.SIGABRT}
+    by_itself = set(codes.values()) - {None, errors.DONE, errors.RESOURCE, -signal.SIGABRT}
     if hung and not by_itself:
-        return RESOURCE, f"{named(hung)} did not answer, and was killed"
+        return errors.RESOURCE, f"{named(hung)} did not answer, and was killed"
     ended = {code for code in codes.values() if code is not None}
-    return next((code for code in SEVERITY if code in ended), max(ended)), None
+    return next((code for code in errors.SEVERITY if code in ended), max(ended)), None
 
 
 def _print_unheard(folder: Path) -> None:

@@ -33,7 +33,6 @@ class RankInfo:
 
     @property
     def world(self) -> int:
-        """Return the number of ranks of the run, W."""
         return self.nodes * self.devices
 
     @property

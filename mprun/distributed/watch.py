@@ -106,5 +106,4 @@ def kill_stopped(ranks: Sequence[int]) -> None:
 
 
 def no_answer(timeout_s: float) -> str:
-    """Say that ranks let the others wait for too long."""
     return f"no answer for {timeout_s:g} s (dist.timeout_s)"

@@ -77,7 +77,6 @@ class HostBound:
 
 
 def pays(host_ms: float, device_ms: float) -> bool:
-    """Return whether a graph is worth its memory."""
     return host_ms >= LEAST_SHARE * device_ms
 
 

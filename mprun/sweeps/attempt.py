@@ -46,7 +46,6 @@ class AttemptOutcome:
 
 
 def attempts_of(cell: Cell) -> int:
-    """Return how often the run of a cell has been started."""
     record = record_of(cell.directory)
     return 0 if record is None else record.get("attempts", 0)
 
@@ -180,7 +179,6 @@ class Fork:
         return self.code
 
     def terminate(self) -> None:
-        """Send SIGTERM, if it still runs."""
         if self.poll() is None:
             os.kill(self.pid, signal.SIGTERM)
 
@@ -304,7 +302,6 @@ class Attempt:
             self.process.terminate()
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        """Kill the process and its children now."""
         with suppress(ProcessLookupError, PermissionError):
             if self.process is not None:
                 os.killpg(self.process.pid, number)

@@ -104,8 +104,7 @@ class Job:
         self.attempts_before = attempts_of(cell)
 
     @property
-    def begun(self) -> bool:
-        """Return whether a worker has started it."""
+    def begun(self) -> bool:  # by a worker
         return self.path.is_file()
 
     def poll(self) -> AttemptOutcome | None:
@@ -132,7 +131,6 @@ class Job:
         (self.batch.folder / "stop").touch()
 
     def kill(self) -> None:
-        """Kill the whole batch now."""
         self.stop()
         self.batch.kill()
 

@@ -82,7 +82,6 @@ class Gpus:
         return f"{self._there_are()} hold{'s' * (len(self.names) == 1)} {held} at a time"
 
     def has_room(self, cell: Cell) -> bool:
-        """Return whether as many GPUs are free as the cell takes."""
         return self.wanted(cell) <= len(self._free())
 
     def take(self, cell: Cell) -> dict[str, str]:
@@ -91,7 +90,6 @@ class Gpus:
         return {_VISIBLE: ",".join(taken)} if taken else {}
 
     def give_back(self, cell: Cell) -> None:
-        """Free the cell's GPUs after its attempt."""
         self._taken.pop(cell, None)
 
     def _free(self) -> list[str]:

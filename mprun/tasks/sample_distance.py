@@ -47,8 +47,6 @@ class SampleDistance:
         channels: int,
         device: torch.device | str,
         *,
-        patches: int = PATCHES,
-        directions: int = DIRECTIONS,
         seed: int = SEED,
     ):
         self.shape = (channels, image_size, image_size)
@@ -59,12 +57,12 @@ class SampleDistance:
         for level in range(self.levels):
             size = image_size // 2**level
             places = size - PATCH + 1
-            corners = torch.randperm(places**2, generator=generator)[:patches]
+            corners = torch.randperm(places**2, generator=generator)[:PATCHES]
             corners = corners // places * size + corners % places
             inside = torch.arange(PATCH)
             inside = (inside[:, None] * size + inside).flatten()
             self.pixels.append((corners[:, None] + inside).to(device))
-        shape = directions, channels * PATCH**2
+        shape = DIRECTIONS, channels * PATCH**2
         drawn = torch.randn(shape, generator=generator, dtype=torch.float64)
         drawn /= drawn.norm(dim=1, keepdim=True)
         self.directions = drawn.float().to(device)

@@ -39,7 +39,6 @@ class Supervised(Task):
         self.learners, self.loss_scales = {"model": learner}, {"loss_scale": loss_scale}
 
     def compute(self, batches: Iterable[Any], measure: bool = False) -> dict[str, Tensor]:
-        """Update once from the micro-batches."""
         learner = self.learner
         learner.zero_grad()
         losses = []

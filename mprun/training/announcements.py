@@ -183,7 +183,6 @@ def replaced(source: Source, earlier: dict) -> dict:
 
 
 def replaced_line(data: dict) -> str | None:
-    """Return a line if files were replaced, else None."""
     if not (count := data.get("replaced")):
         return None
     names, files = ", ".join(data["replaced_files"][:_PRINTED]), f"{count} file{'s' * (count > 1)}"

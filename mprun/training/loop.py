@@ -103,7 +103,6 @@ class Loop:
         memory.reset_peak(built.device)
 
     def train(self) -> Outcome:
-        """Train to the end."""
         try:
             if self.evaluate_first and not self.evaluate(self.start):
                 return self.finish()
@@ -192,7 +191,6 @@ class Loop:
         return numbers
 
     def stop(self) -> None:
-        """Note that the run was asked to stop."""
         self.outcome.status, self.outcome.cause = "preempted", self.interruption.reason
 
     def log(self, step: int, logged: bool, wait: bool) -> bool:

@@ -21,19 +21,10 @@ from mprun.record.metrics import drop_later, metrics_until, parsed_metrics
 from mprun.record.run_directory import locked
 from mprun.record.run_record import Record, RunRecord, of_another_version, written_by
 from mprun.recording.environment import environment, linear_products
+from mprun.training import run
 from mprun.training.announcements import say
 from mprun.training.continuation import check_length, read, run_directory
 from mprun.training.loop import Start
-from mprun.training.run import (
-    attempt,
-    check_same_products,
-    follow,
-    joined,
-    metrics_of,
-    placed,
-    prepare,
-    resolve_device,
-)
 
 # State is read on the host and copied into existing tensors: no second model on the GPU.
 _CPU = torch.device("cpu")
@@ -55,28 +46,28 @@ def resume(
     directory = run_directory(path)
     with nullcontext() if rank_info is not None and rank_info.rank else locked(directory):
         record, config = read(directory, composed_overrides, config_dir)
-        config = placed(config, rank_info)
-        device = resolve_device(record["environment"]["device"])
+        config = run.placed(config, rank_info)
+        device = run.resolve_device(record["environment"]["device"])
         _check_same_stack(record["environment"])
-        ranks = joined(config, device, rank_info)
+        ranks = run.joined(config, device, rank_info)
 
         def begun() -> Built:
             threads = record["environment"]["threads"]
-            built = prepare(config, device, threads, ranks)
+            built = run.prepare(config, device, threads, ranks)
             _check_same_data(path, record, built)
             check_length(config, record, built.steps)
-            metrics_of(config, built.task)
+            run.metrics_of(config, built.task)
             return built
 
         with ranks.watched():
             built = ranks.together(begun)
-            ranks.together(lambda: check_same_products(built))
+            ranks.together(lambda: run.check_same_products(built))
             start = ranks.together(lambda: _start(directory, built, config, record))
             if ranks.first(start.step) != start.step:
                 raise Damaged(f"{directory}: rank {ranks.rank} sees other checkpoints than rank 0")
             start = ranks.first(start)
         if not ranks.is_first:
-            return follow(directory, config, built, start)
+            return run.follow(directory, config, built, start)
         before, now = record.get("precision", {}), linear_products(built.forward_context)
         if (had := before.get("linear_products")) not in (None, now):
             say(f"linear layers multiply {now} from here on; before: {had}")
@@ -87,7 +78,7 @@ def resume(
         with open(directory / "metrics.jsonl", "ab") as metrics:
             metrics.truncate(start.metrics_bytes)
         drop_later(directory, start.step)
-        return attempt(config, built, record, start)
+        return run.attempt(config, built, record, start)
 
 
 def _changes(before: dict, now: dict) -> list[str]:

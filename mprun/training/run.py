@@ -14,6 +14,7 @@ from tempfile import TemporaryDirectory
 import numpy
 import torch
 
+from mprun import errors
 from mprun.assembly import Built, build
 from mprun.config.components import TASKS
 from mprun.config.compose import Composed
@@ -23,17 +24,7 @@ from mprun.config.registry import shares_streams, task_of
 from mprun.config.schema import RunConfig
 from mprun.distributed.rank_info import RankInfo
 from mprun.distributed.ranks import ALONE, Ranks
-from mprun.errors import (
-    BUG,
-    DIVERGED,
-    DONE,
-    INTERRUPTED,
-    PREEMPTED,
-    BadInput,
-    RankFailed,
-    Resource,
-    exit_code_of,
-)
+from mprun.errors import BadInput, RankFailed, Resource
 from mprun.numerics.probe import chosen_modules
 from mprun.numerics.replay import Snapshot
 from mprun.precision import pin_math_flags
@@ -172,7 +163,7 @@ def follow(directory: Path, config: RunConfig, built: Built, start: Start = BEGI
     """
     from mprun.distributed.group import RankLog
 
-    log, code = RankLog(directory, built.task.ranks.rank), BUG
+    log, code = RankLog(directory, built.task.ranks.rank), errors.BUG
     try:
         with (
             Interruption() as stop,
@@ -184,7 +175,8 @@ def follow(directory: Path, config: RunConfig, built: Built, start: Start = BEGI
         return code
     finally:
         # After a regular end run.json and rank 0's console already tell everything.
-        log.close(keep=code not in (DONE, DIVERGED, PREEMPTED, INTERRUPTED))
+        regular = (errors.DONE, errors.DIVERGED, errors.PREEMPTED, errors.INTERRUPTED)
+        log.close(keep=code not in regular)
 
 
 @contextmanager
@@ -342,7 +334,7 @@ def attempt(config: RunConfig, built: Built, record: Record, start: Start = BEGI
                 plain = stopped or isinstance(error, RankFailed)
                 cause = str(error) if plain else f"{type(error).__name__}: {error}"
                 status = "preempted" if stopped else "failed"
-                end(status, cause, last_step=last, exit_code=exit_code_of(told))
+                end(status, cause, last_step=last, exit_code=errors.exit_code_of(told))
             with suppress(Exception):  # nothing may take the place of the error
                 say(what_fits(directory, record))
             say(replaced_line(record["data"]))
