@@ -48,19 +48,12 @@ def adagrad(
 ) -> torch.optim.Adagrad:
     """Build torch's Adagrad, whose settings have the names of the schema here."""
     return torch.optim.Adagrad(
-        groups,
-        eps=eps,
-        initial_accumulator_value=initial_accumulator,
-        fused=fused,
-        foreach=foreach,
+        groups, eps=eps, initial_accumulator_value=initial_accumulator, fused=fused, foreach=foreach
     )
 
 
 def optimizer_maker(
-    config: schema.OptimConfig,
-    policy: PrecisionPolicy,
-    device: torch.device,
-    module: nn.Module,
+    config: schema.OptimConfig, policy: PrecisionPolicy, device: torch.device, module: nn.Module
 ) -> Callable[[list[tuple[str, Tensor]]], torch.optim.Optimizer]:
     """Return a function from the (name, tensor) pairs of `module` to a torch optimizer.
 

@@ -38,11 +38,7 @@ class Built:
     stepper: StepRunner
 
 
-def build(
-    config: RunConfig,
-    device: torch.device,
-    ranks: Ranks = ALONE,
-) -> Built:
+def build(config: RunConfig, device: torch.device, ranks: Ranks = ALONE) -> Built:
     """Build data, model, optimizer, loss scale and task; raise BadInput if that is impossible.
 
     It draws the initial weights from the global random state.
@@ -66,7 +62,7 @@ def build(
         raise BadInput(f"data.{error}".replace("None", "null")) from error
     forward_context = ForwardContext(policy, device, native=native, overrides=overrides)
     try:
-        task = build_task(config, data, policy, forward_context, ranks)
+        task = build_task(config, data, forward_context, ranks)
     except DamagedData:
         raise
     except ValueError as error:

@@ -3,9 +3,9 @@
 The user's own data and networks are tried before step 1.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,19 +30,8 @@ from mprun.data.source import Source, kept_random_state
 from mprun.distributed.ranks import ALONE, Ranks
 from mprun.entry_points import loaded
 from mprun.errors import BadInput
-from mprun.precision import (
-    DTYPES,
-    BatchStatistics,
-    ForwardContext,
-    LossScale,
-    PrecisionPolicy,
-    why_no_lstm,
-)
-from mprun.precision.module_dtypes import (
-    matching_modules,
-    refuse_without_effect,
-    those_that_match,
-)
+from mprun.precision import DTYPES, BatchStatistics, ForwardContext, LossScale, why_no_lstm
+from mprun.precision.module_dtypes import matching_modules, refuse_without_effect, those_that_match
 from mprun.prepared.prepared_model import PreparedModel
 from mprun.tasks import Learner, OfParameters, SampleDistance, Task
 
@@ -50,146 +39,194 @@ if TYPE_CHECKING:
     from mprun.distributed.reduction import FlatReduction
 
 
+Network = tuple[nn.Module, dict[str, torch.dtype]]  # and its own overrides by pattern
+
+
 def build_task(
-    config: RunConfig,
-    data: Source,
-    policy: PrecisionPolicy,
-    forward_context: ForwardContext,
-    ranks: Ranks = ALONE,
+    config: RunConfig, data: Source, forward_context: ForwardContext, ranks: Ranks = ALONE
 ) -> Task:
     """Build the task of a configuration, with its models, optimizers and loss scales.
 
     It draws the initial weights from the global random state. It raises BadInput, or a ValueError
     that names the key, if that is impossible.
     """
-    device, model, name = forward_context.device, config.model, task_of(config.model)
-    if isinstance(config.data, CustomDataConfig):
-        check_batches(config.data, name, data, device)
-        if data.batches_per_epoch and model.component.in_tanh:
-            check_tanh_images(config.data, getattr(model, "image_size", 0), data)
-    common: dict[str, Any] = {
-        "eval_in_mode": config.train.eval_arithmetic == "mode",
-        "accumulate": config.train.accumulate,
-    }
+    return _Builder(config, data, forward_context, ranks).task()
 
-    def made(*given: Any, **more: Any) -> Task:
-        # A user's class is imported after the first draw of weights.
+
+@dataclass(frozen=True, slots=True)
+class _Builder:
+    """Build a task, and the networks and learners of it, from the same parts."""
+
+    config: RunConfig
+    data: Source
+    forward_context: ForwardContext
+    ranks: Ranks
+
+    def task(self) -> Task:
+        config, data, model = self.config, self.data, self.config.model
+        device, policy = self.forward_context.device, self.forward_context.policy
+        if isinstance(config.data, CustomDataConfig):
+            check_batches(config.data, task_of(model), data, device)
+            if data.batches_per_epoch and model.component.in_tanh:
+                check_tanh_images(config.data, getattr(model, "image_size", 0), data)
+        networks = self.networks()
+        scale = build_loss_scale(config.scaler, device)
+        if len(networks) > 1:
+            # The first network is the generator.
+            per_optimizer = config.scaler.per == "optimizer"
+            own = build_loss_scale(config.scaler, device) if per_optimizer else scale
+            learners = self.learners(networks, [own, scale])
+            distance = self.sample_distance()
+            return self.made(*learners, data, self.forward_context, sample_distance=distance)
+        (learner,) = self.learners(networks, [scale])
+        if any(size == "num_classes" and getattr(data, size) < 2 for size in kind_of(model).sizes):
+            what = "one class, a classifier needs two; is the folder one level too high?"
+            raise BadInput(f"data.root={config.data.root}: {what}")
+        return self.made(learner, data, policy, self.forward_context, scale)
+
+    def made(self, *given: Any, **more: Any) -> Task:
+        """Call the task's class. A user's is imported here, after the first draw of weights."""
+        name, train = task_of(self.config.model), self.config.train
         make = loaded(TASKS[name].builder) if name in TASKS else Factory("model.task", name)
-        own = arguments_of(partial(make, *given), model) if name in TASKS else {}
-        task: Task = make(*given, **common, **more, **own)
-        task.ranks = ranks
+        if name in TASKS:
+            more |= arguments_of(partial(make, *given), self.config.model)
+        in_mode = train.eval_arithmetic == "mode"
+        task: Task = make(*given, eval_in_mode=in_mode, accumulate=train.accumulate, **more)
+        task.ranks = self.ranks
         return task
 
-    networks = _networks(config, data, forward_context)
-    scale = build_loss_scale(config.scaler, device)
-    if len(networks) > 1:
-        # The first network is the generator.
-        own = build_loss_scale(config.scaler, device) if config.scaler.per == "optimizer" else scale
-        learners = _learners(config, networks, [own, scale], forward_context, ranks)
-        distance = _sample_distance(config, data, device)
-        return made(*learners, data, forward_context, sample_distance=distance)
-    (learner,) = _learners(config, networks, [scale], forward_context, ranks)
-    if any(size == "num_classes" and getattr(data, size) < 2 for size in kind_of(model).sizes):
-        what = "one class, a classifier needs two; is the folder one level too high?"
-        raise BadInput(f"data.root={config.data.root}: {what}")
-    return made(learner, data, policy, forward_context, scale)
+    def networks(self) -> list[Network]:
+        """Build the networks; an override must match in at least one of them."""
+        config, device = self.config, self.forward_context.device
+        overrides = {pattern: DTYPES[d] for pattern, d in config.precision.overrides.items()}
+        networks = [network.to(device) for network in build_networks(config.model, self.data)]
+        if uses_channels_last(config, device)[0]:
+            networks = [put_channels_last(network) for network in networks]
+        self.check_own_networks(networks, overrides)
+        if config.train.activation_checkpointing:
+            for block in blocks_of(config, networks[0]).values():
+                recompute(block)
+        if len(networks) == 1:
+            return [(networks[0], overrides)]
+        matching = [{p: overrides[p] for p in those_that_match(m, overrides)} for m in networks]
+        if missing := [p for p in overrides if not any(p in own for own in matching)]:
+            none = "matches no module of generator or discriminator"
+            raise BadInput(f"precision.overrides.{missing[0]}: {none}")
+        return [*zip(networks, matching, strict=True)]
 
-
-Network = tuple[nn.Module, dict[str, torch.dtype]]  # and its own overrides by pattern
-
-
-def _networks(config: RunConfig, data: Source, forward_context: ForwardContext) -> list[Network]:
-    """Build the networks; an override must match in at least one of them."""
-    device = forward_context.device
-    overrides = {pattern: DTYPES[d] for pattern, d in config.precision.overrides.items()}
-    networks = [network.to(device) for network in build_networks(config.model, data)]
-    if uses_channels_last(config, device)[0]:
-        networks = [put_channels_last(network) for network in networks]
-    _check_own_network(config, networks, data, forward_context, overrides)
-    if config.train.activation_checkpointing:
-        for block in blocks_of(config, networks[0]).values():
-            recompute(block)
-    if len(networks) == 1:
-        return [(networks[0], overrides)]
-    matching = [{p: overrides[p] for p in those_that_match(m, overrides)} for m in networks]
-    if missing := [p for p in overrides if not any(p in own for own in matching)]:
-        none = "matches no module of generator or discriminator"
-        raise BadInput(f"precision.overrides.{missing[0]}: {none}")
-    return [*zip(networks, matching, strict=True)]
-
-
-def _learners(
-    config: RunConfig,
-    networks: Sequence[Network],
-    scales: Sequence[LossScale],
-    forward_context: ForwardContext,
-    ranks: Ranks,
-) -> list[Learner]:
-    """Prepare each model and build its optimizer; scales: of their gradients."""
-    device, policy = forward_context.device, forward_context.policy
-    train, optim, models = config.train, config.optim, [network for network, _ in networks]
-    clips = _of_parameters(train.clip_norm, train.clip_modules, models, "train.clip_modules")
-    averages = _of_parameters(
-        optim.average_decay, optim.average_modules, models, "optim.average_modules"
-    )
-    in_parts = config.train.accumulate > 1 or ranks.world > 1
-    found: list[Learner] = []
-    for (network, overrides), scale, clip, average in zip(
-        networks, scales, clips, averages, strict=True
-    ):
-        refuse_without_effect(network, policy, overrides, "precision.overrides")
-        if ranks.world > 1 and config.dist.engine == "fsdp":
-            from mprun.distributed.sharding import shard
-
-            shard(network, [*blocks_of(config, network).values()], ranks)
-        prepared = PreparedModel(
-            network,
-            forward_context,
-            scale,
-            overrides,
-            of_run=True,
-            key="precision.overrides",
-            seed=1009 * config.seed + len(found),
+    def learners(self, networks: Sequence[Network], scales: Sequence[LossScale]) -> list[Learner]:
+        """Prepare each model and build its optimizer; scales: of their gradients."""
+        config, ranks, context = self.config, self.ranks, self.forward_context
+        train, optim, models = config.train, config.optim, [network for network, _ in networks]
+        clips = _of_parameters(train.clip_norm, train.clip_modules, models, "train.clip_modules")
+        averages = _of_parameters(
+            optim.average_decay, optim.average_modules, models, "optim.average_modules"
         )
-        trained: list[tuple[str, Tensor]] = [
-            (name, own) for name, own in network.named_parameters() if own.requires_grad
-        ]
-        learner = Learner(
-            prepared,
-            optimizer_maker(config.optim, policy, device, network)(trained),
-            parts=config.train.accumulate,
-            clip=clip,
-            average=average,
-            reduction=_reduction(config, prepared, ranks),
-            statistics=BatchStatistics(network) if in_parts else None,
+        in_parts = train.accumulate > 1 or ranks.world > 1
+        found: list[Learner] = []
+        for (network, overrides), scale, clip, average in zip(
+            networks, scales, clips, averages, strict=True
+        ):
+            refuse_without_effect(network, context.policy, overrides, "precision.overrides")
+            if ranks.world > 1 and config.dist.engine == "fsdp":
+                from mprun.distributed.sharding import shard
+
+                shard(network, [*blocks_of(config, network).values()], ranks)
+            prepared = PreparedModel(
+                network,
+                context,
+                scale,
+                overrides,
+                of_run=True,
+                key="precision.overrides",
+                seed=1009 * config.seed + len(found),
+            )
+            trained: list[tuple[str, Tensor]] = [
+                (name, own) for name, own in network.named_parameters() if own.requires_grad
+            ]
+            learner = Learner(
+                prepared,
+                optimizer_maker(optim, context.policy, context.device, network)(trained),
+                parts=train.accumulate,
+                clip=clip,
+                average=average,
+                reduction=self.reduction(prepared),
+                statistics=BatchStatistics(network) if in_parts else None,
+            )
+            found.append(learner)
+        return found
+
+    def reduction(self, prepared: PreparedModel) -> "FlatReduction | None":
+        """Return the sum over ranks of one model's gradients; None if a single rank adds each
+        micro-batch as it comes."""
+        config, ranks, policy = self.config, self.ranks, prepared.policy
+        order, several = config.precision.reduce_order, config.train.accumulate > 1
+        is_scaled = several and policy.reduce_dtype is not None
+        if ranks.world == 1 and not is_scaled and order == "rank":
+            return None
+        from mprun.distributed.reduction import FlatReduction, OverlappedReduction
+
+        engine, kind = engine_of(config, prepared.device_type)[0], FlatReduction
+        if engine == "fsdp" and ranks.world > 1:
+            from mprun.distributed.sharding import ShardedReduction as kind
+        elif engine == "ddp" and ranks.world > 1:
+            kind = OverlappedReduction
+        return kind(
+            ranks,
+            config.train.accumulate,
+            fixed=config.dist.order == "fixed" if ranks.world > 1 else order != "rank",
+            order=order,
+            bucket_bytes=int(config.dist.bucket_mb * 2**20),
+            dtype=policy.reduce_dtype if several else None,
+            divide=policy.reduce_divide,
         )
-        found.append(learner)
-    return found
 
+    def sample_distance(self) -> SampleDistance | None:
+        """Build it only for a run judged by it: an evaluation then takes a second or two more."""
+        metric, about = self.config.compare.metric, self.data.description
+        if metric != "sliced_wasserstein":
+            return None
+        size, channels = about.get("image_size"), about.get("channels")
+        if size is None or channels is None:
+            raise BadInput(f"compare.metric={metric}: needs square images")
+        return SampleDistance(int(size), int(channels), self.forward_context.device)
 
-def _reduction(config: RunConfig, prepared: PreparedModel, ranks: Ranks) -> "FlatReduction | None":
-    """Return the sum over ranks of one model's gradients; None if a single rank adds each
-    micro-batch as it comes."""
-    order, policy = config.precision.reduce_order, prepared.policy
-    several = config.train.accumulate > 1
-    if ranks.world == 1 and not (several and policy.reduce_dtype is not None) and order == "rank":
-        return None
-    from mprun.distributed.reduction import FlatReduction, OverlappedReduction
+    def check_own_networks(
+        self, networks: Sequence[nn.Module], overrides: dict[str, torch.dtype]
+    ) -> None:
+        """Build the networks once more and try them, if they or their data are the user's own.
 
-    engine, kind = engine_of(config, prepared.device_type)[0], FlatReduction
-    if engine == "fsdp" and ranks.world > 1:
-        from mprun.distributed.sharding import ShardedReduction as kind
-    elif engine == "ddp" and ranks.world > 1:
-        kind = OverlappedReduction
-    return kind(
-        ranks,
-        config.train.accumulate,
-        fixed=config.dist.order == "fixed" if ranks.world > 1 else order != "rank",
-        order=order,
-        bucket_bytes=int(config.dist.bucket_mb * 2**20),
-        dtype=policy.reduce_dtype if several else None,
-        divide=policy.reduce_divide,
-    )
+        It costs one construction and three passes of two samples, and no random number. mprun's
+        LSTM is left out: it takes tokens of any data, and may be large.
+        """
+        config, model, data = self.config, self.config.model, self.data
+        policy, device = self.forward_context.policy, self.forward_context.device
+        of_tokens = kind_of(model).family in ("text", "sentence_pairs")
+        if not (model.component.own or (config.data.component.own and not of_tokens)):
+            return
+        if data.batches_per_epoch < 1:
+            return  # reported with the batch size
+        # Without torch.device("cpu"), `torch.device("meta")` around it would lose the values of
+        # tensors that are no weights.
+        with kept_random_state(), torch.device("cpu"):
+            copies = build_networks(model, data)
+        if uses_channels_last(config, device)[0]:
+            copies = [put_channels_last(network) for network in copies]
+        native = config.cpu_half == "native"
+        name = f"model={model.name}"
+        if isinstance(model, CustomModelConfig):
+            name = f"model.factory={model.factory}"
+            own, new = ({p for one in of for p in one.parameters()} for of in (networks, copies))
+            if own & new:
+                raise BadInput(f"{name}: returned a network twice; each call must build one")
+            if device.type == "cuda" or native:
+                _check_recurrent(f"{name} precision={policy.name}", copies, self.forward_context)
+        latent_size = getattr(model, "latent_size", 0)
+        trial = Trial(name, task_of(model), copies, data, latent_size, model.carries_state)
+        # A separate context: the run's counts the run's operations.
+        trial.run(
+            ForwardContext(policy, device, native=native, overrides=overrides.values()), overrides
+        )
 
 
 def _of_parameters(
@@ -225,61 +262,6 @@ def weights_in(model: nn.Module, patterns: Sequence[str], key: str) -> set[str]:
     if not names:
         raise ValueError(f"{key}={list(patterns)}: these have no weights")
     return names
-
-
-def _sample_distance(
-    config: RunConfig, data: Source, device: torch.device
-) -> SampleDistance | None:
-    """Build it only for a run judged by it: it costs a second or two per evaluation on a CPU."""
-    if config.compare.metric != "sliced_wasserstein":
-        return None
-    size, channels = (data.description.get(key) for key in ("image_size", "channels"))
-    if size is None or channels is None:
-        raise BadInput(f"compare.metric={config.compare.metric}: needs square images")
-    return SampleDistance(int(size), int(channels), device)
-
-
-def _check_own_network(
-    config: RunConfig,
-    networks: Sequence[nn.Module],
-    data: Source,
-    forward_context: ForwardContext,
-    overrides: dict[str, torch.dtype],
-) -> None:
-    """Build the networks once more and try them, if they or their data are the user's own.
-
-    It costs one construction and three passes of two samples, and no random number. mprun's LSTM is
-    left out: it takes tokens of any data, and may be large.
-    """
-    model, policy, device = config.model, forward_context.policy, forward_context.device
-    of_tokens = kind_of(model).family in ("text", "sentence_pairs")
-    if not (model.component.own or (config.data.component.own and not of_tokens)):
-        return
-    if data.batches_per_epoch < 1:
-        return  # reported with the batch size
-    # Without torch.device("cpu"), `torch.device("meta")` around it would lose the values of
-    # tensors that are no weights.
-    with kept_random_state(), torch.device("cpu"):
-        copies = build_networks(model, data)
-    if uses_channels_last(config, device)[0]:
-        copies = [put_channels_last(network) for network in copies]
-    native = config.cpu_half == "native"
-    name = f"model={model.name}"
-    if isinstance(model, CustomModelConfig):
-        name = f"model.factory={model.factory}"
-        if set(_parameters(networks)) & set(_parameters(copies)):
-            raise BadInput(f"{name}: returned a network twice; each call must build one")
-        if device.type == "cuda" or native:
-            _check_recurrent(f"{name} precision={policy.name}", copies, forward_context)
-    latent_size = getattr(model, "latent_size", 0)
-    trial = Trial(name, task_of(model), copies, data, device, latent_size, model.carries_state)
-    # A separate context: the run's counts the run's operations.
-    own = ForwardContext(policy, device, native=native, overrides=overrides.values())
-    trial.run(policy, own, overrides)
-
-
-def _parameters(networks: Sequence[nn.Module]) -> Iterator[nn.Parameter]:
-    return chain.from_iterable(network.parameters() for network in networks)
 
 
 def _check_recurrent(

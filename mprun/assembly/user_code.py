@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from mprun.errors import BadInput, MprunError, raised
-from mprun.precision import ForwardContext, NoLossScale, PrecisionPolicy, ieee_fp32
+from mprun.precision import ForwardContext, NoLossScale, ieee_fp32
 from mprun.precision.audit import Audit, Contradiction
 from mprun.precision.module_dtypes import those_that_match
 from mprun.precision.random_states import random_states, restore_random_states
@@ -109,20 +109,18 @@ class Trial:
     task: str
     networks: Sequence[nn.Module]
     data: Any  # a Source, with the sizes that its task needs
-    device: torch.device
     latent_size: int = 0
     carries_state: bool = True
 
-    def run(
-        self, policy: PrecisionPolicy, forward_context: ForwardContext, overrides: Mapping
-    ) -> None:
+    def run(self, forward_context: ForwardContext, overrides: Mapping) -> None:
         """Raise BadInput if the networks do not fit the data, or cannot compute in the mode.
 
         First they run in FP32 and eval mode, as in an evaluation; then forward and backward in the
         mode. forward_context: one that no run uses, because it counts. overrides: module-name
         pattern -> dtype. It takes one batch of the data and restores every random state.
         """
-        before = random_states(self.device)
+        device = forward_context.device
+        before = random_states(device)
         try:
             batch = self.data.train_batch(0)
             first = batch[0][:_FEW].clone()
@@ -131,16 +129,16 @@ class Trial:
             if self.task == "language_model":
                 first = first[:, :_FEW]
             for network in self.networks:
-                network.to(self.device).eval()
+                network.to(device).eval()
             with torch.no_grad(), ieee_fp32():
                 self._forward(first, more, "in FP32")
             for network in self.networks:
                 matching = {p: overrides[p] for p in those_that_match(network, overrides)}
-                scale, key = NoLossScale(self.device), "precision.overrides"
+                scale, key = NoLossScale(device), "precision.overrides"
                 PreparedModel(
                     network.train(), forward_context, scale, matching, of_run=True, key=key
                 )
-            mode = f"in precision={policy.name}"
+            mode = f"in precision={forward_context.policy.name}"
             audit = Audit(forward_context)
             with audit.watching(step=True), forward_context:
                 outputs = self._forward(first, more, mode)
@@ -151,7 +149,7 @@ class Trial:
         except Contradiction as error:
             raise BadInput(f"{self.name} {error}") from error
         finally:
-            restore_random_states(before, self.device)
+            restore_random_states(before, device)
 
     def _forward(self, first: Tensor, more: tuple[Tensor, ...], how: str) -> list[Tensor]:
         """Return the outputs from which a loss is computed."""
@@ -197,7 +195,7 @@ class Trial:
 
     def _gan(self, real: Tensor, call) -> list[Tensor]:
         generator, discriminator = self.networks
-        codes = torch.zeros(len(real), self.latent_size, device=self.device)
+        codes = torch.zeros(len(real), self.latent_size, device=real.device)
         images = call("generator", generator, codes)
         if not isinstance(images, Tensor) or images.shape != real.shape:
             returned = f"generator of {shape_of(codes)} returned {shape_of(images)}"

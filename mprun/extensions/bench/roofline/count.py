@@ -170,7 +170,7 @@ def _built(config: RunConfig, policy: PrecisionPolicy, source: ShapeSource):
     # A user's network is tried first, which needs values, unless there is no batch.
     source.batches_per_epoch = 0
     try:
-        return build_task(config, source, policy, forward_context)
+        return build_task(config, source, forward_context)
     except ValueError as error:
         raise BadInput(str(error)) from error
     finally:
