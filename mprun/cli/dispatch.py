@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 
 from mprun import errors
 from mprun.cli.arguments import Arguments, number
-from mprun.distributed.rank_info import RankInfo, completed, is_restart, rank_info_from
+from mprun.distributed import rank_info as ranks_here
+from mprun.distributed.rank_info import RankInfo, is_restart
 from mprun.entry_points import announced, loaded
 from mprun.errors import BAD_INPUT, DONE, RESOURCE, BadInput, MprunError, needing, shortened
 from mprun.file_system import FAILING
@@ -189,7 +190,7 @@ def _dispatch(arguments: list[str]) -> int:
         known = [name for one in _arguments()._actions for name in one.option_strings]
         return complete(options.shell_completion, verbs(), known)
     if options.multirun:
-        if rank_info_from() is not None:
+        if ranks_here.rank_info_from() is not None:
             raise BadInput("-m: a sweep starts the ranks of its runs itself; start it once, alone")
         from mprun.sweeps import STALL_AFTER_S, sweep
 
@@ -241,7 +242,7 @@ def _help(arguments: list[str]) -> int:
 
 
 def _run(options: argparse.Namespace) -> int:
-    overrides, rank_info = completed(options.overrides, rank_info_from())
+    overrides, rank_info = ranks_here.completed(options.overrides, ranks_here.rank_info_from())
     if rank_info is not None:
         # Its lines are about sockets, with frames of C++; each error raises an exception as well.
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")

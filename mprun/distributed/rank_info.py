@@ -1,19 +1,27 @@
 """The rank of this process, read from the environment that torchrun, srun or mprun itself set.
 
-Imports no torch, so that a contradiction is refused at once.
+Imports no torch, so that a contradiction is refused at once. torchrun repeats the command after any
+exit code but 0, and the store of the first attempt may be gone with its rank 0. The record of the
+run is not, and says which torchrun began it.
 """
 
 import os
 import re
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from mprun.errors import BadInput
+from mprun import errors
+from mprun.errors import BadInput, MprunError
 
 # Ports that no service uses by convention; each job of a cluster takes one.
 _FIRST_PORT, _PORTS = 20_000, 40_000
 _TRIED = 8  # of them, until one is free
+# Exit codes of an attempt that would end in the same way again.
+_FINAL = (errors.DONE, errors.BAD_INPUT, errors.DIVERGED, errors.DAMAGED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,6 +178,29 @@ def launched_by(environ: Mapping[str, str] = os.environ) -> str | None:
 def is_restart(environ: Mapping[str, str] = os.environ) -> bool:
     """Return whether torchrun has started this process again (--max-restarts)."""
     return _number(environ, "TORCHELASTIC_RESTART_COUNT", default=0) > 0
+
+
+def earlier_attempt(directories: Iterable[Path]) -> tuple[Path, Mapping[str, Any]] | None:
+    """Return the directory and record of the attempt that torchrun repeats; None: it began no run.
+
+    directories: where it can be, the likeliest first.
+    """
+    from mprun.record.run_record import read_record
+
+    own = launched_by()
+    for directory in directories:
+        with suppress(MprunError, OSError):  # of a process that was killed, or of another run
+            record = read_record(directory)
+            if own in record.get("launched_by", ()):
+                return directory, record
+    return None
+
+
+def final_code(record: Mapping[str, Any]) -> int | None:
+    """Return the exit code of an attempt that no other one can better; None: go on with it."""
+    of_status = errors.STATUS_EXIT_CODE.get(record.get("status", "running"))
+    code = record.get("exit_code", of_status)
+    return code if code in _FINAL else None
 
 
 def first_host(hosts: str) -> str:

@@ -17,8 +17,7 @@ import torch.distributed as dist
 from mprun.distributed import store
 from mprun.distributed.group import RankGroup
 from mprun.distributed.launch import _judged
-from mprun.distributed.rank_info import RankInfo, launched_by
-from mprun.distributed.restarts import earlier_attempt, final_code
+from mprun.distributed.rank_info import RankInfo, earlier_attempt, final_code, launched_by
 from mprun.errors import BadInput, RankFailed
 from mprun.record import checkpoint
 from mprun.record.run_directory import claim, claimed_before, locked
