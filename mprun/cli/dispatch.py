@@ -295,26 +295,21 @@ def _resumed(
 
 def _directories(composed: "Composed") -> Iterator[Path]:
     """Yield where a run of this configuration may have been begun, the newest first."""
-    from mprun.config.keys import is_told
-    from mprun.record.run_directory import claimed_before, run_name
+    from mprun.record.run_directory import claimed_before
 
-    config = composed.config
-    if config.output_dir is not None:
-        yield Path(config.output_dir)
+    if composed.config.output_dir is not None:
+        yield Path(composed.config.output_dir)
         return
-    words = composed.as_dict(), composed.choices, composed.overrides
-    folder, name = run_name(*words, told=is_told)
-    yield from claimed_before(Path(config.output_root) / folder, name)
+    place = composed.place()
+    yield from claimed_before(place.parent, place.name)
 
 
 def _attempt_before(
     directories: Iterable[Path], rank_info: RankInfo | None
 ) -> tuple[Path | None, int | None]:
     """Return the directory of the attempt that torchrun repeats, and its code if that is final."""
-    from mprun.distributed.restarts import earlier_attempt, final_code
-
-    directory, record = earlier_attempt(directories) or (None, {})
-    code = final_code(record)
+    directory, record = ranks_here.earlier_attempt(directories) or (None, {})
+    code = ranks_here.final_code(record)
     if code and (rank_info is None or rank_info.is_first):
         cause = record.get("cause") or record["status"]
         print(_one_line(f"mprun: {directory}: not started again: {cause}", 600), file=sys.stderr)

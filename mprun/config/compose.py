@@ -36,7 +36,7 @@ from yaml import YAMLError
 from mprun.config import trust
 from mprun.config.broken_files import files_of
 from mprun.config.components import COMPONENTS
-from mprun.config.keys import FIELDS, current, wanted
+from mprun.config.keys import FIELDS, current, role_of, wanted
 from mprun.config.option_files import conf_dir, folders, modes
 from mprun.config.overrides import (
     MAPPING,
@@ -225,6 +225,17 @@ class Composed:
     def as_dict(self) -> dict[str, Any]:
         """Return the resolved configuration as plain values (the content of config.yaml)."""
         return asdict(self.config)
+
+    def place(self, swept: Iterable[str] = (), named: tuple[str, ...] | None = None) -> Path:
+        """Return the directory that a run of it has by default, without a number.
+
+        named: the overrides that its name tells; None: all that were given. swept: see `run_name`.
+        """
+        from mprun.record.run_directory import run_name  # here: --cfg names no run
+
+        told = self.overrides if named is None else named
+        words = run_name(self.as_dict(), self.choices, told, swept, told=lambda k: role_of(k).told)
+        return Path(self.config.output_root, *words)
 
 
 def compose_config(

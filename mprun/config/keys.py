@@ -117,11 +117,6 @@ def role_of(key: str) -> Role:
     return RESULT
 
 
-def is_told(key: str) -> bool:
-    """Return whether a key describes a run: paths and tables show it wherever it is set."""
-    return role_of(key).told
-
-
 def resumable_keys() -> list[str]:
     """Return the keys that a continuation may set anew."""
     return [key for key in FIELDS if role_of(key).resumable]

@@ -9,14 +9,7 @@ from functools import lru_cache
 from typing import get_args
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import (
-    Glob,
-    Override,
-    Quote,
-    QuotedString,
-    RangeSweep,
-    Sweep,
-)
+from hydra.core.override_parser.types import Glob, Override, Quote, QuotedString, RangeSweep, Sweep
 
 from mprun.config.keys import FIELDS, PATHS, wanted
 from mprun.config.registry import COMPONENTS

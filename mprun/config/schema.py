@@ -66,8 +66,7 @@ class OptimConfig:
         None, "Learning rate of what Muon leaves to AdamW over that of matrices"
     )
     implementation: str = one_of(
-        "auto fused foreach loop",
-        "Which of torch's implementations computes the update",
+        "auto fused foreach loop", "Which of torch's implementations computes the update"
     )
     schedule: str = one_of(
         "constant cosine linear polynomial step epoch_decay",

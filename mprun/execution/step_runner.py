@@ -86,12 +86,7 @@ class LearningRate:
     float64. Plain numbers are constant rates, those on a CPU and those read on the host by torch.
     """
 
-    def __init__(
-        self,
-        rates: Sequence[float],
-        learners: Sequence[Learner],
-        device: torch.device,
-    ):
+    def __init__(self, rates: Sequence[float], learners: Sequence[Learner], device: torch.device):
         self.rates, self.learners = list(rates), list(learners)
         self.constant = min(self.rates) == max(self.rates)
         self.table = self._table_on(device)

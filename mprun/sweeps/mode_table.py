@@ -6,7 +6,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
-from mprun.config.keys import is_told
+from mprun.config.keys import role_of
 from mprun.errors import shortened
 from mprun.record.console import markdown_table
 from mprun.record.layout import fitted_tables
@@ -29,7 +29,7 @@ def _separates(override: str, swept: Iterable[str]) -> bool:
     """Return whether rows differ in an override: of the experiment, or swept, except the seed."""
     key = override.lstrip("+").partition("=")[0]
     own_column = key in ("precision", "scaler")
-    return not own_column and (is_told(key) or (key in swept and key != "seed"))
+    return not own_column and (role_of(key).told or (key in swept and key != "seed"))
 
 
 def table(records: list[dict], swept: Iterable[str] = (), width: int | None = None) -> str:

@@ -31,7 +31,6 @@ from mprun.config.compose import (
     hydra_session,
     loader,
 )
-from mprun.config.keys import is_told
 from mprun.config.overrides import (
     MOST_RUNS,
     assignment,
@@ -43,7 +42,6 @@ from mprun.config.overrides import (
 from mprun.config.trust import as_overrides
 from mprun.errors import BadInput
 from mprun.record.keys import config_hash
-from mprun.record.run_directory import run_name
 from mprun.spelling import must_be
 from mprun.sweeps.jobs import Cell, data_places
 
@@ -164,22 +162,20 @@ def plan(overrides: list[str], config_dir: str | None) -> Plan:
             f"nodes={nodes}: a run of a sweep uses one machine (allowed: 1); for several "
             "machines start it by srun or torchrun, without -m"
         )
-    output_root = Path(composed[0].config.output_root)
-    cells = [_cell(one, output_root, swept) for one in composed]
+    cells = [_cell(one, swept) for one in composed]
     directories = {cell.directory for cell in cells}
     if len(directories) < len(cells):
         raise BadInput("-m: two runs of the sweep are the same; leave out the repeated value")
     parents = {directory.parent for directory in directories}
-    root = parents.pop() if len(parents) == 1 else output_root
+    root = parents.pop() if len(parents) == 1 else Path(composed[0].config.output_root)
     return Plan(tuple(cells), root, swept, config_dir, launcher, tuple(of_launcher))
 
 
-def _cell(composed: Composed, output_root: Path, swept: frozenset[str]) -> Cell:
+def _cell(composed: Composed, swept: frozenset[str]) -> Cell:
     plain = composed.as_dict()
-    folder, name = run_name(plain, composed.choices, composed.overrides, swept, told=is_told)
     return Cell(
         composed.overrides,
-        output_root / folder / name,
+        composed.place(swept),
         config_hash(plain),
         mode=str(composed.choices["precision"]),
         scaler=composed.config.scaler.name,

@@ -42,12 +42,7 @@ class SampleDistance:
     """
 
     def __init__(
-        self,
-        image_size: int,
-        channels: int,
-        device: torch.device | str,
-        *,
-        seed: int = SEED,
+        self, image_size: int, channels: int, device: torch.device | str, *, seed: int = SEED
     ):
         self.shape = (channels, image_size, image_size)
         self.levels = pyramid_levels(image_size)

@@ -19,7 +19,6 @@ from mprun.assembly import Built, build
 from mprun.config.components import TASKS
 from mprun.config.compose import Composed
 from mprun.config.execution_rules import engine_of, why_not_on
-from mprun.config.keys import is_told
 from mprun.config.registry import shares_streams, task_of
 from mprun.config.schema import RunConfig
 from mprun.distributed.rank_info import RankInfo
@@ -33,7 +32,7 @@ from mprun.record.keys import config_hash, hash_fields
 from mprun.record.memory import card_memory, ran_out, shortage
 from mprun.record.metric_facts import Metric, as_record, with_judged
 from mprun.record.metrics import TensorBoardView
-from mprun.record.run_directory import claim, claim_exactly, locked, refuse_link, run_name
+from mprun.record.run_directory import claim, claim_exactly, locked, refuse_link
 from mprun.record.run_record import Record
 from mprun.recording.environment import environment, linear_products, number_formats
 from mprun.tasks import Task
@@ -81,7 +80,7 @@ def start(composed: Composed, rank_info: RankInfo | None = None) -> int:
     def claimed_by_first() -> str:
         if not ranks.is_first:
             return ""
-        made.append(claimed(composed, composed.overrides))
+        made.append(claimed(composed))
         return str(made[0])
 
     try:
@@ -188,13 +187,12 @@ def _used(built: Built, config: RunConfig) -> Iterator[None]:
             yield
 
 
-def claimed(composed: Composed, named: tuple[str, ...], prefix: str = "") -> Path:
+def claimed(composed: Composed, named: tuple[str, ...] | None = None, prefix: str = "") -> Path:
     """Make the directory of a run: output_dir, or one named after the overrides in `named`."""
-    config = composed.config
-    if config.output_dir is not None:
-        return claim_exactly(Path(config.output_dir))
-    folder, name = run_name(composed.as_dict(), composed.choices, named, told=is_told)
-    return claim(refuse_link(Path(config.output_root) / folder), prefix + name)
+    if composed.config.output_dir is not None:
+        return claim_exactly(Path(composed.config.output_dir))
+    place = composed.place(named=named)
+    return claim(refuse_link(place.parent), prefix + place.name)
 
 
 def metrics_of(config: RunConfig, task: Task) -> dict[str, Metric]:
@@ -251,10 +249,7 @@ def _nondeterministic(error: BaseException) -> str:
 
 
 def prepare(
-    config: RunConfig,
-    device: torch.device,
-    threads: int | None,
-    ranks: Ranks = ALONE,
+    config: RunConfig, device: torch.device, threads: int | None, ranks: Ranks = ALONE
 ) -> Built:
     """Pin flags, seed every generator and build the run; write no file.
 

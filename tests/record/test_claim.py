@@ -8,9 +8,8 @@ import threading
 import pytest
 
 from mprun.config.compose import compose_config
-from mprun.config.keys import is_told
 from mprun.record.keys import config_hash
-from mprun.record.run_directory import claim, run_name, write_json
+from mprun.record.run_directory import claim, write_json
 
 
 def test_threads_that_claim_one_name_get_one_directory_each(tmp_path):
@@ -52,9 +51,7 @@ def test_one_of_four_processes_wins_an_explicit_directory(tmp_path):
 
 
 def name(*overrides: str) -> str:
-    composed = compose_config(overrides)
-    parts = composed.as_dict(), composed.choices, composed.overrides
-    return "/".join(run_name(*parts, told=is_told))
+    return compose_config(overrides).place().relative_to("outputs").as_posix()
 
 
 def test_names_hold_what_differs():

@@ -38,8 +38,7 @@ _vocab_limit = partial(ranged, None, VOCAB_LIMIT, at_least=3, at_most=1_000_000)
 vocab_multiple = partial(count, doc="Pad the vocabulary to a multiple of this")
 eval_split = partial(one_of, "valid test", "Split to evaluate")
 tokenizer = partial(
-    place,
-    "File of subwords: tokenizers' tokenizer.json or sentencepiece's *.model; null: words",
+    place, "File of subwords: tokenizers' tokenizer.json or sentencepiece's *.model; null: words"
 )
 _CACHE = "mprun in the user's cache folder"
 cache = partial(place, f"Folder of the encoded text; null: {_CACHE}", unset=_CACHE)
