@@ -6,6 +6,7 @@ broken rule as one line that names the key, the value and what is allowed.
 
 import dataclasses
 import math
+import operator
 import os
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -51,23 +52,21 @@ def below_root(doc: str) -> Any:
     return setting(None, doc, below_root=True, path=True)
 
 
-def ranged(
-    default: Any,
-    doc: str,
-    *,
-    above: float | None = None,
-    at_least: float | None = None,
-    below: float | None = None,
-    at_most: float | None = None,
-    **more: Any,
-) -> Any:
+_BOUNDS = {
+    "above": (">", operator.gt),
+    "at_least": (">=", operator.ge),
+    "below": ("<", operator.lt),
+    "at_most": ("<=", operator.le),
+}
+
+
+def ranged(default: Any, doc: str, **more: Any) -> Any:
     """Declare a number or a list of them (or null, if the type allows it), finite and in bounds.
 
-    doc, more: as for `setting`.
+    doc, more: as for `setting`, and the bounds: above, at_least, below, at_most.
     """
-    bounds = {"above": above, "at_least": at_least, "below": below, "at_most": at_most}
-    given = {key: value for key, value in bounds.items() if value is not None}
-    return setting(default, doc, bounds=given, **more)
+    bounds = {name: more.pop(name) for name in _BOUNDS if name in more}
+    return setting(default, doc, bounds=bounds, **more)
 
 
 count = partial(ranged, at_least=1)  # a whole number from 1 on
@@ -123,14 +122,6 @@ def _wrong_container(kinds: Collection[Any], value: Any) -> str | None:
     if isinstance(value, list) and any(isinstance(item, (list, dict)) for item in value):
         return "must hold neither lists nor mappings"
     return None
-
-
-_BOUNDS = {
-    "above": (">", lambda value, bound: value > bound),
-    "at_least": (">=", lambda value, bound: value >= bound),
-    "below": ("<", lambda value, bound: value < bound),
-    "at_most": ("<=", lambda value, bound: value <= bound),
-}
 
 
 def _broken(key: str, value: Any, rule: Any, nulls: Iterable[str]) -> str | None:

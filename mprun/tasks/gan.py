@@ -46,11 +46,10 @@ class GAN(Task):
         forward_context: ForwardContext,
         *,
         latent_size: int,
-        accumulate: int = 1,
-        eval_in_mode: bool = False,
         sample_distance: SampleDistance | None = None,
+        **common: Any,
     ):
-        super().__init__(data, forward_context.policy, forward_context, accumulate, eval_in_mode)
+        super().__init__(data, forward_context.policy, forward_context, **common)
         self.g, self.d = generator, discriminator
         self.latent_size, self.sample_distance = latent_size, sample_distance
         self.learners = {"generator": generator, "discriminator": discriminator}

@@ -30,11 +30,9 @@ class Supervised(Task):
         policy: PrecisionPolicy,
         forward_context: ForwardContext,
         loss_scale: LossScale,
-        *,
-        accumulate: int = 1,
-        eval_in_mode: bool = False,
+        **common: Any,
     ):
-        super().__init__(data, policy, forward_context, accumulate, eval_in_mode)
+        super().__init__(data, policy, forward_context, **common)
         self.learner, self.loss_scale = learner, loss_scale
         self.learners, self.loss_scales = {"model": learner}, {"loss_scale": loss_scale}
 

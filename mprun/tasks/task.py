@@ -45,8 +45,8 @@ class Task(ABC):
         data: Source,
         policy: PrecisionPolicy,
         forward_context: ForwardContext,
-        accumulate: int,
-        eval_in_mode: bool,
+        accumulate: int = 1,
+        eval_in_mode: bool = False,
     ):
         self.data, self.policy, self.forward_context = data, policy, forward_context
         self.accumulate, self.eval_in_mode = accumulate, eval_in_mode

@@ -24,11 +24,9 @@ _NEEDED = (
 )
 
 
-def continued(
-    composed_overrides: tuple[str, ...], path: str, config_dir: str | None = None
-) -> RunConfig:
+def continued(overrides: tuple[str, ...], path: str, config_dir: str | None = None) -> RunConfig:
     """Return the configuration that `resume` would continue with, or raise its error."""
-    return read(run_directory(path), composed_overrides, config_dir)[1]
+    return read(run_directory(path), overrides, config_dir)[1]
 
 
 def read(

@@ -31,10 +31,7 @@ _CPU = torch.device("cpu")
 
 
 def resume(
-    composed_overrides: tuple[str, ...],
-    path: str,
-    config_dir: str | None = None,
-    rank_info: RankInfo | None = None,
+    overrides: tuple[str, ...], path: str, config_dir: str | None, rank_info: RankInfo | None
 ) -> int:
     """Continue the run in directory `path` from its newest whole checkpoint; return the exit code.
 
@@ -45,7 +42,7 @@ def resume(
     """
     directory = run_directory(path)
     with nullcontext() if rank_info is not None and rank_info.rank else locked(directory):
-        record, config = read(directory, composed_overrides, config_dir)
+        record, config = read(directory, overrides, config_dir)
         config = run.placed(config, rank_info)
         device = run.resolve_device(record["environment"]["device"])
         _check_same_stack(record["environment"])
