@@ -110,14 +110,12 @@ class Arguments(argparse.ArgumentParser):
         for word in overrides:
             key, _, value = word.lstrip("+").partition("=")
             before = given.setdefault(key, value)
-            if before != value and "." not in key and self._is_group(key):
+            if before == value or "." in key:
+                continue
+            from mprun.config.keys import FIELDS  # here: reading the schema takes a moment
+
+            if key == "experiment" or any(field.startswith(f"{key}.") for field in FIELDS):
                 self.error(f"{word}: {key}={before} stands before it; give {key} once")
-
-    @staticmethod
-    def _is_group(key: str) -> bool:
-        from mprun.config.keys import FIELDS  # here: reading the schema takes a moment
-
-        return key == "experiment" or any(field.startswith(f"{key}.") for field in FIELDS)
 
     def _as_override(self, arguments: list[str], unknown: str) -> str:
         """Return `; did you mean 'optim.lr=0.1'?` for `--lr 0.1`, or nothing without such a key."""

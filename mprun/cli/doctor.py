@@ -1,6 +1,7 @@
 """`mprun doctor`: the facts of this machine, and the effect of each precision mode on it."""
 
 import json
+from collections.abc import Iterator
 
 from mprun.cli.arguments import Arguments
 from mprun.config.option_files import folders
@@ -120,22 +121,21 @@ def _rows(facts: dict) -> list[tuple[str, str]]:
     here = "started by nobody" if found is None else f"rank {found['rank']} of {found['world']}"
     return [
         *rows,
-        *_by_optimizer("fused updates", facts["fused_updates"], "yes"),
+        *_by_optimizer("fused updates", facts["fused_updates"]),
         ("CUDA graph", graph),
         ("several ranks", f"{backends}; {len(facts['gpus'])} GPUs; {here}"),
         ("NVML", _nvml(facts["nvml"])),
     ]
 
 
-def _by_optimizer(title: str, answers: dict, yes: str) -> list[tuple[str, str]]:
-    """Return rows of a test for every optimizer; equal answers share a row."""
+def _by_optimizer(title: str, answers: dict) -> Iterator[tuple[str, str]]:
+    """Yield rows of a test for every optimizer; equal answers share a row."""
     rules: dict[str, list[str]] = {}
     for rule, answer in answers.items():
-        rules.setdefault(_answer(answer, yes), []).append(rule)
-    return [
-        (title if row == 0 else "", f"{', '.join(names)}: {text}")
-        for row, (text, names) in enumerate(rules.items())
-    ]
+        rules.setdefault(_answer(answer, "yes"), []).append(rule)
+    for text, names in rules.items():
+        yield title, f"{', '.join(names)}: {text}"
+        title = ""
 
 
 def _answer(answer: dict, yes: str) -> str:

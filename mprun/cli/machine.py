@@ -40,6 +40,7 @@ def machine_facts(config_dir: str | None = None) -> dict:
     pin_math_flags("ieee")
     flags = read_math_flags()
     rules = [rule for rule in RULES if rule in STATE]
+    no_graph = {"works": None, "why": "needs a GPU"}
     meter, emulated = meter_of(device), sorted({*PRODUCTS, "gru", "lstm", "rnn"})
     return {
         "device": str(device),
@@ -49,7 +50,7 @@ def machine_facts(config_dir: str | None = None) -> dict:
         "gpus": [] if why_no_gpu else [_gpu(i) for i in range(torch.cuda.device_count())],
         "kernels": {"cpu": _cpu_kernels(), "cuda": _cuda_kernels(device, meter)},
         "fused_updates": {rule: _asked(partial(_why_not_fused, rule, device)) for rule in rules},
-        "cuda_graph": _on_gpu(device, partial(why_no_replay_on, device), "needs a GPU"),
+        "cuda_graph": no_graph if why_no_gpu else _asked(partial(why_no_replay_on, device)),
         "ranks": _ranks(),
         "nvml": _nvml(meter),
         "modes": modes(device, config_dir),
@@ -172,10 +173,6 @@ def _cuda_kernels(device: torch.device, meter: PowerMeter) -> dict | None:
 
 def _why_not_fused(rule: str, device: torch.device) -> str | None:
     return None if has_fused_kernel(rule, device) else f"torch has none for {device.type}"
-
-
-def _on_gpu(device: torch.device, why_not: Callable[[], str | None], untested: str) -> dict:
-    return {"works": None, "why": untested} if device.type == "cpu" else _asked(why_not)
 
 
 def _asked(why_not: Callable[[], str | None]) -> dict:

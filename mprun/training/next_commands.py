@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -327,8 +327,5 @@ def _lacks_nothing(now: Now) -> bool:
     if now.of_script or "fp32" not in now.modes_beside or len(now.modes_beside) < 2:
         return False
     # One damaged record is the end of a comparison.
-    return all(_is_whole(path.parent) for path in now.directory.parent.glob("*/run.json"))
-
-
-def _is_whole(directory: Path) -> bool:
-    return _works(lambda: read_record(directory, "status"))
+    beside = (path.parent for path in now.directory.parent.glob("*/run.json"))
+    return all(_works(partial(read_record, one, "status")) for one in beside)

@@ -68,7 +68,10 @@ def resume(
         before, now = record.get("precision", {}), linear_products(built.forward_context)
         if (had := before.get("linear_products")) not in (None, now):
             say(f"linear layers multiply {now} from here on; before: {had}")
-        say(*_changes(current(record["config"]), asdict(config)))
+        there, here = flat(current(record["config"])), flat(asdict(config))
+        changed = (key for key in there | here if there.get(key) != here.get(key))
+        for key in [key for key in changed if key != "resume"]:
+            say(f"{key}: {there.get(key)}, from here on {here.get(key)}")
         record.reopen()
         # Written with the configuration itself, by `begin`: a kill before leaves the former two.
         record.update(hash_fields(asdict(config)))
@@ -76,13 +79,6 @@ def resume(
             metrics.truncate(start.metrics_bytes)
         drop_later(directory, start.step)
         return run.attempt(config, built, record, start)
-
-
-def _changes(before: dict, now: dict) -> list[str]:
-    """Return a line for each key that the run goes on with in another value."""
-    there, here = flat(before), flat(now)
-    changed = [key for key in there | here if there.get(key) != here.get(key) and key != "resume"]
-    return [f"{key}: {there.get(key)}, from here on {here.get(key)}" for key in changed]
 
 
 def _start(directory: Path, built: Built, config: RunConfig, record: Record) -> Start:
