@@ -13,6 +13,7 @@ from yaml import YAMLError
 from mprun.config.keys import FIELDS, wanted
 from mprun.config.overrides import FREE_MAPPINGS
 from mprun.errors import BadInput
+from mprun.record.keys import flat
 from mprun.spelling import became, nearest
 
 
@@ -48,9 +49,9 @@ class OptionFile:
     def _in_place_of_a_group(self) -> str:
         """Return the first key whose value stands in place of a group of keys."""
         groups = {*FREE_MAPPINGS, *(key.rpartition(".")[0] for key in FIELDS)}
-        keys = _leaves(self.values, f"{self.option.rpartition('/')[0]}.")
-        plain = [(key, one) for key, one in (*keys, *_leaves(self.values)) if one != {}]
-        return next((key for key, _ in plain if key in groups), "")
+        below = flat(self.values, f"{self.option.rpartition('/')[0]}.").items()
+        keys = (key for key, one in (*below, *flat(self.values).items()) if one != {})
+        return next((key for key in keys if key in groups), "")
 
 
 def files_of(chosen: Iterable[Override], folders: list[str]) -> dict[str, OptionFile]:
@@ -108,12 +109,3 @@ def _named(entries: Any, group: str) -> Iterator[str]:
         if option not in (None, "_self_"):
             folder = key.removeprefix("override ").partition("@")[0] or group
             yield option.lstrip("/") if option.startswith("/") else f"{folder.lstrip('/')}/{option}"
-
-
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (key, value) of all values that are no mapping, or an empty one."""
-    for name, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _leaves(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}", value

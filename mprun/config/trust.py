@@ -160,8 +160,8 @@ def _print_once(line: str) -> None:
 
 def check_own_code(config: RunConfig) -> Iterator[str]:
     """Check how a `custom` factory is named, and its arguments; yield the errors."""
-    groups: tuple[tuple[str, Any], ...] = (("data", config.data), ("model", config.model))
-    for group, node in groups:
+    for group in ("data", "model"):
+        node: Any = getattr(config, group)
         if not node.component.own:
             continue
         check_form(f"{group}.factory", node.factory)

@@ -1,6 +1,5 @@
 """A run's messages on stderr: its setup before step 1; its cause of end and the next command."""
 
-import os
 import shlex
 import sys
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from mprun.assembly import Built
 from mprun.config.precision_rules import updates_in_16_bits
 from mprun.config.schema import RunConfig, ScalerConfig
 from mprun.config.trust import as_overrides
+from mprun.data.loader import available_cores
 from mprun.data.source import Source
 from mprun.numerics.post_mortem import bad_losses
 from mprun.record.console import DATA_BOUND
@@ -158,7 +158,7 @@ def data_bound(source: Source, share: float | None, seconds: float) -> str | Non
     if share is None or share <= DATA_BOUND or seconds < _LONG_ENOUGH_S:
         return None
     line = f"data-bound: the device waited {100 * share:.0f} % of the time for data"
-    workers, cores = source.workers, len(os.sched_getaffinity(0))
+    workers, cores = source.workers, available_cores()
     if workers is None:
         return line
     cure = f"more data.workers (now {workers}, {cores} cores) or"
