@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from mprun.assembly import Built
-from mprun.config.precision_rules import updates_in_16_bits
+from mprun.config.rules import updates_in_16_bits
 from mprun.config.schema import RunConfig, ScalerConfig
 from mprun.config.trust import as_overrides
 from mprun.data.loader import available_cores

@@ -12,7 +12,7 @@ from mprun.cli import main
 from mprun.comparison.findings import VERDICTS
 from mprun.config.compose import compose_config
 from mprun.config.option_files import modes, option_files
-from mprun.config.precision_rules import of_mode
+from mprun.config.rules import of_mode
 from mprun.errors import BadInput
 from mprun.precision import DynamicLossScale, get_policy
 

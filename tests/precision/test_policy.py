@@ -7,7 +7,7 @@ import torch
 
 from mprun.assembly import policy_from
 from mprun.config.compose import compose_config
-from mprun.config.precision_rules import updates_in_16_bits
+from mprun.config.rules import updates_in_16_bits
 from mprun.errors import BadInput
 from mprun.precision import ForwardContext, build_policy, get_policy, why_unsupported
 from mprun.precision.block_formats import ELEMENTS

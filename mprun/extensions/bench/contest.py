@@ -9,7 +9,7 @@ import torch
 
 from mprun.assembly import policy_from
 from mprun.config.compose import compose_config
-from mprun.config.precision_rules import updates_in_16_bits
+from mprun.config.rules import updates_in_16_bits
 from mprun.errors import BadInput
 from mprun.extensions.bench.cases import REFERENCES, BenchGroup, BenchRow, Case, without_device
 from mprun.extensions.bench.report import markdown
