@@ -39,7 +39,7 @@ class Boundary(NamedTuple):
     after: bool = False
 
 
-_LOOP, _LOGGER = "mprun.training.loop:Loop", "mprun.training.metric_logger:MetricLogger"
+_LOOP, _LOGGER = "mprun.training.loop:Loop", "mprun.training.loop:MetricLogger"
 _RECORD, _SAVE = "mprun.record.run_record", "mprun.record.checkpoint:save"
 _EVALUATED = "mprun.record.console:Progress.evaluated"
 BOUNDARIES = [

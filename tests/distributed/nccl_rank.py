@@ -14,7 +14,7 @@ from unittest import mock
 import torch.nn.parallel.distributed
 
 import mprun.record.async_copy
-import mprun.training.metric_logger
+import mprun.training.loop
 from mprun.distributed.group import RankGroup
 from mprun.execution.step_runner import StepRunner
 from mprun.precision.torch_update import take_for_granted
@@ -37,7 +37,7 @@ def finite(self, *arguments):
 
 
 step = StepRunner.step
-evaluate = mprun.training.metric_logger.MetricLogger.evaluate
+evaluate = mprun.training.loop.MetricLogger.evaluate
 read = mprun.record.async_copy.Sent.read
 
 if __name__ == "__main__":
@@ -50,7 +50,7 @@ if __name__ == "__main__":
             "_verify_param_shape_across_processes",
             lambda *arguments, **named: True,
         ),
-        mock.patch.object(mprun.training.metric_logger.MetricLogger, "evaluate", finite),
+        mock.patch.object(mprun.training.loop.MetricLogger, "evaluate", finite),
         mock.patch.object(
             mprun.record.async_copy.Sent, "read", lambda sent: [0.0 for _ in read(sent)]
         ),

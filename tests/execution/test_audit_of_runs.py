@@ -10,7 +10,7 @@ from mprun.cli import main
 from mprun.execution.graphed_step import GraphedStep
 from mprun.execution.step_runner import StepRunner
 from mprun.precision import get_policy
-from mprun.training.metric_logger import MetricLogger
+from mprun.training.loop import MetricLogger
 from mprun.training.signals import Stopped
 
 from ..helpers import ONE_CORE, TINY_GPT, assert_same_bits, record_of, run

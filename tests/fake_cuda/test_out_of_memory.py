@@ -14,7 +14,7 @@ import mprun.record.checkpoint, mprun.training.run
 from mprun.cli import main
 from mprun.execution.cuda_graph import CudaRecorder
 from mprun.execution.step_runner import StepRunner
-from mprun.training.metric_logger import MetricLogger
+from mprun.training.loop import MetricLogger
 from unittest import mock
 
 def tight(spared=0):

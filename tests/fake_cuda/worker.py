@@ -25,7 +25,6 @@ import torch
 
 import mprun.record.async_copy
 import mprun.training.loop
-import mprun.training.metric_logger
 from mprun.cli import main
 from mprun.config.compose import compose_config
 from mprun.execution.step_runner import StepRunner
@@ -86,7 +85,7 @@ def watched():
     samples, destroyed = GAN.samples, exact_numbers.destroyed
     step, save, wait = StepRunner.step, checkpoint.save, torch.cuda.synchronize
     evaluate, read = (
-        mprun.training.metric_logger.MetricLogger.evaluate,
+        mprun.training.loop.MetricLogger.evaluate,
         mprun.record.async_copy.Sent.read,
     )
 
@@ -128,7 +127,7 @@ def watched():
         # It reads whether numbers of an input changed by a cast that nobody computed.
         mock.patch.object(exact_numbers, "destroyed", lambda *given: destroyed(*given) and None),
         mock.patch.object(GAN, "samples", lambda task: torch.zeros_like(samples(task).cpu())),
-        mock.patch.object(mprun.training.metric_logger.MetricLogger, "evaluate", finite),
+        mock.patch.object(mprun.training.loop.MetricLogger, "evaluate", finite),
         mock.patch.object(
             mprun.record.async_copy.Sent, "read", lambda sent: [0.0 for _ in read(sent)]
         ),
