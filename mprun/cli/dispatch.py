@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from mprun import errors
+from mprun import __version__, errors
 from mprun.cli.arguments import Arguments, number
 from mprun.distributed import rank_info as ranks_here
 from mprun.distributed.rank_info import RankInfo, is_restart
@@ -178,8 +178,6 @@ def _dispatch(arguments: list[str]) -> int:
     if options.verbose:
         options.overrides.append("verbose=true")
     if options.version:
-        from mprun import __version__
-
         print(f"mprun {__version__}")
         return DONE
     if {options.shell_completion, options.cfg, options.info} != {None}:

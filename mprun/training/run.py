@@ -21,6 +21,7 @@ from mprun.config.compose import Composed
 from mprun.config.execution_rules import engine_of, why_not_on
 from mprun.config.registry import shares_streams, task_of
 from mprun.config.schema import RunConfig
+from mprun.distributed.group import RankGroup, RankLog
 from mprun.distributed.rank_info import RankInfo
 from mprun.distributed.ranks import ALONE, Ranks
 from mprun.errors import BadInput, RankFailed, Resource
@@ -120,8 +121,6 @@ def joined(config: RunConfig, device: torch.device, rank_info: RankInfo | None) 
     """
     if rank_info is None:
         return ALONE
-    from mprun.distributed.group import RankGroup
-
     for line in why_not_on(config, rank_info.world):
         raise BadInput(line)
     ranks = RankGroup(rank_info, device, config.dist.timeout_s)
@@ -160,8 +159,6 @@ def follow(directory: Path, config: RunConfig, built: Built, start: Start = BEGI
 
     Its output goes to `ranks/` of the run's directory, and stays there unless all went well.
     """
-    from mprun.distributed.group import RankLog
-
     log, code = RankLog(directory, built.task.ranks.rank), errors.BUG
     try:
         with (
