@@ -7,9 +7,8 @@ import torch
 from torch import nn
 
 from mprun.assembly.data import arguments_of, build_data
-from mprun.assembly.model import uses_channels_last
 from mprun.assembly.precision import policy_from
-from mprun.assembly.task import build_task
+from mprun.assembly.task import build_task, uses_channels_last
 from mprun.config.execution_rules import refuse_on, why_no_graph
 from mprun.config.registry import kind_of
 from mprun.config.schema import MAX_STEPS, OptimConfig, RunConfig

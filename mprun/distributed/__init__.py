@@ -1,4 +1,1 @@
-"""One run on several processes: finding, starting and synchronizing its ranks.
-
-A run with one rank never imports torch.distributed.
-"""
+"""One run on several processes: finding, starting and synchronizing its ranks."""

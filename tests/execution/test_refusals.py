@@ -5,8 +5,8 @@ import torch
 from torch import nn
 
 from mprun.assembly import build, policy_from
-from mprun.assembly.model import uses_channels_last
 from mprun.assembly.precision import optimizer_maker
+from mprun.assembly.task import uses_channels_last
 from mprun.config.compose import compose_config
 from mprun.config.execution_rules import auto_channels_last
 from mprun.errors import BadInput

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from mprun.assembly.data import build_data
-from mprun.assembly.model import build_networks
+from mprun.assembly.task import build_networks
 from mprun.config.registry import task_of
 from mprun.config.schema import RunConfig
 from mprun.data.source import Batch, Source
