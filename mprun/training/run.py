@@ -38,15 +38,7 @@ from mprun.record.run_record import Record
 from mprun.recording.environment import environment, linear_products, number_formats
 from mprun.tasks import Task
 from mprun.torch_private import DYNAMO
-from mprun.training.announcements import (
-    announce,
-    notes,
-    replaced,
-    replaced_line,
-    say,
-    say_ending,
-    what_fits,
-)
+from mprun.training import announcements
 from mprun.training.loop import BEGINNING, Loop, Start
 from mprun.training.signals import Interruption
 
@@ -94,7 +86,7 @@ def start(composed: Composed, rank_info: RankInfo | None = None) -> int:
         if not ranks.is_first:
             return follow(directory, config, built)
         with locked(directory, new=True):
-            say(*notes(config, built))
+            announcements.say(*announcements.notes(config, built))
             return attempt(config, built, new_record(directory, composed))
     except BaseException:
         for path in made:
@@ -295,7 +287,7 @@ def attempt(config: RunConfig, built: Built, record: Record, start: Start = BEGI
         )
         if task.ranks.world > 1:
             task.ranks.found(directory)
-        announce(directory, config, built, record, start.step)
+        announcements.announce(directory, config, built, record, start.step)
 
         def end(status: str, cause: str | None, results: dict | None = None, **more: int) -> None:
             task.ranks.ends_by(lambda cause, code: None)
@@ -304,7 +296,7 @@ def attempt(config: RunConfig, built: Built, record: Record, start: Start = BEGI
                 cause,
                 results,
                 **more,
-                data=record["data"] | replaced(built.data, earlier),
+                data=record["data"] | announcements.replaced(built.data, earlier),
                 execution=built.stepper.description,
                 audit=built.stepper.audit_result(),
             )
@@ -328,8 +320,8 @@ def attempt(config: RunConfig, built: Built, record: Record, start: Start = BEGI
                 status = "preempted" if stopped else "failed"
                 end(status, cause, last_step=last, exit_code=errors.exit_code_of(told))
             with suppress(Exception):  # nothing may take the place of the error
-                say(what_fits(directory, record))
-            say(replaced_line(record["data"]))
+                announcements.say(announcements.what_fits(directory, record))
+            announcements.say(announcements.replaced_line(record["data"]))
             _print_directory(directory)
             if told is error:
                 raise
@@ -339,7 +331,7 @@ def attempt(config: RunConfig, built: Built, record: Record, start: Start = BEGI
         end(outcome.status, outcome.cause, results, exit_code=outcome.exit_code)
         if outcome.status != "preempted":
             _write_hyperparameters(directory, config, record)
-        say_ending(directory, built.data, outcome, record)
+        announcements.say_ending(directory, built.data, outcome, record)
         _print_directory(directory)
         task.ranks.leave(outcome.exit_code)
         return outcome.exit_code
