@@ -191,19 +191,18 @@ def _percent(losses: dict[int, float], baseline: dict[int, float], seeds: int) -
     Zero has no sign; "0 (identical)" if each loss equals its counterpart. If not all of the table's
     `seeds` are shared, those that are get named.
     """
-    shared = sorted(losses.keys() & baseline.keys())
+    shared = [seed for seed in losses if seed in baseline]
     if not shared:
         return "no baseline loss" if losses else ""
-    if len(shared) < seeds:
-        common = {seed: baseline[seed] for seed in shared}
-        text = _percent({seed: losses[seed] for seed in shared}, common, len(shared))
-        return f"{text} (seed{'s' * (len(shared) > 1)} {', '.join(map(str, shared))})"
-    mean = sum(baseline[seed] for seed in losses if seed in shared)
-    own = sum(losses[seed] for seed in losses if seed in shared)
+    mean = sum(baseline[seed] for seed in shared)
+    own = sum(losses[seed] for seed in shared)
     difference = (own - mean) / mean if mean else math.nan
-    if not math.isfinite(difference):
-        return "not finite"
-    if all(losses[seed] == baseline[seed] for seed in shared):
-        return "0 (identical)"
     text = f"{100 * difference:+.2f} %"
-    return text if text.strip("+-0. %") else text[1:]
+    if not math.isfinite(difference):
+        text = "not finite"
+    elif all(losses[seed] == baseline[seed] for seed in shared):
+        text = "0 (identical)"
+    elif not text.strip("+-0. %"):
+        text = text[1:]
+    some = f" (seed{'s' * (len(shared) > 1)} {', '.join(map(str, sorted(shared)))})"
+    return text + some * (len(shared) < seeds)

@@ -10,7 +10,7 @@ from mprun.config.compose import config_from_record
 from mprun.config.keys import current, is_as_hashed, resumable_keys, role_of, wanted
 from mprun.config.overrides import MAPPING, assignment, mapping_of, parse_overrides
 from mprun.config.schema import RunConfig
-from mprun.config.trust import Vouched, is_outside, vouched
+from mprun.config.trust import is_outside, vouched
 from mprun.errors import BadInput, Damaged, Untrusted, no_folder
 from mprun.record.keys import flat
 from mprun.record.run_directory import read_config
@@ -39,14 +39,17 @@ def read(
     _check_unchanged(directory, plain, record)
     refuse_older_state(f"resume={directory}", record)
     plain = _with_overrides(current(plain), overrides, record["choices"])
+    changed = [one for one in overrides if not one.lstrip("+").startswith("resume=")]
     try:
-        config = _checked(plain, overrides, given)
+        config = config_from_record(plain, given)
     except Untrusted:
         raise
     except BadInput as error:
-        changed = [one for one in overrides if not one.lstrip("+").startswith("resume=")]
-        of_record = str(error).startswith("config.yaml:") or not changed
-        if "script" in plain or not of_record:
+        for override in changed:
+            key = override.partition("=")[0]
+            if str(error).startswith(f"config.yaml: {key} does not fit "):
+                raise BadInput(f"{override}: must be {wanted(key)}") from None
+        if "script" in plain or (changed and not str(error).startswith("config.yaml:")):
             raise
         raise BadInput(f"{error}; {of_another_version(record)}") from None
     check_length(config, record, config.train.steps)
@@ -96,18 +99,6 @@ def _allowed() -> str:
     top = groups.pop("")
     short = [f"{group}.{{{','.join(fields)}}}" for group, fields in groups.items()]
     return " ".join([*short, *(key for key in top if key not in groups)])
-
-
-def _checked(plain: dict, overrides: tuple[str, ...], given: Vouched) -> RunConfig:
-    """Check the configuration; blame a wrong override by its name, not config.yaml."""
-    try:
-        return config_from_record(plain, given)
-    except BadInput as error:
-        for override in overrides:
-            key = override.partition("=")[0]
-            if str(error).startswith(f"config.yaml: {key} does not fit "):
-                raise BadInput(f"{override}: must be {wanted(key)}") from None
-        raise
 
 
 def _with_overrides(plain: dict, overrides: tuple[str, ...], choices: dict) -> dict:
