@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -76,14 +77,11 @@ def _found(key: str, name: str) -> Callable:
     importlib.invalidate_caches()
     try:
         module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        wanted = module_name.split(".")
-        parents = {".".join(wanted[: count + 1]) for count in range(len(wanted))}
-        if error.name in parents:
+    except (Exception, SystemExit) as error:
+        parents = {*accumulate(module_name.split("."), "{}.{}".format)}
+        if isinstance(error, ModuleNotFoundError) and error.name in parents:
             where = f"(looked in {os.getcwd()} and where Python looks)"
             raise BadInput(f"{key}={name}: no module named '{error.name}' {where}") from None
-        raise BadInput(f"{key}={name}: importing it: {raised(error)}") from error
-    except (Exception, SystemExit) as error:
         raise BadInput(f"{key}={name}: importing it: {raised(error)}") from error
     if not hasattr(module, function_name):
         hint = nearest(function_name, [word for word in vars(module) if word[0] != "_"])

@@ -67,10 +67,7 @@ class Ranks:
         It adds in the order of batches and waits for the device. rows: sums over each of this
         rank's held-out batches, float64 `[n]`. count: samples in them.
         """
-        total = rows[0].clone()
-        for row in rows[1:]:
-            total += row
-        return (total / count).tolist()
+        return (sum(rows[1:], rows[0]) / count).tolist()
 
     def in_order(self, batches: Sequence[Tensor]) -> Tensor:
         """Concatenate the held-out batches `[n, ...]` of all ranks to `[N, ...]`, in order."""
