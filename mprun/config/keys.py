@@ -117,11 +117,6 @@ def role_of(key: str) -> Role:
     return RESULT
 
 
-def resumable_keys() -> list[str]:
-    """Return the keys that a continuation may set anew."""
-    return [key for key in FIELDS if role_of(key).resumable]
-
-
 def metric_of(keys: Mapping[str, Any], name: str) -> Metric | None:
     """Return a metric of the recorded task; of all tasks, if that one is not known or has none."""
     return _kind_recorded(keys).metric(name) or metric_called(name)

@@ -74,8 +74,6 @@ def _as_text(text: str) -> Override:
 
 _IN_QUOTES = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
 _BETWEEN_COMMAS = re.compile(rf"(?:^|(?<=,))(?:(?:{_IN_QUOTES})(?=,|$)|[^,]*)", re.DOTALL)
-
-
 _SWEEP_FUNCTION = re.compile(r"(?:choice|glob|range|interval|sort|shuffle|tag)\(.*\)", re.DOTALL)
 
 

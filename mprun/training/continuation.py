@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 
 from mprun.config.compose import config_from_record
-from mprun.config.keys import current, is_as_hashed, resumable_keys, role_of, wanted
+from mprun.config.keys import FIELDS, current, is_as_hashed, role_of, wanted
 from mprun.config.overrides import MAPPING, assignment, mapping_of, parse_overrides
 from mprun.config.schema import RunConfig
 from mprun.config.trust import is_outside, vouched
@@ -93,7 +93,7 @@ def _check_unchanged(directory: Path, plain: dict, record: dict) -> None:
 def _allowed() -> str:
     """Return the keys that may be overridden, in a shell's braces to fit on one line."""
     groups: dict[str, list[str]] = {}
-    for key in resumable_keys():
+    for key in (key for key in FIELDS if role_of(key).resumable):
         group, _, field = key.rpartition(".")
         groups.setdefault(group, []).append(field)
     top = groups.pop("")
