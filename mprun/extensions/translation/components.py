@@ -92,7 +92,7 @@ _LIMIT = f"{VOCAB_LIMIT[0].lower()}{VOCAB_LIMIT[1:]}"
 
 @source(
     "parallel_text",
-    builder="mprun.extensions.translation.parallel_text:ParallelText",
+    builder="mprun.extensions.translation.sentence_pairs:ParallelText",
     rules=(_languages, by_tokenizer),
     family="sentence_pairs",
     on_disk=True,

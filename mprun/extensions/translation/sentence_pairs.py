@@ -1,17 +1,22 @@
-"""Pairs of sentences as batches of word ids of one shape, and a source that needs no file."""
+"""Pairs of sentences as batches of word ids of one shape: names of Unicode, and text on disk."""
 
 import hashlib
 import unicodedata
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache
+from functools import cache, partial
+from itertools import chain, islice, zip_longest
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from mprun.data.cache import Key
 from mprun.data.source import (
     Batch,
+    DamagedData,
     DataError,
     Description,
     EpochOrder,
@@ -20,14 +25,19 @@ from mprun.data.source import (
     permutation,
 )
 from mprun.data.token_streams import HeldTokens, TokenFile, padded
-from mprun.data.vocabulary import UNKNOWN, WordIds, build_vocabulary
+from mprun.data.vocabulary import (
+    UNKNOWN,
+    Encoding,
+    TextFile,
+    WordIds,
+    Words,
+    build_vocabulary,
+    subwords,
+)
 
 # Ids of the first entries of each vocabulary, in their order.
 PADDING_ID, BEGIN_ID, END_ID, UNKNOWN_ID = range(4)
 SYMBOLS = ("<pad>", "<s>", "</s>", UNKNOWN)
-
-
-Sentences = tuple[list[str], list[str]]
 Coded = tuple[list[int], list[int]]
 # Pairs that are encoded before they are handed on.
 BLOCK = 10_000
@@ -121,8 +131,8 @@ class SentencePairs(Source):
             padded(count, vocab_multiple) for count in entries
         )
         self._device, self._batch_size = serving.device, serving.batch_size
-        train, held_out = self._train, self._held_out = splits
         self._max_length = max_length
+        train, held_out = self._train, self._held_out = splits
         for which, split in zip(("training", "held-out"), splits, strict=True):
             if not len(split):
                 raise DataError(f"data.max_length={max_length}: leaves no {which} pair")
@@ -150,9 +160,9 @@ class SentencePairs(Source):
         return self._batch(self._train, self._order.indices(index).tolist())
 
     def eval_batches(self) -> Iterator[Batch]:
-        for start in range(0, len(self._held_out), self._batch_size):
-            stop = min(start + self._batch_size, len(self._held_out))
-            yield self._batch(self._held_out, range(start, stop))
+        places = range(len(self._held_out))
+        for start in places[:: self._batch_size]:
+            yield self._batch(self._held_out, places[start : start + self._batch_size])
 
     def _batch(self, pairs: Pairs, places: Sequence[int]) -> Batch:
         # From pinned memory the copy does not make the host wait; torch does not hand the memory
@@ -168,7 +178,7 @@ SPLIT_SEED = 20171010
 
 
 @cache
-def unicode_names() -> tuple[Sentences, ...]:
+def unicode_names() -> tuple[tuple[list[str], list[str]], ...]:
     """Return (words of a character's name, words of its decomposition), by code points.
 
     The decomposition is one step of Unicode's: for a compatibility one the formatting tag, such as
@@ -227,3 +237,185 @@ class UnicodeNames(SentencePairs):
             vocab_multiple,
             serving,
         )
+
+
+# Names of each split's files, without the language; the last of each are WMT's.
+_NAMES = {
+    "train": ("train", "giga-fren.release2.fixed"),
+    "valid": ("valid", "validation", "val", "dev", "newstest2013"),
+    "test": ("test", "newstest2014"),
+}
+
+
+def find_pair_files(root: str | Path, split: str, languages: tuple[str, str]) -> tuple[Path, ...]:
+    """Find the two files of a split, source first, or its one of columns; else raise DataError."""
+    root = Path(root)
+    try:
+        present = {entry.name for entry in root.iterdir() if entry.is_file()}
+    except OSError as error:
+        raise DamagedData(f"{root}: {error.strerror}") from error
+    found, halves = [], []
+    for name in _NAMES[split]:
+        ways = [_either(present, f"{name}.{language}") for language in languages]
+        sides = [side for side in ways if side is not None]
+        halves += sides
+        if len(sides) == len(languages):
+            found.append(sides)
+        if columns := _either(present, f"{name}.tsv"):
+            found.append([columns])
+    if len(found) == 1:
+        return tuple(root / name for name in found[0])
+    if found:
+        listed = ", ".join(name for names in found for name in names)
+        raise DataError(f"{root}: several files of the {split} split, leave one: {listed}")
+    wanted = " and ".join(f"{split}.{language}" for language in languages)
+    alone = f" ({halves[0]} has no other side)" if halves else ""
+    raise DataError(
+        f"{root}: no {split} split{alone}: {wanted}, or {split}.tsv, each with .gz too; {split} "
+        f"may also be {', '.join(_NAMES[split][1:])}"
+    )
+
+
+def _either(present: set[str], name: str) -> str | None:
+    return next((one for one in (name, f"{name}.gz") if one in present), None)
+
+
+def pairs_of(files: Sequence[TextFile]) -> Iterator[tuple[str, str]]:
+    """Yield the pairs of lines of a split.
+
+    Raises:
+        DamagedData: The sides differ in length, a line has not two columns, or the text is refused;
+            the message names file and line.
+    """
+    read = [chain.from_iterable(file.lines()) for file in files]
+    if len(files) == 1:
+        for number, line in enumerate(read[0], 1):
+            columns = line.split("\t")
+            if len(columns) != 2:
+                wrong = f"line {number} has {len(columns)} columns, must be source, tab, target"
+                raise DamagedData(f"{files[0].path}: {wrong}")
+            yield columns[0], columns[1]
+        return
+    for number, (source, target) in enumerate(zip_longest(*read)):
+        if source is None or target is None:
+            short, long = (file.path for file in (files if source is None else files[::-1]))
+            raise DamagedData(
+                f"{short}: ends after line {number}, {long.name} goes on: sides of different length"
+            )
+        yield source, target
+
+
+class _SideWords(Words):
+    def ids(self, lines: Sequence[str]) -> list[list[int]]:
+        """Return the ids of each line's words; all symbols but ``<unk>`` are ordinary words."""
+        found = self.lookup
+        return [[max(found[word], UNKNOWN_ID) for word in line.split()] for line in lines]
+
+
+class ParallelText(SentencePairs):
+    """Sentence pairs below ``root``: line n of one file is the translation of line n of the other.
+
+    A split is two files, named for their languages (train.en and train.fr), or one file of two
+    columns (train.tsv: source, tab, target). Files that end in .gz are compressed by gzip. The text
+    is UTF-8, already split into words between blanks; ``lower`` lower-cases them.
+
+    Each side has a vocabulary from the training split: the four symbols of `SentencePairs`, then
+    words by falling count, at most its limit in all, None for no limit. With a tokenizer both
+    sides have the four symbols and then the entries of its file (`subwords`). Pairs with an empty
+    side, or a side of ``max_length`` or more words, are left out, in the held-out split too.
+
+    The files are read line by line and encoded once, into the cache (`Encoding`): the
+    tokens of all pairs, and the numbers of `Pairs`, int64. Pairs are then read from there on
+    demand. Memory holds 8 bytes a training pair, and an epoch's permutation of the pairs.
+
+    Raises:
+        DataError: A split is missing or empty, or the cache cannot be written.
+        DamagedData: Files are unusable.
+        Resource: The disk is full.
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        *,
+        source_language: str,
+        target_language: str,
+        source_vocab_limit: int | None,
+        target_vocab_limit: int | None,
+        max_length: int,
+        encoding: Encoding,
+        serving: Serving,
+    ) -> None:
+        kept, languages = encoding.kept, (source_language, target_language)
+        files = {
+            split: [*map(encoding.text, find_pair_files(root, split, languages))]
+            for split in ("train", encoding.eval_split)
+        }
+        hashes = {split: [file.sha256 for file in own] for split, own in files.items()}
+
+        def ranked_words(side: int, limit: int | None) -> tuple[str, ...]:
+            # Both sides are read, so that a fault in either is found before anything is kept.
+            words = (pair[side].split() for pair in pairs_of(files["train"]))
+            return build_vocabulary(words, SYMBOLS, limit)
+
+        def words_of(side: int, limit: int | None) -> Words:
+            key: Key = {
+                "train": " ".join(hashes["train"]),
+                "side": side,
+                "symbols": " ".join(SYMBOLS),
+                "lower": encoding.lower,
+                "vocab_limit": limit,
+            }
+            words = partial(ranked_words, side, limit)
+            return _SideWords(kept, key, words, UNKNOWN, SYMBOLS[END_ID])
+
+        coders: list[Any]  # subwords or words of each side
+        if encoding.tokenizer is None:
+            coders = [*map(words_of, range(2), (source_vocab_limit, target_vocab_limit))]
+        else:
+            joint = subwords(encoding.tokenizer, kept, encoding.lower, symbols=SYMBOLS)
+            coders, hashes["tokenizer"] = [joint, joint], [joint.about["tokenizer_sha256"]]
+        keys = [str(sorted(coder.key.items())) for coder in coders]
+
+        def coded(split: str) -> Iterator[Coded]:
+            every = pairs_of(files[split])
+            while some := [*islice(every, BLOCK)]:
+                sides = zip(coders, zip(*some, strict=True), strict=True)
+                yield from zip(*(coder.ids(lines) for coder, lines in sides), strict=True)
+
+        def encoded_once(split: str) -> Pairs:
+            key: Key = {
+                "words": "; ".join(keys),
+                "source": " ".join(hashes[split]),
+                "max_length": max_length,
+            }
+            of_tokens, of_starts = {**key, "kind": "tokens"}, {**key, "kind": "starts"}
+            tokens, places = kept.find(of_tokens), kept.find(of_starts)
+            if tokens is None or places is None:
+                numbers = array("q", [0, 0, 0])
+                blocks = encoded(coded(split), max_length, numbers)
+                tokens = kept.store(of_tokens, blocks)
+                places = kept.store(of_starts, [np.array(numbers, "<i8")])
+            return Pairs(TokenFile(tokens), np.fromfile(places, "<i8"))
+
+        every = "".join(chain.from_iterable(hashes.values()))
+        super().__init__(
+            {
+                "name": "parallel_text",
+                "files": ", ".join(file.path.name for own in files.values() for file in own),
+                "eval_split": encoding.eval_split,
+                **coders[0].about,
+            },
+            [*map(encoded_once, files)],
+            [coder.entries for coder in coders],
+            hashlib.sha256(every.encode()).hexdigest(),
+            max_length,
+            encoding.vocab_multiple,
+            serving,
+        )
+        self._coders = coders
+
+    @property
+    def vocabularies(self) -> tuple[tuple[str, ...], ...]:
+        """Return all entries of each side, in the order of their ids."""
+        return tuple(coder.vocabulary for coder in self._coders)

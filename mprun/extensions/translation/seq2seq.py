@@ -5,7 +5,7 @@ The networks of figure 4 (Micikevicius et al., arXiv 1710.03740, section 4.3) ha
 are not published there; they are mprun's choice.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -56,7 +56,6 @@ class Seq2Seq(nn.Module):
         init_range: float,
     ) -> None:
         super().__init__()
-        between: Any = {"dropout": dropout if num_layers > 2 else 0.0}
         self.source_embedding = nn.Embedding(source_vocab_size, embedding_size)
         self.target_embedding = nn.Embedding(target_vocab_size, embedding_size)
         self.dropout = nn.Dropout(dropout)
@@ -64,18 +63,18 @@ class Seq2Seq(nn.Module):
         self.backwards = nn.LSTM(embedding_size, hidden_size)
         self.upper: nn.Module
         if num_layers > 1:
-            self.upper = nn.LSTM(2 * hidden_size, hidden_size, num_layers - 1, **between)
+            between = dropout if num_layers > 2 else 0.0
+            self.upper = nn.LSTM(2 * hidden_size, hidden_size, num_layers - 1, dropout=between)
         else:
             self.upper = nn.Linear(2 * hidden_size, hidden_size)
         self.bridge = nn.Linear(hidden_size, num_layers * hidden_size)
         self.key = nn.Linear(hidden_size, hidden_size, bias=False)
-        between["dropout"] = dropout if num_layers > 1 else 0.0
-        self.decoder = nn.LSTM(embedding_size, hidden_size, num_layers, **between)
+        between = dropout if num_layers > 1 else 0.0
+        self.decoder = nn.LSTM(embedding_size, hidden_size, num_layers, dropout=between)
         self.attention = Attention(hidden_size)
         self.output = nn.Linear(hidden_size, target_vocab_size)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.uniform_(-init_range, init_range)
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -init_range, init_range)
 
     def forward(self, source: Tensor, inputs: Tensor) -> Tensor:
         """Return logits ``[batch, target, target_vocab_size]`` of each next word.

@@ -9,8 +9,7 @@ import torch
 
 from mprun.data.source import DamagedData, DataError
 from mprun.data.vocabulary import TextFile
-from mprun.extensions.translation.parallel_text import find_pair_files
-from mprun.extensions.translation.sentence_pairs import unicode_names
+from mprun.extensions.translation.sentence_pairs import find_pair_files, unicode_names
 
 from ...helpers import assert_same_bits, configured, refused
 
@@ -159,7 +158,7 @@ def test_columns_and_gzip_hold_the_same_pairs(folder, tmp_path):
 
 def test_what_is_encoded_is_read_from_the_cache(folder, monkeypatch):
     first = source(folder)
-    monkeypatch.setattr("mprun.extensions.translation.parallel_text.pairs_of", None)
+    monkeypatch.setattr("mprun.extensions.translation.sentence_pairs.pairs_of", None)
     assert_same(first, source(folder))
     # Another order, the same pairs; half of the cache is made again.
     monkeypatch.undo()
@@ -247,7 +246,7 @@ def test_damaged_text_is_one_line_and_nothing_is_written(folder, damage, code, s
 
 
 def test_a_file_that_changes_while_it_is_read_is_noticed(folder):
-    from mprun.extensions.translation.parallel_text import pairs_of
+    from mprun.extensions.translation.sentence_pairs import pairs_of
 
     paths = find_pair_files(folder, "train", ("en", "de"))
     files = [TextFile(path, "0" * 64) for path in paths]
