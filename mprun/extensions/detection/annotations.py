@@ -1,32 +1,24 @@
-"""PASCAL VOC 2007 and 2012 below a folder: images with boxes, read during training.
+"""Annotated images below a folder, as PASCAL VOC and COCO describe them: who is where on each.
 
-The folders are ``VOCdevkit/VOC2007/{Annotations/*.xml, JPEGImages/*.jpg,
-ImageSets/Main/{trainval,test}.txt}`` and the same for VOC2012, as the original archives unpack.
-
-All annotations are read at the start (about 5 s for both years), so that a faulty one ends the run
-before its first step. An annotation is XML. If it declares a document type, and with it entities
-that might expand to anything, it is refused. Coordinates are pixels from 1, right and bottom
-inclusive: a box of the whole image becomes 0, 0, 1, 1. A box that leaves its image by up to a pixel
-(the annotations of 2012 have fractions) is clipped, any other is refused.
+All annotations are read at the start (about 5 s for both years of VOC), so that a faulty one ends
+the run before its first step. A box that leaves its image by up to a pixel is clipped (VOC 2012 has
+fractions), any other is refused.
 """
 
 import math
 import os
 import re
+from typing import Any
 from xml.etree import ElementTree
 
+import msgspec
 import numpy as np
 
 from mprun.data.augmentation import ImageForm
 from mprun.data.image_files import printable, read_file
-from mprun.data.source import DamagedData, DataError, Description, Serving
+from mprun.data.source import DamagedData, DataError, Serving
 from mprun.errors import shortened
-from mprun.extensions.detection.boxed_images import (
-    BoxedImages,
-    BoxSplit,
-    Objects,
-    first_repeated,
-)
+from mprun.extensions.detection.boxed_images import BoxedImages, BoxSplit, Objects, first_repeated
 from mprun.extensions.detection.boxes import DIFFICULT
 from mprun.extensions.detection.canvases import FIELDS
 
@@ -46,7 +38,11 @@ class _NoDoctype(ElementTree.TreeBuilder):
 
 
 def read_annotation(path: str) -> Objects:
-    """Read the objects of an annotation file; DamagedData names the file and the fault."""
+    """Read the objects of VOC's XML for an image; DamagedData names the file and the fault.
+
+    Coordinates are pixels from 1, right and bottom inclusive: a box of the whole image becomes
+    0, 0, 1, 1. A declared document type is refused, because its entities might expand to anything.
+    """
     content = read_file(path, MAX_ANNOTATION_BYTES)
     parser = ElementTree.XMLParser(target=_NoDoctype())
     try:
@@ -134,6 +130,8 @@ def voc(
 ) -> BoxedImages:
     """Return trainval of ``years`` for training, VOC 2007's test images held out; 20 classes.
 
+    The folders are ``VOCdevkit/VOC2007/{Annotations/*.xml, JPEGImages/*.jpg,
+    ImageSets/Main/{trainval,test}.txt}`` and the same for VOC2012, as the original archives unpack.
     ``difficult``: train on objects marked as difficult like on others; held-out ones stay marked.
 
     Raises DataError if a list of images is missing, and what `BoxedImages` raises.
@@ -143,9 +141,129 @@ def voc(
     train = voc_split(folder, [(year, "trainval") for year in YEARS[years]], difficult)
     train.rows[:, DIFFICULT] = 0
     held_out = voc_split(folder, [("2007", "test")], difficult=True)
-    about: Description = {
-        "name": "voc",
-        "years": years,
-        "difficult": "kept" if difficult else "left out",
-    }
+    kept = "kept" if difficult else "left out"
+    about = {"name": "voc", "years": years, "difficult": kept}
     return BoxedImages(train, held_out, len(CLASSES), about, augmentation, form, serving)
+
+
+MAX_SIDE = 2**20  # pixels
+MAX_BYTES = 2**32  # instances_train2017.json has 449 MB
+
+
+class _Category(msgspec.Struct):
+    id: int
+    name: str
+
+
+class _Image(msgspec.Struct):
+    id: int
+    file_name: str
+    width: int
+    height: int
+
+
+class _Annotation(msgspec.Struct):
+    image_id: int
+    category_id: int
+    bbox: tuple[float, float, float, float]
+    iscrowd: int = 0
+
+
+class Instances(msgspec.Struct):
+    """The fields that are read of COCO's file of a split; others are passed over."""
+
+    images: list[_Image]
+    annotations: list[_Annotation]
+    categories: list[_Category]
+
+
+def read_instances(path: str) -> Instances:
+    """Read a file of instances, categories in the order of their ids; DamagedData names a fault."""
+    shown = printable(path)
+    if not os.path.isfile(path):
+        raise DataError(f"{shown}: no such file; data.root needs annotations/instances_NAME.json")
+    try:
+        found = msgspec.json.decode(read_file(path, MAX_BYTES), type=Instances)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise DamagedData(f"{shown}: no instances of COCO: {error}") from None
+    unique: dict[str, list[Any]] = {
+        "categories have the id": [own.id for own in found.categories],
+        "images have the id": [own.id for own in found.images],
+        "images have the file_name": [own.file_name for own in found.images],
+    }
+    for what, values in unique.items():
+        if twice := first_repeated(values):
+            raise DamagedData(f"{shown}: two {what} {printable(str(twice[0]))}")
+    for image in found.images:
+        if not (0 < image.width <= MAX_SIDE and 0 < image.height <= MAX_SIDE):
+            size = f"{image.width} x {image.height}"
+            raise DamagedData(f"{shown}: image {image.id} is said to have {size} pixels")
+        name = image.file_name
+        if os.path.isabs(name) or ".." in name.split("/") or "\0" in name:
+            raise DamagedData(f"{shown}: {printable(name)!r} is no name below its folder")
+    found.categories.sort(key=lambda own: own.id)
+    return found
+
+
+def objects_of(found: Instances, shown: str) -> list[Objects]:
+    """Return the objects of each image; DamagedData names a fault.
+
+    Boxes are x, y, width, height in pixels from 0. Classes are the file's categories. Crowds count
+    as difficult: they are not learned from, and ignored by the metric.
+    """
+    classes = {own.id: number for number, own in enumerate(found.categories)}
+    rows: dict[int, list[list[float]]] = {own.id: [] for own in found.images}
+    sizes = {own.id: (own.width, own.height) for own in found.images}
+    for number, own in enumerate(found.annotations):
+        where = f"{shown}: annotation {number}"
+        if own.image_id not in rows or own.category_id not in classes:
+            key = "image_id" if own.image_id not in rows else "category_id"
+            raise DamagedData(f"{where}: has {key} {getattr(own, key)}, which the file does not")
+        x, y, width, height = own.bbox
+        if width <= 0 or height <= 0:  # COCO has some
+            continue
+        # In plain Python: a million small arrays would take half a minute.
+        box, most = (x, y, x + width, y + height), sizes[own.image_id] * 2
+        if min(box) < -1 or box[2] > most[2] + 1 or box[3] > most[3] + 1:
+            size = " x ".join(map(str, sizes[own.image_id]))
+            raise DamagedData(f"{where}: has the box {own.bbox}, which leaves its {size} pixels")
+        sides = [min(max(side, 0), end) / end for side, end in zip(box, most, strict=True)]
+        rows[own.image_id].append([*sides, classes[own.category_id], own.iscrowd == 1])
+    made = [np.array(own, np.float32).reshape(-1, FIELDS) for own in rows.values()]
+    return [Objects(*own) for own in zip(sizes.values(), made, strict=True)]
+
+
+def coco(
+    root: str,
+    train_folder: str,
+    eval_folder: str,
+    augmentation: str,
+    form: ImageForm,
+    serving: Serving,
+) -> BoxedImages:
+    """Return the images of two splits; those of training that have no object are left out.
+
+    The layout is COCO's own, ``annotations/instances_NAME.json`` and ``NAME/*.jpg`` (Lin et al.,
+    arXiv 1405.0312; cocodataset.org, "Format Data"), NAME being train2017 and val2017.
+
+    Raises DataError if a file of instances is missing, and what `BoxedImages` raises.
+    """
+    splits, named, left_out = [], [], 0
+    for split in (train_folder, eval_folder):
+        path = os.path.join(root, "annotations", f"instances_{split}.json")
+        found, shown = read_instances(path), printable(path)
+        names = [f"{split}/{image.file_name}" for image in found.images]
+        pairs = list(zip(names, objects_of(found, shown), strict=True))
+        if split == train_folder:
+            pairs = [own for own in pairs if (own[1].rows[:, DIFFICULT] == 0).any()]
+            left_out = len(names) - len(pairs)
+        if not pairs:
+            raise DamagedData(f"{shown}: has no image with an object")
+        below, objects = zip(*pairs, strict=True)
+        splits.append(BoxSplit(root, below, objects, split == eval_folder))
+        named.append([own.name for own in found.categories])
+    if named[0] != named[1]:
+        raise DamagedData(f"{shown}: its categories are not those of {train_folder}")
+    about = {"name": "coco", "splits": f"{train_folder}, {eval_folder}", "left_out": left_out}
+    train, held_out = splits
+    return BoxedImages(train, held_out, len(named[0]), about, augmentation, form, serving)

@@ -1,12 +1,12 @@
 """Images with boxes on disk: their files, their objects, the changes of training.
 
-`voc` and `coco` find them; `canvases` describes a batch.
+`annotations` finds them; `canvases` describes a batch.
 """
 
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
@@ -21,7 +21,6 @@ from mprun.data.image_folder import decode_rgb
 from mprun.data.loader import LoadedSource
 from mprun.data.source import (
     DamagedData,
-    Description,
     ReadBatch,
     Reader,
     Serving,
@@ -168,7 +167,7 @@ class BoxedImages(LoadedSource):
         train: BoxSplit,
         held_out: BoxSplit,
         num_classes: int,
-        about: Description,
+        about: Mapping[str, Any],
         augmentation: str,
         form: ImageForm,
         serving: Serving,

@@ -128,7 +128,7 @@ class DigitCanvasesConfig(ImagesConfig):
 
 @source(
     "voc",
-    builder="mprun.extensions.detection.voc:voc",
+    builder="mprun.extensions.detection.annotations:voc",
     family="boxes",
     on_disk=True,
     decodes=True,
@@ -152,7 +152,7 @@ class VocConfig(ImagesConfig):
 
 @source(
     "coco",
-    builder="mprun.extensions.detection.coco:coco",
+    builder="mprun.extensions.detection.annotations:coco",
     family="boxes",
     on_disk=True,
     decodes=True,

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from mprun.data.source import DamagedData, DataError
-from mprun.extensions.detection.voc import CLASSES, read_annotation
+from mprun.extensions.detection.annotations import CLASSES, read_annotation
 
 from ...helpers import ONE_CORE, configured, raises_line, run
 
