@@ -7,7 +7,6 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.resources import files
 from pathlib import Path
 
 from mprun.cli.arguments import Arguments, names, number
@@ -17,8 +16,7 @@ from mprun.comparison.text_outputs import console, markdown
 from mprun.comparison.wording import seeds_text
 from mprun.errors import DONE, BadInput, needing, no_folder
 from mprun.extensions.paper.listing import Listing, commands_of
-from mprun.extensions.paper.rows import ROWS, PaperRow
-from mprun.extensions.paper.settled import digest, held_out, seeds_of, told
+from mprun.extensions.paper.rows import ROWS, PaperRow, digest, held_out, seeds_of, text_of, told
 from mprun.record.console import columns
 from mprun.record.layout import for_terminal
 from mprun.record.run_directory import refuse_link
@@ -248,8 +246,7 @@ def _has_gpu() -> bool:
 
 def full_hours() -> Mapping[str, Mapping[str, float]]:
     """Return recipe -> mode -> hours on one H200 at the limit that the roofline counts."""
-    text = files("mprun.extensions.paper").joinpath("full_scale.json").read_text(encoding="utf-8")
-    return json.loads(text)["hours"]
+    return json.loads(text_of("full_scale.json"))["hours"]
 
 
 class _Runs:
@@ -288,7 +285,7 @@ class _Runs:
         jobs = self.options.jobs
         if jobs is None and self.options.scale == "small":
             jobs = available_cores()
-        finished = self.finished(self.plan.cells)
+        finished = sum(state_of(cell) is State.FINISHED for cell in self.plan.cells)
         already = f", {finished} finished already" if finished else ""
         total = len(self.plan.cells)
         print(f"paper: {total} runs in {self.plan.root}{already}", file=sys.stderr)
@@ -297,10 +294,6 @@ class _Runs:
         if loop.stop.reason is not None:
             print(f"to go on: {command}", file=sys.stderr)
         return code
-
-    def finished(self, cells: Sequence[Cell]) -> int:
-        """Count the cells that have an outcome."""
-        return sum(state_of(cell) is State.FINISHED for cell in cells)
 
 
 def _facts(directories: Sequence[Path], arguments: list[str]) -> dict[str, str]:

@@ -14,8 +14,7 @@ from msgspec.structs import replace
 
 from mprun.config.overrides import without
 from mprun.errors import Damaged
-from mprun.extensions.paper.rows import ROWS, PaperRow
-from mprun.extensions.paper.settled import held_out, settings
+from mprun.extensions.paper.rows import ROWS, PaperRow, held_out, settings
 from mprun.record.console import markdown_table
 from mprun.record.layout import aligned, hanging
 from mprun.record.run_record import OUTCOMES, read_record

@@ -3,9 +3,15 @@
 A row is one result, whole: the published numbers, the runs that stand for it, how they differ from
 the paper's, what each technique has to come to, and its figures. The rows stand in rows.yaml, which
 is checked against the types here; what a run is seen to differ in is a function by name.
+
+A margin, a length or a rate that was chosen after a look at some seeds fits those seeds. So those
+of the small rows are chosen on development seeds, written down in settings.yaml with date and
+reason, before any run that is judged, and judged on others.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
@@ -14,11 +20,14 @@ import yaml
 from msgspec.structs import replace
 
 from mprun.comparison.findings import Group
+from mprun.comparison.wording import seeds_text
 from mprun.config.registry import metric_called
+from mprun.errors import BadInput
 
 EQUAL, FAILS, DIVERGES = "equal", "fails", "diverges"
 # The paper's metrics, as tasks here declare them.
 _METRICS = {"top-1 (%)": "top1", "mAP (%)": "map", "CER (%)": "cer"}
+_MOST = 10_000  # seeds of a span
 
 
 class _Row(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -193,12 +202,91 @@ class _File(_Row, frozen=True):
     rows: tuple[PaperRow, ...]
 
 
-def _read() -> _File:
-    text = files("mprun.extensions.paper").joinpath("rows.yaml").read_text(encoding="utf-8")
-    content = yaml.load(text, Loader=getattr(yaml, "CSafeLoader", yaml.SafeLoader))
-    return msgspec.convert(content, _File)
+def text_of(name: str) -> str:
+    """Return the text of a file beside this one."""
+    return files("mprun.extensions.paper").joinpath(name).read_text(encoding="utf-8")
 
 
-_FILE = _read()
+_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_FILE = msgspec.convert(yaml.load(text_of("rows.yaml"), Loader=_LOADER), _File)
 ROWS, TECHNIQUES = _FILE.rows, _FILE.techniques
 NAIVE = TECHNIQUES["naive"]
+
+
+class Settled(_Row, frozen=True):
+    """The settings of one row."""
+
+    chosen: str  # the date
+    looked_at: str = msgspec.field(name="seeds")
+    metric: str  # that is judged
+    margin: float  # `compare.margin`
+    steps: int  # `train.steps`
+    lr: float  # `optim.lr`
+    seconds: float  # of a run: one core of a 2-core AMD EPYC, two runs side by side
+    why: Mapping[str, str]  # the reason of margin, steps and lr
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """The seeds that were looked at."""
+        return seeds_of(self.looked_at)
+
+    def reasons(self, margin: str) -> str:
+        """Return what was chosen and why; margin: as text, with its unit."""
+        values = {"margin": margin, "steps": f"{self.steps}", "lr": f"{self.lr:g}"}
+        told = "; ".join(f"{name} {value}: {self.why[name]}" for name, value in values.items())
+        return f"chosen on {self.chosen} with seeds {seeds_text(self.seeds)}: {told}"
+
+
+class _Settings(_Row, frozen=True):
+    held_out: str
+    rows: dict[str, Settled]
+
+
+@cache
+def _settings() -> _Settings:
+    content = yaml.load(text_of("settings.yaml"), Loader=yaml.BaseLoader)  # dates stay text
+    return msgspec.convert(content, _Settings, strict=False)
+
+
+def settings() -> dict[str, Settled]:
+    """Return key of a row -> its settings."""
+    return _settings().rows
+
+
+def held_out() -> tuple[int, ...]:
+    """Return the seeds that rows are judged on unless others are asked for."""
+    return seeds_of(_settings().held_out)
+
+
+@cache
+def digest() -> str:
+    """Return the first digits of settings.yaml's SHA-256, which every run of a row records."""
+    return hashlib.sha256(text_of("settings.yaml").encode()).hexdigest()[:16]
+
+
+def seeds_of(text: str) -> tuple[int, ...]:
+    """Return the seeds of "100-104,200", ascending; BadInput for anything else."""
+    found: set[int] = set()
+    for part in text.split(","):
+        ends = part.strip().split("-")
+        if len(ends) > 2 or not all(end.isdecimal() for end in ends):
+            raise BadInput(f"--seeds {text}: must be whole numbers and spans, such as 100-104,200")
+        low, high = int(ends[0]), int(ends[-1])
+        if not low <= high < low + _MOST:
+            raise BadInput(f"--seeds {text}: {part.strip()} must ascend, by less than {_MOST:,}")
+        found |= {*range(low, high + 1)}
+    return tuple(sorted(found))
+
+
+def told(keys: Collection[str], seeds: Collection[int]) -> str:
+    """Say whether the settings of these rows were chosen on any of these seeds."""
+    chosen = {seed for key in keys if key in settings() for seed in settings()[key].seeds}
+    if met := chosen & {*seeds}:
+        return (
+            f"Seeds {seeds_text(met)} are among those that margins, lengths or rates were chosen "
+            "on: these outcomes confirm nothing."
+        )
+    return (
+        f"Seeds {seeds_text(seeds)}: no margin, length or rate was chosen on them, but on seeds "
+        f"{seeds_text(chosen)} (mprun/extensions/paper/settings.yaml)."
+    )

@@ -12,8 +12,7 @@ from msgspec.structs import replace
 from mprun.cli.dispatch import main
 from mprun.extensions.paper import command as paper_command
 from mprun.extensions.paper.listing import Listing, commands_of
-from mprun.extensions.paper.rows import ROWS
-from mprun.extensions.paper.settled import digest, settings
+from mprun.extensions.paper.rows import ROWS, digest, settings
 
 from ...compare.run_folders import write_run
 from ...helpers import refused
@@ -51,7 +50,7 @@ def test_the_time_left_is_that_of_the_missing_runs_as_fast_as_the_others_were(
     options = Namespace(out=tmp_path, scale="small", data_root=None, overrides=[], jobs=1)
     options.seeds = (0, 1)
     (row,) = (replace(row, arms=row.arms[:2]) for row in ROWS if row.key == "biglstm")
-    monkeypatch.setitem(settings(), "biglstm", settings()["biglstm"]._replace(seconds=10))
+    monkeypatch.setitem(settings(), "biglstm", replace(settings()["biglstm"], seconds=10))
     nothing = Listing([row], {}, options, {})
     assert nothing.left(nothing.runs["biglstm"]) == "70 s"  # 3 techniques on 2 seeds and the probes
     for seed, command in enumerate(commands_of(row, options).values()):

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from mprun.extensions.paper.figures import _half_ulps
+from mprun.extensions.paper.page import _half_ulps
 
 
 def test_half_an_ulp_is_that_of_numpy():

@@ -23,8 +23,19 @@ from mprun.extensions.paper.outcomes import (
     counted,
     same_outcome,
 )
-from mprun.extensions.paper.rows import DIVERGES, EQUAL, FAILS, NAIVE, ROWS, TECHNIQUES, PaperArm
-from mprun.extensions.paper.settled import held_out, seeds_of, settings, told
+from mprun.extensions.paper.rows import (
+    DIVERGES,
+    EQUAL,
+    FAILS,
+    NAIVE,
+    ROWS,
+    TECHNIQUES,
+    PaperArm,
+    held_out,
+    seeds_of,
+    settings,
+    told,
+)
 
 
 def test_every_result_of_the_paper_has_a_row():
