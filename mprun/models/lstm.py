@@ -47,20 +47,18 @@ class StackedLSTM(nn.Module):
                 f"projection_size={projection_size} is not allowed: 0 for none, "
                 f"else below hidden_size={hidden_size}"
             )
-        between: Any = {"dropout": dropout if num_layers > 1 else 0.0}
+        between = dropout if num_layers > 1 else 0.0
         self.embedding = self._embedding(vocab_size, embedding_size)
         self.dropout = nn.Dropout(dropout)
-        self.lstm = nn.LSTM(
-            embedding_size, hidden_size, num_layers, proj_size=projection_size, **between
-        )
+        sizes = embedding_size, hidden_size, num_layers
+        self.lstm = nn.LSTM(*sizes, dropout=between, proj_size=projection_size)
         self.output = self._output(vocab_size, projection_size or hidden_size)
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.uniform_(-init_range, init_range)
-            for layer in range(num_layers):
-                # Gate order in torch is input, forget, cell, output.
-                gates = getattr(self.lstm, f"bias_ih_l{layer}")
-                gates[hidden_size : 2 * hidden_size] += forget_bias
+        for parameter in self.parameters():
+            nn.init.uniform_(parameter, -init_range, init_range)
+        for layer in range(num_layers):
+            # Gate order in torch is input, forget, cell, output.
+            gates = getattr(self.lstm, f"bias_ih_l{layer}").detach()
+            gates[hidden_size : 2 * hidden_size] += forget_bias
 
     def _embedding(self, vocab_size: int, width: int) -> nn.Module:
         return nn.Embedding(vocab_size, width)
