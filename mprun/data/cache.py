@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from mprun.data.source import DamagedData, DataError
+from mprun.data.source import DamagedData, DataError, reading
 from mprun.errors import Resource
 from mprun.file_system import FAILING, discard, sync, sync_folder
 
@@ -100,7 +100,7 @@ class Cache:
 
     def content_sha256(self, path: Path) -> str:
         """Return the SHA-256 (hex) of a file; raise ``DamagedData`` if it cannot be read."""
-        try:
+        with reading(path):
             status = os.stat(path)
             if status.st_size <= REMEMBERED_ABOVE:
                 return _sha256(path)
@@ -118,8 +118,6 @@ class Cache:
                 return remembered["sha256"]
             announce("hashing", path, status.st_size)
             sha256 = _sha256(path)
-        except OSError as error:
-            raise DamagedData(f"{path}: {error.strerror}") from error
         newest = max(status.st_mtime_ns, status.st_ctime_ns)
         if abs(time.time_ns() - newest) > _SETTLED_NS:
             with suppress(OSError):  # the next start hashes again

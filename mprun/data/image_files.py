@@ -17,7 +17,7 @@ from itertools import permutations
 
 import numpy as np
 
-from mprun.data.source import DamagedData, DataError
+from mprun.data.source import DamagedData, DataError, reading
 
 # No photograph is nearly as large; the limit keeps a misnamed film or disk image out of memory.
 MAX_FILE_BYTES = 256 * 2**20
@@ -108,11 +108,8 @@ def printable(path: str | bytes) -> str:
 
 def read_file(path: str, most: int = MAX_FILE_BYTES) -> bytes:
     """Read a file of up to ``most`` bytes; ``DamagedData`` says why it cannot be used."""
-    try:
-        with open(path, "rb") as file:
-            content = file.read(most + 1)
-    except OSError as error:
-        raise DamagedData(f"{printable(path)}: cannot be read: {error.strerror}") from error
+    with reading(f"{printable(path)}: cannot be read"), open(path, "rb") as file:
+        content = file.read(most + 1)
     if len(content) > most:
         raise DamagedData(f"{printable(path)}: larger than {most // 2**20} MiB")
     return content

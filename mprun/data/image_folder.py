@@ -173,11 +173,6 @@ class ImageFolder(LoadedSource):
     A batch is ``(images float32 [batch, channels, image_size, image_size], labels int64 [batch])``
     on ``device``; the last evaluation batch may be smaller. Images travel as bytes, channels last,
     and are normalised on the device (``normalise``). ``ImageReader`` documents ``on_corrupt``.
-
-    Raises:
-        ValueError: There are fewer training images than a batch takes.
-        DamagedData: A file or folder cannot be used; the message names it.
-        Resource: A process is lost or stalled.
     """
 
     def __init__(

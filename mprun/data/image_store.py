@@ -37,9 +37,6 @@ class ImageStore(Source):
         normalisation: Replaces value range and maximum: (offset, divisor), float32
             ``[channels, 1, 1]``, to subtract and then to divide by.
         augment: Changes training batches on the device while they are bytes.
-
-    Raises:
-        ValueError: There are fewer training images than a batch takes.
     """
 
     def __init__(
@@ -76,12 +73,10 @@ class ImageStore(Source):
         for tensor in (*train, *held_out):
             digest.update(tensor.contiguous().numpy().data)
         self.sha256 = digest.hexdigest()
-        self._train = tuple(part.to(device) for part in train)
-        self._held_out = tuple(part.to(device) for part in held_out)
+        self._train, self._held_out = ([p.to(device) for p in split] for split in splits)
         self._form, self._augment = form, augment
 
     def train_batch(self, index: int) -> Batch:
-        """Return batch ``index`` of the run; raise ``ValueError`` if it is negative."""
         picked = self._order.indices(index)
         images, labels = self._train
         batch = images.index_select(0, picked)
@@ -92,10 +87,9 @@ class ImageStore(Source):
 
     def eval_batches(self) -> Iterator[Batch]:
         """Yield the whole held-out split in its stored order, without augmentation."""
-        images, labels = self._held_out
-        for start in range(0, len(images), self.samples_per_batch):
-            part = slice(start, start + self.samples_per_batch)
-            yield self._float(images[part]), labels[part]
+        parts = (whole.split(self.samples_per_batch) for whole in self._held_out)
+        for images, labels in zip(*parts, strict=True):
+            yield self._float(images), labels
 
     def _float(self, images: Tensor) -> Tensor:
         offset, divisor = self._constants

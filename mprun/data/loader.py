@@ -392,7 +392,6 @@ class LoadedSource(Source):
         self.defer_wait = self._train.defer_wait
 
     def train_batch(self, index: int) -> Batch:
-        """Return batch ``index`` of the run; raise ``ValueError`` if it is negative."""
         numbers = self._train.loader.numbers
         at_least(0, index=index)
         if index % numbers.parts not in numbers.own:
@@ -401,7 +400,6 @@ class LoadedSource(Source):
         return self._float(images), labels
 
     def eval_batches(self) -> Iterator[Batch]:
-        """Yield the held-out split in its own order; the last batch may be smaller."""
         return self.eval_share(0, 1)
 
     def share_out(self, own: range, parts: int, rank: int, world: int) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
+from pathlib import Path
 from types import MethodType
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -36,6 +37,13 @@ class Source(Protocol):
         defer_wait: Returns a function for the seconds that the device waited for the training
             batches handed out since the last call. Call that function once the device has used
             them. None: there is nothing to wait for.
+
+    Raises:
+        ValueError: An argument is out of range, such as a batch larger than the training split; the
+            message begins with its name.
+        DataError: Data are missing or too few, or the cache cannot be written.
+        DamagedData: A file cannot be used, when it is listed or when it is read; it is named.
+        Resource: A loader process is lost or stalled, or the disk is full.
     """
 
     batches_per_epoch: int  # the tail that fills none is dropped
@@ -116,6 +124,15 @@ class DataError(ValueError):
 
 class DamagedData(Damaged, DataError):
     """A file cannot be used; the message names it. Ends a run with exit code 4."""
+
+
+@contextmanager
+def reading(what: str | Path) -> Iterator[None]:
+    """Let an ``OSError`` become ``DamagedData``: ``what``, then the system's reason."""
+    try:
+        yield
+    except OSError as error:
+        raise DamagedData(f"{what}: {error.strerror}") from error
 
 
 def permutation(seed: int, epoch: int, n: int) -> Tensor:

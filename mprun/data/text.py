@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from mprun.data.cache import Key
-from mprun.data.source import DamagedData, DataError, Description, Serving
+from mprun.data.source import DamagedData, DataError, Description, Serving, reading
 from mprun.data.token_streams import TokenStreams, Windows, padded
 from mprun.data.vocabulary import (
     END_OF_LINE,
@@ -38,10 +38,8 @@ def find_text_files(root: str | Path, splits: tuple[str, ...]) -> dict[str, Path
     names follow different patterns, which may be different texts.
     """
     root = Path(root)
-    try:
+    with reading(root):
         present = sorted(entry.name for entry in root.iterdir() if entry.is_file())
-    except OSError as error:
-        raise DamagedData(f"{root}: {error.strerror}") from error
     found, patterns = {}, set()
     for split in splits:
         known = {pattern.format(name): pattern for pattern in _PATTERNS for name in _NAMES[split]}
@@ -79,12 +77,6 @@ class EncodedText(TokenStreams):
         texts: Files to encode; the last one is the held-out split.
         coder: Has the entries, and makes ids of the texts.
         hashes: SHA-256 (hex) of the contents of all files, which ``sha256`` covers.
-
-    Raises:
-        ValueError: An argument is out of range.
-        DataError: There is too little text, or the cache cannot be written.
-        DamagedData: Files are missing or unusable.
-        Resource: The disk is full.
     """
 
     def __init__(

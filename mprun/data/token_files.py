@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from mprun.data.cache import Cache
-from mprun.data.source import DamagedData, DataError, Serving
+from mprun.data.source import DamagedData, DataError, Serving, reading
 from mprun.data.token_streams import TokenFile, TokenStreams, Windows, padded
 
 _NAMES = {"train": ("train.bin", "*_train_*.bin"), "val": ("val.bin", "*_val_*.bin")}
@@ -161,10 +161,8 @@ class EncodedFile(TokenFile):
 
 
 def _found(root: Path, split: str) -> list[Path]:
-    try:
+    with reading(root):
         found = [sorted(root.glob(pattern)) for pattern in _NAMES[split]]
-    except OSError as error:
-        raise DamagedData(f"{root}: {error.strerror}") from error
     if len(kinds := [files for files in found if files]) == 1:
         return kinds[0]
     names = " and ".join(_NAMES[split])

@@ -25,6 +25,7 @@ from mprun.data.source import (
     Source,
     at_least,
     permutation,
+    reading,
     rotation,
 )
 
@@ -79,11 +80,6 @@ class TokenStreams(Source):
     the process. They stay open, so that deleting or replacing a folder changes nothing.
 
     ``train`` and ``held_out`` are the parts of each sequence, in order.
-
-    Raises:
-        ValueError: The sizes are impossible.
-        DataError: There are too few held-out tokens.
-        DamagedData: A file is gone when it is opened, or cut short later.
     """
 
     def __init__(
@@ -126,7 +122,6 @@ class TokenStreams(Source):
         }
 
     def train_batch(self, index: int) -> Batch:
-        """Return batch ``index`` of the run; raise ``ValueError`` if it is negative."""
         if index < 0:  # here: a step's path through the files is short
             raise ValueError(f"index={index} is not allowed: 0 or more")
         epoch, batch = divmod(index, self.batches_per_epoch)
@@ -183,10 +178,8 @@ class TokenFile:
     dtype = torch.int32
 
     def __init__(self, path: Path, overlap: int = 0) -> None:
-        try:
+        with reading(path):
             self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise DamagedData(f"{path}: {error.strerror}") from error
         weakref.finalize(self, os.close, self.descriptor)
         self.path, self.start = path, 0  # bytes before the first token
         self.bytes = os.fstat(self.descriptor).st_size
@@ -201,11 +194,9 @@ class TokenFile:
 
     def _read_bytes(self, row: np.ndarray, offset: int) -> None:
         rest = row.data.cast("B")
-        try:
+        with reading(self.path):
             while rest and (done := os.preadv(self.descriptor, [rest], offset)):
                 rest, offset = rest[done:], offset + done
-        except OSError as error:
-            raise DamagedData(f"{self.path}: {error.strerror}") from error
         if rest:
             raise DamagedData(f"{self.path}: cut short while it was in use")
 

@@ -133,8 +133,6 @@ def voc(
     The folders are ``VOCdevkit/VOC2007/{Annotations/*.xml, JPEGImages/*.jpg,
     ImageSets/Main/{trainval,test}.txt}`` and the same for VOC2012, as the original archives unpack.
     ``difficult``: train on objects marked as difficult like on others; held-out ones stay marked.
-
-    Raises DataError if a list of images is missing, and what `BoxedImages` raises.
     """
     inside = os.path.join(root, "VOCdevkit")
     folder = inside if os.path.isdir(inside) else root
@@ -245,8 +243,6 @@ def coco(
 
     The layout is COCO's own, ``annotations/instances_NAME.json`` and ``NAME/*.jpg`` (Lin et al.,
     arXiv 1405.0312; cocodataset.org, "Format Data"), NAME being train2017 and val2017.
-
-    Raises DataError if a file of instances is missing, and what `BoxedImages` raises.
     """
     splits, named, left_out = [], [], 0
     for split in (train_folder, eval_folder):

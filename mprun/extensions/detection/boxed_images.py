@@ -156,10 +156,6 @@ class BoxedImages(LoadedSource):
 
     ``augmentation`` is as in ``BoxReader``. ``sha256`` is over names, sizes of files and objects.
     ``about`` is added to the description.
-
-    Raises:
-        ValueError: There are fewer training images than a batch takes.
-        DamagedData: A file cannot be used; the message names it.
     """
 
     def __init__(

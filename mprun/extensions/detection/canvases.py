@@ -33,9 +33,6 @@ class DigitCanvases(ImageStore):
     same for every seed. Each digit is enlarged bilinearly to a square, its box; boxes on one canvas
     never overlap. ``train_size`` and ``eval_size`` take the first ones; None takes all. Other image
     sizes than 32 are resized.
-
-    Raises:
-        ValueError: There are fewer canvases than a batch takes.
     """
 
     def __init__(

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from mprun.data.image_files import printable
-from mprun.data.source import DamagedData
+from mprun.data.source import DamagedData, reading
 
 _FULL_SCALE = {1: 2**7, 2: 2**15, 3: 2**23, 4: 2**31}  # by the bytes of a sample
 
@@ -66,19 +66,21 @@ def read_audio(path: str, sample_rate: int) -> np.ndarray:
 
     ValueError if it is no WAV file and soundfile is not installed.
     """
-    if path.lower().endswith(".wav"):
-        return read_wav(path, sample_rate)
     shown = printable(path)
-    library = _soundfile()
-    try:
-        samples, rate = library.read(path, dtype="float32", always_2d=True)
-    except (OSError, RuntimeError) as error:
-        raise DamagedData(f"{shown}: cannot be read: {error}") from error
+    samples, rate = (_read_wav if path.lower().endswith(".wav") else _read_other)(path, shown)
     if rate != sample_rate:
         raise DamagedData(f"{shown}: {rate} samples per second, data.sample_rate is {sample_rate}")
     if not len(samples):
         raise DamagedData(f"{shown}: has no samples")
     return samples.mean(1, dtype=np.float64).astype(np.float32)
+
+
+def _read_other(path: str, shown: str) -> tuple[np.ndarray, int]:
+    library = _soundfile()
+    try:
+        return library.read(path, dtype="float32", always_2d=True)
+    except (OSError, RuntimeError) as error:
+        raise DamagedData(f"{shown}: cannot be read: {error}") from error
 
 
 def _soundfile() -> Any:
@@ -92,26 +94,19 @@ def _soundfile() -> Any:
     return soundfile
 
 
-def read_wav(path: str, sample_rate: int) -> np.ndarray:
-    """Read float32 `[samples]` in -1 ... 1, channels averaged; DamagedData names the file."""
-    shown = printable(path)
+def _read_wav(path: str, shown: str) -> tuple[np.ndarray, int]:
     try:
-        with wave.open(path, "rb") as file:
+        with reading(f"{shown}: cannot be read"), wave.open(path, "rb") as file:
             channels, width, rate, promised, *_ = file.getparams()
             content = file.readframes(promised)
-    except OSError as error:
-        raise DamagedData(f"{shown}: cannot be read: {error.strerror}") from error
     except (wave.Error, EOFError, RuntimeError) as error:  # RuntimeError: a chunk beyond its file
         reason = str(error) or "it ends"
         raise DamagedData(f"{shown}: is no WAV file of PCM samples: {reason}") from error
-    if rate != sample_rate:
-        raise DamagedData(f"{shown}: {rate} samples per second, data.sample_rate is {sample_rate}")
     if width not in _FULL_SCALE:
         raise DamagedData(f"{shown}: {8 * width} bit samples, must be 8, 16, 24 or 32")
     if promised == 0 or len(content) < promised * width * channels:
         raise DamagedData(f"{shown}: ends before its samples do, or has none")
-    samples = _pcm(content, width).reshape(-1, channels).mean(1, dtype=np.float64)
-    return (samples / _FULL_SCALE[width]).astype(np.float32)
+    return _pcm(content, width).reshape(-1, channels) / _FULL_SCALE[width], rate
 
 
 def _pcm(content: bytes, width: int) -> np.ndarray:

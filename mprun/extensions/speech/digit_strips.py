@@ -36,10 +36,6 @@ class DigitStrips(Source):
     [batch, 1, 8, 48], targets int64 [batch, 7])``. Rows are frequencies and columns frames,
     standardised over the training strips and zero after a strip's end. Targets are the number of
     frames, the number of digits, and as many symbols (digit + 1; 0 is CTC's blank).
-
-    Raises:
-        ValueError: There are fewer training strips than a batch takes.
-        DataError: The installed file of digits is damaged.
     """
 
     num_symbols = 11

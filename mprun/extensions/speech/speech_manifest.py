@@ -17,7 +17,7 @@ import torch
 
 from mprun.data.image_files import printable
 from mprun.data.loader import LoadedSource
-from mprun.data.source import DamagedData, DataError, ReadBatch, Reader, Serving
+from mprun.data.source import DamagedData, DataError, ReadBatch, Reader, Serving, reading
 from mprun.errors import BadInput
 from mprun.extensions.speech.audio import Spectrogram, read_audio, seconds_of
 
@@ -50,10 +50,11 @@ def read_manifest(path: str) -> list[Utterance]:
     """Read the lines of a manifest, JSON or (by its ending) CSV; DamagedData names a line."""
     shown = printable(path)
     try:
-        with open(path, encoding="utf-8-sig", newline="") as file:
+        with (
+            reading(f"{shown}: cannot be read"),
+            open(path, encoding="utf-8-sig", newline="") as file,
+        ):
             content = file.read()
-    except OSError as error:
-        raise DamagedData(f"{shown}: cannot be read: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise DamagedData(f"{shown}: is no UTF-8 text (byte {error.start})") from error
     rows = _csv_rows if path.lower().endswith(".csv") else _json_rows
@@ -205,12 +206,6 @@ class SpeechManifest(LoadedSource):
     The first character of the alphabet is symbol 1. ``max_seconds`` is held against the manifest's
     duration, or else the file's. ``sha256`` is over the manifests, the sizes of their files and the
     alphabet.
-
-    Raises:
-        ValueError: A setting is impossible; the message begins with its name.
-        DataError: There is no manifest.
-        DamagedData: A file cannot be used; the message names it.
-        Resource: A process is lost or stalled.
     """
 
     def __init__(
@@ -310,11 +305,8 @@ def _checked(
                 f"{one.where}: {unknown[0]!r} of its text is not in the alphabet (data.alphabet, "
                 "data.alphabet_file, data.lower)"
             )
-        try:
+        with reading(f"{one.where}: {printable(one.audio)} cannot be read"):
             size = os.path.getsize(one.audio)
-        except OSError as error:
-            shown = printable(one.audio)
-            raise DamagedData(f"{one.where}: {shown} cannot be read: {error.strerror}") from error
         digest.update(f"{text}\n{size}\n".encode())
         found.append(one._replace(text=text))
     return found

@@ -23,6 +23,7 @@ from mprun.data.source import (
     Serving,
     Source,
     permutation,
+    reading,
 )
 from mprun.data.token_streams import HeldTokens, TokenFile, padded
 from mprun.data.vocabulary import (
@@ -111,10 +112,6 @@ class SentencePairs(Source):
         splits: training, and held out.
         entries: number of entries in the source and the target vocabulary; ``source_vocab_size``
             and ``target_vocab_size`` are these padded to ``vocab_multiple``.
-
-    Raises:
-        ValueError: There are fewer training pairs than a batch takes.
-        DataError: A split has no pair.
     """
 
     def __init__(
@@ -250,10 +247,8 @@ _NAMES = {
 def find_pair_files(root: str | Path, split: str, languages: tuple[str, str]) -> tuple[Path, ...]:
     """Find the two files of a split, source first, or its one of columns; else raise DataError."""
     root = Path(root)
-    try:
+    with reading(root):
         present = {entry.name for entry in root.iterdir() if entry.is_file()}
-    except OSError as error:
-        raise DamagedData(f"{root}: {error.strerror}") from error
     found, halves = [], []
     for name in _NAMES[split]:
         ways = [_either(present, f"{name}.{language}") for language in languages]
@@ -327,11 +322,6 @@ class ParallelText(SentencePairs):
     The files are read line by line and encoded once, into the cache (`Encoding`): the
     tokens of all pairs, and the numbers of `Pairs`, int64. Pairs are then read from there on
     demand. Memory holds 8 bytes a training pair, and an epoch's permutation of the pairs.
-
-    Raises:
-        DataError: A split is missing or empty, or the cache cannot be written.
-        DamagedData: Files are unusable.
-        Resource: The disk is full.
     """
 
     def __init__(

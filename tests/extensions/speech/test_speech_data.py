@@ -18,7 +18,7 @@ from mprun.data import DataError
 from mprun.data.image_store import split_digits
 from mprun.data.source import DamagedData
 from mprun.errors import BadInput
-from mprun.extensions.speech.audio import Spectrogram, read_audio, read_wav
+from mprun.extensions.speech.audio import Spectrogram, read_audio
 from mprun.extensions.speech.speech_manifest import read_manifest, read_transcripts
 
 from ...helpers import configured, raises_line, refused
@@ -98,7 +98,7 @@ def write_wav(path, samples, *, width=2, channels=1, rate=RATE):
 def test_samples_of_every_width(tmp_path, width, channels):
     half = 2 ** (8 * width - 2)
     write_wav(tmp_path / "a.wav", [0, half, -half, -2 * half], width=width, channels=channels)
-    assert read_wav(str(tmp_path / "a.wav"), RATE).tolist() == [0.0, 0.5, -0.5, -1.0]
+    assert read_audio(str(tmp_path / "a.wav"), RATE).tolist() == [0.0, 0.5, -0.5, -1.0]
 
 
 def test_a_tone_is_loudest_at_its_frequency():
@@ -221,7 +221,7 @@ def test_batches_of_a_manifest(tmp_path, ending):
     assert targets.tolist() == [[11, 2, 1, 2, 0], [21, 3, 2, 3, 1]]
     assert last.tolist() == [[31, 1, 1, 0, 0, 0], [41, 4, 1, 2, 2, 1]]
     assert not features[0, ..., 11:].any() and features[0, ..., :11].all(dim=(0, 1, 2)).any()
-    expected = Spectrogram(RATE, 20.0, 10.0).of(read_wav(str(tmp_path / "0.wav"), RATE))
+    expected = Spectrogram(RATE, 20.0, 10.0).of(read_audio(str(tmp_path / "0.wav"), RATE))
     assert np.array_equal(features[0, 0, :, :11].numpy(), expected)
 
 
