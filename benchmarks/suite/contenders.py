@@ -1,6 +1,6 @@
 """The contenders of a benchmark by name; a missing package only matters when it is used."""
 
-from collections.abc import Callable
+import pkgutil
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -25,12 +25,12 @@ SCALES_PER_OPTIMIZER = ("fabric", "trainer", "accelerate")
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """A contender: a one-line description, its package, its tasks and modes.
+    """A contender: its maker ("module:function" of `peers`), package, modes and tasks.
 
     modes: None for all of mprun's.
     """
 
-    text: str
+    maker: str
     package: str | None
     modes: tuple[str, ...] | None
     tasks: tuple[str, ...] = TASKS
@@ -41,22 +41,21 @@ class Entry:
 
 
 OWN = {
-    "mprun": Entry("mprun as `mprun model=...` runs it", None, None),
-    "mprun+": Entry("mprun at its best settings for the model", None, None),
+    "mprun": Entry("", None, None),  # as `mprun model=...` runs it
+    "mprun+": Entry("", None, None),  # at its best settings for the model
 }
+_BOTH, _IMAGES, _WORDS = (*FP32, *AMP), ("classification",), ("language_model",)
 PEERS = {
-    "loop": Entry("plain PyTorch loop", None, (*FP32, "fp16_naive")),
-    "loop+": Entry("the loop with fused optimizer and torch.compile, NHWC in TF32", None, FP32),
-    "amp": Entry("torch.amp recipe of the PyTorch documentation", None, AMP),
-    "amp+": Entry("the recipe with NHWC, fused optimizer and torch.compile", None, AMP),
-    "timm": Entry("timm's training step", "timm", (*FP32, *AMP), ("classification",)),
-    "torchao": Entry("torchao's FP8 layers in the recipe", "torchao", FP8, ("language_model",)),
-    "torchao+": Entry(
-        "the same with fused optimizer and torch.compile", "torchao", FP8, ("language_model",)
-    ),
-    "fabric": Entry("Lightning Fabric", "lightning", (*FP32, *AMP)),
-    "trainer": Entry("lightning.Trainer, nothing logged", "lightning", (*FP32, *AMP)),
-    "accelerate": Entry("Hugging Face Accelerate", "accelerate", (*FP32, *AMP)),
+    "loop": Entry("loop:make_loop", None, (*FP32, "fp16_naive")),
+    "loop+": Entry("loop:make_tuned_loop", None, FP32),
+    "amp": Entry("amp:make_amp", None, AMP),
+    "amp+": Entry("amp:make_tuned_amp", None, AMP),
+    "timm": Entry("timm_step:make_timm", "timm", _BOTH, _IMAGES),
+    "torchao": Entry("torchao_loop:make_torchao", "torchao", FP8, _WORDS),
+    "torchao+": Entry("torchao_loop:make_tuned_torchao", "torchao", FP8, _WORDS),
+    "fabric": Entry("fabric:make_fabric", "lightning", _BOTH),
+    "trainer": Entry("trainer:make_trainer", "lightning", _BOTH),
+    "accelerate": Entry("accelerate_loop:make_accelerate", "accelerate", _BOTH),
 }
 CONTENDERS = {**OWN, **PEERS}
 
@@ -96,7 +95,7 @@ def make(case: Case, device: torch.device) -> Contender:
         return RunnerContender(case, device)
     if case.contender not in PEERS:
         raise BadInput(f"{case.contender}: no such contender (allowed: {', '.join(CONTENDERS)})")
-    maker = _maker(case.contender)
+    maker = pkgutil.resolve_name(f"benchmarks.suite.peers.{PEERS[case.contender].maker}")
 
     from benchmarks.suite.peers.task import pin_flags, set_up
 
@@ -105,39 +104,6 @@ def make(case: Case, device: torch.device) -> Contender:
     # A package may have set flags on the way.
     pin_flags(task.config)
     return peer
-
-
-def _maker(name: str) -> Callable:
-    match name:
-        case "loop" | "loop+":
-            from benchmarks.suite.peers.loop import make_loop, make_tuned_loop
-
-            return make_loop if name == "loop" else make_tuned_loop
-        case "amp" | "amp+":
-            from benchmarks.suite.peers.amp import make_amp, make_tuned_amp
-
-            return make_amp if name == "amp" else make_tuned_amp
-        case "timm":
-            from benchmarks.suite.peers.timm_step import make_timm
-
-            return make_timm
-        case "torchao" | "torchao+":
-            from benchmarks.suite.peers.torchao_loop import make_torchao, make_tuned_torchao
-
-            return make_torchao if name == "torchao" else make_tuned_torchao
-        case "fabric":
-            from benchmarks.suite.peers.fabric import make_fabric
-
-            return make_fabric
-        case "trainer":
-            from benchmarks.suite.peers.trainer import make_trainer
-
-            return make_trainer
-        case "accelerate":
-            from benchmarks.suite.peers.accelerate_loop import make_accelerate
-
-            return make_accelerate
-    raise ValueError(f"contender={name!r}: has no maker")
 
 
 def _why_not_here(mode: str, task_kind: str, device: torch.device) -> str | None:

@@ -1,5 +1,7 @@
 """The default measurements: models and sizes, as plain data."""
 
+from functools import partial
+
 from mprun.extensions.bench.cases import BenchGroup
 from mprun.extensions.bench.contest import CPU_MODES, GPU_MODES
 
@@ -14,15 +16,7 @@ PLAIN_RATE = (
 _BEST_MODES = ("tf32", "fp16_master_scaled", "amp")  # measured with mprun's best settings too
 
 
-def _group(
-    label: str,
-    overrides: tuple[str, ...],
-    modes: tuple[str, ...],
-    weight: float,
-    best_modes: tuple[str, ...] = _BEST_MODES,
-    compile: bool = False,
-) -> BenchGroup:
-    return BenchGroup(label, overrides, modes, weight, best_modes, compile)
+_group = partial(BenchGroup, best_modes=_BEST_MODES, compile=False)
 
 
 def _images(size: int, batch: int, classes: int, *more: str) -> tuple[str, ...]:
@@ -50,9 +44,9 @@ def _tokens(words: int, time: int, batch: int, *more: str) -> tuple[str, ...]:
 
 def _resnet(batch: int, weight: float) -> BenchGroup:
     overrides = ("model=resnet50", "optim=sgd", *_images(224, batch, 1000))
-    large = batch >= 128
-    best = ("fp16_master_scaled", "amp") if large else _BEST_MODES
-    return _group(f"ResNet-50 b{batch}", overrides, GPU_MODES, weight, best, compile=large)
+    large = {"best_modes": ("fp16_master_scaled", "amp"), "compile": True}
+    more = large if batch >= 128 else {}
+    return _group(f"ResNet-50 b{batch}", overrides, GPU_MODES, weight, **more)
 
 
 def _alexnet(batch: int, weight: float) -> BenchGroup:
@@ -92,7 +86,7 @@ _GPT2 = _group(
     ("model=gpt2", *PLAIN_RATE, *_tokens(50_304, 1024, 12)),
     ("fp32", "tf32", "amp_bf16", "bf16_stochastic", "fp8_tensorwise", "fp8_rowwise"),
     100,
-    ("amp_bf16", "fp8_tensorwise"),
+    best_modes=("amp_bf16", "fp8_tensorwise"),
     compile=True,
 )
 

@@ -33,6 +33,12 @@ class Target:
     at_most: bool = False
 
 
+def _peak(label: str, bound: float, over: str = "FP32", measure: str = "peak_ratio") -> Target:
+    of = "peak memory" if measure == "peak_over_recipe" else "peak memory of master weights"
+    modes, contenders = ("fp16_master_scaled",), ("mprun",)
+    return Target(label, f"{of} over {over}", measure, bound, modes, contenders, at_most=True)
+
+
 TARGETS = (
     Target("ResNet-50 b256", "eager", "rate", 4900, contenders=("mprun",)),
     Target("ResNet-50 b256", "compiled or fused", "rate", 6000, contenders=("mprun+",)),
@@ -44,29 +50,13 @@ TARGETS = (
     Target("ResNet-50 b256", "FP32 (TF32 off)", "rate", 1150, modes=("fp32",)),
     Target("ResNet-50 b256", "AMP over FP32", "fp32", 3.5, modes=("amp",)),
     Target("ResNet-50 b256", "AMP over TF32", "tf32", 1.9, modes=("amp",)),
-    Target(
-        "ResNet-50 b256",
-        "peak memory of master weights over FP32",
-        "peak_ratio",
-        0.55,
-        modes=("fp16_master_scaled",),
-        contenders=("mprun",),
-        at_most=True,
-    ),
+    _peak("ResNet-50 b256", 0.55),
     Target("ResNet-50 b256", "energy of AMP over FP32", "energy_ratio", 0.5, ("amp",), _OWN, True),
     Target("ResNet-50 b32", "by a graph, against the best peer", "best_peer", 1.15),
     Target("ResNet-50 b32", "rate", "rate", 3500),
     Target("AlexNet b512", "against the best peer", "best_peer", 1.05),
     Target("AlexNet b512", "rate", "rate", 50_000),
-    Target(
-        "AlexNet b512",
-        "peak memory of master weights over FP32",
-        "peak_ratio",
-        0.74,
-        modes=("fp16_master_scaled",),
-        contenders=("mprun",),
-        at_most=True,
-    ),
+    _peak("AlexNet b512", 0.74),
     Target("AlexNet b128", "against the best peer", "best_peer", 1.08),
     Target("AlexNet b128", "rate", "rate", 35_000),
     Target("DCGAN b128", "by a graph, against the best peer", "best_peer", 1.8),
@@ -74,25 +64,9 @@ TARGETS = (
     Target("LSTM LM b128", "by a graph, against the best peer", "best_peer", 1.15),
     Target("bigLSTM b256", "against dense updates of peers", "best_peer", 2.0),
     Target("bigLSTM b256", "rate", "rate", 150_000),
-    Target(
-        "bigLSTM b256",
-        "peak memory of master weights over TF32",
-        "peak_ratio",
-        0.80,
-        modes=("fp16_master_scaled",),
-        contenders=("mprun",),
-        at_most=True,
-    ),
+    _peak("bigLSTM b256", 0.80, "TF32"),
     *(
-        Target(
-            label,
-            "peak memory over the torch.amp recipe",
-            "peak_over_recipe",
-            1.00,
-            modes=("fp16_master_scaled",),
-            contenders=("mprun",),
-            at_most=True,
-        )
+        _peak(label, 1.00, "the torch.amp recipe", "peak_over_recipe")
         for label in ("ResNet-50 b256", "AlexNet b512", "AlexNet b128", "bigLSTM b256")
     ),
 )

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from benchmarks.suite.peers.optimizers import can_fuse, make_optimizer
+from benchmarks.suite.peers.optimizers import make_optimizer
 from benchmarks.suite.peers.task import PeerTask
-from mprun.precision.torch_update import initialise_state
+from mprun.precision.torch_update import has_fused_kernel, initialise_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ def tuned(task: PeerTask, channels_last: bool, compiler: str | None = None) -> E
     channels_last = channels_last and task.is_convolutional
     if channels_last:
         task = task.in_channels_last()
-    fused = can_fuse(task.config.optim, task.device)
+    fused = has_fused_kernel(task.config.optim.name, task.device)
     optimizers = tuple(make_optimizer(task.config.optim, net, fused) for net in task.networks)
     for optimizer in optimizers:
         # A fused SGD whose first step is skipped goes on with an uninitialised momentum.

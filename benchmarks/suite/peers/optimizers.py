@@ -6,7 +6,6 @@ from torch import nn
 from mprun.assembly.precision import Rates, norm_parameter_names, parameter_groups
 from mprun.config.schema import OptimConfig
 from mprun.errors import BadInput
-from mprun.precision.torch_update import has_fused_kernel
 
 
 def groups_of(config: OptimConfig, network: nn.Module) -> list[dict]:
@@ -48,8 +47,3 @@ def make_optimizer(
                 groups, lr=config.lr, initial_accumulator_value=start, eps=eps, **chosen
             )
     raise BadInput(f"optim={config.name}: no peer has it (allowed: sgd, adam, adamw, adagrad)")
-
-
-def can_fuse(config: OptimConfig, device: torch.device) -> bool:
-    """Return whether this torch has the fused kernel (Adagrad's on CUDA is young)."""
-    return has_fused_kernel(config.name, device)
