@@ -27,7 +27,7 @@ from mprun.distributed.launch import launch
 from mprun.distributed.rank_info import rank_info_from
 from mprun.errors import DONE, BadInput, Resource
 from mprun.extensions.bench.contest import Contest
-from mprun.extensions.bench.measure import synchronise
+from mprun.extensions.bench.measure import WINDOW_S, synchronise
 from mprun.extensions.bench.session import claimed
 from mprun.record.console import markdown_table
 from mprun.record.layout import for_terminal
@@ -36,7 +36,6 @@ from mprun.sweeps.child import child
 from mprun.training.run import joined, placed, prepare, resolve_device
 
 WARM_UP = 12  # DistributedDataParallel orders its buckets anew in the second step
-WINDOW_S = 0.3
 
 
 def scaling(options: Namespace, devices: str) -> int:

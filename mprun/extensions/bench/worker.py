@@ -152,9 +152,8 @@ class Worker:
 def release(device: torch.device) -> None:
     """Free cached memory that nothing uses."""
     gc.collect()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        torch.cuda.empty_cache()
+    measure.synchronise(device)
+    torch.cuda.empty_cache()  # nothing without CUDA
 
 
 def _memory_left(device: torch.device) -> dict[str, int]:

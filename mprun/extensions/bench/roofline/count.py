@@ -21,12 +21,7 @@ from mprun.config.schema import DataConfig, RunConfig
 from mprun.errors import BadInput, MprunError, raised
 from mprun.extensions.bench.roofline import FORMATS
 from mprun.extensions.bench.roofline.cuda_kernels import cuda_kernels
-from mprun.extensions.bench.roofline.operations import (
-    OperationCosts,
-    bytes_of,
-    costs,
-    tensors_in,
-)
+from mprun.extensions.bench.roofline.operations import OperationCosts, bytes_of, costs
 from mprun.extensions.bench.roofline.shape_only import (
     NO_END,
     SavedTensors,
@@ -36,7 +31,7 @@ from mprun.extensions.bench.roofline.shape_only import (
     shape_source,
     weightless,
 )
-from mprun.numerics.trace import Operation, in_backward, name_of
+from mprun.numerics.trace import Operation, in_backward, name_of, tensors_in
 from mprun.precision import DTYPES, ForwardContext, PrecisionPolicy
 from mprun.precision.philox import micro_batches
 from mprun.precision.torch_update import path_of
@@ -216,7 +211,7 @@ class Counter(TorchDispatchMode):
         results = func(*args, **kwargs) if schema_of(func).returns else None
         for kind, flops, size in costs(Operation(func, name_of(func), args, kwargs, results)):
             kind = self._kind(kind, args, results)
-            dtype = next(tensors_in(args)).dtype if flops else torch.float32
+            dtype = tensors_in(args)[0].dtype if flops else torch.float32
             if flops and isinstance(args[-1], torch.dtype):  # casts, decoded to it
                 dtype = args[-1]
             self.write(kind, dtype, flops, size, 1)

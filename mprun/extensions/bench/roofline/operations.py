@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from mprun.numerics.flops import convolution_flops, flops
-from mprun.numerics.trace import UNWRITTEN, Operation, operands
-from mprun.torch_private import tree_leaves
+from mprun.numerics.trace import UNWRITTEN, Operation, operands, tensors_in
 
 # (kind, FLOPs, bytes) of one kernel
 Cost = tuple[str, int, int]
@@ -84,10 +83,6 @@ def bytes_of(tensor: Tensor) -> int:
         return 0
     reach = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
     return min(numbers, reach) * tensor.itemsize
-
-
-def tensors_in(tree: object) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
 
 
 def costs(operation: Operation) -> Iterator[Cost]:

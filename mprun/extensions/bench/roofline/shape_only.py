@@ -13,6 +13,7 @@ from mprun.assembly.data import build_data, check_batches, own_source
 from mprun.config import schema
 from mprun.config.registry import kind_of, task_of
 from mprun.data.source import Source
+from mprun.data.token_streams import padded
 from mprun.entry_points import loaded
 from mprun.errors import BadInput
 from mprun.torch_private import FakeTensorMode, storage_key
@@ -144,8 +145,9 @@ def _classes(config: schema.RunConfig) -> int:
 
 def _words(config: schema.RunConfig, data: Any, *names: str) -> dict[str, int]:
     """Return the number of words by the name of their size, padding included."""
+    multiple = getattr(data, "vocab_multiple", 1)
     if hasattr(data, "vocab_size"):
-        return {"vocab_size": _padded_words(data.vocab_size, data)}
+        return {"vocab_size": padded(data.vocab_size, multiple)}
     if not data.component.on_disk:
         short = {"sequence_length": 1} if hasattr(data, "sequence_length") else {}
         few = dataclasses.replace(data, batch_size=1, **short)
@@ -160,13 +162,8 @@ def _words(config: schema.RunConfig, data: Any, *names: str) -> dict[str, int]:
                 f"model.{name}=null: data={data.name} has its words in files, which a count does "
                 f"not read; give model.{name}=N or data.{limit}=N"
             )
-        found[name] = _padded_words(words, data)
+        found[name] = padded(words, multiple)
     return found
-
-
-def _padded_words(words: int, data: Any) -> int:
-    multiple = getattr(data, "vocab_multiple", 1)
-    return -(-words // multiple) * multiple
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
