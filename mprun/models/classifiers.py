@@ -156,21 +156,11 @@ class LocalResponseNorm(nn.LocalResponseNorm):
     ``y_c = x_c / (k + alpha / size * sum of x_j^2 over the window around c) ** beta``: the
     window holds ``size`` neighbouring channels, and channels outside the tensor count as 0, as in
     ``torch.nn.LocalResponseNorm`` and Caffe. torch's module goes through ``avg_pool3d``, which has
-    no half kernel on a CPU; this one does not. Caffe's constants are the defaults.
+    no half kernel on a CPU; this one does not. ``size`` is odd, the other defaults are Caffe's.
 
     Input and output are ``[batch, channels, height, width]`` in any floating dtype, computed in
     that dtype. It subclasses torch's module, so that it counts as a norm layer.
-
-    Raises:
-        ValueError: ``size`` is not odd and positive.
     """
-
-    def __init__(
-        self, size: int = 5, alpha: float = 1e-4, beta: float = 0.75, k: float = 1.0
-    ) -> None:
-        super().__init__(size, alpha, beta, k)
-        if size < 1 or size % 2 == 0:
-            raise ValueError(f"size={size} is not allowed: an odd number, at least 1")
 
     def forward(self, x: Tensor) -> Tensor:
         # Scaled before it is squared: x * x alone is inf in FP16 from |x| = 256 on, this way it is
@@ -224,11 +214,11 @@ class AlexNet2012(nn.Module):
         self.features = nn.Sequential(
             nn.Conv2d(3, first, 11, stride=4),
             nn.ReLU(),
-            LocalResponseNorm(),
+            LocalResponseNorm(5),
             nn.MaxPool2d(3, 2, ceil_mode=True),
             nn.Conv2d(first, second, 5, padding=2, groups=2),
             nn.ReLU(),
-            LocalResponseNorm(),
+            LocalResponseNorm(5),
             nn.MaxPool2d(3, 2, ceil_mode=True),
             nn.Conv2d(second, third, 3, padding=1),
             nn.ReLU(),

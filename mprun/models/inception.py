@@ -142,7 +142,7 @@ def _built(
             pool = nn.MaxPool2d if kind == "max" else nn.AvgPool2d
             return pool(3, stride, padding, ceil_mode=ceil), channels
         case Norm():
-            return LocalResponseNorm(), channels
+            return LocalResponseNorm(5), channels
     branches, outputs = Branches(), 0
     for branch in layer:
         made, inputs = nn.Sequential(), channels

@@ -36,7 +36,7 @@ def test_half_on_a_cpu_forward_and_backward(dtype):
     generator = torch.Generator().manual_seed(1)
     exact = torch.randn(2, 16, 6, 6, dtype=torch.float64, generator=generator).mul_(20).to(dtype)
     x = exact.clone().requires_grad_()
-    y = LocalResponseNorm()(x)
+    y = LocalResponseNorm(5)(x)
     y.sum().backward()
     assert y.dtype == x.grad.dtype == dtype
     x64 = exact.double().requires_grad_()

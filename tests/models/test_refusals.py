@@ -4,7 +4,6 @@ from functools import partial
 
 import pytest
 
-from mprun.models.classifiers import LocalResponseNorm
 from mprun.models.dcgan import Discriminator, Generator
 from mprun.models.lstm import LogUniformSampler, LSTMLanguageModel
 
@@ -17,7 +16,6 @@ from mprun.models.lstm import LogUniformSampler, LSTMLanguageModel
             for size in (8, 48, 0)
             for kind in (Generator, Discriminator)
         ),
-        *((partial(LocalResponseNorm, size), f"size={size}") for size in (0, 4)),
         (partial(LogUniformSampler, 10, 0), "count"),
         (partial(LogUniformSampler, 10, 11), "count"),
         (partial(LogUniformSampler, 2**24, 5), "vocabulary"),
