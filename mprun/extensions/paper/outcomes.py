@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from msgspec.structs import replace
 
 from mprun.comparison import compare
@@ -362,7 +361,7 @@ def _mean_of(row: Compared, metric: str) -> str:
     if not metric:
         return ""
     last = [run.evals[metric][-1] for run in row.arm.runs if len(run.evals.get(metric, ()))]
-    known = [float(value) for value in last if np.isfinite(value)]
+    known = [float(value) for value in last if math.isfinite(value)]
     return value_text(statistics.fmean(known)) if known else ""
 
 
