@@ -131,34 +131,6 @@ class MultiBox(nn.Module):
         return best_detections(of_each, scores, self.most_of_a_class, *limits)
 
 
-class Backbone(nn.Sequential):
-    """Layers that return two maps: the one after layer ``tap`` and the last one."""
-
-    tap: int
-
-    def forward(self, images: Tensor) -> list[Tensor]:
-        found, x = [], images
-        for number, layer in enumerate(self):
-            x = layer(x)
-            if number == self.tap:
-                found.append(x)
-        return [*found, x]
-
-
-class _OneAfterTheOther(nn.ModuleList):
-    """``forward(maps)`` applies the modules one after the other and returns every output."""
-
-    def forward(self, x: Tensor) -> list[Tensor]:
-        return [x := module(x) for module in self]
-
-
-class _OneForEach(nn.ModuleList):
-    """``forward(list of maps)`` applies each module to its own map; further maps are left out."""
-
-    def forward(self, maps: Sequence[Tensor]) -> list[Tensor]:
-        return [module(own) for module, own in zip(self, maps, strict=False)]
-
-
 class SSD(nn.Module):
     """A backbone, smaller and smaller maps after it, and two convolutions on each of them.
 
@@ -186,11 +158,12 @@ class SSD(nn.Module):
         freeze_backbone: bool,
     ) -> None:
         super().__init__()
-        self.features = Backbone(*features)
-        self.features.tap = tap
-        self.extras, self.norms = _OneAfterTheOther(extras), _OneForEach(norms)
-        self.offsets = _OneForEach(nn.Conv2d(c, 4 * n, 3, padding=1) for c, n in heads)
-        self.classes = _OneForEach(nn.Conv2d(c, (1 + classes) * n, 3, padding=1) for c, n in heads)
+        self.features, self.tap = nn.ModuleList(features), tap
+        self.extras, self.norms = nn.ModuleList(extras), nn.ModuleList(norms)
+        self.offsets, self.classes = (
+            nn.ModuleList(nn.Conv2d(c, each * n, 3, padding=1) for c, n in heads)
+            for each in (4, 1 + classes)
+        )
         self.num_classes, self.multibox = classes, multibox
         for part in (self.features, self.extras, self.norms):
             part.requires_grad_(not freeze_backbone)
@@ -200,13 +173,21 @@ class SSD(nn.Module):
 
     def outputs(self, images: Tensor) -> tuple[Tensor, Tensor]:
         """Return offsets ``[batch, n, 4]`` and logits ``[batch, n, 1 + classes]`` of the boxes."""
-        found = self.features(images)
-        maps = [*found, *self.extras(found[-1])]
-        normed = self.norms(maps)
-        maps[: len(normed)] = normed
-        offsets = [by_box(head, 4) for head in self.offsets(maps)]
-        logits = [by_box(head, 1 + self.num_classes) for head in self.classes(maps)]
-        return torch.cat(offsets, 1), torch.cat(logits, 1)
+        maps, x = [], images
+        for number, layer in enumerate(self.features):
+            x = layer(x)
+            if number == self.tap:
+                maps.append(x)
+        maps.append(x)
+        for layer in self.extras:
+            maps.append(layer(maps[-1]))
+        for number, norm in enumerate(self.norms):
+            maps[number] = norm(maps[number])
+        offsets, logits = (
+            torch.cat([by_box(head(own), width) for head, own in zip(heads, maps, strict=True)], 1)
+            for heads, width in ((self.offsets, 4), (self.classes, 1 + self.num_classes))
+        )
+        return offsets, logits
 
 
 def default_boxes(
