@@ -1,4 +1,7 @@
-"""The loss of each kind of task, as in a tutorial, without the loop around it."""
+"""The loss of each kind of task, as in a tutorial; a step in which a tool has the backward pass."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -77,3 +80,56 @@ class Adversaries:
         """Return the binary cross-entropy of [batch] logits against one label, 0-dim float32."""
         logits = logits.float()
         return F.binary_cross_entropy_with_logits(logits, torch.full_like(logits, label))
+
+
+def through_tool(
+    task: PeerTask,
+    prepared: Sequence[Sequence[Any]],
+    backward: Callable[[Tensor], None],
+    clip: Callable[[Any, Any], None],
+) -> Callable[[Batch], Tensor]:
+    """Return a training step, for `Peer`, with a tool's backward pass and clipping.
+
+    prepared: the tool's network and optimizer; of a GAN the generator's, then the discriminator's.
+    """
+    if task.kind == "gan":
+        return _gan_step(task, prepared, backward, clip)
+    problem, [(model, optimizer)] = Problem(task), prepared
+
+    def train(batch: Batch) -> Tensor:
+        optimizer.zero_grad()
+        loss = problem.loss(model, batch)
+        backward(loss)
+        if task.clip_norm is not None:
+            clip(model, optimizer)
+        optimizer.step()
+        return problem.reported(loss)
+
+    return train
+
+
+def _gan_step(task: PeerTask, prepared, backward, clip) -> Callable[[Batch], Tensor]:
+    adversaries = Adversaries(task)
+    (generator, optimizer_g), (discriminator, optimizer_d) = prepared
+
+    def train(batch: Batch) -> Tensor:
+        images, _ = batch
+        optimizer_d.zero_grad()
+        loss_real = adversaries.against(discriminator(images), 1.0)
+        backward(loss_real)
+        fake = generator(adversaries.codes(images))
+        loss_fake = adversaries.against(discriminator(fake.detach()), 0.0)
+        backward(loss_fake)
+        if task.clip_norm is not None:
+            clip(discriminator, optimizer_d)
+        optimizer_d.step()
+
+        optimizer_g.zero_grad()
+        loss_g = adversaries.against(discriminator(fake), 1.0)
+        backward(loss_g)
+        if task.clip_norm is not None:
+            clip(generator, optimizer_g)
+        optimizer_g.step()
+        return (loss_real + loss_fake).detach() + loss_g.detach()
+
+    return train
