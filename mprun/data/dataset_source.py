@@ -55,7 +55,6 @@ class DatasetReader(Reader):
         self.dataset, self.num_classes, self.seed = dataset, num_classes, seed
 
     def read(self, number: int) -> ReadBatch:
-        """Read batch ``number``; raise ``DamagedData`` naming an item."""
         chosen = self.places(number)
         key = (_HELD_OUT,) if self.seed is None else (_TRAINING, self.seed, number // len(self))
         with kept_random_state():
@@ -157,7 +156,6 @@ class StreamReader(DatasetReader):
         return self.__dict__ | {"_iterator": None}  # each process begins for itself
 
     def places(self, number: int) -> list[int]:
-        """Return the places in the stream of batch ``number``."""
         if self.seed is None:
             return super().places(number)
         at_least(0, index=number)

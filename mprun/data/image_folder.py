@@ -128,7 +128,6 @@ class ImageReader(Reader):
         self.most_replaced = max(3, len(split) // 1000)
 
     def read(self, number: int) -> ReadBatch:
-        """Read batch ``number``; raise ``DamagedData`` naming a file."""
         chosen = self.places(number)
         chances: Iterable[np.ndarray | None] = itertools.repeat(None, len(chosen))
         if self.seed is not None:

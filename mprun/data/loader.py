@@ -418,7 +418,6 @@ class LoadedSource(Source):
         feed.defer_wait()  # drop it: only training reports its waiting
 
     def close(self) -> None:
-        """End the loader processes; the source can be asked again."""
         for feed in (self._train, *self._eval_feeds.values()):
             feed.close()
 

@@ -176,7 +176,6 @@ class Encoding:
 
     @property
     def kept(self) -> Cache:
-        """Return the cache in the folder."""
         return Cache(self.cache)
 
     def text(self, path: Path) -> TextFile:

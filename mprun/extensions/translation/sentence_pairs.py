@@ -4,7 +4,7 @@ import hashlib
 import unicodedata
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from functools import cache, partial
+from functools import cache
 from itertools import chain, islice, zip_longest
 from pathlib import Path
 from typing import Any
@@ -343,12 +343,12 @@ class ParallelText(SentencePairs):
         }
         hashes = {split: [file.sha256 for file in own] for split, own in files.items()}
 
-        def ranked_words(side: int, limit: int | None) -> tuple[str, ...]:
-            # Both sides are read, so that a fault in either is found before anything is kept.
-            words = (pair[side].split() for pair in pairs_of(files["train"]))
-            return build_vocabulary(words, SYMBOLS, limit)
-
         def words_of(side: int, limit: int | None) -> Words:
+            def ranked() -> tuple[str, ...]:
+                # Both sides are read, so that a fault in either is found before anything is kept.
+                words = (pair[side].split() for pair in pairs_of(files["train"]))
+                return build_vocabulary(words, SYMBOLS, limit)
+
             key: Key = {
                 "train": " ".join(hashes["train"]),
                 "side": side,
@@ -356,8 +356,7 @@ class ParallelText(SentencePairs):
                 "lower": encoding.lower,
                 "vocab_limit": limit,
             }
-            words = partial(ranked_words, side, limit)
-            return _SideWords(kept, key, words, UNKNOWN, SYMBOLS[END_ID])
+            return _SideWords(kept, key, ranked, UNKNOWN, SYMBOLS[END_ID])
 
         coders: list[Any]  # subwords or words of each side
         if encoding.tokenizer is None:
