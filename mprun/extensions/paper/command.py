@@ -5,7 +5,7 @@ import shlex
 import sys
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from mprun.comparison.text_outputs import console, markdown
 from mprun.comparison.wording import seeds_text
 from mprun.errors import DONE, BadInput, needing, no_folder
 from mprun.extensions.paper.listing import Listing, commands_of
-from mprun.extensions.paper.rows import ROWS, PaperRow, digest, held_out, seeds_of, text_of, told
+from mprun.extensions.paper.rows import ROWS, PaperRow, digest, held_out, seeds_of, told
 from mprun.record.console import columns
 from mprun.record.layout import for_terminal
 from mprun.record.run_directory import refuse_link
@@ -60,7 +60,7 @@ def main(arguments: list[str]) -> int:
         return _beside(options, arguments)
     rows = [row for row in ROWS if _asked(row, options)]
     reasons = {row.key: reason for row in rows if (reason := _why_not(row, options))}
-    listing = Listing(rows, reasons, options, full_hours())
+    listing = Listing(rows, reasons, options)
     if options.list or not options.only:
         width = columns(1000, sys.stdout) if sys.stdout.isatty() else None
         print("\n".join(listing.lines(width)))
@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> int:
     ended = {cell.directory: None for cell in runs.plan.cells if state_of(cell) is State.FINISHED}
     for own_runs, _ in earlier.values():
         ended |= dict.fromkeys(run for every in own_runs.values() for run in every)
-    page = Page(options.scale, found, rows, _facts([*ended], arguments), full_hours(), remarks)
+    page = Page(options.scale, found, rows, _facts([*ended], arguments), remarks)
     seeds = {*runs.seeds, *(seed for one in found for line in one.lines for seed in line.seeds)}
     if options.scale == "small" and seeds:
         page.seeds = told([row.key for row in rows], seeds)
@@ -144,7 +144,7 @@ def _beside(options: Namespace, arguments: list[str]) -> int:
     rows = [row for row in ROWS if row.key in keys]
     remarks = [*comparison.stamps, *without, *comparison.not_compared, *comparison.notes]
     paths = [Path(run.path) for group in comparison.groups for run in group.every_run]
-    page = Page("given", found, rows, _facts(paths, arguments), full_hours(), remarks)
+    page = Page("given", found, rows, _facts(paths, arguments), remarks)
     if options.json:
         print(page.json())
     else:
@@ -233,7 +233,7 @@ def _why_not(row: PaperRow, options: Namespace) -> str:
         needs.append(row.full.missing)
     if not needs and not _has_gpu():
         needs.append("a CUDA device")
-    hours = full_hours().get(row.full.experiment, {})
+    hours = row.full.hours
     cost = ", ".join(f"{hours[mode]:.3g} h in {mode}" for mode in ("fp32", "amp") if mode in hours)
     return f"needs {' and '.join(needs)} (an H200 at its limit: {cost})" if needs else ""
 
@@ -242,11 +242,6 @@ def _has_gpu() -> bool:
     from mprun.training.run import resolve_device
 
     return resolve_device("auto").type == "cuda"
-
-
-def full_hours() -> Mapping[str, Mapping[str, float]]:
-    """Return recipe -> mode -> hours on one H200 at the limit that the roofline counts."""
-    return json.loads(text_of("full_scale.json"))["hours"]
 
 
 class _Runs:

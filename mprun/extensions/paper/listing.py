@@ -63,7 +63,6 @@ class Listing:
     rows: Sequence[PaperRow]
     reasons: Mapping[str, str]
     options: Namespace
-    hours: Mapping[str, Mapping[str, float]]  # of the recipes
     runs: dict[str, set[frozenset[str]]] = field(default_factory=dict)  # key of a row -> overrides
 
     def __post_init__(self) -> None:
@@ -109,7 +108,7 @@ class Listing:
         """Return how long a row takes; at the paper's scale the least hours on one H200."""
         if self.options.scale == "small":
             return self.left(self.runs[row.key]) if self.runs[row.key] else "-"
-        known = self.hours.get(row.full.experiment, {}) if row.full else {}
+        known = row.full.hours if row.full else {}
         if not {"fp32", "amp"} <= known.keys():
             return "-"
         seeds = len(self.options.seeds or (0,))

@@ -23,7 +23,7 @@ from mprun.comparison.numerics import (
 )
 from mprun.comparison.report import picture, render, samples
 from mprun.extensions.paper.outcomes import FAILED, NOT_RUN, RowOutcome, counted
-from mprun.extensions.paper.rows import PaperFigure, PaperRow
+from mprun.extensions.paper.rows import HOURS, PaperFigure, PaperRow
 from mprun.extensions.paper.rows import settings as settled
 from mprun.numerics.exponent_shares import ratio
 from mprun.numerics.probe_record import TensorStats
@@ -137,11 +137,11 @@ def _notes(found: RowOutcome) -> list[str]:
     return notes
 
 
-def _full_line(row: PaperRow, hours: Mapping[str, Mapping[str, float]]) -> list[str]:
+def _full_line(row: PaperRow) -> list[str]:
     """Return the cost of a result at the paper's scale."""
     if row.full is None:
         return [row.result.network, "", row.why_not, "", "", ""]
-    own = hours.get(row.full.experiment, {})
+    own = row.full.hours
     cost = [f"{own[mode]:.3g}" if mode in own else "" for mode in ("fp32", "amp")]
     data = ", ".join(filter(None, (row.full.folder, row.full.missing)))
     return [row.result.network, row.full.experiment, data, *cost, row.full.published]
@@ -155,8 +155,6 @@ class Page:
     found: list[RowOutcome]
     rows: Sequence[PaperRow]
     facts: Mapping[str, str]  # machine, versions, commands: name -> value
-    # Recipe -> mode -> hours on one H200, the limit that `mprun bench --roofline` counts.
-    hours: Mapping[str, Mapping[str, float]]
     remarks: Sequence[str] = ()  # on the runs as a whole, a line each
     seeds: str = ""  # whether settings were chosen on the judged seeds
 
@@ -166,7 +164,7 @@ class Page:
         every = [(figure, found) for found in self.found for figure in found.row.figures]
         with settings():
             figures = [figure_of(*one, folder) for one in sorted(every, key=lambda one: one[0].key)]
-        own, full = tables(self.found), [_full_line(row, self.hours) for row in self.rows]
+        own, full = tables(self.found), [*map(_full_line, self.rows)]
         given: dict[str, Any] = {
             "scale": f"{SCALE[self.scale]} The paper has one run per number and no interval.",
             "summary": [line for line in (self.seeds, counted(self.found)) if line],
@@ -218,7 +216,7 @@ class Page:
         known: dict[str, Any] = {"scale": self.scale, "seeds": self.seeds}
         known |= {"outcomes": counted(self.found), "facts": dict(self.facts), "rows": rows}
         known |= {"remarks": self.remarks} if self.remarks else {}
-        return json.dumps(known | {"hours_on_h200": self.hours}, indent=1)
+        return json.dumps(known | {"hours_on_h200": HOURS}, indent=1)
 
 
 def tables_markdown(made: Sequence[Table]) -> str:

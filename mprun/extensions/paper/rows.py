@@ -10,6 +10,7 @@ reason, before any run that is judged, and judged on others.
 """
 
 import hashlib
+import json
 from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cache
 from importlib.resources import files
@@ -98,6 +99,11 @@ class Full(_Row, frozen=True):
     samples: int = 0  # samples (words of text) per epoch if the recipe counts epochs; 0: steps
     published: str = ""  # how long others trained, with the source
     missing: str = ""  # what a user has to provide beside the data
+
+    @property
+    def hours(self) -> Mapping[str, float]:
+        """Mode -> hours on one H200 at the limit that `mprun bench --roofline` counts."""
+        return HOURS.get(self.experiment, {})
 
 
 class PaperRow(_Row, frozen=True):
@@ -211,6 +217,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _FILE = msgspec.convert(yaml.load(text_of("rows.yaml"), Loader=_LOADER), _File)
 ROWS, TECHNIQUES = _FILE.rows, _FILE.techniques
 NAIVE = TECHNIQUES["naive"]
+HOURS = json.loads(text_of("full_scale.json"))["hours"]  # recipe -> `Full.hours`
 
 
 class Settled(_Row, frozen=True):

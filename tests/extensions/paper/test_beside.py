@@ -218,7 +218,7 @@ def test_markdown_and_html_show_every_cell_and_escape_them(tmp_path):
     found = found_of(odd, group(LM, [("amp", 2.0, MATCH)], baseline=2.0))
     wanted = [cell for table in tables(found) for line in table.lines for cell in line]
     assert '<i a="1">|' in wanted and "<b>|&: ResNet-50" in wanted
-    Page("given", found, [], {}, {}, ["<u>told</u>"]).write(tmp_path)
+    Page("given", found, [], {}, ["<u>told</u>"]).write(tmp_path)
     page = Parsed((tmp_path / "paper.html").read_text(encoding="utf-8"))
     shown = [data for tag, data in page.texts if tag == "td" and data.strip()]
     assert shown == [cell for cell in wanted if cell]

@@ -51,7 +51,7 @@ def test_the_time_left_is_that_of_the_missing_runs_as_fast_as_the_others_were(
     options.seeds = (0, 1)
     (row,) = (replace(row, arms=row.arms[:2]) for row in ROWS if row.key == "biglstm")
     monkeypatch.setitem(settings(), "biglstm", replace(settings()["biglstm"], seconds=10))
-    nothing = Listing([row], {}, options, {})
+    nothing = Listing([row], {}, options)
     assert nothing.left(nothing.runs["biglstm"]) == "70 s"  # 3 techniques on 2 seeds and the probes
     for seed, command in enumerate(commands_of(row, options).values()):
         directory = tmp_path / "runs" / "any" / f"{seed}"
@@ -60,11 +60,11 @@ def test_the_time_left_is_that_of_the_missing_runs_as_fast_as_the_others_were(
         status = "done" if seed < 3 else "preempted"
         fields = {"status": status, "overrides": given, "seconds": 30.0}
         (directory / "run.json").write_text(json.dumps(fields))
-    some = Listing([row], {}, options, {})
+    some = Listing([row], {}, options)
     assert len(some.finished) == 3 and some.slower == 3
     assert some.left(some.runs["biglstm"]) == "2 min"  # 4 runs of 30 s
     options.jobs = 2
-    assert Listing([row], {}, options, {}).estimate().startswith("4 runs left: about 60 s, 2 at")
+    assert Listing([row], {}, options).estimate().startswith("4 runs left: about 60 s, 2 at")
 
 
 def test_a_list_of_the_full_scale_names_what_is_missing(tmp_path, capsys):
