@@ -8,10 +8,11 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 
+from torch import nn
+
 from mprun.config.schema import OptimConfig, RunConfig
 from mprun.errors import BadInput
-from mprun.extensions.diagnosis.cast_advice import CastAdvice
-from mprun.extensions.diagnosis.model_layout import Key, Layout
+from mprun.extensions.diagnosis.casts import CastAdvice
 from mprun.numerics.exponent_shares import (
     FORMATS,
     FP16_LOST,
@@ -29,6 +30,7 @@ from mprun.numerics.probe_record import (
     scale_range,
     tensors_of,
 )
+from mprun.precision.module_dtypes import NORM_LAYERS
 
 # A lost update is lost again at the next step as long as weight, gradient and rate stay similar.
 # Such weights stand still, and no later step averages that out. If one weight in a hundred loses
@@ -45,7 +47,42 @@ VALUE_HEADROOM = 2
 _NORM_INPUT = 2.0**8  # its square is the first power of two beyond FP16
 _EPS = {"adam": 1e-8, "adamw": 1e-8, "adagrad": 1e-10, "rmsprop": 1e-8}
 GROWTH_INTERVAL = 2000  # of torch, apex and NVIDIA's guide: at most one skip in so many updates
+Key = tuple[str, str]  # learner, module
 ByKind = dict[str, dict[Key, Gradients]]
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+_PRODUCTS = (nn.Linear, nn.RNNBase, *_CONVOLUTIONS, *_TRANSPOSED)
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The modules without modules inside, by learner, in the order of the model's definition.
+
+    products: linear, recurrent and convolution layers.
+    """
+
+    leaves: dict[str, tuple[str, ...]]
+    norms: frozenset[Key]
+    products: frozenset[Key]
+
+    def named(self, key: Key) -> str:
+        """Return the module's name, with the learner if there are several."""
+        return ": ".join(key if len(self.leaves) > 1 else key[1:])
+
+
+def layout(task) -> Layout:
+    """Return the layout of all models of a task."""
+    leaves = {
+        (label, name): module
+        for label, learner in task.learners.items()
+        for name, module in learner.model.named_modules()
+        if name and not any(module.children())
+    }
+    return Layout(
+        {label: tuple(name for own, name in leaves if own == label) for label in task.learners},
+        frozenset(key for key, module in leaves.items() if isinstance(module, NORM_LAYERS)),
+        frozenset(key for key, module in leaves.items() if isinstance(module, _PRODUCTS)),
+    )
 
 
 @dataclass(frozen=True, slots=True)

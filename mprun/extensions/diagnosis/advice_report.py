@@ -6,8 +6,13 @@ from functools import partial
 
 from mprun.comparison.wording import signed
 from mprun.extensions.diagnosis.advice import Advice, Worst, words
-from mprun.extensions.diagnosis.cast_advice import cast_changes, in_words, percent
-from mprun.extensions.diagnosis.casts import TAKEN_THRESHOLD, worst_place
+from mprun.extensions.diagnosis.casts import (
+    TAKEN_THRESHOLD,
+    cast_changes,
+    in_words,
+    percent,
+    worst_place,
+)
 from mprun.record.layout import aligned
 
 _LAYERS = 8

@@ -17,7 +17,7 @@ from mprun.config.keys import networks_in_turn
 from mprun.config.option_files import modes
 from mprun.config.schema import MatmulConfig
 from mprun.errors import BadInput, MprunError
-from mprun.extensions.diagnosis.cast_advice import typed
+from mprun.extensions.diagnosis.casts import typed
 from mprun.extensions.diagnosis.first_nonfinite import Finding
 from mprun.numerics.exponent_shares import FP16_MAX
 from mprun.numerics.post_mortem import EXPLOSION, LAST, explosion, power
@@ -39,6 +39,7 @@ Build = Callable[[dict], Built]  # builds from a plain configuration; raises Bad
 Options = Mapping[str, dict[str, dict]]  # "scaler=static" -> {"scaler": its values}
 # Overrides as typed after `mprun` -> the plain configuration that they change to.
 Changes = dict[tuple[str, ...], dict]
+Outcome = tuple[bool, str, float | None]  # as in `Tried`
 FP32 = ("precision=fp32",)
 _MATMUL = "precision.matmul"
 
@@ -300,19 +301,24 @@ def try_changes(build: Build, changes: Changes, origin: Origin) -> list[Tried]:
     FP32 as a whole, if listed, goes first. A run that stays finite but ends above 1.5 times the
     loss of FP32 (or of its own start, if that is larger) is not cured.
     """
+
+    def trial(own: tuple[str, ...], config: dict) -> Tried:
+        return result_of(own, lambda: survives(start_from(build(config), origin), origin))
+
     done: dict[tuple[str, ...], Tried] = {}
     if FP32 in changes:
-        done[FP32] = reference = _try(build, FP32, changes[FP32], origin)
+        done[FP32] = reference = trial(FP32, changes[FP32])
         if reference.cures and reference.loss is not None:
             usual = WORSE * max(abs(reference.loss), (origin.limit or 0.0) / EXPLOSION)
             limit = usual if origin.limit is None else min(usual, origin.limit)
             origin = replace(origin, limit=limit)
-    return [done.get(own) or _try(build, own, config, origin) for own, config in changes.items()]
+    return [done.get(own) or trial(own, config) for own, config in changes.items()]
 
 
-def _try(build: Build, overrides: tuple[str, ...], config: dict, origin: Origin) -> Tried:
+def result_of(overrides: tuple[str, ...], train: Callable[[], Outcome]) -> Tried:
+    """Return what `train` does with a change, or why it could not be tried."""
     try:
-        return Tried(overrides, *survives(start_from(build(config), origin), origin))
+        return Tried(overrides, *train())
     except BadInput as error:
         return Tried(overrides, None, f"does not apply: {error}")
     except (MprunError, RuntimeError, ValueError) as error:
@@ -328,7 +334,7 @@ def start_from(built: Built, origin: Origin) -> Steps:
     return Steps(built, 0, 0)
 
 
-def survives(steps: Steps, origin: Origin) -> tuple[bool, str, float | None]:
+def survives(steps: Steps, origin: Origin) -> Outcome:
     """Train to AFTER steps past the bad one; return whether all went well, a result, the loss."""
     built, task = steps.built, steps.built.task
     end = origin.bad_step + AFTER

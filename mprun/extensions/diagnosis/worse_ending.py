@@ -7,20 +7,21 @@ FP32 of a percent, averaged over the last quarter of the steps, is seldom chance
 import math
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 from mprun.assembly import Built
 from mprun.config.schema import PrecisionConfig
-from mprun.errors import BadInput, MprunError
-from mprun.extensions.diagnosis.cast_advice import cast_changes, sentences
-from mprun.extensions.diagnosis.casts import CastMeter
+from mprun.extensions.diagnosis.casts import CastMeter, cast_changes, sentences
 from mprun.extensions.diagnosis.interventions import (
     FP32,
     LONGEST_CONTROL_S,
     Build,
     Options,
+    Outcome,
     Tried,
     applied,
     groups_of,
+    result_of,
     without_casts,
 )
 from mprun.numerics.replay import Steps, same_loss
@@ -101,7 +102,8 @@ def find_ending(
     if options is not None and not found.gap <= SMALLEST_GAP:
         plain = without_casts(config, options)
         arms = applied(config, [*cast_changes(matmul, losses), plain], options)
-        found.tried.extend(_try(build, own, changed, found) for own, changed in arms.items())
+        for change, changed in arms.items():
+            found.tried.append(result_of(change, partial(_trained, build, changed, found)))
     return found
 
 
@@ -120,15 +122,10 @@ def _mean(losses: list[float]) -> float:
     return sum(last) / len(last)
 
 
-def _try(build: Build, overrides: tuple[str, ...], config: dict, run: Ending) -> Tried:
-    try:
-        losses = _losses(build(config), run.steps)
-    except BadInput as error:
-        return Tried(overrides, None, f"does not apply: {error}")
-    except (MprunError, RuntimeError, ValueError) as error:
-        return Tried(overrides, None, f"could not run: {str(error).partition(chr(10))[0]}")
+def _trained(build: Build, config: dict, run: Ending) -> Outcome:
+    losses = _losses(build(config), run.steps)
     if len(losses) < run.steps:
-        return Tried(overrides, False, f"loss {losses[-1]:g} at step {len(losses)}")
+        return False, f"loss {losses[-1]:g} at step {len(losses)}", None
     loss = _mean(losses)
     left = gap(loss, run.fp32)
-    return Tried(overrides, left <= (1 - PART) * run.gap, f"{100 * left:+.2f} %", loss)
+    return left <= (1 - PART) * run.gap, f"{100 * left:+.2f} %", loss

@@ -14,14 +14,18 @@ from mprun.cli import main
 from mprun.config.compose import compose_config
 from mprun.config.schema import MatmulConfig
 from mprun.extensions.diagnosis import casts, worse_ending
-from mprun.extensions.diagnosis.cast_advice import (
+from mprun.extensions.diagnosis.casts import (
+    CastLoss,
+    CastMeter,
     cast_advice,
     cast_changes,
+    loss_of,
     sentences,
+    taking,
     typed,
     without_layers,
+    worst_place,
 )
-from mprun.extensions.diagnosis.casts import CastLoss, CastMeter, loss_of, taking, worst_place
 from mprun.extensions.diagnosis.commands.explain import explain
 from mprun.models.gpt import GPT
 from mprun.numerics.replay import Steps

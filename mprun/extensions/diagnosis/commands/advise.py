@@ -34,7 +34,7 @@ from mprun.record.run_record import Record, read_record
 
 if TYPE_CHECKING:
     from mprun.extensions.diagnosis.advice import Advice
-    from mprun.extensions.diagnosis.cast_advice import CastAdvice
+    from mprun.extensions.diagnosis.casts import CastAdvice
 
 STEPS, PROBES, SHARE = 60, 12, 0.001
 SEEDS = (0, 1, 2)  # for --check: no verdict with fewer than 3
@@ -146,8 +146,7 @@ def advise_run(
 
     import torch
 
-    from mprun.extensions.diagnosis.advice import advise
-    from mprun.extensions.diagnosis.model_layout import layout
+    from mprun.extensions.diagnosis.advice import advise, layout
     from mprun.training.run import prepare
 
     built = prepare(config, torch.device("cpu"), config.threads)
@@ -184,8 +183,7 @@ def _measure(options: Namespace, base: list[str]) -> tuple[Path, int, "CastAdvic
     composed = compose_config([*base, *place, *_FP32, "numerics=probes"], options.config_dir)
     config = composed.config
 
-    from mprun.extensions.diagnosis.cast_advice import cast_advice
-    from mprun.extensions.diagnosis.casts import CastMeter
+    from mprun.extensions.diagnosis.casts import CastMeter, cast_advice
     from mprun.training.run import attempt, claimed, new_record, prepare, resolve_device
 
     built = prepare(config, resolve_device(config.device), config.threads)

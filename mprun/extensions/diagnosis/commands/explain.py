@@ -222,8 +222,7 @@ def _of_skips(run: _Run, options: "Options | None", bad: MetricsColumns) -> Expl
 
 def _replayed(run: _Run, options: "Options | None", kept: dict, known: dict) -> Explanation:
     """Replay a step from the kept state before it; known: as in a post-mortem."""
-    from mprun.extensions.diagnosis.cast_advice import cast_changes, sentences
-    from mprun.extensions.diagnosis.casts import CastMeter
+    from mprun.extensions.diagnosis.casts import CastMeter, cast_changes, sentences
     from mprun.extensions.diagnosis.first_nonfinite import find_culprit
     from mprun.extensions.diagnosis.interventions import find_cures
     from mprun.numerics.failure import recorded_rows
@@ -327,8 +326,7 @@ def _chosen(record: object, names: str) -> dict:
 
 def as_text(explanation: Explanation) -> list[str]:
     """Return the lines for the console."""
-    from mprun.extensions.diagnosis.cast_advice import percent
-    from mprun.extensions.diagnosis.casts import TAKEN_THRESHOLD
+    from mprun.extensions.diagnosis.casts import TAKEN_THRESHOLD, percent
     from mprun.extensions.diagnosis.first_nonfinite import in_words
     from mprun.extensions.diagnosis.interventions import FP32, WORSE
     from mprun.extensions.diagnosis.worse_ending import PART
