@@ -4,8 +4,6 @@ On a CPU a replayed step is bit-equal to the recorded one. On a GPU some kernels
 order, so every replay compares the losses and reports whether they are the same.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -6,12 +6,10 @@ something else. So every arm is watched, FP32 too. A contradiction ends the arm 
 counts become part of the record.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -87,7 +85,7 @@ class Audit(TorchDispatchMode):
             self._allowed.add(torch.complex32)
         self._versions: list[int] = []
 
-    def __enter__(self) -> Audit:
+    def __enter__(self) -> Self:
         self._versions = [version_of(own) for own in self.parameters.values()]
         return super().__enter__()
 

@@ -1,7 +1,5 @@
 """BatchNorm's running statistics of a step that may be skipped, or has several micro-batches."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import torch

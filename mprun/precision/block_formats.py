@@ -13,8 +13,6 @@ Powers of two are made of exponent bits: a logarithm in FP32 is one off near a p
 a matrix that do not fill a block count as filled with zeros, which change no amax and no sum.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from functools import cache, wraps

@@ -10,8 +10,6 @@ run this so far. A CPU tests the layouts against cuBLAS's description of them; a
 tests the rest.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from functools import cache
 

@@ -1,7 +1,5 @@
 """Tensors that the modules of a model hold for a while in place of their own, as in FP32."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any

@@ -14,8 +14,6 @@ anything looks at the gradients. Unlike there, it moves once an update and not i
 and for a tensor of zeros too. A recomputed forward pass records the same again, an evaluation none.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 

@@ -10,8 +10,6 @@ numbers than the native layer.
 Inside, tensors are transposed to (features, batch), where the CPU's matrix product is fastest.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple

@@ -7,8 +7,6 @@ store, operation by operation (`HalfEmulation`), in both formats. A result then 
 the format nor the CPU.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import re
@@ -16,7 +14,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -91,7 +89,7 @@ class HalfEmulation(TorchDispatchMode):
         self._dtypes: dict[tuple[Any, ...], list[torch.dtype]] = {}
         self.functions = _Functions(dtype, self.rerouted)
 
-    def __enter__(self) -> HalfEmulation:
+    def __enter__(self) -> Self:
         self.functions.__enter__()
         return super().__enter__()
 

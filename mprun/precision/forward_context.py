@@ -3,12 +3,10 @@
 A mode that a device cannot honour is refused, never replaced.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import nn
@@ -67,7 +65,7 @@ class ForwardContext:
         # Entered after the emulations, so that they see an operation before them.
         self.watchers: list[TorchDispatchMode] = []
 
-    def __enter__(self) -> ForwardContext:
+    def __enter__(self) -> Self:
         # A mode entered twice would see each call twice. Function modes are checked separately:
         # a backward pass keeps the dispatch modes around it and loses the function modes.
         entered = ExitStack()

@@ -8,8 +8,6 @@ The rate of a matrix depends on its shape, by `adjust_lr` (`_RATIOS`): with "mat
 AdamW's rates fit (arXiv 2502.16982).
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import Any

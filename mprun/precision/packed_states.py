@@ -14,8 +14,6 @@ A block that is decoded and encoded again may change: where its largest magnitud
 number, dynamic8 has no -1. So what an update leaves alone is not encoded.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import cache

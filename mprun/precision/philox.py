@@ -1,7 +1,5 @@
 """Random bits of a counter: the same on every device, for any split into parts."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

@@ -13,12 +13,10 @@ On CUDA nn.LSTM, nn.GRU and nn.RNN (torch 2.11 to 2.15) fall short of other laye
 itself calls (`torch._cudnn_rnn`). In all other cases torch computes its layers.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -57,7 +55,7 @@ class RecurrentCall(NamedTuple):
     batch_sizes: Tensor | None = None  # int64 [T], for a packed sequence
 
     @classmethod
-    def of(cls, args: tuple[Any, ...]) -> RecurrentCall:
+    def of(cls, args: tuple[Any, ...]) -> Self:
         if isinstance(args[1], Tensor) and args[1].dtype is torch.int64:
             inputs, batch_sizes, *others = args
             return cls(inputs, *others)._replace(batch_sizes=batch_sizes)
@@ -90,7 +88,9 @@ def flat_weights(weights: Iterable[Any]) -> dict[str, Any]:
     }
 
 
-def _forward_within(mode: _ByCudnn, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _forward_within(
+    mode: TorchFunctionMode, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     with mode:
         return forward(*args, **kwargs)
 

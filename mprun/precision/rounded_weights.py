@@ -14,8 +14,6 @@ Bytes of a parameter with AdamW and its gradient, which adds up in FP32: 14 and 
 weights 16 and the 16-bit copy of a call. Only one chunk of weights at a time is FP32.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple

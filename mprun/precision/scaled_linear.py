@@ -1,7 +1,5 @@
 """The linear layers whose products are `scaled_products`: which they are, and their two passes."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase

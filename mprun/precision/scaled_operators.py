@@ -6,8 +6,6 @@
 `scaled_products` calls them and knows which product needs which cast.
 """
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 from itertools import count
@@ -31,7 +29,7 @@ class Calls(Counter[str]):
         number: what the products are told; an object would end a compilation.
     """
 
-    _all: ClassVar[WeakValueDictionary[int, Calls]] = WeakValueDictionary()
+    _all: ClassVar["WeakValueDictionary[int, Calls]"] = WeakValueDictionary()
     _numbers = count(1)
 
     def __init__(self) -> None:

@@ -1,7 +1,5 @@
 """Gradients of a step and what it leaves: results, norms, checks, averages of weights."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import NamedTuple

@@ -15,14 +15,12 @@ small ones, as a gradient of logits does (p - 1 beside p), all of these go and n
 Stochastic rounding flushes as many, has the larger error, and takes nothing on average.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor, nn
@@ -162,7 +160,7 @@ class CastMeter:
         self._sums: dict[tuple[str, Place], Tensor] = {}
         self._handles: list[Any] = []
 
-    def __enter__(self) -> CastMeter:
+    def __enter__(self) -> Self:
         for name, module in self.layers:
             self._handles.append(module.register_forward_hook(partial(self._on_output, name)))
         return self

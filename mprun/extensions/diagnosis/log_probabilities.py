@@ -5,8 +5,6 @@ two computations of one policy the mismatch of training and inference. Importanc
 for a change of the policy (Qi et al., arXiv 2510.26788).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import NamedTuple
 

@@ -3,8 +3,6 @@
 finding = mprun.explain(step, optimizer)   # which operation made the first infinity or NaN
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, cast
 
