@@ -43,6 +43,7 @@ class LossScale(ABC):
     kind: ClassVar[str]
     skips_nonfinite: ClassVar[bool] = True
     needs_grad_max: ClassVar[bool] = False
+    rule_type: ClassVar[type | None] = None
 
     scale: Tensor  # float32
     found_inf: Tensor  # float32, 0 or 1, cleared by `update`
@@ -69,7 +70,14 @@ class LossScale(ABC):
     def of(cls, values: Mapping[str, Any], device: torch.device | str) -> Self:
         """Return one with the values of a file of conf/scaler."""
         make: Any = cls
-        return make(**values, device=device)
+        own = values if cls.rule_type is None else {"rule": cls.rule_type(**values)}
+        return make(**own, device=device)
+
+    def _refuse_numbers(self, rule: object, numbers: Mapping[str, Any]) -> None:
+        """Raise TypeError for the numbers of a rule where the rule is wanted."""
+        kind = self.rule_type or object
+        if numbers or not isinstance(rule, kind):
+            raise TypeError(f"rule: must be a {kind.__name__}, which takes these numbers")
 
     def inverse(self) -> Tensor:
         """Return 1/scale, float32, 0-dim; computed in float64, rounded once, as torch.amp does."""
@@ -170,6 +178,7 @@ class DynamicLossScale(LossScale):
     """
 
     kind = "dynamic"
+    rule_type = DynamicRule
 
     growth_tracker: Tensor  # int32, from -growth_delay
     hysteresis_credit: Tensor  # int32
@@ -179,16 +188,12 @@ class DynamicLossScale(LossScale):
     def __init__(
         self, rule: DynamicRule = TORCH_AMP, device: torch.device | str = "cpu", **former: Any
     ):
-        _refuse_former(rule, DynamicRule, former)
+        self._refuse_numbers(rule, former)
         super().__init__(rule.init_scale, rule.max_consecutive_skips, device)
         self.rule, self._last_scale = rule, rule.last_scale
         tracker, credit = -rule.growth_delay, rule.hysteresis
         self._add(torch.int32, growth_tracker=tracker, hysteresis_credit=credit)
         self._add(torch.int64, steps_since_rescale=0, overflows_since_backoff=0)
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any], device: torch.device | str) -> Self:
-        return cls(DynamicRule(**values), device)
 
     def update(self) -> None:
         overflow = self.found_inf != 0
@@ -203,14 +208,9 @@ class DynamicLossScale(LossScale):
         if backs_off is not overflow or self.rule.hold_at_floor:
             keeps = (overflow ^ backs_off) | self.stuck
             before = self.scale.clone()
-        update_scale_(
-            self.scale,
-            self.growth_tracker,
-            self.found_inf,
-            self.rule.growth_factor,
-            self.rule.backoff_factor,
-            self.rule.growth_interval,
-        )
+        rule = self.rule
+        how = rule.growth_factor, rule.backoff_factor, rule.growth_interval
+        update_scale_(self.scale, self.growth_tracker, self.found_inf, *how)
         if keeps is not None:
             torch.where(keeps, before, self.scale, out=self.scale)
         self.scale.clamp_(self.rule.min_scale, self.rule.max_scale)
@@ -273,6 +273,7 @@ class LogMaxLossScale(LossScale):
 
     kind = "logmax"
     needs_grad_max = True
+    rule_type = LogMaxRule
 
     grad_max: Tensor  # float32, largest of this iteration
     # float64 (3,): x with beta1, x with beta2, x**2 with beta2, not bias-corrected.
@@ -282,7 +283,7 @@ class LogMaxLossScale(LossScale):
     def __init__(
         self, rule: LogMaxRule = LOGMAX, device: torch.device | str = "cpu", **former: Any
     ):
-        _refuse_former(rule, LogMaxRule, former)
+        self._refuse_numbers(rule, former)
         super().__init__(rule.init_scale, rule.max_consecutive_skips, device)
         self.rule = rule
         self._overflow_log2 = rule.log_max if rule.overflow_log2 is None else rule.overflow_log2
@@ -290,10 +291,6 @@ class LogMaxLossScale(LossScale):
         self._add(torch.float64, (3,), averages=0.0, start_weights=1.0)
         betas = (rule.beta1, rule.beta2, rule.beta2)
         self._betas = torch.tensor(betas, dtype=torch.float64, device=device)
-
-    @classmethod
-    def of(cls, values: Mapping[str, Any], device: torch.device | str) -> Self:
-        return cls(LogMaxRule(**values), device)
 
     def record(self, found_inf: Tensor, grad_max: Tensor | None = None) -> None:
         """OR one optimizer's flag in, and keep the largest `grad_max` of the iteration.
@@ -337,9 +334,3 @@ def get_loss_scale(name: str, device: torch.device | str = "cpu") -> LossScale:
     values = option("scaler", name)
     own = {key: value for key, value in values.items() if key not in ("name", "kind")}
     return SCALES[values["kind"]].of(own, device)
-
-
-def _refuse_former(rule: object, kind: type, former: Mapping[str, Any]) -> None:
-    """Raise TypeError for the numbers of a rule where the rule is wanted."""
-    if former or not isinstance(rule, kind):
-        raise TypeError(f"rule: must be a {kind.__name__}, which takes these numbers")
