@@ -56,19 +56,15 @@ class _Linear(torch.autograd.Function):
         plan, kept, dtype = ctx.plan, ctx.kept, gradient.dtype
         rows = gradient.reshape(-1, gradient.size(-1))
         saved = ctx.saved_tensors  # a checkpoint returns them only once
-        x, weight = saved[0], saved[-1]
         cut = 4 if plan.keeps_input else 1
+        x, weight = saved[0], saved[cut]
         grad_x = grad_weight = of_gradient = None
         if ctx.needs_input_grad[0]:
             if plan.grad_input is None:
                 grad_x = rows @ weight
             else:
                 left, right = plan.grad_input
-                other = (
-                    Cast.of_square(right, saved[cut:])
-                    if plan.keeps_weight
-                    else cast(weight, right, 0, TURNED, kept)
-                )
+                other = _right(right, plan.keeps_weight, saved[cut:], kept)
                 layouts = BOTH if plan.keeps_gradient else BY_ROWS
                 of_gradient = cast(rows, left, layouts=layouts, kept=kept)
                 grad_x = _stored(of_gradient, other, dtype, ctx.counted_by)
@@ -78,15 +74,16 @@ class _Linear(torch.autograd.Function):
                 grad_weight = rows.t() @ x
             else:
                 left, right = plan.grad_weight
-                own = (
-                    Cast.of_square(right, saved[:cut])
-                    if plan.keeps_input
-                    else cast(x, right, 0, TURNED, kept)
-                )
+                own = _right(right, plan.keeps_input, saved[:cut], kept)
                 if of_gradient is None or not plan.keeps_gradient:
                     of_gradient = cast(rows, left, 0, TURNED, kept)
                 grad_weight = _stored(of_gradient.T, own, dtype, ctx.counted_by)
         return grad_x, grad_weight, None, None, None
+
+
+def _right(operand: Operand, is_kept: bool, saved: Sequence[Any], kept: Tensor | None) -> Cast:
+    """Return the right operand of a backward product, from a cast of the forward one or anew."""
+    return Cast.of_square(operand, saved) if is_kept else cast(saved[0], operand, 0, TURNED, kept)
 
 
 def _stored(a: Cast, b: Cast, dtype: torch.dtype, counted_by: int, fast: bool = False) -> Tensor:

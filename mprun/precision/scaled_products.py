@@ -223,19 +223,9 @@ observer: Callable[[Tensor, Callable[[], Cast]], Cast] | None = None
 BOTH, BY_ROWS, TURNED = (True, True), (True, False), (False, True)
 
 
-def cast(
-    matrix: Tensor,
-    operand: Operand,
-    dim: int = -1,
-    layouts: tuple[bool, bool] = BOTH,
-    kept: Tensor | None = None,
-) -> Cast:
-    """Cast `matrix`, [n, k] in 16 or 32 bits, through the `observer` if there is one.
-
-    dim: the dimension along which a product adds up. layouts: those that are written on CUDA,
-    `values` and `turned`. kept: the numbers of a layer that `delayed_scaling` keeps.
-    """
-    take = partial(unobserved_cast, matrix, operand, dim, layouts, kept)
+def cast(matrix: Tensor, *how: Any, **named: Any) -> Cast:
+    """Compute `unobserved_cast` through the `observer` if there is one."""
+    take = partial(unobserved_cast, matrix, *how, **named)
     return take() if observer is None else observer(matrix, take)
 
 
@@ -246,6 +236,11 @@ def unobserved_cast(
     layouts: tuple[bool, bool] = BOTH,
     kept: Tensor | None = None,
 ) -> Cast:
+    """Cast `matrix`, [n, k] in 16 or 32 bits.
+
+    dim: the dimension along which a product adds up. layouts: those that are written on CUDA,
+    `values` and `turned`. kept: the numbers of a layer that `delayed_scaling` keeps.
+    """
     block = operand.block if dim == -1 else operand.block[::-1]
     if operand.turned:
         matrix = torch.ops.mprun.turn(matrix, dim)
