@@ -125,7 +125,7 @@ def report_failure(
 
 
 class FailureKeeper:
-    """Keep copies of the state of a run that has been built (`BuiltRun`) while it trains.
+    """Keep copies of the state of a run while it trains; built: `mprun.assembly.Built`.
 
     bytes: device memory of the copy, for whoever measures the peak. It is 0 if no copy is kept,
     because the state is larger than LARGEST_STATE or an eighth of a GPU's free memory. `explain`

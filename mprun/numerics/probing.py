@@ -29,12 +29,7 @@ from mprun.numerics.probe_record import (
     TensorStats,
     write_probe,
 )
-from mprun.precision import (
-    ForwardContext,
-    Update,
-    get_policy,
-    ieee_fp32,
-)
+from mprun.precision import ForwardContext, Update, get_policy, ieee_fp32
 from mprun.precision.random_states import random_states, restore_random_states
 from mprun.precision.recurrent import own_recurrent
 from mprun.prepared.copies import plain_copy

@@ -6,12 +6,13 @@ order, so every replay compares the losses and reports whether they are the same
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from mprun.numerics.post_mortem import StepRow
-from mprun.numerics.state import BuiltRun, nonfinite
+from mprun.numerics.state import nonfinite
 from mprun.precision.random_states import random_states, restore_random_states
 from mprun.torch_private import tree_flatten_with_path, tree_leaves
 
@@ -21,11 +22,12 @@ _PARTS = ("inputs", "targets")  # of a batch; a network's further ones are count
 class Steps:
     """Train a built run one step at a time, eagerly; waits for the device each time.
 
-    step: steps done so far. skipped: how many of them had a skipped update, int64, 0-dim. metrics:
-    the result of the last step, still on the device.
+    built: a run that has not started (`mprun.assembly.Built`). step: steps done so far. skipped:
+    how many of them had a skipped update, int64, 0-dim. metrics: the result of the last step, still
+    on the device.
     """
 
-    def __init__(self, built: BuiltRun, step: int, skipped: int):
+    def __init__(self, built: Any, step: int, skipped: int):
         self.built, self.step = built, step
         self.skipped = built.stepper.skipped.fill_(skipped)
         self.metrics: dict[str, Tensor] = {}

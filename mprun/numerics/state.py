@@ -4,12 +4,11 @@ In a task with several learners the learner's name comes first, "generator.layer
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-from mprun.precision import ForwardContext
 from mprun.precision.update import largest
 from mprun.prepared import OptimizerSteps
 
@@ -23,23 +22,6 @@ class Learner(Protocol):
     def steps(self) -> OptimizerSteps: ...
     @property
     def clip_norm(self) -> float | None: ...
-
-
-class BuiltRun(Protocol):
-    """The parts of a run that has not started that its replays use (`mprun.assembly.Built`)."""
-
-    @property
-    def task(self) -> Any: ...
-    @property
-    def rate(self) -> Any: ...
-    @property
-    def steps(self) -> int: ...
-    @property
-    def stepper(self) -> Any: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def forward_context(self) -> ForwardContext: ...
 
 
 def named_learners(task) -> Iterator[tuple[str, Learner]]:
