@@ -19,14 +19,7 @@ from torch import Tensor
 
 from mprun.errors import BadInput, Damaged, MprunError
 from mprun.numerics.post_mortem import LAST, StepRow, read_post_mortem, write_post_mortem
-from mprun.numerics.replay import (
-    Snapshot,
-    Steps,
-    batches_of,
-    nonfinite_batch,
-    same_loss,
-    size_of,
-)
+from mprun.numerics.replay import Snapshot, Steps, batches_of, nonfinite_batch, same_loss, size_of
 from mprun.numerics.state import all_finite, buffers, carried, weights
 from mprun.precision.random_states import restore_random_states
 from mprun.record import checkpoint

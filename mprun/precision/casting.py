@@ -8,12 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from mprun.precision.recurrent import flat_weights
-from mprun.torch_private import (
-    buffers_of,
-    flat_weights_of,
-    parameters_of,
-    places_of,
-)
+from mprun.torch_private import buffers_of, flat_weights_of, parameters_of, places_of
 
 
 @contextmanager

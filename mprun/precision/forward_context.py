@@ -18,11 +18,7 @@ from mprun.precision.policy import DTYPE_NAMES, PrecisionPolicy
 from mprun.precision.recurrent import own_recurrent
 from mprun.precision.scaled_operators import Calls
 from mprun.precision.scaled_products import why_decoded, why_no_product
-from mprun.torch_private import (
-    TorchDispatchMode,
-    dispatch_modes,
-    function_modes,
-)
+from mprun.torch_private import TorchDispatchMode, dispatch_modes, function_modes
 
 
 class ForwardContext:

@@ -279,10 +279,7 @@ class RoundedWeights:
 
 
 def choose_narrow(
-    inner: Optimizer,
-    named: Mapping[str, Tensor],
-    policy: PrecisionPolicy,
-    seed: int = 0,
+    inner: Optimizer, named: Mapping[str, Tensor], policy: PrecisionPolicy, seed: int = 0
 ) -> RoundedWeights | None:
     """Choose those of `named` that are BF16 but updated in FP32, or have a narrow state."""
     rounding = policy.rounding if policy.masters == "transient" else "nearest"

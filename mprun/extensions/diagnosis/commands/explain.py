@@ -139,7 +139,10 @@ def explain(
         raise refused("explain", directory, record, only_in_script(record))
     bad = read_columns(directory / "metrics.jsonl") if status == "done" and steps is None else None
     skips = [] if bad is None else bad.nonfinite_skips.tolist()
-    done = status == "done" and not skips and _casts(current(read_config(directory)))
+    done = status == "done" and not skips
+    if done:  # ended worse? Only where linear layers multiply casts
+        precision = current(read_config(directory)).get("precision", {})
+        done = bool((precision.get("matmul") or {}).get("input"))
     if status != "diverged" and not done and not skips:
         raise refused("explain", directory, record, _nothing_to_explain(record))
     if steps is not None and not done:
@@ -170,10 +173,8 @@ def explain(
     options = options_of(config_dir) if with_cures else None
     if done:
         found = _of_ending(run, steps, options)
-    elif bad is not None:
-        found = _of_skips(run, options, bad)
     else:
-        found = _of_divergence(run, options)
+        found = _of_step(run, options, bad)
     cure = found.smallest
     return found if cure is None else replace(found, command=command_with(cure, record, config_dir))
 
@@ -201,27 +202,25 @@ def _of_ending(run: _Run, steps: int | None, options: "Options | None") -> Expla
     return replace(found, casts=ending.casts, tried=ending.tried, from_start=True)
 
 
-def _of_divergence(run: _Run, options: "Options | None") -> Explanation:
-    """Return what broke a run; options: for the changes to try, None: try none."""
-    from mprun.numerics.failure import kept_state
+def _before_the_step(run: _Run, bad: MetricsColumns | None) -> tuple[dict, dict]:
+    """Return the state before the step to be explained, and what is known, as in a post-mortem."""
+    from mprun.numerics.failure import kept_state, skipped_state
 
-    kept = kept_state(run.directory, run.record, run.config, run.build)
-    known = read_post_mortem(run.directory) or {"classification": [], "failure": {}}
-    return _replayed(run, options, kept, known)
-
-
-def _of_skips(run: _Run, options: "Options | None", bad: MetricsColumns) -> Explanation:
-    """Return why the loss itself was not finite in skipped updates of a run that is done."""
-    from mprun.numerics.failure import skipped_state
-
+    if bad is None:
+        kept = kept_state(run.directory, run.record, run.config, run.build)
+        known = read_post_mortem(run.directory)
+        return kept, known or {"classification": [], "failure": {}}
     steps = bad.nonfinite_skips.tolist()
-    kept = skipped_state(run.directory, run.config, run.build, steps)
     told = bad_losses(bad, run.record.get("bad_batches", {}))
-    return _replayed(run, options, kept, {"classification": [told], "failure": {}})
+    kept = skipped_state(run.directory, run.config, run.build, steps)
+    return kept, {"classification": [told], "failure": {}}
 
 
-def _replayed(run: _Run, options: "Options | None", kept: dict, known: dict) -> Explanation:
-    """Replay a step from the kept state before it; known: as in a post-mortem."""
+def _of_step(run: _Run, options: "Options | None", bad: MetricsColumns | None) -> Explanation:
+    """Return what broke a run, or from `bad` why the loss was not finite in skipped updates.
+
+    options: for the changes to try, None: try none.
+    """
     from mprun.extensions.diagnosis.casts import CastMeter, cast_changes, sentences
     from mprun.extensions.diagnosis.first_nonfinite import find_culprit
     from mprun.extensions.diagnosis.interventions import find_cures
@@ -229,6 +228,7 @@ def _replayed(run: _Run, options: "Options | None", kept: dict, known: dict) -> 
     from mprun.numerics.replay import resume_from
 
     directory, config = run.directory, run.config
+    kept, known = _before_the_step(run, bad)
     built = run.build(config)
     try:
         built.task.load_state_dict(kept["task"])
@@ -248,11 +248,6 @@ def _replayed(run: _Run, options: "Options | None", kept: dict, known: dict) -> 
     rows, casts = recorded_rows(directory), cast_changes(matmul, losses)
     tried = find_cures(run.build, config, kept, finding, rows, options, casts)
     return replace(found, tried=tried[0], from_start=tried[1])
-
-
-def _casts(config: dict) -> bool:
-    """Return whether linear layers of a run with this configuration multiply casts."""
-    return bool((config.get("precision", {}).get("matmul") or {}).get("input"))
 
 
 def _nothing_to_explain(record: dict) -> str:
@@ -337,7 +332,9 @@ def as_text(explanation: Explanation) -> list[str]:
     if finding is not None:
         parts |= {"culprit": in_words(finding), "ramp": _ramp(finding.ramp)}
     if explanation.casts or (explanation.status == "done" and finding is None):
-        lost = [line for own in explanation.casts for line in _indented(own)]
+        lost = [
+            f"{'  ' * (n > 0)}{line}" for own in explanation.casts for n, line in enumerate(own)
+        ]
         parts["casts"] = lost or [f"none takes more than {percent(TAKEN_THRESHOLD)} of a sum"]
     if tried:
         since = "from the start of the run up to" if explanation.from_start else "on"
@@ -363,12 +360,7 @@ def as_text(explanation: Explanation) -> list[str]:
     ]
 
 
-def _indented(lines: list[str]) -> list[str]:
-    return [*lines[:1], *(f"  {line}" for line in lines[1:])]
-
-
 def _ramp(ramp: list["Largest"]) -> list[str]:
-
     if not ramp:
         return []
     lines, shown = ["largest absolute values up to there (FP16 ends at 65504, 2^16)"], []
