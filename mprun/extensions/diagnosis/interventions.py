@@ -100,8 +100,8 @@ def find_cures(
     start, casts = replace(origin, from_start=True), [*casts]
 
     def try_from(place: Origin, exploding: bool) -> list[Tried]:
-        found = changes(config, finding, options, exploding=exploding, casts=casts)
-        return try_changes(build, found, place)
+        own = proposed(config, finding, options, exploding=exploding, casts=casts)
+        return try_changes(build, applied(config, own, options), place)
 
     exploding = explosion([row for row in rows if row["step"] <= finding.step][-LAST:]) is not None
     if not (exploding and _start_leads_there(build, config, start, rows)):
@@ -155,25 +155,13 @@ def groups_of(option: str, config_dir: str | None = None) -> dict[str, dict]:
     return {group: composed[group] for group in ("precision", "scaler")}
 
 
-def changes(
-    config: dict,
-    finding: Finding,
-    options: Options,
-    *,
-    exploding: bool = False,
-    casts: Iterable[dict[str, Any]] = (),
-) -> Changes:
-    """Return the changes to try, smallest first; exploding: the loss grew before the bad step."""
-    return applied(config, _proposed(config, finding, options, exploding, casts), options)
-
-
-def applied(config: dict, proposed: Iterable[dict[str, Any]], options: Options) -> Changes:
+def applied(config: dict, changes: Iterable[dict[str, Any]], options: Options) -> Changes:
     """Return the configurations that overrides, key -> value, make of `config`, if they change it.
 
     A key without a dot names an option in `options`.
     """
     found: Changes = {}
-    for overrides in proposed:
+    for overrides in changes:
         changed = copy.deepcopy(config)
         for key, value in overrides.items():
             *groups, field = key.split(".", 2)
@@ -186,14 +174,18 @@ def applied(config: dict, proposed: Iterable[dict[str, Any]], options: Options) 
     return found
 
 
-def _proposed(
+def proposed(
     config: dict,
     finding: Finding,
     options: Options,
-    exploding: bool,
-    casts: Iterable[dict[str, Any]],
+    *,
+    exploding: bool = False,
+    casts: Iterable[dict[str, Any]] = (),
 ) -> Iterator[dict[str, Any]]:
-    """Yield overrides as key -> value, including those that change nothing."""
+    """Yield the changes to try, smallest first: overrides as key -> value, some without effect.
+
+    exploding: the loss grew before the bad step.
+    """
     precision, optim = config["precision"], config["optim"]
     half = precision["autocast_dtype"] or precision["param_dtype"]
     phase = finding.event.phase if finding.event is not None else None

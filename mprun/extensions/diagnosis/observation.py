@@ -349,8 +349,7 @@ def has_values(tensor: Tensor) -> bool:
 
 def largest_of(tensor: Tensor) -> float:
     """Return the largest absolute value, NaN if there is one."""
-    values = sparse_values(tensor) if tensor.is_sparse else tensor
-    return float(values.abs().amax())
+    return float(values_of(tensor).abs().amax())
 
 
 def in_fp32(operation: Operation, place: int) -> float | None:

@@ -13,9 +13,10 @@ from mprun.extensions.diagnosis.first_nonfinite import Finding
 from mprun.extensions.diagnosis.interventions import (
     Origin,
     Tried,
-    changes,
+    applied,
     groups_of,
     options_of,
+    proposed,
     survives,
     transplant,
 )
@@ -43,7 +44,11 @@ def test_an_option_is_what_is_composed_with_it(mode):
 
 def tried(*overrides, of):
     config = compose_config(overrides).as_dict()
-    return [" ".join(overrides) for overrides in changes(config, of, every_option())]
+    return [" ".join(overrides) for overrides in changes(config, of)]
+
+
+def changes(config, of, **more):
+    return applied(config, proposed(config, of, every_option(), **more), every_option())
 
 
 def test_a_module_s_overflow_in_fp16_master():
@@ -121,7 +126,7 @@ def test_products_in_fp8():
     # Changes of casts come before the end of all casts.
     config = compose_config([*TINY_GPT, "precision=mxfp4"]).as_dict()
     key = "precision.matmul.modules"
-    with_casts = [*changes(config, of, every_option(), casts=[{key: ["*", "!blocks.0.*"]}])]
+    with_casts = [*changes(config, of, casts=[{key: ["*", "!blocks.0.*"]}])]
     assert with_casts[1] == (f'{key}=["*","!blocks.0.*"]',)
     assert with_casts[2] == ("precision=bf16_master",)
 
