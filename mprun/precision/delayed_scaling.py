@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from mprun.precision.block_formats import library
+from mprun.precision.scaled_products import OPERANDS, ScaledProducts
 
 _Largest = Callable[[Tensor], Tensor]
 _INFINITE = torch.finfo(torch.float32).max  # stands for an infinity: a checkpoint has to be finite
@@ -42,23 +43,16 @@ class DelayedScaling:
     """The scales of a model's layers and their history.
 
     layers: name -> its scales and the amax of this update, [operands, 2], which casts read and
-        write. tops: largest number of each operand's format.
+        write.
     """
 
-    def __init__(
-        self,
-        names: Sequence[str],
-        tops: Sequence[float],
-        *,
-        length: int,
-        margin: int,
-        device: torch.device,
-    ):
-        first = torch.tensor([1.0, 0.0], device=device)
-        self.present = first.repeat(len(names), len(tops), 1)
-        self.history = torch.zeros(length, len(names), len(tops), device=device)  # newest first
+    def __init__(self, names: Sequence[str], products: ScaledProducts, device: torch.device):
+        tops = [getattr(products, name).top * 2.0**-products.margin for name in OPERANDS]
+        first, size = torch.tensor([1.0, 0.0], device=device), (len(names), len(tops))
+        self.present = first.repeat(*size, 1)
+        self.history = torch.zeros(products.history, *size, device=device)  # newest first
         self.layers = dict(zip(names, self.present, strict=True))
-        self._tops = torch.tensor([top * 2.0**-margin for top in tops], device=device)
+        self._tops = torch.tensor(tops, device=device)
 
     @torch.no_grad()
     def roll(self, largest: _Largest | None = None) -> None:

@@ -146,10 +146,7 @@ def _delayed(model: nn.Module, products: ScaledProducts, names: Sequence[str]) -
     if any(own != Operand(own.element, *plain, place=own.place) for p in pairs for own in p):
         must = "granularity=tensor, e4m3 or e5m2 to nearest, nothing turned"
         raise ValueError(f"precision.matmul.scale={products.scale}: needs {must}")
-    tops = [own.top for own in (products.input, products.weight, products.grad_output)]
-    form = {"length": products.history, "margin": products.margin}
-    device = next(model.parameters()).device
-    return DelayedScaling(names, tops, **form, device=device)
+    return DelayedScaling(names, products, next(model.parameters()).device)
 
 
 def chosen_layers(

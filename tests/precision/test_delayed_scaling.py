@@ -21,7 +21,8 @@ TOPS = (448.0, 448.0, 57344.0)
 
 
 def made(length: int, margin: int = 0, names=("a",)) -> DelayedScaling:
-    return DelayedScaling(names, TOPS, length=length, margin=margin, device=CPU)
+    products = ScaledProducts(scale="delayed", history=length, margin=margin)
+    return DelayedScaling(names, products, CPU)
 
 
 def record(own: DelayedScaling, amax: float, place: int = 0, name: str = "a") -> float:
