@@ -219,24 +219,21 @@ def _forward_in(forward: Callable[..., Any], border: _Border, *args: Any, **kwar
     try:
         if before is border.dtype:
             return forward(*args, **kwargs)
-        return _cast_around(forward, border, outer or border.base, args, kwargs)
+        return _cast_around(forward, border, outer or border.base, (args, kwargs))
     finally:
         running.dtype = before
 
 
 def _cast_around(
-    forward: Callable[..., Any],
-    border: _Border,
-    outer: torch.dtype,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    forward: Callable[..., Any], border: _Border, outer: torch.dtype, given: Any
 ) -> Any:
+    args, kwargs = given
     autocast = border.autocast and border.dtype.itemsize == 2
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
     device = tensors[0].device.type if tensors else "cpu"
     with torch.autocast(device, dtype=border.dtype if autocast else None, enabled=autocast):
-        inputs = (args, kwargs) if autocast else cast_tree((args, kwargs), border.dtype)
-        outputs = forward(*inputs[0], **inputs[1])
+        args, kwargs = given if autocast else cast_tree(given, border.dtype)
+        outputs = forward(*args, **kwargs)
     # Neighbours under autocast cast their inputs themselves.
     casts = not border.autocast or outer is torch.float32
     return cast_tree(outputs, outer) if casts else outputs

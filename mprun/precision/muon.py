@@ -95,21 +95,15 @@ class Muon(Optimizer):
         for group in self.param_groups:
             moved = [own for own in group["params"] if own.grad is not None]
             states = [self._state_of(own, group) for own in moved]
-            gradients = [own.grad for own in moved]
             if not group["matrices"]:
-                _move_by_adamw(moved, gradients, states, group)
+                _move_by_adamw(moved, states, group)
                 continue
-            for own, gradient, state in zip(moved, gradients, states, strict=True):
-                _move_by_muon(own, gradient, state["momentum_buffer"], group)
+            for own, state in zip(moved, states, strict=True):
+                _move_by_muon(own, own.grad, state["momentum_buffer"], group)
         return loss
 
 
-def _move_by_adamw(
-    weights: list[Tensor],
-    gradients: list[Tensor],
-    states: list[dict[str, Tensor]],
-    group: dict[str, Any],
-) -> None:
+def _move_by_adamw(weights: list[Tensor], states: list[dict[str, Tensor]], group: dict) -> None:
     averages, squares, steps = (
         [state[name] for state in states] for name in ("exp_avg", "exp_avg_sq", "step")
     )
@@ -117,6 +111,7 @@ def _move_by_adamw(
     how = {key: group[key] for key in ("lr", "weight_decay", "eps", "foreach", "capturable")}
     how |= {"has_complex": any(own.is_complex() for own in weights)}
     how |= {"beta1": beta1, "beta2": beta2, "amsgrad": False, "maximize": False}
+    gradients: list[Any] = [own.grad for own in weights]
     adamw(weights, gradients, averages, squares, [], steps, **how)
 
 
