@@ -81,7 +81,6 @@ def _groups(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
 
 
 def chunk_size(tensor: Tensor) -> int:
-    """Return the number of elements to process at a time."""
     return _CHUNK if tensor.device.type == "cpu" else _CHUNK_ON_GPU
 
 
@@ -184,7 +183,6 @@ class Tally:
             self.finish()
 
     def finish(self) -> None:
-        """Count the waiting tensors."""
         if self._waiting:
             self._count(self._waiting)
         self._waiting, self._waiting_size = [], 0

@@ -124,7 +124,6 @@ class ExponentCounts:
         return Shares(*(ratio(int(count), total) for count in found))
 
     def merge(self, other: "ExponentCounts") -> "ExponentCounts":
-        """Return the histogram of the elements of both."""
         return ExponentCounts(self.bins + other.bins)
 
     def to_json(self) -> dict:
@@ -175,7 +174,6 @@ class Sums:
     __slots__ = ()
 
     def merge(self, other: Self) -> Self:
-        """Return the sums over the elements of both."""
         return type(self)(*map(add, astuple(self), astuple(other)))  # type: ignore[call-overload]
 
     def to_json(self) -> dict[str, float | str]:

@@ -126,7 +126,6 @@ class FirstStep(Collector):
         return memory_by_kind(self.task.learners.values()) | self.saved.by_kind()
 
     def record(self) -> dict:
-        """Return the entries of run.json."""
         return {"operations": self.operations(), "memory_by_kind": self.memory()}
 
     def summary(self, device: str, whole: bool, products: Mapping[str, float]) -> str:

@@ -140,7 +140,6 @@ class Agreement(Sums):
 
     @property
     def norm_ratio(self) -> float:
-        """Return own norm / FP32 norm."""
         return ratio(math.sqrt(self.own), math.sqrt(self.fp32))
 
     @property

@@ -63,7 +63,6 @@ class RecurrentCall(NamedTuple):
 
     @property
     def drops(self) -> bool:
-        """Return whether there is dropout between layers."""
         return self.train and self.dropout > 0 and self.layers > 1
 
 

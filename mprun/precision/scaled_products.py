@@ -83,7 +83,6 @@ class ScaledProducts:
 
     @property
     def formats(self) -> tuple[Element, ...]:
-        """Return each format once."""
         return tuple(dict.fromkeys((self.input, self.weight, self.grad_output)))
 
     @property

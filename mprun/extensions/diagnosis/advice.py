@@ -71,7 +71,6 @@ class Layout:
 
 
 def layout(task) -> Layout:
-    """Return the layout of all models of a task."""
     leaves = {
         (label, name): module
         for label, learner in task.learners.items()

@@ -54,7 +54,6 @@ _MORE = (
 
 
 def main(arguments: list[str]) -> int:
-    """Entry point of the verb; returns the exit code."""
     options = _options(arguments)
     given = vouched(options.overrides, options.config_dir)
     casts = None

@@ -89,7 +89,6 @@ class Explanation:
 
 
 def main(arguments: list[str]) -> int:
-    """Entry point of the verb; returns the exit code."""
     parser = Arguments("explain", _WHAT, _MORE)
     add = parser.add_argument
     what = "a run; its data.factory=, model.factory=, and the data.root= that it shall read"
@@ -320,7 +319,6 @@ def _chosen(record: object, names: str) -> dict:
 
 
 def as_text(explanation: Explanation) -> list[str]:
-    """Return the lines for the console."""
     from mprun.extensions.diagnosis.casts import TAKEN_THRESHOLD, percent
     from mprun.extensions.diagnosis.first_nonfinite import in_words
     from mprun.extensions.diagnosis.interventions import FP32, WORSE

@@ -57,7 +57,6 @@ Row = tuple[Side, Side, "Difference", "dict[int, Difference]"]
 
 
 def main(arguments: list[str]) -> int:
-    """Entry point of the verb; returns the exit code."""
     options = _options(arguments)
     sides: list[Side] = options.sides
     fp32 = Side("fp32", sides[0].batch, 0)
