@@ -19,12 +19,10 @@ or rows. Numbers of blocks are decoded by their cast, to BF16 where that is exac
 BF16 has them; where a GPU multiplies these blocks (`block_products`), it gets their codes.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -50,6 +48,21 @@ PRODUCTS = {
     "grad_weight": ("grad_output", "input"),
 }
 OPERANDS = ("input", "weight", "grad_output")
+
+
+Pair = tuple[Operand, Operand] | None
+
+
+class Plan(NamedTuple):
+    """The operands of each product of a layer, None: in the dtype of the mode; and which operand's
+    cast serves both of its products."""
+
+    output: Pair
+    grad_input: Pair
+    grad_weight: Pair
+    keeps_input: bool
+    keeps_weight: bool
+    keeps_gradient: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,21 +135,6 @@ class ScaledProducts:
         return _plan(self, layer, native)
 
 
-Pair = tuple[Operand, Operand] | None
-
-
-class Plan(NamedTuple):
-    """The operands of each product of a layer, None: in the dtype of the mode; and which operand's
-    cast serves both of its products."""
-
-    output: Pair
-    grad_input: Pair
-    grad_weight: Pair
-    keeps_input: bool
-    keeps_weight: bool
-    keeps_gradient: bool
-
-
 @cache
 def _plan(products: ScaledProducts, layer: str, native: bool) -> Plan:
     def operand(name: str, product: str) -> Operand:
@@ -148,14 +146,8 @@ def _plan(products: ScaledProducts, layer: str, native: bool) -> Plan:
         else (operand(left, product), operand(right, product))
         for product, (left, right) in PRODUCTS.items()
     )
-    return Plan(
-        y,
-        gx,
-        gw,
-        keeps_input=_serves(y and y[0], gw and gw[1]),
-        keeps_weight=_serves(y and y[1], gx and gx[1]),
-        keeps_gradient=_serves(gx and gx[0], gw and gw[0]),
-    )
+    of_forward = _serves(y and y[0], gw and gw[1]), _serves(y and y[1], gx and gx[1])
+    return Plan(y, gx, gw, *of_forward, keeps_gradient=_serves(gx and gx[0], gw and gw[0]))
 
 
 def _serves(one: Operand | None, other: Operand | None) -> bool:
@@ -183,14 +175,14 @@ class Cast(NamedTuple):
     block: Block | None = None
 
     @property
-    def T(self) -> Cast:
+    def T(self) -> Self:
         values = self.values.t() if self.turned is None else self.turned
         turned = None if self.turned is None else self.values
         block = self.block and self.block[::-1]
         return self._replace(values=values, factor=self.factor.t(), turned=turned, block=block)
 
     @property
-    def kept(self) -> Cast:
+    def kept(self) -> Self:
         """Return what backward products need of the operands of a forward one."""
         return self if self.turned is None else self._replace(values=self.turned.t())
 
@@ -200,7 +192,7 @@ class Cast(NamedTuple):
         return self.values, self.factor, self.turned, self.whole
 
     @classmethod
-    def of_square(cls, operand: Operand, tensors: Sequence[Any]) -> Cast:
+    def of_square(cls, operand: Operand, tensors: Sequence[Any]) -> Self:
         """Return a cast in square blocks, which has the same block in both directions."""
         values, factor, turned, whole = tensors
         block = operand.block if operand.decoded else None
