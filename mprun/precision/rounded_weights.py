@@ -109,10 +109,6 @@ class RoundedWeights:
     def __contains__(self, weight: Tensor) -> bool:
         return id(weight) in self._number
 
-    def number(self, weight: Tensor) -> int | None:
-        """Return the index of a weight among these; None if it is not one of them."""
-        return self._number.get(id(weight))
-
     def _set_seed(self, seed: int) -> None:
         self._seed = seed % 2**64
         self.streams[0] = (self._seed ^ 2**63) - 2**63  # as a signed number
@@ -131,28 +127,21 @@ class RoundedWeights:
     def in_fp32(
         self, updated: Sequence[Tensor], found_inf: Tensor | None
     ) -> Iterator[list[Tensor]]:
-        """Let `inner` hold weights, and their state, in FP32 within it; then store them.
+        """Let `inner` hold these weights alone, and their state, in FP32 within it; then store them
+        unless `found_inf` is not 0.
 
-        Costs 4 bytes for each of them meanwhile. `count` counts an update, after all of its chunks.
-
-        Args:
-            updated: the only weights that `inner` updates meanwhile (see `chunks`).
-            found_inf: nothing is stored if it is not 0.
-
-        Yields:
-            `updated`, in FP32.
+        Yields them, at 4 bytes a number meanwhile.
         """
         inner, held = self.inner, {id(tensor) for tensor in updated}
         chosen = [weight for weight in updated if weight in self]
         states = [inner.state.pop(weight, {}) for weight in chosen]
         wide: dict[int, Tensor] = {}
-        with torch.no_grad():
-            for weight, state in zip(chosen, states, strict=True):
-                own = weight.detach().float()
-                if COMPENSATION in state:
-                    own.add_(state[COMPENSATION])
-                wide[id(weight)] = own
-                inner.state[own] = self._widened(state, weight)
+        for weight, state in zip(chosen, states, strict=True):
+            own = weight.detach().float()
+            if COMPENSATION in state:
+                own.add_(state[COMPENSATION])
+            wide[id(weight)] = own
+            inner.state[own] = self._widened(state, weight)
         groups = [group["params"] for group in inner.param_groups]
         for group, params in zip(inner.param_groups, groups, strict=True):
             group["params"] = [wide.get(id(p), p) for p in params if id(p) in held]
@@ -161,13 +150,12 @@ class RoundedWeights:
         finally:
             for group, params in zip(inner.param_groups, groups, strict=True):
                 group["params"] = params
-            with torch.no_grad():
-                for weight, state in zip(chosen, states, strict=True):
-                    found = inner.state.pop(own := wide[id(weight)], {})
-                    if own.grad is not None or not state:  # else its state stays as it was
-                        state = self._kept_state(weight, state, found, found_inf)
-                    inner.state[weight] = state
-                self._store_all(chosen, wide, found_inf)
+            for weight, state in zip(chosen, states, strict=True):
+                found = inner.state.pop(own := wide[id(weight)], {})
+                if own.grad is not None or not state:  # else its state stays as it was
+                    state = self._kept_state(weight, state, found, found_inf)
+                inner.state[weight] = state
+            self._store_all(chosen, wide, found_inf)
 
     def _kept_state(
         self, weight: Tensor, before: dict, found: dict, found_inf: Tensor | None = None
