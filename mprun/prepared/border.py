@@ -12,7 +12,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass
 from types import CodeType
 from typing import Any
 
@@ -23,6 +23,7 @@ from torch.distributed import is_initialized
 
 from mprun.precision.audit import is_due
 from mprun.precision.scaled_linear import KEPT
+from mprun.prepared.containers import each_tensor
 from mprun.prepared.nodes import Owner, make_nodes, mark
 from mprun.prepared.shards import is_of_shards, is_sharded
 from mprun.torch_private import (
@@ -32,7 +33,6 @@ from mprun.torch_private import (
     HOOKS,
     REPLICATE,
     disable_dynamo,
-    tree_map,
 )
 
 OWN = ("forward", "__getstate__", "__deepcopy__", REPLICATE, KEPT)  # attributes that modules get
@@ -309,37 +309,3 @@ def has_graph(value: Any) -> bool:
     """Return whether a tensor, or one of a tuple, is a result of the autograd graph."""
     parts = value if type(value) is tuple else (value,)
     return any(isinstance(part, Tensor) and part.grad_fn is not None for part in parts)
-
-
-def each_tensor(tree: Any, convert: Callable[[Tensor], Tensor]) -> Any:
-    """Convert every tensor in `tree`: in tuples, lists, dictionaries, data classes and pytrees.
-
-    Raises:
-        RuntimeError: An object hides a tensor that needs conversion.
-    """
-    if isinstance(tree, Tensor):
-        return convert(tree)
-    if type(tree) is tuple or type(tree) is list:
-        return type(tree)([each_tensor(part, convert) for part in tree])
-    if type(tree) is dict:
-        return {key: each_tensor(part, convert) for key, part in tree.items()}
-    if tree is None or isinstance(tree, str | int | float):
-        return tree
-    if is_dataclass(tree) and not isinstance(tree, dict | type):
-        parts = {f.name: getattr(tree, f.name) for f in fields(tree) if f.init}
-        changed = {key: each_tensor(part, convert) for key, part in parts.items()}
-        return replace(tree, **changed) if any(changed[k] is not parts[k] for k in parts) else tree
-    return tree_map(lambda leaf: _converted(leaf, convert), tree)
-
-
-def _converted(leaf: Any, convert: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(leaf, Tensor):
-        return convert(leaf)
-    parts = leaf.values() if isinstance(leaf, dict) else getattr(leaf, "__dict__", {}).values()
-    for part in parts:
-        if isinstance(part, Tensor) and (part.grad_fn is not None or convert(part) is not part):
-            raise RuntimeError(
-                f"a prepared model takes and returns tensors; in a {type(leaf).__name__} they "
-                "would pass without a cast; pass and return tensors, and build it outside the model"
-            )
-    return leaf

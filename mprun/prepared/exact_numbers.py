@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from mprun.precision import DTYPE_NAMES
+from mprun.prepared.containers import tensors_of
 from mprun.prepared.tensors import Part
-from mprun.prepared.writes import tensors_in
 from mprun.torch_private import buffers_of, disable_dispatch_modes, is_functorch_tensor
 
 
@@ -89,5 +89,5 @@ def _named_inputs(
     names = [*inspect.signature(type(module).forward).parameters][1:]
     names += [str(number) for number in range(len(names) + 1, len(args) + 1)]
     for name, value in (*zip(names, args, strict=False), *kwargs.items()):
-        for tensor in tensors_in(value):
+        for tensor in tensors_of(value):
             yield name, tensor

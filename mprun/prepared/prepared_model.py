@@ -34,7 +34,8 @@ from mprun.precision.policy import ieee_fp32
 from mprun.precision.recurrent import own_recurrent
 from mprun.precision.torch_update import is_granted
 from mprun.prepared import passes
-from mprun.prepared.border import Border, Forward, Watched, each_tensor, has_graph, has_hooks
+from mprun.prepared.border import Border, Forward, Watched, has_graph, has_hooks
+from mprun.prepared.containers import each_tensor
 from mprun.prepared.copies import plain_state, prepared_copy
 from mprun.prepared.draws import Draws
 from mprun.prepared.exact_numbers import ExactNumbers

@@ -1,0 +1,206 @@
+"""What a call is given and returns: tensors in objects are cast and widened as those of a tuple."""
+
+import collections
+import copy
+import weakref
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import nn
+from torch.distributions import Independent, Normal
+from torch.nn import functional as F
+
+import mprun
+from mprun.precision import get_policy
+from mprun.prepared.containers import each_tensor
+
+from ..helpers import assert_same_bits
+from .networks import HALF_WEIGHTS, MODES, sgd
+
+EDGES = torch.randint(6, (2, 12), generator=torch.Generator().manual_seed(0))
+
+
+class Store:
+    """As PyG's: a mapping, and a weak reference to the object that it is the store of."""
+
+    def __init__(self, parent, mapping):
+        self._mapping, self._parent = mapping, weakref.ref(parent)
+
+    def __copy__(self):
+        own = type(self).__new__(type(self))
+        own.__dict__ |= {**self.__dict__, "_mapping": {**self._mapping}}
+        return own
+
+
+class Graph:
+    """As PyG's Data: attributes are those of its store."""
+
+    def __init__(self, x, edges):
+        self.__dict__["store"] = Store(self, {"x": x, "edges": edges})
+
+    def __getattr__(self, name):
+        if "store" in self.__dict__ and name in self.store._mapping:
+            return self.store._mapping[name]
+        raise AttributeError(name)
+
+    def __setattr__(self, name, value):
+        self.store._mapping[name] = value
+
+    def __copy__(self):
+        own = type(self).__new__(type(self))
+        own.__dict__["store"] = copy.copy(self.store)
+        own.store._parent = weakref.ref(own)
+        return own
+
+
+class Slotted:
+    __slots__ = ("edges", "x")
+
+    def __init__(self, x, edges):
+        self.x, self.edges = x, edges
+
+
+class Encoding(collections.UserDict):
+    """As transformers' BatchEncoding: attributes are entries."""
+
+    def __init__(self, x, edges):
+        super().__init__({"x": x, "edges": edges})
+
+    def __getattr__(self, name):
+        try:
+            return self.__dict__["data"][name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+class Attributes(dict):
+    """A dictionary whose entries are attributes too, as of transformers' outputs."""
+
+    def __init__(self, x, edges):
+        super().__init__(x=x, edges=edges)
+        self.x, self.edges = x, edges
+
+
+@dataclass(frozen=True)
+class Frozen:
+    x: torch.Tensor
+    edges: torch.Tensor
+    made: list = field(init=False, default_factory=list)
+
+
+class Circle:
+    """Parts that know each other."""
+
+    def __init__(self, x, edges):
+        self.parts = [Slotted(x, edges)]
+        self.around = [self, self.parts]
+
+    x = property(lambda self: self.around[0].parts[0].x)
+    edges = property(lambda self: self.around[1][0].edges)
+
+
+KINDS = [Graph, Slotted, Encoding, Attributes, Frozen, Circle]
+
+
+class Net(nn.Module):
+    """Sums over edges; `seen` has the dtype of its input."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lift, self.head = nn.Linear(8, 12), nn.Linear(12, 4)
+
+    def forward(self, x, edges):
+        self.seen = x.dtype
+        sums = torch.zeros_like(hidden := self.lift(x)).index_add(0, edges[1], hidden[edges[0]])
+        return self.head(sums.relu())
+
+
+class OfObject(Net):
+    """The same of one object, whose outputs are in another."""
+
+    def forward(self, batch):
+        return type(batch)(super().forward(batch.x, batch.edges), batch.edges)
+
+
+def trained(model, mode, call):
+    optimizer = sgd(model.parameters(), lr=0.02)
+    mprun.prepare(model, optimizer, mode)
+    inputs = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
+    for _ in range(5):
+        optimizer.zero_grad()
+        outputs = call(model, inputs)
+        assert outputs.dtype is torch.float32
+        F.cross_entropy(outputs, torch.arange(6) % 4).backward()
+        optimizer.step()
+    return [*model.parameters()]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("mode", MODES)
+def test_tensors_in_an_object_are_those_of_a_tuple(mode, kind):
+    kept = kind(torch.ones(6, 8), EDGES)
+    model = OfObject()
+    own = trained(model, mode, lambda m, x: m(kind(x, EDGES)).x)
+    assert_same_bits(own, trained(Net(), mode, lambda m, x: m(x, EDGES)))
+    assert (model.seen is torch.float32) == (mode not in HALF_WEIGHTS)
+    model(kept)
+    assert kept.x.dtype is torch.float32 and kept.edges is EDGES
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_object_of_which_nothing_changes_stays_itself(kind):
+    own = kind(torch.ones(6, 8), EDGES)
+    assert each_tensor(own, lambda tensor: tensor) is own
+    with_double = each_tensor(own, lambda t: t.double() if t.is_floating_point() else t)
+    assert with_double is not own and type(with_double) is kind
+    assert with_double.x.dtype is torch.float64 and own.x.dtype is torch.float32
+    if kind is Graph:  # its parts know the copy
+        assert with_double.store._parent() is with_double and own.store._parent() is own
+
+
+class Policy(nn.Module):
+    """A distribution, as of reinforcement learning."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.mean = nn.Linear(8, 4)
+        self.spread = nn.Parameter(torch.zeros(4))
+
+    def forward(self, x):
+        return Independent(Normal(self.mean(x), self.spread.exp().expand(6, 4)), 1)
+
+
+# Its only linear layer is its output, which modes of 8 bits leave out.
+@pytest.mark.parametrize("mode", [mode for mode in MODES if get_policy(mode).matmul is None])
+def test_a_distribution_is_of_fp32_with_unscaled_gradients(mode):
+    """As of the mean and the spread that a model returns, from which the script makes it."""
+
+    class Parts(Policy):
+        def forward(self, x):
+            made = super().forward(x).base_dist
+            return made.loc, made.scale
+
+    x, actions = torch.randn(6, 8), torch.randn(6, 4)
+    found = []
+    for kind in (Policy, Parts):
+        model = kind()
+        mprun.prepare(model, optimizer := sgd(model.parameters()), mode, scaler="static")
+        out = model(x)
+        made = out if kind is Policy else Independent(Normal(*out), 1)
+        assert made.base_dist.loc.dtype is torch.float32
+        (-made.log_prob(actions).mean()).backward()
+        optimizer.step()
+        found.append([(own.detach(), own.grad) for own in model.parameters()])
+    assert_same_bits(*found)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_whole_numbers_in_an_object_are_named():
+    model = OfObject()
+    mprun.prepare(model, None, "bf16_master")
+    codes = torch.arange(48.0).view(6, 8) + 1000
+    with pytest.warns(UserWarning, match="input batch: whole numbers change"):
+        model(Slotted(codes, EDGES))
