@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from mprun.precision.block_formats import SCALES, Operand
 from mprun.precision.delayed_scaling import DelayedScaling
+from mprun.precision.module_dtypes import called_in
 from mprun.precision.scaled_operators import Calls
 from mprun.precision.scaled_products import (
     BOTH,
@@ -178,7 +179,7 @@ def chosen_layers(
         why = f"its linear layers multiply in {formats}, and the model has none"
         raise ValueError(f"{asked}{why} (allowed: modes in 16 or 32 bits)")
     everything = [*dict(model.named_modules())]
-    outputs = marked_outputs(model) or everything[-1:]
+    outputs = _outputs(model)
     patterns = products.modules
     if all(pattern.startswith("!") for pattern in patterns[:1]):
         patterns = ("*", *patterns)
@@ -212,6 +213,16 @@ def chosen_layers(
 def marked_outputs(model: nn.Module) -> list[str]:
     """Return the names of the output layers that a network marks, with a true `is_output`."""
     return [name for name, own in model.named_modules() if getattr(own, "is_output", False)]
+
+
+def _outputs(model: nn.Module) -> list[str]:
+    """Return the `marked_outputs`; without any, the last module of the network, or of each of
+    several that a container holds."""
+    found = []
+    for name, own in called_in("", model).items():
+        inside = marked_outputs(own) or [*dict(own.named_modules())][-1:]
+        found += [".".join(filter(None, (name, output))) for output in inside]
+    return found
 
 
 def _last_blocks(names: list[str], pattern: str) -> list[str] | None:

@@ -118,12 +118,6 @@ class Watched(Forward):
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
-def prepared_modules(model: nn.Module) -> dict[str, Any]:
-    """Return module name -> prepared model, for all modules that belong to one."""
-    found = {name: module.__dict__.get("forward") for name, module in model.named_modules()}
-    return {name: own.shared for name, own in found.items() if isinstance(own, Forward)}
-
-
 @dataclass(eq=False, slots=True)
 class _Place:
     """A place for a tensor, or a tuple of some: an attribute, or an entry of a list or dictionary

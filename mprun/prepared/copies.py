@@ -9,13 +9,13 @@ Without masters weights are 16-bit in the process, and widened on their way out.
 from __future__ import annotations
 
 import copy
-import functools
 from typing import Any
+from weakref import WeakValueDictionary
 
 from torch import Tensor, nn
 
 from mprun.prepared.border import OWN, Forward
-from mprun.torch_private import FLAT_WEIGHTS, PLACES
+from mprun.torch_private import FLAT_WEIGHTS, PLACES, version_of
 
 
 def plain_state(forward: Forward) -> dict[str, Any]:
@@ -27,19 +27,31 @@ def plain_state(forward: Forward) -> dict[str, Any]:
     if not forward.shared.stores_half:
         return state
 
-    @functools.cache
     def wide(own: Any) -> Any:
-        """Return a 16-bit tensor in FP32, one tensor for all places that hold it."""
-        if not isinstance(own, Tensor) or own.dtype is not forward.shared.policy.param_dtype:
-            return own
-        form: Tensor = own.detach().float()
-        is_parameter = isinstance(own, nn.Parameter)
-        return nn.Parameter(form, own.requires_grad) if is_parameter else form
+        is_half = isinstance(own, Tensor) and own.dtype is forward.shared.policy.param_dtype
+        return _widened(own) if is_half else own
 
     state |= {name: {k: wide(own) for k, own in state[name].items()} for name in PLACES}
     if FLAT_WEIGHTS in state:
         state[FLAT_WEIGHTS] = [wide(own) for own in state[FLAT_WEIGHTS]]
     return state
+
+
+# Id and version of a 16-bit tensor -> the same in FP32, while a copy is made: a pickle, or the memo
+# of `copy.deepcopy`, holds it until then.
+_forms: WeakValueDictionary[tuple[int, int], Tensor] = WeakValueDictionary()
+
+
+def _widened(own: Tensor) -> Tensor:
+    """Return a 16-bit tensor in FP32, one tensor for all modules and places that hold it."""
+    key = id(own), version_of(own)
+    form = _forms.get(key)
+    if form is None:
+        form = own.detach().float()
+        if isinstance(own, nn.Parameter):
+            form = nn.Parameter(form, own.requires_grad)
+        _forms[key] = form
+    return form
 
 
 def plain_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
@@ -53,11 +65,17 @@ def plain_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     return made
 
 
-def prepared_copy(own: Any, memo: dict[int, Any]) -> nn.Module:
-    """Return a copy of the model of a `PreparedModel`, prepared as it is.
+def prepared_copy(own: Any, root: nn.Module, memo: dict[int, Any]) -> nn.Module:
+    """Return a copy of what a `PreparedModel` holds, prepared as it is.
 
-    memo: as of `copy.deepcopy`.
+    Args:
+        own: the `PreparedModel`.
+        root: the module that is copied: its model, or one of several that share something, whose
+            copies share it too.
+        memo: as of `copy.deepcopy`.
     """
+    if id(own.model) in memo:
+        return plain_copy(root, memo)
     if own.is_sharded:
         raise RuntimeError(
             "a prepared model is copied whose weights are sharded (fully_shard), which torch "
@@ -80,4 +98,5 @@ def prepared_copy(own: Any, memo: dict[int, Any]) -> nn.Module:
     )
     if own.delayed is not None and other.delayed is not None:
         other.delayed.take_over(own.delayed.state_dict())
-    return made
+    found: nn.Module = memo[id(root)]
+    return found

@@ -14,6 +14,7 @@ computation of a call, steps.py that of a step.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
@@ -35,7 +36,7 @@ from mprun.precision.policy import (
 )
 from mprun.precision.scaled_linear import chosen_layers
 from mprun.precision.torch_update import held_by
-from mprun.prepared.border import prepared_modules
+from mprun.prepared import passes
 from mprun.prepared.kept_state import refuse_cast_codes
 from mprun.prepared.optimizers import base_of, install_hooks, take_over
 from mprun.prepared.passes import Scaling
@@ -48,6 +49,8 @@ from mprun.prepared.shards import (
     why_not_sharded,
 )
 from mprun.torch_private import UNCOMPILED
+
+_TOGETHER = "give both to one call, mprun.prepare([one, other], ...)"
 
 Model = TypeVar("Model", bound=nn.Module | Sequence[nn.Module])
 Opt = TypeVar("Opt", bound=Optimizer | Sequence[Optimizer])
@@ -125,7 +128,9 @@ def prepare(
         )
     device = _device_of(models)
     dtypes = _dtypes(models, overrides or {})
-    own = [(one, {p: dtypes[p] for p in those_that_match(one, dtypes)}) for one in models]
+    for one in models:
+        _refuse_unpreparable(one)
+    own = [_together(those, dtypes) for those in _sharing(models)]
     _check(own, policy, device, native)
     outer = [getattr(one, UNCOMPILED, one) for one in given]
     if keeps_half(policy) and any(isinstance(one, DistributedDataParallel) for one in outer):
@@ -209,6 +214,33 @@ def _dtypes(
     return found
 
 
+def _sharing(models: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Return the models in groups, each of those that share a module or a parameter."""
+    groups: list[tuple[set[int], list[nn.Module]]] = []
+    for model in models:
+        parts = {*map(id, model.modules()), *map(id, model.parameters())}
+        joined = [group for group in groups if group[0] & parts]
+        groups = [group for group in groups if not group[0] & parts]
+        of_all = parts.union(*(known for known, _ in joined))
+        groups.append((of_all, [*(one for _, those in joined for one in those), model]))
+    return [those for _, those in groups]
+
+
+def _together(
+    models: Sequence[nn.Module], dtypes: Mapping[str, torch.dtype]
+) -> tuple[nn.Module, dict[str, torch.dtype]]:
+    """Return one model that holds those that share something, and the overrides of its modules.
+
+    What they share then has one cast, one gradient and one step.
+    """
+    if len(models) == 1:
+        return models[0], {own: dtypes[own] for own in those_that_match(models[0], dtypes)}
+    pairs = (
+        (own, n) for own in dtypes for n, one in enumerate(models) if those_that_match(one, [own])
+    )
+    return nn.ModuleList(models), {f"{n}.{own}": dtypes[own] for own, n in pairs}
+
+
 def _check(
     prepared: Sequence[tuple[nn.Module, Mapping[str, torch.dtype]]],
     policy: PrecisionPolicy,
@@ -217,7 +249,6 @@ def _check(
 ) -> None:
     """Raise ValueError for models that cannot be in this mode, before anything is changed."""
     for model, _ in prepared:
-        _refuse_unpreparable(model)
         if any(map(is_sharded, model.modules())) and (reason := why_not_sharded(policy)):
             raise ValueError(reason)
     if policy.reduce_dtype is not None:
@@ -235,8 +266,6 @@ def _check(
         reason = why_no_lstm(policy, device, projected)
     if reason is not None:
         raise ValueError(f"precision={policy.name!r}: {reason}")
-    if len(set(modules)) < len(modules):
-        raise ValueError("model: two of them share a module; make one module that holds both")
     for model, own in prepared:
         if policy.matmul is None:
             break
@@ -263,14 +292,33 @@ def _refuse_unpreparable(model: nn.Module) -> None:
                 f"{name or 'the model'} is a {type(module).__name__}; prepare the module inside "
                 "it first, then put DistributedDataParallel around that"
             )
-    for name in prepared_modules(model):
-        raise ValueError(
-            f"{name or 'the model'} is already prepared; build it anew to prepare it again"
-        )
+    _refuse_prepared(model)
     for name, parameter in model.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
             raise ValueError(f"{name} is lazy; run a batch through the model before mprun.prepare")
         if parameter.is_floating_point() and parameter.dtype is not torch.float32:
-            raise ValueError(
-                f"{name} is {parameter.dtype}; build the model in float32, precision= casts it"
-            )
+            others = {id(own) for known in passes.alive for own in known.model.parameters()}
+            cure = "build the model in float32, precision= casts it"
+            if id(parameter) in others:
+                cure = f"a prepared model has it, too; {_TOGETHER}"
+            raise ValueError(f"{name} is {parameter.dtype}; {cure}")
+
+
+def _refuse_prepared(model: nn.Module) -> None:
+    """Raise ValueError if a prepared model has a module of this one."""
+    if not _prepared_with(model):
+        return
+    gc.collect()  # a model is in circles: those that the script has dropped go here
+    for name, module, whole in _prepared_with(model):
+        if module is model:
+            raise ValueError("the model is already prepared; build it anew to prepare it again")
+        kind = type(whole).__name__
+        raise ValueError(
+            f"{name} is a part of a {kind} that is already prepared; {_TOGETHER}, or build it anew"
+        )
+
+
+def _prepared_with(model: nn.Module) -> list[tuple[str, nn.Module, nn.Module]]:
+    """Return name and module of each that it shares with a prepared model, and that model."""
+    of = {module: known.model for known in passes.alive for module in known.model.modules()}
+    return [(name, own, of[own]) for name, own in model.named_modules() if own in of]

@@ -30,6 +30,7 @@ from mprun.precision.delayed_scaling import DelayedScaling
 from mprun.precision.emulation import Losses
 from mprun.precision.forward_context import ForwardContext
 from mprun.precision.loss_scale import LossScale
+from mprun.precision.module_dtypes import called_in
 from mprun.precision.policy import ieee_fp32
 from mprun.precision.recurrent import own_recurrent
 from mprun.precision.torch_update import is_granted
@@ -97,6 +98,7 @@ class PreparedModel(Backward):
     ):
         super().__init__(forward_context, loss_scale)
         self.model, self.overrides, policy = model, dict(overrides), self.policy
+        self._roots = {model, *called_in("", model).values()}  # that scripts call, and copy
         self.of_run, self.key, self.seed = of_run, key, seed
         in_16_bits = bool(forward_context.half_dtypes)  # of the mode, or of an override
         changes = in_16_bits or policy.matmul is not None
@@ -117,6 +119,7 @@ class PreparedModel(Backward):
             self.audit.rounded = self.mixed.places
         self.exact = ExactNumbers(model)
         self.audit.destroyed = self.exact.places
+        self.number = PreparedModel.built  # in the order in which models were prepared
         self.calls = 0  # with gradients or in training mode
         self.group: Any = None  # of the DistributedDataParallel that has called it
         self._guards_step = self._audits = False
@@ -159,7 +162,8 @@ class PreparedModel(Backward):
             forward = module.__dict__["forward"] = kind(self, module, made.plain[module], inside)
             module.__dict__["__getstate__"] = partial(plain_state, forward)
             module.__dict__[REPLICATE] = refuse_replica
-        self.model.__dict__["__deepcopy__"] = partial(prepared_copy, self)
+        for root in self._roots:
+            root.__dict__["__deepcopy__"] = partial(prepared_copy, self, root)
         if self.scale is not None:
             self.guard = BatchNormGuard(self.model)
         PreparedModel.built += 1

@@ -134,6 +134,7 @@ class OptimizerSteps:
             prefix = f"{number}." if len(self.models) > 1 else ""
             for name, own in model.model.named_parameters():
                 if id(own) in held:
+                    held.remove(id(own))  # another model may have it, too
                     found[prefix + name] = own
         return found
 
@@ -181,8 +182,11 @@ class OptimizerSteps:
         if key == self._key:
             return
         self._key = key
-        owners = {id(own): model for model in passes.alive for own in model.parameters()}
-        found = [owners[id(own)] for group in groups for own in group if id(own) in owners]
+        owners: dict[int, list[PreparedModel]] = {}
+        for model in sorted(passes.alive, key=lambda one: one.number):
+            for own in model.parameters():
+                owners.setdefault(id(own), []).append(model)
+        found = [model for group in groups for own in group for model in owners.get(id(own), ())]
         self.models = self._kept.models = [*dict.fromkeys(found)]
         self._is_plain = all(model.is_plain for model in self.models)
         if self.models:

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import mprun
-from mprun.prepared.border import prepared_modules
 
 from ..precision.containers import KINDS, Shared, seen_in
 
@@ -45,7 +44,7 @@ def test_an_arm_of_which_overrides_leave_nothing_is_said_at_its_first_step(mode,
     with pytest.warns(UserWarning, match=f"precision={mode}: no operation .* is a control") as said:
         model = trained(KINDS["ModuleList"](), mode, {"*": "fp32"})
     assert len(said) == 1
-    assert "unused" in prepared_modules(model)[""].audit.result()
+    assert "unused" in model.forward.shared.audit.result()
 
 
 def test_a_loss_in_the_model_stays_fp32_under_a_pattern_that_matches_it():
@@ -81,5 +80,5 @@ def test_an_empty_first_batch_says_nothing_of_the_mode(mode):
     for rows in (0, 5):
         model(torch.randn(rows, 8)).sum().backward()
         optimizer.step()
-    audit = prepared_modules(model)[""].audit.result()
+    audit = model.forward.shared.audit.result()
     assert audit["watched"] and "unused" not in audit

@@ -17,7 +17,6 @@ import mprun
 from mprun.precision import StaticLossScale
 from mprun.precision.emulation import HalfEmulation
 from mprun.prepared import passes
-from mprun.prepared.border import prepared_modules
 from mprun.torch_private import dispatch_modes
 
 from ..distributed.processes import forkserver
@@ -305,7 +304,7 @@ def test_a_deep_copy_computes_with_its_own_weights(mode):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_call_anywhere_is_emulated(mode):
     model, _ = prepared(mode)
-    forward_context = prepared_modules(model)[""].forward_context
+    forward_context = model.forward.shared.forward_context
     model(IMAGES)
     assert bool(forward_context.rerouted()) == (mode != "fp32")
 
