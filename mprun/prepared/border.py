@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, is_autocast_enabled, is_grad_enabled, nn
 from torch.compiler import is_dynamo_compiling, is_exporting
 from torch.distributed import is_initialized
+from torch.jit import is_tracing
 
 from mprun.precision.audit import is_due
 from mprun.precision.scaled_linear import KEPT
@@ -62,6 +63,16 @@ class Forward:
         code: CodeType = getattr(self.plain, "__code__", type(self.module).forward.__code__)
         return code
 
+    def __getattr__(self, name: str) -> Any:
+        """Refuse torch.jit.script, which asks for the globals of a function."""
+        why = f"'Forward' object has no attribute {name!r}"
+        if name == "__globals__":
+            why = (
+                "torch.jit.script compiles the source of a plain model; save this one by "
+                "torch.save, and script the one that loads; torch.jit.trace takes it as it is"
+            )
+        raise AttributeError(why)
+
     @property
     def __signature__(self) -> inspect.Signature:
         """Return the signature of a call, as torch.export and trainers ask for it."""
@@ -76,7 +87,7 @@ class Forward:
             return self.compute_within(args, kwargs)
         if shared.state == self.EVALUATING:
             return self.plainly(*args, **kwargs)
-        if is_exporting():  # the learned model, in FP32
+        if is_exporting() or is_tracing():  # the learned model, in FP32
             if shared.stores_half:
                 raise RuntimeError(
                     f"precision={shared.policy.name} keeps weights in 16 bits; save the model "
@@ -110,7 +121,7 @@ class Watched(Forward):
             if is_autocast_enabled(shared.device_type):
                 shared.refuse_autocast()
             if self.module.training or is_grad_enabled():
-                if is_due(shared.calls) or is_initialized():
+                if (is_due(shared.calls) or is_initialized()) and not is_tracing():
                     return shared.call(self, args, kwargs)
                 shared.calls += 1
         if self.plain is not None:

@@ -3,6 +3,7 @@ one line that names the cure."""
 
 import copy
 import gc
+import io
 import weakref
 
 import pytest
@@ -692,10 +693,48 @@ def test_an_exported_program_is_the_learned_model_in_fp32(mode):
     train(model.train(), optimizer, steps=1)  # it goes on in its mode
 
 
-def test_16_bit_weights_are_not_exported():
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning")
+@pytest.mark.parametrize("mode", ["fp32", "amp", "fp16_master_scaled", "fp8_rowwise"])
+@pytest.mark.parametrize("steps", [0, 2, 5])
+def test_a_traced_model_is_the_learned_one_in_fp32(mode, steps):
+    """torch.onnx.export without dynamo traces, too."""
+    model, optimizer = prepared(mode)
+    train(model, optimizer, steps=steps)
+    model.eval()
+    for context in (torch.no_grad, torch.enable_grad):
+        with context():
+            traced = torch.jit.trace(model, (IMAGES,))
+        with torch.no_grad():
+            assert torch.equal(traced(IMAGES), model(IMAGES))
+    train(model.train(), optimizer, steps=1)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("mode", ["fp32", "fp16_master_scaled", "fp16_naive"])
+def test_what_scripts_a_model_is_told_to_script_the_saved_one(mode):
+    model, _ = prepared(mode, nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
+    with raises_line(AttributeError, "torch.jit.script", "torch.save"):
+        torch.jit.script(model)
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    with torch.no_grad():
+        scripted = torch.jit.script(torch.load(file, weights_only=False))
+        assert torch.equal(scripted(torch.ones(2, 4)), model.eval()(torch.ones(2, 4)))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning", "ignore::DeprecationWarning")
+def test_16_bit_weights_are_exported_by_the_plain_model_that_loads():
     model, _ = prepared("fp16_naive")
-    with raises_line(RuntimeError, "save the model"):
-        torch.export.export(model.eval(), (IMAGES,))
+    model.eval()
+    for export in (torch.export.export, torch.jit.trace):
+        with raises_line(RuntimeError, "save the model"):
+            export(model, (IMAGES,))
+    torch.save(model, file := io.BytesIO())
+    file.seek(0)
+    with torch.no_grad():
+        program = torch.export.export(torch.load(file, weights_only=False), (IMAGES,))
+        assert torch.equal(program.module()(IMAGES), model(IMAGES))
 
 
 class Lookahead(torch.optim.Optimizer):
