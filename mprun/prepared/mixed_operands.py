@@ -15,7 +15,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from mprun.precision import DTYPE_NAMES
 from mprun.prepared.nodes import Owner
 from mprun.prepared.writes import tensors_in, written_by
 from mprun.torch_private import tree_map
+
+_WIDE = {torch.float32, torch.float64, torch.complex64, torch.complex128}
+_WIDE |= {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
 
 
 class MixedOperands(TorchFunctionMode):
@@ -56,8 +59,8 @@ class MixedOperands(TorchFunctionMode):
         except (RuntimeError, ValueError) as error:
             dtype = _wanted(func, args, kwargs)
             if dtype is None:
-                if isinstance(error, NotImplementedError):
-                    self._refuse(func, error)
+                if _is_for_16_bits(error, func, args, kwargs):
+                    raise NotImplementedError(refused(self._place(func), error)) from error
                 raise
             try:
                 found = func(*_cast(args, dtype), **_cast(kwargs, dtype))
@@ -78,19 +81,10 @@ class MixedOperands(TorchFunctionMode):
 
         return call
 
-    def _refuse(self, func: Any, error: Exception) -> NoReturn:
-        """Name an operation that torch lacks in 16 bits, such as an FFT, and the cure."""
-        if "override" in str(error):  # the emulation of a GPU says it
-            raise error
-        raise NotImplementedError(
-            f"{self._place(func)} is not implemented in 16 bits ({error}); give it x.float(), or "
-            "let the module compute in fp32 (overrides)"
-        ) from error
-
     def _place(self, func: Any) -> str:
         """Return "module: operation" of a call, for the module whose code calls it."""
         inside: nn.Module | None = None
-        frame: FrameType | None = sys._getframe(3)
+        frame: FrameType | None = sys._getframe(1)
         while frame is not None and inside is None:
             own = frame.f_locals.get("self")
             inside = own if isinstance(own, nn.Module) else None
@@ -108,6 +102,32 @@ class MixedOperands(TorchFunctionMode):
                 "module compute in fp32 (overrides)",
                 stacklevel=3,
             )
+
+
+def refused(place: str, error: Exception) -> str:
+    """Return a line on an operation that torch lacks in 16 bits, such as an FFT, and the cure."""
+    return (
+        f"{place} is not implemented in 16 bits ({error}); give it x.float(), or let the module "
+        "compute in fp32 (overrides)"
+    )
+
+
+def _is_for_16_bits(error: Exception, func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether an operation has failed because its operands are in 16 bits: there is no
+    kernel, or it computes in FP32."""
+    dtypes = {one.dtype for one in tensors_in((args, kwargs))}
+    if dtypes <= _WIDE or "override" in str(error):  # the emulation of a GPU says it itself
+        return False
+    if isinstance(error, NotImplementedError):
+        return True
+    if written_by(func, args, kwargs) is not None:
+        return False
+    try:
+        with torch.no_grad():
+            func(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
+    except Exception:
+        return False
+    return True
 
 
 def _is_own(hook: Any) -> bool:

@@ -10,6 +10,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -22,17 +23,20 @@ from mprun.precision.forward_context import ForwardContext
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.torch_update import held_by
 from mprun.precision.update import by_dtype, check_and_unscale, largest
+from mprun.prepared.mixed_operands import refused
 from mprun.prepared.nodes import Root, entered, reached, refuse_leaks
 from mprun.prepared.shards import agree, are_several, local_of
 from mprun.prepared.tensors import Tensors
 from mprun.torch_private import (
     DisableTorchFunction,
+    OpOverload,
     dispatch_modes,
     graph_task,
     queue_callback,
     run_engine,
 )
 
+_IN_16_BITS = ("Half", "BFloat16", "BComplex32")  # as torch's errors name them
 _MOST_REPEATS = 60  # of a closure: a scale of 2^24 has then become 2^-36
 
 # All prepared models; those whose passes a CPU emulates; those whose next pass is audited.
@@ -222,6 +226,10 @@ def run_pass(roots: Sequence[Root], *args: Any, **kwargs: Any) -> Any:
             _scaled_alike(roots) if len(scales) > 1 else nullcontext(),
         ):
             return run_engine(roots, *args, **kwargs)
+    except NotImplementedError as error:
+        if not any(name in str(error) for name in _IN_16_BITS) or "override" in str(error):
+            raise
+        raise NotImplementedError(refused(_failed_in(error), error)) from error
     finally:
         if graph_task() == -1:  # a checkpoint's pass within a pass goes on with the same weights
             Passes.task, Passes.entered, Passes.stepped = -1, [], {}  # of one that failed, too
@@ -229,6 +237,13 @@ def run_pass(roots: Sequence[Root], *args: Any, **kwargs: Any) -> Any:
                 # A run forgets them before its step. Shards are gathered anew in the same memory.
                 if not model.of_run or model.tensors.shards:
                     model.tensors.forget()
+
+
+def _failed_in(error: BaseException) -> str:
+    """Return which operator of a pass has failed, if a mode was there that sees each."""
+    seen = [frame.f_locals.get("func") for frame, _ in walk_tb(error.__traceback__)]
+    names = [own.name() for own in seen if isinstance(own, OpOverload)]
+    return f"the backward pass: {names[-1] if names else 'an operation'}"
 
 
 @contextmanager

@@ -109,7 +109,7 @@ class PreparedModel(Backward):
         casts = policy.autocast_dtype is None and in_16_bits
         self.tensors = Tensors(self, model, rounds=casts and policy.master_dtype is not None)
         # What serves code in forward that was written for FP32; None: it meets nothing else.
-        meets = self.scale is not None or casts
+        meets = self.scale is not None or in_16_bits
         self.mixed = MixedOperands(self, model) if meets else None
         narrow = policy.param_dtype if policy.param_dtype.itemsize == 2 else None
         self.border = Border(self, model, narrow)

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 import mprun
 from mprun.precision import StaticLossScale, get_policy
 
+from ..helpers import raises_line
 from .networks import MODES
 
 CASTS = [mode for mode in MODES if get_policy(mode).param_dtype.itemsize == 2]  # no autocast
@@ -119,6 +120,52 @@ def test_an_operation_that_is_wrong_anyway_raises_torchs_own_error():
     mprun.prepare(model, torch.optim.SGD(model.parameters(), 0.1), "bf16_master")
     with pytest.raises(RuntimeError, match="dtype|shapes cannot be multiplied"):
         model(torch.randn(3, 8))
+
+
+# Operations without a kernel in 16 bits, or that say themselves that they take none.
+LACKING = {
+    "fft_rfft": lambda x: torch.fft.rfft(x).abs(),
+    "fft_irfft": torch.fft.irfft,
+    "fft_fft2": lambda x: torch.fft.fft2(x).abs(),
+    "stft": lambda x: torch.stft(x.flatten(), 8, return_complex=True).abs(),
+    "quantile": lambda x: torch.quantile(x, 0.5),
+}
+HALVES = [mode for mode in MODES if mode != "fp32" and get_policy(mode).matmul is None]
+
+
+class Spectral(nn.Module):
+    def __init__(self, compute):
+        super().__init__()
+        self.compute, self.last = compute, nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.compute(x).mean() + self.last(x).mean()
+
+
+def spectral_loss(mode, compute, **options):
+    """After its backward pass."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), Spectral(compute))
+    mprun.prepare(model, None, mode, **options)
+    loss = model(torch.randn(4, 8))
+    loss.backward()
+    return loss
+
+
+@pytest.mark.filterwarnings("ignore:ComplexHalf|BComplex32|Casting complex|A window")
+@pytest.mark.parametrize("operation", LACKING)
+@pytest.mark.parametrize("mode", HALVES)
+def test_an_operation_that_16_bits_lack_is_named_with_its_cures(mode, operation):
+    """In the call or, of a rectangular STFT in FP16, in the backward pass."""
+    compute = LACKING[operation]
+    if operation == "stft" and get_policy(mode).half_dtype is torch.bfloat16:
+        assert spectral_loss(mode, compute).isfinite()  # torch has it, by FP32 inside
+    else:
+        place = "the backward pass: aten::_fft" if operation == "stft" else f"1: {operation} "
+        with raises_line(NotImplementedError, place, "x.float()", "overrides"):
+            spectral_loss(mode, compute)
+    assert spectral_loss(mode, lambda x: compute(x.float())).isfinite()
+    assert spectral_loss(mode, compute, overrides={"1": "fp32"}).isfinite()
 
 
 class Hooked(nn.Module):
