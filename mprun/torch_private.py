@@ -121,9 +121,11 @@ places_of: Callable[[nn.Module], tuple[dict[str, Any], ...]] = attrgetter(*PLACE
 parameters_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
 buffers_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
 children_of: Callable[[nn.Module], dict[str, Any]] = attrgetter("_modules")
+# Hooks of a leaf, on a gradient's way in and once it is added to `.grad`. Likewise.
+hooks_of_leaf: Callable[[Tensor], tuple[Any, ...]] = attrgetter(
+    "_backward_hooks", "_post_accumulate_grad_hooks"
+)
 # A module's hooks, and its methods that call them and that copy it for nn.DataParallel. Likewise.
-# Of a leaf, on its way in and once it is added to `.grad`.
-HOOKS_OF_LEAVES = ("_backward_hooks", "_post_accumulate_grad_hooks")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 CALL_WITH_HOOKS, REPLICATE = "_call_impl", "_replicate_for_data_parallel"
 # A recurrent layer's list of weights, and weak references to them. Likewise.

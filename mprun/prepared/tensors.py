@@ -25,10 +25,10 @@ from mprun.precision.update import packed
 from mprun.prepared.nodes import Owner, make_nodes
 from mprun.prepared.writes import Writes, wide_of
 from mprun.torch_private import (
-    HOOKS_OF_LEAVES,
     IS_PARAMETER,
     disable_dispatch_modes,
     flat_weights_of,
+    hooks_of_leaf,
     parameters_of,
     places_of,
     storage_key,
@@ -244,7 +244,7 @@ class Tensors:
 def _is_alone(own: Tensor) -> bool:
     """Return whether a parameter needs a node for itself: a shared one hands an undefined gradient
     to what a pass has not reached, and torch calls its hooks with it."""
-    return own.layout is not torch.strided or any(getattr(own, name) for name in HOOKS_OF_LEAVES)
+    return own.layout is not torch.strided or any(hooks_of_leaf(own))
 
 
 def _is_same_memory(now: Tensor, own: Tensor) -> bool:
