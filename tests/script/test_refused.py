@@ -1,0 +1,297 @@
+"""What docs/script/prepare.md says is refused or said: each row is run.
+
+A case is found by the first cell of its row, so that neither can be without the other. The words
+that the last cell quotes, in backticks, must come, in one line.
+"""
+
+import copy
+import warnings
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import mprun
+from mprun.precision import StaticLossScale, get_policy
+from mprun.precision.muon import Muon
+
+from .page_of_prepare import (
+    BF16,
+    FP16,
+    ONES,
+    Calls,
+    call,
+    linear,
+    prepared,
+    quotes,
+    rows,
+    sgd,
+    step,
+)
+
+
+def in_8_bits(state_dtype):
+    policy = replace(get_policy("nvfp4"), state_dtype=state_dtype)
+    model = linear(64, 64, 64)
+    mprun.prepare(model, optimizer := Muon(model.parameters(), lr=1e-3), policy)
+    step(model, optimizer, torch.ones(2, 64))
+    return optimizer.state_dict()
+
+
+def with_state_loaded_before():
+    model = linear(64, 64, 64)
+    optimizer = Muon(model.parameters(), lr=1e-3)
+    optimizer.load_state_dict(in_8_bits("dynamic8"))
+    mprun.prepare(model, optimizer, "nvfp4")
+
+
+def sharing():
+    layer = nn.Linear(4, 4)
+    return [nn.Sequential(layer), nn.Sequential(layer, nn.ReLU())]
+
+
+TO_PREPARE = {
+    "a name that is no mode": [lambda: prepared("fp17")],
+    "model and optimizer in the other order": [
+        lambda: mprun.prepare(sgd(model := linear()), model)
+    ],
+    "an empty list": [lambda: mprun.prepare([])],
+    "a model in half or double precision": [
+        lambda: prepared(model=linear().half()),
+        lambda: prepared(model=linear().double()),
+    ],
+    "a prepared model, or a model with one inside": [
+        lambda: prepared(model=prepared()[0]),
+        lambda: prepared(model=nn.Sequential(prepared()[0])),
+    ],
+    "a layer whose parameters are not there yet": [
+        lambda: mprun.prepare(nn.Sequential(nn.LazyLinear(4)))
+    ],
+    "a `torch.jit` module": [lambda: mprun.prepare(torch.jit.trace(linear(), ONES))],
+    "parameters on `meta`, or on two devices": [
+        lambda: mprun.prepare(linear().to("meta")),
+    ],
+    "two models that share a module": [lambda: mprun.prepare(sharing())],
+    "an optimizer of other parameters": [lambda: mprun.prepare(linear(), sgd(linear()))],
+    "optimizer state in 8 bits, loaded before": [with_state_loaded_before],
+    "overrides with an unknown dtype, or for no module": [
+        lambda: prepared(overrides={"0": "fp17"}),
+        lambda: prepared(overrides={"nothing": "fp32"}),
+    ],
+    "a mode that the device does not have": [lambda: prepared("tf32")],
+    "FP8 for a model without a linear layer beside its output": [
+        lambda: prepared("fp8_rowwise", nn.Sequential(nn.Conv2d(1, 1, 3)))
+    ],
+    "a policy that sums gradients in another dtype": [
+        lambda: prepared(replace(get_policy(BF16), reduce_dtype=torch.bfloat16))
+    ],
+}
+
+
+def autocast():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def autocast_around_a_call():
+    model, _ = prepared()
+    with autocast():
+        model(ONES)
+
+
+def autocast_around_a_pass():
+    model, _ = prepared()
+    loss = model(ONES).sum()
+    with autocast():
+        loss.backward()
+
+
+def autocast_inside(self, y):
+    with autocast():
+        return self.layer(y)
+
+
+def tf32_later():
+    (own,) = mprun.state_of(prepared("fp32")[1]).models
+    own.audit.forward_context.device = torch.device("cuda")  # a CPU does not read the switch
+    before = torch.backends.cuda.matmul.fp32_precision
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    try:
+        with own.audit.watching():
+            pass
+    finally:
+        torch.backends.cuda.matmul.fp32_precision = before
+
+
+def grad_scaler():
+    model, optimizer = prepared()
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+    scaler.scale(model(ONES).sum()).backward()
+    scaler.step(optimizer)
+
+
+def kept_outside(*, mode=FP16):
+    kept = []
+    model, _ = prepared(mode, Calls(lambda self, y: kept.append(y) or y))
+    (model(ONES).sum() + kept[0].float().sum()).backward()
+
+
+def enters_past_the_inputs():
+    free = torch.ones(4, requires_grad=True)
+    call(lambda self, y: y * free).sum().backward()
+
+
+def of_weights():
+    model, _ = prepared()
+
+    def loss(weights):
+        return torch.func.functional_call(model, weights, (ONES,)).sum()
+
+    torch.func.grad(loss)({name: own.detach() for name, own in model.named_parameters()})
+
+
+def second_derivative():
+    model, _ = prepared("fp8_rowwise", linear(32, 32, 32))
+    given = torch.ones(2, 32, requires_grad=True)
+    torch.autograd.grad(model(given).sum(), given, create_graph=True)
+
+
+def closures(mode, **options):
+    model, optimizer = prepared(mode, **options)
+
+    def closure():
+        optimizer.zero_grad()
+        loss = model(ONES).sum() * torch.inf
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
+def in_other_8_bits():
+    policy = replace(get_policy("nvfp4"), state_dtype="fp8")
+    model, optimizer = prepared(policy, linear(64, 64, 64), lambda m: Muon(m.parameters(), lr=1e-3))
+    optimizer.load_state_dict(in_8_bits("dynamic8"))
+
+
+class NoProducts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, given):
+        return given * self.weight
+
+
+IN_THE_LOOP = {
+    "`torch.autocast` around a call": [autocast_around_a_call],
+    "`torch.autocast` around a backward pass": [autocast_around_a_pass],
+    "`torch.autocast` to another dtype inside of `forward`": [lambda: call(autocast_inside)],
+    "TF32 switched on later": [tf32_later],
+    "`step()` without a gradient": [lambda: prepared()[1].step()],
+    "a `GradScaler`": [grad_scaler],
+    "the model is moved or cast afterwards": [
+        lambda: prepared()[0].double()(ONES),
+        lambda: prepared()[0].half()(ONES),
+    ],
+    "`nn.DataParallel` over several devices": [
+        lambda: prepared()[0]._replicate_for_data_parallel()
+    ],
+    "a copy of the model within its own call": [
+        lambda: call(lambda self, y: copy.deepcopy(self).layer(y))
+    ],
+    "a loss of a tensor from inside that is in no output and no attribute": [kept_outside],
+    "a tensor that requires gradients and enters past the inputs": [enters_past_the_inputs],
+    "outputs or inputs that hide tensors in other objects (a distribution)": [
+        lambda: call(lambda self, y: torch.distributions.Normal(y, 1.0)),
+        lambda: call(lambda self, y, other: y, ONES, torch.distributions.Normal(ONES, 1.0)),
+    ],
+    "`torch.func` over weights": [of_weights],
+    "an operation that torch lacks in 16 bits (an FFT)": [
+        lambda: call(lambda self, y: torch.fft.rfft(y), mode=BF16)
+    ],
+    "an operation that CUDA lacks in 16 bits (a matrix inverse)": [
+        lambda: call(lambda self, y: torch.linalg.inv(y), torch.eye(4))
+    ],
+    "a second derivative through FP8 products": [second_derivative],
+    "no operation of the network runs in the mode": [lambda: step(*prepared(model=NoProducts()))],
+    "closures with weights without a master copy (`bf16_stochastic`)": [
+        lambda: closures("bf16_stochastic")
+    ],
+    "a closure with infinite gradients at a constant scale": [
+        lambda: closures(FP16, scaler=StaticLossScale(8.0))
+    ],
+    "optimizer state that was kept in other 8 bits": [in_other_8_bits],
+    "`torch.export` of 16-bit weights": [
+        lambda: torch.export.export(prepared("fp16_naive")[0].eval(), (ONES,))
+    ],
+    "`mprun.state_of` an optimizer of something else": [lambda: mprun.state_of(sgd(linear()))],
+}
+
+REFUSALS = [("given to `prepare`", TO_PREPARE), ("in the loop", IN_THE_LOOP)]
+
+
+@pytest.mark.parametrize(
+    ("head", "name"), [(head, name) for head, table in REFUSALS for name in table]
+)
+def test_what_the_page_calls_refused_is_refused_in_the_line_that_it_quotes(head, name):
+    parts = quotes(rows("What is refused", head)[name])
+    assert parts
+    for act in dict(REFUSALS)[head][name]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with pytest.raises((ValueError, RuntimeError)) as caught:
+                act()
+        said = str(caught.value)
+        assert "\n" not in said and all(part in said for part in parts), said
+
+
+# What is said
+
+
+def betas():
+    model, optimizer = prepared(
+        "bf16_naive", make=lambda m: torch.optim.AdamW(m.parameters(), betas=(0.9, 0.999))
+    )
+    step(model, optimizer)
+
+
+def spread(*numbers):
+    return torch.tensor(numbers).view(-1, 1).expand(-1, 4).contiguous()
+
+
+SAID = {
+    "meets FP32 beside 16 bits in `forward`": lambda: call(
+        lambda self, y: self.layer(torch.zeros(2, 4)) + y
+    ),
+    "passes whole numbers as floats that 16 bits do not hold": lambda: prepared()[0](
+        spread(4097.0, 4099.0)
+    ),
+    "passes numbers that become infinite": lambda: prepared()[0](spread(1e5, 1e6)),
+    "keeps averages that do not decay in 16 bits (`betas` of 0.999 in BF16)": betas,
+    "leaves no module to the mode by its overrides": lambda: step(
+        *prepared(overrides={"*": "fp32"})
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SAID)
+def test_what_the_page_calls_said_is_said_in_the_line_that_it_quotes(name):
+    parts = quotes(rows("What is said", "the script")[name])
+    assert parts
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        SAID[name]()
+    lines = [str(one.message) for one in caught]
+    assert any(all(part in line for part in parts) for line in lines), lines
+
+
+@pytest.mark.parametrize(
+    ("title", "head", "cases"),
+    [
+        *(("What is refused", head, table) for head, table in REFUSALS),
+        ("What is said", "the script", SAID),
+    ],
+)
+def test_each_row_has_a_case_and_each_case_a_row(title, head, cases):
+    assert {*rows(title, head)} == {*cases}
