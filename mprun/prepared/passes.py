@@ -34,6 +34,7 @@ from mprun.torch_private import (
     graph_task,
     queue_callback,
     run_engine,
+    version_of,
 )
 
 _IN_16_BITS = ("Half", "BFloat16", "BComplex32")  # as torch's errors name them
@@ -91,6 +92,8 @@ class Backward(ABC):
         self.grad_dtype = self.policy.grad_dtype if has_own else None
         # float32, 0-dim: the gradients of the newest backward pass are not finite.
         self.found_inf = torch.zeros((), device=forward_context.device)
+        # Id of a parameter -> the gradient at which the newest pass has looked, and its version.
+        self.looked_at: dict[int, tuple[weakref.ref[Tensor], int]] = {}
         self.audit = Audit(forward_context)
         self.fed = 0  # number of the newest pass in which a gradient has left it at its inputs
         self.has_gradients = False  # a pass has reached it since its last step
@@ -124,8 +127,15 @@ class Backward(ABC):
             return
         if what == "in":
             self.fed = Passes.fed = Passes.number
-        elif what == "out":
+        else:  # a penalty on gradients reaches weights through no output
             self._enter()
+
+    def is_new(self, own: Tensor) -> bool:
+        """Return whether a script has set or changed the gradient of a parameter since a pass."""
+        if (gradient := own.grad) is None:
+            return False
+        seen, version = self.looked_at.get(id(own), (None, 0))
+        return seen is None or seen() is not gradient or version_of(gradient) != version
 
     def on_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """Keep the largest magnitude of those that passes have added since the last step.
@@ -191,6 +201,11 @@ def _end_pass() -> None:
         for model in Passes.entered:
             model.found_inf.zero_()
             check_finite(own := model.parameters(), model.found_inf)
+            model.looked_at = {
+                id(one): (weakref.ref(one.grad), version_of(one.grad))
+                for one in own
+                if one.grad is not None
+            }
             if are_several():  # shards have none before those of several passes are added up
                 model.has_gradients = any(one.grad is not None for one in own)
             for steps in [*model.updated_by]:

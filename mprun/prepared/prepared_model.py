@@ -183,6 +183,12 @@ class PreparedModel(Backward):
         """Return whether `fully_shard` was applied to it, or to modules in it."""
         return bool(self.tensors.shards)
 
+    @property
+    def looks_again(self) -> bool:
+        """Return whether gradients are looked at again before a step if they have changed: not of
+        shards, for which all processes look together."""
+        return self.scale is not None and not (self.of_run or self.is_sharded)
+
     def parameters(self) -> list[Tensor]:
         if not self.is_sharded:
             # Those of a run stay the same; the walk over a network takes 100 microseconds.

@@ -76,6 +76,8 @@ class OptimizerSteps:
         self._found: Tensor | None = None
         # For models that others update, too: float32, 0-dim, its own gradients are not finite.
         self._found_in = weakref.WeakKeyDictionary[PreparedModel, Tensor]()
+        # Its parameters whose gradients are looked at again if they have changed since a pass.
+        self._inside: list[tuple[PreparedModel, Tensor]] = []
         self._undo = ExitStack()  # what keeps the step that runs from moving anything
         self._kept = KeptState()
         self._is_within = False  # a hook of a backward pass takes the step
@@ -186,8 +188,10 @@ class OptimizerSteps:
         for model in sorted(passes.alive, key=lambda one: one.number):
             for own in model.parameters():
                 owners.setdefault(id(own), []).append(model)
-        found = [model for group in groups for own in group for model in owners.get(id(own), ())]
-        self.models = self._kept.models = [*dict.fromkeys(found)]
+        held = [own for group in groups for own in group]
+        found = [(model, own) for own in held for model in owners.get(id(own), ())]
+        self._inside = [(model, own) for model, own in found if model.looks_again]
+        self.models = self._kept.models = [*dict.fromkeys(model for model, _ in found)]
         self._is_plain = all(model.is_plain for model in self.models)
         if self.models:
             self._untouched = Update(self.scale.scale, None, None)
@@ -378,6 +382,10 @@ class OptimizerSteps:
             others = [own for own in held_by(self.optimizer) if id(own) not in owned]
             found = found.clone() if self.models else torch.zeros_like(found)
             check_finite(others, found)
+        changed = [own for model, own in self._inside if model.is_new(own)]
+        if changed:  # an infinity that a script sets by hand is one that no pass has met
+            found = found.clone()
+            check_finite(changed, found)
         return found
 
     def look_at(self, model: PreparedModel) -> None:

@@ -1,0 +1,90 @@
+"""What loops of public projects brought to light: each was wrong without a word."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import mprun
+
+SCALED = ["amp", "fp16_master_scaled"]
+INPUTS = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
+LABELS = INPUTS.argmax(1)
+
+
+def mlp():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+
+
+def sgd(model):
+    return torch.optim.SGD(model.parameters(), 0.1)
+
+
+def by_autograd_grad(model, optimizer, loss):
+    found = torch.autograd.grad(loss, [*model.parameters()])
+    for own, gradient in zip(model.parameters(), found, strict=True):
+        own.grad = gradient
+
+
+def in_place(model, optimizer, loss):
+    (0.0 * loss.nan_to_num(posinf=0.0)).backward(retain_graph=True)
+    for own, gradient in zip(
+        model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
+    ):
+        own.grad.copy_(gradient)
+
+
+def task_by_task(model, optimizer, loss):
+    """As PCGrad: a pass a task, and their gradients put together."""
+    taken = []
+    for one in (loss, sum(own.square().sum() for own in model.parameters())):
+        optimizer.zero_grad()
+        one.backward(retain_graph=True)
+        taken.append([own.grad for own in model.parameters()])
+    for own, *gradients in zip(model.parameters(), *taken, strict=True):
+        own.grad = sum(gradients)
+
+
+@pytest.mark.parametrize("mode", SCALED)
+@pytest.mark.parametrize("set_gradients", [by_autograd_grad, in_place, task_by_task])
+def test_an_infinite_gradient_that_a_script_sets_by_hand_is_skipped(mode, set_gradients):
+    model, optimizer = mprun.prepare(model := mlp(), sgd(model), mode)
+    skips = []
+    for step in range(3):
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(INPUTS), LABELS) * (1e6 if step == 1 else 1.0)
+        set_gradients(model, optimizer, loss)
+        before = [own.detach().clone() for own in model.parameters()]
+        optimizer.step()
+        moved = [not torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True)]
+        skips.append(mprun.state_of(optimizer).found_inf.item())
+        assert all(moved) if step != 1 else not any(moved)
+    assert skips == [0, 1, 0] and mprun.state_of(optimizer).scale.scale < 2**16
+
+
+@pytest.mark.parametrize("mode", SCALED)
+def test_a_gradient_that_is_clipped_or_cleaned_counts_as_the_pass_has_made_it(mode):
+    """As EDM does: `nan_to_num` hides an overflow from whoever looks at the step."""
+    model, optimizer = mprun.prepare(model := mlp(), sgd(model), mode)
+    (F.cross_entropy(model(INPUTS), LABELS) * 1e6).backward()
+    for own in model.parameters():
+        torch.nan_to_num(own.grad, nan=0.0, posinf=1.0, neginf=-1.0, out=own.grad)
+    optimizer.step()
+    assert mprun.state_of(optimizer).found_inf == 1
+
+
+@pytest.mark.parametrize("mode", SCALED)
+def test_a_pass_of_a_penalty_alone_is_looked_at(mode):
+    """As WGAN-GP has it, `penalty.backward()` by itself: it reaches weights past the outputs."""
+    model, optimizer = mprun.prepare(model := mlp(), sgd(model), mode)
+    skips = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        inputs = INPUTS.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(10 * model(inputs).sum(), inputs, create_graph=True)
+        (gradient.norm(dim=1) - 1).square().mean().backward()
+        optimizer.step()
+        skips.append(mprun.state_of(optimizer).found_inf.item())
+    assert skips[0] == 1 and 0 in skips
+    assert all(own.isfinite().all() for own in model.parameters())
