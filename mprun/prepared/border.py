@@ -237,7 +237,7 @@ class Border:
         """
         for place in self._places.values():
             place.came = False
-        entered = []
+        entered: list[tuple[_Place, Any, Any]] = []
         for place in self._found(searches):
             outer, before = place.holder[place.key], place.inner
             if before is not None and place.outer is outer:
@@ -247,6 +247,8 @@ class Border:
                 kept = outer.dtype if before is None else before.dtype
                 place.holder[place.key] = inner = self.inwards(outer, kept)
                 entered.append((place, outer, inner))
+            elif isinstance(outer, tuple):  # what the script has put there stays as it is
+                entered.append((place, outer, outer))
         try:
             yield
         finally:
@@ -284,7 +286,8 @@ class Border:
             for key in [key for key in module.__dict__ if key not in _NO_PLACES]:
                 for place in _places_in(f"{name}.{key}" if name else key, module.__dict__, key):
                     place = self._places.get((id(place.holder), place.key), place)
-                    if getattr(place.holder[place.key], "requires_grad", False):
+                    value = place.holder[place.key]
+                    if getattr(value, "requires_grad", False) or has_graph(value):
                         self._places[id(place.holder), place.key] = place
                     found.append(place)
         return found

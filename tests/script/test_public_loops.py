@@ -6,6 +6,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import mprun
+from mprun.precision import StaticLossScale
 
 SCALED = ["amp", "fp16_master_scaled"]
 INPUTS = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
@@ -88,3 +89,30 @@ def test_a_pass_of_a_penalty_alone_is_looked_at(mode):
         skips.append(mprun.state_of(optimizer).found_inf.item())
     assert skips[0] == 1 and 0 in skips
     assert all(own.isfinite().all() for own in model.parameters())
+
+
+class Episode(nn.Module):
+    """Keeps what the script makes of its outputs, as actor_critic.py of PyTorch's examples does."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer, self.saved = nn.Linear(8, 2), []
+
+    def forward(self, inputs):
+        return self.layer(inputs)
+
+
+@pytest.mark.parametrize("mode", SCALED)
+def test_tuples_that_a_script_keeps_in_a_list_of_the_model_are_none_of_its_outputs(mode):
+    norms = []
+    for scale in (1.0, 64.0):
+        model = Episode()
+        mprun.prepare(model, sgd(model), mode, scaler=StaticLossScale(scale))
+        for row in INPUTS[:5]:
+            first, second = model(row)
+            model.saved.append((first, second.square()))
+        sum(first + second for first, second in model.saved).backward()
+        norms.append(model.layer.weight.grad.norm().item())
+    # Some five roundings to 11 bits of each of five gradients.
+    assert norms[0] == pytest.approx(norms[1], rel=25 * 2**-11)
