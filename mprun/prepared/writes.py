@@ -73,7 +73,19 @@ class Writes(TorchFunctionMode):
         differentiated = torch.is_grad_enabled() and any(one.requires_grad for one in used)
         if (targets := written_by(func, args, kwargs)) is None:
             return self._beside(func, args, kwargs, used, differentiated)
-        return func(*args, **kwargs) if differentiated else self._write(func, targets, args, kwargs)
+        if not differentiated:
+            return self._write(func, targets, args, kwargs)
+        found = func(*args, **kwargs)  # with its graph: an activation, say, into a codebook's data
+        if all(self._stands_in(one) for one in targets) and not _is_random(func):
+            self._follow(func, targets, args, kwargs)
+            for one in targets:
+                _GET(one).copy_(_GET(getattr(one, _WIDE)))
+        else:
+            _part(targets)
+        return found
+
+    def _stands_in(self, tensor: Tensor) -> bool:
+        return hasattr(tensor, _WIDE) and storage_key(tensor) in self._inside
 
     def _data(self, tensor: Tensor) -> Tensor:
         alias: Tensor = _GET(tensor)
@@ -100,16 +112,21 @@ class Writes(TorchFunctionMode):
         """Write to the FP32 tensors, and let stand-ins follow; to all else as the mode does."""
         written = [one for one in targets if storage_key(one) in self._inside]
         if not written:
-            for one in targets:
-                if hasattr(one, _WIDE):
-                    delattr(one, _WIDE)  # it goes its own way
+            _part(targets)
             return func(*args, **kwargs)
-        outputs = func(*tree_map(_wide, args), **tree_map(_wide, kwargs))
+        outputs = self._follow(func, written, args, kwargs)
         for one in written:
             one.copy_(getattr(one, _WIDE))
-            self.written.add(storage_key(getattr(one, _WIDE)))
         back = {id(getattr(one, _WIDE)): one for one in written}
         return tree_map(lambda one: back.get(id(one), one), outputs)
+
+    @torch.no_grad()
+    def _follow(
+        self, func: Callable[..., Any], targets: list[Tensor], args: Any, kwargs: Any
+    ) -> Any:
+        """Write to the FP32 tensors alone."""
+        self.written.update(storage_key(getattr(one, _WIDE)) for one in targets)
+        return func(*tree_map(_wide, args), **tree_map(_wide, kwargs))
 
     def _beside(
         self,
@@ -126,7 +143,7 @@ class Writes(TorchFunctionMode):
         # pick of a table do not.
         alone = not others if differentiated else all(one.numel() == 1 for one in others)
         results = tensors_in(found)
-        if not alone or any(word in name for word in _RANDOM):
+        if not alone or _is_random(func):
             return found
         if name not in _TO_PYTHON and not any(one.is_floating_point() for one in results):
             return found
@@ -152,6 +169,17 @@ def wide_of(tensor: Tensor, otherwise: Tensor) -> Tensor:
 def tensors_in(tree: Any) -> list[Tensor]:
     """Return the tensors in a tree."""
     return [one for one in tree_leaves(tree) if isinstance(one, Tensor)]
+
+
+def _is_random(func: Any) -> bool:
+    return any(word in getattr(func, "__name__", "") for word in _RANDOM)
+
+
+def _part(targets: Iterable[Tensor]) -> None:
+    """Let tensors go their own way, without what was computed in FP32 beside them."""
+    for one in targets:
+        if hasattr(one, _WIDE):
+            delattr(one, _WIDE)
 
 
 def _wide(value: Any) -> Any:

@@ -6,8 +6,12 @@ from torch import nn
 from torch.nn import functional as F
 
 import mprun
-from mprun.precision import StaticLossScale
+from mprun.precision import StaticLossScale, get_policy
 
+from .networks import MODES
+
+CASTS = [mode for mode in MODES if get_policy(mode).param_dtype.itemsize == 2]  # no autocast
+MASTERS = [mode for mode in CASTS if get_policy(mode).masters == "kept"]
 SCALED = ["amp", "fp16_master_scaled"]
 INPUTS = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 LABELS = INPUTS.argmax(1)
@@ -116,3 +120,36 @@ def test_tuples_that_a_script_keeps_in_a_list_of_the_model_are_none_of_its_outpu
         norms.append(model.layer.weight.grad.norm().item())
     # Some five roundings to 11 bits of each of five gradients.
     assert norms[0] == pytest.approx(norms[1], rel=25 * 2**-11)
+
+
+class Codebook(nn.Module):
+    """Follows its activations, which have a graph, by `.data`, and is computed from that."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("average", torch.ones(8))
+        self.register_buffer("codes", torch.ones(8))
+
+    def forward(self, inputs):
+        found = self.layer(inputs)
+        self.average.data.lerp_(found.float().mean(0).to(self.average), 0.01)
+        self.codes.data.copy_(self.average * 0.5)
+        return found
+
+
+@pytest.mark.parametrize("mode", MASTERS)
+def test_a_codebook_that_follows_activations_with_a_graph_moves_as_in_fp32(mode):
+    """As vector-quantize-pytorch has it: 1 % a call, of which 16 bits would lose most."""
+    ends = []
+    for own in ("fp32", mode):
+        model = Codebook()
+        mprun.prepare(model, precision=own)
+        for _ in range(6):
+            model(INPUTS)
+        assert torch.equal(model.codes, model.average * 0.5)
+        ends.append(model.average)
+    # A hundredth of an activation near 1 with some ten roundings to 8 bits, or products in FP8.
+    coarse = get_policy(mode).matmul is not None
+    torch.testing.assert_close(*ends, rtol=0, atol=6 * 0.01 * (0.3 if coarse else 10 * 2**-8))
