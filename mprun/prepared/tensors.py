@@ -123,7 +123,7 @@ class Tensors:
         held: list[_Held] = []
         memories: set[int] | None = None  # that a mode of writes has written to
         flat: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        found = self._made(parts)
+        found = self._made(parts, audits)
         try:
             self._put(parts, found, held, flat)
             # The places that a module holds twice have one stand-in.
@@ -167,8 +167,12 @@ class Tensors:
                 if len({own.untyped_storage().data_ptr() for own in on_cuda}) > 1:
                     module.flatten_parameters()  # for cuDNN, which otherwise does it at each call
 
-    def _made(self, parts: Sequence[Part]) -> dict[Key, Tensor]:
-        """Return the stand-in of each tensor; one node for all calls until it moves."""
+    def _made(self, parts: Sequence[Part], audits: bool) -> dict[Key, Tensor]:
+        """Return the stand-in of each tensor; one node for all calls until it moves.
+
+        audits: by value, too: by `.data` a script can move it unseen, and what differs after the
+            call counts as written by the call.
+        """
         found: dict[Key, Tensor] = {}
         missing: dict[torch.dtype | None, list[tuple[Key, Tensor]]] = {}
         has_graph, scales = torch.is_grad_enabled(), self.owner.scale is not None
@@ -183,7 +187,11 @@ class Tensors:
                 elif casts or scales or self._is_special(own):
                     known = self._cache.get(key)
                     found[key] = own  # or, see below, the missing stand-in
-                    if known is not None and known[0] == _state_of(own):
+                    if (
+                        known is not None
+                        and known[0] == _state_of(own)
+                        and not (audits and _was_written(known[1], own))
+                    ):
                         found[key] = known[1]
                     else:
                         missing.setdefault(dtype if casts else None, []).append((key, own))

@@ -153,3 +153,16 @@ def test_a_codebook_that_follows_activations_with_a_graph_moves_as_in_fp32(mode)
     # A hundredth of an activation near 1 with some ten roundings to 8 bits, or products in FP8.
     coarse = get_policy(mode).matmul is not None
     torch.testing.assert_close(*ends, rtol=0, atol=6 * 0.01 * (0.3 if coarse else 10 * 2**-8))
+
+
+@pytest.mark.parametrize("mode", MASTERS)
+def test_weights_loaded_by_data_between_two_first_calls_stay(mode):
+    """A script that calls the model once to see its shapes, and then fills it."""
+    model, _ = mprun.prepare(model := mlp(), sgd(model), mode)
+    model(INPUTS)
+    for own in model.parameters():
+        own.data.fill_(1 / 3)
+    second = model(INPUTS)
+    assert all((own == 1 / 3).all() for own in model.parameters())
+    model(INPUTS).sum().backward()
+    assert torch.equal(model(INPUTS), second) or get_policy(mode).draws
