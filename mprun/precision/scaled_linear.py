@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from mprun.precision.block_formats import SCALES, Operand
 from mprun.precision.delayed_scaling import DelayedScaling
@@ -105,6 +106,12 @@ def _forward(
     weight = module.weight if table is None else table.to(x.dtype)
     bias: Tensor | None = getattr(module, "bias", None)
     assert isinstance(weight, Tensor)
+    return _product(module, plan, counted_by, x, weight, bias)
+
+
+def _product(
+    module: nn.Module, plan: Plan, counted_by: int, x: Tensor, weight: Tensor, bias: Tensor | None
+) -> Tensor:
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
@@ -115,6 +122,27 @@ def _forward(
         kept = kept.clone()  # an evaluation leaves the scales alone
     found: Tensor = _Linear.apply(x, weight, plan, kept, counted_by)
     return found if bias is None else found + bias.to(found.dtype)
+
+
+class _OwnForward(TorchFunctionMode):
+    """Call the `forward` that a kind of linear layer has of its own, and compute so what it
+    multiplies by its weight."""
+
+    def __init__(self, module: nn.Module, plan: Plan, counted_by: int, forward: Any):
+        super().__init__()
+        self._module, self._plan, self._counted_by = module, plan, counted_by
+        self._forward = forward
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with self:
+            return self._forward(*args, **kwargs)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        weight: Any = self._module.weight
+        if func is nn.functional.linear and len(args) > 1 and args[1] is weight:
+            bias = args[2] if len(args) > 2 else (kwargs or {}).get("bias")
+            return _product(self._module, self._plan, self._counted_by, args[0], weight, bias)
+        return func(*args, **(kwargs or {}))
 
 
 def install(
@@ -135,7 +163,12 @@ def install(
     for name in names:
         module = model.get_submodule(name)
         plan = products.plan(name, device)
-        module.__dict__["forward"] = partial(_forward, module, plan, number)
+        own = module.__dict__.get("forward", type(module).forward.__get__(module))
+        is_plain = getattr(own, "__func__", None) is nn.Linear.forward
+        if is_plain or not isinstance(module, nn.Linear):
+            module.__dict__["forward"] = partial(_forward, module, plan, number)
+        else:
+            module.__dict__["forward"] = _OwnForward(module, plan, number, own)
         if delayed is not None:
             module.__dict__[KEPT] = delayed.layers[name]
     return delayed

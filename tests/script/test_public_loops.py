@@ -12,6 +12,7 @@ from .networks import MODES
 
 CASTS = [mode for mode in MODES if get_policy(mode).param_dtype.itemsize == 2]  # no autocast
 MASTERS = [mode for mode in CASTS if get_policy(mode).masters == "kept"]
+FP8 = [mode for mode in MODES if get_policy(mode).matmul]
 SCALED = ["amp", "fp16_master_scaled"]
 INPUTS = torch.randn(16, 8, generator=torch.Generator().manual_seed(0))
 LABELS = INPUTS.argmax(1)
@@ -166,3 +167,36 @@ def test_weights_loaded_by_data_between_two_first_calls_stay(mode):
     assert all((own == 1 / 3).all() for own in model.parameters())
     model(INPUTS).sum().backward()
     assert torch.equal(model(INPUTS), second) or get_policy(mode).draws
+
+
+class Normalising(nn.Linear):
+    """Computes more than a product, as the layers of mnist_forward_forward of the examples do."""
+
+    def forward(self, inputs):
+        inputs = inputs / (inputs.norm(dim=1, keepdim=True) + 1e-4)
+        return F.linear(inputs, self.weight.to(inputs.dtype), self.bias).relu()
+
+
+class ByHand(nn.Linear):
+    def forward(self, inputs):
+        return (inputs @ self.weight.T).relu() + self.bias
+
+
+@pytest.mark.parametrize("kind", [Normalising, ByHand])
+@pytest.mark.parametrize("mode", FP8)
+def test_a_linear_layer_with_a_forward_of_its_own_keeps_it_in_fp8(mode, kind):
+    inputs = torch.randn(32, 32, generator=torch.Generator().manual_seed(1))
+    found = []
+    for own in ("fp32", mode):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(32, 32), kind(32, 32), nn.Linear(32, 32))
+        model, optimizer = mprun.prepare(model, sgd(model), own)
+        found.append(model(10 * inputs))
+        found[-1].square().mean().backward()
+        optimizer.step()
+    products = mprun.state_of(optimizer).models[0].audit.counts()
+    in_16_bits = [name for name in products if name.startswith("forward") and "16" in name]
+    # The output layer, and the product by hand.
+    assert sum(products[name] for name in in_16_bits) == (2 if kind is ByHand else 1)
+    # FP4 has steps of a third; some three layers.
+    assert (found[0] - found[1]).norm() < 0.5 * found[0].norm()
