@@ -62,6 +62,21 @@ def no_optimizer():
     assert not torch.stack([own.isfinite().all() for own in model.parameters()]).any()
 
 
+@not_handled(
+    "sets an FP32 `.grad` in `fp16_naive` or `bf16_naive`, or mixes FP32 state with their weights "
+    "or those of `bf16_stochastic` (schedule-free's `eval()`)"
+)
+def weights_in_16_bits():
+    for mode in ("fp16_naive", "bf16_naive"):
+        (own, *_) = prepared(mode)[0].parameters()
+        with pytest.raises(RuntimeError, match="dtype"):
+            own.grad = torch.ones(4, 4)
+    for mode in ("fp16_naive", "bf16_stochastic"):
+        (own, *_) = prepared(mode)[0].parameters()
+        with pytest.raises(RuntimeError, match="dtype"):
+            own.data.lerp_(torch.ones(4, 4), 0.1)
+
+
 @not_handled("takes the gradient with regard to an output (`autograd.grad(images, latents)`)")
 def of_an_output():
     def act(self, latents):
