@@ -88,7 +88,7 @@ class RunPart(RunCallback):
             and the trainer's settings.
         seed: seed of this run; None: that of `seed_everything`.
         loss: name under which the module logs its training loss; None: `training_step` returns it.
-            Needed if manual optimization returns nothing.
+            Needed if manual optimization returns nothing. Of its micro-batches the mean counts.
         settings: other settings of `mprun.Run`, for instance `data`, `margin`, `probe_every`.
     """
 
@@ -119,7 +119,7 @@ class RunPart(RunCallback):
         if seed is None:
             raise ValueError("seed=None: call seed_everything(...) before, or give it")
         self.begin(trainer.optimizers, config, int(seed))
-        self._taken = _taken(trainer)
+        self._taken, self._batches = _taken(trainer), 0
 
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
@@ -128,10 +128,13 @@ class RunPart(RunCallback):
         if not self.open:
             return
         self._sum = self._sum + self._loss_of(trainer, outputs)
+        self._batches += 1
         taken = _taken(trainer)
         if taken == self._taken:
             return
-        self._taken, loss, self._sum = taken, self._sum, 0.0
+        # Lightning has divided the losses of automatic optimization, and knows no others.
+        parts = 1 if pl_module.automatic_optimization else self._batches
+        self._taken, loss, self._sum, self._batches = taken, self._sum / parts, 0.0, 0
         if not self.record(loss):
             trainer.should_stop = True
 
@@ -152,7 +155,6 @@ class RunPart(RunCallback):
 
     def _loss_of(self, trainer: Any, outputs: Any) -> Tensor | float:
         if self.loss is None:
-            # Lightning has already divided it by the number of micro-batches.
             found = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         elif (found := trainer.callback_metrics.get(self.loss)) is not None:
             found = found / trainer.accumulate_grad_batches

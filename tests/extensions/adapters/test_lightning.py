@@ -520,6 +520,91 @@ def recorded(folder, mode, seed, **settings):
     return run.run
 
 
+class Gan(L.LightningModule):
+    """Two optimizers and schedulers by hand, as Lightning's page on manual optimization has them.
+
+    An update adds up two micro-batches.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.automatic_optimization = False
+        torch.manual_seed(0)
+        self.generator, self.critic = nn.Linear(4, 12), nn.Linear(12, 1)
+        self.losses, self.rates = [], []
+
+    def turn(self, optimizer, loss, ends):
+        self.manual_backward(loss / 2)
+        if ends:
+            self.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def training_step(self, batch, index):
+        of_generator, of_critic = self.optimizers()
+        torch.manual_seed(100 * self.current_epoch + index)
+        fake, ends = self.generator(torch.randn(8, 4)), index % 2 == 1
+        with self.toggled_optimizer(of_critic):
+            of_real = F.softplus(-self.critic(batch[0])).mean()
+            of_fake = F.softplus(self.critic(fake.detach())).mean()
+            self.turn(of_critic, of_real + of_fake, ends)
+        with self.toggled_optimizer(of_generator):
+            fake = self.generator(torch.randn(8, 4))
+            loss = F.softplus(-self.critic(fake)).mean()
+            self.turn(of_generator, loss, ends)
+        if ends:
+            for scheduler in self.lr_schedulers():
+                scheduler.step()
+        self.rates.append([one.get_last_lr() for one in self.lr_schedulers()])
+        total = (of_real + of_fake + loss).detach()
+        self.log("total", total)
+        self.losses.append(total)
+
+    def validation_step(self, batch, index):
+        self.log("val_loss", F.softplus(-self.critic(batch[0])).mean())
+
+    def configure_optimizers(self):
+        made = [
+            torch.optim.Adam(part.parameters(), lr=1e-3, eps=1e-6)
+            for part in (self.generator, self.critic)
+        ]
+        return made, [torch.optim.lr_scheduler.StepLR(one, 2, 0.5) for one in made]
+
+
+def fitted_gan(mode, epochs=2, callbacks=(), **how):
+    own, module = trainer(mode, max_epochs=epochs, callbacks=[*callbacks]), Gan()
+    own.fit(module, loader(), loader(2), **how)
+    return own, module
+
+
+def test_two_optimizers_and_schedulers_by_hand_in_fp32_are_lightnings_own():
+    (_, plain), (_, own) = fitted_gan(None), fitted_gan("fp32")
+    assert_same_end(own.losses, own, plain, plain.losses)
+    assert own.rates == plain.rates
+
+
+@pytest.mark.parametrize("mode", ["fp32", "amp", "fp16_master_scaled", "bf16_stochastic"])
+def test_a_resumed_fit_of_two_optimizers_goes_on_as_if_never_stopped(mode, tmp_path):
+    whole, module = fitted_gan(mode)
+    half, _ = fitted_gan(mode, epochs=1)
+    half.save_checkpoint(tmp_path / "half.ckpt")
+    resumed, again = fitted_gan(mode, ckpt_path=tmp_path / "half.ckpt")
+    assert_same_end(again.losses, again, module, module.losses[6:])
+    assert again.rates == module.rates[6:]
+    assert str([one.state_dict() for one in resumed.optimizers]) == str(
+        [one.state_dict() for one in whole.optimizers]
+    )
+
+
+def test_a_recorded_step_has_the_mean_of_micro_batches_added_up_by_hand(tmp_path):
+    run = MprunRun(tmp_path, loss="total", seed=0, log_every=1)
+    _, module = fitted_gan("amp", epochs=1, callbacks=[run])
+    rows = mprun.load(run.run.directory).one.train["loss"]
+    losses = torch.stack(module.losses).view(-1, 2).mean(1)
+    assert [*rows] == pytest.approx(losses.tolist())
+    assert (run.run.status, run.run.steps, run.evaluated) == ("done", 3, 3)
+
+
 def test_two_fits_are_compared(tmp_path, monkeypatch):
     monkeypatch.setenv("PL_GLOBAL_SEED", "0")
     for mode in ("fp32", "amp"):
