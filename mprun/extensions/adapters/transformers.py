@@ -2,12 +2,14 @@
 
     trainer = MprunTrainer(model=model, args=args, train_dataset=data, precision="amp")
 
-`PrecisionPart` adds the same to others: `class Mine(PrecisionPart, Seq2SeqTrainer): ...`.
+`PrecisionPart` adds the same to others: `class Mine(PrecisionPart, Seq2SeqTrainer): ...`, those of
+trl included.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,7 @@ from mprun.errors import needing
 from mprun.extensions.adapters.recording import RunCallback
 from mprun.precision import LossScale, PrecisionPolicy
 from mprun.prepared import prepare, state_of
+from mprun.prepared.border import prepared_modules
 
 with needing("transformers"):
     from transformers import Trainer, TrainerCallback
@@ -30,6 +33,9 @@ else:
 
 class PrecisionPart(_Base):
     """A Trainer that prepares the model when the optimizer is created.
+
+    With it a reference (`ref_model`, of trl's trainers) is prepared, and put into eval mode. In
+    training steps it computes in the mode, as the model does beside which it is set.
 
     Args:
         args, kwargs: as in the Trainer.
@@ -62,8 +68,8 @@ class PrecisionPart(_Base):
         for name in _REFUSED:
             if getattr(self.args, name, None):
                 raise ValueError(
-                    f"TrainingArguments({name}=True): must be unset beside precision=, which says "
-                    "what runs in which dtype"
+                    f"{type(self.args).__name__}({name}=True): must be unset ({name}=False) beside "
+                    "precision=, which says what runs in which dtype"
                 )
         super().create_accelerator_and_postprocess()
         kind, mixed = self.accelerator.distributed_type, self.accelerator.mixed_precision
@@ -83,15 +89,20 @@ class PrecisionPart(_Base):
             ValueError: `mprun.prepare` refuses the model or the optimizer.
         """
         if self._prepared is not self.model:  # DDP wraps it later
-            self._prepare(self.model, self.optimizer)
+            self._prepare([self.model, *self._references()], self.optimizer)
             self._prepared = self.model
+            for reference in self._references():
+                reference.eval()
         super().create_optimizer(*args, **kwargs)
         state_of(self.optimizer)  # from now on its state has the loss scale
         return self.optimizer
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
         """Train a step like the Trainer, and record the loss."""
-        loss = super().training_step(*args, **kwargs)
+        with ExitStack() as stack:
+            for reference in self._references():
+                stack.enter_context(prepared_modules(reference)[""].evaluating_in_mode())
+            loss = super().training_step(*args, **kwargs)
         for callback in self._recorders():
             callback.add(loss)
         return loss
@@ -115,6 +126,10 @@ class PrecisionPart(_Base):
         if "loss" in logs and (scale := state_of(self.optimizer).scale).kind != "none":
             logs["loss_scale"] = float(scale.scale)
         super().log(logs, *args, **kwargs)
+
+    def _references(self) -> list[Any]:
+        reference = getattr(self, "ref_model", None)
+        return [] if reference is None else [reference]
 
     def _recorders(self) -> list[MprunRun]:
         return [c for c in self.callback_handler.callbacks if isinstance(c, MprunRun)]

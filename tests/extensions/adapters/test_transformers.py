@@ -217,6 +217,64 @@ def test_another_precision_beside_it_is_refused(name, tmp_path):
         Own(gpt2(), arguments(tmp_path, **{name: True}), precision="amp")
 
 
+class Preferring:
+    """A loss of the ratio to a reference, as that of trl's DPOTrainer; labels are not asked."""
+
+    def __init__(self, *args, reference, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.ref_model, self.ratios = reference, []
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        outputs = model(input_ids=inputs["input_ids"])
+        with torch.no_grad():
+            reference = self.ref_model(input_ids=inputs["input_ids"])
+        scores = [one.logits.log_softmax(-1)[..., 0].sum(1) for one in (outputs, reference)]
+        self.ratios.append(float((scores[0] - scores[1]).abs().max().detach()))
+        loss = -nn.functional.logsigmoid(scores[0] - scores[1]).mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+class PlainPreferring(Preferring, Plain):
+    pass
+
+
+class OwnPreferring(Preferring, Own):
+    pass
+
+
+def preferred(folder, mode):
+    given = {"args": arguments(folder, max_steps=5), "train_dataset": data()}
+    given |= {"eval_dataset": data(8), "reference": gpt2(dropout=0.0)}
+    model = gpt2(dropout=0.0)
+    if mode is None:
+        own = PlainPreferring(model, **given)
+    else:
+        own = OwnPreferring(model, **given, precision=mode)
+    own.train()
+    return own
+
+
+@pytest.mark.parametrize("mode", ["fp16_master_scaled", "amp", "bf16_master"])
+def test_a_reference_computes_as_the_model_beside_it(mode, tmp_path):
+    """Equal weights have equal outputs in a step; an evaluation is of both in FP32."""
+    own = preferred(tmp_path, mode)
+    assert own.ratios[0] == 0
+    assert any(own.ratios)  # as soon as an update is not skipped
+    assert_same_bits([*own.ref_model.parameters()], [*gpt2().parameters()])
+    own.model.load_state_dict(own.ref_model.state_dict())
+    plain = gpt2(dropout=0.0).eval()
+    own.evaluate()
+    assert own.ratios[-1] == 0
+    ids = torch.stack([row["input_ids"] for row in data(8)])
+    with torch.no_grad():
+        assert torch.equal(own.ref_model(input_ids=ids).logits, plain(input_ids=ids).logits)
+
+
+def test_a_training_with_a_reference_in_fp32_is_the_trainers_own(tmp_path):
+    plain, own = preferred(tmp_path, None), preferred(tmp_path, "fp32")
+    assert_same(own, plain.model, plain.losses)
+
+
 def test_what_cannot_be_is_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="build the model in float32"):
         trained(tmp_path, "amp", model=gpt2().bfloat16())
@@ -341,6 +399,52 @@ def test_the_loop_of_accelerate_is_the_loop_written_by_hand(mode, late, accelera
         optimizer.step()
         optimizer.zero_grad()
     assert_same_bits({**found}, {**model.state_dict()})
+
+
+def saved_by_accelerate(accelerated, mode, folder, resumed):
+    """Half of 12 micro-batches, then `save_state`; or `load_state`, then the other half.
+
+    Returns the losses, the weights and the state of the optimizer after all of it.
+    """
+    accelerator, rows, model = accelerated("no"), data(48), gpt2()
+    accelerator.gradient_accumulation_steps = 2
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, eps=1e-3)
+    if mode is not None:
+        mprun.prepare(model, optimizer, mode)
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6)
+    order = torch.Generator().manual_seed(5)
+    loader = torch.utils.data.DataLoader(rows, batch_size=4, shuffle=True, generator=order)
+    model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
+    model.train()
+    if resumed:
+        accelerator.load_state(folder)
+        loader = accelerator.skip_first_batches(loader, 6)
+    losses = []
+    for batch in loader:
+        if len(losses) == 6 and not resumed:
+            accelerator.save_state(folder)
+        with accelerator.accumulate(model):
+            losses.append(model(**batch).loss)
+            accelerator.backward(losses[-1])
+            if accelerator.sync_gradients:
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    return losses[-6:], {**model.state_dict()}, optimizer.state_dict()
+
+
+@pytest.mark.parametrize("mode", ["fp32", "fp16_master_scaled", "amp", "bf16_stochastic"])
+def test_what_accelerate_saves_goes_on_as_if_never_stopped(mode, accelerated, tmp_path):
+    """Also dropout: it saves the place among random numbers."""
+    whole = saved_by_accelerate(accelerated, mode, tmp_path, resumed=False)
+    again = saved_by_accelerate(accelerated, mode, tmp_path, resumed=True)
+    assert_same_bits(torch.stack(again[0]), torch.stack(whole[0]))
+    assert_same_bits(again[1], whole[1])
+    assert str(again[2]) == str(whole[2])
+    if mode == "fp32":
+        plain = saved_by_accelerate(accelerated, None, tmp_path / "plain", resumed=False)
+        assert_same_bits(whole[1], plain[1])
 
 
 def test_the_autocast_of_accelerate_is_refused(accelerated):
