@@ -1,7 +1,5 @@
 """Weights evolve by the FP32 rule, with the gradients of their rounding, written out by hand."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -136,21 +134,17 @@ OTHER = {"fp16_naive": "fp16_master", "fp16_master": "fp16_naive", "amp": "fp16_
 
 
 @pytest.mark.parametrize("mode", OTHER)
-def test_state_round_trip_is_bit_exact_and_names_what_does_not_fit(mode):
-    def trained(steps, kind="momentum", mode=mode):
+def test_a_state_that_does_not_fit_is_refused_by_what_it_is_of(mode):
+    def made(kind="momentum", mode=mode):
         make = making(RULES[kind], foreach=True)
-        learner = mixed(network(), mode, make, StaticLossScale(8.0))
-        for _ in range(steps):
-            one_step(learner, torch.randn(4, 6))
-        return learner
+        return mixed(network(), mode, make, StaticLossScale(8.0))
 
-    source, target = trained(3), trained(1)
-    saved = copy.deepcopy(source.state_dict())
-    target.load_state_dict(saved)
-    assert_same_bits(target.state_dict(), saved)
+    source = made()
+    one_step(source, torch.randn(4, 6))
+    saved = source.state_dict()
     with pytest.raises(ValueError, match="another optimizer"):
-        trained(1, "adam").load_state_dict(saved)
+        made("adam").load_state_dict(saved)
     with pytest.raises(ValueError, match="saved as torch.float"):
-        trained(0, mode=OTHER[mode]).load_state_dict(saved)
+        made(mode=OTHER[mode]).load_state_dict(saved)
     with pytest.raises(ValueError, match="another model"):
         mixed(nn.Linear(6, 3), mode, scale=StaticLossScale(8.0)).load_state_dict(saved)

@@ -233,17 +233,6 @@ def test_a_block_may_change_if_it_is_encoded_again():
     assert (again["exp_avg.scale"] < 1).all()
 
 
-@pytest.mark.parametrize(("rule", "more"), RULES)
-@pytest.mark.parametrize("form", FORMATS)
-def test_a_resumed_run_has_the_same_bits(form, rule, more):
-    expected = state_of(trained(form, 5, rule=rule, **more))
-    saved = trained(form, 3, rule=rule, **more).state_dict()
-    resumed = trained(form, 0, rule=rule, **more)
-    resumed.load_state_dict(saved)
-    advance(resumed, [3, 4])
-    assert_same_bits(state_of(resumed), expected)
-
-
 @pytest.mark.parametrize("form", FORMATS)
 def test_blocks_are_of_the_tensor_not_of_its_memory(form):
     """Kernels write to weights in channels_last as they lie in memory; state follows them."""

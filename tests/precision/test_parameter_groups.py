@@ -1,7 +1,5 @@
 """Weights, biases and norm layers apart: the same bits as hand-made groups of a torch optimizer."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
@@ -19,18 +17,12 @@ from mprun.precision.torch_update import TensorFlowRMSprop
 
 from .. import helpers
 from ..helpers import assert_same_bits, one_step
+from .rules import CONFIGURED
 
 CPU = torch.device("cpu")
 SCALE = 2.0**7
 # Four groups at most: weights, biases, norm layers; here all three differ.
 CAFFE = {"bias_lr_factor": 2.0, "decay_bias": False, "decay_norm": False}
-OPTIMIZERS = {
-    "sgd": {"momentum": 0.9, "nesterov": False},
-    "adam": {"betas": [0.9, 0.999], "eps": 1e-8},
-    "adagrad": {"initial_accumulator": 1.0, "eps": 1e-10},
-    "rmsprop": {"alpha": 0.9, "eps": 1e-3, "momentum": 0.9},
-    "rmsprop_tensorflow": {"alpha": 0.9, "eps": 1.0, "momentum": 0.9, "initial_accumulator": 1.0},
-}
 # RMSprop has no fused kernel, and TensorFlow's form a single implementation.
 FORMS = [
     *((kind, how) for kind in ("sgd", "adam", "adagrad") for how in ("fused", "foreach", "loop")),
@@ -44,7 +36,7 @@ def network() -> nn.Sequential:
 
 
 def optim(name="sgd", **further) -> OptimConfig:
-    return OptimConfig(name, lr=0.05, weight_decay=0.01, **OPTIMIZERS[name], **further)
+    return OptimConfig(name, lr=0.05, weight_decay=0.01, **CONFIGURED[name], **further)
 
 
 def mixed(config, mode, scale=None):
@@ -78,7 +70,7 @@ def by_hand(kind, tensors, implementation=None):
         "sgd": {"momentum": 0.9},
         "adam": {},
         "adagrad": {"initial_accumulator_value": 1.0},
-    }.get(kind, OPTIMIZERS[kind])
+    }.get(kind, CONFIGURED[kind])
     if kind.startswith("rmsprop"):
         how = {"foreach": how["foreach"]} if kind == "rmsprop" else {}
     made = {
@@ -151,7 +143,7 @@ def test_fp32_equals_hand_made_groups(kind, implementation):
     assert_same_bits(learner.model.state_dict(), twin.state_dict())
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize("kind", CONFIGURED)
 def test_fp16_with_master_weights_equals_hand_made_groups_of_masters(kind):
     learner = mixed(optim(kind, **CAFFE), "fp16_master_scaled", StaticLossScale(SCALE))
     twin = network()
@@ -172,40 +164,6 @@ def test_fp16_with_master_weights_equals_hand_made_groups_of_masters(kind):
     assert len(learner.optimizer.param_groups) == 3
     assert_same_bits(learner.named, masters)
     assert_same_bits(dict(learner.model.named_buffers()), dict(twin.named_buffers()))
-
-
-@pytest.mark.few(9)
-@pytest.mark.parametrize(("kind", "implementation"), FORMS)
-@pytest.mark.parametrize("first", [True, False], ids=["first step", "third step"])
-def test_a_skipped_update_leaves_every_group_as_it_was(kind, implementation, first):
-    config = optim(kind, implementation=implementation, **CAFFE)
-    learner = mixed(config, "fp16_master_scaled", StaticLossScale(SCALE))
-    for step in range(0 if first else 2):
-        assert take_step(learner, step).found_inf == 0
-    assert len(learner.optimizer.param_groups) == 3
-    before = copy.deepcopy(learner.state_dict())
-    assert take_step(learner, 2, factor=float("inf")).found_inf == 1
-    assert_same_bits(learner.state_dict(), before)
-    assert take_step(learner, 3).found_inf == 0
-    # The bias in front of BatchNorm has no gradient.
-    names = ("0.weight", "1.bias", "3.bias")
-    assert not any(torch.equal(learner.named[n], before["model"][n]) for n in names)
-
-
-@pytest.mark.parametrize("kind", OPTIMIZERS)
-def test_state_by_name_goes_on_in_a_new_optimizer(kind):
-    learner, other = (
-        mixed(optim(kind, **CAFFE), "fp16_master_scaled", StaticLossScale(SCALE)) for _ in range(2)
-    )
-    for step in range(3):
-        take_step(learner, step)
-    saved = copy.deepcopy(learner.state_dict())
-    assert list(saved["state"]) == [name for name, _ in learner.model.named_parameters()]
-    other.load_state_dict(saved)
-    for step in (3, 4):
-        take_step(learner, step)
-        take_step(other, step)
-    assert_same_bits(learner.state_dict(), other.state_dict())
 
 
 def test_a_rate_is_set_times_the_factor_of_the_group():

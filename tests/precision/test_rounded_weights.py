@@ -309,15 +309,6 @@ def test_an_unknown_optimizer_is_given_all_weights_at_once(monkeypatch):
         assert narrow.chunks(weights) == chunks
 
 
-@pytest.mark.parametrize("mode", ["bf16_stochastic", "bf16_kahan"])
-def test_a_skipped_step_changes_nothing(mode):
-    before, after = (
-        trained(mode, torch.optim.AdamW, steps, skip=3, scale=64.0, **ADAM).state_dict()
-        for steps in (3, 4)
-    )
-    assert_same_bits(after, before)
-
-
 def test_the_update_is_that_of_fp32_but_for_one_rounding():
     """Against float64: decay and Adam's rule act on the widened weight, and are rounded once."""
     learner = trained("bf16_stochastic", torch.optim.AdamW, 0, **ADAM)

@@ -20,7 +20,7 @@ from mprun.tasks import OfParameters
 
 from .. import helpers
 from ..helpers import assert_same_bits, making, mixed
-from .rules import IMPLEMENTATIONS, RULES
+from .rules import IMPLEMENTATIONS, OTHERS, RULES
 
 INF, NAN = float("inf"), float("nan")
 MAKERS = RULES | {"amsgrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True)}
@@ -88,19 +88,6 @@ def test_nothing_moves(optimizer, implementation, first):
     assert run.has_moved(before)
 
 
-@pytest.mark.parametrize("mode", ["fp32", "fp16_naive", "fp16_master", "bf16_master", "amp"])
-def test_nothing_moves_in_any_mode(mode):
-    implementation = "foreach" if mode == "fp16_naive" else "fused"
-    run = Run("momentum", implementation, mode, StaticLossScale(64.0))
-    run.step()
-    before = run.state()
-    for plant in ({"gradient": INF}, {"loss": NAN}):
-        assert run.step(**plant).found_inf.item() == 1.0
-        assert_same_bits(run.state(), before)
-    assert run.scale.steps_skipped.item() == 2
-    assert run.scale.scale.item() == 64.0
-
-
 @pytest.mark.filterwarnings("ignore:input .* values become infinite in fp16")
 def test_a_batch_norm_that_saw_inf_is_put_back_and_without_skipping_it_is_not():
     run = Run()
@@ -153,39 +140,6 @@ def test_a_step_that_no_host_stops_is_undone(optimizer, implementation, monkeypa
     assert_same_bits(kept, plain)
 
 
-class Foreign(torch.optim.Optimizer):
-    """As others write them: a counter in the group, and state that each step replaces."""
-
-    def __init__(self, parameters):
-        super().__init__(parameters, {"lr": 0.1, "count": 0})
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            group["count"] += 1
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                state["m"] = 0.9 * state["m"] + p.grad if "m" in state else p.grad.clone()
-                p.add_(state["m"], alpha=-group["lr"] / group["count"])
-
-
-OTHERS = {
-    "foreign": Foreign,
-    "rmsprop": lambda t: torch.optim.RMSprop(t, 1e-2, momentum=0.9, centered=True),
-    "nadam": lambda t: torch.optim.NAdam(t, 1e-2),
-    "radam": lambda t: torch.optim.RAdam(t, 1e-2),
-    "adamax": lambda t: torch.optim.Adamax(t, 1e-2),
-    "adadelta": lambda t: torch.optim.Adadelta(t, 1.0),
-    "adafactor": lambda t: torch.optim.Adafactor(t, 1e-2),
-    "rprop": lambda t: torch.optim.Rprop(t, 1e-2),
-    "asgd": lambda t: torch.optim.ASGD(t, 1e-2),
-    "adagrad, decaying": lambda t: torch.optim.Adagrad(t, 1e-2, lr_decay=0.1),
-    "sgd, dampening": lambda t: torch.optim.SGD(t, 0.05, 0.9, dampening=0.5),
-}
-
-
 @pytest.mark.parametrize("optimizer", OTHERS)
 def test_other_optimizers_skip_as_under_torch_amp(optimizer):
     """Bit for bit as with GradScaler, whose host decides, the first step's skip among them."""
@@ -216,27 +170,6 @@ def test_other_optimizers_skip_as_under_torch_amp(optimizer):
         weights[who] = [parameter.detach().clone() for parameter in model.parameters()]
     assert_same_bits(weights["mprun"], weights["torch"])
     assert all(weight.isfinite().all() for weight in weights["mprun"])
-
-
-@pytest.mark.parametrize("optimizer", sorted(OTHERS.keys() - {"foreign"}))  # it counts in its group
-def test_other_optimizers_go_on_from_a_saved_state_bit_for_bit(optimizer):
-    """Their state does not exist before their first step, which a resumed run has behind it."""
-
-    def trained(own, steps):
-        for step in steps:
-            x = torch.randn(5, 6, generator=torch.Generator().manual_seed(step))
-            helpers.one_step(own, x)
-
-    def made():
-        model = helpers.network(hidden=8, activation=nn.Tanh)
-        return mixed(model, "fp32", making(OTHERS[optimizer]))
-
-    straight, resumed = made(), made()
-    trained(straight, range(4))
-    resumed.load_state_dict(copy.deepcopy(straight.state_dict()))
-    trained(straight, range(4, 8))
-    trained(resumed, range(4, 8))
-    assert_same_bits(resumed.updated, straight.updated)
 
 
 class Lookup(nn.Module):
