@@ -7,19 +7,15 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from mprun.cli import main
 from mprun.errors import BadInput
 from mprun.models.lstm import LSTMLanguageModel
 from mprun.numerics.operations import FirstStep
 from mprun.precision import get_policy
-from mprun.record import checkpoint
 
 from ..helpers import (
     ONE_CORE,
     assert_same_bits,
-    numbers_of,
     raises_line,
-    record_of,
     run,
     without_waiting,
 )
@@ -306,49 +302,6 @@ def test_memory_and_operations_of_the_first_step(build_run):
     assert memory["optimizer_state"] == {"float32": 4 * (table + lstm) + steps}
     assert memory["weight_average"] == {"float32": 4 * lstm}
     assert first.not_in_16_bits() == []  # the softmax is in FP32 in every mode
-
-
-COMMON = [
-    *SAMPLED,
-    *ONE_CORE,
-    *AVERAGED,
-    "model.dropout=0.3",
-    "train.log_every=1",
-    "train.checkpoint_every=1",
-    "train.keep_checkpoints=99",
-    "model.time_reduction=sum",
-    "model.embedding_gradient_factor=4",
-    "train.clip_modules=[lstm]",
-]
-
-
-@pytest.mark.parametrize(
-    ("mode", "parts"), [("fp32", 1), ("fp16_master_scaled", 1), ("amp", 1), ("amp", 2)]
-)
-@pytest.mark.slow
-def test_stopping_and_resuming_changes_no_bit(mode, parts, tmp_path):
-    # Overflows in the first steps, so that updates are skipped on both sides of the stop.
-    scaler = [] if mode == "fp32" else ["scaler.init_scale=16777216", "scaler.growth_interval=3"]
-    straight, resumed = tmp_path / "straight", tmp_path / "resumed"
-    overrides = [*COMMON, f"precision={mode}", *scaler, f"train.accumulate={parts}"]
-    assert run(straight, *overrides, "train.steps=9") == 0
-    assert run(resumed, *overrides, "train.steps=5") == 0
-    assert main([f"resume={resumed}", "train.steps=9"]) == 0
-    assert numbers_of(straight, "train") == numbers_of(resumed, "train")
-    states = [
-        checkpoint.load_newest(directory / "checkpoints", torch.device("cpu")).state
-        for directory in (straight, resumed)
-    ]
-    for state in states:
-        del state["computed"]  # facts of run.json, with times
-    assert_same_bits(*states)
-    # The control: what the last step moved is there to be compared.
-    earlier = torch.load(straight / "checkpoints" / "step-00000008" / "state.pt", weights_only=True)
-    learners = (state["task"]["learner"] for state in (states[0], earlier))
-    weights, older = (own["model"] for own in learners)
-    for name in ("output.bias", "embedding.weight", "lstm.weight_hh_l0"):
-        assert not torch.equal(weights[name], older[name])
-    assert mode == "fp32" or record_of(straight)["skipped"] > 0
 
 
 def test_probes_count_the_gradients_of_rows(tmp_path):
