@@ -2,11 +2,8 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from mprun.precision.loss_scale import (
     DynamicLossScale,
@@ -176,56 +173,3 @@ def test_the_numbers_of_a_rule_are_refused_where_the_rule_is_wanted(kind, given,
 def test_tolerance_with_hysteresis_is_refused():
     with pytest.raises(ValueError, match="^tolerance=0.5"):
         DynamicLossScale(DynamicRule(tolerance=0.5, hysteresis=2))
-
-
-class Model:
-    """Rule with growth, backoff, interval, floor and ceiling; each product rounded once to FP32."""
-
-    def __init__(self, growth, backoff, interval, low, high):
-        self.growth, self.backoff, self.interval = growth, backoff, interval
-        self.low, self.high = low, high
-        self.scale, self.clean, self.skipped, self.row = 256.0, 0, 0, 0
-
-    def step(self, overflow):
-        factor = self.backoff if overflow else 1.0
-        self.clean = 0 if overflow else self.clean + 1
-        self.skipped, self.row = self.skipped + overflow, (self.row + 1) * overflow
-        if self.clean == self.interval:
-            factor, self.clean = self.growth, 0
-        product = float(np.float32(self.scale * factor))
-        self.scale = min(max(product, self.low), self.high)
-
-
-@settings(max_examples=100, deadline=None, derandomize=True, database=None)
-@given(
-    rule=st.tuples(
-        st.sampled_from([2.0, 1.5, 1.001, 10.0]),
-        st.sampled_from([0.5, 0.25, 0.9, 0.999]),
-        st.integers(1, 6),
-        st.sampled_from([1.0, 2.0**-14, 100.0, 2.0**-126]),
-        st.sampled_from([256.0, 1000.0, 2.0**24, 2.0**126]),
-    ),
-    moves=st.lists(st.sampled_from(["clean", "inf", "nan", "save and load"]), max_size=60),
-)
-def test_any_sequence_follows_the_model(rule, moves):
-    def new():
-        return DynamicLossScale(
-            DynamicRule(256.0, rule[0], rule[1], rule[2], min_scale=rule[3], max_scale=rule[4])
-        )
-
-    scale, model = new(), Model(*rule)
-    for move in moves:
-        if move == "save and load":
-            state, scale = scale.state_dict(), new()
-            scale.load_state_dict(state)
-            continue
-        gradient = {"clean": 1.0, "inf": math.inf, "nan": math.nan}[move]
-        scale.record(~torch.isfinite(torch.tensor(gradient)))
-        scale.update()
-        model.step(move != "clean")
-        assert scale.scale.item() == model.scale
-        assert scale.growth_tracker.item() == model.clean < rule[2]
-        assert (scale.steps_skipped.item(), scale.consecutive_skips.item()) == (
-            model.skipped,
-            model.row,
-        )

@@ -35,18 +35,6 @@ def test_batch_norm_statistics_are_the_mean_over_micro_batches(build_run):
     assert model.body[1].num_batches_tracked == batches + 1
 
 
-def test_a_skipped_step_leaves_statistics_as_they_were(build_run):
-    built = build_run(
-        *SMALL, "train.accumulate=2", "precision=fp16_master_scaled", "scaler.init_scale=16777216"
-    )
-    layer = built.task.learner.model.body[1]
-    before, batches = layer.running_mean.clone(), int(layer.num_batches_tracked)
-    metrics = built.stepper.step(0)
-    assert metrics["found_inf"] == 1
-    assert torch.equal(layer.running_mean, before)
-    assert layer.num_batches_tracked == batches
-
-
 def test_what_is_drawn_does_not_depend_on_what_was_drawn_before(build_run):
     losses = []
     for drawn in (0, 7):
