@@ -32,7 +32,9 @@ def forkserver():
     Not forks of this process: autograd's threads do not survive one, and are asked for.
     """
     context = get_context("forkserver")
-    context.set_forkserver_preload(["tests.distributed.of_a_rank"])
+    # The compiler, which sharding and formats in blocks import, takes seconds in each rank.
+    ranks = ["tests.distributed.of_a_rank", "tests.script.of_two_ranks"]
+    context.set_forkserver_preload([*ranks, "torch._dynamo"])
     return context
 
 

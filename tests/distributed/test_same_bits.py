@@ -87,7 +87,8 @@ EXACT = [task for task in TASKS if task != "language_model"]
 
 def test_two_ranks_are_one(tmp_path):
     cases = cases_of(("classification", "gan"), ("fp16_master_scaled",))
-    cases["tree"] = in_16_bits("bf16", "tree", 4, "dist.order=fixed")
+    small = ["data.image_size=32", "model.width=2", "model.code_size=4"]
+    cases["tree"] = in_16_bits("bf16", "tree", 4, "dist.order=fixed", *small)
     cases |= cases_of(("gpt",), ("nvfp4",))
     (alone,) = on_ranks(1, cases, tmp_path / "1")
     two = on_ranks(2, cases, tmp_path / "2")

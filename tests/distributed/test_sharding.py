@@ -64,8 +64,9 @@ def differing(cases, alone, ranks):
 
 
 def test_two_ranks_are_one(tmp_path):
-    cases = {"fp16_master_scaled clipped": case(*SCALED, "train.clip_norm=0.1")}
-    cases["fused"] = case(*FUSED, "precision=fp8_delayed")
+    four = "train.accumulate=4"
+    cases = {"fp16_master_scaled clipped": case(*SCALED, "train.clip_norm=0.1", four)}
+    cases["fused"] = case(*FUSED, "precision=fp8_delayed", four)
     cases["BatchNorm"] = case(*DIGITS, "precision=amp", plants=True)
     (alone,) = on_ranks(1, cases, tmp_path / "1")
     assert differing(cases, alone, on_ranks(2, cases, tmp_path / "2")) == []

@@ -20,6 +20,7 @@ from mprun.precision import ForwardContext, get_loss_scale, get_policy
 from mprun.precision.loss_scale import StaticLossScale
 from mprun.precision.policy import DIVIDE, ORDERS, build_policy
 
+from ..distributed.processes import forkserver
 from ..helpers import assert_same_bits, making, mixed, network
 
 F16, B16, F32 = torch.float16, torch.bfloat16, torch.float32
@@ -223,7 +224,7 @@ def work(rank, folder):
 def of_ranks(tmp_path_factory):
     """What four ranks make of `numbers` and of gradients; of a server that has imported torch."""
     folder = tmp_path_factory.mktemp("ranks")
-    # Not a fork of this process: autograd's threads do not survive one, and are asked for.
+    forkserver()
     ranks = torch.multiprocessing.start_processes(
         work, (folder,), 4, join=False, daemon=True, start_method="forkserver"
     )
