@@ -72,7 +72,8 @@ def test_a_kill_leaves_what_can_be_finished(case, tmp_path, monkeypatch, capsys)
     assert len(places) == len(chosen(case))
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+# Of SIGINT the default run has tests/cli/test_exit_codes.py.
+@pytest.mark.parametrize("name", ["SIGTERM", pytest.param("SIGINT", marks=pytest.mark.slow)])
 @of_each
 def test_a_signal_is_answered_and_the_run_finished(case, name, tmp_path, monkeypatch):
     whole = tmp_path / "whole"

@@ -148,7 +148,7 @@ ODD += ["a, b", "a:b\\c", "*?!", "true", "1e3", "~x", "'a'b", "new\nline", " bla
 
 
 @pytest.mark.parametrize("name", ODD)
-@pytest.mark.few(5)
+@pytest.mark.few(2)
 def test_a_path_may_hold_any_character(name, folder, capsys):
     """Make, continue and show a run with such paths of data, cache, run and options."""
     for part in ("data", "cache", "options/experiment"):

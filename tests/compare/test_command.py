@@ -140,16 +140,17 @@ def test_a_record_cannot_command_the_terminal(tmp_path, monkeypatch, capsys):
     hostile = {"mode": "amp\x1b]0;X\x07", "scaler": "none", "flags": {}}
     for seed, loss in enumerate(BASE):
         write_run(tmp_path / "runs" / f"x\x1b[2J{seed}", "amp", seed, final=loss, precision=hostile)
-    for how in ([], ["--markdown"], ["--json"]):
-        assert main(["compare", "runs", *how, "--out", "report"]) == 0
+    for how in (["--out", "report"], ["--markdown"], ["--json"]):
+        assert main(["compare", "runs", *how]) == 0
         printed = capsys.readouterr()
         assert "\x1b" not in printed.out + printed.err and "\x07" not in printed.out
         assert r"amp\x1b]0;X\x07" in printed.out or "--json" in how
     assert "amp\x1b]0;X\x07" in repr(json.loads(printed.out)).encode().decode("unicode_escape")
 
 
-def test_a_comparison_that_was_stopped_is_replaced_by_the_next_one(runs, monkeypatch):
+def test_a_comparison_that_was_stopped_is_replaced_by_the_next_one(tmp_path, monkeypatch):
     """Ctrl-C comes while the figures are drawn, or while a file is written."""
+    write_study(tmp_path / "study", {"fp32": BASE[:1], "amp": BASE[:1]})
     for place in (
         "mprun.comparison.report.write_json",
         "mprun.comparison.report._Report.fitting_page",
@@ -164,6 +165,6 @@ def test_a_comparison_that_was_stopped_is_replaced_by_the_next_one(runs, monkeyp
 
         with monkeypatch.context() as patch:
             patch.setattr(place, stopped)
-            assert main(["compare", "outputs/study"]) == 130
-        assert main(["compare", "outputs/study"]) == 0
-    assert not [*(runs / "compare").glob(".*")]
+            assert main(["compare", str(tmp_path / "study")]) == 130
+        assert main(["compare", str(tmp_path / "study")]) == 0
+    assert not [*(tmp_path / "study" / "compare").glob(".*")]

@@ -77,8 +77,9 @@ def test_advice_from_probes(device, tmp_path):
     assert "device=cuda" in found["printed"] and "precision=fp16_master" in found["printed"]
 
 
-def test_two_modes_apart(device):
-    arguments = ["logprobs", "bf16_master", "fp8_rowwise", *MODELS["gpt"], "device=cuda"]
+@pytest.mark.parametrize("mode", ["amp_bf16", pytest.param("fp8_rowwise", marks=pytest.mark.slow)])
+def test_two_modes_apart(device, mode):
+    arguments = ["logprobs", "bf16_master", mode, *MODELS["gpt"], "device=cuda"]
     found = device.ask("command", arguments=[*arguments, "--tokens", "64", "--json"])
     assert found.get("code") == 0, found.get("trace", found["printed"])
     assert json.loads(found["printed"])
