@@ -176,12 +176,33 @@ def is_functorch_tensor(tensor: Tensor) -> bool:
     return found
 
 
-@disable_dynamo(recursive=False)
-def frames_are_compiled() -> bool:
-    """Return whether torch.compile takes the frames that are called from here. If gone: False."""
-    return callable(torch._C._dynamo.eval_frame.get_eval_frame_callback())
+# What takes the frames that are called from here, None: nobody; and sets it, returning what did
+# before. If gone: `disable_dynamo` around each function that is called.
+compiler = torch._C._dynamo.eval_frame.get_eval_frame_callback
+set_compiler = torch._C._dynamo.eval_frame.set_eval_frame
 
 
+def uncompiled(function: Any) -> Any:
+    """Let torch.compile pass over the frames of a function, not over those that it calls, at no
+    cost. If gone: `disable_dynamo(recursive=False)`."""
+    frames = torch._C._dynamo.eval_frame
+    action = frames._FrameAction
+    strategy = frames._FrameExecStrategy(action.SKIP, action.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+def count_as_compiled() -> None:
+    """Let a call under `fullgraph=True` in which nothing is compiled be no error, which it is since
+    torch 2.12. If gone: nothing."""
+    set_count = getattr(torch._C._dynamo.eval_frame, "set_fullgraph_compiled_frame_count", None)
+    if set_count is not None and (found := set_count(-1)) >= 0:
+        set_count(found + 1)
+
+
+# Lets a compiled module look again at what the module inside calls. If gone: nothing; torch breaks
+# the graph of one of torch's own modules that is compiled before it is prepared.
+look_again: Callable[[nn.Module], None] = methodcaller("_initialize")
 # Attribute of a compiled module: the module inside. If gone: its class names the successor.
 UNCOMPILED = "_orig_mod"
 

@@ -20,23 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mprun.precision.block_formats import library
 from mprun.precision.scaled_products import OPERANDS, ScaledProducts
 
 _Largest = Callable[[Tensor], Tensor]
 _INFINITE = torch.finfo(torch.float32).max  # stands for an infinity: a checkpoint has to be finite
-library.define("delayed_scale(Tensor amax, Tensor(a!) kept) -> Tensor")
-
-
-def _delayed_scale(amax: Tensor, kept: Tensor) -> Tensor:
-    """Record amax, return the scale; `kept`: scale and amax of this update so far."""
-    kept[1] = torch.fmax(kept[1], amax).clamp(max=_INFINITE)
-    return kept[0] + 0 * amax
-
-
-library.impl("delayed_scale", _delayed_scale, "CPU")
-library.impl("delayed_scale", _delayed_scale, "CUDA")
-library.impl("delayed_scale", lambda amax, kept: kept.new_empty(amax.shape), "Meta")
 
 
 class DelayedScaling:
@@ -51,7 +38,8 @@ class DelayedScaling:
         first, size = torch.tensor([1.0, 0.0], device=device), (len(names), len(tops))
         self.present = first.repeat(*size, 1)
         self.history = torch.zeros(products.history, *size, device=device)  # newest first
-        self.layers = dict(zip(names, self.present, strict=True))
+        # `data` has a version of its own: a write of one layer's pass is none to another's.
+        self.layers = {name: row.data for name, row in zip(names, self.present, strict=True)}
         self._tops = torch.tensor(tops, device=device)
 
     @torch.no_grad()

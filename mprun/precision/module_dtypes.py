@@ -7,7 +7,7 @@ which computes with them.
 """
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 from functools import partial
@@ -162,17 +162,19 @@ class _Running:
 
 @dataclass(eq=False)
 class _Border:
-    """The casts of a module that may compute in another dtype than what calls it.
+    """The casts of modules that may compute in another dtype than what calls them.
 
-    dtype: it computes so. base: so does the model. autocast: the mode casts by autocast. outer:
-    `running.dtype` at the last call of a forward pass.
+    One for all of a dtype: by an object of its own a compiler would tell equal modules apart.
+
+    dtype: they compute so. base: so does the model. autocast: the mode casts by autocast. outers:
+    `running.dtype` at each one's last call in a forward pass.
     """
 
     dtype: torch.dtype
     base: torch.dtype
     autocast: bool
     running: _Running
-    outer: torch.dtype | None = None
+    outers: dict[Callable[..., Any], torch.dtype | None] = field(default_factory=dict)
 
 
 def cast_around_modules(model: nn.Module, policy: PrecisionPolicy, chosen: Chosen) -> None:
@@ -182,6 +184,7 @@ def cast_around_modules(model: nn.Module, policy: PrecisionPolicy, chosen: Chose
     may be called, or others may call its parts.
     """
     running, base = _Running(), policy.autocast_dtype or policy.param_dtype
+    borders: dict[torch.dtype, _Border] = {}
     for name, module in model.named_modules():
         if getattr(module, "computes_in_fp32", False) or not computes(module):
             continue  # the first: in every mode, and its results are losses
@@ -195,11 +198,19 @@ def cast_around_modules(model: nn.Module, policy: PrecisionPolicy, chosen: Chose
             casts = choice is not None or (isinstance(module, NORM_LAYERS) and dtype is not base)
         if stays_in_fp32(module, policy):
             rows = policy.param_dtype if choice is None else choice.dtype
-            module.forward = partial(cast_rows, module.forward, rows)
+            module.forward = partial(cast_rows, _forward_of(module), rows)
         if casts:
-            border = _Border(dtype, base, policy.autocast_dtype is not None, running)
+            autocast = policy.autocast_dtype is not None
+            border = borders.setdefault(dtype, _Border(dtype, base, autocast, running))
             # No closure: a deep copy of the model has to compute with its own module.
-            module.forward = partial(_forward_in, module.forward, border)
+            module.forward = partial(_forward_in, _forward_of(module), border)
+
+
+def _forward_of(module: nn.Module) -> Callable[..., Any]:
+    """Return a module's forward; no bound method, by which a compiler would tell equal modules
+    apart."""
+    own: Callable[..., Any] | None = module.__dict__.get("forward")
+    return own or partial(type(module).forward, module)
 
 
 def cast_rows(forward: Callable[..., Any], dtype: torch.dtype, *args: Any, **kwargs: Any) -> Any:
@@ -211,10 +222,12 @@ def _forward_in(forward: Callable[..., Any], border: _Border, *args: Any, **kwar
     """Compute in the border's dtype; cast inputs and outputs unless the caller computes in it."""
     running = border.running
     before = outer = running.dtype
-    if is_dynamo_compiling() or graph_task() == -1:
-        border.outer = outer
+    if is_dynamo_compiling():
+        pass  # which computes nothing anew by this function
+    elif graph_task() == -1:
+        border.outers[forward] = outer
     elif outer is None:  # a checkpoint computes it anew, without what called it
-        outer = border.outer
+        outer = border.outers.get(forward)
     running.dtype = border.dtype
     try:
         if before is border.dtype:

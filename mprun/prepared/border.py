@@ -33,7 +33,9 @@ from mprun.torch_private import (
     FLAT_WEIGHTS,
     HOOKS,
     REPLICATE,
+    compiler,
     disable_dynamo,
+    uncompiled,
 )
 
 OWN = ("forward", "__getstate__", "__deepcopy__", REPLICATE, KEPT)  # attributes that modules get
@@ -79,14 +81,16 @@ class Forward:
         kind = type(self.module)
         return inspect.signature(self.plain or kind.forward.__get__(self.module, kind))
 
+    @uncompiled
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         shared = self.shared
-        if shared.state == self.IN_MODE:
-            if shared.tensors.shards and is_sharded(self.module):
+        if shared.state != self.OUTSIDE:
+            in_mode = shared.state == self.IN_MODE
+            if in_mode and shared.tensors.shards and is_sharded(self.module):
                 return shared.call_gathered(self, args, kwargs)
-            return self.compute_within(args, kwargs)
-        if shared.state == self.EVALUATING:
-            return self.plainly(*args, **kwargs)
+            if compiler() is not None:
+                return shared.compute_part(self, args, kwargs)
+            return self.compute_within(args, kwargs) if in_mode else self.plainly(*args, **kwargs)
         if is_exporting() or is_tracing():  # the learned model, in FP32
             if shared.stores_half:
                 raise RuntimeError(
@@ -103,6 +107,10 @@ class Forward:
     def compute(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Compute in the mode."""
         return (self.plainly if self.inside is None else self.inside)(*args, **kwargs)
+
+    def own_function(self, in_mode: bool) -> Any:
+        """Return what computes in the mode or without it; None: the method of its class."""
+        return self.inside if in_mode and self.inside is not None else self.plain
 
     def plainly(self, *args: Any, **kwargs: Any) -> Any:
         """Compute without the mode."""

@@ -48,7 +48,7 @@ from mprun.prepared.shards import (
     keeps_half,
     why_not_sharded,
 )
-from mprun.torch_private import UNCOMPILED
+from mprun.torch_private import UNCOMPILED, look_again
 
 _TOGETHER = "give both to one call, mprun.prepare([one, other], ...)"
 
@@ -158,6 +158,9 @@ def prepare(
     forward_context = ForwardContext(policy, device, native=native, overrides=dtypes.values())
     for one, overrides in own:
         PreparedModel(one, forward_context, scale, overrides)
+    for one in given:
+        if hasattr(one, UNCOMPILED):
+            look_again(one)
     install_hooks()
     for each in map(base_of, optimizers):
         take_over(each, scale)

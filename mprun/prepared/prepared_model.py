@@ -36,6 +36,7 @@ from mprun.precision.recurrent import own_recurrent
 from mprun.precision.torch_update import is_granted
 from mprun.prepared import passes
 from mprun.prepared.border import Border, Forward, Watched, has_graph, has_hooks
+from mprun.prepared.compiled import Compiled, taken_by
 from mprun.prepared.containers import each_tensor
 from mprun.prepared.copies import plain_state, prepared_copy
 from mprun.prepared.draws import Draws
@@ -61,10 +62,10 @@ from mprun.torch_private import (
     REPLICATE,
     active_ddp_module,
     children_of,
-    disable_dynamo,
-    frames_are_compiled,
     graph_task,
+    set_compiler,
     tree_leaves,
+    uncompiled,
 )
 
 
@@ -126,6 +127,8 @@ class PreparedModel(Backward):
         self._parameters: list[Tensor] = []
         self._shards: list[Tensor] = []  # of a sharded model, as its optimizers hold them
         self.state = Forward.OUTSIDE
+        self._compiler: Any = None  # what compiles the frames of the caller
+        self._compiled = Compiled()
         self._losses: Losses | None = None
         if casts and forward_context.emulations:
             for emulation in forward_context.emulations:  # which sees every function anyway
@@ -200,9 +203,17 @@ class PreparedModel(Backward):
 
     # Calls
 
-    @disable_dynamo(recursive=False)
+    @uncompiled
     def call(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call the model, or a part of it, from outside."""
+        before, self._compiler = self._compiler, set_compiler(None)
+        try:
+            return self._call(forward, args, kwargs)
+        finally:
+            set_compiler(self._compiler)
+            self._compiler = before
+
+    def _call(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         # A checkpoint's recomputation inside the model counts as inside.
         again = graph_task() != -1 and not forward.was_called
         if not again and is_autocast_enabled(self.device_type):
@@ -213,7 +224,7 @@ class PreparedModel(Backward):
             return self._compute(forward, args, kwargs, audits=False)
         if again:
             with self._in_mode(forward.module, audits=False):
-                return forward.compute_within(args, kwargs)
+                return self._compiled.compute(self._compiler, forward, args, kwargs)
         audits = is_due(self.calls)
         self._check(forward.module, audits)
         forward.was_called = True
@@ -243,10 +254,15 @@ class PreparedModel(Backward):
         self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any], audits: bool
     ) -> Any:
         """Compute in the mode, with tensors from outside and for it."""
+        self._compiled.in_layers = self.is_sharded
+        self._compiled.is_seen = audits or (served := self._is_served())
+        if self._compiler is not None and not audits and served:
+            mixed = set() if self.mixed is None else self.mixed.places
+            self._compiled.tell(self.policy.name, self.tensors.written | mixed)
         if self.is_plain:
             watching = self.audit.watching() if audits and not self.of_run else nullcontext()
             with self._in_state(Forward.IN_MODE), watching:
-                return forward.compute_within(args, kwargs)
+                return self._compiled.compute(self._compiler, forward, args, kwargs)
         if audits and self._sees_values():
             if self.border.dtype is not None:
                 self.exact.look_at_inputs(forward.module, args, kwargs, self.border.dtype)
@@ -254,9 +270,24 @@ class PreparedModel(Backward):
                 self.exact.look_at_buffers(self.tensors.parts)
         args, kwargs = each_tensor((args, kwargs), self.border.inwards)
         with self._in_mode(forward.module, audits):
-            outputs = forward.compute_within(args, kwargs)
+            outputs = self._compiled.compute(self._compiler, forward, args, kwargs)
         self.border.let_out(audits)
         return each_tensor(outputs, self.border.outwards) if self._widens else outputs
+
+    @uncompiled
+    def compute_part(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Compute a module inside that is compiled by itself, within a call of the model."""
+        compiler = set_compiler(None)
+        try:
+            evaluates = self.state == Forward.EVALUATING
+            compute = self._compiled.evaluate if evaluates else self._compiled.compute
+            return compute(compiler, forward, args, kwargs)
+        finally:
+            set_compiler(compiler)
+
+    def _is_served(self) -> bool:
+        """Return whether calls have shown that code in forward needs help in the mode."""
+        return self.tensors.writes or (self.mixed is not None and self.mixed.was_used)
 
     def guard_step(self) -> None:
         """Keep BatchNorm's statistics from before the calls of a step, unless nothing skips it."""
@@ -267,7 +298,6 @@ class PreparedModel(Backward):
         self.guard.save()
         self._guards_step = True
 
-    @disable_dynamo
     def _expect_pass(self, outputs: Any) -> None:
         """Let the model's next pass be audited, if there is to be one."""
         reaching = [t for t in tree_leaves(outputs) if has_graph(t)]
@@ -275,13 +305,18 @@ class PreparedModel(Backward):
         if reaching:
             passes.due.add(self)
 
+    @uncompiled
     def call_gathered(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a module inside that has just gathered its weights, within a call of the model."""
-        if self._audits:
-            self._check_tensors(forward.module)
-        serves = (self._audits or self.tensors.writes) and not frames_are_compiled()
-        with self.tensors.inside(forward.module, self._audits, serves):
-            return forward.compute_within(args, kwargs)
+        compiler = set_compiler(None)
+        try:
+            if self._audits:
+                self._check_tensors(forward.module)
+            serves = self._audits or self.tensors.writes
+            with self.tensors.inside(forward.module, self._audits, serves):
+                return taken_by(compiler, forward.compute_within, (args, kwargs), {})
+        finally:
+            set_compiler(compiler)
 
     @contextmanager
     def _in_mode(self, module: nn.Module, audits: bool) -> Iterator[None]:
@@ -296,13 +331,11 @@ class PreparedModel(Backward):
                 # batch norm.
                 stack.enter_context(torch.inference_mode(False))
                 stack.enter_context(torch.no_grad())
-            # A compiled frame is compiled again where other modes are active.
-            used = self.mixed is not None and self.mixed.was_used
-            asks = audits or used or self.tensors.writes
-            serves = asks and not frames_are_compiled()
+            serves = audits or self._is_served()
             # Before the emulation, which would check each access and find nothing to do.
             stack.enter_context(self.tensors.inside(module, self._audits, serves))
             if hooked:
+                self._compiled.in_layers = True
                 stack.enter_context(self.border.hooks_outside(hooked))
             stack.enter_context(self.border.attributes_inside(audits))
             stack.enter_context(self.forward_context)
@@ -312,7 +345,7 @@ class PreparedModel(Backward):
                 stack.enter_context(self.forward_context.autocast())
             if audits and not self.of_run:
                 stack.enter_context(self.audit.watching())
-            if self.mixed is not None and serves and (audits or used):
+            if self.mixed is not None and (audits or self.mixed.was_used):
                 stack.enter_context(self.mixed)
             stack.enter_context(self._in_state(Forward.IN_MODE))
             yield
@@ -374,7 +407,7 @@ class PreparedModel(Backward):
                 stack.enter_context(in_fp32(self.model))
             if self.policy.fp32_math != "ieee":
                 stack.enter_context(ieee_fp32())
-            return forward.plainly(*args, **kwargs)
+            return self._compiled.evaluate(self._compiler, forward, args, kwargs)
 
     def _widened(self, tensor: Tensor) -> Tensor:
         # A state created like the parameters, such as an LSTM's, has their 16-bit dtype.

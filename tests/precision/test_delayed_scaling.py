@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from mprun.precision import DynamicLossScale, DynamicRule
+from mprun.precision.block_formats import ELEMENTS, SCALES
 from mprun.precision.delayed_scaling import DelayedScaling
 from mprun.precision.scaled_linear import install
 from mprun.precision.scaled_products import ScaledProducts
@@ -26,7 +27,8 @@ def made(length: int, margin: int = 0, names=("a",)) -> DelayedScaling:
 
 
 def record(own: DelayedScaling, amax: float, place: int = 0, name: str = "a") -> float:
-    return float(torch.ops.mprun.delayed_scale(torch.tensor(amax), own.layers[name][place]))
+    kept = own.layers[name][place]
+    return float(SCALES["delayed"].of(torch.tensor(amax), ELEMENTS["e4m3"], "", kept)[0])
 
 
 def test_scales_by_hand():
