@@ -200,11 +200,14 @@ def count_as_compiled() -> None:
         set_count(found + 1)
 
 
-# Lets a compiled module look again at what the module inside calls. If gone: nothing; torch breaks
-# the graph of one of torch's own modules that is compiled before it is prepared.
-look_again: Callable[[nn.Module], None] = methodcaller("_initialize")
 # Attribute of a compiled module: the module inside. If gone: its class names the successor.
 UNCOMPILED = "_orig_mod"
+
+
+def look_again(module: nn.Module) -> None:
+    """Let a compiled module follow a new `forward` of the module inside. If gone: nothing."""
+    if UNCOMPILED in children_of(module):
+        methodcaller("_initialize")(module)
 
 
 def said_by_a_compiler(error: BaseException) -> str | None:

@@ -149,22 +149,27 @@ def prepare(
         refuse_cast_codes(each)
     if scaler is None:
         scaler = usual_scaler(policy.name) if isinstance(precision, str) else "none"
+    scale = _scale_of(scaler, device)
+    pin_products(policy.fp32_math)
+    forward_context = ForwardContext(policy, device, native=native, overrides=dtypes.values())
+    for one, overrides in own:
+        PreparedModel(one, forward_context, scale, overrides)
+    for part in {part for one in given for part in one.modules()}:
+        look_again(part)
+    install_hooks()
+    for each in map(base_of, optimizers):
+        take_over(each, scale)
+    return model if optimizer is None else (model, optimizer)
+
+
+def _scale_of(scaler: str | LossScale, device: torch.device) -> LossScale:
+    """Return a loss scale by name, or a given one if it is on the model's device."""
     scale = scaler if isinstance(scaler, LossScale) else get_loss_scale(scaler, device)
     if scale.scale.device.type != device.type:
         raise ValueError(f"scaler: is on {scale.scale.device}, the model on {device}")
     if isinstance(scaler, str):
         Scaling.of(scale).name = scaler
-    pin_products(policy.fp32_math)
-    forward_context = ForwardContext(policy, device, native=native, overrides=dtypes.values())
-    for one, overrides in own:
-        PreparedModel(one, forward_context, scale, overrides)
-    for one in given:
-        if hasattr(one, UNCOMPILED):
-            look_again(one)
-    install_hooks()
-    for each in map(base_of, optimizers):
-        take_over(each, scale)
-    return model if optimizer is None else (model, optimizer)
+    return scale
 
 
 def _inside(model: nn.Module) -> nn.Module:

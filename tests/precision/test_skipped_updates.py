@@ -20,7 +20,7 @@ from mprun.tasks import OfParameters
 
 from .. import helpers
 from ..helpers import assert_same_bits, making, mixed
-from .rules import IMPLEMENTATIONS, OTHERS, RULES
+from .rules import IMPLEMENTATIONS, OTHERS, RULES, Foreign
 
 INF, NAN = float("inf"), float("nan")
 MAKERS = RULES | {"amsgrad": partial(torch.optim.Adam, lr=0.01, amsgrad=True)}

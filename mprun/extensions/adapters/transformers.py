@@ -20,7 +20,6 @@ from mprun.errors import needing
 from mprun.extensions.adapters.recording import RunCallback
 from mprun.precision import LossScale, PrecisionPolicy
 from mprun.prepared import prepare, state_of
-from mprun.prepared.border import prepared_modules
 
 with needing("transformers"):
     from transformers import Trainer, TrainerCallback
@@ -101,7 +100,7 @@ class PrecisionPart(_Base):
         """Train a step like the Trainer, and record the loss."""
         with ExitStack() as stack:
             for reference in self._references():
-                stack.enter_context(prepared_modules(reference)[""].evaluating_in_mode())
+                stack.enter_context(reference.forward.shared.evaluating_in_mode())
             loss = super().training_step(*args, **kwargs)
         for callback in self._recorders():
             callback.add(loss)
