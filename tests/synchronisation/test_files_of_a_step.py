@@ -32,6 +32,8 @@ SUPERVISED = {
     "precision/torch_update.py",
     "precision/update.py",
     "prepared/border.py",
+    "prepared/compiled.py",
+    "prepared/containers.py",
     "prepared/nodes.py",
     "prepared/passes.py",
     "prepared/prepared_model.py",
