@@ -44,6 +44,7 @@ OWN_TESTS = {
     # Where the library is installed.
     "docs/script/lightning.md": "tests/extensions/adapters/test_lightning.py",
     "docs/script/huggingface.md": "tests/extensions/adapters/test_transformers.py",
+    "docs/script/trl.md": "tests/extensions/adapters/test_trl.py",
 }
 # Records of what was run, by the programs of that day; and figures that a program writes.
 RECORDS = ("docs/results/", "docs/error_rates.md", "docs/reference/operations.md", "docs/log/")

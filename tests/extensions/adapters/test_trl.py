@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ...helpers import assert_same_bits
-from .trainers import assert_same_end
+from .trainers import assert_same_end, run_page
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # of their imports
@@ -163,3 +163,8 @@ def test_a_resumed_training_goes_on_as_if_never_stopped(mode, kind, lora, tmp_pa
 def test_the_bf16_that_trl_sets_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"SFTConfig\(bf16=True\): must be unset \(bf16=False\)"):
         trained(tmp_path, "sft", "amp", bf16=None)
+
+
+@pytest.mark.slow
+def test_the_page_runs_as_it_is_written(tmp_path, monkeypatch):
+    run_page("trl.md", tmp_path, monkeypatch)

@@ -19,10 +19,16 @@ def assert_same_end(losses, network, model, expected):
 
 
 def run_page(name, folder, monkeypatch):
-    """Execute what a page of docs/script shows, block by block, in `folder`."""
+    """Execute what a page of docs/script shows, block by block, in `folder`.
+
+    Blocks see the names of those before them. One under "<!-- not run: WHY -->" is left out.
+    """
     monkeypatch.chdir(folder)
     page = Path(__file__).resolve().parents[3] / "docs" / "script" / name
-    blocks = re.findall(r"^```python\n(.*?)^```", page.read_text(encoding="utf-8"), re.S | re.M)
+    found = r"^(<!-- not run: .*? -->\n)?```python\n(.*?)^```"
+    blocks = re.findall(found, page.read_text(encoding="utf-8"), re.S | re.M)
     assert blocks
-    for block in blocks:
-        exec(compile(block, name, "exec"), {"__name__": "__main__"})  # noqa: S102
+    names = {"__name__": "__main__"}
+    for left_out, block in blocks:
+        if not left_out:
+            exec(compile(block, name, "exec"), names)  # noqa: S102
