@@ -115,6 +115,18 @@ def storage_key(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
+def holds_codes(tensor: Tensor) -> bool:
+    """Return whether a tensor is quantised: codes and their scales stand for its values.
+
+    A DTensor is none, nor is what the compiler wraps. If gone: `hasattr(type(tensor),
+    "__tensor_flatten__")`.
+    """
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return True
+    is_wrapper = _python_dispatch.is_traceable_wrapper_subclass(tensor)
+    return is_wrapper and not hasattr(type(tensor), "device_mesh")
+
+
 # Dictionaries of a module by attribute. If gone: nn.Module.__getattr__ reads their successors.
 PLACES = ("_parameters", "_buffers")
 places_of: Callable[[nn.Module], tuple[dict[str, Any], ...]] = attrgetter(*PLACES)

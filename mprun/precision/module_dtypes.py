@@ -18,7 +18,13 @@ from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
 from mprun.precision.policy import PrecisionPolicy
-from mprun.torch_private import BatchNorm, BatchOrInstanceNorm, graph_task, tree_map
+from mprun.torch_private import (
+    BatchNorm,
+    BatchOrInstanceNorm,
+    graph_task,
+    holds_codes,
+    tree_map,
+)
 
 NORM_LAYERS = (BatchOrInstanceNorm, nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, nn.LocalResponseNorm)
 
@@ -175,6 +181,23 @@ class _Border:
     autocast: bool
     running: _Running
     outers: dict[Callable[..., Any], torch.dtype | None] = field(default_factory=dict)
+
+
+def uncastable(model: nn.Module, policy: PrecisionPolicy) -> dict[str, torch.dtype]:
+    """Return the modules whose quantised weights cannot be in the mode's dtype, as overrides.
+
+    A class of such tensors may ignore `to(dtype)`, and none takes what `module.to(dtype)` gives it.
+    """
+    dtype, kept = policy.param_dtype, {}
+    if dtype.itemsize > 2:
+        return {}
+    for name, module in model.named_modules():
+        for own in module.parameters(recurse=False):
+            if own.is_floating_point() and holds_codes(own):
+                copies = policy.master_dtype is not None
+                if not copies or own.detach().to(dtype).dtype is not dtype:
+                    kept[name] = own.dtype
+    return kept
 
 
 def cast_around_modules(model: nn.Module, policy: PrecisionPolicy, chosen: Chosen) -> None:

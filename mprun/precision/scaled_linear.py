@@ -24,6 +24,7 @@ from mprun.precision.scaled_products import (
     cast,
     product,
 )
+from mprun.torch_private import holds_codes
 
 
 class _Linear(torch.autograd.Function):
@@ -183,13 +184,21 @@ def _delayed(model: nn.Module, products: ScaledProducts, names: Sequence[str]) -
     return DelayedScaling(names, products, next(model.parameters()).device)
 
 
+def _is_linear(module: nn.Module) -> bool:
+    if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return False
+    if isinstance(module, nn.Linear):
+        return not holds_codes(module.weight)
+    return getattr(module, "is_linear", False)
+
+
 def chosen_layers(
     model: nn.Module, products: ScaledProducts, chosen: Collection[str], mode: str = ""
 ) -> list[str]:
     """Return the names of the layers of `model` that compute as `products` say.
 
     Linear is an `nn.Linear`, and a module with a true `is_linear`, whose `forward(x, table)` is a
-    product with the table of another module.
+    product with the table of another module. Layers with quantised weights multiply by themselves.
 
     Each glob pattern over names of linear layers adds some, in order; one with "!" before it takes
     layers out, and as the first one begins with all. One that matches none means those inside of
@@ -201,12 +210,7 @@ def chosen_layers(
     chosen: names of modules with a dtype of their own. mode: its name, if an error is to name it.
     """
     key, formats = "precision.matmul.modules", "/".join(f.name.upper() for f in products.formats)
-    linears = [
-        name
-        for name, module in model.named_modules()
-        if (isinstance(module, nn.Linear) or getattr(module, "is_linear", False))
-        and not isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear)
-    ]
+    linears = [name for name, module in model.named_modules() if _is_linear(module)]
     if not linears:
         asked = f"precision={mode}: " if mode else ""
         why = f"its linear layers multiply in {formats}, and the model has none"

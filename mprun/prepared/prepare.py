@@ -25,7 +25,12 @@ from torch.optim import Optimizer
 
 from mprun.precision.forward_context import ForwardContext, why_no_lstm, why_unsupported
 from mprun.precision.loss_scale import LossScale, get_loss_scale
-from mprun.precision.module_dtypes import chosen_dtypes, matching_modules, those_that_match
+from mprun.precision.module_dtypes import (
+    chosen_dtypes,
+    matching_modules,
+    those_that_match,
+    uncastable,
+)
 from mprun.precision.policy import (
     DTYPE_NAMES,
     DTYPES,
@@ -130,7 +135,8 @@ def prepare(
     dtypes = _dtypes(models, overrides or {})
     for one in models:
         _refuse_unpreparable(one)
-    own = [_together(those, dtypes) for those in _sharing(models)]
+    together = (_together(those, dtypes) for those in _sharing(models))
+    own = [(one, uncastable(one, policy) | chosen) for one, chosen in together]
     _check(own, policy, device, native)
     outer = [getattr(one, UNCOMPILED, one) for one in given]
     if keeps_half(policy) and any(isinstance(one, DistributedDataParallel) for one in outer):

@@ -28,6 +28,7 @@ from mprun.torch_private import (
     IS_PARAMETER,
     disable_dispatch_modes,
     flat_weights_of,
+    holds_codes,
     hooks_of_leaf,
     parameters_of,
     places_of,
@@ -270,6 +271,8 @@ def _was_written(now: Tensor, own: Tensor) -> bool:
 
     What watches the call does not see it.
     """
+    if holds_codes(own):
+        return False
     with disable_dispatch_modes():
         return not _is_same_memory(now, own) and bool(_differs(now, own).any())
 
