@@ -31,6 +31,7 @@ class Compiled:
 
     def __init__(self) -> None:
         self.is_seen = self.in_layers = self._has_told = False
+        self._taken: set[Forward] = set()
 
     def compute(
         self, compiler: Any, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -46,7 +47,7 @@ class Compiled:
             return forward.compute_within(args, kwargs)
         if self.in_layers:
             return taken_by(compiler, forward.compute_within, (args, kwargs), {})
-        with _plain_functions(forward.module, in_mode=True):
+        with _plain_functions(forward.module, in_mode=True), self._first_of(forward):
             return taken_by(compiler, *_frame(forward, True, args), kwargs)
 
     @staticmethod
@@ -58,6 +59,17 @@ class Compiled:
             return forward.plainly(*args, **kwargs)
         with _plain_functions(forward.module, in_mode=False):
             return taken_by(compiler, *_frame(forward, False, args), kwargs)
+
+    @contextmanager
+    def _first_of(self, forward: Forward) -> Iterator[None]:
+        """Leave out, where a module is compiled, what torch says of weights that are no leaves."""
+        if forward in self._taken:
+            yield
+            return
+        self._taken.add(forward)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
+            yield
 
     def tell(self, mode: str, places: Iterable[str]) -> None:
         """Tell once that calls run without the compiler, for what their forward needs."""

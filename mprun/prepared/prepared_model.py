@@ -255,7 +255,8 @@ class PreparedModel(Backward):
     ) -> Any:
         """Compute in the mode, with tensors from outside and for it."""
         self._compiled.in_layers = self.is_sharded
-        self._compiled.is_seen = audits or (served := self._is_served())
+        served, emulated = self._is_served(), bool(self.forward_context.emulations)
+        self._compiled.is_seen = audits or served or emulated
         if self._compiler is not None and not audits and served:
             mixed = set() if self.mixed is None else self.mixed.places
             self._compiled.tell(self.policy.name, self.tensors.written | mixed)

@@ -103,7 +103,7 @@ def test_equal_blocks_share_a_graph(mode):
         return model
 
     assert_equal(trained(mode, compiled), trained(mode))
-    assert counter.frame_count == 2 + (mode == "fp8_delayed")
+    assert counter.frame_count == 3  # the first one's input needs no gradient; an evaluation
 
 
 @pytest.mark.parametrize("kind", [Writing, Mixed])
@@ -114,6 +114,6 @@ def test_what_a_call_needs_help_for_is_not_compiled(kind):
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         found = trained("bf16_master", lambda model: torch.compile(model, **form), kind)
-    assert_equal(found, trained("bf16_master", kind=kind))
+        assert_equal(found, trained("bf16_master", kind=kind))
     assert counter.frame_count == 1  # the evaluation, which computes in FP32
     assert sum("is not compiled" in str(one.message) for one in told) == 1

@@ -46,6 +46,14 @@ def with_state_loaded_before():
     mprun.prepare(model, optimizer, "nvfp4")
 
 
+class Uncopied:
+    def __init__(self, tensor):
+        self.tensor = tensor
+
+    def __copy__(self):
+        raise TypeError("not copied")
+
+
 def sharing():
     layer = nn.Linear(4, 4)
     return [nn.Sequential(layer), nn.Sequential(layer, nn.ReLU())]
@@ -72,7 +80,9 @@ TO_PREPARE = {
     "parameters on `meta`, or on two devices": [
         lambda: mprun.prepare(linear().to("meta")),
     ],
-    "two models that share a module": [lambda: mprun.prepare(sharing())],
+    "models that share a module or a weight, in two calls": [
+        lambda: [mprun.prepare(one) for one in sharing()]
+    ],
     "an optimizer of other parameters": [lambda: mprun.prepare(linear(), sgd(linear()))],
     "optimizer state in 8 bits, loaded before": [with_state_loaded_before],
     "overrides with an unknown dtype, or for no module": [
@@ -202,9 +212,9 @@ IN_THE_LOOP = {
     ],
     "a loss of a tensor from inside that is in no output and no attribute": [kept_outside],
     "a tensor that requires gradients and enters past the inputs": [enters_past_the_inputs],
-    "outputs or inputs that hide tensors in other objects (a distribution)": [
-        lambda: call(lambda self, y: torch.distributions.Normal(y, 1.0)),
-        lambda: call(lambda self, y, other: y, ONES, torch.distributions.Normal(ONES, 1.0)),
+    "tensors in an object that `copy.copy` refuses": [
+        lambda: call(lambda self, y: Uncopied(y)),
+        lambda: call(lambda self, y, other: y, ONES, Uncopied(ONES)),
     ],
     "`torch.func` over weights": [of_weights],
     "an operation that torch lacks in 16 bits (an FFT)": [
@@ -260,6 +270,14 @@ def spread(*numbers):
     return torch.tensor(numbers).view(-1, 1).expand(-1, 4).contiguous()
 
 
+def compiled():
+    """Compile a model that makes FP32 in `forward`; its first three calls are not compiled."""
+    model, _ = prepared(BF16, Calls(lambda self, y: self.layer(torch.zeros(2, 4)) + y), native=True)
+    model = torch.compile(model, backend="eager")
+    for _ in range(4):
+        model(ONES)
+
+
 SAID = {
     "meets FP32 beside 16 bits in `forward`": lambda: call(
         lambda self, y: self.layer(torch.zeros(2, 4)) + y
@@ -272,6 +290,7 @@ SAID = {
     "leaves no module to the mode by its overrides": lambda: step(
         *prepared(overrides={"*": "fp32"})
     ),
+    "compiles a model whose `forward` needs help in the mode": compiled,
 }
 
 
