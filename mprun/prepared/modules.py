@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from mprun.precision.delayed_scaling import DelayedScaling
 from mprun.precision.forward_context import ForwardContext
@@ -19,7 +19,7 @@ from mprun.precision.module_dtypes import cast_around_modules, cast_tree, chosen
 from mprun.precision.recurrent import own_recurrent
 from mprun.precision.scaled_linear import install
 from mprun.prepared.border import Forward
-from mprun.prepared.shards import keeps_half
+from mprun.prepared.shards import keeps_half, refuse_cast, refuse_spread
 from mprun.prepared.tensors import Part
 from mprun.torch_private import Loss, apply_to_tensors, children_of
 
@@ -95,3 +95,23 @@ def entries(model: nn.Module, modules: Iterable[nn.Module], outermost: bool) -> 
 
 def _is_metric(module: nn.Module) -> bool:
     return any(kind.__module__.startswith("torchmetrics.") for kind in type(module).__mro__)
+
+
+def refuse_changed(module: nn.Module, whole: Any) -> None:
+    """Raise RuntimeError if a parameter of a module of `whole` is not as it was prepared."""
+    for name, own in module.named_parameters(recurse=False):
+        refuse_spread(type(module).__name__, name, own)
+        is_half = own.is_floating_point() and own.dtype is not torch.float32
+        if is_half and not whole.stores_half:
+            if whole.is_sharded:
+                refuse_cast(type(module).__name__, name, own)
+            refuse_moved(own, whole.device_type, whole.dtype)
+
+
+def refuse_moved(now: Tensor, device_type: str, dtype: torch.dtype) -> NoReturn:
+    """Raise RuntimeError: a model has another device or dtype than where it was prepared."""
+    raise RuntimeError(
+        f"the model was prepared on {device_type} in {dtype} and is now on {now.device.type} in "
+        f"{now.dtype}; move and cast it before mprun.prepare, whose mode decides on the dtype of "
+        "each operation"
+    )

@@ -18,7 +18,8 @@ from torch.optim.optimizer import (
 from mprun.precision.loss_scale import LossScale
 from mprun.precision.torch_update import held_by
 from mprun.prepared import passes
-from mprun.prepared.passes import Scaling, run_pass
+from mprun.prepared.passes import run_pass
+from mprun.prepared.scaling import Scaling
 from mprun.prepared.steps import OptimizerSteps, after_step, before_step
 from mprun.torch_private import OF_OPTIMIZERS, replace_engine
 

@@ -44,8 +44,8 @@ from mprun.precision.torch_update import held_by
 from mprun.prepared import passes
 from mprun.prepared.kept_state import refuse_cast_codes
 from mprun.prepared.optimizers import base_of, install_hooks, take_over
-from mprun.prepared.passes import Scaling
 from mprun.prepared.prepared_model import PreparedModel
+from mprun.prepared.scaling import Scaling
 from mprun.prepared.shards import (
     FSDP1,
     is_fsdp1,

@@ -35,26 +35,21 @@ from mprun.precision.policy import ieee_fp32
 from mprun.precision.recurrent import own_recurrent
 from mprun.precision.torch_update import is_granted
 from mprun.prepared import passes
-from mprun.prepared.border import Border, Forward, Watched, has_graph, has_hooks
+from mprun.prepared.border import Border, Forward, Watched, has_hooks
 from mprun.prepared.compiled import Compiled, taken_by
 from mprun.prepared.containers import each_tensor
 from mprun.prepared.copies import plain_state, prepared_copy
 from mprun.prepared.draws import Draws
 from mprun.prepared.exact_numbers import ExactNumbers
 from mprun.prepared.mixed_operands import MixedOperands
-from mprun.prepared.modules import entries, put_in_mode
-from mprun.prepared.nodes import mark
+from mprun.prepared.modules import entries, put_in_mode, refuse_changed, refuse_moved
 from mprun.prepared.passes import Backward
 from mprun.prepared.shards import (
     agree,
-    are_several,
     gathered_together,
     keeps_half,
     parameters_between_calls,
-    refuse_cast,
     refuse_replica,
-    refuse_spread,
-    refuse_unshared,
     why_not_sharded,
 )
 from mprun.prepared.tensors import Tensors
@@ -64,7 +59,6 @@ from mprun.torch_private import (
     children_of,
     graph_task,
     set_compiler,
-    tree_leaves,
     uncompiled,
 )
 
@@ -121,8 +115,6 @@ class PreparedModel(Backward):
         self.exact = ExactNumbers(model)
         self.audit.destroyed = self.exact.places
         self.number = PreparedModel.built  # in the order in which models were prepared
-        self.calls = 0  # with gradients or in training mode
-        self.group: Any = None  # of the DistributedDataParallel that has called it
         self._guards_step = self._audits = False
         self._parameters: list[Tensor] = []
         self._shards: list[Tensor] = []  # of a sharded model, as its optimizers hold them
@@ -145,7 +137,7 @@ class PreparedModel(Backward):
         if of_run:  # also in FP32: a run can repeat its dropout masks, and no step waits for them
             own_recurrent(model)
         self._build()
-        self._dtype = self._first.dtype  # as seen from outside
+        self.dtype = self._first.dtype  # as seen from outside
         passes.alive.add(self)
         weakref.finalize(self, passes.leave_torch).atexit = False
         if forward_context.emulations:
@@ -224,7 +216,7 @@ class PreparedModel(Backward):
             return self._compute(forward, args, kwargs, audits=False)
         if again:
             with self._in_mode(forward.module, audits=False):
-                return self._compiled.compute(self._compiler, forward, args, kwargs)
+                return self._computed(forward, args, kwargs)
         audits = is_due(self.calls)
         self._check(forward.module, audits)
         forward.was_called = True
@@ -240,7 +232,7 @@ class PreparedModel(Backward):
             self.guard_step()
         outputs = self._compute(forward, args, kwargs, audits)
         if audits and not self.of_run:
-            self._expect_pass(outputs)
+            self.expect_pass(outputs)
         return outputs
 
     def _join(self, group: Any) -> None:
@@ -263,7 +255,7 @@ class PreparedModel(Backward):
         if self.is_plain:
             watching = self.audit.watching() if audits and not self.of_run else nullcontext()
             with self._in_state(Forward.IN_MODE), watching:
-                return self._compiled.compute(self._compiler, forward, args, kwargs)
+                return self._computed(forward, args, kwargs)
         if audits and self._sees_values():
             if self.border.dtype is not None:
                 self.exact.look_at_inputs(forward.module, args, kwargs, self.border.dtype)
@@ -271,9 +263,14 @@ class PreparedModel(Backward):
                 self.exact.look_at_buffers(self.tensors.parts)
         args, kwargs = each_tensor((args, kwargs), self.border.inwards)
         with self._in_mode(forward.module, audits):
-            outputs = self._compiled.compute(self._compiler, forward, args, kwargs)
+            outputs = self._computed(forward, args, kwargs)
         self.border.let_out(audits)
         return each_tensor(outputs, self.border.outwards) if self._widens else outputs
+
+    def _computed(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self._compiler is None:
+            return forward.compute_within(args, kwargs)
+        return self._compiled.compute(self._compiler, forward, args, kwargs)
 
     @uncompiled
     def compute_part(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -298,13 +295,6 @@ class PreparedModel(Backward):
             self.guard = type(self.guard)(self.model)
         self.guard.save()
         self._guards_step = True
-
-    def _expect_pass(self, outputs: Any) -> None:
-        """Let the model's next pass be audited, if there is to be one."""
-        reaching = [t for t in tree_leaves(outputs) if has_graph(t)]
-        mark(reaching, "out", self)
-        if reaching:
-            passes.due.add(self)
 
     @uncompiled
     def call_gathered(self, forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -440,8 +430,8 @@ class PreparedModel(Backward):
     def _check(self, module: nn.Module, audits: bool) -> None:
         """Raise RuntimeError if the model is no longer the one that was prepared."""
         first = self._first
-        if first.dtype is not self._dtype or first.device.type != self.device_type:
-            self._refuse_moved(first)
+        if first.dtype is not self.dtype or first.device.type != self.device_type:
+            refuse_moved(first, self.device_type, self.dtype)
         if not audits:
             return
         if not self.is_sharded:
@@ -449,31 +439,12 @@ class PreparedModel(Backward):
         self._follow_modules()
         self._check_tensors(module)
 
+    def _check_tensors(self, module: nn.Module) -> None:
+        """Do the same for each parameter that is there in a call of `module`."""
+        for part, _, _ in self.tensors.shards.get(module, self.tensors.parts):
+            refuse_changed(part, self)
+
     def _follow_modules(self) -> None:
         """Take in what the script has put into the model since."""
         if any(tuple(children_of(m).values()) != children for m, _, children in self.tensors.parts):
             self._build()
-
-    def _check_tensors(self, module: nn.Module) -> None:
-        """Do the same for each parameter that is there in a call of `module`."""
-        for part, _, _ in self.tensors.shards.get(module, self.tensors.parts):
-            for name, own in part.named_parameters(recurse=False):
-                refuse_spread(type(part).__name__, name, own)
-                is_half = own.is_floating_point() and own.dtype is not torch.float32
-                if is_half and not self.stores_half:
-                    if self.is_sharded:
-                        refuse_cast(type(part).__name__, name, own)
-                    self._refuse_moved(own)
-
-    def refuse_alone(self) -> None:
-        """Raise RuntimeError if several processes train it, but nothing adds up their gradients."""
-        if self.of_run or not are_several() or not self.calls or self.group is not None:
-            return
-        refuse_unshared([own for own in self.parameters() if own.requires_grad])
-
-    def _refuse_moved(self, now: Tensor) -> None:
-        raise RuntimeError(
-            f"the model was prepared on {self.device_type} in {self._dtype} and is now on "
-            f"{now.device.type} in {now.dtype}; move and cast it before mprun.prepare, whose mode "
-            "decides on the dtype of each operation"
-        )

@@ -31,15 +31,9 @@ from mprun.precision.torch_update import held_by, skipping, without_gradients
 from mprun.precision.update import Update
 from mprun.prepared import passes
 from mprun.prepared.kept_state import KeptState
-from mprun.prepared.passes import (
-    Passes,
-    Scaling,
-    check_finite,
-    note_step,
-    repeated,
-    scalings,
-)
+from mprun.prepared.passes import Passes, note_step
 from mprun.prepared.prepared_model import PreparedModel
+from mprun.prepared.scaling import Scaling, check_finite, repeated, scalings
 from mprun.torch_private import (
     OF_OPTIMIZERS,
     SCALES_ITSELF,

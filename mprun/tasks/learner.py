@@ -33,8 +33,8 @@ from mprun.precision.update import (
 )
 from mprun.prepared import OptimizerSteps, state_of
 from mprun.prepared.optimizers import install_hooks
-from mprun.prepared.passes import check_finite
 from mprun.prepared.prepared_model import PreparedModel
+from mprun.prepared.scaling import check_finite
 from mprun.prepared.shards import is_shard, local_of, part_of, whole_of
 from mprun.torch_private import foreach_div_, foreach_mul_
 

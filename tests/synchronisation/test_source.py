@@ -44,8 +44,9 @@ WHOLE = {
     "precision/update.py": set(),
     "prepared/border.py": set(),
     "prepared/nodes.py": {"leaves"},  # of the graph
+    "prepared/passes.py": set(),
     # A closure runs again until its gradients are finite.
-    "prepared/passes.py": {"repeated", "finite"},
+    "prepared/scaling.py": {"repeated", "finite"},
     # Where the host alone can skip.
     "precision/torch_update.py": {"skipping"},
     "precision/autocast.py": set(),
