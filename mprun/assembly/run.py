@@ -157,9 +157,7 @@ def _compilation(config: RunConfig, learners: Mapping[str, Learner]) -> Compilat
         if any(isinstance(module, nn.RNNBase) for module in learner.model.modules()):
             why = "the network has a recurrent layer, which torch.compile passes over"
             raise BadInput(f"train.compile={mode}: {why} (allowed: off)")
-    # Casts around modules of another dtype are functions in place of `forward`.
-    whole = not config.model.component.own and not config.precision.overrides
-    return Compilation(learners.values(), mode, fullgraph=whole)
+    return Compilation(learners.values(), mode, fullgraph=not config.model.component.own)
 
 
 def _settings(config: RunConfig, device: torch.device) -> dict[str, str]:

@@ -334,7 +334,7 @@ class TrainConfig:
         "auto on off", "Replay steps as a CUDA graph; auto: if the host is the limit", role=READING
     )
     compile: str = one_of(
-        "off default max-autotune-no-cudagraphs", "torch.compile of image models, by its mode"
+        "off default max-autotune-no-cudagraphs", "torch.compile of the network, by its mode"
     )
     channels_last: str = one_of(
         "auto on off", "NHWC weights and activations; auto: on CUDA for 16-bit and TF32 products"

@@ -157,10 +157,8 @@ class Compilation:
         # fallback_random: the same dropout masks as in the uncompiled network.
         options = compile_options(self.mode) | {"fallback_random": True}
         for learner in self.learners:
-            # The call of a model in a mode is no part of a graph; its modules are.
-            whole = self.fullgraph and learner.prepared.is_plain
             learner.network = torch.compile(
-                learner.model, options=options, fullgraph=whole, dynamic=False
+                learner.model, options=options, fullgraph=self.fullgraph, dynamic=False
             )
         started = time.perf_counter()
         try:

@@ -217,7 +217,8 @@ class PreparedModel(Backward):
         if again:
             with self._in_mode(forward.module, audits=False):
                 return self._computed(forward, args, kwargs)
-        audits = is_due(self.calls)
+        # A run looks at its first step, and compiles then.
+        audits = is_due(self.calls) and not (self.of_run and self._compiler is not None)
         self._check(forward.module, audits)
         forward.was_called = True
         self.calls += 1
@@ -250,8 +251,7 @@ class PreparedModel(Backward):
         served, emulated = self._is_served(), bool(self.forward_context.emulations)
         self._compiled.is_seen = audits or served or emulated
         if self._compiler is not None and not audits and served:
-            mixed = set() if self.mixed is None else self.mixed.places
-            self._compiled.tell(self.policy.name, self.tensors.written | mixed)
+            self._compiled.tell(self.policy.name, self.audit.written | self.audit.rounded)
         if self.is_plain:
             watching = self.audit.watching() if audits and not self.of_run else nullcontext()
             with self._in_state(Forward.IN_MODE), watching:

@@ -86,6 +86,22 @@ def test_compiled_steps_differ_by_rounding(build_run, task):
     assert all(value == value for value in evaluated.values())
 
 
+# One rounding to BF16 is 2^-9; a few of them in a row, averaged in the loss.
+BF16_TOLERANCE = 1e-2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["amp_bf16", "bf16_master", "fp8_tensorwise"])
+def test_a_compiled_mode_differs_by_rounding(build_run, mode):
+    """A break in the graph would be an error."""
+    overrides = [*SMALL["transformer"], f"precision={mode}", "cpu_half=native"]
+    expected = losses(build_run(*overrides))
+    built = build_run(*overrides, "train.compile=default")
+    found = losses(built)
+    assert found[0] == expected[0] and torch.allclose(found, expected, rtol=BF16_TOLERANCE, atol=0)
+    assert built.stepper.description["compile_s"] > 0
+
+
 @pytest.mark.slow
 def test_without_a_compiler_one_line_says_so(build_run, monkeypatch):
     import torch._inductor.config as inductor
