@@ -123,16 +123,6 @@ def times_of(
     return steps, numpy.array(times)
 
 
-def interval(ratios: numpy.ndarray) -> tuple[float, float]:
-    """Return the 95 % interval of the median of ratios [pairs of processes, blocks]."""
-    pairs, blocks = ratios.shape
-    random = numpy.random.default_rng(0)
-    drawn = ratios[random.integers(pairs, size=(10_000, pairs))]
-    drawn = numpy.take_along_axis(drawn, random.integers(blocks, size=drawn.shape), axis=2)
-    low, high = numpy.percentile(numpy.median(drawn, axis=(1, 2)), [2.5, 97.5])
-    return float(low), float(high)
-
-
 def measure(
     checkouts: list[Path], name: str, mode: str, pairs: int, blocks: int, place: str
 ) -> dict[str, Any]:
@@ -141,8 +131,10 @@ def measure(
     if None in found:
         return {"network": name, "mode": mode, "refused": True}
     times = numpy.stack([own for _, own in filter(None, found)], axis=1)  # [2, pairs, blocks]
-    ratios = times[1] / times[0]
-    low, high = interval(ratios)
+    ratios, random = times[1] / times[0], numpy.random.default_rng(0)
+    drawn = ratios[random.integers(pairs, size=(10_000, pairs))]
+    drawn = numpy.take_along_axis(drawn, random.integers(blocks, size=drawn.shape), axis=2)
+    low, high = numpy.percentile(numpy.median(drawn, axis=(1, 2)), [2.5, 97.5])
     there, here = (1000 * float(numpy.median(side)) for side in times)
     return {
         "network": name,
