@@ -206,8 +206,8 @@ def _crossing(excess: Callable[[float], float], side: float, near: float) -> flo
     stayed = 0
     for _ in range(100):
         at = high - above * (high - low) / (above - below)
-        if not low < at < high:  # to rounding
-            break
+        if not low < at < high:  # to rounding; the other end may be far away
+            return side * (low if at <= low else high)
         found = excess(side * at)
         if found < 0:
             low, below, above = at, found, above / 2 if stayed < 0 else above
