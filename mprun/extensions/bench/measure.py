@@ -7,6 +7,7 @@ CPU the time is wall-clock time, with the processor time of the process beside i
 
 import math
 import statistics
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -225,6 +226,7 @@ def time_split(
     marks are events. If the host is slower, idle time counts in the phase where it occurs.
     """
     pairs: list[tuple[str, Moment, Moment]] = []
+    caller = threading.get_ident()
 
     @contextmanager
     def marked(phase: str) -> Iterator[None]:
@@ -232,7 +234,8 @@ def time_split(
         try:
             yield
         finally:
-            pairs.append((phase, start, Moment(device)))
+            if threading.get_ident() == caller:  # another thread may call Tensor.backward, too
+                pairs.append((phase, start, Moment(device)))
 
     watched = [(data, "train_batch", "data"), *((own, "step", "update") for own in learners)]
     plain = Tensor.backward

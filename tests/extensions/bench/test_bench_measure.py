@@ -1,6 +1,7 @@
 """Windows, warm-up and the time split, on contenders that can be reckoned by hand."""
 
 import json
+import threading
 import time
 
 import pytest
@@ -190,7 +191,20 @@ def test_best_settings_that_are_refused_are_left_out_with_the_reason(monkeypatch
 def test_the_time_split_adds_up_and_leaves_the_objects_alone():
     own = make("amp")
     learner, backward = own.task.learner, torch.Tensor.backward
-    found = time_split(own.step, own.built.data, [learner], CPU, steps=3)
+    ends = threading.Event()
+
+    def beside():
+        x = torch.ones(300, 300, requires_grad=True)
+        while not ends.is_set():
+            (x @ x @ x).sum().backward()
+
+    other = threading.Thread(target=beside)
+    other.start()
+    try:
+        found = time_split(own.step, own.built.data, [learner], CPU, steps=3)
+    finally:
+        ends.set()
+        other.join()
     assert sum(found[name] for name in ("data", "forward", "backward", "update")) == pytest.approx(
         found["step"]
     )
