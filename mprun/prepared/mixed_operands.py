@@ -125,7 +125,7 @@ def _is_for_16_bits(error: Exception, func: Any, args: Any, kwargs: Any) -> bool
     try:
         with torch.no_grad():
             func(*_cast(args, torch.float32), **_cast(kwargs, torch.float32))
-    except Exception:
+    except Exception:  # whatever it says in FP32: 16 bits are not what it refuses
         return False
     return True
 
