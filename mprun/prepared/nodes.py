@@ -66,7 +66,10 @@ class Node(torch.autograd.Function):
         # Weak: no collection of garbage sees a circle through a graph, and a model keeps the nodes
         # of its weights, or an output in an attribute.
         ctx.owner, ctx.what, ctx.scale = weakref.ref(owner), what, owner.scale
-        ctx.dtypes = [tensor.grad_dtype or torch.float32 for tensor in tensors]
+        # Between its nodes a tensor is no leaf, whose dtype torch 2.11 does not tell.
+        ctx.dtypes = [
+            (one.grad_dtype or torch.float32) if one.is_leaf else one.dtype for one in tensors
+        ]
         ctx.unscaled = ctx.dtypes
         if what == "weight" and owner.grad_dtype is not None:
             ctx.unscaled = [d if d.is_complex else owner.grad_dtype for d in ctx.dtypes]
