@@ -8,7 +8,9 @@ still. "If gone" says what can replace a name that a later torch drops. Function
 objects and `attrgetter` is written in C: a step gains no Python call.
 """
 
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter, methodcaller
 from traceback import walk_tb
@@ -52,6 +54,16 @@ operator_names = torch._C._dispatch_get_all_op_names
 has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key
 # torch.library.Library for the length of a block. If gone: a process for each library.
 scoped_library = torch.library._scoped_library
+
+
+@contextmanager
+def replacing_kernels() -> Iterator[None]:
+    """Let a library replace torch's own kernels inside the block, of which torch would warn: in
+    one line, 2.11 in nine. If gone: nothing."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"(?s).*[Oo]verriding a previously registered")
+        yield
+
 
 # Functions over nested containers of tensors. If gone: the package optree.
 tree_flatten_with_path = _pytree.tree_flatten_with_path

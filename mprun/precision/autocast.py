@@ -8,7 +8,6 @@ Sources: ATen/autocast_mode.h (the lists), ATen/autocast_mode.cpp (cat, binary_c
 torch documentation, "CUDA Ops that can autocast to float16".
 """
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from mprun.torch_private import (
     below_cpu_autocast,
     has_kernel,
     operator_names,
+    replacing_kernels,
     tree_leaves,
     tree_map,
 )
@@ -67,8 +67,7 @@ def cuda_lists() -> torch.library.Library:
     library = _held.get("lists")
     if library is None:
         library = _held["lists"] = torch.library.Library("aten", "IMPL")
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*[Oo]verriding a previously registered")
+        with replacing_kernels():
             for name, kernel in _kernels():
                 library.impl(name, kernel, _KEY)
     return library

@@ -277,5 +277,6 @@ for _ in range(2):
     lists = None
 print(dtypes)
 """
-    ended = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    command = [sys.executable, "-W", "error", "-c", script]  # torch warns of kernels replaced
+    ended = subprocess.run(command, capture_output=True, text=True)
     assert ended.stdout == "[torch.float32, torch.float16]\n", ended.stderr

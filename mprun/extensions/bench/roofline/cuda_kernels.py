@@ -23,7 +23,6 @@ all time steps) and 3.2. Persistent kernels, which keep the weights of small lay
 the whole sequence, can be faster than this.
 """
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import NamedTuple
@@ -33,7 +32,7 @@ from torch import Tensor
 
 from mprun.extensions.bench.roofline.operations import Write
 from mprun.precision.autocast import half_to_float
-from mprun.torch_private import scoped_library
+from mprun.torch_private import replacing_kernels, scoped_library
 
 GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}  # matrix products of a time step
 
@@ -42,8 +41,7 @@ GATES = {"lstm": 4, "gru": 3, "rnn_tanh": 1, "rnn_relu": 1}  # matrix products o
 def cuda_kernels(write: Write) -> Iterator[None]:
     """Run on CPU tensors what CUDA would run, in every thread; recurrent layers `write` rows."""
     with half_to_float(), scoped_library("aten", "IMPL") as library:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".*[Oo]verriding a previously registered")
+        with replacing_kernels():
             library.impl("dropout", _dropout, "AutogradCPU")
             for name in GATES:
                 library.impl(f"{name}.input", recurrent_kernel(name, write), "AutogradCPU")
