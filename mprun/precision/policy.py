@@ -12,9 +12,8 @@ one run, one process.
 """
 
 import operator
-import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -285,12 +284,6 @@ def pin_math_flags(
 
 def pin_products(fp32_math: str) -> None:
     """Set the flags of products alone: FP32 ones to "ieee" or "tf32", 16-bit sums to FP32."""
-    with warnings.catch_warnings():
-        # The older switches are set too, although some torch versions warn about them:
-        # torch.compile reads them, and fails if they disagree with the new ones (pytorch#166387).
-        warnings.simplefilter("ignore")
-        torch.backends.cuda.matmul.allow_tf32 = fp32_math == "tf32"
-        torch.backends.cudnn.allow_tf32 = fp32_math == "tf32"
     _pin_fp32_products(fp32_math)
     for name in _REDUCTIONS:
         setattr(torch.backends.cuda.matmul, name, False)
@@ -300,10 +293,16 @@ def pin_products(fp32_math: str) -> None:
 def ieee_fp32() -> Iterator[None]:
     """Compute FP32 products in full FP32 inside the block (used for evaluation)."""
     before = {name: _backend(name).fp32_precision for name in _FP32_PRODUCTS}
+    older: tuple[str, bool] | None = None
+    with suppress(RuntimeError):  # they contradict the flags already: nothing to return to
+        older = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     _pin_fp32_products("ieee")
     try:
         yield
     finally:
+        if older is not None:
+            torch.set_float32_matmul_precision(older[0])
+            torch.backends.cudnn.allow_tf32 = older[1]
         for name, value in before.items():
             _backend(name).fp32_precision = value
 
@@ -321,6 +320,10 @@ def read_math_flags() -> dict[str, str | bool]:
 
 
 def _pin_fp32_products(fp32_math: str) -> None:
+    # The older switches first, which set some of the flags: their readers, torch.compile among
+    # them, raise where they say something else than the flags (pytorch#166387).
+    torch.backends.cuda.matmul.allow_tf32 = fp32_math == "tf32"
+    torch.backends.cudnn.allow_tf32 = fp32_math == "tf32"
     for name in _FP32_PRODUCTS:
         # The CPU library's lower-precision FP32 kernels stay off in every mode.
         _backend(name).fp32_precision = fp32_math if name.startswith("cu") else "ieee"

@@ -30,6 +30,12 @@ def by_torch():
     }
 
 
+def by_older_switches():
+    """What older code reads; torch raises where a switch and a flag disagree."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return cuda.matmul.allow_tf32, cudnn.allow_tf32, torch.get_float32_matmul_precision()
+
+
 def raise_every_flag():
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     cuda.matmul.fp32_precision = cudnn.conv.fp32_precision = cudnn.rnn.fp32_precision = "tf32"
@@ -52,10 +58,9 @@ def test_pins_and_reads_every_flag(math, deterministic):
     expected["cudnn.benchmark"] = not deterministic
     expected["cudnn.deterministic"] = expected["deterministic_algorithms"] = deterministic
     assert read_math_flags() == by_torch() == expected
-    # torch.compile asks for the older switches, and torch raises where they say something else.
-    assert torch.backends.cuda.matmul.allow_tf32 is (math == "tf32")
-    assert torch.backends.cudnn.allow_tf32 is (math == "tf32")
-    assert torch.get_float32_matmul_precision() == ("high" if math == "tf32" else "highest")
+    # As torch.compile asks for them.
+    older = (True, True, "high") if math == "tf32" else (False, False, "highest")
+    assert by_older_switches() == older
 
 
 def test_reads_flags_that_it_did_not_set():
@@ -70,8 +75,24 @@ def test_evaluation_block_is_full_fp32_and_restores_also_after_an_exception():
     pin_math_flags("tf32")
     before = read_math_flags()
     with pytest.raises(RuntimeError, match="inside"), ieee_fp32():
-        inside = read_math_flags()
+        inside, older = read_math_flags(), by_older_switches()
         raise RuntimeError("inside")
     assert all(v == "ieee" for k, v in inside.items() if k.endswith("fp32_precision"))
+    assert older == (False, False, "highest")
     assert read_math_flags() == before
     assert before["cudnn.conv.fp32_precision"] == "tf32"
+    assert by_older_switches() == (True, True, "high")
+
+
+def test_evaluation_block_returns_to_what_a_script_has_set():
+    pin_math_flags("tf32")
+    torch.set_float32_matmul_precision("medium")  # which is "bf16" on a CPU
+    before = read_math_flags()
+    with ieee_fp32():
+        assert by_older_switches() == (False, False, "highest")
+    assert (read_math_flags(), by_older_switches()) == (before, (True, True, "medium"))
+    torch.backends.cuda.matmul.fp32_precision = "ieee"  # torch's readers raise from here on
+    before = read_math_flags()
+    with ieee_fp32():
+        assert by_older_switches() == (False, False, "highest")
+    assert read_math_flags() == before
