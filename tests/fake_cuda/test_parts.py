@@ -221,6 +221,12 @@ def test_a_model_of_ones_own(device, tmp_path, mode, graph):
     assert (execution == "on") == (graph == "on")
 
 
+@pytest.mark.slow
+def test_the_targets_of_detection_are_found_without_a_wait(device, tmp_path):
+    """A number written to places that are tensors is a copy that torch 2.11 waits for."""
+    assert_sound(device.run(tmp_path / "run", [*MODELS["ssd_mini"], "train.steps=3"]))
+
+
 def test_micro_batches_that_draw_are_not_captured(device, tmp_path):
     """Each has a seed of its own, a captured step one for all."""
     dropout = [*MODELS["seq2seq"], "train.steps=4", "train.accumulate=2"]

@@ -95,13 +95,14 @@ class MultiBox(nn.Module):
         most, chosen = overlap.max(1)  # of each box
         matched, image = most >= MATCHED, torch.arange(len(targets), device=targets.device)
         left = overlap.transpose(1, 2).contiguous()  # [batch, n, objects], -1: taken
+        taken = left.new_full((), -1.0)  # not a number: torch 2.11 copies one and waits
         for _ in range(left.shape[2]):
             # Among equals the first box, and of its objects the first.
             most, pair = left.flatten(1).max(1)
             box, number = pair // left.shape[2], pair % left.shape[2]
             chosen[image, box] = torch.where(most > 0, number, chosen[image, box])
             matched[image, box] |= most > 0
-            left[image, box], left[image, :, number] = -1.0, -1.0
+            left[image, box], left[image, :, number] = taken, taken
         return rows(targets, chosen), matched
 
     def _loss(self, offsets: Tensor, logits: Tensor, own: Tensor, matched: Tensor) -> Tensor:
