@@ -304,7 +304,8 @@ def why_no_product(products: ScaledProducts, device: torch.device) -> str | None
             if pair is not None:
                 a, b = (unobserved_cast(ones, operand) for operand in pair)
                 product(a, b.T, torch.bfloat16, fast=name == "output")
-                if device.type == "cuda" and not all(map(_is_cast_alike, pair)):
+                alike = (_is_cast_alike(operand, device) for operand in pair)
+                if device.type == "cuda" and not all(alike):
                     return "the kernel that casts has other bits than torch's operations"
     except torch.OutOfMemoryError:
         raise
@@ -313,9 +314,9 @@ def why_no_product(products: ScaledProducts, device: torch.device) -> str | None
     return None
 
 
-def _is_cast_alike(operand: Operand) -> bool:
+def _is_cast_alike(operand: Operand, device: torch.device) -> bool:
     """Return whether the kernel casts numbers of every size as torch does, in both layouts."""
-    made = torch.linspace(-20, 20, 70 * 40, device="cuda").exp2().view(70, 40)
+    made = torch.linspace(-20, 20, 70 * 40, device=device).exp2().view(70, 40)
     made = torch.stack([made, -made]).view(-1, 40)
     if operand.decoded:
         return is_granted() or are_blocks_alike(made, operand)

@@ -55,6 +55,24 @@ def test_the_doctor_sees_all_gpus_and_their_memory(device):
     assert [(gpu["index"], gpu["total_bytes"]) for gpu in gpus] == [(0, 6 * 2**30), (1, 6 * 2**30)]
 
 
+SELF_TEST = """
+import torch
+from mprun.precision import get_policy
+from mprun.precision.scaled_products import why_no_product
+from mprun.precision.torch_update import take_for_granted
+
+take_for_granted()
+why = why_no_product(get_policy("fp8_rowwise").matmul, torch.device("cuda", 1))
+print(why, *(torch.cuda.max_memory_allocated(number) > 0 for number in range(2)))
+"""
+
+
+@pytest.mark.slow
+def test_a_kernel_is_tried_on_the_device_of_its_model(device):
+    """Not on the current one, the first."""
+    assert on_device(device, "-c", SELF_TEST, devices=2) == "None False True\n"
+
+
 @pytest.mark.parametrize("mode", ["amp", "bf16_stochastic", "fp8_rowwise"])
 @pytest.mark.few(1)
 def test_a_step_that_diverged_is_replayed_there(device, script, tmp_path, mode):
