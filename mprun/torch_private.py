@@ -228,6 +228,11 @@ def count_as_compiled() -> None:
 UNCOMPILED = "_orig_mod"
 
 
+def lacks_a_kernel(error: RuntimeError) -> bool:
+    """Return whether an operation lacks a kernel for its dtype; 2.11's FFTs say so in words."""
+    return isinstance(error, NotImplementedError) or "support tensors of type" in str(error)
+
+
 def look_again(module: nn.Module) -> None:
     """Let a compiled module follow a new `forward` of the module inside. If gone: nothing."""
     if UNCOMPILED in children_of(module):

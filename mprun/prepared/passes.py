@@ -31,6 +31,7 @@ from mprun.torch_private import (
     OpOverload,
     dispatch_modes,
     graph_task,
+    lacks_a_kernel,
     queue_callback,
     run_engine,
     tree_leaves,
@@ -256,8 +257,9 @@ def run_pass(roots: Sequence[Root], *args: Any, **kwargs: Any) -> Any:
             _scaled_alike(roots) if len(scales) > 1 else nullcontext(),
         ):
             return run_engine(roots, *args, **kwargs)
-    except NotImplementedError as error:
-        if not any(name in str(error) for name in _IN_16_BITS) or "override" in str(error):
+    except RuntimeError as error:
+        in_16_bits = any(name in str(error) for name in _IN_16_BITS)
+        if not (lacks_a_kernel(error) and in_16_bits) or "override" in str(error):
             raise
         raise NotImplementedError(refused(_failed_in(error), error)) from error
     finally:
