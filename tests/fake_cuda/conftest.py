@@ -54,9 +54,13 @@ class Device:
             )
 
     @property
+    def has_oldest_torch(self) -> bool:
+        return self.ask("torch_version")["torch"] < [2, 12]
+
+    @property
     def lacks_fused_adagrad(self) -> bool:
         """torch 2.11 has the kernel, and an optimizer that refuses it on CUDA."""
-        return self.ask("torch_version")["torch"] < [2, 12]
+        return self.has_oldest_torch
 
     def close(self) -> int | None:
         """End the process; its exit code."""

@@ -56,7 +56,9 @@ LINE = (
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_a_full_card(script, tmp_path, where):
+def test_a_full_card(device, script, tmp_path, where):
+    if device.has_oldest_torch:
+        pytest.skip("torch 2.11: a network outlives its step that failed; by whom is not known")
     graph = "on" if where == "a capture" else "off"
     arguments = [*SMALL, "device=cuda", "threads=1", f"train.cuda_graph={graph}"]
     arguments += [f"output_dir={tmp_path / 'run'}"]

@@ -103,6 +103,8 @@ def test_equal_blocks_share_a_graph(mode):
         return model
 
     assert_equal(trained(mode, compiled), trained(mode))
+    if torch.__version__ < "2.12":
+        pytest.skip("torch 2.11 tells partial functions apart by identity: a graph for each block")
     assert counter.frame_count == 3  # the first one's input needs no gradient; an evaluation
 
 
