@@ -48,10 +48,16 @@ class RunData(MetricsColumns):
     foreign: bool = False  # read from another tool's log
     judged: np.ndarray | None = None  # foreign log: steps whose values give its outcome
     repeats: list[str] = field(default_factory=list)  # paths of its repeats that also ended
+    execution: dict[str, Any] = field(default_factory=dict)  # as recorded
     half_products: str = ""  # as recorded: "none", "emulated-fp16", "native-bf16"
     audit: dict[str, Any] = field(default_factory=dict)  # as recorded; empty: not watched
     bad_batches: dict[str, str] = field(default_factory=dict)  # as recorded
     metrics: dict[str, Metric] = field(default_factory=dict)  # as recorded; empty: not recorded
+
+    @property
+    def is_compiled(self) -> bool:
+        """Return whether its steps were compiled, but for the first ones."""
+        return not str(self.execution.get("compile", "off")).startswith("off")
 
     def metric_called(self, name: str) -> Metric | None:
         """Return a metric of its evaluations; None if nothing says which way it goes."""

@@ -31,7 +31,7 @@ from mprun.record.seal import BrokenSeal, files_of
 
 # Fields with the same name here and in run.json, which every record and which some have.
 _RECORDED = ("seed", "status", "choices", "created", "environment")
-_OPTIONAL = ("cause", "sample", "last_step", "skipped", "bad_batches")
+_OPTIONAL = ("cause", "sample", "last_step", "skipped", "bad_batches", "execution")
 # The folder that `mprun compare --tensorboard` writes beside the runs.
 SUMMARY_FOLDER = "_summary"
 
@@ -268,13 +268,14 @@ def skip_notes(runs: Iterable[RunData]) -> list[str]:
 
 
 def group_notes(baseline: Arm, arms: Sequence[Arm]) -> list[str]:
-    """Return notes on environments that differ in a group and on a baseline not in full FP32."""
+    """Return notes on environments and forms of steps that differ in a group, and on a baseline
+    that is not in full FP32."""
     every = [(arm.label, run) for arm in (baseline, *arms) for run in arm.runs]
     notes = []
     for what, read in _MUST_AGREE.items():
         found: dict[str, dict[str, None]] = {}  # value -> labels, in order
         for label, run in every:
-            found.setdefault(str(read(run.environment)), {})[label] = None
+            found.setdefault(str(read(run)), {})[label] = None
         if len(found) > 1:
             text = "; ".join(f"{value} ({', '.join(labels)})" for value, labels in found.items())
             notes.append(f"{what} differs: {text}")
@@ -293,15 +294,17 @@ def group_notes(baseline: Arm, arms: Sequence[Arm]) -> list[str]:
     return notes + ([f"{what}: {', '.join(sorted(lowered))}"] if lowered else [])
 
 
-_MUST_AGREE: dict[str, Callable[[dict[str, Any]], str]] = {
-    "Python": lambda environment: ".".join(str(environment.get("python")).split(".")[:2]),
-    "torch": lambda environment: (environment.get("packages") or {}).get("torch", "unknown"),
-    "device": lambda environment: (
-        f"{environment.get('gpu') or environment.get('cpu') or 'unknown'} "
-        f"({environment.get('device', 'unknown device')})"
+_MUST_AGREE: dict[str, Callable[[RunData], str]] = {
+    "Python": lambda run: ".".join(str(run.environment.get("python")).split(".")[:2]),
+    "torch": lambda run: (run.environment.get("packages") or {}).get("torch", "unknown"),
+    "device": lambda run: (
+        f"{run.environment.get('gpu') or run.environment.get('cpu') or 'unknown'} "
+        f"({run.environment.get('device', 'unknown device')})"
     ),
-    "mprun": lambda environment: environment.get("mprun", "unknown"),
-    "commit of mprun": lambda environment: (environment.get("commit") or "unknown")[:12],
+    "mprun": lambda run: run.environment.get("mprun", "unknown"),
+    "commit of mprun": lambda run: (run.environment.get("commit") or "unknown")[:12],
+    # Compiled steps round otherwise; under train.compile=auto each run decides for itself.
+    "execution of steps": lambda run: "compiled" if run.is_compiled else "eager",
 }
 _AUDITED = {
     "left_the_model": "tensors left the model beside its outputs",

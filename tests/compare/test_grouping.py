@@ -267,6 +267,17 @@ def test_environments_that_differ_are_noted(tmp_path):
     ]
 
 
+def test_arms_of_which_one_was_compiled_are_noted(tmp_path):
+    write_run(tmp_path / "fp32", execution={"compile": "off: compiled steps take 9 ms"})
+    write_run(tmp_path / "amp", "amp", execution={"compile": "on: 5 ms a step, eager 10 ms"})
+    write_run(tmp_path / "bf16", "amp_bf16", execution={"compile": "default"})
+    write_run(tmp_path / "older", "fp16_master")
+    [group], _ = grouped(tmp_path)
+    [note] = group.notes
+    told = "eager (fp32, fp16_master); compiled (amp, amp_bf16)"
+    assert note == f"execution of steps differs: {told}"
+
+
 def test_a_baseline_with_tf32_on_is_noted(tmp_path):
     write_run(tmp_path / "fp32", flags={"cudnn.conv.fp32_precision": "tf32"})
     write_run(tmp_path / "amp", "amp")
