@@ -1,7 +1,8 @@
 """Build the parts of a run that cost no file, and decide how its steps are executed."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 import torch
 from torch import nn
@@ -9,18 +10,20 @@ from torch import nn
 from mprun.assembly.data import arguments_of, build_data
 from mprun.assembly.precision import policy_from
 from mprun.assembly.task import build_task, uses_channels_last
-from mprun.config.execution_rules import refuse_on, why_no_graph
+from mprun.config.execution_rules import refuse_on, why_no_graph, why_not_measured
 from mprun.config.registry import kind_of
 from mprun.config.schema import MAX_STEPS, OptimConfig, RunConfig
 from mprun.data import DataError
 from mprun.data.source import DamagedData, Source
 from mprun.distributed.ranks import ALONE, Ranks
 from mprun.errors import BadInput
+from mprun.execution.compiled_step import Compilation, CompiledIfFaster, CompiledStep
 from mprun.execution.cuda_graph import CudaRecorder, why_not_captured
-from mprun.execution.graphed_step import DRAWS, GraphedStep, HostBound
-from mprun.execution.step_runner import Compilation, LearningRate, Schedule, StepRunner
+from mprun.execution.graphed_step import DRAWS, GraphedStep
+from mprun.execution.step_clock import HostBound
+from mprun.execution.step_runner import LearningRate, Schedule, StepRunner
 from mprun.precision import DTYPES, ForwardContext, PrecisionPolicy, why_no_lstm, why_unsupported
-from mprun.tasks import Learner, Task
+from mprun.tasks import Task
 
 
 @dataclass(slots=True)
@@ -80,7 +83,7 @@ def build(config: RunConfig, device: torch.device, ranks: Ranks = ALONE) -> Buil
             raise BadInput(f"train.epochs={epochs}: {steps} steps, at most {MAX_STEPS} are allowed")
     lr = schedule_of(config.optim, steps, task.steps_per_epoch)
     rate = LearningRate(lr, [*task.learners.values()], device)
-    stepper = build_step_runner(config, task, rate, device)
+    stepper = build_step_runner(config, task, rate, device, steps)
     return Built(task, data, policy, forward_context, device, steps, rate, stepper)
 
 
@@ -111,9 +114,12 @@ def schedule_of(optim: OptimConfig, steps: int, steps_per_epoch: int) -> list[fl
 
 
 def build_step_runner(
-    config: RunConfig, task: Task, rate: LearningRate, device: torch.device
+    config: RunConfig, task: Task, rate: LearningRate, device: torch.device, steps: int
 ) -> StepRunner:
-    """Build the step runner of a new task; BadInput for a setting impossible on `device`."""
+    """Build the step runner of a new task; BadInput for a setting impossible on `device`.
+
+    steps: the length of the run.
+    """
     refuse_on(config, device.type)
     settings = _settings(config, device)
     wanted, reason = config.train.cuda_graph, "train.cuda_graph=off"
@@ -124,7 +130,8 @@ def build_step_runner(
         if why is not None and wanted == "on":
             raise BadInput(f"train.cuda_graph=on: {why} (allowed here: auto, off)")
         reason = why or ""
-    compilation, graph, stream = _compilation(config, task.learners), None, None
+    compiled, settings["compile"] = _compiled(config, task, device, steps)
+    graph, stream = None, None
     if reason:
         settings["cuda_graph"] = f"off: {reason}"
     else:
@@ -137,7 +144,7 @@ def build_step_runner(
             zero_state=config.model.component.zero_state,
         )
     return StepRunner(
-        task, rate, device, graph=graph, compilation=compilation, stream=stream, settings=settings
+        task, rate, device, graph=graph, compiled=compiled, stream=stream, settings=settings
     )
 
 
@@ -149,15 +156,28 @@ def _draws(config: RunConfig, task: Task) -> bool:
     return dropout or kind_of(config.model).networks > 1
 
 
-def _compilation(config: RunConfig, learners: Mapping[str, Learner]) -> Compilation | None:
-    mode = config.train.compile
+def _compiled(
+    config: RunConfig, task: Task, device: torch.device, steps: int
+) -> tuple[CompiledStep | None, str]:
+    """Return what takes the first steps where networks may be compiled, else None and why not."""
+    mode, learners = config.train.compile, task.learners.values()
     if mode == "off":
-        return None
-    for learner in learners.values():
+        return None, "off"
+    if mode == "auto":
+        reason = why_not_measured(config, device.type)
+        if reason is None and find_spec("triton") is None:
+            reason = "Triton is not installed"
+        if reason is not None:
+            return None, f"off: {reason}"
+        compilation = Compilation(learners, "default", fullgraph=True)
+        clocks = HostBound(device), HostBound(device)
+        return CompiledIfFaster(task, compilation, steps, clocks), ""
+    for learner in learners:
         if any(isinstance(module, nn.RNNBase) for module in learner.model.modules()):
             why = "the network has a recurrent layer, which torch.compile passes over"
-            raise BadInput(f"train.compile={mode}: {why} (allowed: off)")
-    return Compilation(learners.values(), mode, fullgraph=not config.model.component.own)
+            raise BadInput(f"train.compile={mode}: {why} (allowed: auto, off)")
+    whole = not config.model.component.own
+    return CompiledStep(task, Compilation(learners, mode, fullgraph=whole)), ""
 
 
 def _settings(config: RunConfig, device: torch.device) -> dict[str, str]:
@@ -168,7 +188,7 @@ def _settings(config: RunConfig, device: torch.device) -> dict[str, str]:
         autotune = "on" if torch.backends.cudnn.benchmark else f"off: {why}"
     return {
         "cuda_graph": "",
-        "compile": "off",
+        "compile": "",
         "channels_last": "on" if channels_last else f"off: {reason}",
         "autotune": autotune,
     }

@@ -43,8 +43,8 @@ def why_not_on(config: RunConfig, world: int) -> Iterator[str]:
         yield f"dist.engine=fsdp: {reason} (allowed here: auto, flat)"
     if getattr(config.data, "on_corrupt", None) == "skip":
         yield f"data.on_corrupt=skip: {given} would each replace files (allowed: stop)"
-    if config.train.compile != "off":
-        yield f"train.compile={config.train.compile}: must be off with {given}"
+    if config.train.compile not in ("auto", "off"):
+        yield f"train.compile={config.train.compile}: must be off or auto with {given}"
     if config.numerics.shadow_every:
         must = f"must be 0 with {given}; one device computes the same numbers"
         yield f"numerics.shadow_every={config.numerics.shadow_every}: {must}"
@@ -151,7 +151,7 @@ def of_execution(config: RunConfig, device: str) -> Iterator[str]:
         yield f"train.activation_checkpointing=true: {none} (allowed: false)"
     for key, value, reason, allowed in (
         ("cuda_graph", train.cuda_graph, why_no_graph(config, device), "auto, off"),
-        ("compile", train.compile, _why_not_compiled(config, device), "off"),
+        ("compile", train.compile, _why_not_compiled(config, device), "auto, off"),
         ("channels_last", train.channels_last, _why_no_channels_last(config), "auto, off"),
         ("autotune", train.autotune, _why_no_autotune(config, device), "auto, off"),
     ):
@@ -205,6 +205,27 @@ def _why_not_compiled(config: RunConfig, device: str) -> str | None:
         emulated = f"precision={config.precision.name} is emulated on a CPU operation by operation"
         return f"{emulated}, which compiled code does not pass through"
     return None
+
+
+def why_not_measured(config: RunConfig, device: str) -> str | None:
+    """Return why `train.compile=auto` leaves steps eager on `device`; None: measured times decide.
+
+    The times of ranks differ, and all of them need one form; so several ranks stay eager.
+    """
+    network = config.model.component
+    if device != "cuda":
+        return f"device={device}"
+    if config.deterministic:
+        return "deterministic=true, and a measured time would decide on bits"
+    if (reason := _why_not_compiled(config, device)) is not None:
+        return reason
+    if world_of(config) != 1:
+        return f"devices={config.devices}: ranks would measure different times"
+    if network.own or config.data.component.own:
+        return "a network or data of one's own may have several shapes, each compiled anew"
+    if config.data.component.several_shapes:
+        return f"data={config.data.name}: batches differ in length, each would be compiled anew"
+    return network.why_no_graph
 
 
 def _why_no_channels_last(config: RunConfig) -> str | None:

@@ -334,7 +334,9 @@ class TrainConfig:
         "auto on off", "Replay steps as a CUDA graph; auto: if the host is the limit", role=READING
     )
     compile: str = one_of(
-        "off default max-autotune-no-cudagraphs", "torch.compile of the network, by its mode"
+        "auto off default max-autotune-no-cudagraphs",
+        "torch.compile of the network, by its mode; auto: on CUDA, if it is measured to be faster",
+        restates=False,
     )
     channels_last: str = one_of(
         "auto on off", "NHWC weights and activations; auto: on CUDA for 16-bit and TF32 products"

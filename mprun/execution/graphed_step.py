@@ -8,12 +8,9 @@ measured first.
 """
 
 import copy
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +18,7 @@ from torch.optim import SGD
 
 from mprun.errors import BadInput
 from mprun.execution.cuda_graph import CannotCapture, CudaRecorder
+from mprun.execution.step_clock import WARM_UP, HostBound, pays, released
 from mprun.precision import DynamicLossScale, DynamicRule
 from mprun.precision.audit import FIRST
 from mprun.precision.torch_update import has_fused_kernel
@@ -28,56 +26,8 @@ from mprun.prepared import prepare
 from mprun.tasks import LanguageModel, Task
 from mprun.tasks.supervised import Tokens
 
-STEPS = 5
-# Replaying a graph saves the host's time for launching kernels one by one. If the device stays busy
-# for a fifth of the step after the last launch, the host is ahead in every later step. A graph
-# would then cost a second pool of memory for nothing (whole-step capture of ResNet-50 on a V100:
-# -44 % time at batch 1, 0 % from batch 8 on, pytorch/benchmark#796).
-LEAST_SHARE = 0.8
 DRAWS = "each micro-batch draws its own random numbers, and a captured step has one seed"
 DEVICE_LIMITS = "the device is the limit"  # first words of the reason why steps stay eager then
-
-
-class HostBound:
-    """Time steps one by one on an idle device: the host's part, and the device's.
-
-    Host: from the first launch to the last. Device: from the first launch until it is idle again.
-    A step waits for the device before it begins and never inside. (CUDA holds up a host that
-    launches more than about a thousand kernels ahead; a single step seldom does.)
-    """
-
-    def __init__(self, device: torch.device):
-        self.device = device
-        self.host: list[float] = []
-        self._events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-
-    @property
-    def enough(self) -> bool:
-        return len(self.host) >= STEPS
-
-    def time(self, step: Callable[[], Any]) -> Any:
-        """Take `step` and keep its times; return its result."""
-        idle, begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
-        stream = torch.cuda.current_stream(self.device)
-        idle.record(stream)
-        idle.synchronize()
-        begin.record(stream)
-        started = time.perf_counter()
-        result = step()
-        self.host.append(1000 * (time.perf_counter() - started))
-        end.record(stream)
-        self._events.append((begin, end))
-        return result
-
-    def milliseconds(self) -> tuple[float, float]:
-        """Return the medians of (host, device) over the steps; waits for the last one."""
-        self._events[-1][1].synchronize()
-        device = [begin.elapsed_time(end) for begin, end in self._events]
-        return statistics.median(self.host), statistics.median(device)
-
-
-def pays(host_ms: float, device_ms: float) -> bool:
-    return host_ms >= LEAST_SHARE * device_ms
 
 
 class FixedInputs:
@@ -146,9 +96,6 @@ def _tensors(batches: Sequence[tuple]) -> list[Tensor]:
     return [part for batch in batches for part in batch if isinstance(part, Tensor)]
 
 
-# Real training steps, taken eagerly. They choose and load kernels (cudnn.benchmark) and create the
-# tensors that outlive a step, on the stream and in the memory that later steps use.
-WARM_UP = 3
 # The names of the metrics, and the function that replays the step and returns their values.
 _Recording = tuple[list[str], Callable[[], Tensor]]
 
@@ -203,9 +150,7 @@ class GraphedStep:
 
     def _eager(self, batches: list[tuple], measure: bool) -> dict[str, Tensor]:
         def compute(measure: bool = measure) -> dict[str, Tensor]:
-            # Out of the list, so that a step can release each one.
-            handed_over = (batches.pop(0) for _ in range(len(batches)))
-            return self.task.compute(handed_over, measure)
+            return self.task.compute(released(batches), measure)
 
         if self.off is not None or self._recordings:
             return compute()
@@ -264,18 +209,11 @@ class GraphedStep:
             names[:] = metrics
             return torch.stack([value.detach().float() for value in metrics.values()])
 
-        parameters = [p for own in self.task.learners.values() for p in own.model.parameters()]
-        trained = [parameter.requires_grad for parameter in parameters]
         for own in self.task.learners.values():
             # The step itself begins so, too; the last gradients must not count as its memory.
             own.zero_grad()
-        try:
+        with self.task.attempted():
             return names, self.recorder.record(step)
-        except BaseException:
-            # A GAN freezes its discriminator within a step; a failed capture must undo that.
-            for parameter, value in zip(parameters, trained, strict=True):
-                parameter.requires_grad_(value)
-            raise
 
     def _give_up(self, reason: str, error: Exception | None = None) -> None:
         """Stay eager from here on; raise if a graph is required."""

@@ -4,9 +4,7 @@ Schedules are tables by the number of applied updates; a skipped update does not
 """
 
 import math
-import time
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,11 +14,11 @@ import torch
 from torch import Tensor
 
 from mprun.errors import BadInput, MprunError
+from mprun.execution.compiled_step import CompiledStep
 from mprun.execution.graphed_step import GraphedStep
 from mprun.precision.audit import LISTS, Audit, Contradiction, next_due
 from mprun.precision.torch_update import reads_rate_on_device
 from mprun.tasks.task import Learner, Task
-from mprun.torch_private import compile_options, said_by_a_compiler
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,50 +133,6 @@ class LearningRate:
         return self.rates[min(step - skipped, len(self.rates) - 1)]
 
 
-class Compilation:
-    """Give learners a compiled form of their model, which shares its tensors.
-
-    Shapes are static: a batch of another size would be compiled once more.
-
-    Args:
-        mode: mode of torch.compile ("default", "max-autotune-no-cudagraphs").
-        fullgraph: raise an error for a part that cannot be compiled, instead of leaving it eager.
-    """
-
-    def __init__(self, learners: Iterable[Learner], mode: str, *, fullgraph: bool):
-        self.learners, self.mode, self.fullgraph = list(learners), mode, fullgraph
-        self.seconds: float | None = None  # of the first compiled step
-
-    def first_step(self, step: Callable[[], Any]) -> Any:
-        """Install the compiled networks and take the step that compiles them.
-
-        Raises BadInput if that fails (it needs a C++ compiler on a CPU, Triton on a GPU).
-        """
-        # fallback_random: the same dropout masks as in the uncompiled network.
-        options = compile_options(self.mode) | {"fallback_random": True}
-        for learner in self.learners:
-            learner.network = torch.compile(
-                learner.model, options=options, fullgraph=self.fullgraph, dynamic=False
-            )
-        started = time.perf_counter()
-        try:
-            with warnings.catch_warnings():
-                # torch looks for the gradient of a discriminator's input, which has none.
-                warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor")
-                # The configuration decides on the precision of FP32 products.
-                warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores")
-                # Triton 3.9 announces another default; compiled code rounds as it may.
-                warnings.filterwarnings("ignore", message="TRITON_DEFAULT_FP_FUSION is unset")
-                result = step()
-        except Exception as error:
-            said = said_by_a_compiler(error)
-            if said is None:
-                raise
-            raise BadInput(f"train.compile={self.mode}: {said} (allowed here: off)") from error
-        self.seconds = time.perf_counter() - started
-        return result
-
-
 _Take = Callable[[int, bool], dict[str, Tensor]]
 
 
@@ -186,13 +140,13 @@ class StepRunner:
     """Take training steps of `task`; each step computes the same as `task.train_step`.
 
     Args:
-        compilation: networks to compile; None: none.
+        compiled: takes the first steps where networks may be compiled; None: they are not.
         stream: the stream that captures graphs; None without graphs.
-        settings: choices made beforehand, for the record: "cuda_graph" (why it is off, if `graph`
-            is None), "channels_last" and "autotune".
+        settings: choices made beforehand, for the record: "cuda_graph" and "compile" (why they are
+            off, if `graph` or `compiled` is None), "channels_last" and "autotune".
 
-    The first step is eager and uncompiled, so that it can be watched operation by operation. The
-    second step compiles the networks; a graph is captured a few steps later.
+    The first step is eager and uncompiled, so that it can be watched operation by operation. A
+    graph is captured some steps after networks are compiled, or are known to stay eager.
     """
 
     def __init__(
@@ -202,11 +156,11 @@ class StepRunner:
         device: torch.device,
         *,
         graph: GraphedStep | None = None,
-        compilation: Compilation | None = None,
+        compiled: CompiledStep | None = None,
         stream: torch.cuda.Stream | None = None,
         settings: Mapping[str, str] = MappingProxyType({}),
     ):
-        self.task, self.rate, self.graph, self.compilation = task, rate, graph, compilation
+        self.task, self.rate, self.graph, self.compiled = task, rate, graph, compiled
         self.stream, self.settings = stream, dict(settings)
         self.taken = 0
         # Steps with a skipped update so far; counted on the device.
@@ -260,16 +214,48 @@ class StepRunner:
 
     def _is_eager(self) -> bool:
         """Return whether this step certainly runs operation by operation."""
-        if self.compilation is not None:
-            return self.taken == 1
+        first = self.compiled
+        if first is not None and not self.is_decided:
+            return first.is_eager
+        if first is not None and first.is_on:
+            return False
         return self.graph is None or self.graph.is_eager
 
     def _take(self, index: int, measure: bool) -> dict[str, Tensor]:
-        if self.compilation is not None and self.taken == 2:
-            return self.compilation.first_step(lambda: self.task.train_step(index, measure))
-        if self.graph is None or (self.compilation is not None and self.taken == 1):
+        if self.compiled is not None and self.compiled.takes(index):
+            return self.compiled.step(index, measure)
+        if self.graph is None:
             return self.task.train_step(index, measure)
         return self.graph.step(index, measure)
+
+    @property
+    def compiles_next(self) -> bool:
+        """Return whether the next step compiles networks, which may take minutes."""
+        return self.compiled is not None and self.compiled.compiles_next
+
+    @property
+    def is_decided(self) -> bool:
+        """Return whether it is known if later steps are compiled."""
+        return self.compiled is None or self.compiled.decision is not None
+
+    @property
+    def takes_back(self) -> bool:
+        """Return whether a step that compiles and is left by a signal leaves the state whole."""
+        return self.compiled is not None and self.compiled.takes_back
+
+    @property
+    def decided(self) -> dict[str, str]:
+        """Return what was decided by measured times and changes bits, for the run's checkpoints."""
+        if self.compiled is None:
+            return {}
+        found = self.compiled.decision or self.compiled.recorded
+        return {} if found is None else {"compile": found}
+
+    def go_on(self, execution: Mapping[str, Any]) -> None:
+        """Take up what an earlier attempt of the run has `decided`."""
+        found = execution.get("compile")
+        if self.compiled is not None and isinstance(found, str):
+            self.compiled.go_on(found)
 
     @contextmanager
     def on_stream(self) -> Iterator[None]:
@@ -313,8 +299,8 @@ class StepRunner:
         unseen = []
         if self.graph is not None and self.graph.replayed:
             unseen.append("replayed steps (CUDA graph)")
-        if self.compilation is not None and self.compilation.seconds is not None:
-            unseen.append(f"compiled steps (train.compile={self.compilation.mode})")
+        if self.compiled is not None and self.compiled.compilation.seconds is not None:
+            unseen.append(f"compiled steps (train.compile={self.compiled.setting})")
         return result | ({"not_watched": ", ".join(unseen)} if unseen else {})
 
     @property
@@ -324,8 +310,9 @@ class StepRunner:
         Returns:
             cuda_graph: "on", or "off: " and the reason; capture_s, replayed: seconds of capturing
             and number of replayed steps; host_ms, device_ms: times of an eager step under `auto`.
-            compile: the mode; compile_s: seconds of the step that compiled. channels_last,
-            autotune: "on" or "off: " and the reason.
+            compile: the mode, "on: " and the times of a step, or "off: " and the reason; compile_s:
+            seconds of the step that compiled. channels_last, autotune: "on" or "off: " and the
+            reason.
         """
         found: dict[str, str | float | int] = dict(self.settings)
         graph = self.graph
@@ -336,8 +323,9 @@ class StepRunner:
             if graph.replayed:
                 found["capture_s"] = round(graph.recorder.seconds, 3)
                 found["replayed"] = graph.replayed
-        if self.compilation is not None:
-            found["compile"] = self.compilation.mode
-            if self.compilation.seconds is not None:
-                found["compile_s"] = round(self.compilation.seconds, 3)
+        if self.compiled is not None:
+            early = f"off: ended after {self.taken} steps, before the decision"
+            found |= {"compile": early} | self.decided
+            if (seconds := self.compiled.compilation.seconds) is not None:
+                found["compile_s"] = round(seconds, 3)
         return found

@@ -3,7 +3,7 @@
 import copy
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Self, TypeVar
 
 import torch
@@ -110,6 +110,18 @@ class Task(ABC):
         """
         needs = self.policy.loss_dtype.itemsize == 2 or self.forward_context.watchers
         return self.forward_context if needs else nullcontext()
+
+    @contextmanager
+    def attempted(self) -> Iterator[None]:
+        """Enclose a step that may fail; what it has frozen, as a GAN its discriminator, is not."""
+        parameters = [p for own in self.learners.values() for p in own.model.parameters()]
+        trained = [parameter.requires_grad for parameter in parameters]
+        try:
+            yield
+        except BaseException:
+            for parameter, value in zip(parameters, trained, strict=True):
+                parameter.requires_grad_(value)
+            raise
 
     def each_part(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Iterate over the micro-batches, each with a separate seed.

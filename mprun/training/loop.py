@@ -136,6 +136,7 @@ class Loop:
         self.logger = MetricLogger(directory, built, self.buffer, start.step)
         earlier = start.computed or {}
         built.stepper.audit.earlier = earlier.get("audit", {})
+        built.stepper.go_on(earlier.get("execution", {}))
         built.forward_context.earlier = earlier.get("emulated", {})
         self.outcome = Outcome(
             "done",
@@ -199,8 +200,8 @@ class Loop:
         take = self.built.stepper.step
         if index == self.start:
             take = partial(self._left_at_once, self._first_step)
-        elif index == self.start + 1 and self.built.stepper.compilation is not None:
-            take = partial(self._left_at_once, take)  # the step that compiles
+        elif self.built.stepper.compiles_next:
+            take = partial(self._left_at_once, take)
         measure, _, _ = self.due(index + 1)
         if self.probing is not None and self.probing.due(index + 1):
             metrics = self.probing.watch(index + 1, index, partial(take, index, measure))
@@ -315,6 +316,7 @@ class Loop:
         self._read_throughput()
         return {
             "audit": self.built.stepper.audit_result(),
+            "execution": self.built.stepper.decided,
             "emulated": self.built.forward_context.rerouted(),
             "final": self.outcome.final,
             "throughput": self.outcome.throughput,
@@ -383,12 +385,13 @@ class Loop:
         return {step: text for step, text in found.items() if text}
 
     def _left_at_once(self, take: Callable, index: int, measure: bool) -> dict[str, Tensor]:
-        """Take an early step that may last minutes; a signal ends it at once and discards it."""
+        """Take a step that may last minutes; a signal ends it at once and discards it."""
         try:
             with self._breaks():
                 return take(index, measure)
         except Stopped:
-            self.outcome.step = self.start
+            if not self.built.stepper.takes_back:
+                self.outcome.step = self.start
             raise
 
     def _first_step(self, index: int, measure: bool) -> dict[str, Tensor]:

@@ -22,7 +22,7 @@ from mprun.assembly import build
 from mprun.cli import main
 from mprun.config.compose import compose_config
 from mprun.distributed.ranks import Ranks
-from mprun.execution.step_runner import Compilation
+from mprun.execution.compiled_step import Compilation
 from mprun.record.console import Progress
 from mprun.record.keys import config_hash
 from mprun.record.memory import SPARED, ran_out, shortage

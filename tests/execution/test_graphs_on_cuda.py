@@ -7,8 +7,8 @@ import torch
 
 from mprun.errors import BadInput
 from mprun.execution.cuda_graph import CannotCapture, CudaRecorder
-from mprun.execution.graphed_step import STEPS as TIMED
-from mprun.execution.graphed_step import WARM_UP
+from mprun.execution.step_clock import STEPS as TIMED
+from mprun.execution.step_clock import WARM_UP
 from mprun.precision.random_states import (
     random_states,
     restore_dropout_state,
@@ -33,7 +33,7 @@ MODELS = {
     "conv_autoencoder": of("model=conv_autoencoder data.batch_size=8"),
 }
 # What every comparison needs: the same kernel each time.
-SAME = ["train.channels_last=off", "train.steps=40"]
+SAME = ["train.channels_last=off", "train.compile=off", "train.steps=40"]
 
 
 def made(build_run, *overrides):

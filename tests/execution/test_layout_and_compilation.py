@@ -115,7 +115,7 @@ def test_without_a_compiler_one_line_says_so(build_run, monkeypatch):
         built.stepper.step(1)
     line = str(error.value)
     assert line.startswith("train.compile=default: ") and "\n" not in line
-    assert "(allowed here: off)" in line
+    assert "(allowed here: auto, off)" in line
 
 
 def test_a_recurrent_network_of_ones_own_is_not_compiled(build_run, tmp_path, monkeypatch):

@@ -7,7 +7,8 @@ import torch
 
 from mprun.errors import BadInput
 from mprun.execution.cuda_graph import CannotCapture
-from mprun.execution.graphed_step import WARM_UP, GraphedStep, pays
+from mprun.execution.graphed_step import GraphedStep
+from mprun.execution.step_clock import WARM_UP, pays
 from mprun.execution.step_runner import StepRunner
 
 from ..helpers import assert_same_bits, raises_line

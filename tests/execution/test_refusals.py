@@ -8,7 +8,7 @@ from mprun.assembly import build, policy_from
 from mprun.assembly.precision import optimizer_maker
 from mprun.assembly.task import uses_channels_last
 from mprun.config.compose import compose_config
-from mprun.config.execution_rules import auto_channels_last
+from mprun.config.execution_rules import auto_channels_last, why_not_measured
 from mprun.errors import BadInput
 from mprun.execution.cuda_graph import why_not_captured
 from mprun.precision.torch_update import has_fused_kernel
@@ -68,8 +68,6 @@ def test_the_command_refuses_with_code_2_and_writes_nothing(tmp_path, capsys, mo
 def test_auto_and_off_are_never_refused(mode):
     for overrides, _ in REFUSED:
         key, _, _ = overrides[0].partition("=")
-        if key == "train.compile" and mode == "auto":
-            continue
         compose_config([f"{key}={mode}", *overrides[1:]])
 
 
@@ -143,9 +141,37 @@ def test_a_run_records_how_its_steps_were_executed(tmp_path, capsys):
     assert run(directory, *SMALL["reconstruction"], *ONE_CORE, "train.steps=2") == 0
     assert record_of(directory)["execution"] == {
         "cuda_graph": "off: a CUDA graph needs device=cuda",
-        "compile": "off",
+        "compile": "off: device=cpu",
         "channels_last": "off: device=cpu",
         "autotune": "off: device=cpu",
     }
     # Whether steps are replayed may change from one attempt to the next, how they round may not.
     refused(capsys, f"resume={directory}", "train.steps=3", "train.compile=default")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "reason"),
+    [
+        ([IMAGES], None),
+        (["model=gpt", "precision=fp8_tensorwise"], None),
+        (["model=dcgan", "precision=amp"], None),
+        ([IMAGES, "deterministic=true"], "deterministic=true, and a measured time would decide"),
+        (LSTM, "torch.compile passes over nn.LSTM"),
+        ([IMAGES, "numerics=probes"], "numerics=probes watches tensors with hooks"),
+        (["model=gpt", "train.activation_checkpointing=true"], "sets random states between"),
+        (["model=gpt", "devices=2", "train.accumulate=2"], "devices=2: ranks would measure"),
+        (
+            ["model=custom", "model.task=classification", "model.factory=a:b", "data=digits_32"],
+            "a network or data of one's own",
+        ),
+        (
+            [IMAGES, "data=custom", "data.factory=a:b", "data.image_size=32"],
+            "a network or data of one's own",
+        ),
+    ],
+)
+def test_where_measured_times_decide_on_a_compilation(overrides, reason):
+    config = compose_config([*overrides, "device=cuda"]).config
+    found = why_not_measured(config, "cuda")
+    assert found is None if reason is None else reason in str(found)
+    assert why_not_measured(config, "cpu") == "device=cpu"

@@ -91,9 +91,8 @@ def watched():
 
     def watched_step(self, index, measure=False):
         # A step that compiles may wait: the compiler tries its kernels.
-        compiles = self.compilation is not None and self.compilation.seconds is None
-        if self.taken >= WATCHED and not compiles:
-            torch.cuda.set_sync_debug_mode("error")
+        mode = "error" if self.taken >= WATCHED and not self.compiles_next else "default"
+        torch.cuda.set_sync_debug_mode(mode)
         return step(self, index, measure)
 
     def free(function):

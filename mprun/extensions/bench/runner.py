@@ -123,6 +123,8 @@ class RunnerContender(Contender):
         return self.built.stepper.on_stream()
 
     def prepare(self) -> None:
+        while not self.built.stepper.is_decided:
+            self.run(1)
         self.run(_PREPARED_STEPS)
         synchronise(self.built.device)
 
