@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,12 @@ def serve(spec: dict[str, Any]) -> None:
     import torch
 
     import mprun
-    from mprun.assembly import build
     from mprun.config.compose import compose_config
     from mprun.precision import pin_math_flags
 
+    # It was called mprun.build before commit b7c3873a.
+    of_now = (Path(spec["checkout"]) / "mprun" / "assembly").is_dir()
+    build = import_module("mprun.assembly" if of_now else "mprun.build").build
     if not Path(mprun.__file__).is_relative_to(spec["checkout"]):
         raise SystemExit(f"{mprun.__file__} is not of {spec['checkout']}")
     torch.set_num_threads(1)
