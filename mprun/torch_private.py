@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from operator import attrgetter, methodcaller
+from sys import getrefcount
 from traceback import walk_tb
 from typing import Any
 
@@ -102,6 +103,15 @@ foreach_div_ = torch._foreach_div_
 foreach_mul = torch._foreach_mul
 foreach_mul_ = torch._foreach_mul_
 foreach_norm = torch._foreach_norm
+
+
+def holders_of(tensor: Tensor) -> tuple[int, int, int]:
+    """Return how many references Python and torch hold to a dense tensor, and tensors to its
+    memory; callers compare. If gone: a copy of what somebody may hold."""
+    memory = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return getrefcount(tensor), tensor._use_count(), memory
+
+
 # Kernels of torch.amp.GradScaler. If gone: its source names their successors.
 unscale_and_find_inf_ = torch._amp_foreach_non_finite_check_and_unscale_
 update_scale_ = torch._amp_update_scale_

@@ -12,9 +12,11 @@ view would be lost when the model writes into the view in place.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from itertools import zip_longest
+from typing import Any, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -25,10 +27,13 @@ from torch.autograd.graph import Node as GraphNode
 from mprun.precision.emulation import below_emulation
 from mprun.precision.loss_scale import LossScale
 from mprun.torch_private import (
+    DisableTorchDispatch,
     DisableTorchFunction,
     foreach_copy_,
     foreach_mul,
     foreach_mul_,
+    holders_of,
+    run_engine,
 )
 
 _MARK = "mprun.node"  # in the metadata of a node, torch's too: (what, weakly its owner)
@@ -78,6 +83,8 @@ class Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        counts = ctx.what == "weight" and ctx.scale is not None
+        holders = _holders(gradients, ctx.unscaled) if counts else ()
         owner: Owner | None = ctx.owner()  # None: the script has dropped model and optimizers
         scale = ctx.scale
         if owner is not None:
@@ -92,7 +99,7 @@ class Node(torch.autograd.Function):
             else:
                 wide = _to(gradients, ctx.unscaled)
                 inverse = scale.inverse()
-                if not torch.is_grad_enabled() and _are_new(wide, gradients):
+                if not torch.is_grad_enabled() and _are_ours(wide, gradients, holders):
                     found = wide  # one pass over memory less than a copy of the copies
                     foreach_mul_([one for one in wide if one is not None], inverse)
                 else:
@@ -117,12 +124,63 @@ def _to(tensors: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]) -> Sequ
     return [own if own is None or own.dtype is dtype else next(made) for own, dtype in pairs]
 
 
-def _are_new(wide: Sequence[Tensor | None], gradients: Sequence[Tensor | None]) -> bool:
-    """Return whether nobody else can hold one of `wide`: each is a cast of a dense gradient."""
+def _are_ours(
+    wide: Sequence[Tensor | None],
+    gradients: Sequence[Tensor | None],
+    holders: Sequence[tuple[int, ...] | None],
+) -> bool:
+    """Return whether nobody else can hold one of `wide`: each is a cast of a dense gradient, or a
+    gradient that came here alone.
+
+    holders: of each gradient, as `_holders` has counted on entry; none: nobody has.
+    """
+    alone = _alone()
     return any(one is not None for one in wide) and all(
-        one is None or (one is not gradient and one.layout is torch.strided)
-        for one, gradient in zip(wide, gradients, strict=True)
+        one is None or (one.layout is torch.strided if one is not gradient else count == alone)
+        for one, gradient, count in zip_longest(wide, gradients, holders)
     )
+
+
+def _holders(
+    gradients: Sequence[Tensor | None], dtypes: Sequence[torch.dtype]
+) -> list[tuple[int, ...] | None]:
+    """Count who holds each gradient; None where that would not tell (other classes), or where a
+    cast to its dtype is to come."""
+    return [
+        holders_of(own) if _is_dense(own) and own.dtype is dtype else None
+        for own, dtype in zip(gradients, dtypes, strict=True)
+    ]
+
+
+def _is_dense(own: Tensor | None) -> TypeGuard[Tensor]:
+    return type(own) is Tensor and own.layout is torch.strided
+
+
+class _Counted(torch.autograd.Function):
+    """A tensor whose gradient, made by torch, only its own node holds; it is counted there."""
+
+    @staticmethod
+    def forward(ctx: Any, found: list[Any], tensor: Tensor) -> tuple[Tensor, ...]:
+        ctx.found = found
+        return (tensor.detach(),)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[None, ...]:
+        ctx.found += _holders(gradients, [torch.float32])
+        return None, None
+
+
+@functools.cache
+def _alone() -> tuple[int, ...]:
+    """Return the holders of a gradient that nobody holds but the node that it enters.
+
+    Python and torch hold it, too, while they call the node; each version does it in its own way.
+    """
+    found: list[tuple[int, ...]] = []
+    with torch.enable_grad(), DisableTorchFunction(), DisableTorchDispatch():
+        product = _Counted.apply(found, torch.ones(2, requires_grad=True))[0] * 2
+        run_engine((product,), (torch.ones(2),), False, False, (), accumulate_grad=True)
+    return found[0]
 
 
 class _Factor(torch.autograd.Function):
@@ -160,7 +218,7 @@ def make_nodes(
             "autograd, which it cannot; use torch.autograd.grad, or transform a copy from before "
             "mprun.prepare"
         ) from error
-    mark(found, what, owner)
+    mark(found[:1], what, owner)  # one node has made all
     return found
 
 
