@@ -40,9 +40,8 @@ from mprun.torch_private import (
 
 _IN_16_BITS = ("Half", "BFloat16", "BComplex32")  # as torch's errors name them
 
-# All prepared models; those whose passes a CPU emulates; those whose next pass is audited.
+# All prepared models; those whose next pass is audited.
 alive: weakref.WeakSet[Any] = weakref.WeakSet()
-emulating: weakref.WeakSet[Any] = weakref.WeakSet()
 due: weakref.WeakSet[Any] = weakref.WeakSet()
 # What takes the hooks out of torch again, once no prepared model is left.
 undo: list[Callable[[], None]] = []
@@ -248,12 +247,13 @@ def run_pass(roots: Sequence[Root], *args: Any, **kwargs: Any) -> Any:
     """Run a backward pass, in the arithmetic of the models whose pass it is."""
     Passes.number += 1
     autocast = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    every = [*alive]  # once: weak sets take microseconds
     # Products of models in other modes would count for the one that is watched.
-    those = alive if due or autocast else emulating
-    scales = {model.loss_scale for model in alive if model.scale is not None}
+    those = every if due or autocast else [one for one in every if one.forward_context.emulations]
+    scales = {model.loss_scale for model in every if model.scale is not None}
     try:
         with (
-            _in_arithmetic(roots, [*those]) if those else nullcontext(),
+            _in_arithmetic(roots, those) if those else nullcontext(),
             _scaled_alike(roots) if len(scales) > 1 else nullcontext(),
         ):
             return run_engine(roots, *args, **kwargs)
@@ -265,7 +265,7 @@ def run_pass(roots: Sequence[Root], *args: Any, **kwargs: Any) -> Any:
     finally:
         if graph_task() == -1:  # a checkpoint's pass within a pass goes on with the same weights
             Passes.task, Passes.entered, Passes.stepped = -1, [], {}  # of one that failed, too
-            for model in alive:  # met or not: `.data` counts no versions
+            for model in every:  # met or not: `.data` counts no versions
                 # A run forgets them before its step. Shards are gathered anew in the same memory.
                 if not model.of_run or model.tensors.shards:
                     model.tensors.forget()

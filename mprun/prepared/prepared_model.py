@@ -140,8 +140,6 @@ class PreparedModel(Backward):
         self.dtype = self._first.dtype  # as seen from outside
         passes.alive.add(self)
         weakref.finalize(self, passes.leave_torch).atexit = False
-        if forward_context.emulations:
-            passes.emulating.add(self)
 
     def _build(self) -> None:
         """Put the modules into the mode and intercept their calls; again after some were added."""
