@@ -1,9 +1,10 @@
 """`mprun doctor`: the facts of this machine, and the effect of each precision mode on it."""
 
 import json
+import time
 from collections.abc import Iterator
 
-from mprun.cli.arguments import Arguments
+from mprun.cli.arguments import Arguments, number
 from mprun.config.option_files import folders
 from mprun.errors import DONE
 from mprun.record.layout import hanging
@@ -24,14 +25,16 @@ KEYS = {
     "that torchrun or srun have set; null: none)",
     "nvml": "works, why (not); energy_mj (since the driver was loaded), power_w, sm_clock_mhz, "
     "temperature_c, process_bytes (of this process); missing: why, by reading",
-    "modes": "by mode: verdict (honoured, emulated, refused), reason (how, or why)",
+    "modes": "by mode: verdict (honoured, emulated, refused, untested: no time left), reason (how, "
+    "or why)",
     "emulated_operations": "which operations of 16-bit modes a CPU computes in FP32",
     "flags": "by name: pinned (what a run sets, here that of fp32), stock (torch by itself)",
 }
 _WHAT = """\
 The facts of this machine, and the effect of each precision mode on it. On a
 GPU it compiles the kernels of the update and compares them with torch's, and
-captures a training step as a CUDA graph: seconds, longer the first time.
+captures a training step as a CUDA graph: seconds, longer the first time
+(--budget limits them).
 Exit code 0, whatever it finds; 2 for an unknown argument."""
 # Measured; see mprun.precision.emulation.
 _WHY_EMULATED = (
@@ -43,16 +46,21 @@ _WHY_EMULATED = (
 def main(arguments: list[str]) -> int:
     """Print devices, kernels, flags and the effect of each mode here; always exit code 0."""
     keys = [f"  {key:<21}{text}" for key, text in KEYS.items()]
+    started = time.monotonic()
     parser = Arguments("doctor", _WHAT, "\n".join(["keys of --json:", *keys]))
     help_json = 'one JSON object instead of the page; "works": null is not tested'
     parser.add_argument("--json", action="store_true", help=help_json)
     help_dir = "also the modes of DIR/precision/*.yaml"
     parser.add_argument("--config-dir", metavar="DIR", help=help_dir)
+    parser.add_argument("--budget", dest="budget_s", metavar="SECONDS",
+        type=number("--budget", 0, 86_400, "seconds"),
+        help="tests end by then; what is left is told as not tested")  # fmt: skip
     options = parser.parse(arguments)
     folders(options.config_dir)
     from mprun.cli.machine import machine_facts  # it imports torch
 
-    facts = machine_facts(options.config_dir)
+    ends = None if options.budget_s is None else started + options.budget_s
+    facts = machine_facts(options.config_dir, ends)
     print(json.dumps(facts, indent=1, allow_nan=False) if options.json else page(facts))
     return DONE
 
@@ -90,6 +98,11 @@ def summary(facts: dict) -> str:
     if facts["gpus"]:
         count = f"{len(by_verdict.get('honoured', []))} of {len(facts['modes'])} modes"
         where = f"CUDA on {facts['gpus'][0]['name']}: {count} run in its arithmetic"
+    updates = {f"fused {rule}": answer for rule, answer in facts["fused_updates"].items()}
+    answers = updates | ({"CUDA graphs": facts["cuda_graph"]} if facts["gpus"] else {})
+    cut = [what for what, answer in answers.items() if answer["works"] is None]
+    if cut := [*cut, *by_verdict.get("untested", [])]:
+        wrong.append(f"not tested for lack of time: {', '.join(cut)}")
     refused = f", refused: {', '.join(by_verdict['refused'])}" if "refused" in by_verdict else ""
     if not wrong:
         return f"{where}{refused}; nothing is missing"

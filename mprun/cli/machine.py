@@ -1,9 +1,12 @@
 """This machine and what runs on it, as plain values: the facts behind `mprun doctor`."""
 
 import os
+import signal
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,12 +31,18 @@ from mprun.precision.torch_update import RULES, STATE, has_fused_kernel
 from mprun.record.energy import PowerMeter, meter_of
 from mprun.recording.environment import environment
 
+_T = TypeVar("_T")
+UNTESTED = "no time left"
 
-def machine_facts(config_dir: str | None = None) -> dict:
+
+def machine_facts(config_dir: str | None = None, ends: float | None = None) -> dict:
     """Return the facts that `mprun doctor --json` prints; `mprun.cli.doctor.KEYS` has their keys.
 
     It pins this process's numeric flags as a run in FP32 does. On a GPU it compiles and runs small
     kernels and waits for them; a failure there is an answer and raises nothing.
+
+    ends: time.monotonic at which the test under way is cut, and after which none begins. Only the
+    main thread can say it.
     """
     device, why_no_gpu = _device()
     stock = read_math_flags()
@@ -49,11 +58,13 @@ def machine_facts(config_dir: str | None = None) -> dict:
         # Before the steps below use its memory.
         "gpus": [] if why_no_gpu else [_gpu(i) for i in range(torch.cuda.device_count())],
         "kernels": {"cpu": _cpu_kernels(), "cuda": _cuda_kernels(device, meter)},
-        "fused_updates": {rule: _asked(partial(_why_not_fused, rule, device)) for rule in rules},
-        "cuda_graph": no_graph if why_no_gpu else _asked(partial(why_no_replay_on, device)),
+        "fused_updates": {
+            rule: _asked(partial(_why_not_fused, rule, device), ends) for rule in rules
+        },
+        "cuda_graph": no_graph if why_no_gpu else _asked(partial(why_no_replay_on, device), ends),
         "ranks": _ranks(),
         "nvml": _nvml(meter),
-        "modes": modes(device, config_dir),
+        "modes": modes(device, config_dir, ends),
         "emulated_operations": emulated if device.type == "cpu" else [],
         "flags": {name: {"pinned": v, "stock": stock[name]} for name, v in flags.items()},
     }
@@ -72,9 +83,17 @@ def _ranks() -> dict:
     return {"backends": backends, "environment": here}
 
 
-def modes(device: torch.device, config_dir: str | None = None) -> dict[str, dict[str, str]]:
-    """Return mode -> verdict ("honoured", "emulated", "refused") on `device`, and the reason."""
-    verdicts = {name: _verdict(name, device, config_dir) for name in mode_files(config_dir)}
+def modes(
+    device: torch.device, config_dir: str | None = None, ends: float | None = None
+) -> dict[str, dict[str, str]]:
+    """Return mode -> verdict on `device`, and the reason; ends: as of `machine_facts`.
+
+    A verdict is "honoured", "emulated", "refused" or, for lack of time, "untested".
+    """
+    verdicts = {
+        name: _within(ends, partial(_verdict, name, device, config_dir), ("untested", UNTESTED))
+        for name in mode_files(config_dir)
+    }
     return {name: {"verdict": verdict, "reason": why} for name, (verdict, why) in verdicts.items()}
 
 
@@ -175,12 +194,41 @@ def _why_not_fused(rule: str, device: torch.device) -> str | None:
     return None if has_fused_kernel(rule, device) else f"torch has none for {device.type}"
 
 
-def _asked(why_not: Callable[[], str | None]) -> dict:
+def _asked(why_not: Callable[[], str | None], ends: float | None = None) -> dict:
+    def answer() -> dict:
+        try:
+            why = why_not()
+        except Exception as error:  # a full or broken GPU: that is the answer
+            why = _reason(error)
+        return {"works": why is None, "why": why}
+
+    return _within(ends, answer, {"works": None, "why": UNTESTED})
+
+
+class _TimeUp(BaseException):
+    """The end of the time for tests; no handler of errors takes it for an answer."""
+
+
+def _within(ends: float | None, test: Callable[[], _T], late: _T) -> _T:
+    """Return the answer of a test, `late` if it has none at `ends`."""
+    if ends is None:
+        return test()
+    if (left := ends - time.monotonic()) <= 0:
+        return late
+    before = signal.signal(signal.SIGALRM, _raise_time_up)
     try:
-        why = why_not()
-    except Exception as error:  # a full or broken GPU: that is the answer
-        why = _reason(error)
-    return {"works": why is None, "why": why}
+        # Again and again: an exception within a callback of the interpreter is lost.
+        signal.setitimer(signal.ITIMER_REAL, left, 0.5)
+        return test()
+    except _TimeUp:
+        return late
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def _raise_time_up(number: int, frame: object) -> NoReturn:
+    raise _TimeUp
 
 
 def _nvml(meter: PowerMeter) -> dict:

@@ -2,6 +2,9 @@
 
 import json
 import re
+import signal
+import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -204,6 +207,25 @@ def test_a_check_that_fails_is_an_answer(monkeypatch):
     no = {"works": False, "why": "CUDA out of memory"}
     assert found["fused_updates"] == dict.fromkeys(("sgd", "adam", "adamw", "adagrad"), no)
     assert found["modes"]["fp16_master"]["verdict"] in ("emulated", "honoured")
+
+
+def test_an_end_of_the_time_cuts_the_test_under_way_and_the_page_names_what_is_left(monkeypatch):
+    def compiling(*arguments):
+        while True:  # a compiler, of which every `except Exception` takes what is raised
+            with suppress(Exception):
+                time.sleep(0.01)
+
+    monkeypatch.setattr("mprun.cli.machine.why_unsupported", compiling)
+    found = machine_facts(ends=time.monotonic() + 0.5)
+    untested = {name for name, mode in found["modes"].items() if mode["verdict"] == "untested"}
+    assert untested == set(ALL_MODES) and "untested  no time left" in page(found)
+    assert summary(found).startswith("not tested for lack of time: fp32, tf32, ")
+    # Nothing of the limit stays in this process.
+    assert signal.getitimer(signal.ITIMER_REAL) == (0, 0)
+    assert signal.getsignal(signal.SIGALRM) is signal.SIG_DFL
+    late = machine_facts(ends=time.monotonic())
+    assert {answer["why"] for answer in late["fused_updates"].values()} == {"no time left"}
+    assert "fused sgd" in summary(late)
 
 
 @pytest.mark.gpu
